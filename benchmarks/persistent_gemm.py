@@ -1,9 +1,9 @@
 """persistent_matmul, every variant, against cuBLAS (torch.matmul), eager and as CUDA graphs, on one GPU.
 
     ./launch.sh --nproc 1 -m benchmarks.persistent_gemm [--m M --n N --k K]
-            [--shapes table|ragged|tests|all] [--parts] [--dtype bf16|fp16] [--json FILE]
+            [--shapes table|ragged|tests|all] [--parts] [--dtype bf16|fp16|fp8] [--json FILE]
 
-    cuBLAS                torch.matmul(a, b, out=out)
+    cuBLAS                torch.matmul(a, b, out=out); of fp8 torch._scaled_mm, with fast accumulation
     ours                  variant="auto", tuned first, by one session of contextual_autotune for each shape
     pipelined, ...        one variant, tuned among its own candidates
     ..., graph            the same as a CUDA graph of one call
@@ -12,7 +12,8 @@
 
 a is [M, K] by rows; b is [K, N] by columns, which is a weight [N, K] as layers hold it, or by rows with
 --b-rows. Inputs are random normal and new in every round. Protocol and traps: `common/arms.py`. What a shape
-is tuned over is the same for all shapes. Without a GPU a tiny shape runs in Triton's interpreter.
+is tuned over is the same for all shapes. With fp8, each row of a and column of b has a scale, and b lies by
+columns. Without a GPU a tiny shape runs in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import as_matrix
 from dist_autotune.kernels.persistent_gemm import PARTS, VARIANTS, persistent_matmul
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FP8 = torch.float8_e4m3fn
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8}
 LIMIT_S = 1800.0  # for everything about one shape, tuning and compiling included
 CUBLAS, OURS, WAYS = "cuBLAS", "ours", ("", ", graph")
 BLOCK_ROWS = 1024  # of the float32 reference at a time
@@ -99,23 +101,34 @@ class Problem:
         self.b = (
             torch.empty(shape.k, shape.n, **options) if b_rows else torch.empty(shape.n, shape.k, **options).T
         )
-        self.out = torch.empty(shape.m, shape.n, **options)
+        is_fp8 = dtype == FP8
+        self.out = torch.empty(shape.m, shape.n, device=device, dtype=torch.bfloat16 if is_fp8 else dtype)
+        self.scale_a, self.scale_b = (
+            torch.ones(shape.m, 1, device=device),
+            torch.ones(1, shape.n, device=device),
+        )
+        self.scales = {"scale_a": self.scale_a, "scale_b": self.scale_b} if is_fp8 else {}
         # Rounding the result costs at most eps; adding K products in float32 about sqrt(K) of its eps.
-        self.limit = torch.finfo(dtype).eps + shape.k**0.5 * torch.finfo(torch.float32).eps
+        self.limit = torch.finfo(self.out.dtype).eps + shape.k**0.5 * torch.finfo(torch.float32).eps
+        if is_fp8:  # each instruction, of 32 products, cuts off what is behind 13 bits
+            self.limit += shape.k / 32 * 2**-13
         self.gigaflop = 2e-9 * shape.m * shape.n * shape.k
         self.tuned: list[ContextualAutotuner[..., Any]] = []
 
     def refresh(self) -> None:
         """Take new random inputs."""
-        self.a.normal_()
-        self.b.normal_()
+        for operand in (self.a, self.b):
+            operand.copy_(torch.randn(operand.shape, dtype=torch.bfloat16, device=operand.device))
+        for scale in self.scales.values():
+            scale.uniform_(0.5, 2)
 
     def error(self, result: torch.Tensor) -> float:
         """Return the error against float32, block by block: the whole could be too large."""
-        columns = self.b.float()
+        columns = self.b.float() * self.scale_b
         squares = torch.zeros(2, dtype=torch.float64, device=result.device)
-        for block, rows in zip(result.split(BLOCK_ROWS), self.a.split(BLOCK_ROWS), strict=True):
-            right = rows.float() @ columns
+        blocks = (tensor.split(BLOCK_ROWS) for tensor in (result, self.a, self.scale_a))
+        for block, rows, scales in zip(*blocks, strict=True):
+            right = rows.float() @ columns * scales
             squares += torch.stack([(block.float() - right).square().sum(), right.square().sum()]).double()
         return float((squares[0] / squares[1]).sqrt())
 
@@ -131,13 +144,16 @@ class Problem:
         )
 
     def cublas(self) -> Call:
+        if self.scales:
+            options = {**self.scales, "out_dtype": self.out.dtype, "use_fast_accum": True, "out": self.out}
+            return lambda: torch._scaled_mm(self.a, self.b, **options)
         return lambda: torch.matmul(self.a, self.b, out=self.out)
 
     def ours(self, variant: str, scheduler: str, *, retune: bool) -> Call:
         """Tune in one session; return the call as a user makes it, which then takes the short way."""
 
         def call() -> torch.Tensor:
-            return persistent_matmul(self.a, self.b, self.out, variant, scheduler)
+            return persistent_matmul(self.a, self.b, self.out, variant, scheduler, **self.scales)
 
         tune = contextual_autotune(call, name=f"persistent_gemm benchmark {variant} {scheduler}")
         if retune:
@@ -165,6 +181,8 @@ def arms_of(problem: Problem, options: argparse.Namespace) -> list[Arm]:
         arms += [problem.arm(f"{OURS}, {name}", ours(scheduler=name)) for name in schedulers]
     arms.append(problem.arm(f"{CUBLAS}, graph", in_graph(problem.cublas)))
     arms.append(problem.arm(f"{OURS}, graph", in_graph(ours())))
+    if problem.scales:
+        return arms
     quack = in_both_ways(QUACK, lambda: quack_gemm(problem.a, problem.b, problem.out))
     arms += [problem.arm(name, prepare) for name, prepare in quack]
     return arms
@@ -229,6 +247,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--retune", action="store_true", help="ignore what the cache holds")
     add_run_options(parser, warm_ups=120)
     options = parser.parse_args()
+    if options.dtype == "fp8" and options.b_rows:
+        parser.error("--dtype fp8 --b-rows: operands in fp8 lie along K")
     if options.shapes and not ON_GPU:
         parser.error(f"--shapes {options.shapes} needs a GPU: the interpreter would take days")
     options.shapes = LISTS[options.shapes] if options.shapes else (Shape(options.m, options.n, options.k),)

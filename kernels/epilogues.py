@@ -1,7 +1,9 @@
-"""What becomes of a product's float32 sums before they are rounded and stored: activation(sums + bias).
+"""What becomes of a product's float32 sums before they are rounded and stored.
 
-`Epilogue` is what a call asks for; in a kernel `apply_epilogue` does it with each piece of a tile, in
-registers. Without an epilogue it compiles to nothing.
+    activation(sums * row_scale * column_scale + bias)
+
+`Epilogue` is what a call asks for; in a kernel `apply_scales` and `apply_epilogue` do it with each piece of a
+tile, in registers. Without an epilogue they compile to nothing.
 
 A gated activation makes one column of two, activation(gate) * up. Gate and up take turns by eight columns:
 
@@ -17,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -94,18 +95,22 @@ def _in_blocks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.unflatten(0, (tensor.shape[0] // GATE_BLOCK, GATE_BLOCK))
 
 
-@dataclass(frozen=True, eq=False)
-class Epilogue:
-    """What a call does to the sums of its product, [M, N]: adds bias [N], then applies the activation.
+class Epilogue(NamedTuple):
+    """What a call does to the sums of its product, [M, N]. Made in each call: no dataclass.
 
-    A gated one leaves [M, N / 2], see the module.
+    It multiplies them by the scale of their row, [M] or [M, 1], and of their column, [N] or [1, N], adds bias
+    [N], then applies the activation. A gated one leaves [M, N / 2].
     """
 
     bias: torch.Tensor | None = None
     activation: str | None = None
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
 
-    def check(self, columns: int, device: torch.device) -> None:
-        """Raise TypeError or ValueError unless products of so many columns on that device can end so."""
+    def check(self, rows: int, columns: int, device: torch.device) -> None:
+        """Raise TypeError or ValueError unless products [rows, columns] on that device can end so."""
+        _check_scale("scale_a", self.scale_a, rows, (rows, 1), device)
+        _check_scale("scale_b", self.scale_b, columns, (1, columns), device)
         if self.activation is not None and self.activation not in (*ACTIVATIONS, *GATED):
             known = ", ".join(map(repr, (*ACTIVATIONS, *GATED)))
             raise ValueError(f"there is no activation {self.activation!r}; there are {known}, and None")
@@ -133,10 +138,16 @@ class Epilogue:
 
     def kind(self) -> EpilogueKind:
         """Return what the code and its tuning depend on."""
-        return EpilogueKind(None if self.bias is None else self.bias.dtype, self.activation or NO_ACTIVATION)
+        bias_dtype = None if self.bias is None else self.bias.dtype
+        scaled = self.scale_a is not None, self.scale_b is not None
+        return EpilogueKind(bias_dtype, self.activation or NO_ACTIVATION, scaled)
 
     def of(self, sums: torch.Tensor) -> torch.Tensor:
         """Return what becomes of the sums, computed by torch in their type."""
+        if self.scale_a is not None:
+            sums = sums * self.scale_a.reshape(-1, 1).to(sums.dtype)
+        if self.scale_b is not None:
+            sums = sums * self.scale_b.reshape(1, -1).to(sums.dtype)
         if self.bias is not None:
             sums = sums + self.bias.to(sums.dtype)
         if self.activation is None:
@@ -153,10 +164,33 @@ class EpilogueKind(NamedTuple):
 
     bias_dtype: torch.dtype | None = None
     activation: str = NO_ACTIVATION
+    scaled: tuple[bool, bool] = (False, False)  # the rows, the columns
 
-    def key(self) -> tuple[str, ...]:
+    def key(self) -> tuple[str | bool, ...]:
         """Return what it adds to the key of a choice: nothing where the product is the sums."""
-        return () if self == NO_EPILOGUE else (str(self.bias_dtype), self.activation)
+        return () if self == NO_EPILOGUE else (str(self.bias_dtype), self.activation, *self.scaled)
+
+
+def _check_scale(
+    name: str, scale: torch.Tensor | None, count: int, as_matrix: tuple[int, int], device: torch.device
+) -> None:
+    """Raise TypeError or ValueError unless it is None, or has a contiguous float32 for each row or column."""
+    if scale is None:
+        return
+    wanted = f"({count},) or {as_matrix}"
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{name} is a {type(scale).__name__}; it must be a float32 tensor {wanted}, or None")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name} is {scale.dtype}; it must be torch.float32")
+    if tuple(scale.shape) not in ((count,), as_matrix):
+        raise ValueError(
+            f"{name} has shape {tuple(scale.shape)}; it must be {wanted}: one scale for all is "
+            f"{name}.expand{as_matrix}.contiguous()"
+        )
+    if scale.device != device:
+        raise ValueError(f"{name} is on {scale.device}, the product is on {device}; move one of them")
+    if not scale.is_contiguous():
+        raise ValueError(f"{name} has strides {scale.stride()}; call .contiguous()")
 
 
 NO_EPILOGUE = EpilogueKind()
@@ -164,6 +198,16 @@ ONLY_SUMS = Epilogue()
 
 
 # ---- in a kernel, of plain Triton or Gluon
+
+
+@triton.jit
+def apply_scales(sums, rows, columns, row_scale_ptr, column_scale_ptr, M, N):
+    """Return sums at these rows and columns of C [M, N], see `apply_epilogue`, times their scales."""
+    if row_scale_ptr is not None:
+        sums *= tl.load(row_scale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+    if column_scale_ptr is not None:
+        sums *= tl.load(column_scale_ptr + columns, mask=columns < N, other=0.0)[None, :]
+    return sums
 
 
 @triton.jit

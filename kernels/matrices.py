@@ -14,7 +14,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 TMA_BYTES = 16  # what addresses and the distance of rows are multiples of
 LINE_BYTES = 128  # of the caches: rows that begin at multiples of it are loaded fastest
-ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+ELEMENTS = {
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
 DESCRIPTORS_KEPT = 1024
 
 

@@ -17,7 +17,9 @@ Known = TypeVar("Known")
 
 
 def key_of(tensor: Any) -> Hashable:
-    """Return all that a call with a tensor depends on but its elements; of what is no tensor, its type."""
+    """Return all that a call with a tensor depends on but its elements; None, or the type of what is none."""
+    if tensor is None:
+        return None
     if not isinstance(tensor, torch.Tensor):
         return str(type(tensor))
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

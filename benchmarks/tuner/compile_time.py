@@ -41,7 +41,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 from benchmarks.common.options import new_parser
 from benchmarks.common.pretended_device import PretendedDevice
-from dist_autotune.compilation.pool import Terms
+from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.preflight import preflight
 from dist_autotune.kernels.ag_gemm.plain import GPU_CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import NO_ACTIVATION
@@ -104,7 +104,7 @@ KERNELS = {
 def each_for_itself(threads: int) -> Callable[..., dict[str, Any]]:
     """Return the arm in which a rank compiles every candidate in `threads` threads."""
 
-    def compile_all(launch: Launch, configs: dict[str, Any], terms: Terms) -> dict[str, Any]:
+    def compile_all(launch: Launch, configs: dict[str, Any], options: PoolOptions) -> dict[str, Any]:
         with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(executor):
             kernels = [compiled(launch, config) for config in configs.values()]
         for kernel in kernels:
@@ -120,12 +120,12 @@ def compiled(launch: Launch, config: triton.Config) -> Any:
     return launch.compile(config)
 
 
-def shared(launch: Launch, configs: dict[str, Any], terms: Terms) -> dict[str, Any]:
+def shared(launch: Launch, configs: dict[str, Any], options: PoolOptions) -> dict[str, Any]:
     """Compile as a session does."""
-    found = preflight(launch, configs, terms)
+    found = preflight(launch, configs, options)
     assert not found.reasons, found.reasons
-    assert not found.tally.remark, found.tally.remark
-    return vars(found.tally)
+    assert not found.counts.remark, found.counts.remark
+    return vars(found.counts)
 
 
 ARMS = {
@@ -156,8 +156,8 @@ def rank_main(
         assert time.monotonic() < deadline, "a rank is missing"
         time.sleep(1e-3)
     began, before_s = time.monotonic(), computed_s()
-    terms = Terms(session="benchmark", local_rank=rank, local_ranks=ranks)
-    done = ARMS[arm](launch, configs, terms)
+    options = PoolOptions(session="benchmark", local_rank=rank, local_ranks=ranks)
+    done = ARMS[arm](launch, configs, options)
     record = {"began": began, "ended": time.monotonic(), "computed_s": computed_s() - before_s, **done}
     (directory / f"record-{rank}.json").write_text(json.dumps(record))
 

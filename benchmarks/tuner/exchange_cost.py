@@ -48,7 +48,7 @@ from dist_autotune import contextual_autotune
 from dist_autotune.ranks import client
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
 from dist_autotune.ranks.hub import HubState
-from dist_autotune.ranks.messages import pack, unpack
+from dist_autotune.ranks.wire import pack, unpack
 from dist_autotune.search.messages import merge
 
 TIMEOUT_S = 120.0

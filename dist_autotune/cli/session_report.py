@@ -23,6 +23,8 @@ from ..tuner.report import TunedContext, TuningReport, time_order
 
 # Fields of the opening that a reader of the figures needs.
 ABOUT = ("started_at", "device", "versions", "mode", "search", "objective", "statistic", "rank_reduce")
+# Fields that a result has alike in the log and in the program's report.
+AS_SETTLED = ("status", "timings", "banned", "launch_bound", "bit_classes", "output_digest")
 
 
 @dataclass(frozen=True)
@@ -91,39 +93,33 @@ def _report_of(session: SessionHistory, log_dir: str, kernel: str) -> SessionRep
 
 
 def _tuned_context(context: ContextHistory) -> TunedContext:
-    """Return a context as settled. Logs of older versions leave some figures to the trials."""
-    settled, first, winner = context.settled, context.records[0], context.winner
-    banned = settled.banned or {each.config: each.banned for each in context.candidates if each.banned}
-    timed = {each.config: each.agreed_ms for each in context.candidates if each.agreed_ms is not None}
+    """Return a context as it was settled, or what was known when its log ended."""
+    settled, first = context.settled, context.records[0]
     config = None if settled is NOT_SETTLED else settled.config
-    is_new = settled.judge in (BY_LAUNCH, BY_RUN)  # else of an older version, or not settled
-    tuned = TunedContext(
+    if config is None:
+        candidates = context.candidates
+        launches = [trial.launches for trial in of_kind(context.records, Trial)]
+        settled = replace(
+            settled,
+            timings={each.config: each.agreed_ms for each in candidates if each.agreed_ms is not None},
+            banned={each.config: each.banned for each in candidates if each.banned},
+            launches=launches[-1] if launches else 0,
+            default_ms=_default_ms(context),
+        )
+    return TunedContext(
         kernel=first.kernel,
         key=first.key,
         config=config,
         ms=_time(settled.ms),
         fastest_rank_ms=_time(settled.fastest_rank_ms),
-        status=settled.status,
-        timings=timed if settled is NOT_SETTLED else settled.timings,
-        banned=banned,
-        launch_bound=settled.launch_bound,
         default_ms=_time(settled.default_ms),
-        judge=settled.judge if is_new else BY_LAUNCH if winner is None or winner.rank_ms else BY_RUN,
+        judge=BY_RUN if settled.judge == BY_RUN else BY_LAUNCH,
         launches=max(settled.launches, 0),
         key_text=first.key,
         config_text=config or "",
         bit_class=settled.bit_classes.get(config or ""),
-        bit_classes=settled.bit_classes,
-        output_digest=settled.output_digest,
+        **{name: getattr(settled, name) for name in AS_SETTLED},
     )
-    if settled is NOT_SETTLED:
-        launches = [record.launches for record in context.records if isinstance(record, Trial)]
-        tuned = replace(tuned, launches=launches[-1] if launches else 0)
-    if tuned.default_ms is None and not is_new:
-        tuned = replace(tuned, default_ms=_default_ms(context))
-    if tuned.fastest_rank_ms is None and winner is not None and tuned.judge == BY_LAUNCH:
-        tuned = replace(tuned, fastest_rank_ms=min(winner.rank_ms.values(), default=None))
-    return tuned
 
 
 def _default_ms(context: ContextHistory) -> float | None:
@@ -131,7 +127,7 @@ def _default_ms(context: ContextHistory) -> float | None:
     default = next((each.default for each in of_kind(context.records, ContextAdmitted)), 0)
     usable = [each for each in context.candidates if not each.banned]
     usable.sort(key=lambda each: each.config_id != default)
-    return _time(usable[0].agreed_ms) if usable else None
+    return usable[0].agreed_ms if usable else None
 
 
 def _time(ms: float | None) -> float | None:

@@ -79,11 +79,6 @@ def session_notes(session: SessionHistory) -> list[str]:
     return notes + session.remarks()
 
 
-def session_tables(shown: SessionReport) -> list[Table]:
-    """Return the tables about a session as a whole: its contexts, then its ranks."""
-    return [contexts_table(shown), *rank_tables(shown.session)]
-
-
 def rank_tables(session: SessionHistory) -> list[Table]:
     """Return the tables about the ranks of a session."""
     return [_stragglers_table(session), _compiling_table(session)]

@@ -46,7 +46,7 @@ def print_history(console: Console, history: History, shown: Iterable[SessionRep
             print_text(console, fact)
         for note in tables.session_notes(each.session):
             print_text(console, note, "yellow")
-        print_tables(console, *tables.session_tables(each))
+        print_tables(console, tables.contexts_table(each), *tables.rank_tables(each.session))
         for context in each.contexts:
             print_tables(console, *tables.context_tables(context))
 

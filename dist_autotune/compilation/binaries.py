@@ -36,7 +36,7 @@ def has_binary(key: str) -> bool:
     return all(map(os.path.exists, paths))
 
 
-class CompileClaim:
+class CompileLock:
     """The right to compile one binary on this host, until released.
 
     Raises BlockingIOError where another process has it, other OSErrors where files cannot be locked.
@@ -55,12 +55,12 @@ class CompileClaim:
             raise
 
     @property
-    def verdict(self) -> str:
+    def known_failure(self) -> str:
         """Why it cannot be compiled, as a process of this session found out; empty: not known."""
         session, _, reason = os.pread(self._descriptor, 1 << 16, 0).decode(errors="replace").partition("\n")
         return reason if session == self._session else ""
 
-    def condemn(self, reason: str) -> None:
+    def record_failure(self, reason: str) -> None:
         """Tell the other processes of this session that it cannot be compiled."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)

@@ -40,7 +40,7 @@ START_S = 30.0  # a child takes milliseconds to begin
 GRACE_S = 10  # after its limit, a child that nobody has ended ends itself
 REASON_CHARACTERS = 1000  # of a failure's text
 SAID_BYTES = 1 << 20  # of the compiler's own words: more is cut off
-STARVED = 10  # times its limit that a child may last whose parent yields the cores
+WALL_FACTOR = 10  # times its limit that a child may last whose parent yields the cores
 
 _LIBC = ctypes.CDLL(None)  # loaded here: the child only calls it
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -63,7 +63,7 @@ class CompilerChild:
         self, work: Callable[[], Any], limit_s: float, *, is_cut_off: bool = False, yields: bool = False
     ) -> None:
         self._limit_s = limit_s
-        self._lasts_s = limit_s * STARVED if yields else limit_s
+        self._lasts_s = limit_s * WALL_FACTOR if yields else limit_s
         self._what = "the hook" if is_cut_off else "the compiler"
         self._late = "the hook did not end" if is_cut_off else "did not compile"
         self._said = os.memfd_create("compiler-stderr")
@@ -147,12 +147,24 @@ class CompilerChild:
 
 
 def fork() -> int:
-    """Fork as `os.fork` does, beside other threads, and with nothing left to write in either process."""
+    """Fork as `os.fork` does, beside other threads, and with nothing left to write in either process.
+
+    The child collects no garbage, from its first instruction on: some of it may be of a device, whose library
+    ends a forked process that calls it.
+    """
     _flush()
-    with warnings.catch_warnings():
-        # From Python 3.12 on, a fork beside other threads is a warning; these children are made for it.
-        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-        return os.fork()
+    collects = gc.isenabled()
+    pid = -1
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            # From Python 3.12 on, a fork beside other threads is a warning; these children are made for it.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            pid = os.fork()
+    finally:
+        if collects and pid != 0:
+            gc.enable()
+    return pid
 
 
 def reaped(pid: int) -> int | None:
@@ -215,7 +227,6 @@ def leave_job(parent: int, dies_by: signal.Signals, *, leads_session: bool) -> N
 
     One signal ends it with its helpers. leads_session: Ctrl-C in the terminal does not reach it.
     """
-    gc.disable()
     prctl(PR_SET_PDEATHSIG, dies_by)
     if os.getppid() != parent:
         os._exit(1)

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 from triton import knobs
 
 from .. import settings
-from .binaries import CompileClaim, has_binary, why_not_shared
-from .compiler_child import STARVED, CompilerChild
+from .binaries import CompileLock, has_binary, why_not_shared
+from .compiler_child import WALL_FACTOR, CompilerChild
 
 PATIENCE_SHARE = 0.8  # of the peers' patience: what preflight may take before it gives up what is left
-CLAIM_GRACE_S = 10.0  # a claim held this much longer than two children may take is no longer respected
+LOCK_GRACE_S = 10.0  # a lock held this much longer than two children may take is no longer respected
 SHARE_BEHIND = 0.5  # of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23)
 T = TypeVar("T")
 _POLL_S = {False: 5e-3, True: 50e-3}  # between looks at children and peers; behind the runs
@@ -41,7 +41,7 @@ class Compilation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Terms:
+class PoolOptions:
     session: str = ""  # the same text on all ranks that share their failures, and in no other session
     local_rank: int = 0
     local_ranks: int = 1  # of this host
@@ -51,18 +51,14 @@ class Terms:
     is_behind: bool = False  # runs go on meanwhile: children yield the cores
 
     @classmethod
-    def agreed(cls, session: str, position: int, ranks: int, patience_s: float, **chosen: Any) -> Terms:
-        """Return the terms for a rank whose peers wait `patience_s`, inf without peers or behind runs."""
+    def of_rank(
+        cls, session: str, position: int, ranks: int, patience_s: float, **chosen: Any
+    ) -> PoolOptions:
+        """Return the options of a rank whose peers wait `patience_s`, inf without peers or behind runs."""
         local_rank, local_ranks = settings.place_on_host(position, ranks)
         limit_s, until = settings.compile_timeout_s(), time.monotonic() + PATIENCE_SHARE * patience_s
-        return cls(
-            session=session,
-            local_rank=local_rank,
-            local_ranks=local_ranks,
-            limit_s=limit_s,
-            until=until,
-            **chosen,
-        )
+        chosen |= {"local_rank": local_rank, "local_ranks": local_ranks}
+        return cls(session=session, limit_s=limit_s, until=until, **chosen)
 
     @property
     def workers(self) -> int:
@@ -76,7 +72,7 @@ class Terms:
     @property
     def lasts_s(self) -> float:
         """Return how long a child may take for one candidate."""
-        return self.limit_s * (STARVED if self.is_behind else 1)
+        return self.limit_s * (WALL_FACTOR if self.is_behind else 1)
 
     def in_turn(self, candidates: Sequence[T]) -> list[T]:
         """Return the candidates of one context in this rank's order: each rank of a host begins elsewhere."""
@@ -88,7 +84,7 @@ COMPILED, FROM_PEERS, CACHED, FAILED = "compiled", "from_peers", "cached", "fail
 
 
 @dataclass(kw_only=True)
-class Tally:
+class CompileCounts:
     """Where the binaries of one context came from."""
 
     compiled: int = 0  # by this rank
@@ -99,20 +95,16 @@ class Tally:
     workers: int = 0
     remark: str = ""
 
-    def __add__(self, other: Tally) -> Tally:
-        """Return the tally of the binaries of both."""
-        remarks = dict.fromkeys(filter(None, (self.remark, other.remark)))
-        return Tally(
-            compiled=self.compiled + other.compiled,
-            from_peers=self.from_peers + other.from_peers,
-            cached=self.cached + other.cached,
-            failed=self.failed + other.failed,
-            seconds=self.seconds + other.seconds,
+    def __add__(self, other: CompileCounts) -> CompileCounts:
+        """Return the counts of the binaries of both."""
+        sums = ("compiled", "from_peers", "cached", "failed", "seconds")
+        return CompileCounts(
+            **{name: getattr(self, name) + getattr(other, name) for name in sums},
             workers=max(self.workers, other.workers),
-            remark="; ".join(remarks),
+            remark="; ".join(dict.fromkeys(filter(None, (self.remark, other.remark)))),
         )
 
-    def count(self, ending: str) -> None:
+    def add(self, ending: str) -> None:
         """Add a binary: COMPILED, FROM_PEERS, CACHED or FAILED."""
         setattr(self, ending, getattr(self, ending) + 1)
 
@@ -122,7 +114,7 @@ class Task:
     """A binary to compile, and who is at it."""
 
     compilation: Compilation
-    claim: CompileClaim | None = None
+    lock: CompileLock | None = None
     child: CompilerChild | None = None
     refused_at: float | None = None  # when a peer was first seen to compile it
     ending: str = ""  # COMPILED, FROM_PEERS, CACHED or FAILED; empty: not yet
@@ -143,16 +135,16 @@ class Task:
         return self.kernel
 
     def give_up(self) -> None:
-        """Leave no child and no claim."""
+        """Leave no child and no lock."""
         if self.child is not None:
             self.child.close()
-        if self.claim is not None:
-            self.claim.release()
-            self.claim = None
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
 
 
 class Pool:
-    """Compiles in `run`, the first first. Leaving its block leaves no child and no claim.
+    """Compiles in `run`, the first first. Leaving its block leaves no child and no lock.
 
     finish: called here for each binary that is there, or that no child can compile; returns the kernel.
     on_end: called for each task that has an ending.
@@ -161,13 +153,13 @@ class Pool:
     def __init__(
         self,
         compilations: Sequence[Compilation],
-        terms: Terms,
+        options: PoolOptions,
         finish: Callable[[Compilation], Any] = lambda compilation: compilation.compile(),
         on_end: Callable[[Task], None] = lambda task: None,
     ) -> None:
         self.tasks = [Task(compilation) for compilation in compilations]
         self.remark = ""
-        self._terms, self._finish_here, self._on_end = terms, finish, on_end
+        self._options, self._finish_here, self._on_end = options, finish, on_end
         self._waiting: list[Task] = []
         self._running: list[Task] = []
         self._why_here = ""  # why no child is of use: this process compiles what is left
@@ -181,20 +173,20 @@ class Pool:
 
     def run(self) -> None:
         """Give every task its ending."""
-        self._why_here = why_no_child(self._terms)
+        self._why_here = why_no_child(self._options)
         if self._why_here:
-            with ThreadPoolExecutor(self._terms.workers) as executor:
+            with ThreadPoolExecutor(self._options.workers) as executor:
                 list(executor.map(lambda task: self._finish(task, COMPILED), self.tasks))
         else:
             self._run_children()
         if self._why_here:
             self.remark = f"compiled in this process, without a limit: {self._why_here}"
 
-    def tally(self) -> Tally:
-        tally = Tally(workers=self._terms.workers, remark=self.remark)
+    def counts(self) -> CompileCounts:
+        counts = CompileCounts(workers=self._options.workers, remark=self.remark)
         for task in self.tasks:
-            tally.count(task.ending)
-        return tally
+            counts.add(task.ending)
+        return counts
 
     def _run_children(self) -> None:
         for task in self.tasks:
@@ -204,7 +196,7 @@ class Pool:
                 self._waiting.append(task)
         while self._waiting or self._running:
             if not (self._collect() or self._begin()):
-                time.sleep(_POLL_S[self._terms.is_behind])
+                time.sleep(_POLL_S[self._options.is_behind])
 
     def _begin(self) -> bool:
         """Start or end what can be now; return whether there was anything."""
@@ -214,17 +206,17 @@ class Pool:
 
     def _is_begun(self, task: Task) -> bool:
         """Start or end a task; False: it has to wait. What a peer was at needs no room to be ended."""
-        has_room = len(self._running) < self._terms.workers
+        has_room = len(self._running) < self._options.workers
         if not has_room and task.refused_at is None:
             return False
-        if time.monotonic() > self._terms.until:
+        if time.monotonic() > self._options.until:
             self._refuse(task, "not compiled: the candidates together took longer than the peers wait")
-        elif not self._claim(task):
+        elif not self._lock(task):
             return False
         elif has_binary(task.key):
             self._finish(task, FROM_PEERS)
-        elif task.claim is not None and task.claim.verdict:
-            self._refuse(task, task.claim.verdict)
+        elif task.lock is not None and task.lock.known_failure:
+            self._refuse(task, task.lock.known_failure)
         elif has_room:
             self._start(task)
         else:
@@ -232,15 +224,15 @@ class Pool:
             return False
         return True
 
-    def _claim(self, task: Task) -> bool:
-        """Claim a task's binary; False while a peer is at it."""
+    def _lock(self, task: Task) -> bool:
+        """Lock a task's binary; False while a peer is at it."""
         try:
-            task.claim = CompileClaim(task.key, self._terms.session)
+            task.lock = CompileLock(task.key, self._options.session)
         except BlockingIOError:
             now = time.monotonic()
             task.refused_at = task.refused_at or now
             # If its owner is stopped, this rank compiles for itself.
-            return now - task.refused_at >= 2 * self._terms.lasts_s + CLAIM_GRACE_S
+            return now - task.refused_at >= 2 * self._options.lasts_s + LOCK_GRACE_S
         except OSError as error:
             self.remark = f"nothing shared, no locks in {knobs.cache.dir}: {error.strerror or error}"
         return True
@@ -248,8 +240,8 @@ class Pool:
     def _start(self, task: Task) -> None:
         if not self._why_here:
             try:
-                limit_s = min(self._terms.limit_s, self._terms.until - time.monotonic())
-                task.child = CompilerChild(task.compilation.compile, limit_s, yields=self._terms.is_behind)
+                limit_s = min(self._options.limit_s, self._options.until - time.monotonic())
+                task.child = CompilerChild(task.compilation.compile, limit_s, yields=self._options.is_behind)
                 self._running.append(task)
                 return
             except OSError as error:
@@ -265,8 +257,8 @@ class Pool:
                 continue
             self._running.remove(task)
             if ending.has_begun and ending.reason:
-                if task.claim is not None:
-                    task.claim.condemn(ending.reason)
+                if task.lock is not None:
+                    task.lock.record_failure(ending.reason)
                 self._refuse(task, ending.reason)
             else:
                 if not ending.has_begun:
@@ -280,9 +272,9 @@ class Pool:
             task.kernel = self._finish_here(task.compilation)
         except Exception as error:
             task.error = error
-        if task.claim is not None:
-            task.claim.release(is_compiled=True)
-            task.claim = None
+        if task.lock is not None:
+            task.lock.release(is_compiled=True)
+            task.lock = None
         self._end(task, ending)
 
     def _refuse(self, task: Task, reason: str) -> None:
@@ -295,6 +287,6 @@ class Pool:
         self._on_end(task)
 
 
-def why_no_child(terms: Terms) -> str:
+def why_no_child(options: PoolOptions) -> str:
     """Return why a rank has to compile in its own process; empty: children do."""
-    return "no limit is set" if terms.limit_s <= 0 else why_not_shared()
+    return "no limit is set" if options.limit_s <= 0 else why_not_shared()

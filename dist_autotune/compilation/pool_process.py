@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from .binaries import has_binary
 from .compiler_child import PR_SET_DUMPABLE, close_files, fork, leave_job, prctl, reaped
-from .pool import Compilation, Pool, Task, Terms
+from .pool import Compilation, Pool, PoolOptions, Task
 
 READ_BYTES = 1 << 20  # at a time; a candidate takes up to 1000
 PRIORITY = 10  # nice(2): a tenth of a core that one other thread wants
@@ -43,7 +43,7 @@ class PoolProcess:
     made it.
     """
 
-    def __init__(self, compilations: Sequence[Compilation], terms: Terms) -> None:
+    def __init__(self, compilations: Sequence[Compilation], options: PoolOptions) -> None:
         report = os.memfd_create("compiled")  # an empty line when it begins, then one for each candidate
         parent = os.getpid()
         try:
@@ -52,7 +52,7 @@ class PoolProcess:
             os.close(report)
             raise
         if pid == 0:
-            _serve(compilations, terms, parent, report)
+            _serve(compilations, options, parent, report)
         self._report, self._read_bytes, self._pid = report, 0, pid
         self.close = weakref.finalize(self, _end, pid, report, parent)  # at exit, at the latest
 
@@ -92,7 +92,7 @@ def _end(pid: int, report: int, parent: int) -> None:
 # ---- in the process
 
 
-def _serve(compilations: Sequence[Compilation], terms: Terms, parent: int, report: int) -> NoReturn:
+def _serve(compilations: Sequence[Compilation], options: PoolOptions, parent: int, report: int) -> NoReturn:
     def tell(task: Task) -> None:
         told = Compiled(pool.tasks.index(task), task.ending, task.reason)
         os.write(report, json.dumps(astuple(told)).encode() + b"\n")
@@ -104,7 +104,7 @@ def _serve(compilations: Sequence[Compilation], terms: Terms, parent: int, repor
         os.write(report, b"\n")
         _yield_cores()
         prctl(PR_SET_DUMPABLE, 0)  # now that this process may write what is its own in /proc
-        with Pool(compilations, terms, _find, tell) as pool:
+        with Pool(compilations, options, _find, tell) as pool:
             pool.run()
     except Exception:
         traceback.print_exc()

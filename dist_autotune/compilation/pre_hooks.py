@@ -1,9 +1,9 @@
 """Finds out, without calling it in this process, what a config's `pre_hook` makes of a launch's arguments.
 
-The hooks of a context run one after another in a forked child, each on copies and stand-ins of its own, and
+The hooks of a context run one after another in a forked child, each on copies and stubs of its own, and
 without a file or a socket: what they count, log or zero is gone with the child. The child sends back the
 arguments pickled, with references to the tensors; this process compiles for those. What a hook raises on
-stand-ins, OutOfResources included, says nothing about the launch: only a launch's own hook bans a config.
+stubs, OutOfResources included, says nothing about the launch: only a launch's own hook bans a config.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict
 def rehearse_one(launch: Launch, pickled: bytes, kept: list[Any], config: Any) -> bytes | str:
     """Return the arguments as the hook leaves copies of them, pickled; or why they are not known."""
     try:
-        stand_ins = [StandIn.of(each) if isinstance(each, torch.Tensor) else each for each in kept]
-        before = _facts_of_tensors(stand_ins)
-        copied = unpickled(launch, pickled, stand_ins)
+        stubs = [TensorStub.of(each) if isinstance(each, torch.Tensor) else each for each in kept]
+        before = _facts_of_tensors(stubs)
+        copied = unpickled(launch, pickled, stubs)
         config.pre_hook(copied.hook_arguments(config))
-        if _facts_of_tensors(stand_ins) != before:
+        if _facts_of_tensors(stubs) != before:
             raise NotReproducible("a tensor was given another shape")
-        outcome = pickle_arguments(copied, stand_ins, adds=False)
-        unpickled(launch, outcome, stand_ins)  # what fails here would fail in the rank
+        outcome = pickle_arguments(copied, stubs, adds=False)
+        unpickled(launch, outcome, stubs)  # what fails here would fail in the rank
         return outcome
     except BaseException as error:  # SystemExit too: the next hook is to have its turn
         return _text_of(error)
@@ -83,10 +83,10 @@ def _text_of(error: BaseException) -> str:
 
 
 class NotReproducible(RuntimeError):
-    """A `pre_hook` did something whose effect on the launch stand-ins do not show."""
+    """A `pre_hook` did something whose effect on the launch stubs do not show."""
 
 
-class StandIn(torch.Tensor):
+class TensorStub(torch.Tensor):
     """A tensor without memory: shape, strides, dtype, device and address are the original's.
 
     Writing to it does nothing. Reading from it raises, so nothing can depend on what the original holds.
@@ -96,8 +96,8 @@ class StandIn(torch.Tensor):
     _address: int | None  # None: of what was computed from another one
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> StandIn:
-        """Return a stand-in; raises what torch raises for a tensor without strides or address."""
+    def of(tensor: torch.Tensor) -> TensorStub:
+        """Return a stub; raises what torch raises for a tensor without strides or address."""
         facts = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return _marked(facts, tensor.device, tensor.data_ptr())
 
@@ -110,30 +110,30 @@ class StandIn(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if type(result) is torch.Tensor and result.device.type == "meta":
-            if not isinstance(args[0], StandIn):
+            if not isinstance(args[0], TensorStub):
                 raise NotReproducible(f"{getattr(func, '__name__', func)} was called with a tensor")
             return _marked(result, args[0]._device, None)
         return result
 
 
-def _marked(facts: torch.Tensor, device: torch.device, address: int | None) -> StandIn:
-    stand_in = facts.as_subclass(StandIn)
-    stand_in._device, stand_in._address = device, address
-    return stand_in
+def _marked(facts: torch.Tensor, device: torch.device, address: int | None) -> TensorStub:
+    stub = facts.as_subclass(TensorStub)
+    stub._device, stub._address = device, address
+    return stub
 
 
-def _address_of(stand_in: StandIn) -> int:
-    if stand_in._address is None:
+def _address_of(stub: TensorStub) -> int:
+    if stub._address is None:
         raise NotReproducible("it reads the address of a computed tensor")
-    return stand_in._address
+    return stub._address
 
 
-def _refuse(stand_in: StandIn) -> Any:
+def _refuse(stub: TensorStub) -> Any:
     raise NotReproducible("it reads a tensor's memory")
 
 
-# Not overridden in the class: what torch itself asks of a stand-in is answered for its meta tensor.
-_ANSWERS: dict[Any, Callable[[StandIn], Any]] = {
+# Not overridden in the class: what torch itself asks of a stub is answered for its meta tensor.
+_ANSWERS: dict[Any, Callable[[TensorStub], Any]] = {
     torch.Tensor.device.__get__: lambda tensor: tensor._device,
     torch.Tensor.is_cuda.__get__: lambda tensor: tensor._device.type == "cuda",  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: lambda tensor: tensor._device.type == "cpu",  # type: ignore[attr-defined]

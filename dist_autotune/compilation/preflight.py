@@ -22,7 +22,7 @@ from ..formatting import counted
 from ..triton_api import interception
 from ..triton_api.launch import Launch, keep, load
 from .config_failures import config_failure
-from .pool import Compilation, NotCompiled, Pool, Tally, Terms
+from .pool import Compilation, CompileCounts, NotCompiled, Pool, PoolOptions
 from .pre_hooks import rehearse
 
 Loading = Callable[[str], AbstractContextManager[None]]
@@ -33,7 +33,7 @@ class Preflight:
     """What compiling and loading the candidates of a context has shown."""
 
     reasons: Mapping[str, str] = field(default_factory=dict)  # of those that failed, by digest
-    tally: Tally | None = None  # None: there was nothing to compile
+    counts: CompileCounts | None = None  # None: there was nothing to compile
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def on_device(device: int) -> AbstractContextManager[Any]:
 def preflight(
     launch: Launch,
     configs: Mapping[str, Any],
-    terms: Terms,
+    options: PoolOptions,
     loading: Loading = lambda digest: nullcontext(),
 ) -> Preflight:
     """Compile all `configs` in child processes, together with the other ranks of this host; load each here.
@@ -69,9 +69,9 @@ def preflight(
     if interception.is_interpreted() or not configs:
         return Preflight()
     began = time.monotonic()
-    planned = plan(launch, configs, min(terms.limit_s, terms.until - began))
+    planned = plan(launch, configs, min(options.limit_s, options.until - began))
     reasons, kernels = dict(planned.reasons), dict(planned.kernels)
-    with Pool(terms.in_turn(list(dict.fromkeys(planned.compilations.values()))), terms) as pool:
+    with Pool(options.in_turn(list(dict.fromkeys(planned.compilations.values()))), options) as pool:
         pool.run()
         tasks = {task.compilation: task for task in pool.tasks}
     for digest, compilation in planned.compilations.items():
@@ -81,10 +81,10 @@ def preflight(
         if digest not in reasons:
             with keeping_reason(reasons, digest), loading(digest):
                 load(kernel)
-    tally = pool.tally()
-    tally.seconds = time.monotonic() - began
-    tally.remark = "; ".join(filter(None, (tally.remark, planned.remark)))
-    return Preflight(reasons, tally)
+    counts = pool.counts()
+    counts.seconds = time.monotonic() - began
+    counts.remark = "; ".join(filter(None, (counts.remark, planned.remark)))
+    return Preflight(reasons, counts)
 
 
 def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
@@ -98,7 +98,7 @@ def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
     rehearsed = rehearse(launch, hooked, hooks_s)
     reasons: dict[str, str] = {}
     kernels: dict[str, Any] = {}
-    queue = _Queue()
+    queue = _RecordingExecutor()
     # The queue is left first: the mode, when it is left, waits for all that it has asked for.
     with AsyncCompileMode(queue, ignore_errors=True), queue:
         for digest, config in configs.items():
@@ -120,7 +120,7 @@ def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
     return Planned(compilations, there, reasons, remark)
 
 
-class _Queue:
+class _RecordingExecutor:
     """Stands in for the executor of Triton's AsyncCompileMode: keeps what is submitted, compiles nothing."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class _Queue:
             )
         return self._compilations[future]
 
-    def __enter__(self) -> _Queue:
+    def __enter__(self) -> _RecordingExecutor:
         return self
 
     def __exit__(self, *exception: object) -> None:

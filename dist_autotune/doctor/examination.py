@@ -44,7 +44,7 @@ PACKAGES = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class ProbeResult:
     """What a helper reported, and how it ended."""
 
     facts: dict[str, Any] = field(default_factory=dict)  # of the stages that ended well
@@ -61,9 +61,9 @@ class Examination:
     setting_error: str
     directories: dict[str, str]
     is_interpreted: bool  # TRITON_INTERPRET was set when Triton was imported
-    host: Trial
-    ranks: Trial
-    memory: Trial | None  # a rank for each GPU, with the backend that "auto" takes; None: not two GPUs
+    host: ProbeResult
+    ranks: ProbeResult
+    memory: ProbeResult | None  # a rank for each GPU, with the backend that "auto" takes; None: not two GPUs
 
     @property
     def gpus(self) -> list[str]:
@@ -119,8 +119,8 @@ def versions() -> dict[str, str | None]:
 
 def run_helpers(
     probe: str, count: int, limit_s: float, environment: Mapping[str, str | None], **arguments: Any
-) -> Trial:
-    """Run `probe` in `count` processes and return the trial that explains the others': a failure, if any.
+) -> ProbeResult:
+    """Run `probe` in `count` processes and return the result that explains the others': a failure, if any.
 
     `environment`: variables that differ from this process's; None takes one out.
     """
@@ -129,10 +129,10 @@ def run_helpers(
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, path in enumerate(outputs):
-                place = {"rank": rank, "world_size": count, "directory": directory, "limit_s": limit_s}
+                helper = {"rank": rank, "world_size": count, "directory": directory, "limit_s": limit_s}
                 with path.open("wb") as output:
                     process = subprocess.Popen(
-                        command(probe, {**place, **arguments}),
+                        command(probe, {**helper, **arguments}),
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -145,8 +145,8 @@ def run_helpers(
             for process in processes:
                 _kill(process)
         texts = [path.read_text(errors="replace") for path in outputs]
-    trials = map(_read, texts, endings)
-    return min(trials, key=lambda trial: (not trial.problem, trial.problem.startswith(CUT_OFF)))
+    results = map(_read, texts, endings)
+    return min(results, key=lambda result: (not result.problem, result.problem.startswith(CUT_OFF)))
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], limit_s: float) -> list[str]:
@@ -175,14 +175,14 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             process.wait(REAP_S)
 
 
-def command(probe: str, place: dict[str, Any]) -> list[str]:
+def command(probe: str, helper: dict[str, Any]) -> list[str]:
     """Return the command of one helper. It imports from where this process imports, installed or not."""
-    program = "import json, sys; sys.path[:], probe, place = json.loads(sys.argv[1]); "
-    program += "from dist_autotune.doctor import probes; probes.main(probe, place)"
-    return [sys.executable, "-c", program, json.dumps([sys.path, probe, place])]
+    program = "import json, sys; sys.path[:], probe, helper = json.loads(sys.argv[1]); "
+    program += "from dist_autotune.doctor import probes; probes.main(probe, helper)"
+    return [sys.executable, "-c", program, json.dumps([sys.path, probe, helper])]
 
 
-def _read(output: str, ending: str) -> Trial:
+def _read(output: str, ending: str) -> ProbeResult:
     """Return the last report in the output of a helper that ended so."""
     report, last_output = dict[str, Any](), ""
     for line in filter(str.strip, output.splitlines()):
@@ -192,4 +192,4 @@ def _read(output: str, ending: str) -> Trial:
         else:
             last_output = f"; last output: {line.strip()[:300]}"
     problem = f"{ending}{last_output} (in {report.get('stage', STARTUP)})" if ending else ""
-    return Trial(**report, problem=problem)
+    return ProbeResult(**report, problem=problem)

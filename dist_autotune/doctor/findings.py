@@ -15,7 +15,7 @@ from .examination import STARTUP, Examination
 SCHEMA_VERSION = 4  # of the JSON form
 OLDEST_TRITON = TorchVersion("3.6")
 MEMORY_STEP = "pip install 'dist-autotune[nvidia]' 'cuda-bindings>=13.0.3,<14', or see the lines above"
-STEPS = {  # by the stage at which a trial failed
+STEPS = {  # by the stage at which a probe failed
     STARTUP: "Run `python -c 'import dist_autotune'` and repair what it says",
     "directories": f"Set {settings.CACHE_DIR} and {settings.LOG_DIR} to local directories that you can write",
     "devices": "See CUDA_VISIBLE_DEVICES, if torch is a CPU build, and if `nvidia-smi` shows as new a CUDA",
@@ -39,7 +39,7 @@ class Finding:
 
 def judge(seen: Examination) -> list[Finding]:
     """Return a finding for each thing that was looked at, in the order of the report."""
-    return [*_judge_gpus(seen), *_judge_versions(seen), *_judge_settings(seen), *_judge_trials(seen)]
+    return [*_judge_gpus(seen), *_judge_versions(seen), *_judge_settings(seen), *_judge_results(seen)]
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
@@ -87,13 +87,13 @@ def _judge_settings(seen: Examination) -> Iterator[Finding]:
         yield Finding(level, name, f"{seen.directories[name]}: {text}", step)
 
 
-def _judge_trials(seen: Examination) -> Iterator[Finding]:
-    trials = {"this host": seen.host, "two CPU ranks": seen.ranks, "symmetric memory": seen.memory}
-    for check, trial in trials.items():
-        if trial is not None and trial.problem:
-            yield Finding("problem", check, trial.problem, STEPS[trial.stage])
-        elif trial is not None and "memory" in trial.facts:
-            yield Finding("ok", check, trial.facts["memory"])
+def _judge_results(seen: Examination) -> Iterator[Finding]:
+    results = {"this host": seen.host, "two CPU ranks": seen.ranks, "symmetric memory": seen.memory}
+    for check, result in results.items():
+        if result is not None and result.problem:
+            yield Finding("problem", check, result.problem, STEPS[result.stage])
+        elif result is not None and "memory" in result.facts:
+            yield Finding("ok", check, result.facts["memory"])
 
 
 def as_dict(seen: Examination, findings: Sequence[Finding]) -> dict[str, Any]:

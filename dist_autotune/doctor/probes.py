@@ -28,7 +28,7 @@ WORDS = 1024  # int32, that each rank writes to each other in a trial of symmetr
 
 
 @dataclass(frozen=True)
-class Place:
+class Helper:
     """Which helper this is, and what it tries."""
 
     rank: int
@@ -40,13 +40,13 @@ class Place:
 
 def main(probe: str, about: dict[str, Any]) -> None:
     """Run one probe and leave the process without any tear-down that could wait for a peer."""
-    place = Place(**about)
-    signal.alarm(int(place.limit_s) + 30)  # should the process that started this one be killed
+    helper = Helper(**about)
+    signal.alarm(int(helper.limit_s) + 30)  # should the process that started this one be killed
     facts, code = dict[str, Any](), 1
     try:
         for stage, run_stage in PROBES[probe].items():
             print(f"\n{REPORT}{json.dumps({'stage': stage, 'facts': facts})}", flush=True)
-            facts |= run_stage(place) or {}
+            facts |= run_stage(helper) or {}
         print(f"\n{REPORT}{json.dumps({'facts': facts})}", flush=True)
         code = 0
     except BaseException:
@@ -54,8 +54,8 @@ def main(probe: str, about: dict[str, Any]) -> None:
     os._exit(code)
 
 
-def _try_directories(place: Place) -> dict[str, Any]:
-    return {"directories": {name: why_unwritable(Path(path)) for name, path in place.directories.items()}}
+def _try_directories(helper: Helper) -> dict[str, Any]:
+    return {"directories": {name: why_unwritable(Path(path)) for name, path in helper.directories.items()}}
 
 
 def why_unwritable(directory: Path) -> str:
@@ -71,19 +71,19 @@ def why_unwritable(directory: Path) -> str:
     return ""
 
 
-def _join(place: Place) -> None:
+def _join(helper: Helper) -> None:
     if has_gpu := torch.cuda.is_available():
-        torch.cuda.set_device(place.rank)
-    backend, store = "cpu:gloo,cuda:nccl" if has_gpu else "gloo", f"file://{place.directory}/store"
-    dist.init_process_group(backend, store, rank=place.rank, world_size=place.world_size)
+        torch.cuda.set_device(helper.rank)
+    backend, store = "cpu:gloo,cuda:nccl" if has_gpu else "gloo", f"file://{helper.directory}/store"
+    dist.init_process_group(backend, store, rank=helper.rank, world_size=helper.world_size)
 
 
-def _exchange(place: Place) -> None:
-    vote = Vote(place.rank).encode()
+def _exchange(helper: Helper) -> None:
+    vote = Vote(helper.rank).encode()
     ProcessGroup(dist.group.WORLD).exchange(vote, merge, EXCHANGE_LIMIT_S, "the doctor's exchange")
 
 
-def _describe_devices(place: Place) -> dict[str, Any]:
+def _describe_devices(helper: Helper) -> dict[str, Any]:
     """Return the GPUs that torch sees or why there are none, and which can read which."""
     every, why_none = range(torch.cuda.device_count()), "torch counts no devices"
     try:
@@ -101,28 +101,28 @@ def _describe_devices(place: Place) -> dict[str, Any]:
     }
 
 
-def _try_memory(place: Place) -> dict[str, Any]:
+def _try_memory(helper: Helper) -> dict[str, Any]:
     """Return the backend that "auto" takes, and why, after each rank has written to each."""
     try:  # the tuner does without the workloads, and so does an installation of it
         from dist_autotune.kernels.symm import open_symmetric_memory
     except ImportError as error:
         return {"memory": f"not tried: {error}"}
     with open_symmetric_memory(timeout_s=EXCHANGE_LIMIT_S) as opened:
-        box = opened.allocate((place.world_size, WORDS), torch.int32)
-        mine = torch.full((WORDS,), place.rank + 1, dtype=torch.int32, device=opened.device)
+        box = opened.allocate((helper.world_size, WORDS), torch.int32)
+        mine = torch.full((WORDS,), helper.rank + 1, dtype=torch.int32, device=opened.device)
         stream = opened.side_stream()
         stream.fork()
-        for peer in range(place.world_size):
-            opened.copy(box.peers[peer][place.rank], mine, stream)
+        for peer in range(helper.world_size):
+            opened.copy(box.peers[peer][helper.rank], mine, stream)
         stream.join()
         opened.barrier()
         if any(set(row.tolist()) != {rank + 1} for rank, row in enumerate(box.local)):
-            raise RuntimeError(f"rank {place.rank} did not see what its peers wrote")
-        seen = f"{counted(place.world_size, 'rank')} wrote to each other"
+            raise RuntimeError(f"rank {helper.rank} did not see what its peers wrote")
+        seen = f"{counted(helper.world_size, 'rank')} wrote to each other"
         return {"memory": f"{opened.name}: {opened.reason}; {seen}"}
 
 
-PROBES: dict[str, dict[str, Callable[[Place], dict[str, Any] | None]]] = {
+PROBES: dict[str, dict[str, Callable[[Helper], dict[str, Any] | None]]] = {
     "this host": {"directories": _try_directories, "devices": _describe_devices},
     "two CPU ranks": {"gloo": _join, "exchange": _exchange, "shm": _try_memory},
     "symmetric memory": {"gloo and NCCL": _join, "memory": _try_memory},

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from ..compilation import preflight
 from ..compilation.compiler_child import START_S
-from ..compilation.pool import COMPILED, Compilation, Tally, Terms, why_no_child
+from ..compilation.pool import COMPILED, Compilation, CompileCounts, PoolOptions, why_no_child
 from ..compilation.pool_process import Compiled, PoolProcess
 from ..compilation.preflight import keeping_reason
 from ..triton_api.launch import Launch, load
@@ -26,7 +26,7 @@ STARTS_IN_VAIN = 3  # of processes that end and tell of no candidate; then this 
 class _Entry:
     """What one context waits for."""
 
-    tally: Tally
+    counts: CompileCounts
     began: float
     launches: int  # in the run that brought it
     device: int  # which that run has launched it on
@@ -44,7 +44,7 @@ class _Entry:
         """Take up how a compilation ended."""
         if (compilation := self.to_compile.pop(work, None)) is None:
             return  # its candidate has failed in another form
-        self.tally.count(told.ending)
+        self.counts.add(told.ending)
         if told.reason:
             self.reasons[work[0]] = told.reason
             self.drop_failed()
@@ -67,17 +67,17 @@ class Backlog:
 
     def __init__(
         self,
-        terms: Terms,
+        options: PoolOptions,
         ban: Callable[[RankContext, Mapping[str, str]], None],
         loading: Callable[[str, str], AbstractContextManager[None]],
     ) -> None:
-        self._terms, self._ban, self._loading = terms, ban, loading
+        self._options, self._ban, self._loading = options, ban, loading
         self._entries: dict[RankContext, _Entry] = {}
         self._process: PoolProcess | None = None
         self._asked: list[tuple[_Entry, Work]] = []  # of the process
         self._started = 0.0
         self._in_vain = 0  # processes in a row that told of no candidate
-        self._why_here = why_no_child(terms)  # this process compiles, a candidate a run
+        self._why_here = why_no_child(options)  # this process compiles, a candidate a run
         self._advanced: float | None = None  # when `advance` has last ended
 
     def __bool__(self) -> bool:
@@ -89,20 +89,20 @@ class Backlog:
         A context may wait for several forms of launch. A candidate that fails in one has failed.
         """
         if (entry := self._entries.get(context)) is None:
-            tally, device = Tally(workers=self._terms.workers), preflight.current_device()
-            entry = self._entries[context] = _Entry(tally, time.monotonic(), context.launches, device)
-        planned = preflight.plan(launch, configs, self._terms.limit_s)
-        entry.tally.remark = entry.tally.remark or planned.remark
+            counts, device = CompileCounts(workers=self._options.workers), preflight.current_device()
+            entry = self._entries[context] = _Entry(counts, time.monotonic(), context.launches, device)
+        planned = preflight.plan(launch, configs, self._options.limit_s)
+        entry.counts.remark = entry.counts.remark or planned.remark
         entry.reasons.update(planned.reasons)
         for candidate, kernel in planned.kernels.items():
             with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
                 load(kernel)
-        for candidate, compilation in self._terms.in_turn(list(planned.compilations.items())):
+        for candidate, compilation in self._options.in_turn(list(planned.compilations.items())):
             entry.to_compile[candidate, entry.forms] = compilation
         entry.forms += 1
         entry.drop_failed()
 
-    def advance(self) -> Iterator[tuple[RankContext, Tally]]:
+    def advance(self) -> Iterator[tuple[RankContext, CompileCounts]]:
         """Take up what is compiled, load some of it, ban what failed; yield the contexts that are done.
 
         What no context waits for any more is dropped.
@@ -122,8 +122,8 @@ class Backlog:
             context.compiling = entry.left
             if not entry.left:
                 del self._entries[context]
-                entry.tally.seconds = time.monotonic() - entry.began
-                yield context, entry.tally
+                entry.counts.seconds = time.monotonic() - entry.began
+                yield context, entry.counts
         self._advanced = time.monotonic()
 
     def drop_unannounced(self) -> None:
@@ -186,7 +186,7 @@ class Backlog:
         if not self._why_here:
             compilations = [entry.to_compile[work] for entry, work in wanted]
             try:
-                self._process = PoolProcess(compilations, self._terms)
+                self._process = PoolProcess(compilations, self._options)
             except OSError as error:
                 self._why_here = f"no child ({error.strerror})"
             else:
@@ -194,7 +194,7 @@ class Backlog:
                 return
         remark = f"compiled in this process, without a limit: {self._why_here}"
         for entry, work in wanted:
-            entry.tally.remark = remark
+            entry.counts.remark = remark
             entry.end(work, Compiled(0, COMPILED, ""))
 
     def _stop(self) -> None:

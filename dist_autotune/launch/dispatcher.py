@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from ..compilation import preflight
 from ..compilation.config_failures import config_failure
-from ..compilation.pool import Tally, Terms
+from ..compilation.pool import CompileCounts, PoolOptions
 from ..search.messages import MIXED
 from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
@@ -21,7 +21,7 @@ from .backlog import Backlog
 from .fast_path import FastPath
 from .rank_context import Binding, RankContext
 from .registry import Registry
-from .tunable import CHOICES, KnownChoices, Ranks, texts_of
+from .tunable import CHOICES, KnownChoices, Ranks, option_texts
 
 
 class Dispatcher:
@@ -89,7 +89,7 @@ class Dispatcher:
             return CHOICES.recall(name, options, key, among)
         if (known := self._known_choices.find(name, options, key, among)) is not None:
             return options[known]
-        texts = texts_of(name, options)
+        texts = option_texts(name, options)
         with self._lock:
             by_text = dict(zip(texts, options, strict=True))
             context = self._registry.choice(name, key, by_text, is_joint=bool(among))
@@ -220,26 +220,26 @@ class Dispatcher:
         self.to_preflight.clear()
         self._registry.abandon_run()
 
-    def preflight(self, terms: Terms) -> Iterator[tuple[RankContext, Tally]]:
+    def preflight(self, options: PoolOptions) -> Iterator[tuple[RankContext, CompileCounts]]:
         """Compile and load the candidates of new contexts, ban what fails, and yield how it went."""
         for context, launches in self._take_launches():
-            loading, tallies = functools.partial(self._guard.launching, context.name, loads=True), []
+            loading, all_counts = functools.partial(self._guard.launching, context.name, loads=True), []
             for binding, launch in launches:
-                found = preflight.preflight(launch, _untried(binding), terms, loading)
+                found = preflight.preflight(launch, _untried(binding), options, loading)
                 self._registry.ban(context, found.reasons)
-                tallies += [] if found.tally is None else [found.tally]
-            if tallies:
-                yield context, _with_remark(sum(tallies, Tally()), context)
+                all_counts += [] if found.counts is None else [found.counts]
+            if all_counts:
+                yield context, _with_remark(sum(all_counts, CompileCounts()), context)
             context.forms.clear()
 
-    def preflight_behind(self, backlog: Backlog) -> Iterator[tuple[RankContext, Tally]]:
+    def preflight_behind(self, backlog: Backlog) -> Iterator[tuple[RankContext, CompileCounts]]:
         """Let candidates of new contexts be compiled while runs go on; yield the contexts that are done."""
         for context, launches in self._take_launches():
             for binding, launch in launches:
                 if configs := _untried(binding):
                     backlog.add(context, launch, configs)
-        for context, tally in backlog.advance():
-            yield context, _with_remark(tally, context)
+        for context, counts in backlog.advance():
+            yield context, _with_remark(counts, context)
             context.forms.clear()
 
     def _take_launches(self) -> Iterator[tuple[RankContext, list[tuple[Binding, Launch]]]]:
@@ -257,6 +257,6 @@ def _untried(binding: Binding) -> dict[str, Any]:
     return {c: config for c, config in binding.configs.items() if c not in tried}
 
 
-def _with_remark(tally: Tally, context: RankContext) -> Tally:
-    tally.remark = "; ".join(filter(None, (tally.remark, context.forms_remark)))
-    return tally
+def _with_remark(counts: CompileCounts, context: RankContext) -> CompileCounts:
+    counts.remark = "; ".join(filter(None, (counts.remark, context.forms_remark)))
+    return counts

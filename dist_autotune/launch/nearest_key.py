@@ -17,13 +17,8 @@ _INTEGER = re.compile(r"-?\d{1,999}")  # Python refuses to read thousands of dig
 
 def by_distance(key: str, others: Iterable[str]) -> list[str]:
     """Return those of `others` that can be compared with `key`, the nearest first; ties: the smaller key."""
-    shape, integers = _split(key)
-    found = []
-    for other in set(others):
-        other_shape, other_integers = _split(other)
-        if other_shape == shape:
-            found.append((_distance(integers, other_integers), other_integers, other))
-    return [other for _, _, other in sorted(found)]
+    found = ((distance(key, other), _split(other)[1], other) for other in set(others))
+    return [other for far, _, other in sorted(found) if far < math.inf]
 
 
 def distance(one: str, other: str) -> float:
@@ -31,18 +26,16 @@ def distance(one: str, other: str) -> float:
 
     A negative integer counts as far below zero as its opposite lies above. inf: not comparable.
     """
-    (shape, integers), (other_shape, other_integers) = _split(one), _split(other)
-    return _distance(integers, other_integers) if shape == other_shape else math.inf
+    (shape, integers), (other_shape, others) = _split(one), _split(other)
+    if shape != other_shape:
+        return math.inf
+    return sum(abs(_scaled(a) - _scaled(b)) for a, b in zip(integers, others, strict=True))
 
 
 def named(text: str, key: str) -> str:
     """Return `text`, which names the values of some key, with the integers of another one, `key`."""
     integers = iter(_split(key)[1])
     return _TOKEN.sub(lambda token: str(next(integers)) if _INTEGER.fullmatch(token[0]) else token[0], text)
-
-
-def _distance(integers: tuple[int, ...], others: tuple[int, ...]) -> float:
-    return sum(abs(_scaled(a) - _scaled(b)) for a, b in zip(integers, others, strict=True))
 
 
 def _scaled(integer: int) -> float:

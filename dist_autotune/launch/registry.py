@@ -20,7 +20,7 @@ from ..timing.clock import Clock
 from ..timing.samples import Samples
 from ..triton_api import identity
 from ..triton_api.identity import KernelSource
-from ..triton_api.launch import Key, Launch, texts_of
+from ..triton_api.launch import Key, Launch, config_texts
 from .kernel_names import KernelNames, family_of
 from .rank_context import Binding, RankContext
 
@@ -70,7 +70,7 @@ class Registry:
     def look(self, launch: Launch, *, admits: bool = False) -> Binding:
         """Return what `admit` would, and admit nothing."""
         configs, kernel = launch.candidates(), self.names.name_of(launch.tuner, launches=admits)
-        texts = dict(zip(configs, texts_of(list(configs.values())), strict=True))
+        texts = dict(zip(configs, config_texts(list(configs.values())), strict=True))
         source = identity.kernel_source(launch.tuner.base_fn)
         context = self._context(kernel, launch.key(), source, configs, texts, launch)
         return Binding(weakref.ref(launch.tuner), launch.key(), configs, context)

@@ -55,7 +55,7 @@ class Choices:
     def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...], among: Ranks) -> T:
         """Return the one of `options` that was settled last, by all of `among`, or the first."""
         if (place := self._known.find(name, options, key, among)) is None:
-            texts = texts_of(name, options)
+            texts = option_texts(name, options)
             settled = self._settled.get((name, identity.key_text(key)), {}).items()
             usable = [text for ranks, text in settled if bool(ranks) == bool(among) and {*among} <= {*ranks}]
             place = texts.index(usable[-1]) if usable and usable[-1] in texts else 0
@@ -85,7 +85,7 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
     return choose(name, options, tuple(key), () if among is None else ranks_of(among))
 
 
-def texts_of(name: str, options: Sequence[Any]) -> list[str]:
+def option_texts(name: str, options: Sequence[Any]) -> list[str]:
     """Return the text of each option of a `tunable`, which tells them apart; raises InvalidOption."""
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise InvalidOption(f"tunable({name!r}): options={options!r}: give a list of at least one option")

@@ -52,20 +52,7 @@ def banned(run: int, context: Context, index: int) -> Banned:
 
 def settled(run: int, context: Context, *, launches: int = 1) -> ContextSettled:
     """Return the result of a context. launches: of this rank in one run."""
-    return ContextSettled(
-        **fields_of(run, context, context.incumbent),
-        status=context.status,
-        ms=context.times.ms.get(context.incumbent),
-        timings={context.texts[index]: ms for index, ms in context.known_ms()},
-        launch_bound=context.is_launch_bound,
-        bit_classes={context.texts[index]: number for index, number in sorted(context.bit_classes.items())},
-        output_digest=context.output_digests.get(context.incumbent, ""),
-        fastest_rank_ms=context.times.fastest_ms.get(context.incumbent),
-        default_ms=context.default_ms,
-        banned=context.ban_texts(),
-        judge=context.final_judge,
-        launches=launches,
-    )
+    return ContextSettled(**fields_of(run, context, context.incumbent), **context.result(), launches=launches)
 
 
 def fields_of(run: int, context: Context, index: int | None = None) -> dict[str, Any]:

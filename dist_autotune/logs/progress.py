@@ -32,8 +32,9 @@ class Progress:
         self._shown_s = clock()
         self._first: tuple[int, float] | None = None  # runs and time at the first update
         self._has_lines = False
-        self._is_shown = is_first and wanted is not False and _stderr_is_open()
-        if self._is_shown and _stderr_is_terminal():
+        is_terminal = _stderr_is_terminal()
+        self._is_shown = is_first and wanted is not False and is_terminal is not None
+        if self._is_shown and is_terminal:
             self._bar = _bar()
             self._task = self._bar.add_task(f"tuning {title}"[:LONGEST_TITLE], total=None, detail="")
             self._bar.start()
@@ -109,11 +110,8 @@ def _bar() -> Any:
     )  # fmt: skip
 
 
-def _stderr_is_open() -> bool:
-    return sys.stderr is not None and not getattr(sys.stderr, "closed", False)
-
-
-def _stderr_is_terminal() -> bool:
-    with contextlib.suppress(AttributeError, ValueError):  # a program may have closed or replaced it
-        return sys.stderr.isatty()
+def _stderr_is_terminal() -> bool | None:
+    """Return whether stderr is a terminal; None: there is none, or it is closed."""
+    with contextlib.suppress(AttributeError, ValueError):  # a program may have replaced it
+        return None if sys.stderr is None or getattr(sys.stderr, "closed", False) else sys.stderr.isatty()
     return False

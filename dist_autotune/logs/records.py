@@ -165,7 +165,7 @@ class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     fastest_rank_ms: float | None = None
     default_ms: float | None = None  # agreed, of the candidate that is launched untuned
     banned: dict[str, str] = field(default_factory=dict)  # candidate's text -> rank and reason
-    judge: str = ""  # what `ms` is the time of: one "launch", or the whole "run"; older logs do not say
+    judge: str = "launch"  # what `ms` is the time of: one launch, or the whole "run"
     launches: int = 1  # of this rank in one run; 0: only other ranks launch it
     bit_classes: dict[str, int] = field(default_factory=dict)  # candidate's text -> class; 0: the first's
     output_digest: str = ""  # of the function's outputs with the winner, on all ranks

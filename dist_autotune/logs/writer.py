@@ -20,6 +20,7 @@ from . import records
 from .records import Record
 
 logger = logging.getLogger("dist_autotune")
+WIDEST_SUBJECT = 60  # to which shorter ones are padded
 
 
 class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
@@ -110,7 +111,7 @@ class LogLines:
     def line(self, record: Record) -> str:
         """Return the line for `record`, without its end; never more than one line."""
         subject, text = one_line(self._subject(record)), one_line(self._text(record))
-        self._subject_width = max(self._subject_width, len(subject))
+        self._subject_width = max(self._subject_width, min(len(subject), WIDEST_SUBJECT))
         prefix = f"[{record.elapsed_s:6.1f}s] rank {record.rank:<3}"
         return f"{prefix} {subject:<{self._subject_width}}  {text}"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .hub import SEND_S
-from .messages import TOKEN_BYTES, Message, pack, unpack
+from .wire import TOKEN_BYTES, Message, pack, unpack
 
 _LEAST_S = 1e-3  # for a reply that is there already
 # A wait is made of slices: a Ctrl-C that comes between Python's last look at signals and the system call that

@@ -13,9 +13,9 @@ from ..formatting import described
 from . import watchdog
 from .client import Client, HubLost, HubSilent
 from .hub import SEND_S, Hub
-from .members import Members
-from .messages import End, Message
+from .rendezvous import Rendezvous
 from .store import OPERATION_S, StoreLost
+from .wire import End, Message
 
 Merge: TypeAlias = Callable[..., bytes]  # any number of payloads -> one
 
@@ -29,8 +29,8 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-3, 20e-3  # between looks at the store
 class Exchange:
     """One rank's part in one exchange."""
 
-    def __init__(self, members: Members, sequence: int, timeout_s: float, what: str) -> None:
-        self._members, self._store = members, members.store
+    def __init__(self, rendezvous: Rendezvous, sequence: int, timeout_s: float, what: str) -> None:
+        self._rendezvous, self._store = rendezvous, rendezvous.store
         self._sequence, self._timeout_s, self._what = sequence, timeout_s, what
         self._began = self._answered_at = time.monotonic()  # the second: when the hub last answered
         self._deadline = self._began + timeout_s
@@ -44,32 +44,32 @@ class Exchange:
         try:
             return self._through_hub(payload, merge) or self._through_store()
         except StoreLost:  # this rank reaches nobody
-            host = 0 if self._members.client is None else self._members.ranks[0]
+            host = 0 if self._rendezvous.client is None else self._rendezvous.ranks[0]
             return {**self._missing([host]), "is_lost": True}
 
     def _through_hub(self, payload: bytes, merge: Merge) -> End | None:
         """Return the end that the hub gives the exchange; None: there is no hub, or it is lost or stuck."""
-        members = self._members
+        rendezvous = self._rendezvous
         try:
-            if members.is_lost or (client := self._find_client()) is None:
+            if rendezvous.is_lost or (client := self._find_client()) is None:
                 return None
             client.send_s = min(SEND_S, self._timeout_s)
-            if members.hub is not None:
-                members.hub.state.merges[self._sequence] = functools.partial(self._merge, members.hub, merge)
+            if (hub := rendezvous.hub) is not None:
+                hub.state.merges[self._sequence] = functools.partial(self._merge, hub, merge)
             return self._settled(self._post(client, payload))
         except HubLost:
-            members.is_lost = True
+            rendezvous.is_lost = True
         except HubSilent:
             pass
         return None
 
     def _find_client(self) -> Client | None:
         """Wait for the hub; return None when there is none, or this exchange has ended before."""
-        if self._members.client is not None:
-            return self._members.client
+        if self._rendezvous.client is not None:
+            return self._rendezvous.client
         pauses = _pauses()
         while True:
-            client = self._members.find_client(self._limit_s)
+            client = self._rendezvous.find_client(self._limit_s)
             if self._store.read_end(self._sequence, self._limit_s) is not None:
                 return None
             if client is not None or time.monotonic() > self._deadline:
@@ -84,7 +84,7 @@ class Exchange:
             return end or {"merged": merge(*payloads)}
         except Exception as error:
             self._merge_error = error
-            return failure(self._members.rank, error)
+            return failure(self._rendezvous.rank, error)
 
     def _post(self, client: Client, payload: bytes) -> End:
         """Return the end of the exchange, or when the time is up the end that the hub makes of it."""
@@ -113,7 +113,7 @@ class Exchange:
 
         If it does not, this rank records its arrival in the store, where the others look for it.
         """
-        hub, look = self._members.hub, None
+        hub, look = self._rendezvous.hub, None
         pauses = _pauses(self._look_s)
         while (left_s := self._deadline - time.monotonic()) > 0:
             awaits_others = hub is not None and bool(hub.absent)
@@ -122,7 +122,7 @@ class Exchange:
                 return reply
             if awaits_others:  # ranks of this host need no store that answers
                 self._answered_at = time.monotonic()
-                self._try_store(lambda: self._members.admit_hosts(min(self._limit_s, SILENCE_S)))
+                self._try_store(lambda: self._rendezvous.admit_hosts(min(self._limit_s, SILENCE_S)))
             elif look is None:
                 look = client.send("look", self._sequence)
             elif client.receive(look, 0.0) is not None:
@@ -134,19 +134,19 @@ class Exchange:
 
     def _through_store(self) -> End:
         """Agree without the hub on how the exchange ends: whose failure, or who is missing."""
-        members = self._members
+        rendezvous = self._rendezvous
         if self._store_error is not None:
             raise self._store_error
         if not self._arrived_at:
             self._record_arrival()
         until = self._deadline
-        if members.client is not None:  # the others may still be finding out about the hub
+        if rendezvous.client is not None:  # the others may still be finding out about the hub
             until = max(until, self._arrived_at + ARRIVAL_S)
         pauses = _pauses()
         while (end := self._store.read_end(self._sequence, self._limit_s)) is None:
             absent = self._store.absent_ranks(self._sequence, self._limit_s)
-            missing = {members.ranks[0], *absent}
-            is_clear = len(missing) == 1 and (members.is_lost or time.monotonic() > self._deadline)
+            missing = {rendezvous.ranks[0], *absent}
+            is_clear = len(missing) == 1 and (rendezvous.is_lost or time.monotonic() > self._deadline)
             if is_clear or time.monotonic() > until:
                 self._store.publish_end(self._sequence, self._missing(sorted(missing)), self._limit_s)
             time.sleep(next(pauses))
@@ -171,13 +171,13 @@ class Exchange:
 
     def _missing(self, ranks: list[int]) -> End:
         waited_s = round(time.monotonic() - self._began, 1)
-        return {"missing": ranks, "by": self._members.rank, "waited_s": waited_s, "what": self._what}
+        return {"missing": ranks, "by": self._rendezvous.rank, "waited_s": waited_s, "what": self._what}
 
     def _settled(self, end: End) -> End:
         """Return `end`; store a bad one where it outlives the hub."""
         if self._merge_error is not None:
             raise self._merge_error
-        if "merged" not in end and self._members.hub is not None:
+        if "merged" not in end and self._rendezvous.hub is not None:
             with contextlib.suppress(StoreLost):
                 self._store.publish_end(self._sequence, end)
         return end

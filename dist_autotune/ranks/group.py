@@ -18,10 +18,10 @@ from ..errors import AgreementTimeout, InvalidOption, PeerFailed, PeerHasNoConfi
 from . import watchdog
 from .client import HubLost, HubSilent
 from .exchange import Exchange, Merge, failure
-from .members import Members
-from .messages import End
+from .rendezvous import Rendezvous
 from .store import StoreLost
 from .watchdog import Watch, Watchdog
+from .wire import End
 
 FAREWELL_S = 0.5  # how long a failing rank waits for the hub to take in why
 
@@ -57,16 +57,16 @@ class ProcessGroup(RankGroup):
 
     def __init__(self, group: Any) -> None:
         self.pid = os.getpid()
-        self.members = Members(group)
+        self.rendezvous = Rendezvous(group)
         self._group = weakref.ref(group)
-        self.rank, self.ranks = self.members.rank, self.members.ranks
+        self.rank, self.ranks = self.rendezvous.rank, self.rendezvous.ranks
         self._sequence = 0
-        self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self.members.new_client)
+        self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self.rendezvous.new_client)
 
     def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
         sequence = self._next_sequence()
         try:
-            end = Exchange(self.members, sequence, timeout_s, what).take_part(payload, merge)
+            end = Exchange(self.rendezvous, sequence, timeout_s, what).take_part(payload, merge)
         except BaseException as error:  # Ctrl-C while waiting: the peers must learn of it
             self._publish_failure(sequence, error)
             raise
@@ -80,21 +80,21 @@ class ProcessGroup(RankGroup):
             self._publish_failure(self._next_sequence(), error)
 
     def busy(self) -> Block:
-        if self.members.client is None:
+        if self.rendezvous.client is None:
             return contextlib.nullcontext()
         with contextlib.suppress(HubLost, HubSilent):
-            self.members.client.notify("beat", self._sequence)
+            self.rendezvous.client.notify("beat", self._sequence)
         return self._watchdog.beating(self._sequence)
 
     def running(self, watch: Watch) -> Block:
-        if self.members.client is None and watch.whereabouts is None:
+        if self.rendezvous.client is None and watch.whereabouts is None:
             return contextlib.nullcontext()
         return self._watchdog.watching(self._sequence, watch)
 
     def close(self) -> None:
         """End all that was started for the group: it has ended. Takes no lock: a collector may call it."""
         self._watchdog.close()
-        self.members.close()
+        self.rendezvous.close()
 
     def _next_sequence(self) -> int:
         self._sequence += 1
@@ -103,9 +103,9 @@ class ProcessGroup(RankGroup):
     def _publish_failure(self, sequence: int, error: BaseException) -> None:
         end = failure(self.rank, error)
         with contextlib.suppress(StoreLost):  # for a peer that has not found the hub yet, or finds it gone
-            self.members.store.publish_end(sequence, end)
+            self.rendezvous.store.publish_end(sequence, end)
         with contextlib.suppress(StoreLost, HubLost, HubSilent, OSError):
-            client = None if self.members.is_lost else self.members.find_client()
+            client = None if self.rendezvous.is_lost else self.rendezvous.find_client()
             if client is None:
                 return
             try:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from .messages import TOKEN_BYTES, End, Message, Reply, pack, unpack
+from .wire import TOKEN_BYTES, End, Message, Reply, pack, unpack
 
 TICK_S = 0.5
 SEND_S = 5.0  # a rank that takes nothing in for so long is shut out; it may connect anew

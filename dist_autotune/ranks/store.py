@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..codec import from_json
 from .hub import Address
-from .messages import End
+from .wire import End
 
 T = TypeVar("T")
 

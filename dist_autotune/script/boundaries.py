@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from ..errors import InvalidOption
-from .after_import import AfterImport
+from .import_hooks import ImportHooks
 
 STEPS_OF_OTHERS = 16  # after so many without one of the leading optimizer, the next one leads
 
@@ -49,7 +49,7 @@ class OptimizerSteps:
 
                 stack.callback(module.register_optimizer_step_post_hook(after_step).remove)
 
-            with AfterImport({"torch.optim.optimizer": register}):
+            with ImportHooks({"torch.optim.optimizer": register}):
                 yield
 
     def count_step(self, optimizer: Any) -> bool:
@@ -87,7 +87,7 @@ class NamedCalls:
             def replace(module: ModuleType) -> None:
                 stack.callback(self._replace(module, end_run))
 
-            with AfterImport({self._module: replace}):
+            with ImportHooks({self._module: replace}):
                 yield
 
     def _replace(self, module: ModuleType, end_run: Callable[[], None]) -> Callable[[], None]:

@@ -14,15 +14,15 @@ from ..errors import AgreementTimeout, PeerFailed, RankMismatch
 from ..options import Options
 from ..triton_api import interception
 from ..triton_api.interception import PROGRAM
+from ..tuner.base_tuner import BaseTuner
 from ..tuner.calls import Calls
-from ..tuner.tuned import Tuned
 
 
 class RunAbandoned(Exception):
     """A run has no end: its program has ended, or its process group."""
 
 
-class ScriptTuner(Tuned):
+class ScriptTuner(BaseTuner):
     """The runs of one program. Functions that the program tunes itself lie above them, as without it.
 
     Nothing is tried before the first boundary, and nobody is asked: ranks come to their first launch at

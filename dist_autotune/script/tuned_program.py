@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..options import Options
-from .after_import import AfterImport
 from .boundaries import Boundary
+from .import_hooks import ImportHooks
 from .program import Program
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class TunedProgram:
         """Run the program to its end. What it raises, SystemExit too, is the caller's."""
         try:
             with (
-                AfterImport({"triton.runtime.autotuner": self._set_gate}),
+                ImportHooks({"triton.runtime.autotuner": self._set_gate}),
                 self._boundary.watched(self._end_run),
             ):
                 self._program.run()

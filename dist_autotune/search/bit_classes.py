@@ -19,6 +19,7 @@ Plan = dict[str, int]  # context -> candidate
 
 RUNS = 2  # of each plan: what does not repeat itself shows in the second
 PATIENCE = 3  # runs that launch something else than what is to be compared
+SHOWN_CONFIGS = 2  # of a plan, in an error
 REMEDY = (
     "Have it use the same random numbers in each run, name the state that it changes in preserve=, leave "
     "out of its result what may change, or give it bits='any'."
@@ -127,11 +128,11 @@ class BitClasses:
         if reference != bits.digest and self._beside:
             self._ban_unsteady(*list(self._beside.items())[-1], bits)
         elif reference != bits.digest:
-            base = (
-                (self._contexts[name], self._base[name])
-                for name in sorted(merged.launched & self._base.keys())
-            )
+            names = sorted(merged.launched & self._base.keys())
+            base = [(self._contexts[name], self._base[name]) for name in names[:SHOWN_CONFIGS]]
             configs = "; ".join(f"{context.title} {context.texts[index]}" for context, index in base)
+            if further := len(names) - len(base):
+                configs += f"; and those of {further} more contexts"
             self._give_up(
                 f"two runs with the same configs ({configs}) have different bits in {_where(bits)}: the "
                 f"function, or one of these configs, does not repeat itself. {REMEDY}"

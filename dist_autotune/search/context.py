@@ -158,10 +158,22 @@ class Context:
         ms = self.times.agreed_ms(self.incumbent)
         return least(ms), float(ms)
 
-    def ban_texts(self) -> dict[str, str]:
-        """Return candidate's text -> `rank 3: reason`."""
-        bans = sorted(self.banned.items())
-        return {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans}
+    def result(self) -> dict[str, Any]:
+        """Return the figures of its result so far, by the names that they have in logs and reports."""
+        best = -1 if self.is_spent else self.incumbent
+        bans, classes = sorted(self.banned.items()), sorted(self.bit_classes.items())
+        return {
+            "status": self.status or "tuning",
+            "ms": self.times.ms.get(best),
+            "fastest_rank_ms": self.times.fastest_ms.get(best),
+            "default_ms": self.default_ms,
+            "judge": self.final_judge,
+            "launch_bound": best >= 0 and self.is_launch_bound,
+            "timings": {self.texts[index]: ms for index, ms in self.known_ms()},
+            "banned": {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans},
+            "bit_classes": {self.texts[index]: number for index, number in classes},
+            "output_digest": self.output_digests.get(best, ""),
+        }
 
     @property
     def default(self) -> int:

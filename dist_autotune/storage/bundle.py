@@ -5,10 +5,9 @@ A file is read whole and checked before anything of it is stored.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,11 +73,13 @@ def read(path: Path) -> list[Entry]:
         raise ValueError(f"not a bundle of version {BUNDLE_VERSION}: bundle={data.get('bundle')!r}")
     entries: dict[str, Entry] = {}
     for number, item in enumerate(data["entries"]):
-        with _naming(f"entry {number}"):
+        try:
             entry = from_json(Entry, item)
-            if entry.key.digest in entries:
-                raise ValueError(f"a second one for {entry.title}")
-            entries[entry.key.digest] = entry
+        except ValueError as error:
+            raise ValueError(f"entry {number}: {error}") from error
+        if entry.key.digest in entries:
+            raise ValueError(f"entry {number}: a second one for {entry.title}")
+        entries[entry.key.digest] = entry
     return list(entries.values())
 
 
@@ -86,21 +87,14 @@ def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> Merg
     """Store the entries of a bundle; another result that the cache has stays, unless this `replaces` it."""
     stored = [winners.get(entry.key) for entry in entries]
     winners.put(*entries, replaces=replaces)
-    now = [winners.get(entry.key) for entry in entries]
+    is_there = [winners.get(entry.key) is not None for entry in entries]
     for entry in entries:
         winners.record_launch(IMPORTED, entry.key)
-    pairs = list(zip(stored, entries, strict=True))
+    pairs = [(old, entry) for old, entry in zip(stored, entries, strict=True) if old is not None]
+    conflicts = tuple((old, entry) for old, entry in pairs if old.result != entry.result)
     return Merged(
-        added=sum(old is None and new is not None for old, new in zip(stored, now, strict=True)),
-        same=sum(old is not None and old.result == entry.result for old, entry in pairs),
-        conflicts=tuple((old, e) for old, e in pairs if old is not None and old.result != e.result),
-        missing=sum(new is None for new in now),
+        added=sum(old is None and new for old, new in zip(stored, is_there, strict=True)),
+        same=len(pairs) - len(conflicts),
+        conflicts=conflicts,
+        missing=is_there.count(False),
     )
-
-
-@contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{what}: {error}") from error

@@ -33,7 +33,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Place:
+class FileEntry:
     """Where an entry goes: a file, and the names that lead to its value in the object there."""
 
     path: str
@@ -42,68 +42,68 @@ class Place:
     head: Mapping[str, Any] = field(default_factory=dict)  # what else a new file says
 
 
-class HasNoPlace(Exception):
+class NotRepresentable(Exception):
     """An entry cannot be written in a format; the message says why."""
 
 
-def triton_place(entry: Entry) -> Place:
+def triton_entry(entry: Entry) -> FileEntry:
     """Return the file of `triton.autotune(cache_results=True)`, below Triton's cache directory."""
     evidence = entry.evidence
     if not (evidence.config and re.fullmatch(r"[A-Z2-7]+/\w+\.autotune\.json", evidence.triton_file)):
-        raise HasNoPlace(
+        raise NotRepresentable(
             "stock Triton keeps no file of it: a config has a hook or is not JSON, or it was interpreted"
         )
     timings = [[dict(evidence.config), 3 * [entry.ms]]]
-    return Place(evidence.triton_file, ("configs_timings",), timings, {"key": _values(entry)})
+    return FileEntry(evidence.triton_file, ("configs_timings",), timings, {"key": _values(entry)})
 
 
-def fla_place(entry: Entry) -> Place:
+def fla_entry(entry: Entry) -> FileEntry:
     """Return the file of flash-linear-attention for the kernel, and its name of the key."""
     evidence = entry.evidence
     if not (evidence.config and evidence.arguments):
-        raise HasNoPlace(NO_ARGUMENTS)
+        raise NotRepresentable(NO_ARGUMENTS)
     kernel, key = entry.key.kernel, _values(entry)
     if not re.fullmatch(r"\w+", kernel):
-        raise HasNoPlace(f"{kernel!r} is no name of a kernel")
+        raise NotRepresentable(f"{kernel!r} is no name of a kernel")
     name = hashlib.md5(json.dumps(key, separators=(",", ":"), sort_keys=True).encode()).hexdigest()
     value = {"autotune_key": key, "config": dict(evidence.config)}
     head = {"kernel_name": kernel, "triton_version": entry.key.triton_version}
-    return Place(f"{kernel}.json", ("autotune_entries", name), value, head)
+    return FileEntry(f"{kernel}.json", ("autotune_entries", name), value, head)
 
 
-def vllm_place(entry: Entry) -> Place:
+def vllm_entry(entry: Entry) -> FileEntry:
     """Return the file of vLLM and SGLang for experts, and its name of the number of tokens."""
     arguments, config = dict(entry.evidence.arguments), dict(entry.evidence.config)
     if not (arguments and config):
-        raise HasNoPlace(NO_ARGUMENTS)
+        raise NotRepresentable(NO_ARGUMENTS)
     sizes, blocks = ("E", "N", "M"), ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M")
     if missing := [name for name in sizes if type(arguments.get(name)) is not int]:
-        raise HasNoPlace(f"no fused MoE: its key has no integer {', '.join(missing)}")
+        raise NotRepresentable(f"no fused MoE: its key has no integer {', '.join(missing)}")
     options = ("num_warps", "num_stages")
     value = {**config["kwargs"], **{name: config.get(name) for name in options}}
     if missing := [name for name in (*blocks, *options) if type(value.get(name)) is not int]:
-        raise HasNoPlace(f"no fused MoE: its config has no integer {', '.join(missing)}")
+        raise NotRepresentable(f"no fused MoE: its config has no integer {', '.join(missing)}")
     if arguments.get("block_shape"):
-        raise HasNoPlace("block_shape: vLLM and SGLang name its file differently")
+        raise NotRepresentable("block_shape: vLLM and SGLang name its file differently")
     others = {"num_ctas": 1, "maxnreg": None, "ir_override": None}
     if kept := [name for name, usual in others.items() if config.get(name, usual) != usual]:
-        raise HasNoPlace(f"such a file has no {', '.join(kept)}")
+        raise NotRepresentable(f"such a file has no {', '.join(kept)}")
     name = f"E={arguments['E']},N={arguments['N']},device_name={entry.key.device.replace(' ', '_')}"
     if arguments.get("dtype"):
         name += f",dtype={arguments['dtype']}"
     if not re.fullmatch(r"[\w=,.-]+", name):
-        raise HasNoPlace(f"{name!r} is no name of a file")
-    return Place(f"{name}.json", (str(arguments["M"]),), value)
+        raise NotRepresentable(f"{name!r} is no name of a file")
+    return FileEntry(f"{name}.json", (str(arguments["M"]),), value)
 
 
 def _values(entry: Entry) -> list[Any]:
     return [value for _, value in entry.evidence.arguments]
 
 
-FORMATS: dict[str, Callable[[Entry], Place]] = {
-    "triton": triton_place,
-    "fla": fla_place,
-    "vllm": vllm_place,
+FORMATS: dict[str, Callable[[Entry], FileEntry]] = {
+    "triton": triton_entry,
+    "fla": fla_entry,
+    "vllm": vllm_entry,
 }
 
 
@@ -113,7 +113,7 @@ def files_of(entries: Iterable[Entry], format_name: str) -> Files:
     for entry in sorted(entries, key=lambda entry: entry.created_at, reverse=True):
         try:
             place = FORMATS[format_name](entry)
-        except HasNoPlace as reason:
+        except NotRepresentable as reason:
             files.left_out.append((entry, str(reason)))
             continue
         owner = owners.setdefault((place.path, *place.names), entry)

@@ -6,17 +6,16 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from triton import knobs
 from triton.runtime import _async_compile
 from triton.runtime.autotuner import Autotuner
 
-from . import caching_launchers, subclasses
+from . import other_launchers
 from .active_call import ActiveCall
-
-Run: TypeAlias = Callable[..., Any]  # what may stand as `Autotuner.run`
+from .other_launchers import Run
 
 _IS_CAPTURING = torch.cuda.is_current_stream_capturing
 
@@ -37,16 +36,13 @@ class Interception:
     def installed(self, runner: Callable[[Run], Run], chooser: Callable[..., Any]) -> Interception:
         """Replace each `run` by `runner` of it until the `with` block ends; `chooser` answers `tunable`."""
         _watch_forks()
+        stock, others = vars(Autotuner)["run"], other_launchers.replacements(runner)
         # Before anything is replaced: a Ctrl-C may come between any two lines.
-        own, launchers = subclasses.own_runs(), caching_launchers.own_runs()
-        stock = vars(Autotuner)["run"]
-        self._replaced = [(Autotuner, stock), *[(owner, before) for owner, before, _ in own], *launchers]
+        self._replaced = [(Autotuner, stock), *((owner, before) for owner, before, _ in others)]
         self.chooser = chooser
         Autotuner.run = runner(stock)
-        for owner, before, benchmarks in own:
-            owner.run = runner(before) if benchmarks else subclasses.warning_once(owner, before)
-        for launcher, before in launchers:
-            launcher.run = caching_launchers.handing_on(before)  # type: ignore[attr-defined]
+        for owner, _, replacement in others:
+            owner.run = replacement  # type: ignore[attr-defined]
         self.active = True
         return self
 

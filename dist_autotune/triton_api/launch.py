@@ -154,7 +154,7 @@ def keep(finalize: Callable[[Any], None], kernel: Any) -> Any:
     return kernel
 
 
-def texts_of(configs: Sequence[Any]) -> list[str]:
+def config_texts(configs: Sequence[Any]) -> list[str]:
     """Return each config as text, made unique where Triton's own text hides a difference."""
     texts: list[str] = []
     for config in configs:

@@ -16,14 +16,14 @@ from ..errors import InvalidOption
 from ..options import Options
 from ..search.strategies import Strategy
 from ..timing.clock import Clock
+from .base_tuner import BaseTuner
 from .snapshot import check_outputs, check_preserved
-from .tuned import Tuned
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class ContextualAutotuner(Tuned, Generic[P, R]):
+class ContextualAutotuner(BaseTuner, Generic[P, R]):
     """A function whose `triton.autotune` launches are tuned where they run; made by `contextual_autotune`.
 
     A call takes the function's arguments and returns its result. It tunes until nothing is left to try.

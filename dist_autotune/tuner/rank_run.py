@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 
 from ..bits.outputs import OutputComparison
-from ..compilation.pool import Tally, Terms
+from ..compilation.pool import CompileCounts, PoolOptions
 from ..launch.backlog import Backlog
 from ..launch.rank_context import RankContext
 from ..logs import decisions
@@ -86,9 +86,9 @@ class RankRun:
         state, function = self._state, self._state.function
         if state.dispatcher.to_preflight or self._backlog:
             with state.compiling(), state.guard.paused():
-                for context, tally in self._preflight():
+                for context, counts in self._preflight():
                     kernel, key, run = context.source.short_name, context.key_text, state.search.runs
-                    self._log.write(Preflighted(run=run, kernel=kernel, key=key, **asdict(tally)))
+                    self._log.write(Preflighted(run=run, kernel=kernel, key=key, **asdict(counts)))
         parts = state.registry.report_run(waits=self._waits)
         whole, judged = Part(), state.search.judged_run
         if judged is not None or self._whole.report is not None:
@@ -109,23 +109,23 @@ class RankRun:
                 self._log.write(Note(text=self.outputs.remark))
         return report
 
-    def _preflight(self) -> Iterator[tuple[RankContext, Tally]]:
+    def _preflight(self) -> Iterator[tuple[RankContext, CompileCounts]]:
         """Compile the candidates of new contexts; yield those of which this rank has all."""
         dispatcher = self._state.dispatcher
         if self._waits:
-            return dispatcher.preflight(self._terms())
+            return dispatcher.preflight(self._pool_options())
         if self._backlog is None:
             loading = functools.partial(self._state.guard.launching, loads=True)
-            self._backlog = Backlog(self._terms(), self._state.registry.ban, loading)
+            self._backlog = Backlog(self._pool_options(), self._state.registry.ban, loading)
         return dispatcher.preflight_behind(self._backlog)
 
-    def _terms(self) -> Terms:
-        """Return the terms on which this rank compiles; online nobody waits for it."""
+    def _pool_options(self) -> PoolOptions:
+        """Return how this rank compiles; online nobody waits for it."""
         function, session = self._state.function, self._log.session
         position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
         patience_s = PATIENCE * function.timeout_s if self._waits and count > 1 else math.inf
         jobs = function.options.resolved_compile_jobs()
-        return Terms.agreed(session, position, count, patience_s, jobs=jobs, is_behind=not self._waits)
+        return PoolOptions.of_rank(session, position, count, patience_s, jobs=jobs, is_behind=not self._waits)
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Take up what all ranks reported, and call contexts what all ranks call them."""

@@ -68,26 +68,13 @@ class TunedContext:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and figures as `TuningReport.to_dict` describes them."""
-        return {
-            "kernel": self.kernel,
-            "key": self.key_text,
-            "config": self.config_text or None,
-            "ms": self.ms,
-            "fastest_rank_ms": self.fastest_rank_ms,
-            "spread_percent": self.spread_percent,
-            "default_ms": self.default_ms,
-            "gain_percent": self.gain_percent,
-            "judge": self.judge,
-            "launches": self.launches,
-            "run_ms": self.run_ms,
-            "status": self.status,
-            "launch_bound": self.launch_bound,
-            "timings": dict(self.timings),
-            "banned": dict(self.banned),
-            "bit_class": self.bit_class,
-            "bit_classes": dict(self.bit_classes),
-            "output_digest": self.output_digest,
+        figures = {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in vars(self).items()
+            if name not in ("key_text", "config_text")
         }
+        figures |= {name: getattr(self, name) for name in ("spread_percent", "gain_percent", "run_ms")}
+        return {**figures, "key": self.key_text, "config": self.config_text or None}
 
     def _cells(self, world_size: int) -> tuple[str, ...]:
         is_known = self.spread_percent is not None and world_size > 1
@@ -138,14 +125,7 @@ class TuningReport:
         """
         step, outlook = self.step, self.outlook
         return {
-            "function": self.function,
-            "session": self.session,
-            "runs": self.runs,
-            "world_size": self.world_size,
-            "seconds": self.seconds,
-            "clock": self.clock,
-            "log_dir": self.log_dir,
-            "warning": self.warning,
+            **vars(self),
             "spent": asdict(self.spent),
             "outlook": outlook and {**asdict(outlook), "more_runs": outlook.more_runs},
             "step": step and {**asdict(step), "gain_percent": step.gain_percent},
@@ -243,20 +223,11 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
                 kernel=context.kernel,
                 key=rank_context.key,
                 config=None if best is None else rank_context.config_of(context.digests[best]),
-                ms=None if best is None else context.times.ms.get(best),
-                fastest_rank_ms=None if best is None else context.times.fastest_ms.get(best),
-                launch_bound=best is not None and context.is_launch_bound,
-                status=context.status or "tuning",
-                timings={context.texts[index]: ms for index, ms in context.known_ms()},
-                banned=context.ban_texts(),
-                default_ms=context.default_ms,
-                judge=context.final_judge,
                 launches=rank_context.launches_per_run,
                 key_text=context.key,
                 config_text="" if best is None else context.texts[best],
                 bit_class=None if best is None else context.bit_classes.get(best),
-                bit_classes={context.texts[i]: number for i, number in sorted(context.bit_classes.items())},
-                output_digest="" if best is None else context.output_digests.get(best, ""),
+                **context.result(),
             )
         )
     return tuple(sorted(contexts, key=time_order))

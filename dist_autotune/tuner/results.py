@@ -21,7 +21,7 @@ from ..ranks.group import RankGroup
 from ..search.context import Context
 from ..search.messages import Claim, Offer, Offers
 from ..storage.winners import IMPORTED, Entry, EntryKey, Evidence, Winners, safe_name
-from ..triton_api import autotuner_cache, identity, stock_files, subclasses
+from ..triton_api import identity, other_launchers, stock_results
 from ..triton_api.launch import Key
 from ..version import __version__
 
@@ -174,7 +174,7 @@ class Results:
         else:
             is_ours = is_alone or origin.group is group
             counts = is_ours and origin.scope == self._scope and not origin.provisional
-        return tuner.cache.get(key) if counts and not subclasses.keeps_its_own_cache(tuner) else None
+        return tuner.cache.get(key) if counts and not other_launchers.keeps_its_own_cache(tuner) else None
 
     def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
@@ -213,18 +213,18 @@ class Results:
             tuner, config = binding.tuner(), binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
                 continue
-            if subclasses.keeps_its_own_cache(tuner):  # it might take the entry for another key's
+            if other_launchers.keeps_its_own_cache(tuner):  # it might take the entry for another key's
                 continue
             standing = tuner.cache.get(binding.key) if is_cached else None
             if standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:
                 continue  # and so does all that belongs to it
             configs = binding.configs.items()
             by_config = [(own, by_digest[digest]) for digest, own in configs if digest in by_digest]
-            autotuner_cache.publish(tuner, binding.key, config, by_config, seconds)
+            stock_results.publish(tuner, binding.key, config, by_config, seconds)
             origin = Origin(self._function.group, self._scope, context.provisional)
             _origins.setdefault(tuner, {})[binding.key] = origin
             if not context.provisional:
-                autotuner_cache.announce(tuner, binding.key, cache_hit=is_cached)
+                stock_results.announce(tuner, binding.key, cache_hit=is_cached)
 
     def _candidates(self, rank_context: RankContext) -> tuple[str, ...]:
         """Return the candidates' digests; in the order of the configs where a class of bits depends on it."""
@@ -253,13 +253,13 @@ def _evidence(context: Context, rank_context: RankContext) -> Evidence:
         tuner = binding.tuner()
         if tuner is not None and winner in binding.configs:
             about_triton = {
-                "config": stock_files.arguments_of(binding.configs[winner]),
-                "triton_file": stock_files.result_file(tuner, binding.key, binding.configs),
+                "config": stock_results.arguments_of(binding.configs[winner]),
+                "triton_file": stock_results.result_file(tuner, binding.key, binding.configs),
             }
             break
     return Evidence(
         torch_version=str(torch.__version__),
         fastest_rank_ms={context.texts[i]: ms for i, ms in context.times.fastest_ms.items()},
-        arguments=arguments if stock_files.is_plain(arguments) else (),
+        arguments=arguments if stock_results.is_plain(arguments) else (),
         **about_triton,
     )

@@ -10,10 +10,10 @@ from typing import Any
 from .. import settings
 from ..errors import InvalidOption, TuningError
 from ..options import Options
-from .tuned import Tuned
+from .base_tuner import BaseTuner
 
 
-class StepTuner(Tuned):
+class StepTuner(BaseTuner):
     """Tunes the `triton.autotune` launches of a loop's steps where they run: `with tuner.step(): ...`.
 
     Takes the options of `contextual_autotune`. Each step is one run with `mode="online"`: what it computes is

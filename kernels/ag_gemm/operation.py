@@ -299,7 +299,7 @@ class AllGatherGemm(Operation):
             raise ValueError(f"{given} must both have K={self._k} columns; the weight is [N, K], not [K, N]")
         if weight.shape[0] == 0:
             raise ValueError("weight has no rows; there is nothing to compute")
-        epilogue.check(weight.shape[0], self.device)
+        epilogue.check(self.world_size * rows, weight.shape[0], self.device)
         columns = result_columns(epilogue.activation, weight.shape[0])
         check_out(out, [self.world_size * rows, columns], self._dtype, self.device)
         check_overlap("a_shard", a_shard, self._shard, "m")

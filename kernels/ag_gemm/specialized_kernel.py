@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from ..compat import aggregate
 from ..exchange.chunks import Exchange, part_from, slot_of, wait_for_rows
 from ..gemm.epilogue import Pointwise
-from ..gemm.operands import Config
+from ..gemm.operands import Config, item_bytes
 from ..gemm.problem import last_start
 from ..gemm.roles import run
 from ..signals import multiprocessor, nanoseconds
@@ -149,9 +149,10 @@ def specialized_all_gather_gemm(
     """Write C = activation(A @ B.T + bias), chunk `rank` first. M / WORLD is not below BLOCK_M."""
     gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp is to wait")
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
+    ITEM_BYTES: gl.constexpr = item_bytes(DTYPE)
     config = Config(
-        *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *("grouped", GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, False),
+        *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, 2 * BLOCK_K // ITEM_BYTES, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
+        *("grouped", GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, False, ITEM_BYTES),
     )
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)
@@ -159,8 +160,8 @@ def specialized_all_gather_gemm(
     problem = Chunks(
         Exchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks),
         *(trace_ptr, m, last_start(N, WIDTH, True), tiles_m, tiles_n, WORLD * tiles_m * tiles_n),
-        *(gl.cdiv(K, BLOCK_K), capacity, WORLD, GROUP_M, BLOCK_M, WIDTH, TRACE),
+        *(gl.cdiv(K, config.BLOCK_K), capacity, WORLD, GROUP_M, BLOCK_M, WIDTH, TRACE),
     )
-    pointwise = Pointwise((None, bias_ptr), M, N, ACTIVATION, False)
+    pointwise = Pointwise((None, None), (None, bias_ptr), M, N, ACTIVATION, False)
     # The flags are in place of a counter: the schedule is static.
     run(problem, a_desc, b_desc, extra_desc, c_desc, flags_ptr, pointwise, config)

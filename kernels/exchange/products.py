@@ -96,7 +96,7 @@ def multiply_tma(
     """Return acc + A[row:, :] @ B[col:, :].T of a tile, loaded by TMA, which reads zeros beyond the edges."""
     for k in range(0, tl.cdiv(K, BLOCK_K)):
         b = b_desc.load([k * BLOCK_K, col]) if BY_COLUMNS else b_desc.load([col, k * BLOCK_K]).T
-        acc = _dot(a_desc.load([row, k * BLOCK_K]), b, acc, UPCAST)
+        acc = add_product(a_desc.load([row, k * BLOCK_K]), b, acc, UPCAST)
     return acc
 
 
@@ -118,14 +118,15 @@ def multiply(
         inside = offs_k < K - k * BLOCK_K
         a = tl.load(a_ptrs, mask=inside[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=inside[:, None], other=0.0)
-        acc = _dot(a, b, acc, UPCAST)
+        acc = add_product(a, b, acc, UPCAST)
         a_ptrs += BLOCK_K
         b_ptrs += BLOCK_K * stride_bk
     return acc
 
 
 @triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
+def add_product(a, b, acc, UPCAST: tl.constexpr):
+    """Return acc + a @ b."""
     if UPCAST:  # the interpreter cannot do arithmetic in bfloat16
         a = a.to(tl.float32)
         b = b.to(tl.float32)

@@ -11,11 +11,11 @@ is as wide as any multiple of 8. Here it is written in PTX (`inline_asm`, since 
                          in the order of the instruction's operands
 
 Descriptors of shared memory and the order of registers: PTX ISA, `wgmma.mma_async`, "matrix descriptor".
-Along K an operand has 64 elements of 2 bytes, with TMA's swizzle of 128 bytes.
+Along K an operand has 128 bytes, with TMA's swizzle of as many; an instruction multiplies 32 of them.
 
 A store takes STORE_N columns, which need not divide the tile's: the last piece then begins earlier, and what
 it shares with the piece before is stored twice, the same. The last k block of a tile may reach beyond K,
-where TMA reads zeros: of its four instructions only those are started that 16 or 32 elements of K need.
+where TMA reads zeros: of its four instructions only those are started that a quarter or half of it needs.
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -31,7 +31,7 @@ SWIZZLED_N = gl.constexpr(8)  # columns after which the swizzle repeats: slots b
 SWIZZLE_128 = 1 << 62
 ROW_GROUP = (1024 >> 4) << 32  # 8 rows of 128 bytes; in units of 16 bytes, like all addresses there
 UNUSED = 1 << 16  # the distance along K, which a swizzled operand of one swizzle's width has not
-STEP_OFFSET = 32 >> 4  # from 16 elements of K to the next
+STEP_OFFSET = 32 >> 4  # from an instruction's part of K to the next
 STEPS_OF_A_BLOCK = gl.constexpr(4)  # of K
 WARPGROUP_ROWS = 64 * 128 >> 4  # bytes of a warpgroup's rows
 
@@ -48,9 +48,10 @@ def _products(width, dtype, warpgroups, reps, steps):
 
     $0 and following are the sums; then come A's address, B's, and how many bytes behind that B's block is.
     `reps`: each warpgroup has so many times 64 rows, which lie 64 * warpgroups apart. `steps`: how many times
-    16 elements of K are multiplied, from the first on.
+    32 bytes of K are multiplied, from the first on.
     """
-    strips = width // 8
+    strips, is_byte = width // 8, dtype == "e4m3"
+    depth, by_rows = (32, "") if is_byte else (16, ", 0, 0")  # only operands of 2 bytes can lie the other way
     registers = 4 * strips * reps
     lines = [".reg .b32 a, b, rows;", ".reg .b64 left, right;", ".reg .pred adds;", "setp.eq.u32 adds, 0, 0;"]
     lines += [f"bfe.u32 a, ${registers}, 4, 14;"]
@@ -70,8 +71,8 @@ def _products(width, dtype, warpgroups, reps, steps):
             for name, start, offset in (("left", "a", a_offset), ("right", "b", step * STEP_OFFSET)):
                 lines += [f"add.u32 rows, {start}, {offset};", f"cvt.u64.u32 {name}, rows;"]
                 lines += [f"or.b64 {name}, {name}, {SWIZZLE_128 | ROW_GROUP | UNUSED};"]
-            shape = f"m64n{width}k16.f32.{dtype}.{dtype}"
-            lines += [f"wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, left, right, adds, 1, 1, 0, 0;"]
+            shape = f"m64n{width}k{depth}.f32.{dtype}.{dtype}"
+            lines += [f"wgmma.mma_async.sync.aligned.{shape} {{{sums}}}, left, right, adds, 1, 1{by_rows};"]
     lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 1;"]
     return "\n".join(["{", *lines, "}"])
 
@@ -87,6 +88,13 @@ def _strip(block_m, warps):
     """Return the type of 8 columns of an accumulator, its rows divided among the warps."""
     layout = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, 8, 16])
     return gl.distributed_type(gl.float32, [block_m, 8], layout)
+
+
+@gluon.constexpr_function
+def _name_in_ptx(dtype, item_bytes):
+    if item_bytes == 1:
+        return "e4m3"
+    return "bf16" if dtype == gl.bfloat16 else "f16"
 
 
 @gluon.constexpr_function
@@ -109,15 +117,16 @@ def _side_by_side(strips, FIRST: gl.constexpr, COUNT: gl.constexpr):
 
 @aggregate
 class WgmmaAnyWidth:
-    end_steps: gl.tensor  # how many times 16 elements of K a tile's last k block has: 1 to STEPS_OF_A_BLOCK
+    end_steps: gl.tensor  # how many instructions a tile's last k block needs: 1 to STEPS_OF_A_BLOCK
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
     DTYPE: gl.constexpr  # of A and B, as PTX spells it
 
     @staticmethod
     @gluon.jit
-    def create(end_steps, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, dtype: gl.constexpr):
-        return WgmmaAnyWidth(end_steps, BLOCK_M, WIDTH, "bf16" if dtype == gl.bfloat16 else "f16")
+    def create(end_steps, dtype: gl.constexpr, config):
+        width: gl.constexpr = config.BLOCK_N + config.EXTRA_N
+        return WgmmaAnyWidth(end_steps, config.BLOCK_M, width, _name_in_ptx(dtype, config.ITEM_BYTES))
 
     @gluon.jit
     def begin(self, visit):

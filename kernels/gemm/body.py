@@ -23,7 +23,7 @@ from ..compat import aggregate, partition_barrier
 from ..epilogues import sums_of_a_result
 from ..tiles import part_slot, stream_k_parts, stream_k_segment, stream_k_segments, stream_k_share
 from .epilogue import Pointwise
-from .operands import Config
+from .operands import Config, item_bytes
 from .problem import Problem, last_start
 from .roles import run
 
@@ -201,7 +201,7 @@ class StreamK:
     do_not_specialize=[
         *("M", "N", "K", "wanted", "programs"),
         *("a_alignment", "b_alignment", "m_class", "n_class"),
-        *("row_bias_ptr", "column_bias_ptr"),
+        *("row_scale_ptr", "column_scale_ptr", "row_bias_ptr", "column_bias_ptr"),
     ]
 )
 def gemm(
@@ -220,6 +220,8 @@ def gemm(
     m_class,  # as what M and N are tuned, see `configs`; for the tuner alone
     n_class,
     parts_ptr,  # float32 [2 * programs, BLOCK_M, WIDTH] with STREAM_K
+    row_scale_ptr,  # float32 [M], or None
+    column_scale_ptr,  # float32 [N], or None
     row_bias_ptr,  # [M], or None
     column_bias_ptr,  # [N], or None
     TRANS_A: gl.constexpr,
@@ -233,7 +235,7 @@ def gemm(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     EXTRA_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
+    BLOCK_K: gl.constexpr,  # in 2 bytes, see `configs`
     NUM_BUFFERS: gl.constexpr,
     STORE_N: gl.constexpr,
     STORE_BUFFERS: gl.constexpr,  # 0: the epilogue steals operand buffers
@@ -242,19 +244,21 @@ def gemm(
     JOINED: gl.constexpr,  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
     SWAP_AB: gl.constexpr,  # a tile's rows are columns of C, see `configs`
 ):
-    """Write C = activation(A @ B + bias), half as many columns under a gated activation."""
+    """Write C = activation(row_scale * (A @ B) * column_scale + bias), half as wide if it is gated."""
     if SWAP_AB:
         gl.static_assert(JOINED, "only tiles of any width have been exchanged")
         a_desc, b_desc = b_desc, a_desc
         M, N = N, M
+        row_scale_ptr, column_scale_ptr = column_scale_ptr, row_scale_ptr
         row_bias_ptr, column_bias_ptr = column_bias_ptr, row_bias_ptr
+    ITEM_BYTES: gl.constexpr = item_bytes(DTYPE)
     config = Config(
-        *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *(SCHEDULE, GROUP_M, TENSOR_MEMORY, TRANS_A, TRANS_B, SWAP_AB, JOINED),
+        *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, 2 * BLOCK_K // ITEM_BYTES, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
+        *(SCHEDULE, GROUP_M, TENSOR_MEMORY, TRANS_A, TRANS_B, SWAP_AB, JOINED, ITEM_BYTES),
     )
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)
-    k_blocks = gl.cdiv(K, BLOCK_K)
+    k_blocks = gl.cdiv(K, config.BLOCK_K)
     problem = Problem(
         tiles_m,
         tiles_n,
@@ -270,5 +274,6 @@ def gemm(
         gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp asks for segments")
         gl.static_assert(SCHEDULE == "grouped" or SCHEDULE == "strided", "a program must know its numbers")
         problem = StreamK.create(problem, parts_ptr, counter_ptr + 2, STREAM_K)
-    pointwise = Pointwise((row_bias_ptr, column_bias_ptr), M, N, ACTIVATION, SWAP_AB)
+    scales, biases = (row_scale_ptr, column_scale_ptr), (row_bias_ptr, column_bias_ptr)
+    pointwise = Pointwise(scales, biases, M, N, ACTIVATION, SWAP_AB)
     run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, pointwise, config)

@@ -1,5 +1,9 @@
 """The configs of the persistent GEMM: what they are, what TMA moves under them, what they take of an SM.
 
+BLOCK_K counts 2 bytes, so that a config says the same of all types: 64 are a line of 128 bytes, of which
+operands in fp8 have 128 elements. A product in fp8 takes what one of half as many elements of 2 bytes takes
+(`in_words`): it moves as many bytes, and an instruction multiplies as many at a time.
+
 With SWAP_AB tiles are those of the transposed product, C.T = B.T @ A.T: their rows are B's, their columns
 A's, and what is stored has a tile's columns as rows. What is said of rows and columns elsewhere is of tiles.
 
@@ -24,6 +28,7 @@ from ..compat import HAS_INLINE_PTX
 from ..configs import INTERPRETED
 from ..epilogues import sums_of_a_result
 from ..matrices import Block, set_block, set_matrix
+from .operands import item_bytes
 
 BOXES = (128, 64, 32, 16, 8)
 FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
@@ -66,7 +71,8 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
         exchanged = {"a_desc": blocks["b_desc"], "b_desc": blocks["a_desc"]}
         return blocks | exchanged | {"c_desc": Block(columns, rows // sums)}
     trans_a, trans_b = args.get("TRANS_A", False), args.get("TRANS_B", True)
-    block_m, block_n, block_k = args["BLOCK_M"], args["BLOCK_N"], args["BLOCK_K"]
+    block_m, block_n = args["BLOCK_M"], args["BLOCK_N"]
+    block_k = 2 * args["BLOCK_K"] // item_bytes(args.get("DTYPE"))
     extra_n = args["EXTRA_N"]
     columns = args.get("N", block_n + extra_n)
     a_rows = rows_to_load(block_m, args.get("M", block_m)) if "TRANS_A" in args else block_m
@@ -81,6 +87,11 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
         "extra_desc": Block(further_n, block_k) if trans_b else Block(block_k, extra_n or block_n),
         "c_desc": Block(block_m, args["STORE_N"] // sums),
     }
+
+
+def in_words(args: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the product of 2-byte elements that takes as long."""
+    return {**args, "K": triton.cdiv(args["K"] * item_bytes(args.get("DTYPE")), 2)}
 
 
 def swapped(args: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +125,7 @@ def set_blocks(args: dict[str, Any]) -> None:
 
 
 def operand_bytes(kwargs: dict[str, Any]) -> int:
-    """Return what the ring of operands takes in shared memory; A and B have two bytes an element."""
+    """Return what the ring of operands takes in shared memory."""
     a_bytes = kwargs["NUM_BUFFERS"] * kwargs["BLOCK_M"] * kwargs["BLOCK_K"] * 2
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     b_bytes = kwargs["NUM_BUFFERS"] * width * kwargs["BLOCK_K"] * 2

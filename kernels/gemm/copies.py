@@ -31,7 +31,7 @@ import triton.language as tl
 from ..epilogues import result_columns
 from ..launch import PreparedLaunch
 from ..matrices import LINE_BYTES, TMA_BYTES, Matrix, matrix_of_rows
-from .configs import GLUON_CANDIDATES
+from .configs import GLUON_CANDIDATES, in_words
 from .pruning import MEMORY_BYTES_PER_CLOCK, Shape, estimated_clocks, prune
 
 WIDEST_BYTES = 16  # that a thread loads at a time
@@ -51,7 +51,6 @@ PLAIN_FLOP_PER_CLOCK = 65_700
 # That is worth scratch memory and further kernels. And large products take up to 13 % longer than estimated.
 LEAST_GAIN = 0.1
 CHOICES_KEPT = 1024
-OPERAND_BYTES = 2  # of an element
 
 
 def pitch_of(columns: int, itemsize: int) -> int:
@@ -181,7 +180,9 @@ def copied(shape: Shape, copies: Copies) -> Shape:
 def what_to_copy(shape: Shape, *, out: bool) -> Copies | None:
     """Return the copies with which a call should take the least time; None where the plain body should."""
     (_, a_columns), (_, b_columns) = rows_in_memory(shape)
-    a_ways, b_ways = _ways(shape.a_alignment, a_columns), _ways(shape.b_alignment, b_columns)
+    itemsize = shape.dtype.itemsize
+    a_ways = _ways(shape.a_alignment, a_columns * itemsize)
+    b_ways = _ways(shape.b_alignment, b_columns * itemsize)
     ways = itertools.product(a_ways, b_ways, (out,))
     clocks = {copies: estimated_total(shape, copies) for copies in itertools.starmap(Copies, ways)}
     best = min(clocks, key=clocks.__getitem__)
@@ -190,12 +191,12 @@ def what_to_copy(shape: Shape, *, out: bool) -> Copies | None:
     return best if clocks[best] <= (1 - LEAST_GAIN) * clocks[NOTHING] else NOTHING
 
 
-def _ways(alignment: int, columns: int) -> tuple[bool, ...]:
+def _ways(alignment: int, row_bytes: int) -> tuple[bool, ...]:
     """Return whether to copy an operand: both, where it is to be found out."""
     if alignment == 0:
         return (True,)
     # Of rows shorter than a line few cross one, and the estimate knows nothing of that.
-    return (False,) if alignment == LINE_BYTES or columns * OPERAND_BYTES < LINE_BYTES else (False, True)
+    return (False,) if alignment == LINE_BYTES or row_bytes < LINE_BYTES else (False, True)
 
 
 def rows_in_memory(shape: Shape) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -207,7 +208,8 @@ def rows_in_memory(shape: Shape) -> tuple[tuple[int, int], tuple[int, int]]:
 def estimated_total(shape: Shape, copies: Copies) -> float:
     """Return about how many clocks the call takes with these copies; inf if no config fits the GPU."""
     args = {**copied(shape, copies).sizes(), **shape.constants()}
-    clocks = [estimated_clocks(config.kwargs, args) for config in prune(GLUON_CANDIDATES, args)]
+    configs, words = prune(GLUON_CANDIDATES, args), in_words(args)
+    clocks = [estimated_clocks(config.kwargs, words) for config in configs]
     return KERNEL_CLOCKS + min(clocks, default=math.inf) + copy_clocks(shape, copies)
 
 
@@ -216,9 +218,9 @@ def copy_clocks(shape: Shape, copies: Copies) -> float:
     (a_rows, a_columns), (b_rows, b_columns) = rows_in_memory(shape)
     clocks = 0.0
     if copies.a:
-        clocks += _one_copy(a_rows, a_columns, OPERAND_BYTES, shape.a_alignment)
+        clocks += _one_copy(a_rows, a_columns, shape.dtype.itemsize, shape.a_alignment)
     if copies.b:
-        clocks += _one_copy(b_rows, b_columns, OPERAND_BYTES, shape.b_alignment)
+        clocks += _one_copy(b_rows, b_columns, shape.dtype.itemsize, shape.b_alignment)
     if copies.out:
         columns = result_columns(shape.epilogue.activation, shape.n)
         clocks += _one_copy(shape.m, columns, shape.out_dtype.itemsize, 0)
@@ -235,6 +237,6 @@ def _one_copy(rows: int, columns: int, itemsize: int, alignment: int) -> float:
 def plain_clocks(shape: Shape) -> float:
     """Return about how many clocks the plain body takes; small and narrow products take longer."""
     m, n, k = shape.m, shape.n, shape.k
-    moved_bytes = OPERAND_BYTES * (m + n) * k + shape.out_dtype.itemsize * m * n
+    moved_bytes = shape.dtype.itemsize * (m + n) * k + shape.out_dtype.itemsize * m * n
     work = max(2 * m * n * k / PLAIN_FLOP_PER_CLOCK, moved_bytes / MEMORY_BYTES_PER_CLOCK)
     return KERNEL_CLOCKS + work

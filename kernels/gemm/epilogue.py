@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..compat import aggregate, reinterpret, tma_store
-from ..epilogues import apply_epilogue, sums_of_a_result
+from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
 from ..rings import ring_slot
 from .any_width import piece_start
 from .operands import allocate_ring
@@ -24,6 +24,7 @@ from .operands import allocate_ring
 class Pointwise:
     """What becomes of the sums of a product [M, N] before they are rounded, see `epilogues`."""
 
+    scales: gl.tuple  # pointers to float32 [M] and [N], or None
     biases: gl.tuple  # pointers to [M] and [N], or None
     M: gl.tensor
     N: gl.tensor
@@ -36,6 +37,8 @@ class Pointwise:
         layout: gl.constexpr = sums.type.layout
         rows = row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
         columns = col + FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
+        row_scale_ptr, column_scale_ptr = self.scales
+        sums = apply_scales(sums, rows, columns, row_scale_ptr, column_scale_ptr, self.M, self.N)
         row_bias_ptr, column_bias_ptr = self.biases
         return apply_epilogue(
             *(sums, rows, columns, row_bias_ptr, column_bias_ptr, self.M, self.N),
@@ -124,7 +127,7 @@ class StolenBuffers:
         config = operands.config
         width: gl.constexpr = config.BLOCK_N + config.EXTRA_N
         gl.static_assert(width // config.STORE_N <= 2, "no more than two of B's slots are free")
-        slot_bytes: gl.constexpr = 2 * config.BLOCK_N * config.BLOCK_K
+        slot_bytes: gl.constexpr = config.BLOCK_N * config.BLOCK_K * config.ITEM_BYTES
         gl.static_assert(c_desc.block_type.nbytes <= slot_bytes, "a piece must fit one slot of B")
         return StolenBuffers(c_desc, pointwise, operands.b_bufs, operands.B_SLOTS, width, config.STORE_N)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..epilogues import GATED, NO_EPILOGUE, EpilogueKind
+from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
 from ..launch import SettledLaunches
 from ..matrices import LINE_BYTES, Block, Matrix, as_matrix, describe, matrix_of_rows
 from .body import gemm
@@ -29,7 +29,7 @@ tuned_gemm = triton.autotune(
     configs=GLUON_CANDIDATES,
     key=[
         *("m_class", "n_class", "K", "wanted", "programs", "a_alignment", "b_alignment"),
-        *("TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE", "ACTIVATION"),  # and the type of a bias, if any
+        *("TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE", "ACTIVATION"),  # and of scales and a bias
     ],
     prune_configs_by={"early_config_prune": prune},
 )(gemm)
@@ -41,17 +41,17 @@ _SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned_gemm, blocks_of)
 _COUNTERS: OrderedDict[tuple[str, int, int], torch.Tensor] = OrderedDict()
 
 
-def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape, bias: torch.Tensor | None = None) -> None:
+def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape, epilogue: Epilogue = ONLY_SUMS) -> None:
     """Write C = A @ B on the current stream of the shape's device, which is the current device.
 
-    bias: of C's columns, or of its rows where the shape is exchanged.
+    The epilogue is of the caller's rows and columns: C's columns and rows where the shape is exchanged.
     """
-    biases = (bias, None) if shape.exchanged else (None, bias)
+    vectors = _vectors(epilogue, exchanged=shape.exchanged)
     settled = _SETTLED.find(shape)
     if settled is not None:
         counter, parts = scratch_of(shape, part_elements(settled.config))
         further = a if settled.config.kwargs["SWAP_AB"] else b
-        settled.launch((a, b, further, c), counter, *shape.sizes().values(), parts, *biases)
+        settled.launch((a, b, further, c), counter, *shape.sizes().values(), parts, *vectors)
         return
     largest = max(map(part_elements, tuned_gemm.configs)) if shape.schedule in CUT_SCHEDULES else 0
     counter, parts = scratch_of(shape, largest)  # for any config
@@ -59,8 +59,15 @@ def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape, bias: torch.Tensor | N
     descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
     sizes, constants = shape.sizes().values(), shape.constants()
     with _TURN:
-        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes, parts, *biases, **constants)
-        _SETTLED.remember(shape, compiled, constants, (counter, parts, bias))
+        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes, parts, *vectors, **constants)
+        _SETTLED.remember(shape, compiled, constants, (counter, parts, *vectors))
+
+
+def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | None, ...]:
+    """Return scales of rows and of columns, then the bias of either, as the kernel wants them."""
+    if exchanged:
+        return epilogue.scale_b, epilogue.scale_a, epilogue.bias, None
+    return epilogue.scale_a, epilogue.scale_b, None, epilogue.bias
 
 
 def part_elements(config: triton.Config) -> int:
@@ -179,7 +186,7 @@ def execute(
     a: torch.Tensor,
     b: torch.Tensor,
     out: torch.Tensor,
-    bias: torch.Tensor | None = None,
+    epilogue: Epilogue = ONLY_SUMS,
 ) -> None:
     """Write a @ b, ended as planned, to `out`, for tensors in the places that the plan was made for."""
     shape, copies = plan.shape, plan.copies
@@ -187,7 +194,7 @@ def execute(
         assert plan.a is not None
         assert plan.b is not None
         assert plan.out is not None
-        launch(plan.a, plan.b, plan.out, shape, bias)
+        launch(plan.a, plan.b, plan.out, shape, epilogue)
         return
     if plan.exchanged:
         a, b, out = b.mT, a.mT, out.mT
@@ -203,6 +210,6 @@ def execute(
     assert left is not None
     assert right is not None
     assert c is not None
-    launch(left, right, c, shape, bias)
+    launch(left, right, c, shape, epilogue)
     if copies.out:
         copy(room, out)

@@ -97,8 +97,9 @@ class WgmmaAccumulator:
         behind these loads; the fence says so to the async proxy, under the products.
         """
         HALF: gl.constexpr = operands.config.BLOCK_K // 2
-        rows_of_main: gl.constexpr = gl.DotOperandLayout(0, self.main.type.layout, 2)  # pairs of 16 bits
-        rows_of_extra: gl.constexpr = gl.DotOperandLayout(0, self.extra.type.layout, 2)
+        IN_A_REGISTER: gl.constexpr = 4 // operands.config.ITEM_BYTES
+        rows_of_main: gl.constexpr = gl.DotOperandLayout(0, self.main.type.layout, IN_A_REGISTER)
+        rows_of_extra: gl.constexpr = gl.DotOperandLayout(0, self.extra.type.layout, IN_A_REGISTER)
         main, extra = self.main, self.extra
         for half in gl.static_range(2):
             main, extra = warpgroup_mma_wait(num_outstanding=2, deps=(main, extra))
@@ -134,9 +135,10 @@ class WgmmaAccumulator:
 
 
 @gluon.constexpr_function
-def _rows_over_warps(columns, warps):
+def _rows_over_warps(columns, warps, item_bytes):
     """Return the layout of an accumulator whose rows are divided among the warps."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, columns, 16])
+    shape = [16, columns, 32 // item_bytes]
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=shape)
 
 
 @aggregate
@@ -145,21 +147,22 @@ class Wgmma:
     BLOCK_N: gl.constexpr
     EXTRA_N: gl.constexpr
     FROM_REGISTERS: gl.constexpr
+    ITEM_BYTES: gl.constexpr
 
     @staticmethod
     @gluon.jit
-    def create(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, EXTRA_N: gl.constexpr):
+    def create(BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, EXTRA_N: gl.constexpr, ITEM_BYTES: gl.constexpr):
         narrow: gl.constexpr = EXTRA_N > 0 and EXTRA_N <= WIDEST_FROM_REGISTERS
-        return Wgmma(BLOCK_M, BLOCK_N, EXTRA_N, narrow and gl.num_warps() == 8)
+        return Wgmma(BLOCK_M, BLOCK_N, EXTRA_N, narrow and gl.num_warps() == 8, ITEM_BYTES)
 
     @gluon.jit
     def begin(self, visit):
         """Return zeros, spread over the warps of this partition; each warpgroup has whole rows."""
-        layout: gl.constexpr = _rows_over_warps(self.BLOCK_N, gl.num_warps())
+        layout: gl.constexpr = _rows_over_warps(self.BLOCK_N, gl.num_warps(), self.ITEM_BYTES)
         main = gl.zeros((self.BLOCK_M, self.BLOCK_N), gl.float32, layout)
         extra = main
         if self.EXTRA_N > 0:
-            extra_layout: gl.constexpr = _rows_over_warps(self.EXTRA_N, gl.num_warps())
+            extra_layout: gl.constexpr = _rows_over_warps(self.EXTRA_N, gl.num_warps(), self.ITEM_BYTES)
             extra = gl.zeros((self.BLOCK_M, self.EXTRA_N), gl.float32, extra_layout)
         return WgmmaAccumulator(main, extra, self.BLOCK_N, self.EXTRA_N, self.FROM_REGISTERS)
 

@@ -17,6 +17,14 @@ from ..compat import aggregate, reinterpret, tma_load
 from ..rings import ring_phase, ring_slot
 from .any_width import SWIZZLED_N
 
+FP8 = gl.constexpr("fp8e4nv")  # as Triton calls torch.float8_e4m3fn
+
+
+@gluon.constexpr_function
+def item_bytes(dtype):
+    """Return the size of an element of A and B, whose type is given as Triton spells it."""
+    return 1 if dtype == FP8 else 2
+
 
 @gluon.jit
 def _load_box(desc, col, inner, bar, ring, FIRST: gl.constexpr):
@@ -74,7 +82,7 @@ class Config:
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     EXTRA_N: gl.constexpr
-    BLOCK_K: gl.constexpr
+    BLOCK_K: gl.constexpr  # elements: twice as many as the candidate says where they have one byte
     NUM_BUFFERS: gl.constexpr
     STORE_N: gl.constexpr
     STORE_BUFFERS: gl.constexpr  # 0: the epilogue steals operand buffers
@@ -85,6 +93,7 @@ class Config:
     TRANS_B: gl.constexpr  # B's memory is [N, K], not [K, N]
     TRANS_C: gl.constexpr  # C's memory has a tile's columns as rows
     JOINED: gl.constexpr  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
+    ITEM_BYTES: gl.constexpr  # of an element of A and B
 
 
 @aggregate
@@ -122,7 +131,8 @@ class Operands:
         JOINED: gl.constexpr = config.JOINED
         a_bufs = allocate_ring(a_desc, NUM_BUFFERS, BLOCK_K if config.TRANS_A else config.BLOCK_M)
         if JOINED:
-            gl.static_assert(TRANS_B and not config.TRANS_A and BLOCK_K == 64, "what `any_width` can read")
+            along_k: gl.constexpr = TRANS_B and not config.TRANS_A
+            gl.static_assert(along_k and BLOCK_K * config.ITEM_BYTES == 128, "what `any_width` can read")
             b_bufs = allocate_ring(b_desc, NUM_BUFFERS * (BLOCK_N + EXTRA_N) // SWIZZLED_N, SWIZZLED_N)
         else:
             b_bufs = allocate_ring(b_desc, B_SLOTS, BLOCK_N if TRANS_B else BLOCK_K)

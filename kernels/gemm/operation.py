@@ -15,14 +15,16 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
-from ..epilogues import Epilogue, apply_epilogue, result_columns, sums_of_a_result
+from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, sums_of_a_result
 from ..tensors import check_no_gradient, key_of, remember
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
 from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
 from .launch import LaunchPlan, counter_of, execute, plan_launch
 from .pruning import prune_plain
 
-INPUT_DTYPES = (torch.float16, torch.bfloat16)
+FP8 = torch.float8_e4m3fn
+INPUT_DTYPES = (torch.float16, torch.bfloat16, FP8)
+FP8_CAPABILITY = (8, 9)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
 
@@ -41,20 +43,28 @@ def persistent_matmul(
     *,
     bias: torch.Tensor | None = None,
     activation: str | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     programs: int | None = None,
 ) -> torch.Tensor:
-    """Return activation(a @ b + bias) for a [M, K] and b [K, N], fp16 or bf16; forward only.
+    """Return activation(scale_a * (a @ b) * scale_b + bias) for a [M, K] and b [K, N]; forward only.
 
-    Products are summed, `bias` [N] is added and `activation` ("relu", "gelu", "gelu_tanh" or "silu") applied
-    in float32; then the result is rounded, once. The bias is contiguous, in fp16, bf16 or fp32.
+    a and b are fp16, bf16 or float8_e4m3fn. Products are summed, the sums scaled by row (`scale_a`, [M] or
+    [M, 1]) and by column (`scale_b`, [N] or [1, N]), `bias` [N] is added and `activation` ("relu", "gelu",
+    "gelu_tanh" or "silu") applied in float32; then the result is rounded, once. Scales are contiguous and
+    float32; the bias is contiguous, in fp16, bf16 or fp32.
 
     A gated activation makes activation(gate) * up [M, N / 2] of gate and up: "swiglu" by silu, "geglu" by
     gelu, "geglu_tanh" by gelu_tanh, "reglu" by relu, "glu" by a sigmoid. b is the `.T` of a weight of
-    `interleave_gate_up`, and the bias is interleaved, too; N is a multiple of 16.
+    `interleave_gate_up`, and scale_b and the bias are interleaved, too; N is a multiple of 16.
 
-    The result has the type of `out`, or `out_dtype`, or a's: fp16, bf16 or fp32. All strides are allowed.
-    `out` shares no memory with a, b and bias, which are read while it is written, in part twice.
+    Operands in fp8 are both contiguous along K, as a weight's `weight.T` is. Hopper's tensor cores add up
+    their products with fewer bits than float32 has, as in `torch._scaled_mm(..., use_fast_accum=True)`.
+
+    The result has the type of `out`, or `out_dtype`, or a's, bf16 for fp8: fp16, bf16 or fp32. All strides
+    are allowed for it, and for operands of 2 bytes. `out` shares no memory with the other tensors, which are
+    read while it is written, in part twice.
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
     tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Numbers of rows M
     share what was tuned in classes, which end at multiples of 16 up to 128, then at 160, 192, 224, 256, 320
@@ -72,22 +82,23 @@ def persistent_matmul(
     of the call, and as large as the matrix would be with rows of whole 128 bytes.
     Raises TypeError or ValueError for arguments that cannot be multiplied.
     """
-    check_no_gradient("persistent_matmul", a=a, b=b, out=out, bias=bias)
+    tensors = {"a": a, "b": b, "out": out, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
+    check_no_gradient("persistent_matmul", **tensors)
     check_choices(variant, scheduler, programs)
     if out is None:
         check_operands(a, b)
-        out = a.new_empty(result_shape(a, b, activation), dtype=out_dtype or a.dtype)
-        check_out_dtype(out.dtype)
-    places = (key_of(a), key_of(b), key_of(out), key_of(bias))
-    key = (places, activation, variant, scheduler, programs)
+        out_dtype = out_dtype or (torch.bfloat16 if a.dtype == FP8 else a.dtype)
+        check_out_dtype(out_dtype)
+        tensors["out"] = out = a.new_empty(result_shape(a, b, activation), dtype=out_dtype)
+    key = (*map(key_of, tensors.values()), activation, variant, scheduler, programs)
+    epilogue = Epilogue(bias, activation, scale_a, scale_b)
     plan = _PLANS.get(key)
     if plan is not None and out_dtype in (None, out.dtype):
         with _on(a.device):
-            execute(plan, a, b, out, bias)
+            execute(plan, a, b, out, epilogue)
         return out
     check_operands(a, b)
-    epilogue = Epilogue(bias, activation)
-    epilogue.check(b.shape[1], a.device)
+    epilogue.check(a.shape[0], b.shape[1], a.device)
     check_out(out, result_shape(a, b, activation), a.device, out_dtype)
     if out.numel() == 0:
         return out
@@ -127,13 +138,15 @@ def _multiply(
 ) -> LaunchPlan | None:
     """Write the result to `out`; return the plan of the Gluon body, None after the plain one."""
     capability, sms = _device(a.device)
+    if a.dtype == FP8:
+        check_fp8(a.device)
     programs = programs or sms
     if capability in (9, 10):
         on_blackwell = capability == 10
         choices, kind = (variant, scheduler, programs), epilogue.kind()
         plan = plan_launch(a, b, out, *choices, tensor_memory=on_blackwell, epilogue=kind)
         if plan is not None:
-            execute(plan, a, b, out, epilogue.bias)
+            execute(plan, a, b, out, epilogue)
             return plan
     _run_plain(a, b, out, epilogue, scheduler, programs)
     return None
@@ -163,10 +176,11 @@ def _run_plain(
 
     counter = counter_of(a.device, counts=scheduler == "dynamic")
     sizes = (rows, columns, a.shape[1], *a.stride(), *b.stride(), *out.stride())
-    upcasts = INTERPRETED and a.dtype is torch.bfloat16
+    upcasts = INTERPRETED and a.dtype != torch.float16
     constants = {"SCHEDULE": scheduler, "CHIPLETS": CHIPLETS, "UPCAST": upcasts}
     constants["ACTIVATION"] = epilogue.kind().activation
-    plain_gemm[grid](a, b, out, counter, *sizes, programs, class_of_rows(rows), epilogue.bias, **constants)
+    vectors = (epilogue.scale_a, epilogue.scale_b, epilogue.bias)
+    plain_gemm[grid](a, b, out, counter, *sizes, programs, class_of_rows(rows), *vectors, **constants)
 
 
 # ---- what it says when it is called wrongly
@@ -190,6 +204,25 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
         raise TypeError(f"a is {a.dtype}, b is {b.dtype}; convert one of them")
     if a.device != b.device:
         raise ValueError(f"a is on {a.device}, b is on {b.device}; move one of them")
+    if a.dtype != FP8:
+        return
+    for name, tensor, along_k in (("a", a, 1), ("b", b, 0)):
+        if tensor.stride(along_k) != 1 and tensor.shape[along_k] > 1:
+            advice = "a.contiguous()" if name == "a" else "weight.T of a weight [N, K], or b.T.contiguous().T"
+            raise ValueError(
+                f"{name} {list(tensor.shape)} has strides {tensor.stride()}; the tensor cores read fp8 only "
+                f"contiguous along K: pass {advice}"
+            )
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise TypeError unless the GPU has tensor cores for float8_e4m3fn."""
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < FP8_CAPABILITY:
+        raise TypeError(
+            f"a is {FP8}; {device} has compute capability {capability}, and products in fp8 need "
+            f"{FP8_CAPABILITY}: convert a and b to torch.bfloat16"
+        )
 
 
 def result_shape(a: torch.Tensor, b: torch.Tensor, activation: str | None) -> tuple[int, int]:
@@ -248,7 +281,7 @@ def _texts(dtypes: tuple[torch.dtype, ...]) -> str:
     configs=PLAIN_CANDIDATES,
     key=[
         *("m_class", "N", "K", "stride_am", "stride_ak", "stride_bk", "stride_bn", "programs", "SCHEDULE"),
-        "ACTIVATION",  # and the type of a bias, if any
+        "ACTIVATION",  # and the types of all tensors
     ],
     prune_configs_by={"early_config_prune": prune_plain},
     do_bench=do_bench,
@@ -270,17 +303,19 @@ def plain_gemm(
     stride_cn,
     programs,  # the most that run at once: what the best config depends on, no part of the code
     m_class,  # as what M is tuned, see `configs`; no part of the code either
+    row_scale_ptr,  # float32 [M], or None
+    column_scale_ptr,  # float32 [N], or None
     bias_ptr,  # [N], or None
     SCHEDULE: tl.constexpr,
     CHIPLETS: tl.constexpr,
-    UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    UPCAST: tl.constexpr,  # the interpreter has no arithmetic in bfloat16 and fp8
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Write activation(A @ B + bias), half as wide if it is gated.
+    """Write activation(row_scale * (A @ B) * column_scale + bias), half as wide if it is gated.
 
     Each program takes tiles until the schedule has no more for it.
     """
@@ -310,6 +345,7 @@ def plain_gemm(
             acc = tl.dot(a, b, acc)
             a_ptrs += BLOCK_K * tl.cast(stride_ak, tl.int64)
             b_ptrs += BLOCK_K * tl.cast(stride_bk, tl.int64)
+        acc = apply_scales(acc, rows, cols, row_scale_ptr, column_scale_ptr, M, N)
         acc = apply_epilogue(acc, rows, cols, None, bias_ptr, M, N, ACTIVATION)
         SUMS: tl.constexpr = sums_of_a_result(ACTIVATION)
         if SUMS > 1:

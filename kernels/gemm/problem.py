@@ -16,12 +16,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..compat import aggregate
 from ..rings import ring_phase, ring_slot
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
+from .any_width import STEPS_OF_A_BLOCK
 from .operands import Config
 
 CHIPLETS, CHUNK = gl.constexpr(8), gl.constexpr(8)  # of the order "chiplet", see `tiles`
 # Elements of 2 bytes. A TMA store that begins elsewhere in a row is an illegal instruction on an H200.
 ALIGNED = gl.constexpr(8)
-INSTRUCTION_K = gl.constexpr(16)
+
+
+@gluon.constexpr_function
+def slots_of_visits(num_buffers):
+    """Return how many visits the loader may publish before all partitions have taken the first of them.
+
+    A partition that loads for itself publishes up to `num_buffers` before it takes the first.
+    """
+    return num_buffers + 2
 
 
 @aggregate
@@ -137,7 +146,8 @@ class Problem:
 
     @gluon.jit
     def end_steps(self):
-        """Return how many times INSTRUCTION_K elements of K the last k block of a tile has."""
+        """Return how many of the STEPS_OF_A_BLOCK instructions the last k block of a tile needs."""
+        INSTRUCTION_K: gl.constexpr = self.config.BLOCK_K // STEPS_OF_A_BLOCK
         return gl.cdiv(self.k - (self.k_blocks - 1) * self.config.BLOCK_K, INSTRUCTION_K)
 
     @gluon.jit

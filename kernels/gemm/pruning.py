@@ -40,6 +40,7 @@ from .configs import (
     as_tiled,
     class_of_rows,
     count_tiles,
+    in_words,
     shared_bytes,
 )
 from .mma import WIDEST_FROM_REGISTERS
@@ -232,7 +233,7 @@ def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
 
 def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
     """Return the candidates of the Gluon body that this call can use."""
-    args = {**named_args, **kwargs}
+    args = in_words({**named_args, **kwargs})
     limit = shared_memory_bytes()
     wanted = NAMES[args["wanted"]]
     usable = [
@@ -278,12 +279,17 @@ def prune_plain(
     args = {**named_args, **kwargs}
     usable = configs
     if not INTERPRETED:
-        limit = shared_memory_bytes()
-        usable = [config for config in configs if pipeline_bytes(config, 2) <= limit] or configs
+        limit, itemsize = shared_memory_bytes(), args["a_ptr"].element_size()
+        usable = [config for config in configs if pipeline_bytes(config, itemsize) <= limit] or configs
     return not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])
 
 
-TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+TYPE_NAMES = {
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,26 @@
                                              |   the other stores
     cooperative, Blackwell  _load (1 warp)   | _work multiplying (1 warp) | _work storing
 
+Where others are to hear of stored tiles, or to be waited for, `_notify` (1 warp) does both beside these.
+
 Which tiles there are is asked of a part as well, the `problem`. It has `tiles` and
 
     place(number)                 a tile's first row of A and of C, its first column and first k block
     blocks_of(number)             how many k blocks it has: one or more. Where tiles differ in it, a program's
                                   are the program_id-th one and every num_programs-th one behind
-    end_steps()                   of JOINED only: how many times 16 elements of K the last one of a tile has
+    end_steps()                   of JOINED only: how many instructions along K the last one of a tile needs
     await_rows(number, known)     return once those rows of A may be read. Only `_load` asks, once a tile, and
                                   passes what it was told the last time, at first 0
     loaded()                      `_load` has started its last load
     store(number, epilogue, ...)  the sums are complete: have the epilogue start the tile's stores
+
+and with `_notify`, which needs a dynamic schedule:
+
+    stored_before(visit)          a storing partition is about to store that visit, or has come to its end:
+                                  once all that it has stored before is in memory, tell `_notify`
+    notify(number, visit, known)  `_notify` has come to this tile, which may yet have to be computed; `known`
+                                  as in `await_rows`
+    notified()                    `_notify` has been told of all tiles
 
 **It ends.** Tiles are visited in the same order by all partitions, which count steps (k blocks) alike: the
 steps of a visit follow those of the visit before. Every wait is for an arrival that needs no waiter's help:
@@ -34,6 +44,9 @@ steps of a visit follow those of the visit before. Every wait is for an arrival 
     number          dynamic only: `full` by the loader, which publishes until every taker has seen the end;
                     `empty` by the takers, who take every visit once, before they need anything of it
     await_rows      the problem's own: of nobody in this launch
+    notify          `_notify` waits for the storing partition of a visit v, which tells it at its next one,
+                    v + 2 at most. The loader publishes that, as `_notify` has taken v and the ring has more
+                    slots. What else it waits for is the problem's own
 
 No tile (more programs than tiles) means no step: `_load` publishes the end and everybody stops. So does
 K = 0: no tile has a k block, nothing is visited and nothing written; zeros are the caller's to write.
@@ -54,7 +67,7 @@ from .any_width import WgmmaAnyWidth
 from .epilogue import OwnBuffers, StolenBuffers
 from .mma import Tcgen05, Wgmma
 from .operands import Operands, allocate_mbarriers
-from .problem import DynamicSchedule, StaticSchedule
+from .problem import DynamicSchedule, StaticSchedule, slots_of_visits
 
 LOADER_REGISTERS = gl.constexpr(24)  # the least that setmaxnreg takes; the loader is scalar code
 CONSUMER_REGISTERS = gl.constexpr(240)  # 2 * 240 + 24 for each of 128 lanes: 64512 of an SM's 65536
@@ -127,14 +140,13 @@ def _work(
     turn,
     FIRST: gl.constexpr,
     EVERY: gl.constexpr,
-    MULTIPLIES: gl.constexpr,
-    STORES: gl.constexpr,
-    LOADS: gl.constexpr,
-    ACROSS: gl.constexpr,
+    DOES: gl.constexpr,
+    NOTIFIES: gl.constexpr,
 ):
     """Multiply and store this partition's tiles: visits FIRST, FIRST + EVERY, ...
 
-    LOADS: start the loads as well, ACROSS: of the next tile too before this one is stored.
+    DOES: "both", or only "multiply" or "store"; "all": start the loads as well, "all_across": of the next
+    tile too before this one is stored. NOTIFIES: `_notify` runs beside.
 
     EVERY is 2 for ping-pong. The two take turns at the tensor cores: consumer w waits for turn[w], on which
     the other arrives when it has started its last k block. At its tile j = 0, 1, ... consumer 0 needs j
@@ -142,24 +154,27 @@ def _work(
     consumer 0, which has j + 1 tiles before visit 2j + 1: 0, 2, ..., 2j.
     """
     NUM_BUFFERS: gl.constexpr = operands.NUM_BUFFERS
+    LOADS: gl.constexpr = DOES == "all" or DOES == "all_across"
     step = FIRST * problem.blocks_of(gl.program_id(0))
     visit = gl.to_tensor(FIRST)
     cursor = visit
     if LOADS:
         cursor = Cursor.create(problem, schedule)
-        if ACROSS:
+        if DOES == "all_across":
             for _ in gl.static_range(NUM_BUFFERS - 1):
                 cursor = cursor.load(problem, schedule, operands, visit + NUM_BUFFERS)
     number = schedule.take(visit)
     while number < problem.tiles:
         cursor, step = _work_on(
             *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
-            *(FIRST, EVERY, MULTIPLIES, STORES, LOADS, ACROSS),
+            *(FIRST, EVERY, DOES, NOTIFIES),
         )
         step += (EVERY - 1) * problem.blocks_of(number + gl.num_programs(0))
         visit += EVERY
         number = schedule.take(visit)
-    if STORES:
+    if DOES != "multiply":
+        if NOTIFIES:
+            problem.stored_before(visit)
         epilogue.finish()
     if LOADS:
         schedule.finish()
@@ -187,15 +202,15 @@ def _work_on(
     step,
     FIRST: gl.constexpr,
     EVERY: gl.constexpr,
-    MULTIPLIES: gl.constexpr,
-    STORES: gl.constexpr,
-    LOADS: gl.constexpr,
-    ACROSS: gl.constexpr,
+    DOES: gl.constexpr,
+    NOTIFIES: gl.constexpr,
 ):
     """Do this partition's part of a tile, whose first k block has that step; return the one behind, too."""
-    AHEAD: gl.constexpr = operands.NUM_BUFFERS if ACROSS else 0  # in tiles: no less than there are buffers
-    if MULTIPLIES:
-        if LOADS and not ACROSS:
+    LOADS: gl.constexpr = DOES == "all" or DOES == "all_across"
+    # In tiles: no less than there are buffers.
+    AHEAD: gl.constexpr = operands.NUM_BUFFERS if DOES == "all_across" else 0
+    if DOES != "store":
+        if DOES == "all":
             for _ in gl.static_range(operands.NUM_BUFFERS - 1):
                 cursor = cursor.load(problem, schedule, operands, visit)
         accumulator = mma.begin(visit)
@@ -223,16 +238,36 @@ def _work_on(
     else:
         _row_of_a, row, col, _first_k = problem.place(number)
         accumulator = mma.accumulator(visit)
-    if STORES:
+    if DOES != "multiply":
         mma.await_result(visit)
+        if NOTIFIES:
+            problem.stored_before(visit)
         problem.store(number, epilogue, accumulator, row, col, step, FIRST)
         mma.drained(visit)
     return cursor, step
 
 
 @gluon.jit
-def _check(config):
+def _notify(problem, schedule):
+    """Take note of each tile of this program, in the order of its visits."""
+    visit = 0
+    known = 0
+    number = schedule.take(0)
+    while number < problem.tiles:
+        known = problem.notify(number, visit, known)
+        visit += 1
+        number = schedule.take(visit)
+    problem.notified()
+
+
+@gluon.jit
+def _check(config, NOTIFIES: gl.constexpr):
     """Refuse to compile what the parts cannot do together."""
+    if NOTIFIES:
+        SPECIALIZED: gl.constexpr = config.VARIANT == "cooperative" or config.VARIANT == "pingpong"
+        gl.static_assert(
+            SPECIALIZED and config.SCHEDULE == "dynamic", "who notifies takes what a loader claims"
+        )
     WIDTH: gl.constexpr = config.BLOCK_N + config.EXTRA_N
     STORE_N: gl.constexpr = config.STORE_N
     STEALS: gl.constexpr = config.STORE_BUFFERS == 0
@@ -258,16 +293,15 @@ def _create_mma(problem, dtype: gl.constexpr, config):
     if config.TENSOR_MEMORY:
         mma = Tcgen05.create(BLOCK_M, BLOCK_N, EXTRA_N)
     elif config.JOINED:
-        mma = WgmmaAnyWidth.create(problem.end_steps(), BLOCK_M, BLOCK_N + EXTRA_N, dtype)
+        mma = WgmmaAnyWidth.create(problem.end_steps(), dtype, config)
     else:
-        mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N)
+        mma = Wgmma.create(BLOCK_M, BLOCK_N, EXTRA_N, config.ITEM_BYTES)
     return mma
 
 
 @gluon.jit
 def _create_schedule(problem, counter_ptr, READERS: gl.constexpr, config):
-    # A partition that loads for itself publishes up to NUM_BUFFERS visits before it takes the first.
-    SLOTS: gl.constexpr = config.NUM_BUFFERS + 2
+    SLOTS: gl.constexpr = slots_of_visits(config.NUM_BUFFERS)
     if config.SCHEDULE == "dynamic":
         schedule = DynamicSchedule.create(counter_ptr, problem.tiles, SLOTS, READERS)
     else:
@@ -276,16 +310,26 @@ def _create_schedule(problem, counter_ptr, READERS: gl.constexpr, config):
 
 
 @gluon.jit
-def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, pointwise, config):
-    """Multiply and store the tiles of the problem that are this program's."""
-    _check(config)
+def run(
+    problem,
+    a_desc,
+    b_desc,
+    extra_desc,
+    c_desc,
+    counter_ptr,
+    pointwise,
+    config,
+    NOTIFIES: gl.constexpr = False,
+):
+    """Multiply and store the tiles of the problem that are this program's; NOTIFIES: beside `_notify`."""
+    _check(config, NOTIFIES)
     TENSOR_MEMORY: gl.constexpr = config.TENSOR_MEMORY
     SPECIALIZED: gl.constexpr = config.VARIANT == "cooperative" or config.VARIANT == "pingpong"
     PINGPONG: gl.constexpr = config.VARIANT == "pingpong" and not TENSOR_MEMORY
 
     operands = Operands.create(a_desc, b_desc, extra_desc, config)
     mma = _create_mma(problem, a_desc.dtype, config)
-    READERS: gl.constexpr = 2 if SPECIALIZED and TENSOR_MEMORY else 1
+    READERS: gl.constexpr = (2 if SPECIALIZED and TENSOR_MEMORY else 1) + (1 if NOTIFIES else 0)
     schedule = _create_schedule(problem, counter_ptr, READERS, config)
     if config.STORE_BUFFERS == 0:
         epilogue = StolenBuffers.create(c_desc, pointwise, operands)
@@ -299,34 +343,37 @@ def run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, pointwise, con
     fence_async_shared()  # TMA and the tensor cores see the mbarriers
 
     if not SPECIALIZED:
-        ACROSS: gl.constexpr = config.VARIANT == "persistent_pipelined"
-        _work(problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, True, ACROSS)
+        ALL: gl.constexpr = "all_across" if config.VARIANT == "persistent_pipelined" else "all"
+        _work(problem, schedule, operands, mma, epilogue, turn, 0, 1, ALL, NOTIFIES)
     elif TENSOR_MEMORY:
         gl.warp_specialize(
             [
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, False, True, False, False)),
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "store", NOTIFIES)),
                 (_load, (problem, schedule, operands, 1)),
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, True, False, False, False)),
-            ],
-            [1, 1],
-            [LOADER_REGISTERS, LOADER_REGISTERS],
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "multiply", NOTIFIES)),
+            ]
+            + ([(_notify, (problem, schedule))] if NOTIFIES else []),
+            [1, 1] + ([1] if NOTIFIES else []),
+            [LOADER_REGISTERS, LOADER_REGISTERS] + ([LOADER_REGISTERS] if NOTIFIES else []),
         )
     elif PINGPONG:
         gl.warp_specialize(
             [
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 2, True, True, False, False)),
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 1, 2, True, True, False, False)),
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 2, "both", NOTIFIES)),
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 1, 2, "both", NOTIFIES)),
                 (_load, (problem, schedule, operands, 2)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, LOADER_REGISTERS],
+            ]
+            + ([(_notify, (problem, schedule))] if NOTIFIES else []),
+            [4, 1] + ([1] if NOTIFIES else []),
+            [CONSUMER_REGISTERS, LOADER_REGISTERS] + ([LOADER_REGISTERS] if NOTIFIES else []),
         )
     else:
         gl.warp_specialize(
             [
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, True, True, False, False)),
+                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "both", NOTIFIES)),
                 (_load, (problem, schedule, operands, 1)),
-            ],
-            [1],
-            [LOADER_REGISTERS],
+            ]
+            + ([(_notify, (problem, schedule))] if NOTIFIES else []),
+            [1] + ([1] if NOTIFIES else []),
+            [LOADER_REGISTERS] + ([LOADER_REGISTERS] if NOTIFIES else []),
         )

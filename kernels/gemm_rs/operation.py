@@ -73,7 +73,8 @@ from ..exchange.push import Pushes, SumPusher
 from ..launch import SettledLaunches
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_out, check_tensor, lies_by_columns, pitch_of
-from .kernel import NO_PERMIT, OTHER_ROWS, gemm_reduce_scatter
+from .handover import NO_PERMIT, OTHER_ROWS
+from .plain import gemm_reduce_scatter
 
 
 class Held(NamedTuple):

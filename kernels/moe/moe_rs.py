@@ -62,7 +62,7 @@ import torch.distributed as dist
 from ..exchange.push import SumPusher
 from ..launch import SettledLaunches
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_out, check_tensor, pitch_of
+from ..tensors import begin_at_16_bytes, check_no_gradient, check_out, check_tensor, pitch_of
 from .flags import NOT_COMPUTED
 from .launch import HEIGHTS, Shape
 from .moe_rs_kernel import moe_reduce_scatter
@@ -284,9 +284,11 @@ class MoEReduceScatter(ExpertOperation):
         tensors = (y.detach(), weight.detach(), out, *sums, *planned, self._flags.local, self._errors)
         strides = (y.stride(0), weight.stride(0), pitch_of(weight), out.stride(0))
         shape = self._shape(y.shape[0], weight, strides, tensors, is_sorted=choices.is_sorted)
+        addressable = begin_at_16_bytes(y.element_size(), (y.data_ptr(),), strides[:1])
         of_launch = (first_part, parts, self.rank, self._patience_ticks)
         own = (choices.topk, self._capacity, plan.capacity, *strides, *of_launch)
-        _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own))
+        neighbours = choices.is_sorted and self._has_tma and addressable
+        _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own), A_TMA_LEGAL=neighbours)
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         if failure.kind == NOT_COMPUTED.value:

@@ -13,7 +13,15 @@ from ..signals import count_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
 from .flags import NOT_COMPUTED, NOT_PUSHED
 from .launch import CPU_TILES, GPU_TILES
-from .products import Weight, describe_weight, multiply_rows, store_rows, table_of
+from .products import (
+    Weight,
+    describe_neighbours,
+    describe_weight,
+    multiply_neighbours,
+    multiply_rows,
+    store_rows,
+    table_of,
+)
 from .routing import ENTRY
 
 GPU_CANDIDATES = GPU_TILES
@@ -27,6 +35,7 @@ class Products(NamedTuple):
     """What is multiplied of the choices, and where it goes; see the kernel's parameters."""
 
     a_ptr: Any
+    a_desc: Any  # as `describe_neighbours` returns it, if A_BY_TMA
     stride_am: Any
     rows_ptr: Any
     sources_ptr: Any
@@ -60,7 +69,7 @@ class Items(NamedTuple):
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["size_class", "N", "K", "experts", "WORLD", "TMA_LEGAL", "BY_COLUMNS"],
+    key=["size_class", "N", "K", "experts", "WORLD", "TMA_LEGAL", "BY_COLUMNS", "A_TMA_LEGAL"],
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch counts tiles, and its peers' part is behind it
 )
@@ -114,6 +123,7 @@ def moe_reduce_scatter(
     BY_COLUMNS: tl.constexpr,  # the weight's columns are contiguous, not its rows
     UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
     SORTED: tl.constexpr,  # the rows of `a`, and `weights`, are those of the sorted choices
+    A_TMA_LEGAL: tl.constexpr,  # they are, and TMA can address them
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -133,6 +143,11 @@ def moe_reduce_scatter(
     b_desc = b_ptr
     if USE_TMA:
         b_desc = describe_weight(weight, BLOCK_N, BLOCK_K, BY_COLUMNS)
+    A_BY_TMA: tl.constexpr = USE_TMA and A_TMA_LEGAL
+    a_desc = a_ptr
+    if A_BY_TMA:
+        choices = tl.load(offsets_ptr + WORLD)
+        a_desc = describe_neighbours(a_ptr, choices, stride_am, weight, BLOCK_M, BLOCK_K)
     table = table_of(BLOCK_M)
     table_ptr = tables_ptr + table * capacity * ENTRY
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -140,7 +155,7 @@ def moe_reduce_scatter(
     behind = tl.where(parts > 1, 1, 0)  # how many parts a stage is combined behind its tiles
     claims_ptr = counters_ptr + 2 * WORLD + first_part
     items = Items(claims_ptr, counters_ptr, ends_ptr + table * WORLD, tiles_n, parts)
-    products = Products(a_ptr, stride_am, rows_ptr, sources_ptr, weights_ptr, products_ptr)
+    products = Products(a_ptr, a_desc, stride_am, rows_ptr, sources_ptr, weights_ptr, products_ptr)
     sums = Sums(
         c_ptr, stride_cm, products_ptr, partial_ptr, staged_ptr, offsets_ptr, N, topk, tokens_per_rank
     )
@@ -164,7 +179,7 @@ def moe_reduce_scatter(
             entry_ptr, col = table_ptr + (first_block + block) * ENTRY, pid_n * BLOCK_N
             _multiply_block(
                 *(entry_ptr, col, products, weight, b_desc),
-                *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, BY_COLUMNS, UPCAST, SORTED),
+                *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, A_BY_TMA, BY_COLUMNS, UPCAST, SORTED),
             )
             count_up(counters_ptr + part, "release")
             item = claim_number(claims_ptr)
@@ -193,6 +208,7 @@ def _multiply_block(
     BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr,
     USE_TMA: tl.constexpr,
+    A_BY_TMA: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
     SORTED: tl.constexpr,
@@ -205,14 +221,20 @@ def _multiply_block(
     # Rows beyond the end read the block's first one: in bounds, and no mask in the K loop.
     places = tl.where(real, places, begin)
     rows = tl.cast(tl.load(products.rows_ptr + places), tl.int64)
-    a_rows = rows
-    if SORTED:
-        a_rows = tl.cast(places, tl.int64)
-    a_rows_ptr = products.a_ptr + a_rows * products.stride_am
-    acc = multiply_rows(
-        *(a_rows_ptr, weight, b_desc, expert, col),
-        *(BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
-    )
+    if A_BY_TMA:
+        acc = multiply_neighbours(
+            *(products.a_desc, begin, weight, b_desc, expert, col),
+            *(BLOCK_M, BLOCK_N, BLOCK_K, BY_COLUMNS, UPCAST),
+        )
+    else:
+        a_rows = rows
+        if SORTED:
+            a_rows = tl.cast(places, tl.int64)
+        a_rows_ptr = products.a_ptr + a_rows * products.stride_am
+        acc = multiply_rows(
+            *(a_rows_ptr, weight, b_desc, expert, col),
+            *(BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
+        )
     of_weights = places
     if not SORTED:
         of_weights = tl.load(products.sources_ptr + places)

@@ -1,4 +1,4 @@
-"""One tile of A @ B.T where the rows of A, and of what is written, lie anywhere."""
+"""One tile of A @ B.T where the rows of A lie anywhere or by expert, and those that are written anywhere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..exchange.products import halves, multiply
+from ..exchange.products import add_product, halves, multiply
 
 
 class Weight(NamedTuple):
@@ -35,6 +35,12 @@ def describe_weight(weight, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_COL
 
 
 @triton.jit
+def describe_neighbours(a_ptr, rows, pitch, weight, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Return a descriptor of A, whose rows lie by expert, in blocks of a tile."""
+    return tl.make_tensor_descriptor(a_ptr, [rows, weight.K], [pitch, 1], [BLOCK_M, BLOCK_K])
+
+
+@triton.jit
 def multiply_rows(
     a_rows_ptr,  # [BLOCK_M]: where each row of A begins
     weight,
@@ -58,14 +64,8 @@ def multiply_rows(
         a_ptrs = a_rows_ptr[:, None] + offs_k[None, :]
         for k in range(0, tl.cdiv(inner, BLOCK_K)):
             a = tl.load(a_ptrs, mask=(offs_k < K - k * BLOCK_K)[None, :], other=0.0)
-            if BY_COLUMNS:
-                b = b_desc.load([expert * K + k * BLOCK_K, col])
-            else:  # the last columns of an expert's last tile belong to the next one, and are not stored
-                b = b_desc.load([expert * N + col, k * BLOCK_K]).T
-            if UPCAST:  # the interpreter cannot do arithmetic in bfloat16
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc)
+            b = _load_weight(b_desc, weight, expert, col, k * BLOCK_K, BY_COLUMNS)
+            acc = add_product(a, b, acc, UPCAST)
             a_ptrs += BLOCK_K
     else:
         cols = col + tl.arange(0, BLOCK_N)
@@ -75,6 +75,43 @@ def multiply_rows(
         k_step = weight.pitch if BY_COLUMNS else 1
         acc = multiply(a_rows_ptr, b_rows_ptr, k_step, inner, acc, BLOCK_K, UPCAST)
     return acc
+
+
+@triton.jit
+def multiply_neighbours(
+    a_desc,  # as `describe_neighbours` returns it
+    row,
+    weight,
+    b_desc,  # as `describe_weight` returns it
+    expert,  # `experts`: a product of zeros, for which nothing is read
+    col,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return rows `row` and following of A times columns `col` and following of the expert's B.T, by TMA.
+
+    Rows behind the block's last one belong to the next expert or lie beyond A: computed, and not stored.
+    """
+    inner = tl.where(expert < weight.experts, weight.K, 0)
+    expert = tl.minimum(expert, weight.experts - 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, tl.cdiv(inner, BLOCK_K)):
+        b = _load_weight(b_desc, weight, expert, col, k * BLOCK_K, BY_COLUMNS)
+        acc = add_product(a_desc.load([row, k * BLOCK_K]), b, acc, UPCAST)
+    return acc
+
+
+@triton.jit
+def _load_weight(b_desc, weight, expert, col, inner, BY_COLUMNS: tl.constexpr):
+    """Return a block of the expert's B.T, by TMA."""
+    if BY_COLUMNS:
+        b = b_desc.load([expert * weight.K + inner, col])
+    else:  # the last columns of an expert's last tile belong to the next one, and are not stored
+        b = b_desc.load([expert * weight.N + col, inner]).T
+    return b
 
 
 @triton.jit

@@ -21,7 +21,8 @@ from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, blocks_of
 from dist_autotune.kernels.gemm.pruning import fits
 from dist_autotune.kernels.matrices import Block
 
-LANGUAGE_TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+LANGUAGE_TYPES = {"fp8e4nv": gl.float8e4nv, "bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+SCALES = ("row_scale_ptr", "column_scale_ptr")
 OUT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -53,11 +54,12 @@ def compile_gemm(
     bias: str | None = None,
     bias_along: str = "column",
     activation: str = NO_ACTIVATION,
+    scaled: bool = False,
     sizes: dict[str, int] | None = None,
 ) -> Any:
     """Return the compiled Gluon body of a candidate; for whole tiles, or for M and N of `sizes`.
 
-    bias: its type; along the rows of a product that is computed transposed.
+    bias: its type; along the rows of a product that is computed transposed. scaled: by row and by column.
     """
     constants = {
         "TRANS_A": trans_a,
@@ -67,6 +69,7 @@ def compile_gemm(
         "OUT": out,
         "DTYPE": dtype,
         "ACTIVATION": activation,
+        **({} if scaled else dict.fromkeys(SCALES)),
         "row_bias_ptr": None,
         "column_bias_ptr": None,
         **config.kwargs,
@@ -79,7 +82,7 @@ def compile_gemm(
     types |= {"counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32"}
     types |= dict.fromkeys(("wanted", "programs"), "i32")
     types |= dict.fromkeys(("a_alignment", "b_alignment", "m_class", "n_class"), "i32")
-    types |= {"parts_ptr": "*fp32"}
+    types |= {"parts_ptr": "*fp32"} | (dict.fromkeys(SCALES, "*fp32") if scaled else {})
     if bias is not None:
         types[f"{bias_along}_bias_ptr"] = f"*{bias}"
         del constants[f"{bias_along}_bias_ptr"]

@@ -37,13 +37,19 @@ OPTIONS = [
     {"dtype": "fp16", "out": "fp16"},
     {"dtype": "bf16", "out": "fp32"},
     {"dtype": "fp16", "out": "fp32"},
+    {"dtype": "fp8e4nv", "out": "bf16", "scaled": True},
 ]
-PTX_TYPES = {"bf16": "bf16", "fp16": "f16"}
+PTX_TYPES = {"bf16": "k16.f32.bf16.bf16", "fp16": "k16.f32.f16.f16", "fp8e4nv": "k32.f32.e4m3.e4m3"}
+INSTRUCTIONS = {
+    "bf16": "HGMMA.64x{}x16.F32.BF16",
+    "fp16": "HGMMA.64x{}x16.F32",
+    "fp8e4nv": "QGMMA.64x{}x32.F32.E4M3.E4M3",
+}
 
 
-def chosen() -> dict[str, tuple[triton.Config, dict[str, str]]]:
+def chosen() -> dict[str, tuple[triton.Config, dict[str, Any]]]:
     """Return candidates and the types with which they are compiled, by their lines in the table of all."""
-    found: dict[str, tuple[triton.Config, dict[str, str]]] = {}
+    found: dict[str, tuple[triton.Config, dict[str, Any]]] = {}
     turns = itertools.cycle(OPTIONS)
     joined = [config for config in GLUON_CANDIDATES if config.kwargs["JOINED"]]
     widest = {_kind(config): width_of(config) for config in sorted(joined, key=width_of)}
@@ -79,7 +85,7 @@ CHOSEN = chosen()
 def kernels() -> dict[str, Any]:
     """Return all compiled kernels by name, taken apart as well."""
 
-    def compile_one(config: triton.Config, types: dict[str, str]) -> Any:
+    def compile_one(config: triton.Config, types: dict[str, Any]) -> Any:
         compiled = compile_gemm(config, HOPPER, **types)
         assert compiled.asm["sass"]  # it is kept
         return compiled
@@ -88,7 +94,7 @@ def kernels() -> dict[str, Any]:
     return dict(zip(CHOSEN, in_parallel(jobs), strict=True))
 
 
-STEPS = (4, 1, 2, 4)  # of 16 along K: in the loop, and of the last k block, which may be 1, 2 or all
+STEPS = (4, 1, 2, 4)  # instructions along K: in the loop, and of the last k block, which may be 1, 2 or all
 
 
 def products(kwargs: dict[str, Any], warps: int) -> int:
@@ -116,7 +122,7 @@ def test_it_fits_the_device_without_spills_and_takes_what_is_said_of_it(kernels,
 
 def test_all_types_are_compiled():
     types = [kinds for _, kinds in CHOSEN.values()]
-    assert {kinds["dtype"] for kinds in types} == {"bf16", "fp16"}
+    assert {kinds["dtype"] for kinds in types} == {"bf16", "fp16", "fp8e4nv"}
     assert {kinds["out"] for kinds in types} == {"bf16", "fp16", "fp32"}
 
 
@@ -128,8 +134,7 @@ def test_one_instruction_is_as_wide_as_the_tile_and_there_is_no_other(kernels, c
     config, types = CHOSEN[code]
     width = width_of(config)
     found = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", kernels[code].asm["ptx"])
-    element = PTX_TYPES[types["dtype"]]
-    assert set(found) == {f"m64n{width}k16.f32.{element}.{element}"}
+    assert set(found) == {f"m64n{width}{PTX_TYPES[types['dtype']]}"}
     each = products(config.kwargs, config.num_warps)
     assert len(found) == consumers(config.kwargs) * sum(each * steps // 4 for steps in STEPS)
 
@@ -151,7 +156,7 @@ def test_gates_and_ups_meet_in_registers_whichever_side_they_are_on(swap_ab):
 
 def groups_of_products(sass: str) -> list[list[str]]:
     """Return the products, and what waits for them, from each fence in front of products to the next one."""
-    names = r"(WARPGROUP\.ARRIVE|HGMMA\.\S+|gsb0, 0x\d+|gsb0;)"
+    names = r"(WARPGROUP\.ARRIVE|[HQ]GMMA\.\S+|gsb0, 0x\d+|gsb0;)"
     groups: list[list[str]] = []
     for name in re.findall(names, sass):
         if name == "WARPGROUP.ARRIVE":
@@ -165,8 +170,7 @@ def groups_of_products(sass: str) -> list[list[str]]:
 def test_ptxas_waits_for_no_product_before_all_of_a_k_block_are_under_way(kernels, code):
     """Where it cannot see that nobody touches the registers of products in flight, it waits for each."""
     config, types = CHOSEN[code]
-    width, kind = width_of(config), types["dtype"]
-    instruction = f"HGMMA.64x{width}x16.F32" + (".BF16" if kind == "bf16" else "")
+    instruction = INSTRUCTIONS[types["dtype"]].format(width_of(config))
     each = products(config.kwargs, config.num_warps)
     groups = [[instruction] * (each * steps // 4) + ["gsb0;", "gsb0, 0x1"] for steps in STEPS]
     found = groups_of_products(kernels[code].asm["sass"])
@@ -182,7 +186,7 @@ def products_with_their_loops(lines: list[str]) -> list[tuple[int, int]]:
     labels = {found[1]: at for at, line in enumerate(lines) if (found := re.match(r"\s*(\w+):", line))}
     loops, begin = [], 0
     for end in [at for at, line in enumerate(lines) if "gsb0, 0x0" in line]:
-        product = next(at for at in range(begin, end) if "HGMMA" in lines[at])
+        product = next(at for at in range(begin, end) if "GMMA." in lines[at])
         targets = [labels[name] for name in re.findall(r"BRA (\w+)", "\n".join(lines[product:end]))]
         loops.append((max(at for at in targets if at < product), end))  # the loop of which it is the first
         begin = end
@@ -199,12 +203,12 @@ def test_nothing_touches_the_sums_of_products_in_flight(kernels, code):
     for start, end in loops:
         inside = lines[start:end]
         each = products(config.kwargs, config.num_warps)
-        assert sum("HGMMA" in line for line in inside) == sum(each * steps // 4 for steps in STEPS)
-        first = {int(found[1]) for line in inside if (found := re.search(r"HGMMA\S* R(\d+),", line))}
+        assert sum("GMMA." in line for line in inside) == sum(each * steps // 4 for steps in STEPS)
+        first = {int(found[1]) for line in inside if (found := re.search(r"[HQ]GMMA\S* R(\d+),", line))}
         sums = {at + i for at in first for i in range(width // 2)}
         assert len(sums) == len(first) * width // 2
         for line in inside:
-            if "HGMMA" not in line:
+            if "GMMA." not in line:
                 assert not sums & {int(number) for number in re.findall(r"\bR(\d+)", line)}, line
 
 

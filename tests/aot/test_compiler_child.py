@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -55,6 +56,37 @@ def test_each_end_is_told(work, reason):
     told = ending(work).reason
     assert told.startswith(reason)
     assert bool(told) == bool(reason)
+
+
+def test_no_garbage_is_collected_in_a_child_even_when_it_is_due(monkeypatch):
+    class Owner:
+        """What owns an event of a device, which only its own process may destroy."""
+
+        def __init__(self) -> None:
+            self.maker, self.cycle = os.getpid(), self
+
+        def __del__(self) -> None:
+            if os.getpid() != self.maker:
+                os._exit(9)
+
+    def fork_with_garbage() -> int:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        Owner()
+        pid = fork()
+        if was_enabled:
+            gc.enable()
+        return pid
+
+    fork = os.fork
+    monkeypatch.setattr(os, "fork", fork_with_garbage)
+    thresholds = gc.get_threshold()
+    try:
+        gc.set_threshold(1, 1000, 1000)  # a collection is due with each object that is made
+        assert ending(list) == Ending()
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_the_telling_line_of_what_the_compiler_said_is_the_reason(capfd):

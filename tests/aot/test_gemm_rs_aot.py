@@ -18,7 +18,7 @@ from compiled import (
 )
 
 from dist_autotune.kernels import configs
-from dist_autotune.kernels.gemm_rs.kernel import GPU_CANDIDATES, gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.plain import GPU_CANDIDATES, gemm_reduce_scatter
 
 pytestmark = pytest.mark.aot
 

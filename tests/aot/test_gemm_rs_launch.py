@@ -28,8 +28,8 @@ from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.gemm_rs import operation as gemm_rs
-from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
 from dist_autotune.kernels.gemm_rs.operation import GemmReduceScatter, Held
+from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 
 pytestmark = pytest.mark.aot
 

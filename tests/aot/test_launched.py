@@ -18,7 +18,7 @@ from benchmarks.common.launched import Held, Launched, Observer, autotuners
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.gemm_rs import operation as gemm_rs
-from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 
 pytestmark = pytest.mark.aot
 CONFIGS = [BY_TMA, BY_TMA_OTHERS, BY_POINTERS]

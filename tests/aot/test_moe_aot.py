@@ -50,7 +50,9 @@ KERNELS = {"gather": (all_gather_moe, GATHER), "scatter": (moe_reduce_scatter, S
 CANDIDATES = {"gather": GATHER_CANDIDATES, "scatter": SCATTER_CANDIDATES}
 
 
-def compile_candidate(name, config, target, world=8, ones=(), by_columns=False, is_sorted=False):
+def compile_candidate(
+    name, config, target, world=8, ones=(), by_columns=False, is_sorted=False, by_tma=False
+):
     """Return the compiled kernel; ones: sizes that are 1, which Triton makes constants."""
     kernel, types = KERNELS[name]
     types = {each: kind for each, kind in types.items() if each not in ones}
@@ -59,6 +61,8 @@ def compile_candidate(name, config, target, world=8, ones=(), by_columns=False, 
     constexprs |= dict.fromkeys(ones, 1)
     if name == "gather":
         constexprs["HEIGHTS"] = 4
+    else:
+        constexprs["A_TMA_LEGAL"] = by_tma
     return compile_for(
         target,
         kernel.fn,
@@ -135,6 +139,17 @@ def test_sorted_rows_are_multiplied_without_asking_where_they_are():
         ("scatter", False): 2,  # row, and where its weight is
         ("scatter", True): 1,
     }
+
+
+def test_sorted_rows_that_tma_can_address_are_loaded_by_it():
+    for config in of_each_value(SCATTER_CANDIDATES[:11]):
+        used = resources(compile_candidate("scatter", config, HOPPER, is_sorted=True, by_tma=True), HOPPER)
+        assert used["registers"] <= REGISTERS[HOPPER], config
+        assert used["spilled"] == 0, config
+        assert used["shared_bytes"] <= SHARED_BYTES[HOPPER], config
+    for config, by_tma in ((SCATTER_CANDIDATES[0], True), (SCATTER_CANDIDATES[11], False)):
+        ptx = compile_candidate("scatter", config, HOPPER, is_sorted=True, by_tma=True).asm["ptx"]
+        assert ("cp.async.bulk.tensor.2d" in ptx, "cp.async.c" in ptx) == (by_tma, not by_tma)
 
 
 @pytest.mark.parametrize("config", [GATHER_CANDIDATES[0], GATHER_CANDIDATES[11]], ids=["TMA", "pointers"])

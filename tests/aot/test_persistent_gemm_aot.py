@@ -51,10 +51,16 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
         candidate("pingpong"),
         {"out": "fp16", "activation": "gelu_tanh", "dtype": "fp16"},
     ),
-    "SwiGLU": (candidate("cooperative"), {"bias": "bf16", "activation": "swiglu"}),
+    "SwiGLU": (candidate("cooperative"), {"activation": "swiglu"}),
+    "SwiGLU and bias": (candidate("cooperative", STORE_N=64), {"bias": "bf16", "activation": "swiglu"}),
     "SwiGLU, stealing": (candidate("persistent_pipelined", STORE_BUFFERS=0), {"activation": "swiglu"}),
     "GLU by tanh, 160 wide": (candidate("pingpong", EXTRA_N=32), {"out": "fp32", "activation": "geglu_tanh"}),
     "ReGLU, stream-K": (candidate("cooperative", STREAM_K=8, BLOCK_M=64, EXTRA_N=0), {"activation": "reglu"}),
+    "fp8": (candidate("cooperative"), {"dtype": "fp8e4nv", "scaled": True, "bias": "bf16"}),
+    "fp8, rows through registers": (
+        candidate("cooperative", BLOCK_M=128, EXTRA_N=32),
+        {"dtype": "fp8e4nv", "scaled": True, "activation": "silu"},
+    ),
     "few rows": (candidate("cooperative", BLOCK_K=128, BLOCK_M=64), {"sizes": {"M": 16, "N": 8192}}),
     "few columns": (
         candidate("cooperative", BLOCK_M=64, EXTRA_N=64, STREAM_K=0),
@@ -67,6 +73,7 @@ BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "stream-K": (candidate("cooperative", STREAM_K=8), {}),
     "bias and SiLU": (candidate("cooperative", warps=4), {"bias": "fp16", "activation": "silu"}),
     "SwiGLU": (candidate("cooperative", warps=4), {"activation": "swiglu"}),
+    "fp8": (candidate("cooperative", warps=4), {"dtype": "fp8e4nv", "scaled": True}),
 }
 
 
@@ -104,7 +111,8 @@ def test_on_hopper_it_fits_and_uses_the_tensor_cores_and_tma(kernels, kind):
     assert 0 <= estimated(config, options, tensor_memory=False) - used["shared_bytes"] <= 1024
     assert used["registers"] >= min(accumulator_registers(config), 168)
     ptx = compiled.asm["ptx"]
-    assert "wgmma.mma_async.sync.aligned" in ptx
+    operands = r"k32\.f32\.e4m3\.e4m3" if options.get("dtype") == "fp8e4nv" else r"k16\.f32\.(bf|f)16"
+    assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n\d+{operands}", ptx)
     assert "cp.async.bulk.tensor.2d.shared" in ptx
     assert "cp.async.bulk.tensor.2d.global.shared::cta" in ptx
     specialized = config.kwargs["VARIANT"] in ("cooperative", "pingpong")
@@ -136,7 +144,7 @@ def test_on_blackwell_it_fits_and_accumulates_in_tensor_memory(kernels, kind):
 @pytest.mark.parametrize("kind", [kind for kind in HOPPER_KERNELS if "stream-K" not in kind])
 def test_only_an_epilogue_reads_memory_without_tma(kernels, kind):
     _config, options = HOPPER_KERNELS[kind]
-    assert ("ld.global" in kernels[f"Hopper: {kind}"].asm["ptx"]) == ("bias" in options)
+    assert ("ld.global" in kernels[f"Hopper: {kind}"].asm["ptx"]) == bool({"bias", "scaled"} & {*options})
 
 
 def test_a_gate_and_its_up_meet_without_a_move(kernels):
@@ -165,7 +173,7 @@ def test_no_row_is_loaded_into_registers_that_products_in_flight_read(kernels, k
     groups: list[set[int]] = [set()]  # the registers that each group in flight reads; the last is being made
     loads = products = 0
     for line in 2 * kernels[f"Hopper: {kind}"].asm["sass"].splitlines():  # twice: around the loop
-        if found := re.search(r"HGMMA\S* R\d+, (R(\d+))?", line):
+        if found := re.search(r"[HQ]GMMA\S* R\d+, (R(\d+))?", line):
             products += found[1] is not None
             groups[-1] |= {int(found[2]) + i for i in range(4)} if found[1] else set()
             if "gsb0" in line:
@@ -266,6 +274,7 @@ PLAIN_TYPES = {
 
 def compile_plain(config: triton.Config, target: Any, schedule: str) -> Any:
     constants = {"SCHEDULE": schedule, "CHIPLETS": 8, "UPCAST": False, "ACTIVATION": "none", "bias_ptr": None}
+    constants |= dict.fromkeys(("row_scale_ptr", "column_scale_ptr"))
     constants |= {"stride_ak": 1, "stride_bk": 1, "stride_cn": 1, **config.kwargs}
     return compile_for(
         target,

@@ -116,16 +116,30 @@ def test_a_result_contiguous_along_columns_is_the_transposed_product(device):
 
 
 @pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
-def test_a_bias_is_one_of_columns_or_of_the_rows_of_the_transposed_product(by_columns, device):
+def test_what_is_of_columns_is_of_the_rows_of_the_transposed_product(by_columns, device):
     a, b, out = operands(256, 192, 64)
     out = zeros(192, 256).T if by_columns else out
-    epilogue = Epilogue(zeros(1, 192)[0], "silu")
+    bias, scale_a, scale_b = (torch.zeros(size) for size in (192, 256, 192))
     for _ in range(2):  # asked of the tuner, then the short way
-        multiply(a, b, out, epilogue=epilogue)
+        multiply(a, b, out, epilogue=Epilogue(bias, "silu", scale_a, scale_b))
     first, second = map(arguments, device.launched)
-    address = epilogue.bias.data_ptr()
-    assert first[15:17] == ([address, None] if by_columns else [None, address])
+    of_rows, of_columns = (scale_a.data_ptr(), None), (scale_b.data_ptr(), bias.data_ptr())
+    if by_columns:
+        of_rows, of_columns = of_columns, of_rows
+    assert first[15:19] == [of_rows[0], of_columns[0], of_rows[1], of_columns[1]]
     assert first == second
+
+
+def test_operands_in_fp8_have_as_many_bytes_in_a_block_as_halves(device):
+    a, weight, out = zeros(256, 256), zeros(192, 256), zeros(256, 192)
+    multiply(a, weight.T, out)
+    multiply(a.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn).T, out)
+    of_halves, of_bytes = map(arguments, device.launched)
+    for in_halves, in_bytes in zip(of_halves[:3], of_bytes[:3], strict=True):
+        address, rows, columns, pitch, one, block_rows, block_columns, _layout = in_halves
+        wanted = (address, rows, 2 * columns, 2 * pitch, one, block_rows, 2 * block_columns)
+        assert in_bytes[:-1] == wanted
+    assert of_bytes[3] == of_halves[3]
 
 
 def test_calls_that_differ_in_their_epilogue_alone_share_no_choice_and_no_launch(device):

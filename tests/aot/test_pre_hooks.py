@@ -28,7 +28,7 @@ from benchmarks.common.pretended_device import PretendedDevice
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import pre_hooks
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.compilation.pool import Terms
+from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.kernels.compat import GluonASTSource
 from dist_autotune.kernels.gemm import launch as launching
@@ -97,11 +97,11 @@ def forget() -> None:
     gc.collect()
 
 
-def preflight(tuner: Any, *args: Any, **terms: Any) -> Preflight:
+def preflight(tuner: Any, *args: Any, **options: Any) -> Preflight:
     args = args or arguments()
     launch = Launch(tuner, args, {"grid": (1,), "warmup": False})
-    terms_ = Terms(**{"session": "one", "limit_s": 60.0} | terms)
-    return compiling.preflight(launch, launch.candidates(), terms_)
+    options = PoolOptions(**{"session": "one", "limit_s": 60.0} | options)
+    return compiling.preflight(launch, launch.candidates(), options)
 
 
 def tuned(tuner: Any, args: tuple[Any, ...], **options: Any) -> Any:
@@ -133,7 +133,7 @@ def test_each_binary_is_compiled_once_in_a_child_and_found_by_the_launch(fresh, 
 
 def test_a_launch_after_the_preflight_compiles_nothing(fresh, compiler):
     tuner, args = kernel(FIRST, GOOD), arguments()
-    assert preflight(tuner, *args).tally.compiled == 2
+    assert preflight(tuner, *args).counts.compiled == 2
     compiler.behaves({FIRST: "exit", GOOD: "exit"})
     for config in tuner.configs:
         launch = Launch(tuner, args, {"grid": (1,), "warmup": False})
@@ -179,7 +179,7 @@ def test_a_hook_may_go_by_shape_type_device_and_address(fresh, compiler):
         set_blocks(nargs)
 
     found = preflight(kernel(GOOD, hooks={GOOD: hook}))
-    assert (found.reasons, found.tally.compiled, found.tally.remark) == ({}, 1, "")
+    assert (found.reasons, found.counts.compiled, found.counts.remark) == ({}, 1, "")
 
 
 def test_an_argument_that_is_passed_twice_is_one_object_to_the_hook():
@@ -259,7 +259,7 @@ def test_the_candidates_of_the_gluon_gemm_are_compiled_in_children_and_found_by_
 def test_the_hook_runs_once_a_launch_and_never_else(fresh, compiler):
     calls: list[int] = []
     hooks = {block: then_set(lambda nargs: calls.append(nargs["BLOCK"])) for block in (FIRST, GOOD)}
-    assert preflight(kernel(FIRST, GOOD, hooks=hooks)).tally.compiled == 2
+    assert preflight(kernel(FIRST, GOOD, hooks=hooks)).counts.compiled == 2
     assert calls == []
     forget()
     tuned(kernel(FIRST, GOOD, hooks=hooks), arguments())()
@@ -272,7 +272,7 @@ def test_a_hook_that_zeroes_an_output_touches_no_output(fresh):
     y = torch.ones(256).share_memory_()
     tuner = kernel(GOOD, hooks={GOOD: hook})
     found = preflight(tuner, TensorDescriptor.from_tensor(x, list(SMALLEST)), y)
-    assert (found.reasons, found.tally.compiled) == ({}, 1)
+    assert (found.reasons, found.counts.compiled) == ({}, 1)
     assert bool((x == 1).all())
     assert bool((y == 1).all())
 
@@ -289,7 +289,7 @@ def test_what_a_hook_prints_or_writes_to_an_open_file_is_not_seen_twice(fresh, t
                 set_blocks(nargs)
 
         found = preflight(kernel(GOOD, hooks={GOOD: hook}))
-    assert found.tally.compiled == 1
+    assert found.counts.compiled == 1
     assert (tmp_path / "calls").read_text() == ""
     assert "called" not in "".join(capfd.readouterr())
 
@@ -353,9 +353,9 @@ def test_a_config_whose_hook_cannot_be_told_is_tuned_at_its_launch(fresh, compil
 
 def test_a_hook_that_cannot_be_told_costs_the_others_nothing(fresh, compiler):
     hooks = {FIRST: then_set(lambda nargs: nargs["y_ptr"].tolist())}
-    tally = preflight(kernel(FIRST, GOOD, hooks=hooks)).tally
+    counts = preflight(kernel(FIRST, GOOD, hooks=hooks)).counts
     assert compiler.compilations() == [GOOD]
-    assert "1 candidate left to the first launch" in tally.remark
+    assert "1 candidate left to the first launch" in counts.remark
 
 
 def test_a_config_whose_own_hook_raises_out_of_resources_is_banned_by_its_launch_alone(fresh):
@@ -376,9 +376,9 @@ def test_without_children_such_configs_are_left_to_their_launch(fresh, compiler,
 
     if why == "no fork":
         monkeypatch.setattr(os, "fork", no_fork)
-    tally = preflight(kernel(GOOD), limit_s=60.0 if why == "no fork" else 0.0).tally
+    counts = preflight(kernel(GOOD), limit_s=60.0 if why == "no fork" else 0.0).counts
     assert compiler.compilations() == []
-    assert "1 candidate left to the first launch" in tally.remark
+    assert "1 candidate left to the first launch" in counts.remark
 
 
 # ---- several ranks

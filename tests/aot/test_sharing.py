@@ -18,7 +18,7 @@ from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 from benchmarks.tuner import compile_time
 from dist_autotune.compilation import compiler_child, pool
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.compilation.pool import Terms
+from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.aot
 BLOCKS = (16, 64, 128)
 
 
-def preflight(*blocks: int, **terms: Any) -> Preflight:
+def preflight(*blocks: int, **options: Any) -> Preflight:
     tuner = kernel(*blocks)
     x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
     launch = Launch(tuner, (x, y), {"grid": (1,)})
-    return compiling.preflight(launch, launch.candidates(), Terms(**{"session": "one"} | terms))
+    return compiling.preflight(launch, launch.candidates(), PoolOptions(**{"session": "one"} | options))
 
 
 def once_it_compiles(compiler: Compiler, block: int, action: Any) -> None:
@@ -52,9 +52,9 @@ def test_two_processes_compile_each_binary_once_in_total(device, compiler, tmp_p
 
     found = assert_all_ok(run_ranks(program, 2, init="none"))
     assert sorted(compiler.compilations()) == sorted(BLOCKS)
-    tallies = [each.tally for each in found]
-    assert sum(tally.compiled for tally in tallies) == len(BLOCKS)
-    assert all(tally.compiled + tally.from_peers + tally.cached == len(BLOCKS) for tally in tallies)
+    all_counts = [each.counts for each in found]
+    assert sum(counts.compiled for counts in all_counts) == len(BLOCKS)
+    assert all(counts.compiled + counts.from_peers + counts.cached == len(BLOCKS) for counts in all_counts)
     assert found[0].reasons == found[1].reasons
     (reason,) = found[0].reasons.values()  # of 128: compiled once, and loaded on neither rank
     assert reason.startswith("OutOfResources")
@@ -70,24 +70,24 @@ def test_ranks_begin_at_different_candidates(device, compiler, monkeypatch, rank
 
 def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    assert [Terms(local_rank=rank, local_ranks=8).workers for rank in range(8)] == [2] * 8
-    assert [Terms(local_rank=rank, local_ranks=3).workers for rank in range(3)] == [6, 5, 5]
-    assert Terms(local_rank=63, local_ranks=64).workers == 1
+    assert [PoolOptions(local_rank=rank, local_ranks=8).workers for rank in range(8)] == [2] * 8
+    assert [PoolOptions(local_rank=rank, local_ranks=3).workers for rank in range(3)] == [6, 5, 5]
+    assert PoolOptions(local_rank=63, local_ranks=64).workers == 1
 
 
 @pytest.mark.parametrize(("cores", "ranks", "jobs"), [(128, 8, 8), (16, 8, 1), (3, 1, 1), (1, 1, 1)])
 def test_while_runs_go_on_half_of_a_rank_s_cores_are_left_to_it(monkeypatch, cores, ranks, jobs):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert Terms(local_ranks=ranks, is_behind=True).workers == jobs
-    assert Terms(local_ranks=ranks, is_behind=True, jobs=5).workers == 5
+    assert PoolOptions(local_ranks=ranks, is_behind=True).workers == jobs
+    assert PoolOptions(local_ranks=ranks, is_behind=True, jobs=5).workers == 5
 
 
 def test_binaries_that_are_there_cost_no_process(device, compiler, monkeypatch):
-    assert preflight(16, 64).tally.compiled == 2
+    assert preflight(16, 64).counts.compiled == 2
     device.forget()
     monkeypatch.setattr(pool, "CompilerChild", lambda *args: pytest.fail("forked"))
-    tally = preflight(16, 64).tally
-    assert (tally.compiled, tally.cached) == (0, 2)
+    counts = preflight(16, 64).counts
+    assert (counts.compiled, counts.cached) == (0, 2)
     assert len(compiler.compilations()) == 2
 
 
@@ -104,7 +104,7 @@ def test_a_killed_rank_stops_neither_its_peer_nor_leaves_its_compiler(device, co
     assert one.signal == signal.SIGKILL
     (found,) = assert_all_ok([zero])
     assert found.reasons == {}
-    assert found.tally.compiled == 2
+    assert found.counts.compiled == 2
     assert compiler.compilations().count(GOOD) == 2
     assert compiler.processes_left() == []
 
@@ -136,7 +136,7 @@ def test_ctrl_c_leaves_no_process_and_no_claim(device, compiler):
             preflight(64)
         assert compiler.processes_left() == []
         compiler.behaves({})
-        return preflight(64, limit_s=60.0).tally.compiled
+        return preflight(64, limit_s=60.0).counts.compiled
 
     assert assert_all_ok(run_ranks(program, 1, init="none")) == [1]
 
@@ -146,8 +146,8 @@ def test_a_rank_that_cannot_write_claims_compiles_for_itself(device, compiler, t
     (tmp_path / "triton" / "dist_autotune-claims").touch()  # a file where a directory is needed
     found = preflight(16, 64)
     assert found.reasons == {}
-    assert found.tally.compiled == 2
-    assert "no locks in" in found.tally.remark
+    assert found.counts.compiled == 2
+    assert "no locks in" in found.counts.remark
 
 
 def test_where_nothing_can_be_forked_this_process_compiles(device, compiler, monkeypatch):
@@ -157,8 +157,8 @@ def test_where_nothing_can_be_forked_this_process_compiles(device, compiler, mon
     monkeypatch.setattr(os, "fork", no_fork)
     found = preflight(16, 64)
     assert found.reasons == {}
-    assert found.tally.compiled == 2
-    assert "no child (Resource temporarily unavailable)" in found.tally.remark
+    assert found.counts.compiled == 2
+    assert "no child (Resource temporarily unavailable)" in found.counts.remark
     assert compiler.pids() == {os.getpid()}
 
 
@@ -167,8 +167,8 @@ def test_where_no_child_comes_to_begin_this_process_compiles(device, compiler, m
     monkeypatch.setattr(compiler_child, "_settle_in", lambda *args: signal.pause())
     found = preflight(16, 64)
     assert found.reasons == {}
-    assert found.tally.compiled == 2
-    assert "without a limit: child processes do not start" in found.tally.remark
+    assert found.counts.compiled == 2
+    assert "without a limit: child processes do not start" in found.counts.remark
     assert compiler.pids() == {os.getpid()}
 
 
@@ -176,29 +176,29 @@ def test_a_claim_whose_owner_is_stopped_is_not_respected_for_ever(device, compil
     def stays_claimed(key: str, session: str) -> None:
         raise BlockingIOError
 
-    monkeypatch.setattr(pool, "CompileClaim", stays_claimed)
-    monkeypatch.setattr(pool, "CLAIM_GRACE_S", 0.2 - 2 * 60)
+    monkeypatch.setattr(pool, "CompileLock", stays_claimed)
+    monkeypatch.setattr(pool, "LOCK_GRACE_S", 0.2 - 2 * 60)
     found = preflight(64, limit_s=60.0)
     assert found.reasons == {}
-    assert found.tally.compiled == 1
+    assert found.counts.compiled == 1
 
 
 def test_what_is_left_when_the_peers_would_wait_no_longer_is_not_compiled(device, compiler):
     found = preflight(16, 64, until=time.monotonic())
-    assert found.tally.failed == 2
+    assert found.counts.failed == 2
     assert compiler.compilations() == []
     assert all("longer than the peers wait" in reason for reason in found.reasons.values())
 
 
-def test_terms_follow_torchrun_and_what_the_peers_wait(monkeypatch):
+def test_options_follow_torchrun_and_what_the_peers_wait(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "7")
-    terms = Terms.agreed("s", position=11, ranks=16, patience_s=100.0)
-    assert (terms.local_rank, terms.local_ranks, terms.limit_s) == (3, 4, 7.0)
-    assert terms.until - time.monotonic() == pytest.approx(80.0, abs=5.0)
+    options = PoolOptions.of_rank("s", position=11, ranks=16, patience_s=100.0)
+    assert (options.local_rank, options.local_ranks, options.limit_s) == (3, 4, 7.0)
+    assert options.until - time.monotonic() == pytest.approx(80.0, abs=5.0)
     monkeypatch.delenv("LOCAL_RANK")
-    assert Terms.agreed("s", position=11, ranks=16, patience_s=100.0).local_ranks == 16
+    assert PoolOptions.of_rank("s", position=11, ranks=16, patience_s=100.0).local_ranks == 16
 
 
 def test_the_benchmark_compares_the_arms(monkeypatch, capsys):

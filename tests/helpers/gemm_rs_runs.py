@@ -10,7 +10,7 @@ from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
 from operation_runs import device, seed_and_leave_one, synchronize
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.kernel import CANDIDATES, gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
 
 HALF = torch.float16
 

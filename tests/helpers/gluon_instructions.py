@@ -63,7 +63,7 @@ def tma_load(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer) -> N
     def copy() -> None:
         machine().must_be_running(bar.program)
         desc.read(coord, buf.array)
-        bar.transfer(-2 * buf.array.size)
+        bar.transfer(-desc.block_type.nbytes)
 
     buf.array[...] = np.nan  # from now on nobody may count on what was there
     machine().copies.append(copy)

@@ -172,13 +172,13 @@ def where(condition: Tensor | bool, a: Any, b: Any) -> Any:
 
 
 class Descriptor:
-    """A host tensor and the shape of what one TMA operation moves."""
+    """A host tensor and the shape of what one TMA operation moves, of elements of so many bytes."""
 
     dtype = layout = None
 
-    def __init__(self, array: np.ndarray, block: list[int]) -> None:
+    def __init__(self, array: np.ndarray, block: list[int], itemsize: int = 2) -> None:
         self.array, self.writes = array, np.zeros(array.shape, dtype=int)
-        self.block_type = types.SimpleNamespace(shape=block, nbytes=2 * int(np.prod(block)))
+        self.block_type = types.SimpleNamespace(shape=block, nbytes=itemsize * int(np.prod(block)))
         self.shape = array.shape
 
     def _inside(self, coord: list[int], shape: Sequence[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:

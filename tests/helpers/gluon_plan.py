@@ -24,5 +24,5 @@ def multiply(
     found = launching.plan_launch(a, b, out, *choices, tensor_memory=tensor_memory, epilogue=kind)
     if found is None:
         return False
-    launching.execute(found, a, b, out, epilogue.bias)
+    launching.execute(found, a, b, out, epilogue)
     return True

@@ -36,23 +36,30 @@ def multiply(
     swap_ab: bool = False,
     bias_along: str | None = None,
     activation: str = NO_ACTIVATION,
+    dtype: str = "fp16",
+    scaled: tuple[bool, bool] = (False, False),
     loaded: tuple[int, int, int] | None = None,
     warps: int = 4,
     seed: int = 0,
 ) -> None:
-    """Check one launch: that it ends, writes activation(a @ b + bias) everywhere, and puts the counter back.
+    """Check one launch: that it ends, writes what it should everywhere, and puts the counter back.
+
+    That is activation(row scales * (a @ b) * column scales + bias); `scaled`: which scales there are.
 
     A gated activation wants n, STORE_N and the widths of tiles to be multiples of 16.
 
     bias_along: "column", or "row" as for a product that is computed transposed; None: there is none. loaded:
     how many rows of A, of B and of B's further columns come of a block, if not all.
     """
-    (block_m, block_n, block_k), (store_n, store_buffers) = blocks, store
+    (block_m, block_n, words_k), (store_n, store_buffers) = blocks, store
+    itemsize = 1 if dtype == "fp8e4nv" else 2
+    block_k = words_k * 2 // itemsize
     numbers = np.random.default_rng(seed)
     a = numbers.integers(-3, 4, (m, k)).astype(float)
     b = numbers.integers(-3, 4, (k, n)).astype(float)
     sides = (n, m) if swap_ab else (m, n)  # which a tile's rows and columns divide
     bias = numbers.integers(-3, 4, m if bias_along == "row" else n).astype(float)
+    row_scales, column_scales = (2.0 ** numbers.integers(-3, 4, side) for side in (m, n))
     c, counter = np.full((m, result_columns(activation, n)), np.nan), np.zeros(2 + programs, dtype=int)
     sums = sums_of_a_result(activation)
     parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
@@ -64,20 +71,20 @@ def multiply(
     b_rows = b.T.copy() if transposed[1] else b
 
     def b_descriptor(width: int, loaded: int) -> Descriptor:
-        return Descriptor(b_rows, [loaded, block_k] if transposed[1] else [block_k, width])
+        return Descriptor(b_rows, [loaded, block_k] if transposed[1] else [block_k, width], itemsize)
 
     c_desc = Descriptor(c, [block_m, store_n // sums])
     operands = [
-        Descriptor(a_memory, a_block),
+        Descriptor(a_memory, a_block, itemsize),
         b_descriptor(block_n, b_rows_loaded),
         b_descriptor(extra_n or block_n, extra_rows),
     ]
     if swap_ab:
         c_desc = Descriptor(c, [store_n, block_m // sums])
         operands = [
-            Descriptor(a, [b_rows_loaded, block_k]),
-            Descriptor(b_rows, [a_rows, block_k]),
-            Descriptor(a, [extra_rows, block_k]),
+            Descriptor(a, [b_rows_loaded, block_k], itemsize),
+            Descriptor(b_rows, [a_rows, block_k], itemsize),
+            Descriptor(a, [extra_rows, block_k], itemsize),
         ]
     tiles = -(-sides[0] // block_m) * -(-sides[1] // (block_n + extra_n))
     gluon_model.launch(
@@ -96,6 +103,8 @@ def multiply(
         m,
         n,
         Pointer(parts),
+        Pointer(row_scales) if scaled[0] else None,
+        Pointer(column_scales) if scaled[1] else None,
         Pointer(bias) if bias_along == "row" else None,
         Pointer(bias) if bias_along == "column" else None,
         seed=seed,
@@ -106,13 +115,13 @@ def multiply(
         TENSOR_MEMORY=tensor_memory,
         SCHEDULE=schedule,
         OUT="fp16",
-        DTYPE="fp16",
+        DTYPE=dtype,
         ACTIVATION=activation,
         VARIANT=variant,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         EXTRA_N=extra_n,
-        BLOCK_K=block_k,
+        BLOCK_K=words_k,
         NUM_BUFFERS=buffers,
         STORE_N=store_n,
         STORE_BUFFERS=store_buffers,
@@ -122,6 +131,7 @@ def multiply(
         SWAP_AB=swap_ab,
     )
     expected = a @ b
+    expected *= (row_scales[:, None] if scaled[0] else 1) * (column_scales if scaled[1] else 1)
     if bias_along is not None:
         expected += bias[:, None] if bias_along == "row" else bias
     if activation != NO_ACTIVATION:

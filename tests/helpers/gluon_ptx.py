@@ -1,8 +1,8 @@
 """What the PTX of `persistent_gemm.any_width` says to the tensor cores, done by `gluon_model`.
 
 Its instructions are taken out of the text and done with what they name: rows of a k block, at an address, and
-registers. An address counts 16 bytes, of which a row has 8. A thread has a register for two columns of each
-64 rows of a strip that its warpgroup has.
+registers. An address counts 16 bytes, of which a row has 8: 8 elements, or 16 in fp8. A
+thread has a register for two columns of each 64 rows of a strip that its warpgroup has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gluon_memory import Buffer, Tensor
 
 ROW_BYTES = 128
 PRODUCT = re.compile(
-    r"add\.u32 rows, a, (\d+);.*?add\.u32 rows, b, (\d+);.*?wgmma\.mma_async\S*m64n(\d+)k16\S* \{(.*?)\}",
+    r"add\.u32 rows, a, (\d+);.*?add\.u32 rows, b, (\d+);.*?wgmma\.mma_async\S*m64n(\d+)k(\d+)\S* \{(.*?)\}",
     re.DOTALL,
 )
 NEXT_WARPGROUP = re.compile(r"mad\.lo\.u32 a, rows, (\d+), a;")
@@ -29,6 +29,7 @@ class Product(NamedTuple):
     a: int
     b: int
     columns: int
+    depth: int  # elements along K
     registers: list[int]
 
 
@@ -53,8 +54,8 @@ def inline_asm(text: str, constraints: str, operands: tuple[Any, ...], results: 
 def _start(text: str, a: Buffer, b_ring: Buffer, b_bytes: int, sums: tuple[Tensor, ...]) -> None:
     """Start the products of A's k block and of what lies so many bytes behind the beginning of B's ring."""
     products = [
-        Product(int(a_at), int(b_at), int(columns), [int(name[1:]) for name in registers.split(", ")])
-        for a_at, b_at, columns, registers in PRODUCT.findall(text)
+        Product(*map(int, numbers), [int(name[1:]) for name in registers.split(", ")])
+        for *numbers, registers in PRODUCT.findall(text)
     ]
     width = sum(strip.shape[1] for strip in sums)
     assert all(product.columns == width for product in products), "products of other columns than the sums"
@@ -64,9 +65,9 @@ def _start(text: str, a: Buffer, b_ring: Buffer, b_bytes: int, sums: tuple[Tenso
 
     def finish() -> None:
         for product in products:
-            columns = _rows(b_rows, product.b + b_bytes // 16, product.columns)
+            columns = _rows(b_rows, product.b + b_bytes // 16, product.columns, product.depth)
             for warpgroup in range(warpgroups):
-                rows = _rows(a.array, product.a + warpgroup * next_warpgroup, 64)
+                rows = _rows(a.array, product.a + warpgroup * next_warpgroup, 64, product.depth)
                 _add(rows @ columns.T, sums, product.registers, warpgroup, warpgroups)
         for strip in sums:
             strip.in_flight -= 1
@@ -76,11 +77,11 @@ def _start(text: str, a: Buffer, b_ring: Buffer, b_bytes: int, sums: tuple[Tenso
     now().multiplying.append(finish)
 
 
-def _rows(array: np.ndarray, address: int, rows: int) -> np.ndarray:
-    """Return 16 elements of 2 bytes of each of so many rows; NaNs for what is not there."""
+def _rows(array: np.ndarray, address: int, rows: int, depth: int) -> np.ndarray:
+    """Return so many elements, 32 bytes, of each of so many rows; NaNs for what is not there."""
     row, at = divmod(address, ROW_BYTES // 16)
-    part = array[row : row + rows, 8 * at : 8 * at + 16]
-    return np.pad(part, [(0, rows - part.shape[0]), (0, 16 - part.shape[1])], constant_values=np.nan)
+    part = array[row : row + rows, at * depth // 2 : at * depth // 2 + depth]
+    return np.pad(part, [(0, rows - part.shape[0]), (0, depth - part.shape[1])], constant_values=np.nan)
 
 
 def _add(

@@ -17,6 +17,7 @@ from moe_runs import (
 )
 from operation_runs import device
 
+from dist_autotune.kernels.moe import moe_rs
 from dist_autotune.kernels.moe.moe_rs_kernel import CANDIDATES, moe_reduce_scatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 
@@ -129,6 +130,40 @@ def routed_layers(rank, tokens, kind, dtype=HALF, **options):
             out = down.by_expert(again, second, routing, ones)
             errors += layer_errors(again, routing, out, x, ids, torch.ones_like(weights), first, second)
     return errors
+
+
+def sorted_rows(rank, shape, candidates, dtype=HALF, **options):
+    """Scatter rows that are sorted by expert, where TMA can address them and where it cannot.
+
+    Return the errors, and for each call whether TMA was said to be able to. Rows of dropped choices are NaN.
+    """
+    tokens, k, n, experts, topk = shape
+    errors, legal, launch = [], [], moe_rs._SETTLED.launch
+    moe_rs._SETTLED.launch = lambda *args, **given: (
+        legal.append(given["A_TMA_LEGAL"]) or launch(*args, **given)
+    )
+    GATHERING.begin(rank)
+    with (
+        GATHERING.open(max(tokens), 8, dtype, **options) as up,
+        SCATTERING.open(max(tokens), n, dtype, **options) as down,
+    ):
+        for candidate in candidates:
+            SCATTERING.begin(rank, candidate)
+            SCATTERING.poison(down)
+            ids = random_choices(tokens[rank], experts, topk)
+            weights = torch.rand(ids.shape, device=device())
+            x, first = randoms(len(ids), 8, dtype=dtype), randoms(experts, 8, 8, dtype=dtype)
+            _, routing = up.route(x, first, ids, weights, tokens=tokens)
+            room = torch.full((len(routing.rows), k + 1), float("nan"), dtype=dtype, device=device())
+            at_odd_addresses, kept = room[:, 1:], int(routing.ends[-1])
+            at_odd_addresses[:kept] = randoms(kept, k, dtype=dtype)
+            by_choice = torch.empty_like(at_odd_addresses)
+            by_choice[routing.rows.long()] = at_odd_addresses
+            second = randoms(experts, n, k, dtype=dtype)
+            for y in (at_odd_addresses.contiguous(), at_odd_addresses):
+                out = down.by_expert(y, second, routing)
+                errors.append(SCATTERING.error_ratio(out, by_choice, second, ids, weights))
+    return errors, legal
 
 
 def captured_layer(rank, tokens, **options):

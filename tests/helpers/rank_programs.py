@@ -79,7 +79,7 @@ def listen() -> list[tuple[str, int]]:
 
     To be called on the rank that runs the hub, after an exchange.
     """
-    hub, heard = GROUPS.of(None).members.hub, []
+    hub, heard = GROUPS.of(None).rendezvous.hub, []
     handle = hub.handle
 
     def handle_and_note(message: dict[str, Any], reply: Callable[[Any], None]) -> None:

@@ -24,7 +24,7 @@ from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 
 import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
-from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, Terms
+from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOptions
 from dist_autotune.compilation.pool_process import Compiled
 from dist_autotune.compilation.preflight import Planned, Preflight
 from dist_autotune.launch import backlog
@@ -91,7 +91,7 @@ class VirtualDisk:
 class VirtualPoolProcess:
     """Stands in for the process that compiles behind the runs: how far it is at a look is scripted."""
 
-    def __init__(self, compilations: Sequence[Compilation], terms: Terms) -> None:
+    def __init__(self, compilations: Sequence[Compilation], options: PoolOptions) -> None:
         self._left = list(enumerate(compilations))
         self._looks = 0
         self.has_begun = True

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, join, wait_for
 
-from dist_autotune.ranks import hub, members
+from dist_autotune.ranks import hub, rendezvous
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
 from dist_autotune.ranks.watchdog import Watch
 from dist_autotune.search.messages import Part, RunReport, merge
@@ -57,7 +57,7 @@ def test_nothing_grows_over_500_exchanges(init):
         def kept() -> tuple[int, int]:
             dist.barrier()
             store = dist.distributed_c10d._get_default_store()
-            hub = GROUPS.of(None).members.hub
+            hub = GROUPS.of(None).rendezvous.hub
             counts = store.num_keys(), 0 if hub is None else len(hub.state)
             dist.barrier()
             return counts
@@ -84,7 +84,7 @@ def test_nothing_is_left_after_failures_and_long_waits():
             else:
                 assert ending(lambda: exchange(rank)).startswith(f"PeerFailed: rank {slow} failed")
         dist.barrier()
-        hub = GROUPS.of(None).members.hub
+        hub = GROUPS.of(None).rendezvous.hub
         return 0 if hub is None else len(hub.state) + len(hub.state.merges)
 
     assert assert_all_ok(run_ranks(program, 7)) == [0] * 7
@@ -132,10 +132,10 @@ def test_time_of_one_exchange_with_8_ranks(capsys):
 def test_ranks_of_other_hosts_are_let_in_when_they_ask(init, monkeypatch):
     def program(rank):
         # Ranks 2 and 3 take themselves for ranks of another host: they do not try the loopback way.
-        monkeypatch.setattr(members, "this_host", lambda: f"host {rank // 2}")
+        monkeypatch.setattr(rendezvous, "this_host", lambda: f"host {rank // 2}")
         monkeypatch.setattr(hub, "this_host", lambda: f"host {rank // 2}")
         heard = [exchange(rank + n) for n in range(3)]
-        ways = GROUPS.of(None).members.store.read_address().outside
+        ways = GROUPS.of(None).rendezvous.store.read_address().outside
         return heard, len(ways)
 
     expected = [[rank + n for rank in range(4)] for n in range(3)]

@@ -45,8 +45,8 @@ def knock(port, is_over):
 def test_thousands_of_strangers_cost_a_session_of_four_ranks_nothing(tmp_path):
     def program(rank):
         exchange(rank)
-        members = GROUPS.of(None).members
-        port, over = members.store.read_address().port, tmp_path / "over"
+        rendezvous = GROUPS.of(None).rendezvous
+        port, over = rendezvous.store.read_address().port, tmp_path / "over"
         meet()
         before = threading.active_count(), len(os.listdir("/proc/self/fd"))
         knocker = 0
@@ -77,7 +77,7 @@ def test_thousands_of_strangers_cost_a_session_of_four_ranks_nothing(tmp_path):
         if knocker:
             assert os.waitpid(knocker, 0)[1] == 0
         meet()
-        hub = members.hub
+        hub = rendezvous.hub
         if hub is not None:
             wait_for(lambda: not hub.strangers)
         after = threading.active_count(), len(os.listdir("/proc/self/fd"))

@@ -17,7 +17,7 @@ from rank_programs import tune
 
 from dist_autotune.ranks import group
 from dist_autotune.ranks.hub import HubState
-from dist_autotune.ranks.messages import pack
+from dist_autotune.ranks.wire import pack
 from dist_autotune.search.messages import Announcement, Part, RunReport, decode, merge
 from ranks import assert_all_ok, run_ranks
 

@@ -152,7 +152,7 @@ def test_every_room_of_kernels_has_a_level_and_says_what_it_is_for() -> None:
         ("gemm", "roles", "from ..ag_gemm.plain import Shape", "dist_autotune.kernels.ag_gemm.plain"),
         ("gemm", "roles", "from ..exchange import push", "dist_autotune.kernels.exchange"),
         ("symm", "base", "def f():\n    from .. import moe", "dist_autotune.kernels.moe"),
-        ("moe", "plan", "from ..gemm_rs import kernel", "dist_autotune.kernels.gemm_rs"),
+        ("moe", "plan", "from ..gemm_rs import plain", "dist_autotune.kernels.gemm_rs"),
         ("", "tiles", "from .gemm.roles import run", "dist_autotune.kernels.gemm.roles"),
     ],
 )

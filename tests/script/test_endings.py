@@ -94,7 +94,7 @@ def test_modules_of_the_script_can_be_imported_by_children_that_are_spawned(tmp_
 
 def test_the_variable_off_runs_the_program_alone(tmp_path):
     (tmp_path / "program.py").write_text(
-        "import sys; print([each for each in sys.meta_path if type(each).__name__ == 'AfterImport'])"
+        "import sys; print([each for each in sys.meta_path if type(each).__name__ == 'ImportHooks'])"
     )
     bare, run = run_both("program.py", DIST_AUTOTUNE_MODE="off")
     assert (run.returncode, run.stdout, run.stderr) == (0, bare.stdout, "")

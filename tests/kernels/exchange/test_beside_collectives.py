@@ -34,7 +34,7 @@ from triton.runtime import interpreter
 
 from dist_autotune.kernels.exchange.peers import DONE
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 
 pytestmark = INTERPRETER

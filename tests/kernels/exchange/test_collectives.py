@@ -32,7 +32,7 @@ from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.exchange import collective
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.launch.tunable import CHOICES
 
 pytestmark = INTERPRETER

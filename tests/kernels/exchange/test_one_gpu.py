@@ -26,7 +26,7 @@ from dist_autotune.kernels.epilogues import Epilogue, result_columns
 from dist_autotune.kernels.exchange import flags, operation, peers
 from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs import kernel as rs
+from dist_autotune.kernels.gemm_rs import plain as rs
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.symm.base import SymmetricTensor
 from dist_autotune.kernels.symm.cuda import CudaMemory, CudaStream
@@ -130,7 +130,8 @@ class Peer:
 
 def opened(memory: HostAsPeer, kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
     operation.open_symmetric_memory = lambda *_, **__: memory
-    return kind(*args, DTYPE, timeout_s=PATIENCE_S, **options)
+    # No collective: there is no process group.
+    return kind(*args, DTYPE, timeout_s=PATIENCE_S, collective=False, **options)
 
 
 def choose_candidate(consumer: str, name: str) -> None:

@@ -235,12 +235,13 @@ OF_GATES: dict[str, dict[str, Any]] = {
 @given(
     sizes=st.tuples(st.integers(1, 20), st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 11)),
     bias_along=st.sampled_from([None, "column"]),
+    is_scaled=st.booleans(),
     activation=st.sampled_from(GATED),
     seed=st.integers(0, 10**6),
 )
-def test_every_variant_multiplies_gates_with_their_ups(kind, sizes, bias_along, activation, seed):
+def test_every_variant_multiplies_gates_with_their_ups(kind, sizes, bias_along, is_scaled, activation, seed):
     variant, options = MODELLED[kind]
-    options = options | OF_GATES[kind]
+    options = options | OF_GATES[kind] | {"scaled": (is_scaled, is_scaled)}
     multiply(variant, *sizes, bias_along=bias_along, activation=activation, seed=seed, **options)
 
 
@@ -273,10 +274,11 @@ def test_a_bias_of_other_rows_and_columns_is_found(bias_along, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
-def test_every_candidate_ends_with_its_epilogue_on_a_gpu(out_dtype, by_columns, monkeypatch):
+@pytest.mark.parametrize("kind", sorted({config.kwargs["VARIANT"] for config in GLUON_CANDIDATES}))
+def test_every_candidate_ends_with_its_epilogue_on_a_gpu(kind, out_dtype, by_columns, monkeypatch):
     major = torch.cuda.get_device_capability()[0]
     a, b, bias = normal(1000, 520), normal(520, 1304), normal(1304)
-    for config in GLUON_CANDIDATES:
+    for config in [config for config in GLUON_CANDIDATES if config.kwargs["VARIANT"] == kind]:
         if not fits(config, out_dtype.itemsize, 232448, tensor_memory=major == 10):
             continue
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])

@@ -484,7 +484,7 @@ def test_an_address_that_is_wrong_is_found(part, name, value):
 
 
 def test_products_that_the_last_k_block_lacks_are_found(part):
-    part("problem", "INSTRUCTION_K", 32)  # 32 of its 52 elements of K
+    part("problem", "STEPS_OF_A_BLOCK", 2)  # 32 of its 52 elements of K
     assert "not equal" in fails(**WIDE_TILE).lower()
 
 

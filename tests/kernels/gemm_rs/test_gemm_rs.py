@@ -35,7 +35,7 @@ from operation_runs import (
 )
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.kernel import CANDIDATES, gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
 
 pytestmark = INTERPRETER
 

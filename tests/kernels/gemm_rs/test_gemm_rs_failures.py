@@ -15,7 +15,7 @@ from gemm_rs_runs import HALF, call_and_compare, operands
 from operation_runs import INTERPRETER, TWO, ends, message_of, results, values
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ag_moe_runs import GATHERING as gathering
 from moe_rs_runs import SCATTERING as scattering
-from moe_rs_runs import routed_layers
+from moe_rs_runs import routed_layers, sorted_rows
 from moe_runs import GIVEN_OTHERS, HALF, random_choices, randoms
 from operation_runs import INTERPRETER, assert_right, device, message_of, results, values
 
@@ -27,6 +27,17 @@ pytestmark = INTERPRETER
 )
 def test_both_operations_of_a_layer_may_share_a_sorting(tokens, kind):
     assert_right(values(routed_layers, len(tokens), tokens, kind, torch.float32))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [((21, 6), 24, 40, 5, 3), ((0, 9), 16, 16, 17, 1), ((7,), 20, 16, 2, 2)],
+    ids=["blocks that end within a tile", "more experts than rows", "odd rows"],
+)
+def test_sorted_rows_are_loaded_by_tma_where_it_can_address_them(shape):
+    for errors, legal in values(sorted_rows, len(shape[0]), shape, range(len(scattering.candidates))):
+        assert max(errors) < 1
+        assert legal == [shape[1] % 8 == 0, False] * len(scattering.candidates)
 
 
 def routed(op, own, tokens):

@@ -13,8 +13,8 @@ from dist_autotune import contextual_autotune
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES as OF_GATHER
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
-from dist_autotune.kernels.gemm_rs.kernel import CANDIDATES as OF_SCATTER
-from dist_autotune.kernels.gemm_rs.kernel import gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.plain import CANDIDATES as OF_SCATTER
+from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.tp import registry
 from dist_autotune.kernels.tp.registry import WORKSPACES
 

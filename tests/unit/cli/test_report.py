@@ -47,7 +47,7 @@ def report_one(directory: Path) -> SessionReport:
 def shown(directory: Path) -> list[Table]:
     report = report_one(directory)
     of_contexts = [table for context in report.contexts for table in tables.context_tables(context)]
-    return [*tables.session_tables(report), *of_contexts]
+    return [tables.contexts_table(report), *tables.rank_tables(report.session), *of_contexts]
 
 
 ROOT = Path(records.__file__).parents[2]

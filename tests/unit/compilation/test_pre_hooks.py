@@ -14,7 +14,7 @@ import torch
 import triton
 
 from dist_autotune.compilation.pre_hooks import (
-    StandIn,
+    TensorStub,
     _marked,
     pickle_arguments,
     rehearse_one,
@@ -60,25 +60,25 @@ def rehearsed(hook: Callable[[dict[str, Any]], None], *args: Any, **kwargs: Any)
     ids=["plain", "view", "strided", "empty", "parameter"],
 )
 def test_a_stand_in_has_the_facts_of_its_tensor(tensor):
-    stand_in = StandIn.of(tensor)
+    stub = TensorStub.of(tensor)
     for fact in ("shape", "dtype", "device", "is_cuda", "is_cpu", "is_meta", "ndim", "itemsize"):
-        assert getattr(stand_in, fact) == getattr(tensor, fact), fact
+        assert getattr(stub, fact) == getattr(tensor, fact), fact
     for question in ("stride", "numel", "data_ptr", "element_size", "is_contiguous", "get_device", "dim"):
-        assert getattr(stand_in, question)() == getattr(tensor, question)(), question
+        assert getattr(stub, question)() == getattr(tensor, question)(), question
 
 
 def test_a_stand_in_of_a_tensor_on_a_gpu_is_on_that_gpu():
-    stand_in = _marked(torch.empty(4, device="meta"), torch.device("cuda", 1), 4096)
-    assert (stand_in.is_cuda, stand_in.is_cpu, stand_in.get_device()) == (True, False, 1)
-    assert stand_in[1:].device == torch.empty_like(stand_in).device == torch.device("cuda", 1)
+    stub = _marked(torch.empty(4, device="meta"), torch.device("cuda", 1), 4096)
+    assert (stub.is_cuda, stub.is_cpu, stub.get_device()) == (True, False, 1)
+    assert stub[1:].device == torch.empty_like(stub).device == torch.device("cuda", 1)
 
 
 def test_writing_to_a_stand_in_does_nothing_and_returns_it():
     tensor = torch.ones(4, 4)
-    stand_in = StandIn.of(tensor)
-    assert stand_in.zero_() is stand_in
-    stand_in[1:, 0] = 7
-    stand_in.copy_(torch.zeros(4, 4))
+    stub = TensorStub.of(tensor)
+    assert stub.zero_() is stub
+    stub[1:, 0] = 7
+    stub.copy_(torch.zeros(4, 4))
     assert bool((tensor == 1).all())
 
 
@@ -99,7 +99,7 @@ def test_writing_to_a_stand_in_does_nothing_and_returns_it():
 )
 def test_what_a_stand_in_does_not_know_it_refuses(reads):
     with pytest.raises((RuntimeError, NotImplementedError, TypeError)):
-        reads(StandIn.of(torch.ones(4)))
+        reads(TensorStub.of(torch.ones(4)))
 
 
 def test_what_owns_something_and_what_has_no_name_are_not_copied():

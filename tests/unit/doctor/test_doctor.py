@@ -24,7 +24,7 @@ from dist_autotune.doctor.examination import (
     LOGS,
     REPORT,
     Examination,
-    Trial,
+    ProbeResult,
     run_helpers,
 )
 from dist_autotune.doctor.findings import Finding, as_dict, is_healthy, judge
@@ -96,7 +96,7 @@ def test_between_gpus_there_is_peer_access_and_symmetric_memory_works() -> None:
 # ---- helper processes
 
 
-def helpers_of(monkeypatch: pytest.MonkeyPatch, *programs: str, limit_s: float = 20.0) -> Trial:
+def helpers_of(monkeypatch: pytest.MonkeyPatch, *programs: str, limit_s: float = 20.0) -> ProbeResult:
     """Run a program for each rank in place of a probe. `say(...)` reports as a probe does."""
     say = "import json, os, signal, sys\n"
     say += f"def say(**report): print({REPORT!r} + json.dumps(report), flush=True)\n"
@@ -210,9 +210,9 @@ def machine(gpus: int = 0, **changes: Any) -> Examination:
         setting_error="",
         directories={CACHE: "/cache", LOGS: "/logs"},
         is_interpreted=gpus == 0,
-        host=Trial(facts=facts),
-        ranks=Trial(facts={"memory": "shm: 2 ranks wrote to each other"}),
-        memory=Trial(facts={"memory": wrote}) if gpus > 1 else None,
+        host=ProbeResult(facts=facts),
+        ranks=ProbeResult(facts={"memory": "shm: 2 ranks wrote to each other"}),
+        memory=ProbeResult(facts={"memory": wrote}) if gpus > 1 else None,
     )
     return dataclasses.replace(healthy, **changes)
 
@@ -231,7 +231,7 @@ def test_a_healthy_machine_with_gpus_has_nothing_to_do() -> None:
 
 def test_gpus_that_cannot_read_each_other_are_a_remark() -> None:
     facts = machine(gpus=2).host.facts | {"without_peer_access": ["0 to 1", "1 to 0"]}
-    (remark,) = findings_of(machine(gpus=2, host=Trial(facts=facts)), "remark")
+    (remark,) = findings_of(machine(gpus=2, host=ProbeResult(facts=facts)), "remark")
     assert (remark.check, remark.seen) == ("peer access", "not from GPU 0 to 1, 1 to 0")
     assert "nvidia-smi topo -p2p r" in remark.next_step
 
@@ -267,18 +267,18 @@ def test_the_tables_show_what_there_is_and_what_is_missing(monkeypatch: pytest.M
 
 
 def test_symmetric_memory_that_fails_between_gpus_is_a_problem() -> None:
-    seen = machine(gpus=2, memory=Trial(stage="memory", problem="ended with exit code 255"))
+    seen = machine(gpus=2, memory=ProbeResult(stage="memory", problem="ended with exit code 255"))
     (problem,) = findings_of(seen, "problem")
     assert (problem.check, problem.seen) == ("symmetric memory", "ended with exit code 255")
     assert not is_healthy(judge(seen))
 
 
 def with_ranks(facts: dict[str, Any], *, stage: str = "", problem: str = "") -> Examination:
-    return machine(ranks=Trial(facts={**machine().ranks.facts, **facts}, stage=stage, problem=problem))
+    return machine(ranks=ProbeResult(facts={**machine().ranks.facts, **facts}, stage=stage, problem=problem))
 
 
 def with_directories(facts: dict[str, str]) -> Examination:
-    return machine(host=Trial(facts={"directories": facts}))
+    return machine(host=ProbeResult(facts={"directories": facts}))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def with_directories(facts: dict[str, str]) -> Examination:
         ),
         (machine(gpus=1, is_interpreted=True), "remark", "kernels run", "Unset TRITON_INTERPRET"),
         (machine(is_interpreted=False), "remark", "kernels run", "Set TRITON_INTERPRET=1"),
-        (machine(host=Trial(stage="devices", problem="cut off")), "problem", "this host", "nvidia-smi"),
+        (machine(host=ProbeResult(stage="devices", problem="cut off")), "problem", "this host", "nvidia-smi"),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
@@ -326,7 +326,7 @@ def test_what_is_wrong_is_told_with_the_next_step(
 )
 def test_gpus_that_torch_does_not_see_are_findings_of(variables, cuda, level) -> None:
     facts = {"names": [], "why_none": "no driver", "device_files": 8, "driver": ""}
-    seen = machine(host=Trial(facts=facts), variables=variables)
+    seen = machine(host=ProbeResult(facts=facts), variables=variables)
     seen.versions["CUDA"] = cuda
     (finding,) = [finding for finding in judge(seen) if finding.check == "GPUs"]
     assert (finding.level, finding.seen) == (level, "8 devices in /dev, none for torch: no driver")

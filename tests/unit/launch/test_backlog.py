@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dist_autotune.compilation import preflight
-from dist_autotune.compilation.pool import COMPILED, FAILED, FROM_PEERS, Compilation, Terms
+from dist_autotune.compilation.pool import COMPILED, FAILED, FROM_PEERS, Compilation, PoolOptions
 from dist_autotune.compilation.pool_process import Compiled
 from dist_autotune.compilation.preflight import Planned
 from dist_autotune.launch import backlog
@@ -21,7 +21,7 @@ from dist_autotune.launch.backlog import Backlog
 class FakeProcess:
     """Compiles nothing; a test says what it tells."""
 
-    def __init__(self, compilations: list[Compilation], terms: Terms) -> None:
+    def __init__(self, compilations: list[Compilation], options: PoolOptions) -> None:
         self.keys = [compilation.key for compilation in compilations]
         self.has_begun, self.has_ended, self.is_closed = True, False, False
         self.told: list[Compiled] = []
@@ -62,7 +62,7 @@ class World:
         self.events: list[str] = []
         self.bans: dict[str, dict[str, str]] = {}
         self.seconds = 0.0
-        self.backlog = Backlog(Terms(is_behind=True, jobs=2), self._ban, self._loading)
+        self.backlog = Backlog(PoolOptions(is_behind=True, jobs=2), self._ban, self._loading)
         monkeypatch.setattr(backlog, "PoolProcess", self._make)
         monkeypatch.setattr(backlog, "time", SimpleNamespace(monotonic=lambda: self.seconds))
         monkeypatch.setattr(preflight, "current_device", lambda: 0)
@@ -95,11 +95,11 @@ class World:
         return Compilation(key, compile_, lambda kernel: None)
 
     def advance(self) -> list[tuple[str, Any]]:
-        """Return the contexts that are done, with their tallies."""
-        return [(context.name, tally) for context, tally in self.backlog.advance()]
+        """Return the contexts that are done, with their counts."""
+        return [(context.name, counts) for context, counts in self.backlog.advance()]
 
-    def _make(self, compilations: list[Compilation], terms: Terms) -> FakeProcess:
-        self.processes.append(FakeProcess(compilations, terms))
+    def _make(self, compilations: list[Compilation], options: PoolOptions) -> FakeProcess:
+        self.processes.append(FakeProcess(compilations, options))
         return self.processes[-1]
 
     def _ban(self, context: Any, reasons: dict[str, str]) -> None:
@@ -124,9 +124,9 @@ def test_a_context_is_done_when_all_its_candidates_are_loaded_or_have_failed(wor
     assert world.advance() == []
     assert (context.compiling, world.bans["a"]) == (1, {"a1": "the compiler was ended by SIGKILL"})
     world.process.tell("a3")
-    ((name, tally),) = world.advance()
+    ((name, counts),) = world.advance()
     assert (name, context.compiling, bool(world.backlog)) == ("a", 0, False)
-    assert (tally.compiled, tally.from_peers, tally.cached, tally.failed) == (1, 1, 0, 1)
+    assert (counts.compiled, counts.from_peers, counts.cached, counts.failed) == (1, 1, 0, 1)
     assert world.events == ["load a2", "load a3"]
 
 
@@ -151,8 +151,8 @@ def test_a_context_waits_for_its_candidates_in_all_forms_of_launch(world):
     for key in ("a1 too", "a2 too", "a2"):
         world.process.tell(key)
         world.seconds += 10.0
-    ((_, tally),) = world.advance()
-    assert (tally.compiled, context.compiling, world.bans["a"]) == (4, 0, {})
+    ((_, counts),) = world.advance()
+    assert (counts.compiled, context.compiling, world.bans["a"]) == (4, 0, {})
     assert world.events == ["load a1", "load a1 too", "load a2 too", "load a2"]
 
 
@@ -166,8 +166,8 @@ def test_a_candidate_that_fails_in_one_form_is_not_waited_for_in_another(world):
     assert (context.compiling, world.bans["a"], world.events) == (1, {"a1": "too large"}, [])
     world.process.tell("a2", FAILED, "too large, too")
     world.process.tell("a2 too")
-    ((_, tally),) = world.advance()
-    assert (tally.compiled, tally.failed, world.events) == (1, 2, [])
+    ((_, counts),) = world.advance()
+    assert (counts.compiled, counts.failed, world.events) == (1, 2, [])
     assert world.bans["a"] == {"a1": "too large", "a2": "too large, too"}
 
 
@@ -179,7 +179,7 @@ def test_what_takes_most_of_a_run_is_compiled_first(world):
 
 
 def test_ranks_of_a_host_begin_at_different_candidates_of_the_same_context(world):
-    world.backlog._terms = Terms(is_behind=True, local_rank=1, local_ranks=2)
+    world.backlog._options = PoolOptions(is_behind=True, local_rank=1, local_ranks=2)
     world.add("a", "a1", "a2", launches=2)
     world.add("b", "b1", "b2", "b3", "b4")
     world.advance()
@@ -279,9 +279,9 @@ def test_after_processes_that_come_to_nothing_this_one_compiles_a_candidate_a_ru
     assert all(each.is_closed for each in world.processes)
     assert world.events == ["load a1"]
     world.advance()
-    ((_, tally),) = world.advance()
-    assert (world.events, tally.compiled) == (["load a1", "load a2", "load a3"], 3)
-    assert tally.remark.startswith("compiled in this process, without a limit: child processes do not start")
+    ((_, counts),) = world.advance()
+    assert (world.events, counts.compiled) == (["load a1", "load a2", "load a3"], 3)
+    assert counts.remark.startswith("compiled in this process, without a limit: child processes do not start")
 
 
 def test_where_nothing_can_be_forked_this_process_compiles(world, monkeypatch):
@@ -290,6 +290,6 @@ def test_where_nothing_can_be_forked_this_process_compiles(world, monkeypatch):
 
     monkeypatch.setattr(backlog, "PoolProcess", no_fork)
     world.add("a", "a1")
-    ((_, tally),) = world.advance()
-    assert (world.events, tally.compiled) == (["load a1"], 1)
-    assert "no child (Resource temporarily unavailable)" in tally.remark
+    ((_, counts),) = world.advance()
+    assert (world.events, counts.compiled) == (["load a1"], 1)
+    assert "no child (Resource temporarily unavailable)" in counts.remark

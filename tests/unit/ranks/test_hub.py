@@ -14,7 +14,7 @@ from rank_programs import wait_for
 from dist_autotune.ranks import hub as hub_module
 from dist_autotune.ranks.client import Client, HubLost
 from dist_autotune.ranks.hub import Hub
-from dist_autotune.ranks.messages import LENGTH, TOKEN_BYTES, pack, unpack
+from dist_autotune.ranks.wire import LENGTH, TOKEN_BYTES, pack, unpack
 
 MERGED = {"merged": b"all"}
 PARTS = (b"zero", b"one", b"two")

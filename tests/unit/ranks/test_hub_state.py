@@ -6,7 +6,7 @@ import random
 import pytest
 
 from dist_autotune.ranks.hub import HubState
-from dist_autotune.ranks.messages import LENGTH, pack, unpack
+from dist_autotune.ranks.wire import LENGTH, pack, unpack
 
 MERGED = {"merged": b"all"}
 PARTS = (b"zero", b"one", b"two")

@@ -96,6 +96,12 @@ def test_an_unsteady_first_config_refuses_the_function():
     assert simulated.tuning.contexts["a"].bit_classes == {0: 0}
 
 
+def test_of_many_configs_that_do_not_repeat_themselves_some_are_named():
+    names = {name: [f"{name}0", f"{name}1"] for name in "abcd"}
+    with pytest.raises(TuningError, match=r"\(a\[k\] a0; b\[k\] b0; and those of 2 more contexts\)"):
+        simulation(names, Outputs(unsteady={"a0"})).session()
+
+
 def test_a_config_that_fails_while_it_is_compared_is_left_out():
     failed = {"b1": "out of resources"}
     simulated = simulation(

@@ -29,7 +29,7 @@ from dist_autotune.triton_api.identity import (
     kernel_source,
     key_text,
 )
-from dist_autotune.triton_api.launch import Launch, key_of, texts_of
+from dist_autotune.triton_api.launch import Launch, config_texts, key_of
 
 
 class Layout(enum.Enum):
@@ -234,7 +234,7 @@ def test_equal_configs_are_one_candidate():
 
 def test_the_texts_of_different_candidates_differ():
     configs = [triton.Config({"BLOCK": value}) for value in (16, "16")]
-    texts = texts_of(configs)
+    texts = config_texts(configs)
     assert len(set(texts)) == 2
     assert texts[0] == str(configs[0])
 

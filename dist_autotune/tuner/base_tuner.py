@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .calls import Calls
 
 
-class Tuned:
+class BaseTuner:
     """Takes its turn for each call, and keeps what its calls have found.
 
     function: its source text names the results that are not shared; None: there is none.

@@ -6,19 +6,10 @@ import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
-from ..exchange.peers import (
-    ARRIVED,
-    DONE,
-    Peers,
-    free_side_stream,
-    is_given_up,
-    take_permit,
-    wait_for_all,
-    wait_for_flag,
-)
+from ..exchange.peers import ARRIVED, Peers, wait_for_all
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
-from ..signals import count_up, notify, record_failure
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
+from .handover import NOT_PUSHED, count_tile, part_from
 
 # The epilogue loads what the peers have sent beside the accumulator: large tiles do it in halves, or spill.
 GPU_CANDIDATES = [
@@ -45,12 +36,6 @@ GPU_CANDIDATES = [
 ]
 
 CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
-
-
-# What a failure record says about a peer.
-NOT_PUSHED = tl.constexpr(1)
-OTHER_ROWS = tl.constexpr(2)
-NO_PERMIT = tl.constexpr(3)
 
 
 @triton.autotune(
@@ -140,18 +125,15 @@ def gemm_reduce_scatter(
             slot = (chunk - rank + WORLD) % WORLD - 1
             sums_ptr = partial_ptr + tl.cast(slot * capacity, tl.int64) * N
             _add_and_store(acc, sums_ptr, N, staged_ptr, row, col, m, N, capacity, 1, EPILOGUE_SUBTILE)
-            if _is_last(chunk, counts_ptr, tiles_per_chunk):
-                if chunks == WORLD:
-                    notify(flags_ptr + DONE * WORLD + chunk, 1)
-                else:
-                    take_permit(NO_PERMIT, chunk, peers, WORLD)
+            # The stores are ordinary ones: a TMA store may still be on its way when its program goes on.
+            count_tile(chunk, counts_ptr, tiles_per_chunk, chunks, peers, WORLD)
         tile = first_tile + claim_number(claims_ptr)
     reset_counter(claims_ptr, tl.num_programs(0))
 
     if first + chunks == WORLD:
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
             if peer != rank:
-                _part_from(peer, m, peers, WORLD)
+                part_from(peer, m, peers, WORLD)
 
 
 @triton.jit
@@ -162,28 +144,6 @@ def _load_addend(tile, addend_ptr, origin, row, m, col, N):
     mask = (rows < m)[:, None] & (cols < N)[None, :]
     addend_rows = addend_ptr + tl.cast(origin + rows, tl.int64) * N
     return tl.load(addend_rows[:, None] + cols[None, :], mask=mask, other=0.0).to(tile.dtype)
-
-
-@triton.jit
-def _is_last(chunk, counts_ptr, tiles_per_chunk):
-    """Count a tile that is stored, and return whether it was the last one of the chunk.
-
-    The stores are ordinary ones: a TMA store may still be on its way when its program goes on.
-    """
-    is_last = count_up(counts_ptr + chunk, "acq_rel") == tiles_per_chunk - 1
-    if is_last:
-        tl.store(counts_ptr + chunk, 0)
-    return is_last
-
-
-@triton.jit
-def _part_from(peer, m, peers, WORLD: tl.constexpr):
-    """Compare the peer's number of rows with ours, and let our side stream go on if the peer is given up."""
-    value = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
-    if is_given_up(value):
-        free_side_stream(peer, peers.flags_ptr, WORLD)
-    elif value != m:
-        record_failure(peers.errors_ptr + peer, OTHER_ROWS, 0, value)
 
 
 @triton.jit

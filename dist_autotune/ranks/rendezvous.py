@@ -11,8 +11,8 @@ from .hub import Hub, interface_towards, this_host
 from .store import OPERATION_S, Store
 
 
-class Members:
-    """The ranks of one process group, as one of them sees them."""
+class Rendezvous:
+    """What one rank needs to reach the others of its process group."""
 
     def __init__(self, group: Any) -> None:
         # Not `self.group = group`: a gloo group that outlives destroy_process_group() can abort the

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-class AfterImport(importlib.abc.MetaPathFinder):
+class ImportHooks(importlib.abc.MetaPathFinder):
     """In a `with` block, calls each function with the module of its name once that has been imported.
 
     So nothing is imported earlier than the program would: what torch and Triton read from the environment

@@ -1,29 +1,37 @@
-"""Subclasses of Triton's Autotuner with a `run` of their own: some libraries benchmark by themselves.
+"""Classes of other packages that launch autotuned kernels by a `run` of their own.
 
-A `run` that ends up in that of a base class stays. One that prunes or benchmarks configs is replaced, as
-`Autotuner.run` is. Any other one launches what nobody else chooses: it stays, with one warning.
+A subclass of Autotuner whose `run` ends up in that of a base class keeps it. One that prunes or benchmarks
+configs is treated as `Autotuner.run` is. Any other one launches what nobody else chooses: with one warning.
+A launcher that keeps the kernel of its first launch hands each launch on to the Autotuner, as it did then.
 """
 
 from __future__ import annotations
 
+import sys
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from triton.runtime.autotuner import Autotuner
 
+Run: TypeAlias = Callable[..., Any]  # what may stand as `Autotuner.run`
+
+LAUNCHERS = {"flag_gems.utils.libentry": "LibEntry"}  # module -> class; what it launches is its `fn`
 _BENCHMARKING = {"_bench", "do_bench", "prune_configs"}
 
 # class -> its own `run`, and whether that benchmarks; None: it ends up in the `run` of a base class
-_KINDS: weakref.WeakKeyDictionary[type, tuple[Callable[..., Any], bool | None]] = weakref.WeakKeyDictionary()
+_KINDS: weakref.WeakKeyDictionary[type, tuple[Run, bool | None]] = weakref.WeakKeyDictionary()
 _WARNED: weakref.WeakSet[type] = weakref.WeakSet()
 
 
-def own_runs() -> list[tuple[type[Autotuner], Callable[..., Any], bool]]:
-    """Return the classes whose `run` does not end up in `Autotuner.run`; that; and whether it benchmarks."""
-    found: list[tuple[type[Autotuner], Callable[..., Any], bool]] = []
+def replacements(runner: Callable[[Run], Run]) -> list[tuple[type, Run, Run]]:
+    """Return the classes whose `run` must not stay in a tuned call: with that, and what takes its place.
+
+    runner: makes what takes the place of a `run` that benchmarks.
+    """
+    found: list[tuple[type, Run, Run]] = []
     owners = type.__subclasses__(Autotuner)
     for owner in owners:
         owners += type.__subclasses__(owner)
@@ -32,7 +40,11 @@ def own_runs() -> list[tuple[type[Autotuner], Callable[..., Any], bool]]:
             if owner not in _KINDS or _KINDS[owner][0] is not run:
                 _KINDS[owner] = run, _kind(owner, run)
             if (benchmarks := _KINDS[owner][1]) is not None:
-                found.append((owner, run, benchmarks))
+                found.append((owner, run, runner(run) if benchmarks else _warning_once(owner, run)))
+    for module, name in LAUNCHERS.items():
+        launcher = getattr(sys.modules.get(module), name, None)
+        if isinstance(launcher, type) and (run := vars(launcher).get("run")) is not None:
+            found.append((launcher, run, _handing_on(run)))
     return found
 
 
@@ -41,7 +53,7 @@ def keeps_its_own_cache(tuner: Autotuner) -> bool:
     return any(_KINDS[owner][1] for owner in type(tuner).__mro__ if owner in _KINDS)
 
 
-def warning_once(owner: type[Autotuner], run: Callable[..., Any]) -> Callable[..., Any]:
+def _warning_once(owner: type[Autotuner], run: Run) -> Run:
     """Return `run` with a warning, once, that it is not tuned."""
 
     def run_untuned(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +69,22 @@ def warning_once(owner: type[Autotuner], run: Callable[..., Any]) -> Callable[..
         return run(tuner, *args, **kwargs)
 
     return run_untuned
+
+
+def _handing_on(run: Run) -> Run:
+    """Return what hands a launch on to the Autotuner under the launcher; without one there, `run`."""
+
+    def hand_on(launcher: Any, *args: Any, **kwargs: Any) -> Any:
+        tuner = launcher.fn
+        while not isinstance(tuner, Autotuner):
+            if (tuner := getattr(tuner, "fn", None)) is None:
+                return run(launcher, *args, **kwargs)
+        if len(tuner.configs) == 1:
+            return run(launcher, *args, **kwargs)
+        kernel = launcher.fn.run(*args, **kwargs)
+        return kernel, tuner.best_config.all_kwargs()  # as a LibEntry returns: with the constants
+
+    return hand_on
 
 
 def _kind(owner: type, run: types.FunctionType) -> bool | None:

@@ -1,0 +1,262 @@
+"""`persistent_matmul` in fp8 with scales: the plain body; the Gluon body, in the model and on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from gluon_products import change, fails, multiply
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_autotune.kernels.epilogues import Epilogue
+from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.gemm import operation, pruning
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES
+from dist_autotune.kernels.gemm.copies import copy
+from dist_autotune.kernels.gemm.operation import OUT_DTYPES, plain_gemm
+from dist_autotune.kernels.gemm.pruning import fits, prune
+from dist_autotune.kernels.persistent_gemm import persistent_matmul
+
+ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
+DEVICE = "cuda" if ON_GPU else "cpu"
+FP8 = torch.float8_e4m3fn
+LARGEST = 4  # so that sums that are not scaled are no infinite halves
+# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def one_plain_candidate(monkeypatch):
+    """Without tuning: each test chooses what it runs."""
+    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES[:1])
+
+
+def quantized(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random rows in fp8 and a scale for each."""
+    values = torch.randn(rows, k, device=DEVICE) * torch.logspace(-1, 1, rows, device=DEVICE)[:, None]
+    scales = values.abs().amax(1, keepdim=True) / LARGEST
+    return (values / scales).to(FP8), scales
+
+
+def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a [m, k], b [k, n] and their scales [m, 1] and [1, n]."""
+    (a, scale_a), (weight, scale_weight) = quantized(m, k), quantized(n, k)
+    return a, weight.T, scale_a, scale_weight.T.contiguous()
+
+
+def check(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, **options: Any) -> torch.Tensor:
+    """Compare one call with float64, in which the epilogue is computed by torch.
+
+    The result is rounded once, by eps of its type. Sums of K products, which are exact, are off by sqrt(K)
+    float32 eps of what they are of. Hopper's tensor cores keep 13 bits behind the point of the largest
+    number that an instruction adds up: each of K / 32 instructions cuts off up to 2**-13 of the largest sum.
+    """
+    bias, activation, scale_a, scale_b = epilogue
+    scales = {"scale_a": scale_a, "scale_b": scale_b}
+    result = persistent_matmul(a, b, bias=bias, activation=activation, **scales, **options)
+    wanted, k = epilogue.of(a.double() @ b.double()), a.shape[1]
+    magnitudes = Epilogue(scale_a=scale_a, scale_b=scale_b).of(a.double().abs() @ b.double().abs())
+    off = (4 + k**0.5) * torch.finfo(torch.float32).eps
+    if ON_GPU:
+        off += 2**-13 * -(-k // 32) / min(k, 8) ** 0.5  # sums of many random products are smaller
+    tolerance = torch.finfo(result.dtype).eps * wanted.abs() + off * (magnitudes + 3)
+    assert ((result.double() - wanted).abs() <= tolerance).all()
+    return result
+
+
+# ---- through the public function
+
+SCALED = {"neither": (False, False), "rows": (True, False), "columns": (False, True), "both": (True, True)}
+
+
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
+@pytest.mark.parametrize("scaled", SCALED.values(), ids=SCALED)
+def test_scales_come_before_the_bias_and_the_activation(scaled, out_dtype):
+    a, b, *scales = operands(37, 45, 70)
+    scale_a, scale_b = (scale if wanted else None for scale, wanted in zip(scales, scaled, strict=True))
+    bias = torch.randn(45, device=DEVICE)
+    for ending in ((None, None), (bias, "gelu")):
+        check(a, b, Epilogue(*ending, scale_a, scale_b), out_dtype=out_dtype)
+
+
+def test_the_result_is_bf16_unless_it_is_said():
+    a, b, scale_a, scale_b = operands(8, 16, 32)
+    assert persistent_matmul(a, b, scale_a=scale_a, scale_b=scale_b).dtype == torch.bfloat16
+
+
+def test_scales_are_vectors_too_and_also_of_halves():
+    a, b, scale_a, scale_b = operands(8, 16, 32)
+    as_columns = check(a, b, Epilogue(None, None, scale_a, scale_b))
+    as_vectors = persistent_matmul(a, b, scale_a=scale_a[:, 0], scale_b=scale_b[0])
+    assert torch.equal(as_columns, as_vectors)
+    check(a.half(), b.half(), Epilogue(None, None, scale_a, scale_b))
+
+
+def test_a_result_by_columns_and_an_empty_inner_dimension():
+    a, b, scale_a, scale_b = operands(35, 45, 48)
+    epilogue = Epilogue(torch.randn(45, device=DEVICE), "silu", scale_a, scale_b)
+    check(a, b, epilogue, out=torch.empty(45, 35, dtype=torch.float16, device=DEVICE).T)
+    result = persistent_matmul(a[:, :0], b[:0], bias=epilogue.bias, scale_a=scale_a)
+    assert torch.equal(result, epilogue.bias.bfloat16().expand(35, 45))
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "rows": (
+        {"scale_a": zeros(1)},
+        ValueError,
+        r"scale_a has shape \(1,\); it must be \(2,\) or \(2, 1\): one scale for all is scale_a.expand",
+    ),
+    "columns": ({"scale_b": zeros(5, 1)}, ValueError, r"scale_b has shape \(5, 1\); .* \(5,\) or \(1, 5\)"),
+    "type": ({"scale_a": zeros(2).half()}, TypeError, "scale_a is torch.float16; it must be torch.float32"),
+    "a number": ({"scale_b": 2.0}, TypeError, r"scale_b is a float; it must be a float32 tensor \(5,\)"),
+    "stride": ({"scale_b": zeros(10)[::2]}, ValueError, r"scale_b has strides \(2,\); call .contiguous\(\)"),
+    "device": ({"scale_a": zeros(2).to("meta")}, ValueError, "scale_a is on meta, the product is on"),
+    "gradient": ({"scale_a": zeros(2).requires_grad_()}, RuntimeError, "no backward, .* required by scale_a"),
+    "out_dtype": ({"out_dtype": FP8}, TypeError, "out is torch.float8_e4m3fn; persistent_matmul writes"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_scale_is_told_with_its_values(name):
+    options, kind, text = WRONG[name]
+    with pytest.raises(kind, match=text):
+        persistent_matmul(zeros(2, 3, dtype=FP8), zeros(5, 3, dtype=FP8).T, **options)
+
+
+def test_operands_that_do_not_lie_along_k_are_told_what_to_pass():
+    a, weight = zeros(16, 32, dtype=FP8), zeros(48, 32, dtype=FP8)
+    with pytest.raises(ValueError, match=r"a \[16, 32\] has strides \(1, 16\); .* pass a.contiguous\(\)"):
+        persistent_matmul(a.T.contiguous().T, weight.T)
+    with pytest.raises(ValueError, match=r"b \[32, 48\] has strides \(48, 1\); .* pass weight.T of a weight"):
+        persistent_matmul(a, weight.T.contiguous())
+    with pytest.raises(TypeError, match=r"a is torch.float8_e4m3fn, b is torch.bfloat16; convert one"):
+        persistent_matmul(a, weight.T.bfloat16())
+    with pytest.raises(TypeError, match=r"a is torch.float8_e5m2; persistent_matmul takes"):
+        persistent_matmul(a.to(torch.float8_e5m2), weight.T)
+
+
+def test_a_gpu_without_such_tensor_cores_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(TypeError, match=r"cuda:1 has compute capability \(8, 0\).*convert a and b to torch"):
+        operation.check_fp8(torch.device("cuda:1"))
+
+
+def test_rows_in_fp8_are_copied_for_the_tensor_cores():
+    rows = quantized(9, 30)[0][:, 1:]
+    room = torch.zeros(9, 32, device=DEVICE).to(FP8)[:, :29]
+    copy(rows, room)
+    assert torch.equal(rows.float(), room.float())
+
+
+# ---- which configs are tried
+
+
+def test_a_product_in_fp8_is_tried_as_one_of_half_as_many_halves(monkeypatch):
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
+    args = {"M": 4096, "N": 4096, "m_class": 4096, "n_class": 4096, "wanted": 0, "programs": 132}
+    args |= {"a_alignment": 128, "b_alignment": 128, "TRANS_A": False, "TRANS_B": True}
+    args |= {"TENSOR_MEMORY": False, "SCHEDULE": "grouped", "OUT": "bf16"}
+    in_fp8, in_halves = args | {"K": 8192, "DTYPE": "fp8e4nv"}, args | {"K": 4096, "DTYPE": "fp16"}
+    assert prune(GLUON_CANDIDATES, in_fp8) == prune(GLUON_CANDIDATES, in_halves)
+
+
+# ---- the Gluon body, in the model
+
+ALONG_K = {"transposed": (False, True), "dtype": "fp8e4nv"}
+MODELLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "pipelined": ("pipelined", {}),
+    "stealing": ("persistent_pipelined", {"blocks": (2, 8, 2), "store": (4, 0)}),
+    "two widths": ("cooperative", {"extra_n": 4}),
+    "rows through registers": ("cooperative", {"extra_n": 4, "warps": 8}),
+    "pingpong": ("pingpong", {}),
+    "stream-K": ("cooperative", {"programs": 5, "stream_k": 1}),
+    "Blackwell": ("cooperative", {"tensor_memory": True}),
+}
+
+
+@pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
+@pytest.mark.parametrize("kind", MODELLED)
+@settings(max_examples=4)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 21)),
+    scaled=st.sampled_from([*SCALED.values()]),
+    seed=st.integers(0, 10**6),
+)
+def test_every_variant_meets_the_scales_of_its_rows_and_columns(kind, sizes, scaled, seed):
+    variant, options = MODELLED[kind]
+    multiply(variant, *sizes, scaled=scaled, bias_along="column", seed=seed, **ALONG_K, **options)
+
+
+WIDE = {"blocks": (64, 64, 64), "extra_n": 8, "store": (32, 2), "joined": True}
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("swap_ab", [False, True], ids=["as it is", "swapped"])
+@pytest.mark.parametrize("k", [200, 256 + 30, 256 + 60], ids=["k", "a quarter", "half of the last block"])
+def test_tiles_of_any_width_read_a_line_of_fp8(k, swap_ab):
+    multiply("cooperative", 150, 130, k, scaled=(True, True), swap_ab=swap_ab, **ALONG_K, **WIDE)
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("scaled", [(True, False), (False, True)], ids=["rows", "columns"])
+def test_scales_of_other_rows_and_columns_are_found(scaled, monkeypatch):
+    epilogue = importlib.import_module("kernels_in_the_model.gemm.epilogue")
+    apply = epilogue.Pointwise.apply
+    change(monkeypatch, "epilogue", "Pointwise.apply", lambda self, sums, *place: apply(self, sums, 0, 0, 0))
+    assert "not equal" in fails(variant="cooperative", scaled=scaled, **ALONG_K).lower()
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
+def test_every_candidate_multiplies_fp8_on_a_gpu(by_columns, monkeypatch):
+    major = torch.cuda.get_device_capability()[0]
+    a, b, scale_a, scale_b = operands(1000, 1304, 528)
+    epilogue = Epilogue(torch.randn(1304, device=DEVICE), "gelu", scale_a, scale_b)
+    for config in GLUON_CANDIDATES:
+        if not fits(config, 2, 232448, tensor_memory=major == 10):
+            continue
+        monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
+        shape = (1304, 1000) if by_columns else (1000, 1304)
+        out = torch.full(shape, math.nan, dtype=torch.bfloat16, device=DEVICE)
+        for _ in range(2):  # asked of the tuner, then the short way
+            check(a, b, epilogue, out=out.T if by_columns else out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(4096, 512, 16384), (1, 128, 256), (999, 333, 501)], ids=str)
+def test_products_in_fp8_are_those_of_torch_on_a_gpu(sizes, monkeypatch):
+    monkeypatch.setattr(launching.tuned_gemm, "configs", launching.tuned_gemm.configs[:1])
+    a, b, scale_a, scale_b = operands(*sizes)
+    for scales, out_dtype in itertools.product(((None, None), (scale_a, scale_b)), OUT_DTYPES):
+        ours = check(a, b, Epilogue(None, None, *scales), out_dtype=out_dtype)
+        if scales[0] is not None and out_dtype == torch.bfloat16 and sizes[2] % 16 == 0:
+            theirs = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=True)
+            exact = (a.double() @ b.double()) * scale_a * scale_b
+            assert (ours - exact).norm() <= 1.5 * (theirs - exact).norm()
+
+
+@pytest.mark.gpu
+def test_a_captured_call_reads_its_scales_in_each_replay(monkeypatch):
+    monkeypatch.setattr(launching.tuned_gemm, "configs", launching.tuned_gemm.configs[:1])
+    a, b, scale_a, scale_b = operands(512, 512, 256)
+    out = persistent_matmul(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        persistent_matmul(a, b, out, scale_a=scale_a, scale_b=scale_b)
+    expected = 2 * out
+    scale_a.mul_(2)
+    graph.replay()
+    assert torch.equal(out, expected)
