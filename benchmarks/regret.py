@@ -13,6 +13,7 @@ every pick as a tuned function that reads the session's cache and tries nothing,
     ag_gemm, _push    consumer and pieces fixed by the operation's arguments, with --alternatives all programs
                       too; each is tuned alone, in this process. And cuBLAS with a collective
     gemm_rs           as the others, and cuBLAS with a collective
+    ag_moe, moe_rs    as the others, and a collective with our grouped GEMM
     others            what tuning finds in this process, and the configs that the sessions timed best
     overlap           all configs
 

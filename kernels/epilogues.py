@@ -107,10 +107,8 @@ class Epilogue(NamedTuple):
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
 
-    def check(self, rows: int, columns: int, device: torch.device) -> None:
-        """Raise TypeError or ValueError unless products [rows, columns] on that device can end so."""
-        _check_scale("scale_a", self.scale_a, rows, (rows, 1), device)
-        _check_scale("scale_b", self.scale_b, columns, (1, columns), device)
+    def check(self, columns: int, device: torch.device) -> None:
+        """Raise TypeError or ValueError unless bias and activation are for so many columns on that device."""
         if self.activation is not None and self.activation not in (*ACTIVATIONS, *GATED):
             known = ", ".join(map(repr, (*ACTIVATIONS, *GATED)))
             raise ValueError(f"there is no activation {self.activation!r}; there are {known}, and None")
@@ -171,28 +169,6 @@ class EpilogueKind(NamedTuple):
         return () if self == NO_EPILOGUE else (str(self.bias_dtype), self.activation, *self.scaled)
 
 
-def _check_scale(
-    name: str, scale: torch.Tensor | None, count: int, as_matrix: tuple[int, int], device: torch.device
-) -> None:
-    """Raise TypeError or ValueError unless it is None, or has a contiguous float32 for each row or column."""
-    if scale is None:
-        return
-    wanted = f"({count},) or {as_matrix}"
-    if not isinstance(scale, torch.Tensor):
-        raise TypeError(f"{name} is a {type(scale).__name__}; it must be a float32 tensor {wanted}, or None")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{name} is {scale.dtype}; it must be torch.float32")
-    if tuple(scale.shape) not in ((count,), as_matrix):
-        raise ValueError(
-            f"{name} has shape {tuple(scale.shape)}; it must be {wanted}: one scale for all is "
-            f"{name}.expand{as_matrix}.contiguous()"
-        )
-    if scale.device != device:
-        raise ValueError(f"{name} is on {scale.device}, the product is on {device}; move one of them")
-    if not scale.is_contiguous():
-        raise ValueError(f"{name} has strides {scale.stride()}; call .contiguous()")
-
-
 NO_EPILOGUE = EpilogueKind()
 ONLY_SUMS = Epilogue()
 
@@ -201,10 +177,14 @@ ONLY_SUMS = Epilogue()
 
 
 @triton.jit
-def apply_scales(sums, rows, columns, row_scale_ptr, column_scale_ptr, M, N):
-    """Return sums at these rows and columns of C [M, N], see `apply_epilogue`, times their scales."""
+def apply_scales(sums, rows, columns, row_scale_ptr, column_scale_ptr, M, N, origin=0, pitch=1):
+    """Return sums at these rows and columns of C [M, N], see `apply_epilogue`, times their scales.
+
+    A row's scale is the (origin + row)-th, and scales of rows are `pitch` apart.
+    """
     if row_scale_ptr is not None:
-        sums *= tl.load(row_scale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        at = tl.cast(rows + origin, tl.int64) * pitch
+        sums *= tl.load(row_scale_ptr + at, mask=rows < M, other=0.0)[:, None]
     if column_scale_ptr is not None:
         sums *= tl.load(column_scale_ptr + columns, mask=columns < N, other=0.0)[None, :]
     return sums

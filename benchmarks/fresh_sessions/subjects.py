@@ -165,32 +165,53 @@ def open_gemm_rs(shape: gemm_rs.Shape, options: argparse.Namespace, ranks: Ranks
 
 
 def _open_experts(
-    operation: Callable[..., Any], shape: moe_problem.Shape, options: argparse.Namespace, ranks: Ranks
-) -> Any:
-    """Return the operation over all ranks."""
+    name: str,
+    operation: Callable[..., Any],
+    problem: Any,
+    shape: moe_problem.Shape,
+    options: argparse.Namespace,
+    call_of: Callable[[Any], Call],
+) -> Subject:
+    """Return the subject of an operation over experts, and its collectives as an alternative."""
     settings = {"backend": options.backend, "timeout_s": PATIENCE_S, "max_topk": shape.topk}
-    return operation(shape.tokens // ranks.world_size, shape.hidden, DTYPES[options.dtype], **settings)
+
+    def opened(collective: bool | None) -> Any:
+        return operation(
+            problem.choices.capacity, shape.hidden, problem.dtype, collective=collective, **settings
+        )
+
+    op = opened(None)
+    subject = _without_choices(op, call_of(op), problem)
+
+    def open_collective() -> Callee:
+        other = opened(True)
+        subject.operations.append(other)
+        return Callee(call_of(other), other.check)
+
+    fixed = (f'{name} way "collective"',)
+    subject.alternatives["collective"] = Alternative(open=open_collective, choices=fixed)
+    return subject
 
 
 def open_ag_moe(shape: moe_problem.Shape, options: argparse.Namespace, ranks: Ranks) -> Subject:
     problem = ag_moe.Problem(shape, DTYPES[options.dtype], ranks)
-    op, choices = _open_experts(AllGatherMoE, shape, options, ranks), problem.choices
+    choices = problem.choices
 
-    def call() -> torch.Tensor:
-        return op(problem.x, problem.weight, choices.ids, problem.out, tokens=choices.tokens)
+    def call_of(op: AllGatherMoE) -> Call:
+        return lambda: op(problem.x, problem.weight, choices.ids, problem.out, tokens=choices.tokens)
 
-    return _without_choices(op, call, problem)
+    return _open_experts("ag_moe", AllGatherMoE, problem, shape, options, call_of)
 
 
 def open_moe_rs(shape: moe_problem.Shape, options: argparse.Namespace, ranks: Ranks) -> Subject:
     problem = moe_rs.Problem(shape, DTYPES[options.dtype], ranks)
-    op, choices = _open_experts(MoEReduceScatter, shape, options, ranks), problem.choices
+    choices = problem.choices
 
-    def call() -> torch.Tensor:
-        ids, weights = choices.ids, choices.weights
-        return op(problem.y, problem.weight, ids, weights, problem.out, tokens=choices.tokens)
+    def call_of(op: MoEReduceScatter) -> Call:
+        given = (problem.y, problem.weight, choices.ids, choices.weights, problem.out)
+        return lambda: op(*given, tokens=choices.tokens)
 
-    return _without_choices(op, call, problem)
+    return _open_experts("moe_rs", MoEReduceScatter, problem, shape, options, call_of)
 
 
 OPERATIONS = {

@@ -152,7 +152,7 @@ class TorchGrouped:
 class Ours:
     """One of our operations over all ranks and, with all tokens there, over this rank alone; each tuned.
 
-    Few tokens may be one key for both: then the latter runs with the pick of the former.
+    Behind a collective the former launches the latter's kernel: then that is tuned there.
     """
 
     def __init__(

@@ -1,11 +1,10 @@
 """What each rank's host says of a call before it is made, where all ranks must decide alike.
 
 Each rank has a ring of int64 words in a file that its peers map. The ballot of call c is word c % RING: c,
-and for how many rows the rank would make the call in the way that takes all ranks, or 0. No device is
-involved.
+and on which terms the rank would make the call in the way that takes all ranks, or 0. No device is involved.
 
-**All ranks decide alike.** A call is agreed on if its ballots all name the same rows. A rank that writes 0
-knows that it is not and reads no other ballot; one that names rows reads them all.
+**All ranks decide alike.** A call is agreed on if its ballots all name the same terms. A rank that writes 0
+knows that it is not and reads no other ballot; one that names terms reads them all.
 
 **It ends.** A rank writes its ballot before it waits for anything of that call. So where hosts make the same
 calls in the same order all ballots are written. Every wait has a bound.
@@ -44,19 +43,19 @@ class Ballots:
         self._operation, self._timeout_s = operation, timeout_s
         self._call = 0
 
-    def agree(self, rows: int) -> bool:
-        """Count a call; return whether all ranks name as many rows in it. With 0 it waits for no ballot.
+    def agree(self, terms: int) -> bool:
+        """Count a call; return whether all ranks name these terms in it. With 0 it waits for no ballot.
 
         Raises PeerTimeout if a peer does not come to the call in time.
         """
         self._call = call = (self._call + 1) % NUMBERS
         if call % (RING // 2) == 0:
             self._read_all((call - RING // 2) % NUMBERS)
-        self._rings[self._rank][call % RING] = call << 32 | rows
-        return rows > 0 and all(named == rows for named in self._read_all(call))
+        self._rings[self._rank][call % RING] = call << 32 | terms
+        return terms > 0 and all(named == terms for named in self._read_all(call))
 
     def _read_all(self, call: int) -> list[int]:
-        """Return how many rows each rank names in a call, once all have written their ballots."""
+        """Return the terms that each rank names in a call, once all have written their ballots."""
         return [self._read(peer, call) for peer in range(len(self._rings))]
 
     def _read(self, peer: int, call: int) -> int:

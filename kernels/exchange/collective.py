@@ -4,20 +4,24 @@ With few rows a copy has no product to hide behind: a collective and cuBLAS are 
 ends only if every rank makes it, so it is no rank's own choice, as all else is.
 
     eager       each rank says in each call whether it would make it, see `ballots`; if all would, all do
-    captured    nobody is asked, as graphs may be captured again: it is made if the last eager call with as
-                many rows made it, which is the same on all ranks, as they make calls in the same order
+    captured    nobody is asked, as graphs may be captured again: it is made if the last eager call on these
+                terms made it, which is the same on all ranks, as they make calls in the same order
+
+The terms of a call are a number that ranks have in common where their parts of the collectives fit together:
+how many rows there are, or, over experts, a digest of what a call depends on.
 
 Whether a rank would is fixed by the caller, or a `tunable` among the group's ranks, judged by the time of the
 whole run. Its key holds nothing of a rank's own, so sessions try it on all ranks in the same runs. Ballots
-hold as well where ranks part: where one calls outside of a session, or with other rows.
+hold as well where ranks part: where one calls outside of a session, or on other terms.
 
-A peer that comes with other rows, or not at all, is found before the collective is enqueued. One that dies
+A peer that comes on other terms, or not at all, is found before the collective is enqueued. One that dies
 behind that, or does not replay its graph, is waited for as long as the process group waits.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -28,6 +32,7 @@ import torch.distributed as dist
 from dist_autotune import tunable
 
 from ..symm import SymmetricMemory, SymmetricMemoryError
+from ..tensors import remember
 from .ballots import Ballots
 from .operation import PeerTimeout
 
@@ -46,8 +51,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Collective:
     """The collective of one operation, and the agreement on making it; opening is collective.
 
-    operation, choice: names in errors and of the `tunable`. fixed: always or never; None: tuned. Raises
-    ValueError on all ranks if they pass different ones, or ask for what their process group has not.
+    operation, choice: names in errors and of the `tunable`. fixed: always or never; None: tuned, for up to
+    `most_rows` of all ranks. Raises ValueError on all ranks if they pass different ones, or ask for what
+    their process group has not.
     """
 
     def __init__(
@@ -59,14 +65,15 @@ class Collective:
         *,
         fixed: bool | None,
         timeout_s: float,
+        most_rows: float = MOST_ROWS,
     ) -> None:
         memory.require_equal("collective", str(fixed))
         if fixed not in (None, True, False):
             raise ValueError(f"collective is {fixed!r}; it is True, False, or None, which tunes it")
         self._operation, self._choice, self._group = operation, choice, group
-        self._fixed, self._timeout_s = fixed, timeout_s
+        self._fixed, self._timeout_s, self._most_rows = fixed, timeout_s, most_rows
         self._world_size, self._is_on_cpu = memory.world_size, memory.device.type == "cpu"
-        self._agreed: set[int] = set()  # how many rows the eager calls had that last made it
+        self._agreed: dict[int, bool] = {}  # by terms: whether the last eager call made it
         self._ballots = None if fixed is False or memory.world_size == 1 else self._open_ballots(memory)
 
     def _open_ballots(self, memory: SymmetricMemory) -> Ballots | None:
@@ -94,28 +101,32 @@ class Collective:
         """
         if self._fixed is not None or self._ballots is None:
             return bool(self._fixed)
-        if rows > MOST_ROWS:
+        if rows > self._most_rows:
             return False
         key, ranks = (rows, self._world_size, *key), self._group or dist.group.WORLD
         return tunable(self._choice, WAYS, key=key, among=ranks) == WAYS[1]
 
-    def agree(self, rows: int, *, wants: bool, is_capturing: bool) -> bool:
+    def agree(self, terms: int, *, wants: bool, is_capturing: bool) -> bool:
         """Return whether a call is made by the collective: the same on all ranks. To be asked once in each.
 
-        It waits for the peers' hosts if this rank wants it. Raises PeerTimeout.
+        terms: 1 to 2**32 - 1. It waits for the peers' hosts if this rank wants it. Raises PeerTimeout.
         """
         if self._ballots is None:
             return wants and self._world_size == 1
         if is_capturing:
-            return rows in self._agreed
-        is_agreed = self._ballots.agree(rows if wants else 0)
-        (self._agreed.add if is_agreed else self._agreed.discard)(rows)
-        return is_agreed
+            return self._agreed.get(terms, False)
+        return remember(self._agreed, terms, self._ballots.agree(terms if wants else 0))
 
     def all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> None:
         """Write the shards of all ranks to `gathered`, of which `shard` may be the own part."""
         if self._world_size > 1:
             self._make(_all_gather, gathered, shard)
+
+    def start_all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+        """Enqueue the same beside what follows; return what orders later work behind it."""
+        if self._world_size == 1:
+            return lambda: None
+        return self._start(_all_gather, gathered, shard)
 
     def reduce_scatter(self, out: torch.Tensor, sums: torch.Tensor) -> None:
         """Write this rank's part of the ranks' `sums`, added up, to `out`; both are contiguous."""
@@ -129,11 +140,19 @@ class Collective:
             self._make(_reduce_scatter, out, sums)
 
     def _make(self, collective: Callable[..., Any], to: torch.Tensor, given: torch.Tensor) -> None:
-        if not self._is_on_cpu:
+        if self._is_on_cpu:
+            self._start(collective, to, given)()
+        else:
             collective(to, given, group=self._group)
-            return
+
+    def _start(
+        self, collective: Callable[..., Any], to: torch.Tensor, given: torch.Tensor
+    ) -> Callable[[], None]:
+        work = collective(to, given, group=self._group, async_op=True)
+        return functools.partial(self._wait_for, work) if self._is_on_cpu else work.wait
+
+    def _wait_for(self, work: dist.Work) -> None:
         try:
-            work = collective(to, given, group=self._group, async_op=True)
             work.wait(datetime.timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             raise PeerTimeout(

@@ -274,6 +274,6 @@ def gemm(
         gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp asks for segments")
         gl.static_assert(SCHEDULE == "grouped" or SCHEDULE == "strided", "a program must know its numbers")
         problem = StreamK.create(problem, parts_ptr, counter_ptr + 2, STREAM_K)
-    scales, biases = (row_scale_ptr, column_scale_ptr), (row_bias_ptr, column_bias_ptr)
+    scales, biases = (row_scale_ptr, column_scale_ptr, 1), (row_bias_ptr, column_bias_ptr)
     pointwise = Pointwise(scales, biases, M, N, ACTIVATION, SWAP_AB)
     run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, pointwise, config)

@@ -20,11 +20,22 @@ from .any_width import piece_start
 from .operands import allocate_ring
 
 
+@gluon.jit
+def _elements(pointer, first, end, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Return so many elements, one for each column of a tensor with that layout; zeros from `end` on.
+
+    As the accumulator has its columns, a thread would load as many as it has, one by one. So each element is
+    loaded by one thread of a warp or a few, and gets to the others through shared memory.
+    """
+    at = first + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.convert_layout(gl.load(pointer + at, mask=at < end, other=0.0), gl.SliceLayout(0, layout))
+
+
 @aggregate
 class Pointwise:
     """What becomes of the sums of a product [M, N] before they are rounded, see `epilogues`."""
 
-    scales: gl.tuple  # pointers to float32 [M] and [N], or None
+    scales: gl.tuple  # pointers to float32 [M] and [N], or None, and how far apart the former are
     biases: gl.tuple  # pointers to [M] and [N], or None
     M: gl.tensor
     N: gl.tensor
@@ -32,13 +43,18 @@ class Pointwise:
     GATES_ROWS: gl.constexpr  # gate and up are rows of a tile
 
     @gluon.jit
-    def apply(self, sums, row, col, FIRST: gl.constexpr):
-        """Return what becomes of a piece that begins FIRST columns behind that row and column."""
+    def apply(self, sums, row, col, FIRST: gl.constexpr, origin=0):
+        """Return what becomes of a piece that begins FIRST columns behind that row and column.
+
+        origin: which scale is that of row 0.
+        """
         layout: gl.constexpr = sums.type.layout
         rows = row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
         columns = col + FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
-        row_scale_ptr, column_scale_ptr = self.scales
-        sums = apply_scales(sums, rows, columns, row_scale_ptr, column_scale_ptr, self.M, self.N)
+        row_scale_ptr, column_scale_ptr, pitch = self.scales
+        if column_scale_ptr is not None:
+            sums *= _elements(column_scale_ptr, col + FIRST, self.N, sums.shape[1], layout)[None, :]
+        sums = apply_scales(sums, rows, columns, row_scale_ptr, None, self.M, self.N, origin, pitch)
         row_bias_ptr, column_bias_ptr = self.biases
         return apply_epilogue(
             *(sums, rows, columns, row_bias_ptr, column_bias_ptr, self.M, self.N),
@@ -76,8 +92,8 @@ class OwnBuffers:
         )
 
     @gluon.jit
-    def store(self, accumulator, row, col, step, STORER: gl.constexpr):
-        """Start the stores of a tile.
+    def store(self, accumulator, row, col, step, STORER: gl.constexpr, origin=0):
+        """Start the stores of a tile; `origin`: see `Pointwise`.
 
         A buffer is written again when all but the BUFFERS - 1 youngest stores have been read out of it; the
         first piece waits for all of the tile before, which was long ago. TMA reads through the async proxy:
@@ -87,7 +103,7 @@ class OwnBuffers:
         """
         for i in gl.static_range((self.WIDTH + self.STORE_N - 1) // self.STORE_N):
             sums = accumulator.piece(i, self.STORE_N)
-            sums = self.pointwise.apply(sums, row, col, piece_start(i, self.STORE_N, self.WIDTH))
+            sums = self.pointwise.apply(sums, row, col, piece_start(i, self.STORE_N, self.WIDTH), origin)
             piece = sums.to(self.c_desc.dtype)
             buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
             tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)

@@ -16,15 +16,13 @@ import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
 from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, sums_of_a_result
-from ..tensors import check_no_gradient, key_of, remember
+from ..tensors import FP8, check_fp8, check_no_gradient, check_scale, key_of, remember
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
 from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
 from .launch import LaunchPlan, counter_of, execute, plan_launch
 from .pruning import prune_plain
 
-FP8 = torch.float8_e4m3fn
 INPUT_DTYPES = (torch.float16, torch.bfloat16, FP8)
-FP8_CAPABILITY = (8, 9)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
 
@@ -98,8 +96,11 @@ def persistent_matmul(
             execute(plan, a, b, out, epilogue)
         return out
     check_operands(a, b)
-    epilogue.check(a.shape[0], b.shape[1], a.device)
+    rows, columns = a.shape[0], b.shape[1]
+    epilogue.check(columns, a.device)
     check_out(out, result_shape(a, b, activation), a.device, out_dtype)
+    check_scale("scale_a", scale_a, rows, (rows, 1), a.device)
+    check_scale("scale_b", scale_b, columns, (1, columns), a.device)
     if out.numel() == 0:
         return out
     if a.shape[1] == 0:
@@ -213,16 +214,6 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
                 f"{name} {list(tensor.shape)} has strides {tensor.stride()}; the tensor cores read fp8 only "
                 f"contiguous along K: pass {advice}"
             )
-
-
-def check_fp8(device: torch.device) -> None:
-    """Raise TypeError unless the GPU has tensor cores for float8_e4m3fn."""
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is None and capability < FP8_CAPABILITY:
-        raise TypeError(
-            f"a is {FP8}; {device} has compute capability {capability}, and products in fp8 need "
-            f"{FP8_CAPABILITY}: convert a and b to torch.bfloat16"
-        )
 
 
 def result_shape(a: torch.Tensor, b: torch.Tensor, activation: str | None) -> tuple[int, int]:

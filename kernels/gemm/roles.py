@@ -1,14 +1,14 @@
 """The two roles of the Gluon bodies for Hopper and Blackwell, and who plays them.
 
-`_load` fills the ring of operands; `_work` multiplies, stores, or both. A variant is who plays them:
+`load` fills the ring of operands; `work` multiplies, stores, or both. A variant is who plays them:
 
-    pipelined             one tile a program | _work alone: its warps also start the loads,
+    pipelined             one tile a program | work alone: its warps also start the loads,
     persistent            many tiles         |   NUM_BUFFERS - 1 k blocks ahead, up to the tile's end
     persistent_pipelined  many tiles         |   or across it: the next tile is loaded under the epilogue
-    cooperative           _load (1 warp)     | _work: all other warps share a tile
-    pingpong              _load (1 warp)     | _work, _work: every second tile each; one multiplies while
+    cooperative           load (1 warp)      | work: all other warps share a tile
+    pingpong              load (1 warp)      | work, work: every second tile each; one multiplies while
                                              |   the other stores
-    cooperative, Blackwell  _load (1 warp)   | _work multiplying (1 warp) | _work storing
+    cooperative, Blackwell  load (1 warp)    | work multiplying (1 warp) | work storing
 
 Where others are to hear of stored tiles, or to be waited for, `_notify` (1 warp) does both beside these.
 
@@ -18,9 +18,9 @@ Which tiles there are is asked of a part as well, the `problem`. It has `tiles` 
     blocks_of(number)             how many k blocks it has: one or more. Where tiles differ in it, a program's
                                   are the program_id-th one and every num_programs-th one behind
     end_steps()                   of JOINED only: how many instructions along K the last one of a tile needs
-    await_rows(number, known)     return once those rows of A may be read. Only `_load` asks, once a tile, and
+    await_rows(number, known)     return once those rows of A may be read. Only `load` asks, once a tile, and
                                   passes what it was told the last time, at first 0
-    loaded()                      `_load` has started its last load
+    loaded()                      `load` has started its last load
     store(number, epilogue, ...)  the sums are complete: have the epilogue start the tile's stores
 
 and with `_notify`, which needs a dynamic schedule:
@@ -34,11 +34,11 @@ and with `_notify`, which needs a dynamic schedule:
 **It ends.** Tiles are visited in the same order by all partitions, which count steps (k blocks) alike: the
 steps of a visit follow those of the visit before. Every wait is for an arrival that needs no waiter's help:
 
-    full[s]         TMA, of a load that was started: `_load` starts each step of each visit once
+    full[s]         TMA, of a load that was started: `load` starts each step of each visit once
     empty[s]        the readers of step s - NUM_BUFFERS, who need steps up to that one only, and nothing of
-                    each other. `_work` that loads for itself starts step s + NUM_BUFFERS - 1 after it has
+                    each other. `work` that loads for itself starts step s + NUM_BUFFERS - 1 after it has
                     given back step s - 1
-    turn            see `_work`
+    turn            see `work`
     accumulator     Blackwell: `ready` by the multiplier, once for each visit; `empty` for visit v by the
                     storer of visit v - 2
     number          dynamic only: `full` by the loader, which publishes until every taker has seen the end;
@@ -48,7 +48,7 @@ steps of a visit follow those of the visit before. Every wait is for an arrival 
                     v + 2 at most. The loader publishes that, as `_notify` has taken v and the ring has more
                     slots. What else it waits for is the problem's own
 
-No tile (more programs than tiles) means no step: `_load` publishes the end and everybody stops. So does
+No tile (more programs than tiles) means no step: `load` publishes the end and everybody stops. So does
 K = 0: no tile has a k block, nothing is visited and nothing written; zeros are the caller's to write.
 
 **At the end** of a partition its stores have been read out of shared memory, and no load is under way that
@@ -110,7 +110,7 @@ class Cursor:
 
 
 @gluon.jit
-def _load(problem, schedule, operands, TAKERS: gl.constexpr):
+def load(problem, schedule, operands, TAKERS: gl.constexpr):
     """Fill the ring with the k blocks of all tiles of this program."""
     step = 0
     visit = 0
@@ -131,7 +131,7 @@ def _load(problem, schedule, operands, TAKERS: gl.constexpr):
 
 
 @gluon.jit
-def _work(
+def work(
     problem,
     schedule,
     operands,
@@ -344,13 +344,13 @@ def run(
 
     if not SPECIALIZED:
         ALL: gl.constexpr = "all_across" if config.VARIANT == "persistent_pipelined" else "all"
-        _work(problem, schedule, operands, mma, epilogue, turn, 0, 1, ALL, NOTIFIES)
+        work(problem, schedule, operands, mma, epilogue, turn, 0, 1, ALL, NOTIFIES)
     elif TENSOR_MEMORY:
         gl.warp_specialize(
             [
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "store", NOTIFIES)),
-                (_load, (problem, schedule, operands, 1)),
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "multiply", NOTIFIES)),
+                (work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "store", NOTIFIES)),
+                (load, (problem, schedule, operands, 1)),
+                (work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "multiply", NOTIFIES)),
             ]
             + ([(_notify, (problem, schedule))] if NOTIFIES else []),
             [1, 1] + ([1] if NOTIFIES else []),
@@ -359,9 +359,9 @@ def run(
     elif PINGPONG:
         gl.warp_specialize(
             [
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 2, "both", NOTIFIES)),
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 1, 2, "both", NOTIFIES)),
-                (_load, (problem, schedule, operands, 2)),
+                (work, (problem, schedule, operands, mma, epilogue, turn, 0, 2, "both", NOTIFIES)),
+                (work, (problem, schedule, operands, mma, epilogue, turn, 1, 2, "both", NOTIFIES)),
+                (load, (problem, schedule, operands, 2)),
             ]
             + ([(_notify, (problem, schedule))] if NOTIFIES else []),
             [4, 1] + ([1] if NOTIFIES else []),
@@ -370,8 +370,8 @@ def run(
     else:
         gl.warp_specialize(
             [
-                (_work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "both", NOTIFIES)),
-                (_load, (problem, schedule, operands, 1)),
+                (work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "both", NOTIFIES)),
+                (load, (problem, schedule, operands, 1)),
             ]
             + ([(_notify, (problem, schedule))] if NOTIFIES else []),
             [1] + ([1] if NOTIFIES else []),

@@ -43,25 +43,36 @@ allocated, and compares both: numbers that differ are an error on all ranks, whi
 layer. `by_expert`, here and in `MoEReduceScatter`, then tells no choices and sorts nothing: its side stream
 takes the permits and goes on to the rows. In such a call the grouped GEMM alone can find that a peer was
 given up earlier, so it lets the side stream through.
+
+**Where all ranks agree on it** a call is collectives and the kernel of a single rank instead, see
+`exchange.collective`. The choices come first, in a message of each rank, and are sorted beside what follows:
+as many rows of each rank as the rank with most tokens has, in place in `gather`. Ranks that agree have named
+equal tokens, so their parts of the collectives fit together, and a graph repeats them as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from ..exchange.peers import ARRIVED
+from ..grouped.configs import blocks_of
 from ..launch import SettledLaunches
+from ..matrices import Block, Matrix, describe
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_overlap, check_tensor, pitch_of
-from .ag_moe_kernel import all_gather_moe
+from ..tensors import check_no_gradient, check_overlap, check_tensor, lies_by_columns, pitch_of
+from .ag_moe_kernel import all_gather_moe, specialized
 from .launch import HEIGHTS, Shape
 from .operation import ExpertOperation, check_choices, check_experts
 from .plan import Plan, Routing
 
+BODIES = ("auto", "plain")
+
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
+_SPECIALIZED: SettledLaunches[Shape] = SettledLaunches(specialized, blocks_of, operation="AllGatherMoE")
 
 
 class AllGatherMoE(ExpertOperation):
@@ -77,9 +88,19 @@ class AllGatherMoE(ExpertOperation):
     come together. Calls with `tokens=` may be captured in CUDA graphs and replayed any number of times among
     eager calls, in the same order on all ranks; before the capture, call once with the same shapes.
     `timeout_s` is how long a kernel waits for a peer. Opening and closing are collective.
+
+    `collective` says whether calls gather by collectives of the group and multiply by the kernel of a single
+    rank; None tunes that, for numbers of tokens up to the same power of two. All ranks pass the same. Where
+    this rank would make them, its host waits for the peers to come to the call, and makes them if all would.
+    A captured call does what the last eager one with as many tokens of each rank did; a replay waits for its
+    peers as any collective does.
+
+    With `body="auto"` calls on Hopper whose experts have, on average, the rows of a tile are left to a kernel
+    whose warps have roles, if rows of the weight and of the result begin at 16 bytes; with "plain" none is.
+    Ranks may differ in it.
     """
 
-    _orders, _by_first = 2, False
+    _orders, _by_first, _way = 2, False, "ag_moe way"
 
     def __init__(
         self,
@@ -91,9 +112,13 @@ class AllGatherMoE(ExpertOperation):
         *,
         timeout_s: float = 300.0,
         max_topk: int = 16,
+        collective: bool | None = None,
+        body: str = "plain",
     ) -> None:
-        self._k = k
-        super().__init__(tokens_per_rank, dtype, group, backend, timeout_s, max_topk)
+        if body not in BODIES:
+            raise ValueError(f"body is {body!r}; it is one of {', '.join(BODIES)}")
+        self._k, self._body, self._key = k, body, (k, str(dtype))
+        super().__init__(tokens_per_rank, dtype, group, backend, timeout_s, max_topk, collective)
 
     def _allocate(self) -> None:
         super()._allocate()
@@ -134,12 +159,10 @@ class AllGatherMoE(ExpertOperation):
             self._check_rows(out, rows)
             if out is None:
                 out = x_shard.new_empty((rows, weight.shape[1]))
-            self._put_tokens(x_shard)
-            self._announce(topk_ids)
-            self._push(x_shard.shape[0])
-            plan = self._sort(topk_ids, weight.shape[0], first=self.rank)
-            self._launch(weight, out, plan, topk_ids.shape[1])
-            self._pushes.finish()
+            with self._exchanging("call", x_shard, weight, topk_ids.shape[1], topk_ids) as is_gathered:
+                plan = self._sort(topk_ids, weight.shape[0], first=self.rank, is_gathered=is_gathered)
+            self._launch(weight, out, plan, topk_ids.shape[1], is_gathered=is_gathered)
+            self._finish(is_gathered)
         return out
 
     def route(
@@ -167,12 +190,12 @@ class AllGatherMoE(ExpertOperation):
         with self._carrying_out():
             counts = self._tokens_of_all(x_shard.shape[0], known)
             out = x_shard.new_empty((sum(counts) * topk_ids.shape[1], weight.shape[1]))
-            self._put_tokens(x_shard)
-            self._announce(topk_ids, topk_weights, is_shared=True)
-            self._push(x_shard.shape[0])
-            routing = self._route(topk_ids, weight.shape[0])
-            self._launch(weight, out, routing.plan, routing.topk, is_sorted=True)
-            self._pushes.finish()
+            told = (topk_ids.shape[1], topk_ids, topk_weights)
+            with self._exchanging("route", x_shard, weight, *told) as is_gathered:
+                routing = self._route(topk_ids, weight.shape[0], is_gathered=is_gathered)
+            plan = routing.plan
+            self._launch(weight, out, plan, routing.topk, is_sorted=True, is_gathered=is_gathered)
+            self._finish(is_gathered)
         return out, routing
 
     def by_expert(self, x_shard: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -186,19 +209,19 @@ class AllGatherMoE(ExpertOperation):
             raise ValueError(f"{given}: rank {self.rank} must pass as many")
         with self._carrying_out():
             out = x_shard.new_empty((len(routing.rows), weight.shape[1]))
-            self._put_tokens(x_shard)
-            self._announcer.permit()
-            self._push(x_shard.shape[0])
-            sources = routing.sources(self._capacity)
-            self._launch(weight, out, routing.plan, routing.topk, sources, is_sorted=True)
-            self._pushes.finish()
+            with self._exchanging("by_expert", x_shard, weight, routing.topk) as is_gathered:
+                sources = routing.sources(max(routing.tokens) if is_gathered else self._capacity)
+            planned = (routing.plan, routing.topk, sources)
+            self._launch(weight, out, *planned, is_sorted=True, is_gathered=is_gathered)
+            self._finish(is_gathered)
         return out
 
     @property
     def shard(self) -> torch.Tensor:
         """The symmetric input buffer [tokens_per_rank, K]: `op(op.shard[:T_r], ...)` copies no tokens.
 
-        Write it on the stream of the calls; it is free again as soon as a call has returned.
+        Write it on the stream of the calls; it is free again as soon as a call has returned, which may have
+        overwritten the rows behind the first T_r.
         """
         self._check_usable()
         return self._shard
@@ -230,9 +253,36 @@ class AllGatherMoE(ExpertOperation):
         if out is not None and out.shape[0] != rows:
             raise ValueError(f"out has shape {list(out.shape)}; the result has {rows} rows")
 
-    def _put_tokens(self, x_shard: torch.Tensor) -> None:
+    @contextlib.contextmanager
+    def _exchanging(
+        self,
+        kind: str,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor,
+        topk: int,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+    ) -> Iterator[bool]:
+        """Enqueue, beside the block, what tells peers of tokens and choices; yield whether collectives do."""
         if len(x_shard) and x_shard.data_ptr() != self._shard.data_ptr():
             self._shard[: len(x_shard)].copy_(x_shard.detach())
+        if self._tell(kind, weight.shape[0], topk, topk_ids, topk_weights):
+            join = self._collective.start_all_gather(self._gathered(), self._shard[: max(self._told)])
+            yield True
+            join()
+        else:
+            self._push(x_shard.shape[0])
+            yield False
+
+    def _gathered(self) -> torch.Tensor:
+        """Return where a collective gathers as many rows of each rank; this rank's are in place."""
+        rows = max(self._told)
+        first = self.rank * (self._capacity - rows)
+        return self._gather.local.flatten(0, 1)[first : first + self.world_size * rows]
+
+    def _finish(self, is_gathered: bool) -> None:
+        if not is_gathered:
+            self._pushes.finish()
 
     def _push(self, tokens: int) -> None:
         shard = self._shard[:tokens]
@@ -249,14 +299,51 @@ class AllGatherMoE(ExpertOperation):
         sources: torch.Tensor | None = None,
         *,
         is_sorted: bool = False,
+        is_gathered: bool = False,
     ) -> None:
-        """Enqueue the kernel of one call; sources: in place of the plan's."""
-        planned = (plan.rows, plan.sources if sources is None else sources, plan.ends, plan.tables)
-        tensors = (self._gather.local, weight.detach(), out, *planned, self._flags.local, self._errors)
+        """Enqueue the kernel of one call, of one rank if all is gathered; sources: in place of the plan's."""
+        tokens, flags, rank = self._gather.local, self._flags.local, self.rank
+        ends, tables = plan.ends, plan.tables
+        if is_gathered:
+            tokens, flags, rank = self._gathered(), self._arrived, 0
+            first = HEIGHTS if is_sorted else 0  # a shared sorting has stages: by expert is order 1
+            ends, tables = plan.ends_of_all[first:], plan.tables[first:]
+        planned = (plan.rows, plan.sources if sources is None else sources, ends, tables)
+        tensors = (tokens, weight.detach(), out, *planned, flags, self._errors)
         strides = (weight.stride(0), pitch_of(weight), out.stride(0))
-        shape = self._shape(out.shape[0], weight, strides, tensors, is_sorted=is_sorted)
-        own = (topk, plan.capacity, *strides, self.rank, self._patience_ticks)
-        _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own), HEIGHTS=HEIGHTS)
+        kind = {"is_sorted": is_sorted, "is_gathered": is_gathered}
+        shape = self._shape(out.shape[0], weight, strides, tensors, **kind)
+        numbers = (topk, plan.capacity, *strides, rank, self._patience_ticks)
+        if self._body == "auto" and shape.suits_specialized():
+            _launch_specialized(shape, tensors, numbers)
+            return
+        _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *numbers), HEIGHTS=HEIGHTS)
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         return f"rank {peer}, or one that it waits for, did not push its tokens in time"
+
+
+def _launch_specialized(shape: Shape, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...]) -> None:
+    """Enqueue the kernel for Hopper; the arguments are those of the plain one, in their order."""
+    gathered, weight, *others = tensors
+    matrix, given = _matrix_of(weight), (gathered, *others)
+    topk, capacity, _of_experts, _of_rows, *further = numbers
+    arguments = (*given, *shape.sizes().values(), topk, capacity, *further)
+    settled = _SPECIALIZED.find(shape)
+    if settled is not None:
+        settled.launch((matrix,), *arguments)
+        return
+    constants = shape.constants() | {"HEIGHTS": HEIGHTS}
+    of_kernel = ("WORLD", "HEIGHTS", "BY_COLUMNS", "SORTED")
+    constants = {name: constants[name] for name in of_kernel}
+    any_block = Block(8, 64)  # the config's `pre_hook` sets the right one
+    compiled = specialized[shape.grid](describe(matrix, any_block), *arguments, **constants)
+    _SPECIALIZED.remember(shape, compiled, constants, given)
+
+
+def _matrix_of(weight: torch.Tensor) -> Matrix:
+    """Return the experts' matrices, one below the other, as `lies_for_tma` knows them to lie."""
+    experts, n, k = weight.shape
+    by_columns = lies_by_columns(weight)
+    rows, columns = (k, n) if by_columns else (n, k)
+    return Matrix(weight.data_ptr(), experts * rows, columns, pitch_of(weight), weight.dtype, by_columns)

@@ -1,13 +1,18 @@
-"""The first messages of a call: permits, then the choices of this rank's tokens, to all peers."""
+"""The first messages of a call: choices of this rank's tokens, to all peers, by pushes or a collective."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from ..exchange.peers import FREE, GIVEN, TOLD
+from ..exchange.collective import Collective
+from ..exchange.peers import FLAGS, FREE, GIVEN, TOLD
 from ..exchange.push import Pushes
-from ..symm import SymmetricTensor
+from ..symm import SymmetricMemory, SymmetricTensor
 from .flags import TOPK_SPAN
+
+ROWS_TOLD = slice(TOLD.value, GIVEN.value + 1, GIVEN.value - TOLD.value)  # of flags
 
 
 class Announcer:
@@ -48,3 +53,50 @@ class Announcer:
         part = slice(begin, begin + length)
         told = lists if length else ()
         return [[(each.peers[peer][part], each.local[part]) for each in told] for peer in self._pushes.before]
+
+
+class ChoiceGatherer:
+    """Gathers the choices of all ranks by a collective, to where sorting looks for those that are pushed.
+
+    ids, weights: there. A rank's message is its digest of all tokens, what TOLD says, and its choices.
+    """
+
+    def __init__(self, memory: SymmetricMemory, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        self._rank, self._world_size = memory.rank, memory.world_size
+        self._ids, self._weights = ids, weights
+        shape = (FLAGS, memory.world_size)
+        self.flags = memory.hold(torch.zeros(shape, dtype=torch.int32, device=memory.device))
+        self._messages = ids.new_empty(0)
+
+    def gather(
+        self,
+        collective: Collective,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        room: int,
+        given: int,
+    ) -> None:
+        """Enqueue the collective.
+
+        room: for the choices of the rank that has most. given: the digest of the tokens of all ranks, as this
+        one knows them.
+        """
+        (tokens, topk), chosen = topk_ids.shape, topk_ids.numel()
+        words = 1 + room + (0 if topk_weights is None else (room + 1) // 2)
+        self._messages = self._ids.new_empty((self._world_size, words))
+        own = self._messages[self._rank]
+        own[:1].fill_(given << 32 | tokens * TOPK_SPAN.value + topk)
+        own[1 : 1 + chosen].copy_(topk_ids.reshape(-1))
+        if topk_weights is not None:
+            own[1 + room :].view(torch.float32)[:chosen].copy_(topk_weights.detach().reshape(-1))
+        collective.all_gather(self._messages.view(-1), own)
+
+    def deliver(self, room: int) -> None:
+        """Enqueue that rank p's choices are at `p * room` from here on, and that `flags` say how many."""
+        messages, shape = self._messages, (self._world_size, room)
+        self._messages = self._ids.new_empty(0)
+        self.flags[ROWS_TOLD].copy_(messages.view(torch.int32)[:, :2].T)
+        self._ids[: math.prod(shape)].view(shape).copy_(messages[:, 1 : 1 + room])
+        if messages.shape[1] > 1 + room:
+            weights = messages.view(torch.float32)[:, 2 * (1 + room) :]
+            self._weights[: math.prod(shape)].view(shape).copy_(weights[:, :room])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from ..configs import INTERPRETED, candidate
+from ..grouped.configs import LOWEST_HEIGHT as LOWEST_GROUPED_HEIGHT
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 
 LOWEST_HEIGHT = 16  # of a tile; each following table of tiles is for twice as much
@@ -52,7 +54,8 @@ HEIGHTS = (HIGHEST_HEIGHT // LOWEST_HEIGHT).bit_length()
 def ordered(config: triton.Config, *, by_arrival: bool) -> triton.Config:
     """Return the config with an order of tiles: as chunks arrive; or by expert, which overlaps little."""
     kwargs = {**config.kwargs, "BY_ARRIVAL": by_arrival}
-    return triton.Config(kwargs, num_warps=config.num_warps, num_stages=config.num_stages)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return triton.Config(kwargs, **options, pre_hook=config.pre_hook)
 
 
 def size_class(choices: int) -> int:
@@ -86,10 +89,29 @@ class Shape(NamedTuple):
         layout = {"TMA_LEGAL": self.tma_legal, "BY_COLUMNS": self.by_columns}
         return {"WORLD": self.world_size, **layout, "UPCAST": self.upcasts, "SORTED": self.is_sorted}
 
+    def suits_specialized(self) -> bool:
+        """Return whether the kernel for Hopper takes such calls: rows that begin at 16 bytes, high tiles.
+
+        The answer depends on addresses and on N: it is this rank's own.
+        """
+        gather_is_aligned, _, out_is_aligned, *_ = self.aligned
+        sizes = (self.n, self.k, self.strides[-1])
+        whole = self.dtype.itemsize == 2 and all(size % 8 == 0 for size in sizes)
+        addressable = self.tma_legal and gather_is_aligned and out_is_aligned and whole
+        fills_tiles = self.size_class >= LOWEST_GROUPED_HEIGHT * self.experts
+        return addressable and fills_tiles and _is_hopper(self.device)
+
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         """Return how many programs run: at most the SMs or the tiles, and one even without tiles, to wait."""
         blocks = min(self.choices, triton.cdiv(self.choices, meta["BLOCK_M"]) + self.experts + 1)
         return max(1, min(self.programs, blocks * triton.cdiv(self.n, meta["BLOCK_N"]))), 1, 1
+
+
+@functools.lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or INTERPRETED or torch.version.hip:
+        return False
+    return bool(torch.cuda.get_device_properties(device).major == 9)
 
 
 def counted(choices: int, programs: int) -> int:

@@ -48,12 +48,16 @@ its stores; who combines stage s has acquired the counts of stages 0 to s. What 
 
 **Permits, what is overwritten, and patience** are as `exchange.push` says. The partial sums are rewritten by
 the kernel of the next call, behind the join.
+
+**Where all ranks agree on it** a call is collectives instead, as in `AllGatherMoE`: choices are gathered, the
+kernel of a single rank combines the tokens of all, and a reduce-scatter adds the ranks' parts, of as many
+rows for each rank as the rank with most tokens has.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,12 +82,14 @@ class _Choices:
 
     plan: Plan
     weights: torch.Tensor
+    offsets: torch.Tensor
     ends: torch.Tensor
     tables: torch.Tensor
     counters: torch.Tensor
     tokens: tuple[int, ...]
     topk: int
     is_sorted: bool = False
+    is_gathered: bool = False  # they are one rank's to the kernel
 
 
 class MoEReduceScatter(ExpertOperation):
@@ -99,14 +105,15 @@ class MoEReduceScatter(ExpertOperation):
 
     The same call gives the same bits each time, with the same config. Tune it inside `contextual_autotune`:
     outside, a shape that has not been tuned takes the first candidate. What `AllGatherMoE` says about
-    `tokens=`, CUDA graphs and timeouts holds here too. Kernels of other streams that wait for peers, such as
-    collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
+    `tokens=`, CUDA graphs, timeouts and `collective` holds here too; a collective adds parts in its own way.
+    Kernels of other streams that wait for peers, such as collectives of another dimension of a mesh, may run
+    beside a call, if they leave it an SM.
 
     Each rank holds 2 * (W - 1) * tokens_per_rank * n elements, half of them of symmetric memory, and in a
     call T * topk * n more.
     """
 
-    _orders, _by_first = 1, True
+    _orders, _by_first, _way = 1, True, "moe_rs way"
 
     def __init__(
         self,
@@ -118,11 +125,12 @@ class MoEReduceScatter(ExpertOperation):
         *,
         timeout_s: float = 300.0,
         max_topk: int = 16,
+        collective: bool | None = None,
     ) -> None:
         if n < 1:
             raise ValueError(f"n={n} columns; it must be at least 1")
-        self._n = n
-        super().__init__(tokens_per_rank, dtype, group, backend, timeout_s, max_topk)
+        self._n, self._key = n, (n, str(dtype))
+        super().__init__(tokens_per_rank, dtype, group, backend, timeout_s, max_topk, collective)
 
     def _allocate(self) -> None:
         super()._allocate()
@@ -182,10 +190,11 @@ class MoEReduceScatter(ExpertOperation):
             self._check_rows(y, counts, topk)
             if out is None:
                 out = y.new_empty((topk_ids.shape[0], self._n))
-            self._announce(topk_ids, topk_weights)
-            plan = self._sort(topk_ids, weight.shape[0], first=self.rank + 1)
-            read = (plan, self._weights.local, plan.ends, plan.tables, plan.counters)
-            self._scatter(y, weight, out, _Choices(*read, counts, topk), in_steps=in_steps)
+            is_gathered = self._tell("call", weight.shape[0], topk, topk_ids, topk_weights)
+            plan = self._sort(topk_ids, weight.shape[0], first=self.rank + 1, is_gathered=is_gathered)
+            listed = (plan.offsets_of_all, plan.ends_of_all) if is_gathered else (plan.offsets, plan.ends)
+            read = (plan, self._weights.local, *listed, plan.tables, plan.counters, counts, topk)
+            self._scatter(y, weight, out, _Choices(*read, is_gathered=is_gathered), in_steps=in_steps)
         return out
 
     def by_expert(
@@ -214,11 +223,9 @@ class MoEReduceScatter(ExpertOperation):
         with self._carrying_out():
             if out is None:
                 out = y.new_empty((routing.tokens[self.rank], self._n))
-            plan, first = routing.plan, 2 * HEIGHTS  # the tables of order 2
             self._counters.zero_()
-            self._announcer.permit()
-            read = (plan, factors, plan.ends[first:], plan.tables[first:], self._counters)
-            choices = _Choices(*read, routing.tokens, routing.topk, is_sorted=True)
+            is_gathered = self._tell("by_expert", weight.shape[0], routing.topk)
+            choices = self._routed(routing, factors, is_gathered)
             self._scatter(y, weight, out, choices, in_steps=in_steps)
         return out
 
@@ -252,6 +259,14 @@ class MoEReduceScatter(ExpertOperation):
             wanted = f"tokens {list(tokens)} of the ranks with topk={topk} are {rows} rows"
             raise ValueError(f"y has {y.shape[0]} rows; {wanted}")
 
+    def _routed(self, routing: Routing, weights: torch.Tensor, is_gathered: bool) -> _Choices:
+        """Return the choices in order 2, by stage; gathered: in order 1, by expert."""
+        plan, order = routing.plan, 1 if is_gathered else 2
+        offsets, ends = (plan.offsets_of_all, plan.ends_of_all) if is_gathered else (plan.offsets, plan.ends)
+        listed = (offsets, ends[order * HEIGHTS :], plan.tables[order * HEIGHTS :], self._counters)
+        of_call = (routing.tokens, routing.topk)
+        return _Choices(plan, weights, *listed, *of_call, is_sorted=True, is_gathered=is_gathered)
+
     def _scatter(
         self,
         y: torch.Tensor,
@@ -261,11 +276,38 @@ class MoEReduceScatter(ExpertOperation):
         *,
         in_steps: bool,
     ) -> None:
-        """Enqueue kernel and pushes of one call, behind its permits, and its end."""
+        """Enqueue kernel and pushes of one call, behind its permits, and its end; or its collective."""
         products = y.new_empty((y.shape[0], self._n))
+        if choices.is_gathered:
+            self._reduce(functools.partial(self._launch, y, weight), out, products, choices)
+            return
         launch = functools.partial(self._launch, y, weight, out, products, choices)
         self._pusher.run(launch, choices.tokens, arrived=1, in_steps=in_steps)
         self._pushes.finish()
+
+    def _reduce(
+        self, launch: Callable[..., None], out: torch.Tensor, products: torch.Tensor, choices: _Choices
+    ) -> None:
+        """Enqueue the kernel of all ranks' tokens, and the collective, for which all have as many rows."""
+        rows = max(choices.tokens)
+        padded = self._room(out, self.world_size * rows)
+        are_equal = min(choices.tokens) == rows
+        sums = padded if are_equal else out.new_empty((sum(choices.tokens), self._n))
+        launch(sums, products, choices)
+        if not are_equal:
+            parts = zip(padded.split(rows), sums.split(choices.tokens), strict=True)
+            for padded_part, part in parts:
+                padded_part[: len(part)].copy_(part)
+        is_whole = len(out) == rows and out.is_contiguous()
+        result = out.detach() if is_whole else out.new_empty((rows, self._n))
+        self._collective.reduce_scatter(result, padded)
+        if not is_whole:
+            out.detach().copy_(result[: len(out)])
+
+    def _room(self, like: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return room for so many sums: that of partial sums, where it is enough."""
+        held = self._partial.flatten(0, 1)[:rows]
+        return held if len(held) == rows else like.new_empty((rows, self._n))
 
     def _launch(
         self,
@@ -277,15 +319,19 @@ class MoEReduceScatter(ExpertOperation):
         step: int | None = None,
     ) -> None:
         """Enqueue the kernel of one call; of one stage alone, `step`, whose launches come in this order."""
-        first_part, parts = (0, self.world_size + 1) if step is None else (step, 1)
+        world, rank, flags = self.world_size, self.rank, self._flags.local
+        if choices.is_gathered:
+            world, rank, flags = 1, 0, self._arrived
+        first_part, parts = (0, world + 1) if step is None else (step, 1)
         sums = (products, self._partial, self._staged.local, choices.weights)
         plan = choices.plan
-        planned = (plan.rows, plan.sources, plan.offsets, choices.ends, choices.tables, choices.counters)
-        tensors = (y.detach(), weight.detach(), out, *sums, *planned, self._flags.local, self._errors)
+        planned = (plan.rows, plan.sources, choices.offsets, choices.ends, choices.tables, choices.counters)
+        tensors = (y.detach(), weight.detach(), out, *sums, *planned, flags, self._errors)
         strides = (y.stride(0), weight.stride(0), pitch_of(weight), out.stride(0))
-        shape = self._shape(y.shape[0], weight, strides, tensors, is_sorted=choices.is_sorted)
+        kind = {"is_sorted": choices.is_sorted, "is_gathered": choices.is_gathered}
+        shape = self._shape(y.shape[0], weight, strides, tensors, **kind)
         addressable = begin_at_16_bytes(y.element_size(), (y.data_ptr(),), strides[:1])
-        of_launch = (first_part, parts, self.rank, self._patience_ticks)
+        of_launch = (first_part, parts, rank, self._patience_ticks)
         own = (choices.topk, self._capacity, plan.capacity, *strides, *of_launch)
         neighbours = choices.is_sorted and self._has_tma and addressable
         _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own), A_TMA_LEGAL=neighbours)

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import abc
+import functools
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from ..exchange.collective import Collective
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation, PeerTimeout
 from ..exchange.peers import FLAGS
 from ..exchange.push import Pushes
 from ..signals import Failure
 from ..symm import SymmetricMemory, SymmetricMemoryError, open_symmetric_memory
 from ..tensors import check_tensor, lies_by_columns
-from .announcer import Announcer
+from .announcer import Announcer, ChoiceGatherer
 from .flags import (
     GIVEN_OTHERS,
     MOST_CHOICES,
@@ -34,6 +38,7 @@ MOST_ROWS = 2**29  # places in the tables of tiles are int32
 EAGER_POLLS = 1000  # before a waiting host starts to sleep between polls
 POLL_S = 5e-5
 TOKEN_BITS = 32
+KINDS = ("call", "route", "by_expert")  # of calls, which all ranks make alike
 
 
 def check_experts(weight: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -120,6 +125,8 @@ class ExpertOperation(Operation):
 
     _orders: int  # of its tiles, see `routing`
     _by_first: bool
+    _way: ClassVar[str]  # the `tunable` of a collective
+    _key: tuple[Hashable, ...]  # of that: what the operation was opened for
     _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
     _mend_calls = ""
 
@@ -131,6 +138,7 @@ class ExpertOperation(Operation):
         backend: str,
         timeout_s: float,
         max_topk: int,
+        collective: bool | None,
     ) -> None:
         if not 1 <= tokens_per_rank <= MOST_TOKENS:
             raise ValueError(f"tokens_per_rank={tokens_per_rank}; it must be 1 to {MOST_TOKENS}")
@@ -139,7 +147,16 @@ class ExpertOperation(Operation):
         self._capacity, self._max_topk, self._dtype = tokens_per_rank, max_topk, dtype
         self._group, self._timeout_s = group, timeout_s
         self._told: tuple[int, ...] = ()  # of the last call
-        self._plans: dict[tuple[int, int], Plan] = {}
+        self._plans: dict[tuple[int, int, int], Plan] = {}
+        self._open_collective = functools.partial(
+            Collective,
+            type(self).__name__,
+            self._way,
+            group,
+            fixed=collective,
+            timeout_s=timeout_s,
+            most_rows=math.inf,
+        )
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
@@ -154,6 +171,11 @@ class ExpertOperation(Operation):
         if self.world_size > 1:
             self._open_board()
         self._announcer = Announcer(self._pushes)
+        self._gatherer = ChoiceGatherer(self._memory, self._ids.local, self._weights.local)
+        # What a kernel of one rank finds, if it asks.
+        arrived = torch.ones((FLAGS, 1), dtype=torch.int32, device=self.device)
+        self._arrived = self._memory.hold(arrived)
+        self._collective = self._open_collective(self._memory)
 
     def _open_board(self) -> None:
         try:  # it fails on all ranks or on none
@@ -166,7 +188,7 @@ class ExpertOperation(Operation):
         if self._host_memory is not None:
             self._host_memory.abandon()
         del self._ids, self._weights, self._flags, self._announcer, self._pushes
-        del self._board, self._host_memory
+        del self._board, self._host_memory, self._collective, self._gatherer, self._arrived
         self._plans.clear()
 
     # ---- one call
@@ -207,9 +229,34 @@ class ExpertOperation(Operation):
         self._told = known
         return known
 
-    def _announce(
-        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None = None, *, is_shared: bool = False
-    ) -> None:
+    def _tell(
+        self,
+        kind: str,
+        experts: int,
+        topk: int,
+        topk_ids: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+    ) -> bool:
+        """Enqueue permits and choices, or what gathers choices; return whether the call is by collectives.
+
+        To be asked once in each call, of one of KINDS: all ranks decide alike.
+        """
+        most_tokens, is_shared = max(self._told), kind == "route"
+        key = (kind, experts, topk, *self._key)
+        wants = most_tokens > 0 and self._collective.wants(size_class(self.world_size * most_tokens), key)
+        terms = 1 + digest_of((KINDS.index(kind), experts, topk, *self._told))
+        if self._collective.agree(terms, wants=wants, is_capturing=self._is_capturing()):
+            if topk_ids is not None:
+                of_call = (most_tokens * topk, self._digest(is_shared))
+                self._gatherer.gather(self._collective, topk_ids, topk_weights, *of_call)
+            return True
+        if topk_ids is None:
+            self._announcer.permit()
+        else:
+            self._announce(topk_ids, topk_weights, is_shared)
+        return False
+
+    def _announce(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, is_shared: bool) -> None:
         """Put the choices in their place and enqueue what tells the peers."""
         tokens, topk = topk_ids.shape
         given = [(self._ids, topk_ids)]
@@ -225,41 +272,51 @@ class ExpertOperation(Operation):
     def _digest(self, is_shared: bool) -> int:
         return digest_of(self._told) + (SHARED_DIGEST.value if is_shared else 0)
 
-    def _sort(self, topk_ids: torch.Tensor, experts: int, first: int) -> Plan:
+    def _sort(self, topk_ids: torch.Tensor, experts: int, first: int, *, is_gathered: bool) -> Plan:
         """Enqueue the sorting of the choices of all ranks, chunk `first` first; return where they will be."""
-        topk = topk_ids.shape[1]
-        plan = self._plans.get((experts, topk))
+        topk, stages = topk_ids.shape[1], 1 if is_gathered else self.world_size
+        plan = self._plans.get((experts, topk, stages))
         if plan is None:
-            plan = self._plans[experts, topk] = Plan(
+            plan = self._plans[experts, topk, stages] = Plan(
                 world_size=self.world_size,
                 experts=experts,
                 most=self.world_size * self._capacity * topk,
                 orders=self._orders,
                 by_first=self._by_first,
                 device=self.device,
+                stages=stages,
             )
             self._memory.hold(plan.words)
-        self._fill(plan, topk_ids, first)
+        self._fill(plan, topk_ids, first, is_gathered=is_gathered)
         return plan
 
-    def _route(self, topk_ids: torch.Tensor, experts: int) -> Routing:
+    def _route(self, topk_ids: torch.Tensor, experts: int, *, is_gathered: bool) -> Routing:
         """Enqueue a sorting of the choices and weights of all ranks that both operations of a layer share."""
         topk = topk_ids.shape[1]
         plan = shared_plan(self.world_size, experts, sum(self._told) * topk, self.device)
-        self._fill(plan, topk_ids, self.rank, self._weights.local)
+        self._fill(plan, topk_ids, self.rank, self._weights.local, is_gathered=is_gathered)
         return Routing(plan, self._told, topk)
 
     def _fill(
-        self, plan: Plan, topk_ids: torch.Tensor, first: int, weights: torch.Tensor | None = None
+        self,
+        plan: Plan,
+        topk_ids: torch.Tensor,
+        first: int,
+        weights: torch.Tensor | None = None,
+        *,
+        is_gathered: bool,
     ) -> None:
         tokens, topk = topk_ids.shape
+        stride = topk * (max(self._told) if is_gathered else self._capacity)
+        if is_gathered:
+            self._gatherer.deliver(stride)
         plan.sort(
             self._ids.local,
-            self._flags.local,
+            self._gatherer.flags if is_gathered else self._flags.local,
             self._errors,
             pairs=sum(self._told) * topk,
             topk=topk,
-            stride=self._capacity * topk,
+            stride=stride,
             tokens=tokens,
             told=self._digest(weights is not None),
             rank=self.rank,
@@ -286,16 +343,18 @@ class ExpertOperation(Operation):
         strides: tuple[int, ...],
         tensors: tuple[torch.Tensor, ...],
         *,
-        is_sorted: bool = False,
+        is_sorted: bool,
+        is_gathered: bool,
     ) -> Shape:
-        """Return what the launch of a grouped GEMM of so many choices depends on."""
+        """Return what the launch of a grouped GEMM of so many choices depends on; gathered: of one rank's."""
         experts, columns, k = weight.shape
         programs = self._sms or INTERPRETED_PROGRAMS
         sizes = (counted(choices, programs), size_class(choices), columns, k, experts)
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         layout = (self._has_tma and lies_for_tma(weight), lies_by_columns(weight))
         place = (weight.dtype, weight.device, aligned, *layout)
-        return Shape(*sizes, strides, self.world_size, programs, *place, self._upcasts, is_sorted)
+        ranks = 1 if is_gathered else self.world_size
+        return Shape(*sizes, strides, ranks, programs, *place, self._upcasts, is_sorted)
 
     # ---- what went wrong
 

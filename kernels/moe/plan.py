@@ -26,9 +26,10 @@ class Plan:
     """Where the choices of up to `most` (token, expert) pairs go when they are sorted.
 
     What the kernels read: `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`,
-    three words for each rank, which are 0 when the first kernel behind the sorting starts. `starts` is where
+    three words for each stage, which are 0 when the first kernel behind the sorting starts. `starts` is where
     the choices of each expert start, those that are dropped as of one more. All of it lies in `words`, which
-    another plan of the same sizes may be made of.
+    another plan of the same sizes may be made of. stages: 1 for kernels that wait for no chunk; else a stage
+    for each rank.
     """
 
     def __init__(
@@ -41,15 +42,18 @@ class Plan:
         by_first: bool,
         device: torch.device,
         words: torch.Tensor | None = None,
+        stages: int | None = None,
     ) -> None:
         self.experts = experts
+        stages = stages or world_size
         self.capacity = _blocks(most, experts)
         padded = triton.next_power_of_2(experts + 1)
         self._constants = {"WORLD": world_size, "BLOCK": BLOCK}
         self._of_tables = {"HEIGHTS": HEIGHTS, "EXPERTS": padded}
-        self._of_tables["SEARCH_BITS"] = search_bits(world_size, padded)
-        self._of_orders = {"ORDERS": orders, "BY_FIRST": by_first}
-        shapes = _shapes(world_size, experts, most, orders)
+        self._of_tables["SEARCH_BITS"] = search_bits(stages, padded)
+        self._of_stages = {"STAGES": stages}
+        self._of_orders = {"ORDERS": orders, "BY_FIRST": by_first, **self._of_stages}
+        shapes = _shapes(world_size, experts, most, orders, stages)
         if words is None:
             words = torch.empty(_length(shapes), dtype=torch.int32, device=device)
         self.words = words  # what the kernels of a call write
@@ -57,7 +61,7 @@ class Plan:
         for name, shape in shapes.items():
             parts[name] = words[begin : begin + math.prod(shape)].view(shape)
             begin += _aligned(math.prod(shape))
-        counted = world_size * (experts + 1)
+        counted = stages * (experts + 1)
         self._zeroed = parts["zeroed"]
         self._counts, self.counters = self._zeroed[: counted + 1], self._zeroed[counted + 1 :]
         self._starts, self.offsets, self._within = parts["starts"], parts["offsets"], parts["within"]
@@ -69,6 +73,16 @@ class Plan:
     def weights(self) -> torch.Tensor:
         """If the sorting is shared, the sorted choices' weights, float32; 0 of those that are dropped."""
         return self._within.view(torch.float32)  # which needs no places
+
+    @property
+    def ends_of_all(self) -> torch.Tensor:
+        """int32 [tables]: what `ends` are to a kernel of one rank, which has a single stage."""
+        return self.ends[:, -1].contiguous()
+
+    @property
+    def offsets_of_all(self) -> torch.Tensor:
+        """int32 [2]: what `offsets` are to a kernel of one rank."""
+        return self.offsets[:: len(self.offsets) - 1].contiguous()
 
     def sort(
         self,
@@ -95,7 +109,8 @@ class Plan:
         numbers = (pairs, self.experts, topk, stride, tokens, told, rank, first, patience_ticks)
         launch: Callable[..., Any] = count_choices[(PROGRAMS,)]
         arguments = (ids, flags, errors, *counts, self._within, *numbers)
-        launch(*arguments, **self._constants, SHARED=weights is not None, num_warps=WARPS)
+        constants = {**self._constants, **self._of_stages}
+        launch(*arguments, **constants, SHARED=weights is not None, num_warps=WARPS)
         sizes = (self.experts, stride, first, self.capacity)
         constants = {**self._constants, **self._of_tables}
         tables = (self._groups, self.ends, self.tables)
@@ -168,19 +183,19 @@ def shared_plan(
 
 def words_of_shared(world_size: int, experts: int, most: int) -> int:
     """Return the length of a shared plan's `words`."""
-    return _length(_shapes(world_size, experts, most, SHARED_ORDERS))
+    return _length(_shapes(world_size, experts, most, SHARED_ORDERS, world_size))
 
 
-def _shapes(world_size: int, experts: int, most: int, orders: int) -> dict[str, tuple[int, ...]]:
-    counted, tables = world_size * (experts + 1), orders * HEIGHTS
+def _shapes(world_size: int, experts: int, most: int, orders: int, stages: int) -> dict[str, tuple[int, ...]]:
+    counted, tables = stages * (experts + 1), orders * HEIGHTS
     padded = triton.next_power_of_2(experts + 1)
     return {
-        "zeroed": (counted + 1 + 3 * world_size,),
+        "zeroed": (counted + 1 + 3 * stages,),
         "starts": (counted,),
         "offsets": (world_size + 1,),
         **dict.fromkeys(("within", "rows", "sources"), (most,)),
-        "groups": (tables, 2, world_size * padded),
-        "ends": (tables, world_size),
+        "groups": (tables, 2, stages * padded),
+        "ends": (tables, stages),
         "tables": (tables, _blocks(most, experts), ENTRY.value),
     }
 
@@ -198,6 +213,6 @@ def _length(shapes: dict[str, tuple[int, ...]]) -> int:
     return sum(_aligned(math.prod(shape)) for shape in shapes.values())
 
 
-def search_bits(world_size: int, padded_experts: int) -> int:
+def search_bits(stages: int, padded_experts: int) -> int:
     """Return how many halvings find one of the groups of a table."""
-    return (world_size * padded_experts - 1).bit_length()
+    return (stages * padded_experts - 1).bit_length()

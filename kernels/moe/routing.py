@@ -22,6 +22,8 @@ A sorting that is shared is of the stages of `AllGatherMoE`, this rank's own chu
 expert and chunk keep their order, so that sums over rows have the same bits in each call. Its tables have an
 order 2, OWN_FIRST: by the first stage, and then by expert, where the own chunk is the last stage, as
 `MoEReduceScatter` visits them. A block with rows of the own chunk and of others counts as one of theirs.
+
+Where all chunks are here before they are used, there is one stage, as there is for a single rank.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ def count_choices(
     ids_ptr,  # int64: the choices of rank p begin at p * stride
     flags_ptr,  # int32 [7, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
-    counts_ptr,  # int32 [WORLD, experts + 1], zeros, and a ticket behind them: choices by stage and expert
-    starts_ptr,  # int32 [WORLD, experts + 1]: where they start when sorted
+    counts_ptr,  # int32 [STAGES, experts + 1], zeros, and a ticket behind them: choices by stage and expert
+    starts_ptr,  # int32 [STAGES, experts + 1]: where they start when sorted
     offsets_ptr,  # int32 [WORLD + 1]: choices of all ranks before p
     within_ptr,  # int32 [pairs]: the place of each choice among those of its stage and expert
     pairs,  # choices of all ranks, as the host was told
@@ -80,6 +82,7 @@ def count_choices(
     first,  # the chunk of stage 0
     patience_ticks,
     WORLD: tl.constexpr,
+    STAGES: tl.constexpr,  # WORLD, or 1 where all chunks are here
     BLOCK: tl.constexpr,
     SHARED: tl.constexpr = False,  # `sort_choices` follows
 ):
@@ -109,7 +112,7 @@ def count_choices(
         number = min(count * topk, pairs - offset)
         if program == 0:
             tl.store(offsets_ptr + peer, offset)
-        stage = (peer - first + 2 * WORLD) % WORLD
+        stage = (peer - first + 2 * WORLD) % STAGES
         for block in tl.range(program, tl.cdiv(number, BLOCK), tl.num_programs(0)):
             local = block * BLOCK + tl.arange(0, BLOCK)
             inside = local < number
@@ -129,9 +132,9 @@ def count_choices(
         tl.store(offsets_ptr + WORLD, offset)
         if odd == 0:
             _compare_tokens(tokens, digest, told, rank, flags_ptr, errors_ptr, WORLD)
-    ticket = count_up(counts_ptr + WORLD * groups, "acq_rel")
+    ticket = count_up(counts_ptr + STAGES * groups, "acq_rel")
     if ticket == tl.num_programs(0) - 1:
-        _start_groups(counts_ptr, starts_ptr, groups, WORLD, BLOCK)
+        _start_groups(counts_ptr, starts_ptr, groups, STAGES, BLOCK)
 
 
 @triton.jit
@@ -153,17 +156,17 @@ def _compare_tokens(tokens, digest, told, rank, flags_ptr, errors_ptr, WORLD: tl
 
 
 @triton.jit
-def _start_groups(counts_ptr, starts_ptr, groups, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+def _start_groups(counts_ptr, starts_ptr, groups, STAGES: tl.constexpr, BLOCK: tl.constexpr):
     """Write where the choices of each expert, and of each stage within it, start."""
     carry = 0
     for begin in range(0, groups, BLOCK):
         expert = begin + tl.arange(0, BLOCK)
         inside = expert < groups
         total = tl.zeros((BLOCK,), dtype=tl.int32)
-        for stage in range(0, WORLD):
+        for stage in range(0, STAGES):
             total += tl.load(counts_ptr + stage * groups + expert, mask=inside, other=0)
         start = carry + tl.cumsum(total, axis=0) - total
-        for stage in range(0, WORLD):
+        for stage in range(0, STAGES):
             tl.store(starts_ptr + stage * groups + expert, start, mask=inside)
             start += tl.load(counts_ptr + stage * groups + expert, mask=inside, other=0)
         carry += tl.sum(total, axis=0)
@@ -178,8 +181,8 @@ def place_choices(
     within_ptr,
     rows_ptr,  # int32 [pairs]: the sorted choices, as numbers among those of all ranks
     sources_ptr,  # int32 [pairs]: the same, as numbers in the layout of `ids_ptr`
-    groups_ptr,  # int32 [tables, 2, WORLD * EXPERTS]: scratch of the tables
-    ends_ptr,  # int32 [tables, WORLD]: blocks of each table up to a stage's end; in order 1: all of them
+    groups_ptr,  # int32 [tables, 2, STAGES * EXPERTS]: scratch of the tables
+    ends_ptr,  # int32 [tables, STAGES]: blocks of each table up to a stage's end; in order 1: all of them
     tables_ptr,  # int32 [tables, capacity, 4]
     experts,
     stride,
@@ -189,8 +192,9 @@ def place_choices(
     HEIGHTS: tl.constexpr,
     BY_FIRST: tl.constexpr,
     WORLD: tl.constexpr,
+    STAGES: tl.constexpr,
     EXPERTS: tl.constexpr,  # a power of two, more than `experts`
-    SEARCH_BITS: tl.constexpr,  # 2 to this power is at least WORLD * EXPERTS
+    SEARCH_BITS: tl.constexpr,  # 2 to this power is at least STAGES * EXPERTS
     BLOCK: tl.constexpr,
 ):
     """Sort the choices; the first ORDERS * HEIGHTS programs write the tables."""
@@ -200,14 +204,14 @@ def place_choices(
         _write_table(
             counts_ptr,
             starts_ptr,
-            groups_ptr + program * 2 * WORLD * EXPERTS,
-            ends_ptr + program * WORLD,
+            groups_ptr + program * 2 * STAGES * EXPERTS,
+            ends_ptr + program * STAGES,
             tables_ptr + program * capacity * ENTRY,
             program // HEIGHTS,
             program % HEIGHTS + LOWEST_HEIGHT_BITS,
             experts + 1,
             BY_FIRST,
-            WORLD,
+            STAGES,
             EXPERTS,
             SEARCH_BITS,
             BLOCK,
@@ -217,7 +221,7 @@ def place_choices(
         for peer in range(0, WORLD):
             offset = tl.load(offsets_ptr + peer)
             number = tl.load(offsets_ptr + peer + 1) - offset
-            stage = (peer - first + 2 * WORLD) % WORLD
+            stage = (peer - first + 2 * WORLD) % STAGES
             for block in tl.range(program - tables, tl.cdiv(number, BLOCK), tl.num_programs(0) - tables):
                 local = block * BLOCK + tl.arange(0, BLOCK)
                 inside = local < number
@@ -296,7 +300,7 @@ def _write_table(
     height_bits,
     groups,
     BY_FIRST: tl.constexpr,
-    WORLD: tl.constexpr,
+    STAGES: tl.constexpr,
     EXPERTS: tl.constexpr,
     SEARCH_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -306,7 +310,7 @@ def _write_table(
     expert = tl.arange(0, EXPERTS)
     inside = expert < groups
     rows = tl.zeros((EXPERTS,), dtype=tl.int32)
-    for stage in range(0, WORLD):
+    for stage in range(0, STAGES):
         rows += tl.load(counts_ptr + stage * groups + expert, mask=inside, other=0)
     height = 1 << height_bits
     blocks = (rows + height - 1) >> height_bits  # of each expert
@@ -323,10 +327,10 @@ def _write_table(
         own_blocks = tl.where(own == rows, blocks, own >> height_bits)  # without rows of others
         seen = tl.where(turned, own, 0)
         given = tl.where(turned, own_blocks, 0)
-    for stage in range(0, WORLD):
+    for stage in range(0, STAGES):
         if OWN_FIRST:
-            is_own = turned & (stage == WORLD - 1)
-            visited = tl.where(turned, (stage + 1) % WORLD, stage)
+            is_own = turned & (stage == STAGES - 1)
+            visited = tl.where(turned, (stage + 1) % STAGES, stage)
             of_stage = tl.load(counts_ptr + visited * groups + expert, mask=inside, other=0)
             seen += tl.where(is_own, 0, of_stage)
         else:
@@ -342,9 +346,9 @@ def _write_table(
         new = through - given
         upto = tl.where(by_stage, carry + tl.cumsum(new, axis=0), before_expert + through)
         carry += tl.sum(new, axis=0)
-        group = tl.where(by_stage, stage * EXPERTS + expert, expert * WORLD + stage)
+        group = tl.where(by_stage, stage * EXPERTS + expert, expert * STAGES + stage)
         tl.store(groups_ptr + group, upto)
-        tl.store(groups_ptr + WORLD * EXPERTS + group, given - (upto - new))
+        tl.store(groups_ptr + STAGES * EXPERTS + group, given - (upto - new))
         tl.store(ends_ptr + stage, tl.where(by_stage, carry, all_blocks))
         given = through
     tl.debug_barrier()  # threads read what others have stored
@@ -354,13 +358,13 @@ def _write_table(
         group = tl.zeros((BLOCK,), dtype=tl.int32)  # how many groups end at or before this block
         for bit in tl.static_range(SEARCH_BITS):
             probe = group + (1 << (SEARCH_BITS - 1 - bit)) - 1
-            upto = tl.load(groups_ptr + probe, mask=probe < WORLD * EXPERTS, other=FAR)
+            upto = tl.load(groups_ptr + probe, mask=probe < STAGES * EXPERTS, other=FAR)
             group += tl.where(upto <= number, 1 << (SEARCH_BITS - 1 - bit), 0)
-        chosen = tl.where(by_stage, group % EXPERTS, group // WORLD)
-        at_stage = tl.where(by_stage, group // EXPERTS, group % WORLD)
-        block = number + tl.load(groups_ptr + WORLD * EXPERTS + group, mask=real, other=0)
+        chosen = tl.where(by_stage, group % EXPERTS, group // STAGES)
+        at_stage = tl.where(by_stage, group // EXPERTS, group % STAGES)
+        block = number + tl.load(groups_ptr + STAGES * EXPERTS + group, mask=real, other=0)
         start = tl.load(starts_ptr + chosen, mask=real, other=0)
-        last = (WORLD - 1) * groups + chosen
+        last = (STAGES - 1) * groups + chosen
         end = tl.load(starts_ptr + last, mask=real, other=0) + tl.load(counts_ptr + last, mask=real, other=0)
         row = start + (block << height_bits)
         entry_ptr = table_ptr + number * ENTRY

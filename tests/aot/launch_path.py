@@ -13,7 +13,7 @@ from triton.runtime.driver import driver
 
 from benchmarks.common.pretended_device import PretendedDevice
 from dist_autotune.kernels.gemm.configs import blocks_of
-from dist_autotune.kernels.launch import SettledLaunches
+from dist_autotune.kernels.launch import BlocksOf, SettledLaunches
 
 
 class CompilingDevice(PretendedDevice):
@@ -25,12 +25,17 @@ class CompilingDevice(PretendedDevice):
 
 @contextmanager
 def only_compiling(
-    monkeypatch: pytest.MonkeyPatch, module: Any, tuner: Any, config: triton.Config
+    monkeypatch: pytest.MonkeyPatch,
+    module: Any,
+    tuner: Any,
+    config: triton.Config,
+    name: str = "_SETTLED",
+    blocks_of: BlocksOf = blocks_of,
 ) -> Iterator[CompilingDevice]:
-    """Make it the device of `tuner`, with this config only, and with the settled launches in `module`."""
+    """Make it the device of `tuner`, with this config only; `module` has its settled launches as `name`."""
     made = CompilingDevice()
     monkeypatch.setattr(driver, "_active", made)
-    monkeypatch.setattr(module, "_SETTLED", SettledLaunches(tuner, blocks_of))
+    monkeypatch.setattr(module, name, SettledLaunches(tuner, blocks_of))
     monkeypatch.setattr(tuner, "configs", [config])
     monkeypatch.setattr(tuner, "cache", {})
     caches = (triton.compiler.compiler.max_shared_mem.cache_clear, tuner.fn.device_caches.clear)

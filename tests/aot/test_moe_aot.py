@@ -142,7 +142,7 @@ def test_sorted_rows_are_multiplied_without_asking_where_they_are():
 
 
 def test_sorted_rows_that_tma_can_address_are_loaded_by_it():
-    for config in of_each_value(SCATTER_CANDIDATES[:11]):
+    for config in (SCATTER_CANDIDATES[index] for index in (2, 5, 10)):
         used = resources(compile_candidate("scatter", config, HOPPER, is_sorted=True, by_tma=True), HOPPER)
         assert used["registers"] <= REGISTERS[HOPPER], config
         assert used["spilled"] == 0, config
@@ -189,7 +189,7 @@ def test_the_sorting_compiles_for_every_target(target):
         target,
         count_choices,
         types,
-        {"WORLD": 8, "BLOCK": 1024, "SHARED": True},
+        {"WORLD": 8, "STAGES": 8, "BLOCK": 1024, "SHARED": True},
         any_value=numbers,
         num_warps=8,
     )
@@ -200,10 +200,10 @@ def test_the_sorting_compiles_for_every_target(target):
         numbers = ("experts", "stride", "first", "capacity")
         types |= dict.fromkeys(numbers, "i32")
         constexprs = {"ORDERS": 2 - by_first, "HEIGHTS": 4, "BY_FIRST": by_first, "WORLD": 8, "BLOCK": 1024}
-        constexprs |= {"EXPERTS": experts, "SEARCH_BITS": search_bits(8, experts)}
+        constexprs |= {"STAGES": 8, "EXPERTS": experts, "SEARCH_BITS": search_bits(8, experts)}
         placing = compile_for(target, place_choices, types, constexprs, any_value=numbers, num_warps=8)
         assert resources(placing, target)["spilled"] <= 8
-        del constexprs["ORDERS"], constexprs["BY_FIRST"], types["within_ptr"]
+        del constexprs["ORDERS"], constexprs["BY_FIRST"], constexprs["STAGES"], types["within_ptr"]
         types |= {"weights_ptr": "*fp32", "sorted_weights_ptr": "*fp32"}
         sorting = compile_for(target, sort_choices, types, constexprs, any_value=numbers, num_warps=8)
         assert resources(sorting, target)["spilled"] <= 8

@@ -160,7 +160,7 @@ class Caller:
 
         op._flags = symmetric("flags")
         if self.name == "ag":
-            op._gather = symmetric("a")
+            op._gather, op._body = symmetric("a"), "plain"
         else:
             op._partial, op._staged = self.tensors["partial"], symmetric("staged")
             op._weights = symmetric("weights")
@@ -172,7 +172,7 @@ class Caller:
         else:
             weight, out, plan, topk = operands
             products = out.new_empty((self.case.choices, self.case.n))
-            of_plan = (plan, self.tensors["weights"], plan.ends, plan.tables, plan.counters)
+            of_plan = (plan, self.tensors["weights"], plan.offsets, plan.ends, plan.tables, plan.counters)
             choices = moe_rs._Choices(*of_plan, (), topk, self.case.is_sorted)
             self.operation._launch(self.tensors["a"], weight, out, products, choices)
 

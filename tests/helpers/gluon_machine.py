@@ -29,7 +29,9 @@ class Task:
         self.go = threading.Semaphore(0)
         self.multiplying: list[Callable[[], None]] = []  # wgmma in flight, oldest first
         self.storing: list[Callable[[], None]] = []  # TMA stores in flight, oldest first
+        self.gathering: list[Callable[[], None]] = []  # cp.async in flight, and arrivals behind them
         self.unfenced: set[int] = set()  # memory that this task has touched since its last proxy fence
+        self.fenced_at = -1  # the turn of that fence
         self.acquired: dict[int, int] = {}  # what it has read with acquire semantics, by the word's address
         self.visible: dict[int, int] = {}  # and of that, what precedes its last proxy fence of global memory
         self.written: list[tuple[np.ndarray, np.ndarray]] = []  # the clocks of what it writes
@@ -94,6 +96,7 @@ class Machine:
         self.programs = 1
         self.turns = 0  # the clock
         self.published: dict[int, np.ndarray] = {}  # of shared arrays, when each element was
+        self.gathered_at: dict[int, int] = {}  # when cp.async wrote shared memory
 
     def start(self, name: str, program: int, warps: int, body: Callable[[], None]) -> None:
         task = Task(self, name, program, warps, body)
@@ -126,13 +129,15 @@ class Machine:
             task.thread.join()
         if self.failure:
             raise self.failure
-        assert not self.copies, "loads are under way that nobody waits for"
+        left = [*self.copies, *(copy for task in self.tasks for copy in task.gathering)]
+        assert not left, "loads are under way that nobody waits for"
 
     def _operations(self) -> list[Callable[[], None]]:
         """Return what the hardware could do now: any load, the oldest of what happens in order."""
         loads = [lambda copy=copy: (self.copies.remove(copy), copy()) for copy in self.copies]
         ordered = [*self.queues.values()]
-        ordered += [queue for task in self.tasks for queue in (task.multiplying, task.storing)]
+        for task in self.tasks:
+            ordered += [task.multiplying, task.storing, task.gathering]
         return loads + [lambda queue=queue: queue.pop(0)() for queue in ordered if queue]
 
     def _stuck(self) -> str:

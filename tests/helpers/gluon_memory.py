@@ -23,6 +23,7 @@ class Barrier:
     def __init__(self) -> None:
         self.program = now().program
         self.count = self.pending = self.bytes = self.phase = 0
+        self.told: dict[int, int] = {}  # what those who arrived had acquired
 
     def must_be_ready(self) -> None:
         assert self.count, "an mbarrier is used before it is initialised"
@@ -148,6 +149,12 @@ class Tensor:
 
     __radd__, __rmul__ = __add__, __mul__
 
+    def __floordiv__(self, other: int) -> Tensor:
+        return Tensor(self.array // other)
+
+    def __and__(self, other: Tensor) -> Tensor:
+        return Tensor(self.array & other.array)
+
     def __truediv__(self, other: Tensor) -> Tensor:
         return Tensor(self.array / other.array)
 
@@ -166,9 +173,12 @@ def _array(value: Tensor | float) -> np.ndarray | float:
 
 
 def where(condition: Tensor | bool, a: Any, b: Any) -> Any:
-    if not isinstance(condition, Tensor):
+    if not any(isinstance(value, Tensor) for value in (condition, a, b)):
         return a if condition else b
-    return Tensor(np.where(condition.array, _array(a), _array(b)))
+    for value in (a, b):
+        if isinstance(value, Tensor):
+            value.must_be_complete()
+    return Tensor(np.where(_array(condition), _array(a), _array(b)))
 
 
 class Descriptor:
@@ -205,7 +215,9 @@ class Descriptor:
 
 
 class Pointer:
-    """Into a flat array of integers."""
+    """Into a flat array."""
+
+    dtype = types.SimpleNamespace(element_ty=None)
 
     def __init__(self, array: np.ndarray, offset: int = 0) -> None:
         self.array, self.offset = array, offset
@@ -234,6 +246,15 @@ class Pointers:
         clocks = machine().published
         self.published = clocks.setdefault(id(array), np.full(array.shape, -1.0))
 
+    def __add__(self, step: int | Tensor) -> Pointers:
+        return type(self)(self.array, self.offsets + _array(step))
+
+    def __getitem__(self, index: tuple[slice | None, ...]) -> Pointers:
+        return type(self)(self.array, self.offsets[index])
+
+    def may_read(self) -> None:
+        """Raise if this must not be copied just now, by the task whose turn it is."""
+
     def get(self, mask: Tensor | None = None, other: float = 0) -> Tensor:
         inside = np.full(self.offsets.shape, True) if mask is None else mask.array
         offsets = np.where(inside, self.offsets, 0)
@@ -241,11 +262,13 @@ class Pointers:
         assert known.all(), "what others have written is read before it is known to be there"
         return Tensor(np.where(inside, self.array[offsets], other))
 
-    def set(self, value: Tensor) -> None:
+    def set(self, value: Tensor, mask: Tensor | None = None) -> None:
         value.must_be_complete()
-        self.array[self.offsets] = value.array
-        self.published[self.offsets] = np.inf
-        now().written.append((self.published, self.offsets))
+        inside = np.full(self.offsets.shape, True) if mask is None else mask.array
+        offsets = self.offsets[inside]
+        self.array[offsets] = value.array[inside]
+        self.published[offsets] = np.inf
+        now().written.append((self.published, offsets))
         now().pause()
 
 

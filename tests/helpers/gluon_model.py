@@ -10,14 +10,16 @@ early or as much out of turn as it may be:
     wgmma            reads its operands at some time before the `warpgroup_mma_wait` that asks for it
     PTX of wgmma     the same; see `gluon_ptx`
     tcgen05          the same, in order; `commit` arrives behind what was started before
+    cp.async         writes its buffer at some time after it was started; then its threads arrive
     mbarrier         phases with pending arrivals and bytes; one arrival too many is an error
 
 A launch ends, and what it wrote can be compared; or `Deadlock` tells who waits for what. A buffer that is
 overwritten too early gives a wrong product. A write that TMA reads without a proxy fence in between, or a
-read that it overwrites without one, is an error of its own, and so is a read of what another program has
-written and not published. Words in global memory are read and written at once; what a task has acquired and
-fenced is known, so a test can say what it may load (`may_load`), and can let others change memory beside the
-launch. The memory of a program that has ended must not be used.
+read that it overwrites without one, is an error of its own, and so is a product of what cp.async has written
+without a fence behind its arrival, and a read of what another program has written and not published. Words
+in global memory are read and written at once; what a task has acquired, itself or through an mbarrier, and
+fenced is known, so a test can say what it may load (`may_load`) or gather (`may_read`), and can let others
+change memory beside the launch. The memory of a program that has ended must not be used.
 
 Not modelled: warps inside a partition, which the compiler's own barriers gather, layouts, and integers that
 wrap around.
@@ -133,13 +135,14 @@ def _fakes() -> dict[str, types.ModuleType]:
         SliceLayout=nothing,
         SwizzledSharedLayout=nothing,
         NVMMADistributedLayout=nothing,
+        NVMMASharedLayout=types.SimpleNamespace(get_default_for=nothing),
         DotOperandLayout=nothing,
         join=Tensor.join,
         convert_layout=lambda tensor, layout: tensor,
         atomic_add=instructions.atomic_add,
         atomic_xchg=instructions.atomic_xchg,
         load=lambda pointer, **masked: pointer.get(**masked),
-        store=lambda pointer, value: pointer.set(value),
+        store=lambda pointer, value, **masked: pointer.set(value, **masked),
         arange=lambda start, end, layout: Tensor(np.arange(start, end)),
         where=where,
         exp=lambda tensor: Tensor(np.exp(tensor.array)),
@@ -153,7 +156,7 @@ def _fakes() -> dict[str, types.ModuleType]:
         "hopper",
         mbarrier=mbarrier,
         tma=tma,
-        fence_async_shared=lambda: now().unfenced.clear(),
+        fence_async_shared=instructions.fence,
         warpgroup_mma=instructions.multiply,
         warpgroup_mma_wait=instructions.multiply_wait,
     )
@@ -165,6 +168,7 @@ def _fakes() -> dict[str, types.ModuleType]:
         tcgen05_mma=instructions.tcgen05,
         tensor_memory_descriptor=None,
     )
+    async_copy = module("async_copy", mbarrier_arrive=instructions.arrive_behind_gathered)
     triton = module(
         "triton",
         jit=_jit,
@@ -180,6 +184,7 @@ def _fakes() -> dict[str, types.ModuleType]:
         "triton.experimental.gluon": gluon,
         "triton.experimental.gluon.language": language,
         "triton.experimental.gluon.language.nvidia": module("nvidia", hopper=hopper, blackwell=blackwell),
+        "triton.experimental.gluon.language.nvidia.ampere": module("ampere", async_copy=async_copy),
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
         "triton.experimental.gluon.language.nvidia.blackwell": blackwell,
     }
@@ -214,6 +219,7 @@ def load_kernel_module(name: str) -> Any:
         leave_the_core=None,  # the interpreter's
         inline_asm=inline_asm,
         is_one_warp=lambda: now().warps == 1,
+        gather_load=instructions.gather_load,
         tma_load=instructions.tma_load,
         tma_store=instructions.tma_store,
         partition_barrier=lambda: now().barrier(),

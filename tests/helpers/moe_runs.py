@@ -156,7 +156,7 @@ def tuned_with_other_token_counts(rank, runs):
     runs.begin(rank)
     runs.kernel.configs = runs.candidates
     (of_operation, of_call), tokens = runs.sizes(32, 48), [40, 31]
-    with runs.open(64, of_operation, HALF) as op:
+    with runs.open(64, of_operation, HALF, collective=False) as op:
         step, errors = tuned_in_context(lambda: runs.call_and_compare(op, tokens, of_call, 3, 2))
         step()
         (context,) = step.report.contexts
@@ -252,10 +252,10 @@ def graph_call(runs, op, tokens, size, topk):
     return GraphCall(lambda: op(*operands, out, tokens=tokens), refresh, (out, *operands))
 
 
-def replays_among_eager_calls(rank, runs, backend):
+def replays_among_eager_calls(rank, runs, backend, **options):
     runs.begin(rank)
     of_operation, of_call = runs.sizes(128, 200)
-    with runs.open(256, of_operation, HALF, backend=backend, timeout_s=60.0) as op:
+    with runs.open(256, of_operation, HALF, backend=backend, timeout_s=60.0, **options) as op:
         calls = [
             graph_call(runs, op, tokens, of_call, topk) for tokens, topk in (([256, 200], 2), ([70, 0], 3))
         ]

@@ -37,7 +37,13 @@ MOST_MODULES = 12
 
 KERNELS = ROOT / "kernels"
 BENCHMARKS = ROOT / "benchmarks"
-KERNEL_LEVELS = (("tp",), ("ag_gemm", "gemm_rs", "moe", "elementwise_add"), ("gemm", "exchange"), ("symm",))
+KERNEL_LEVELS = (
+    ("tp",),
+    ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
+    ("grouped",),
+    ("gemm", "exchange"),
+    ("symm",),
+)
 KERNEL_LEVEL = {room: number for number, rooms in enumerate(KERNEL_LEVELS) for room in rooms}
 KERNEL_ENTRANCES = {"ag_moe", "moe_rs", "persistent_gemm"}  # import paths of operations that share a room
 KERNELS_BESIDE = {

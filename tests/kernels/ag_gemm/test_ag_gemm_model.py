@@ -75,7 +75,10 @@ class Scene:
         self.base = 0 if self.pushed else 7 * self.m
         self.a = numbers.integers(-3, 4, (self.world, self.m, self.k)).astype(float)
         self.b = numbers.integers(-3, 4, (self.n, self.k)).astype(float)
-        self.gather = np.full(((2 * self.world - 1) * self.capacity, self.k), np.nan)
+        slots = 2 * self.world - 1
+        self.gather = np.full((slots * self.capacity, self.k), np.nan)
+        self.scales = 2.0 ** numbers.integers(-3, 4, (self.world, self.m))  # of rows in fp8, and behind them
+        self.gathered_scales = np.full((slots * self.capacity, KERNEL.scaled_pitch(self.k) // 4), np.nan)
         self.flags = np.zeros(FLAGS.FLAGS * self.world, dtype=np.int64)
         self.errors = np.zeros(self.world, dtype=np.int64)
         self.put(self.rank, 0, self.m)
@@ -101,6 +104,7 @@ class Scene:
     def put(self, chunk: int, start: int, end: int) -> None:
         first = self.slot_of(chunk) * self.capacity
         self.gather[first + start : first + end] = self.a[chunk, start:end]
+        self.gathered_scales[first + start : first + end, 0] = self.scales[chunk, start:end]
 
     # ---- what the peers and the copy engines do, each a task of the machine
 
@@ -123,7 +127,7 @@ class Scene:
                     done = end
                 if not self.pushed and peer != self.dead:
                     if self.random.random() < 0.5:  # when only load warps are left, which have loaded all
-                        now().pause(lambda: all(t.done for t in kernel_tasks() if "_load" not in t.name))
+                        now().pause(lambda: all(t.done for t in kernel_tasks() if "/load" not in t.name))
                     ended = all(task.done for task in kernel_tasks())
                     assert not ended, f"the kernel ended before rank {peer} had fetched our chunk"
                     self.flag("FETCHED", peer).set(EPOCH)
@@ -149,16 +153,19 @@ def gather_and_multiply(
     by_columns: bool = False,
     bias: np.ndarray | None = None,
     activation: str = NO_ACTIVATION,
+    column_scales: np.ndarray | None = None,
     block_n: int = BLOCK_N,
 ) -> np.ndarray:
-    """Run the call to its end, check what it wrote, and return the trace."""
-    width, sums = block_n + extra_n, sums_of_a_result(activation)
-    a_desc = GatherBuffer(scene.gather, [BLOCK_M, BLOCK_K])
+    """Run the call to its end, check what it wrote, and return the trace; column_scales: in fp8."""
+    width, is_fp8, sums = block_n + extra_n, column_scales is not None, sums_of_a_result(activation)
+    itemsize = 1 if is_fp8 else 2
+    block_k = BLOCK_K * 2 // itemsize
+    a_desc = GatherBuffer(scene.gather, [BLOCK_M, block_k], itemsize)
     a_desc.scene = scene
-    b, blocks = scene.b, [[block_n, BLOCK_K], [extra_n or block_n, BLOCK_K]]
+    b, blocks = scene.b, [[block_n, block_k], [extra_n or block_n, block_k]]
     if by_columns:
         b, blocks = scene.b.T.copy(), [block[::-1] for block in blocks]
-    b_desc, extra_desc = (Descriptor(b, block) for block in blocks)
+    b_desc, extra_desc = (Descriptor(b, block, itemsize) for block in blocks)
     c = np.full((scene.world * scene.m, scene.n // sums), -99.0)
     c_desc = Descriptor(c, [BLOCK_M, store[0] // sums])
     tiles_m = -(-scene.m // BLOCK_M)
@@ -174,6 +181,8 @@ def gather_and_multiply(
         Pointer(scene.flags),
         Pointer(scene.errors),
         Pointer(written.reshape(-1)),
+        Pointer(scene.gathered_scales.reshape(-1)) if is_fp8 else None,
+        Pointer(column_scales) if is_fp8 else None,
         None if bias is None else Pointer(bias),
         scene.world * scene.m,
         scene.n,
@@ -188,7 +197,7 @@ def gather_and_multiply(
         beside=scene.arrivals(),
         WORLD=scene.world,
         TENSOR_MEMORY=tensor_memory,
-        DTYPE="bf16",
+        DTYPE="fp8e4nv" if is_fp8 else "bf16",
         TRANS_B=not by_columns,
         TRACE=trace,
         ACTIVATION=activation,
@@ -207,7 +216,10 @@ def gather_and_multiply(
         launch()
     product = c.reshape(scene.world, scene.m, scene.n // sums)
     alive = [chunk for chunk in range(scene.world) if chunk != scene.dead]
-    wanted = scene.a[alive] @ scene.b.T + (0 if bias is None else bias)
+    wanted = scene.a[alive] @ scene.b.T
+    if is_fp8:
+        wanted = wanted * scene.scales[alive][:, :, None] * column_scales
+    wanted = wanted + (0 if bias is None else bias)
     if activation == NO_ACTIVATION:
         np.testing.assert_array_equal(product[alive], wanted)
     else:
@@ -260,6 +272,16 @@ def test_each_piece_meets_the_bias_of_its_columns(variant, tensor_memory, pushed
         bias = np.random.default_rng(seed).integers(-9, 10, n).astype(float)
         of_tiles = {"store": store, "tensor_memory": tensor_memory}
         gather_and_multiply(scene, variant, bias=bias, activation=activation, **of_tiles)
+
+
+@LANES
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+def test_in_fp8_each_piece_meets_the_scales_of_its_rows_where_they_have_arrived(variant, pushed):
+    for seed, (n, store) in enumerate([(16, (4, 1)), (19, (4, 2)), (3, (8, 1))]):
+        scene = Scene(3, seed, 9, n, 7, pushed=pushed, programs=2, seed=seed)
+        numbers = np.random.default_rng(seed)
+        bias, scales = numbers.integers(-9, 10, n).astype(float), 2.0 ** numbers.integers(-3, 4, n)
+        gather_and_multiply(scene, variant, bias=bias, column_scales=scales, store=store)
 
 
 @KINDS

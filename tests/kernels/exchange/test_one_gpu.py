@@ -8,101 +8,43 @@ of another process, NVLink, and two ranks that wait for each other.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
-from collections.abc import Callable
-from typing import Any
 
+import fp8_runs
 import pytest
 import torch
 from ag_gemm_runs import error_ratio, force
+from fp8_runs import quantized
+from host_as_peer import DEVICE, DTYPE, LATE_S, PATIENCE_S, HostAsPeer, HostPeer, on_one_gpu, opened
 from operation_runs import message_of
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
+from dist_autotune.kernels.ag_gemm.gather_buffer import RowFormat
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import Epilogue, result_columns
-from dist_autotune.kernels.exchange import flags, operation, peers
+from dist_autotune.kernels.exchange import flags, peers
 from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import plain as rs
 from dist_autotune.kernels.signals import as_patience
-from dist_autotune.kernels.symm.base import SymmetricTensor
-from dist_autotune.kernels.symm.cuda import CudaMemory, CudaStream
-from dist_autotune.kernels.symm.ranks import RankGroup
-from ranks import assert_all_ok, run_ranks
+from dist_autotune.kernels.tensors import FP8
 
 pytestmark = pytest.mark.gpu
 
-DEVICE, DTYPE = "cuda", torch.bfloat16
-LATE_S = 0.003  # a kernel of these sizes takes a hundredth of that
-PATIENCE_S = 20.0  # of a kernel
 CONSUMERS = {  # with some of their candidates
     "specialized": {"cooperative": 0, "ping-pong": 8, "small tiles": 12},
     "plain": {"TMA": 0, "half a tile at a time": 7, "pointers": 14},
     "matmul": {"any": 0},
 }
+# N is a multiple of what cuBLAS takes in fp8, or it is not.
+SHAPES_IN_FP8 = [(512, 1024, 512), (333, 520, 272), (128, 272, 1024)]
 SHAPES = [(512, 1024, 512), (333, 520, 264), (128, 264, 1024)]  # rows of a chunk, N, K
 
 
-class TwoRanks(RankGroup):
-    """Rank 0 of two; the other one agrees with it."""
-
-    def __init__(self) -> None:
-        self.group, self.timeout_s = None, PATIENCE_S
-        self.rank, self.world_size, self.members = 0, 2, (0, 1)
-
-    def exchange(self, value: Any) -> list[Any]:
-        return [value, value]
-
-
-class HostAsPeer(CudaMemory):
-    """Memory of this GPU and, as the peer's, pinned memory of the host, which reads and writes it at will."""
-
-    name = "host as peer"
-
-    def __init__(self) -> None:
-        super().__init__(TwoRanks(), torch.device(DEVICE, 0), "one GPU")
-        self.gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self.holds, self._copies = False, 0
-
-    def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
-        here = torch.zeros(shape, dtype=dtype, device=self.device)
-        return SymmetricTensor(here, (here, torch.zeros(shape, dtype=dtype, pin_memory=True)))
-
-    def _release(self) -> None:
-        """Nothing to do."""
-
-    def _copy_bytes(self, dst: Any, src: Any, size: int, handle: Any) -> None:
-        if self.holds:  # each copy until the host has opened the gate for it
-            self._copies += 1
-            self._succeed(self._driver.cuStreamWaitValue32(handle, self.gate.data_ptr(), self._copies, 0))
-        super()._copy_bytes(dst, src, size, handle)
-
-
-@functools.cache
-def stream_of_peer(device: torch.device) -> CudaStream:
-    """Return a stream that nothing blocks: of another priority than side streams, and one for all tests."""
-    stream = CudaStream(device)
-    stream._stream = torch.cuda.Stream(device)
-    stream.handle = stream._stream.cuda_stream
-    return stream
-
-
-class Peer:
+class Peer(HostPeer):
     """What rank 1 does in a call."""
-
-    def __init__(self, memory: HostAsPeer) -> None:
-        self.memory, self.stream = memory, stream_of_peer(memory.device)
-
-    def write(self, flag: torch.Tensor, value: int) -> None:
-        self.memory.write_signal(flag, value, self.stream)
-
-    def take(self, flag: torch.Tensor) -> None:
-        """Wait for a flag that rank 0 sets here, and take it back."""
-        wait_for(lambda: int(flag) >= 1, PATIENCE_S)
-        flag.fill_(0)
 
     def be_fetched_from(self, op: AllGatherGemm, rows: int) -> None:
         """Take part in the eager call that rank 0 has just made."""
@@ -126,12 +68,6 @@ class Peer:
             self.memory.copy(slot[begin:end], chunk[begin:end], self.stream)
             self.write(here[flags.ARRIVED.value, 1], end)
             begin = end
-
-
-def opened(memory: HostAsPeer, kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    operation.open_symmetric_memory = lambda *_, **__: memory
-    # No collective: there is no process group.
-    return kind(*args, DTYPE, timeout_s=PATIENCE_S, collective=False, **options)
 
 
 def choose_candidate(consumer: str, name: str) -> None:
@@ -187,16 +123,55 @@ def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
     return found
 
 
-def on_one_gpu(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return what `fn(0, *args)` returns in a process of its own, which ends what may hang."""
-    (value,) = assert_all_ok(run_ranks(fn, 1, *args, init="none", timeout_s=100.0))
-    return value
-
-
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_rows_that_arrive_late_and_in_pieces_are_waited_for(consumer: str) -> None:
     found = on_one_gpu(calls, consumer)
     assert {case: seen for case, seen in found.items() if not (seen[0] < 1 and seen[1])} == {}
+
+
+def call_in_fp8(
+    op: AllGatherGemm, peer: Peer, shape: tuple[int, int, int], how: str, epilogue: Epilogue
+) -> float:
+    """Return the error of a call with new inputs; `epilogue` has a bias and an activation, if any."""
+    rows, n, k = shape
+    here, theirs, (weight, scale_weight) = (quantized(size, k, DEVICE) for size in (rows, rows, n))
+    chunk = torch.zeros((rows, op._gather.local.shape[2]), dtype=torch.uint8, pin_memory=True)
+    for part, values in zip((RowFormat(k, FP8).rows_in, RowFormat(k, FP8).scales_in), theirs, strict=True):
+        part(chunk).copy_(values.reshape(part(chunk).shape))
+    op._gather.local.fill_(255)  # NaN, elements and scales
+    options = {"scale_a": here[1], "scale_weight": scale_weight}
+    if how == "pull":
+        op._gather.peers[1][1, :rows] = chunk
+        out = op(here[0], weight, bias=epilogue.bias, activation=epilogue.activation, **options)
+        time.sleep(LATE_S)
+        peer.be_fetched_from(op, rows)
+    else:
+        epilogue = epilogue._replace(scale_a=here[1], scale_b=scale_weight)
+        out = op._call(here[0], weight, None, epilogue, pushed=True)
+        peer.push(op, chunk, 2)
+    op.check()
+    full, scales = (torch.cat([ours, others]) for ours, others in zip(here, theirs, strict=True))
+    return fp8_runs.error_ratio(out, full, weight, epilogue._replace(scale_a=scales, scale_b=scale_weight))
+
+
+def calls_in_fp8(rank: int, consumer: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    found = {}
+    for name, shape in itertools.product(CONSUMERS[consumer], SHAPES_IN_FP8):
+        choose_candidate(consumer, name)
+        memory, options = HostAsPeer(), {"consumer": consumer, "programs": 132, "dtype": FP8}
+        with opened(memory, AllGatherGemm, shape[0] + 3, shape[2], **options) as op:
+            peer, bias = Peer(memory), torch.randn(shape[1], device=DEVICE)
+            for how, ending in itertools.product(("pull", "push"), (Epilogue(), Epilogue(bias, "gelu"))):
+                error = call_in_fp8(op, peer, shape, how, ending)
+                found[f"{name}, {shape}, {how}, {ending.activation}"] = error
+    return found
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_rows_in_fp8_arrive_with_their_scales(consumer: str) -> None:
+    found = on_one_gpu(calls_in_fp8, consumer)
+    assert {case: error for case, error in found.items() if not error < 1} == {}
 
 
 def pieces_apart(rank: int) -> tuple[list[float], list[float]]:

@@ -38,7 +38,7 @@ class Routed:
 
 
 def route(
-    ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_told=None, is_shared=False
+    ids, experts, *, rank=0, first=0, by_first=False, told=None, peers_told=None, is_shared=False, stages=None
 ) -> Routed:
     """Sort `ids`, a matrix for each rank, as `rank` would whose peers have all told their choices.
 
@@ -61,6 +61,7 @@ def route(
         orders=3 if is_shared else 1 if by_first else 2,
         by_first=by_first,
         device=torch.device("cpu"),
+        stages=stages,
     )
     for tensor in vars(plan).values():
         if isinstance(tensor, torch.Tensor):
@@ -94,7 +95,8 @@ def entries(plan: Plan, table: int) -> list[tuple[int, ...]]:
 
 def check(routed: Routed, ids, experts, *, first, by_first) -> None:
     """Assert that each choice has one place, and each table covers all places with blocks as it promises."""
-    world, plan = len(ids), routed.plan
+    plan = routed.plan
+    world = plan.ends.shape[1]  # or 1: all ranks' chunks are one stage
     rows = plan.rows[: routed.pairs].tolist()
     assert sorted(rows) == list(range(routed.pairs))
     stages = [(routed.rank_of[row] - first) % world for row in rows]
@@ -146,6 +148,17 @@ def test_choices_are_sorted_and_the_tables_list_them(problem, by_first):
     routed = route(ids, experts, rank=rank, first=first, by_first=by_first)
     assert routed.failures == [None] * len(ids)
     check(routed, ids, experts, first=first, by_first=by_first)
+
+
+@given(problems(), st.booleans())
+@settings(max_examples=5, deadline=None)
+def test_choices_that_are_all_here_are_sorted_as_those_of_one_rank(problem, by_first):
+    ids, experts, rank = problem
+    routed = route(ids, experts, rank=rank, first=rank, by_first=by_first, stages=1)
+    assert routed.failures == [None] * len(ids)
+    check(routed, ids, experts, first=rank, by_first=by_first)
+    assert routed.plan.offsets_of_all.tolist() == [0, routed.pairs]
+    assert torch.equal(routed.plan.ends_of_all, routed.plan.ends[:, 0])
 
 
 @given(problems())

@@ -1,0 +1,93 @@
+"""Rank 0 of two on one GPU: the peer is the host, with pinned memory that copy engines copy as a peer's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rank_programs import wait_for
+
+from dist_autotune.kernels.exchange import operation
+from dist_autotune.kernels.symm.base import SymmetricTensor
+from dist_autotune.kernels.symm.cuda import CudaMemory, CudaStream
+from dist_autotune.kernels.symm.ranks import RankGroup
+from ranks import assert_all_ok, run_ranks
+
+DEVICE, DTYPE = "cuda", torch.bfloat16
+LATE_S = 0.003  # a kernel of these sizes takes a hundredth of that
+PATIENCE_S = 20.0  # of a kernel
+
+
+class TwoRanks(RankGroup):
+    """Rank 0 of two; the other one agrees with it."""
+
+    def __init__(self) -> None:
+        self.group, self.timeout_s = None, PATIENCE_S
+        self.rank, self.world_size, self.members = 0, 2, (0, 1)
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+class HostAsPeer(CudaMemory):
+    """Memory of this GPU and, as the peer's, pinned memory of the host, which reads and writes it at will."""
+
+    name = "host as peer"
+
+    def __init__(self) -> None:
+        super().__init__(TwoRanks(), torch.device(DEVICE, 0), "one GPU")
+        self.gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.holds, self._copies = False, 0
+
+    def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
+        here = torch.zeros(shape, dtype=dtype, device=self.device)
+        return SymmetricTensor(here, (here, torch.zeros(shape, dtype=dtype, pin_memory=True)))
+
+    def _release(self) -> None:
+        """Nothing to do."""
+
+    def _copy_bytes(self, dst: Any, src: Any, size: int, handle: Any) -> None:
+        if self.holds:  # each copy until the host has opened the gate for it
+            self._copies += 1
+            self._succeed(self._driver.cuStreamWaitValue32(handle, self.gate.data_ptr(), self._copies, 0))
+        super()._copy_bytes(dst, src, size, handle)
+
+
+@functools.cache
+def stream_of_peer(device: torch.device) -> CudaStream:
+    """Return a stream that nothing blocks: of another priority than side streams, and one for all tests."""
+    stream = CudaStream(device)
+    stream._stream = torch.cuda.Stream(device)
+    stream.handle = stream._stream.cuda_stream
+    return stream
+
+
+class HostPeer:
+    """How rank 1 writes rank 0's flags, and takes back its own."""
+
+    def __init__(self, memory: HostAsPeer) -> None:
+        self.memory, self.stream = memory, stream_of_peer(memory.device)
+
+    def write(self, flag: torch.Tensor, value: int) -> None:
+        self.memory.write_signal(flag, value, self.stream)
+
+    def take(self, flag: torch.Tensor) -> None:
+        """Wait for a flag that rank 0 sets here, and take it back."""
+        wait_for(lambda: int(flag) >= 1, PATIENCE_S)
+        flag.fill_(0)
+
+
+def opened(
+    memory: HostAsPeer, kind: Callable[..., Any], *args: Any, dtype: torch.dtype = DTYPE, **options: Any
+) -> Any:
+    """Return an operation of rank 0, which makes no collective: there is no process group."""
+    operation.open_symmetric_memory = lambda *_, **__: memory
+    return kind(*args, dtype, timeout_s=PATIENCE_S, collective=False, **options)
+
+
+def on_one_gpu(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return what `fn(0, *args)` returns in a process of its own, which ends what may hang."""
+    (value,) = assert_all_ok(run_ranks(fn, 1, *args, init="none", timeout_s=100.0))
+    return value

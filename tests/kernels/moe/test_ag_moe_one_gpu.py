@@ -1,0 +1,178 @@
+"""AllGatherMoE's kernels on one GPU: alone, and as rank 0 of two whose peer is the host, late on purpose."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from host_as_peer import DEVICE, DTYPE, LATE_S, PATIENCE_S, HostAsPeer, HostPeer, on_one_gpu, opened
+from moe_runs import explained_error, products, random_choices, randoms, relative_error
+from operation_runs import message_of
+
+from dist_autotune.kernels.exchange.peers import ARRIVED, FREE, GIVEN, TOLD
+from dist_autotune.kernels.moe import ag_moe, ag_moe_kernel
+from dist_autotune.kernels.moe import launch as launch_of_moe
+from dist_autotune.kernels.moe.ag_moe import AllGatherMoE
+from dist_autotune.kernels.moe.flags import TOPK_SPAN
+from dist_autotune.kernels.signals import as_patience
+
+pytestmark = pytest.mark.gpu
+
+BY_COLUMNS = "weights by columns"
+SHAPES = {  # tokens, K, N, experts, topk
+    "whole tiles": (1024, 512, 1024, 8, 2),
+    "ragged tokens, K and N": (333, 264, 520, 5, 3),
+    "more experts than tokens": (9, 128, 264, 17, 2),
+    "columns of less than a tile": (64, 128, 8, 3, 1),
+    "no tokens": (0, 72, 136, 2, 1),
+    BY_COLUMNS: (700, 256, 1408, 60, 4),
+}
+
+
+def choose(body: str, index: int) -> None:
+    """Leave the kernel of that body one candidate, and let it take every call."""
+    launch_of_moe.LOWEST_GROUPED_HEIGHT = 0
+    of_hopper = body == "auto"
+    tuner = ag_moe_kernel.specialized if of_hopper else ag_moe_kernel.all_gather_moe
+    every = ag_moe_kernel.SPECIALIZED_CANDIDATES if of_hopper else ag_moe_kernel.GPU_CANDIDATES
+    tuner.configs = [every[index]]
+    for settled in (ag_moe._SETTLED, ag_moe._SPECIALIZED):
+        settled._of.clear()
+
+
+def error_of(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> float:
+    """Return the error as a multiple of what the arithmetic explains."""
+    wanted = products(x.repeat_interleave(ids.shape[1], dim=0), weight, ids.reshape(-1))
+    return relative_error(out, wanted) / explained_error(out.dtype, 1, x.shape[1])
+
+
+def inputs(
+    tokens: int, k: int, n: int, experts: int, topk: int, *, by_columns: bool = False
+) -> tuple[torch.Tensor, ...]:
+    weight = randoms(experts, k, n, dtype=DTYPE).mT if by_columns else randoms(experts, n, k, dtype=DTYPE)
+    return randoms(tokens, k, dtype=DTYPE), weight, random_choices(tokens, experts, topk)
+
+
+def alone(rank: int) -> dict[str, float]:
+    """Return the errors of each candidate with all shapes, rows anywhere and sorted, in a group of one."""
+    torch.manual_seed(0)
+    found = {}
+    for name, shape in SHAPES.items():
+        with AllGatherMoE(max(shape[0], 1) + 3, shape[1], DTYPE, body="auto", timeout_s=PATIENCE_S) as op:
+            for index in range(len(ag_moe_kernel.SPECIALIZED_CANDIDATES)):
+                choose("auto", index)
+                x, weight, ids = inputs(*shape, by_columns=name == BY_COLUMNS)
+                out = torch.full((ids.numel(), shape[2]), float("nan"), dtype=DTYPE, device=DEVICE)
+                op._gather.local.fill_(float("nan"))
+                found[f"{name}, {index}"] = error_of(op(x, weight, ids, out), x, weight, ids)
+                assert ag_moe._SPECIALIZED._of, "another kernel ran"
+                of_rows, routing = op.route(x, weight, ids, ids.float())
+                back = torch.full_like(out, float("nan"))
+                back[routing.rows.long()] = of_rows
+                found[f"{name}, {index}, sorted"] = error_of(back, x, weight, ids)
+                op.check()
+    return found
+
+
+def test_every_candidate_gives_right_rows_anywhere_and_sorted() -> None:
+    found = on_one_gpu(alone)
+    assert {case: error for case, error in found.items() if not error < 1} == {}
+
+
+class Peer(HostPeer):
+    """What rank 1 does in a call."""
+
+    def push(self, op: AllGatherMoE, tokens: torch.Tensor, ids: torch.Tensor) -> None:
+        """Take part in the call, or the replay, that rank 0 has just made."""
+        here, there, count = op._flags.local, op._flags.peers[1], len(tokens)
+        self.write(here[FREE.value, 1], 1)
+        self.take(there[FREE.value, 0])
+        self.take(there[TOLD.value, 0])
+        topk = ids.shape[1]
+        begin = op._capacity * topk
+        self.memory.copy(op._ids.local[begin : begin + ids.numel()], ids.reshape(-1), self.stream)
+        self.write(here[GIVEN.value, 1], op._digest(is_shared=False))
+        self.write(here[TOLD.value, 1], count * TOPK_SPAN.value + topk)
+        time.sleep(LATE_S)  # the kernel has the own tokens, and waits
+        self.memory.copy(op._gather.local[1, :count], tokens, self.stream)
+        self.write(here[ARRIVED.value, 1], 1)
+        self.take(there[ARRIVED.value, 0])
+
+
+def late_tokens(rank: int, body: str, index: int, captured: bool) -> list[tuple[float, bool]]:
+    """Return the errors of calls whose peer is late, and whether it was sent the right tokens."""
+    torch.manual_seed(0)
+    choose(body, index)
+    memory, (tokens, k, n, experts, topk), found = HostAsPeer(), (500, 264, 520, 5, 2), []
+    with opened(memory, AllGatherMoE, tokens + 3, k, body=body) as op:
+        peer, counts = Peer(memory), [tokens, tokens - 7]
+        x, weight, ids = inputs(tokens, k, n, experts, topk)
+        out = torch.empty(sum(counts) * topk, n, dtype=DTYPE, device=DEVICE)
+        graph = torch.cuda.CUDAGraph()
+        for call in range(5):
+            theirs = torch.randn(counts[1], k).to(DTYPE).pin_memory()
+            their_ids = torch.randint(-1, experts, (counts[1], topk)).pin_memory()
+            x.normal_()
+            ids.random_(-1, experts)
+            for tensor in (out, op._gather.local):
+                tensor.fill_(float("nan"))
+            torch.cuda.synchronize()
+            graph.replay() if captured and call else op(x, weight, ids, out, tokens=counts)
+            peer.push(op, theirs, their_ids)
+            op.check()
+            all_x, all_ids = torch.cat([x, theirs.to(DEVICE)]), torch.cat([ids, their_ids.to(DEVICE)])
+            sent = op._gather.peers[1][0, :tokens]
+            found.append((error_of(out, all_x, weight, all_ids), bool(torch.equal(sent, x.cpu()))))
+            if captured and not call:
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    op(x, weight, ids, out, tokens=counts)
+    return found
+
+
+BODIES = pytest.mark.parametrize(
+    ("body", "index"),
+    [("auto", 0), ("auto", 3), ("auto", 9), ("plain", 0)],
+    ids=["cooperative", "ping-pong", "small tiles", "plain"],
+)
+
+
+@BODIES
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_tokens_that_arrive_late_are_waited_for(body: str, index: int, captured: bool) -> None:
+    for error, is_sent in on_one_gpu(late_tokens, body, index, captured):
+        assert error < 1
+        assert is_sent
+
+
+def forsaken(rank: int, body: str, index: int) -> tuple[str, float]:
+    """Call with a peer that tells its choices and never pushes; return what is said, and the seconds."""
+    choose(body, index)
+    memory, (tokens, k, n, experts, topk) = HostAsPeer(), (300, 256, 256, 4, 2)
+    op = opened(memory, AllGatherMoE, tokens, k, body=body)
+    op._patience_ticks = as_patience(1.0)
+    x, weight, ids = inputs(tokens, k, n, experts, topk)
+    began = time.monotonic()
+
+    def call() -> None:
+        op(x, weight, ids, tokens=[tokens, tokens])
+        here = op._flags.local
+        peer: Any = HostPeer(memory)
+        peer.write(here[FREE.value, 1], 1)
+        memory.copy(op._ids.local[op._capacity * topk :][: ids.numel()], ids.reshape(-1).cpu(), peer.stream)
+        peer.write(here[GIVEN.value, 1], op._digest(is_shared=False))
+        peer.write(here[TOLD.value, 1], tokens * TOPK_SPAN.value + topk)
+        op.check()
+
+    message = message_of(call)
+    op.abandon()
+    return message, time.monotonic() - began
+
+
+@BODIES
+def test_a_peer_that_never_pushes_is_named_and_the_gpu_is_free(body: str, index: int) -> None:
+    message, took_s = on_one_gpu(forsaken, body, index)
+    assert message.startswith("PeerTimeout: AllGatherMoE, rank 0: rank 1")
+    assert "did not push its tokens in time" in message
+    assert 1 <= took_s < 60
