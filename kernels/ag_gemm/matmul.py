@@ -13,12 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..configs import capability
 from ..epilogues import NO_EPILOGUE, Epilogue
 from ..exchange.chunks import Exchange, part_from
 from ..launch import PreparedLaunch, load
 from ..tensors import FP8
 from .operands import Call
-from .specialized import capability
 
 FEWEST_COLUMNS_OF_FP8 = 16  # of which cuBLAS takes multiples
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..configs import INTERPRETED, not_too_large, shared_memory_bytes, take_first
+from ..configs import capability, not_too_large, shared_memory_bytes, take_first
 from ..epilogues import NO_EPILOGUE, EpilogueKind
 from ..gemm.configs import blocks_of, gluon_candidate, in_words
 from ..gemm.pruning import fits
@@ -107,14 +106,6 @@ class Shape(NamedTuple):
 
 
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned, blocks_of, operation="AllGatherGemm")
-
-
-@functools.lru_cache
-def capability(device: torch.device) -> int:
-    """Return the major compute capability of an NVIDIA GPU on which kernels run, else 0."""
-    if device.type != "cuda" or INTERPRETED or torch.version.hip:
-        return 0
-    return int(torch.cuda.get_device_properties(device).major)
 
 
 def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int) -> bool:

@@ -72,6 +72,17 @@ class Pointwise:
         return row, col
 
 
+@gluon.jit
+def complete_stores():
+    """Return when what this thread has stored by TMA is in memory, where all threads see it behind a barrier.
+
+    Gluon's `store_wait` only waits until it has been read out of shared memory.
+    """
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
 @aggregate
 class OwnBuffers:
     c_desc: tma.tensor_descriptor
@@ -89,6 +100,13 @@ class OwnBuffers:
         width: gl.constexpr = config.BLOCK_N + config.EXTRA_N
         return OwnBuffers(
             *(c_desc, pointwise, bufs, config.STORE_BUFFERS, width, config.STORE_N, config.TRANS_C)
+        )
+
+    @gluon.jit
+    def into(self, c_desc):
+        """Return the same buffers for another matrix; its descriptor has the same block."""
+        return OwnBuffers(
+            *(c_desc, self.pointwise, self.bufs, self.BUFFERS, self.WIDTH, self.STORE_N, self.TRANS_C)
         )
 
     @gluon.jit

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
 import fp8_runs
 import pytest
@@ -27,7 +28,8 @@ from dist_autotune.kernels.epilogues import Epilogue, result_columns
 from dist_autotune.kernels.exchange import flags, peers
 from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs import plain as rs
+from dist_autotune.kernels.gemm_rs import plain as rs_plain
+from dist_autotune.kernels.gemm_rs import specialized as rs_specialized
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tensors import FP8
 
@@ -270,29 +272,56 @@ def test_a_peer_that_does_not_come_is_named_and_the_gpu_is_free(consumer: str) -
 
 # ---- GEMM + reduce-scatter
 
+BODIES = {  # the option, the tuner and its candidates
+    "specialized": ("auto", rs_specialized.tuned, rs_specialized.CANDIDATES),
+    "plain": ("plain", rs_plain.gemm_reduce_scatter, rs_plain.CANDIDATES),
+}
+SUMS = (700, 520, 512)  # M, N, K
 
-def sums(rank: int, captured: bool) -> list[tuple[float, float]]:
+
+def leave(body: str, index: int) -> bool:
+    """Leave the body one candidate; return whether it can take these sums."""
+    _option, tuner, candidates = BODIES[body]
+    m, n, k = SUMS
+    tuner.configs, tuner.cache = [candidates[index]], {}
+    args = {"M": m, "N": n, "K": k, "WORLD": 2, "TENSOR_MEMORY": False, "TRANS_B": True}
+    return body == "plain" or bool(rs_specialized.prune(tuner.configs, args))
+
+
+def sums(
+    rank: int, body: str, captured: bool, indices: Sequence[int], calls: int
+) -> dict[str, list[tuple[float, float]]]:
     """Return the errors of this rank's sums and of what it pushed, with a peer that is late."""
     torch.manual_seed(0)
-    rs.gemm_reduce_scatter.configs = rs.CANDIDATES[:1]
-    memory, m, n, k = HostAsPeer(), 700, 520, 512
+    found = {}
+    for index in indices:
+        if leave(body, index):
+            found[str(BODIES[body][2][index])] = sums_of_a_candidate(body, captured, calls)
+    return found
+
+
+def sums_of_a_candidate(body: str, captured: bool, calls: int) -> list[tuple[float, float]]:
+    memory, (m, n, k) = HostAsPeer(), SUMS
     rows, found = m // 2, []
-    with opened(memory, GemmReduceScatter, m, n) as op:
+    with opened(memory, GemmReduceScatter, m + 6, n, body=BODIES[body][0]) as op:
         peer, here = Peer(memory), op._flags.local
-        a, weight = (torch.empty(size, k, dtype=DTYPE, device=DEVICE) for size in (m, n))
+        a, weight, addend = (
+            torch.empty(size, device=DEVICE, dtype=DTYPE) for size in ((m, k), (n, k), (m, n))
+        )
         out = torch.empty(rows, n, dtype=DTYPE, device=DEVICE)
         graph = torch.cuda.CUDAGraph()
-        for call in range(5):
-            for tensor in (a, weight):
+        for call in range(calls):
+            for tensor in (a, weight, addend):
                 tensor.normal_()
             for tensor in (out, op._partial, op._staged.local):
                 tensor.fill_(float("nan"))
             theirs = torch.randn(rows, n).to(DTYPE).pin_memory()
             torch.cuda.synchronize()
+            adds = not captured and call % 2 == 1
             if captured and call:
                 graph.replay()
             else:
-                op(a, weight, out)
+                op(a, weight, out, addend=addend if adds else None)
             peer.write(here[peers.FREE.value, 1], 1)
             there = op._flags.peers[1][:, 0]
             peer.take(there[peers.FREE.value])
@@ -301,7 +330,7 @@ def sums(rank: int, captured: bool) -> list[tuple[float, float]]:
             memory.copy(op._staged.local[0, :rows], theirs, peer.stream)
             peer.write(here[peers.ARRIVED.value, 1], rows)
             op.check()
-            product = a.float() @ weight.float().T
+            product = a.float() @ weight.float().T + (addend.float() if adds else 0)
             wanted = product[:rows] + theirs.to(DEVICE).float()
             pushed = op._staged.peers[1][0, :rows].to(DEVICE)
             found.append((relative(out, wanted), relative(pushed, product[rows:])))
@@ -315,16 +344,26 @@ def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((result.float() - wanted).norm() / wanted.norm())
 
 
+def wrong(found: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
+    assert found
+    return {which: errors for which, errors in found.items() if not all(max(pair) < 0.01 for pair in errors)}
+
+
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_sums_leave_while_the_kernel_waits_for_those_of_the_peer(captured: bool) -> None:
-    for error, of_pushed in on_one_gpu(sums, captured):
-        assert error < 0.01
-        assert of_pushed < 0.01
+@pytest.mark.parametrize("body", BODIES)
+def test_sums_leave_while_the_kernel_waits_for_those_of_the_peer(body: str, captured: bool) -> None:
+    assert wrong(on_one_gpu(sums, body, captured, (0, 7), 5)) == {}
 
 
-def sums_forsaken(rank: int) -> tuple[str, float]:
-    rs.gemm_reduce_scatter.configs = rs.CANDIDATES[:1]
-    op = opened(HostAsPeer(), GemmReduceScatter, 256, 256)
+def test_every_candidate_of_the_specialised_body_hands_over_and_adds() -> None:
+    for first in (0, 1):  # half of the compiling each
+        indices = range(first, len(rs_specialized.CANDIDATES), 2)
+        assert wrong(on_one_gpu(sums, "specialized", False, indices, 3)) == {}
+
+
+def sums_forsaken(rank: int, body: str) -> tuple[str, float]:
+    leave(body, 0)
+    op = opened(HostAsPeer(), GemmReduceScatter, 256, 256, body=BODIES[body][0])
     op._patience_ticks = as_patience(1.0)
     a, weight = (torch.randn(256, 256, device=DEVICE).to(DTYPE) for _ in range(2))
     began = time.monotonic()
@@ -336,7 +375,8 @@ def sums_forsaken(rank: int) -> tuple[str, float]:
     return message_of(call), time.monotonic() - began
 
 
-def test_sums_that_do_not_come_are_told_and_the_gpu_is_free() -> None:
-    message, took_s = on_one_gpu(sums_forsaken)
+@pytest.mark.parametrize("body", BODIES)
+def test_sums_that_do_not_come_are_told_and_the_gpu_is_free(body: str) -> None:
+    message, took_s = on_one_gpu(sums_forsaken, body)
     assert message.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1, or one that it waits for")
     assert 1 <= took_s < 60
