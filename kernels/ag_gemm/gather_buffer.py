@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..epilogues import Epilogue
+from ..epilogues import Epilogue, result_columns
 from ..symm.base import SymmetricMemory, SymmetricTensor
 from ..tensors import FP8, check_out, check_overlap, check_scale, check_tensor
 from ..tiles import on_host
@@ -111,9 +111,10 @@ class GatherBuffer:
             raise ValueError(f"{given} must both have K={row.k} columns; the weight is [N, K], not [K, N]")
         if columns == 0:
             raise ValueError("weight has no rows; there is nothing to compute")
-        check_out(out, [self._world_size * rows, columns], row.product_dtype, device)
-        check_overlap("a_shard", a_shard, self.symmetric.local[self._rank], "m")
         epilogue.check(columns, device)
+        shape = [self._world_size * rows, result_columns(epilogue.activation, columns)]
+        check_out(out, shape, row.product_dtype, device)
+        check_overlap("a_shard", a_shard, self.symmetric.local[self._rank], "m")
         if not row.is_scaled and epilogue.kind().scaled != (False, False):
             raise ValueError(
                 f"scale_a and scale_weight are for {FP8}; this operation was opened for {row.dtype}"

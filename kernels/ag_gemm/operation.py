@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 import torch.distributed as dist
 
-from ..epilogues import ONLY_SUMS, Epilogue, EpilogueKind
+from ..epilogues import ONLY_SUMS, Epilogue, EpilogueKind, result_columns
 from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS, OTHER_ROWS, OTHER_ROWS_PUSHED, describe_failure
 from ..exchange.operation import Operation
@@ -172,6 +172,8 @@ class AllGatherGemm(Operation):
 
         `bias` [N], contiguous, in fp16, bf16 or fp32, is added to the float32 sums and `activation` ("relu",
         "gelu", "gelu_tanh" or "silu") applied before they are rounded, once. Both are this rank's own.
+        A gated one ("swiglu", "geglu", "geglu_tanh", "reglu" or "glu") makes [W * m, N / 2], the activation
+        of the gate times up; `interleave_gate_up` makes such a weight and bias.
 
         In fp8 the sums are multiplied before by the scales of their rows, of which each rank passes `scale_a`
         [m] or [m, 1] for its own, and of their columns, `scale_weight` [N] or [N, 1]; all are float32 and
@@ -207,7 +209,7 @@ class AllGatherGemm(Operation):
             raise RuntimeError("this AllGatherGemm was opened with graphs=False and cannot be captured")
         rows = a_shard.shape[0]
         if out is None:
-            out = self._new_out(rows, weight)
+            out = self._new_out(rows, weight, activation)
             key = given[0], given[1], key_of(out), ending
             operands = self._known.get(key)
         self._buffer.put(a_shard, scale_a)
@@ -226,8 +228,8 @@ class AllGatherGemm(Operation):
             self._check_usable()
         return out
 
-    def _new_out(self, rows: int, weight: torch.Tensor) -> torch.Tensor:
-        shape = self.world_size * rows, weight.shape[0]
+    def _new_out(self, rows: int, weight: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+        shape = self.world_size * rows, result_columns(activation, weight.shape[0])
         return weight.new_empty(shape, dtype=self._format.product_dtype)
 
     def _options_of(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
-from ..epilogues import EpilogueKind, apply_epilogue, apply_scales
+from ..epilogues import EpilogueKind, apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import Exchange, part_from, slot_of, wait_for_rows
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..launch import SettledLaunches, Tensors, load
@@ -60,7 +60,7 @@ CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 def all_gather_gemm(
     a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
-    c_ptr,  # out [M, N], rows stride_cm apart
+    c_ptr,  # out [M, N], or [M, N / 2] under a gated activation; rows stride_cm apart
     flags_ptr,  # int32 [FLAGS, WORLD]; pushed calls have their own
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     row_scale_ptr,  # float32 [slots, capacity], behind the rows of A; or None
@@ -108,15 +108,17 @@ def all_gather_gemm(
     a_desc = a_ptr
     b_desc = b_ptr
     c_desc = c_ptr
+    SUMS: tl.constexpr = sums_of_a_result(ACTIVATION)
+    SUBTILE: tl.constexpr = EPILOGUE_SUBTILE and SUMS == 1  # gated tiles are half as wide as it is
     if USE_TMA:
-        STORE_N: tl.constexpr = BLOCK_N // 2 if EPILOGUE_SUBTILE else BLOCK_N
+        STORE_N: tl.constexpr = BLOCK_N // 2 if SUBTILE else BLOCK_N // SUMS
         a_desc = describe_rows(factors, slots * capacity, BLOCK_M, BLOCK_K)
         b_desc = describe_columns(factors, BLOCK_N, BLOCK_K, BY_COLUMNS)
         # Three dimensions, so that the hardware cuts a chunk's last tile off at row m instead of writing
         # into the next chunk.
         chunk_stride = tl.cast(m, tl.int64) * stride_cm
         c_desc = tl.make_tensor_descriptor(
-            c_ptr, [WORLD, m, N], [chunk_stride, stride_cm, 1], [1, BLOCK_M, STORE_N]
+            c_ptr, [WORLD, m, N // SUMS], [chunk_stride, stride_cm, 1], [1, BLOCK_M, STORE_N]
         )
 
     here = rank  # the chunk of which this program knows so many rows to be here; its own needs no wait
@@ -142,9 +144,9 @@ def all_gather_gemm(
         )
         acc = apply_epilogue(acc, rows, columns, None, bias_ptr, m, N, ACTIVATION)
         if USE_TMA:
-            _store_tma(acc, c_desc, chunk, row, col, EPILOGUE_SUBTILE)
+            _store_tma(acc, c_desc, chunk, row, col // SUMS, SUBTILE)
         else:
-            _store(acc, c_ptr, stride_cm, chunk, row, m, col, N)
+            _store(acc, c_ptr, stride_cm, chunk, row, m, col // SUMS, N // SUMS)
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:

@@ -148,7 +148,8 @@ class SpecializedConsumer:
 
     def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
         a, b, _, c = self._matrices
-        sizes, of_launch = (c.rows, c.columns, a.columns), (call.world_size, call.programs, weight.device)
+        sizes = (c.rows, weight.shape[0], a.columns)
+        of_launch = (call.world_size, call.programs, weight.device)
         is_traced, epilogue = call.trace is not None, call.epilogue.kind()
         return Shape(*sizes, a.dtype, *of_launch, b.transposed, is_traced, epilogue)
 

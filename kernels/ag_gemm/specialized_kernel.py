@@ -121,7 +121,7 @@ def specialized_all_gather_gemm(
     a_desc,  # gather buffer [slots * capacity, K]; the first M / WORLD rows of each slot count
     b_desc,  # weight [N, K]; without TRANS_B its transpose, [K, N]
     extra_desc,
-    c_desc,  # out [M, N]
+    c_desc,  # out [M, N], or [M, N / 2] under a gated activation
     flags_ptr,  # int32 [FLAGS, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     trace_ptr,  # int64 [tiles, 4] with TRACE: ns before and after the wait, ns of the store, SM
@@ -173,6 +173,6 @@ def specialized_all_gather_gemm(
         *(gl.cdiv(K, config.BLOCK_K), capacity, WORLD, GROUP_M, BLOCK_M, WIDTH, TRACE),
     )
     scales = (row_scale_ptr, column_scale_ptr, scaled_pitch(K) // 4)
-    pointwise = Pointwise(scales, (None, bias_ptr), M, N, ACTIVATION)
+    pointwise = Pointwise(scales, (None, bias_ptr), M, N, ACTIVATION, False)
     # The flags are in place of a counter: the schedule is static.
     run(problem, a_desc, b_desc, extra_desc, c_desc, flags_ptr, pointwise, config)

@@ -26,6 +26,7 @@ import triton
 
 from ..compat import HAS_INLINE_PTX
 from ..configs import INTERPRETED
+from ..epilogues import sums_of_a_result
 from ..matrices import Block, set_block, set_matrix
 from .operands import item_bytes
 
@@ -63,11 +64,12 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     A kernel without a choice of layouts takes A by rows, [M, K], in tiles that end within A, and a weight,
     [N, K]. Without sizes no matrix is smaller than a block.
     """
+    sums = sums_of_a_result(args.get("ACTIVATION"))
     if args.get("SWAP_AB"):
-        blocks = blocks_of({**swapped(args), "SWAP_AB": False})
+        blocks = blocks_of({**swapped(args), "SWAP_AB": False, "ACTIVATION": None})
         rows, columns = blocks["c_desc"]
         exchanged = {"a_desc": blocks["b_desc"], "b_desc": blocks["a_desc"]}
-        return blocks | exchanged | {"c_desc": Block(columns, rows)}
+        return blocks | exchanged | {"c_desc": Block(columns, rows // sums)}
     trans_a, trans_b = args.get("TRANS_A", False), args.get("TRANS_B", True)
     block_m, block_n = args["BLOCK_M"], args["BLOCK_N"]
     block_k = 2 * args["BLOCK_K"] // item_bytes(args.get("DTYPE"))
@@ -83,7 +85,7 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
         "a_desc": Block(block_k, block_m) if trans_a else Block(a_rows, block_k),
         "b_desc": Block(b_rows, block_k) if trans_b else Block(block_k, block_n),
         "extra_desc": Block(further_n, block_k) if trans_b else Block(block_k, extra_n or block_n),
-        "c_desc": Block(block_m, args["STORE_N"]),
+        "c_desc": Block(block_m, args["STORE_N"] // sums),
     }
 
 

@@ -1,6 +1,7 @@
 """The epilogue parts: how an accumulator gets to C, through shared memory and TMA, while the next tile runs.
 
-Before it is rounded each piece meets the rest of the epilogue, in registers (`Pointwise`).
+Before it is rounded each piece meets the rest of the epilogue, in registers (`Pointwise`); a gated activation
+leaves half of its columns, or of its rows, and C has half as many.
 
     OwnBuffers      buffers of its own, a piece of STORE_N columns each
     StolenBuffers   two slots of B's ring, which has one more than there are loads in flight: half a tile each
@@ -13,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..compat import aggregate, reinterpret, tma_store
-from ..epilogues import apply_epilogue, apply_scales
+from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
 from ..rings import ring_slot
 from .any_width import piece_start
 from .operands import allocate_ring
@@ -32,17 +33,18 @@ def _elements(pointer, first, end, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @aggregate
 class Pointwise:
-    """What becomes of the sums of C [M, N] before they are rounded, see `epilogues`."""
+    """What becomes of the sums of a product [M, N] before they are rounded, see `epilogues`."""
 
     scales: gl.tuple  # pointers to float32 [M] and [N], or None, and how far apart the former are
     biases: gl.tuple  # pointers to [M] and [N], or None
     M: gl.tensor
     N: gl.tensor
     ACTIVATION: gl.constexpr
+    GATES_ROWS: gl.constexpr  # gate and up are rows of a tile
 
     @gluon.jit
     def apply(self, sums, row, col, FIRST: gl.constexpr, origin=0):
-        """Return what becomes of a piece that begins FIRST columns behind that row and column of C.
+        """Return what becomes of a piece that begins FIRST columns behind that row and column.
 
         origin: which scale is that of row 0.
         """
@@ -55,8 +57,19 @@ class Pointwise:
         sums = apply_scales(sums, rows, columns, row_scale_ptr, None, self.M, self.N, origin, pitch)
         row_bias_ptr, column_bias_ptr = self.biases
         return apply_epilogue(
-            *(sums, rows, columns, row_bias_ptr, column_bias_ptr, self.M, self.N, self.ACTIVATION)
+            *(sums, rows, columns, row_bias_ptr, column_bias_ptr, self.M, self.N),
+            *(self.ACTIVATION, self.GATES_ROWS),
         )
+
+    @gluon.jit
+    def place(self, row, col):
+        """Return the row and the column of C of the result of sums that begin at these."""
+        if sums_of_a_result(self.ACTIVATION) == 2:
+            if self.GATES_ROWS:
+                row = row // 2
+            else:
+                col = col // 2
+        return row, col
 
 
 @gluon.jit
@@ -113,14 +126,15 @@ class OwnBuffers:
             buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
             tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)
             first = col + piece_start(i, self.STORE_N, self.WIDTH)
+            row_of_c, col_of_c = self.pointwise.place(row, first)
             if self.TRANS_C:
                 buf.permute((1, 0)).store(piece)
                 fence_async_shared()
-                tma_store(self.c_desc, [first, row], buf)
+                tma_store(self.c_desc, [col_of_c, row_of_c], buf)
             else:
                 buf.store(piece)
                 fence_async_shared()
-                tma_store(self.c_desc, [row, first], buf)
+                tma_store(self.c_desc, [row_of_c, col_of_c], buf)
 
     @gluon.jit
     def before_load(self):
@@ -168,7 +182,8 @@ class StolenBuffers:
             )
             buf.store(piece)
             fence_async_shared()
-            tma_store(self.c_desc, [row, col + i * self.STORE_N], buf)
+            row_of_c, col_of_c = self.pointwise.place(row, col + i * self.STORE_N)
+            tma_store(self.c_desc, [row_of_c, col_of_c], buf)
 
     @gluon.jit
     def before_load(self):

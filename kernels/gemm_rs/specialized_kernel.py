@@ -273,5 +273,5 @@ def specialized_gemm_reduce_scatter(
         2 if VARIANT == "pingpong" and not TENSOR_MEMORY else 1,
         SLOTS,
     )
-    pointwise = Pointwise((None, None, 1), (None, None), M, N, "none")
+    pointwise = Pointwise((None, None, 1), (None, None), M, N, "none", False)
     run(problem, a_desc, b_desc, extra_desc, c_desc, counts_ptr + WORLD, pointwise, config, True)

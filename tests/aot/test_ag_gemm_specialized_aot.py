@@ -197,10 +197,11 @@ def test_a_trace_costs_nothing_where_it_is_off_and_fits_where_it_is_on(target, c
 
 
 @TARGETS
-def test_an_epilogue_fits_beside_the_accumulator(target):
+@pytest.mark.parametrize(("bias", "activation"), [("*fp32", "gelu"), (None, "swiglu")])
+def test_an_epilogue_fits_beside_the_accumulator(target, bias, activation):
     """On Blackwell four warps spill 24 bytes of a gelu of 128 x 256 sums; eight do not."""
     for config in {HOPPER: (LARGE, PINGPONG), BLACKWELL: (LARGE,)}[target]:
-        used = resources(compile_candidate(config, target, bias="*fp32", activation="gelu"), target)
+        used = resources(compile_candidate(config, target, bias=bias, activation=activation), target)
         assert used["spilled"] == 0, config
         assert used["shared_bytes"] <= SHARED_BYTES[target], config
 

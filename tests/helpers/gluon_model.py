@@ -175,6 +175,7 @@ def _fakes() -> dict[str, types.ModuleType]:
     triton = module(
         "triton",
         jit=_jit,
+        constexpr_function=_same,
         cdiv=language.cdiv,
         next_power_of_2=lambda number: 1 << (number - 1).bit_length(),
         language=language,

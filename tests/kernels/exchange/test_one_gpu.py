@@ -24,7 +24,7 @@ from rank_programs import wait_for
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.gather_buffer import RowFormat
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
-from dist_autotune.kernels.epilogues import Epilogue
+from dist_autotune.kernels.epilogues import Epilogue, result_columns
 from dist_autotune.kernels.exchange import flags, peers
 from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
@@ -80,26 +80,33 @@ def choose_candidate(consumer: str, name: str) -> None:
 
 
 def one_call(
-    op: AllGatherGemm, peer: Peer, shape: tuple[int, int, int], how: str, pieces: int
+    op: AllGatherGemm,
+    peer: Peer,
+    shape: tuple[int, int, int],
+    how: str,
+    pieces: int,
+    activation: str | None = None,
 ) -> tuple[float, bool]:
     """Return the error of a call with new inputs, and whether what was gathered has the right bits."""
     rows, n, k = shape
     here, weight = torch.randn(rows, k, device=DEVICE).to(DTYPE), torch.randn(n, k, device=DEVICE).to(DTYPE)
     theirs = torch.randn(rows, k).to(DTYPE).pin_memory()
-    out = torch.full((2 * rows, n), float("nan"), dtype=DTYPE, device=DEVICE)
+    epilogue = Epilogue(activation=activation)
+    columns = result_columns(activation, n)
+    out = torch.full((2 * rows, columns), float("nan"), dtype=DTYPE, device=DEVICE)
     op._gather.local[1:].fill_(float("nan"))
     force(op, pieces=pieces)
     if how == "pull":
         op._gather.peers[1][1, :rows] = theirs
-        op(here, weight, out)
+        op(here, weight, out, activation=activation)
         time.sleep(LATE_S)
         peer.be_fetched_from(op, rows)
     else:
-        op._call(here, weight, out, pushed=True)
+        op._call(here, weight, out, epilogue, pushed=True)
         peer.push(op, theirs, 3 - pieces % 3)
     op.check()
     full = torch.cat([here, theirs.to(DEVICE)])
-    return error_ratio(out, full, weight), bool(torch.equal(op.gathered, full))
+    return error_ratio(out, full, weight, epilogue), bool(torch.equal(op.gathered, full))
 
 
 def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
@@ -113,6 +120,8 @@ def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
             peer = Peer(memory)
             for how, pieces in itertools.product(("pull", "push"), (1, 2, 4)):
                 found[f"{name}, {shape}, {how}, {pieces} pieces"] = one_call(op, peer, shape, how, pieces)
+            gated = shape[0], shape[1] - shape[1] % 16, shape[2]
+            found[f"{name}, {gated}, gated"] = one_call(op, peer, gated, "pull", 2, "swiglu")
     return found
 
 
