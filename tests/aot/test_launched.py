@@ -17,7 +17,7 @@ from test_gemm_rs_launch import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, PLAIN, Calle
 from benchmarks.common.launched import Held, Launched, Observer, autotuners
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.kernels.gemm_rs import operation as gemm_rs
+from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 
 pytestmark = pytest.mark.aot

@@ -12,7 +12,7 @@ from operation_runs import INTERPRETER, left_as_before
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs import operation as gemm_rs
+from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
 from dist_autotune.kernels.launch import UntunedWarning
 
