@@ -5,7 +5,7 @@
                                      [--zipf S] [--empty-ranks R] [--json FILE]
 
 Each rank has T / W tokens of K elements and N / W columns of each expert. Ours is `AllGatherMoE`, tuned
-first, inside `contextual_autotune(is_dist=True)`.
+first, inside `contextual_autotune(is_dist=True)`, which may find that NCCL + own GEMM is best.
 
     ours                   eager, the number of tokens of each rank given; as a CUDA graph; and not given
     NCCL + grouped_mm      all-gathers of tokens and choices, then sort, gather rows, grouped_mm, put in

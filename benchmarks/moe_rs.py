@@ -5,7 +5,7 @@
                                      [--zipf S] [--empty-ranks R] [--json FILE]
 
 Each rank has K / W elements of the rows of all T * J choices, and of each expert. Ours is `MoEReduceScatter`,
-tuned first, inside `contextual_autotune(is_dist=True)`.
+tuned first, inside `contextual_autotune(is_dist=True)`, which may find that own GEMM + NCCL is best.
 
     ours                   eager, the number of tokens of each rank given; as a CUDA graph; and not given
     grouped_mm + NCCL      all-gathers of choices and weights, then sort, gather rows, grouped_mm,

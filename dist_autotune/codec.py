@@ -19,7 +19,7 @@ T = TypeVar("T")
 D = TypeVar("D", bound="DataclassInstance")
 Reader = Callable[[Any], Any]
 
-_MAX_DEPTH = 64  # of nested lists and objects: what walks them is recursive
+_MAX_DEPTH = 64  # of nested lists and objects, which are walked recursively
 _compact = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
 _indented = json.JSONEncoder(allow_nan=False, check_circular=False, indent=2).encode
 

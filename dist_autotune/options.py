@@ -118,7 +118,7 @@ class Options:
         """Return the process group; of a DeviceMesh, that of its dimension."""
         if not _is_mesh(self.group):
             return self.group
-        from torch.distributed import GroupMember  # torch: not for who only reads logs
+        from torch.distributed import GroupMember  # torch, which readers of logs do not need
 
         is_member = self.group.get_coordinate() is not None
         return self.group.get_group() if is_member else GroupMember.NON_GROUP_MEMBER
@@ -155,7 +155,7 @@ class Options:
         return settings.compile_jobs() if self.compile_jobs is None else self.compile_jobs
 
     def resolved_cache_dir(self) -> Path | None:
-        """Return the directory of the on-disk cache; None: caching is off, or there is no place for it."""
+        """Return the directory of the on-disk cache; None: caching is off, or the user has no directory."""
         if self.cache is False:
             return None
         if self.cache is not True:
@@ -175,7 +175,7 @@ class Options:
 
 
 def _is_mesh(group: Any) -> bool:
-    module = sys.modules.get("torch.distributed.device_mesh")  # who has a mesh has imported it
+    module = sys.modules.get("torch.distributed.device_mesh")  # imported by whoever has a mesh
     return module is not None and isinstance(group, module.DeviceMesh)
 
 

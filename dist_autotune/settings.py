@@ -88,7 +88,7 @@ def timeout_s() -> float:
 
 
 def bits() -> str:
-    """Return DIST_AUTOTUNE_BITS, or the default: what is asked of the bits of a function's outputs."""
+    """Return DIST_AUTOTUNE_BITS, or the default: the rule for the bits of outputs."""
     rule = os.environ.get(BITS) or DEFAULT_BITS
     if rule not in BIT_RULES:
         raise InvalidOption(f"{BITS}={rule!r}: expected one of {', '.join(BIT_RULES)}")
@@ -122,7 +122,7 @@ def cache_directory() -> Path | None:
 
 
 def variables() -> dict[str, str]:
-    """Return the variables that are set: those named DIST_AUTOTUNE_..., and others that matter here."""
+    """Return the variables that are set: DIST_AUTOTUNE_... and those of other projects that matter here."""
     names = [name for name in os.environ if name.startswith("DIST_AUTOTUNE_")]
     return {name: os.environ[name] for name in [*sorted(names), *OTHERS_VARIABLES] if os.environ.get(name)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,14 @@ def shared_memory_bytes() -> int:
     """Return what one program may use on the current device."""
     driver = triton.runtime.driver.active
     return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
+
+
+@functools.lru_cache
+def capability(device: torch.device) -> int:
+    """Return the major compute capability of an NVIDIA GPU on which kernels run, else 0."""
+    if device.type != "cuda" or INTERPRETED or torch.version.hip:
+        return 0
+    return int(torch.cuda.get_device_properties(device).major)
 
 
 def pipeline_bytes(config: triton.Config, itemsize: int) -> int:

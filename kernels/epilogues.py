@@ -4,6 +4,15 @@
 
 `Epilogue` is what a call asks for; in a kernel `apply_scales` and `apply_epilogue` do it with each piece of a
 tile, in registers. Without an epilogue they compile to nothing.
+
+A gated activation makes one column of two, activation(gate) * up. Gate and up take turns by eight columns:
+
+    sums      gate 0 .. 7   up 0 .. 7   gate 8 .. 15   up 8 .. 15   ...
+    result          0 .. 7                    8 .. 15               ...
+
+On Hopper a thread has two columns of every eight, and rows that are eight apart: whoever has a gate has its
+up, also where a tile's rows are the product's columns, and results lie in registers as sums do. If single
+columns took turns, a thread would have no two results side by side, and store each by itself.
 """
 
 from __future__ import annotations
@@ -27,14 +36,70 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     "silu": torch.nn.functional.silu,
 }
+OF_GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "glu": torch.sigmoid,
+    "reglu": ACTIVATIONS["relu"],
+    "geglu": ACTIVATIONS["gelu"],
+    "geglu_tanh": ACTIVATIONS["gelu_tanh"],
+    "swiglu": ACTIVATIONS["silu"],
+}
+GATED = tuple(OF_GATES)
+GATE_BLOCK = 8  # columns of gate, then of up
 NO_ACTIVATION = "none"  # as a kernel is told
+
+
+@triton.constexpr_function
+def sums_of_a_result(activation):  # of a kernel's constexpr, or a call's text
+    """Return how many columns of sums become one of the result: 2 under a gated activation."""
+    return 2 if activation in GATED else 1
+
+
+def result_columns(activation: str | None, columns: int) -> int:
+    """Return how many columns so many of sums become."""
+    return columns // 2 if activation in GATED else columns
+
+
+def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the weight [2 * F, K] of a gated product, made of gate and up [F, K]; the same of biases [F].
+
+    Its rows are 8 of gate, 8 of up, and so on; F is a multiple of 8. A rank's part of gate and up makes its
+    part of these rows. Raises ValueError for other shapes.
+    """
+    if gate.shape != up.shape:
+        raise ValueError(
+            f"gate has shape {tuple(gate.shape)}, up has shape {tuple(up.shape)}; they must be equal"
+        )
+    if gate.dim() == 0 or gate.shape[0] % GATE_BLOCK:
+        raise ValueError(
+            f"gate and up have shape {tuple(gate.shape)}; the first size must be a multiple of {GATE_BLOCK}, "
+            "pad both with zeros"
+        )
+    return torch.stack([_in_blocks(gate), _in_blocks(up)], 1).flatten(0, 2)
+
+
+def split_gate_up(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of gate and up, of which `interleave_gate_up` has made `weight`, a bias or a gradient.
+
+    Raises ValueError unless the first size is a multiple of 16.
+    """
+    if weight.dim() == 0 or weight.shape[0] % (2 * GATE_BLOCK):
+        raise ValueError(
+            f"the weight has shape {tuple(weight.shape)}; the first size must be a multiple of "
+            f"{2 * GATE_BLOCK}: {GATE_BLOCK} rows of gate, {GATE_BLOCK} of up, and so on"
+        )
+    gate, up = _in_blocks(weight).unflatten(0, (weight.shape[0] // (2 * GATE_BLOCK), 2)).unbind(1)
+    return gate.flatten(0, 1), up.flatten(0, 1)
+
+
+def _in_blocks(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.unflatten(0, (tensor.shape[0] // GATE_BLOCK, GATE_BLOCK))
 
 
 class Epilogue(NamedTuple):
     """What a call does to the sums of its product, [M, N]. Made in each call: no dataclass.
 
     It multiplies them by the scale of their row, [M] or [M, 1], and of their column, [N] or [1, N], adds bias
-    [N], then applies the activation.
+    [N], then applies the activation. A gated one leaves [M, N / 2].
     """
 
     bias: torch.Tensor | None = None
@@ -42,13 +107,16 @@ class Epilogue(NamedTuple):
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
 
-    def check(self, rows: int, columns: int, device: torch.device) -> None:
-        """Raise TypeError or ValueError unless products [rows, columns] on that device can end so."""
-        _check_scale("scale_a", self.scale_a, rows, (rows, 1), device)
-        _check_scale("scale_b", self.scale_b, columns, (1, columns), device)
-        if self.activation is not None and self.activation not in ACTIVATIONS:
-            known = ", ".join(map(repr, ACTIVATIONS))
+    def check(self, columns: int, device: torch.device) -> None:
+        """Raise TypeError or ValueError unless bias and activation are for so many columns on that device."""
+        if self.activation is not None and self.activation not in (*ACTIVATIONS, *GATED):
+            known = ", ".join(map(repr, (*ACTIVATIONS, *GATED)))
             raise ValueError(f"there is no activation {self.activation!r}; there are {known}, and None")
+        if self.activation in GATED and columns % (2 * GATE_BLOCK):
+            raise ValueError(
+                f"activation {self.activation!r} takes {GATE_BLOCK} columns of gate, {GATE_BLOCK} of up, and "
+                f"so on: a multiple of {2 * GATE_BLOCK}, not {columns}; make the weight by interleave_gate_up"
+            )
         bias = self.bias
         if bias is None:
             return
@@ -80,7 +148,13 @@ class Epilogue(NamedTuple):
             sums = sums * self.scale_b.reshape(1, -1).to(sums.dtype)
         if self.bias is not None:
             sums = sums + self.bias.to(sums.dtype)
-        return sums if self.activation is None else ACTIVATIONS[self.activation](sums)
+        if self.activation is None:
+            return sums
+        if self.activation in ACTIVATIONS:
+            return ACTIVATIONS[self.activation](sums)
+        pairs = sums.unflatten(-1, (sums.shape[-1] // (2 * GATE_BLOCK), 2, GATE_BLOCK))
+        gate, up = pairs.unbind(-2)
+        return (OF_GATES[self.activation](gate) * up).flatten(-2)
 
 
 class EpilogueKind(NamedTuple):
@@ -95,28 +169,6 @@ class EpilogueKind(NamedTuple):
         return () if self == NO_EPILOGUE else (str(self.bias_dtype), self.activation, *self.scaled)
 
 
-def _check_scale(
-    name: str, scale: torch.Tensor | None, count: int, as_matrix: tuple[int, int], device: torch.device
-) -> None:
-    """Raise TypeError or ValueError unless it is None, or has a contiguous float32 for each row or column."""
-    if scale is None:
-        return
-    wanted = f"({count},) or {as_matrix}"
-    if not isinstance(scale, torch.Tensor):
-        raise TypeError(f"{name} is a {type(scale).__name__}; it must be a float32 tensor {wanted}, or None")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{name} is {scale.dtype}; it must be torch.float32")
-    if tuple(scale.shape) not in ((count,), as_matrix):
-        raise ValueError(
-            f"{name} has shape {tuple(scale.shape)}; it must be {wanted}: one scale for all is "
-            f"{name}.expand{as_matrix}.contiguous()"
-        )
-    if scale.device != device:
-        raise ValueError(f"{name} is on {scale.device}, the product is on {device}; move one of them")
-    if not scale.is_contiguous():
-        raise ValueError(f"{name} has strides {scale.stride()}; call .contiguous()")
-
-
 NO_EPILOGUE = EpilogueKind()
 ONLY_SUMS = Epilogue()
 
@@ -125,10 +177,14 @@ ONLY_SUMS = Epilogue()
 
 
 @triton.jit
-def apply_scales(sums, rows, columns, row_scale_ptr, column_scale_ptr, M, N):
-    """Return sums at these rows and columns of C [M, N], see `apply_epilogue`, times their scales."""
+def apply_scales(sums, rows, columns, row_scale_ptr, column_scale_ptr, M, N, origin=0, pitch=1):
+    """Return sums at these rows and columns of C [M, N], see `apply_epilogue`, times their scales.
+
+    A row's scale is the (origin + row)-th, and scales of rows are `pitch` apart.
+    """
     if row_scale_ptr is not None:
-        sums *= tl.load(row_scale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        at = tl.cast(rows + origin, tl.int64) * pitch
+        sums *= tl.load(row_scale_ptr + at, mask=rows < M, other=0.0)[:, None]
     if column_scale_ptr is not None:
         sums *= tl.load(column_scale_ptr + columns, mask=columns < N, other=0.0)[None, :]
     return sums
@@ -144,28 +200,52 @@ def apply_epilogue(
     M,
     N,
     ACTIVATION: tl.constexpr,
+    GATES_ROWS: tl.constexpr = False,  # gate and up are rows of the sums, not columns
 ):
-    """Return what becomes of float32 sums at these rows and columns of C [M, N]."""
+    """Return what becomes of float32 sums at these rows and columns of the product [M, N].
+
+    Under a gated activation that is half as many columns, or rows.
+    """
     if row_bias_ptr is not None:
         bias = tl.load(row_bias_ptr + rows, mask=rows < M, other=0.0)
         sums += bias.to(tl.float32)[:, None]
     if column_bias_ptr is not None:
         bias = tl.load(column_bias_ptr + columns, mask=columns < N, other=0.0)
         sums += bias.to(tl.float32)[None, :]
-    return activate(sums, ACTIVATION)
+    if sums_of_a_result(ACTIVATION) == 2:
+        result = _gated(sums, ACTIVATION, GATES_ROWS)
+    else:
+        result = activate(sums, ACTIVATION)
+    return result
+
+
+@triton.jit
+def _gated(sums, ACTIVATION: tl.constexpr, GATES_ROWS: tl.constexpr):
+    """Return activation(gate) * up. On Hopper a thread has both: no data moves."""
+    ROWS: tl.constexpr = sums.shape[0]
+    COLUMNS: tl.constexpr = sums.shape[1]
+    if GATES_ROWS:
+        gate, up = sums.reshape((ROWS // 16, 2, 8, COLUMNS)).permute((0, 2, 3, 1)).split()
+        result = (activate(gate, ACTIVATION) * up).reshape((ROWS // 2, COLUMNS))
+    else:
+        gate, up = sums.reshape((ROWS, COLUMNS // 16, 2, 8)).permute((0, 1, 3, 2)).split()
+        result = (activate(gate, ACTIVATION) * up).reshape((ROWS, COLUMNS // 2))
+    return result
 
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
-    """Return the activation of float32 numbers; NaN stays NaN."""
-    if ACTIVATION == "relu":
+    """Return the activation of float32 numbers, or of gates; NaN stays NaN."""
+    if ACTIVATION == "relu" or ACTIVATION == "reglu":
         x = tl.where(x < 0, 0.0, x)
-    elif ACTIVATION == "gelu":
+    elif ACTIVATION == "gelu" or ACTIVATION == "geglu":
         x = 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
-    elif ACTIVATION == "gelu_tanh":  # as (1 + tanh(y)) / 2 = sigmoid(2 y)
+    elif ACTIVATION == "gelu_tanh" or ACTIVATION == "geglu_tanh":  # as (1 + tanh(y)) / 2 = sigmoid(2 y)
         x = x * _sigmoid((x + 0.044715 * x * x * x) * TWO_SQRT_2_OVER_PI)
-    elif ACTIVATION == "silu":
+    elif ACTIVATION == "silu" or ACTIVATION == "swiglu":
         x = x * _sigmoid(x)
+    elif ACTIVATION == "glu":
+        x = _sigmoid(x)
     return x
 
 

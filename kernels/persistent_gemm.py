@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .epilogues import interleave_gate_up, split_gate_up
 from .gemm.configs import PARTS, VARIANTS
 from .gemm.operation import SCHEDULERS, persistent_matmul
 
-__all__ = ["PARTS", "SCHEDULERS", "VARIANTS", "persistent_matmul"]
+__all__ = ["PARTS", "SCHEDULERS", "VARIANTS", "interleave_gate_up", "persistent_matmul", "split_gate_up"]

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 
 KEPT = 512
+FP8 = torch.float8_e4m3fn
+FP8_CAPABILITY = (8, 9)  # of the first NVIDIA GPUs whose tensor cores take it
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -87,6 +89,38 @@ def lies_by_columns(tensor: torch.Tensor) -> bool:
 def pitch_of(tensor: torch.Tensor) -> int:
     """Return how many elements apart the contiguous rows, or columns, of a checked tensor begin."""
     return tensor.stride(-1 if lies_by_columns(tensor) else -2)
+
+
+def check_fp8(device: torch.device) -> None:
+    """Raise TypeError unless the GPU has tensor cores for float8_e4m3fn."""
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < FP8_CAPABILITY:
+        raise TypeError(
+            f"products in {FP8} need compute capability {FP8_CAPABILITY}, {device} has {capability}: convert "
+            "the operands to torch.bfloat16"
+        )
+
+
+def check_scale(
+    name: str, scale: torch.Tensor | None, count: int, as_matrix: tuple[int, int], device: torch.device
+) -> None:
+    """Raise TypeError or ValueError unless it is None, or has `count` contiguous float32."""
+    if scale is None:
+        return
+    wanted = f"({count},) or {as_matrix}"
+    if not isinstance(scale, torch.Tensor):
+        raise TypeError(f"{name} is a {type(scale).__name__}; it must be a float32 tensor {wanted}, or None")
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name} is {scale.dtype}; it must be torch.float32")
+    if tuple(scale.shape) not in ((count,), as_matrix):
+        raise ValueError(
+            f"{name} has shape {tuple(scale.shape)}; it must be {wanted}: one scale for all is "
+            f"{name}.expand{as_matrix}.contiguous()"
+        )
+    if scale.device != device:
+        raise ValueError(f"{name} is on {scale.device}, the product is on {device}; move one of them")
+    if not scale.is_contiguous():
+        raise ValueError(f"{name} has strides {scale.stride()}; call .contiguous()")
 
 
 def check_out(

@@ -47,7 +47,7 @@ from dist_autotune.kernels.ag_gemm.plain import GPU_CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import NO_ACTIVATION
 from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import Block, as_matrix, describe
-from dist_autotune.triton_api.launch import Launch, load
+from dist_autotune.triton_api.launch import Launch, load_kernel
 
 WORLD, ROWS, COLUMNS, INNER = 8, 8192, 4096, 4096
 READY_S = 600.0
@@ -74,7 +74,8 @@ def launch_ag_gemm(device: str) -> Arguments:
     errors = torch.empty(WORLD, dtype=torch.int64, device=device)
     sizes = {"M": ROWS, "N": COLUMNS, "K": INNER, "slots": WORLD, "capacity": ROWS // WORLD}
     strides = {"stride_b": INNER, "stride_cm": COLUMNS}
-    any_value = dict.fromkeys(all_gather_gemm.fn.do_not_specialize, 0) | {"bias_ptr": None}
+    names = all_gather_gemm.fn.do_not_specialize
+    any_value = {name: None if name.endswith("_ptr") else 0 for name in names}
     constants = {"WORLD": WORLD, "TMA_LEGAL": True, "BY_COLUMNS": False, "FENCE": True, "UPCAST": False}
     constants["ACTIVATION"] = NO_ACTIVATION
     return (a, a, a, words, errors), {"grid": (1,), **any_value, **sizes, **strides, **constants}
@@ -91,7 +92,7 @@ def launch_persistent_gemm(device: str) -> Arguments:
     constants = {"TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
     names = {"SCHEDULE": "grouped", "OUT": "bf16", "DTYPE": "bf16", "ACTIVATION": NO_ACTIVATION}
     tuned_by = (0, 132, 128, 128, ROWS, COLUMNS)  # wanted, programs, alignments and classes
-    arguments = (*descriptors, counter, ROWS, COLUMNS, INNER, *tuned_by, parts, None, None)
+    arguments = (*descriptors, counter, ROWS, COLUMNS, INNER, *tuned_by, parts, *(None,) * 4)
     return arguments, {"grid": (1,), **constants, **names}
 
 
@@ -108,7 +109,7 @@ def each_for_itself(threads: int) -> Callable[..., dict[str, Any]]:
         with ThreadPoolExecutor(threads) as executor, AsyncCompileMode(executor):
             kernels = [compiled(launch, config) for config in configs.values()]
         for kernel in kernels:
-            load(kernel)
+            load_kernel(kernel)
         return {"compiled": len(kernels)}
 
     return compile_all
@@ -148,7 +149,7 @@ def rank_main(
     *others, warm_up = kernel.configs(launch)
     if not 0 < candidates <= len(others):
         raise SystemExit(f"--candidates: 1 to {len(others)}")
-    load(compiled(launch, warm_up))
+    load_kernel(compiled(launch, warm_up))
     configs = {str(index): config for index, config in enumerate(others[:candidates])}
     (directory / f"ready-{rank}").touch()
     deadline = time.monotonic() + READY_S

@@ -91,7 +91,7 @@ def digest_of(text: str) -> str:
 
 
 def _of_named(name: str, item: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a tensor, or what a holder's state_dict() has; with gradients, which are in none."""
+    """Yield a tensor or a holder's state_dict(), each with its gradients: no state_dict() holds them."""
     if isinstance(item, torch.Tensor):
         yield name, item
         yield f"{name}.grad", item.grad if item.is_leaf else None
@@ -102,7 +102,7 @@ def _of_named(name: str, item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(path: str, value: Any, within: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield with their paths tensors, arrays, plain values, and other objects, into which nobody looks."""
+    """Yield tensors, arrays, plain values and opaque objects, each with its path."""
     if isinstance(value, torch.Tensor):
         value = _local(value)
         parts = _parts_of_tensor(value)
@@ -116,14 +116,14 @@ def _leaves(path: str, value: Any, within: tuple[int, ...]) -> Iterator[tuple[st
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, and the result of a collective once it is there."""
+    """Return this rank's part of a DTensor; wait for a collective under way."""
     for method in ("to_local", "trigger_wait"):
         tensor = getattr(tensor, method, lambda tensor=tensor: tensor)()
     return tensor
 
 
 def _parts_of_tensor(tensor: torch.Tensor) -> list[tuple[str, Any]] | None:
-    """Return the tensors that one is made of: what is stored, so that explicit zeros count; None: itself."""
+    """Return the parts of a tensor that wraps or stores others, with explicit zeros; None: a plain tensor."""
     if tensor.is_nested:
         return [(f"[{index}]", item) for index, item in enumerate(tensor.unbind())]
     if flatten := getattr(tensor, "__tensor_flatten__", None):  # of subclasses that wrap others
@@ -141,7 +141,7 @@ def _parts_of_tensor(tensor: torch.Tensor) -> list[tuple[str, Any]] | None:
 
 
 def _parts_of_object(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the items of a container; None: it is none."""
+    """Return the items of a container; None: the value is no container."""
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -175,7 +175,7 @@ def _has_bits(value: Any) -> bool:
 
 
 def _description(value: Any) -> str:
-    """Return what a tensor's hash leaves out, or all that there is of another value."""
+    """Return dtype and shape of a tensor, which its hash leaves out; of another value its bits or text."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, (np.ndarray, np.generic)):

@@ -35,7 +35,7 @@ def list_entries() -> None:
         table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows, texts=2)
         terminal.print_tables(terminal.open_console(), table.without_unknown("bits"))
     else:
-        typer.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
+        terminal.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
 
 
 @app.command()
@@ -54,7 +54,7 @@ def show(
     if not found:
         terminal.fail(f"No entry of {name!r} in {cache.directory}: `dist-autotune cache list` lists all.")
     for entry in found:
-        typer.echo(f"{cache.directory}/{entry.key.file_name}", err=True)  # the output stays pure JSON
+        terminal.echo(f"{cache.directory}/{entry.key.file_name}", err=True)  # the output stays pure JSON
         typer.echo(to_json(entry.as_dict(), indent=True))
 
 
@@ -67,7 +67,7 @@ def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] 
     assert cache.directory is not None
     count = remove_abandoned(cache.directory)
     guards = f" and {counted(count, 'crash guard')}" if count else ""
-    typer.echo(f"Deleted {_entries(cache.clear())}{guards} in {cache.directory}")
+    terminal.echo(f"Deleted {_entries(cache.clear())}{guards} in {cache.directory}")
 
 
 class Format(enum.StrEnum):
@@ -110,19 +110,19 @@ def export_entries(
             bundle.write(path, entries, replaces=replace)
         except ValueError as error:
             terminal.fail(f"{error}. Choose kernels by --kernel.")
-        typer.echo(f"Exported {_entries(len(entries))} of {cache.directory} to {path}")
+        terminal.echo(f"Exported {_entries(len(entries))} of {cache.directory} to {path}")
     else:
         _export_files(path, entries, format_name.value, replaces=replace)
 
 
 def _export_files(path: Path, entries: list[Entry], format_name: str, *, replaces: bool) -> None:
-    """Write the files of another tool into a directory, and say what is left out."""
+    """Write the files of another tool into a directory; name the entries left out."""
     devices = sorted({entry.key.device for entry in entries})
     if len(devices) > 1:
         terminal.fail(f"The entries are of several devices, {', '.join(devices)}: choose one by --device.")
     files = other_formats.files_of(entries, format_name)
     for entry, reason in files.left_out:
-        typer.echo(f"Left out {entry.title}: {reason}", err=True)
+        terminal.echo(f"Left out {entry.title}: {reason}", err=True)
     texts = {path / name: text for name, text in files.texts().items()}
     if not texts:
         terminal.fail(f"Nothing can be written as --format {format_name}.")
@@ -133,7 +133,7 @@ def _export_files(path: Path, entries: list[Entry], format_name: str, *, replace
         file.parent.mkdir(parents=True, exist_ok=True)
         bundle.write_whole(file, text, replaces=True)
     written = f"{counted(len(texts), 'file')} for {_entries(files.written)}"
-    typer.echo(f"Wrote {written} to {path}. {HOW_TO_USE[format_name].format(path=path)}")
+    terminal.echo(f"Wrote {written} to {path}. {HOW_TO_USE[format_name].format(path=path)}")
 
 
 @app.command("import")
@@ -164,26 +164,26 @@ def import_entries(
         text += f"{', '.join(sorted(others))}. --any-hardware stores them, too."
         if others.total() == len(entries):
             terminal.fail(text)
-        typer.echo(text, err=True)
+        terminal.echo(text, err=True)
         entries = [e for e in entries if _hardware(e.key.device, e.key.capability) == hardware]
     _report_import(cache, bundle.merge(cache, entries, replaces=replace), replaces=replace)
     _report_unused(entries, here.driver)
 
 
-def _report_import(cache: Winners, merged: bundle.Merged, *, replaces: bool) -> None:
-    """Say what became of the entries; of those that differ, which one stands."""
+def _report_import(cache: Winners, merged: bundle.ImportResult, *, replaces: bool) -> None:
+    """Print how many entries were added, and for each conflict which one was kept."""
     differing = f"{len(merged.conflicts)} with another winner or other bits"
-    typer.echo(f"Imported into {cache.directory}: {merged.added} new, {merged.same} as there, {differing}")
+    terminal.echo(f"Imported into {cache.directory}: {merged.added} new, {merged.same} as there, {differing}")
     for old, new in merged.conflicts:
         kept, other = (new, old) if replaces else (old, new)
         advice = "" if replaces else "; --replace takes that of the bundle"
-        typer.echo(f"{old.title}: kept {_winner(kept)}, not {_winner(other)}{advice}")
+        terminal.echo(f"{old.title}: kept {_winner(kept)}, not {_winner(other)}{advice}")
     if merged.missing:
         terminal.fail(f"{_entries(merged.missing)} could not be stored.")
 
 
 def _report_unused(entries: list[Entry], driver: str) -> None:
-    """Say which entries sessions on this machine do not use, as it is now."""
+    """Say how many entries are of another Triton or driver: sessions here do not use them."""
     import triton
 
     versions = Counter((entry.key.triton_version, entry.key.driver) for entry in entries)
@@ -191,7 +191,7 @@ def _report_unused(entries: list[Entry], driver: str) -> None:
     for there, count in versions.items():
         if there != here:
             names = [f"Triton {version}, driver {of or 'unknown'}" for version, of in (there, here)]
-            typer.echo(
+            terminal.echo(
                 f"{_entries(count)} not used now: tuned with {names[0]}; here are {names[1]}", err=True
             )
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from .. import settings
 from ..codec import to_json
-from ..logs.history import History, load
+from ..logs.history import History, load_history
 from ..options import Options
 from ..search.strategies import STRATEGIES
 from ..version import __version__
@@ -163,7 +163,7 @@ def examine_machine(as_json: AsJson = False) -> None:
 
 
 def _reports(history: History, kernel: str, session: str, every: bool) -> list[SessionReport]:
-    """Return the sessions that the options choose, never none; or end with what there is."""
+    """Return the chosen sessions, at least one; else end the command and name the sessions there are."""
     chosen = history.sessions if every else history.newest()
     if session:
         chosen = tuple(each for each in history.sessions if each.opened.session.startswith(session))
@@ -180,12 +180,12 @@ def _reports(history: History, kernel: str, session: str, every: bool) -> list[S
 
 
 def _read(given: Path | None) -> History:
-    """Return the sessions of a log directory; or end with what to do without any."""
+    """Return the sessions of a log directory; without any, end the command with the next step."""
     directory = given or Options().resolved_log_dir() or Path(settings.DEFAULT_LOG_DIR)
     advice = "Call a decorated function first, or name the log_dir it writes to: dist-autotune report DIR"
     if not directory.is_dir():
         terminal.fail(f"There is no directory {directory}. {advice}")
-    history = load(directory)
+    history = load_history(directory)
     if not history.sessions:
         unread = "".join(f"; {name}: {text}" for name, text in history.skipped.items())
         terminal.fail(f"{directory} holds no records in rank-N.jsonl{unread}. {advice}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..codec import from_json
 from ..errors import InvalidOption, TuningError
-from ..formatting import Table, config_label, context_label, counted, format_ms, format_percent, one_line
+from ..formatting import Table, config_label, context_label, counted, format_ms, format_percent
 from ..logs import decisions
 from ..logs.history import ContextHistory, SessionHistory, is_sample, is_time, of_kind, percent_over
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
@@ -25,12 +25,12 @@ from ..search.strategies import STRATEGIES, Winner
 from ..timing.samples import STATISTICS
 
 LONGEST = 160  # characters of a value that differs: the rest of a payload is in the log
-Sample = dict[int, float]  # rank -> ms of one run
+RankTimes = dict[int, float]  # rank -> ms of one run
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that was recorded and does not follow from what was recorded before it."""
+    """A recorded value that does not follow from the records before it."""
 
     run: int | None
     about: str  # a context, a rank, or "session"
@@ -123,7 +123,7 @@ def verdicts_tables(verdicts: Iterable[Verdict]) -> list[Table]:
             found = counted(len(each.differences), "difference")
         sessions.append((each.session, each.thunk, each.search, str(each.runs), str(each.compared), found))
         for one in each.differences:
-            values = (one_line(value)[:LONGEST] for value in (one.recorded, one.recomputed))
+            values = (value[:LONGEST] for value in (one.recorded, one.recomputed))
             run = "-" if one.run is None else str(one.run)
             differences.append((each.session, run, one.about, one.what, *values))
     names = ("session", "function", "search", ">runs", ">compared", "recomputed")
@@ -173,7 +173,7 @@ def what_if(sessions: Iterable[SessionHistory], options: Mapping[str, Any], seed
 
 
 def _search(opened: SessionOpened, context: ContextHistory, random: Random) -> WhatIf:
-    recorded, dealt = _samples(context), defaultdict[int, list[Sample]](list)
+    recorded, dealt = _samples(context), defaultdict[int, list[RankTimes]](list)
     banned = {index for index, each in enumerate(context.candidates) if each.banned}
     incumbent = min(set(range(len(recorded))) - banned)
     flow, runs = RunningFlow(rules_of(opened), len(recorded)), 0
@@ -205,14 +205,14 @@ def _search(opened: SessionOpened, context: ContextHistory, random: Random) -> W
     )
 
 
-def _samples(context: ContextHistory) -> list[list[Sample]]:
+def _samples(context: ContextHistory) -> list[list[RankTimes]]:
     """Return each candidate's samples in recorded order, all of one judge; warm-ups where it has none."""
     trials = []
     for each in context.candidates:
         warm_ups = [trial for trial in each.trials if trial.kind == "warm-up" and is_time(trial.ms)]
         trials.extend(list(filter(is_sample, each.trials)) or warm_ups)
     judge = min(trial.judge for trial in trials)  # "launch" before "run"
-    by_run = defaultdict[tuple[int, int], Sample](dict)
+    by_run = defaultdict[tuple[int, int], RankTimes](dict)
     for trial in trials:
         if trial.judge == judge:
             by_run[trial.config_id, trial.run][trial.rank] = trial.ms or 0.0
@@ -220,7 +220,7 @@ def _samples(context: ContextHistory) -> list[list[Sample]]:
     return [[by_run[key] for key in order if key[0] == each.config_id] for each in context.candidates]
 
 
-def _agreed_ms(samples: Sequence[Sample], opened: SessionOpened) -> float | None:
+def _agreed_ms(samples: Sequence[RankTimes], opened: SessionOpened) -> float | None:
     """Return each rank's statistic, reduced over the ranks; None without any sample."""
     ranks, statistic = {rank for sample in samples for rank in sample}, STATISTICS[opened.statistic]
     times = [statistic([sample[rank] for sample in samples if rank in sample]) for rank in sorted(ranks)]

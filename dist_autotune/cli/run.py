@@ -73,7 +73,7 @@ def prepare(
 
 
 def execute(program: Program, options: Options, boundary: Any) -> None:
-    """Run the program; then show on rank 0, on stderr, what was found. What it raises is the caller's."""
+    """Run the program; then report on rank 0's stderr. Exceptions of the program pass to the caller."""
     if settings.run_mode() == "off":
         program.run()
         return
@@ -87,7 +87,7 @@ def execute(program: Program, options: Options, boundary: Any) -> None:
 
 
 def _given(name: str, text: Any) -> Any:
-    """Return an option's value; text that is none stays, for `Options` to name it."""
+    """Return the value of an option's text; text that does not parse stays: `Options` refuses it by name."""
     if name in OFF and text == "off":
         return OFF[name]
     with contextlib.suppress(TypeError, ValueError):
@@ -112,7 +112,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _kind(hint: Any) -> type:
-    """Return what an option's text becomes: the first of these types that its field may have."""
+    """Return the type of an option: the first of these that its field allows."""
     kinds = typing.get_args(hint) or (hint,)
     return next(kind for kind in (str, bool, int, float) if kind in kinds)
 

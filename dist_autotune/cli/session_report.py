@@ -123,7 +123,7 @@ def _tuned_context(context: ContextHistory) -> TunedContext:
 
 
 def _default_ms(context: ContextHistory) -> float | None:
-    """Return the time of the candidate that is launched untuned; if it is banned, of the first that works."""
+    """Return the time of the default candidate; if it is banned, of the first that works."""
     default = next((each.default for each in of_kind(context.records, ContextAdmitted)), 0)
     usable = [each for each in context.candidates if not each.banned]
     usable.sort(key=lambda each: each.config_id != default)
@@ -135,7 +135,7 @@ def _time(ms: float | None) -> float | None:
 
 
 def cost_alone_percent(context: ContextHistory) -> float | None:
-    """Return what the worst choice of a single rank would have cost all of them; None: nothing to compare."""
+    """Return by how many percent the worst choice of one rank alone is slower for all; None: unknown."""
     settled_ms = context.settled.ms
     costs = [percent_over(choice.agreed_ms, settled_ms) for choice in context.choices_alone().values()]
     return max((cost for cost in costs if cost is not None), default=None)

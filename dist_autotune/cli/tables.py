@@ -15,7 +15,6 @@ from ..formatting import (
     counted,
     format_ms,
     format_percent,
-    one_line,
     status_label,
 )
 from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
@@ -48,7 +47,7 @@ def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
 
 
 def session_heading(session: SessionHistory) -> str:
-    """Return one line that says what was tuned, where and how."""
+    """Return one line with function, session, ranks, device, search and outcome."""
     opened = session.opened
     where = f"{counted(opened.world_size, 'rank')}, {opened.device}, {opened.search}, {opened.mode}"
     ended = f"{counted(session.closed.runs, 'run')}, {session.closed.outcome}"
@@ -70,7 +69,7 @@ def session_facts(shown: SessionReport) -> list[str]:
 
 
 def session_notes(session: SessionHistory) -> list[str]:
-    """Return what a reader must know before the figures, then what the session remarked."""
+    """Return the reservations about the figures, then the remarks of the session."""
     notes = [WALL_CLOCK_NOTE] if session.is_wall_clock else []
     if missing := session.missing_ranks:
         notes.append(f"No records of ranks {missing}: the figures leave them out.")
@@ -174,7 +173,7 @@ def _candidates_table(context: ContextHistory) -> Table:
         slowest = "-" if each.spread_percent is None else str(max(each.rank_ms, key=each.rank_ms.__getitem__))
         figures = format_ms(each.agreed_ms), format_percent(over_best), format_percent(each.spread_percent)
         winner = "winner" if each is context.winner else ""
-        remark = f"banned on all ranks by {one_line(each.banned)}" if each.banned else winner
+        remark = f"banned on all ranks by {each.banned}" if each.banned else winner
         texts = short_config(each, shared), remark
         bits = bits_label(context.settled.bit_classes.get(each.config), "")
         rows.append((str(each.config_id), *figures, slowest, str(each.samples), bits, *texts))
@@ -202,7 +201,7 @@ def _convergence(context: ContextHistory) -> str:
 
 
 def ranks_by_choice(context: ContextHistory) -> list[tuple[CandidateHistory, list[int]]]:
-    """Return the candidates that some rank alone would choose, with those ranks; none of a single rank."""
+    """Return each candidate that ranks alone would choose, with those ranks; empty for a single rank."""
     if not any(candidate.spread_percent is not None for candidate in context.candidates):
         return []
     ranks: dict[int, list[int]] = {}

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import typer
@@ -17,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from ..errors import CacheWarning, TuningError
-from ..formatting import Table
+from ..formatting import Table, one_line
 from ..logs.history import History
 from ..tuner.report import TuningReport
 from . import tables
@@ -53,7 +54,8 @@ def print_history(console: Console, history: History, shown: Iterable[SessionRep
 
 def print_tables(console: Console, *tables: Table) -> None:
     """Print the tables that have rows."""
-    for table in (each for each in tables if each.rows):
+    for each in (table for table in tables if table.rows):
+        table = replace(each, rows=[tuple(map(one_line, row)) for row in each.rows])
         print_text(console, f"\n{table.title}", "bold")
         header = [name.removeprefix(">") for name in table.columns]
         if table.texts and console.width < PIPE_WIDTH:
@@ -99,13 +101,14 @@ def _stacked(texts: Sequence[str], width: int) -> Text:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return the lines of a text; `name: value` stays on one of them."""
+    """Wrap a text, but never between a name and its value."""
     lines = textwrap.wrap(text.replace(": ", ":\0"), width, break_on_hyphens=False)
     return [line.replace("\0", " ") for line in lines]
 
 
 def print_text(console: Console, text: str, style: str = "") -> None:
-    """Print `text` as it stands; on a terminal, its lines are broken between words."""
+    """Print `text` with control characters escaped; on a terminal, wrapped between words."""
+    text = "\n".join(map(one_line, text.split("\n")))
     if console.width < PIPE_WIDTH:
         text = "\n".join("\n".join(_wrapped(line, console.width)) for line in text.split("\n"))
     console.print(Text(text, style), soft_wrap=console.width >= PIPE_WIDTH)
@@ -123,11 +126,11 @@ class OneLineErrors(TyperGroup):
                 fail(str(error))
             finally:
                 for warning in caught:
-                    typer.echo(str(warning.message), err=True)
+                    echo(str(warning.message), err=True)
 
 
 def print_ending(program: str, report: TuningReport | None, remark: str) -> None:
-    """Print on stderr what was found while a program ran."""
+    """Print the report of a program on stderr."""
     console = open_console(stderr=True)
     if report is not None and console.is_terminal:
         print_text(console, f"\n{program}: {report.heading}")
@@ -153,7 +156,12 @@ def escaping_characters() -> Iterator[None]:
             stream.reconfigure(errors=errors)
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Print one line with control characters escaped."""
+    typer.echo(one_line(text), err=err)
+
+
 def fail(message: str) -> NoReturn:
     """End the command with exit code 2."""
-    typer.echo(message, err=True)
+    echo(message, err=True)
     raise typer.Exit(2)

@@ -58,7 +58,7 @@ def _session_events(
 
 
 def _row(span: Span) -> str:
-    """Return the row on which a span is drawn: those on one row nest."""
+    """Return the row of a span; spans of one row nest."""
     if span.kind == TRIAL:
         return f"trials {span.name.rpartition(' #')[0]}"
     if span.kind in (COMPILING, BEHIND):

@@ -26,7 +26,7 @@ def why_not_shared() -> str:
 
 
 def has_binary(key: str) -> bool:
-    """Return whether Triton will find the binary: the list of its files, written last, and each file."""
+    """Return whether Triton will find the binary: its list of files, written last, and every file."""
     name = base64.b32encode(bytes.fromhex(_digest(key))).decode().rstrip("=")
     try:
         (listing,) = (Path(knobs.cache.dir) / name).glob("__grp__*.json")
@@ -67,7 +67,7 @@ class CompileLock:
             os.pwrite(self._descriptor, f"{self._session}\n{reason}".encode(errors="replace"), 0)
 
     def release(self, *, is_compiled: bool = False) -> None:
-        """Let others claim it; the file of a binary that is there goes."""
+        """Unlock; delete the lock's file once the binary is there."""
         with contextlib.suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # not by closing alone: forked children have copies
             if is_compiled:

@@ -39,21 +39,21 @@ REAP_S = 5.0  # a killed process that the kernel holds on to is left behind afte
 START_S = 30.0  # a child takes milliseconds to begin
 GRACE_S = 10  # after its limit, a child that nobody has ended ends itself
 REASON_CHARACTERS = 1000  # of a failure's text
-SAID_BYTES = 1 << 20  # of the compiler's own words: more is cut off
+STDERR_BYTES = 1 << 20  # of the compiler's own words: more is cut off
 WALL_FACTOR = 10  # times its limit that a child may last whose parent yields the cores
 
 _LIBC = ctypes.CDLL(None)  # loaded here: the child only calls it
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_TELLING = re.compile(r"(?:LLVM ERROR|Assertion|error:|fatal).*", re.IGNORECASE)
+_ERROR_LINE = re.compile(r"(?:LLVM ERROR|Assertion|error:|fatal).*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a child ended. Without a `reason`: what is left to do, and to raise, is this process's."""
+    """How a child ended. Without a `reason` this process goes on: it loads the binary, or meets the error."""
 
     reason: str = ""  # why the candidate cannot be compiled
     has_begun: bool = True  # False: the candidate has nothing to do with it
-    result: Any = None  # what `work` returned, of a child that is cut off
+    result: Any = None  # of `work`, if the child is cut off
 
 
 class CompilerChild:
@@ -66,14 +66,14 @@ class CompilerChild:
         self._lasts_s = limit_s * WALL_FACTOR if yields else limit_s
         self._what = "the hook" if is_cut_off else "the compiler"
         self._late = "the hook did not end" if is_cut_off else "did not compile"
-        self._said = os.memfd_create("compiler-stderr")
+        self._stderr = os.memfd_create("compiler-stderr")
         self._report = os.memfd_create("compiler-report")  # a line end when it begins, then how it went
         parent = os.getpid()
         try:
             self._pid: int | None = fork()
             if self._pid == 0:
                 computes_s = limit_s if yields else None
-                settle = functools.partial(_settle_in, parent, self._lasts_s, computes_s, self._said)
+                settle = functools.partial(_settle_in, parent, self._lasts_s, computes_s, self._stderr)
                 _compile(work, settle, self._report, is_cut_off=is_cut_off)
         except OSError:
             self._pid = None
@@ -96,20 +96,20 @@ class CompilerChild:
             code = self._end()
             late = Ending(f"{self._late} within {self._limit_s:g} s", has_begun=self._reported_bytes > 0)
             ending = self._ending(code) if has_ended and code != -signal.SIGXCPU else late
-        if said := self._said_so_far():  # to where it would have gone without a child
+        if stderr := self._stderr_text():  # to where it would have gone without a child
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                sys.stderr.write(said)
+                sys.stderr.write(stderr)
         self._close_files()
         return ending
 
     def close(self) -> None:
-        """End the child, if it is still there, and whatever it has started."""
+        """Kill the child and its helpers, if they still run."""
         if self._pid is not None:
             self._end()
             self._close_files()
 
     def _ending(self, code: int | None) -> Ending:
-        """Return what the child has reported, or what its exit code and last output say."""
+        """Return the child's report; without one, the reason from its exit code and stderr."""
         with contextlib.suppress(EOFError, pickle.UnpicklingError):
             reason, result = pickle.loads(os.pread(self._report, self._reported_bytes, 0).lstrip())
             return Ending(reason, result=result)
@@ -120,17 +120,17 @@ class CompilerChild:
         else:
             names = {number.value: number.name for number in signal.Signals}  # without real-time signals
             ended = f"{self._what} was ended by {names.get(-code, f'signal {-code}')}"
-        lines = [line.strip() for line in self._said_so_far().splitlines() if line.strip()]
-        telling = [found.group() for line in lines if (found := _TELLING.search(line))]
-        said = next(iter(telling + lines), "")
-        return Ending(f"{ended}: {said}"[:REASON_CHARACTERS] if said else ended)
+        lines = [line.strip() for line in self._stderr_text().splitlines() if line.strip()]
+        errors = [found.group() for line in lines if (found := _ERROR_LINE.search(line))]
+        stderr = next(iter(errors + lines), "")
+        return Ending(f"{ended}: {stderr}"[:REASON_CHARACTERS] if stderr else ended)
 
     @property
     def _reported_bytes(self) -> int:
         return os.fstat(self._report).st_size
 
-    def _said_so_far(self) -> str:
-        return os.pread(self._said, SAID_BYTES, 0).decode(errors="replace")
+    def _stderr_text(self) -> str:
+        return os.pread(self._stderr, STDERR_BYTES, 0).decode(errors="replace")
 
     def _end(self) -> int | None:
         """Kill the child and its helpers; return its exit code, where known."""
@@ -142,7 +142,7 @@ class CompilerChild:
         return reaped(pid)
 
     def _close_files(self) -> None:
-        os.close(self._said)
+        os.close(self._stderr)
         os.close(self._report)
 
 
@@ -208,7 +208,7 @@ def _compile(
         os._exit(1)
 
 
-def _settle_in(parent: int, lasts_s: float, computes_s: float | None, said: int) -> None:
+def _settle_in(parent: int, lasts_s: float, computes_s: float | None, stderr: int) -> None:
     """Make this a compiler's process; computes_s: what it may compute, where its parent yields the cores."""
     leave_job(parent, signal.SIGKILL, leads_session=computes_s is None)
     prctl(PR_SET_DUMPABLE, 0)  # the whole rank is not to be written to a core file
@@ -219,7 +219,7 @@ def _settle_in(parent: int, lasts_s: float, computes_s: float | None, said: int)
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         limit = max(1, math.ceil(computes_s))
         resource.setrlimit(resource.RLIMIT_CPU, (limit if most < 0 else min(limit, most), most))
-    os.dup2(said, 2)
+    os.dup2(stderr, 2)
 
 
 def leave_job(parent: int, dies_by: signal.Signals, *, leads_session: bool) -> None:

@@ -20,9 +20,10 @@ from .. import settings
 from .binaries import CompileLock, has_binary, why_not_shared
 from .compiler_child import WALL_FACTOR, CompilerChild
 
-PATIENCE_SHARE = 0.8  # of the peers' patience: what preflight may take before it gives up what is left
+PATIENCE_SHARE = 0.8  # of the peers' patience, for preflight; then it gives up the candidates left
 LOCK_GRACE_S = 10.0  # a lock held this much longer than two children may take is no longer respected
-SHARE_BEHIND = 0.5  # of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23)
+# Of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23).
+BACKGROUND_SHARE = 0.5
 T = TypeVar("T")
 _POLL_S = {False: 5e-3, True: 50e-3}  # between looks at children and peers; behind the runs
 
@@ -48,7 +49,7 @@ class PoolOptions:
     limit_s: float = settings.DEFAULT_COMPILE_TIMEOUT_S  # for one candidate; 0: none, and no child
     until: float = math.inf  # by time.monotonic(), for all candidates
     jobs: int | None = None  # candidates compiled at a time; None: as many as `workers` says
-    is_behind: bool = False  # runs go on meanwhile: children yield the cores
+    in_background: bool = False  # runs go on meanwhile: children yield the cores
 
     @classmethod
     def of_rank(
@@ -67,12 +68,12 @@ class PoolOptions:
             return self.jobs
         share, rest = divmod(len(os.sched_getaffinity(0)), self.local_ranks)
         share += self.local_rank < rest
-        return max(1, int(share * SHARE_BEHIND) if self.is_behind else share)
+        return max(1, int(share * BACKGROUND_SHARE) if self.in_background else share)
 
     @property
     def lasts_s(self) -> float:
         """Return how long a child may take for one candidate."""
-        return self.limit_s * (WALL_FACTOR if self.is_behind else 1)
+        return self.limit_s * (WALL_FACTOR if self.in_background else 1)
 
     def in_turn(self, candidates: Sequence[T]) -> list[T]:
         """Return the candidates of one context in this rank's order: each rank of a host begins elsewhere."""
@@ -127,7 +128,7 @@ class Task:
         return self.compilation.key
 
     def result(self) -> Any:
-        """Return the kernel; raises NotCompiled, or what is the user's to see."""
+        """Return the kernel; raises NotCompiled, or the user's own error."""
         if self.error is not None:
             raise self.error
         if self.reason:
@@ -162,7 +163,7 @@ class Pool:
         self._options, self._finish_here, self._on_end = options, finish, on_end
         self._waiting: list[Task] = []
         self._running: list[Task] = []
-        self._why_here = ""  # why no child is of use: this process compiles what is left
+        self._no_child_because = ""  # why no child can compile: this process compiles the rest
 
     def __enter__(self) -> Pool:
         return self
@@ -173,14 +174,14 @@ class Pool:
 
     def run(self) -> None:
         """Give every task its ending."""
-        self._why_here = why_no_child(self._options)
-        if self._why_here:
+        self._no_child_because = why_no_child(self._options)
+        if self._no_child_because:
             with ThreadPoolExecutor(self._options.workers) as executor:
                 list(executor.map(lambda task: self._finish(task, COMPILED), self.tasks))
         else:
             self._run_children()
-        if self._why_here:
-            self.remark = f"compiled in this process, without a limit: {self._why_here}"
+        if self._no_child_because:
+            self.remark = f"compiled in this process, without a limit: {self._no_child_because}"
 
     def counts(self) -> CompileCounts:
         counts = CompileCounts(workers=self._options.workers, remark=self.remark)
@@ -196,16 +197,16 @@ class Pool:
                 self._waiting.append(task)
         while self._waiting or self._running:
             if not (self._collect() or self._begin()):
-                time.sleep(_POLL_S[self._options.is_behind])
+                time.sleep(_POLL_S[self._options.in_background])
 
     def _begin(self) -> bool:
-        """Start or end what can be now; return whether there was anything."""
+        """Start or end each task that can be; return whether any was."""
         before = len(self._waiting)
         self._waiting = [task for task in self._waiting if not self._is_begun(task)]
         return len(self._waiting) < before
 
     def _is_begun(self, task: Task) -> bool:
-        """Start or end a task; False: it has to wait. What a peer was at needs no room to be ended."""
+        """Start or end a task; False: it has to wait. To take over a peer's result needs no free worker."""
         has_room = len(self._running) < self._options.workers
         if not has_room and task.refused_at is None:
             return False
@@ -238,14 +239,16 @@ class Pool:
         return True
 
     def _start(self, task: Task) -> None:
-        if not self._why_here:
+        if not self._no_child_because:
             try:
                 limit_s = min(self._options.limit_s, self._options.until - time.monotonic())
-                task.child = CompilerChild(task.compilation.compile, limit_s, yields=self._options.is_behind)
+                task.child = CompilerChild(
+                    task.compilation.compile, limit_s, yields=self._options.in_background
+                )
                 self._running.append(task)
                 return
             except OSError as error:
-                self._why_here = f"no child ({error.strerror})"
+                self._no_child_because = f"no child ({error.strerror})"
         self._finish(task, COMPILED)
 
     def _collect(self) -> bool:
@@ -262,12 +265,12 @@ class Pool:
                 self._refuse(task, ending.reason)
             else:
                 if not ending.has_begun:
-                    self._why_here = "child processes do not start"
+                    self._no_child_because = "child processes do not start"
                 self._finish(task, COMPILED)
         return len(self._running) < before
 
     def _finish(self, task: Task, ending: str) -> None:
-        """Find the binary of a child or a peer, or compile it here and learn what is the user's to see."""
+        """Find the binary of a child or a peer; without one, compile here, so that the user's error shows."""
         try:
             task.kernel = self._finish_here(task.compilation)
         except Exception as error:

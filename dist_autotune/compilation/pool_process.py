@@ -28,16 +28,16 @@ PRIORITY_TRIES, PRIORITY_PAUSE_S = 100, 0.1  # Linux lets ten sessions of a host
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompileOutcome:
     """How a compilation ended."""
 
-    place: int  # in what the process was given
+    place: int  # among the process's compilations
     ending: str  # COMPILED, FROM_PEERS, CACHED or FAILED
     reason: str  # why it failed
 
 
 class PoolProcess:
-    """Compiles what it is given, the first first; raises OSError where the system allows no fork.
+    """Compiles candidates in order in a forked process; raises OSError where the system allows no fork.
 
     It ends, and what it has started, when it has compiled all, when it is closed, and with the thread that
     made it.
@@ -56,12 +56,12 @@ class PoolProcess:
         self._report, self._read_bytes, self._pid = report, 0, pid
         self.close = weakref.finalize(self, _end, pid, report, parent)  # at exit, at the latest
 
-    def read(self) -> list[Compiled]:
+    def read(self) -> list[CompileOutcome]:
         """Return the compilations that have ended since this was last called."""
         text = os.pread(self._report, READ_BYTES, self._read_bytes)
         whole = text[: text.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        return [Compiled(*json.loads(line)) for line in whole.splitlines() if line]
+        return [CompileOutcome(*json.loads(line)) for line in whole.splitlines() if line]
 
     @property
     def has_begun(self) -> bool:
@@ -69,7 +69,7 @@ class PoolProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether it has ended; what it has told is still to be read."""
+        """Return whether it has ended; its last outcomes may still be unread."""
         try:
             return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         except ChildProcessError:  # a handler of the user's has reaped it
@@ -77,7 +77,7 @@ class PoolProcess:
 
 
 def _end(pid: int, report: int, parent: int) -> None:
-    """End the process with all that it has started; only its parent may: children of that have a copy."""
+    """End the process and its children. Only the parent may: its own forked children hold a copy of this."""
     if os.getpid() != parent:
         return
     os.close(report)
@@ -94,8 +94,8 @@ def _end(pid: int, report: int, parent: int) -> None:
 
 def _serve(compilations: Sequence[Compilation], options: PoolOptions, parent: int, report: int) -> NoReturn:
     def tell(task: Task) -> None:
-        told = Compiled(pool.tasks.index(task), task.ending, task.reason)
-        os.write(report, json.dumps(astuple(told)).encode() + b"\n")
+        outcome = CompileOutcome(pool.tasks.index(task), task.ending, task.reason)
+        os.write(report, json.dumps(astuple(outcome)).encode() + b"\n")
 
     try:
         signal.signal(signal.SIGTERM, _leave)  # before that signal can come
@@ -103,7 +103,7 @@ def _serve(compilations: Sequence[Compilation], options: PoolOptions, parent: in
         close_files(report)
         os.write(report, b"\n")
         _yield_cores()
-        prctl(PR_SET_DUMPABLE, 0)  # now that this process may write what is its own in /proc
+        prctl(PR_SET_DUMPABLE, 0)  # from here on /proc/self cannot be written
         with Pool(compilations, options, _find, tell) as pool:
             pool.run()
     except Exception:
@@ -129,6 +129,6 @@ def _leave(number: int, frame: Any) -> NoReturn:
 
 
 def _find(compilation: Compilation) -> None:
-    """Compile what no child could; the rank loads it, and meets what is the user's to see."""
+    """Compile a candidate that no child could; the rank loads the binary, or meets the user's error."""
     if not has_binary(compilation.key):
         compilation.compile()

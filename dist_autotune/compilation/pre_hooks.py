@@ -59,7 +59,7 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict
 
 
 def rehearse_one(launch: Launch, pickled: bytes, kept: list[Any], config: Any) -> bytes | str:
-    """Return the arguments as the hook leaves copies of them, pickled; or why they are not known."""
+    """Return copies of the arguments after the hook, pickled; or why they are unknown."""
     try:
         stubs = [TensorStub.of(each) if isinstance(each, torch.Tensor) else each for each in kept]
         before = _facts_of_tensors(stubs)
@@ -68,7 +68,7 @@ def rehearse_one(launch: Launch, pickled: bytes, kept: list[Any], config: Any) -
         if _facts_of_tensors(stubs) != before:
             raise NotReproducible("a tensor was given another shape")
         outcome = pickle_arguments(copied, stubs, adds=False)
-        unpickled(launch, outcome, stubs)  # what fails here would fail in the rank
+        unpickled(launch, outcome, stubs)  # a failure here would be one in the rank
         return outcome
     except BaseException as error:  # SystemExit too: the next hook is to have its turn
         return _text_of(error)
@@ -93,7 +93,7 @@ class TensorStub(torch.Tensor):
     """
 
     _device: torch.device
-    _address: int | None  # None: of what was computed from another one
+    _address: int | None  # None: computed from another stub
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorStub:

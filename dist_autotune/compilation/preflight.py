@@ -20,7 +20,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 from ..formatting import counted
 from ..triton_api import interception
-from ..triton_api.launch import Launch, keep, load
+from ..triton_api.launch import Launch, keep, load_kernel
 from .config_failures import config_failure
 from .pool import Compilation, CompileCounts, NotCompiled, Pool, PoolOptions
 from .pre_hooks import rehearse
@@ -80,7 +80,7 @@ def preflight(
     for digest, kernel in kernels.items():
         if digest not in reasons:
             with keeping_reason(reasons, digest), loading(digest):
-                load(kernel)
+                load_kernel(kernel)
     counts = pool.counts()
     counts.seconds = time.monotonic() - began
     counts.remark = "; ".join(filter(None, (counts.remark, planned.remark)))
@@ -88,7 +88,7 @@ def preflight(
 
 
 def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
-    """Return what there is to compile for a launch, and compile nothing.
+    """Return the compilations that a launch needs; compile nothing.
 
     A config with a `pre_hook`, which may change what the kernel is compiled for, is compiled for what the
     hook makes of the arguments in a child, within `hooks_s`. Where that cannot be found out, the config is
@@ -121,12 +121,12 @@ def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
 
 
 class _RecordingExecutor:
-    """Stands in for the executor of Triton's AsyncCompileMode: keeps what is submitted, compiles nothing."""
+    """An executor for Triton's AsyncCompileMode that records the work and runs none."""
 
     def __init__(self) -> None:
         self._work: dict[Future[Any], Callable[[], Any]] = {}
         self._compilations: dict[Future[Any], Compilation] = {}
-        self.left = NotCompiled("not compiled yet")  # what the mode finds of all it has asked for
+        self.left = NotCompiled("not compiled yet")  # the mode finds it for all its requests
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -134,7 +134,7 @@ class _RecordingExecutor:
         return future
 
     def compilation_of(self, kernel: Any) -> Compilation:
-        """Return what is behind a `FutureKernel`: the same for all configs that make one binary."""
+        """Return the compilation of a `FutureKernel`; configs that make one binary share it."""
         future = kernel.future
         if future not in self._compilations:
             key = str(future._key)  # put there by AsyncCompileMode

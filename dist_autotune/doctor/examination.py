@@ -29,7 +29,7 @@ from ..version import __version__
 
 RANKS_LIMIT_S = 60.0  # of which starting and importing torch may take most
 GPU_LIMIT_S = 120.0
-PEERS_GRACE_S = 3.0  # for the helpers beside one that has failed: to report what they see of it
+PEERS_GRACE_S = 3.0  # for the peers of a failed helper to report it
 REAP_S = 5.0  # a killed process that the kernel holds on to is left behind after this
 POLL_S = 0.01
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -93,7 +93,7 @@ def examine() -> Examination:
 
 
 def directories_in_force() -> tuple[dict[str, str], str]:
-    """Return the directories that the tuner writes to, and what is wrong with the settings."""
+    """Return the directories that the tuner writes to, and the error in the settings."""
     cache, logs = settings.cache_directory(), None
     error = "" if cache is not None else settings.NO_HOME
     try:
@@ -137,7 +137,7 @@ def run_helpers(
                         stdout=output,
                         stderr=subprocess.STDOUT,
                         env=settings.environment_of_helpers(environment),
-                        start_new_session=True,  # one signal ends it with what it has started
+                        start_new_session=True,  # one signal ends it with its children
                     )
                 processes.append(process)
             endings = _wait(processes, limit_s)
@@ -183,7 +183,7 @@ def command(probe: str, helper: dict[str, Any]) -> list[str]:
 
 
 def _read(output: str, ending: str) -> ProbeResult:
-    """Return the last report in the output of a helper that ended so."""
+    """Return the last report in a helper's output, with how the helper ended."""
     report, last_output = dict[str, Any](), ""
     for line in filter(str.strip, output.splitlines()):
         if line.startswith(REPORT):

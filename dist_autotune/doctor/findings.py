@@ -103,7 +103,7 @@ def as_dict(seen: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def tables(seen: Examination, findings: Sequence[Finding]) -> Iterator[Table]:
-    """Yield what there is, then what it means."""
+    """Yield the tables of versions, variables and findings."""
     versions = tuple((name, text or "none") for name, text in seen.versions.items())
     yield Table("Versions", ("what", "version"), versions)
     yield Table("Variables", ("variable", "value"), tuple(sorted(seen.variables.items())))

@@ -29,7 +29,7 @@ WORDS = 1024  # int32, that each rank writes to each other in a trial of symmetr
 
 @dataclass(frozen=True)
 class Helper:
-    """Which helper this is, and what it tries."""
+    """One helper process: its rank, its directories and its time limit."""
 
     rank: int
     world_size: int
@@ -84,7 +84,7 @@ def _exchange(helper: Helper) -> None:
 
 
 def _describe_devices(helper: Helper) -> dict[str, Any]:
-    """Return the GPUs that torch sees or why there are none, and which can read which."""
+    """Return the GPUs that torch sees, or why there are none, and their peer access."""
     every, why_none = range(torch.cuda.device_count()), "torch counts no devices"
     try:
         torch.cuda.init()

@@ -11,15 +11,15 @@ from typing import Any, TypeAlias
 from ..compilation import preflight
 from ..compilation.compiler_child import START_S
 from ..compilation.pool import COMPILED, Compilation, CompileCounts, PoolOptions, why_no_child
-from ..compilation.pool_process import Compiled, PoolProcess
+from ..compilation.pool_process import CompileOutcome, PoolProcess
 from ..compilation.preflight import keeping_reason
-from ..triton_api.launch import Launch, load
+from ..triton_api.launch import Launch, load_kernel
 from .rank_context import RankContext
 
 Work: TypeAlias = tuple[str, int]  # a candidate, and the form of launch that it is compiled for
 
-LOADING_SHARE = 0.25  # of the time from run to run: what loading may add to it; one candidate in any case
-STARTS_IN_VAIN = 3  # of processes that end and tell of no candidate; then this one compiles
+LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
+MOST_FAILED_STARTS = 3  # of processes that end and tell of no candidate; then this one compiles
 
 
 @dataclass(eq=False)
@@ -40,26 +40,26 @@ class _Entry:
         """Return how many candidates lack something."""
         return len({candidate for candidate, _ in (*self.to_compile, *self.to_load)})
 
-    def end(self, work: Work, told: Compiled) -> None:
-        """Take up how a compilation ended."""
+    def end(self, work: Work, outcome: CompileOutcome) -> None:
+        """Record how a compilation ended."""
         if (compilation := self.to_compile.pop(work, None)) is None:
             return  # its candidate has failed in another form
-        self.counts.add(told.ending)
-        if told.reason:
-            self.reasons[work[0]] = told.reason
+        self.counts.add(outcome.ending)
+        if outcome.reason:
+            self.reasons[work[0]] = outcome.reason
             self.drop_failed()
         else:
             self.to_load[work] = compilation
 
     def drop_failed(self) -> None:
-        """Drop what is left of candidates that failed, in any form."""
+        """Drop the work left for candidates that failed in some form."""
         for works in (self.to_compile, self.to_load):
             for work in [work for work in works if work[0] in self.reasons]:
                 del works[work]
 
 
 class Backlog:
-    """The contexts that wait for their candidates; that which takes the device most of a run comes first.
+    """The contexts that wait for their candidates, the one with the most device time in a run first.
 
     ban: called with the reasons of the candidates of a context that failed here.
     loading: entered around the loading of a candidate of a context.
@@ -76,8 +76,8 @@ class Backlog:
         self._process: PoolProcess | None = None
         self._asked: list[tuple[_Entry, Work]] = []  # of the process
         self._started = 0.0
-        self._in_vain = 0  # processes in a row that told of no candidate
-        self._why_here = why_no_child(options)  # this process compiles, a candidate a run
+        self._failed_starts = 0  # processes in a row that told of no candidate
+        self._no_child_because = why_no_child(options)  # this process compiles, a candidate a run
         self._advanced: float | None = None  # when `advance` has last ended
 
     def __bool__(self) -> bool:
@@ -96,14 +96,14 @@ class Backlog:
         entry.reasons.update(planned.reasons)
         for candidate, kernel in planned.kernels.items():
             with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
-                load(kernel)
+                load_kernel(kernel)
         for candidate, compilation in self._options.in_turn(list(planned.compilations.items())):
             entry.to_compile[candidate, entry.forms] = compilation
         entry.forms += 1
         entry.drop_failed()
 
     def advance(self) -> Iterator[tuple[RankContext, CompileCounts]]:
-        """Take up what is compiled, load some of it, ban what failed; yield the contexts that are done.
+        """Load some compiled candidates, ban those that failed; yield the contexts that are done.
 
         What no context waits for any more is dropped.
         """
@@ -127,7 +127,7 @@ class Backlog:
         self._advanced = time.monotonic()
 
     def drop_unannounced(self) -> None:
-        """Drop what the failed run has brought: its next launch is its first."""
+        """Drop the contexts that a failed run brought: their next launch is their first."""
         self._drop(lambda context: context.announced)
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Backlog:
                     self._stop()  # it starts anew with what is left
 
     def _in_order(self) -> list[tuple[RankContext, _Entry]]:
-        """Return first what takes the device most of a run, as far as that is known."""
+        """Return the contexts by device time in a run, the longest first, where it is known."""
         return sorted(self._entries.items(), key=lambda waiting: _run_ms(*waiting), reverse=True)
 
     def _load(self, context: RankContext, entry: _Entry) -> None:
@@ -154,48 +154,48 @@ class Backlog:
         with keeping_reason(entry.reasons, candidate), preflight.on_device(entry.device):
             kernel = compilation.keep(compilation.compile())
             with self._loading(context.name, candidate):
-                load(kernel)
+                load_kernel(kernel)
         entry.drop_failed()
 
     # -- the process ---------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take up what the process has told, and whether it has ended."""
+        """Read the outcomes of the process, and whether it has ended."""
         if (process := self._process) is None:
             return
         has_ended = process.has_ended  # asked first, so that nothing it has told is missed
         has_ended |= not process.has_begun and time.monotonic() - self._started > START_S
-        for told in process.read():
-            entry, work = self._asked[told.place]
-            entry.end(work, told)
-            self._in_vain = 0
+        for outcome in process.read():
+            entry, work = self._asked[outcome.place]
+            entry.end(work, outcome)
+            self._failed_starts = 0
         if has_ended:
-            self._in_vain += any(work in entry.to_compile for entry, work in self._asked)
+            self._failed_starts += any(work in entry.to_compile for entry, work in self._asked)
             self._stop()
 
     def _start(self) -> None:
-        """Let a process compile what is left, in order, if none does; one that lacks something is ended."""
+        """Start a process for the work left, in order; end one that lacks some of it."""
         wanted = [(entry, work) for _, entry in self._in_order() for work in entry.to_compile]
         # What takes most of a run is known when the times of the first runs are read.
         is_due = all(context.search is not None and not context.search.waiting for context in self._entries)
         if not (wanted and is_due) or (self._process is not None and set(wanted) <= set(self._asked)):
             return
         self._stop()
-        if self._in_vain >= STARTS_IN_VAIN:
-            self._why_here = "child processes do not start, or do not last"
-        if not self._why_here:
+        if self._failed_starts >= MOST_FAILED_STARTS:
+            self._no_child_because = "child processes do not start, or do not last"
+        if not self._no_child_because:
             compilations = [entry.to_compile[work] for entry, work in wanted]
             try:
                 self._process = PoolProcess(compilations, self._options)
             except OSError as error:
-                self._why_here = f"no child ({error.strerror})"
+                self._no_child_because = f"no child ({error.strerror})"
             else:
                 self._asked, self._started = wanted, time.monotonic()
                 return
-        remark = f"compiled in this process, without a limit: {self._why_here}"
+        remark = f"compiled in this process, without a limit: {self._no_child_because}"
         for entry, work in wanted:
             entry.counts.remark = remark
-            entry.end(work, Compiled(0, COMPILED, ""))
+            entry.end(work, CompileOutcome(0, COMPILED, ""))
 
     def _stop(self) -> None:
         if self._process is not None:

@@ -16,7 +16,7 @@ from ..search.messages import MIXED
 from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
 from ..triton_api import identity, interception
-from ..triton_api.launch import Key, Launch, kernel_of, load
+from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
 from .backlog import Backlog
 from .fast_path import FastPath
 from .rank_context import Binding, RankContext
@@ -46,7 +46,7 @@ class Dispatcher:
         refuse: Callable[[RankContext], NoReturn] | None,
     ) -> None:
         self._fast_path = FastPath(self._handle, self._replaces, passes_single=passes_single)
-        self.runner = self._fast_path.runner  # makes what stands in for `Autotuner.run`
+        self.runner = self._fast_path.runner  # makes the replacement of `Autotuner.run`
         self.tunes = False  # True while a launch may be a trial
         self.to_tune: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
         # A launch of each new form of a context: their arguments are held no longer than the run.
@@ -145,7 +145,7 @@ class Dispatcher:
             return loaded
         with self._compiling():
             kernel = launch.compile(binding.configs[candidate])
-            load(kernel)
+            load_kernel(kernel)
         context.is_varied |= loaded is not None and kernel is not loaded
         binding.loaded[candidate, device] = kernel
         return kernel
@@ -164,7 +164,7 @@ class Dispatcher:
         candidate = identity.candidate_digest(config.all_kwargs())
         if reason is None or candidate not in context.texts:
             return False
-        with self._lock:  # threads may launch it at once; what stands in for it since then has not failed
+        with self._lock:  # threads may launch it at once; its replacement has not failed
             if candidate not in context.bans:
                 self._registry.ban(context, {candidate: reason})
             if context.choice in (candidate, None):
@@ -187,7 +187,7 @@ class Dispatcher:
             self._refuse(context)
 
     def _binding(self, launch: Launch) -> Binding:
-        """Return what the launch belongs to, which may be new."""
+        """Return the binding of a launch; admit a new one."""
         if (binding := self._registry.find(launch)) is not None:
             self._registry.names.keep(launch.tuner)
             return binding
@@ -214,7 +214,7 @@ class Dispatcher:
             self._clock.prepare()
 
     def abandon_run(self) -> None:
-        """Drop what the run under way has measured: it raised."""
+        """Drop the measurements of the run under way: it raised."""
         for context, launches in self.to_preflight.items():
             context.forms -= launches.keys()
         self.to_preflight.clear()
@@ -232,7 +232,7 @@ class Dispatcher:
                 yield context, _with_remark(sum(all_counts, CompileCounts()), context)
             context.forms.clear()
 
-    def preflight_behind(self, backlog: Backlog) -> Iterator[tuple[RankContext, CompileCounts]]:
+    def preflight_in_background(self, backlog: Backlog) -> Iterator[tuple[RankContext, CompileCounts]]:
         """Let candidates of new contexts be compiled while runs go on; yield the contexts that are done."""
         for context, launches in self._take_launches():
             for binding, launch in launches:
@@ -243,7 +243,7 @@ class Dispatcher:
             context.forms.clear()
 
     def _take_launches(self) -> Iterator[tuple[RankContext, list[tuple[Binding, Launch]]]]:
-        """Yield what the run has launched of each context: once in each form that is new."""
+        """Yield each context of the run with one launch of each new form."""
         launches, self.to_preflight = self.to_preflight, {}
         for context, by_form in launches.items():
             context.is_preflighted = True

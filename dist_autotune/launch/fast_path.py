@@ -12,7 +12,7 @@ from ..triton_api.launch import Key, Launch, key_of
 
 
 class _Known:
-    """What is settled of one Autotuner, and the last call that launched it here."""
+    """The settled keys of one Autotuner, and the last call that launched it here."""
 
     __slots__ = ("by_key", "call")
 
@@ -47,7 +47,7 @@ class FastPath:
         self._ready.clear()
 
     def launched(self) -> list[Autotuner]:
-        """Return what the call under way has launched here."""
+        """Return the Autotuners that the call under way has launched here."""
         return [tuner for tuner, known in list(self._ready.items()) if known.call == self._call]
 
     def begin_call(self) -> None:

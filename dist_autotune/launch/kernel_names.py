@@ -50,7 +50,7 @@ class KernelNames:
         return kernel if ordinal == 0 else f"{kernel}#{ordinal}"
 
     def keep(self, tuner: Autotuner) -> None:
-        """Keep the name of an Autotuner that this run launches from those that are new in it."""
+        """Reserve the name of an Autotuner in this run: no new one takes it."""
         self._taken.add(self._ordinals[tuner])
 
     def name_of_choice(self, name: str, options: Iterable[str], *, is_joint: bool) -> str:

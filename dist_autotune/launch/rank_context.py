@@ -44,7 +44,7 @@ class RankContext:
     texts: dict[str, str]  # of the candidates, by digest, in the order of the configs
     samples: Samples
     rank: int
-    slot: str  # what tells it from other contexts of the kernel
+    slot: str  # unique among the contexts of the kernel
     constants: str
     key_names: tuple[str, ...] = ()  # of the values of the key; of a `tunable` there are none
     is_choice: bool = False  # of a `tunable`
@@ -92,7 +92,7 @@ class RankContext:
 
     @property
     def tuned(self) -> str | None:
-        """Return the candidate that was found by a search, or that is the only one; None: it is not tuned."""
+        """Return the winner of a search, or the only candidate; None: not tuned."""
         if len(self.texts) == 1:
             return next(iter(self.texts))
         if self.search is None:
@@ -120,7 +120,7 @@ class RankContext:
         return self.claim is None if self.search is None else self.search.is_tuned_by_launches
 
     def keep_form(self, form: Any) -> bool:
-        """Return whether a form is new, and one of those that the candidates are compiled for.
+        """Return whether a form is new and the candidates are compiled for it: the first FORMS of them.
 
         form: the kernel that a launch has run; launches of one config that need other binaries run others.
         """
@@ -143,7 +143,7 @@ class RankContext:
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
     def begin_with(self, winners: Mapping[str, str]) -> None:
-        """Begin with the winner of the nearest tuned key, of those whose winner is a candidate here.
+        """Begin with the winner of the nearest tuned key whose winner is a candidate here.
 
         winners: digests by tuned key, the same on all ranks, so that all begin with the same config.
         """

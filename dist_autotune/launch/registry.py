@@ -142,7 +142,7 @@ class Registry:
             context.begin_with(self._find_winners(context))
 
     def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
-        """Keep which candidates failed here, and why; the peers hear of it at the end of the run."""
+        """Ban candidates on this rank, with reasons; the run's report tells the peers."""
         for candidate, reason in bans.items():
             context.bans[candidate] = reason
             self.on_ban(context, candidate, reason)
@@ -218,7 +218,7 @@ class Registry:
         return reports
 
     def _announcement(self, context: RankContext, place: int) -> Announcement:
-        self._choose_first(context)  # what is announced for its bans was not launched
+        self._choose_first(context)  # a context announced for its bans was not launched
         kernel = context.kernel
         return Announcement(
             rank=context.rank,

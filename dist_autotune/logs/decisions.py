@@ -22,7 +22,7 @@ def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmit
 
 
 def agreed(run: int, context: Context, outcome: Outcome) -> Agreed:
-    """Return what the ranks agreed of the candidate on trial; `outcome.index` is not None."""
+    """Return the agreed time of the candidate on trial; `outcome.index` is not None."""
     index, times = outcome.index, context.times
     assert index is not None
     is_sample = outcome.kind == "sample"
@@ -45,7 +45,7 @@ def bans(run: int, context: Context, part: Part) -> list[Banned]:
 
 
 def banned(run: int, context: Context, index: int) -> Banned:
-    """Return a ban that follows from what all ranks reported."""
+    """Return a ban that follows from the merged reports."""
     by_rank, reason = context.banned[index]
     return Banned(**fields_of(run, context, index), by_rank=by_rank, reason=reason)
 
@@ -56,6 +56,6 @@ def settled(run: int, context: Context, *, launches: int = 1) -> ContextSettled:
 
 
 def fields_of(run: int, context: Context, index: int | None = None) -> dict[str, Any]:
-    """Return the fields that say what a record is about; index: of the candidate."""
+    """Return the fields that name run, context and, with `index`, the candidate."""
     fields = {"run": run, "context": context.name, "kernel": context.kernel, "key": context.key}
     return fields if index is None else {**fields, "config_id": index, "config": context.texts[index]}

@@ -76,7 +76,7 @@ class CandidateHistory:
 
     @property
     def spread_percent(self) -> float | None:
-        """Return how far the slowest rank is above the fastest; None with fewer than two of them timed."""
+        """Return by how many percent the slowest rank is above the fastest; None below two timed ranks."""
         times = self.rank_ms.values()
         return percent_over(max(times), min(times)) if len(times) > 1 else None
 
@@ -157,7 +157,7 @@ class ContextHistory:
 
 @dataclass(frozen=True)
 class Straggler:
-    """How often a rank was the slowest of those that took the same sample, and how far it lags in general."""
+    """How often a rank was the slowest in a sample that several took, and its usual lag."""
 
     rank: int
     slowest_samples: int
@@ -235,12 +235,12 @@ class History:
     skipped: Mapping[str, str]  # file name -> how many of its lines cannot be read, and why
 
     def newest(self) -> tuple[SessionHistory, ...]:
-        """Return the newest session of each function, of those that tried something if there are any."""
+        """Return the newest session of each function, if possible one that timed something."""
         in_order = sorted(self.sessions, key=lambda session: session.has_samples)
         return tuple({session.opened.thunk: session for session in in_order}.values())
 
 
-def load(directory: Path) -> History:
+def load_history(directory: Path) -> History:
     """Return the sessions in the `rank-N.jsonl` files of `directory`."""
     records: dict[str, list[Record]] = {}
     skipped: defaultdict[str, Counter[str]] = defaultdict(Counter)

@@ -15,8 +15,6 @@ BAR_EVERY_S = 0.1
 LINE_EVERY_S = 5.0
 LONGEST_TITLE = 24  # characters in the bar: at 80 columns the rest needs 56
 
-Clock = Callable[[], float]
-
 
 class Progress:
     """Shows a session on the first rank; drawn between runs: a thread would disturb prints and forks.
@@ -25,7 +23,7 @@ class Progress:
     """
 
     def __init__(
-        self, title: str, wanted: bool | None, *, is_first: bool, clock: Clock = time.monotonic
+        self, title: str, wanted: bool | None, *, is_first: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._title, self._clock = title, clock
         self._bar: Any = None
@@ -80,7 +78,7 @@ class Progress:
         return ", ".join(filter(None, parts))
 
     def _time_left(self, forecast: Forecast) -> str:
-        """Return about how long the runs to come take, as those since the first, which compiled."""
+        """Return the expected time left, from the runs since the first: that one compiled."""
         assert self._first is not None
         runs = forecast.runs - self._first[0]
         if runs <= 0:

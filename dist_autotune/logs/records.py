@@ -24,7 +24,7 @@ class Record:
     """Fields that every event carries. What inherits from it is a frozen dataclass too."""
 
     event: ClassVar[str] = ""
-    level: ClassVar[int]  # INFO: what a user may want to follow
+    level: ClassVar[int]  # INFO: for users to follow
     session: str = ""  # the same text on every rank of one session
     rank: int = 0
     elapsed_s: float = 0.0  # since the session opened, on this rank's monotonic clock
@@ -103,7 +103,7 @@ class Trial(ConfigRecord, event="trial"):
     ms: float | None  # mean per launch of this run, this rank; None: no usable sample
     statistic_ms: float | None  # this rank's statistic so far of this config
     gap_ms: float = 0.0  # how much of `ms` may be the host's; 0.0: none, or the clock cannot tell
-    judge: str = "launch"  # what `ms` is the time of: the kernel's launches, or the whole "run"
+    judge: str = "launch"  # `ms` is of the kernel's launches, or of the whole "run"
 
 
 class RunTimed(Record, event="run_timed"):
@@ -165,7 +165,7 @@ class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     fastest_rank_ms: float | None = None
     default_ms: float | None = None  # agreed, of the candidate that is launched untuned
     banned: dict[str, str] = field(default_factory=dict)  # candidate's text -> rank and reason
-    judge: str = "launch"  # what `ms` is the time of: one launch, or the whole "run"
+    judge: str = "launch"  # `ms` is of one launch, or of the whole "run"
     launches: int = 1  # of this rank in one run; 0: only other ranks launch it
     bit_classes: dict[str, int] = field(default_factory=dict)  # candidate's text -> class; 0: the first's
     output_digest: str = ""  # of the function's outputs with the winner, on all ranks

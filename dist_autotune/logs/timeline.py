@@ -18,7 +18,7 @@ BEHIND = "compiling behind"  # while runs went on
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time on one rank; seconds since the session opened there."""
+    """An interval on one rank, in seconds since the session opened there."""
 
     kind: str
     name: str
@@ -32,7 +32,7 @@ class Span:
 
 
 def spans_of(session: SessionHistory) -> dict[int, list[Span]]:
-    """Return rank -> what it did; what lies within a run lies within its span.
+    """Return rank -> spans; spans within a run lie within the run's span.
 
     A run ends with the last record that it leaves. A trial fills its run up to compilations and the exchange:
     the log does not say when in the run its launches were; their time is in the facts.

@@ -116,7 +116,7 @@ class LogLines:
         return f"{prefix} {subject:<{self._subject_width}}  {text}"
 
     def _subject(self, record: Record) -> str:
-        """Return what the record is about."""
+        """Return the context, session or run of a record."""
         if isinstance(record, records.ContextRecord | records.Preflighted):
             return context_label(record.kernel, record.key)
         if isinstance(record, records.SessionOpened | records.SessionClosed):
@@ -167,26 +167,26 @@ class LogLines:
                 times = self._time(record.kind + (of if record.kind != "incumbent" else ""), record.ms)
                 launches = f"  {record.launches} launches" if record.launches != 1 else ""
                 gap = f"  host time up to {format_ms(record.gap_ms)}" if record.gap_ms else ""
-                said = f"{times}{launches}{gap}{context.best()}"
+                text = f"{times}{launches}{gap}{context.best()}"
             case records.Agreed():
                 if record.ms is not None and record.counted:
                     context.agreed_ms[record.config_id] = record.ms
                 fastest = f"  fastest rank {format_ms(record.fastest_rank_ms)}"
                 doubt = "" if record.counted else "  not counted: some rank ran another config"
-                said = f"{self._time('agreed', record.ms)}{fastest}{doubt}{context.best()}"
+                text = f"{self._time('agreed', record.ms)}{fastest}{doubt}{context.best()}"
             case records.Banned():
                 context.agreed_ms.pop(record.config_id, None)
-                said = f"  banned by rank {record.by_rank}: {record.reason}"
+                text = f"  banned by rank {record.by_rank}: {record.reason}"
             case records.ContextSettled():
                 status = status_label(record.status, launch_bound=record.launch_bound)
                 counts = f"{len(record.timings)} timed, {len(record.banned)} banned"
                 if record.bit_classes:
                     classes = len(set(record.bit_classes.values()))
                     counts += f", {counted(classes, 'class', 'classes')} of bits"
-                said = f"{self._time('winner', record.ms)}  {status}, {counts}"
+                text = f"{self._time('winner', record.ms)}  {status}, {counts}"
             case _:
-                said = ""
-        return context.config(record.config_id, record.config) + said
+                text = ""
+        return context.config(record.config_id, record.config) + text
 
     def _time(self, what: str, ms: float | None) -> str:
         return f"  {what:<13} {format_ms(ms):>8}" + (f" {self._unit}" if ms is not None else "")
@@ -203,5 +203,5 @@ def _facts(record: Record) -> str:
     """Return the event and the fields that its subject does not tell: `exchanged: sent_bytes 170, ...`."""
     told = {"session", "rank", "elapsed_s", "run", "kernel", "key"}
     fields = {name: value for name, value in vars(record).items() if name not in told}
-    said = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in fields.items())
-    return f"{record.event}: {', '.join(said)}"
+    text = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in fields.items())
+    return f"{record.event}: {', '.join(text)}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .hub import SEND_S
-from .wire import TOKEN_BYTES, Message, pack, unpack
+from .wire import TOKEN_BYTES, HubMessage, pack, unpack
 
 _LEAST_S = 1e-3  # for a reply that is there already
 # A wait is made of slices: a Ctrl-C that comes between Python's last look at signals and the system call that
@@ -34,7 +34,7 @@ class Client:
         self._endpoints, self._rank = endpoints, rank
         self._token, self._answer = token[:TOKEN_BYTES].encode(), token[TOKEN_BYTES:].encode()
         self._numbers = itertools.count()
-        self._replies: dict[int, Message] = {}
+        self._replies: dict[int, HubMessage] = {}
         self._buffer = bytearray()
         self._is_answered = False  # the hub has shown that it is ours
         self._socket: socket.socket | None = None
@@ -55,7 +55,7 @@ class Client:
             self._socket.settimeout(self.send_s)
             self._socket.sendall(data)
 
-    def receive(self, request: int, timeout_s: float) -> Message | None:
+    def receive(self, request: int, timeout_s: float) -> HubMessage | None:
         """Return the reply to a request, or None if there is none in time. Ctrl-C interrupts it."""
         until = time.monotonic() + max(timeout_s, _LEAST_S)
         while request not in self._replies:

@@ -15,7 +15,7 @@ from .client import Client, HubLost, HubSilent
 from .hub import SEND_S, Hub
 from .rendezvous import Rendezvous
 from .store import OPERATION_S, StoreLost
-from .wire import End, Message
+from .wire import End, HubMessage
 
 Merge: TypeAlias = Callable[..., bytes]  # any number of payloads -> one
 
@@ -87,7 +87,7 @@ class Exchange:
             return failure(self._rendezvous.rank, error)
 
     def _post(self, client: Client, payload: bytes) -> End:
-        """Return the end of the exchange, or when the time is up the end that the hub makes of it."""
+        """Return the end of the exchange; at the time-out, the end that the hub sets then."""
         for _ in range(CONNECTIONS):  # it hangs up on a rank that was stopped; to ask twice changes nothing
             with contextlib.suppress(HubLost):
                 return self._receive(client, client.send("post", self._sequence, payload=payload))
@@ -108,7 +108,7 @@ class Exchange:
             self._deadline = min(time.monotonic() + 3 * watchdog.HEARTBEAT_S, latest)
         return dict(reply["end"])
 
-    def _receive_in_time(self, client: Client, request: int) -> Message | None:
+    def _receive_in_time(self, client: Client, request: int) -> HubMessage | None:
         """Return the reply, or None when the time is up; see meanwhile whether the hub still answers.
 
         If it does not, this rank records its arrival in the store, where the others look for it.
@@ -133,7 +133,7 @@ class Exchange:
         return None
 
     def _through_store(self) -> End:
-        """Agree without the hub on how the exchange ends: whose failure, or who is missing."""
+        """Agree through the store on the end of the exchange: a failure, or the missing ranks."""
         rendezvous = self._rendezvous
         if self._store_error is not None:
             raise self._store_error

@@ -29,7 +29,7 @@ Block: TypeAlias = contextlib.AbstractContextManager[None]
 
 
 class RankGroup:
-    """What a session needs of its ranks; here one rank alone, whose payload is the merged one."""
+    """The ranks of a session; this class is one rank alone, whose payload is the merged one."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank  # global, for names of logs and in messages
@@ -166,7 +166,7 @@ class Groups:
         return known
 
     def _close_ended(self) -> None:
-        """End what belongs to groups that were destroyed, though the program still holds them."""
+        """Close groups that were destroyed while the program still holds them."""
         for group, known in list(self._by_group.items()):
             if known.pid == os.getpid() and _has_ended(group):
                 known.close()

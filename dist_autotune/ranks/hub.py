@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from .wire import TOKEN_BYTES, End, Message, Reply, pack, unpack
+from .wire import TOKEN_BYTES, End, HubMessage, Reply, pack, unpack
 
 TICK_S = 0.5
 SEND_S = 5.0  # a rank that takes nothing in for so long is shut out; it may connect anew
@@ -52,7 +52,7 @@ class Address:
 
 @functools.cache
 def this_host() -> str:
-    """Return what is equal for processes that reach each other by the loopback device."""
+    """Return a text that is equal for processes that share a loopback device."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"  # containers have networks of their own
@@ -73,7 +73,7 @@ def interface_towards(host: str) -> str:
 
 @dataclass
 class _Round:
-    """One exchange: what has come, who waits, how it ended."""
+    """One exchange: payloads, waiting ranks, and its end."""
 
     payloads: dict[int, bytes] = field(default_factory=dict)
     waiting: dict[int, Callable[[End], None]] = field(default_factory=dict)  # by rank: its latest request
@@ -105,7 +105,7 @@ class HubState:
     def __len__(self) -> int:
         return len(self._rounds)
 
-    def handle(self, message: Message, reply: Reply) -> None:
+    def handle(self, message: HubMessage, reply: Reply) -> None:
         """Take in a message; `reply` is called now or later, or never for one that asks nothing."""
         number, rank = int(message["sequence"]), int(message["rank"])
         if number not in self._rounds and number <= self._latest_over:
@@ -163,7 +163,7 @@ class Hub:
         self.strangers: dict[_Connection, None] = {}  # have not shown the token; the oldest first
         self.backlogged: set[_Connection] = set()  # have not taken in all that was sent to them
         self.absent = set(ranks)  # have not sent anything yet
-        self.held: list[tuple[_Connection, Message]] = []  # results for this rank
+        self.held: list[tuple[_Connection, HubMessage]] = []  # results for this rank
         self._was_away = False
         self._ticked_at = time.monotonic()
         self._servers: dict[str, asyncio.Server] = {}  # by interface
@@ -176,12 +176,12 @@ class Hub:
         return Address(this_host(), self._port, self._outside, (self.token + self.answer).decode())
 
     def open_towards(self, host: str) -> None:
-        """Listen on the interface towards another host too; on all of them if that is not known."""
+        """Listen on the interface towards another host too; on all interfaces if it is unknown."""
         if (interface := interface_towards(host)) not in self._servers:
             port = self._listen(interface, interface)
             self._outside = (*self._outside, (interface or socket.gethostname(), port))
 
-    def handle(self, message: Message, reply: Reply) -> None:
+    def handle(self, message: HubMessage, reply: Reply) -> None:
         self.absent.discard(message["rank"])
         self.state.handle(message, reply)
         self.release()
@@ -273,10 +273,10 @@ class _Connection(asyncio.Protocol):
             logger.warning("The hub of this group has closed a connection.", exc_info=True)
             self.transport.abort()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: HubMessage) -> None:
         self.transport.write(pack(message))
 
-    def _reply(self, message: Message) -> None:
+    def _reply(self, message: HubMessage) -> None:
         if self._is_of_hub and "merged" in (message.get("end") or {}):
             self._hub.held.append((self, message))
         else:

@@ -22,11 +22,11 @@ PATIENCE = 10  # a rank that compiles extends its deadline at most this many tim
 class Watch:
     """What to do when the peers have gone on without a run, or it lasts longer than `timeout_s`."""
 
-    what: str  # is run
+    what: str  # names the run
     timeout_s: float
     on_stuck: str  # "abort": end the process another `timeout_s` after the report
     report: Callable[[str], None]
-    whereabouts: Callable[[], str] | None = None  # what the run is at; None: it may last as long as it likes
+    whereabouts: Callable[[], str] | None = None  # the position of the run; None: no limit
 
 
 @dataclass(eq=False)
@@ -142,7 +142,7 @@ class Watchdog:
             self._abort(run)
 
     def _report(self, watch: Watch, finding: str, condition: str) -> None:
-        """Report a finding, what the run is at, and what happens next."""
+        """Report a finding, the position of the run, and the next step."""
         outlook = f"if it is still there in {watch.timeout_s:g} s, its process is ended (on_stuck='abort')"
         if watch.on_stuck != "abort":
             outlook = "nothing here can release it (on_stuck='abort' would end its process)"

@@ -7,24 +7,24 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-Message: TypeAlias = dict[str, Any]
+HubMessage: TypeAlias = dict[str, Any]
 """JSON-representable, but for `bytes` in it."""
-Reply: TypeAlias = Callable[[Message], None]
+Reply: TypeAlias = Callable[[HubMessage], None]
 End: TypeAlias = dict[str, Any]
 """How an exchange ended: "merged", "failed" or "missing", and what belongs to it."""
 
-TOKEN_BYTES = 32  # what a connection begins with, in either direction
+TOKEN_BYTES = 32  # at the start of a connection, in either direction
 LENGTH = struct.Struct("!I")  # before a frame
 _BYTES = "bytes"  # {_BYTES: text} stands for the bytes that are `text` in Latin-1
 
 
-def pack(message: Message) -> bytes:
+def pack(message: HubMessage) -> bytes:
     """Return the frame of a message."""
     body = json.dumps(message, separators=(",", ":"), default=lambda data: {_BYTES: data.decode("latin-1")})
     return LENGTH.pack(len(body)) + body.encode()
 
 
-def unpack(buffer: bytearray) -> Iterator[Message]:
+def unpack(buffer: bytearray) -> Iterator[HubMessage]:
     """Take every whole message out of `buffer`."""
     while len(buffer) >= LENGTH.size:
         end = LENGTH.size + LENGTH.unpack_from(buffer)[0]
@@ -37,5 +37,5 @@ def unpack(buffer: bytearray) -> Iterator[Message]:
         yield message
 
 
-def _with_bytes(found: Message) -> Any:
+def _with_bytes(found: HubMessage) -> Any:
     return found[_BYTES].encode("latin-1") if _BYTES in found else found

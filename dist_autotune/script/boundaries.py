@@ -20,7 +20,7 @@ STEPS_OF_OTHERS = 16  # after so many without one of the leading optimizer, the 
 class Boundary(Protocol):
     """Calls `end_run` wherever a run of the program ends."""
 
-    missing: str  # what to tell the user when no run has ended
+    missing: str  # the remark when no run has ended
 
     def watched(self, end_run: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
         """Watch the program in a `with` block."""

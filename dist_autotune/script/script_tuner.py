@@ -52,7 +52,7 @@ class ScriptTuner(BaseTuner):
             self._begin_run()
 
     def end_run(self) -> None:
-        """Take up what the run under way has measured, agree with the peers, and begin the next run.
+        """End the run under way: agree with the peers on its samples, and begin the next run.
 
         Inside a tuned function of the program's, or a capture, a run does not end.
         """
@@ -78,7 +78,7 @@ class ScriptTuner(BaseTuner):
                 self._begin_run()
 
     def close(self, error: BaseException | None) -> None:
-        """End with the program, which `error` has ended, and put back what was replaced.
+        """End with the program, which `error` has ended, and restore `Autotuner.run`.
 
         The run under way is nobody's; the peers hear of it, as they may wait for its end.
         """
@@ -100,7 +100,7 @@ class ScriptTuner(BaseTuner):
         if mode == "off":
             return
         if not (self.boundaries and (is_alone or dist.is_initialized())):
-            # Strict is what several ranks have together.
+            # Several ranks are strict together, not each for itself.
             run = self._own.quiet_step(mode if is_alone else "cached")
         elif self.lost is not None:
             run = self._shared.quiet_step(mode)

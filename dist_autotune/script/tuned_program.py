@@ -25,7 +25,7 @@ class TunedProgram:
     def __init__(self, program: Program, options: Options, boundary: Boundary) -> None:
         self._program, self._options, self._boundary = program, options, boundary
         self._tuner: ScriptTuner | None = None
-        self._error: BaseException | None = None  # what has ended the program
+        self._error: BaseException | None = None  # that ended the program
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._remove_gate: Callable[[], None] = lambda: None

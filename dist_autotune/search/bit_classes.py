@@ -17,8 +17,8 @@ from .rules import BY_RUN
 
 Plan = dict[str, int]  # context -> candidate
 
-RUNS = 2  # of each plan: what does not repeat itself shows in the second
-PATIENCE = 3  # runs that launch something else than what is to be compared
+RUNS = 2  # of each plan: the second shows whether it repeats itself
+PATIENCE = 3  # runs that do not launch the batch
 SHOWN_CONFIGS = 2  # of a plan, in an error
 REMEDY = (
     "Have it use the same random numbers in each run, name the state that it changes in preserve=, leave "
@@ -50,7 +50,7 @@ class BitClasses:
         self._base: Plan = {}
         self._origins: dict[str, Plan] = {}  # the options beside which a context was first launched
         self._beside: Plan = {}  # the options of the next run
-        self._batch: Plan = {}  # what is compared in it
+        self._batch: Plan = {}  # the candidates compared in it
         self._batches: list[Plan] = []  # halves that come next
         self._digests: list[str] = []  # of the runs of the batch
         self._references: dict[tuple[tuple[str, int], ...], str] = {}  # digest of the base plan, by `beside`
@@ -90,7 +90,7 @@ class BitClasses:
                 self._ban_unsteady(name, index, bits)
 
     def _meet(self, merged: RunReport) -> None:
-        """Give new contexts their place in the base plan; all of them until that has run, or if it fails."""
+        """Add new contexts to the base plan; set it anew until it has run, or when its candidates fail."""
         if any(index in self._contexts[name].banned for name, index in self._base.items()):
             self._restart()
         for name, context in self._contexts.items():
@@ -102,7 +102,7 @@ class BitClasses:
                 self._base[name] = next((i for i in first if i not in context.banned), context.incumbent)
 
     def _restart(self) -> None:
-        """Compare anew, with another base plan: what was found against the last one is void."""
+        """Compare anew with another base plan: classes against the last one are void."""
         self._references, self._batches, self._base_runs = {}, [], 0
         self._compare({})
         for context in self._contexts.values():
@@ -111,7 +111,7 @@ class BitClasses:
                 context.bit_classes = {}
 
     def _changed(self, merged: RunReport) -> dict[str, int | None]:
-        """Return what was launched and is not of the base plan, options beside it apart; None: several."""
+        """Return the launched candidates that are not of the base plan and its options; None: several."""
         plan, launched = {**self._base, **self._beside}, merged.launched & self._contexts.keys()
         ran = {name: self._contexts[name].index_of(merged.ran(name)) for name in launched}
         return {name: index for name, index in sorted(ran.items()) if index != plan[name]}
@@ -165,7 +165,7 @@ class BitClasses:
                     self._ban_unsteady(name, index, bits)
 
     def _miss(self, changed: Mapping[str, int | None]) -> None:
-        """Try again, without what is banned now; in the end without what is not launched."""
+        """Repeat the batch without banned candidates; at last without contexts that are not launched."""
         left = {n: i for n, i in self._batch.items() if i not in self._contexts[n].banned}
         self._misses += 1
         if left == self._batch and self._misses >= PATIENCE:
@@ -214,7 +214,7 @@ class BitClasses:
     # -- the next run --------------------------------------------------------------------------------------
 
     def plan_run(self, *, closing: bool) -> None:
-        """Decide what the next run compares; start the searches of kernels that were. closing: nothing."""
+        """Plan the next comparison; start the searches of compared kernels. closing: compare nothing."""
         self.is_over = closing
         if closing:
             self._batches, self._beside = [], {}
@@ -233,7 +233,7 @@ class BitClasses:
             self._check(self._beside)  # an option stays until the kernels that it brings are tuned
         elif not self._is_back:
             self._is_back = True
-            self._check(self._base)  # what comes next begins with what the base plan launches
+            self._check(self._base)  # the next comparison starts from the base plan's contexts
         else:
             self.is_over = True
             self._check({})

@@ -17,7 +17,7 @@ RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plan
 
 @dataclass(frozen=True)
 class Forecast:
-    """What has been tried of what there is to try, and an estimate of the runs that are still to come."""
+    """How much of the search is done, and an estimate of the runs to come."""
 
     timed: int  # candidates with a time, or banned, in all contexts
     candidates: int

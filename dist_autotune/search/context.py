@@ -42,15 +42,15 @@ class Context:
         self.banned: dict[int, Ban] = {}
         self.times = AgreedTimes(rules.rank_reduce)
         self.status = ""  # "": under way
-        self.is_unasked = False  # starved because the best plan does not launch it: nothing is left to try
+        self.is_outside_plan = False  # starved as the best plan does not launch it: nothing is left to try
         self.winner: int | None = None
         self.began: int | None = None  # the run of this session in which its search began
         self.last_run = run  # the last in which some rank launched it
         self.trial: int | None = None
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.compiling = 0  # online: candidates that some rank has still to compile; then none is tried
-        self.override: int | None = None  # what a plan that is judged as a whole says
-        self.checked: int | None = None  # what a run launches of it that compares bits, see `BitClasses`
+        self.override: int | None = None  # the candidate of a plan that is judged as a whole
+        self.checked: int | None = None  # the candidate of a run that compares bits, see `BitClasses`
         self.bit_classes: dict[int, int] = {}  # 0: outputs as with the first config
         self.output_digests: dict[int, str] = {}  # of outputs of this session's runs, over all ranks
         self.launch_ms: dict[int, float] = {}  # by the launches of this search, once that is over
@@ -80,12 +80,12 @@ class Context:
 
     @property
     def judge(self) -> str:
-        """Return what its candidates are judged by now."""
+        """Return the judge of its candidates now: their launches or the whole run."""
         return self._judges[0]
 
     @property
     def final_judge(self) -> str:
-        """Return what its result is judged by."""
+        """Return the judge of its result: the launches or the whole run."""
         return self._judges[-1]
 
     @property
@@ -177,16 +177,16 @@ class Context:
 
     @property
     def default(self) -> int:
-        """Return the candidate that is launched untuned; if it is banned, the first that works."""
+        """Return the candidate that is launched untuned; the first that works if that one is banned."""
         order = (self._default, *range(len(self.digests)))
         return next((index for index in order if index not in self.banned), self._default)
 
     @property
-    def default_ms(self) -> float | None:  # of samples: its warm-up may hold what a first launch costs
+    def default_ms(self) -> float | None:  # of samples: its warm-up may hold first-launch costs
         return self.times.ms.get(self.default)
 
     def index_of(self, digest: str | None) -> int | None:
-        """Return the candidate that ranks call so; None: it is none of this context."""
+        """Return the index of a candidate's digest; None: not a candidate of this context."""
         return self.digests.index(digest) if digest in self.digests else None
 
     def narrow(self, announcement: Announcement) -> None:
@@ -223,7 +223,7 @@ class Context:
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
-        self.status, self.waiting, self.is_unasked, self.is_decided = "", False, False, False
+        self.status, self.waiting, self.is_outside_plan, self.is_decided = "", False, False, False
         if self._flow is None:
             self._flow = RunningFlow(self._rules, len(self.digests))
             self._resume(None)
@@ -297,7 +297,7 @@ class Context:
             self._ran.clear()
 
 
-HOST_SHARE = 0.03  # of an agreed time; what the host may have added to it counts when it is more
+HOST_SHARE = 0.03  # of an agreed time: a larger part of the host's counts
 
 
 class AgreedTimes:
@@ -390,11 +390,11 @@ class RunningFlow:
             self.count = self._times_asked[self.index, self.is_warmup]
             if self.index not in banned:
                 return None
-            ms = math.inf  # of what is banned, at once
+            ms = math.inf  # banned: answered at once
         raise FlowFailed(f"search={self._search}: keeps asking for candidates that are banned")
 
     def _checked(self, index: Any, verb: str) -> int:
-        with contextlib.suppress(TypeError):  # of what is no integer, numpy's among them
+        with contextlib.suppress(TypeError):  # no integer (numpy's are)
             if 0 <= operator.index(index) < self._candidates:
                 return operator.index(index)
         raise FlowFailed(

@@ -22,7 +22,7 @@ class FinalComparison(PlanTrial):
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
         super().__init__({}, rules.rank_reduce)  # later: those in which the plans differ
         self.is_over = True
-        self.defaults: dict[str, int] = {}  # the plan before this search, of what is not decided yet
+        self.defaults: dict[str, int] = {}  # the plan before this search, of undecided contexts
         self._all, self._rules = contexts, rules
         self._plans: dict[str, Plan] = {}  # those that differ; `tuned` first
         self._ms: dict[str, float] = {}
@@ -31,7 +31,7 @@ class FinalComparison(PlanTrial):
         self._is_left = False  # an earlier session has not finished it
 
     def enter(self, context: Context) -> bool:
-        """Keep what is launched before a search; return whether an unfinished comparison has its result."""
+        """Record a context's default candidate; return whether an unfinished comparison has its result."""
         self.defaults.setdefault(context.name, context.incumbent)
         if not self._is_left or context.name not in self._plans[TUNED]:
             return False
@@ -41,7 +41,7 @@ class FinalComparison(PlanTrial):
 
     @property
     def undecided(self) -> list[Context]:
-        """Return the contexts whose winners have yet to beat the default plan, or that by launches."""
+        """Return the contexts whose winners have yet to beat the default plan or the plan by launch times."""
         if not self.is_over:
             return list(self._contexts.values())
         if self._rules.objective != "thunk":
@@ -108,7 +108,7 @@ class FinalComparison(PlanTrial):
         return TUNED if self._ms[TUNED] < self._ms[best] else best
 
     def leave(self) -> None:
-        """Leave what is not decided to the next session: contexts keep what wins so far, for now."""
+        """Leave the comparison to the next session; contexts take the leading plan as provisional."""
         if not self.undecided:
             return
         if self.is_over:

@@ -23,7 +23,7 @@ class KernelFamilies:
         self._siblings: dict[str, int] = {}  # by family: on one rank, at most
 
     def unite(self, merged: RunReport, known: Container[str]) -> tuple[RunReport, dict[str, str]]:
-        """Return the report with one name for what is one context, and the new names by the old.
+        """Return the report with one name for each context, and the new names by the old.
 
         Where no rank has several Autotuners of a function, those of all ranks are one kernel, though their
         configs may differ. `known`: contexts whose names stand.

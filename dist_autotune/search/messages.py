@@ -101,7 +101,7 @@ class Announcement:
     family: str = ""  # the same for all of them
     siblings: int = 1  # how many of the family a rank has launched, at most
     place: int = 0  # in the order in which `rank` has met its contexts
-    slot: str = ""  # what makes the context's name of `kernel_id`
+    slot: str = ""  # with `kernel_id` it makes the context's name
     claim: Claim | None = None  # a result it already has
     like: str = ""  # the tuned key whose winner stands first in `order`
     default: str = ""  # the candidate that `rank` launches untuned; "": the first
@@ -117,7 +117,7 @@ class Announcement:
 
 
 def _first_claim(one: Claim, other: Claim) -> Claim:
-    # Of one rank there may be two: what it remembers, and what its peers have from its disk.
+    # One rank may have two: one in memory, and one that its peers got from its disk.
     return min(one, other, key=lambda claim: (*claim[:2], claim[2] is None, claim[2] or 0.0))
 
 
@@ -173,7 +173,7 @@ INEXACT, EXPLAINED, EXACT = range(3)
 
 @dataclass(frozen=True)
 class Crash:
-    """A run in the middle of which a process was killed, or of the exception that explains it."""
+    """A run that ended with its process killed, or with the exception that explains the kill."""
 
     rank: int
     run: int
@@ -182,7 +182,7 @@ class Crash:
     suspects: dict[str, str] = field(default_factory=dict)  # context -> candidate, by digest
 
     def merged(self, other: Crash) -> Crash:
-        """Return what is known best of the latest run."""
+        """Return the crash of the latest run that is known most exactly."""
         return min(self, other, key=lambda each: (-each.run, -each.kind, each.rank, each.at))
 
 
@@ -211,7 +211,7 @@ class Message(Mergeable):
 
 @dataclass(frozen=True)
 class Opening(Message):
-    """At the opening of a session: what disks hold, and what ended earlier processes."""
+    """At the opening of a session: disk entries, and the crashes of earlier processes."""
 
     kind = "open"
     sent_at = "the opening of a session"
@@ -246,7 +246,7 @@ class RunReport(Message):
         return frozenset(name for name, part in self.parts.items() if part.ran is not None)
 
     def in_order(self, known: Container[str]) -> list[str]:
-        """Return the contexts of a run: those not `known` last, as the lowest rank that has them met them."""
+        """Return the contexts of a run; new ones last, in the order of the lowest rank that has them."""
         places = {name: (-1, 0, name) for name in self.parts}
         for name, part in self.parts.items():
             if part.announcement is not None and name not in known:

@@ -10,7 +10,7 @@ from .context import Context
 from .messages import RunReport
 from .strategies import interval
 
-Plan = Mapping[str, int]  # context -> candidate; what it leaves out launches its incumbent
+Plan = Mapping[str, int]  # context -> candidate; other contexts launch their incumbents
 
 
 class PlanTrial(abc.ABC):
@@ -41,10 +41,10 @@ class PlanTrial(abc.ABC):
 
     @abc.abstractmethod
     def _record(self, ms: float) -> None:
-        """Record the agreed time so far of the plan that ran, nan where it has none; ask for the next."""
+        """Record the agreed time so far of the plan, nan without one; ask for the next plan."""
 
     def apply_run(self, merged: RunReport, *, patience: int) -> None:
-        """Record one run of all ranks; of those that launch nothing of the plan the last of `patience`."""
+        """Record one run of all ranks; of runs without a launch of the plan, only each `patience`-th."""
         self.has_counted = False
         if not self.waiting:  # else the report is of an earlier run
             self._was_launched = any(merged.ran(name) is not None for name in self.plan)
@@ -62,7 +62,7 @@ class PlanTrial(abc.ABC):
         self._record(math.nan if ms is None else interval(ms, merged.run.gap_ms))
 
     def _apply_plan(self) -> None:
-        """Let each context launch what the plan says; what is tuned by its launches goes on with that."""
+        """Let each context launch its candidate of the plan, unless its launches are still tuned."""
         plan = {} if self.is_over or self.waiting else self.plan
         for context in self._contexts.values():
             context.override = None if context.is_tuned_by_launches else plan.get(context.name)

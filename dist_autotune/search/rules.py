@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .strategies import Strategy, racing_runs
 
-BY_LAUNCH, BY_RUN = "launch", "run"  # what a candidate is judged by: its launches, or the whole run
+BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rules:
 
     @property
     def races(self) -> bool:
-        """Return whether what the whole run judges is searched by plans, not one context after another."""
+        """Return whether contexts judged by the whole run are searched as plans, not one after another."""
         return self.search == "racing"
 
     def planned_runs(self, candidates: int) -> int:
@@ -44,7 +44,7 @@ class Rules:
         return self.n_warmup if is_warmup else self.n_repeat
 
     def judges(self, *, is_choice: bool) -> tuple[str, ...]:
-        """Return what a context is judged by, in order."""
+        """Return the judges of a context, in order."""
         if is_choice:
             return (BY_RUN,)
         return (BY_LAUNCH, BY_RUN) if self.objective == "thunk" else (BY_LAUNCH,)

@@ -31,7 +31,7 @@ Screening = Generator[Plan, float, "list[Plan]"]
 
 
 def screened(levels: Levels) -> Screening:
-    """Ask for plans, sent the agreed ms so far of each; return those to race, the incumbents' first."""
+    """Yield plans, receive the agreed ms of each; return the plans to race, the incumbents' first."""
     runs: list[tuple[Plan, float]] = []
     for plan in itertools.islice(_design(levels), RUNS):
         for _ in range(AGAIN):
@@ -68,7 +68,7 @@ def _design(levels: Levels) -> Iterator[Plan]:
 
 
 class _Model:
-    """What contexts and candidates add to a run, where it is more than so many standard errors."""
+    """The time that contexts and candidates add to a run, where it exceeds so many standard errors."""
 
     def __init__(self, levels: Levels, runs: Sequence[tuple[Plan, float]], errors: float) -> None:
         self._levels = levels
@@ -80,13 +80,13 @@ class _Model:
         self._share = dict.fromkeys(levels, 0.0)  # of a context's own time, in the run's
         self._beyond_ms = dict.fromkeys(self._with, 0.0)
         self._left = _without_drift([ms for _, ms in runs])
-        self._own: dict[str, list[float]] = {}  # by context and run: what its launches take, less the mean
+        self._own: dict[str, list[float]] = {}  # by context and run: ms of its launches, less the mean
         for name in levels:
             own_ms = [levels[name][plan[name]] for plan, _ in runs]
             self._own[name] = [ms - statistics.fmean(own_ms) for ms in own_ms]
         active = set(self._with)
         for sweep in range(2 * SWEEPS):
-            if sweep == SWEEPS:  # what is left of the effects is fitted without the threshold's pull
+            if sweep == SWEEPS:  # refit the remaining effects without the threshold's pull
                 active = {where for where in active if self._beyond_ms[where]}
             self._noise_ms = 1.4826 * statistics.median(map(abs, self._left))  # median deviation, as sd
             self._fit_shares()

@@ -23,7 +23,7 @@ from .whole_run import WholeRun
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
-IDLE_RUNS = 3  # runs without a trial after which a session ends even if ranks still differ in what they ran
+IDLE_RUNS = 3  # runs without a trial that end a session even if ranks still launch different configs
 
 
 class SearchState:
@@ -48,7 +48,7 @@ class SearchState:
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
-        self._is_judging = True  # the run under way may judge what is judged by the whole run
+        self._is_judging = True  # the time of the run under way may count
         self._bringing_runs = 0  # in a row that announced kernels
         self._trials_made = self._waits = self._held = 0  # runs of the session
 
@@ -98,7 +98,7 @@ class SearchState:
     @property
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
-        searched = self._searched or self._comparison.undecided  # the last runs compare what was searched
+        searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
         return Forecast(
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
             candidates=sum(len(context.digests) for context in searched),
@@ -174,7 +174,7 @@ class SearchState:
         return dropped
 
     def _close_if_spent(self, elapsed_s: float) -> None:
-        """Settle what is under way, for now, when the next run must be the last."""
+        """Settle searches under way as partial when the next run must be the last."""
         self.closing |= budget.is_spent(self.rules, self._searched, self.runs, elapsed_s)
         if not self.closing:
             return
@@ -226,7 +226,7 @@ class SearchState:
             self._held += 1
 
     def _end_if_idle(self, merged: RunReport, *, is_idle: bool, was_closing: bool) -> None:
-        """End the session with a run that had nothing to try, once all ranks launch what is settled."""
+        """End the session after a run without a trial, once all ranks launch the settled configs."""
         bits = self.bit_classes
         self._idle_runs = self._idle_runs + 1 if is_idle else 0
         if is_idle:
@@ -267,16 +267,16 @@ class SearchState:
         return is_new or self._tunes_kernels
 
     def _starve(self, patience: int) -> None:
-        """Settle what no rank has launched for so many runs, unless it is for a plan that leaves it out."""
+        """Settle contexts that no rank has launched for `patience` runs, unless a plan leaves them out."""
         for context in self.unsettled:
             searches = (self.whole_run, self.bit_classes)
             if any(search is not None and search.explains_absence(context) for search in searches):
                 continue
             if self.runs - context.last_run >= patience:
-                context.is_unasked = self._is_unasked(context)
+                context.is_outside_plan = self._is_outside_plan(context)
                 context.settle("starved")
 
-    def _is_unasked(self, context: Context) -> bool:
+    def _is_outside_plan(self, context: Context) -> bool:
         """Return whether a winner keeps the context from being launched: it has had no turn yet."""
         defaults = self._comparison.defaults
         others = (other for other in self.contexts.values() if other is not context)
@@ -304,7 +304,7 @@ class SearchState:
             self._begin(context, max(self.runs - 1, 0))
 
     def _is_too_late(self) -> bool:
-        """Return whether what is new is left to other sessions; never what a new option brings."""
+        """Return whether new contexts are left to other sessions; never those that a new option brings."""
         is_late = self.runs > ADMISSION_RUNS
         if self.rules.mode == "online":  # shapes come as the data does: the runs count that brought any
             is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
@@ -326,7 +326,7 @@ class SearchState:
     def _begin_next(self) -> None:
         """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""
         if not self._comparison.is_over:
-            return  # what is new waits: a whole run is timed for one thing
+            return  # new searches wait: a whole run is timed for one thing
         if self.bit_classes is not None and not self.bit_classes.is_over:
             return
         if not self.rules.races:
@@ -364,7 +364,7 @@ class Turns:
         turn = self.context
         if turn is not None and not turn.settled:
             return
-        of_plan = self._last  # what the best plan so far launches; None: not known
+        of_plan = self._last  # contexts that the best plan launches; None: unknown
         if turn is not None and turn.status == "tuned":
             of_plan = self._launched.get(turn.incumbent)
         self.context, self._launched = None, {}

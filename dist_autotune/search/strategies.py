@@ -56,7 +56,7 @@ class AgreedMs(float):
 
 
 def interval(ms: float, host_ms: float) -> float:
-    """Return an agreed time of which so much may be the host's."""
+    """Return an agreed time that may hold `host_ms` of the host's."""
     return AgreedMs(ms, ms - host_ms) if host_ms > 0 else ms
 
 
@@ -86,7 +86,7 @@ _ERRORS = 1.0  # later a candidate stays within so many standard errors of the b
 _FIRST_ERRORS = 6.0  # ... and the first one, which wins ties, within so many
 _RACING_ROUNDS = 41
 _RACING_RUNS_PER_CANDIDATE = 4.3
-_RACING_RUNS_AT_LEAST = 69  # few candidates: what is hard to tell apart gets more samples
+_RACING_RUNS_AT_LEAST = 69  # few candidates: near ties get more samples
 
 _TIE = 0.01  # candidates this near to the best are equals
 _TIE_ERRORS = 2.8  # so is the first one within so many standard errors
@@ -119,7 +119,7 @@ def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
 
 
 def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -> Generator[int, float, int]:
-    """Race the candidates that are `alive`, without warm-up runs; `first` wins what the noise may explain.
+    """Race the `alive` candidates without warm-up runs; `first` wins ties within the noise.
 
     more_runs: of the fastest and `first`, where the noise may still explain more than 1 % between them.
     """
@@ -158,7 +158,7 @@ def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -
 def _duel(
     best: int, first: int, agreed_ms: dict[int, float], noise: _Noise, samples: int, runs: int
 ) -> Generator[int, float, int]:
-    """Run both on while the noise may explain what is between them; return the rounds made.
+    """Run both on while the noise may explain their difference; return the rounds made.
 
     agreed_ms: is updated. samples: of each so far. runs: at most.
     """
@@ -193,7 +193,7 @@ class _Noise:
 
     def learn(self, samples: int, agreed_ms: dict[int, float]) -> None:
         """Take in the medians of `samples` each, at least three; of fewer they say more of spikes."""
-        # Only moves against the others count: what moves all alike, as the device's clock does, is no noise.
+        # Only moves against the others count: the device's clock moves all alike, which is no noise.
         now_ms = {i: ms for i, ms in agreed_ms.items() if math.isfinite(ms)}
         both = now_ms.keys() & self._before_ms.keys()
         if len(both) > 1:

@@ -46,7 +46,7 @@ class WholeRun(PlanTrial):
         super().__init__(contexts, rules.rank_reduce)
         self._objective = rules.objective
         self._search = self._searched()
-        self._ms: dict[str, tuple[Plan, float]] = {}  # by label: the agreed time of what was raced
+        self._ms: dict[str, tuple[Plan, float]] = {}  # by label: the raced plans and their agreed times
         self._explored_runs = 0
         self._option_runs = 0  # since the option that is explored was first launched
         self._launched: frozenset[str] = frozenset()  # in the last run
@@ -115,7 +115,7 @@ class WholeRun(PlanTrial):
         self._apply_plan()
 
     def leave(self) -> None:
-        """Stop before it is over: each context takes what is known so far, for now."""
+        """Stop early: each context takes the best candidate so far, as partial."""
         self._search.close()
         self._settle(self._best_so_far(), "partial")
 
@@ -123,7 +123,7 @@ class WholeRun(PlanTrial):
         return any(index in self._contexts[name].banned for name, index in plan.items())
 
     def _timed(self) -> list[tuple[float, Plan]]:
-        """Return the plans that have a time and that nothing is banned of, the fastest first."""
+        """Return the timed plans without a banned candidate, the fastest first."""
         raced = [(ms, plan) for plan, ms in self._ms.values()]
         timed = [(ms, plan) for ms, plan in raced if math.isfinite(ms) and not self._is_banned(plan)]
         return sorted(timed, key=lambda each: each[0])
@@ -153,7 +153,7 @@ class WholeRun(PlanTrial):
     def _searched(self) -> Search:
         """Explore the options, race plans, race wider ones beside the best options; return the best plan."""
         launched: dict[tuple[str, int], frozenset[str]] = {}  # under each option of each choice
-        met_under: dict[str, Plan] = {}  # what a choice needs to be asked for at all
+        met_under: dict[str, Plan] = {}  # the options under which a choice is asked for
         self.is_warmup = True
         while (found := self._unexplored(launched)) is not None:
             name, index = found
@@ -193,7 +193,7 @@ class WholeRun(PlanTrial):
                 return plans[int(stop.value)]
 
     def _choices(self) -> list[str]:
-        """Return the choices that this search decides on, in the order in which they were met."""
+        """Return the choices of this search, in the order of their first launch."""
         judged = (c for c in self._contexts.values() if c.judge == BY_RUN and not c.settled)
         return [context.name for context in judged if context.is_choice and len(context.digests) > 1]
 

@@ -21,7 +21,7 @@ MAX_BUNDLE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Merged:
+class ImportResult:
     """What became of the entries of a bundle."""
 
     added: int
@@ -50,7 +50,7 @@ def write(path: Path, entries: Iterable[Entry], *, replaces: bool) -> None:
 
 
 def write_whole(path: Path, content: str, *, replaces: bool) -> None:
-    """Write a file at once: nobody sees a part of it.
+    """Write a file atomically.
 
     Raises FileExistsError unless it `replaces` one, IsADirectoryError where a directory is.
     """
@@ -83,7 +83,7 @@ def read(path: Path) -> list[Entry]:
     return list(entries.values())
 
 
-def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> Merged:
+def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> ImportResult:
     """Store the entries of a bundle; another result that the cache has stays, unless this `replaces` it."""
     stored = [winners.get(entry.key) for entry in entries]
     winners.put(*entries, replaces=replaces)
@@ -92,7 +92,7 @@ def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> Merg
         winners.record_launch(IMPORTED, entry.key)
     pairs = [(old, entry) for old, entry in zip(stored, entries, strict=True) if old is not None]
     conflicts = tuple((old, entry) for old, entry in pairs if old.result != entry.result)
-    return Merged(
+    return ImportResult(
         added=sum(old is None and new for old, new in zip(stored, is_there, strict=True)),
         same=len(pairs) - len(conflicts),
         conflicts=conflicts,

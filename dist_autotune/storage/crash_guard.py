@@ -47,7 +47,7 @@ class CrashGuard:
         self._has_run: set[tuple[str, str]] = set()  # launched in a run that this process completed
 
     def recover(self) -> Opening:
-        """Return the crash and the bans that a process left which is gone; its file is then ours."""
+        """Return the crash and the bans that a dead process left, and take over its file."""
         found = Opening(self._rank, crash_bans=self._bans)
         if self._path is not None and self._file is None and os.getpid() == self._pid:
             try:
@@ -98,12 +98,12 @@ class CrashGuard:
         self._suspect(suspects)
 
     def end_run(self) -> None:
-        """Suspect nobody: what ends the process from here on is no candidate's doing."""
+        """Suspect nobody: a crash from here on is no candidate's doing."""
         self._has_run.update(self._suspects.items())
         self._suspect({})
 
     def record_error(self) -> None:
-        """Record that this rank left the run with an exception: peers that are killed for it blame nobody."""
+        """Record that this rank raised: peers killed for that blame no candidate."""
         self._suspect({}, EXPLAINED)
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ def _remove(path: Path, file: int) -> None:
 
 
 def remove_abandoned(cache: Path) -> int:
-    """Delete the crash guards of processes that are gone, and return how many there were."""
+    """Delete the crash guards of dead processes; return their number."""
     count = 0
     for path in (cache / FOLDER).glob("*-rank-*.json"):
         with contextlib.suppress(OSError):

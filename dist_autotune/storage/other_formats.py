@@ -21,7 +21,7 @@ NO_ARGUMENTS = "its key or config is not kept in a form that JSON has, or was tu
 
 @dataclass
 class Files:
-    """What is to be written, and what has no place in it."""
+    """The files to write, and the entries left out of them."""
 
     contents: dict[str, Any] = field(default_factory=dict)  # relative path -> JSON
     written: int = 0  # entries
@@ -34,12 +34,12 @@ class Files:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Where an entry goes: a file, and the names that lead to its value in the object there."""
+    """An entry in a file: the path, the names that lead to its value there, and the value."""
 
     path: str
     names: tuple[str, ...]
     value: Any
-    head: Mapping[str, Any] = field(default_factory=dict)  # what else a new file says
+    head: Mapping[str, Any] = field(default_factory=dict)  # other fields of a new file
 
 
 class NotRepresentable(Exception):

@@ -30,7 +30,7 @@ SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning chan
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
 LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
-IMPORTED = "imported"  # the folder there of entries that came from elsewhere: every function looks at them
+IMPORTED = "imported"  # the folder there of imported entries: every function looks at them
 _ENTRY_END = f"-{16 * '[0-9a-f]'}.json"  # of a file's name, as glob() takes it
 
 
@@ -109,7 +109,7 @@ class Entry:
 
     @property
     def result(self) -> tuple[str, int | None, str]:
-        """Return what the entry says that another one of its key may not."""
+        """Return the part of the entry in which two of one key may differ."""
         return self.winner, self.bit_class, self.output_digest
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Winners:
         self._warned: set[str] = set()
 
     def get(self, key: EntryKey) -> Entry | None:
-        """Return the entry of `key`; None if there is none that can be used."""
+        """Return the entry of `key`; None: none that can be used."""
         return None if self.directory is None else self._read(self.directory / key.file_name)
 
     def entries(self, kernel: str = "") -> Iterator[Entry]:
@@ -136,7 +136,7 @@ class Winners:
         return filter(None, map(self._read, files))
 
     def record_launch(self, function: str, key: EntryKey) -> None:
-        """Store that a function launches what an entry is for, if the directory can be written."""
+        """Record that a function launches the entry's context, if the directory can be written."""
         if self.directory is not None:
             folder = self.directory / LAUNCHED / function
             with contextlib.suppress(OSError):
@@ -144,7 +144,7 @@ class Winners:
                 (folder / key.file_name).touch()
 
     def launched_by(self, function: str) -> Iterator[Entry]:
-        """Return the usable entries of what a function is known to launch."""
+        """Return the usable entries of the contexts that a function is known to launch."""
         files = _entry_files(None if self.directory is None else self.directory / LAUNCHED / function)
         return filter(None, (self._read(path.parents[2] / path.name) for path in files))
 

@@ -119,7 +119,7 @@ class EventClock:
                     self._costs[device] = EventCost(device)  # by spin kernels, which it loads
 
     def filler(self, longest_ms: float) -> StreamFiller | None:
-        """Return what keeps the stream busy before runs, for so long at most; None: nothing does."""
+        """Return the filler of the stream before runs, at most `longest_ms` long; None: without fillers."""
         return StreamFiller(self._costs, longest_ms) if self.feeds else None
 
     def _is_done(self, mark: EventMark, waited_s: float) -> bool:

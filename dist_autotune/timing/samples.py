@@ -12,7 +12,7 @@ from ..errors import InvalidOption
 from ..search.messages import MIXED, Part, femtoseconds
 
 if TYPE_CHECKING:
-    from .clock import Clock  # imports torch, which nobody who only reads logs needs
+    from .clock import Clock  # imports torch, which readers of logs do not need
 
 STATISTICS: dict[str, Callable[[list[float]], float]] = {
     "median": statistics.median,
@@ -83,7 +83,7 @@ class Samples:
             self.sample = None
 
     def report_run(self, ran: str | None, *, waits: bool) -> Part:
-        """Return what to tell the peers of the run in which `ran` was launched.
+        """Return this rank's part of the report on the run that launched `ran`.
 
         `waits`: read the clock now; otherwise when the device is done, or has the work of two more runs.
         """
@@ -99,7 +99,7 @@ class Samples:
         return self.report
 
     def report_earlier_runs(self, candidate: str) -> Part | None:
-        """Return what to tell of a candidate that this rank has launched before, but not in this run."""
+        """Return the statistic of a candidate that this rank launched in earlier runs only; None: never."""
         known = self.by_candidate.get(candidate)
         return None if known is None else self._with_statistic(Part(), known)
 
@@ -133,7 +133,7 @@ class Samples:
         return Sample(statistics.fmean(ms for ms, _ in usable), gap_ms)
 
     def _number(self, method: str, value: Any) -> float:
-        """Return what a method of the clock has returned; raises InvalidOption where that is no number."""
+        """Return a clock's value as a float; raises InvalidOption for another type."""
         try:
             math.isfinite(value)  # takes no text, which float() would read
         except TypeError:
@@ -146,7 +146,7 @@ class Samples:
         if not samples:
             return replace(report, unmeasured=1)
         exact = [sample.ms for sample in samples if sample.gap_ms <= GAP_SHARE * sample.ms]
-        # Samples in which the host had no part say what the kernel takes, and the others nothing more.
+        # Samples without the host's part say the kernel's time, and the others add nothing.
         ms = self._statistic(exact or [sample.ms for sample in samples])
         gap_ms = 0.0 if exact else min(ms, statistics.median(sample.gap_ms for sample in samples))
         return replace(report, worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), gap_ms=gap_ms, measured=1)

@@ -22,7 +22,7 @@ MOST_LAG_MS = 4.0  # a rank that is later than that begins late
 
 
 def clock_name() -> str:
-    """Return what is the same in all processes that read this monotonic clock."""
+    """Return a name that is equal in all processes that read this monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

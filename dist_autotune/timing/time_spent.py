@@ -14,7 +14,7 @@ class SecondsSpent:
     """Seconds of one rank. The rest of a session is the tuner's own, and the program's between calls."""
 
     compiling_s: float = 0.0  # with loading; waiting for a peer that compiles is in `exchanges_s`
-    runs_s: float = 0.0  # of the function, without what is compiled in it
+    runs_s: float = 0.0  # of the function, without compilations in it
     exchanges_s: float = 0.0  # with waiting for slower ranks
 
 

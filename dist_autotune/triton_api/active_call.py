@@ -24,7 +24,7 @@ Start: TypeAlias = Callable[..., None]
 
 
 class ActiveCall:
-    """The turn of calls, and which threads belong to the call that has it.
+    """The turn of calls, and the threads of the call that has it.
 
     A thread belongs to a call that has started it, directly or through others of its threads; or that waits
     for it or its future. Other waits cannot be seen: an older thread gives up when the call does not move.
@@ -73,7 +73,7 @@ class ActiveCall:
         before, call, owner = threading.Thread.start, self._call, self._owner
 
         def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
-            """Mark what this call's threads start, as a part of it."""
+            """Mark threads that this call's threads start as its own."""
             if self._call is call and (threading.get_ident() == owner or self.belongs()):
                 setattr(thread, _MARK, call)
             before(thread, *args, **kwargs)
@@ -83,16 +83,16 @@ class ActiveCall:
         return True
 
     def end(self) -> None:
-        """Say that the call is over; releasing the lock is left to who has taken it."""
+        """End the call; whoever took the lock releases it."""
         if self._start is not None:
             own, before = self._start
-            if vars(threading.Thread)["start"] is own:  # else others have wrapped what does nothing any more
+            if vars(threading.Thread)["start"] is own:  # else others have wrapped it; it does nothing now
                 threading.Thread.start = before  # type: ignore[method-assign]
         self._start, self._call, self._owner = None, None, 0
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """Make the block, on this thread, for which the active call waits, a part of that call."""
+        """Make the block a part of the active call, which waits for this thread."""
         thread, before = threading.current_thread(), getattr(threading.current_thread(), _MARK, None)
         setattr(thread, _MARK, self._call)
         try:

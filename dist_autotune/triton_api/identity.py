@@ -121,7 +121,7 @@ def _python_function(value: Any) -> types.FunctionType | None:
 def _callees(value: Any) -> list[types.FunctionType]:
     """Return the functions that a kernel may call through `value`: of an aggregate, its methods."""
     is_aggregate = getattr(value, "__triton_aggregate__", False)
-    members = value.hash_attrs if is_aggregate else [value]  # what Triton's own digest covers
+    members = value.hash_attrs if is_aggregate else [value]  # as in Triton's own digest
     return [function for function in map(_python_function, members) if function is not None]
 
 

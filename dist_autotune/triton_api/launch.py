@@ -133,14 +133,14 @@ def kernel_of(launched: Any) -> Any:
     return launched if hasattr(launched, "_init_handles") else None
 
 
-def load(kernel: Any) -> None:
+def load_kernel(kernel: Any) -> None:
     """Load a compiled kernel on the device: where a config shows that it does not fit."""
     if hasattr(kernel, "_init_handles"):
         kernel._init_handles()  # compiling alone does not check shared memory
 
 
 def keep(finalize: Callable[[Any], None], kernel: Any) -> Any:
-    """Put a kernel where launches find it, unless they have one; return that which they find.
+    """Put a kernel where launches find it, unless one is there; return the one there.
 
     finalize: of Triton's FutureKernel. It would replace a kernel that was compiled meanwhile, whose module
     is unloaded then, though launches or CUDA graphs may still run it.

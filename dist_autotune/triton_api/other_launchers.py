@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 from triton.runtime.autotuner import Autotuner
 
-Run: TypeAlias = Callable[..., Any]  # what may stand as `Autotuner.run`
+Run: TypeAlias = Callable[..., Any]  # an `Autotuner.run`, or its replacement
 
-LAUNCHERS = {"flag_gems.utils.libentry": "LibEntry"}  # module -> class; what it launches is its `fn`
+LAUNCHERS = {"flag_gems.utils.libentry": "LibEntry"}  # module -> class, which launches its `fn`
 _BENCHMARKING = {"_bench", "do_bench", "prune_configs"}
 
 # class -> its own `run`, and whether that benchmarks; None: it ends up in the `run` of a base class
@@ -27,7 +27,7 @@ _WARNED: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def replacements(runner: Callable[[Run], Run]) -> list[tuple[type, Run, Run]]:
-    """Return the classes whose `run` must not stay in a tuned call: with that, and what takes its place.
+    """Return the classes whose `run` a tuned call replaces, each with its `run` and the replacement.
 
     runner: makes what takes the place of a `run` that benchmarks.
     """
@@ -72,7 +72,7 @@ def _warning_once(owner: type[Autotuner], run: Run) -> Run:
 
 
 def _handing_on(run: Run) -> Run:
-    """Return what hands a launch on to the Autotuner under the launcher; without one there, `run`."""
+    """Return a `run` that hands launches on to the Autotuner under the launcher, if there is one."""
 
     def hand_on(launcher: Any, *args: Any, **kwargs: Any) -> Any:
         tuner = launcher.fn
@@ -95,7 +95,7 @@ def _kind(owner: type, run: types.FunctionType) -> bool | None:
     bases = owner.__mro__[1:]
     stock = {id(vars(base)["run"]) for base in bases if "run" in vars(base)}
     meant = [run.__globals__.get(name) for name in names] + [getattr(owner, name, None) for name in names]
-    if any(id(one) in stock for one in (*meant, *wrapped)):  # that very function escapes what replaces it
+    if any(id(one) in stock for one in (*meant, *wrapped)):  # a direct reference escapes the replacement
         return True
     if "super" in names or names & {base.__name__ for base in bases}:
         return None

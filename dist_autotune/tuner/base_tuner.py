@@ -42,7 +42,7 @@ class BaseTuner:
 
     def _made_calls(self) -> Calls:
         if self._calls is None:
-            from .calls import Calls  # with all that a session needs: only where there is a call
+            from .calls import Calls  # imports all that a session needs: only for a call
 
             self._calls = Calls(self._function, self.options, self._name, self._log_dir)
         return self._calls
@@ -61,7 +61,7 @@ class BaseTuner:
                 timeout_s = self.options.resolved_timeout_s
                 has_turn = turn.acquire(self._name, timeout_s, lambda: INTERCEPTION.active)
                 if has_turn:
-                    INTERCEPTION.restore()  # what a second Ctrl-C may have left of the call before
+                    INTERCEPTION.restore()  # a second Ctrl-C may have left parts of the last call
                     yield True
                 else:
                     with turn.lent():
@@ -81,7 +81,7 @@ class BaseTuner:
 
 
 def _leave() -> None:
-    """Put back all that the call under way has replaced, also if a Ctrl-C comes between two lines of it."""
+    """Restore all that the call under way has replaced, also if a Ctrl-C interrupts this."""
     try:
         INTERCEPTION.restore()
         INTERCEPTION.turn.end()

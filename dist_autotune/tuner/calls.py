@@ -20,7 +20,7 @@ from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION, Interception
 from . import diagnosis
-from .function_state import FunctionState, TunedFunction
+from .function_state import FunctionSetup, FunctionState
 from .report import TuningReport
 from .session import Session
 from .snapshot import Snapshot
@@ -34,7 +34,7 @@ CALLS_THAT_KEEP_STATE = 16
 
 @dataclass(slots=True)
 class SettledRun:
-    """What a run with nothing to try leaves behind."""
+    """The outcome of a run without trials."""
 
     before: Snapshot | None = None  # the state before it
     wants_session: bool = False  # it has met a new key
@@ -60,10 +60,10 @@ class Calls:
         self._session: Session | None = None
         self._report: TuningReport | None = None
         self._wants_session = True
-        self._forgets = False  # what memory and disk hold, in the next session
+        self._ignores_known = False  # the results in memory and on disk, in the next session
         self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
-        self._calls_in_vain = 0  # settled calls since one met a new key, or a session
+        self._calls_without_new_keys = 0  # settled calls since one met a new key, or a session
 
     @property
     def report(self) -> TuningReport | None:
@@ -105,7 +105,7 @@ class Calls:
         return self._settled_run(state) if self.settled else self._trial(state)
 
     def quiet_step(self, mode: str) -> AbstractContextManager[object]:
-        """Make the block a run with what is known: nothing is tried and nobody is asked."""
+        """Make the block a run with known configs: no trial, no exchange."""
         return self._quiet_run(self._begin_call(mode))
 
     def close(self) -> None:
@@ -117,17 +117,17 @@ class Calls:
     def _begin_call(self, mode: str) -> FunctionState:
         if self.retunes:
             self.close()
-            self._wants_session, self._forgets, self.retunes = True, True, False
+            self._wants_session, self._ignores_known, self.retunes = True, True, False
         return self._current_state(mode)
 
     @contextlib.contextmanager
     def _settled_run(self, state: FunctionState, *, is_quiet: bool = False) -> Iterator[SettledRun]:
-        """Let the block run with nothing to try; unless quiet, a session is wanted for what it meets."""
+        """Run the block without trials; unless quiet, new keys in it ask for a session."""
         options, function, dispatcher, run = self._options, state.function, state.dispatcher, SettledRun()
         votes = function.tunes and options.watch and not (function.is_alone or is_quiet)
         may_tune = votes or (function.tunes and function.is_alone and not is_quiet)
-        keeps = may_tune and options.mode == "replay" and self._calls_in_vain < CALLS_THAT_KEEP_STATE
-        self._calls_in_vain += 1
+        keeps = may_tune and options.mode == "replay" and self._calls_without_new_keys < CALLS_THAT_KEEP_STATE
+        self._calls_without_new_keys += 1
         dispatcher.begin_run(tunes=False)
         dispatcher.to_tune.clear()
         if votes or (function.is_strict and not function.is_alone):
@@ -139,7 +139,7 @@ class Calls:
                 yield run
             run.wants_session = bool(dispatcher.to_tune)
         if run.wants_session and not is_quiet:
-            self._calls_in_vain = 0
+            self._calls_without_new_keys = 0
             self._wants_session = may_tune
             if not may_tune:
                 self._note_new(state, "keeps the config of the nearest tuned key (watch=False)")
@@ -148,7 +148,7 @@ class Calls:
     def _reporting_run(
         self, state: FunctionState, run: SettledRun, *, votes: bool, keeps: bool
     ) -> Iterator[None]:
-        """Let the block run with what is settled, then find out whether it has met a new key on some rank.
+        """Run the block with settled configs, then learn whether some rank met a new key.
 
         A rank that raises reports that instead, so that its peers do not wait for its vote. The strict mode
         has no vote, but reports NotTuned: peers may wait for this rank in a collective.
@@ -179,8 +179,8 @@ class Calls:
             raise
 
     def _quiet_run(self, state: FunctionState) -> AbstractContextManager[object]:
-        """Let the block run where nothing may be tried and nobody asked, as in a capture."""
-        if not self._forgets:
+        """Run the block without trials and exchanges, as in a capture."""
+        if not self._ignores_known:
             state.results.looks_on_disk |= state.function.is_alone
         return self._settled_run(state, is_quiet=True)
 
@@ -222,18 +222,19 @@ class Calls:
         tunes = state.function.tunes
         if tunes and not self._options.is_dist:
             diagnosis.warn_of_missing_is_dist(self._name)
-        state.results.ignores_known = self._forgets and tunes
+        state.results.ignores_known = self._ignores_known and tunes
         self._wants_session = True
         return Session(state, self._log_dir, self._interception)
 
     def _keep_if_over(self) -> None:
-        """Keep what the session has found, if it is over."""
+        """Keep the report of the session, if it is over."""
         session = self._session
         if session is not None and session.is_over:
             self._report, self._session = session.report(), None
-            self._calls_in_vain = 0
+            self._calls_without_new_keys = 0
             self._wants_session = session.wants_another
-            self._forgets = self._forgets and (session.has_failed or not session.state.results.ignores_known)
+            has_retuned = session.state.results.ignores_known and not session.has_failed
+            self._ignores_known = self._ignores_known and not has_retuned
 
     def _current_state(self, mode: str) -> FunctionState:
         """Return the state for the group as it is now; another group or mode starts anew."""
@@ -241,7 +242,7 @@ class Calls:
         if known is None or known.function.group is not group or known.function.mode != mode:
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
-                known = FunctionState(TunedFunction(options, self._name, source, group, mode=mode))
+                known = FunctionState(FunctionSetup(options, self._name, source, group, mode=mode))
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise

@@ -87,7 +87,7 @@ class Diagnosis:
         return Watch(what, function.timeout_s, function.options.on_stuck, self.write_stuck, self._whereabouts)
 
     def _whereabouts(self) -> str:
-        """Return what the run under way is at; asked on another thread."""
+        """Return the position of the run under way; asked on another thread."""
         return f"Not ended, or on trial: {listed(self._state.registry.launched())}. {self._own_log()}"
 
     def _own_log(self) -> str:

@@ -43,7 +43,7 @@ LISTED_KEYS = 3  # tuned keys that an error names
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
 
-class TunedFunction:
+class FunctionSetup:
     """What stays the same from call to call. mode: DIST_AUTOTUNE_MODE, but for `off`."""
 
     def __init__(
@@ -91,7 +91,7 @@ class TunedFunction:
 class FunctionState:
     """Outlives sessions. `search` is the same on all ranks, `registry` and `dispatcher` are this rank's."""
 
-    def __init__(self, function: TunedFunction) -> None:
+    def __init__(self, function: FunctionSetup) -> None:
         disk = Winners(function.options.resolved_cache_dir())
         self.function = function
         self.results = Results(function, disk)
@@ -122,7 +122,7 @@ class FunctionState:
         )
 
     def _recall(self, rank_context: RankContext) -> dict[str, str]:
-        """Join a context that is new on this rank to what the ranks share; return its bans, with reasons."""
+        """Join a context that is new on this rank to the shared search; return its bans, with reasons."""
         rank_context.search = self.search.contexts.get(rank_context.name)
         bans = {} if rank_context.search is not None else self.search.crash_bans.get(rank_context.name, {})
         return {c: reason for c, (_, reason) in bans.items() if c in rank_context.texts}
@@ -215,7 +215,7 @@ class FunctionState:
         return remarks
 
     def check_run(self, merged: Message) -> RunReport:
-        """Return what all ranks reported, and take up what they offer; raises RankMismatch where they differ.
+        """Return the merged report and keep its offers; raises RankMismatch where ranks differ.
 
         A kernel's name may stand for several source texts (functions made by functions), and ranks may launch
         different ones of them: they differ when they have none in common.
@@ -239,7 +239,7 @@ class FunctionState:
         self.registry.forget(self.search.drop_unsettled() | unshared)
 
     def publish(self, seconds: float) -> list[Context]:
-        """Write every new result to `Autotuner.cache` and, when final, to disk; return what is new."""
+        """Write every new result to `Autotuner.cache` and, when final, to disk; return the new contexts."""
         new = self.search.newly_final()
         for rank_context in self.registry.by_name.values():
             if (context := rank_context.search) is None:
@@ -251,7 +251,7 @@ class FunctionState:
 
 
 def check_opening(merged: Message) -> Opening:
-    """Return what all ranks reported; raises RankMismatch where they differ."""
+    """Return the merged opening; raises RankMismatch where ranks differ."""
     facts = {name: values for name, values in merged.facts.items() if name not in MAY_DIFFER}
     return checked(merged, Opening, facts)
 

@@ -79,7 +79,7 @@ class RankRun:
             self.outputs.hash_result()
 
     def report(self, elapsed_s: float) -> RunReport:
-        """Compile what is new, read the clocks that can be read, and return this rank's report on the run.
+        """Compile new candidates, read the clocks that are ready, and return this rank's report on the run.
 
         Online, it is compiled while the next runs go on. elapsed_s: since the session's first call.
         """
@@ -110,32 +110,32 @@ class RankRun:
         return report
 
     def _preflight(self) -> Iterator[tuple[RankContext, CompileCounts]]:
-        """Compile the candidates of new contexts; yield those of which this rank has all."""
+        """Compile the candidates of new contexts; yield the contexts that are complete."""
         dispatcher = self._state.dispatcher
         if self._waits:
             return dispatcher.preflight(self._pool_options())
         if self._backlog is None:
             loading = functools.partial(self._state.guard.launching, loads=True)
             self._backlog = Backlog(self._pool_options(), self._state.registry.ban, loading)
-        return dispatcher.preflight_behind(self._backlog)
+        return dispatcher.preflight_in_background(self._backlog)
 
     def _pool_options(self) -> PoolOptions:
         """Return how this rank compiles; online nobody waits for it."""
         function, session = self._state.function, self._log.session
         position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
         patience_s = PATIENCE * function.timeout_s if self._waits and count > 1 else math.inf
-        jobs = function.options.resolved_compile_jobs()
-        return PoolOptions.of_rank(session, position, count, patience_s, jobs=jobs, is_behind=not self._waits)
+        chosen = {"jobs": function.options.resolved_compile_jobs(), "in_background": not self._waits}
+        return PoolOptions.of_rank(session, position, count, patience_s, **chosen)
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
-        """Take up what all ranks reported, and call contexts what all ranks call them."""
+        """Keep the timing of the merged report, and rename contexts as the ranks have agreed."""
         self._start.apply_exchange(merged)
         self._wanted_ms = merged.wanted_ms
         self._state.registry.rename(names)
         self.launched = {names.get(name, name) for name in self.launched}
 
     def apply_outcomes(self, run: int, outcomes: Mapping[str, Outcome], merged: RunReport) -> None:
-        """Write down what the run was on this rank, keep the samples that count, and drop the others."""
+        """Record the run of this rank; keep the samples that count, and drop the others."""
         search, registry, whole = self._state.search, self._state.registry, self._whole
         counts, waiting = search.has_counted_run, bool(merged.run.pending)
         if whole.report is not None and not waiting:
@@ -152,7 +152,7 @@ class RankRun:
         whole.apply_outcome(waiting=waiting, counts=counts, late_ms=merged.late_ms)
 
     def abandon(self) -> None:
-        """Drop what the run under way has measured and reported: no rank counts it."""
+        """Drop samples and reports of the run under way: no rank counts it."""
         if self.outputs is not None:
             self.outputs.abandon_run()
         self._state.dispatcher.abandon_run()
@@ -161,6 +161,6 @@ class RankRun:
             self._backlog.drop_unannounced()
 
     def close(self) -> None:
-        """End what compiles behind the runs."""
+        """End compiling in the background."""
         if self._backlog is not None:
             self._backlog.close()

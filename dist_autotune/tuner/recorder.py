@@ -18,13 +18,13 @@ from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
 from ..search.state import SearchState
 from ..timing.samples import Samples
-from .function_state import TunedFunction, versions
+from .function_state import FunctionSetup, versions
 
 
 class Recorder:
     """Writes the records of one session on this rank."""
 
-    def __init__(self, function: TunedFunction, log: SessionLog) -> None:
+    def __init__(self, function: FunctionSetup, log: SessionLog) -> None:
         self.session = ""  # its name, agreed when it opens
         self.close = log.close
         self._function, self._rank, self._ranks = function, function.group.rank, function.group.ranks

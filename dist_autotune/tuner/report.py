@@ -12,7 +12,7 @@ from ..search.budget import Forecast, StepTimes
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
 
-if TYPE_CHECKING:  # what only reads reports needs neither torch nor Triton
+if TYPE_CHECKING:  # readers of reports need neither torch nor Triton
     from ..launch.registry import Registry
     from ..search.state import SearchState
 
@@ -58,7 +58,7 @@ class TunedContext:
 
     @property
     def gain_percent(self) -> float | None:
-        """How much less time the winner takes than what is launched untuned; None: one has no time."""
+        """How much less time the winner takes than the default config; None: one has no time."""
         return None if self.ms is None or not self.default_ms else 100 * (1 - self.ms / self.default_ms)
 
     @property
@@ -211,7 +211,7 @@ def time_order(context: TunedContext) -> tuple[float, str]:
 
 
 def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]) -> tuple[TunedContext, ...]:
-    """Return the contexts among `names` in which there was a choice, as they stand."""
+    """Return the contexts among `names` that have several candidates, as they stand."""
     contexts = []
     for name in sorted(names):
         context, rank_context = search.contexts.get(name), registry.by_name.get(name)

@@ -26,7 +26,7 @@ from ..triton_api.launch import Key
 from ..version import __version__
 
 if TYPE_CHECKING:
-    from .function_state import TunedFunction
+    from .function_state import FunctionSetup
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ _origins: weakref.WeakKeyDictionary[Autotuner, dict[Key, Origin]] = weakref.Weak
 
 
 def mark_provisional(tuner: Autotuner, key: Key) -> None:
-    """Have sessions tune what `Autotuner.cache` holds for the key: nothing was timed to put it there."""
+    """Have sessions tune the key although `Autotuner.cache` holds a config: nobody timed that."""
     _origins.setdefault(tuner, {})[key] = Origin(RankGroup(), "", provisional=True)
 
 
 class Results:
     """The results of one tuned function on one group of ranks, in `Autotuner.cache` and on disk."""
 
-    def __init__(self, function: TunedFunction, disk: Winners) -> None:
+    def __init__(self, function: FunctionSetup, disk: Winners) -> None:
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
         self._offers: Offers = {}  # disk entries that all ranks use
@@ -72,7 +72,7 @@ class Results:
         self._folder = f"{safe_name(named)}-{digest(to_json(facts))}"
 
     def offered_at_opening(self) -> Offers:
-        """Return the entries of what the function is known to launch, and imported ones.
+        """Return the entries of contexts that the function is known to launch, and imported ones.
 
         In the strict mode all: what a later call launches must be known to all ranks.
         """
@@ -128,7 +128,7 @@ class Results:
         return self.claim_on_disk(rank_context)
 
     def claim_on_disk(self, rank_context: RankContext) -> Claim | None:
-        """Return the entry that all ranks have agreed to use, else what this rank has and will report."""
+        """Return the entry that all ranks have agreed on, else this rank's own, which it will report."""
         if self.ignores_known:
             return None
         key = self._entry_key(rank_context)
@@ -245,7 +245,7 @@ class Results:
 
 
 def _evidence(context: Context, rank_context: RankContext) -> Evidence:
-    """Return what else is known of a context's winner."""
+    """Return the evidence for a context's winner."""
     winner = context.digests[context.incumbent]
     arguments = tuple(zip(rank_context.key_names, rank_context.key, strict=False))
     about_triton: dict[str, Any] = {}

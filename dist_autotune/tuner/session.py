@@ -50,7 +50,7 @@ class Session:
         is_first = function.group.rank == function.group.ranks[0]
         self._progress = Progress(function.name, function.options.progress, is_first=is_first)
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
-        self._left_by: str | None = None  # the failure that has left the session between two calls
+        self._interrupted_by: str | None = None  # the failure that has left the session between two calls
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._is_in_function = False
         self._may_resume = state.search.bit_classes is None  # another call has other inputs, and other bits
@@ -112,7 +112,7 @@ class Session:
                 self._recorder.write(Note(text=remark))
 
     def _agree_on_opening(self) -> Opening:
-        """Return what all ranks report to open a session."""
+        """Return the merged opening of a session."""
         group = self.function.group
         while True:
             opening = self.state.opening_with_results()
@@ -126,8 +126,8 @@ class Session:
 
     def resume(self) -> None:
         """After a run that failed on some rank: go on if all ranks have one state, else drop it on all."""
-        left_by, self._left_by = self._left_by, None
-        if left_by is None:
+        failure, self._interrupted_by = self._interrupted_by, None
+        if failure is None:
             return
         point = f"{self._recorder.session} {self.state.search.runs} {self._history.hexdigest()}"
         with self._reporting_failures():
@@ -135,9 +135,9 @@ class Session:
             with self._dropping_searches():
                 merged = check_opening(received)
         if set(merged.facts[SESSION_STATE]) == {point}:
-            self._recorder.write(Note(text=f"resumed after {left_by}"))
+            self._recorder.write(Note(text=f"resumed after {failure}"))
         else:
-            self._drop(TuningError(left_by), outcome=left_by.partition(":")[0])
+            self._drop(TuningError(failure), outcome=failure.partition(":")[0])
 
     @contextlib.contextmanager
     def _one_run(self) -> Iterator[None]:
@@ -160,7 +160,7 @@ class Session:
         self._step(self._exchange(report, watch.what))
 
     def _step(self, received: Message) -> None:
-        """Apply what all ranks reported of the run, publish what is settled by it, and write both down."""
+        """Apply the merged reports of the run, publish the results it settles, and record both."""
         search = self.state.search
         run = search.runs
         self._is_stepping = True
@@ -218,7 +218,7 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if not self.is_over and self._left_by is None:
+            if not self.is_over and self._interrupted_by is None:
                 self._fail(error, self._diagnosis.of_error(error))
             raise
 
@@ -244,7 +244,7 @@ class Session:
         """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
         registry = self.state.registry
         registry.forget([name for name, context in registry.by_name.items() if not context.announced])
-        self._left_by = described(error)  # not the error: it holds the function's variables
+        self._interrupted_by = described(error)  # not the error: it holds the function's variables
 
     @contextlib.contextmanager
     def _dropping_searches(self) -> Iterator[None]:
@@ -280,7 +280,7 @@ class Session:
         may_go_on = search.rules.tunes and search.rules.mode == "replay"
         self.wants_another = self.has_failed or (may_go_on and is_cut_short)
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
-        left = [context for context in launched if context.provisional and not context.is_unasked]
+        left = [context for context in launched if context.provisional and not context.is_outside_plan]
         if error is not None:
             outcome = outcome or type(error).__name__
         elif not all(context.status for context in launched):
@@ -305,7 +305,7 @@ class Session:
         self._recorder.close()
 
     def report(self) -> TuningReport:
-        """Return what the session has found so far."""
+        """Return the report of the session so far."""
         return TuningReport(
             runs=self.executions,
             function=self.function.name,

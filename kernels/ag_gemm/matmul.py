@@ -13,10 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
+from ..configs import capability
 from ..epilogues import NO_EPILOGUE, Epilogue
 from ..exchange.chunks import Exchange, part_from
 from ..launch import PreparedLaunch, load
+from ..tensors import FP8
 from .operands import Call
+
+FEWEST_COLUMNS_OF_FP8 = 16  # of which cuBLAS takes multiples
 
 
 @triton.jit(do_not_specialize=["rank", "m", "epoch", "base", "pushed", "patience_ticks"])
@@ -89,11 +93,14 @@ class MatmulConsumer:
 
     def _multiply(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         rows, right, result = call.rows, weight.detach().T, out.detach()
+        ending, of_rows = call.epilogue, call.epilogue.scale_a
         for slot, chunk, count in runs_of(call.rank, call.world_size, pushed=bool(call.pushed)):
             left = gather[slot : slot + count, :rows]
+            if of_rows is not None:
+                ending = ending._replace(scale_a=of_rows[slot : slot + count, :rows].flatten())
             product = result[chunk * rows : (chunk + count) * rows]
-            if count == 1 or rows == call.capacity or call.epilogue.kind() != NO_EPILOGUE:
-                multiply_into(product, left.flatten(0, 1), right, call.epilogue)
+            if count == 1 or rows == call.capacity or ending.kind() != NO_EPILOGUE:
+                multiply_into(product, left.flatten(0, 1), right, ending)
             else:
                 # The chunks lie apart: one batched product, whose right side is one matrix for all.
                 torch.bmm(left, right.expand(count, -1, -1), out=product.unflatten(0, (count, rows)))
@@ -102,16 +109,46 @@ class MatmulConsumer:
 def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, epilogue: Epilogue) -> None:
     """Write left [M, K] @ right [K, N], behind its epilogue, to `out` [M, N].
 
-    An epilogue takes scratch memory, a few times [M, N] in float32.
+    An epilogue, but for scales alone, takes scratch memory, a few times [M, N] in float32.
     """
     if epilogue.kind() == NO_EPILOGUE:
         torch.mm(left, right, out=out)
-        return
-    if left.device.type == "cpu":  # torch has no such product there
-        sums = left.float() @ right.float()
+    elif left.dtype == FP8 and _can_scale_at_once(out, epilogue):
+        scales = _of_rows_and_columns(epilogue, out)
+        torch._scaled_mm(left, right, *scales, out_dtype=out.dtype, use_fast_accum=True, out=out)
     else:
-        sums = torch.mm(left, right, out_dtype=torch.float32)
-    out.copy_(epilogue.of(sums))
+        out.copy_(epilogue.of(_sums(left, right)))
+
+
+def _sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return left @ right in float32."""
+    if left.device.type == "cpu":  # torch has no such products there
+        return left.float() @ right.float()
+    if left.dtype != FP8:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    if right.shape[1] % FEWEST_COLUMNS_OF_FP8:
+        return torch.mm(left.bfloat16(), right.bfloat16(), out_dtype=torch.float32)
+    one = torch.ones((), device=left.device)
+    return torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=True)
+
+
+def _can_scale_at_once(out: torch.Tensor, epilogue: Epilogue) -> bool:
+    """Return whether torch's product with scales of rows and columns can write to `out`.
+
+    It takes the distance of a result's rows for their length; before Hopper that of A's rows, too.
+    """
+    is_right = capability(out.device) >= 9 and out.is_contiguous()
+    ends_so = epilogue.bias is None and epilogue.activation is None
+    return is_right and ends_so and out.shape[1] % FEWEST_COLUMNS_OF_FP8 == 0
+
+
+def _of_rows_and_columns(epilogue: Epilogue, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales as torch takes them, [M, 1] and [1, N]."""
+    rows, columns = epilogue.scale_a, epilogue.scale_b
+    if columns is None:
+        columns = torch.ones(out.shape[1], device=out.device)
+    assert rows is not None
+    return rows.reshape(-1, 1).contiguous(), columns.reshape(1, -1)
 
 
 def room_like(out: torch.Tensor) -> torch.Tensor:

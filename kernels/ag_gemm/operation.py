@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 import torch.distributed as dist
 
-from ..epilogues import ONLY_SUMS, Epilogue, EpilogueKind
+from ..epilogues import ONLY_SUMS, Epilogue, EpilogueKind, result_columns
 from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS, OTHER_ROWS, OTHER_ROWS_PUSHED, describe_failure
 from ..exchange.operation import Operation
@@ -28,16 +28,16 @@ from ..exchange.push import ChunkPusher
 from ..signals import Failure, as_epoch
 from ..symm import SymmetricMemoryError
 from ..tensors import (
+    FP8,
+    check_fp8,
     check_no_gradient,
-    check_out,
-    check_overlap,
-    check_tensor,
     key_of,
     lies_by_columns,
     remember,
 )
 from . import specialized
 from .choices import Choice, Fixed, Options, options_for
+from .gather_buffer import GatherBuffer, RowFormat
 from .matmul import MatmulConsumer, multiply_into, wait_for_all
 from .operands import Call, Consumer, KnownOperands, Operands, Product
 from .plain import PlainConsumer
@@ -70,10 +70,15 @@ class AllGatherGemm(Operation):
     makes it if all would. A captured call does what the last eager one with as many rows did; a replay waits
     for its peers as any collective does.
 
+    With dtype float8_e4m3fn rows of a and of the weight have float32 scales, which a call is passed as
+    `scale_a` and `scale_weight`, and products are bf16. K is then a multiple of 16, and the weight's rows are
+    contiguous.
+
     Of symmetric memory each rank holds W * m_per_rank * K elements and, for what is pushed, as many less one
     shard again, which `graphs=False` saves where chunks are pulled.
     """
 
+    _further_dtypes = (FP8,)
     _wrong_calls = (OTHER_ROWS.value, OTHER_ROWS_PUSHED.value)
 
     def __init__(
@@ -98,6 +103,7 @@ class AllGatherGemm(Operation):
             raise ValueError(f"consumer is {consumer!r}, but collective=True leaves the product to cuBLAS")
         self._fixed = Fixed(consumer, pieces, programs)
         self._capacity, self._k, self._dtype = m_per_rank, k, dtype
+        self._format = RowFormat(k, dtype)
         self._pushes, self._producer_name = producer == "push", producer
         self._rows = self._fetched_rows = 0  # of the last call that fetched; of all of them
         self._has_pusher = graphs or self._pushes
@@ -117,9 +123,11 @@ class AllGatherGemm(Operation):
         self._fixed.check()
         if self._producer_name not in PRODUCERS:
             raise ValueError(f"producer is {self._producer_name!r}; it is one of {', '.join(PRODUCERS)}")
+        if self._format.is_scaled and self.device.type == "cuda":
+            check_fp8(self.device)
         slots = ChunkPusher.slots(world) if self._has_pusher else world
-        self._gather = memory.allocate((slots, self._capacity, self._k), self._dtype)
-        self._shard = self._gather.local[self.rank]
+        self._buffer = GatherBuffer(memory, self._format, slots, self._capacity)
+        self._gather = self._buffer.symmetric
         self._flags = memory.allocate((FLAGS, world), torch.int32)
         self._producer = ChunkProducer(memory, self._gather, self._flags)
         self._pusher: ChunkPusher | None = None
@@ -137,11 +145,11 @@ class AllGatherGemm(Operation):
             "plain": plain,
             "matmul": lambda *tensors: MatmulConsumer(),
         }
-        self._operands = KnownOperands(self._gather.local, consumers)
+        self._operands = KnownOperands(self._buffer.a, consumers)
         self._known: dict[Hashable, Operands] = {}  # by the keys of three tensors that have been checked
 
     def _forget(self) -> None:
-        del self._gather, self._shard, self._gathered, self._flags
+        del self._buffer, self._gather, self._gathered, self._flags
         del self._producer, self._pusher, self._operands, self._collective
 
     def _describe(self, peer: int, failure: Failure) -> str:
@@ -155,6 +163,8 @@ class AllGatherGemm(Operation):
         weight: torch.Tensor,
         out: torch.Tensor | None = None,
         *,
+        scale_a: torch.Tensor | None = None,
+        scale_weight: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         activation: str | None = None,
     ) -> torch.Tensor:
@@ -162,12 +172,18 @@ class AllGatherGemm(Operation):
 
         `bias` [N], contiguous, in fp16, bf16 or fp32, is added to the float32 sums and `activation` ("relu",
         "gelu", "gelu_tanh" or "silu") applied before they are rounded, once. Both are this rank's own.
+        A gated one ("swiglu", "geglu", "geglu_tanh", "reglu" or "glu") makes [W * m, N / 2], the activation
+        of the gate times up; `interleave_gate_up` makes such a weight and bias.
+
+        In fp8 the sums are multiplied before by the scales of their rows, of which each rank passes `scale_a`
+        [m] or [m, 1] for its own, and of their columns, `scale_weight` [N] or [N, 1]; all are float32 and
+        contiguous, None is 1.
 
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
         pushed = self._pushes or self._is_capturing()
-        epilogue = ONLY_SUMS if bias is None and activation is None else Epilogue(bias, activation)
+        epilogue = Epilogue(bias, activation, scale_a, scale_weight)
         return self._call(a_shard, weight, out, epilogue, pushed=pushed)
 
     def _call(
@@ -180,22 +196,25 @@ class AllGatherGemm(Operation):
         pushed: bool,
     ) -> torch.Tensor:
         self._check_usable()
-        check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=epilogue.bias)
-        ending = key_of(epilogue.bias), epilogue.activation
+        bias, activation, scale_a, scale_weight = epilogue
+        scales = {"scale_a": scale_a, "scale_weight": scale_weight}
+        check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=bias, **scales)
+        ending = key_of(bias), activation, key_of(scale_a), key_of(scale_weight)
         key = given = key_of(a_shard), key_of(weight), key_of(out), ending
         operands = self._known.get(key)
         if operands is None:
-            self._check_tensors(a_shard, weight, out, epilogue)
+            self._buffer.check(a_shard, weight, out, epilogue)
         self._check_device()
         if pushed and self._pusher is None:
             raise RuntimeError("this AllGatherGemm was opened with graphs=False and cannot be captured")
         rows = a_shard.shape[0]
         if out is None:
-            out = a_shard.new_empty((self.world_size * rows, weight.shape[0]))
+            out = self._new_out(rows, weight, activation)
             key = given[0], given[1], key_of(out), ending
             operands = self._known.get(key)
-        if a_shard.data_ptr() != self._shard.data_ptr():
-            self._shard[:rows].copy_(a_shard.detach())
+        self._buffer.put(a_shard, scale_a)
+        if self._format.is_scaled:
+            epilogue = epilogue._replace(scale_a=self._buffer.scales)
         if operands is None:
             operands = self._operands.find(weight, out, rows, self._options_of, epilogue.kind())
             for checked in (given, key):
@@ -209,12 +228,16 @@ class AllGatherGemm(Operation):
             self._check_usable()
         return out
 
+    def _new_out(self, rows: int, weight: torch.Tensor, activation: str | None = None) -> torch.Tensor:
+        shape = self.world_size * rows, result_columns(activation, weight.shape[0])
+        return weight.new_empty(shape, dtype=self._format.product_dtype)
+
     def _options_of(
         self, weight: torch.Tensor, out: torch.Tensor, rows: int, epilogue: EpilogueKind
     ) -> Options:
         shape = (rows, weight.shape[0], self._k, lies_by_columns(weight))
         key = (*shape, str(self._dtype), self.world_size, self._producer_name, *epilogue.key())
-        can_run = specialized.can_run(self._gather.local, weight, out, rows)
+        can_run = specialized.can_run(self._buffer.a, weight, out, rows)
         options = options_for(rows, self._sms, world_size=self.world_size, specialized=can_run, key=key)
         return options.narrowed(self._fixed)
 
@@ -228,7 +251,7 @@ class AllGatherGemm(Operation):
             return
         call = self._call_of(product, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))
         consumer = self._operands.consumer(choice.consumer, product)
-        consumer.load(self._gather.local, product.weight, product.out, call)
+        consumer.load(self._buffer.a, product.weight, product.out, call)
         wait_for_all(call, only_load=True)  # for a call that fails on the host
         loaded.add(kernel)
 
@@ -243,7 +266,7 @@ class AllGatherGemm(Operation):
             given = self._fixed.consumer
             raise ValueError(f"consumer is {given!r}; to trace, open an operation with 'specialized'")
         if out is None:
-            out = a_shard.new_empty((self.world_size * a_shard.shape[0], weight.shape[0]))
+            out = self._new_out(a_shard.shape[0], weight)
         self._trace = trace = specialized.empty_trace(out, self.world_size)
         try:
             return self(a_shard, weight, out), trace
@@ -258,7 +281,7 @@ class AllGatherGemm(Operation):
         overwritten the rows behind the first m.
         """
         self._check_usable()
-        return self._shard
+        return self._buffer.shard
 
     @property
     def gathered(self) -> torch.Tensor:
@@ -267,38 +290,23 @@ class AllGatherGemm(Operation):
         A copy where m < m_per_rank, and of what was pushed. Where there may have been replays, of which the
         host knows nothing, this waits for the device; read during a capture, it is a part of the graph.
         """
+        return self._format.rows_in(self._gathered_rows())
+
+    def _gathered_rows(self) -> torch.Tensor:
+        """Return the rows of the last call as they lie in memory."""
         self._check_usable()
         if self._pusher is not None and self._told_rows:
             rows = self._told_rows if self._is_capturing() else self._pusher.last_rows()
             if rows:
-                return self._pusher.gathered(rows) if rows > 0 else self._room(-rows)
+                return self._pusher.gathered(rows) if rows > 0 else self._buffer.room(-rows)[0]
         if self._calls == 0 and self._gathered is None:
             raise RuntimeError("nothing has been gathered yet; call the operation first")
         if self._gathered is None:
             chunks = self._gather.local[: self.world_size, : self._rows]
-            self._gathered = chunks.reshape(-1, self._shard.shape[1])
+            self._gathered = chunks.reshape(-1, chunks.shape[2])
         return self._gathered
 
     # ---- one call
-
-    def _check_tensors(
-        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, epilogue: Epilogue
-    ) -> None:
-        check_tensor("a_shard", a_shard, self._dtype, self.device)
-        check_tensor("weight", weight, self._dtype, self.device, may_lie_by_columns=True)
-        rows = a_shard.shape[0]
-        if not 1 <= rows <= self._capacity:
-            raise ValueError(
-                f"a_shard has {rows} rows; this operation takes 1 to m_per_rank={self._capacity}"
-            )
-        if a_shard.shape[1] != self._k or weight.shape[1] != self._k:
-            given = f"a_shard {list(a_shard.shape)} and weight {list(weight.shape)}"
-            raise ValueError(f"{given} must both have K={self._k} columns; the weight is [N, K], not [K, N]")
-        if weight.shape[0] == 0:
-            raise ValueError("weight has no rows; there is nothing to compute")
-        check_out(out, [self.world_size * rows, weight.shape[0]], self._dtype, self.device)
-        check_overlap("a_shard", a_shard, self._shard, "m")
-        epilogue.check(self.world_size * rows, weight.shape[0], self.device)
 
     def _run(self, product: Product, choice: Choice) -> None:
         self._calls += 1
@@ -345,10 +353,12 @@ class AllGatherGemm(Operation):
         try:
             if not self._collective.agree(of_all, wants=wants, is_capturing=is_capturing):
                 return False
-            gathered = self._room(rows)
+            gathered, own = self._buffer.room(rows)
             with self._telling(-rows if is_capturing else 0):
-                self._collective.all_gather(gathered, self._shard[:rows])
-                multiply_into(out.detach(), gathered, weight.detach().T, epilogue)
+                self._collective.all_gather(gathered, own)
+                epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
+                a = self._format.rows_in(gathered)
+                multiply_into(out.detach(), a, weight.detach().T, epilogue)
         except BaseException as error:
             self._told_rows = before  # of what is captured nothing has happened
             if not is_capturing:
@@ -357,11 +367,6 @@ class AllGatherGemm(Operation):
         if not is_capturing:
             self._gathered = gathered
         return True
-
-    def _room(self, rows: int) -> torch.Tensor:
-        """Return where a collective gathers, [W * rows, K]: what is to be this rank's part is in place."""
-        first = self.rank * (self._capacity - rows)
-        return self._gather.local.flatten(0, 1)[first : first + self.world_size * rows]
 
     @contextlib.contextmanager
     def _telling(self, rows: int) -> Iterator[None]:
@@ -397,7 +402,7 @@ class AllGatherGemm(Operation):
 
     def _launch(self, product: Product, choice: Choice, call: Call) -> None:
         consumer = self._operands.consumer(choice.consumer, product)
-        consumer.launch(self._gather.local, product.weight, product.out, call)
+        consumer.launch(self._buffer.a, product.weight, product.out, call)
 
 
 def _finish_alone(call: Call, finish: Callable[[], None]) -> None:

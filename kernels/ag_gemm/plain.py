@@ -9,12 +9,13 @@ import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
-from ..epilogues import EpilogueKind, apply_epilogue
+from ..epilogues import EpilogueKind, apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import Exchange, part_from, slot_of, wait_for_rows
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..launch import SettledLaunches, Tensors, load
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
+from .gather_buffer import scaled_pitch
 from .operands import Call
 
 GPU_CANDIDATES = [
@@ -46,17 +47,24 @@ CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["M", "N", "K", "TMA_LEGAL", "BY_COLUMNS", "ACTIVATION"],  # and the type of a bias, if any
+    key=["M", "N", "K", "TMA_LEGAL", "BY_COLUMNS", "ACTIVATION"],  # and the types of all tensors
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )
-@triton.jit(do_not_specialize=["bias_ptr", "M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks"])
+@triton.jit(
+    do_not_specialize=[
+        *("row_scale_ptr", "column_scale_ptr", "bias_ptr"),
+        *("M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks"),
+    ]
+)
 def all_gather_gemm(
     a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
-    c_ptr,  # out [M, N], rows stride_cm apart
+    c_ptr,  # out [M, N], or [M, N / 2] under a gated activation; rows stride_cm apart
     flags_ptr,  # int32 [FLAGS, WORLD]; pushed calls have their own
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    row_scale_ptr,  # float32 [slots, capacity], behind the rows of A; or None
+    column_scale_ptr,  # float32 [N], or None
     bias_ptr,  # [N], or None
     M,
     N,
@@ -74,7 +82,7 @@ def all_gather_gemm(
     TMA_LEGAL: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
     FENCE: tl.constexpr,
-    UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    UPCAST: tl.constexpr,  # the interpreter has no arithmetic in bfloat16 and fp8
     ACTIVATION: tl.constexpr,  # of `epilogues`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -83,26 +91,34 @@ def all_gather_gemm(
     EPILOGUE_SUBTILE: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Write C = activation(A @ B.T + bias), chunk `rank` first, then in the order in which chunks arrive."""
+    """Write C = activation(row_scale * (A @ B.T) * column_scale + bias).
+
+    Chunk `rank` comes first, then the others in the order in which they arrive.
+    """
     exchange = Exchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks)
     m = M // WORLD
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_per_chunk = tiles_m * tiles_n
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
-    factors = Factors(a_ptr, K, b_ptr, stride_b, N, K)
+    a_pitch = K
+    if row_scale_ptr is not None:
+        a_pitch = scaled_pitch(K)
+    factors = Factors(a_ptr, a_pitch, b_ptr, stride_b, N, K)
     a_desc = a_ptr
     b_desc = b_ptr
     c_desc = c_ptr
+    SUMS: tl.constexpr = sums_of_a_result(ACTIVATION)
+    SUBTILE: tl.constexpr = EPILOGUE_SUBTILE and SUMS == 1  # gated tiles are half as wide as it is
     if USE_TMA:
-        STORE_N: tl.constexpr = BLOCK_N // 2 if EPILOGUE_SUBTILE else BLOCK_N
+        STORE_N: tl.constexpr = BLOCK_N // 2 if SUBTILE else BLOCK_N // SUMS
         a_desc = describe_rows(factors, slots * capacity, BLOCK_M, BLOCK_K)
         b_desc = describe_columns(factors, BLOCK_N, BLOCK_K, BY_COLUMNS)
         # Three dimensions, so that the hardware cuts a chunk's last tile off at row m instead of writing
         # into the next chunk.
         chunk_stride = tl.cast(m, tl.int64) * stride_cm
         c_desc = tl.make_tensor_descriptor(
-            c_ptr, [WORLD, m, N], [chunk_stride, stride_cm, 1], [1, BLOCK_M, STORE_N]
+            c_ptr, [WORLD, m, N // SUMS], [chunk_stride, stride_cm, 1], [1, BLOCK_M, STORE_N]
         )
 
     here = rank  # the chunk of which this program knows so many rows to be here; its own needs no wait
@@ -122,11 +138,15 @@ def all_gather_gemm(
             *(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
         )
         rows = row + tl.arange(0, BLOCK_M)
-        acc = apply_epilogue(acc, rows, col + tl.arange(0, BLOCK_N), None, bias_ptr, m, N, ACTIVATION)
+        columns = col + tl.arange(0, BLOCK_N)
+        acc = apply_scales(
+            *(acc, rows, columns, row_scale_ptr, column_scale_ptr, m, N, slot * capacity, a_pitch // 4)
+        )
+        acc = apply_epilogue(acc, rows, columns, None, bias_ptr, m, N, ACTIVATION)
         if USE_TMA:
-            _store_tma(acc, c_desc, chunk, row, col, EPILOGUE_SUBTILE)
+            _store_tma(acc, c_desc, chunk, row, col // SUMS, SUBTILE)
         else:
-            _store(acc, c_ptr, stride_cm, chunk, row, m, col, N)
+            _store(acc, c_ptr, stride_cm, chunk, row, m, col // SUMS, N // SUMS)
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
@@ -212,7 +232,8 @@ class PlainConsumer:
     ) -> None:
         k, strides = gather.shape[2], (pitch_of(weight), out.stride(0))
         aligned = (weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
-        addressable = (k | strides[0] | strides[1]) * weight.element_size() % 16 == 0
+        steps = (gather.stride(1) | strides[0]) * weight.element_size() | strides[1] * out.element_size()
+        addressable = steps % 16 == 0
         self._sizes = (out.shape[0], weight.shape[0], k, *gather.shape[:2], *strides)
         self._place = (weight.dtype, weight.device, aligned)
         tma_legal = has_tma and addressable and all(aligned)
@@ -235,6 +256,7 @@ class PlainConsumer:
         self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call
     ) -> tuple[Tensors, tuple[int, ...]]:
         """Return the kernel's arguments before the constants: tensors and scalars."""
-        tensors = (gather, weight, out, call.flags, call.errors, call.epilogue.bias)
+        ending = call.epilogue
+        tensors = (gather, weight, out, call.flags, call.errors, ending.scale_a, ending.scale_b, ending.bias)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
         return tensors, (*self._sizes, *scalars)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..configs import INTERPRETED, not_too_large, shared_memory_bytes, take_first
+from ..configs import capability, not_too_large, shared_memory_bytes, take_first
 from ..epilogues import NO_EPILOGUE, EpilogueKind
-from ..gemm.configs import blocks_of, gluon_candidate
+from ..gemm.configs import blocks_of, gluon_candidate, in_words
 from ..gemm.pruning import fits
 from ..launch import SettledLaunches, load
 from ..matrices import Block, Matrix, describe, matrix_of_rows
-from ..tensors import lies_by_columns
+from ..tensors import FP8, lies_by_columns
 from .operands import Call
 from .specialized_kernel import specialized_all_gather_gemm
 
@@ -50,7 +49,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
 
     It looks at what all ranks share, save N, so ranks with equal weights keep equal candidates.
     """
-    args = {**named_args, **kwargs}
+    args = in_words({**named_args, **kwargs})
     rows, limit = args["M"] // args["WORLD"], shared_memory_bytes()
     usable = [
         config
@@ -60,7 +59,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
     return not_too_large(usable, BLOCK_N=args["N"], BLOCK_K=args["K"])
 
 
-TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "fp8e4nv"}
 
 tuned = triton.autotune(
     configs=CANDIDATES,
@@ -109,14 +108,6 @@ class Shape(NamedTuple):
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned, blocks_of, operation="AllGatherGemm")
 
 
-@functools.lru_cache
-def capability(device: torch.device) -> int:
-    """Return the major compute capability of an NVIDIA GPU on which kernels run, else 0."""
-    if device.type != "cuda" or INTERPRETED or torch.version.hip:
-        return 0
-    return int(torch.cuda.get_device_properties(device).major)
-
-
 def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
     """Return whether `SpecializedConsumer` takes these: a GPU with a body, TMA's alignment, a tile's rows.
 
@@ -125,6 +116,8 @@ def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows:
     major = capability(gather.device)
     if major not in (9, 10) or gather.dtype not in TYPE_NAMES:
         return False
+    if major == 10 and gather.dtype == FP8:
+        return False  # between the flag of a row and whoever reads its scale are the tensor cores alone
     if rows < fewest_rows(tensor_memory=major == 10) or weight.shape[0] == 1:
         return False
     return all(matrix.is_addressable() for matrix in _matrices(gather, weight, out))
@@ -151,18 +144,20 @@ class SpecializedConsumer:
             return
         constants = shape.constants()
         compiled = tuned[shape.grid](*self._describe(), *arguments, **constants)
-        _SETTLED.remember(shape, compiled, constants, arguments[:4])
+        _SETTLED.remember(shape, compiled, constants, arguments[:6])
 
     def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
         a, b, _, c = self._matrices
-        sizes, of_launch = (c.rows, c.columns, a.columns), (call.world_size, call.programs, weight.device)
+        sizes = (c.rows, weight.shape[0], a.columns)
+        of_launch = (call.world_size, call.programs, weight.device)
         is_traced, epilogue = call.trace is not None, call.epilogue.kind()
         return Shape(*sizes, a.dtype, *of_launch, b.transposed, is_traced, epilogue)
 
     def _arguments_of(self, shape: Shape, call: Call) -> tuple[Any, ...]:
-        """Return the kernel's arguments between descriptors and constants: four tensors and the scalars."""
+        """Return the kernel's arguments between descriptors and constants: six tensors and the scalars."""
         trace = call.errors if call.trace is None else call.trace
-        tensors = (call.flags, call.errors, trace, call.epilogue.bias)
+        ending = call.epilogue
+        tensors = (call.flags, call.errors, trace, ending.scale_a, ending.scale_b, ending.bias)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
         return (*tensors, shape.m, shape.n, shape.k, call.capacity, *scalars)
 
@@ -188,7 +183,7 @@ def _matrices(
 ) -> tuple[Matrix, Matrix, Matrix, Matrix]:
     """Return A, B, B again for its further columns, and C."""
     slots, capacity, k = gather.shape
-    a = Matrix(gather.data_ptr(), slots * capacity, k, k, gather.dtype, transposed=False)
+    a = Matrix(gather.data_ptr(), slots * capacity, k, gather.stride(1), gather.dtype, transposed=False)
     by_columns = lies_by_columns(weight)
     b = matrix_of_rows(weight.mT if by_columns else weight, transposed=by_columns)
     return a, b, b, matrix_of_rows(out)

@@ -9,6 +9,9 @@ are too few. The tensor cores go on with what it has loaded before, up to NUM_BU
               store reaches into the next chunk. So is the last column of tiles, to end with the weight, where
               TMA can begin there. What two tiles compute gets the same sums, to the bit, from both, and it
               does not matter whose store is the last
+    scales    whoever stores reads a row's scale behind the row, by ordinary loads: the load warp acquires the
+              flag of the rows, then releases, as it arrives at the mbarrier of its loads, what the others
+              acquire when they wait for those
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -24,6 +27,7 @@ from ..gemm.problem import last_start
 from ..gemm.roles import run
 from ..signals import multiprocessor, nanoseconds
 from ..tiles import grouped_tile, rotated_chunk
+from .gather_buffer import scaled_pitch
 
 
 @aggregate
@@ -98,14 +102,15 @@ class Chunks:
 
     @gluon.jit
     def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
-        """The accumulator is the tile."""
-        epilogue.store(accumulator, row, col, step, STORER)
+        """The accumulator is the tile. Scales of rows lie where the rows of A do."""
+        row_of_a, row_of_c, _col, _first_k = self.place(number)
+        epilogue.store(accumulator, row, col, step, STORER, row_of_a - row_of_c)
         if self.TRACE:
             gl.store(self.trace_ptr + number * 4 + 2, nanoseconds())
 
 
 UNSPECIALIZED = [
-    *("flags_ptr", "errors_ptr", "trace_ptr", "bias_ptr"),
+    *("flags_ptr", "errors_ptr", "trace_ptr", "row_scale_ptr", "column_scale_ptr", "bias_ptr"),
     *("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks"),
 ]
 
@@ -116,10 +121,12 @@ def specialized_all_gather_gemm(
     a_desc,  # gather buffer [slots * capacity, K]; the first M / WORLD rows of each slot count
     b_desc,  # weight [N, K]; without TRANS_B its transpose, [K, N]
     extra_desc,
-    c_desc,  # out [M, N]
+    c_desc,  # out [M, N], or [M, N / 2] under a gated activation
     flags_ptr,  # int32 [FLAGS, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     trace_ptr,  # int64 [tiles, 4] with TRACE: ns before and after the wait, ns of the store, SM
+    row_scale_ptr,  # float32 [slots * capacity], behind the rows of A; or None
+    column_scale_ptr,  # float32 [N], or None
     bias_ptr,  # [N], or None
     M,
     N,
@@ -132,7 +139,7 @@ def specialized_all_gather_gemm(
     patience_ticks,
     WORLD: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
-    DTYPE: gl.constexpr,  # of A, B and C, for the key of the tuning
+    DTYPE: gl.constexpr,  # of A and B
     TRANS_B: gl.constexpr,  # the weight's rows are contiguous; else its columns
     TRACE: gl.constexpr,
     ACTIVATION: gl.constexpr,  # of `epilogues`
@@ -146,7 +153,10 @@ def specialized_all_gather_gemm(
     STORE_BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """Write C = activation(A @ B.T + bias), chunk `rank` first. M / WORLD is not below BLOCK_M."""
+    """Write C = activation(row_scale * (A @ B.T) * column_scale + bias), chunk `rank` first.
+
+    M / WORLD is not below BLOCK_M.
+    """
     gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp is to wait")
     WIDTH: gl.constexpr = BLOCK_N + EXTRA_N
     ITEM_BYTES: gl.constexpr = item_bytes(DTYPE)
@@ -162,6 +172,7 @@ def specialized_all_gather_gemm(
         *(trace_ptr, m, last_start(N, WIDTH, True), tiles_m, tiles_n, WORLD * tiles_m * tiles_n),
         *(gl.cdiv(K, config.BLOCK_K), capacity, WORLD, GROUP_M, BLOCK_M, WIDTH, TRACE),
     )
-    pointwise = Pointwise((None, None), (None, bias_ptr), M, N, ACTIVATION)
+    scales = (row_scale_ptr, column_scale_ptr, scaled_pitch(K) // 4)
+    pointwise = Pointwise(scales, (None, bias_ptr), M, N, ACTIVATION, False)
     # The flags are in place of a counter: the schedule is static.
     run(problem, a_desc, b_desc, extra_desc, c_desc, flags_ptr, pointwise, config)

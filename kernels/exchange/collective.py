@@ -21,6 +21,7 @@ behind that, or does not replay its graph, is waited for as long as the process 
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -121,6 +122,12 @@ class Collective:
         if self._world_size > 1:
             self._make(_all_gather, gathered, shard)
 
+    def start_all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+        """Enqueue the same beside what follows; return what orders later work behind it."""
+        if self._world_size == 1:
+            return lambda: None
+        return self._start(_all_gather, gathered, shard)
+
     def reduce_scatter(self, out: torch.Tensor, sums: torch.Tensor) -> None:
         """Write this rank's part of the ranks' `sums`, added up, to `out`; both are contiguous."""
         if self._world_size == 1:
@@ -133,11 +140,19 @@ class Collective:
             self._make(_reduce_scatter, out, sums)
 
     def _make(self, collective: Callable[..., Any], to: torch.Tensor, given: torch.Tensor) -> None:
-        if not self._is_on_cpu:
+        if self._is_on_cpu:
+            self._start(collective, to, given)()
+        else:
             collective(to, given, group=self._group)
-            return
+
+    def _start(
+        self, collective: Callable[..., Any], to: torch.Tensor, given: torch.Tensor
+    ) -> Callable[[], None]:
+        work = collective(to, given, group=self._group, async_op=True)
+        return functools.partial(self._wait_for, work) if self._is_on_cpu else work.wait
+
+    def _wait_for(self, work: dist.Work) -> None:
         try:
-            work = collective(to, given, group=self._group, async_op=True)
             work.wait(datetime.timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
             raise PeerTimeout(

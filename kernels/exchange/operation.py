@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..configs import INTERPRETED
 from ..signals import Failure, as_patience, read_failure
 from ..symm import SymmetricMemoryError, open_symmetric_memory
+from ..tensors import FP8
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
@@ -37,6 +38,7 @@ class Operation(abc.ABC):
     """
 
     _wrong_calls: ClassVar[tuple[int, ...]]  # kinds of failure that callers have caused
+    _further_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # beside halves
     _mend_calls: ClassVar[str] = "Every rank must pass as many rows. "  # what callers must do then
 
     def __init__(
@@ -106,10 +108,10 @@ class Operation(abc.ABC):
             capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
         self._has_tma = INTERPRETED or capability >= (9, 0)
         self._needs_fence = capability >= (9, 0)  # between signals and TMA loads
-        self._upcasts = INTERPRETED and dtype is torch.bfloat16
+        self._upcasts = INTERPRETED and dtype in (torch.bfloat16, FP8)
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
-        supported = [torch.float16, torch.bfloat16]
+        supported = [torch.float16, torch.bfloat16, *self._further_dtypes]
         if self.device.type == "cpu":
             supported.append(torch.float32)
         if dtype not in supported:

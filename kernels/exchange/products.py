@@ -127,7 +127,7 @@ def multiply(
 @triton.jit
 def add_product(a, b, acc, UPCAST: tl.constexpr):
     """Return acc + a @ b."""
-    if UPCAST:  # the interpreter cannot do arithmetic in bfloat16
+    if UPCAST:  # the interpreter has no arithmetic in bfloat16 and fp8
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc)

@@ -20,6 +20,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate, partition_barrier
+from ..epilogues import sums_of_a_result
 from ..tiles import part_slot, stream_k_parts, stream_k_segment, stream_k_segments, stream_k_share
 from .epilogue import Pointwise
 from .operands import Config, item_bytes
@@ -37,12 +38,14 @@ class Parts:
     share: gl.tensor
     BLOCK_M: gl.constexpr
     WIDTH: gl.constexpr
+    TOGETHER: gl.constexpr  # columns that a thread is to have: 16 hold gate and up, see `epilogues`
 
     @gluon.jit
     def piece(self, i: gl.constexpr, STORE_N: gl.constexpr):
         """Return columns i * STORE_N and following of the tile."""
-        LANES_N: gl.constexpr = STORE_N // 4 if STORE_N < 128 else 32  # each reads 16 bytes of a row
-        layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES_N, LANES_N], [gl.num_warps(), 1], [1, 0])
+        LANES_N: gl.constexpr = STORE_N // self.TOGETHER if STORE_N < 32 * self.TOGETHER else 32
+        threads: gl.constexpr = [32 // LANES_N, LANES_N]
+        layout: gl.constexpr = gl.BlockedLayout([1, self.TOGETHER], threads, [gl.num_warps(), 1], [1, 0])
         inside = _offsets(layout, i, self.BLOCK_M, STORE_N, self.WIDTH)
         first, count = stream_k_parts(self.tile, self.k_blocks, self.share)
         total = gl.zeros((self.BLOCK_M, STORE_N), gl.float32, layout)
@@ -160,7 +163,11 @@ class StreamK:
             inner = tile - self.whole
             self.write(accumulator, inner, epilogue.STORE_N)
             if self.was_last(inner):
-                parts = Parts(self.parts_ptr, inner, self.k_blocks, self.share, self.BLOCK_M, self.WIDTH)
+                of_gates: gl.constexpr = sums_of_a_result(epilogue.pointwise.ACTIVATION) == 2
+                parts = Parts(
+                    *(self.parts_ptr, inner, self.k_blocks, self.share, self.BLOCK_M, self.WIDTH),
+                    16 if of_gates else 4,  # of 16 bytes at a time
+                )
                 epilogue.store(parts, row, col, step, STORER)
 
     @gluon.jit
@@ -237,7 +244,7 @@ def gemm(
     JOINED: gl.constexpr,  # the EXTRA_N columns and the others are multiplied as one, see `any_width`
     SWAP_AB: gl.constexpr,  # a tile's rows are columns of C, see `configs`
 ):
-    """Write C = activation(row_scale * (A @ B) * column_scale + bias)."""
+    """Write C = activation(row_scale * (A @ B) * column_scale + bias), half as wide if it is gated."""
     if SWAP_AB:
         gl.static_assert(JOINED, "only tiles of any width have been exchanged")
         a_desc, b_desc = b_desc, a_desc
@@ -267,6 +274,6 @@ def gemm(
         gl.static_assert(VARIANT == "cooperative" or VARIANT == "pingpong", "a load warp asks for segments")
         gl.static_assert(SCHEDULE == "grouped" or SCHEDULE == "strided", "a program must know its numbers")
         problem = StreamK.create(problem, parts_ptr, counter_ptr + 2, STREAM_K)
-    scales, biases = (row_scale_ptr, column_scale_ptr), (row_bias_ptr, column_bias_ptr)
-    pointwise = Pointwise(scales, biases, M, N, ACTIVATION)
+    scales, biases = (row_scale_ptr, column_scale_ptr, 1), (row_bias_ptr, column_bias_ptr)
+    pointwise = Pointwise(scales, biases, M, N, ACTIVATION, SWAP_AB)
     run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, pointwise, config)

@@ -26,6 +26,7 @@ import triton
 
 from ..compat import HAS_INLINE_PTX
 from ..configs import INTERPRETED
+from ..epilogues import sums_of_a_result
 from ..matrices import Block, set_block, set_matrix
 from .operands import item_bytes
 
@@ -63,11 +64,12 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     A kernel without a choice of layouts takes A by rows, [M, K], in tiles that end within A, and a weight,
     [N, K]. Without sizes no matrix is smaller than a block.
     """
+    sums = sums_of_a_result(args.get("ACTIVATION"))
     if args.get("SWAP_AB"):
-        blocks = blocks_of({**swapped(args), "SWAP_AB": False})
+        blocks = blocks_of({**swapped(args), "SWAP_AB": False, "ACTIVATION": None})
         rows, columns = blocks["c_desc"]
         exchanged = {"a_desc": blocks["b_desc"], "b_desc": blocks["a_desc"]}
-        return blocks | exchanged | {"c_desc": Block(columns, rows)}
+        return blocks | exchanged | {"c_desc": Block(columns, rows // sums)}
     trans_a, trans_b = args.get("TRANS_A", False), args.get("TRANS_B", True)
     block_m, block_n = args["BLOCK_M"], args["BLOCK_N"]
     block_k = 2 * args["BLOCK_K"] // item_bytes(args.get("DTYPE"))
@@ -83,7 +85,7 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
         "a_desc": Block(block_k, block_m) if trans_a else Block(a_rows, block_k),
         "b_desc": Block(b_rows, block_k) if trans_b else Block(block_k, block_n),
         "extra_desc": Block(further_n, block_k) if trans_b else Block(block_k, extra_n or block_n),
-        "c_desc": Block(block_m, args["STORE_N"]),
+        "c_desc": Block(block_m, args["STORE_N"] // sums),
     }
 
 
@@ -178,7 +180,6 @@ def gluon_candidate(
 
 
 def _candidate(
-    variant: str,
     *args: Any,
     stream_k: int = 0,
     joined: bool = False,
@@ -186,25 +187,27 @@ def _candidate(
     **options: Any,
 ) -> triton.Config:
     """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
-    config = gluon_candidate(variant, *args, **options)
+    config = gluon_candidate(*args, **options)
     config.kwargs |= {"STREAM_K": stream_k, "JOINED": joined, "SWAP_AB": swap_ab}
     return config
 
 
-def _any_width(variant: str, block_m: int, width: int, *, swap_ab: bool = False) -> triton.Config:
-    """Return a config whose tiles are so wide, a multiple of 8, and whose ring is as deep as fits."""
+def any_width(variant: str, block_m: int, width: int, store_n: int = 64) -> dict[str, Any]:
+    """Return arguments of `gluon_candidate`: tiles so wide, a multiple of 8, and a ring as deep as fits."""
     block_n, extra_n = in_boxes(width)
     storers = 2 if variant == "pingpong" else 1  # of all rows
-    store_n = 64
-    return _candidate(
-        *(variant, (block_m, block_n, 64)),
-        deepest_ring(block_m, width, store_bytes=storers * block_m * store_n * 2),
-        warps=4 if variant == "pingpong" or block_m == 64 else 8,
-        store=(store_n, 1),
-        extra_n=extra_n,
-        joined=True,
-        swap_ab=swap_ab,
-    )
+    return {
+        "variant": variant,
+        "blocks": (block_m, block_n, 64),
+        "buffers": deepest_ring(block_m, width, store_bytes=storers * block_m * store_n * 2),
+        "warps": 4 if variant == "pingpong" or block_m == 64 else 8,
+        "store": (store_n, 1),
+        "extra_n": extra_n,
+    }
+
+
+def _any_width(variant: str, block_m: int, width: int, *, swap_ab: bool = False) -> triton.Config:
+    return _candidate(**any_width(variant, block_m, width), joined=True, swap_ab=swap_ab)
 
 
 PINGPONG_WIDTHS = tuple(width for width in WIDTHS if width <= 192)  # registers of a thread

@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..epilogues import result_columns
 from ..launch import PreparedLaunch
 from ..matrices import LINE_BYTES, TMA_BYTES, Matrix, matrix_of_rows
 from .configs import GLUON_CANDIDATES, in_words
@@ -221,7 +222,8 @@ def copy_clocks(shape: Shape, copies: Copies) -> float:
     if copies.b:
         clocks += _one_copy(b_rows, b_columns, shape.dtype.itemsize, shape.b_alignment)
     if copies.out:
-        clocks += _one_copy(shape.m, shape.n, shape.out_dtype.itemsize, 0)
+        columns = result_columns(shape.epilogue.activation, shape.n)
+        clocks += _one_copy(shape.m, columns, shape.out_dtype.itemsize, 0)
     return clocks
 
 

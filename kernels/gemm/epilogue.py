@@ -1,6 +1,7 @@
 """The epilogue parts: how an accumulator gets to C, through shared memory and TMA, while the next tile runs.
 
-Before it is rounded each piece meets the rest of the epilogue, in registers (`Pointwise`).
+Before it is rounded each piece meets the rest of the epilogue, in registers (`Pointwise`); a gated activation
+leaves half of its columns, or of its rows, and C has half as many.
 
     OwnBuffers      buffers of its own, a piece of STORE_N columns each
     StolenBuffers   two slots of B's ring, which has one more than there are loads in flight: half a tile each
@@ -13,34 +14,73 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from ..compat import aggregate, reinterpret, tma_store
-from ..epilogues import apply_epilogue, apply_scales
+from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
 from ..rings import ring_slot
 from .any_width import piece_start
 from .operands import allocate_ring
 
 
+@gluon.jit
+def _elements(pointer, first, end, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Return so many elements, one for each column of a tensor with that layout; zeros from `end` on.
+
+    As the accumulator has its columns, a thread would load as many as it has, one by one. So each element is
+    loaded by one thread of a warp or a few, and gets to the others through shared memory.
+    """
+    at = first + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    return gl.convert_layout(gl.load(pointer + at, mask=at < end, other=0.0), gl.SliceLayout(0, layout))
+
+
 @aggregate
 class Pointwise:
-    """What becomes of the sums of C [M, N] before they are rounded, see `epilogues`."""
+    """What becomes of the sums of a product [M, N] before they are rounded, see `epilogues`."""
 
-    scales: gl.tuple  # pointers to float32 [M] and [N], or None
+    scales: gl.tuple  # pointers to float32 [M] and [N], or None, and how far apart the former are
     biases: gl.tuple  # pointers to [M] and [N], or None
     M: gl.tensor
     N: gl.tensor
     ACTIVATION: gl.constexpr
+    GATES_ROWS: gl.constexpr  # gate and up are rows of a tile
 
     @gluon.jit
-    def apply(self, sums, row, col, FIRST: gl.constexpr):
-        """Return what becomes of a piece that begins FIRST columns behind that row and column of C."""
+    def apply(self, sums, row, col, FIRST: gl.constexpr, origin=0):
+        """Return what becomes of a piece that begins FIRST columns behind that row and column.
+
+        origin: which scale is that of row 0.
+        """
         layout: gl.constexpr = sums.type.layout
         rows = row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
         columns = col + FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
-        row_scale_ptr, column_scale_ptr = self.scales
-        sums = apply_scales(sums, rows, columns, row_scale_ptr, column_scale_ptr, self.M, self.N)
+        row_scale_ptr, column_scale_ptr, pitch = self.scales
+        if column_scale_ptr is not None:
+            sums *= _elements(column_scale_ptr, col + FIRST, self.N, sums.shape[1], layout)[None, :]
+        sums = apply_scales(sums, rows, columns, row_scale_ptr, None, self.M, self.N, origin, pitch)
         row_bias_ptr, column_bias_ptr = self.biases
         return apply_epilogue(
-            *(sums, rows, columns, row_bias_ptr, column_bias_ptr, self.M, self.N, self.ACTIVATION)
+            *(sums, rows, columns, row_bias_ptr, column_bias_ptr, self.M, self.N),
+            *(self.ACTIVATION, self.GATES_ROWS),
         )
+
+    @gluon.jit
+    def place(self, row, col):
+        """Return the row and the column of C of the result of sums that begin at these."""
+        if sums_of_a_result(self.ACTIVATION) == 2:
+            if self.GATES_ROWS:
+                row = row // 2
+            else:
+                col = col // 2
+        return row, col
+
+
+@gluon.jit
+def complete_stores():
+    """Return when what this thread has stored by TMA is in memory, where all threads see it behind a barrier.
+
+    Gluon's `store_wait` only waits until it has been read out of shared memory.
+    """
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @aggregate
@@ -63,8 +103,15 @@ class OwnBuffers:
         )
 
     @gluon.jit
-    def store(self, accumulator, row, col, step, STORER: gl.constexpr):
-        """Start the stores of a tile.
+    def into(self, c_desc):
+        """Return the same buffers for another matrix; its descriptor has the same block."""
+        return OwnBuffers(
+            *(c_desc, self.pointwise, self.bufs, self.BUFFERS, self.WIDTH, self.STORE_N, self.TRANS_C)
+        )
+
+    @gluon.jit
+    def store(self, accumulator, row, col, step, STORER: gl.constexpr, origin=0):
+        """Start the stores of a tile; `origin`: see `Pointwise`.
 
         A buffer is written again when all but the BUFFERS - 1 youngest stores have been read out of it; the
         first piece waits for all of the tile before, which was long ago. TMA reads through the async proxy:
@@ -74,19 +121,20 @@ class OwnBuffers:
         """
         for i in gl.static_range((self.WIDTH + self.STORE_N - 1) // self.STORE_N):
             sums = accumulator.piece(i, self.STORE_N)
-            sums = self.pointwise.apply(sums, row, col, piece_start(i, self.STORE_N, self.WIDTH))
+            sums = self.pointwise.apply(sums, row, col, piece_start(i, self.STORE_N, self.WIDTH), origin)
             piece = sums.to(self.c_desc.dtype)
             buf = self.bufs.index(STORER * self.BUFFERS + i % self.BUFFERS)
             tma.store_wait(pendings=self.BUFFERS - 1 if i > 0 else 0)
             first = col + piece_start(i, self.STORE_N, self.WIDTH)
+            row_of_c, col_of_c = self.pointwise.place(row, first)
             if self.TRANS_C:
                 buf.permute((1, 0)).store(piece)
                 fence_async_shared()
-                tma_store(self.c_desc, [first, row], buf)
+                tma_store(self.c_desc, [col_of_c, row_of_c], buf)
             else:
                 buf.store(piece)
                 fence_async_shared()
-                tma_store(self.c_desc, [row, first], buf)
+                tma_store(self.c_desc, [row_of_c, col_of_c], buf)
 
     @gluon.jit
     def before_load(self):
@@ -134,7 +182,8 @@ class StolenBuffers:
             )
             buf.store(piece)
             fence_async_shared()
-            tma_store(self.c_desc, [row, col + i * self.STORE_N], buf)
+            row_of_c, col_of_c = self.pointwise.place(row, col + i * self.STORE_N)
+            tma_store(self.c_desc, [row_of_c, col_of_c], buf)
 
     @gluon.jit
     def before_load(self):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
+from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
 from ..launch import SettledLaunches
 from ..matrices import LINE_BYTES, Block, Matrix, as_matrix, describe, matrix_of_rows
 from .body import gemm
@@ -145,6 +145,8 @@ def plan_launch(
     """
     c = as_matrix(out)
     exchanged = runs_along_columns(out) if c is None else c.transposed
+    if exchanged and epilogue.activation in GATED:  # gate and up would be rows of all tiles
+        c, exchanged = None, False
     if exchanged:
         a, b, out = b.mT, a.mT, out.mT
         c = c and c._replace(transposed=False)  # the same memory, now the rows of `out`
@@ -203,7 +205,7 @@ def execute(
     if copies.b:
         right, b = padded_copy(b, transposed=shape.trans_b)
     if copies.out:
-        room = room_for(shape.m, shape.n, out.dtype, out.device)
+        room = room_for(out.shape[0], out.shape[1], out.dtype, out.device)
         c = matrix_of_rows(room)
     assert left is not None
     assert right is not None

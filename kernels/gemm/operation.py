@@ -15,16 +15,14 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
-from ..epilogues import Epilogue, apply_epilogue, apply_scales
-from ..tensors import check_no_gradient, key_of, remember
+from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, sums_of_a_result
+from ..tensors import FP8, check_fp8, check_no_gradient, check_scale, key_of, remember
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
 from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
 from .launch import LaunchPlan, counter_of, execute, plan_launch
 from .pruning import prune_plain
 
-FP8 = torch.float8_e4m3fn
 INPUT_DTYPES = (torch.float16, torch.bfloat16, FP8)
-FP8_CAPABILITY = (8, 9)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
 
@@ -54,6 +52,10 @@ def persistent_matmul(
     [M, 1]) and by column (`scale_b`, [N] or [1, N]), `bias` [N] is added and `activation` ("relu", "gelu",
     "gelu_tanh" or "silu") applied in float32; then the result is rounded, once. Scales are contiguous and
     float32; the bias is contiguous, in fp16, bf16 or fp32.
+
+    A gated activation makes activation(gate) * up [M, N / 2] of gate and up: "swiglu" by silu, "geglu" by
+    gelu, "geglu_tanh" by gelu_tanh, "reglu" by relu, "glu" by a sigmoid. b is the `.T` of a weight of
+    `interleave_gate_up`, and scale_b and the bias are interleaved, too; N is a multiple of 16.
 
     Operands in fp8 are both contiguous along K, as a weight's `weight.T` is. Hopper's tensor cores add up
     their products with fewer bits than float32 has, as in `torch._scaled_mm(..., use_fast_accum=True)`.
@@ -85,7 +87,7 @@ def persistent_matmul(
         check_operands(a, b)
         out_dtype = out_dtype or (torch.bfloat16 if a.dtype == FP8 else a.dtype)
         check_out_dtype(out_dtype)
-        tensors["out"] = out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+        tensors["out"] = out = a.new_empty(result_shape(a, b, activation), dtype=out_dtype)
     key = (*map(key_of, tensors.values()), activation, variant, scheduler, programs)
     epilogue = Epilogue(bias, activation, scale_a, scale_b)
     plan = _PLANS.get(key)
@@ -94,12 +96,15 @@ def persistent_matmul(
             execute(plan, a, b, out, epilogue)
         return out
     check_operands(a, b)
-    check_out(out, a, b, out_dtype)
-    epilogue.check(out.shape[0], out.shape[1], a.device)
+    rows, columns = a.shape[0], b.shape[1]
+    epilogue.check(columns, a.device)
+    check_out(out, result_shape(a, b, activation), a.device, out_dtype)
+    check_scale("scale_a", scale_a, rows, (rows, 1), a.device)
+    check_scale("scale_b", scale_b, columns, (1, columns), a.device)
     if out.numel() == 0:
         return out
     if a.shape[1] == 0:
-        return out.copy_(epilogue.of(torch.zeros_like(out, dtype=torch.float32)))
+        return out.copy_(epilogue.of(a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)))
     if _is_on_gpu(a):
         with _on(a.device):
             plan = _multiply(a, b, out, epilogue, variant, scheduler, programs)
@@ -163,7 +168,7 @@ def _run_plain(
     scheduler: str,
     programs: int,
 ) -> None:
-    rows, columns = out.shape
+    rows, columns = a.shape[0], b.shape[1]
     if scheduler == "auto":
         scheduler = "chiplet" if torch.version.hip else "grouped"
 
@@ -211,25 +216,21 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
             )
 
 
-def check_fp8(device: torch.device) -> None:
-    """Raise TypeError unless the GPU has tensor cores for float8_e4m3fn."""
-    capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is None and capability < FP8_CAPABILITY:
-        raise TypeError(
-            f"a is {FP8}; {device} has compute capability {capability}, and products in fp8 need "
-            f"{FP8_CAPABILITY}: convert a and b to torch.bfloat16"
-        )
+def result_shape(a: torch.Tensor, b: torch.Tensor, activation: str | None) -> tuple[int, int]:
+    """Return the shape of what becomes of a @ b."""
+    return a.shape[0], result_columns(activation, b.shape[1])
 
 
-def check_out(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype | None) -> None:
-    """Raise unless the product can be written to `out`."""
-    wanted = (a.shape[0], b.shape[1])
+def check_out(
+    out: torch.Tensor, wanted: tuple[int, int], device: torch.device, out_dtype: torch.dtype | None
+) -> None:
+    """Raise unless a result of that shape and place can be written to `out`."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}; persistent_matmul writes to tensors")
     if tuple(out.shape) != wanted:
-        raise ValueError(f"out has shape {tuple(out.shape)}; a @ b has {wanted}")
-    if out.device != a.device:
-        raise ValueError(f"out is on {out.device}, a is on {a.device}; move one of them")
+        raise ValueError(f"out has shape {tuple(out.shape)}; the result has {wanted}")
+    if out.device != device:
+        raise ValueError(f"out is on {out.device}, a is on {device}; move one of them")
     check_out_dtype(out.dtype)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out is {out.dtype}, out_dtype says {out_dtype}; leave one of them out")
@@ -305,7 +306,7 @@ def plain_gemm(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Write activation(row_scale * (A @ B) * column_scale + bias).
+    """Write activation(row_scale * (A @ B) * column_scale + bias), half as wide if it is gated.
 
     Each program takes tiles until the schedule has no more for it.
     """
@@ -337,9 +338,13 @@ def plain_gemm(
             b_ptrs += BLOCK_K * tl.cast(stride_bk, tl.int64)
         acc = apply_scales(acc, rows, cols, row_scale_ptr, column_scale_ptr, M, N)
         acc = apply_epilogue(acc, rows, cols, None, bias_ptr, M, N, ACTIVATION)
+        SUMS: tl.constexpr = sums_of_a_result(ACTIVATION)
+        if SUMS > 1:
+            cols = pid_n * (BLOCK_N // SUMS) + tl.arange(0, BLOCK_N // SUMS)
         c_rows = tl.cast(rows, tl.int64)[:, None] * stride_cm
         c_ptrs = c_ptr + c_rows + tl.cast(cols, tl.int64)[None, :] * stride_cn
-        tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
+        inside = (rows < M)[:, None] & (cols < N // SUMS)[None, :]
+        tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=inside)
         visit += 1
         number = _number(visit, tiles, counter_ptr, SCHEDULE, CHIPLETS)
     if SCHEDULE == "dynamic":

@@ -114,6 +114,13 @@ def last_start(size, block, INSIDE_ROWS: gl.constexpr):
     return last
 
 
+@gluon.jit
+def end_steps_of(k, k_blocks, config):
+    """Return how many of the STEPS_OF_A_BLOCK instructions the last one of so many k blocks needs."""
+    INSTRUCTION_K: gl.constexpr = config.BLOCK_K // STEPS_OF_A_BLOCK
+    return gl.cdiv(k - (k_blocks - 1) * config.BLOCK_K, INSTRUCTION_K)
+
+
 @aggregate
 class Problem:
     """The tiles of A @ B."""
@@ -147,8 +154,7 @@ class Problem:
     @gluon.jit
     def end_steps(self):
         """Return how many of the STEPS_OF_A_BLOCK instructions the last k block of a tile needs."""
-        INSTRUCTION_K: gl.constexpr = self.config.BLOCK_K // STEPS_OF_A_BLOCK
-        return gl.cdiv(self.k - (self.k_blocks - 1) * self.config.BLOCK_K, INSTRUCTION_K)
+        return end_steps_of(self.k, self.k_blocks, self.config)
 
     @gluon.jit
     def blocks_of(self, number):

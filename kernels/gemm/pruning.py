@@ -30,7 +30,7 @@ import triton
 
 from ..compat import HAS_INLINE_PTX
 from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
-from ..epilogues import NO_EPILOGUE, EpilogueKind
+from ..epilogues import GATE_BLOCK, NO_EPILOGUE, EpilogueKind, sums_of_a_result
 from ..tiles import on_host, stream_k_share
 from .configs import (
     CUT_SCHEDULES,
@@ -89,8 +89,8 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
 
 
 def out_bytes(args: dict[str, Any]) -> int:
-    """Return the size of an element of C."""
-    return 4 if args["OUT"] == "fp32" else 2
+    """Return how many bytes of C come of a sum."""
+    return (4 if args["OUT"] == "fp32" else 2) // sums_of_a_result(args.get("ACTIVATION"))
 
 
 def multiply_clocks(kwargs: dict[str, Any]) -> float:
@@ -157,7 +157,7 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
         if kwargs.get("JOINED"):
             return False
         # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
-        return out_bytes == 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
+        return out_bytes <= 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
     return accumulator_registers(config) <= MOST_ACCUMULATOR_REGISTERS
 
 
@@ -225,14 +225,16 @@ def _width(config: triton.Config) -> int:
 
 
 def suits(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
-    """Return whether a config can run with the call's layouts."""
-    return bool(not kwargs["JOINED"] or (args["TRANS_B"] and not args["TRANS_A"]))
+    """Return whether a config can run with the call's layouts, and no tile begins inside a gate's columns."""
+    width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
+    is_whole = kwargs["SWAP_AB"] or width % (GATE_BLOCK * sums_of_a_result(args.get("ACTIVATION"))) == 0
+    return bool(is_whole and (not kwargs["JOINED"] or (args["TRANS_B"] and not args["TRANS_A"])))
 
 
 def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
     """Return the candidates of the Gluon body that this call can use."""
     args = in_words({**named_args, **kwargs})
-    out_bytes, limit = (4 if args["OUT"] == "fp32" else 2), shared_memory_bytes()
+    limit = shared_memory_bytes()
     wanted = NAMES[args["wanted"]]
     usable = [
         config
@@ -243,7 +245,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
             or wanted == "stream_k"
             or cuts_the_last_wave(config.kwargs, args, args["programs"])
         )
-        and fits(config, out_bytes, limit, tensor_memory=args["TENSOR_MEMORY"])
+        and fits(config, out_bytes(args), limit, tensor_memory=args["TENSOR_MEMORY"])
         and suits(config.kwargs, args)
     ]
     usable = [config for config in usable if saves_tiles(config.kwargs, args)] or usable

@@ -10,7 +10,7 @@
                                              |   the other stores
     cooperative, Blackwell  load (1 warp)    | work multiplying (1 warp) | work storing
 
-Where others are to hear of stored tiles, or to be waited for, `_notify` (1 warp) does both beside these.
+Where others are to hear of stored tiles, or to be waited for, `notify` (1 warp) does both beside these.
 
 Which tiles there are is asked of a part as well, the `problem`. It has `tiles` and
 
@@ -23,13 +23,13 @@ Which tiles there are is asked of a part as well, the `problem`. It has `tiles` 
     loaded()                      `load` has started its last load
     store(number, epilogue, ...)  the sums are complete: have the epilogue start the tile's stores
 
-and with `_notify`, which needs a dynamic schedule:
+and with `notify`, which needs a dynamic schedule:
 
     stored_before(visit)          a storing partition is about to store that visit, or has come to its end:
-                                  once all that it has stored before is in memory, tell `_notify`
-    notify(number, visit, known)  `_notify` has come to this tile, which may yet have to be computed; `known`
+                                  once all that it has stored before is in memory, tell `notify`
+    notify(number, visit, known)  `notify` has come to this tile, which may yet have to be computed; `known`
                                   as in `await_rows`
-    notified()                    `_notify` has been told of all tiles
+    notified()                    `notify` has been told of all tiles
 
 **It ends.** Tiles are visited in the same order by all partitions, which count steps (k blocks) alike: the
 steps of a visit follow those of the visit before. Every wait is for an arrival that needs no waiter's help:
@@ -44,8 +44,8 @@ steps of a visit follow those of the visit before. Every wait is for an arrival 
     number          dynamic only: `full` by the loader, which publishes until every taker has seen the end;
                     `empty` by the takers, who take every visit once, before they need anything of it
     await_rows      the problem's own: of nobody in this launch
-    notify          `_notify` waits for the storing partition of a visit v, which tells it at its next one,
-                    v + 2 at most. The loader publishes that, as `_notify` has taken v and the ring has more
+    notify          `notify` waits for the storing partition of a visit v, which tells it at its next one,
+                    v + 2 at most. The loader publishes that, as `notify` has taken v and the ring has more
                     slots. What else it waits for is the problem's own
 
 No tile (more programs than tiles) means no step: `load` publishes the end and everybody stops. So does
@@ -146,7 +146,7 @@ def work(
     """Multiply and store this partition's tiles: visits FIRST, FIRST + EVERY, ...
 
     DOES: "both", or only "multiply" or "store"; "all": start the loads as well, "all_across": of the next
-    tile too before this one is stored. NOTIFIES: `_notify` runs beside.
+    tile too before this one is stored. NOTIFIES: `notify` runs beside.
 
     EVERY is 2 for ping-pong. The two take turns at the tensor cores: consumer w waits for turn[w], on which
     the other arrives when it has started its last k block. At its tile j = 0, 1, ... consumer 0 needs j
@@ -248,7 +248,7 @@ def _work_on(
 
 
 @gluon.jit
-def _notify(problem, schedule):
+def notify(problem, schedule):
     """Take note of each tile of this program, in the order of its visits."""
     visit = 0
     known = 0
@@ -321,7 +321,7 @@ def run(
     config,
     NOTIFIES: gl.constexpr = False,
 ):
-    """Multiply and store the tiles of the problem that are this program's; NOTIFIES: beside `_notify`."""
+    """Multiply and store the tiles of the problem that are this program's; NOTIFIES: beside `notify`."""
     _check(config, NOTIFIES)
     TENSOR_MEMORY: gl.constexpr = config.TENSOR_MEMORY
     SPECIALIZED: gl.constexpr = config.VARIANT == "cooperative" or config.VARIANT == "pingpong"
@@ -352,7 +352,7 @@ def run(
                 (load, (problem, schedule, operands, 1)),
                 (work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "multiply", NOTIFIES)),
             ]
-            + ([(_notify, (problem, schedule))] if NOTIFIES else []),
+            + ([(notify, (problem, schedule))] if NOTIFIES else []),
             [1, 1] + ([1] if NOTIFIES else []),
             [LOADER_REGISTERS, LOADER_REGISTERS] + ([LOADER_REGISTERS] if NOTIFIES else []),
         )
@@ -363,7 +363,7 @@ def run(
                 (work, (problem, schedule, operands, mma, epilogue, turn, 1, 2, "both", NOTIFIES)),
                 (load, (problem, schedule, operands, 2)),
             ]
-            + ([(_notify, (problem, schedule))] if NOTIFIES else []),
+            + ([(notify, (problem, schedule))] if NOTIFIES else []),
             [4, 1] + ([1] if NOTIFIES else []),
             [CONSUMER_REGISTERS, LOADER_REGISTERS] + ([LOADER_REGISTERS] if NOTIFIES else []),
         )
@@ -373,7 +373,7 @@ def run(
                 (work, (problem, schedule, operands, mma, epilogue, turn, 0, 1, "both", NOTIFIES)),
                 (load, (problem, schedule, operands, 1)),
             ]
-            + ([(_notify, (problem, schedule))] if NOTIFIES else []),
+            + ([(notify, (problem, schedule))] if NOTIFIES else []),
             [1] + ([1] if NOTIFIES else []),
             [LOADER_REGISTERS] + ([LOADER_REGISTERS] if NOTIFIES else []),
         )

@@ -60,7 +60,7 @@ the next call, behind the join.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Hashable
 
 import torch
 import torch.distributed as dist
@@ -70,63 +70,14 @@ from ..exchange.collective import Collective
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.peers import FLAGS
 from ..exchange.push import Pushes, SumPusher
-from ..launch import SettledLaunches
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_out, check_tensor, lies_by_columns, pitch_of
+from ..tensors import check_no_gradient, check_out, check_tensor, key_of, remember
+from . import specialized
+from .call import Body, Call, Held, Operands
 from .handover import NO_PERMIT, OTHER_ROWS
-from .plain import gemm_reduce_scatter
+from .plain import PlainBody
 
-
-class Held(NamedTuple):
-    """The tensors of an operation that no call changes, in the order of the kernel's parameters."""
-
-    partial: torch.Tensor
-    staged: torch.Tensor
-    flags: torch.Tensor
-    counts: torch.Tensor
-    errors: torch.Tensor
-
-
-class Shape(NamedTuple):
-    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
-
-    m: int
-    n: int
-    k: int
-    capacity: int
-    stride_am: int
-    stride_b: int
-    stride_cm: int
-    world_size: int
-    chunks: int  # of one launch
-    programs: int
-    dtype: torch.dtype
-    device: torch.device
-    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: a, weight, out and addend
-    held_aligned: tuple[bool, ...]
-    tma_legal: bool
-    by_columns: bool
-    has_addend: bool
-    upcasts: bool
-
-    def sizes(self) -> dict[str, int]:
-        return {"M": self.m, "N": self.n, "K": self.k}
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "WORLD": self.world_size,
-            "TMA_LEGAL": self.tma_legal,
-            "BY_COLUMNS": self.by_columns,
-            "HAS_ADDEND": self.has_addend,
-            "UPCAST": self.upcasts,
-        }
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
-        return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
-
-
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
+BODIES = ("auto", "plain")
 
 
 class GemmReduceScatter(Operation):
@@ -141,6 +92,10 @@ class GemmReduceScatter(Operation):
     kernel waits for a peer. Opening and closing are collective. Kernels of other streams that wait for
     peers, such as collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
     Tune it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
+
+    With `body="auto"` a warp-specialised kernel multiplies where it can: on Hopper and Blackwell, with rows
+    that TMA can address and as many for each rank as its lowest tile has. With "plain" it never does. Ranks
+    may differ in that.
 
     `collective` says whether calls multiply by cuBLAS and then make a reduce-scatter of the group, which adds
     the parts in its own way; None tunes that for each M up to 4096. All ranks pass the same. Where this rank
@@ -162,11 +117,14 @@ class GemmReduceScatter(Operation):
         backend: str = "auto",
         *,
         timeout_s: float = 300.0,
+        body: str = "plain",
         collective: bool | None = None,
     ) -> None:
         if m < 1 or n < 1:
             raise ValueError(f"m={m} rows and n={n} columns: both must be at least 1")
-        self._m, self._n, self._dtype = m, n, dtype
+        if body not in BODIES:
+            raise ValueError(f"body is {body!r}; it is one of {', '.join(BODIES)}")
+        self._m, self._n, self._dtype, self._body = m, n, dtype, body
         self._key = n, str(dtype)  # of the choice: equal on all ranks, unlike K
         self._open_collective = functools.partial(
             Collective, "GemmReduceScatter", "gemm_rs way", group, fixed=collective, timeout_s=timeout_s
@@ -190,11 +148,12 @@ class GemmReduceScatter(Operation):
         self._hold(Held(self._partial, self._staged.local, self._flags.local, self._counts, self._errors))
 
     def _hold(self, held: Held) -> None:
-        self._held, self._held_aligned = held, tuple(tensor.data_ptr() % 16 == 0 for tensor in held)
+        self._held = held
+        self._bodies: dict[Hashable, Body] = {}  # by the places of a call's tensors
 
     def _forget(self) -> None:
         del self._staged, self._flags, self._partial, self._counts, self._pushes, self._pusher, self._held
-        del self._collective
+        del self._collective, self._bodies
 
     # ---- what the caller may use
 
@@ -231,13 +190,15 @@ class GemmReduceScatter(Operation):
         rows = a.shape[0] // self.world_size
         if out is None:
             out = a.new_empty((rows, self._n))
+        operands = Operands(a, weight, out, addend)
+        body = self._body_of(operands)
         wants = self._collective.wants(a.shape[0], self._key)
         with self._carrying_out():
             if self._collective.agree(a.shape[0], wants=wants, is_capturing=self._is_capturing()):
                 self._run_collective(a, weight, out, addend)
                 return out
             self._pushes.give_permits()
-            launch = functools.partial(self._launch, a, weight, out, addend)
+            launch = functools.partial(self._launch, body, operands)
             self._pusher.run(launch, (rows,) * self.world_size, arrived=rows, in_steps=in_steps)
             self._pushes.finish()
         return out
@@ -289,33 +250,28 @@ class GemmReduceScatter(Operation):
         held = self._partial.flatten(0, 1)[: len(a)]
         return held if len(held) == len(a) else a.new_empty((len(a), self._n))
 
-    def _launch(
-        self,
-        a: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        addend: torch.Tensor | None = None,
-        step: int | None = None,
-    ) -> None:
+    def _body_of(self, operands: Operands) -> Body:
+        """Return the body for these checked tensors, which is kept for others in the same places."""
+        places = tuple(map(key_of, operands))
+        body = self._bodies.get(places)
+        if body is None:
+            body = remember(self._bodies, places, self._make_body(operands))
+        return body
+
+    def _make_body(self, operands: Operands) -> Body:
+        if self._body == "auto" and specialized.can_run(operands, self._held):
+            return specialized.SpecializedBody(operands, self._held)
+        return PlainBody(operands, self._held, has_tma=self._has_tma, upcasts=self._upcasts)
+
+    def _launch(self, body: Body, operands: Operands, step: int | None = None) -> None:
         """Enqueue the product of one call on the current stream; of one chunk alone, that of rank + 1 + step.
 
         The own chunk is the last one, and the only one that waits for what the peers push.
         """
         first, chunks = (0, self.world_size) if step is None else (step, 1)
-        m, k = a.shape
-        stride_am, stride_b = a.stride(0), pitch_of(weight)
-        added = self._held.partial if addend is None else addend.detach()
-        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (a, weight, out, added))
-        addressable = (stride_am | stride_b) * a.element_size() % 16 == 0
-        sizes = (m, weight.shape[0], k, self._capacity, stride_am, stride_b, out.stride(0))
-        of_launch = (self.world_size, chunks, self._sms or INTERPRETED_PROGRAMS)
-        place = (a.dtype, a.device, aligned, self._held_aligned)
-        tma_legal = self._has_tma and addressable and aligned[0] and aligned[1]
-        compiled_in = (tma_legal, lies_by_columns(weight), addend is not None, self._upcasts)
-        shape = Shape._make((*sizes, *of_launch, *place, *compiled_in))
-        tensors = (a.detach(), weight.detach(), out, *self._held, added)
-        scalars = (*sizes, first, chunks, self.rank, self._patience_ticks)
-        _SETTLED.launch(shape, tensors, scalars)
+        programs = self._sms or INTERPRETED_PROGRAMS
+        place = (self.rank, self.world_size, self._capacity)
+        body.launch(operands, Call(*place, first, chunks, programs, self._patience_ticks, self._held))
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:

@@ -1,14 +1,20 @@
-"""The device side of `GemmReduceScatter`: a persistent GEMM that hands over chunks, and adds what it gets."""
+"""The body in plain Triton: a persistent GEMM that hands over chunks, and adds what it gets."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
 from ..exchange.peers import ARRIVED, Peers, wait_for_all
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
+from ..launch import SettledLaunches
+from ..tensors import lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
+from .call import Call, Held, Operands
 from .handover import NOT_PUSHED, count_tile, part_from
 
 # The epilogue loads what the peers have sent beside the accumulator: large tiles do it in halves, or spill.
@@ -176,3 +182,68 @@ def _add_and_store(
             tile += staged.to(tl.float32)
         to_ptrs = to_ptr + tl.cast(rows, tl.int64)[:, None] * to_stride + cols[None, :]
         tl.store(to_ptrs, tile.to(to_ptr.dtype.element_ty), mask=mask)
+
+
+class Shape(NamedTuple):
+    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
+
+    m: int
+    n: int
+    k: int
+    capacity: int
+    stride_am: int
+    stride_b: int
+    stride_cm: int
+    world_size: int
+    chunks: int  # of one launch
+    programs: int
+    dtype: torch.dtype
+    device: torch.device
+    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: a, weight, out, addend; held
+    tma_legal: bool
+    by_columns: bool
+    has_addend: bool
+    upcasts: bool
+
+    def sizes(self) -> dict[str, int]:
+        return {"M": self.m, "N": self.n, "K": self.k}
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "WORLD": self.world_size,
+            "TMA_LEGAL": self.tma_legal,
+            "BY_COLUMNS": self.by_columns,
+            "HAS_ADDEND": self.has_addend,
+            "UPCAST": self.upcasts,
+        }
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
+        return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
+
+
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
+
+
+class PlainBody:
+    """Multiplies by the kernel in plain Triton, on a device of which it is told what does not change."""
+
+    def __init__(self, operands: Operands, held: Held, *, has_tma: bool, upcasts: bool) -> None:
+        a, weight, out, addend = operands
+        (m, k), stride_am, stride_b = a.shape, a.stride(0), pitch_of(weight)
+        tensors = (a, weight, out, held.partial if addend is None else addend, *held)
+        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        addressable = (stride_am | stride_b) * a.element_size() % 16 == 0
+        capacity = held.partial.shape[1]
+        self._sizes = (m, weight.shape[0], k, capacity, stride_am, stride_b, out.stride(0))
+        tma_legal = has_tma and addressable and aligned[0] and aligned[1]
+        compiled_in = (tma_legal, lies_by_columns(weight), addend is not None, upcasts)
+        self._place = (a.dtype, a.device, aligned, *compiled_in)
+
+    def launch(self, operands: Operands, call: Call) -> None:
+        a, weight, out, addend = operands
+        shape = Shape._make((*self._sizes, call.world_size, call.chunks, call.programs, *self._place))
+        added = call.held.partial if addend is None else addend.detach()
+        tensors = (a.detach(), weight.detach(), out, *call.held, added)
+        scalars = (*self._sizes, call.first, call.chunks, call.rank, call.patience_ticks)
+        _SETTLED.launch(shape, tensors, scalars)

@@ -45,14 +45,15 @@ takes the permits and goes on to the rows. In such a call the grouped GEMM alone
 given up earlier, so it lets the side stream through.
 
 **Where all ranks agree on it** a call is collectives and the kernel of a single rank instead, see
-`exchange.collective`. The choices come first, in a message of each rank; then as many rows of each rank as
-the rank with most tokens has, in place in `gather`. Ranks that agree have named equal tokens, so their parts
-of the collectives fit together, and a graph repeats them as they are.
+`exchange.collective`. The choices come first, in a message of each rank, and are sorted beside what follows:
+as many rows of each rank as the rank with most tokens has, in place in `gather`. Ranks that agree have named
+equal tokens, so their parts of the collectives fit together, and a graph repeats them as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -158,8 +159,8 @@ class AllGatherMoE(ExpertOperation):
             self._check_rows(out, rows)
             if out is None:
                 out = x_shard.new_empty((rows, weight.shape[1]))
-            is_gathered = self._exchange("call", x_shard, weight, topk_ids.shape[1], topk_ids)
-            plan = self._sort(topk_ids, weight.shape[0], first=self.rank, is_gathered=is_gathered)
+            with self._exchanging("call", x_shard, weight, topk_ids.shape[1], topk_ids) as is_gathered:
+                plan = self._sort(topk_ids, weight.shape[0], first=self.rank, is_gathered=is_gathered)
             self._launch(weight, out, plan, topk_ids.shape[1], is_gathered=is_gathered)
             self._finish(is_gathered)
         return out
@@ -190,8 +191,8 @@ class AllGatherMoE(ExpertOperation):
             counts = self._tokens_of_all(x_shard.shape[0], known)
             out = x_shard.new_empty((sum(counts) * topk_ids.shape[1], weight.shape[1]))
             told = (topk_ids.shape[1], topk_ids, topk_weights)
-            is_gathered = self._exchange("route", x_shard, weight, *told)
-            routing = self._route(topk_ids, weight.shape[0], is_gathered=is_gathered)
+            with self._exchanging("route", x_shard, weight, *told) as is_gathered:
+                routing = self._route(topk_ids, weight.shape[0], is_gathered=is_gathered)
             plan = routing.plan
             self._launch(weight, out, plan, routing.topk, is_sorted=True, is_gathered=is_gathered)
             self._finish(is_gathered)
@@ -208,8 +209,8 @@ class AllGatherMoE(ExpertOperation):
             raise ValueError(f"{given}: rank {self.rank} must pass as many")
         with self._carrying_out():
             out = x_shard.new_empty((len(routing.rows), weight.shape[1]))
-            is_gathered = self._exchange("by_expert", x_shard, weight, routing.topk)
-            sources = routing.sources(max(routing.tokens) if is_gathered else self._capacity)
+            with self._exchanging("by_expert", x_shard, weight, routing.topk) as is_gathered:
+                sources = routing.sources(max(routing.tokens) if is_gathered else self._capacity)
             planned = (routing.plan, routing.topk, sources)
             self._launch(weight, out, *planned, is_sorted=True, is_gathered=is_gathered)
             self._finish(is_gathered)
@@ -252,7 +253,8 @@ class AllGatherMoE(ExpertOperation):
         if out is not None and out.shape[0] != rows:
             raise ValueError(f"out has shape {list(out.shape)}; the result has {rows} rows")
 
-    def _exchange(
+    @contextlib.contextmanager
+    def _exchanging(
         self,
         kind: str,
         x_shard: torch.Tensor,
@@ -260,16 +262,17 @@ class AllGatherMoE(ExpertOperation):
         topk: int,
         topk_ids: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
-    ) -> bool:
-        """Enqueue what tells peers of tokens and choices; return whether collectives gather them all."""
+    ) -> Iterator[bool]:
+        """Enqueue, beside the block, what tells peers of tokens and choices; yield whether collectives do."""
         if len(x_shard) and x_shard.data_ptr() != self._shard.data_ptr():
             self._shard[: len(x_shard)].copy_(x_shard.detach())
-        is_gathered = self._tell(kind, weight.shape[0], topk, topk_ids, topk_weights)
-        if is_gathered:
-            self._collective.all_gather(self._gathered(), self._shard[: max(self._told)])
+        if self._tell(kind, weight.shape[0], topk, topk_ids, topk_weights):
+            join = self._collective.start_all_gather(self._gathered(), self._shard[: max(self._told)])
+            yield True
+            join()
         else:
             self._push(x_shard.shape[0])
-        return is_gathered
+            yield False
 
     def _gathered(self) -> torch.Tensor:
         """Return where a collective gathers as many rows of each rank; this rank's are in place."""
@@ -299,10 +302,13 @@ class AllGatherMoE(ExpertOperation):
         is_gathered: bool = False,
     ) -> None:
         """Enqueue the kernel of one call, of one rank if all is gathered; sources: in place of the plan's."""
-        tokens, ends, flags, rank = self._gather.local, plan.ends, self._flags.local, self.rank
+        tokens, flags, rank = self._gather.local, self._flags.local, self.rank
+        ends, tables = plan.ends, plan.tables
         if is_gathered:
-            tokens, ends, flags, rank = self._gathered(), plan.ends_of_all, self._arrived, 0
-        planned = (plan.rows, plan.sources if sources is None else sources, ends, plan.tables)
+            tokens, flags, rank = self._gathered(), self._arrived, 0
+            first = HEIGHTS if is_sorted else 0  # a shared sorting has stages: by expert is order 1
+            ends, tables = plan.ends_of_all[first:], plan.tables[first:]
+        planned = (plan.rows, plan.sources if sources is None else sources, ends, tables)
         tensors = (tokens, weight.detach(), out, *planned, flags, self._errors)
         strides = (weight.stride(0), pitch_of(weight), out.stride(0))
         kind = {"is_sorted": is_sorted, "is_gathered": is_gathered}

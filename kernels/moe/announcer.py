@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ..exchange.collective import Collective
@@ -64,30 +66,37 @@ class ChoiceGatherer:
         self._ids, self._weights = ids, weights
         shape = (FLAGS, memory.world_size)
         self.flags = memory.hold(torch.zeros(shape, dtype=torch.int32, device=memory.device))
+        self._messages = ids.new_empty(0)
 
     def gather(
         self,
         collective: Collective,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None,
-        most_tokens: int,
+        room: int,
         given: int,
     ) -> None:
-        """Enqueue it: behind that, rank p's choices are at `p * most_tokens * topk`, and `flags` say whose.
+        """Enqueue the collective.
 
-        most_tokens: of a rank. given: the digest of the tokens of all ranks, as this one knows them.
+        room: for the choices of the rank that has most. given: the digest of the tokens of all ranks, as this
+        one knows them.
         """
-        (tokens, topk), ranks = topk_ids.shape, self._world_size
-        room, chosen = most_tokens * topk, tokens * topk
+        (tokens, topk), chosen = topk_ids.shape, topk_ids.numel()
         words = 1 + room + (0 if topk_weights is None else (room + 1) // 2)
-        messages = self._ids.new_empty((ranks, words))
-        own, factors = messages[self._rank], messages.view(torch.float32)[:, 2 + 2 * room :]
+        self._messages = self._ids.new_empty((self._world_size, words))
+        own = self._messages[self._rank]
         own[:1].fill_(given << 32 | tokens * TOPK_SPAN.value + topk)
         own[1 : 1 + chosen].copy_(topk_ids.reshape(-1))
         if topk_weights is not None:
-            factors[self._rank, :chosen].copy_(topk_weights.detach().reshape(-1))
-        collective.all_gather(messages.view(-1), own)
+            own[1 + room :].view(torch.float32)[:chosen].copy_(topk_weights.detach().reshape(-1))
+        collective.all_gather(self._messages.view(-1), own)
+
+    def deliver(self, room: int) -> None:
+        """Enqueue that rank p's choices are at `p * room` from here on, and that `flags` say how many."""
+        messages, shape = self._messages, (self._world_size, room)
+        self._messages = self._ids.new_empty(0)
         self.flags[ROWS_TOLD].copy_(messages.view(torch.int32)[:, :2].T)
-        self._ids[: ranks * room].view(ranks, room).copy_(messages[:, 1 : 1 + room])
-        if topk_weights is not None:
-            self._weights[: ranks * room].view(ranks, room).copy_(factors[:, :room])
+        self._ids[: math.prod(shape)].view(shape).copy_(messages[:, 1 : 1 + room])
+        if messages.shape[1] > 1 + room:
+            weights = messages.view(torch.float32)[:, 2 * (1 + room) :]
+            self._weights[: math.prod(shape)].view(shape).copy_(weights[:, :room])

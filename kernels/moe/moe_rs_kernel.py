@@ -146,8 +146,8 @@ def moe_reduce_scatter(
     A_BY_TMA: tl.constexpr = USE_TMA and A_TMA_LEGAL
     a_desc = a_ptr
     if A_BY_TMA:
-        choices = tl.load(offsets_ptr + WORLD)
-        a_desc = describe_neighbours(a_ptr, choices, stride_am, weight, BLOCK_M, BLOCK_K)
+        rows = tl.maximum(tl.load(offsets_ptr + WORLD), 1)  # there is no descriptor of no rows
+        a_desc = describe_neighbours(a_ptr, rows, stride_am, weight, BLOCK_M, BLOCK_K)
     table = table_of(BLOCK_M)
     table_ptr = tables_ptr + table * capacity * ENTRY
     tiles_n = tl.cdiv(N, BLOCK_N)

@@ -247,8 +247,8 @@ class ExpertOperation(Operation):
         terms = 1 + digest_of((KINDS.index(kind), experts, topk, *self._told))
         if self._collective.agree(terms, wants=wants, is_capturing=self._is_capturing()):
             if topk_ids is not None:
-                digest = self._digest(is_shared)
-                self._gatherer.gather(self._collective, topk_ids, topk_weights, most_tokens, digest)
+                of_call = (most_tokens * topk, self._digest(is_shared))
+                self._gatherer.gather(self._collective, topk_ids, topk_weights, *of_call)
             return True
         if topk_ids is None:
             self._announcer.permit()
@@ -307,14 +307,16 @@ class ExpertOperation(Operation):
         is_gathered: bool,
     ) -> None:
         tokens, topk = topk_ids.shape
-        room = max(self._told) if is_gathered else self._capacity
+        stride = topk * (max(self._told) if is_gathered else self._capacity)
+        if is_gathered:
+            self._gatherer.deliver(stride)
         plan.sort(
             self._ids.local,
             self._gatherer.flags if is_gathered else self._flags.local,
             self._errors,
             pairs=sum(self._told) * topk,
             topk=topk,
-            stride=room * topk,
+            stride=stride,
             tokens=tokens,
             told=self._digest(weights is not None),
             rank=self.rank,

@@ -108,7 +108,8 @@ def by_rows(matrix: Tensor) -> Tensor:
 def start_gather(shard: Tensor, group_name: str) -> Tensor:
     """Return what will be all ranks' rows; `wait` before they are read."""
     ranks = size_of(group_name)
-    return torch.ops._c10d_functional.all_gather_into_tensor(shard.contiguous(), ranks, group_name)
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(shard.contiguous(), ranks, group_name)
+    return wait(gathered) if gathered.is_cpu else gathered  # gloo: no two collectives in flight at a time
 
 
 def wait(gathered: Tensor) -> Tensor:

@@ -43,11 +43,15 @@ TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
 def compile_candidate(config, target, dtype="bf16", **values):
     on_nvidia = target.backend == "cuda"
     types = {name: kind.replace("bf16", dtype) for name, kind in TYPES.items() if name not in values}
+    if dtype == "fp8e4nv":
+        types["c_ptr"] = "*bf16"
     constexprs = {"WORLD": 8, "TMA_LEGAL": on_nvidia, "FENCE": on_nvidia, "UPCAST": False}
     constexprs |= {"BY_COLUMNS": False, "bias_ptr": None, "ACTIVATION": NO_ACTIVATION}
+    constexprs |= dict.fromkeys(("row_scale_ptr", "column_scale_ptr"))
     constexprs |= config.kwargs | values
-    if constexprs["bias_ptr"] is not None:
-        types["bias_ptr"] = constexprs.pop("bias_ptr")
+    for name in ("row_scale_ptr", "column_scale_ptr", "bias_ptr"):
+        if constexprs[name] is not None:
+            types[name] = constexprs.pop(name)
     return compile_for(
         target,
         all_gather_gemm.fn,
@@ -98,6 +102,20 @@ def test_an_epilogue_fits_and_no_chunk_is_read_early(config):
     of_chunks = [line for line in lines if not re.search(r"tt\.load .*!tt\.ptr<f32>", line)]
     assert len(lines) - len(of_chunks) == 1  # the bias, in float32
     assert early_load("\n".join(of_chunks)) is None
+
+
+@pytest.mark.parametrize("config", [GPU_CANDIDATES[1], GPU_CANDIDATES[-1]], ids=["tma", "pointers"])
+def test_rows_in_fp8_and_their_scales_are_not_read_early(config):
+    values = {"row_scale_ptr": "*fp32", "column_scale_ptr": "*fp32"}
+    compiled = compile_candidate(config, HOPPER, "fp8e4nv", **values)
+    assert resources(compiled, HOPPER)["spilled"] == 0
+    assert re.search(r"wgmma\.mma_async\S*k32\.f32\.e4m3\.e4m3", compiled.asm["ptx"])
+    assert "ld.global.nc" not in compiled.asm["ptx"]
+    ttgir = compiled.asm["ttgir"]
+    scales = [found.start() for found in re.finditer(r"tt\.load .*!tt\.ptr<f32>", ttgir)]
+    assert len(scales) == 2
+    assert min(scales) > ttgir.rindex("warp_group_dot ")  # of the same tile, whose rows have been waited for
+    assert early_load(re.sub(r"tt\.load (.*!tt\.ptr<f32>)", r"\1", ttgir)) is None
 
 
 def test_float16_compiles_like_bfloat16():

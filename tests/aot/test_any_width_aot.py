@@ -139,6 +139,21 @@ def test_one_instruction_is_as_wide_as_the_tile_and_there_is_no_other(kernels, c
     assert len(found) == consumers(config.kwargs) * sum(each * steps // 4 for steps in STEPS)
 
 
+@pytest.mark.parametrize("swap_ab", [False, True], ids=["as it is", "swapped"])
+def test_gates_and_ups_meet_in_registers_whichever_side_they_are_on(swap_ab):
+    """Half as many results are stored by half as many of the same instructions."""
+    config = next(
+        config
+        for config, _ in CHOSEN.values()
+        if config.kwargs["SWAP_AB"] == swap_ab and width_of(config) % 16 == 0
+    )
+    compiled = [compile_gemm(config, HOPPER, activation=activation) for activation in ("relu", "reglu")]
+    ungated, gated = (each.asm["ptx"] for each in compiled)
+    assert ungated.count("stmatrix") == 2 * gated.count("stmatrix") > 0
+    assert not re.search(r"shfl\.sync(?!\.idx\.b32 \s*%\w+, %\w+, 0,)|st\.shared\.b16", gated)
+    assert resources(compiled[1], HOPPER)["spilled"] == 0
+
+
 def groups_of_products(sass: str) -> list[list[str]]:
     """Return the products, and what waits for them, from each fence in front of products to the next one."""
     names = r"(WARPGROUP\.ARRIVE|[HQ]GMMA\.\S+|gsb0, 0x\d+|gsb0;)"

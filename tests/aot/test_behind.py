@@ -25,7 +25,7 @@ from dist_autotune.codec import from_json
 from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.pool_process import PRIORITY, PoolProcess
 from dist_autotune.compilation.preflight import plan
-from dist_autotune.logs.history import load
+from dist_autotune.logs.history import load_history
 from dist_autotune.logs.records import RECORD_TYPES, Preflighted
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
@@ -240,7 +240,7 @@ def test_the_log_says_when_a_context_has_all_its_binaries_and_replays_to_the_sam
     record = from_json(RECORD_TYPES[Preflighted.event], written)
     assert (record.compiled, record.failed, record.workers) == (1, 1, 1)
     assert record.run >= 1
-    (verdict,) = replay.verify(load(tmp_path / "logs").sessions)
+    (verdict,) = replay.verify(load_history(tmp_path / "logs").sessions)
     assert verdict.differences == []
 
 
@@ -305,7 +305,7 @@ def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(device, comp
     tuner, x, y = kernel(GOOD, 64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
     launch = Launch(tuner, (x, y), {"grid": (1,)})
     planned = plan(launch, launch.candidates(), 0.0)
-    process = PoolProcess(list(planned.compilations.values()), PoolOptions(is_behind=True))
+    process = PoolProcess(list(planned.compilations.values()), PoolOptions(in_background=True))
     compiler.wait_for(64)
     pid = os.fork()
     if pid == 0:
@@ -323,7 +323,7 @@ def test_configs_that_make_one_binary_are_told_of_each(device, compiler):
     tuner, x, y = kernel(64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
     launch = Launch(tuner, (x, y), {"grid": (1,)})
     (compilation,) = plan(launch, launch.candidates(), 0.0).compilations.values()
-    process, told = PoolProcess([compilation, compilation], PoolOptions(is_behind=True, jobs=2)), []
+    process, told = PoolProcess([compilation, compilation], PoolOptions(in_background=True, jobs=2)), []
     deadline = time.monotonic() + DEADLINE_S
     while len(told) < 2:
         assert time.monotonic() < deadline

@@ -27,8 +27,9 @@ from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.configs import candidate
-from dist_autotune.kernels.gemm_rs import operation as gemm_rs
-from dist_autotune.kernels.gemm_rs.operation import GemmReduceScatter, Held
+from dist_autotune.kernels.gemm_rs import plain
+from dist_autotune.kernels.gemm_rs.call import Held, Operands
+from dist_autotune.kernels.gemm_rs.operation import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 
 pytestmark = pytest.mark.aot
@@ -113,8 +114,10 @@ class Caller:
             matrix(case.m // world, case.n, case.dtype, out, shifts[2]),
         ]
         self.held = Held(
-            matrix(slots * case.capacity, case.n, case.dtype, shift=held[0]),
-            matrix(slots * case.capacity, case.n, case.dtype, shift=held[1]),
+            *(
+                matrix(slots * case.capacity, case.n, case.dtype, shift=shift).unflatten(0, (slots, -1))
+                for shift in held[:2]
+            ),
             matrix(4, world, torch.int32, shift=held[2]),
             matrix(1, world, torch.int32, shift=held[3]),
             matrix(1, world, torch.int64, shift=held[4]),
@@ -123,15 +126,16 @@ class Caller:
         op._hold(self.held)
         op._capacity, op.rank, op.world_size = case.capacity, case.rank % world, world
         op._sms, op._has_tma, op._upcasts = case.programs, case.has_tma, case.upcasts
-        op._patience_ticks = case.patience_ticks
+        op._patience_ticks, op._body = case.patience_ticks, "plain"
 
     def call(self) -> None:
-        self.operation._launch(*self.operands)
+        operands = Operands(*self.operands, None)
+        self.operation._launch(self.operation._body_of(operands), operands)
 
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDevice]:
-    with launching(monkeypatch, gemm_rs, "_SETTLED", gemm_reduce_scatter, [BY_TMA, BY_POINTERS]) as made:
+    with launching(monkeypatch, plain, "_SETTLED", gemm_reduce_scatter, [BY_TMA, BY_POINTERS]) as made:
         yield made
 
 
@@ -211,10 +215,10 @@ def test_every_argument_is_where_the_kernel_expects_it(device):
 def test_a_device_is_part_of_what_is_remembered(device):
     caller = Caller(PLAIN)
     caller.call()
-    (shape,) = gemm_rs._SETTLED._of
-    assert gemm_rs._SETTLED.find(shape) is not None
+    (shape,) = plain._SETTLED._of
+    assert plain._SETTLED.find(shape) is not None
     other = shape._replace(device=torch.device("cuda:1"))
-    assert gemm_rs._SETTLED.find(other) is None
+    assert plain._SETTLED.find(other) is None
 
 
 def test_other_tensors_ranks_and_patience_take_the_short_way_with_their_own_values(device, asked):

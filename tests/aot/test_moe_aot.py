@@ -142,7 +142,7 @@ def test_sorted_rows_are_multiplied_without_asking_where_they_are():
 
 
 def test_sorted_rows_that_tma_can_address_are_loaded_by_it():
-    for config in of_each_value(SCATTER_CANDIDATES[:11]):
+    for config in (SCATTER_CANDIDATES[index] for index in (2, 5, 10)):
         used = resources(compile_candidate("scatter", config, HOPPER, is_sorted=True, by_tma=True), HOPPER)
         assert used["registers"] <= REGISTERS[HOPPER], config
         assert used["spilled"] == 0, config

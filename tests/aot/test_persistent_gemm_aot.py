@@ -10,6 +10,7 @@ import triton
 from compiled import BLACKWELL, CDNA3, CDNA4, HOPPER, REGISTERS, SHARED_BYTES, compile_for, resources
 from gemm_compiled import OUT_BYTES, candidate, compile_gemm, in_parallel
 
+from dist_autotune.kernels.epilogues import sums_of_a_result
 from dist_autotune.kernels.gemm.configs import PLAIN_GPU_CANDIDATES, accumulator_registers, shared_bytes
 from dist_autotune.kernels.gemm.mma import WIDEST_FROM_REGISTERS
 from dist_autotune.kernels.gemm.operation import plain_gemm
@@ -50,6 +51,11 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
         candidate("pingpong"),
         {"out": "fp16", "activation": "gelu_tanh", "dtype": "fp16"},
     ),
+    "SwiGLU": (candidate("cooperative"), {"activation": "swiglu"}),
+    "SwiGLU and bias": (candidate("cooperative", STORE_N=64), {"bias": "bf16", "activation": "swiglu"}),
+    "SwiGLU, stealing": (candidate("persistent_pipelined", STORE_BUFFERS=0), {"activation": "swiglu"}),
+    "GLU by tanh, 160 wide": (candidate("pingpong", EXTRA_N=32), {"out": "fp32", "activation": "geglu_tanh"}),
+    "ReGLU, stream-K": (candidate("cooperative", STREAM_K=8, BLOCK_M=64, EXTRA_N=0), {"activation": "reglu"}),
     "fp8": (candidate("cooperative"), {"dtype": "fp8e4nv", "scaled": True, "bias": "bf16"}),
     "fp8, rows through registers": (
         candidate("cooperative", BLOCK_M=128, EXTRA_N=32),
@@ -66,6 +72,7 @@ BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "cooperative, dynamic": (candidate("cooperative", warps=4), {"schedule": "dynamic"}),
     "stream-K": (candidate("cooperative", STREAM_K=8), {}),
     "bias and SiLU": (candidate("cooperative", warps=4), {"bias": "fp16", "activation": "silu"}),
+    "SwiGLU": (candidate("cooperative", warps=4), {"activation": "swiglu"}),
     "fp8": (candidate("cooperative", warps=4), {"dtype": "fp8e4nv", "scaled": True}),
 }
 
@@ -93,7 +100,8 @@ def check_fits(compiled: Any, target: Any) -> dict[str, int]:
 
 
 def estimated(config: triton.Config, options: dict[str, Any], *, tensor_memory: bool) -> int:
-    return shared_bytes(config.kwargs, OUT_BYTES[options.get("out", "bf16")], tensor_memory=tensor_memory)
+    out_bytes = OUT_BYTES[options.get("out", "bf16")] // sums_of_a_result(options.get("activation"))
+    return shared_bytes(config.kwargs, out_bytes, tensor_memory=tensor_memory)
 
 
 @pytest.mark.parametrize("kind", HOPPER_KERNELS)
@@ -137,6 +145,13 @@ def test_on_blackwell_it_fits_and_accumulates_in_tensor_memory(kernels, kind):
 def test_only_an_epilogue_reads_memory_without_tma(kernels, kind):
     _config, options = HOPPER_KERNELS[kind]
     assert ("ld.global" in kernels[f"Hopper: {kind}"].asm["ptx"]) == bool({"bias", "scaled"} & {*options})
+
+
+def test_a_gate_and_its_up_meet_without_a_move(kernels):
+    """Half as many results are stored by half as many of the same instructions."""
+    ungated, gated = (kernels[f"Hopper: {kind}"].asm["ptx"] for kind in ("bias and GELU", "SwiGLU"))
+    assert ungated.count("stmatrix") == 2 * gated.count("stmatrix") > 0
+    assert not re.search(r"shfl\.sync(?!\.idx\.b32 \s*%\w+, %\w+, 0,)|st\.shared\.b16", gated)
 
 
 def test_the_machine_code_has_the_instructions_of_hopper(kernels):

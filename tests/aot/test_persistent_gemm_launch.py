@@ -18,7 +18,7 @@ from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels import tensors
-from dist_autotune.kernels.epilogues import Epilogue
+from dist_autotune.kernels.epilogues import Epilogue, EpilogueKind
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm import operation
 from dist_autotune.kernels.gemm.configs import blocks_of
@@ -150,6 +150,19 @@ def test_calls_that_differ_in_their_epilogue_alone_share_no_choice_and_no_launch
         multiply(a, b, out, epilogue=epilogue)
     assert len({shape.epilogue for shape in launching._SETTLED._of}) == len(endings)
     assert len({settled.key for settled in launching._SETTLED._of.values()}) == len(endings)
+
+
+def test_a_gated_result_by_columns_is_computed_by_rows_and_copied(device):
+    """Only swapped tiles can have gate and up among their rows."""
+    a, b, out = operands(2048, 2048, 2048)
+    gated = EpilogueKind(activation="swiglu")
+    choices = {"variant": "auto", "scheduler": "auto", "programs": 132, "epilogue": gated}
+    plan = launching.plan_launch(a, b, out[:, :1024].T.contiguous().T, **choices, tensor_memory=False)
+    assert plan is not None
+    assert (plan.exchanged, plan.copies.out, plan.out) == (False, True, None)
+    by_rows = launching.plan_launch(a, b, zeros(2048, 1024), **choices, tensor_memory=False)
+    assert by_rows is not None
+    assert (by_rows.copies.out, by_rows.shape.n, by_rows.out.columns) == (False, 2048, 1024)
 
 
 def test_strides_that_tma_cannot_take_are_left_to_the_plain_body(device):

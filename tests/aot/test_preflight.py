@@ -19,7 +19,7 @@ from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, TOO_LARGE, Compiler, ker
 from dist_autotune import NoValidConfig, contextual_autotune
 from dist_autotune.cli.tables import rank_tables
 from dist_autotune.codec import from_json
-from dist_autotune.logs.history import load
+from dist_autotune.logs.history import load_history
 from dist_autotune.logs.records import RECORD_TYPES, Preflighted
 from dist_autotune.logs.writer import LogLines
 from ranks import assert_all_ok, run_ranks
@@ -156,7 +156,7 @@ def test_log_and_report_say_where_the_binaries_came_from(device, tmp_path):
     assert record.seconds > 0
     assert "preflighted: compiled 1, from_peers 0, cached 1, failed 1" in LogLines().line(record)
     assert "square[" in LogLines().line(record)
-    (session,) = load(tmp_path / "logs").sessions
+    (session,) = load_history(tmp_path / "logs").sessions
     (table,) = [table for table in rank_tables(session) if table.title == "Compiling"]
     assert [row[:5] for row in table.rows] == [("0", "1", "0", "1", "1")]
 

@@ -78,8 +78,8 @@ def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores(monkeypatch
 @pytest.mark.parametrize(("cores", "ranks", "jobs"), [(128, 8, 8), (16, 8, 1), (3, 1, 1), (1, 1, 1)])
 def test_while_runs_go_on_half_of_a_rank_s_cores_are_left_to_it(monkeypatch, cores, ranks, jobs):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert PoolOptions(local_ranks=ranks, is_behind=True).workers == jobs
-    assert PoolOptions(local_ranks=ranks, is_behind=True, jobs=5).workers == 5
+    assert PoolOptions(local_ranks=ranks, in_background=True).workers == jobs
+    assert PoolOptions(local_ranks=ranks, in_background=True, jobs=5).workers == 5
 
 
 def test_binaries_that_are_there_cost_no_process(device, compiler, monkeypatch):

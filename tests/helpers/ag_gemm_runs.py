@@ -15,6 +15,7 @@ from dist_autotune.kernels.ag_gemm.choices import Choice
 from dist_autotune.kernels.ag_gemm.operands import Operands
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.configs import take_first
+from dist_autotune.kernels.epilogues import ONLY_SUMS, Epilogue
 
 
 def tensors(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,13 +29,15 @@ def gathered_by_torch(a_shard: torch.Tensor, group: dist.ProcessGroup | None = N
     return torch.cat(parts)
 
 
-def error_ratio(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor) -> float:
+def error_ratio(
+    out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue = ONLY_SUMS
+) -> float:
     """Return the relative error against float32 as a multiple of what the arithmetic explains.
 
     Rounding the result to its type costs at most eps (the interpreter truncates bfloat16). Products of
     halves are exact in float32, and adding K of them there costs about sqrt(K) float32 eps.
     """
-    wanted = a.float() @ weight.float().T
+    wanted = epilogue.of(a.float() @ weight.float().T)
     explained = torch.finfo(out.dtype).eps + a.shape[1] ** 0.5 * torch.finfo(torch.float32).eps
     ratio = float((out.float() - wanted).norm() / wanted.norm() / explained)
     return ratio if math.isfinite(ratio) else math.inf  # max() may pass a NaN over

@@ -1,21 +1,11 @@
 """Random sessions with `bits="same"` of 1 to 3 virtual ranks, whose outputs depend on configs.
 
-    python tests/helpers/fuzz_bits.py --programs 1000 --seed 1      # prints what was seen; minutes
-    python tests/helpers/fuzz_bits.py --program 123456              # one program again
-
 Each launch leaves a mark in its rank's output: none for most BLOCKs, one of a class for others, another one
 in each run for racy ones; and some pairs of BLOCKs leave one where both are launched in a run.
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-import argparse
-import time
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -31,7 +21,6 @@ from virtual_tuners import FUNCTIONS, HERE, VirtualRank, virtual_world
 from dist_autotune.triton_api.interception import INTERCEPTION
 
 Launched = list[tuple[int, int, int]]  # kernel's place, n, BLOCK
-FIRST_PROGRAM_OF_SEED = 10_000_000  # programs of different seeds are different ones
 PLACES = 8  # of one kernel's marks in the output
 
 
@@ -219,39 +208,16 @@ def _check_complete(
         counts["winners slower than the fastest config"] += min(times.values()) < min(kept.values())
 
 
-def play_number(number: int, counts: Counter[str]) -> None:
-    """Play the program that a number stands for."""
-    random = Random(number)
-    program = draw_comparing_program(random)
-    outputs = draw_outputs(random, program)
-    try:
-        play(program, outputs, random, counts)
-    except Exception as error:
-        text = f"program {number}: {type(error).__name__}: {error}\n{program}\n{outputs}"
-        raise AssertionError(text) from error
-    counts["programs"] += 1
-    counts[f"programs of {program.world_size} ranks"] += 1
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--programs", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--program", type=int, help="play this one only")
-    chosen = parser.parse_args()
-    counts: Counter[str] = Counter()
-    began = time.monotonic()
-    first, programs = chosen.seed * FIRST_PROGRAM_OF_SEED, chosen.programs
-    if chosen.program is not None:
-        first, programs = chosen.program, 1
-    for number in range(first, first + programs):
-        play_number(number, counts)
-    for name, count in sorted(counts.items()):
-        print(f"{count:10d}  {name}")
-    print(f"no promise broken, {time.monotonic() - began:.0f} s")
-
-
-if __name__ == "__main__":
-    main()
+def play_sessions(first: int, sessions: int, counts: Counter[str]) -> None:
+    """Play so many programs, of three sessions each, from number `first` on."""
+    for number in range(first, first + sessions):
+        random = Random(number)
+        program = draw_comparing_program(random)
+        outputs = draw_outputs(random, program)
+        try:
+            play(program, outputs, random, counts)
+        except Exception as error:
+            text = f"program {number}: {type(error).__name__}: {error}\n{program}\n{outputs}"
+            raise AssertionError(text) from error
+        counts["programs"] += 1
+        counts[f"programs of {program.world_size} ranks"] += 1

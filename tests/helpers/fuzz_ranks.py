@@ -1,24 +1,11 @@
 """Random sessions of real processes joined by gloo: times, keys, failing configs, ranks that go wrong.
 
-    python tests/helpers/fuzz_ranks.py --sessions 300 --seed 1      # prints what was seen; minutes
-    python tests/helpers/fuzz_ranks.py --scene 123456               # one scene again
-
 A scene is one tuned function on 2 to 4 ranks; its number reproduces it. Where nobody dies, a set of forked
-ranks plays scene after scene. The command ends with 1, and the number of the scene, where a rank ended
-otherwise than it should have, or too late.
+ranks plays scene after scene.
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-os.environ["OMP_NUM_THREADS"] = "1"  # no thread pools: they do not survive a fork
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-os.environ["MKL_NUM_THREADS"] = "1"
-
-import argparse
 import sys
 import tempfile
 import time
@@ -31,8 +18,15 @@ from rank_scenes import SESSION_LIMIT_S, Scene, check_scene, draw_scene, play_sc
 
 from ranks import Result, run_ranks
 
-FIRST_SCENE_OF_SEED = 10_000_000
 SCENES_A_SET = 12  # played by one set of forked ranks
+
+
+def play_sessions(first: int, sessions: int, counts: Counter[str]) -> None:
+    """Play so many scenes from number `first` on; raises AssertionError where one goes wrong."""
+    began = time.monotonic()
+    for at, scenes in enumerate(sets_of_scenes(first, sessions)):
+        play(scenes, counts, init="tcp" if at % 3 == 2 else "file")
+        print(f"{counts['sessions']} sessions, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
 
 def play(scenes: Sequence[Scene], counts: Counter[str], *, init: str = "file") -> None:
@@ -83,27 +77,3 @@ def sets_of_scenes(first: int, sessions: int) -> list[list[Scene]]:
             sets.append(scenes)
         scenes.append(scene)
     return sets
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sessions", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--scene", type=int, help="play this one only")
-    chosen = parser.parse_args()
-    counts: Counter[str] = Counter()
-    began = time.monotonic()
-    first, sessions = chosen.seed * FIRST_SCENE_OF_SEED, chosen.sessions
-    if chosen.scene is not None:
-        first, sessions = chosen.scene, 1
-    for at, scenes in enumerate(sets_of_scenes(first, sessions)):
-        play(scenes, counts, init="tcp" if at % 3 == 2 else "file")
-        print(f"{counts['sessions']} sessions, {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    for name, count in sorted(counts.items()):
-        print(f"{count:10d}  {name}")
-    print(f"seed {chosen.seed}: every rank ended as it should, {time.monotonic() - began:.0f} s")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -33,6 +33,7 @@ def zeros(shape: tuple[int, ...], dtype: object, layout: object) -> Tensor:
 def wait(bar: Barrier, parity: int, pred: bool = True) -> None:
     if pred:
         now().pause(lambda: bar.phase % 2 != parity, f"parity {parity} of an mbarrier in phase {bar.phase}")
+        now().acquired_at = max(now().acquired_at, bar.acquired_at)
         now().acquired.update(bar.told)
 
 
@@ -42,6 +43,7 @@ def init(bar: Barrier, count: int) -> None:
 
 def arrive(bar: Barrier, *, count: int = 1, pred: bool = True) -> None:
     if pred:
+        bar.acquired_at = max(bar.acquired_at, now().acquired_at)
         bar.told.update(now().acquired)
         bar.arrive(count)
     now().pause()
@@ -75,8 +77,14 @@ def tma_load(desc: Descriptor, coord: list[int], bar: Barrier, buf: Buffer) -> N
 
 def tma_store(desc: Descriptor, coord: list[int], buf: Buffer) -> None:
     _must_be_fenced(buf, "store")
-    now().storing.append(lambda: desc.write(coord, buf.array))
-    now().pause()
+    task = now()
+
+    def read() -> None:
+        block = buf.array.copy()
+        task.writing.append(lambda: desc.write(coord, block))
+
+    task.storing.append(read)
+    task.pause()
 
 
 def fence() -> None:
@@ -174,6 +182,10 @@ def atomic_xchg(pointer: Pointer, value: int, *, sem: str, scope: str) -> None:
 def assembly(text: str, *arguments: Any, **options: Any) -> Scalar:
     if "fence.proxy.async.global" in text:
         now().visible.update(now().acquired)
+        return Scalar(0)
+    if "cp.async.bulk.wait_group 0" in text:
+        drain(now().storing, 0)
+        drain(now().writing, 0)
         return Scalar(0)
     if "vote.sync.any" in text:  # of the lanes of one warp, which are one here
         return Scalar(arguments[1][0])

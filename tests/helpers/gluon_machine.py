@@ -28,7 +28,8 @@ class Task:
         self.done = False
         self.go = threading.Semaphore(0)
         self.multiplying: list[Callable[[], None]] = []  # wgmma in flight, oldest first
-        self.storing: list[Callable[[], None]] = []  # TMA stores in flight, oldest first
+        self.storing: list[Callable[[], None]] = []  # TMA stores that shared memory is read for, oldest first
+        self.writing: list[Callable[[], None]] = []  # those that are on their way to memory
         self.gathering: list[Callable[[], None]] = []  # cp.async in flight, and arrivals behind them
         self.unfenced: set[int] = set()  # memory that this task has touched since its last proxy fence
         self.fenced_at = -1  # the turn of that fence
@@ -131,13 +132,15 @@ class Machine:
             raise self.failure
         left = [*self.copies, *(copy for task in self.tasks for copy in task.gathering)]
         assert not left, "loads are under way that nobody waits for"
+        for task in self.tasks:
+            drain(task.writing, 0)
 
     def _operations(self) -> list[Callable[[], None]]:
         """Return what the hardware could do now: any load, the oldest of what happens in order."""
         loads = [lambda copy=copy: (self.copies.remove(copy), copy()) for copy in self.copies]
         ordered = [*self.queues.values()]
         for task in self.tasks:
-            ordered += [task.multiplying, task.storing, task.gathering]
+            ordered += [task.multiplying, task.storing, task.writing, task.gathering]
         return loads + [lambda queue=queue: queue.pop(0)() for queue in ordered if queue]
 
     def _stuck(self) -> str:

@@ -24,6 +24,7 @@ class Barrier:
         self.program = now().program
         self.count = self.pending = self.bytes = self.phase = 0
         self.told: dict[int, int] = {}  # what those who arrived had acquired
+        self.acquired_at = -1  # the last acquire that an arrival hands on
 
     def must_be_ready(self) -> None:
         assert self.count, "an mbarrier is used before it is initialised"

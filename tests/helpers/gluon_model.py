@@ -6,7 +6,8 @@ turns, one at a time, in an order drawn from a seed. What the hardware does on i
 early or as much out of turn as it may be:
 
     TMA load         writes its buffer at some time after it was started, then counts its bytes
-    TMA store        reads its buffer at some time before the `store_wait` that asks for it
+    TMA store        reads its buffer at some time before the `store_wait` that asks for it, and writes to
+                     memory at some later time, before the `cp.async.bulk.wait_group` that asks for that
     wgmma            reads its operands at some time before the `warpgroup_mma_wait` that asks for it
     PTX of wgmma     the same; see `gluon_ptx`
     tcgen05          the same, in order; `commit` arrives behind what was started before
@@ -151,6 +152,8 @@ def _fakes() -> dict[str, types.ModuleType]:
         abs=abs,
         cast=lambda value, dtype: value,
         inline_asm_elementwise=instructions.assembly,
+        multiple_of=lambda value, divisor: value,
+        debug_barrier=lambda: now().barrier(),
     )
     gluon = module("gluon", jit=_jit, constexpr_function=_same, language=language)
     hopper = module(
@@ -173,6 +176,7 @@ def _fakes() -> dict[str, types.ModuleType]:
     triton = module(
         "triton",
         jit=_jit,
+        constexpr_function=_same,
         cdiv=language.cdiv,
         next_power_of_2=lambda number: 1 << (number - 1).bit_length(),
         language=language,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gluon_model import Deadlock, Descriptor, Pointer
 
-from dist_autotune.kernels.epilogues import ACTIVATIONS, NO_ACTIVATION
+from dist_autotune.kernels.epilogues import NO_ACTIVATION, Epilogue, result_columns, sums_of_a_result
 from dist_autotune.kernels.gemm.configs import box_of
 
 BODY = gluon_model.load_kernel_module("gemm.body")
@@ -46,6 +46,8 @@ def multiply(
 
     That is activation(row scales * (a @ b) * column scales + bias); `scaled`: which scales there are.
 
+    A gated activation wants n, STORE_N and the widths of tiles to be multiples of 16.
+
     bias_along: "column", or "row" as for a product that is computed transposed; None: there is none. loaded:
     how many rows of A, of B and of B's further columns come of a block, if not all.
     """
@@ -58,7 +60,8 @@ def multiply(
     sides = (n, m) if swap_ab else (m, n)  # which a tile's rows and columns divide
     bias = numbers.integers(-3, 4, m if bias_along == "row" else n).astype(float)
     row_scales, column_scales = (2.0 ** numbers.integers(-3, 4, side) for side in (m, n))
-    c, counter = np.full((m, n), np.nan), np.zeros(2 + programs, dtype=int)
+    c, counter = np.full((m, result_columns(activation, n)), np.nan), np.zeros(2 + programs, dtype=int)
+    sums = sums_of_a_result(activation)
     parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
     if joined:
         loaded = (block_m, box_of(block_n), box_of(extra_n or block_n))
@@ -70,14 +73,14 @@ def multiply(
     def b_descriptor(width: int, loaded: int) -> Descriptor:
         return Descriptor(b_rows, [loaded, block_k] if transposed[1] else [block_k, width], itemsize)
 
-    c_desc = Descriptor(c, [block_m, store_n])
+    c_desc = Descriptor(c, [block_m, store_n // sums])
     operands = [
         Descriptor(a_memory, a_block, itemsize),
         b_descriptor(block_n, b_rows_loaded),
         b_descriptor(extra_n or block_n, extra_rows),
     ]
     if swap_ab:
-        c_desc = Descriptor(c, [store_n, block_m])
+        c_desc = Descriptor(c, [store_n, block_m // sums])
         operands = [
             Descriptor(a, [b_rows_loaded, block_k], itemsize),
             Descriptor(b_rows, [a_rows, block_k], itemsize),
@@ -132,9 +135,9 @@ def multiply(
     if bias_along is not None:
         expected += bias[:, None] if bias_along == "row" else bias
     if activation != NO_ACTIVATION:
-        expected = ACTIVATIONS[activation](torch.from_numpy(expected)).numpy()
-    tolerance = 0 if activation in (NO_ACTIVATION, "relu") else 1e-9
-    expected = expected if k else np.full((m, n), np.nan)
+        expected = Epilogue(activation=activation).of(torch.from_numpy(expected)).numpy()
+    tolerance = 0 if activation in (NO_ACTIVATION, "relu", "reglu") else 1e-9
+    expected = expected if k else np.full(c.shape, np.nan)
     np.testing.assert_allclose(c, expected, rtol=tolerance, atol=tolerance)
     writes = c_desc.writes
     most = 2 if (block_n + extra_n) % store_n else 1  # the last piece of a tile is moved back

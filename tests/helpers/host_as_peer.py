@@ -79,10 +79,12 @@ class HostPeer:
         flag.fill_(0)
 
 
-def opened(memory: HostAsPeer, kind: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def opened(
+    memory: HostAsPeer, kind: Callable[..., Any], *args: Any, dtype: torch.dtype = DTYPE, **options: Any
+) -> Any:
     """Return an operation of rank 0, which makes no collective: there is no process group."""
     operation.open_symmetric_memory = lambda *_, **__: memory
-    return kind(*args, DTYPE, timeout_s=PATIENCE_S, collective=False, **options)
+    return kind(*args, dtype, timeout_s=PATIENCE_S, collective=False, **options)
 
 
 def on_one_gpu(fn: Callable[..., Any], *args: Any) -> Any:

@@ -16,6 +16,8 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
+MOST_KEPT = 4096  # larger constants of kernels are few
+
 
 def install() -> None:
     """Change the interpreter, for good, in this process and those that it forks."""
@@ -29,6 +31,10 @@ def install() -> None:
     core._type_for_tuple_values = _types_of_tuples(core._type_for_tuple_values)
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
     core.tensor.__init__ = _tensors(core.tensor.__init__)
+    semantic = interpreter.TritonSemantic
+    semantic.binary_op_type_checking_impl = _operands(semantic.binary_op_type_checking_impl)
+    semantic.broadcast_impl_value = _broadcast(semantic.broadcast_impl_value)
+    semantic.scalar_constant = _constants(semantic.scalar_constant)
     _rewrite_kernels()
 
 
@@ -108,6 +114,52 @@ def _tensors(init: Any) -> Any:
             self.shape, self.numel = found
 
     return init_once
+
+
+def _operands(check: Any) -> Any:
+    def check_unless_alike(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        if type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype:
+            kind = lhs.dtype
+            if type(kind) is core.dtype and not (div_or_mod and kind.is_floating()):
+                return self.broadcast_impl_value(lhs, rhs)  # nothing to convert
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return check_unless_alike
+
+
+def _broadcast(broadcast: Any) -> Any:
+    def broadcast_unless_alike(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.shape is rhs.shape:  # see _tensors
+            return lhs, rhs
+        if rhs.type.is_block():
+            return broadcast(self, lhs, rhs)
+        kind = lhs.type if lhs.dtype is rhs.dtype else lhs.type.with_element_ty(rhs.dtype)
+        return lhs, core.tensor(self.builder.create_splat(kind, rhs.handle), kind)
+
+    return broadcast_unless_alike
+
+
+def _constants(constant: Any) -> Any:
+    kept: dict[tuple[int, Any], Any] = {}
+
+    def constant_once(self: Any, value: Any, dtype: Any) -> Any:
+        if type(value) is not int or abs(value) > MOST_KEPT or type(dtype) is not core.dtype:
+            return constant(self, value, dtype)
+        key = value, dtype.name
+        if key not in kept:
+            kept[key] = constant(self, value, dtype)
+            kept[key].handle.data.flags.writeable = False  # others have it too
+        return kept[key]
+
+    return constant_once
 
 
 class _PatchOnce:

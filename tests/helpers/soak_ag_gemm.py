@@ -38,6 +38,7 @@ from dist_autotune.kernels.ag_gemm import AllGatherGemm, PeerTimeout, specialize
 from dist_autotune.kernels.ag_gemm.choices import Choice
 from dist_autotune.kernels.ag_gemm.operands import Operands
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.configs import capability
 from dist_autotune.kernels.symm import SymmetricMemoryError
 
 ON_GPU = torch.cuda.is_available()
@@ -101,7 +102,7 @@ class Graph:
 
 def candidates_of_the_other_family(device: torch.device) -> list[triton.Config]:
     """Return the warp-specialised candidates that fit all shapes of which that family takes any."""
-    major = specialized.capability(device)
+    major = capability(device)
     if major not in (9, 10):
         return []
     shape = {"M": 128, "N": COLUMNS[-1], "K": K}

@@ -40,6 +40,11 @@ def tensors_of_all(world: int, *shape: int, seed: int = 0) -> list[Tensor]:
     return [tensor_of(rank, *shape, seed=seed) for rank in range(world)]
 
 
+def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Run a pair of products, by columns and by rows, as a layer has it."""
+    return tp.matmul_reduce_scatter(tp.all_gather_matmul(x, up).relu(), down)
+
+
 def assert_close(got: Tensor | None, wanted: Tensor | None) -> None:
     if got is None or wanted is None:
         assert got is wanted

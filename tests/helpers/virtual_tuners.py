@@ -25,7 +25,7 @@ from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
 from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOptions
-from dist_autotune.compilation.pool_process import Compiled
+from dist_autotune.compilation.pool_process import CompileOutcome
 from dist_autotune.compilation.preflight import Planned, Preflight
 from dist_autotune.launch import backlog
 from dist_autotune.logs.writer import SessionLog
@@ -102,12 +102,12 @@ class VirtualPoolProcess:
         """Return whether it has ended, or was killed."""
         return not self._left or self._drawn("killed") % 20 == 0
 
-    def read(self) -> list[Compiled]:
+    def read(self) -> list[CompileOutcome]:
         self._looks += 1
         count = self._drawn("compiled") % (COMPILED_AT_A_LOOK + 1)
         told, self._left = self._left[:count], self._left[count:]
         return [
-            Compiled(place, FAILED if compilation.key else COMPILED, compilation.key)
+            CompileOutcome(place, FAILED if compilation.key else COMPILED, compilation.key)
             for place, compilation in told
         ]
 

@@ -1,4 +1,4 @@
-"""Random scenes of real ranks, a handful of each kind; hundreds by `python tests/helpers/fuzz_ranks.py`."""
+"""Random scenes of real ranks, a handful of each kind; hundreds by `python tests/helpers/fuzz.py ranks`."""
 
 from __future__ import annotations
 

@@ -102,12 +102,16 @@ def test_the_suite_is_run_on_the_oldest_supported_triton_and_on_the_newest():
     oldest = re.match(r"triton>=(\d+\.\d+);", needed).group(1)
     ci = (ROOT / ".ci" / "run").read_text()
     assert re.search(rf"^  environment oldest triton=={oldest}\.0 ", ci, re.MULTILINE)
-    assert re.search(r"^  environment newest triton ", ci, re.MULTILINE)  # no version: what the registry has
+    assert re.search(r"^  environment newest & ", ci, re.MULTILINE)
+    assert 'in_environment newest pip install --quiet "$work"/dist/*.whl' in ci  # with the registry's newest
     for function in ("start_tests", "end_tests"):
         assert set(re.findall(rf"{function} (\w+)$", ci, re.MULTILINE)) == {"oldest", "newest"}
     assert re.search(r"== oldest .*\n    \./launch\.sh test$", ci, re.MULTILINE)  # all
-    for folder in ("session", "kernels", "aot", "unit/{triton_api,compilation}"):
+    for folder in ("session", "aot", "unit/{triton_api,compilation}"):
         assert f" tests/{folder}" in ci
+    (named,) = re.findall(r" tests/kernels/\{(.*)\}", ci)
+    folders = {path.parent.name for path in (ROOT / "tests" / "kernels").glob("*/test_*.py")}
+    assert {*named.split(","), "tp"} == folders  # tp has no kernels of its own
 
 
 def test_every_package_directory_is_in_the_wheel():

@@ -86,3 +86,37 @@ def test_a_type_that_is_kept_is_taken_for_no_other():
         str(tl.core.tuple_type([tl.core.constexpr_type(value) for value in values]))
         for values in ([1, 2], [True, 2])
     ]
+
+
+@triton.jit
+def operate(halves_ptr, integers_ptr, out_ptr, BLOCK: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    halves, integers = tl.load(halves_ptr + offs), tl.load(integers_ptr + offs)
+    ratio = halves / halves[:, None]
+    tl.static_assert(ratio.dtype == tl.float32)  # neither half the quotients' precision nor that of a sum
+    tl.static_assert((halves + halves).dtype == tl.float16)
+    tl.static_assert((halves + integers).dtype == tl.float16)
+    tl.static_assert((integers + offs).dtype == tl.int64)
+    tl.static_assert((integers % integers).dtype == tl.int64)
+    tl.static_assert((offs < 3).dtype == tl.int1)
+    below = tl.where(offs < 3, integers - 1, 1 - integers)
+    tl.store(out_ptr + offs[:, None] * BLOCK + offs, ratio * below)
+
+
+def test_operands_are_converted_and_spread_as_by_the_stock_interpreter():
+    halves, integers = torch.tensor([1.0, 2.0, 3.0, 5.0]).half(), torch.tensor([7, 8, 9, 10])
+    out = torch.zeros(4, 4)
+    for _ in range(2):  # with constants that are made, and kept
+        operate[(1,)](halves, integers, out, BLOCK=4)
+        below = torch.tensor([6, 7, 8, -9])
+        torch.testing.assert_close(out, halves.float() / halves.float()[:, None] * below)
+
+
+@triton.jit
+def add_to_unsigned(out_ptr):
+    tl.store(out_ptr, tl.load(out_ptr) + -1)
+
+
+def test_operands_that_do_not_go_together_are_still_refused():
+    with pytest.raises(InterpreterError, match=r"negative scalar|out of range"):
+        add_to_unsigned[(1,)](torch.zeros(1, dtype=torch.uint8))

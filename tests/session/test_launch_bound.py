@@ -16,7 +16,7 @@ from rank_programs import tune
 from dist_autotune import EventClock
 from dist_autotune.cli.session_report import reports_of
 from dist_autotune.cli.tables import contexts_table
-from dist_autotune.logs.history import load
+from dist_autotune.logs.history import load_history
 from dist_autotune.logs.records import Agreed, ContextSettled, Trial
 from dist_autotune.search.context import HOST_SHARE, Context
 from dist_autotune.search.messages import Announcement, Part, RunReport, decode, femtoseconds
@@ -153,7 +153,7 @@ def test_it_is_in_the_report_in_the_log_and_in_what_is_read_back(tmp_path):
     log = Path(".autotune_logs/rank-0.log").read_text()
     assert "host time up to 0.5000" in log
     assert "tuned, launch-bound, 2 timed" in log
-    history = load(tmp_path / ".autotune_logs")
+    history = load_history(tmp_path / ".autotune_logs")
     (session,) = history.sessions
     assert session.contexts[0].settled.launch_bound
     (shown,) = reports_of(history, history.sessions)

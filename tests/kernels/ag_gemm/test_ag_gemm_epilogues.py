@@ -17,7 +17,7 @@ from operation_runs import GPU_BACKENDS, INTERPRETER, device, left_as_before, me
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
-from dist_autotune.kernels.epilogues import ONLY_SUMS, Epilogue
+from dist_autotune.kernels.epilogues import GATED, ONLY_SUMS, Epilogue, result_columns
 
 pytestmark = INTERPRETER
 
@@ -29,12 +29,20 @@ WAYS = {
     "collective": {"collective": True},
 }
 LANES = ("pull", "push", "as captured")  # eager calls of both producers; what a captured call does
-ENDINGS = [(HALF, None), (None, "gelu"), (torch.float32, "silu"), (None, None), (torch.bfloat16, "relu")]
+ENDINGS = [
+    *[(HALF, None), (None, "gelu"), (torch.float32, "silu"), (None, None), (torch.bfloat16, "relu")],
+    *[(None, "swiglu"), (HALF, "reglu")],
+]
 
 
 def opened(m: int, k: int, dtype: torch.dtype, lane: str, **options) -> AllGatherGemm:
     producer = "push" if lane == "push" else "pull"
     return AllGatherGemm(m, k, dtype, producer=producer, timeout_s=PATIENCE_S, **options)
+
+
+def columns_of(rank: int, activation: str | None) -> int:
+    """Return how many columns a rank's weight has: other ones on each, and what gates want."""
+    return 16 + 16 * rank if activation in GATED else 20 + 8 * rank
 
 
 def ending_of(n: int, bias_dtype: torch.dtype | None, activation: str | None) -> Epilogue:
@@ -53,12 +61,13 @@ def error_ratio(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, epilog
 
     The result is rounded once, by eps of its type (the interpreter truncates bfloat16); sums of K products
     are off by about sqrt(K) float32 eps of their sizes, and no activation has a slope above 1.13. 4 eps of
-    float32 are what exp, erf and a division cost.
+    float32 are what exp, erf and a division cost. Gate and up are both off, each times what the other is.
     """
     wanted = epilogue.of(a.double() @ weight.double().T)
     largest = (a.double().abs() @ weight.double().abs().T).amax() + 16
     eps = torch.finfo(torch.float32).eps
-    explained = torch.finfo(out.dtype).eps * wanted.abs() + (4 + a.shape[1] ** 0.5) * eps * largest
+    slope = 2.2 * largest if epilogue.activation in GATED else 1
+    explained = torch.finfo(out.dtype).eps * wanted.abs() + (4 + a.shape[1] ** 0.5) * eps * largest * slope
     return float(((out.double() - wanted).abs() / explained).nan_to_num(nan=torch.inf).amax())
 
 
@@ -66,7 +75,8 @@ def compared(op: AllGatherGemm, m: int, n: int, epilogue: Epilogue, lane: str) -
     """Return the error of a call with fresh inputs and an output full of NaN."""
     a_shard, weight = tensors(m, n, op.shard.shape[1], op.shard.dtype)
     full = gathered_by_torch(a_shard)
-    out = torch.full((full.shape[0], n), float("nan"), dtype=a_shard.dtype, device=a_shard.device)
+    shape = full.shape[0], result_columns(epilogue.activation, n)
+    out = torch.full(shape, float("nan"), dtype=a_shard.dtype, device=a_shard.device)
     assert call(op, a_shard, weight, out, epilogue, lane) is out
     return error_ratio(out, full, weight, epilogue)
 
@@ -79,9 +89,10 @@ def every_ending(rank, way, lane, dtype):
         poison(op)
         for i in range(len(ENDINGS)):
             ending = ENDINGS[(i + rank) % len(ENDINGS)]
-            epilogue = ending_of(20 + 8 * rank, *ending)
+            n = columns_of(rank, ending[1])
+            epilogue = ending_of(n, *ending)
             for m in (19, 7):
-                errors[ending, m] = compared(op, m, 20 + 8 * rank, epilogue, lane)
+                errors[ending, m] = compared(op, m, n, epilogue, lane)
     return errors
 
 
@@ -186,6 +197,7 @@ def wrong_on_one_rank(rank, lane):
             {"bias": [0.0] * 20},
             {"bias": torch.zeros(20, requires_grad=True)},
             {"activation": "swish"},
+            {"activation": "swiglu"},
         ]
         for options in wrong if rank == 1 else []:
             messages.append(message_of(lambda options=options: op(a_shard, weight, out, **options)))
@@ -207,6 +219,7 @@ def test_a_wrong_epilogue_raises_before_any_peer_hears_of_the_call(lane):
         "TypeError: bias is a list; it must be a tensor or None",
         "RuntimeError: AllGatherGemm has no backward, but grad is enabled and required by bias",
         "ValueError: there is no activation 'swish'; there are 'relu'",
+        "ValueError: activation 'swiglu' takes 8 columns of gate, 8 of up, and so on: a multiple of 16",
     ]
     assert [message[: len(text)] for message, text in zip(messages, texts, strict=True)] == texts
 
@@ -222,12 +235,13 @@ def eager_and_replayed(rank, way, backend, bias_dtype, activation):
     order = random.Random(rank)
     specialized.tuned.configs = [order.choice(specialized.CANDIDATES[:7])]
     all_gather_gemm.configs = [order.choice(CANDIDATES)]
-    n, errors = 264 + 128 * rank, []
+    n, errors = (272 if activation in GATED else 264) + 128 * rank, []
     with AllGatherGemm(333, 264, HALF, backend=backend, timeout_s=PATIENCE_S, **WAYS_ON_GPUS[way]) as op:
         epilogue = ending_of(n, bias_dtype, activation)
         errors += [compared(op, m, n, epilogue, lane) for m in (333, 256) for lane in ("pull", "as captured")]
         a_shard, weight = tensors(256, n, 264, HALF)
-        out = torch.empty(256 * op.world_size, n, dtype=HALF, device=device())
+        columns = result_columns(activation, n)
+        out = torch.empty(256 * op.world_size, columns, dtype=HALF, device=device())
         options = {"bias": epilogue.bias, "activation": activation}
         op(a_shard, weight, out, **options)
         graph = torch.cuda.CUDAGraph()
@@ -244,7 +258,8 @@ def eager_and_replayed(rank, way, backend, bias_dtype, activation):
 
 
 def cases_on_gpus(rank, backend):
-    cases = itertools.product(WAYS_ON_GPUS, [(HALF, "gelu"), (torch.float32, None), (None, "silu")])
+    endings = [(HALF, "gelu"), (torch.float32, None), (None, "silu"), (HALF, "swiglu")]
+    cases = itertools.product(WAYS_ON_GPUS, endings)
     return run_cases(
         {
             f"{way}, {ending}": lambda way=way, ending=ending: eager_and_replayed(rank, way, backend, *ending)

@@ -18,7 +18,7 @@ from gluon_model import Deadlock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_autotune.kernels.epilogues import ACTIVATIONS, NO_ACTIVATION
+from dist_autotune.kernels.epilogues import NO_ACTIVATION, Epilogue, sums_of_a_result
 
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
@@ -75,8 +75,10 @@ class Scene:
         self.base = 0 if self.pushed else 7 * self.m
         self.a = numbers.integers(-3, 4, (self.world, self.m, self.k)).astype(float)
         self.b = numbers.integers(-3, 4, (self.n, self.k)).astype(float)
-        self.gather = np.full(((2 * self.world - 1) * self.capacity, self.k), np.nan)
-        self.c = np.full((self.world * self.m, self.n), -99.0)
+        slots = 2 * self.world - 1
+        self.gather = np.full((slots * self.capacity, self.k), np.nan)
+        self.scales = 2.0 ** numbers.integers(-3, 4, (self.world, self.m))  # of rows in fp8, and behind them
+        self.gathered_scales = np.full((slots * self.capacity, KERNEL.scaled_pitch(self.k) // 4), np.nan)
         self.flags = np.zeros(FLAGS.FLAGS * self.world, dtype=np.int64)
         self.errors = np.zeros(self.world, dtype=np.int64)
         self.put(self.rank, 0, self.m)
@@ -102,6 +104,7 @@ class Scene:
     def put(self, chunk: int, start: int, end: int) -> None:
         first = self.slot_of(chunk) * self.capacity
         self.gather[first + start : first + end] = self.a[chunk, start:end]
+        self.gathered_scales[first + start : first + end, 0] = self.scales[chunk, start:end]
 
     # ---- what the peers and the copy engines do, each a task of the machine
 
@@ -150,16 +153,21 @@ def gather_and_multiply(
     by_columns: bool = False,
     bias: np.ndarray | None = None,
     activation: str = NO_ACTIVATION,
+    column_scales: np.ndarray | None = None,
+    block_n: int = BLOCK_N,
 ) -> np.ndarray:
-    """Run the call to its end, check what it wrote, and return the trace."""
-    width = BLOCK_N + extra_n
-    a_desc = GatherBuffer(scene.gather, [BLOCK_M, BLOCK_K])
+    """Run the call to its end, check what it wrote, and return the trace; column_scales: in fp8."""
+    width, is_fp8, sums = block_n + extra_n, column_scales is not None, sums_of_a_result(activation)
+    itemsize = 1 if is_fp8 else 2
+    block_k = BLOCK_K * 2 // itemsize
+    a_desc = GatherBuffer(scene.gather, [BLOCK_M, block_k], itemsize)
     a_desc.scene = scene
-    b, blocks = scene.b, [[BLOCK_N, BLOCK_K], [extra_n or BLOCK_N, BLOCK_K]]
+    b, blocks = scene.b, [[block_n, block_k], [extra_n or block_n, block_k]]
     if by_columns:
         b, blocks = scene.b.T.copy(), [block[::-1] for block in blocks]
-    b_desc, extra_desc = (Descriptor(b, block) for block in blocks)
-    c_desc = Descriptor(scene.c, [BLOCK_M, store[0]])
+    b_desc, extra_desc = (Descriptor(b, block, itemsize) for block in blocks)
+    c = np.full((scene.world * scene.m, scene.n // sums), -99.0)
+    c_desc = Descriptor(c, [BLOCK_M, store[0] // sums])
     tiles_m = -(-scene.m // BLOCK_M)
     written = np.full((scene.world * tiles_m * -(-scene.n // width), 4), -1)
     launch = functools.partial(
@@ -173,6 +181,8 @@ def gather_and_multiply(
         Pointer(scene.flags),
         Pointer(scene.errors),
         Pointer(written.reshape(-1)),
+        Pointer(scene.gathered_scales.reshape(-1)) if is_fp8 else None,
+        Pointer(column_scales) if is_fp8 else None,
         None if bias is None else Pointer(bias),
         scene.world * scene.m,
         scene.n,
@@ -187,13 +197,13 @@ def gather_and_multiply(
         beside=scene.arrivals(),
         WORLD=scene.world,
         TENSOR_MEMORY=tensor_memory,
-        DTYPE="bf16",
+        DTYPE="fp8e4nv" if is_fp8 else "bf16",
         TRANS_B=not by_columns,
         TRACE=trace,
         ACTIVATION=activation,
         VARIANT=variant,
         BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=block_n,
         EXTRA_N=extra_n,
         BLOCK_K=BLOCK_K,
         NUM_BUFFERS=buffers,
@@ -204,19 +214,23 @@ def gather_and_multiply(
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(SIGNALS, "POLLS_PER_ROUND", 64)  # turns are slow
         launch()
-    product = scene.c.reshape(scene.world, scene.m, scene.n)
+    product = c.reshape(scene.world, scene.m, scene.n // sums)
     alive = [chunk for chunk in range(scene.world) if chunk != scene.dead]
-    wanted = scene.a[alive] @ scene.b.T + (0 if bias is None else bias)
+    wanted = scene.a[alive] @ scene.b.T
+    if is_fp8:
+        wanted = wanted * scene.scales[alive][:, :, None] * column_scales
+    wanted = wanted + (0 if bias is None else bias)
     if activation == NO_ACTIVATION:
         np.testing.assert_array_equal(product[alive], wanted)
     else:
-        wanted = ACTIVATIONS[activation](torch.from_numpy(wanted)).numpy()
+        wanted = Epilogue(activation=activation).of(torch.from_numpy(wanted)).numpy()
         np.testing.assert_allclose(product[alive], wanted, rtol=1e-6, atol=1e-6)
     # What the last tiles share with those before them is stored twice, with the same values; nothing else.
     rows, columns = np.ones((scene.m, 1), dtype=int), np.ones((1, scene.n), dtype=int)
     rows[scene.m - BLOCK_M : (tiles_m - 1) * BLOCK_M] = 2
     columns[:, max(scene.n - width, 0) : (-(-scene.n // width) - 1) * width] = 2
-    writes = c_desc.writes.reshape(scene.world, scene.m, scene.n)
+    columns = columns[:, ::sums]
+    writes = c_desc.writes.reshape(scene.world, scene.m, scene.n // sums)
     np.testing.assert_array_equal(writes, np.broadcast_to(rows * columns, writes.shape))
     failed = {chunk for chunk in range(scene.world) if scene.errors[chunk]}
     assert failed == ({scene.dead} if scene.dead is not None else set())
@@ -258,6 +272,26 @@ def test_each_piece_meets_the_bias_of_its_columns(variant, tensor_memory, pushed
         bias = np.random.default_rng(seed).integers(-9, 10, n).astype(float)
         of_tiles = {"store": store, "tensor_memory": tensor_memory}
         gather_and_multiply(scene, variant, bias=bias, activation=activation, **of_tiles)
+
+
+@LANES
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+def test_in_fp8_each_piece_meets_the_scales_of_its_rows_where_they_have_arrived(variant, pushed):
+    for seed, (n, store) in enumerate([(16, (4, 1)), (19, (4, 2)), (3, (8, 1))]):
+        scene = Scene(3, seed, 9, n, 7, pushed=pushed, programs=2, seed=seed)
+        numbers = np.random.default_rng(seed)
+        bias, scales = numbers.integers(-9, 10, n).astype(float), 2.0 ** numbers.integers(-3, 4, n)
+        gather_and_multiply(scene, variant, bias=bias, column_scales=scales, store=store)
+
+
+@KINDS
+def test_gates_meet_their_ups(variant, tensor_memory):
+    for seed, (n, block_n, extra_n) in enumerate([(48, 16, 0), (80, 32, 16), (16, 32, 0)]):
+        scene = Scene(3, seed, 9, n, 3, pushed=seed == 1, programs=2, seed=seed)
+        bias = np.random.default_rng(seed).integers(-9, 10, n).astype(float)
+        of_tiles = {"block_n": block_n, "extra_n": 0 if tensor_memory else extra_n, "store": (16, 1)}
+        of_call = {"bias": bias, "activation": "swiglu", "tensor_memory": tensor_memory}
+        gather_and_multiply(scene, variant, **of_call, **of_tiles)
 
 
 @KINDS

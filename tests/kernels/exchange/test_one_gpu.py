@@ -10,21 +10,28 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
+import fp8_runs
 import pytest
 import torch
 from ag_gemm_runs import error_ratio, force
+from fp8_runs import quantized
 from host_as_peer import DEVICE, DTYPE, LATE_S, PATIENCE_S, HostAsPeer, HostPeer, on_one_gpu, opened
 from operation_runs import message_of
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
+from dist_autotune.kernels.ag_gemm.gather_buffer import RowFormat
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.epilogues import Epilogue, result_columns
 from dist_autotune.kernels.exchange import flags, peers
 from dist_autotune.kernels.exchange.pull import piece_ends
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs import plain as rs
+from dist_autotune.kernels.gemm_rs import plain as rs_plain
+from dist_autotune.kernels.gemm_rs import specialized as rs_specialized
 from dist_autotune.kernels.signals import as_patience
+from dist_autotune.kernels.tensors import FP8
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +40,8 @@ CONSUMERS = {  # with some of their candidates
     "plain": {"TMA": 0, "half a tile at a time": 7, "pointers": 14},
     "matmul": {"any": 0},
 }
+# N is a multiple of what cuBLAS takes in fp8, or it is not.
+SHAPES_IN_FP8 = [(512, 1024, 512), (333, 520, 272), (128, 272, 1024)]
 SHAPES = [(512, 1024, 512), (333, 520, 264), (128, 264, 1024)]  # rows of a chunk, N, K
 
 
@@ -71,26 +80,33 @@ def choose_candidate(consumer: str, name: str) -> None:
 
 
 def one_call(
-    op: AllGatherGemm, peer: Peer, shape: tuple[int, int, int], how: str, pieces: int
+    op: AllGatherGemm,
+    peer: Peer,
+    shape: tuple[int, int, int],
+    how: str,
+    pieces: int,
+    activation: str | None = None,
 ) -> tuple[float, bool]:
     """Return the error of a call with new inputs, and whether what was gathered has the right bits."""
     rows, n, k = shape
     here, weight = torch.randn(rows, k, device=DEVICE).to(DTYPE), torch.randn(n, k, device=DEVICE).to(DTYPE)
     theirs = torch.randn(rows, k).to(DTYPE).pin_memory()
-    out = torch.full((2 * rows, n), float("nan"), dtype=DTYPE, device=DEVICE)
+    epilogue = Epilogue(activation=activation)
+    columns = result_columns(activation, n)
+    out = torch.full((2 * rows, columns), float("nan"), dtype=DTYPE, device=DEVICE)
     op._gather.local[1:].fill_(float("nan"))
     force(op, pieces=pieces)
     if how == "pull":
         op._gather.peers[1][1, :rows] = theirs
-        op(here, weight, out)
+        op(here, weight, out, activation=activation)
         time.sleep(LATE_S)
         peer.be_fetched_from(op, rows)
     else:
-        op._call(here, weight, out, pushed=True)
+        op._call(here, weight, out, epilogue, pushed=True)
         peer.push(op, theirs, 3 - pieces % 3)
     op.check()
     full = torch.cat([here, theirs.to(DEVICE)])
-    return error_ratio(out, full, weight), bool(torch.equal(op.gathered, full))
+    return error_ratio(out, full, weight, epilogue), bool(torch.equal(op.gathered, full))
 
 
 def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
@@ -104,6 +120,8 @@ def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
             peer = Peer(memory)
             for how, pieces in itertools.product(("pull", "push"), (1, 2, 4)):
                 found[f"{name}, {shape}, {how}, {pieces} pieces"] = one_call(op, peer, shape, how, pieces)
+            gated = shape[0], shape[1] - shape[1] % 16, shape[2]
+            found[f"{name}, {gated}, gated"] = one_call(op, peer, gated, "pull", 2, "swiglu")
     return found
 
 
@@ -111,6 +129,51 @@ def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
 def test_rows_that_arrive_late_and_in_pieces_are_waited_for(consumer: str) -> None:
     found = on_one_gpu(calls, consumer)
     assert {case: seen for case, seen in found.items() if not (seen[0] < 1 and seen[1])} == {}
+
+
+def call_in_fp8(
+    op: AllGatherGemm, peer: Peer, shape: tuple[int, int, int], how: str, epilogue: Epilogue
+) -> float:
+    """Return the error of a call with new inputs; `epilogue` has a bias and an activation, if any."""
+    rows, n, k = shape
+    here, theirs, (weight, scale_weight) = (quantized(size, k, DEVICE) for size in (rows, rows, n))
+    chunk = torch.zeros((rows, op._gather.local.shape[2]), dtype=torch.uint8, pin_memory=True)
+    for part, values in zip((RowFormat(k, FP8).rows_in, RowFormat(k, FP8).scales_in), theirs, strict=True):
+        part(chunk).copy_(values.reshape(part(chunk).shape))
+    op._gather.local.fill_(255)  # NaN, elements and scales
+    options = {"scale_a": here[1], "scale_weight": scale_weight}
+    if how == "pull":
+        op._gather.peers[1][1, :rows] = chunk
+        out = op(here[0], weight, bias=epilogue.bias, activation=epilogue.activation, **options)
+        time.sleep(LATE_S)
+        peer.be_fetched_from(op, rows)
+    else:
+        epilogue = epilogue._replace(scale_a=here[1], scale_b=scale_weight)
+        out = op._call(here[0], weight, None, epilogue, pushed=True)
+        peer.push(op, chunk, 2)
+    op.check()
+    full, scales = (torch.cat([ours, others]) for ours, others in zip(here, theirs, strict=True))
+    return fp8_runs.error_ratio(out, full, weight, epilogue._replace(scale_a=scales, scale_b=scale_weight))
+
+
+def calls_in_fp8(rank: int, consumer: str) -> dict[str, float]:
+    torch.manual_seed(0)
+    found = {}
+    for name, shape in itertools.product(CONSUMERS[consumer], SHAPES_IN_FP8):
+        choose_candidate(consumer, name)
+        memory, options = HostAsPeer(), {"consumer": consumer, "programs": 132, "dtype": FP8}
+        with opened(memory, AllGatherGemm, shape[0] + 3, shape[2], **options) as op:
+            peer, bias = Peer(memory), torch.randn(shape[1], device=DEVICE)
+            for how, ending in itertools.product(("pull", "push"), (Epilogue(), Epilogue(bias, "gelu"))):
+                error = call_in_fp8(op, peer, shape, how, ending)
+                found[f"{name}, {shape}, {how}, {ending.activation}"] = error
+    return found
+
+
+@pytest.mark.parametrize("consumer", CONSUMERS)
+def test_rows_in_fp8_arrive_with_their_scales(consumer: str) -> None:
+    found = on_one_gpu(calls_in_fp8, consumer)
+    assert {case: error for case, error in found.items() if not error < 1} == {}
 
 
 def pieces_apart(rank: int) -> tuple[list[float], list[float]]:
@@ -209,29 +272,56 @@ def test_a_peer_that_does_not_come_is_named_and_the_gpu_is_free(consumer: str) -
 
 # ---- GEMM + reduce-scatter
 
+BODIES = {  # the option, the tuner and its candidates
+    "specialized": ("auto", rs_specialized.tuned, rs_specialized.CANDIDATES),
+    "plain": ("plain", rs_plain.gemm_reduce_scatter, rs_plain.CANDIDATES),
+}
+SUMS = (700, 520, 512)  # M, N, K
 
-def sums(rank: int, captured: bool) -> list[tuple[float, float]]:
+
+def leave(body: str, index: int) -> bool:
+    """Leave the body one candidate; return whether it can take these sums."""
+    _option, tuner, candidates = BODIES[body]
+    m, n, k = SUMS
+    tuner.configs, tuner.cache = [candidates[index]], {}
+    args = {"M": m, "N": n, "K": k, "WORLD": 2, "TENSOR_MEMORY": False, "TRANS_B": True}
+    return body == "plain" or bool(rs_specialized.prune(tuner.configs, args))
+
+
+def sums(
+    rank: int, body: str, captured: bool, indices: Sequence[int], calls: int
+) -> dict[str, list[tuple[float, float]]]:
     """Return the errors of this rank's sums and of what it pushed, with a peer that is late."""
     torch.manual_seed(0)
-    rs.gemm_reduce_scatter.configs = rs.CANDIDATES[:1]
-    memory, m, n, k = HostAsPeer(), 700, 520, 512
+    found = {}
+    for index in indices:
+        if leave(body, index):
+            found[str(BODIES[body][2][index])] = sums_of_a_candidate(body, captured, calls)
+    return found
+
+
+def sums_of_a_candidate(body: str, captured: bool, calls: int) -> list[tuple[float, float]]:
+    memory, (m, n, k) = HostAsPeer(), SUMS
     rows, found = m // 2, []
-    with opened(memory, GemmReduceScatter, m, n) as op:
+    with opened(memory, GemmReduceScatter, m + 6, n, body=BODIES[body][0]) as op:
         peer, here = Peer(memory), op._flags.local
-        a, weight = (torch.empty(size, k, dtype=DTYPE, device=DEVICE) for size in (m, n))
+        a, weight, addend = (
+            torch.empty(size, device=DEVICE, dtype=DTYPE) for size in ((m, k), (n, k), (m, n))
+        )
         out = torch.empty(rows, n, dtype=DTYPE, device=DEVICE)
         graph = torch.cuda.CUDAGraph()
-        for call in range(5):
-            for tensor in (a, weight):
+        for call in range(calls):
+            for tensor in (a, weight, addend):
                 tensor.normal_()
             for tensor in (out, op._partial, op._staged.local):
                 tensor.fill_(float("nan"))
             theirs = torch.randn(rows, n).to(DTYPE).pin_memory()
             torch.cuda.synchronize()
+            adds = not captured and call % 2 == 1
             if captured and call:
                 graph.replay()
             else:
-                op(a, weight, out)
+                op(a, weight, out, addend=addend if adds else None)
             peer.write(here[peers.FREE.value, 1], 1)
             there = op._flags.peers[1][:, 0]
             peer.take(there[peers.FREE.value])
@@ -240,7 +330,7 @@ def sums(rank: int, captured: bool) -> list[tuple[float, float]]:
             memory.copy(op._staged.local[0, :rows], theirs, peer.stream)
             peer.write(here[peers.ARRIVED.value, 1], rows)
             op.check()
-            product = a.float() @ weight.float().T
+            product = a.float() @ weight.float().T + (addend.float() if adds else 0)
             wanted = product[:rows] + theirs.to(DEVICE).float()
             pushed = op._staged.peers[1][0, :rows].to(DEVICE)
             found.append((relative(out, wanted), relative(pushed, product[rows:])))
@@ -254,16 +344,26 @@ def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((result.float() - wanted).norm() / wanted.norm())
 
 
+def wrong(found: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
+    assert found
+    return {which: errors for which, errors in found.items() if not all(max(pair) < 0.01 for pair in errors)}
+
+
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_sums_leave_while_the_kernel_waits_for_those_of_the_peer(captured: bool) -> None:
-    for error, of_pushed in on_one_gpu(sums, captured):
-        assert error < 0.01
-        assert of_pushed < 0.01
+@pytest.mark.parametrize("body", BODIES)
+def test_sums_leave_while_the_kernel_waits_for_those_of_the_peer(body: str, captured: bool) -> None:
+    assert wrong(on_one_gpu(sums, body, captured, (0, 7), 5)) == {}
 
 
-def sums_forsaken(rank: int) -> tuple[str, float]:
-    rs.gemm_reduce_scatter.configs = rs.CANDIDATES[:1]
-    op = opened(HostAsPeer(), GemmReduceScatter, 256, 256)
+def test_every_candidate_of_the_specialised_body_hands_over_and_adds() -> None:
+    for first in (0, 1):  # half of the compiling each
+        indices = range(first, len(rs_specialized.CANDIDATES), 2)
+        assert wrong(on_one_gpu(sums, "specialized", False, indices, 3)) == {}
+
+
+def sums_forsaken(rank: int, body: str) -> tuple[str, float]:
+    leave(body, 0)
+    op = opened(HostAsPeer(), GemmReduceScatter, 256, 256, body=BODIES[body][0])
     op._patience_ticks = as_patience(1.0)
     a, weight = (torch.randn(256, 256, device=DEVICE).to(DTYPE) for _ in range(2))
     began = time.monotonic()
@@ -275,7 +375,8 @@ def sums_forsaken(rank: int) -> tuple[str, float]:
     return message_of(call), time.monotonic() - began
 
 
-def test_sums_that_do_not_come_are_told_and_the_gpu_is_free() -> None:
-    message, took_s = on_one_gpu(sums_forsaken)
+@pytest.mark.parametrize("body", BODIES)
+def test_sums_that_do_not_come_are_told_and_the_gpu_is_free(body: str) -> None:
+    message, took_s = on_one_gpu(sums_forsaken, body)
     assert message.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1, or one that it waits for")
     assert 1 <= took_s < 60

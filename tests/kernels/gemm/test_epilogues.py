@@ -15,19 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_autotune import contextual_autotune
-from dist_autotune.kernels.epilogues import ACTIVATIONS, BIAS_DTYPES, Epilogue
+from dist_autotune.kernels.epilogues import ACTIVATIONS, BIAS_DTYPES, GATED, Epilogue
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES
 from dist_autotune.kernels.gemm.operation import OUT_DTYPES, plain_gemm
-from dist_autotune.kernels.gemm.pruning import fits
-from dist_autotune.kernels.persistent_gemm import persistent_matmul
+from dist_autotune.kernels.gemm.pruning import fits, suits
+from dist_autotune.kernels.persistent_gemm import interleave_gate_up, persistent_matmul, split_gate_up
 
 ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
 # Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
-ENDINGS = [*itertools.product((None, *BIAS_DTYPES), (None, *ACTIVATIONS))][1:]
+ENDINGS = [
+    *[*itertools.product((None, *BIAS_DTYPES), (None, *ACTIVATIONS))][1:],
+    *zip(itertools.cycle((None, *BIAS_DTYPES)), GATED),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +48,15 @@ def check(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, **options: Any) 
 
     The result is rounded once, by eps of its type (the interpreter truncates bfloat16); sums of K products
     are off by about sqrt(K) float32 eps of their sizes, and no activation has a slope above 1.13. 4 eps of
-    float32 are what exp, erf and a division cost.
+    float32 are what exp, erf and a division cost. Gate and up are both off, each times what the other is.
     """
     result = persistent_matmul(a, b, bias=epilogue.bias, activation=epilogue.activation, **options)
     sums = a.double() @ b.double()
     wanted = epilogue.of(sums)
     eps = torch.finfo(torch.float32).eps
     largest = (a.double().abs() @ b.double().abs()).amax() + 3
-    tolerance = torch.finfo(result.dtype).eps * wanted.abs() + (4 + a.shape[1] ** 0.5) * eps * largest
+    slope = 2.2 * largest if epilogue.activation in GATED else 1.13
+    tolerance = torch.finfo(result.dtype).eps * wanted.abs() + (4 + a.shape[1] ** 0.5) * eps * largest * slope
     assert ((result.double() - wanted).abs() <= tolerance).all()
     return result
 
@@ -62,9 +66,10 @@ def check(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, **options: Any) 
 
 @pytest.mark.parametrize(("bias_dtype", "activation"), ENDINGS, ids=str)
 def test_every_bias_and_activation_ends_as_torch_has_it(bias_dtype, activation):
-    bias = None if bias_dtype is None else normal(45, dtype=bias_dtype)
+    n = 48 if activation in GATED else 45
+    bias = None if bias_dtype is None else normal(n, dtype=bias_dtype)
     for dtype, out_dtype in itertools.product((torch.float16, torch.bfloat16), OUT_DTYPES):
-        a, b = normal(37, 29, dtype=dtype), normal(29, 45, dtype=dtype)
+        a, b = normal(37, 29, dtype=dtype), normal(29, n, dtype=dtype)
         check(a, b, Epilogue(bias, activation), out_dtype=out_dtype)
 
 
@@ -75,18 +80,55 @@ def test_a_result_by_columns_and_any_strides():
         check(a, b, Epilogue(bias, "gelu"), out=out)
 
 
+def test_a_gated_result_by_columns_and_any_strides():
+    bias = normal(48)
+    a, b = normal(70, 66)[::2, ::3], normal(44, 96)[::2, ::2]
+    for out in (normal(24, 35).T, normal(70, 72)[::2, ::3]):
+        check(a, b, Epilogue(bias, "geglu"), out=out)
+
+
+def test_a_weight_made_of_gate_and_up_makes_what_they_make():
+    a, (gate, up), biases = normal(20, 32), normal(2, 24, 32), normal(2, 24)
+    weight, bias = interleave_gate_up(gate, up), interleave_gate_up(*biases)
+    assert weight.is_contiguous()
+    assert weight.shape == (48, 32)
+    result = persistent_matmul(a, weight.T, bias=bias, activation="swiglu")
+    of_gate = a.float() @ gate.float().T + biases[0]
+    wanted = torch.nn.functional.silu(of_gate) * (a.float() @ up.float().T + biases[1])
+    torch.testing.assert_close(result.float(), wanted, rtol=1e-3, atol=1e-4)
+    assert all(map(torch.equal, split_gate_up(weight), (gate, up)))
+    assert all(map(torch.equal, split_gate_up(bias), biases))
+
+
+def test_ranks_that_share_out_an_interleaved_weight_have_their_parts_of_gate_and_up():
+    gate, up = normal(2, 32, 5)
+    of_ranks = [interleave_gate_up(*parts) for parts in zip(gate.chunk(2), up.chunk(2), strict=True)]
+    assert torch.equal(torch.cat(of_ranks), interleave_gate_up(gate, up))
+
+
+def test_gate_and_up_that_cannot_take_turns_are_told_with_their_shapes():
+    with pytest.raises(ValueError, match=r"gate has shape \(8, 2\), up has shape \(8, 3\)"):
+        interleave_gate_up(zeros(8, 2), zeros(8, 3))
+    with pytest.raises(ValueError, match=r"have shape \(12, 2\); the first size must be a multiple of 8"):
+        interleave_gate_up(zeros(12, 2), zeros(12, 2))
+    with pytest.raises(ValueError, match=r"weight has shape \(24, 2\); .* multiple of 16"):
+        split_gate_up(zeros(24, 2))
+
+
 def test_the_sums_are_rounded_once_behind_the_epilogue():
     a, bias = torch.full((32, 1), 256.0, device=DEVICE).half(), torch.full((32,), -65535.0, device=DEVICE)
     assert (persistent_matmul(a, a.T, bias=bias) == 1).all()  # 65536 alone is no float16
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy's, of the interpreter
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
 def test_nan_and_huge_sums_are_what_torch_makes_of_them(activation):
     values = torch.tensor([[math.nan, 1e30, -1e30, 100.0, -100.0, -0.0]], device=DEVICE)
-    one, row = torch.ones(1, 1, device=DEVICE).half(), torch.zeros(1, 6, device=DEVICE).half()
+    if activation in GATED:
+        values = interleave_gate_up(values.T.repeat(4, 1), torch.ones(24, 1, device=DEVICE)).T
+    one, row = torch.ones(1, 1, device=DEVICE).half(), torch.zeros_like(values).half()
     result = persistent_matmul(one, row, bias=values[0], activation=activation, out_dtype=torch.float32)
-    torch.testing.assert_close(result, ACTIVATIONS[activation](values), equal_nan=True)
+    torch.testing.assert_close(result, Epilogue(activation=activation).of(values), equal_nan=True)
 
 
 def test_an_empty_inner_dimension_leaves_the_bias():
@@ -94,13 +136,17 @@ def test_an_empty_inner_dimension_leaves_the_bias():
     out = torch.full((5, 3), math.nan, dtype=torch.float16, device=DEVICE)
     persistent_matmul(normal(5, 0), normal(0, 3), out, bias=bias, activation="relu")
     assert torch.equal(out, bias.relu().expand(5, 3))
+    gate, up = normal(2, 8)
+    product = persistent_matmul(normal(5, 0), normal(0, 16), bias=torch.cat((gate, up)), activation="reglu")
+    assert torch.equal(product, (gate.relu().float() * up).half().expand(5, 8))
 
 
 def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
     monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES)
     monkeypatch.setattr(plain_gemm, "cache", {})
     a, b = normal(33, 65), normal(65, 48)
-    endings = [Epilogue(), Epilogue(normal(48)), Epilogue(normal(48).float()), Epilogue(activation="silu")]
+    endings = [Epilogue(), Epilogue(normal(48)), Epilogue(normal(48).float())]
+    endings += [Epilogue(activation=activation) for activation in ("silu", "swiglu")]
 
     @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
     def call():
@@ -119,7 +165,12 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "activation": (
         {"activation": "swish"},
         ValueError,
-        "no activation 'swish'; there are 'relu', 'gelu', 'gelu_tanh', 'silu', and None",
+        "no activation 'swish'; there are 'relu', 'gelu', 'gelu_tanh', 'silu', 'glu', .*'swiglu', and None",
+    ),
+    "gates": (
+        {"activation": "swiglu"},
+        ValueError,
+        "'swiglu' takes 8 columns of gate, .* a multiple of 16, not 5; make the weight by interleave_gate_up",
     ),
     "shape": ({"bias": zeros(4)}, ValueError, r"bias has shape \(4,\); it must be \(5,\)"),
     "a row": ({"bias": zeros(1, 5)}, ValueError, r"bias has shape \(1, 5\)"),
@@ -168,6 +219,32 @@ def test_every_variant_meets_the_bias_of_its_columns(kind, sizes, bias_along, ac
     multiply(variant, *sizes, bias_along=bias_along, activation=activation, seed=seed, **options)
 
 
+OF_GATES: dict[str, dict[str, Any]] = {
+    "pipelined": {"blocks": (4, 16, 2), "store": (16, 1)},
+    "stealing": {"blocks": (2, 32, 4), "store": (16, 0)},
+    "two widths": {"blocks": (4, 32, 2), "store": (16, 2), "extra_n": 16},
+    "pingpong": {"blocks": (4, 32, 2), "store": (16, 1)},
+    "stream-K": {"blocks": (4, 32, 2), "store": (16, 1)},
+    "Blackwell": {"blocks": (4, 16, 2), "store": (16, 1)},
+}
+
+
+@pytest.mark.usefixtures("one_core")
+@pytest.mark.parametrize("kind", MODELLED)
+@settings(max_examples=4)
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 11)),
+    bias_along=st.sampled_from([None, "column"]),
+    is_scaled=st.booleans(),
+    activation=st.sampled_from(GATED),
+    seed=st.integers(0, 10**6),
+)
+def test_every_variant_multiplies_gates_with_their_ups(kind, sizes, bias_along, is_scaled, activation, seed):
+    variant, options = MODELLED[kind]
+    options = options | OF_GATES[kind] | {"scaled": (is_scaled, is_scaled)}
+    multiply(variant, *sizes, bias_along=bias_along, activation=activation, seed=seed, **options)
+
+
 WIDE = {"blocks": (64, 64, 64), "extra_n": 8, "transposed": (False, True), "store": (32, 2), "joined": True}
 
 
@@ -177,6 +254,9 @@ WIDE = {"blocks": (64, 64, 64), "extra_n": 8, "transposed": (False, True), "stor
 def test_tiles_of_any_width_meet_it_where_pieces_overlap(bias_along, swap_ab):
     sizes = (150, 130, 100)
     multiply("cooperative", *sizes, bias_along=bias_along, activation="relu", swap_ab=swap_ab, **WIDE)
+    gated = WIDE if swap_ab else WIDE | {"extra_n": 16}
+    of_gates = {"bias_along": "column", "activation": "reglu", "swap_ab": swap_ab}
+    multiply("cooperative", 150, 144, 100, **of_gates, **gated)
 
 
 @pytest.mark.usefixtures("one_core")
@@ -209,11 +289,28 @@ def test_every_candidate_ends_with_its_epilogue_on_a_gpu(kind, out_dtype, by_col
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
+def test_every_candidate_multiplies_gates_with_their_ups_on_a_gpu(out_dtype, monkeypatch):
+    major = torch.cuda.get_device_capability()[0]
+    a, weight, bias = normal(1000, 520), normal(1328, 520), normal(1328)
+    args = {"TRANS_A": False, "TRANS_B": True, "ACTIVATION": "swiglu"}
+    for config in GLUON_CANDIDATES:
+        fitting = fits(config, out_dtype.itemsize, 232448, tensor_memory=major == 10)
+        if not (fitting and suits(config.kwargs, args)):
+            continue
+        monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
+        out = torch.full((1000, 664), math.nan, dtype=out_dtype, device=DEVICE)
+        for _ in range(2):  # asked of the tuner, then the short way
+            check(a, weight.T, Epilogue(bias, "swiglu"), out=out)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("bias_dtype", "activation"), ENDINGS, ids=str)
 @pytest.mark.parametrize("sizes", [(1000, 1304, 520), (999, 333, 501)], ids=["TMA", "copies or plain"])
 def test_every_epilogue_on_a_gpu(bias_dtype, activation, sizes, monkeypatch):
     monkeypatch.setattr(launching.tuned_gemm, "configs", launching.tuned_gemm.configs[:1])
     m, n, k = sizes
+    n -= n % 16 if activation in GATED else 0
     bias = None if bias_dtype is None else normal(n, dtype=bias_dtype)
     check(normal(m, k), normal(k, n), Epilogue(bias, activation))
 

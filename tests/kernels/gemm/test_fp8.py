@@ -10,18 +10,20 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_runs import error_ratio, quantized
 from gluon_products import change, fails, multiply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm import operation, pruning
+from dist_autotune.kernels.gemm import pruning
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES
 from dist_autotune.kernels.gemm.copies import copy
 from dist_autotune.kernels.gemm.operation import OUT_DTYPES, plain_gemm
 from dist_autotune.kernels.gemm.pruning import fits, prune
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
+from dist_autotune.kernels.tensors import check_fp8
 
 ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -37,36 +39,18 @@ def one_plain_candidate(monkeypatch):
     monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES[:1])
 
 
-def quantized(rows: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random rows in fp8 and a scale for each."""
-    values = torch.randn(rows, k, device=DEVICE) * torch.logspace(-1, 1, rows, device=DEVICE)[:, None]
-    scales = values.abs().amax(1, keepdim=True) / LARGEST
-    return (values / scales).to(FP8), scales
-
-
 def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a [m, k], b [k, n] and their scales [m, 1] and [1, n]."""
-    (a, scale_a), (weight, scale_weight) = quantized(m, k), quantized(n, k)
+    (a, scale_a), (weight, scale_weight) = (quantized(rows, k, DEVICE, LARGEST) for rows in (m, n))
     return a, weight.T, scale_a, scale_weight.T.contiguous()
 
 
 def check(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, **options: Any) -> torch.Tensor:
-    """Compare one call with float64, in which the epilogue is computed by torch.
-
-    The result is rounded once, by eps of its type. Sums of K products, which are exact, are off by sqrt(K)
-    float32 eps of what they are of. Hopper's tensor cores keep 13 bits behind the point of the largest
-    number that an instruction adds up: each of K / 32 instructions cuts off up to 2**-13 of the largest sum.
-    """
+    """Compare one call with float64, in which the epilogue is computed by torch."""
     bias, activation, scale_a, scale_b = epilogue
     scales = {"scale_a": scale_a, "scale_b": scale_b}
     result = persistent_matmul(a, b, bias=bias, activation=activation, **scales, **options)
-    wanted, k = epilogue.of(a.double() @ b.double()), a.shape[1]
-    magnitudes = Epilogue(scale_a=scale_a, scale_b=scale_b).of(a.double().abs() @ b.double().abs())
-    off = (4 + k**0.5) * torch.finfo(torch.float32).eps
-    if ON_GPU:
-        off += 2**-13 * -(-k // 32) / min(k, 8) ** 0.5  # sums of many random products are smaller
-    tolerance = torch.finfo(result.dtype).eps * wanted.abs() + off * (magnitudes + 3)
-    assert ((result.double() - wanted).abs() <= tolerance).all()
+    assert error_ratio(result, a, b.T, epilogue) < 1
     return result
 
 
@@ -147,12 +131,12 @@ def test_operands_that_do_not_lie_along_k_are_told_what_to_pass():
 
 def test_a_gpu_without_such_tensor_cores_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(TypeError, match=r"cuda:1 has compute capability \(8, 0\).*convert a and b to torch"):
-        operation.check_fp8(torch.device("cuda:1"))
+    with pytest.raises(TypeError, match=r"cuda:1 has \(8, 0\): convert the operands to torch"):
+        check_fp8(torch.device("cuda:1"))
 
 
 def test_rows_in_fp8_are_copied_for_the_tensor_cores():
-    rows = quantized(9, 30)[0][:, 1:]
+    rows = quantized(9, 30, DEVICE)[0][:, 1:]
     room = torch.zeros(9, 32, device=DEVICE).to(FP8)[:, :29]
     copy(rows, room)
     assert torch.equal(rows.float(), room.float())

@@ -520,6 +520,6 @@ def test_stolen_slots_that_are_loaded_too_early_are_found(part):
     assert fails(variant="persistent_pipelined", blocks=(2, 8, 2), store=(4, 0))
 
 
-def test_consumers_that_both_wait_for_their_turn_are_a_deadlock(part):
+def test_consumers_that_miscount_their_turns_are_found(part):
     part("roles", "ring_phase", lambda step, size: 0)
-    assert fails(variant="pingpong") == "deadlock"
+    assert fails(variant="pingpong")  # "deadlock", or an arrival too many

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from operation_runs import INTERPRETER, message_of, values
 from torch.utils.checkpoint import checkpoint
-from tp_runs import assert_close, tensor_of, tensors_of_all, workspaces
+from tp_runs import assert_close, block, tensor_of, tensors_of_all, workspaces
 
-from dist_autotune import contextual_autotune
 from dist_autotune.kernels import tp
-from dist_autotune.kernels.ag_gemm.plain import CANDIDATES as OF_GATHER
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
-from dist_autotune.kernels.gemm_rs.plain import CANDIDATES as OF_SCATTER
-from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
-from dist_autotune.kernels.tp import registry
-from dist_autotune.kernels.tp.registry import WORKSPACES
 
 pytestmark = INTERPRETER
-# torch._dynamo makes an instance of every torch.autograd.Function.
-INSTANTIATED = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 WORLDS = [1, 2, 3, 4]
 
 
@@ -108,10 +98,6 @@ def test_tokens_of_several_sequences_keep_their_places(world):
 
 
 SHAPES = ((4, 8), (12, 8), (8, 12))  # of a shard and of two weights
-
-
-def block(x, up, down):
-    return tp.matmul_reduce_scatter(tp.all_gather_matmul(x, up).relu(), down)
 
 
 def plain_gradients(world, rank):
@@ -255,189 +241,6 @@ def test_after_a_failed_call_release_raises_it_and_the_next_call_works():
         told = f"ValueError: AllGatherGemm, rank {rank}: in call 1 rank {1 - rank} passed {5 - rank} rows"
         assert [text[: len(told)] for text in texts] == [told] * 3
         assert shape == (10, 12)
-
-
-# ---- registered operators
-
-
-def compiled(rank, save_gathered):
-    with workspaces(rank):
-        up, gate, down = (tensor_of(0, *shape, seed=1) for shape in ((12, 8), (12, 8), (8, 12)))
-        x, bias = tensor_of(rank, 4, 8), tensor_of(0, 8, seed=7)
-        found = []
-        for group in (None, dist.group.WORLD, dist.group.WORLD.group_name):
-
-            def layer(x, group=group):
-                of_up, of_gate = tp.all_gather_matmul(x, [up, gate], group, save_gathered=save_gathered)
-                return tp.matmul_reduce_scatter(of_up * of_gate.sigmoid(), down, group, bias=bias)
-
-            results = []
-            for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-                result = function(x)
-                results.append(
-                    [result, *torch.autograd.grad(result.square().sum(), [x, up, gate, down, bias])]
-                )
-            found += [torch.equal(*pair) for pair in zip(*results, strict=True)]
-        return all(found), len(found)
-
-
-@INSTANTIATED
-@pytest.mark.parametrize("save_gathered", [True, False], ids=["saved", "gathered again"])
-def test_a_compiled_layer_is_one_graph_with_the_same_bits(save_gathered):
-    assert values(compiled, 2, save_gathered) == [(True, 18)] * 2
-
-
-def tuned_while_compiled(rank):
-    """Tune a compiled forward and backward in context, with two candidates of each kernel."""
-    with workspaces(rank, 0):
-        all_gather_gemm.configs, gemm_reduce_scatter.configs = OF_GATHER[:2], OF_SCATTER[:2]
-        own = [tensor_of(rank, *shape) for shape in ((32, 32), (32, 32), (32, 32))]
-        layer = torch.compile(block, fullgraph=True, backend="aot_eager")
-
-        def step(function=layer):
-            result = function(*own)
-            return [result, *torch.autograd.grad((result / 100).square().sum(), own)]
-
-        wanted = step(block)
-        options = {"n_warmup": 0, "n_repeat": 1, "cache": False, "log_dir": None, "progress": False}
-        tuned = contextual_autotune(step, is_dist=True, **options)
-        got = tuned()
-        for pair in zip(got, wanted, strict=True):
-            assert_close(*pair)
-        found = [(context.kernel, context.status) for context in tuned.report.contexts]
-        return tuned.settled, sorted(set(found) - {each for each in found if each[0].startswith("ag_gemm ")})
-
-
-@pytest.mark.slow
-@INSTANTIATED
-@pytest.mark.filterwarnings("ignore:.* has not been tuned")  # at first they have not
-def test_kernels_of_a_compiled_forward_and_backward_are_tuned_in_context():
-    of_both = [(name, "tuned") for name in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_rs way")]
-    assert values(tuned_while_compiled, 2) == [(True, of_both)] * 2
-
-
-def opchecked(rank):
-    with workspaces(rank) as world:
-        ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
-        x, up, gate = tensor_of(rank, 4, 8), tensor_of(0, 12, 8), tensor_of(0, 6, 8)
-        a, b = tensor_of(rank, 4 * world, 12), tensor_of(rank, 4 * world, 6)
-        down, gate_down = tensor_of(0, 8, 12), tensor_of(0, 8, 6)
-        found = [
-            torch.library.opcheck(ops.all_gather_matmul.default, (x, [up, gate], name, True)),
-            torch.library.opcheck(ops.all_gather_matmul.default, (x, [up], name, False)),
-            torch.library.opcheck(ops.matmul_reduce_scatter.default, ([a], [down], name)),
-            torch.library.opcheck(ops.matmul_reduce_scatter.default, ([a, b], [down, gate_down], name)),
-            torch.library.opcheck(
-                ops.matmul_reduce_scatter_backward.default,
-                (tensor_of(rank, 4, 8, grad=False), [a.detach()], [down.detach()], name, [True], [True]),
-            ),
-        ]
-        return {result for one in found for result in one.values()}
-
-
-def test_the_operators_pass_torchs_own_checks():
-    assert values(opchecked, 2) == [{"SUCCESS"}] * 2
-
-
-# ---- workspaces
-
-
-def many_layers(rank):
-    """Run 80 pairs of layers forward and backward; return which operations one and 80 have opened."""
-    with workspaces(rank):
-        x = tensor_of(rank, 4, 8)
-        weights = [tensor_of(0, *shape, seed=layer) for layer in range(80) for shape in ((12, 8), (8, 12))]
-        held = []
-        for layers in (1, 80):
-            result = x
-            for layer in range(layers):
-                result = block(result, *weights[2 * layer : 2 * layer + 2]) / 100
-            result.sum().backward()
-            held.append([id(each.operation) for each in WORKSPACES.open.values()])
-        return held[0] == held[1], len(held[1])
-
-
-def test_eighty_layers_share_one_workspace():
-    # One that gathers and one that scatters, forward and backward.
-    assert values(many_layers, 2) == [(True, 2)] * 2
-
-
-def growing(rank):
-    with workspaces(rank):
-        up = tensor_of(0, 12, 8)
-        tp.reserve(8, 8, torch.float32, timeout_s=55.0)
-        rows = []
-        for m in (4, 5, 6, 7, 40):
-            tp.all_gather_matmul(tensor_of(rank, m, 8), up)
-            (workspace,) = (w for key, w in WORKSPACES.open.items() if key.kind is registry.AllGatherGemm)
-            rows.append((workspace.rows, workspace.timeout_s))
-        opened = len(WORKSPACES.open)
-        tp.release()
-        after = len(WORKSPACES.open)
-        tp.release()  # nothing is open
-        return rows, opened, after, tp.all_gather_matmul(tensor_of(rank, 4, 8), up).shape
-
-
-def test_a_workspace_grows_by_half_and_is_given_back_by_release():
-    for rows, opened, after, shape in values(growing, 2):
-        assert rows == [(4, 55.0), (6, 55.0), (6, 55.0), (9, 55.0), (40, 55.0)]
-        assert (opened, after, shape) == (2, 0, (8, 12))
-
-
-def group_made_anew(rank):
-    with workspaces(rank):
-        x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
-        pair = dist.new_group([0, 1])
-        first = tp.all_gather_matmul(x, up, pair)
-        (key,) = WORKSPACES.open
-        WORKSPACES.open[key].group = dist.group.WORLD  # as if a group of that name had been destroyed
-        second = tp.all_gather_matmul(x, up, pair)
-        tp.release(pair)
-        return torch.equal(first, second), len(WORKSPACES.open)
-
-
-def test_a_group_that_was_made_anew_gets_a_workspace_of_its_own():
-    assert values(group_made_anew, 2) == [(True, 0)] * 2
-
-
-def captured(rank):
-    """Pretend that a stream is being captured, which the CPU cannot."""
-    with workspaces(rank):
-        x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
-        registry._is_capturing = lambda tensor: True
-        texts = [message_of(lambda: tp.all_gather_matmul(x, up))]
-        tp.reserve(4, 8, torch.float32)  # of both ranks
-        texts.append(message_of(lambda: tp.all_gather_matmul(x, up)))
-        tp.all_gather_matmul(x[:2], up)
-        registry._is_capturing = lambda tensor: False
-        grown = tp.all_gather_matmul(x, up)
-        kept = [workspace.rows for _, workspace in WORKSPACES.outgrown]
-        tp.release()
-        return texts, grown.shape, kept, len(WORKSPACES.outgrown)
-
-
-def test_a_capture_opens_nothing_and_keeps_what_it_uses_until_release():
-    told = "RuntimeError: a captured call of 4 rows of 8 features in torch.float32 found "
-    for texts, shape, kept, left in values(captured, 2):
-        rooms = ("no workspace", "a workspace of 2 rows")
-        assert texts == [f"{told}{room}: call once before the capture, or reserve() it" for room in rooms]
-        assert (shape, kept, left) == ((8, 12), [2], 0)
-
-
-def mesh_of_two_dimensions(rank):
-    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    with workspaces(rank):
-        text = message_of(lambda: tp.all_gather_matmul(tensor_of(rank, 4, 8), tensor_of(0, 12, 8), mesh))
-        shape = tp.all_gather_matmul(tensor_of(rank, 4, 8), tensor_of(0, 12, 8), mesh["tp"]).shape
-        tp.release(mesh["tp"])
-    return text, shape
-
-
-def test_a_mesh_of_one_dimension_is_a_group_and_one_of_two_is_not():
-    assert (
-        values(mesh_of_two_dimensions, 2)
-        == [("ValueError: the mesh has dimensions ('dp', 'tp'); pass one, mesh['tp']", (8, 12))] * 2
-    )
 
 
 # ---- on GPUs

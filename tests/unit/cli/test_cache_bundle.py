@@ -67,6 +67,14 @@ def test_where_winners_differ_that_of_the_cache_stays_and_both_are_named(exporte
     assert list(other.entries()) == [here()]
 
 
+def test_a_terminal_obeys_nothing_that_a_bundle_says(exported: Any) -> None:
+    other = exported(here(kernel="\x1b[31mred"))
+    other.put(here("c0", kernel="\x1b[31mred"))
+    results = [run(*arguments) for arguments in (("import", "all.json"), ("list",), ("show", "\x1b"))]
+    assert not [each for each in results if "\x1b" in each.output]
+    assert all(r"\x1b[31mred" in each.output for each in results[:2])
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "kept", "other"),
     [

@@ -15,7 +15,7 @@ from dist_autotune.cli import html
 from dist_autotune.cli.session_report import reports_of
 from dist_autotune.formatting import WALL_CLOCK_NOTE
 from dist_autotune.logs import records
-from dist_autotune.logs.history import load
+from dist_autotune.logs.history import load_history
 from dist_autotune.logs.writer import SessionLog
 
 VOID = {"meta"}
@@ -50,7 +50,7 @@ class Page(HTMLParser):
 
 
 def write_page(directory: Path) -> str:
-    history = load(directory)
+    history = load_history(directory)
     path = directory / "report.html"
     html.write_html(path, history, reports_of(history, history.sessions))
     return path.read_text()

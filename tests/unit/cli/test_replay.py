@@ -18,7 +18,7 @@ from dist_autotune import contextual_autotune, tunable
 from dist_autotune.cli import replay
 from dist_autotune.cli.commands import app
 from dist_autotune.cli.replay import Verdict
-from dist_autotune.logs.history import load
+from dist_autotune.logs.history import load_history
 from ranks import assert_all_ok, run_ranks
 
 LOGS = Path(".autotune_logs")
@@ -29,7 +29,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def verdicts() -> list[Verdict]:
-    history = load(LOGS)
+    history = load_history(LOGS)
     assert not history.skipped
     return replay.verify(history.sessions)
 
@@ -339,7 +339,7 @@ def noisy(rank: int) -> None:
 
 
 def tried(**options: Any) -> replay.WhatIf:
-    (found,) = replay.what_if(load(LOGS).sessions, options)
+    (found,) = replay.what_if(load_history(LOGS).sessions, options)
     return found
 
 
@@ -388,7 +388,9 @@ def test_banned_candidates_are_not_tried_and_starved_ones_do_not_stop_it() -> No
 
 def test_kernels_are_searched_by_their_launches_and_tunables_by_whole_runs() -> None:
     whole_runs(Bench())
-    found = replay.what_if(load(LOGS).sessions, {"search": "exhaustive", "n_repeat": 1, "n_warmup": 0})
+    found = replay.what_if(
+        load_history(LOGS).sessions, {"search": "exhaustive", "n_repeat": 1, "n_warmup": 0}
+    )
     assert {(each.candidates, each.runs, each.pick.regret_percent) for each in found} == {
         (3, 3, 0),
         (2, 2, 0),

@@ -21,7 +21,7 @@ from dist_autotune.cli.session_report import SessionReport, reports_of
 from dist_autotune.errors import LaunchTimeout
 from dist_autotune.formatting import WALL_CLOCK_NOTE, Table
 from dist_autotune.logs import records
-from dist_autotune.logs.history import ContextHistory, SessionHistory, load
+from dist_autotune.logs.history import ContextHistory, SessionHistory, load_history
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.search.budget import Forecast
 from dist_autotune.tuner.report import TunedContext, TuningReport
@@ -29,7 +29,7 @@ from ranks import assert_all_ok, run_ranks
 
 
 def load_one(directory: Path) -> SessionHistory:
-    (session,) = load(directory).sessions
+    (session,) = load_history(directory).sessions
     return session
 
 
@@ -39,7 +39,7 @@ def load_context(directory: Path) -> ContextHistory:
 
 
 def report_one(directory: Path) -> SessionReport:
-    history = load(directory)
+    history = load_history(directory)
     (report,) = reports_of(history, history.sessions)
     return report
 
@@ -169,14 +169,14 @@ def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path)
 def test_a_record_from_before_the_session_had_a_name_belongs_to_none(tmp_path: Path) -> None:
     with SessionLog(tmp_path, 0) as log:
         log.write(records.Exchanged(run=-1, sent_bytes=1, received_bytes=1, ms=0.1))
-    assert load(tmp_path).sessions == ()
+    assert load_history(tmp_path).sessions == ()
 
 
 def test_a_session_whose_opening_is_lost_is_left_out_and_counted(tmp_path: Path) -> None:
     with SessionLog(tmp_path, 0) as log:
         for record in session_records("s1", 0, "layer", "EventClock")[1:4]:
             log.write(record)
-    history = load(tmp_path)
+    history = load_history(tmp_path)
     assert history.sessions == ()
     assert history.skipped == {"rank-0.jsonl": "skipped 3 lines: 3 x of a session whose opening is lost"}
 
@@ -187,7 +187,7 @@ def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_pat
     write_session(tmp_path, "s3", thunk="step")
     with SessionLog(tmp_path, 0) as log:  # everything from the cache: nothing to look at
         log.write(session_records("s4", 0, "layer", "EventClock")[0])
-    loaded = load(tmp_path)
+    loaded = load_history(tmp_path)
     assert [session.opened.session for session in loaded.sessions] == ["s1", "s2", "s3", "s4"]
     assert [session.opened.session for session in loaded.newest()] == ["s2", "s3"]
 
@@ -231,7 +231,7 @@ def dropped(bench: Bench) -> Any:
 
 
 def reported_in_logs() -> dict[str, Any]:
-    history = load(Path(".autotune_logs"))
+    history = load_history(Path(".autotune_logs"))
     return reports_of(history, history.sessions[-1:])[0].report.to_dict()
 
 

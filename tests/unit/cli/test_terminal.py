@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import re
@@ -15,7 +16,7 @@ from rich.console import Console
 from dist_autotune.cli import terminal
 from dist_autotune.cli.session_report import reports_of
 from dist_autotune.logs import records
-from dist_autotune.logs.history import load
+from dist_autotune.logs.history import load_history
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.tuner.report import TunedContext, TuningReport
 
@@ -26,7 +27,7 @@ KEY = "8192, 3584, 8192, 1, 'torch.bfloat16', 'torch.bfloat16', 'torch.int64', "
 
 def printed(directory: Path, width: int = 80) -> list[str]:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
-    history = load(directory)
+    history = load_history(directory)
     terminal.print_history(console, history, reports_of(history, history.sessions))
     return console.file.getvalue().splitlines()
 
@@ -114,6 +115,20 @@ def test_a_log_of_an_older_version_shows_what_it_says(tmp_path: Path) -> None:
     assert [line.split()[:3] for line in lines if " tuned " in line] == [["100.0", "2.000", "-"]]
 
 
+def test_a_terminal_obeys_nothing_that_a_log_says(tmp_path: Path) -> None:
+    text = "\x1b[31mred\x07"
+    for record in session_records("s1", 0, text, "EventClock"):
+        about = {"kernel": text, "key": text} if isinstance(record, records.ContextRecord) else {}
+        reason = {"reason": text} if isinstance(record, records.Banned) else {}
+        with SessionLog(tmp_path, 0) as log:
+            log.write(dataclasses.replace(record, **about, **reason))
+            log.write(records.Note(session="s1", text=text))
+    for width in (80, 1000):
+        lines = "\n".join(printed(tmp_path, width))
+        assert not re.search(r"[\x00-\x09\x0b-\x1f]", lines)
+        assert lines.count(r"\x1b[31mred\x07") >= 4
+
+
 def test_contexts_come_in_the_order_of_their_share(tmp_path: Path) -> None:
     for name, kernel, ms in (("c1", "small", 1.0), ("c2", "large", 9.0), ("c3", "medium", 5.0)):
         with SessionLog(tmp_path, 0) as log:
@@ -123,7 +138,7 @@ def test_contexts_come_in_the_order_of_their_share(tmp_path: Path) -> None:
             log.write(records.ContextAdmitted(**about, candidates=("A", "B"), incumbent=0))
             winner = {"config_id": 0, "config": "A", "status": "tuned", "ms": ms, "judge": "launch"}
             log.write(records.ContextSettled(**about, **winner, launches=2))
-    history = load(tmp_path)
+    history = load_history(tmp_path)
     (shown,) = reports_of(history, history.sessions)
     assert [context.kernel for context in shown.report.contexts] == ["large", "medium", "small"]
     rows = [line.split()[0] for line in printed(tmp_path) if " tuned " in line]

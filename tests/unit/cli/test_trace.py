@@ -14,13 +14,13 @@ from kernels_for_tests import Bench, launch, numbers
 from dist_autotune import tunable
 from dist_autotune.cli.trace import write_trace
 from dist_autotune.logs import records
-from dist_autotune.logs.history import load
+from dist_autotune.logs.history import load_history
 from dist_autotune.logs.timeline import BEHIND, COMPILING, EXCHANGE, RUN, TRIAL, spans_of
 from dist_autotune.logs.writer import SessionLog
 
 
 def trace_of(directory: Path) -> list[dict[str, Any]]:
-    write_trace(directory / "trace.json", load(directory).sessions)
+    write_trace(directory / "trace.json", load_history(directory).sessions)
     data = json.loads((directory / "trace.json").read_text(), parse_constant=pytest.fail)
     assert data["displayTimeUnit"] == "ms"
     return list(data["traceEvents"])
@@ -79,7 +79,7 @@ def test_a_real_session_nests_and_fills_its_time(bench: Bench) -> None:
     tuned()
     directory = Path(".autotune_logs")
     assert_nested(trace_of(directory))
-    (session,) = load(directory).sessions
+    (session,) = load_history(directory).sessions
     spans = spans_of(session)[0]
     runs = [span for span in spans if span.kind == RUN]
     assert len(runs) == tuned.report.runs
@@ -99,7 +99,7 @@ def test_compilations_lie_before_the_exchange_of_their_run(tmp_path: Path) -> No
         )
         exchange = {"sent_bytes": 1, "received_bytes": 2, "ms": 500.0}
         log.write(records.Exchanged(session="s1", run=0, elapsed_s=5.0, **exchange))
-    (session,) = load(tmp_path).sessions
+    (session,) = load_history(tmp_path).sessions
     found = [(span.kind, span.begin_s, span.end_s) for span in spans_of(session)[0]]
     assert found == [(RUN, 1.0, 5.0), (COMPILING, 2.0, 4.0), (EXCHANGE, 4.5, 5.0)]
 

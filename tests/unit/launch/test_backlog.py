@@ -12,7 +12,7 @@ import pytest
 
 from dist_autotune.compilation import preflight
 from dist_autotune.compilation.pool import COMPILED, FAILED, FROM_PEERS, Compilation, PoolOptions
-from dist_autotune.compilation.pool_process import Compiled
+from dist_autotune.compilation.pool_process import CompileOutcome
 from dist_autotune.compilation.preflight import Planned
 from dist_autotune.launch import backlog
 from dist_autotune.launch.backlog import Backlog
@@ -24,12 +24,12 @@ class FakeProcess:
     def __init__(self, compilations: list[Compilation], options: PoolOptions) -> None:
         self.keys = [compilation.key for compilation in compilations]
         self.has_begun, self.has_ended, self.is_closed = True, False, False
-        self.told: list[Compiled] = []
+        self.told: list[CompileOutcome] = []
 
     def tell(self, key: str, ending: str = COMPILED, reason: str = "") -> None:
-        self.told.append(Compiled(self.keys.index(key), ending, reason))
+        self.told.append(CompileOutcome(self.keys.index(key), ending, reason))
 
-    def read(self) -> list[Compiled]:
+    def read(self) -> list[CompileOutcome]:
         told, self.told = self.told, []
         return told
 
@@ -62,7 +62,7 @@ class World:
         self.events: list[str] = []
         self.bans: dict[str, dict[str, str]] = {}
         self.seconds = 0.0
-        self.backlog = Backlog(PoolOptions(is_behind=True, jobs=2), self._ban, self._loading)
+        self.backlog = Backlog(PoolOptions(in_background=True, jobs=2), self._ban, self._loading)
         monkeypatch.setattr(backlog, "PoolProcess", self._make)
         monkeypatch.setattr(backlog, "time", SimpleNamespace(monotonic=lambda: self.seconds))
         monkeypatch.setattr(preflight, "current_device", lambda: 0)
@@ -179,7 +179,7 @@ def test_what_takes_most_of_a_run_is_compiled_first(world):
 
 
 def test_ranks_of_a_host_begin_at_different_candidates_of_the_same_context(world):
-    world.backlog._options = PoolOptions(is_behind=True, local_rank=1, local_ranks=2)
+    world.backlog._options = PoolOptions(in_background=True, local_rank=1, local_ranks=2)
     world.add("a", "a1", "a2", launches=2)
     world.add("b", "b1", "b2", "b3", "b4")
     world.advance()
@@ -269,7 +269,7 @@ def test_a_process_that_is_gone_is_followed_by_another_with_what_is_left(world):
 @pytest.mark.parametrize("how", ["ends", "never begins"])
 def test_after_processes_that_come_to_nothing_this_one_compiles_a_candidate_a_run(world, how):
     world.add("a", "a1", "a2", "a3")
-    for _ in range(backlog.STARTS_IN_VAIN):
+    for _ in range(backlog.MOST_FAILED_STARTS):
         world.advance()
         world.process.has_ended = how == "ends"
         world.process.has_begun = how == "ends"

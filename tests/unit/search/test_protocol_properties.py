@@ -1,4 +1,4 @@
-"""Random sessions of virtual ranks: a few hundred; `tests/helpers/fuzz_protocol.py` makes thousands."""
+"""Random sessions of virtual ranks: a few hundred; `tests/helpers/fuzz.py protocol` plays thousands."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_merging_adds_what_is_missing_and_keeps_what_is_there(tmp_path: Path) ->
     cache.put(entry(key="same"), entry("c0", key="other"))
     entries = [entry(key="same"), entry(key="other"), entry(key="new")]
     merged = bundle.merge(cache, entries, replaces=False)
-    assert merged == bundle.Merged(1, 1, ((entry("c0", key="other"), entry(key="other")),), 0)
+    assert merged == bundle.ImportResult(1, 1, ((entry("c0", key="other"), entry(key="other")),), 0)
     assert {each.key.key: each.winner for each in cache.entries()} == {
         "same": "c1",
         "other": "c0",

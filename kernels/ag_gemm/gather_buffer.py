@@ -1,0 +1,123 @@
+"""The gather buffer: room for the rows of all ranks. What a row is in memory:
+
+    fp16, bf16     | K elements |
+    fp8            | K bytes | scale, float32 | unused |       a row begins at a multiple of 128 bytes
+
+What copies chunks sees rows alone: one copy brings elements and scales, and one flag tells of both. A row in
+fp8 is at most a line of 128 bytes longer than its elements: 3 % of 4096 of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from ..epilogues import Epilogue, result_columns
+from ..symm.base import SymmetricMemory, SymmetricTensor
+from ..tensors import FP8, check_out, check_overlap, check_scale, check_tensor
+from ..tiles import on_host
+
+SCALE = torch.float32
+MULTIPLE = 16  # of the elements of a row in fp8: bytes, as TMA wants them
+
+
+@triton.jit
+def scaled_pitch(K):
+    """Return how many bytes apart rows of K elements in fp8 begin: whole lines, with room for a float32."""
+    return (K + 4 + 127) // 128 * 128
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Rows of k elements of that type. Raises ValueError where they cannot have a scale."""
+
+    k: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.is_scaled and self.k % MULTIPLE:
+            padded = -(-self.k // MULTIPLE) * MULTIPLE
+            raise ValueError(f"k={self.k}: rows of {FP8} are whole {MULTIPLE} bytes; pad K to {padded}")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Return whether each row has a scale."""
+        return self.dtype == FP8
+
+    @property
+    def memory(self) -> tuple[int, torch.dtype]:
+        """Return how many elements of which type a row takes in memory: bytes, where it has a scale."""
+        return (on_host(scaled_pitch)(self.k), torch.uint8) if self.is_scaled else (self.k, self.dtype)
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Return the type of products with such rows."""
+        return torch.bfloat16 if self.is_scaled else self.dtype
+
+    def rows_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the elements [.., k] of rows in memory, a view."""
+        return memory.view(self.dtype)[..., : self.k] if self.is_scaled else memory
+
+    def scales_in(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """Return the scales [..] of rows in memory, a view; None where they have none."""
+        return memory.view(SCALE)[..., self.k // SCALE.itemsize] if self.is_scaled else None
+
+
+class GatherBuffer:
+    """Symmetric memory [slots, capacity] of rows: of the ranks' chunks, and behind them of pushed ones."""
+
+    def __init__(self, memory: SymmetricMemory, row: RowFormat, slots: int, capacity: int) -> None:
+        width, of_row = row.memory
+        self.symmetric: SymmetricTensor = memory.allocate((slots, capacity, width), of_row)
+        self._row, self._rank, self._world_size = row, memory.rank, memory.world_size
+        self.a, self.scales = row.rows_in(self.symmetric.local), row.scales_in(self.symmetric.local)
+        self.shard = self.a[memory.rank]
+
+    def put(self, a_shard: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """Write this rank's rows, if they are not there, and their scales, if they have any; None: ones."""
+        rows = a_shard.shape[0]
+        if a_shard.data_ptr() != self.shard.data_ptr():
+            self.shard[:rows].copy_(a_shard.detach())
+        if self.scales is not None and scale is None:
+            self.scales[self._rank, :rows].fill_(1)
+        elif self.scales is not None and scale is not None:
+            self.scales[self._rank, :rows].copy_(scale.detach().reshape(-1))
+
+    def room(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return where a collective gathers so many rows of each rank, and the part that is in place."""
+        capacity = self.symmetric.local.shape[1]
+        first = self._rank * (capacity - rows)
+        room = self.symmetric.local.flatten(0, 1)[first : first + self._world_size * rows]
+        return room, self.symmetric.local[self._rank, :rows]
+
+    def check(
+        self,
+        a_shard: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        epilogue: Epilogue,
+    ) -> None:
+        """Raise TypeError or ValueError unless these are operands of a call with such rows."""
+        row, device, capacity = self._row, self.shard.device, self.shard.shape[0]
+        check_tensor("a_shard", a_shard, row.dtype, device)
+        check_tensor("weight", weight, row.dtype, device, may_lie_by_columns=not row.is_scaled)
+        rows, columns = a_shard.shape[0], weight.shape[0]
+        if not 1 <= rows <= capacity:
+            raise ValueError(f"a_shard has {rows} rows; this operation takes 1 to m_per_rank={capacity}")
+        if a_shard.shape[1] != row.k or weight.shape[1] != row.k:
+            given = f"a_shard {list(a_shard.shape)} and weight {list(weight.shape)}"
+            raise ValueError(f"{given} must both have K={row.k} columns; the weight is [N, K], not [K, N]")
+        if columns == 0:
+            raise ValueError("weight has no rows; there is nothing to compute")
+        epilogue.check(columns, device)
+        shape = [self._world_size * rows, result_columns(epilogue.activation, columns)]
+        check_out(out, shape, row.product_dtype, device)
+        check_overlap("a_shard", a_shard, self.symmetric.local[self._rank], "m")
+        if not row.is_scaled and epilogue.kind().scaled != (False, False):
+            raise ValueError(
+                f"scale_a and scale_weight are for {FP8}; this operation was opened for {row.dtype}"
+            )
+        check_scale("scale_a", epilogue.scale_a, rows, (rows, 1), device)
+        check_scale("scale_weight", epilogue.scale_b, columns, (columns, 1), device)

@@ -1,0 +1,46 @@
+"""What a `GemmReduceScatter` tells the body that multiplies; no tensor is kept."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Held(NamedTuple):
+    """The tensors of an operation that no call changes."""
+
+    partial: torch.Tensor  # [max(1, world_size - 1), capacity, N]: sums on their way to the peers
+    staged: torch.Tensor  # as large: what the peers have sent
+    flags: torch.Tensor
+    counts: torch.Tensor
+    errors: torch.Tensor
+
+
+class Call(NamedTuple):
+    """One launch on one rank. Made in each call: no dataclass."""
+
+    rank: int
+    world_size: int
+    capacity: int  # rows for which a slot of `held` has room
+    first: int  # of the chunks to compute, counted from that of rank + 1
+    chunks: int  # how many to compute: all, or one
+    programs: int  # the most that run at once
+    patience_ticks: int  # how long the kernel waits for a peer
+    held: Held
+
+
+class Operands(NamedTuple):
+    """The caller's tensors: out [M / W, N] gets this rank's rows of sum(a @ weight.T + addend)."""
+
+    a: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+    addend: torch.Tensor | None
+
+
+class Body(Protocol):
+    """Multiplies, hands over chunks and adds; made for tensors of one place and shape."""
+
+    def launch(self, operands: Operands, call: Call) -> None:
+        """Enqueue the kernel on the current stream."""

@@ -1,0 +1,277 @@
+"""The device side of `GemmReduceScatter` on Hopper and Blackwell: the roles of `gemm` hand over chunks.
+
+    load      claims tiles one by one, in the order of their chunks: for peers, `rank` + 1 first, then own
+    work      multiplies and stores. A tile for a peer goes by TMA to the partial sums. To a tile of the own
+              chunk it adds what the peers have sent, in float32, before that is rounded
+    notify    counts the tiles for peers that are in memory and hands over what is complete. In the own chunk
+              it waits for the peers and lets `work` go on
+    ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. What two
+              tiles compute gets the same sums, to the bit, from both
+
+**Counted is what is in memory.** A thread goes on while what it stores by TMA is on its way. Before `work`
+stores its next tile, each of its threads waits until its stores are complete, which they long are by then.
+(`cp.async.bulk.wait_group` without `.read`, which would only tell that shared memory has been read. A thread
+that has waited sees what it stored, without a fence between the proxies: PTX ISA, "async proxy".) A barrier
+gathers the threads, an arrival hands that on to `notify`, and its count, at GPU scope, to whoever counts the
+chunk's last tile. That one sets DONE, at system scope, behind which the copy engine reads.
+
+**It ends.** Numbers rise with visits, so a program has all its tiles for peers before those of the own
+chunk. `work` waits for the peers' sums in an own tile only, after it has told of all tiles before. So
+`notify` counts all tiles for peers without waiting for another program; then it alone waits for the peers,
+for each as long as its patience. Nobody else waits for anything outside the program.
+
+`stored` is a ring with a slot for each visit that may be published. A storing partition is no further than
+the loader, who is no more visits than that ahead of `notify`: no phase passes before `notify` has seen it.
+
+No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..compat import aggregate, partition_barrier
+from ..exchange.peers import ARRIVED, Peers, wait_for_all
+from ..gemm.any_width import piece_start
+from ..gemm.epilogue import Pointwise, complete_stores
+from ..gemm.operands import Config, allocate_mbarriers
+from ..gemm.problem import end_steps_of, slots_of_visits
+from ..gemm.roles import run
+from ..rings import ring_phase, ring_slot
+from ..tiles import grouped_tile, rotated_chunk
+from .handover import NOT_PUSHED, count_tile, part_from
+
+
+@aggregate
+class Summed:
+    """The sums of a tile and what is added to them, in place of an accumulator."""
+
+    accumulator: gl.tuple  # that alone: each MMA part has its own
+    pointers: (
+        gl.tuple
+    )  # to what this rank adds to the tile, [BLOCK_M, N], or None; to what the peers have sent
+    between: gl.tensor  # elements between what two peers have sent
+    col: gl.tensor
+    pitch: gl.tensor  # elements from a row to the next
+    WIDTH: gl.constexpr
+    PEERS: gl.constexpr  # how many have sent something
+
+    @gluon.jit
+    def piece(self, i: gl.constexpr, STORE_N: gl.constexpr):
+        """Return STORE_N columns of the tile, from `piece_start` on.
+
+        What the next peer has sent is under way while the sums of the one before are added.
+        """
+        sums = self.accumulator[0].piece(i, STORE_N)
+        layout: gl.constexpr = sums.type.layout
+        rows = gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
+        first = gl.multiple_of(self.col + piece_start(i, STORE_N, self.WIDTH), 8)
+        cols = first + gl.arange(0, sums.shape[1], gl.SliceLayout(0, layout))
+        offsets = rows[:, None] * self.pitch + cols[None, :]
+        mask = (cols < self.pitch)[None, :]  # rows never lie beyond
+        addend_ptr, staged_ptr = self.pointers
+        if addend_ptr is not None:
+            sums += gl.load(addend_ptr + offsets, mask=mask, other=0.0).to(gl.float32)
+        if self.PEERS > 0:
+            ahead = gl.load(staged_ptr + offsets, mask=mask, other=0.0)
+            for _ in range(1, self.PEERS):
+                staged_ptr += self.between
+                further = gl.load(staged_ptr + offsets, mask=mask, other=0.0)
+                sums += ahead.to(gl.float32)
+                ahead = further
+            sums += ahead.to(gl.float32)
+        return sums
+
+
+@aggregate
+class Chunks:
+    """The tiles of `chunks` chunks of A, from the `first` behind the own one on; the `problem` of `roles`."""
+
+    peers: gl.tuple  # `Peers`
+    partial_desc: tma.tensor_descriptor
+    pointers: gl.tuple  # to this rank's addend, or None; to staged sums
+    counts_ptr: gl.tensor
+    stored: gl.shared_memory_descriptor  # mbarriers, see above
+    arrived: gl.shared_memory_descriptor  # an mbarrier: the peers' sums are here
+    m: gl.tensor
+    N: gl.tensor
+    k: gl.tensor
+    capacity: gl.tensor
+    first: gl.tensor
+    chunks: gl.tensor
+    tiles_m: gl.tensor  # of a chunk
+    tiles_n: gl.tensor
+    tiles: gl.tensor  # of all chunks
+    k_blocks: gl.tensor
+    config: Config
+    WORLD: gl.constexpr
+    STORERS: gl.constexpr  # partitions that store, in turn
+    SLOTS: gl.constexpr  # of `stored`
+
+    @gluon.jit
+    def first_own(self):
+        """Return the number of the own chunk's first tile."""
+        return (self.WORLD - 1 - self.first) * self.tiles_m * self.tiles_n
+
+    @gluon.jit
+    def find(self, number):
+        """Return the tile's chunk and its first row and column there; without such a tile, the last one's."""
+        tiles_per_chunk = self.tiles_m * self.tiles_n
+        number = min(number, self.tiles - 1) + self.first * tiles_per_chunk
+        chunk, inner = rotated_chunk(number, tiles_per_chunk, self.WORLD, self.peers.rank + 1)
+        pid_m, pid_n = grouped_tile(inner, self.tiles_m, self.tiles_n, self.config.GROUP_M)
+        WIDTH: gl.constexpr = self.config.BLOCK_N + self.config.EXTRA_N
+        row = min(pid_m * self.config.BLOCK_M, self.m - self.config.BLOCK_M)
+        return chunk, row, min(pid_n * WIDTH, max(self.N - WIDTH, 0))
+
+    @gluon.jit
+    def place(self, number):
+        """Return the tile's first row of A, and of the partial sums or of `out`; column and k block."""
+        chunk, row, col = self.find(number)
+        slot = (chunk - self.peers.rank + self.WORLD) % self.WORLD - 1  # -1 for the own chunk
+        return chunk * self.m + row, max(slot, 0) * self.capacity + row, col, 0
+
+    @gluon.jit
+    def end_steps(self):
+        """Return how many instructions along K the last k block of a tile needs."""
+        return end_steps_of(self.k, self.k_blocks, self.config)
+
+    @gluon.jit
+    def blocks_of(self, number):
+        """Every tile has as many k blocks."""
+        return self.k_blocks
+
+    @gluon.jit
+    def await_rows(self, number, known):
+        """All of A is there."""
+        return known
+
+    @gluon.jit
+    def loaded(self):
+        """Nobody waits for that."""
+
+    @gluon.jit
+    def stored_before(self, visit):
+        """Tell `notify` that what this partition has stored before that visit is in memory."""
+        complete_stores()
+        partition_barrier()
+        mbarrier.arrive(self.stored.index(ring_slot(visit, self.SLOTS)), count=1)
+
+    @gluon.jit
+    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
+        """Start the stores of a tile; of the own chunk, once the peers' sums are here."""
+        if number < self.first_own():
+            part = self.with_sums(accumulator, number, row, col, 0)
+            epilogue.into(self.partial_desc).store(part, row, col, step, STORER)
+        else:
+            mbarrier.wait(self.arrived.index(0), 0)
+            sums = self.with_sums(accumulator, number, row, col, self.WORLD - 1)
+            epilogue.store(sums, row, col, step, STORER)
+
+    @gluon.jit
+    def with_sums(self, accumulator, number, row, col, PEERS: gl.constexpr):
+        """Return the tile's sums with this rank's addend and what so many peers have sent."""
+        WIDTH: gl.constexpr = self.config.BLOCK_N + self.config.EXTRA_N
+        addend_ptr, staged_ptr = self.pointers
+        if addend_ptr is not None:
+            row_of_a, _row, _col, _first_k = self.place(number)
+            addend_ptr += gl.cast(row_of_a, gl.int64) * self.N
+        staged_ptr += gl.cast(row, gl.int64) * self.N
+        between = gl.cast(self.capacity, gl.int64) * self.N
+        # N, though the compiler does not know it: it would keep all offsets in registers from tile to tile.
+        pitch = gl.multiple_of(self.N + 8 * min(number, 0), 8)
+        return Summed((accumulator,), (addend_ptr, staged_ptr), between, col, pitch, WIDTH, PEERS)
+
+    @gluon.jit
+    def notify(self, number, visit, known):
+        """Count a tile for a peer once it is in memory; at the first own one, wait for the peers' sums."""
+        if number < self.first_own():
+            following = visit + self.STORERS  # that of the same partition
+            slot = ring_slot(following, self.SLOTS)
+            mbarrier.wait(self.stored.index(slot), ring_phase(following, self.SLOTS))
+            chunk, _row, _col = self.find(number)
+            tiles_per_chunk = self.tiles_m * self.tiles_n
+            count_tile(chunk, self.counts_ptr, tiles_per_chunk, self.chunks, self.peers, self.WORLD)
+        elif known == 0:
+            wait_for_all(ARRIVED, NOT_PUSHED, self.peers, self.WORLD)
+            mbarrier.arrive(self.arrived.index(0), count=1)
+            known += 1
+        return known
+
+    @gluon.jit
+    def notified(self):
+        """Part from the peers, each of which one program waits for, in the launch with the own chunk."""
+        if self.first + self.chunks == self.WORLD:
+            for peer in range(gl.program_id(0), self.WORLD, gl.num_programs(0)):
+                if peer != self.peers.rank:
+                    part_from(peer, self.m, self.peers, self.WORLD)
+
+
+UNSPECIALIZED = ["flags_ptr", "errors_ptr", "M", "K", "capacity", "first", "chunks", "rank", "patience_ticks"]
+
+
+# Sizes only count tiles, save N, a multiple of 8: its divisors tell where rows of sums begin.
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def specialized_gemm_reduce_scatter(
+    a_desc,  # [M, K]
+    b_desc,  # weight [N, K]; without TRANS_B its transpose, [K, N]
+    extra_desc,
+    c_desc,  # out [M / WORLD, N]
+    partial_desc,  # [(WORLD - 1) * capacity, N]: our sums for rank + 1, rank + 2, ...
+    staged_ptr,  # [WORLD - 1, capacity, N]: the sums of rank + 1, rank + 2, ... for this rank
+    flags_ptr,  # int32 [FLAGS, WORLD]
+    counts_ptr,  # int32 [WORLD + 2], 0 between launches, as in `plain`
+    errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    addend_ptr,  # [M, N], contiguous, which is added to A @ B.T; or None
+    M,
+    N,
+    K,
+    capacity,
+    first,  # of the chunks to compute, counted from that of rank + 1
+    chunks,  # how many to compute: WORLD, or one in a call that is captured
+    rank,
+    patience_ticks,
+    WORLD: gl.constexpr,
+    TENSOR_MEMORY: gl.constexpr,  # Blackwell
+    DTYPE: gl.constexpr,  # of A, B and C, for the key of the tuning
+    TRANS_B: gl.constexpr,  # the weight's rows are contiguous; else its columns
+    VARIANT: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    EXTRA_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr,
+    STORE_N: gl.constexpr,
+    STORE_BUFFERS: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    JOINED: gl.constexpr,
+):
+    """Compute A @ B.T, the rows of other ranks first; add the peers' sums to the own rows.
+
+    M / WORLD is not below BLOCK_M, and K not below 1.
+    """
+    config = Config(
+        *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
+        *("dynamic", GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED, 2),
+    )
+    SLOTS: gl.constexpr = slots_of_visits(NUM_BUFFERS)
+    stored = allocate_mbarriers(SLOTS)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(stored.index(i), count=1)
+    arrived = allocate_mbarriers(1)
+    mbarrier.init(arrived.index(0), count=1)
+    m = M // WORLD
+    tiles_m = gl.cdiv(m, BLOCK_M)
+    tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)
+    problem = Chunks(
+        Peers(flags_ptr, errors_ptr, rank, patience_ticks),
+        partial_desc,
+        (addend_ptr, staged_ptr),
+        *(counts_ptr, stored, arrived, m, N, K, capacity, first, chunks),
+        *(tiles_m, tiles_n, chunks * tiles_m * tiles_n),
+        *(gl.cdiv(K, BLOCK_K), config, WORLD),
+        2 if VARIANT == "pingpong" and not TENSOR_MEMORY else 1,
+        SLOTS,
+    )
+    pointwise = Pointwise((None, None, 1), (None, None), M, N, "none", False)
+    run(problem, a_desc, b_desc, extra_desc, c_desc, counts_ptr + WORLD, pointwise, config, True)

@@ -1,0 +1,338 @@
+"""The source of GemmReduceScatter's warp-specialised kernel, run on the CPU beside late and dead ranks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import gluon_model
+import numpy as np
+import pytest
+from gluon_machine import Task, machine, now
+from gluon_memory import Descriptor, Pointer
+from gluon_model import Deadlock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
+
+KERNEL = gluon_model.load_kernel_module("gemm_rs.specialized_kernel")
+HANDOVER = importlib.import_module("kernels_in_the_model.gemm_rs.handover")
+PEERS = importlib.import_module("kernels_in_the_model.exchange.peers")
+SIGNALS = importlib.import_module("kernels_in_the_model.signals")
+BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
+GIVEN_UP = 1 << 30
+
+
+@dataclass
+class Scene:
+    """One call on one rank, its peers and its side stream, and what is in memory."""
+
+    world: int
+    rank: int
+    m: int
+    n: int
+    k: int
+    seed: int
+    captured: bool = False
+    addend: bool = False
+    dead: int | None = None  # the peer that neither gives a permit nor pushes
+    rows_of: dict[int, int] = field(default_factory=dict)  # peers that push another number of rows
+    late: bool = False  # peers push when all that is for them has left
+    patience_ticks: int = 10_000
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        numbers = np.random.default_rng(self.seed)
+        self.capacity, slots = self.m + 3, max(1, self.world - 1)
+        self.a = numbers.integers(-3, 4, (self.world * self.m, self.k)).astype(float)
+        self.b = numbers.integers(-3, 4, (self.n, self.k)).astype(float)
+        self.extra = numbers.integers(-9, 10, (self.world * self.m, self.n)).astype(float)
+        self.theirs = numbers.integers(-9, 10, (slots, self.m, self.n)).astype(float)
+        self.partial = np.full((slots * self.capacity, self.n), np.nan)
+        self.staged = np.full(slots * self.capacity * self.n, np.nan)
+        self.out = np.full((self.m, self.n), np.nan)
+        self.flags = np.zeros(PEERS.FLAGS * self.world, dtype=np.int64)
+        self.counts = np.zeros(self.world + 2, dtype=np.int64)
+        self.errors = np.zeros(self.world, dtype=np.int64)
+        self.pushed: dict[int, np.ndarray] = {}  # what has left for each peer
+
+    def peers(self) -> list[int]:
+        """Return the peers in the order of their chunks."""
+        return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def flag(self, row: str, peer: int) -> Pointer:
+        return Pointer(self.flags, getattr(PEERS, row) * self.world + peer)
+
+    def product(self, chunk: int) -> np.ndarray:
+        """Return what is this rank's part of the sums for that one."""
+        rows = slice(chunk * self.m, (chunk + 1) * self.m)
+        return self.a[rows] @ self.b.T + (self.extra[rows] if self.addend else 0)
+
+    # ---- what goes on beside the kernel, each a task of the machine
+
+    def side_stream(self) -> None:
+        """Push each chunk once it is handed over and the peer has given its permit."""
+        for slot, peer in enumerate(self.peers()):
+            for row in ("FREE", "DONE"):
+                now().pause(lambda row=row, peer=peer: self.flag(row, peer).get() >= 1, f"{row} of {peer}")
+                self.flag(row, peer).set(0)
+            self.push(slot, peer)
+
+    def push(self, slot: int, peer: int) -> None:
+        first = slot * self.capacity
+        self.pushed[peer] = self.partial[first : first + self.m].copy()
+
+    def permits(self, peers: list[int]) -> list[Callable[[], None]]:
+        """Return the peers as they give their permits, late."""
+        return [functools.partial(self.raise_late, "FREE", peer, 1) for peer in peers if peer != self.dead]
+
+    def pushes(self) -> list[Callable[[], None]]:
+        """Return the peers as they push, in any order, late."""
+        return [functools.partial(self.receive, *at) for at in enumerate(self.peers()) if at[1] != self.dead]
+
+    def receive(self, slot: int, peer: int) -> None:
+        if self.late:
+            now().pause(lambda: len(self.pushed) == self.world - 1, "our sums")
+        self.wait_a_while()
+        first = slot * self.capacity * self.n
+        here = slice(first, first + self.m * self.n)
+        clocks = machine().published.setdefault(id(self.staged), np.full(self.staged.shape, -1.0))
+        self.staged[here], clocks[here] = self.theirs[slot].reshape(-1), np.inf
+        self.wait_a_while()
+        clocks[here] = machine().turns  # who reads must have acquired what follows
+        self.raise_late("ARRIVED", peer, self.rows_of.get(peer, self.m))
+
+    def raise_late(self, row: str, peer: int, value: int) -> None:
+        self.wait_a_while()
+        if self.flag(row, peer).get() < GIVEN_UP:
+            self.flag(row, peer).set(value)
+
+    def wait_a_while(self) -> None:
+        for _ in range(self.random.choice([0, 4, 60])):
+            now().pause()
+
+
+def kernel_tasks() -> list[Task]:
+    return [task for task in machine().tasks if task.program >= 0]
+
+
+def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **options: Any) -> None:
+    """Run one launch of the kernel to its end; `first`, `chunks` and the tiles are options."""
+    blocks, store = options.pop("blocks", (BLOCK_M, BLOCK_N, BLOCK_K)), options.pop("store", (4, 1))
+    extra_n, programs = options.pop("extra_n", 0), options.pop("programs", 2)
+    by_columns, joined = options.pop("by_columns", False), options.pop("joined", False)
+    buffers, warps = options.pop("buffers", 3), options.pop("warps", 4)
+    tensor_memory = options.pop("tensor_memory", False)
+    first, chunks = options.pop("first", 0), options.pop("chunks", scene.world)
+    assert not options
+    block_m, block_n, block_k = blocks
+    b, widths = scene.b, (block_n, extra_n or block_n)
+    if joined:
+        widths = tuple(width & -width for width in widths)
+    of_b = [[width, block_k] for width in widths]
+    if by_columns:
+        b, of_b = scene.b.T.copy(), [block[::-1] for block in of_b]
+    gluon_model.launch(
+        KERNEL.specialized_gemm_reduce_scatter,
+        programs,
+        Descriptor(scene.a, [block_m, block_k]),
+        *(Descriptor(b, block) for block in of_b),
+        Descriptor(scene.out, [block_m, store[0]]),
+        Descriptor(scene.partial, [block_m, store[0]]),
+        Pointer(scene.staged),
+        Pointer(scene.flags),
+        Pointer(scene.counts),
+        Pointer(scene.errors),
+        Pointer(scene.extra.reshape(-1)) if scene.addend else None,
+        scene.world * scene.m,
+        scene.n,
+        scene.k,
+        scene.capacity,
+        first,
+        chunks,
+        scene.rank,
+        scene.patience_ticks,
+        seed=scene.seed,
+        haste=(None, 0.05, 0.9)[scene.seed % 3],
+        beside=beside,
+        warps=warps,
+        WORLD=scene.world,
+        TENSOR_MEMORY=tensor_memory,
+        DTYPE="bf16",
+        TRANS_B=not by_columns,
+        VARIANT=variant,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        EXTRA_N=extra_n,
+        BLOCK_K=block_k,
+        NUM_BUFFERS=buffers,
+        STORE_N=store[0],
+        STORE_BUFFERS=store[1],
+        GROUP_M=2,
+        JOINED=joined,
+    )
+
+
+def reduce_scatter(scene: Scene, variant: str = "cooperative", **options: Any) -> None:
+    """Run a call, eager or captured, to its end and check what it wrote, pushed and left behind."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(SIGNALS, "POLLS_PER_ROUND", 64)  # turns are slow
+        if scene.captured:
+            for step, peer in enumerate(scene.peers()):
+                launch(scene, variant, scene.permits([peer]), first=step, chunks=1, **options)
+                scene.push(step, peer)
+            launch(scene, variant, scene.pushes(), first=scene.world - 1, chunks=1, **options)
+        else:
+            beside = [*scene.permits(scene.peers()), *scene.pushes(), scene.side_stream]
+            launch(scene, variant, beside, **options)
+    check(scene)
+
+
+def check(scene: Scene) -> None:
+    for peer in scene.peers():
+        np.testing.assert_array_equal(scene.pushed[peer], scene.product(peer), err_msg=f"pushed to {peer}")
+    failed = {peer for peer in range(scene.world) if scene.errors[peer]}
+    assert failed == ({scene.dead} if scene.dead is not None else set(scene.rows_of))
+    if scene.dead is None:
+        sums = scene.product(scene.rank) + scene.theirs[: scene.world - 1].sum(axis=0)
+        np.testing.assert_array_equal(scene.out, sums)
+    assert not scene.counts.any()
+    slots = scene.partial.reshape(-1, scene.capacity, scene.n)
+    assert np.isnan(slots[:, scene.m :]).all(), "rows behind a chunk's last one are written"
+    for peer in scene.peers():
+        value = scene.flag("FREE", peer).get()
+        assert value >= GIVEN_UP if peer == scene.dead else value == 0, f"the permit of {peer}: {value}"
+
+
+KINDS = pytest.mark.parametrize(
+    ("variant", "tensor_memory"),
+    [("cooperative", False), ("pingpong", False), ("cooperative", True)],
+    ids=["cooperative", "pingpong", "blackwell"],
+)
+CALLS = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+
+
+@KINDS
+@CALLS
+@settings(max_examples=6)
+@given(
+    world=st.integers(1, 4),
+    sizes=st.tuples(st.integers(BLOCK_M, 11), st.integers(2, 19), st.integers(1, 9)),
+    programs=st.integers(1, 4),
+    buffers=st.integers(2, 4),
+    store=st.sampled_from([(4, 1), (4, 2), (8, 1)]),
+    addend=st.booleans(),
+    by_columns=st.booleans(),
+    late=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_every_chunk_is_complete_when_it_leaves_and_the_sums_are_right(
+    variant, tensor_memory, captured, world, sizes, programs, buffers, store, addend, by_columns, late, seed
+):
+    scene = Scene(world, seed % world, *sizes, seed=seed, captured=captured, addend=addend, late=late)
+    options = {"programs": programs, "buffers": buffers, "store": store, "by_columns": by_columns}
+    reduce_scatter(scene, variant, tensor_memory=tensor_memory, **options)
+
+
+@KINDS
+@CALLS
+def test_a_peer_that_does_not_come_is_given_up_and_everything_ends(variant, tensor_memory, captured):
+    for seed in range(3):
+        scene = Scene(3, 1, 9, 14, 3, seed=seed, captured=captured, dead=(2, 0, 2)[seed], patience_ticks=1)
+        reduce_scatter(scene, variant, tensor_memory=tensor_memory)
+
+
+def test_a_peer_with_other_rows_is_recorded():
+    scene = Scene(3, 0, 9, 14, 3, seed=5, rows_of={2: 7})
+    reduce_scatter(scene)
+    assert scene.errors[2] & 0xFFFFFFFF == 7
+
+
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+def test_a_tile_of_two_widths_and_programs_without_a_tile(variant):
+    for seed in range(2):
+        reduce_scatter(Scene(2, 1, 9, 29, 5, seed=seed, addend=True), variant, extra_n=4, programs=13)
+
+
+@pytest.mark.parametrize(("variant", "warps"), [("cooperative", 8), ("pingpong", 4)])
+def test_a_tile_of_any_width_is_added_up(variant, warps):
+    options = {"blocks": (128, 64, 64), "extra_n": 16, "joined": True, "store": (32, 1), "warps": warps}
+    reduce_scatter(Scene(3, 1, 131, 170, 70, seed=1, addend=True), variant, **options)
+
+
+# ---- that the model finds what it is there to find
+
+
+def fails(variant: str = "cooperative", *, captured: bool = False, seeds: int = 12) -> str:
+    """Return the first failure among a few calls in different orders; empty if there is none."""
+    for seed in range(seeds):
+        try:
+            scene = Scene(3, 1, 11, 20, 5, seed=seed, captured=captured, late=not captured)
+            reduce_scatter(scene, variant, programs=3, buffers=2)
+        except AssertionError as error:
+            return "deadlock" if isinstance(error, Deadlock) else str(error)
+    return ""
+
+
+@CALLS
+@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+def test_nothing_is_found_in_the_kernel_as_it_is(variant, captured):
+    assert fails(variant, captured=captured, seeds=3) == ""
+
+
+def test_a_count_of_what_has_only_been_read_is_found(monkeypatch):
+    monkeypatch.setattr(KERNEL, "complete_stores", lambda: gluon_model.instructions.store_wait(0))
+    assert "pushed to" in fails()
+
+
+@pytest.mark.parametrize(("variant", "every"), [("cooperative", 1), ("pingpong", 2)])
+def test_a_count_before_the_next_visit_is_found(monkeypatch, variant, every):
+    notify = KERNEL.Chunks.notify
+    monkeypatch.setattr(
+        KERNEL.Chunks, "notify", lambda self, number, visit, known: notify(self, number, visit - every, known)
+    )
+    assert "pushed to" in fails(variant)
+
+
+def test_sums_that_nobody_waits_for_are_found(monkeypatch):
+    monkeypatch.setattr(KERNEL, "wait_for_all", lambda *args: None)
+    assert "before it is known to be there" in fails()
+
+
+def test_a_wait_that_acquires_nothing_is_found(monkeypatch):
+    add = SIGNALS.tl.atomic_add
+    relaxed = type("tl", (), {**vars(SIGNALS.tl)})
+
+    def add_relaxed(pointer, value, *, sem, scope):
+        return add(pointer, value, sem="relaxed", scope=scope)
+
+    relaxed.atomic_add = staticmethod(add_relaxed)
+    monkeypatch.setattr(SIGNALS, "tl", relaxed)
+    assert "before it is known to be there" in fails()
+
+
+def test_a_tile_that_is_told_of_behind_the_own_ones_is_a_deadlock(monkeypatch):
+    """The peers' sums wait for nothing here, but the side stream does: for DONE."""
+    told = KERNEL.Chunks.stored_before
+    monkeypatch.setattr(KERNEL.Chunks, "stored_before", lambda self, visit: None)
+    monkeypatch.setattr(KERNEL.Chunks, "notified", lambda self: told(self, 0))
+    assert fails() == "deadlock"
+
+
+def test_tiles_that_are_dealt_out_instead_of_claimed_are_refused(monkeypatch):
+    config = KERNEL.Config
+    monkeypatch.setattr(KERNEL, "Config", lambda *values: config(*values[:8], "grouped", *values[9:]))
+    with pytest.raises(AssertionError, match="takes what a loader claims"):
+        reduce_scatter(Scene(2, 0, 5, 9, 3, seed=0))
+
+
+def test_a_kernel_that_does_not_part_from_its_peers_is_found(monkeypatch):
+    monkeypatch.setattr(KERNEL.Chunks, "notified", lambda self: None)
+    scene = Scene(3, 0, 9, 14, 3, seed=5, rows_of={2: 7})
+    with pytest.raises(AssertionError):
+        reduce_scatter(scene)

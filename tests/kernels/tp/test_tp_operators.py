@@ -1,0 +1,99 @@
+"""Products of tensor parallelism as registered operators: compiled, tuned while compiled, torch's checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from operation_runs import INTERPRETER, values
+from tp_runs import assert_close, block, tensor_of, workspaces
+
+from dist_autotune import contextual_autotune
+from dist_autotune.kernels import tp
+from dist_autotune.kernels.ag_gemm.plain import CANDIDATES as OF_GATHER
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.gemm_rs.plain import CANDIDATES as OF_SCATTER
+from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
+
+pytestmark = INTERPRETER
+# torch._dynamo makes an instance of every torch.autograd.Function.
+INSTANTIATED = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+
+
+def compiled(rank, save_gathered):
+    with workspaces(rank):
+        up, gate, down = (tensor_of(0, *shape, seed=1) for shape in ((12, 8), (12, 8), (8, 12)))
+        x, bias = tensor_of(rank, 4, 8), tensor_of(0, 8, seed=7)
+        found = []
+        for group in (None, dist.group.WORLD, dist.group.WORLD.group_name):
+
+            def layer(x, group=group):
+                of_up, of_gate = tp.all_gather_matmul(x, [up, gate], group, save_gathered=save_gathered)
+                return tp.matmul_reduce_scatter(of_up * of_gate.sigmoid(), down, group, bias=bias)
+
+            results = []
+            for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+                result = function(x)
+                results.append(
+                    [result, *torch.autograd.grad(result.square().sum(), [x, up, gate, down, bias])]
+                )
+            found += [torch.equal(*pair) for pair in zip(*results, strict=True)]
+        return all(found), len(found)
+
+
+@INSTANTIATED
+@pytest.mark.parametrize("save_gathered", [True, False], ids=["saved", "gathered again"])
+def test_a_compiled_layer_is_one_graph_with_the_same_bits(save_gathered):
+    assert values(compiled, 2, save_gathered) == [(True, 18)] * 2
+
+
+def tuned_while_compiled(rank):
+    """Tune a compiled forward and backward in context, with two candidates of each kernel."""
+    with workspaces(rank, 0):
+        all_gather_gemm.configs, gemm_reduce_scatter.configs = OF_GATHER[:2], OF_SCATTER[:2]
+        own = [tensor_of(rank, *shape) for shape in ((32, 32), (32, 32), (32, 32))]
+        layer = torch.compile(block, fullgraph=True, backend="aot_eager")
+
+        def step(function=layer):
+            result = function(*own)
+            return [result, *torch.autograd.grad((result / 100).square().sum(), own)]
+
+        wanted = step(block)
+        options = {"n_warmup": 0, "n_repeat": 1, "cache": False, "log_dir": None, "progress": False}
+        tuned = contextual_autotune(step, is_dist=True, **options)
+        got = tuned()
+        for pair in zip(got, wanted, strict=True):
+            assert_close(*pair)
+        found = [(context.kernel, context.status) for context in tuned.report.contexts]
+        return tuned.settled, sorted(set(found) - {each for each in found if each[0].startswith("ag_gemm ")})
+
+
+@pytest.mark.slow
+@INSTANTIATED
+@pytest.mark.filterwarnings("ignore:.* has not been tuned")  # at first they have not
+def test_kernels_of_a_compiled_forward_and_backward_are_tuned_in_context():
+    of_both = [(name, "tuned") for name in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_rs way")]
+    assert values(tuned_while_compiled, 2) == [(True, of_both)] * 2
+
+
+def opchecked(rank):
+    with workspaces(rank) as world:
+        ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
+        x, up, gate = tensor_of(rank, 4, 8), tensor_of(0, 12, 8), tensor_of(0, 6, 8)
+        a, b = tensor_of(rank, 4 * world, 12), tensor_of(rank, 4 * world, 6)
+        down, gate_down = tensor_of(0, 8, 12), tensor_of(0, 8, 6)
+        found = [
+            torch.library.opcheck(ops.all_gather_matmul.default, (x, [up, gate], name, True)),
+            torch.library.opcheck(ops.all_gather_matmul.default, (x, [up], name, False)),
+            torch.library.opcheck(ops.matmul_reduce_scatter.default, ([a], [down], name)),
+            torch.library.opcheck(ops.matmul_reduce_scatter.default, ([a, b], [down, gate_down], name)),
+            torch.library.opcheck(
+                ops.matmul_reduce_scatter_backward.default,
+                (tensor_of(rank, 4, 8, grad=False), [a.detach()], [down.detach()], name, [True], [True]),
+            ),
+        ]
+        return {result for one in found for result in one.values()}
+
+
+def test_the_operators_pass_torchs_own_checks():
+    assert values(opchecked, 2) == [{"SUCCESS"}] * 2

@@ -1,0 +1,112 @@
+"""The workspaces of tensor parallelism: how many there are, when they grow and when they are given back."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from operation_runs import INTERPRETER, message_of, values
+from tp_runs import block, tensor_of, workspaces
+
+from dist_autotune.kernels import tp
+from dist_autotune.kernels.tp import registry
+from dist_autotune.kernels.tp.registry import WORKSPACES
+
+pytestmark = INTERPRETER
+
+
+def many_layers(rank):
+    """Run 80 pairs of layers forward and backward; return which operations one and 80 have opened."""
+    with workspaces(rank):
+        x = tensor_of(rank, 4, 8)
+        weights = [tensor_of(0, *shape, seed=layer) for layer in range(80) for shape in ((12, 8), (8, 12))]
+        held = []
+        for layers in (1, 80):
+            result = x
+            for layer in range(layers):
+                result = block(result, *weights[2 * layer : 2 * layer + 2]) / 100
+            result.sum().backward()
+            held.append([id(each.operation) for each in WORKSPACES.open.values()])
+        return held[0] == held[1], len(held[1])
+
+
+def test_eighty_layers_share_one_workspace():
+    # One that gathers and one that scatters, forward and backward.
+    assert values(many_layers, 2) == [(True, 2)] * 2
+
+
+def growing(rank):
+    with workspaces(rank):
+        up = tensor_of(0, 12, 8)
+        tp.reserve(8, 8, torch.float32, timeout_s=55.0)
+        rows = []
+        for m in (4, 5, 6, 7, 40):
+            tp.all_gather_matmul(tensor_of(rank, m, 8), up)
+            (workspace,) = (w for key, w in WORKSPACES.open.items() if key.kind is registry.AllGatherGemm)
+            rows.append((workspace.rows, workspace.timeout_s))
+        opened = len(WORKSPACES.open)
+        tp.release()
+        after = len(WORKSPACES.open)
+        tp.release()  # nothing is open
+        return rows, opened, after, tp.all_gather_matmul(tensor_of(rank, 4, 8), up).shape
+
+
+def test_a_workspace_grows_by_half_and_is_given_back_by_release():
+    for rows, opened, after, shape in values(growing, 2):
+        assert rows == [(4, 55.0), (6, 55.0), (6, 55.0), (9, 55.0), (40, 55.0)]
+        assert (opened, after, shape) == (2, 0, (8, 12))
+
+
+def group_made_anew(rank):
+    with workspaces(rank):
+        x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
+        pair = dist.new_group([0, 1])
+        first = tp.all_gather_matmul(x, up, pair)
+        (key,) = WORKSPACES.open
+        WORKSPACES.open[key].group = dist.group.WORLD  # as if a group of that name had been destroyed
+        second = tp.all_gather_matmul(x, up, pair)
+        tp.release(pair)
+        return torch.equal(first, second), len(WORKSPACES.open)
+
+
+def test_a_group_that_was_made_anew_gets_a_workspace_of_its_own():
+    assert values(group_made_anew, 2) == [(True, 0)] * 2
+
+
+def captured(rank):
+    """Pretend that a stream is being captured, which the CPU cannot."""
+    with workspaces(rank):
+        x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
+        registry._is_capturing = lambda tensor: True
+        texts = [message_of(lambda: tp.all_gather_matmul(x, up))]
+        tp.reserve(4, 8, torch.float32)  # of both ranks
+        texts.append(message_of(lambda: tp.all_gather_matmul(x, up)))
+        tp.all_gather_matmul(x[:2], up)
+        registry._is_capturing = lambda tensor: False
+        grown = tp.all_gather_matmul(x, up)
+        kept = [workspace.rows for _, workspace in WORKSPACES.outgrown]
+        tp.release()
+        return texts, grown.shape, kept, len(WORKSPACES.outgrown)
+
+
+def test_a_capture_opens_nothing_and_keeps_what_it_uses_until_release():
+    told = "RuntimeError: a captured call of 4 rows of 8 features in torch.float32 found "
+    for texts, shape, kept, left in values(captured, 2):
+        rooms = ("no workspace", "a workspace of 2 rows")
+        assert texts == [f"{told}{room}: call once before the capture, or reserve() it" for room in rooms]
+        assert (shape, kept, left) == ((8, 12), [2], 0)
+
+
+def mesh_of_two_dimensions(rank):
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    with workspaces(rank):
+        text = message_of(lambda: tp.all_gather_matmul(tensor_of(rank, 4, 8), tensor_of(0, 12, 8), mesh))
+        shape = tp.all_gather_matmul(tensor_of(rank, 4, 8), tensor_of(0, 12, 8), mesh["tp"]).shape
+        tp.release(mesh["tp"])
+    return text, shape
+
+
+def test_a_mesh_of_one_dimension_is_a_group_and_one_of_two_is_not():
+    assert (
+        values(mesh_of_two_dimensions, 2)
+        == [("ValueError: the mesh has dimensions ('dp', 'tp'); pass one, mesh['tp']", (8, 12))] * 2
+    )

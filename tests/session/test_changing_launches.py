@@ -1,0 +1,195 @@
+"""Launches that come and go: kernels and keys that vary between runs, keys that a later call brings."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from kernels_for_tests import (
+    F32,
+    Mine,
+    block_of,
+    double,
+    entries,
+    launch,
+    no_bench,
+    numbers,
+    only,
+    records,
+    winner,
+)
+
+from dist_autotune.logs.records import ContextSettled, SessionClosed
+
+
+def test_a_kernel_launched_only_in_the_first_run_starves_and_that_is_said(bench):
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    runs = itertools.count()
+    tuned = bench.tune(lambda: launch(kernel, numbers()) if next(runs) == 0 else None, n_repeat=3)
+    tuned()
+    assert tuned.report.runs <= 5
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("starved", 16)
+    (closed,) = records(SessionClosed)
+    assert "no longer launched" in closed.warning
+    assert "add" in closed.warning
+
+
+def test_a_caller_that_keeps_the_config_and_bypasses_the_autotuner_does_not_hang(bench):
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    frozen: list[Any] = []
+
+    def thunk():
+        if not frozen:
+            launch(kernel, numbers())
+            frozen.append(kernel.best_config)
+        y = torch.zeros(64)
+        kernel.fn.run(numbers(), y, 64, grid=(8,), warmup=False, **frozen[0].all_kwargs())
+        return y
+
+    tuned = bench.tune(thunk, n_repeat=3)
+    assert torch.equal(tuned(), numbers() + 1)
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("starved", 16)
+    (closed,) = records(SessionClosed)
+    assert closed.warning == tuned.report.warning
+    assert closed.warning.startswith("no longer launched, settled with the samples so far: add[64")
+
+
+@pytest.mark.parametrize("counts", [(1, 2, 3), (2, 0, 1), (3, 0)], ids=str)
+def test_the_number_of_launches_may_vary_from_run_to_run(bench, counts):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    number = itertools.cycle(counts)
+    tuned = bench.tune(lambda: [launch(kernel, numbers()) for _ in range(next(number))], n_repeat=2)
+    tuned()
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("tuned", 32)
+    assert set(only(tuned.report).timings.values()) == {1.0, 2.0, 3.0}
+
+
+def test_a_new_key_in_every_run_ends_with_incumbents(bench):
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    sizes = iter(range(64, 164))  # a run too many would raise instead of going on for ever
+    tuned = bench.tune(lambda: launch(kernel, numbers(next(sizes))), n_repeat=5)
+    tuned()
+    assert tuned.report.runs < 60
+    assert {context.status for context in tuned.report.contexts} == {"starved", "partial"}
+    tuned()
+    assert bench.blocks()[-1] == 16
+
+
+def test_a_key_first_seen_in_a_settled_call_runs_its_incumbent_and_is_tuned_by_that_call(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64)
+    assert tuned.settled
+    bench.forget()
+    marks = bench.clock.marks
+    assert torch.equal(tuned(128), numbers(128) + 1)
+    assert bench.blocks() == [32, 32, 16, 32]  # met, two trials, the final run
+    assert bench.clock.marks == marks + 2
+    assert tuned.settled
+    assert (tuned.report.runs, winner(only(tuned.report))) == (3, 32)
+    tuned(128)
+    assert bench.blocks() == [32, 32, 16, 32, 32]
+
+
+def test_a_sweep_over_shapes_tunes_every_shape(bench, tmp_cache):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    shapes = range(16, 80, 8)
+    for n in shapes:
+        assert torch.equal(tuned(n), numbers(n) + 1)
+        assert tuned.settled
+    assert [block_of(kernel.cache[n, F32, F32]) for n in shapes] == [32] * len(shapes)
+    assert [entry["config"].split(",")[0] for entry in entries(tmp_cache)] == ["BLOCK: 32"] * len(shapes)
+    assert [record.status for record in records(ContextSettled)] == ["tuned"] * len(shapes)
+
+
+def test_a_new_key_is_tuned_in_a_call_in_which_a_tuned_function_calls_another(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inner = bench.tune(lambda n: launch(kernel, numbers(n)), name="inner")
+    outer = bench.tune(lambda n: inner(n), name="outer")
+    outer(64)
+    bench.forget()
+    outer(128)
+    assert bench.blocks() == [32, 32, 16, 32]
+    assert inner.report is None
+
+
+def test_a_call_that_raises_after_a_new_key_tunes_nothing_and_the_next_one_does(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    fails = [False]
+
+    def thunk(n):
+        launch(kernel, numbers(n))
+        if fails[0]:
+            raise Mine
+
+    tuned = bench.tune(thunk)
+    tuned(64)
+    bench.forget()
+    fails[0] = True
+    with pytest.raises(Mine):
+        tuned(128)
+    assert bench.blocks() == [32]
+    fails[0] = False
+    tuned(128)
+    assert bench.blocks() == [32, 32, 32, 16, 32]
+
+
+def test_mode_cached_launches_a_new_key_once(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    for _ in range(2):
+        tuned(64)
+        tuned(128)
+    assert bench.blocks() == [16] * 4
+
+
+def test_a_new_key_under_capture_is_launched_once_and_tuned_by_the_next_call(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64)
+    bench.forget()
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        tuned(128)
+    assert bench.blocks() == [32]
+    tuned(128)
+    assert bench.blocks() == [32, 32, 32, 16, 32]
+
+
+def test_a_context_admitted_too_late_is_partial_and_tuned_by_a_later_call(bench):
+    one, late = bench.kernel({16: 1.0, 32: 2.0}), bench.kernel({16: 2.0, 32: 1.0}, double)
+    runs = itertools.count()
+
+    def thunk():
+        launch(one, numbers())
+        if next(runs) >= 16:
+            launch(late, numbers())
+
+    tuned = bench.tune(thunk, n_repeat=20)
+    tuned()
+    statuses = {context.kernel: context.status for context in tuned.report.contexts}
+    assert statuses == {"add": "tuned", "double": "partial"}
+    for _ in range(2):
+        tuned()
+    assert {context.kernel: winner(context) for context in tuned.report.contexts} == {"add": 16, "double": 32}
+    assert {context.status for context in tuned.report.contexts} <= {"tuned", "cached"}
+
+
+def test_a_function_without_launches_ends_at_once_and_says_so(bench):
+    calls = itertools.count()
+    tuned = bench.tune(lambda: next(calls))
+    assert tuned() == 0
+    assert (tuned.report.runs, tuned.report.contexts) == (1, ())
+    assert records(SessionClosed)[0].warning == "no launches of autotuned kernels seen"
+
+
+def test_kernels_first_launched_by_the_second_call_are_tuned_then(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda works: launch(kernel, numbers()) if works else None)
+    tuned(False)
+    tuned(True)
+    assert bench.blocks() == [16, 16, 32, 32]
