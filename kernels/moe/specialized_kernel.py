@@ -69,9 +69,9 @@ class Blocks:
 
     @gluon.jit
     def place(self, number):
-        """Return where the tile's rows go, and where it is in the weights of all experts, one below the other.
+        """Return where the tile's rows go, and where it is in the experts' weights, one below the other.
 
-        Who multiplies asks under the last products of the tile, so the loads cost it nothing.
+        Who multiplies asks under the last products of the tile, which hide the loads.
         """
         entry_ptr, col = self.find(number)
         expert = min(gl.load(entry_ptr), self.experts - 1)
