@@ -48,7 +48,6 @@ CANDIDATES = [
     _candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 2)),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(32, 2), group_m=16),
-    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(16, 1), extra_n=32),
     _candidate("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
     _candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
     # Few rows for each rank.
@@ -56,10 +55,8 @@ CANDIDATES = [
     _candidate("cooperative", (64, 128, 128), 4, warps=4, store=(64, 1)),
 ]
 if HAS_INLINE_PTX:
-    CANDIDATES += [
-        *(_candidate(**any_width("cooperative", 128, width), joined=True) for width in (176, 192, 208, 224)),
-        *(_candidate(**any_width("pingpong", 128, width, 32), joined=True) for width in (144, 160)),
-    ]
+    WIDTHS = (176, 192, 208, 224)
+    CANDIDATES += [_candidate(**any_width("cooperative", 128, width), joined=True) for width in WIDTHS]
 
 
 def fewest_rows(*, tensor_memory: bool) -> int:

@@ -1,0 +1,250 @@
+"""GemmReduceScatter's warp-specialised kernel, compiled for GPUs that are not here, and its launch."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, of_each_value, resources
+from gemm_compiled import descriptor_type, in_parallel
+from launch_path import CompilingDevice, arguments, count_asking, only_compiling
+
+from dist_autotune.kernels import launch as launches
+from dist_autotune.kernels.compat import HAS_INLINE_PTX
+from dist_autotune.kernels.gemm.configs import shared_bytes
+from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
+from dist_autotune.kernels.gemm_rs import specialized
+from dist_autotune.kernels.gemm_rs.call import Call, Held, Operands
+from dist_autotune.kernels.gemm_rs.specialized import CANDIDATES, blocks_of_all, fewest_rows, prune
+from dist_autotune.kernels.gemm_rs.specialized_kernel import specialized_gemm_reduce_scatter
+from dist_autotune.kernels.launch import SettledLaunches
+
+pytestmark = pytest.mark.aot
+
+TARGETS = pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+SCALARS = ("M", "N", "K", "capacity", "first", "chunks", "rank", "patience_ticks")
+# Of four warps that share a tile, with Triton 3.9: the thread's number and the last column.
+SPILLED_BYTES = 8 if HAS_INLINE_PTX else 0
+SMALL = next(config for config in CANDIDATES if config.kwargs["BLOCK_M"] == 64)
+
+
+def compile_candidate(
+    config: triton.Config, target: Any, *, addend: bool = False, by_columns: bool = False
+) -> Any:
+    constants = {"WORLD": 4, "TENSOR_MEMORY": target is BLACKWELL, "DTYPE": "bf16", "TRANS_B": not by_columns}
+    constants |= config.kwargs
+    types = {name: descriptor_type("bf16", block) for name, block in blocks_of_all(constants).items()}
+    types |= {"staged_ptr": "*bf16", "flags_ptr": "*i32", "counts_ptr": "*i32", "errors_ptr": "*i64"}
+    types |= dict.fromkeys(SCALARS, "i32")
+    if addend:
+        types["addend_ptr"] = "*bf16"
+    else:
+        constants["addend_ptr"] = None
+    aligned = ("staged_ptr", "addend_ptr", "counts_ptr", "N")
+    any_value = tuple(name for name in types if name not in aligned)
+    kernel = specialized_gemm_reduce_scatter
+    return compile_for(target, kernel, types, constants, any_value=any_value, num_warps=config.num_warps)
+
+
+def usable_on(target: Any, rows: int, n: int = 8192, *, by_rows: bool = True) -> list[triton.Config]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(specialized, "shared_memory_bytes", lambda: SHARED_BYTES[target])
+        args = {"M": 4 * rows, "N": n, "K": 8192, "TRANS_B": by_rows}
+        return prune(CANDIDATES, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
+
+
+@functools.cache
+def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
+    """Return candidates of a large call with what they compile to."""
+    configs = of_each_value(usable_on(target, 2048))  # it costs seconds
+    jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
+    return list(zip(configs, in_parallel(jobs), strict=True))
+
+
+def check_resources(config: triton.Config, compiled: Any, target: Any) -> None:
+    used = resources(compiled, target)
+    shares = target is HOPPER and config.kwargs["VARIANT"] == "cooperative" and config.num_warps == 4
+    assert used["spilled"] <= (SPILLED_BYTES if shares else 0), config
+    assert used["registers"] <= REGISTERS[target], config
+    assert used["shared_bytes"] <= SHARED_BYTES[target], config
+    estimate = shared_bytes(config.kwargs, 2, tensor_memory=target is BLACKWELL)
+    assert 0 <= estimate - used["shared_bytes"] <= 1024, config
+    assert compiled.metadata.global_scratch_size == 0, config  # descriptors come from the host
+
+
+@TARGETS
+def test_candidates_fit_the_device_without_spills(target):
+    assert compiled_for(target)
+    for config, compiled in compiled_for(target):
+        check_resources(config, compiled, target)
+
+
+def test_an_addend_and_a_weight_by_columns_fit_beside_the_accumulator():
+    usable = usable_on(HOPPER, 2048, by_rows=False)
+    for variant in ("cooperative", "pingpong"):
+        config = next(config for config in usable if config.kwargs["VARIANT"] == variant)
+        check_resources(config, compile_candidate(config, HOPPER, addend=True, by_columns=True), HOPPER)
+
+
+@TARGETS
+def test_stores_are_complete_before_a_barrier_and_the_arrival_that_tells_of_them(target):
+    """All threads wait, not only one: of a piece of two boxes two threads start the copies."""
+    order = re.compile(
+        r"cp\.async\.bulk\.wait_group 0;(?P<between>.*?)mbarrier\.arrive\.shared::cta\.b64", re.DOTALL
+    )
+    for config, compiled in compiled_for(target):
+        found = order.findall(compiled.asm["ptx"])
+        storers = 2 if config.kwargs["VARIANT"] == "pingpong" and target is HOPPER else 1
+        assert len(found) == 2 * storers, config  # at each tile, and at the end
+        for between in found:
+            assert re.search(r"bar(rier)?\.(cta\.)?sync", between), config
+            assert "cp.async.bulk.tensor" not in between, config
+            assert "wait_group" not in between, config
+
+
+def partition_that_polls(sass: str) -> str:
+    parts = re.split(r"USETMAXREG|BRX", sass)
+    return "".join(part for part in parts if "LDG.E.STRONG.SYS" in part)
+
+
+@TARGETS
+def test_one_warp_counts_and_waits_for_peers_and_nobody_else_does(target):
+    for config, compiled in compiled_for(target):
+        ptx = compiled.asm["ptx"]
+        assert "ld.global.sys.acquire" in ptx, config
+        assert "vote.sync.any" in ptx, config  # on the time, in one warp
+        assert "barrier.cta.red" not in ptx, config
+        assert len(re.findall(r"atom\.global\.gpu\.acq_rel\.add", ptx)) == 2, (
+            config
+        )  # tiles; who claims no more
+        polls = partition_that_polls(compiled.asm["sass"])
+        assert "ATOMG.E.EXCH.STRONG.SYS" in polls, config  # DONE
+        assert not re.search(r"UTMASTG|UTMALDG|HGMMA|UTCHMMA", polls), config
+        assert max(map(int, re.findall(r"\bR(\d+)\b", polls))) < LOADER_REGISTERS.value, config
+
+
+def test_what_the_peers_have_sent_is_loaded_two_elements_at_a_time():
+    """A thread has two neighbours of a row; so the compiler must know that pairs begin at 4 bytes."""
+    (_config, compiled), *_ = compiled_for(HOPPER)
+    loads = re.findall(r"ld\.global\.(\w+) ", compiled.asm["ptx"])
+    assert loads.count("b32") > 8
+    assert "b16" not in loads
+
+
+# ---- candidates
+
+
+@TARGETS
+@pytest.mark.parametrize("rows", [64, 100, 128, 4096])
+def test_no_tile_is_higher_than_a_chunk_and_one_is_left_where_the_body_runs(target, rows):
+    usable = usable_on(target, rows)
+    assert all(config.kwargs["BLOCK_M"] <= rows for config in usable)
+    assert bool(usable) == (rows >= fewest_rows(tensor_memory=target is BLACKWELL))
+
+
+def test_a_weight_by_columns_leaves_out_what_cannot_read_it():
+    assert not any(config.kwargs["JOINED"] for config in usable_on(HOPPER, 2048, by_rows=False))
+
+
+def test_two_candidates_are_never_the_same():
+    texts = [str(config) for config in CANDIDATES]
+    assert len(set(texts)) == len(texts)
+
+
+# ---- the launch path, on a device that compiles and does not run
+
+WORLD, ROWS, CAPACITY, N, K = 2, 192, 256, 512, 128
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilingDevice]:
+    with only_compiling(monkeypatch, specialized, specialized.tuned, SMALL) as made:
+        monkeypatch.setattr(specialized, "_SETTLED", SettledLaunches(specialized.tuned, blocks_of_all))
+        yield made
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def tensors(addend: bool = False) -> tuple[Operands, Held]:
+    out, added = zeros(ROWS, N), zeros(WORLD * ROWS, N) if addend else None
+    flags, counts = zeros(7, WORLD, dtype=torch.int32), zeros(WORLD + 2, dtype=torch.int32)
+    sums = (zeros(WORLD - 1, CAPACITY, N), zeros(WORLD - 1, CAPACITY, N))
+    held = Held(*sums, flags, counts, zeros(WORLD, dtype=torch.int64))
+    return Operands(zeros(WORLD * ROWS, K), zeros(N, K), out, added), held
+
+
+def launch(operands: Operands, held: Held, first: int = 0, chunks: int = WORLD) -> None:
+    call = Call(1, WORLD, CAPACITY, first, chunks, 132, 99, held)
+    specialized.SpecializedBody(operands, held).launch(operands, call)
+
+
+def test_the_short_way_launches_what_the_long_one_does_with_its_own_numbers(device, monkeypatch):
+    operands, held = tensors()
+    launch(operands, held)
+    asked = count_asking(monkeypatch, specialized.tuned)
+    launch(operands, held)
+    first, second = map(arguments, device.launched)
+    assert asked == []
+    assert first == second
+    a, weight, out, _ = operands
+    described = (a, weight, weight, out, held.partial)
+    assert [value[0] for value in first[:5]] == [tensor.data_ptr() for tensor in described]
+    assert first[4][1:3] == ((WORLD - 1) * CAPACITY, N)  # the partial sums of all peers
+    names = specialized.tuned.arg_names
+    named = dict(zip(names, first, strict=True))
+    assert [named[name] for name in SCALARS] == [WORLD * ROWS, N, K, CAPACITY, 0, WORLD, 1, 99]
+    assert named["staged_ptr"] == held.staged.data_ptr()
+    assert device.launched[0][:3] == (WORLD * (ROWS // 64) * (N // SMALL.kwargs["BLOCK_N"]), 1, 1)
+
+
+def test_one_chunk_alone_has_its_own_grid_and_the_same_tuning(device):
+    operands, held = tensors()
+    for first in range(WORLD):
+        launch(operands, held, first, 1)
+    tiles = (ROWS // 64) * (N // SMALL.kwargs["BLOCK_N"])
+    assert [made[0] for made in device.launched] == [tiles] * WORLD
+    at = specialized.tuned.arg_names.index("first")
+    assert [arguments(made)[at] for made in device.launched] == list(range(WORLD))
+
+
+def test_an_addend_is_a_kernel_and_a_choice_of_its_own(device):
+    for adds in (False, True, True):
+        launch(*tensors(adds))
+    settled = specialized._SETTLED._of.values()
+    assert len({each.key for each in settled}) == 2
+    at = specialized.tuned.arg_names.index("addend_ptr")
+    assert [arguments(made)[at] is None for made in device.launched] == [True, False, False]
+
+
+def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
+    operands, held = tensors()
+    launch(operands, held)
+    asked = count_asking(monkeypatch, specialized.tuned)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
+    launch(operands, held)
+    assert asked == [1]
+
+
+@pytest.mark.parametrize(
+    ("major", "rows", "n", "shift", "expected"),
+    [
+        *((9, 64, 512, 0, True), (10, 64, 512, 0, False), (10, 128, 512, 0, True), (8, 64, 512, 0, False)),
+        *((9, 63, 512, 0, False), (9, 64, 516, 0, False), (9, 64, 512, 1, False)),
+    ],
+)
+def test_it_takes_calls_on_its_devices_whose_rows_tma_can_address(
+    major, rows, n, shift, expected, monkeypatch
+):
+    monkeypatch.setattr(specialized, "capability", lambda device: major)
+    addend = zeros(2 * rows * n + shift)[shift:].view(2 * rows, n)
+    sums = zeros(1, rows, n)
+    held = Held(sums, sums, *(zeros(4, dtype=torch.int32) for _ in range(3)))
+    operands = Operands(zeros(2 * rows, K), zeros(n, K), zeros(rows, n), addend)
+    assert specialized.can_run(operands, held) is expected
