@@ -29,7 +29,7 @@ from ..gemm.problem import StaticSchedule
 from ..gemm.roles import LOADER_REGISTERS, load, work
 from .operands import GATHER_WARPS, GatheredOperands
 
-# Who gathers and the load warp are of one warpgroup: 2 * 216 + 72 for each of 128 lanes are an SM's 65536.
+# Who gathers and the load warp are one warpgroup: 2 * 216 + 72 for each of 128 lanes, 64512 of an SM's 65536.
 GATHER_REGISTERS = gl.constexpr(72)
 CONSUMER_REGISTERS = gl.constexpr(216)
 
