@@ -29,7 +29,7 @@ from ..gemm.problem import StaticSchedule
 from ..gemm.roles import LOADER_REGISTERS, load, work
 from .operands import GATHER_WARPS, GatheredOperands
 
-# Who gathers and the load warp are of one warpgroup: 2 * 216 + 72 for each of 128 lanes are an SM's 65536.
+# Who gathers and the load warp are one warpgroup: 2 * 216 + 72 for each of 128 lanes, 64512 of an SM's 65536.
 GATHER_REGISTERS = gl.constexpr(72)
 CONSUMER_REGISTERS = gl.constexpr(216)
 
@@ -44,6 +44,13 @@ def _of_rows(columns, warps):
     return gl.BlockedLayout([16 * lanes // 32, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
+@gluon.jit
+def rows_to_store(config):
+    """Return the numbers of a tile's rows, as `RowStores` wants where they go."""
+    layout: gl.constexpr = _of_rows(config.STORE_N, gl.num_warps())
+    return gl.arange(0, config.BLOCK_M, gl.SliceLayout(1, layout))
+
+
 @aggregate
 class RowStores:
     """The epilogue for rows of C that lie anywhere; the columns, a multiple of 8, begin at 16 bytes."""
@@ -54,12 +61,6 @@ class RowStores:
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     STORE_N: gl.constexpr
-
-    @gluon.jit
-    def rows(self):
-        """Return the numbers of a tile's rows, as `store` wants where they go."""
-        layout: gl.constexpr = _of_rows(self.STORE_N, gl.num_warps())
-        return gl.arange(0, self.BLOCK_M, gl.SliceLayout(1, layout))
 
     @gluon.jit
     def store(self, accumulator, rows, real, is_product, col):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from ..configs import INTERPRETED, candidate
+from ..configs import INTERPRETED, candidate, capability
 from ..grouped.configs import LOWEST_HEIGHT as LOWEST_GROUPED_HEIGHT
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 
@@ -99,19 +98,12 @@ class Shape(NamedTuple):
         whole = self.dtype.itemsize == 2 and all(size % 8 == 0 for size in sizes)
         addressable = self.tma_legal and gather_is_aligned and out_is_aligned and whole
         fills_tiles = self.size_class >= LOWEST_GROUPED_HEIGHT * self.experts
-        return addressable and fills_tiles and _is_hopper(self.device)
+        return addressable and fills_tiles and capability(self.device) == 9
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         """Return how many programs run: at most the SMs or the tiles, and one even without tiles, to wait."""
         blocks = min(self.choices, triton.cdiv(self.choices, meta["BLOCK_M"]) + self.experts + 1)
         return max(1, min(self.programs, blocks * triton.cdiv(self.n, meta["BLOCK_N"]))), 1, 1
-
-
-@functools.lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or INTERPRETED or torch.version.hip:
-        return False
-    return bool(torch.cuda.get_device_properties(device).major == 9)
 
 
 def counted(choices: int, programs: int) -> int:

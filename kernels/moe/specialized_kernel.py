@@ -4,7 +4,7 @@ Only the load warp waits: once a tile, for the stages up to the tile's last one 
 yet. Rows are gathered, and weights loaded, when it has; the tensor cores go on with what was there before.
 
     tiles     of the plan's table for blocks of BLOCK_M rows, down GROUP_M blocks before the next column
-    rows      behind a block's end are those of its first one again: multiplied, not stored
+    rows      behind a block's end are its last one again: multiplied, not stored
     columns   the last ones of an expert are moved back to end with its matrix, so that no tile reads the next
               expert's; what two tiles share is stored twice, the same
     dropped   choices are blocks of their own. One k block is multiplied, as no tile may have none; zeros are
@@ -20,11 +20,17 @@ from ..compat import aggregate
 from ..exchange.peers import ARRIVED, Peers, release_if_given_up, wait_for_flag
 from ..gemm.operands import Config
 from ..gemm.problem import last_start
-from ..grouped.body import RowStores, run
+from ..grouped.body import RowStores, rows_to_store, run
 from ..tiles import grouped_tile
 from .flags import NOT_PUSHED
 from .products import table_of
 from .routing import ENTRY
+
+
+@gluon.jit
+def _places(entry_ptr, rows):
+    """Return the places of a block's rows among the sorted choices; the last one's behind its end."""
+    return gl.minimum(gl.load(entry_ptr + 1) + rows, gl.load(entry_ptr + 2) - 1)
 
 
 @aggregate
@@ -63,7 +69,10 @@ class Blocks:
 
     @gluon.jit
     def place(self, number):
-        """Return where the tile is in the weights of all experts, one below the other."""
+        """Return where the tile's rows go, and where it is in the experts' weights, one below the other.
+
+        Who multiplies asks under the last products of the tile, which hide the loads.
+        """
         entry_ptr, col = self.find(number)
         expert = min(gl.load(entry_ptr), self.experts - 1)
         first_k = 0
@@ -71,7 +80,10 @@ class Blocks:
             col += expert * self.N
         else:
             first_k = expert * (self.K // self.config.BLOCK_K)
-        return 0, 0, col, first_k
+        rows = _places(entry_ptr, rows_to_store(self.config))
+        if not self.SORTED:
+            rows = gl.load(self.rows_ptr + rows)
+        return 0, rows, col, first_k
 
     @gluon.jit
     def blocks_of(self, number):
@@ -88,9 +100,7 @@ class Blocks:
     def rows_to_gather(self, number, rows):
         """Return where the tile's rows begin: [BLOCK_M]."""
         entry_ptr, _col = self.find(number)
-        begin, end = gl.load(entry_ptr + 1), gl.load(entry_ptr + 2)
-        places = begin + rows
-        sources = gl.load(self.sources_ptr + gl.where(places < end, places, begin)) // self.topk
+        sources = gl.load(self.sources_ptr + _places(entry_ptr, rows)) // self.topk
         return self.a_ptr + sources.to(gl.int64) * self.elements()
 
     @gluon.jit
@@ -117,12 +127,8 @@ class Blocks:
     def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
         """Store the tile's rows where their choices are, or in the order of the table."""
         entry_ptr, col = self.find(number)
-        expert, begin, end = gl.load(entry_ptr), gl.load(entry_ptr + 1), gl.load(entry_ptr + 2)
-        places = begin + epilogue.rows()
-        rows = places
-        if not self.SORTED:
-            rows = gl.load(self.rows_ptr + gl.where(places < end, places, begin))
-        epilogue.store(accumulator, rows, places < end, expert < self.experts, col)
+        real = rows_to_store(self.config) < gl.load(entry_ptr + 2) - gl.load(entry_ptr + 1)
+        epilogue.store(accumulator, row, real, gl.load(entry_ptr) < self.experts, col)
 
 
 # Sizes only count tiles: one binary serves all shapes.

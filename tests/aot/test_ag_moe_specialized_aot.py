@@ -119,7 +119,7 @@ CHOICES, N, K, EXPERTS = 256, 256, 128, 4
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(launch_of_moe, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(launch_of_moe, "capability", lambda device: 9)
     tuner = ag_moe_kernel.specialized
     with only_compiling(monkeypatch, ag_moe, tuner, SMALL, "_SPECIALIZED", blocks_of) as made:
         yield made
@@ -212,5 +212,5 @@ def test_it_takes_no_call_of_the_plain_body_and_none_on_other_devices(device, mo
     call = Call()
     assert call.suits()
     assert not call.suits(body="plain")
-    monkeypatch.setattr(launch_of_moe, "_is_hopper", lambda device: False)
+    monkeypatch.setattr(launch_of_moe, "capability", lambda device: 10)
     assert not call.suits()

@@ -146,6 +146,7 @@ def _fakes() -> dict[str, types.ModuleType]:
         store=lambda pointer, value, **masked: pointer.set(value, **masked),
         arange=lambda start, end, layout: Tensor(np.arange(start, end)),
         where=where,
+        minimum=lambda tensor, limit: Tensor(np.minimum(tensor.array, limit)),
         exp=lambda tensor: Tensor(np.exp(tensor.array)),
         erf=lambda tensor: Tensor(np.vectorize(math.erf)(tensor.array)),
         abs=abs,
