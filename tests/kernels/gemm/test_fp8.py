@@ -219,10 +219,17 @@ def test_every_candidate_multiplies_fp8_on_a_gpu(by_columns, monkeypatch):
             check(a, b, epilogue, out=out.T if by_columns else out)
 
 
+def choose_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls take the first candidate that has room for a float32 result: a single one is not pruned."""
+    tensor_memory = torch.cuda.get_device_capability()[0] == 10
+    fitting = (config for config in GLUON_CANDIDATES if fits(config, 4, 232448, tensor_memory=tensor_memory))
+    monkeypatch.setattr(launching.tuned_gemm, "configs", [next(fitting)])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(4096, 512, 16384), (1, 128, 256), (999, 333, 501)], ids=str)
 def test_products_in_fp8_are_those_of_torch_on_a_gpu(sizes, monkeypatch):
-    monkeypatch.setattr(launching.tuned_gemm, "configs", launching.tuned_gemm.configs[:1])
+    choose_first(monkeypatch)
     a, b, scale_a, scale_b = operands(*sizes)
     for scales, out_dtype in itertools.product(((None, None), (scale_a, scale_b)), OUT_DTYPES):
         ours = check(a, b, Epilogue(None, None, *scales), out_dtype=out_dtype)
@@ -234,7 +241,7 @@ def test_products_in_fp8_are_those_of_torch_on_a_gpu(sizes, monkeypatch):
 
 @pytest.mark.gpu
 def test_a_captured_call_reads_its_scales_in_each_replay(monkeypatch):
-    monkeypatch.setattr(launching.tuned_gemm, "configs", launching.tuned_gemm.configs[:1])
+    choose_first(monkeypatch)
     a, b, scale_a, scale_b = operands(512, 512, 256)
     out = persistent_matmul(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
     graph = torch.cuda.CUDAGraph()
