@@ -11,7 +11,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..configs import capability, not_too_large, shared_memory_bytes, take_first
 from ..epilogues import NO_EPILOGUE, EpilogueKind
 from ..gemm.configs import blocks_of, gluon_candidate, in_words
-from ..gemm.pruning import fits
+from ..gemm.pruning import TYPE_NAMES, fits
 from ..launch import SettledLaunches, load
 from ..matrices import Block, Matrix, describe, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
@@ -59,7 +59,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
     return not_too_large(usable, BLOCK_N=args["N"], BLOCK_K=args["K"])
 
 
-TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", FP8: "fp8e4nv"}
+OPERAND_TYPES = (torch.float16, torch.bfloat16, FP8)
 
 tuned = triton.autotune(
     configs=CANDIDATES,
@@ -114,7 +114,7 @@ def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows:
     The answer depends on addresses and on N: it is this rank's own.
     """
     major = capability(gather.device)
-    if major not in (9, 10) or gather.dtype not in TYPE_NAMES:
+    if major not in (9, 10) or gather.dtype not in OPERAND_TYPES:
         return False
     if major == 10 and gather.dtype == FP8:
         return False  # between the flag of a row and whoever reads its scale are the tensor cores alone

@@ -10,7 +10,7 @@ import triton
 from ..compat import HAS_INLINE_PTX
 from ..configs import capability, not_too_large, shared_memory_bytes, take_first
 from ..gemm.configs import any_width, blocks_of, gluon_candidate
-from ..gemm.pruning import fits
+from ..gemm.pruning import TYPE_NAMES, fits
 from ..launch import SettledLaunches
 from ..matrices import Block, Matrix, describe, matrix_of_rows, set_block
 from ..tensors import lies_by_columns
@@ -81,7 +81,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
     return not_too_large(usable, BLOCK_N=args["N"], BLOCK_K=args["K"])
 
 
-TYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+OPERAND_TYPES = (torch.float16, torch.bfloat16)
 
 tuned = triton.autotune(
     configs=CANDIDATES,
@@ -132,7 +132,7 @@ def can_run(operands: Operands, held: Held) -> bool:
     """
     a, _weight, out, addend = operands
     major = capability(a.device)
-    if major not in (9, 10) or a.dtype not in TYPE_NAMES:
+    if major not in (9, 10) or a.dtype not in OPERAND_TYPES:
         return False
     if out.shape[0] < fewest_rows(tensor_memory=major == 10):
         return False

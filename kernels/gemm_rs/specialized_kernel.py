@@ -47,9 +47,7 @@ class Summed:
     """The sums of a tile and what is added to them, in place of an accumulator."""
 
     accumulator: gl.tuple  # that alone: each MMA part has its own
-    pointers: (
-        gl.tuple
-    )  # to what this rank adds to the tile, [BLOCK_M, N], or None; to what the peers have sent
+    pointers: gl.tuple  # to this rank's addend, [BLOCK_M, N], or None; to what the peers have sent
     between: gl.tensor  # elements between what two peers have sent
     col: gl.tensor
     pitch: gl.tensor  # elements from a row to the next
