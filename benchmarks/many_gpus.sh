@@ -64,15 +64,15 @@ record() {
 }
 
 part_check() { launch tests/helpers/soak_ag_gemm.py --calls "$calls" && python3 -m dist_autotune doctor; }
-part_ag_gemm() { record operations.ag_gemm "${public[@]}"; }
-part_gemm_rs() { record operations.gemm_rs "${public[@]}"; }
-part_ag_moe() { record operations.ag_moe "${public[@]}"; }
-part_moe_rs() { record operations.moe_rs "${public[@]}"; }
-part_step() { record models.whole_step; }
-part_tp() { name=parallel_layers record models.parallel_layers && name=training_step record models.training_step; }
+part_ag_gemm() { record ag_gemm "${public[@]}"; }
+part_gemm_rs() { record gemm_rs "${public[@]}"; }
+part_ag_moe() { record ag_moe "${public[@]}"; }
+part_moe_rs() { record moe_rs "${public[@]}"; }
+part_step() { record whole_step; }
+part_tp() { name=parallel_layers record parallel_layers && name=training_step record training_step; }
 part_rows() {
-  name=rows_ag_gemm record operations.ag_gemm "${rows[@]}" ${rows:+--n 3584 --k 8192} &&
-    name=rows_gemm_rs record operations.gemm_rs "${rows[@]}" ${rows:+--n 8192 --k 28672}
+  name=rows_ag_gemm record ag_gemm "${rows[@]}" ${rows:+--n 3584 --k 8192} &&
+    name=rows_gemm_rs record gemm_rs "${rows[@]}" ${rows:+--n 8192 --k 28672}
 }
 part_agreement() {
   if (($(gpus))); then

@@ -11,7 +11,7 @@ embedding and cross-entropy, all of them tuned kernels. All arms have one model 
     by launches        tuned in the step, objective="kernel", online
     by step            the same, objective="thunk"
     NCCL + cuBLAS      the kernels "by launches"; collectives and products of torch, without overlap
-    async TP           plain torch, compiled, with `_micro_pipeline_tp`; GPUs only, without --dp
+    async TP           plain torch, compiled, with `_micro_pipeline_tp`, without --dp; CPU ranks only trace it
 
 With --dp 2 the parameters are shared by FSDP2, whose collectives run beside the kernels. Then "by launches"
 and "by step" tune the kernels alone, and two arms more have limits of the collectives' CTAs:
@@ -101,7 +101,8 @@ class Step:
         mine = self.tokens.chunk(self.sharing.size(), 0)[self.sharing.get_local_rank()]
         parts = (mine[:, :-1], mine[:, 1:])
         mine = (each.chunk(self.mesh.size(), 1)[self.mesh.get_local_rank()] for each in parts)
-        loss = (model or self.model)(*mine, self.angles) / self.mesh.size()
+        model = self.model if model is None else model  # a compiled module has no truth: `len` of its model
+        loss = model(*mine, self.angles) / self.mesh.size()
         loss.backward()
         gradients = [self.model.get_parameter(name).grad.to_local() for name in CHECKED]
         return torch.cat([loss.detach().reshape(1).float(), *(each.flatten().float() for each in gradients)])
@@ -224,15 +225,13 @@ def layers_of_torch() -> Iterator[None]:
 
 
 def compiled_step(step: Step) -> Callable[[], Tensor]:
-    """Return the step with torch's asynchronous tensor parallelism, compiled."""
-    if not ON_GPU:
-        raise Unsupported("torch's symmetric memory needs GPUs")
+    """Return the step with torch's asynchronous tensor parallelism, compiled; on CPU ranks traced only."""
     if step.sharing.size() > 1:
         raise Unsupported("it is compiled as one graph, which FSDP2 does not give")
     import torch._inductor.config as inductor
 
     inductor._micro_pipeline_tp = True
-    model = torch.compile(step.model, fullgraph=True)
+    model = torch.compile(step.model, fullgraph=True, backend="inductor" if ON_GPU else "eager")
 
     def call() -> Tensor:
         with layers_of_torch(), plain_functions(step):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +63,11 @@ def test_a_part_leaves_its_output_and_what_no_longer_fits_is_named(tmp_path: Pat
     assert ended.returncode == 3
     assert "calls=20 wrong=0 hung=0" in (out / "check.log").read_text()
     assert not (out / "soak.log").exists()
+
+
+def test_the_modules_that_it_starts_exist() -> None:
+    text = (ROOT / "benchmarks/many_gpus.sh").read_text()
+    modules = {*re.findall(r"-m (benchmarks[.\w]+)", text)}
+    modules |= {f"benchmarks.{name}" for name in re.findall(r"[{=]\w* record (\w+)", text)}
+    assert len(modules) >= 10
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []

@@ -145,9 +145,18 @@ def test_the_program_may_set_what_torch_and_triton_read_when_they_are_imported(t
     assert ended.stdout == "InterpretedFunction\n"
 
 
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["terminal", "background"])
+def started_from(request):
+    """Let the tests have been started from a terminal, or in the background, which ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("started_from")
 def test_ctrl_c_from_outside_ends_it_as_it_ends_a_program(tmp_path):
     (tmp_path / "waits.py").write_text("print('ready', flush=True); import time; time.sleep(60)")
-    command = [sys.executable, "-m", "dist_autotune", "run", "waits.py"]
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "dist_autotune", "run", "waits.py"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
