@@ -1,0 +1,49 @@
+"""Launches outside tuned calls under the interpreter, where stock Triton's benchmarks need a device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+from kernels_for_tests import KEY, launch, no_bench, numbers, only, winner
+from triton.runtime.autotuner import Autotuner
+
+from dist_autotune.triton_api.untimed import without_benchmarks
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Let launches outside tuned calls find what stands there once a call has been tuned."""
+    monkeypatch.setattr(Autotuner, "run", without_benchmarks(Autotuner.run))
+
+
+def test_a_launch_outside_takes_the_first_config_and_leaves_the_key_to_be_tuned(bench, untimed):
+    hooked = []
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks={16: hooked.append}, do_bench=no_bench)
+    for _ in range(2):
+        assert torch.equal(launch(kernel, numbers()), numbers() + 1)
+    assert (bench.blocks(), kernel.cache, kernel.best_config.kwargs) == ([16, 16], {}, {"BLOCK": 16})
+    assert [arguments["BLOCK"] for arguments in hooked] == [16, 16]
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    assert winner(only(tuned.report)) == 32
+
+
+def test_a_launch_outside_takes_a_result_that_is_there(bench, untimed):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    bench.tune(lambda: launch(kernel, numbers()))()
+    bench.forget()
+    launch(kernel, numbers())
+    assert (bench.blocks(), kernel.cache[KEY].kwargs) == ([32], {"BLOCK": 32})
+
+
+def test_pruning_and_one_config_are_as_in_stock(bench, untimed):
+    pruned = bench.kernel(
+        {16: 3.0, 32: 1.0},
+        do_bench=no_bench,
+        prune_configs_by={"early_config_prune": lambda configs, named, **kwargs: configs[1:]},
+    )
+    launch(pruned, numbers())
+    one = bench.kernel({}, configs=[triton.Config({"BLOCK": 64})], do_bench=no_bench)
+    launch(one, numbers())
+    assert bench.blocks() == [32, 64]
