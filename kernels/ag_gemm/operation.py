@@ -109,6 +109,7 @@ class AllGatherGemm(Operation):
         self._has_pusher = graphs or self._pushes
         # Of the last call that the pusher was told of, 0 while there is none; below 0 if by the collective.
         self._told_rows = 0
+        self._came = ""  # how the last call's chunks did
         self._gathered: torch.Tensor | None = None
         self._trace: torch.Tensor | None = None  # of the call that is traced
         self._key = k, str(dtype), producer  # of the choice: equal on all ranks, unlike N
@@ -186,6 +187,16 @@ class AllGatherGemm(Operation):
         epilogue = Epilogue(bias, activation, scale_a, scale_weight)
         return self._call(a_shard, weight, out, epilogue, pushed=pushed)
 
+    def with_gathered(
+        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call, and return the product and `all_gather(a)` of this call, which the next one may overwrite.
+
+        It waits for nothing, whatever was replayed before.
+        """
+        product = self._call(a_shard, weight, out, pushed=self._pushes or self._is_capturing())
+        return product, self._format.rows_in(self._rows_of_call(a_shard.shape[0]))
+
     def _call(
         self,
         a_shard: torch.Tensor,
@@ -220,7 +231,9 @@ class AllGatherGemm(Operation):
             for checked in (given, key):
                 remember(self._known, checked, operands)
         product = Product(weight, out, epilogue, operands)
+        self._came = "by the collective"
         if not self._run_collective(product):
+            self._came = "pushed" if pushed else "fetched"
             choice = self._choose(operands)
             self._load(product, choice, pushed=pushed)
             (self._run_pushed if pushed else self._run)(product, choice)
@@ -292,8 +305,17 @@ class AllGatherGemm(Operation):
         """
         return self._format.rows_in(self._gathered_rows())
 
+    def _rows_of_call(self, rows: int) -> torch.Tensor:
+        """Return so many rows of each rank as they lie in memory behind the call that the host made last."""
+        if self._came == "by the collective":
+            return self._buffer.room(rows)[0]
+        if self._came == "pushed":
+            assert self._pusher is not None
+            return self._pusher.gathered(rows)
+        return self._gather.local[: self.world_size, :rows].flatten(0, 1)
+
     def _gathered_rows(self) -> torch.Tensor:
-        """Return the rows of the last call as they lie in memory."""
+        """Return the rows of the last call or replay as they lie in memory."""
         self._check_usable()
         if self._pusher is not None and self._told_rows:
             rows = self._told_rows if self._is_capturing() else self._pusher.last_rows()
@@ -302,8 +324,7 @@ class AllGatherGemm(Operation):
         if self._calls == 0 and self._gathered is None:
             raise RuntimeError("nothing has been gathered yet; call the operation first")
         if self._gathered is None:
-            chunks = self._gather.local[: self.world_size, : self._rows]
-            self._gathered = chunks.reshape(-1, chunks.shape[2])
+            self._gathered = self._gather.local[: self.world_size, : self._rows].flatten(0, 1)
         return self._gathered
 
     # ---- one call

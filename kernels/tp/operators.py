@@ -56,10 +56,9 @@ def _gather(
     """
     operation = opened(AllGatherGemm, a_shard, a_shard.shape[0], a_shard.shape[1], group_name)
     largest = max(range(len(weights)), key=lambda i: weights[i].shape[0])
-    first = operation(by_rows(a_shard), weights[largest])
     if not needs_rows and len(weights) == 1:  # reading them may copy them
-        return operation, [first], None
-    gathered = operation.gathered
+        return operation, [operation(by_rows(a_shard), weights[largest])], None
+    first, gathered = operation.with_gathered(by_rows(a_shard), weights[largest])
     products = (gathered @ weight.T if i != largest else first for i, weight in enumerate(weights))
     return operation, list(products), gathered
 

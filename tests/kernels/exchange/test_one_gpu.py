@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import fp8_runs
 import pytest
@@ -41,6 +42,7 @@ CONSUMERS = {  # with some of their candidates
     "matmul": {"any": 0},
 }
 # N is a multiple of what cuBLAS takes in fp8, or it is not.
+BUSY_CYCLES = 200_000_000  # of the device: a tenth of a second
 SHAPES_IN_FP8 = [(512, 1024, 512), (333, 520, 272), (128, 272, 1024)]
 SHAPES = [(512, 1024, 512), (333, 520, 264), (128, 264, 1024)]  # rows of a chunk, N, K
 
@@ -237,6 +239,77 @@ def test_a_captured_call_waits_for_what_is_pushed_and_pushes_itself(consumer: st
     for error, is_pushed in on_one_gpu(replays, consumer):
         assert error < 1
         assert is_pushed
+
+
+def watch(op: AllGatherGemm | GemmReduceScatter) -> list[bool]:
+    """Keep the device busy before each further call; return a list of whether they came back before it."""
+    call, came_back = op._call, []
+
+    def watched(*args: Any, **options: Any) -> torch.Tensor:
+        busy = torch.cuda.Event()
+        torch.cuda._sleep(BUSY_CYCLES)
+        busy.record()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return call(*args, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            came_back.append(not busy.query())
+
+    op._call = watched
+    return came_back
+
+
+def settled_calls(rank: int) -> list[bool]:
+    """Call eagerly, in both lanes, before a capture and behind replays."""
+    choose_candidate("plain", "TMA")
+    memory, (rows, n, k) = HostAsPeer(), SHAPES[0]
+    with opened(memory, AllGatherGemm, rows, k, consumer="plain", pieces=2, programs=132) as op:
+        peer, graph = Peer(memory), torch.cuda.CUDAGraph()
+        weight = torch.randn(n, k, dtype=DTYPE, device=DEVICE)
+        for how in ("pull", "push"):
+            one_call(op, peer, SHAPES[0], how, 2)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            op(op.shard, weight)
+        came_back = watch(op)
+        for how in ("pull", "push", "pull"):
+            graph.replay()
+            peer.push(op, torch.randn(rows, k).to(DTYPE).pin_memory(), 2)
+            one_call(op, peer, SHAPES[0], how, 2)
+        return came_back
+
+
+def settled_sums(rank: int) -> list[bool]:
+    """Call twice before a capture and twice behind it."""
+    came_back: list[bool] = []
+    leave("plain", 0)
+    m, n, k = SUMS
+    with opened(HostAsPeer(), GemmReduceScatter, m, n) as op:
+        peer, here, graph = Peer(op._memory), op._flags.local, torch.cuda.CUDAGraph()
+        a, weight = (torch.randn(size, device=DEVICE).to(DTYPE) for size in ((m, k), (n, k)))
+        out = torch.empty(m // 2, n, dtype=DTYPE, device=DEVICE)
+        for call in range(5):
+            op(a, weight, out)
+            if call == 0:
+                came_back = watch(op)
+            for row, value in ((peers.FREE, 1), (peers.ARRIVED, m // 2)):
+                peer.write(here[row.value, 1], value)
+            for row in (peers.FREE, peers.ARRIVED):
+                peer.take(op._flags.peers[1][row.value, 0])
+            op.check()
+            if call == 2:
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    GemmReduceScatter._call(op, a, weight, out, in_steps=True)
+        return came_back
+
+
+@pytest.mark.parametrize(
+    ("calls_of", "number"), [(settled_calls, 3), (settled_sums, 4)], ids=["rows", "sums"]
+)
+def test_a_settled_call_returns_before_its_device_also_beside_graphs(
+    calls_of: Callable[[int], list[bool]], number: int
+) -> None:
+    assert on_one_gpu(calls_of) == [True] * number
 
 
 def forsaken(rank: int, consumer: str) -> list[tuple[str, str, float]]:

@@ -1,0 +1,180 @@
+"""That a settled call waits neither for the device nor for a peer's host, also beside graphs of itself.
+
+On GPUs the device is kept busy before each call, which must return while it still is; rank 1 comes to it when
+rank 0 has returned. CPU ranks compute where they call: there no call asks a tensor for a number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from operation_runs import INTERPRETER, device, run_cases, values
+from tp_runs import workspaces
+
+from dist_autotune.kernels import tp
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_moe import AllGatherMoE
+from dist_autotune.kernels.exchange.operation import Operation
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.moe_rs import MoEReduceScatter
+
+pytestmark = INTERPRETER
+HALF, ROWS, FEATURES, EXPERTS, TOPK, HIDDEN = torch.float16, 16, 64, 4, 2, 32
+BUSY_CYCLES = 200_000_000  # a tenth of a second
+ASK = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero")
+Calls = dict[str, Callable[[], Any]]
+
+
+def random(*shape: int, grad: bool = False) -> torch.Tensor:
+    return (torch.randn(shape, device=device()) / 8).to(HALF).requires_grad_(grad)
+
+
+@contextmanager
+def operations(collective: bool | None, **options: Any) -> Iterator[Calls]:
+    """Open all operations; yield a call of each."""
+    world = dist.get_world_size()
+    options |= {"collective": collective, "timeout_s": 60.0}
+    all_rows, tokens = world * ROWS, [ROWS] * world
+    ids = torch.arange(ROWS * TOPK, device=device()).view(ROWS, TOPK) % EXPERTS
+    factors = torch.rand(ROWS, TOPK, device=device())
+    x, up, down = random(ROWS, FEATURES), random(HIDDEN, FEATURES), random(FEATURES, HIDDEN)
+    ups, downs = random(EXPERTS, HIDDEN, FEATURES), random(EXPERTS, FEATURES, HIDDEN)
+    h, y = random(all_rows, HIDDEN), random(all_rows * TOPK, HIDDEN)
+    with (
+        AllGatherGemm(ROWS + 1, FEATURES, HALF, **options) as gather,
+        GemmReduceScatter(all_rows, FEATURES, HALF, **options) as scatter,
+        AllGatherMoE(ROWS, FEATURES, HALF, **options) as dispatch,
+        MoEReduceScatter(ROWS, FEATURES, HALF, **options) as combine,
+    ):
+
+        def routed() -> tuple[torch.Tensor, torch.Tensor]:
+            rows, routing = dispatch.route(x, ups, ids, factors, tokens=tokens)
+            return dispatch.by_expert(x, ups, routing), combine.by_expert(rows, downs, routing)
+
+        yield {
+            "AllGatherGemm": lambda: gather(x, up),
+            "with what it gathered": lambda: gather.with_gathered(x, up),
+            "GemmReduceScatter": lambda: scatter(h, down),
+            "AllGatherMoE": lambda: dispatch(x, ups, ids, tokens=tokens),
+            "MoEReduceScatter": lambda: combine(y, downs, ids, factors, tokens=tokens),
+            "a shared sorting": routed,
+        }
+
+
+@contextmanager
+def layers(rank: int) -> Iterator[Calls]:
+    """Yield forward and backward of tensor-parallel layers."""
+    with workspaces(rank):
+        x, up, down = (random(*shape, grad=True) for shape in ((ROWS, 64), (HIDDEN, 64), (64, HIDDEN)))
+
+        def pair() -> torch.Tensor:
+            return tp.matmul_reduce_scatter(tp.all_gather_matmul(x, up).relu(), down)
+
+        def trained() -> None:
+            pair().backward(torch.ones_like(x))
+
+        def inferred() -> None:
+            with torch.no_grad():
+                pair()
+
+        yield {"trained layers": trained, "layers without gradients": inferred}
+
+
+def capture(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what replays a graph of the call; a CPU rank makes the call in the lane of captured ones."""
+    if device() != "cpu":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+        return graph.replay
+
+    def pretended() -> None:
+        is_capturing, Operation._is_capturing = Operation._is_capturing, lambda op: True
+        try:
+            call()
+        finally:
+            Operation._is_capturing = is_capturing
+
+    return pretended
+
+
+def at_once(rank: int, call: Callable[[], Any]) -> bool:
+    """Return whether the call, on all ranks, came back before the device and before rank 1 came to it."""
+    if device() == "cpu":
+        with nobody_asks():
+            call()
+        return True
+    torch.cuda.synchronize()
+    dist.barrier()
+    busy = torch.cuda.Event()
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)
+    torch.cuda._sleep(BUSY_CYCLES)
+    busy.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    is_back = not busy.query()
+    if rank == 0:
+        dist.send(torch.empty(1), 1)
+    torch.cuda.synchronize()
+    return is_back
+
+
+@contextmanager
+def nobody_asks() -> Iterator[None]:
+    """Fail if this thread asks a tensor for a number."""
+    own = threading.get_ident()
+    before = {name: getattr(torch.Tensor, name) for name in ASK}
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def asked(*args: Any) -> Any:
+            assert threading.get_ident() != own, f"a settled call asks a tensor for a number: {name}"
+            return before[name](*args)
+
+        return asked
+
+    for name in ASK:
+        setattr(torch.Tensor, name, refuse(name))
+    try:
+        yield
+    finally:
+        for name in ASK:
+            setattr(torch.Tensor, name, before[name])
+
+
+def before_and_after_graphs(rank: int, calls: Calls) -> dict[str, Callable[[], bool]]:
+    """Return cases: each call settled, once a graph of it is there, and among its replays."""
+
+    def case(call: Callable[[], Any]) -> bool:
+        for _ in range(2):
+            call()
+        found = [at_once(rank, call)]
+        replay = capture(call)
+        found.append(at_once(rank, call))
+        for _ in range(2):
+            replay()
+            found.append(at_once(rank, call))
+        return all(found)
+
+    return {name: lambda call=call: case(call) for name, call in calls.items()}
+
+
+def all_calls(rank: int, collective: bool | None) -> list[str]:
+    torch.manual_seed(rank)
+    with operations(collective) as calls, layers(rank) as further:
+        return run_cases(before_and_after_graphs(rank, calls | ({} if collective else further)))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(2, marks=pytest.mark.gpu(devices=2), id="2 GPUs")])
+@pytest.mark.parametrize("collective", [False], ids=["overlapped"])
+def test_a_settled_call_waits_for_nobody_also_beside_graphs(world: int, collective: bool) -> None:
+    assert values(all_calls, world, collective) == [[]] * world
