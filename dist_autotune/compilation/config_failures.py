@@ -26,10 +26,9 @@ def config_failure(error: BaseException, grid: Any = None, hook: Any = None) -> 
     """
     users: Sequence[Any] = ()
     if not isinstance(error, (OutOfResources, PTXASError, CompilationError)):
-        text = str(error) if type(error) is RuntimeError else ""
-        if isinstance(error, torch.OutOfMemoryError) or _OUT_OF_MEMORY.search(text):
+        if is_out_of_memory(error):
             users = grid, hook
-        elif _COMPILER_FAILURE.search(text):
+        elif type(error) is RuntimeError and _COMPILER_FAILURE.search(str(error)):
             users = (grid,)
         else:
             return None
@@ -38,6 +37,12 @@ def config_failure(error: BaseException, grid: Any = None, hook: Any = None) -> 
         return None
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory had run out, which tells more of the moment than of the config."""
+    text = str(error) if type(error) is RuntimeError else ""
+    return isinstance(error, torch.OutOfMemoryError) or bool(_OUT_OF_MEMORY.search(text))
 
 
 def _code_of(function: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from ..compilation import preflight
-from ..compilation.config_failures import config_failure
+from ..compilation.config_failures import config_failure, is_out_of_memory
 from ..compilation.pool import CompileCounts, PoolOptions
+from ..formatting import config_label
 from ..search.messages import MIXED
 from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
@@ -19,7 +20,7 @@ from ..triton_api import identity, interception
 from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
 from .backlog import Backlog
 from .fast_path import FastPath
-from .rank_context import Binding, RankContext
+from .rank_context import NONE_FAILED, Binding, RankContext
 from .registry import Registry
 from .tunable import CHOICES, KnownChoices, Ranks, option_texts
 
@@ -31,6 +32,7 @@ class Dispatcher:
     peers wait on. passes_single: a kernel with one
     config is no context, as no peer can have more. is_frozen: nothing will ever be tried, so what is not
     settled now will never be. refuse: raises in place of a launch that is not tuned; None: such may be.
+    note: writes a line of the log.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class Dispatcher:
         passes_single: bool,
         is_frozen: bool,
         refuse: Callable[[RankContext], NoReturn] | None,
+        note: Callable[[str], None],
     ) -> None:
-        self._fast_path = FastPath(self._handle, self._replaces, passes_single=passes_single)
+        self._fast_path = FastPath(self._handle, self._failure, passes_single=passes_single)
         self.runner = self._fast_path.runner  # makes the replacement of `Autotuner.run`
         self.tunes = False  # True while a launch may be a trial
         self.to_tune: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
@@ -53,14 +56,17 @@ class Dispatcher:
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
-        self._compiling, self._is_frozen, self._refuse = compiling, is_frozen, refuse
+        self._compiling, self._is_frozen, self._refuse, self._note = compiling, is_frozen, refuse, note
         self._ranks = frozenset(ranks)
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------
 
-    def _handle(self, launch: Launch) -> Any:
-        """Launch the kernel once, as `Autotuner.run` would, with the config that this run plans for it."""
+    def _handle(self, launch: Launch, failed: Mapping[str, str] = NONE_FAILED) -> Any:
+        """Launch the kernel once, as `Autotuner.run` would, with the config that this run plans for it.
+
+        failed: candidates that have failed in this launch, with reasons.
+        """
         if launch.kwargs.get("warmup"):
             return launch.run(self._quiet_config(launch))
         if interception.is_capturing() or interception.is_async_compiling():
@@ -68,20 +74,23 @@ class Dispatcher:
             launch.run_pre_hook(config)
             return launch.run(config)
         binding = self._binding(launch)
-        candidate = self._candidate(binding)
+        failed = {**failed, **({} if self.tunes else binding.rank_context.failing)}
+        candidate = self._candidate(binding, failed)
         while True:
             self._check_tuned(binding.rank_context, candidate)
             config = binding.configs[candidate]
             try:
                 result = self._launch(launch, binding, candidate)
                 self._keep_form(launch, binding, result)
-                if self._stays(binding.rank_context):
+                binding.rank_context.failures.pop(candidate, None)
+                if self._stays(binding.rank_context) and not failed:
                     self._fast_path.add(launch.tuner, binding.key, config)
                 return result
             except Exception as error:
-                if not self._replaces(launch, config, error):
+                if not (found := self._failure(launch, config, error)):
                     raise
-            candidate = binding.rank_context.chosen(binding)
+                failed |= found
+            candidate = binding.rank_context.chosen(binding, failed)
 
     def choose(self, name: str, options: Sequence[Any], key: Key, among: Ranks) -> Any:
         """Answer `tunable`: return the option that this run plans; see there for `among`."""
@@ -108,9 +117,9 @@ class Dispatcher:
         """Return whether later calls launch what this one has launched."""
         return not self.tunes and (context.is_settled or self._is_frozen)
 
-    def _candidate(self, binding: Binding) -> str:
+    def _candidate(self, binding: Binding, failed: Mapping[str, str] = NONE_FAILED) -> str:
         context = binding.rank_context
-        candidate = context.chosen(binding)
+        candidate = context.chosen(binding, failed)
         if not self.tunes and not context.is_settled:
             self.to_tune.add(context.name)
         return candidate
@@ -157,22 +166,41 @@ class Dispatcher:
         if is_wanted and context.keep_form(form := kernel_of(result)):
             self.to_preflight.setdefault(context, {})[form] = binding, launch
 
-    def _replaces(self, launch: Launch, config: Any, error: Exception) -> bool:
-        """Return whether a launch failed because of its config; then that is banned and another chosen."""
+    def _failure(self, launch: Launch, config: Any, error: Exception) -> dict[str, str]:
+        """Return the candidate that has failed in a launch, with the reason; {}: the error is the user's.
+
+        It is banned, which the run's report tells the peers. In a settled launch it is not: what the ranks
+        have agreed on stands, and that launch alone is replaced.
+        """
         reason = config_failure(error, launch.kwargs.get("grid"), config.pre_hook)
         context = self._binding(launch).rank_context
         candidate = identity.candidate_digest(config.all_kwargs())
         if reason is None or candidate not in context.texts:
-            return False
+            return {}
+        self._fast_path.clear()
         with self._lock:  # threads may launch it at once; its replacement has not failed
+            if not self.tunes or (context.is_settled and is_out_of_memory(error)):
+                self._excuse(context, candidate, reason, counts=not is_out_of_memory(error))
+                return {candidate: reason}
             if candidate not in context.bans:
                 self._registry.ban(context, {candidate: reason})
             if context.choice in (candidate, None):
                 context.choice = context.stand_in()
-        self._fast_path.clear()
-        if not self.tunes:
+        return {candidate: reason}
+
+    def _excuse(self, context: RankContext, candidate: str, reason: str, *, counts: bool) -> None:
+        """Record that a candidate has failed and is not banned.
+
+        counts: it may fail each time. After SETTLED_FAILURES in a row a session launches it once more, which
+        bans it on all ranks.
+        """
+        if candidate not in context.failures:
+            config = config_label(context.texts[candidate])
+            self._note(f"{context.title}: {config} failed in a settled launch, another stands in: {reason}")
+        failures = context.failures.get(candidate, (0, ""))[0] + counts
+        context.failures[candidate] = failures, reason
+        if candidate in context.failing and not self.tunes:
             self.to_tune.add(context.name)
-        return True
 
     def _quiet_config(self, launch: Launch, *, runs: bool = False) -> Any:
         """Return the incumbent's config without admitting a context; `runs`: it is to be launched."""

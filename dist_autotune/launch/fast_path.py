@@ -24,19 +24,19 @@ class _Known:
 class FastPath:
     """Stands in for `Autotuner.run` in settled calls: launches the configs that `add` was given.
 
-    slow: makes every other launch, all of them while trials are made. replaces: whether an exception means
-    that a config does not work here.
+    slow: makes every other launch, all of them while trials are made; it leaves out what has failed in a
+    launch. failure: the candidate that has failed by an exception, with the reason; {}: that is the user's.
     passes_single: leave a kernel with one config to stock. Measured costs: docs/benchmarks.
     """
 
     def __init__(
         self,
-        slow: Callable[[Launch], Any],
-        replaces: Callable[[Launch, Any, Exception], bool],
+        slow: Callable[..., Any],
+        failure: Callable[[Launch, Any, Exception], dict[str, str]],
         *,
         passes_single: bool,
     ) -> None:
-        self._slow, self._replaces, self._passes_single = slow, replaces, passes_single
+        self._slow, self._failure, self._passes_single = slow, failure, passes_single
         self._ready: weakref.WeakKeyDictionary[Autotuner, _Known] = weakref.WeakKeyDictionary()
         self._call = 0
 
@@ -56,7 +56,7 @@ class FastPath:
     def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to put in place of `stock` for one call."""
         call = self._call
-        ready, slow, replaces, passes_single = self._ready, self._slow, self._replaces, self._passes_single
+        ready, slow, failure, passes_single = self._ready, self._slow, self._failure, self._passes_single
 
         def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
             known = ready.get(tuner)
@@ -78,8 +78,8 @@ class FastPath:
                     config.pre_hook({**named, **kwargs, **options})
                 return tuner.fn.run(*args, **kwargs, **options)
             except Exception as error:
-                if not replaces(Launch(tuner, args, kwargs), config, error):
+                if not (failed := failure(Launch(tuner, args, kwargs), config, error)):
                     raise
-            return slow(Launch(tuner, args, kwargs))
+            return slow(Launch(tuner, args, kwargs), failed)
 
         return run

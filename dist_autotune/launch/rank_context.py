@@ -18,7 +18,9 @@ from ..triton_api.identity import KernelSource, value_text
 from ..triton_api.launch import Key
 from .nearest_key import by_distance
 
+SETTLED_FAILURES = 3  # in a row, of a settled config: then it is no longer tried, and the ranks are asked
 FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
+NONE_FAILED: Mapping[str, str] = {}
 
 
 @dataclass(eq=False)
@@ -58,6 +60,8 @@ class RankContext:
     bindings: list[Binding] = field(default_factory=list)
     bans: dict[str, str] = field(default_factory=dict)  # digest -> reason, found here
     reported_bans: set[str] = field(default_factory=set)
+    # Of settled launches here, by digest: how often in a row a candidate has failed, and why the last time.
+    failures: dict[str, tuple[int, str]] = field(default_factory=dict)
     choice: str | None = None  # of the run under way
     ran: set[str] = field(default_factory=set)  # in the run under way
     launches: int = 0
@@ -134,6 +138,11 @@ class RankContext:
     def forms_remark(self) -> str:
         return f"forms after the first {FORMS} left to their launches" if len(self.forms) > FORMS else ""
 
+    @property
+    def failing(self) -> dict[str, str]:
+        """Return the candidates that have failed in each of the last settled launches, with reasons."""
+        return {c: reason for c, (times, reason) in self.failures.items() if times >= SETTLED_FAILURES}
+
     def tries(self, candidate: str) -> bool:
         """Return whether a launch of this candidate, now, is a trial."""
         if len(self.texts) == 1 or candidate not in self.texts:
@@ -168,18 +177,21 @@ class RankContext:
         self.ran.clear()
         self.samples.begin_run()
 
-    def chosen(self, binding: Binding) -> str:
-        """Return the candidate of this run; another one where the Autotuner has pruned it away."""
+    def chosen(self, binding: Binding, failed: Mapping[str, str] = NONE_FAILED) -> str:
+        """Return the candidate of this run; another one where it `failed`, or the Autotuner has pruned it."""
         if self.choice is None:
             planned = "" if self.search is None else self.search.digests[self.search.planned]
             is_usable = planned in self.texts and planned not in self.bans
             self.choice = planned if is_usable else self.stand_in()
-        return self.choice if self.choice in binding.configs else self.stand_in(binding.configs)
+        if self.choice in binding.configs and self.choice not in failed:
+            return self.choice
+        return self.stand_in(binding.configs, failed)
 
-    def stand_in(self, among: Collection[str] | None = None) -> str:
+    def stand_in(self, among: Collection[str] | None = None, failed: Mapping[str, str] = NONE_FAILED) -> str:
         """Return the incumbent, or the first candidate that has not failed; raises NoValidConfig.
 
         among: the candidates that an Autotuner has left; None: all that this rank has met the context with.
+        failed: those that have failed in this launch, with reasons.
         """
         candidates = self.candidates
         known = candidates if among is None else among
@@ -192,15 +204,16 @@ class RankContext:
         else:
             incumbent = self.claim[1]
         for candidate in (incumbent, *candidates, *known):
-            if candidate not in banned and candidate in known:
+            if candidate not in banned and candidate not in failed and candidate in known:
                 return candidate
-        reasons = " ".join(self._reasons())
+        reasons = " ".join(self._reasons(failed))
         raise NoValidConfig(f"{self.title}: all {len(self.texts)} configs failed on some rank. {reasons}")
 
-    def _reasons(self) -> Iterator[str]:
+    def _reasons(self, failed: Mapping[str, str]) -> Iterator[str]:
+        own = {**failed, **self.bans}
         for candidate, text in self.texts.items():
-            if candidate in self.bans:
-                yield f"Rank {self.rank}, {config_label(text)}: {self.bans[candidate]}."
+            if candidate in own:
+                yield f"Rank {self.rank}, {config_label(text)}: {own[candidate]}."
             elif self.search is not None and candidate in self.search.digests:
                 index = self.search.digests.index(candidate)
                 rank, reason = self.search.banned.get(index, (self.rank, "pruned away"))

@@ -242,7 +242,8 @@ class Calls:
         if known is None or known.function.group is not group or known.function.mode != mode:
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
-                known = FunctionState(FunctionSetup(options, self._name, source, group, mode=mode))
+                setup = FunctionSetup(options, self._name, source, group, mode=mode)
+                known = FunctionState(setup, self._note)
             except BaseException as error:  # the peers wait for this rank to open a session
                 group.fail(error)
                 raise

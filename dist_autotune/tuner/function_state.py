@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NoReturn
 
@@ -89,11 +89,14 @@ class FunctionSetup:
 
 
 class FunctionState:
-    """Outlives sessions. `search` is the same on all ranks, `registry` and `dispatcher` are this rank's."""
+    """Outlives sessions. `search` is the same on all ranks, `registry` and `dispatcher` are this rank's.
 
-    def __init__(self, function: FunctionSetup) -> None:
+    note: writes a line of the log.
+    """
+
+    def __init__(self, function: FunctionSetup, note: Callable[[str], None]) -> None:
         disk = Winners(function.options.resolved_cache_dir())
-        self.function = function
+        self.function, self._note = function, note
         self.results = Results(function, disk)
         self.guard = function.crash_guard(disk)
         self.time_spent = TimeSpent()  # of the session under way
@@ -119,6 +122,7 @@ class FunctionState:
             passes_single=function.is_alone,
             is_frozen=not function.tunes,
             refuse=self._refuse if function.is_strict else None,
+            note=self._note,
         )
 
     def _recall(self, rank_context: RankContext) -> dict[str, str]:

@@ -286,6 +286,33 @@ def test_a_config_that_fails_after_all_is_settled_is_banned_on_all_ranks():
     assert assert_all_ok(run_ranks(program, 2)) == [({"add64": 64}, 64, True)] * 2
 
 
+@pytest.mark.parametrize("watch", [True, False], ids=["watched", "unwatched"])
+def test_memory_that_runs_out_once_in_a_settled_launch_parts_no_ranks(watch):
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 1.0})
+        step = tune(bench, lambda: launch(kernel, x), watch=watch)
+        step()
+        step()
+        bench.forget()
+        if rank == 1:
+            run, errors = kernel.fn.run, [torch.OutOfMemoryError("CUDA out of memory")]
+
+            def flaky(*args, **kwargs):
+                if errors:
+                    raise errors.pop()
+                return run(*args, **kwargs)
+
+            kernel.fn.run = flaky
+        outputs = [step() for _ in range(4)]
+        assert all(torch.equal(y, x + 1) for y in outputs)
+        return blocks_of(step), bench.blocks(), step.settled
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == ({"add64": 64}, [64] * 4, True)
+    assert one == ({"add64": 64}, [16, 64, 64, 64], True)
+
+
 def numbers_key(x):
     return (x.numel(), "torch.float32", "torch.float32")
 

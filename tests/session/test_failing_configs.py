@@ -23,11 +23,12 @@ from kernels_for_tests import (
     only,
     out_of_resources,
     records,
+    winner,
 )
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import NoValidConfig, TuningError, is_tuning
-from dist_autotune.logs.records import Banned, ContextAdmitted, RunStarted, SessionClosed
+from dist_autotune.logs.records import Banned, ContextAdmitted, Note, RunStarted, SessionClosed
 from dist_autotune.search.strategies import STRATEGIES
 from ranks import run_ranks
 
@@ -305,3 +306,76 @@ def test_a_launch_that_runs_out_of_memory_is_banned_and_its_memory_is_free(bench
     assert alive
     assert not any(alive)
     assert "OutOfMemoryError" in next(iter(only(tuned.report).banned.values()))
+
+
+def failing_once(kernel, block: int, error: Exception) -> None:
+    """Let the next launch of a config fail, and no other."""
+    run, errors = kernel.fn.run, [error]
+
+    def flaky(*args, **kwargs):
+        if kwargs["BLOCK"] == block and errors:
+            raise errors.pop()
+        return run(*args, **kwargs)
+
+    kernel.fn.run = flaky
+
+
+@pytest.mark.parametrize("mode", ["replay", "online", "cached"])
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), out_of_resources()], ids=repr
+)
+def test_a_failure_in_a_settled_launch_replaces_that_launch_only(bench, error, mode, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online" if mode == "online" else "replay")
+    while not tuned.settled:
+        tuned()
+    if mode == "cached":
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+        tuned()
+    bench.forget()
+    failing_once(kernel, 64, error)
+    assert all(torch.equal(tuned(), numbers() + 1) for _ in range(4))
+    assert bench.blocks() == [16, 64, 64, 64]
+    assert tuned.settled
+    assert (winner(only(tuned.report)), only(tuned.report).banned) == (64, {})
+    (text,) = [note.text for note in records(Note) if "settled launch" in note.text]
+    assert text.startswith("add[64, float32, float32]: BLOCK: 64")
+    assert str(error).splitlines()[0] in text
+
+
+def test_memory_that_runs_out_again_and_again_bans_nothing(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    kernel.fn.failures[32] = lambda: torch.OutOfMemoryError("CUDA out of memory")
+    for _ in range(8):
+        assert torch.equal(tuned(), numbers() + 1)
+    kernel.fn.failures.clear()
+    bench.forget()
+    tuned()
+    assert bench.blocks() == [32]
+
+
+def test_where_nothing_can_be_agreed_a_config_that_always_fails_is_tried_three_times(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    attempts = []
+    kernel.fn.failures[32] = lambda: attempts.append(None) or out_of_resources()
+    for _ in range(6):
+        assert torch.equal(tuned(), numbers() + 1)
+    assert len(attempts) == 3
+
+
+def test_when_all_fail_in_a_settled_launch_each_reason_is_given(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    kernel.fn.failures.update(dict.fromkeys((16, 32), lambda: torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(NoValidConfig, match=r"BLOCK: 16.*out of memory.*BLOCK: 32.*out of memory"):
+        tuned()
+    kernel.fn.failures.clear()
+    bench.forget()
+    tuned()
+    assert bench.blocks() == [32]
