@@ -14,6 +14,7 @@ from ..codec import to_json
 from ..formatting import Table, bits_label, config_label, counted, format_ms
 from ..storage import bundle, other_formats
 from ..storage.crash_guard import remove_abandoned
+from ..storage.waiting import WaitingContexts
 from ..storage.winners import Entry, Winners
 from . import terminal
 
@@ -95,6 +96,9 @@ def export_entries(
     ] = None,
     device: Annotated[str | None, typer.Option(help="Only those of this device: a part of its name.")] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Write over files that are there.")] = False,
+    require_settled: Annotated[
+        bool, typer.Option("--require-settled", help="Refuse while a launched key has no winner.")
+    ] = False,
 ) -> None:
     """Write winners with their evidence to a bundle, or as files of other tools."""
     cache = _open_cache()
@@ -105,6 +109,7 @@ def export_entries(
     ]
     if not entries:
         terminal.fail(f"No such entries in {cache.directory}: `dist-autotune cache list` lists all.")
+    _report_waiting(cache, kernels, device or "", refuses=require_settled)
     if format_name is Format.bundle:
         try:
             bundle.write(path, entries, replaces=replace)
@@ -113,6 +118,27 @@ def export_entries(
         terminal.echo(f"Exported {_entries(len(entries))} of {cache.directory} to {path}")
     else:
         _export_files(path, entries, format_name.value, replaces=replace)
+
+
+def _report_waiting(cache: Winners, kernels: list[str] | None, device: str, *, refuses: bool) -> None:
+    """Name the keys that were launched and have no winner: what starts from the export lacks them."""
+    waiting = [
+        each
+        for each in WaitingContexts(cache.directory).all()
+        if (not kernels or each.kernel in kernels) and device in each.device
+    ]
+    for each in waiting:
+        ranks = counted(each.world_size, "rank")
+        since = each.since[:16].replace("T", " ")
+        terminal.echo(
+            f"Not tuned yet: {each.title}, launched by {each.function} on {ranks} since {since}", err=True
+        )
+    if waiting and refuses:
+        count = counted(len(waiting), "launched key")
+        terminal.fail(
+            f"{count} without a winner, so nothing is written (--require-settled). Run until `.settled`; "
+            "what is launched seldom, such as an evaluation, is tuned as a function of its own."
+        )
 
 
 def _export_files(path: Path, entries: list[Entry], format_name: str, *, replaces: bool) -> None:

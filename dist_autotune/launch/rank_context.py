@@ -71,6 +71,7 @@ class RankContext:
     is_varied: bool = False  # it was launched in several forms
     launches_per_run: int = 0  # in the last run that launched it before it was settled
     is_published: bool = False  # its result, to where launches outside the function find it
+    is_recorded: bool = False  # on disk, as one that waits for a result
     report: Part | None = None  # of the run under way, to the peers
     default: str = ""  # the candidate that is launched untuned, by digest
 

@@ -29,6 +29,7 @@ from ..regular_files import read_bounded
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
+WAITING = "waiting"  # in it a file for each context that was launched and has no winner; see `waiting`
 LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
 IMPORTED = "imported"  # the folder there of imported entries: every function looks at them
 _ENTRY_END = f"-{16 * '[0-9a-f]'}.json"  # of a file's name, as glob() takes it
@@ -173,7 +174,8 @@ class Winners:
             with self._lock(self.directory):
                 for path in files:
                     path.unlink(missing_ok=True)
-                shutil.rmtree(self.directory / LAUNCHED, ignore_errors=True)
+                for folder in (LAUNCHED, WAITING):
+                    shutil.rmtree(self.directory / folder, ignore_errors=True)
         return len(files)
 
     def _replace(self, path: Path, entry: Entry) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,10 @@ from .snapshot import Snapshot
 
 T = TypeVar("T")
 
+SELDOM = (
+    "{} launches it too seldom to try its configs. Decorate the function that launches it, such as an "
+    "evaluation, with @contextual_autotune: it is tuned in its first call (docs/training-scripts.md)."
+)
 # A key that is new in a settled call is tuned by that call, from the state before it, which is copied for it
 # (random states alone: 0.1 ms). Keys come in sweeps: after so many calls without one, no copy is made.
 CALLS_THAT_KEEP_STATE = 16
@@ -63,12 +68,16 @@ class Calls:
         self._ignores_known = False  # the results in memory and on disk, in the next session
         self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
+        self._asking: set[str] = set()  # contexts that have asked for a session
         self._calls_without_new_keys = 0  # settled calls since one met a new key, or a session
 
     @property
     def report(self) -> TuningReport | None:
-        session = self._session  # read once: another thread may ask
-        return self._report if session is None else session.report()
+        session, state = self._session, self.state  # read once: another thread may ask
+        report = self._report if session is None else session.report()
+        if report is None or state is None or self._options.mode != "online":
+            return report
+        return replace(report, waiting=state.waiting)
 
     @property
     def settled(self) -> bool:
@@ -141,8 +150,12 @@ class Calls:
         if run.wants_session and not is_quiet:
             self._calls_without_new_keys = 0
             self._wants_session = may_tune
+            for name in dispatcher.to_tune if function.tunes else ():
+                state.results.record_waiting(state.registry.by_name[name])
             if not may_tune:
                 self._note_new(state, "keeps the config of the nearest tuned key (watch=False)")
+            elif options.mode == "online":
+                self._note_waiting(state)
 
     @contextlib.contextmanager
     def _reporting_run(
@@ -194,6 +207,16 @@ class Calls:
         for name in sorted(state.dispatcher.to_tune - self._noted):
             self._noted.add(name)
             self._note(f"{state.registry.by_name[name].title} is new to {self._name} and {what_happens}")
+
+    def _note_waiting(self, state: FunctionState) -> None:
+        """Say, once each, which keys ask again for a session: the last one has not launched them."""
+        asking = state.dispatcher.to_tune
+        for name in sorted(asking & self._asking - self._noted):
+            self._noted.add(name)
+            text = f"{state.registry.by_name[name].title} waits for launches: {SELDOM.format(self._name)}"
+            self._note(text)
+            logging.getLogger("dist_autotune").warning("%s", text)
+        self._asking |= asking
 
     @contextlib.contextmanager
     def _session_under_way(self, state: FunctionState) -> Iterator[Session]:

@@ -39,6 +39,7 @@ from .results import Results
 SESSION_STATE = "the state of the session"  # the fact that names the session which a rank would go on with
 MAY_DIFFER = ("device", "settled", "clock", "retune", "session", SESSION_STATE)  # facts of an opening
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
+WAITS_AFTER_RUNS = 16  # without a launch: fewer are those of gradients that are accumulated, and the like
 LISTED_KEYS = 3  # tuned keys that an error names
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
@@ -251,7 +252,27 @@ class FunctionState:
             # What is not new may have settled before it was launched here.
             if context in new or (not rank_context.is_published and self.search.is_final(context)):
                 self.results.publish(context, rank_context, seconds)
+            elif not context.settled:
+                self.results.record_waiting(rank_context)
         return new
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Titles of contexts without a result that this rank launches no more. Any thread may ask."""
+        known = tuple(self.registry.by_name.values())
+        return tuple(each.title for each in known if _waits(each, self.search.runs))
+
+
+def _waits(rank_context: RankContext, runs: int) -> bool:
+    """Return whether a context has no result, and no launch in the last of so many runs."""
+    context = rank_context.search
+    if len(rank_context.texts) == 1:
+        return False
+    if context is None:  # met in a settled call, and in no run of a session
+        return rank_context.claim is None
+    if context.settled:
+        return context.status == "starved"
+    return runs - context.last_run >= WAITS_AFTER_RUNS
 
 
 def check_opening(merged: Message) -> Opening:

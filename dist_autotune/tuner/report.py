@@ -101,6 +101,7 @@ class TuningReport:
     outlook: Forecast | None = None  # what is still to be tried; None: the session is over
     function: str = ""
     session: str = ""  # its name, the same on all ranks and in the logs
+    waiting: tuple[str, ...] = ()  # online: contexts that this rank has launched too seldom to tune them
 
     def share_percent(self, context: TunedContext) -> float | None:
         """Return the share of `context` in the launches of one run that are timed; None: unknown."""
@@ -124,8 +125,9 @@ class TuningReport:
         --json` of the command line has the same as "report".
         """
         step, outlook = self.step, self.outlook
+        figures = {name: value for name, value in vars(self).items() if name != "waiting"}  # of this rank
         return {
-            **vars(self),
+            **figures,
             "spent": asdict(self.spent),
             "outlook": outlook and {**asdict(outlook), "more_runs": outlook.more_runs},
             "step": step and {**asdict(step), "gain_percent": step.gain_percent},
@@ -168,6 +170,8 @@ class TuningReport:
             lines.append(formatting.LAUNCH_BOUND_NOTE.capitalize())
         if self.outlook is not None:
             lines.append(f"Under way: {self.outlook}")
+        if self.waiting:
+            lines.append(f"{formatting.WAITING_NOTE}: {', '.join(self.waiting)}")
         if self.warning:
             lines.append(f"Warning: {self.warning}")
         if self.log_dir is not None:

@@ -20,6 +20,7 @@ from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
 from ..search.messages import Claim, Offer, Offers
+from ..storage.waiting import WaitingContexts
 from ..storage.winners import IMPORTED, Entry, EntryKey, Evidence, Winners, safe_name
 from ..triton_api import identity, other_launchers, stock_results
 from ..triton_api.launch import Key
@@ -55,6 +56,7 @@ class Results:
         self._offers: Offers = {}  # disk entries that all ranks use
         self._of_kernels: dict[str, Offers] = {}  # alone: all entries on disk, by kernel
         self._function, self._disk = function, disk
+        self._waiting = WaitingContexts(disk.directory)
         self._scope = self._kernel_scope = function.scope
         options, device = function.options, function.device
         if options.objective != "kernel":  # a launch's time and the whole run's answer different questions
@@ -202,8 +204,18 @@ class Results:
                 output_digest=context.output_digests.get(index, ""),
             )
             self._disk.put(entry)
-        if context.status in ("tuned", "cached") and not self._function.is_alone:
-            self._disk.record_launch(self._folder, key)
+        if context.provisional:
+            self.record_waiting(rank_context)
+        elif context.status in ("tuned", "cached"):
+            self._waiting.remove(key)
+            if not self._function.is_alone:
+                self._disk.record_launch(self._folder, key)
+
+    def record_waiting(self, rank_context: RankContext) -> None:
+        """Record on disk, once, that a context was launched and has no result yet."""
+        if self._function.tunes and len(rank_context.texts) > 1 and not rank_context.is_recorded:
+            rank_context.is_recorded = True
+            self._waiting.add(self._entry_key(rank_context), self._function.name)
 
     def _to_memory(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         known = {**context.times.ms, **dict.fromkeys(context.banned, math.inf)}

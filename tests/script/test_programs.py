@@ -126,3 +126,21 @@ def test_the_recipes_of_a_loop_and_of_torchtitan_tune_each_step(bench, monkeypat
     loop = {"batches": [numbers()] * 40, "train": lambda x: launch(kernel, x)}
     exec(recipe("loop.py"), loop)
     assert loop["tuner"].report is not None
+
+
+def test_the_recipe_of_an_evaluation_settles_both(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    x, weight = numbers(), torch.zeros(1, requires_grad=True)
+    names = {
+        "model": lambda x: launch(kernel, x),
+        "loss_of": lambda y, _: (y * weight).sum(),
+        "steps": [[(x, x)] * 2] * 200,
+        "held_out": [],
+        "optimizer": torch.optim.SGD([weight], lr=0.1),
+    }
+    text = recipe("train_and_evaluate.py").partition("assert ")[0]
+    exec(text, names)
+    assert not names["evaluate"].settled  # 200 steps hold no evaluation
+    names["evaluate"](numbers(96), numbers(96))
+    assert (names["tuner"].settled, names["evaluate"].settled) == (True, True)
+    assert {16, 32} <= set(bench.blocks(n=96))

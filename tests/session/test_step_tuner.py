@@ -11,7 +11,10 @@ from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import ContextualAutotuner, StepTuner, is_tuning
 from dist_autotune.errors import InvalidOption, TuningError
+from dist_autotune.formatting import WAITING_NOTE
 from dist_autotune.logs.records import RunFailed, SessionOpened
+from dist_autotune.settings import cache_directory
+from dist_autotune.storage.waiting import WaitingContexts
 
 STOCK_RUN = Autotuner.run
 STOCK_START = threading.Thread.start
@@ -210,3 +213,40 @@ def test_an_online_function_makes_the_runs_that_steps_make(bench, step_tuner):
         with step_tuner.step():
             launch(kernel, numbers())
     assert bench.blocks("add") == bench.blocks("twin")
+
+
+def test_a_key_that_is_launched_too_seldom_is_named_and_recorded(bench, step_tuner, caplog):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+    def train(*, evaluates: bool) -> None:
+        with step_tuner.step():
+            launch(kernel, numbers())
+            if evaluates:
+                launch(kernel, numbers(96))
+
+    for step in range(40):
+        train(evaluates=step % 10 == 9)
+    title = "add[96, float32, float32]"
+    assert step_tuner.report.waiting == (title,)
+    assert f"{WAITING_NOTE}: {title}" in str(step_tuner.report)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{title} waits for launches: step launches it too seldom")
+    assert [each.title for each in WaitingContexts(cache_directory()).all()] == [title]
+
+    evaluate = bench.tune(lambda: launch(kernel, numbers(96)))
+    evaluate()
+    train(evaluates=True)
+    train(evaluates=False)
+    assert (step_tuner.report.waiting, WaitingContexts(cache_directory()).all()) == ((), [])
+    assert step_tuner.settled
+
+
+def test_a_key_waits_while_others_are_tuned(bench):
+    tuner = StepTuner(clock=bench.clock, n_warmup=0, n_repeat=40, progress=False)
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    for step in range(20):
+        with tuner.step():
+            launch(kernel, numbers())
+            if step == 1:
+                launch(kernel, numbers(96))
+        assert tuner.report.waiting == (("add[96, float32, float32]",) if step >= 17 else ())

@@ -14,6 +14,7 @@ from kernels_for_tests import launch, no_bench, numbers
 from typer.testing import CliRunner, Result
 
 from dist_autotune.cli.commands import app
+from dist_autotune.storage.waiting import WaitingContexts
 from dist_autotune.storage.winners import Entry, Winners
 
 HERE = {"device": "interpreter", "capability": "", "driver": "", "triton_version": triton.__version__}
@@ -230,3 +231,18 @@ def test_from_a_bundle_the_next_machine_tries_nothing(bench: Any, tmp_path: Path
     fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
     bench.tune(lambda: [launch(fresh, numbers(n)) for n in (64, 1024)])()
     assert bench.blocks() == [32, 32]
+
+
+def test_keys_without_a_winner_are_named_and_can_be_refused(tmp_cache: Path) -> None:
+    Winners(tmp_cache).put(entry(key="1"))
+    WaitingContexts(tmp_cache).add(entry(key="2").key, "train.py")
+    refused = run("export", "all.json", "--require-settled")
+    assert (refused.exit_code, Path("all.json").exists()) == (2, False)
+    named, why = refused.stderr.splitlines()
+    assert named.startswith("Not tuned yet: matmul[2], launched by train.py on 2 ranks since 20")
+    assert why.startswith("1 launched key without a winner, so nothing is written (--require-settled).")
+    written = run("export", "all.json")
+    assert (written.exit_code, written.stderr.splitlines()) == (0, [named])
+    assert run("export", "other.json", "--require-settled", "--device", "H200").stderr.startswith("No such")
+    Winners(tmp_cache).put(entry(key="2"))
+    assert run("export", "both.json", "--require-settled").exit_code == 0
