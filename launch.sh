@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Run a Python file on every GPU of this machine; without at least two GPUs, as 2 CPU ranks.
 #
-#   ./launch.sh [--nproc N] [--cpu] [torchrun options] FILE [ARGS...]      or -m MODULE for FILE
+#   ./launch.sh [--nproc N] [--cpu] [--here] [torchrun options] FILE [ARGS...]      or -m MODULE for FILE
 #   ./launch.sh test [--gpu] [pytest arguments]
 #
-# The first start installs what is missing, into the active virtual or conda environment or into .venv.
+# The first start installs what is missing, into the active virtual or conda environment or into .venv. An
+# environment that has dist-autotune of another place keeps it, and nothing runs, unless --here is given.
 # An installed torch is used as it is; otherwise the release that pyproject.toml names comes from pip's
 # index, or from DIST_AUTOTUNE_TORCH_INDEX (https://download.pytorch.org/whl/cpu: small, for CPU ranks).
 # Several hosts: the same command on each, with torchrun's own options before FILE, for example
@@ -12,6 +13,7 @@
 
 set -euo pipefail
 
+here=""  # --here: the environment's dist-autotune may be replaced
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 
 say() { echo "launch.sh: $*" >&2; }
@@ -31,33 +33,33 @@ set_up() {
 }
 
 find_python() {
-  local here=$root/.venv
+  local own=$root/.venv
   if [[ -n ${VIRTUAL_ENV:-} ]]; then
     python=$VIRTUAL_ENV/bin/python3
   elif [[ -n ${CONDA_PREFIX:-} && ${CONDA_DEFAULT_ENV:-} != base ]]; then
     python=$CONDA_PREFIX/bin/python3
-  elif [[ -x $here/bin/python3 ]]; then
-    python=$here/bin/python3
+  elif [[ -x $own/bin/python3 ]]; then
+    python=$own/bin/python3
   else
     python=$(command -v python3) || die "python3 is not installed; Python 3.11 or newer is needed"
     # A python3 on PATH may belong to a virtual environment that was never activated; then it is used.
-    is_true 'sys.prefix != sys.base_prefix' || make_environment "$here"
+    is_true 'sys.prefix != sys.base_prefix' || make_environment "$own"
   fi
   is_true 'sys.version_info >= (3, 11)' || die "$python is not Python 3.11 or newer"
 }
 
 make_environment() {
-  local here=$1 options=()
+  local directory=$1 options=()
   is_true 'sys.version_info >= (3, 11)' || die "$python is not Python 3.11 or newer"
   if is_true 'importlib.util.find_spec("torch")'; then
     options=(--system-site-packages)
   fi
-  say "making the virtual environment $here" "${options[@]}"
-  if ! "$python" -m venv "${options[@]}" "$here" >&2; then
-    rm -rf "$here"
+  say "making the virtual environment $directory" "${options[@]}"
+  if ! "$python" -m venv "${options[@]}" "$directory" >&2; then
+    rm -rf "$directory"
     die "$python cannot make virtual environments; Debian and Ubuntu: apt install python3-venv"
   fi
-  python=$here/bin/python3
+  python=$directory/bin/python3
 }
 
 is_true() { "$python" -c "import importlib.util, sys; sys.exit(not ($1))"; }
@@ -65,6 +67,7 @@ is_true() { "$python" -c "import importlib.util, sys; sys.exit(not ($1))"; }
 install() {
   local pin others
   [[ -n $(missing) ]] || return 0
+  replace_other
   "$python" -m pip --version &>/dev/null || "$python" -m ensurepip >&2  # uv's environments have no pip
   if pin=$(missing | grep '^torch='); then
     pip_install "$pin" ${DIST_AUTOTUNE_TORCH_INDEX:+--index-url "$DIST_AUTOTUNE_TORCH_INDEX"}
@@ -72,13 +75,25 @@ install() {
   if pin=$(missing | grep '^triton='); then  # after torch: most builds of it bring their own
     pip_install --quiet "$pin"
   fi
-  mapfile -t others < <(missing | grep -v '^dist-autotune$')
+  mapfile -t others < <(missing | grep -v '^dist-autotune')
   if ((${#others[@]})); then
     pip_install --quiet "${others[@]}"
   fi
   # Without dependencies: nightly builds call Triton by another name, and pip would put a second one over it.
   # First with the setuptools that is there, which needs no package index.
   pip_install -qqq --no-deps --no-build-isolation -e "$root" || pip_install --quiet --no-deps -e "$root"
+}
+
+# Say which install this one replaces; end where that is a surprise.
+replace_other() {
+  local other environment=${python%/bin/python3}
+  other=$(missing | sed -n 's/^dist-autotune from //p')
+  [[ -n $other ]] || return 0
+  if [[ -z $here && $environment != "$root/.venv" && (! $other == /* || -d $other) ]]; then
+    say "the environment $environment has dist-autotune from $other."
+    die "--here replaces it by $root; with no environment active, $root/.venv is used"
+  fi
+  say "replaces the install from $other in $environment"
 }
 
 install_for_tests() {
@@ -99,6 +114,7 @@ missing() {
   "$python" -P - "$root" "$@" <<'EOF'
 import importlib.metadata, importlib.util, json, re, sys, tomllib
 from pathlib import Path
+from urllib.parse import unquote
 
 root, *extras = sys.argv[1:]
 settings = tomllib.loads(Path(root, "pyproject.toml").read_text())
@@ -111,9 +127,10 @@ for requirement in requirements:
 try:
     origin = json.loads(importlib.metadata.distribution("dist-autotune").read_text("direct_url.json") or "{}")
 except importlib.metadata.PackageNotFoundError:
-    origin = {}
-if origin.get("url") != Path(root).as_uri():  # absent, or another copy than the one beside this script
     print("dist-autotune")
+else:  # of the copy beside this script, or of another place
+    if (url := origin.get("url", "")) != Path(root).as_uri():
+        print("dist-autotune from", unquote(url).removeprefix("file://") or "a package index")
 EOF
 }
 
@@ -124,6 +141,7 @@ launch() {
   while [[ ${1:-} == -* ]]; do
     case $1 in
       --cpu) cpu=yes ;;
+      --here) here=yes ;;
       -m | --module) module=--module ;;
       --nproc | --nproc-per-node) ranks=${2:-}; shift ;;
       --nproc=* | --nproc-per-node=*) ranks=${1#*=} ;;
@@ -170,7 +188,10 @@ choose_device() {
   fi
   : "${ranks:=2}"
   export CUDA_VISIBLE_DEVICES="" TRITON_INTERPRET=1
-  say "$why: $ranks CPU ranks (gloo, Triton's interpreter, shared memory) check behaviour, not speed"
+  local how="(gloo, Triton's interpreter, shared memory)" who
+  who="1 CPU rank $how checks"
+  ((ranks == 1)) || who="$ranks CPU ranks $how check"
+  say "$why: $who behaviour, not speed"
   interpreter_suits_numpy || say "Triton 3.6's interpreter fails with numpy 2.4 or newer: pip install 'numpy<2.4'"
 }
 
@@ -210,6 +231,8 @@ run_tests() {
   for argument in "$@"; do
     if [[ $argument == --gpu ]]; then
       gpu=yes
+    elif [[ $argument == --here ]]; then
+      here=yes
     elif [[ -e ${argument%%::*} ]]; then
       paths+=("$argument")
     else

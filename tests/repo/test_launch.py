@@ -19,6 +19,8 @@ CLEARED = ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CONDA
 YES_MAN = """#!/bin/bash
 case $* in
   *version.py*) exit ${CPU_BUILD:-0} ;;
+  "-P - "*) echo "$MISSING" ;;
+  *"-m pip install"*) exit 0 ;;
   -P* | -c*) exit 0 ;;
   *) echo "interpret=${TRITON_INTERPRET:-0} devices=${CUDA_VISIBLE_DEVICES-all} $*" ;;
 esac
@@ -163,6 +165,24 @@ def test_mistakes_are_named_in_one_line(machine, arguments, message):
     assert (result.returncode, result.stderr, result.stdout) == (2, f"launch.sh: {message}\n", "")
 
 
+@pytest.mark.parametrize("command", [("program.py",), ("test", "program.py")], ids=_words)
+def test_an_environment_keeps_the_install_of_another_checkout_unless_told(machine, command):
+    other = {"MISSING": f"dist-autotune from {machine.directory}"}
+    refused = machine.run(*command, gpus=8, **other)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    named, advice = refused.stderr.splitlines()
+    assert named == (
+        f"launch.sh: the environment {machine.directory} has dist-autotune from {machine.directory}."
+    )
+    assert advice.startswith(f"launch.sh: --here replaces it by {LAUNCH.parent}")
+    told = machine.run(*command[:-1], "--here", command[-1], gpus=8, **other)
+    said = f"launch.sh: replaces the install from {machine.directory} in {machine.directory}"
+    assert (told.returncode, told.stderr.splitlines()[0]) == (0, said)
+    assert "program.py" in told.stdout
+    gone = machine.run(*command, gpus=8, MISSING="dist-autotune from /no/such/place")
+    assert (gone.returncode, "replaces the install from /no/such/place" in gone.stderr) == (0, True)
+
+
 def test_help_is_the_head_of_the_script(machine):
     result = machine.run("--help")
     assert result.returncode == 0
@@ -231,4 +251,4 @@ def test_a_python_that_has_the_libraries_needs_no_package_index(tmp_path):
     made, installed, device = result.stderr.splitlines()[:3]
     assert made == f"launch.sh: making the virtual environment {tree}/.venv --system-site-packages"
     assert installed.endswith(f"--no-build-isolation -e {tree}")
-    assert "1 CPU ranks" in device
+    assert "1 CPU rank (gloo, " in device
