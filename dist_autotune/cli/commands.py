@@ -13,14 +13,14 @@ from rich.console import Console
 
 from .. import settings
 from ..codec import to_json
-from ..logs.history import History, load_history
 from ..options import Options
+from ..reports.history import History, load_history
+from ..reports.html import write_html
+from ..reports.report import SessionReport, reports_of
+from ..reports.trace import write_trace
 from ..search.strategies import STRATEGIES
 from ..version import __version__
 from . import cache_commands, replay, run, terminal
-from .html import write_html
-from .session_report import SessionReport, reports_of
-from .trace import write_trace
 
 app = typer.Typer(
     cls=terminal.OneLineErrors,

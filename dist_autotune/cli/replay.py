@@ -14,9 +14,9 @@ from ..codec import from_json
 from ..errors import InvalidOption, TuningError
 from ..formatting import Table, config_label, context_label, counted, format_ms, format_percent
 from ..logs import decisions
-from ..logs.history import ContextHistory, SessionHistory, is_sample, is_time, of_kind, percent_over
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
 from ..options import Options
+from ..reports.history import ContextHistory, SessionHistory, is_sample, is_time, of_kind, percent_over
 from ..search.context import RunningFlow
 from ..search.messages import RunReport
 from ..search.rules import Rules

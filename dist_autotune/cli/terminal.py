@@ -19,10 +19,10 @@ from typer.core import TyperGroup
 
 from ..errors import CacheWarning, TuningError
 from ..formatting import Table, one_line
-from ..logs.history import History
+from ..reports import tables
+from ..reports.history import History
+from ..reports.report import SessionReport
 from ..tuner.report import TuningReport
-from . import tables
-from .session_report import SessionReport
 
 PIPE_WIDTH = 1000  # columns when the output is no terminal: a row stays on one line, for grep
 GAP = 2  # columns between two of a table

@@ -25,8 +25,8 @@ from dist_autotune.codec import from_json
 from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.pool_process import PRIORITY, PoolProcess
 from dist_autotune.compilation.preflight import plan
-from dist_autotune.logs.history import load_history
 from dist_autotune.logs.records import RECORD_TYPES, Preflighted
+from dist_autotune.reports.history import load_history
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
 

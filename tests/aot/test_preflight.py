@@ -17,11 +17,11 @@ import triton
 from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, TOO_LARGE, Compiler, kernel
 
 from dist_autotune import NoValidConfig, contextual_autotune
-from dist_autotune.cli.tables import rank_tables
 from dist_autotune.codec import from_json
-from dist_autotune.logs.history import load_history
 from dist_autotune.logs.records import RECORD_TYPES, Preflighted
 from dist_autotune.logs.writer import LogLines
+from dist_autotune.reports.history import load_history
+from dist_autotune.reports.tables import rank_tables
 from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot

@@ -25,8 +25,8 @@ from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import PeerFailed, TuningError
 from dist_autotune.cli import replay
-from dist_autotune.logs.history import load_history
 from dist_autotune.logs.records import SessionClosed, SessionOpened
+from dist_autotune.reports.history import load_history
 from ranks import assert_all_ok, run_ranks
 
 

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "dist_autotune"
 # From top to bottom: a room may import rooms of the levels below its own, and the modules beside the rooms.
 LEVELS = (
     ("cli",),
-    ("doctor", "script"),
+    ("doctor", "script", "reports"),
     ("tuner",),
     ("launch", "bits"),
     ("compilation", "timing"),

@@ -17,8 +17,8 @@ from kernels_for_tests import (
 )
 
 from dist_autotune.cli.replay import verify
-from dist_autotune.logs import history
 from dist_autotune.logs.records import Note
+from dist_autotune.reports import history
 from dist_autotune.storage import bundle
 from dist_autotune.storage.winners import Winners
 

@@ -14,10 +14,10 @@ from kernels_for_tests import Bench, ScriptedClock, launch, numbers, only, recor
 from rank_programs import tune
 
 from dist_autotune import EventClock
-from dist_autotune.cli.session_report import reports_of
-from dist_autotune.cli.tables import contexts_table
-from dist_autotune.logs.history import load_history
 from dist_autotune.logs.records import Agreed, ContextSettled, Trial
+from dist_autotune.reports.history import load_history
+from dist_autotune.reports.report import reports_of
+from dist_autotune.reports.tables import contexts_table
 from dist_autotune.search.context import HOST_SHARE, Context
 from dist_autotune.search.messages import Announcement, Part, RunReport, decode, femtoseconds
 from dist_autotune.search.rules import Rules

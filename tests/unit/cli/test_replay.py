@@ -18,7 +18,7 @@ from dist_autotune import contextual_autotune, tunable
 from dist_autotune.cli import replay
 from dist_autotune.cli.commands import app
 from dist_autotune.cli.replay import Verdict
-from dist_autotune.logs.history import load_history
+from dist_autotune.reports.history import load_history
 from ranks import assert_all_ok, run_ranks
 
 LOGS = Path(".autotune_logs")

@@ -14,10 +14,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dist_autotune.cli import terminal
-from dist_autotune.cli.session_report import reports_of
 from dist_autotune.logs import records
-from dist_autotune.logs.history import load_history
 from dist_autotune.logs.writer import SessionLog
+from dist_autotune.reports.history import load_history
+from dist_autotune.reports.report import reports_of
 from dist_autotune.tuner.report import TunedContext, TuningReport
 
 LONG = ", ".join(f"BLOCK_{name}: {64 + place}" for place, name in enumerate("MNKABCDEFGH"))

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from example_files import CONFIGS, session_records, write_session
 
-from dist_autotune.cli import html
-from dist_autotune.cli.session_report import reports_of
 from dist_autotune.formatting import WALL_CLOCK_NOTE
 from dist_autotune.logs import records
-from dist_autotune.logs.history import load_history
 from dist_autotune.logs.writer import SessionLog
+from dist_autotune.reports import html
+from dist_autotune.reports.history import load_history
+from dist_autotune.reports.report import reports_of
 
 VOID = {"meta"}
 LOADS = {"link", "script", "img", "iframe", "object", "embed", "base", "form"}

@@ -17,10 +17,10 @@ from ..formatting import (
     format_percent,
     status_label,
 )
-from ..logs.history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
 from ..logs.records import Preflighted
 from ..timing.time_spent import SecondsSpent
-from .session_report import SessionReport, cost_alone_percent
+from .history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
+from .report import SessionReport, cost_alone_percent
 
 
 def ranges(ranks: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeGuard, TypeVar
 
 from ..formatting import WALL_CLOCK, context_label
-from .records import (
+from ..logs.records import (
     Agreed,
     Banned,
     ConfigRecord,

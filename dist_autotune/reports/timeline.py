@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from ..formatting import config_label, context_label
+from ..logs.records import Exchanged, Preflighted, Record, RunStarted, RunTimed, Trial
 from .history import SessionHistory, of_kind
-from .records import Exchanged, Preflighted, Record, RunStarted, RunTimed, Trial
 
 RUN, TRIAL, EXCHANGE, COMPILING = "run", "trial", "exchange", "compiling"
 BEHIND = "compiling behind"  # while runs went on

@@ -17,12 +17,12 @@ from rank_programs import tune
 
 from dist_autotune import tunable
 from dist_autotune.cli import tables
-from dist_autotune.cli.session_report import SessionReport, reports_of
 from dist_autotune.errors import LaunchTimeout
 from dist_autotune.formatting import WALL_CLOCK_NOTE, Table
 from dist_autotune.logs import records
-from dist_autotune.logs.history import ContextHistory, SessionHistory, load_history
 from dist_autotune.logs.writer import SessionLog
+from dist_autotune.reports.history import ContextHistory, SessionHistory, load_history
+from dist_autotune.reports.report import SessionReport, reports_of
 from dist_autotune.search.budget import Forecast
 from dist_autotune.tuner.report import TunedContext, TuningReport
 from ranks import assert_all_ok, run_ranks
@@ -83,7 +83,7 @@ def test_a_report_labels_wall_clock_figures() -> None:
 
 
 def test_importing_the_log_side_loads_neither_torch_nor_triton() -> None:
-    modules = "logs.writer, logs.timeline, storage.winners, tuner.report, cli.html, cli.commands"
+    modules = "logs.writer, reports.timeline, storage.winners, tuner.report, reports.html, cli.commands"
     program = f"""
 import importlib.util, sys, types
 package = types.ModuleType("dist_autotune")  # its __init__ may import what it likes

@@ -6,7 +6,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..logs.history import (
+from ..logs.records import ContextAdmitted, Trial
+from ..search.rules import BY_LAUNCH, BY_RUN
+from ..timing.time_spent import SecondsSpent
+from ..tuner.report import TunedContext, TuningReport, time_order
+from .history import (
     NOT_SETTLED,
     CandidateHistory,
     ContextHistory,
@@ -16,10 +20,6 @@ from ..logs.history import (
     of_kind,
     percent_over,
 )
-from ..logs.records import ContextAdmitted, Trial
-from ..search.rules import BY_LAUNCH, BY_RUN
-from ..timing.time_spent import SecondsSpent
-from ..tuner.report import TunedContext, TuningReport, time_order
 
 # Fields of the opening that a reader of the figures needs.
 ABOUT = ("started_at", "device", "versions", "mode", "search", "objective", "statistic", "rank_reduce")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..codec import to_json
-from ..logs.history import SessionHistory
-from ..logs.timeline import BEHIND, COMPILING, EXCHANGE, TRIAL, Span, spans_of
+from .history import SessionHistory
+from .timeline import BEHIND, COMPILING, EXCHANGE, TRIAL, Span, spans_of
 
 Event = dict[str, Any]
 SESSION = "session"

@@ -19,13 +19,13 @@ from ..formatting import (
     one_line,
     status_label,
 )
-from ..logs.history import CandidateHistory, ContextHistory, History, is_time, percent_over
-from ..logs.timeline import COMPILING, EXCHANGE, RUN, Span, spans_of
 from ..search.budget import StepTimes
 from ..search.rules import BY_LAUNCH
 from ..tuner.report import TunedContext
 from . import tables
-from .session_report import SessionReport, cost_alone_percent
+from .history import CandidateHistory, ContextHistory, History, is_time, percent_over
+from .report import SessionReport, cost_alone_percent
+from .timeline import COMPILING, EXCHANGE, RUN, Span, spans_of
 
 MOST_OPEN = 12  # contexts, and candidates of one, that are shown unfolded
 MOST_RANKS = 16  # drawn one by one
