@@ -16,11 +16,11 @@ from kernels_for_tests import records as records_of
 from rank_programs import tune
 
 from dist_autotune import tunable
-from dist_autotune.cli import tables
 from dist_autotune.errors import LaunchTimeout
 from dist_autotune.formatting import WALL_CLOCK_NOTE, Table
 from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
+from dist_autotune.reports import tables
 from dist_autotune.reports.history import ContextHistory, SessionHistory, load_history
 from dist_autotune.reports.report import SessionReport, reports_of
 from dist_autotune.search.budget import Forecast
