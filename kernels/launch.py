@@ -223,7 +223,7 @@ class SettledLaunches(Generic[Shape]):
             return None
         return settled
 
-    def launch(self, shape: Shape, tensors: Tensors, scalars: tuple[int, ...], **constants: Any) -> None:
+    def launch(self, shape: Shape, tensors: Tensors, scalars: tuple[float, ...], **constants: Any) -> None:
         """Enqueue a kernel that makes its own descriptors; the arguments are in the order of its parameters.
 
         constants: those that the shape does not know of.

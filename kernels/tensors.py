@@ -134,12 +134,14 @@ def check_out(
         raise ValueError(f"out has shape {list(out.shape)}; the result has {list(shape)}")
 
 
-def check_overlap(name: str, tensor: torch.Tensor, shard: torch.Tensor, rows: str) -> None:
-    """Raise if a matrix lies in `op.shard` and is not its first rows."""
+def check_overlap(
+    name: str, tensor: torch.Tensor, shard: torch.Tensor, rows: str, buffer: str = "op.shard"
+) -> None:
+    """Raise if a matrix lies in a buffer of the operation and is not its first rows."""
     offset, count = tensor.data_ptr() - shard.data_ptr(), tensor.shape[0]
     inside = 0 <= offset < shard.numel() * shard.element_size() and count > 0
     if inside and (offset > 0 or (tensor.stride(0) != shard.shape[1] and count > 1)):
-        raise ValueError(f"{name} overlaps op.shard without being its first rows; pass op.shard[:{rows}]")
+        raise ValueError(f"{name} overlaps {buffer} without being its first rows; pass {buffer}[:{rows}]")
 
 
 def begin_at_16_bytes(itemsize: int, pointers: tuple[int, ...], row_strides: tuple[int, ...]) -> bool:
