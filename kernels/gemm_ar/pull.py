@@ -36,8 +36,8 @@ anything. When that one waits all others of its launch have begun, and hold noth
 
 **The sum has the same bits on all ranks.** Each element is one sum in float32, in the order of the ranks, of
 parts that are rounded to the type; then the residual; then it is rounded once. The norm is that of the
-rounded sum. A program has a row of it whole, and the number of its warps, which decides in which order squares
-are added, depends on N alone.
+rounded sum. A program has a row of it whole, and the number of its warps, which decides the order in which
+squares are added, depends on N alone.
 
 Every wait has a bound. A peer that has been given up is on record; its word is set far ahead, so nobody waits
 for it again, and rows that needed it are NaN.
