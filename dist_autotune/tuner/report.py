@@ -62,6 +62,19 @@ class TunedContext:
         return None if self.ms is None or not self.default_ms else 100 * (1 - self.ms / self.default_ms)
 
     @property
+    def no_gain_reason(self) -> str:
+        """Why there is no gain; empty: there is one."""
+        if self.gain_percent is not None:
+            return ""
+        if self.config is None:
+            return "no config is known to work"
+        if self.status == "cached":
+            return "from the cache, timed by an earlier session"
+        if self.ms is None:
+            return "no config has a time yet" if not self.timings else "the winner has no time on some rank"
+        return "the first config was dropped before it was measured"
+
+    @property
     def run_ms(self) -> float | None:
         """Milliseconds that its launches take in one run; None: unknown, or judged by the whole run."""
         return self.ms * self.launches if self.ms is not None and self.judge == BY_LAUNCH else None

@@ -187,7 +187,7 @@ class Session:
         expected = forecast.planned_trials + 1 if is_replay else search.runs + forecast.more_runs
         if not is_replay and search.has_work and search.runs == self._next_forecast:
             self._next_forecast *= 2
-            self._recorder.write(Note(text=str(forecast)))
+            self._recorder.write(Note(text=str(forecast), is_outlook=True))
         self._progress.update(forecast, expected, lambda: step_times(self._contexts()))
         self._is_stepping = False
 
