@@ -206,13 +206,18 @@ def check_first_order() -> None:
         )
 
 
-def register(name: str, compute: Any, shapes: Any, gradients: Any = None, keep: Any = None) -> None:
+def register(
+    name: str, compute: Any, shapes: Any, gradients: Any = None, keep: Any = None, *, meets_peers: bool = True
+) -> None:
     """Register what an operator of the library computes, its shapes and, if it has any, its gradients.
 
-    `keep` sets up the context that `gradients` is given.
+    `keep` sets up the context that `gradients` is given. meets_peers: who wait where a rank does not call it.
     """
     library.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dist_autotune::{name}", shapes, lib=library)
+    if meets_peers:  # also where a rank reads no result, and its graph would drop the call
+        for operator in (getattr(_ops, name), getattr(_ops, name).default):
+            torch.fx.node.has_side_effect(operator)
     if gradients is not None:
         torch.library.register_autograd(f"dist_autotune::{name}", gradients, setup_context=keep, lib=library)
 
