@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import re
@@ -313,7 +314,8 @@ def unread(rank, how):
         x = tensor_of(rank, 3, WIDTH) * 2
         ended = weakref.ref(x)
         if failing:
-            message_of(lambda: layer(x))
+            with contextlib.suppress(RuntimeError):
+                layer(x)
         else:
             result = layer.wq(x) if how == "alone" else layer(x)
             del result
