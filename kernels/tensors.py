@@ -1,4 +1,4 @@
-"""Checks of the tensors of a call, and a cache of what is known of tensors in the same place."""
+"""Checks of the tensors of a call, and a cache of what is known of tensors that lie alike."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ Key = TypeVar("Key", bound=Hashable)
 Known = TypeVar("Known")
 
 
-def key_of(tensor: Any) -> Hashable:
-    """Return all that a call with a tensor depends on but its elements; None, or the type of what is none."""
+def layout_of(tensor: Any, quantum: int = 16) -> Hashable:
+    """Return how a tensor lies, wherever that is; None, or the type of what is none.
+
+    Tensors of one layout differ in their elements and in their address, by a multiple of `quantum` bytes.
+    """
     if tensor is None:
         return None
     if not isinstance(tensor, torch.Tensor):
         return str(type(tensor))
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.data_ptr() % quantum, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def remember(known: dict[Key, Known], key: Key, value: Known) -> Known:
