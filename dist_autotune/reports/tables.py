@@ -19,7 +19,7 @@ from ..formatting import (
     status_label,
 )
 from ..logs.records import Preflighted
-from ..search.rules import BY_LAUNCH
+from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
 from ..tuner.report import TunedContext
 from .history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
@@ -169,6 +169,8 @@ def contexts_table(shown: SessionReport) -> Table:
         ">alone %": "alone: what the worst choice of one rank would have cost all",
     }
     note = "".join(f"{text}. " for name, text in explained.items() if name in table.columns).rstrip()
+    if any(context.judge == BY_RUN for context in report.contexts):
+        note += " Without a share: judged by the time of the whole run, which is its ms."
     note += "".join(f" {text}" for text in _missing_gains(report.contexts))
     if any(context.launch_bound for context in report.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
