@@ -183,12 +183,10 @@ class Session:
             launches = 0 if here is None else here.launches_per_run
             self._recorder.write(decisions.settled(run, context, launches=launches))
         forecast = search.forecast
-        is_replay = search.rules.mode == "replay"
-        expected = forecast.planned_trials + 1 if is_replay else search.runs + forecast.more_runs
-        if not is_replay and search.has_work and search.runs == self._next_forecast:
+        if search.rules.mode == "online" and search.has_work and search.runs == self._next_forecast:
             self._next_forecast *= 2
             self._recorder.write(Note(text=str(forecast), is_outlook=True))
-        self._progress.update(forecast, expected, lambda: step_times(self._contexts()))
+        self._progress.update(forecast, lambda: step_times(self._contexts()))
         self._is_stepping = False
 
     def _exchange(self, message: Message, what: str) -> Message:
