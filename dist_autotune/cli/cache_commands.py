@@ -21,12 +21,8 @@ from . import terminal
 app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.")
 
 
-Kernels = Annotated[
-    list[str] | None, typer.Option("--kernel", metavar="NAME", help="Only this kernel's; may be repeated.")
-]
-Device = Annotated[
-    str, typer.Option("--device", metavar="TEXT", help="Only those of this device: a part of its name.")
-]
+Kernels = Annotated[list[str] | None, typer.Option("--kernel", help="Only this kernel's; may be repeated.")]
+Device = Annotated[str, typer.Option("--device", help="Only those of this device: a part of its name.")]
 
 
 def _chosen(cache: Winners, kernels: list[str] | None, device: str) -> list[Entry]:

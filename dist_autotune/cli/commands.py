@@ -26,7 +26,7 @@ app = typer.Typer(
     cls=terminal.OneLineErrors,
     no_args_is_help=True,
     add_completion=False,
-    help="Reports, cache and doctor of dist_autotune.",
+    help="Run a program with tuned kernels; see what was found; check this machine.",
 )
 app.add_typer(cache_commands.app, name="cache")
 

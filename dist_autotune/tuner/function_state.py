@@ -13,7 +13,7 @@ import triton
 
 from ..codec import digest
 from ..errors import NotTuned
-from ..formatting import context_label
+from ..formatting import config_label, context_label
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
 from ..launch.nearest_key import by_distance, named
@@ -63,7 +63,7 @@ class FunctionSetup:
         self.scope = "" if options.share else options.name or f"{name}#{source_digest}"
         self.bits = options.resolved_bits()
         if self.tunes:
-            options.check_bits()
+            options.check_bits(has_function=bool(source_digest))
         if self.bits == "same":  # the best of fewer candidates: others would get less than they could
             self.scope = f"{self.scope} with equal bits".strip()
 
@@ -152,7 +152,8 @@ class FunctionState:
         winner = rank_context.tuned
         if winner is not None:
             reason = rank_context.bans.get(winner, "it is none of the configs that this launch may have")
-            why = f"its config {rank_context.texts.get(winner, winner)} cannot be launched: {reason}"
+            config = config_label(rank_context.texts.get(winner, winner))
+            why = f"its config {config} cannot be launched: {reason}"
         else:
             why = f"there is no result for it {self.results.places}"
         others = by_distance(rank_context.key_text, self._winners(rank_context))[:LISTED_KEYS]

@@ -35,7 +35,7 @@ def test_each_step_is_one_run_until_all_is_settled(bench, step_tuner):
         assert step_tuner.settled is settled
     assert bench.blocks() == [16, 32, 64, 32]
     assert (winner(only(step_tuner.report)), step_tuner.report.runs) == (32, 3)
-    assert [record.thunk for record in records(SessionOpened)] == ["step"]
+    assert [record.thunk for record in records(SessionOpened)] == ["test_step_tuner.py"]
 
 
 def test_a_loop_may_leave_a_step_in_every_way(bench, step_tuner):
@@ -95,7 +95,7 @@ def test_steps_and_tuned_functions_join_the_run_that_they_lie_in(bench, step_tun
             inner()
     assert (step_tuner.settled, inner.report, other.report) == (True, None, None)
     assert bench.blocks(n=8) == [32, 16]
-    assert [record.thunk for record in records(SessionOpened)] == ["outer", "step"]
+    assert [record.thunk for record in records(SessionOpened)] == ["outer", "test_step_tuner.py"]
 
 
 def on_thread(name, function):
@@ -136,7 +136,9 @@ def test_a_step_closed_on_another_thread_is_an_error_and_leaves_nothing_locked(
     error = on_thread("closer", lambda: opened.__exit__(None, None, None))
     names = "MainThread" if opener_lives else "opener"
     assert isinstance(error, TuningError)
-    assert f"a step of step was opened on thread {names} and closed on thread closer" in str(error)
+    assert f"a step of test_step_tuner.py was opened on thread {names} and closed on thread closer" in str(
+        error
+    )
     assert (Autotuner.run, threading.Thread.start, is_tuning()) == (STOCK_RUN, STOCK_START, False)
     assert on_thread("another", step) is None
     while not step_tuner.settled:
@@ -230,7 +232,7 @@ def test_a_key_that_is_launched_too_seldom_is_named_and_recorded(bench, step_tun
     assert step_tuner.report.waiting == (title,)
     assert f"{WAITING_NOTE}: {title}" in str(step_tuner.report)
     (warning,) = caplog.messages
-    assert warning.startswith(f"{title} waits for launches: step launches it too seldom")
+    assert warning.startswith(f"{title} waits for launches: test_step_tuner.py launches it too seldom")
     assert [each.title for each in WaitingContexts(cache_directory()).all()] == [title]
 
     evaluate = bench.tune(lambda: launch(kernel, numbers(96)))
@@ -250,3 +252,20 @@ def test_a_key_waits_while_others_are_tuned(bench):
             if step == 1:
                 launch(kernel, numbers(96))
         assert tuner.report.waiting == (("add[96, float32, float32]",) if step >= 17 else ())
+
+
+class Subclass(StepTuner):
+    def __init__(self, **options):
+        super().__init__(**options)
+
+
+@pytest.mark.parametrize("kind", [StepTuner, Subclass])
+def test_steps_are_called_after_the_file_that_makes_their_tuner(bench, kind):
+    tuner = kind(clock=bench.clock, progress=False)
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    with tuner.step():
+        launch(kernel, numbers())
+    assert tuner.report.function == "test_step_tuner.py"
+    assert kind(name="mine")._name == "mine"
+    (made,) = eval("[kind()]", {"kind": kind})
+    assert made._name == "step"  # of a prompt

@@ -290,3 +290,10 @@ def test_cache_help_lists_its_commands() -> None:
     printed = run("cache", "--help").stdout
     for command in ("list", "show", "clear", "export", "import"):
         assert command in printed
+
+
+@pytest.mark.parametrize("command", ["run", "report", "replay", "doctor", "cache list", "cache export"])
+def test_help_names_types_alike(command: str) -> None:
+    text = run(*command.split(), "--help").stdout
+    assert not re.search(r"\b(INT|STR|FLOAT|TEXT|PATH|BOOL)\b", text)
+    assert "run " in run("--help").stdout
