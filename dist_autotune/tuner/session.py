@@ -20,7 +20,8 @@ from ..logs.writer import SessionLog
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
-from ..triton_api.interception import INTERCEPTION, Interception
+from ..triton_api import other_launchers
+from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .diagnosis import Diagnosis
 from .function_state import SESSION_STATE, FunctionState, check_opening
@@ -36,9 +37,9 @@ T = TypeVar("T")
 class Session:
     """One session on this rank: opens with an exchange, ends when every context is settled."""
 
-    def __init__(self, state: FunctionState, log_dir: Path | None, interception: Interception) -> None:
+    def __init__(self, state: FunctionState, log_dir: Path | None, *, is_of_program: bool) -> None:
         function = state.function
-        self._interception = interception
+        self._is_of_program = is_of_program
         self.state, self.function = state, function
         self.executions, self.warning = 0, ""
         self.is_over = self.has_failed = self.wants_another = False
@@ -143,18 +144,21 @@ class Session:
     def _one_run(self) -> Iterator[None]:
         """Make the block one run, and agree on what follows from it."""
         state = self.state
-        self._run.begin()
+        launches = self._run.begin()
         self.executions += 1
         watch = self._diagnosis.watch()
-        with (
-            self.function.group.running(watch),
-            self._interception.installed(state.dispatcher.runner, state.dispatcher.choose),
-            state.time_spent.adding("runs_s"),
-        ):
-            self._is_in_function = True
-            with self._run.timed():
-                yield
-            self._is_in_function = False
+        try:
+            with (
+                self.function.group.running(watch),
+                INTERCEPTION.entered(launches, as_program=self._is_of_program),
+                state.time_spent.adding("runs_s"),
+            ):
+                self._is_in_function = True
+                with self._run.timed():
+                    yield
+                self._is_in_function = False
+        finally:
+            state.dispatcher.end_run()
         with as_launch_failed(if_reported=True):
             report = self._run.report(self.elapsed_s)
         self._step(self._exchange(report, watch.what))
@@ -288,6 +292,7 @@ class Session:
         starved = [context.title for context in left if context.status == "starved"]
         if not self._run.launched and error is None:
             self.warning = "no launches of autotuned kernels seen"
+            other_launchers.warn_of_bypasses()
         elif starved:
             self.warning = f"no longer launched, settled with the samples so far: {', '.join(starved)}"
         if error is None and self._run.has_sample and not self._run.has_time:

@@ -13,6 +13,7 @@ from typing import Any
 from .. import settings
 from ..errors import InvalidOption, TuningError
 from ..options import Options
+from ..triton_api.interception import INTERCEPTION
 from .base_tuner import BaseTuner
 
 
@@ -44,17 +45,13 @@ class StepTuner(BaseTuner):
         Raises TuningError where the block ends on another thread than it began on; that run counts nowhere.
         """
         mode = settings.run_mode()
-        if mode == "off":
+        if mode == "off" or INTERCEPTION.is_within():
             yield
             return
         opener = threading.current_thread()
-        with self._turn() as is_own:
-            if is_own:
-                with self._made_calls().step(mode):
-                    yield
-                    self._check_closed_by(opener)
-            else:
-                yield
+        with self._made_calls().step(mode):
+            yield
+            self._check_closed_by(opener)
 
     def _check_closed_by(self, opener: threading.Thread) -> None:
         closer = threading.current_thread()

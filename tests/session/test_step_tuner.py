@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import torch
-from kernels_for_tests import Mine, launch, no_bench, numbers, only, records, winner
-from triton.runtime.autotuner import Autotuner
+from kernels_for_tests import Mine, is_outside, launch, no_bench, numbers, only, records, winner
 
 from dist_autotune import ContextualAutotuner, StepTuner, is_tuning
 from dist_autotune.errors import InvalidOption, TuningError
@@ -15,9 +14,6 @@ from dist_autotune.formatting import WAITING_NOTE
 from dist_autotune.logs.records import RunFailed, SessionOpened
 from dist_autotune.settings import cache_directory
 from dist_autotune.storage.waiting import WaitingContexts
-
-STOCK_RUN = Autotuner.run
-STOCK_START = threading.Thread.start
 
 
 @pytest.fixture
@@ -31,7 +27,7 @@ def test_each_step_is_one_run_until_all_is_settled(bench, step_tuner):
     for settled in (False, False, True, True):
         with step_tuner.step():
             assert torch.equal(launch(kernel, numbers()), numbers() + 1)
-        assert Autotuner.run is STOCK_RUN
+        assert is_outside()
         assert step_tuner.settled is settled
     assert bench.blocks() == [16, 32, 64, 32]
     assert (winner(only(step_tuner.report)), step_tuner.report.runs) == (32, 3)
@@ -70,7 +66,7 @@ def test_what_a_step_raises_reaches_the_caller_and_a_later_one_makes_that_run_ag
     except BaseException as raised:
         caught = raised
     assert caught is error
-    assert (Autotuner.run, is_tuning()) == (STOCK_RUN, False)
+    assert (is_outside(), is_tuning()) == (True, False)
     assert len(records(RunFailed)) == 1
     with step_tuner.step():
         launch(kernel, numbers())
@@ -139,7 +135,7 @@ def test_a_step_closed_on_another_thread_is_an_error_and_leaves_nothing_locked(
     assert f"a step of test_step_tuner.py was opened on thread {names} and closed on thread closer" in str(
         error
     )
-    assert (Autotuner.run, threading.Thread.start, is_tuning()) == (STOCK_RUN, STOCK_START, False)
+    assert (is_outside(), is_tuning()) == (True, False)
     assert on_thread("another", step) is None
     while not step_tuner.settled:
         step()
@@ -154,7 +150,7 @@ def test_what_a_step_closed_on_another_thread_raises_reaches_the_caller(bench, s
     opened, error = steps(), Mine("mine")
     next(opened)
     assert on_thread("closer", lambda: opened.throw(error)) is error
-    assert Autotuner.run is STOCK_RUN
+    assert is_outside()
     assert on_thread("another", lambda: next(steps())) is None
 
 
@@ -176,7 +172,7 @@ def test_retune_tunes_anew(bench, step_tuner):
 def test_with_the_mode_off_a_step_is_nothing(bench, step_tuner, monkeypatch):
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
     with step_tuner.step():
-        assert Autotuner.run is STOCK_RUN
+        assert is_outside()
     assert step_tuner.report is None
 
 
