@@ -195,7 +195,7 @@ def costs_of(consumer: str, ranks: Ranks) -> list[Cost]:
 
 
 def weights_of_layers(rows: int, columns: int, options: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield weights of so many layers in turn, for ever; they lie in one another, at addresses of their own."""
+    """Yield weights of so many layers in turn, for ever; they lie in one another, at own addresses."""
     room = torch.zeros(rows * columns + LAYERS * APART, **options)
     weights = [
         room[begin : begin + rows * columns].view(rows, columns) for begin in range(0, LAYERS * APART, APART)

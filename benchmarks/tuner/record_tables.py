@@ -172,7 +172,7 @@ def relu_calls() -> Iterator[Call]:
         yield rectify
 
 
-# -- this project's product, and layers of another package -----------------------------------------------------
+# -- this project's product, and layers of another package ---------------------------------------------------
 
 
 def persistent_calls() -> Iterator[Call]:

@@ -20,8 +20,9 @@ from .base_tuner import BaseTuner
 class StepTuner(BaseTuner):
     """Tunes the `triton.autotune` launches of a loop's steps where they run: `with tuner.step(): ...`.
 
-    Takes the options of `contextual_autotune`; without `name` it is called after the file that makes it. Each step is one run with `mode="online"`: what it computes is
-    right, whatever config is on trial. With is_dist, all ranks of the group make the same number of steps.
+    Takes the options of `contextual_autotune`; without `name` it is called after the file that makes it. Each
+    step is one run with `mode="online"`: what it computes is right, whatever config is on trial. With
+    is_dist, all ranks of the group make the same number of steps.
 
     Raises:
         TuningError: for an option that cannot be used.
