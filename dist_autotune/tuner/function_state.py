@@ -40,6 +40,7 @@ SESSION_STATE = "the state of the session"  # the fact that names the session wh
 MAY_DIFFER = ("device", "settled", "clock", "retune", "session", SESSION_STATE)  # facts of an opening
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 WAITS_AFTER_RUNS = 16  # without a launch: fewer are those of gradients that are accumulated, and the like
+NO_CONFIG_OF_LAUNCH = "it is none of the configs that this launch may have"
 LISTED_KEYS = 3  # tuned keys that an error names
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
@@ -151,7 +152,8 @@ class FunctionState:
         kernel, key = rank_context.source.short_name, rank_context.named_key
         winner = rank_context.tuned
         if winner is not None:
-            reason = rank_context.bans.get(winner, "it is none of the configs that this launch may have")
+            _, failure = rank_context.failures.get(winner, (0, NO_CONFIG_OF_LAUNCH))
+            reason = rank_context.bans.get(winner, failure)
             config = config_label(rank_context.texts.get(winner, winner))
             why = f"its config {config} cannot be launched: {reason}"
         else:
