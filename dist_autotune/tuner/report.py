@@ -132,11 +132,10 @@ class TuningReport:
         Keys: function, session, runs, world_size, seconds, clock, log_dir, warning, spent (compiling_s,
         runs_s, exchanges_s), outlook (None once over; timed, candidates, contexts, settled, planned_trials,
         trials, waits, held, compiling, runs, more_runs, left, least_trials, most_trials), step (None where
-        unknown; before_ms, after_ms, gain_percent, judge, left_out), contexts (a list of
-        kernel, key, config, ms, fastest_rank_ms, spread_percent, default_ms,
-        gain_percent, judge, launches, run_ms, status, launch_bound, timings,
-        banned, bit_class, bit_classes, output_digest). Configs and keys are the texts of the log. `report
-        --json` of the command line has the same as "report".
+        unknown; before_ms, after_ms, gain_percent, judge, left_out), contexts (a list of kernel, key, config,
+        ms, fastest_rank_ms, spread_percent, default_ms, gain_percent, judge, launches, run_ms, status,
+        launch_bound, timings, banned, bit_class, bit_classes, output_digest). Configs and keys are the texts
+        of the log. `report --json` of the command line has the same as "report".
         """
         step, outlook = self.step, self.outlook
         figures = {name: value for name, value in vars(self).items() if name != "waiting"}  # of this rank
