@@ -24,6 +24,7 @@ from .fast_path import CallUnderWay, Settled
 from .rank_context import NONE_FAILED, Binding, RankContext
 from .registry import Registry
 from .tunable import CHOICES, KnownChoices, Ranks, option_texts
+from .written_tensors import WrittenTensors
 
 
 class Dispatcher:
@@ -33,7 +34,7 @@ class Dispatcher:
     peers wait on. passes_single: a kernel with one
     config is no context, as no peer can have more. is_frozen: nothing will ever be tried, so what is not
     settled now will never be. refuse: raises in place of a launch that is not tuned; None: such may be.
-    note: writes a line of the log.
+    note: writes a line of the log. written: copies what launches change.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Dispatcher:
         is_frozen: bool,
         refuse: Callable[[RankContext], NoReturn] | None,
         note: Callable[[str], None],
+        written: WrittenTensors,
     ) -> None:
         self.run_under_way: CallUnderWay | None = None  # of a session
         self._settled: Settled = weakref.WeakKeyDictionary()
@@ -58,7 +60,7 @@ class Dispatcher:
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._is_frozen, self._refuse, self._note = compiling, is_frozen, refuse, note
-        self._ranks = frozenset(ranks)
+        self._ranks, self._written = frozenset(ranks), written
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------
@@ -75,6 +77,7 @@ class Dispatcher:
             launch.run_pre_hook(config)
             return launch.run(config)
         binding = self._binding(call, launch)
+        call.keep(launch)
         failed = {**failed, **({} if call.tunes else binding.rank_context.failing)}
         candidate = self._candidate(call, binding, failed)
         while True:
@@ -267,7 +270,13 @@ class Dispatcher:
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
         self.run_under_way = CallUnderWay(
-            weakref.WeakKeyDictionary(), self._handle, self._failure, self._choose, tunes, self._passes_single
+            weakref.WeakKeyDictionary(),
+            self._handle,
+            self._failure,
+            self._choose,
+            tunes,
+            self._passes_single,
+            self._written,
         )
         return self.run_under_way
 

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 from triton.runtime.autotuner import Autotuner
 
-from ..triton_api.interception import INTERCEPTION, Run
+from ..triton_api.interception import INTERCEPTION, Run, is_capturing
 from ..triton_api.launch import Key, Launch, key_of
+from .written_tensors import WrittenTensors, written_arguments
 
 Settled: TypeAlias = "weakref.WeakKeyDictionary[Autotuner, Known]"
 
@@ -33,10 +34,22 @@ class CallUnderWay:
     settled: the keys whose configs are launched at once; none of a run of a session. launch: makes every
     other launch; it leaves out what has failed in a launch. failure: the candidate that has failed by an
     exception, with the reason; {}: that is the user's. choose: answers `tunable`. passes_single: leave a
-    kernel with one config to stock. Measured costs: docs/benchmarks.
+    kernel with one config to stock. written: copies the tensors that launches change; None: nothing does.
+    Measured costs: docs/benchmarks.
     """
 
-    __slots__ = ("began", "choose_for", "failure", "launch", "new", "passes_single", "settled", "tunes")
+    __slots__ = (
+        "began",
+        "changes",
+        "choose_for",
+        "failure",
+        "launch",
+        "new",
+        "passes_single",
+        "settled",
+        "tunes",
+        "written",
+    )
 
     def __init__(
         self,
@@ -46,9 +59,12 @@ class CallUnderWay:
         choose: Callable[..., Any],
         tunes: bool,
         passes_single: bool,
+        written: WrittenTensors | None = None,
     ) -> None:
         self.settled, self.launch, self.failure, self.choose_for = settled, launch, failure, choose
         self.tunes, self.passes_single, self.began = tunes, passes_single, monotonic()
+        self.written = written
+        self.changes = False  # a launch that `launched` does not name has named tensors that it changes
         self.new: set[str] | None = None  # contexts, new or provisional, that a settled call has launched
 
     def choose(self, name: str, options: Any, key: Any, among: Any) -> Any:
@@ -69,6 +85,18 @@ class CallUnderWay:
         """Return the Autotuners that this call has launched at once."""
         return [tuner for tuner, known in list(self.settled.items()) if known.call is self]
 
+    def keep(self, launch: Launch) -> None:
+        """Copy the tensors that a launch says it changes, in a run of a session; else only note that it does."""
+        if written_arguments(launch.tuner):
+            self.changes = True
+            if self.written is not None:
+                self.written.keep(launch)
+
+    @property
+    def changes_tensors(self) -> bool:
+        """Return whether kernels of this call say that they change tensors."""
+        return self.changes or any(map(written_arguments, self.launched()))
+
 
 def dispatcher(before: Run) -> Run:
     """Return the function to put in place of `before`, an `Autotuner.run`, for good."""
@@ -84,6 +112,9 @@ def dispatcher(before: Run) -> Run:
         known = call.settled.get(tuner)
         if known is None:
             if call.passes_single and len(tuner.configs) == 1:
+                changes = tuner.restore_value or tuner.reset_to_zero
+                if changes and not (kwargs.get("warmup") or is_capturing()):
+                    call.keep(Launch(tuner, args, kwargs))
                 return before(tuner, *args, **kwargs)
             return call.launch(call, Launch(tuner, args, kwargs))
         known.call = call

@@ -24,7 +24,6 @@ from . import diagnosis
 from .function_state import FunctionSetup, FunctionState
 from .report import TuningReport
 from .session import Session
-from .snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -32,21 +31,15 @@ SELDOM = (
     "{} launches it too seldom to try its configs. Decorate the function that launches it, such as an "
     "evaluation, with @contextual_autotune: it is tuned in its first call (docs/training-scripts.md)."
 )
-# A key that is new in a settled call is tuned by that call, from the state before it, which is copied for it
-# (random states alone: 0.1 ms). Keys come in sweeps: after so many calls without one, no copy is made.
-CALLS_THAT_KEEP_STATE = 16
 
 
 class SettledCall:
     """One call without trials, and its outcome."""
 
-    __slots__ = ("before", "is_quiet", "launches", "may_tune", "wants_session")
+    __slots__ = ("is_quiet", "launches", "may_tune", "wants_session")
 
-    def __init__(
-        self, launches: CallUnderWay, before: Snapshot | None, *, may_tune: bool, is_quiet: bool
-    ) -> None:
+    def __init__(self, launches: CallUnderWay, *, may_tune: bool, is_quiet: bool) -> None:
         self.launches = launches
-        self.before = before  # the state before it; None: not copied
         self.may_tune, self.is_quiet = may_tune, is_quiet
         self.wants_session = False  # some rank has met a new key in it
 
@@ -78,7 +71,6 @@ class Calls:
         self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
         self._asking: set[str] = set()  # contexts that have asked for a session
-        self._calls_without_new_keys = 0  # settled calls since one met a new key, or a session
 
     @property
     def report(self) -> TuningReport | None:
@@ -104,13 +96,17 @@ class Calls:
         return self._settled_call(state, thunk)
 
     def _call_of_session(
-        self, state: FunctionState, thunk: Callable[[], T], before: Snapshot | None = None
+        self, state: FunctionState, thunk: Callable[[], T], beside: tuple[T] | None = None
     ) -> T:
+        """Make a call that begins or goes on with a session; `beside`: see `Session.replay`."""
         if self._options.mode == "online":
             with self._trial(state):
                 return thunk()
-        with self._session_under_way(state) as session:
-            return session.replay(thunk, before)
+        try:
+            with self._session_under_way(state) as session:
+                return session.replay(thunk, beside=beside)
+        finally:
+            state.written.end_call()
 
     def _settled_call(self, state: FunctionState, thunk: Callable[[], T]) -> T:
         call, calls, thread = self._begin_settled(state), INTERCEPTION.calls, get_ident()
@@ -125,16 +121,14 @@ class Calls:
         self._end_settled(state, call)
         if not call.wants_session or self._options.mode == "online":
             return result
-        if call.before is None and self._options.preserve:
-            self._note_new(state, call, "is tuned by the next call: the preserve= state was not copied")
-            return result
+        # There is no copy of the state before this run. Where it matters, this stays the call's run.
+        is_kept = bool(self._options.preserve) or call.launches.changes_tensors
         with self._turn() as is_own:
             if not is_own or self.settled:  # or another thread has met it too
                 return result
+            beside = (result,) if is_kept else None
             del result  # the function's outputs must not add to the memory of the next run
-            return self._call_of_session(
-                self._begin_call(state.function.mode), thunk, call.before or Snapshot(())
-            )
+            return self._call_of_session(self._begin_call(state.function.mode), thunk, beside)
 
     @contextlib.contextmanager
     def step(self, mode: str, *, is_quiet: bool = False) -> Iterator[None]:
@@ -196,10 +190,7 @@ class Calls:
             if not self._ignores_known:
                 state.results.looks_on_disk |= function.is_alone
         may_tune = function.tunes and (function.is_alone or options.watch) and not is_quiet
-        keeps = may_tune and options.mode == "replay" and self._calls_without_new_keys < CALLS_THAT_KEEP_STATE
-        self._calls_without_new_keys += 1
-        before = Snapshot(options.preserve) if keeps else None
-        return SettledCall(state.dispatcher.settled_call(), before, may_tune=may_tune, is_quiet=is_quiet)
+        return SettledCall(state.dispatcher.settled_call(), may_tune=may_tune, is_quiet=is_quiet)
 
     def _end_settled(self, state: FunctionState, call: SettledCall) -> None:
         """Learn whether some rank has met a new key in the call."""
@@ -212,7 +203,6 @@ class Calls:
             call.wants_session = checked(decode(answer), Vote).wants_session
         if not call.wants_session:
             return
-        self._calls_without_new_keys = 0
         self._wants_session = call.wants_session = call.may_tune
         for name in new or () if function.tunes else ():
             state.results.record_waiting(state.registry.by_name[name])
@@ -286,7 +276,6 @@ class Calls:
         session = self._session
         if session is not None and session.is_over:
             self._report, self._session = session.report(), None
-            self._calls_without_new_keys = 0
             self._wants_session = session.wants_another
             has_retuned = session.state.results.ignores_known and not session.has_failed
             self._ignores_known = self._ignores_known and not has_retuned

@@ -19,6 +19,7 @@ from ..launch.kernel_names import KernelNames
 from ..launch.nearest_key import by_distance, named
 from ..launch.rank_context import RankContext
 from ..launch.registry import Registry
+from ..launch.written_tensors import WrittenTensors
 from ..options import Options
 from ..ranks.group import RankGroup
 from ..search import strategies
@@ -101,6 +102,7 @@ class FunctionState:
         self.function, self._note = function, note
         self.results = Results(function, disk)
         self.guard = function.crash_guard(disk)
+        self.written = WrittenTensors()  # by the launches of the call under way
         self.time_spent = TimeSpent()  # of the session under way
         self.has_refused = False  # a settled call: the peers know
         self._sources: Facts = {}  # of kernels, as all ranks have reported them
@@ -125,6 +127,7 @@ class FunctionState:
             is_frozen=not function.tunes,
             refuse=self._refuse if function.is_strict else None,
             note=self._note,
+            written=self.written,
         )
 
     def _recall(self, rank_context: RankContext) -> dict[str, str]:

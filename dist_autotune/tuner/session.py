@@ -54,6 +54,7 @@ class Session:
         self._interrupted_by: str | None = None  # the failure that has left the session between two calls
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._is_in_function = False
+        self._has_put_back = False  # something that a kernel has changed
         self._may_resume = state.search.bit_classes is None  # another call has other inputs, and other bits
         self._is_stepping = False  # the state is between two runs
         self._next_forecast = FIRST_FORECAST
@@ -62,27 +63,42 @@ class Session:
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
         return (self._ended or time.monotonic()) - self._began
 
-    def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
-        """Run `thunk` until every context is settled, then once more; `before`: it ran once, from there."""
+    def replay(self, thunk: Callable[[], T], *, beside: tuple[T] | None = None) -> T:
+        """Run `thunk` until every context is settled, then once more; return the last result.
+
+        beside: the result of a settled run that the call has made. Then that is returned, and these runs
+        leave no effects.
+        """
         preserve = self.function.options.preserve
         steps = diagnosis.optimizer_steps(INTERCEPTION.turn.works_for_call)
         with self._reporting_failures(), steps as stepped:
-            snapshot = before or Snapshot(preserve)
-            if before is not None:
-                snapshot.restore()
+            snapshot = Snapshot(preserve)
+            self.state.written.begin_runs(beside)
             while True:
                 with self._one_run():
                     result = thunk()
                     if self._run.outputs is not None:
                         self._run.outputs.take_result(result)
-                if self.state.search.done:
+                is_done = self.state.search.done
+                if is_done and beside is None:
                     self.close()
                     return result
                 if not preserve:
                     online = self.function.bits == "any"
                     diagnosis.warn_of_repeated_steps(self.function.name, stepped, may_be_online=online)
                 del result  # a trial's outputs must not add to the memory of the next
-                snapshot.restore()
+                self._put_back()
+                snapshot.restore()  # last: it is from before the call
+                if is_done and beside is not None:
+                    self.close()
+                    return beside[0]
+
+    def _put_back(self) -> None:
+        """Put back the tensors that kernels have changed by their own word, and say once in the log which."""
+        if (names := self.state.written.restore()) and not self._has_put_back:
+            self._has_put_back = True
+            text = f"put back before each further run, as restore_value or reset_to_zero names it: {names}"
+            self._recorder.write(Note(text=text))
 
     @contextlib.contextmanager
     def online(self) -> Iterator[None]:
