@@ -86,7 +86,7 @@ class CallUnderWay:
         return [tuner for tuner, known in list(self.settled.items()) if known.call is self]
 
     def keep(self, launch: Launch) -> None:
-        """Copy the tensors that a launch says it changes, in a run of a session; else only note that it does."""
+        """Copy the tensors that a launch says it changes, in a session; else only note that it does."""
         if written_arguments(launch.tuner):
             self.changes = True
             if self.written is not None:
