@@ -47,6 +47,7 @@ except ImportError:  # Triton was built without it
 
 FORMAT_OF_3_6 = "iiiKKppOOOOOO"  # as its launchers parse what is before the kernel's arguments
 IS_3_9 = triton.__version__.startswith("3.9.")
+PLAIN = frozenset({int, float, bool, type(None)})  # arguments that are no tensors
 
 Launch = Callable[[int, list[Any]], None]  # on a stream, with all arguments but the last ones
 Expand = Callable[[Any], Sequence[Any]]  # from a descriptor to what the launcher is given for it
@@ -178,7 +179,7 @@ class PreparedLaunch:
             encoded = self._encoded[place].get(address)
             arguments += self._encode(bare, place, address) if encoded is None else encoded
         # Addresses: of a tensor the launcher asks the driver whether the device can reach it.
-        arguments += [each if each.__class__ is int or each is None else each.data_ptr() for each in middle]
+        arguments += [each if each.__class__ in PLAIN else each.data_ptr() for each in middle]
         bare.launch(driver.get_current_stream(driver.get_current_device()), arguments)
 
     def _describe(self, place: int, address: int) -> Any:

@@ -142,6 +142,21 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
     assert len(set(prepared)) == 3  # epochs
 
 
+@triton.jit
+def scaled(x_ptr, y_ptr, n, factor, BLOCK: triton.language.constexpr):
+    offs = triton.language.arange(0, BLOCK)
+    x = triton.language.load(x_ptr + offs, mask=offs < n)
+    triton.language.store(y_ptr + offs, x * factor, mask=offs < n)
+
+
+def test_numbers_with_a_fraction_are_handed_over_as_they_are(device):
+    x, y = torch.zeros(64), torch.zeros(64)
+    compiled = scaled[(1,)](x, y, 50, 0.25, BLOCK=64)
+    launches.PreparedLaunch(compiled, (1, 1, 1), (), (), (64,))((), x, y, 50, 0.25)
+    by_triton, prepared = device.handed
+    assert prepared == by_triton
+
+
 @NEEDS_BARE
 @consumers
 def test_the_own_way_is_asked_no_more_when_a_launch_is_prepared(device, consumer, monkeypatch):
