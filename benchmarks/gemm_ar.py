@@ -10,7 +10,7 @@ M is the number of rows, K the inner dimension of all ranks together: each multi
     ours, WAY, graph            the same with a way that is fixed; its kernel tuned
     GEMM + NCCL                 torch.matmul, then all_reduce (gloo on CPU ranks)
     torch one-shot, two-shot    torch.matmul into symmetric memory, then torch.ops.symm_mem's all-reduce
-    ..., norm                   the same with residual and RMSNorm: ours in one call; else torch's
+    ..., norm                   the same with residual and RMSNorm: ours in one call, else by torch
     ..., graph                  as CUDA graphs
     GEMM, graph                 torch.matmul alone
 

@@ -6,13 +6,14 @@ A call is a product, by cuBLAS, and an exchange of its rows. What a rank holds, 
     sums     [m / W, N], symmetric: the sums of the rows that this rank owns, in two-shot calls
     words, ticket: see `pull`
 
-    one-shot    product to parts | add rows of all parts, end them
-    two-shot    product to parts | add the own rows of all parts, to sums | read all sums, end them
-    collective  product to parts, or to the result | all-reduce | end them
+    low-latency  product to parts | send rows, add what comes, end them
+    one-shot     product to parts | add rows of all parts, end them
+    two-shot     product to parts | add the own rows of all parts, to sums | read all sums, end them
+    collective   product to parts, or to the result | all-reduce | end them
 
-Each kernel behind a bar is one launch of `pull.add_rows`, which says why it ends and reads no row too early
-or too late. All three give each element as one sum, whose bits are the same on all ranks. Why all ranks take
-the same way is in `ways`.
+A low-latency call is one launch of `low_latency.exchange_rows`; every other kernel behind a bar is one of
+`pull.add_rows`. Why they end, and read no row too early or too late, is said there; why all ranks take the
+same way, in `ways`.
 """
 
 from __future__ import annotations
@@ -28,18 +29,10 @@ from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..signals import Failure
 from ..symm import SymmetricTensor
 from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor
-from .pull import (
-    MOST_COLUMNS_OF_NORM,
-    MOST_ROWS,
-    NOT_READ,
-    OTHER_ROWS,
-    WORDS,
-    Ending,
-    Held,
-    Launch,
-    launch,
-)
-from .ways import COLLECTIVE, ONE_SHOT, TWO_SHOT, WAYS, Ways
+from . import low_latency, pull
+from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS, Launch
+from .rows import MOST_COLUMNS_OF_NORM, Ending
+from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS, Ways
 
 EPS = 1e-6
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -63,11 +56,13 @@ class GemmAllReduce(Operation):
     same shapes. `timeout_s` is how long a kernel waits for a peer. Opening and closing are collective. Tune
     it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
-    `way` is "one-shot", "two-shot" or "collective" for all calls, or None, which tunes it for each M; all
-    ranks pass the same. Unless all would take the first, the host of an eager call waits for its peers to
-    come to the call. A captured call takes the way of the last eager one with as many rows.
+    `way` is "low-latency" (up to 32 rows and an even n; other calls are one-shot then), "one-shot",
+    "two-shot" or "collective" for all calls, or None, which tunes it for each M; all ranks pass the same.
+    Unless it would take one-shot, or calls that no rank can take otherwise, the host of an eager call waits
+    for its peers to come to the call. A captured call takes the way of the last eager one with as many rows.
 
-    Each rank holds m * (1 + 1 / W) * n elements of symmetric memory beside its operands.
+    Each rank holds m * (1 + 1 / W) * n elements of symmetric memory beside its operands, and for low-latency
+    calls 4 W * min(m, 32) * n elements more.
     """
 
     _wrong_calls = (OTHER_ROWS.value,)
@@ -90,7 +85,10 @@ class GemmAllReduce(Operation):
         if way not in (None, *WAYS):
             raise ValueError(f"way is {way!r}; it is one of {', '.join(WAYS)}, or None, which tunes it")
         self._m, self._n, self._dtype = m, n, dtype
-        self._open_ways = functools.partial(Ways, group, fixed=way, timeout_s=timeout_s)
+        self._has_low_latency = way in (None, LOW_LATENCY) and low_latency.can_take(1, n, dtype)
+        self._open_ways = functools.partial(
+            Ways, group, fixed=way, timeout_s=timeout_s, has_low_latency=self._takes_low_latency
+        )
         super().__init__(dtype, group, backend, timeout_s)
 
     def _allocate(self) -> None:
@@ -104,12 +102,27 @@ class GemmAllReduce(Operation):
         )
         self._own_table = memory.hold(self._table_of_parts[self.rank :].clone())
         self._own_table.points_to = (self._parts.local,)  # type: ignore[attr-defined]
-        self._held = Held(table_of_words, words.local, ticket, self._errors)
+        self._held = pull.Held(table_of_words, words.local, ticket, self._errors)
+        self._mail: low_latency.Held | None = None
+        if self._has_low_latency and world > 1:
+            self._mail = self._open_mail()
         self._ways = self._open_ways(memory)
+
+    def _open_mail(self) -> low_latency.Held:
+        memory, length = self._memory, self._n // low_latency.elements_of_word(self._dtype)
+        rows = min(self._m, low_latency.MOST_ROWS)
+        mail = memory.allocate((2, self.world_size, rows, length), torch.int64)
+        table = memory.hold(addresses_of(mail))
+        ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=self.device))
+        lost = memory.hold(torch.zeros(self.world_size, dtype=torch.int32, device=self.device))
+        return low_latency.Held(table, mail.local, ticket, lost, self._errors)
+
+    def _takes_low_latency(self, rows: int) -> bool:
+        return self._has_low_latency and rows <= low_latency.MOST_ROWS
 
     def _forget(self) -> None:
         del self._parts, self._sums, self._table_of_parts, self._table_of_sums, self._own_table
-        del self._held, self._ways
+        del self._held, self._ways, self._mail
 
     # ---- what the caller may use
 
@@ -257,7 +270,11 @@ class GemmAllReduce(Operation):
     def _exchange(self, way: str, part: torch.Tensor, out: torch.Tensor, ending: Ending) -> None:
         """Enqueue what adds up the ranks' parts, and ends the sums."""
         rows, chunk = part.shape[0], triton.cdiv(part.shape[0], self.world_size)
-        if way == ONE_SHOT:
+        if way == LOW_LATENCY:
+            assert self._mail is not None
+            place = {"rank": self.rank, "sms": self._sms or INTERPRETED_PROGRAMS}
+            low_latency.launch(part, out, ending, self._mail, **place, patience_ticks=self._patience_ticks)
+        elif way == ONE_SHOT:
             self._launch(self._table_of_parts, out, ending, rows=rows, m=rows)
         elif way == TWO_SHOT:
             first = min(self.rank * chunk, rows)
@@ -302,14 +319,15 @@ class GemmAllReduce(Operation):
             sms=self._sms or INTERPRETED_PROGRAMS,
             patience_ticks=self._patience_ticks,
         )
-        launch(one, out, ending)
+        pull.launch(one, out, ending)
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:
             return f"rank {peer} has {failure.seen} rows, not as many as this rank"
         if failure.kind == NOT_READ.value:
             return f"rank {peer}, or one that it waits for, did not read the rows of rank {self.rank} in time"
-        return f"rank {peer}, or one that it waits for, did not offer its rows in time"
+        verb = "send" if failure.kind == low_latency.NOT_SENT.value else "offer"
+        return f"rank {peer}, or one that it waits for, did not {verb} its rows in time"
 
 
 def addresses_of(tensor: SymmetricTensor) -> torch.Tensor:

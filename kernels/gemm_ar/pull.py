@@ -51,10 +51,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..configs import INTERPRETED, take_first
+from ..configs import take_first
 from ..gemm.configs import class_of_rows
 from ..launch import SettledLaunches
 from ..signals import notify, poll_until, record_failure
+from .rows import Ending, Tail, candidate, end_row, programs_of, prune, width_of_norm, with_norms
 
 WORDS = 2  # rows of `words`
 READY = tl.constexpr(0)
@@ -70,51 +71,17 @@ NOT_READY = tl.constexpr(1)
 OTHER_ROWS = tl.constexpr(2)
 NOT_READ = tl.constexpr(3)
 
-WARPS_OF_NORM = (1, 2, 4, 8, 16, 32)
-MOST_COLUMNS_OF_NORM = 32768  # above half of it registers spill
-VALUES_OF_THREAD = 16  # of a row whose norm is taken
-
-
-def _candidate(block_n: int, per_sm: int, warps: int) -> triton.Config:
-    return triton.Config({"BLOCK_N": block_n, "PER_SM": per_sm}, num_warps=warps, num_stages=1)
-
-
-GPU_CANDIDATES = [
-    _candidate(2048, 1, 8),
-    _candidate(1024, 1, 4),
-    _candidate(1024, 2, 4),
-    _candidate(2048, 2, 8),
-    _candidate(4096, 1, 16),
-    _candidate(4096, 1, 8),
-    _candidate(8192, 1, 16),
-    *(_candidate(0, per_sm, warps) for warps in WARPS_OF_NORM for per_sm in (1, 2, 4)),
-]
-CPU_CANDIDATES = [
-    _candidate(32, 1, 4),
-    _candidate(16, 2, 4),
-    *(_candidate(0, per_sm, 1) for per_sm in (1, 2)),
-]
-CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
-
-
-def warps_of_norm(columns: int) -> int:
-    """Return how many warps take a norm of so many columns, whatever candidate runs."""
-    if INTERPRETED:
-        return 1
-    row = triton.next_power_of_2(columns)
-    return min(max(row // (32 * VALUES_OF_THREAD), WARPS_OF_NORM[0]), WARPS_OF_NORM[-1])
-
-
-def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
-    """Return the candidates for rows with a norm, or for those without; never none."""
-    args = {**named_args, **kwargs}
-    if args["NORM"]:
-        wanted = [each for each in configs if not each.kwargs["BLOCK_N"]]
-        return [each for each in wanted if each.num_warps == warps_of_norm(args["N"])] or configs
-    wanted = [each for each in configs if each.kwargs["BLOCK_N"]]
-    smallest = min((each.kwargs["BLOCK_N"] for each in wanted), default=0)
-    most = max(smallest, triton.next_power_of_2(args["N"]))
-    return [each for each in wanted if each.kwargs["BLOCK_N"] <= most] or configs
+CANDIDATES = with_norms(
+    [
+        candidate(2048, 1, 8),
+        candidate(1024, 1, 4),
+        candidate(1024, 2, 4),
+        candidate(2048, 2, 8),
+        candidate(4096, 1, 16),
+        candidate(4096, 1, 8),
+        candidate(8192, 1, 16),
+    ]
+)
 
 
 class Exchange(NamedTuple):
@@ -170,6 +137,7 @@ def add_rows(
     exchange, is_lost = _begin(
         words_table_ptr, words_ptr, ticket_ptr, errors_ptr, m, rank, patience_ticks, WORLD
     )
+    tail = Tail(residual_ptr, stride_residual, weight_ptr, sum_ptr, out_ptr, stride_out, eps)
     WIDTH: tl.constexpr = ROW if NORM else BLOCK_N
     blocks = tl.cdiv(N, WIDTH)
     for item in range(exchange.order, rows * blocks, exchange.programs):
@@ -183,19 +151,7 @@ def add_rows(
             total = _load_row(table_ptr, 0, at, cols, mask, N, out_ptr)
             for peer in tl.static_range(1, WORLD):
                 total += _load_row(table_ptr, peer, at, cols, mask, N, out_ptr)
-        if HAS_RESIDUAL:
-            residual_row_ptr = residual_ptr + tl.cast(at, tl.int64) * stride_residual
-            total += tl.load(residual_row_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        total = tl.where(is_lost != 0, float("nan"), total)
-        out_ptrs = out_ptr + tl.cast(row, tl.int64) * stride_out + cols
-        if NORM:
-            rounded = total.to(sum_ptr.dtype.element_ty)
-            tl.store(sum_ptr + tl.cast(row, tl.int64) * N + cols, rounded, mask=mask)
-            value = rounded.to(tl.float32)
-            squares = tl.where(mask, value * value, 0.0)
-            scale = tl.rsqrt(tl.sum(squares, axis=0) / N + eps)
-            total = value * scale * tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-        tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+        end_row(total, at, row, cols, mask, N, is_lost, tail, HAS_RESIDUAL, NORM)
     _end(exchange, WORLD)
 
 
@@ -306,12 +262,11 @@ class Shape(NamedTuple):
             "OWNER": self.is_owners,
             "HAS_RESIDUAL": self.has_residual,
             "NORM": self.has_norm,
-            "ROW": triton.next_power_of_2(self.n) if self.has_norm else 1,
+            "ROW": width_of_norm(self.n, has_norm=self.has_norm),
         }
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        blocks = 1 if self.has_norm else triton.cdiv(self.n, meta["BLOCK_N"])
-        return max(1, min(self.rows * blocks, meta["PER_SM"] * self.sms, SHARES.value)), 1, 1
+        return min(programs_of(self.rows, self.n, self.sms, meta), SHARES.value), 1, 1
 
 
 class Held(NamedTuple):
@@ -337,15 +292,6 @@ class Launch(NamedTuple):
     is_owners: bool
     sms: int
     patience_ticks: int
-
-
-class Ending(NamedTuple):
-    """What becomes of sums; the norm's weight and where the sums go are both given, or neither."""
-
-    residual: torch.Tensor | None = None
-    norm_weight: torch.Tensor | None = None
-    sums: torch.Tensor | None = None
-    eps: float = 0.0
 
 
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(add_rows, operation="GemmAllReduce")

@@ -9,24 +9,30 @@ import torch.distributed as dist
 from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
 from operation_runs import device, seed_and_leave_one, synchronize
 
-from dist_autotune.kernels.gemm_ar import GemmAllReduce, pull
+from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull
 
 HALF = torch.float16
 EPS = 1e-5
 
 
+KERNELS = {"add_rows": (pull.add_rows, pull.CANDIDATES)}
+KERNELS |= {"exchange_rows": (low_latency.exchange_rows, low_latency.CANDIDATES)}
+
+
 def begin(rank: int, candidate: int | None = None) -> None:
-    """Seed this rank and leave its kernel one candidate of each kind: by default another one on each rank."""
-    seed_and_leave_one(rank, pull.add_rows, pull.CANDIDATES, candidate)
-    leave_one_of_each_kind(rank if candidate is None else candidate)
+    """Seed this rank and leave its kernels one candidate of each kind: by default another on each rank."""
+    for kernel, candidates in KERNELS.values():
+        seed_and_leave_one(rank, kernel, candidates, candidate)
+        kinds: dict[int, list] = {}  # of sums; of norms, one for each number of warps
+        for each in candidates:
+            kinds.setdefault(0 if each.kwargs["BLOCK_N"] else each.num_warps, []).append(each)
+        place = rank if candidate is None else candidate
+        kernel.configs = [kind[place % len(kind)] for kind in kinds.values()]
 
 
-def leave_one_of_each_kind(candidate: int) -> None:
-    """Leave one candidate of sums, and of norms one for each number of warps."""
-    kinds: dict[int, list] = {}
-    for each in pull.CANDIDATES:
-        kinds.setdefault(0 if each.kwargs["BLOCK_N"] else each.num_warps, []).append(each)
-    pull.add_rows.configs = [kind[candidate % len(kind)] for kind in kinds.values()]
+def leave_all_candidates() -> None:
+    for kernel, candidates in KERNELS.values():
+        kernel.configs = candidates
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +51,8 @@ def poison(op: GemmAllReduce) -> None:
     """Fill the buffers with NaN, so that whatever is read before it arrives shows."""
     for buffer in (op._parts.local, op._sums.local):
         buffer.fill_(float("nan"))
+    if op._mail is not None:  # NaN in each type, stamped by no call that is near
+        op._mail.mail.fill_((1 << 60) - 1)
     synchronize()
 
 

@@ -18,6 +18,7 @@ from gemm_ar_runs import (
     call_and_compare,
     call_with_norm,
     error_ratio,
+    leave_all_candidates,
     norm_error_ratio,
     of_all,
     operands,
@@ -36,10 +37,12 @@ from operation_runs import (
 )
 
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
+from dist_autotune.kernels.gemm_ar.low_latency import exchange_rows
 from dist_autotune.kernels.gemm_ar.pull import CANDIDATES, add_rows
-from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, ONE_SHOT, TWO_SHOT, WAYS
+from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
 
 pytestmark = INTERPRETER
+OURS = (ONE_SHOT, TWO_SHOT, LOW_LATENCY)  # those with candidates
 
 
 def three_calls(rank, m, n, k, dtype, most, way):
@@ -110,14 +113,14 @@ def one_candidate(rank, index_of_rank, way):
         return [call(op, m, 40) for m in (21, 8) for call in (call_and_compare, call_with_norm)]
 
 
-@pytest.mark.parametrize("way", [ONE_SHOT, TWO_SHOT])
+@pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("index", range(2))
 def test_every_candidate_is_right(index, way):
     assert len(CANDIDATES) == 4  # two of sums and two of norms
     assert_right(values(one_candidate, 2, [index] * 2, way))
 
 
-@pytest.mark.parametrize("way", [ONE_SHOT, TWO_SHOT])
+@pytest.mark.parametrize("way", OURS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_may_run_different_candidates_in_one_call_and_have_the_same_bits(world, way):
     assert_right(values(one_candidate, world, range(world), way))
@@ -127,16 +130,16 @@ def many_calls(rank, delays, way):
     """Keep every result until the end; no rank waits for another between calls."""
     begin(rank)
     world, kept = dist.get_world_size(), []
-    with GemmAllReduce(24, 33, HALF, way=way) as op:
+    with GemmAllReduce(24, 34, HALF, way=way) as op:
         poison(op)
         for call in range(6):
             m, k = (24, 7, 1, 16)[call % 4], (24, 16, 33)[call % 3]
-            a, weight = operands(m, 33, k, HALF)
+            a, weight = operands(m, 34, k, HALF)
             if delays == "one" and rank == call % world:
                 time.sleep(0.1)
             if delays == "random":
                 time.sleep(random.random() / 20)
-            more = of_all(m, 33, HALF, call) if call % 2 else ()
+            more = of_all(m, 34, HALF, call) if call % 2 else ()
             kept.append((op(a, weight, None, *more, *([EPS] if more else [])), a, weight, *more))
         op.check()
     return [(norm_error_ratio if len(one) > 3 else error_ratio)(*one) for one in kept]
@@ -199,7 +202,7 @@ def test_the_group_may_be_a_subset_and_two_operations_do_not_disturb_each_other(
 
 @pytest.mark.parametrize("way", [None, *WAYS])
 def test_one_rank_needs_no_process_group(way):
-    with left_as_before(add_rows):
+    with left_as_before(add_rows), left_as_before(exchange_rows):
         begin(0)
         with GemmAllReduce(20, 24, HALF, backend="shm", way=way) as op:
             assert max(call(op, 7, 16) for call in (call_and_compare, call_with_norm)) < 1
@@ -239,7 +242,7 @@ def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_c
 
 def tuned(rank):
     begin(rank)
-    add_rows.configs = CANDIDATES
+    leave_all_candidates()
     with GemmAllReduce(16, 48, HALF) as op:
         step, errors = tuned_in_context(lambda: max(call_and_compare(op, 16, 32), call_with_norm(op, 16, 32)))
         step()
@@ -249,7 +252,7 @@ def tuned(rank):
 
 def test_tuned_in_context_every_run_is_right_and_ranks_agree():
     (errors, winners, runs), *others = values(tuned, 2)
-    assert winners.keys() == {"add_rows", "gemm_ar way"}
+    assert winners.keys() == {"add_rows", "exchange_rows", "gemm_ar way"}
     assert len(errors) == runs > len(CANDIDATES)
     assert max(errors) < 1
     for other_errors, other_winners, other_runs in others:
@@ -282,7 +285,7 @@ def cases_on_gpus(rank, backend):
         for dtype in (torch.float16, torch.bfloat16)
         for way in WAYS
     }
-    for way in (ONE_SHOT, TWO_SHOT):
+    for way in OURS:
         for index in range(len(CANDIDATES)):
             cases[f"candidate {index}, {way}"] = lambda index=index, way=way: candidate(index, way)
         cases[f"different candidates, {way}"] = lambda way=way: candidate(rank, way)

@@ -14,8 +14,9 @@ from gemm_ar_runs import HALF, begin, call_and_compare, call_with_norm, of_all, 
 from operation_runs import INTERPRETER, TWO, device, ends, message_of, results, values
 
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
+from dist_autotune.kernels.gemm_ar.low_latency import exchange_rows
 from dist_autotune.kernels.gemm_ar.pull import add_rows
-from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, ONE_SHOT, TWO_SHOT, WAYS
+from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 
@@ -95,7 +96,7 @@ OPENED_WRONGLY = {
     "too many rows": ({"m": 2**24}, "m=16777216 rows; it must be 16777215 or less"),
     "no such way": (
         {"way": "three-shot"},
-        "way is 'three-shot'; it is one of one-shot, two-shot, collective",
+        "way is 'three-shot'; it is one of one-shot, two-shot, collective, low-latency",
     ),
 }
 
@@ -143,7 +144,7 @@ def different_rows(rank, way):
     return told, bool(out.isnan().all())
 
 
-@pytest.mark.parametrize("way", [None, ONE_SHOT, TWO_SHOT])
+@pytest.mark.parametrize("way", [None, ONE_SHOT, TWO_SHOT, LOW_LATENCY])
 @pytest.mark.parametrize("world", TWO)
 def test_different_rows_raise_on_every_rank(world, way):
     for rank, ((message, again, at_close), is_nan) in enumerate(values(different_rows, world, way)):
@@ -165,20 +166,23 @@ def dead_peer(rank, last, way):
     if rank == last:
         os.kill(os.getpid(), signal.SIGKILL)
     op._patience_ticks = as_patience(1.0)
+    if way == LOW_LATENCY:
+        op._ways._ballots.agree = lambda terms: True  # the peer dies behind its ballot
     out = torch.zeros(8, 16, dtype=HALF, device=device())
     more = of_all(8, 16, HALF, 0)
     told = ends(op, lambda: op(*operands(8, 16, 16, HALF), out, *more))
     return told, bool(out.isnan().all())
 
 
-@pytest.mark.parametrize("way", [ONE_SHOT, TWO_SHOT])
+@pytest.mark.parametrize("way", [ONE_SHOT, TWO_SHOT, LOW_LATENCY])
 @pytest.mark.parametrize("world", [2, 3, *TWO[1:]])
 def test_a_dead_peer_is_named_the_wait_ends_and_no_row_passes_for_a_sum(world, way):
     *survivors, dead = results(dead_peer, world, world - 1, way)
     assert_killed(dead)
     for rank, ((message, again, at_close), is_nan) in enumerate(assert_all_ok(survivors)):
         assert message.startswith(f"PeerTimeout: GemmAllReduce, rank {rank}: ")
-        assert f"rank {world - 1}, or one that it waits for, did not offer its rows in time" in message
+        verb = "send" if way == LOW_LATENCY else "offer"
+        assert f"rank {world - 1}, or one that it waits for, did not {verb} its rows in time" in message
         assert again
         assert at_close
         assert is_nan
@@ -205,7 +209,7 @@ def failing_launch(rank):
     op = GemmAllReduce(8, 16, HALF)
     op._patience_ticks = as_patience(1.0)
     if rank == 1:
-        add_rows.configs = []
+        add_rows.configs = exchange_rows.configs = []
     first = message_of(lambda: op(*operands(8, 16, 16, HALF)))
     return first, message_of(op.close)
 
