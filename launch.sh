@@ -4,6 +4,8 @@
 #   ./launch.sh [--nproc N] [--cpu] [--here] [torchrun options] FILE [ARGS...]      or -m MODULE for FILE
 #   ./launch.sh test [--gpu] [pytest arguments]
 #
+# test --gpu runs what needs GPUs, on all of them, in nine minutes: [--part I/N] [--results DIR] [--all-candidates]
+#
 # The first start installs what is missing, into the active virtual or conda environment or into .venv. An
 # environment that has dist-autotune of another place keeps it, and nothing runs, unless --here is given.
 # An installed torch is used as it is; otherwise the release that pyproject.toml names comes from pip's
@@ -28,7 +30,10 @@ set_up() {
   flock 9
   find_python
   install
-  [[ ${1:-} != test ]] || install_for_tests
+  case ${1:-} in
+    test) install_for_tests ;;
+    test-on-gpus) install_for_tests "pytest-xdist|matplotlib" ;;  # a machine with GPUs may have no network
+  esac
   exec 9<&-
 }
 
@@ -96,9 +101,9 @@ replace_other() {
   say "replaces the install from $other in $environment"
 }
 
-install_for_tests() {
+install_for_tests() {  # not what begins with $1, a|b
   local wanted
-  mapfile -t wanted < <(missing test)
+  mapfile -t wanted < <(missing test | grep -vE "^(${1:-none of them})")
   if ((${#wanted[@]})); then
     pip_install --quiet "${wanted[@]}" || say "going on without: ${wanted[*]}"
   fi
@@ -224,13 +229,15 @@ sys.exit(not (version["cuda"] or version.get("hip")))'
 
 # Each world of tests/conftest.py is a pytest session. `status` is 5, pytest's "no tests", until one passed.
 run_tests() {
-  local cpu=yes gpu="" paths=() options=() workers=() status=5 argument
+  local cpu=yes gpu="" paths=() options=() workers=() status=5 argument before=""
   if [[ ${DIST_AUTOTUNE_TEST_GPU:-} == 1 ]]; then
-    cpu="" gpu=yes  # the variable, rather than --gpu: the GPU world alone
+    cpu="" gpu=yes
   fi
   for argument in "$@"; do
-    if [[ $argument == --gpu ]]; then
-      gpu=yes
+    if [[ $before == --results ]]; then
+      options+=("$argument")  # a directory that may be there
+    elif [[ $argument == --gpu ]]; then
+      cpu="" gpu=yes
     elif [[ $argument == --here ]]; then
       here=yes
     elif [[ -e ${argument%%::*} ]]; then
@@ -238,8 +245,9 @@ run_tests() {
     else
       options+=("$argument")
     fi
+    before=$argument
   done
-  set_up test
+  set_up "test${gpu:+-on-gpus}"
   if [[ -n $cpu ]] && ((${#paths[@]})); then
     session "${paths[@]}"
   elif [[ -n $cpu ]]; then
@@ -250,7 +258,8 @@ run_tests() {
     session "${workers[@]}" "$root/tests/aot"
   fi
   if [[ -n $gpu ]]; then
-    DIST_AUTOTUNE_TEST_GPU=1 session "${paths[@]:-$root/tests}"
+    export DIST_AUTOTUNE_TEST_GPU=1 COLUMNS=${COLUMNS:-200}  # a line for each failure, not cut at 80
+    session -q --tb=short -p no:cacheprovider "${paths[@]:-$root/tests}"
   fi
   return "$status"
 }

@@ -3,10 +3,10 @@
 world         command                              what runs
 interpreter   pytest                               everything but the two below, on the CPU
 aot           pytest tests/aot                     kernels compiled for GPUs that need not be there
-gpu           DIST_AUTOTUNE_TEST_GPU=1 pytest      tests marked `gpu`, on real devices; a skip is a failure,
-                                                   unless Triton is older than the test needs
+gpu           DIST_AUTOTUNE_TEST_GPU=1 pytest      tests marked `gpu`, on real devices, many at once; a skip
+                                                   is a failure, unless Triton is older than the test needs
 
-`./launch.sh test` runs the first two, `./launch.sh test --gpu` all three.
+`./launch.sh test` runs the first two, `./launch.sh test --gpu` the third (tests/helpers/gpu_session.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ for name in [name for name in os.environ if name.startswith("DIST_AUTOTUNE_")]:
         del os.environ[name]  # the developer's own settings are not what is tested
 if IN_GPU_WORLD:
     os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # `is_available` does not start CUDA: it is forked
 else:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton; tests/aot takes it out again
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # with a GPU in sight the package would rightly use it
-    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"  # no thread pools: their threads do not survive the fork of a rank
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[name] = "1"  # no thread pools: their threads do not survive the fork of a rank
 
 import contextlib
 import functools
@@ -66,6 +67,28 @@ def world(config: pytest.Config) -> str:
     return "aot" if all(inside) else "interpreter"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    import gpu_session
+
+    gpu_session.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if not IN_GPU_WORLD:
+        return
+    import gpu_cases
+    import gpu_session
+    import torch  # not at the top: the other worlds' first import of it belongs to their tests
+
+    devices = torch.cuda.device_count()
+    if devices == 0:
+        raise pytest.UsageError("DIST_AUTOTUNE_TEST_GPU=1, but torch finds no CUDA device")
+    gpu_cases.ALL_CANDIDATES = config.option.all_candidates
+    config.option.continue_on_collection_errors = True  # what can be run, is
+    config.pluginmanager.register(gpu_session.GpuSession(config, devices), "gpu_session")
+
+
 def pytest_report_header(config: pytest.Config) -> list[str]:
     versions = ", ".join(
         f"{name} {importlib.metadata.version(name)}" for name in ("torch", "triton", "numpy")
@@ -94,13 +117,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device; runs in the GPU world only"))
         return
-    import torch  # not at the top: the other worlds' first import of it belongs to their tests
+    from gpu_session import devices_needed
 
-    devices = torch.cuda.device_count()
-    if devices == 0:
-        raise pytest.UsageError("DIST_AUTOTUNE_TEST_GPU=1, but torch finds no CUDA device")
-    kept = [item for item in items if 0 < _devices_needed(item) <= devices]
-    too_large = sum(_devices_needed(item) > devices for item in items)
+    devices = config.pluginmanager.get_plugin("gpu_session").devices
+    kept = [item for item in items if 0 < devices_needed(item) <= devices]
+    too_large = sum(devices_needed(item) > devices for item in items)
     if too_large:
         sys.stderr.write(f"GPU tests: {too_large} left out, they need more than {devices} CUDA devices\n")
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
@@ -117,13 +138,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         quick_interpreter.install()
         checked_memory.install()
-
-
-def _devices_needed(item: pytest.Item) -> int:
-    marker = item.get_closest_marker("gpu")
-    if marker is None:
-        return 0
-    return int(marker.kwargs.get("devices", marker.args[0] if marker.args else 1))
 
 
 # ---- in the GPU world a skip is a failure: a machine rented for the tests must have run them. Unless the
@@ -173,12 +187,7 @@ def nothing_stays_patched() -> Iterator[None]:
     run, candidates = _autotuner_run(), _candidates()
     yield
     after = _autotuner_run()
-    is_as_it_was = run is None or after is run or getattr(after, "is_dispatcher", False)
-    assert is_as_it_was, f"Autotuner.run is {after!r} after the test, {run!r} before it"
-    interception = sys.modules.get("dist_autotune.triton_api.interception")
-    assert interception is None or not interception.INTERCEPTION.calls, (
-        "a call of a tuned function has no end"
-    )
+    assert run is None or after is run, f"Autotuner.run is {after!r} after the test, {run!r} before it"
     changed = []
     for name, kernel, configs in candidates:
         if kernel.configs is not configs:

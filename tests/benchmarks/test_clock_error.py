@@ -145,7 +145,7 @@ def test_it_tells_its_options_and_refuses_to_time_an_interpreter(arguments, code
     assert told in "".join(capsys.readouterr())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_on_a_gpu_it_ends_with_a_record(tmp_path):
     arguments = ("--microseconds", "2", "500", "2000", "--json", "record.json")
     result = torchrun("benchmarks.tuner.clock_error", *arguments)
@@ -155,7 +155,7 @@ def test_on_a_gpu_it_ends_with_a_record(tmp_path):
     assert arms == {("idle", False), ("idle", True), ("busy", False), ("busy", True)}
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_times_in_context_are_the_gpus_own_within_3_percent_and_two_events_or_flagged():
     rows, nothing_us = clock_error.measure((2, 10, 20, 50, 100, 500, 5000), 15)
     assert nothing_us < 5  # a constant that all candidates carry; more would be no clock

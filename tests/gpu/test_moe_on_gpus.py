@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ag_moe_runs import GATHERING
-from gpu_cases import shapes_and_candidates
+from gpu_cases import covering_indices, shapes_and_candidates
 from moe_rs_runs import SCATTERING, captured_layer, routed_layers, same_call_twice, sorted_rows
 from moe_runs import (
     HALF,
@@ -81,7 +81,7 @@ def test_sums_of_the_scatter_are_right_on_gpus(backend):
 @pytest.mark.gpu(devices=1)
 @pytest.mark.parametrize("dtype", [HALF, torch.bfloat16], ids=str)
 def test_sorted_rows_are_loaded_by_tma_on_one_gpu(dtype):
-    shape, candidates = ((1900,), 520, 1032, 60, 4), range(len(SCATTERING.candidates))
+    shape, candidates = ((1900,), 520, 1032, 60, 4), covering_indices(SCATTERING.candidates)
     ((errors, legal),) = values(sorted_rows, 1, shape, candidates, dtype, timeout_s=300)
     assert max(errors) < 1
-    assert legal == [True, False] * len(SCATTERING.candidates)
+    assert legal == [True, False] * len(candidates)

@@ -12,6 +12,29 @@ import torch
 from dist_autotune.kernels.exchange.operation import Operation
 
 REPLAYS = 40
+ALL_CANDIDATES = False  # pytest's option --all-candidates sets it
+
+
+def covering(candidates: Sequence[Any]) -> list[Any]:
+    """Return some of the candidates, in their order, that have every value of every field between them.
+
+    With --all-candidates, return all. Greedy: next is who has most of what is still missing.
+    """
+    if ALL_CANDIDATES:
+        return list(candidates)
+    fields = [{(name, repr(value)) for name, value in each.all_kwargs().items()} for each in candidates]
+    missing, chosen = set().union(*fields), set()
+    while missing:
+        best = max(range(len(candidates)), key=lambda index: len(fields[index] & missing))
+        chosen.add(best)
+        missing -= fields[best]
+    return [candidates[index] for index in sorted(chosen)]
+
+
+def covering_indices(candidates: Sequence[Any]) -> list[int]:
+    """Return where in `candidates` those of `covering` are."""
+    chosen = {id(each) for each in covering(candidates)}
+    return [index for index, each in enumerate(candidates) if id(each) in chosen]
 
 
 def shapes_and_candidates(
@@ -21,14 +44,15 @@ def shapes_and_candidates(
     candidates: Sequence[Any],
     run_candidate: Callable[[int], list[float]],
 ) -> dict[str, Callable[[], list[float]]]:
-    """Return cases: every shape in both types, every candidate, and another candidate on each rank."""
+    """Return cases: every shape in both types, candidates that cover, and another one on each rank."""
     cases: dict[str, Callable[[], list[float]]] = {
         f"{name}, {dtype}": lambda shape=shape, dtype=dtype: run_shape(shape, dtype)
         for name, shape in shapes.items()
         for dtype in (torch.float16, torch.bfloat16)
     }
     cases |= {
-        f"candidate {index}": lambda index=index: run_candidate(index) for index in range(len(candidates))
+        f"candidate {index}": lambda index=index: run_candidate(index)
+        for index in covering_indices(candidates)
     }
     cases["different candidates"] = lambda: run_candidate(rank)
     return cases

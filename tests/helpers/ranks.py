@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ Init = Literal["file", "tcp", "none"]
 
 POLL_S = 0.002
 TELL_S = 2.0  # how long a rank that is to be killed may take to say where it stands
+ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
+GPU_LIMIT_S = 130.0  # of ranks on GPUs: less than a test has there, which then tells where they stood
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent dies
 
 
@@ -74,13 +77,15 @@ def run_ranks(
 
     `init` joins the ranks in a default process group through a file or, as torchrun does, through a TCP
     store in a process that outlives every rank; "none" leaves them apart. `fresh` starts each rank as a
-    new interpreter (seconds, and fn must be importable) because CUDA does not survive a fork; None does
-    so in the GPU world only. No process of a rank's group is left when this returns.
+    new interpreter (seconds, and fn must be importable); None does so where this process has started CUDA,
+    which does not survive a fork. No process of a rank's group is left when this returns.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group is open here, and its threads would be lost in forked ranks")
     if fresh is None:
-        fresh = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
+        fresh = torch.cuda.is_initialized()
+    if ON_GPUS:
+        timeout_s = min(timeout_s, GPU_LIMIT_S)
     directory = Path(tempfile.mkdtemp(prefix="ranks-"))
     job = _Job(fn, args, world_size, timeout_s, backend, init, str(directory))
     try:
@@ -335,6 +340,8 @@ def _serve_rank(job: _Job, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     # What a shell starts in the background ignores Ctrl-C, and so would its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if ON_GPUS:
+        warnings.resetwarnings()  # pytest makes errors of them, and the driver's stack has its own
     started = time.monotonic()
     exitcode = 0
     try:

@@ -210,7 +210,7 @@ class Soak:
         """Let each call take one of the options that it has on this rank, at random."""
 
         def choose(operands: Operands) -> Choice:
-            options = operands.options
+            options = operands.kind.options
             return Choice(*map(self._own.choice, (options.consumers, options.pieces, options.programs)))
 
         op._choose = choose

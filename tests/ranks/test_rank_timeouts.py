@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from kernels_for_tests import Bench, is_outside, launch, numbers, records
+from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import (
     IN_TIME_S,
     SHORT_S,
     SOON_S,
+    STOCK_RUN,
     TIMEOUT_S,
     Boom,
     assert_next_call_works,
@@ -23,6 +24,7 @@ from rank_programs import (
     tune,
     wait_for,
 )
+from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import AgreementTimeout
 from dist_autotune.launch import dispatcher
@@ -54,7 +56,7 @@ def test_a_killed_rank_is_named_by_the_others_in_time(init, killed, monkeypatch)
             step()
         assert isinstance(caught.value, TimeoutError)
         assert caught.value.missing_ranks == (killed,)
-        assert is_outside()
+        assert Autotuner.run is STOCK_RUN
         return time.monotonic() - began, str(caught.value)
 
     results = run_ranks(program, 3, init=init)
@@ -127,7 +129,7 @@ def test_a_rank_that_is_told_to_terminate_in_the_middle_of_a_run_releases_its_pe
         try:
             end = ending(step)
         finally:
-            assert is_outside()
+            assert Autotuner.run is STOCK_RUN
         return end, time.monotonic() - began
 
     results = run_ranks(program, 3)

@@ -39,7 +39,6 @@ KERNELS = ROOT / "kernels"
 BENCHMARKS = ROOT / "benchmarks"
 KERNEL_LEVELS = (
     ("tp",),
-    ("gemm_ar",),
     ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
     ("grouped",),
     ("gemm", "exchange"),

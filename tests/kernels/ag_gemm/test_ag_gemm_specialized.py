@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ag_gemm_runs import call_and_compare, call_pushed, force, gathered_by_torch, poison, tensors
+from gpu_cases import covering_indices
 from operation_runs import GPU_BACKENDS, run_cases, values
 
 from dist_autotune import contextual_autotune
@@ -142,7 +143,7 @@ def cases(rank: int) -> list[str]:
 
 
 def candidates(rank: int) -> list[str]:
-    indices = range(len(CANDIDATES))
+    indices = covering_indices(CANDIDATES)
     return run_cases({f"{CANDIDATES[i]}": lambda i=i: one_candidate(rank, i) for i in indices})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from gluon_products import change, fails, multiply
+from gpu_cases import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,7 +159,7 @@ def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
 
 
 def zeros(*shape: int, **options: Any) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.float16, device=DEVICE, **options)
+    return torch.zeros(shape, dtype=torch.float16, **options)
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -278,9 +279,9 @@ def test_a_bias_of_other_rows_and_columns_is_found(bias_along, monkeypatch):
 def test_every_candidate_ends_with_its_epilogue_on_a_gpu(kind, out_dtype, by_columns, monkeypatch):
     major = torch.cuda.get_device_capability()[0]
     a, b, bias = normal(1000, 520), normal(520, 1304), normal(1304)
-    for config in [config for config in GLUON_CANDIDATES if config.kwargs["VARIANT"] == kind]:
-        if not fits(config, out_dtype.itemsize, 232448, tensor_memory=major == 10):
-            continue
+    of_kind = [config for config in GLUON_CANDIDATES if config.kwargs["VARIANT"] == kind]
+    bytes_out = out_dtype.itemsize
+    for config in covering([c for c in of_kind if fits(c, bytes_out, 232448, tensor_memory=major == 10)]):
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
         shape = (1304, 1000) if by_columns else (1000, 1304)
         out = torch.full(shape, math.nan, dtype=out_dtype, device=DEVICE)
@@ -294,10 +295,9 @@ def test_every_candidate_multiplies_gates_with_their_ups_on_a_gpu(out_dtype, mon
     major = torch.cuda.get_device_capability()[0]
     a, weight, bias = normal(1000, 520), normal(1328, 520), normal(1328)
     args = {"TRANS_A": False, "TRANS_B": True, "ACTIVATION": "swiglu"}
-    for config in GLUON_CANDIDATES:
-        fitting = fits(config, out_dtype.itemsize, 232448, tensor_memory=major == 10)
-        if not (fitting and suits(config.kwargs, args)):
-            continue
+    suiting = [config for config in GLUON_CANDIDATES if suits(config.kwargs, args)]
+    bytes_out = out_dtype.itemsize
+    for config in covering([c for c in suiting if fits(c, bytes_out, 232448, tensor_memory=major == 10)]):
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
         out = torch.full((1000, 664), math.nan, dtype=out_dtype, device=DEVICE)
         for _ in range(2):  # asked of the tuner, then the short way

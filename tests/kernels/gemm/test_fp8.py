@@ -12,6 +12,7 @@ import pytest
 import torch
 from fp8_runs import error_ratio, quantized
 from gluon_products import change, fails, multiply
+from gpu_cases import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,7 +92,7 @@ def test_a_result_by_columns_and_an_empty_inner_dimension():
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+    return torch.zeros(shape, dtype=dtype)
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -209,9 +210,9 @@ def test_every_candidate_multiplies_fp8_on_a_gpu(by_columns, monkeypatch):
     major = torch.cuda.get_device_capability()[0]
     a, b, scale_a, scale_b = operands(1000, 1304, 528)
     epilogue = Epilogue(torch.randn(1304, device=DEVICE), "gelu", scale_a, scale_b)
-    for config in GLUON_CANDIDATES:
-        if not fits(config, 2, 232448, tensor_memory=major == 10):
-            continue
+    for config in covering(
+        [each for each in GLUON_CANDIDATES if fits(each, 2, 232448, tensor_memory=major == 10)]
+    ):
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
         shape = (1304, 1000) if by_columns else (1000, 1304)
         out = torch.full(shape, math.nan, dtype=torch.bfloat16, device=DEVICE)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cases import covering
 from padded_rooms import poison_rooms
 
 from dist_autotune import contextual_autotune
@@ -393,7 +394,7 @@ GPU_SHAPES += [(4104, 3336, 1032)]  # several waves of every tile; rows begin be
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("variant", KINDS)
 def test_every_candidate_on_a_gpu(variant, dtype, only):
-    for config in each_candidate(variant, dtype):
+    for config in covering(each_candidate(variant, dtype)):
         only(config)
         options = {"variant": variant, "layouts": ("row", "column" if config.kwargs["JOINED"] else "row")}
         for shape in GPU_SHAPES:
@@ -404,11 +405,11 @@ def test_every_candidate_on_a_gpu(variant, dtype, only):
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", OUTS, ids=str)
 def test_any_width_takes_all_types_and_schedules_on_a_gpu(out_dtype, only):
-    for config in each_candidate("warp_specialized", out_dtype):
-        if config.kwargs["JOINED"]:
-            only(config)
-            check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype, scheduler="strided")
-            check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="dynamic")
+    candidates = each_candidate("warp_specialized", out_dtype)
+    for config in covering([each for each in candidates if each.kwargs["JOINED"]]):
+        only(config)
+        check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype, scheduler="strided")
+        check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="dynamic")
 
 
 @pytest.mark.gpu
@@ -440,7 +441,7 @@ def test_every_scheduler_on_a_gpu(variant, scheduler, only):
 def test_a_last_wave_in_parts_is_right_and_the_same_each_time_on_a_gpu(shape, programs, only):
     m, n, k = shape
     for out_dtype in (torch.bfloat16, torch.float32):
-        for config in each_candidate("stream_k", out_dtype):
+        for config in covering(each_candidate("stream_k", out_dtype)):
             only(config)
             check(*shape, torch.bfloat16, out_dtype=out_dtype, variant="stream_k", programs=programs)
             a, b = matrix(m, k, torch.bfloat16), matrix(n, k, torch.bfloat16).T

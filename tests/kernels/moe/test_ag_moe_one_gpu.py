@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_cases import covering_indices
 from host_as_peer import DEVICE, DTYPE, LATE_S, PATIENCE_S, HostAsPeer, HostPeer, on_one_gpu, opened
 from moe_runs import explained_error, products, random_choices, randoms, relative_error
 from operation_runs import message_of
@@ -18,7 +19,7 @@ from dist_autotune.kernels.moe.ag_moe import AllGatherMoE
 from dist_autotune.kernels.moe.flags import TOPK_SPAN
 from dist_autotune.kernels.signals import as_patience
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(alone=True)  # kernels wait for the host: another process would take turns
 
 BY_COLUMNS = "weights by columns"
 SHAPES = {  # tokens, K, N, experts, topk
@@ -61,7 +62,7 @@ def alone(rank: int) -> dict[str, float]:
     found = {}
     for name, shape in SHAPES.items():
         with AllGatherMoE(max(shape[0], 1) + 3, shape[1], DTYPE, body="auto", timeout_s=PATIENCE_S) as op:
-            for index in range(len(ag_moe_kernel.SPECIALIZED_CANDIDATES)):
+            for index in covering_indices(ag_moe_kernel.SPECIALIZED_CANDIDATES):
                 choose("auto", index)
                 x, weight, ids = inputs(*shape, by_columns=name == BY_COLUMNS)
                 out = torch.full((ids.numel(), shape[2]), float("nan"), dtype=DTYPE, device=DEVICE)

@@ -112,7 +112,7 @@ def waits_in_vain(rank: int, programs: int, warps: int, timeout_s: float) -> tup
     return clock.took_s, int(seen.count_nonzero())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 @pytest.mark.parametrize("warps", [1, 4, 8])
 @pytest.mark.parametrize("programs", [1, 132])
 def test_a_wait_for_what_never_comes_lasts_as_long_as_was_said(programs, warps):
@@ -137,7 +137,7 @@ def waits_again(rank: int) -> list[tuple[bool, float]]:
     return found[1:]
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_the_next_wait_for_what_was_given_up_takes_no_patience():
     ((first, second),) = assert_all_ok(run_ranks(waits_again, 1, init="none", timeout_s=60.0))
     assert not first[0]
@@ -160,7 +160,7 @@ def is_woken(rank: int) -> tuple[float, int]:
     return clock.took_s, int((seen == 5).sum())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True)
 def test_what_comes_after_the_clock_was_read_still_ends_the_wait():
     ((took_s, seen),) = assert_all_ok(run_ranks(is_woken, 1, init="none", timeout_s=60.0))
     assert seen == 132

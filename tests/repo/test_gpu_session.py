@@ -1,0 +1,239 @@
+"""The session of tests on GPUs: what runs beside what, and that no test takes another's result along."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import ROOT
+from gpu_cases import covering, covering_indices
+from gpu_schedule import Job, Placed, Schedule, jobs_at_once, jobs_of, part_of
+
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
+
+HELPERS = ROOT / "tests/helpers"
+
+# ---- the schedule
+
+
+def begun(schedule: Schedule[str], now_s: float = 0.0) -> list[Placed[str]]:
+    placed = []
+    while each := schedule.begin(now_s):
+        placed.append(each)
+    return placed
+
+
+def texts(placed: list[Placed[str]]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(" ".join(each.job.tests), each.devices) for each in placed]
+
+
+def test_tests_of_one_function_share_a_process_but_not_those_that_run_alone_or_on_several_devices():
+    tests = [(f"a{index}", "a", 1, False) for index in range(8)]
+    tests += [("b0", "b", 1, True), ("b1", "b", 1, True), ("c0", "c", 2, False), ("c1", "c", 2, False)]
+    assert [" ".join(job.tests) for job in jobs_of(tests)] == [
+        "a0 a1 a2 a3 a4 a5",
+        "a6 a7",
+        "b0",
+        "b1",
+        "c0",
+        "c1",
+    ]
+
+
+def test_what_needs_more_devices_begins_first_and_the_rest_goes_to_the_emptiest():
+    schedule = Schedule([Job(("a",)), Job(("b",)), Job(("both",), 2), Job(("c",))], devices=2, at_once=2)
+    assert texts(begun(schedule)) == [("both", (0, 1)), ("a", (0,)), ("b", (1,))]
+    assert schedule.waiting() == ["c"]
+    schedule.end(schedule.running[1])
+    assert texts(begun(schedule)) == [("c", (0,))]
+
+
+def test_what_runs_alone_waits_for_all_others_and_has_its_device_for_itself():
+    alone = [Job((f"alone {index}",), is_alone=True) for index in range(3)]
+    schedule = Schedule([*alone, Job(("a",)), Job(("b",))], devices=2, at_once=4)
+    first, second = begun(schedule)
+    assert texts([first, second]) == [("a", (0,)), ("b", (1,))]
+    schedule.end(first)
+    assert texts(begun(schedule)) == [("alone 0", (0,))]
+    schedule.end(second)
+    assert texts(begun(schedule)) == [("alone 1", (1,))]
+
+
+def test_near_the_end_what_runs_alone_goes_first():
+    alone = [Job((f"alone {index}",), is_alone=True) for index in range(4)]  # 6 s each
+    schedule = Schedule([Job(("a",)), *alone], devices=1, at_once=4, limit_s=100.0)
+    assert schedule.reserved_s() == 24.0
+    assert texts(begun(schedule, now_s=77.0)) == [("alone 0", (0,))]
+
+
+def test_what_a_process_did_not_come_to_is_run_by_another_one():
+    schedule = Schedule([Job(("a0", "a1", "a2"))], devices=1, at_once=1)
+    (placed,) = begun(schedule)
+    schedule.end(placed, left=["a2"])
+    assert texts(begun(schedule)) == [("a2", (0,))]
+
+
+def test_parts_are_all_tests_once():
+    parts = [part_of(range(7), f"{index}/3") for index in (1, 2, 3)]
+    assert parts == [[0, 3, 6], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
+def test_a_part_that_does_not_exist_is_refused(part):
+    with pytest.raises(ValueError, match="expected i/n"):
+        part_of([1], part)
+
+
+def test_as_many_tests_share_a_device_as_there_are_cores_for():
+    assert [jobs_at_once(*each) for each in ((16, 1), (32, 2), (2, 1), (1, 1), (4, 8))] == [8, 8, 1, 1, 1]
+
+
+def test_some_candidates_have_every_value_of_every_field():
+    some = covering(GLUON_CANDIDATES)
+    assert len(some) < len(GLUON_CANDIDATES) / 2
+    assert values_of(some) == values_of(GLUON_CANDIDATES)
+    assert [GLUON_CANDIDATES[index] for index in covering_indices(GLUON_CANDIDATES)] == some
+
+
+def values_of(candidates) -> set[tuple[str, str]]:
+    return {(name, repr(value)) for each in candidates for name, value in each.all_kwargs().items()}
+
+
+# ---- collecting
+
+TRAPS = """
+import torch
+
+def trap(*given, **named):
+    raise RuntimeError("CUDA was started")
+
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
+torch.cuda._lazy_init = torch.cuda.get_device_properties = torch.cuda.get_device_capability = trap
+"""
+
+
+@pytest.mark.slow
+def test_no_module_of_tests_starts_cuda_when_it_is_imported(tmp_path):
+    (tmp_path / "cuda_traps.py").write_text(TRAPS)
+    environment = {**os.environ, "DIST_AUTOTUNE_TEST_GPU": "1", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-p", "cuda_traps", "-p", "no:cacheprovider", "-q"]
+    ended = subprocess.run(
+        [*command, "--collect-only", "tests"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:]
+    assert "test_every_candidate_is_right_on_gpus" in ended.stdout
+
+
+# ---- whole sessions, on devices that need not be there
+
+CONFTEST = """
+import gpu_session
+
+def pytest_addoption(parser):
+    gpu_session.add_options(parser)
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: on devices")
+    config.pluginmanager.register(gpu_session.GpuSession(config, 2), "gpu_session")
+"""
+TESTS = """
+import os, signal, subprocess, time
+from pathlib import Path
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(4))
+def test_passes(number):
+    assert os.environ["CUDA_VISIBLE_DEVICES"] in ("0", "1")
+
+@pytest.mark.gpu
+def test_fails():
+    print("printed before")
+    assert 1 + 1 == 3, "the sum"
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(3))
+def test_hangs_once(number):
+    if number == 1:
+        Path("hangs.pid").write_text(str(os.getpid()))
+        subprocess.run(["sleep", "600"], start_new_session=True)
+
+@pytest.mark.gpu
+def test_is_killed():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+@pytest.mark.gpu(devices=2)
+def test_has_both():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+@pytest.mark.gpu
+def test_fails_beside_others():
+    assert (marker := Path("ran before")).exists() or marker.touch(), "disturbed"
+
+@pytest.mark.gpu(alone=True)
+def test_alone():
+    pass
+"""
+
+
+def session(directory: Path, tests: str, *arguments: str) -> tuple[int, str, dict]:
+    (directory / "conftest.py").write_text(CONFTEST)
+    (directory / "test_toys.py").write_text(tests)
+    (directory / "pytest.ini").write_text("[pytest]\n")
+    environment = {**os.environ, "PYTHONPATH": str(HELPERS), "COLUMNS": "200"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--results", "out", *arguments]
+    ended = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert (directory / "out/results.json").exists(), ended.stdout + ended.stderr
+    return ended.returncode, ended.stdout, json.loads((directory / "out/results.json").read_text())
+
+
+def test_a_test_that_hangs_or_dies_costs_no_other_its_result(tmp_path):
+    code, printed, record = session(tmp_path, TESTS, "--test-limit-s", "2", "--at-once", "4")
+    outcomes = {each["test"].partition("::")[2]: each["outcome"] for each in record["tests"]}
+    failed = {"test_fails", "test_hangs_once[1]", "test_is_killed"}
+    assert {name for name, outcome in outcomes.items() if outcome != "passed"} == failed
+    assert len(outcomes) == 12
+    assert code == 1
+    reasons = {each["test"].partition("::")[2]: each["reason"] for each in record["tests"]}
+    assert reasons["test_fails"].startswith("AssertionError: the sum")
+    assert "took longer than 2 s" in reasons["test_hangs_once[1]"]
+    assert "SIGSEGV" in reasons["test_is_killed"]
+    texts = (tmp_path / "out/failures.txt").read_text()
+    assert "in test_hangs_once" in texts  # where it stood
+    assert "printed before" in texts
+    assert "failed beside others, passed alone: 1" in printed
+    assert "test_fails_beside_others: AssertionError: disturbed" in printed
+    assert "3 failed, 9 passed; 0 not run; 2 devices" in printed
+
+
+def test_what_has_not_run_at_the_end_is_named_and_the_session_fails(tmp_path):
+    tests = """
+import time, pytest
+
+@pytest.mark.gpu(devices=2, alone=True)
+@pytest.mark.parametrize("number", range(3))
+def test_sleeps(number):
+    time.sleep(0.1 if number == 0 else 600)
+"""
+    code, printed, record = session(tmp_path, tests, "--limit-s", "3")
+    assert code == 1
+    assert [each["outcome"] for each in record["tests"]] == ["passed"]
+    assert [each["test"][-3:] for each in record["not_run"]] == ["[1]", "[2]"]
+    assert record["not_run"][0]["stopped_after_s"] > 1
+    assert "not run in 3 s: 2" in printed
+
+
+def test_a_part_of_the_tests_is_run(tmp_path):
+    tests = (
+        "import pytest\n\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(5))\ndef test_it(n): pass\n"
+    )
+    code, _, record = session(tmp_path, tests, "--part", "2/2")
+    assert code == 0
+    assert [each["test"][-3:] for each in record["tests"]] == ["[1]", "[3]"]
