@@ -33,6 +33,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -53,8 +54,8 @@ from dist_autotune.kernels import tp
 from dist_autotune.kernels.configs import do_bench
 from dist_autotune.kernels.tp import layers
 from dist_autotune.kernels.tp.collective_groups import copied_group
+from dist_autotune.launch.tunable import CHOICES
 from dist_autotune.triton_api.identity import key_text
-from dist_autotune.triton_api.interception import PROGRAM
 
 LIMIT_S = 540.0
 MOST_STEPS = 600 if ON_GPU else 5  # of one tuning; then it is timed as it is
@@ -145,11 +146,8 @@ class Picks:
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         self.held.put_back()
-        before, PROGRAM.chooser = PROGRAM.chooser, self._choose
-        try:
+        with mock.patch.object(CHOICES, "recall", self._choose):  # what a `tunable` takes outside of calls
             yield
-        finally:
-            PROGRAM.chooser = before
 
     def _choose(self, name: str, options: Any, key: tuple[Any, ...], among: tuple[int, ...]) -> Any:
         chosen = self.choices.get((name, key_text(key)))

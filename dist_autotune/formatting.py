@@ -94,10 +94,19 @@ class Table:
     note: str = ""
     texts: int = 0  # the last so many columns hold long texts: on a terminal they share one column
 
-    def without_unknown(self, name: str) -> Table:
-        """Return the table without the column `name` if all that is in it is `-`."""
-        place = self.columns.index(name)
-        if any(row[place] != "-" for row in self.rows):
-            return self
-        columns, *rows = [line[:place] + line[place + 1 :] for line in (self.columns, *self.rows)]
+    def without_unknown(self, *names: str) -> Table:
+        """Return the table without those of the columns `names` in which all is `-`."""
+        gone = {name for name in names if all(row[self.columns.index(name)] == "-" for row in self.rows)}
+        return self._without(gone) if self.rows else self
+
+    def without_equal(self, *names: str) -> Table:
+        """Return the table without those columns that hold one value, which the title says then."""
+        values = {name: {row[self.columns.index(name)] for row in self.rows} for name in names}
+        equal = {name: each.pop() for name, each in values.items() if len(each) == 1}
+        said = (f"{name.removeprefix('>')} {value}" for name, value in equal.items() if value != "-")
+        return replace(self._without(equal), title=", ".join([self.title, *said]))
+
+    def _without(self, names: Collection[str]) -> Table:
+        kept = [place for place, name in enumerate(self.columns) if name not in names]
+        columns, *rows = [tuple(line[place] for place in kept) for line in (self.columns, *self.rows)]
         return replace(self, columns=columns, rows=rows)

@@ -133,17 +133,20 @@ class Options:
     def resolved_bits(self) -> str:
         return settings.bits() if isinstance(self.bits, settings.DefaultText) else self.bits
 
-    def check_bits(self) -> None:
-        """Raise InvalidOption if tuning cannot keep to `bits`."""
+    def check_bits(self, *, has_function: bool = True) -> None:
+        """Raise InvalidOption if tuning cannot keep to `bits`; has_function: of one, not of steps."""
         if self.resolved_bits() == "any" or self.mode == "replay":
             return
         is_default = isinstance(self.bits, settings.DefaultText)
         given = f"{settings.BITS}={settings.bits()}" if is_default else f"bits={self.bits!r}"
+        advice = "Leave out mode='online'"
+        if not has_function:
+            advice = "Decorate a function that makes one step with @contextual_autotune"
         raise InvalidOption(
             f"{given} belongs to mode='replay': outputs are compared by making a step again from the same "
-            "inputs and state, and online each is made once. Leave out mode='online' and name all that it "
-            "changes in preserve=: the first call tunes, each later one is one step. Where a step cannot "
-            f"be made again, use another function's results with {settings.MODE}=cached, or bits='any'."
+            f"inputs and state, and online each is made once. {advice} and name all that it changes in "
+            "preserve=: the first call tunes, each later one is one step. Where a step cannot be made again, "
+            f"use another function's results with {settings.MODE}=cached, or bits='any'."
         )
 
     def resolved_timeout_s(self) -> float:

@@ -2,7 +2,7 @@
 
     by the tuner   Autotuner, the config's blocks in new descriptors, the kernel. The first calls of a shape
     settled        config, compiled kernel and grid as the tuning left them (`SettledLaunches`)
-    prepared       all but a few arguments are encoded once (`PreparedLaunch`)
+    prepared       what layers share is made once, a descriptor once for its address (`PreparedLaunch`)
     bare           Triton's launcher in C, called without Triton's preparations (`bare_launch`)
 
 A settled launch is taken while no launch may be a trial, and as long as the tuner's choice for the shape is
@@ -24,9 +24,9 @@ import contextvars
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
@@ -47,57 +47,77 @@ except ImportError:  # Triton was built without it
 
 FORMAT_OF_3_6 = "iiiKKppOOOOOO"  # as its launchers parse what is before the kernel's arguments
 IS_3_9 = triton.__version__.startswith("3.9.")
+PLAIN = frozenset({int, float, bool, type(None)})  # arguments that are no tensors
 
-Launch = Callable[[int, tuple[Any, ...]], None]
+Launch = Callable[[int, list[Any]], None]  # on a stream, with all arguments but the last ones
+Expand = Callable[[Any], Sequence[Any]]  # from a descriptor to what the launcher is given for it
 Tensors = tuple[torch.Tensor | None, ...]
 OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
 
 
-def bare_launch(
-    compiled: Any, grid: tuple[int, int, int], first: tuple[Any, ...], last: tuple[Any, ...]
-) -> Launch | None:
-    """Return `launch(stream, middle)`, which launches a compiled kernel without hooks; None if unknown.
+class BareLaunch(NamedTuple):
+    """Launches a compiled kernel without hooks; `expand` encodes the descriptors, its first arguments."""
 
-    The kernel's arguments are `first`, `middle` and `last`; all TMA descriptors are in `first`.
+    launch: Launch
+    expand: tuple[Expand, ...]
+
+
+def bare_launch(
+    compiled: Any, grid: tuple[int, int, int], descriptors: int, last: tuple[Any, ...]
+) -> BareLaunch | None:
+    """Return how to launch a compiled kernel without hooks; None if unknown.
+
+    descriptors: how many of the kernel's first arguments are TMA descriptors; there are no others. last: its
+    last arguments, which are the same in all launches.
     """
     launcher = compiled.run
     if nvidia is None or type(launcher) is not nvidia.CudaLauncher or launcher.profile_scratch_size:
         return None
     signature = list(compiled.src.signature.items())
-    if any(map(_is_descriptor, signature[len(first) :])):
+    if any(map(_is_descriptor, signature[descriptors:])):
         return None
-    of_first = dict(signature[: len(first)])
-    meta = getattr(compiled.metadata, "tensordesc_meta", None)
+    meta = getattr(compiled.metadata, "tensordesc_meta", None) or [None] * descriptors
+    of_each = list(zip(signature[:descriptors], meta, strict=True))
     if getattr(nvidia, "_BASE_ARGS_FORMAT", None) == FORMAT_OF_3_6:
-        before = (None,) * len(FORMAT_OF_3_6)
-        expand = nvidia.wrap_handle_tensordesc(lambda *given: given[len(before) :], of_first, meta)
-        return _launch_of_3_6(compiled, grid, expand(*before, *first), last)
+        return BareLaunch(
+            _launch_of_3_6(compiled, grid, last), tuple(_expand_of_3_6(*each) for each in of_each)
+        )
     if IS_3_9 and not launcher.gsan_enabled:
-        expand = nvidia.wrap_handle_tensordesc(lambda *given: given[-1], of_first, meta)
-        return _launch_of_3_9(compiled, grid, tuple(expand(first)), last)
+        return BareLaunch(
+            _launch_of_3_9(compiled, grid, last), tuple(_expand_of_3_9(*each) for each in of_each)
+        )
     return None
 
 
-def _launch_of_3_6(
-    compiled: Any, grid: tuple[int, int, int], first: tuple[Any, ...], last: tuple[Any, ...]
-) -> Launch:
+def _expand_of_3_6(kind: tuple[Any, Any], meta: Any) -> Expand:
+    before = (None,) * len(FORMAT_OF_3_6)
+    wrapped = nvidia.wrap_handle_tensordesc(lambda *given: given[len(before) :], dict([kind]), [meta])
+    return lambda descriptor: wrapped(*before, descriptor)
+
+
+def _expand_of_3_9(kind: tuple[Any, Any], meta: Any) -> Expand:
+    wrapped = nvidia.wrap_handle_tensordesc(lambda *given: given[-1], dict([kind]), [meta])
+    return lambda descriptor: wrapped((descriptor,))
+
+
+def _launch_of_3_6(compiled: Any, grid: tuple[int, int, int], last: tuple[Any, ...]) -> Launch:
     launch = compiled.run.launch
     if any(map(_is_descriptor, compiled.src.signature.items())):
         launch = inspect.getclosurevars(launch).nonlocals["launcher"]
     function, scratch = _function(compiled), _scratch(compiled, grid)
-    before = (None, compiled.packed_metadata, None, None, None, *first)
-    return lambda stream, middle: launch(*grid, stream, *function, scratch(stream), *before, *middle, *last)
+    before = (None, compiled.packed_metadata, None, None, None)
+    return lambda stream, arguments: launch(
+        *grid, stream, *function, scratch(stream), *before, *arguments, *last
+    )
 
 
-def _launch_of_3_9(
-    compiled: Any, grid: tuple[int, int, int], first: tuple[Any, ...], last: tuple[Any, ...]
-) -> Launch:
+def _launch_of_3_9(compiled: Any, grid: tuple[int, int, int], last: tuple[Any, ...]) -> Launch:
     launch, launcher = driver.active.utils.launch, compiled.run
     function, scratch = _function(compiled), _scratch(compiled, grid)
     before = (*function, compiled.packed_metadata, None, None, None)
     kinds = (None, launcher.arg_annotations, launcher.kernel_signature)
-    return lambda stream, middle: launch(
-        *grid, stream, *before, scratch(stream), *kinds, (*first, *middle, *last)
+    return lambda stream, arguments: launch(
+        *grid, stream, *before, scratch(stream), *kinds, (*arguments, *last)
     )
 
 
@@ -127,26 +147,51 @@ def _is_descriptor(argument: tuple[Any, Any]) -> bool:
 
 
 class PreparedLaunch:
-    """Launches one compiled kernel on one grid, on the current stream; called with its middle arguments.
+    """Launches one compiled kernel on one grid, on the current stream.
 
-    first, last: what comes before and behind them in every launch. TMA descriptors are among the first; the
-    caller keeps their memory.
+    matrices, blocks: of the descriptors, which are the kernel's first arguments: another launch has matrices
+    that lie alike, in other places. last: the arguments that are the same in all launches.
     """
 
     def __init__(
-        self, compiled: Any, grid: tuple[int, int, int], first: tuple[Any, ...], last: tuple[Any, ...]
+        self,
+        compiled: Any,
+        grid: tuple[int, int, int],
+        matrices: Sequence[Matrix],
+        blocks: Sequence[Block],
+        last: tuple[Any, ...],
     ) -> None:
         self._own_way = compiled[grid]
-        self._first, self._last = first, last
+        self._matrices, self._blocks, self._last = matrices, blocks, last
         self._driver = driver.active
-        self._bare = bare_launch(compiled, grid, first, last)
+        self._bare = bare_launch(compiled, grid, len(matrices), last)
+        self._encoded: list[dict[int, Sequence[Any]]] = [{} for _ in matrices]  # descriptors by address
 
-    def __call__(self, *middle: Any) -> None:
+    def __call__(self, addresses: Sequence[int], *middle: Any) -> None:
+        """Launch with matrices at these addresses, and with the arguments between them and the last ones."""
         bare, driver = self._bare, self._driver
         if bare is None or _are_watched():
-            self._own_way(*self._first, *middle, *self._last)
+            descriptors = [self._describe(*placed) for placed in enumerate(addresses)]
+            self._own_way(*descriptors, *middle, *self._last)
             return
-        bare(driver.get_current_stream(driver.get_current_device()), middle)
+        arguments: list[Any] = []
+        for place, address in enumerate(addresses):
+            encoded = self._encoded[place].get(address)
+            arguments += self._encode(bare, place, address) if encoded is None else encoded
+        # Addresses: of a tensor the launcher asks the driver whether the device can reach it.
+        arguments += [each if each.__class__ in PLAIN else each.data_ptr() for each in middle]
+        bare.launch(driver.get_current_stream(driver.get_current_device()), arguments)
+
+    def _describe(self, place: int, address: int) -> Any:
+        return describe(self._matrices[place]._replace(address=address), self._blocks[place])
+
+    def _encode(self, bare: BareLaunch, place: int, address: int) -> Sequence[Any]:
+        """Encode a descriptor, which is kept; with more of them than layers have, all are encoded anew."""
+        known = self._encoded[place]
+        if len(known) >= DESCRIPTORS_KEPT:
+            known.clear()
+        encoded = known[address] = tuple(bare.expand[place](self._describe(place, address)))
+        return encoded
 
 
 def _are_watched() -> bool:
@@ -193,15 +238,20 @@ class Settled:
     compiled: Any
     grid: tuple[int, int, int]
 
+    _prepared: dict[Hashable, PreparedLaunch] = field(default_factory=dict)  # by how the matrices lie
+
     def launch(self, matrices: tuple[Matrix, ...], *arguments: Any) -> None:
         """Launch the kernel; descriptors of `matrices`, with the config's blocks, are its first arguments."""
-        _prepared(self, matrices)(*arguments)
+        self.prepared(matrices)([matrix.address for matrix in matrices], *arguments)
 
-
-@functools.lru_cache(maxsize=DESCRIPTORS_KEPT)
-def _prepared(settled: Settled, matrices: tuple[Matrix, ...]) -> PreparedLaunch:
-    descriptors = tuple(map(describe, matrices, settled.blocks))
-    return PreparedLaunch(settled.compiled, settled.grid, descriptors, settled.constants)
+    def prepared(self, matrices: tuple[Matrix, ...]) -> PreparedLaunch:
+        """Return the launch for matrices that lie so, wherever they are."""
+        lie = tuple(matrix[1:] for matrix in matrices)
+        found = self._prepared.get(lie)
+        if found is None:
+            made = PreparedLaunch(self.compiled, self.grid, matrices, self.blocks, self.constants)
+            found = remember(self._prepared, lie, made)
+        return found
 
 
 class SettledLaunches(Generic[Shape]):
@@ -223,7 +273,7 @@ class SettledLaunches(Generic[Shape]):
             return None
         return settled
 
-    def launch(self, shape: Shape, tensors: Tensors, scalars: tuple[int, ...], **constants: Any) -> None:
+    def launch(self, shape: Shape, tensors: Tensors, scalars: tuple[float, ...], **constants: Any) -> None:
         """Enqueue a kernel that makes its own descriptors; the arguments are in the order of its parameters.
 
         constants: those that the shape does not know of.

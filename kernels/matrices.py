@@ -20,7 +20,7 @@ ELEMENTS = {
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,
 }
-DESCRIPTORS_KEPT = 1024
+DESCRIPTORS_KEPT = 8192  # of one argument of a launch, 128 bytes each: one for each layer
 
 
 class Matrix(NamedTuple):

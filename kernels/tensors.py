@@ -1,4 +1,4 @@
-"""Checks of the tensors of a call, and a cache of what is known of tensors in the same place."""
+"""Checks of the tensors of a call, and a cache of what is known of tensors that lie alike."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ Key = TypeVar("Key", bound=Hashable)
 Known = TypeVar("Known")
 
 
-def key_of(tensor: Any) -> Hashable:
-    """Return all that a call with a tensor depends on but its elements; None, or the type of what is none."""
+def layout_of(tensor: Any, quantum: int = 16) -> Hashable:
+    """Return how a tensor lies, wherever that is; None, or the type of what is none.
+
+    Tensors of one layout differ in their elements and in their address, by a multiple of `quantum` bytes.
+    """
     if tensor is None:
         return None
     if not isinstance(tensor, torch.Tensor):
         return str(type(tensor))
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return tensor.data_ptr() % quantum, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def remember(known: dict[Key, Known], key: Key, value: Known) -> Known:
@@ -134,12 +137,14 @@ def check_out(
         raise ValueError(f"out has shape {list(out.shape)}; the result has {list(shape)}")
 
 
-def check_overlap(name: str, tensor: torch.Tensor, shard: torch.Tensor, rows: str) -> None:
-    """Raise if a matrix lies in `op.shard` and is not its first rows."""
+def check_overlap(
+    name: str, tensor: torch.Tensor, shard: torch.Tensor, rows: str, buffer: str = "op.shard"
+) -> None:
+    """Raise if a matrix lies in a buffer of the operation and is not its first rows."""
     offset, count = tensor.data_ptr() - shard.data_ptr(), tensor.shape[0]
     inside = 0 <= offset < shard.numel() * shard.element_size() and count > 0
     if inside and (offset > 0 or (tensor.stride(0) != shard.shape[1] and count > 1)):
-        raise ValueError(f"{name} overlaps op.shard without being its first rows; pass op.shard[:{rows}]")
+        raise ValueError(f"{name} overlaps {buffer} without being its first rows; pass {buffer}[:{rows}]")
 
 
 def begin_at_16_bytes(itemsize: int, pointers: tuple[int, ...], row_strides: tuple[int, ...]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -75,7 +76,11 @@ def in_both_ways(name: str, prepare: Prepare) -> list[tuple[str, Prepare]]:
 
 
 def capture(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Capture a call that has been made before; return the replay. Raises Unsupported if it is refused."""
+    """Capture a call that has been made before; return the replay, which keeps the call and its tensors.
+
+    The graph holds addresses alone: what it reads must not be freed while it is replayed. Raises Unsupported
+    if the capture is refused.
+    """
     graph, refusal, result = torch.cuda.CUDAGraph(), None, None
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -89,11 +94,20 @@ def capture(call: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
     if refusal is not None or result is None:
         raise Unsupported(str(refusal)) from refusal
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return result
+    return Replay(graph, result, call)
 
-    return replay
+
+@dataclass(frozen=True)
+class Replay:
+    """A captured call: the graph, its result, and the call, whose tensors the graph reads."""
+
+    graph: torch.cuda.CUDAGraph
+    result: torch.Tensor
+    captured: Callable[[], torch.Tensor]
+
+    def __call__(self) -> torch.Tensor:
+        self.graph.replay()
+        return self.result
 
 
 def tuned_record(reports: list[TuningReport], contexts: list[tuple[TunedContext, str]]) -> dict[str, Any]:

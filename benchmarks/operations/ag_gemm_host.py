@@ -15,11 +15,12 @@ the medians of five parts is taken. Calls without an exchange come last: no peer
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,7 @@ ROWS, COLUMNS, K = (4096, 3584, 8192) if ON_GPU else (512, 256, 256)
 CONSUMERS = ("specialized", "plain", "matmul", "any")
 PARTS, BURSTS, CALLS = 5, 4, 20  # a call is about ten commands; queues hold a thousand
 SLEEP_MS = 20.0
+LAYERS, APART = 2000, 128  # weights, and elements between their beginnings
 AIM_US = 60.0
 
 
@@ -175,11 +177,13 @@ def costs_of(consumer: str, ranks: Ranks) -> list[Cost]:
     fixed = {} if consumer == "any" else {"consumer": consumer, "pieces": 1, "programs": 132}
     with AllGatherGemm(ROWS, K, torch.bfloat16, timeout_s=60.0, graphs=False, **fixed) as op:
         op.shard.normal_()
+        weights = weights_of_layers(COLUMNS, K, options)
         out = torch.empty(op.world_size * ROWS, COLUMNS, **options)
         ways: dict[str, Callable[[], object]] = {
             "in place, out given": lambda: op(op.shard, weight, out),
             "in place": lambda: op(op.shard, weight),
             "copied, out given": lambda: op(a_shard, weight, out),
+            f"{LAYERS} weights in turn": lambda: op(op.shard, next(weights), out),
         }
         columns = [times_of(op, ways, ranks)]
         op._launch = lambda *args: None
@@ -188,6 +192,15 @@ def costs_of(consumer: str, ranks: Ranks) -> list[Cost]:
         columns.append(times_of(op, ways, ranks))
     times = zip(*columns, strict=True)
     return [Cost(consumer, way, *figures) for way, figures in zip(ways, times, strict=True)]
+
+
+def weights_of_layers(rows: int, columns: int, options: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield weights of so many layers in turn, for ever; they lie in one another, at own addresses."""
+    room = torch.zeros(rows * columns + LAYERS * APART, **options)
+    weights = [
+        room[begin : begin + rows * columns].view(rows, columns) for begin in range(0, LAYERS * APART, APART)
+    ]
+    return itertools.cycle(weights)
 
 
 def times_of(op: AllGatherGemm, ways: dict[str, Callable[[], object]], ranks: Ranks) -> list[float]:

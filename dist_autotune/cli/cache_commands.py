@@ -21,22 +21,51 @@ from . import terminal
 app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.")
 
 
+Kernels = Annotated[list[str] | None, typer.Option("--kernel", help="Only this kernel's; may be repeated.")]
+Device = Annotated[str, typer.Option("--device", help="Only those of this device: a part of its name.")]
+
+
+def _chosen(cache: Winners, kernels: list[str] | None, device: str) -> list[Entry]:
+    return [
+        entry
+        for entry in cache.entries()
+        if (not kernels or entry.key.kernel in kernels) and device in entry.key.device
+    ]
+
+
 @app.command("list")
-def list_entries() -> None:
+def list_entries(
+    kernels: Kernels = None,
+    device: Device = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
+    ] = False,
+) -> None:
     """List the winners: one row per kernel, key and machine."""
     cache = _open_cache()
+    entries = _chosen(cache, kernels, device)
+    if as_json:
+        listed = [{"digest": each.key.digest, **each.as_dict()} for each in entries]
+        typer.echo(to_json({"directory": str(cache.directory), "entries": listed}, indent=True))
+    elif entries:
+        title = f"{_entries(len(entries))} in {cache.directory}"
+        terminal.print_tables(terminal.open_console(), _table(title, entries))
+    else:
+        of = " of this choice" if kernels or device else ""
+        terminal.echo(f"No entries{of} in {cache.directory}. A tuned function stores its winners there.")
+
+
+def _table(title: str, entries: list[Entry]) -> Table:
+    """Return one row per entry; of several entries, what all have in common is said in the title."""
     names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "bits", "kernel", "winner")
     rows = []
-    for entry in cache.entries():
+    for entry in entries:
         key, created = entry.key, entry.created_at[:16].replace("T", " ")
         figures = key.digest[:8], format_ms(entry.ms), key.device, str(key.world_size), created
         bits = bits_label(entry.bit_class, entry.output_digest)
         rows.append((*figures, bits, entry.title, config_label(entry.config)))
-    if rows:
-        table = Table(f"{_entries(len(rows))} in {cache.directory}", names, rows, texts=2)
-        terminal.print_tables(terminal.open_console(), table.without_unknown("bits"))
-    else:
-        terminal.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
+    table = Table(title, names, rows, texts=2).without_unknown("bits")
+    return table.without_equal("device", ">ranks") if len(entries) > 1 else table
 
 
 @app.command()
@@ -91,10 +120,8 @@ HOW_TO_USE = {
 def export_entries(
     path: Annotated[Path, typer.Argument(help="The file to write; for other tools a directory.")],
     format_name: Annotated[Format, typer.Option("--format", help="What is to be written.")] = Format.bundle,
-    kernels: Annotated[
-        list[str] | None, typer.Option("--kernel", help="Only this kernel's; may be repeated.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Only those of this device: a part of its name.")] = None,
+    kernels: Kernels = None,
+    device: Device = "",
     replace: Annotated[bool, typer.Option("--replace", help="Write over files that are there.")] = False,
     require_settled: Annotated[
         bool, typer.Option("--require-settled", help="Refuse while a launched key has no winner.")
@@ -102,14 +129,10 @@ def export_entries(
 ) -> None:
     """Write winners with their evidence to a bundle, or as files of other tools."""
     cache = _open_cache()
-    entries = [
-        entry
-        for entry in cache.entries()
-        if (not kernels or entry.key.kernel in kernels) and (device or "") in entry.key.device
-    ]
+    entries = _chosen(cache, kernels, device)
     if not entries:
         terminal.fail(f"No such entries in {cache.directory}: `dist-autotune cache list` lists all.")
-    _report_waiting(cache, kernels, device or "", refuses=require_settled)
+    _report_waiting(cache, kernels, device, refuses=require_settled)
     if format_name is Format.bundle:
         try:
             bundle.write(path, entries, replaces=replace)

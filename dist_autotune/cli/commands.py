@@ -26,7 +26,7 @@ app = typer.Typer(
     cls=terminal.OneLineErrors,
     no_args_is_help=True,
     add_completion=False,
-    help="Reports, cache and doctor of dist_autotune.",
+    help="Run a program with tuned kernels; see what was found; check this machine.",
 )
 app.add_typer(cache_commands.app, name="cache")
 
@@ -83,6 +83,10 @@ def report(
     kernel: Annotated[str, typer.Option(help="Show only kernels with this in their name.")] = "",
     session: Annotated[str, typer.Option(help="Show the session whose name begins so.")] = "",
     every: EverySession = False,
+    all_candidates: Annotated[
+        bool,
+        typer.Option("--all-candidates", help="List every candidate, not the 10 fastest of 10 contexts."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what the logs tell: winners, spread over ranks, stragglers, what each rank alone would choose."""
@@ -98,7 +102,7 @@ def report(
         data = {"directory": str(history.directory.absolute()), "unreadable": history.skipped}
         typer.echo(to_json({**data, "sessions": [each.as_dict() for each in shown]}, indent=True))
     elif html is None and trace is None:
-        terminal.print_history(terminal.open_console(), history, shown)
+        terminal.print_history(terminal.open_console(), history, shown, all_candidates=all_candidates)
 
 
 @app.command("replay")

@@ -102,7 +102,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     ]
     for name, text in OPTIONS.items():
         kind = KINDS[name]
-        option = typer.Option(help=text, metavar=None if kind is bool else kind.__name__.upper())
+        option = typer.Option(help=text, metavar=None if kind is bool else f"<{kind.__name__}>")
         annotation: Any = Annotated[bool | None if kind is bool else str | None, option]
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))

@@ -18,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from ..errors import CacheWarning, TuningError
-from ..formatting import Table, one_line
+from ..formatting import Table, counted, one_line
 from ..reports import tables
 from ..reports.history import History
 from ..reports.report import SessionReport
@@ -31,25 +31,40 @@ LONGEST_TEXT = 400  # characters of a text in a table on a terminal: an error of
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Return the console of standard output, or of stderr."""
-    console = Console(highlight=False, stderr=stderr)
-    return console if console.is_terminal else Console(highlight=False, stderr=stderr, width=PIPE_WIDTH)
+    """Return the console of standard output, or of stderr.
+
+    Into a pipe on a terminal, such as to `less`, it is as wide as that terminal.
+    """
+    console, other = Console(highlight=False, stderr=stderr), Console(stderr=True)
+    if console.is_terminal:
+        return console
+    width = other.width if other.is_terminal else PIPE_WIDTH
+    return Console(highlight=False, stderr=stderr, width=width)
 
 
-def print_history(console: Console, history: History, shown: Iterable[SessionReport]) -> None:
-    """Print the list of all sessions, then the `shown` ones in full."""
+def print_history(
+    console: Console, history: History, shown: Iterable[SessionReport], *, all_candidates: bool = False
+) -> None:
+    """Print the list of all sessions, then the `shown` ones; of candidates the fastest, or all."""
+    most, most_contexts = (None, None) if all_candidates else (tables.MOST_CANDIDATES, tables.MOST_CONTEXTS)
     print_tables(console, tables.sessions_table(history.sessions))
     for name, text in history.skipped.items():
         print_text(console, f"{history.directory / name}: {text}", "yellow")
     for each in shown:
         print_text(console, f"\n{tables.session_heading(each.session)}", "bold")
+        print_text(console, tables.verdict(each), "bold")
         for fact in tables.session_facts(each):
             print_text(console, fact)
         for note in tables.session_notes(each.session):
             print_text(console, note, "yellow")
         print_tables(console, tables.contexts_table(each), *tables.rank_tables(each.session))
-        for context in each.contexts:
-            print_tables(console, *tables.context_tables(context))
+        for context in each.contexts[:most_contexts]:
+            print_tables(console, *tables.context_tables(context, most))
+        if rest := each.contexts[most_contexts or len(each.contexts) :]:
+            more = f"candidates of {counted(len(rest), 'more context')}"
+            print_text(
+                console, f"\nNot listed: {more}. --all-candidates lists all, --kernel NAME some.", "dim"
+            )
 
 
 def print_tables(console: Console, *tables: Table) -> None:
@@ -83,7 +98,8 @@ def _fitted(
         cells = [max(len(measured(row[place])) for row in table.rows) for place in range(first)]
         widths = list(map(max, words, cells))
         rest = width - sum(widths) - GAP * first
-        if rest >= 2 * LEAST_TEXT:
+        longest = max(len(cell) for row in table.rows for cell in row[first:])
+        if rest >= min(2 * LEAST_TEXT, longest):
             break
     rest = max(rest, LEAST_TEXT)
     rows = [[*map(Text, row[:first]), _stacked(row[first:], rest)] for row in table.rows]

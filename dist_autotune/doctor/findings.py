@@ -55,6 +55,7 @@ def _judge_gpus(seen: Examination) -> Iterator[Finding]:
         text = f"on the CPU, in Triton's interpreter: it shows behaviour, not speed ({gpus})"
         step = "Unset TRITON_INTERPRET" if seen.gpus else ""
         if not seen.is_interpreted:
+            text = "nowhere as things are: no GPU, and TRITON_INTERPRET is not set"
             step = "Set TRITON_INTERPRET=1 before Python starts; ./launch.sh does so"
         yield Finding("remark" if step else "ok", check, text, step)
     devices = seen.host.facts
@@ -116,4 +117,6 @@ def next_steps(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in sorted(findings, key=lambda finding: finding.level):
         if finding.next_step:
             yield f"{finding.level}: {finding.check}: {finding.next_step}."
-    yield "Everything needed works." if is_healthy(findings) else "Something needed is broken."
+    is_all = not any(finding.next_step for finding in findings)
+    works = "Everything needed works." if is_all else "All else works."
+    yield works if is_healthy(findings) else "Something needed is broken."

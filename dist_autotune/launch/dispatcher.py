@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -19,10 +20,11 @@ from ..timing.clock import Clock
 from ..triton_api import identity, interception
 from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
 from .backlog import Backlog
-from .fast_path import FastPath
+from .fast_path import CallUnderWay, Settled
 from .rank_context import NONE_FAILED, Binding, RankContext
 from .registry import Registry
 from .tunable import CHOICES, KnownChoices, Ranks, option_texts
+from .written_tensors import WrittenTensors
 
 
 class Dispatcher:
@@ -32,7 +34,7 @@ class Dispatcher:
     peers wait on. passes_single: a kernel with one
     config is no context, as no peer can have more. is_frozen: nothing will ever be tried, so what is not
     settled now will never be. refuse: raises in place of a launch that is not tuned; None: such may be.
-    note: writes a line of the log.
+    note: writes a line of the log. written: copies what launches change.
     """
 
     def __init__(
@@ -47,90 +49,105 @@ class Dispatcher:
         is_frozen: bool,
         refuse: Callable[[RankContext], NoReturn] | None,
         note: Callable[[str], None],
+        written: WrittenTensors,
     ) -> None:
-        self._fast_path = FastPath(self._handle, self._failure, passes_single=passes_single)
-        self.runner = self._fast_path.runner  # makes the replacement of `Autotuner.run`
-        self.tunes = False  # True while a launch may be a trial
-        self.to_tune: set[str] = set()  # contexts new, or provisional, that were launched while not tuning
+        self.run_under_way: CallUnderWay | None = None  # of a session
+        self._settled: Settled = weakref.WeakKeyDictionary()
+        self._is_fresh = True  # no session has run since choices were made anew
+        self._passes_single = passes_single
         # A launch of each new form of a context: their arguments are held no longer than the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._is_frozen, self._refuse, self._note = compiling, is_frozen, refuse, note
-        self._ranks = frozenset(ranks)
+        self._ranks, self._written = frozenset(ranks), written
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------
 
-    def _handle(self, launch: Launch, failed: Mapping[str, str] = NONE_FAILED) -> Any:
+    def _handle(self, call: CallUnderWay, launch: Launch, failed: Mapping[str, str] = NONE_FAILED) -> Any:
         """Launch the kernel once, as `Autotuner.run` would, with the config that this run plans for it.
 
         failed: candidates that have failed in this launch, with reasons.
         """
         if launch.kwargs.get("warmup"):
             return launch.run(self._quiet_config(launch))
-        if interception.is_capturing() or interception.is_async_compiling():
-            config = self._quiet_config(launch, runs=True)
+        if self._is_beside_session(call) or interception.is_capturing() or interception.is_async_compiling():
+            config = self._quiet_config(launch, failed, runs=True)
             launch.run_pre_hook(config)
             return launch.run(config)
-        binding = self._binding(launch)
-        failed = {**failed, **({} if self.tunes else binding.rank_context.failing)}
-        candidate = self._candidate(binding, failed)
+        binding = self._binding(call, launch)
+        call.keep(launch)
+        failed = {**failed, **({} if call.tunes else binding.rank_context.failing)}
+        candidate = self._candidate(call, binding, failed)
         while True:
             self._check_tuned(binding.rank_context, candidate)
             config = binding.configs[candidate]
             try:
-                result = self._launch(launch, binding, candidate)
-                self._keep_form(launch, binding, result)
+                result = self._launch(call, launch, binding, candidate)
+                self._keep_form(call, launch, binding, result)
                 binding.rank_context.failures.pop(candidate, None)
-                if self._stays(binding.rank_context) and not failed:
-                    self._fast_path.add(launch.tuner, binding.key, config)
+                if self._stays(call, binding.rank_context) and not failed:
+                    call.add(launch.tuner, binding.key, config)
                 return result
             except Exception as error:
-                if not (found := self._failure(launch, config, error)):
+                if not (found := self._failure(call, launch, config, error)):
                     raise
                 failed |= found
             candidate = binding.rank_context.chosen(binding, failed)
 
-    def choose(self, name: str, options: Sequence[Any], key: Key, among: Ranks) -> Any:
+    def _choose(self, call: CallUnderWay, name: str, options: Sequence[Any], key: Key, among: Ranks) -> Any:
         """Answer `tunable`: return the option that this run plans; see there for `among`."""
         if not self._ranks.issuperset(among):
             return CHOICES.recall(name, options, key, among)
-        if (known := self._known_choices.find(name, options, key, among)) is not None:
+        is_of_session = self.run_under_way is call
+        known = None if is_of_session else self._known_choices.find(name, options, key, among)
+        if known is not None:
             return options[known]
         texts = option_texts(name, options)
         with self._lock:
             by_text = dict(zip(texts, options, strict=True))
             context = self._registry.choice(name, key, by_text, is_joint=bool(among))
-        is_capturing = interception.is_capturing()
-        candidate = context.stand_in() if is_capturing else self._candidate(context.bindings[0])
+        is_quiet = self._is_beside_session(call) or interception.is_capturing()
+        candidate = context.stand_in() if is_quiet else self._candidate(call, context.bindings[0])
         self._check_tuned(context, candidate)
         place = texts.index(context.texts[candidate])
-        if not is_capturing:
+        if not is_quiet:
             context.ran.add(candidate)
             context.launches += 1
-            if self._stays(context):
+            if self._stays(call, context) and not is_of_session:
                 self._known_choices.add(name, options, key, among, place)
         return options[place]  # of this call: an earlier one may have given equal ones of other types
 
-    def _stays(self, context: RankContext) -> bool:
-        """Return whether later calls launch what this one has launched."""
-        return not self.tunes and (context.is_settled or self._is_frozen)
+    def _is_beside_session(self, call: CallUnderWay) -> bool:
+        """Return whether another thread makes a run of a session meanwhile: this call leaves it alone."""
+        return self.run_under_way is not None and self.run_under_way is not call
 
-    def _candidate(self, binding: Binding, failed: Mapping[str, str] = NONE_FAILED) -> str:
+    def _stays(self, call: CallUnderWay, context: RankContext) -> bool:
+        """Return whether later calls launch what this one has launched."""
+        return not call.tunes and (context.is_settled or self._is_frozen)
+
+    def _candidate(
+        self, call: CallUnderWay, binding: Binding, failed: Mapping[str, str] = NONE_FAILED
+    ) -> str:
         context = binding.rank_context
         candidate = context.chosen(binding, failed)
-        if not self.tunes and not context.is_settled:
-            self.to_tune.add(context.name)
+        if not call.tunes and not context.is_settled:
+            self._note_new(call, context)
         return candidate
 
-    def _launch(self, launch: Launch, binding: Binding, candidate: str) -> Any:
+    def _note_new(self, call: CallUnderWay, context: RankContext) -> None:
+        with self._lock:
+            call.new = call.new or set()
+            call.new.add(context.name)
+
+    def _launch(self, call: CallUnderWay, launch: Launch, binding: Binding, candidate: str) -> Any:
         context, config = binding.rank_context, binding.configs[candidate]
-        is_trial = self.tunes and context.launches == 0 and context.tries(candidate)
+        is_trial = call.tunes and context.launches == 0 and context.tries(candidate)
         with self._guard.launching(context.name, candidate) if is_trial else contextlib.nullcontext():
             launch.run_pre_hook(config)
-            loaded = self._ensure_loaded(launch, binding, candidate) if self.tunes else None
-            if self.tunes and context.measures:
+            loaded = self._ensure_loaded(launch, binding, candidate) if call.tunes else None
+            if call.tunes and context.measures:
                 mark = context.samples.start()
                 result = launch.run(config)
                 context.samples.stop(mark)
@@ -159,28 +176,28 @@ class Dispatcher:
         binding.loaded[candidate, device] = kernel
         return kernel
 
-    def _keep_form(self, launch: Launch, binding: Binding, result: Any) -> None:
+    def _keep_form(self, call: CallUnderWay, launch: Launch, binding: Binding, result: Any) -> None:
         """Keep a launch until the end of the run if the candidates are to be compiled for its form."""
         context = binding.rank_context
-        is_wanted = self.tunes and context.is_to_preflight and not interception.is_interpreted()
+        is_wanted = call.tunes and context.is_to_preflight and not interception.is_interpreted()
         if is_wanted and context.keep_form(form := kernel_of(result)):
             self.to_preflight.setdefault(context, {})[form] = binding, launch
 
-    def _failure(self, launch: Launch, config: Any, error: Exception) -> dict[str, str]:
+    def _failure(self, call: CallUnderWay, launch: Launch, config: Any, error: Exception) -> dict[str, str]:
         """Return the candidate that has failed in a launch, with the reason; {}: the error is the user's.
 
         It is banned, which the run's report tells the peers. In a settled launch it is not: what the ranks
         have agreed on stands, and that launch alone is replaced.
         """
         reason = config_failure(error, launch.kwargs.get("grid"), config.pre_hook)
-        context = self._binding(launch).rank_context
+        context = self._binding(call, launch).rank_context
         candidate = identity.candidate_digest(config.all_kwargs())
         if reason is None or candidate not in context.texts:
             return {}
-        self._fast_path.clear()
+        self._settled.clear()
         with self._lock:  # threads may launch it at once; its replacement has not failed
-            if not self.tunes or (context.is_settled and is_out_of_memory(error)):
-                self._excuse(context, candidate, reason, counts=not is_out_of_memory(error))
+            if not call.tunes or (context.is_settled and is_out_of_memory(error)):
+                self._excuse(call, context, candidate, reason, counts=not is_out_of_memory(error))
                 return {candidate: reason}
             if candidate not in context.bans:
                 self._registry.ban(context, {candidate: reason})
@@ -188,7 +205,9 @@ class Dispatcher:
                 context.choice = context.stand_in()
         return {candidate: reason}
 
-    def _excuse(self, context: RankContext, candidate: str, reason: str, *, counts: bool) -> None:
+    def _excuse(
+        self, call: CallUnderWay, context: RankContext, candidate: str, reason: str, *, counts: bool
+    ) -> None:
         """Record that a candidate has failed and is not banned.
 
         counts: it may fail each time. After SETTLED_FAILURES in a row a session launches it once more, which
@@ -199,13 +218,15 @@ class Dispatcher:
             self._note(f"{context.title}: {config} failed in a settled launch, another stands in: {reason}")
         failures = context.failures.get(candidate, (0, ""))[0] + counts
         context.failures[candidate] = failures, reason
-        if candidate in context.failing and not self.tunes:
-            self.to_tune.add(context.name)
+        if candidate in context.failing and not call.tunes:
+            self._note_new(call, context)
 
-    def _quiet_config(self, launch: Launch, *, runs: bool = False) -> Any:
+    def _quiet_config(
+        self, launch: Launch, failed: Mapping[str, str] = NONE_FAILED, *, runs: bool = False
+    ) -> Any:
         """Return the incumbent's config without admitting a context; `runs`: it is to be launched."""
         binding = self._registry.find(launch) or self._registry.look(launch)
-        candidate = binding.rank_context.stand_in(binding.configs)
+        candidate = binding.rank_context.stand_in(binding.configs, failed)
         if runs:
             self._check_tuned(binding.rank_context, candidate)
         return binding.configs[candidate]
@@ -214,32 +235,60 @@ class Dispatcher:
         if self._refuse is not None and candidate != context.tuned:
             self._refuse(context)
 
-    def _binding(self, launch: Launch) -> Binding:
+    def _binding(self, call: CallUnderWay, launch: Launch) -> Binding:
         """Return the binding of a launch; admit a new one."""
         if (binding := self._registry.find(launch)) is not None:
             self._registry.names.keep(launch.tuner)
             return binding
         with self._lock:
             if (binding := self._registry.find(launch)) is None:
-                for known in self._fast_path.launched():
+                for known in call.launched():
                     self._registry.names.keep(known)
                 binding = self._registry.admit(launch)
             return binding
 
     # -- one run -------------------------------------------------------------------------------------------
 
-    def begin_run(self, *, tunes: bool) -> None:
-        """Forget the last run. `tunes`: launches may be trials."""
+    def settled_call(self) -> CallUnderWay:
+        """Return a call without trials. It takes no lock while one settled call follows another."""
+        names = self._registry.names
+        if self.run_under_way is None and (self._registry.has_news or not self._is_fresh):
+            with self._lock:
+                self._begin_anew()
+                self._is_fresh = True
+        names.begin_run()
+        return CallUnderWay(
+            self._settled, self._handle, self._failure, self._choose, False, self._passes_single
+        )
+
+    def begin_run(self, *, tunes: bool) -> CallUnderWay:
+        """Begin a run of a session and forget the last one. `tunes`: launches may be trials."""
         self._registry.names.begin_run()
-        self._fast_path.begin_call()
-        if not tunes and not self.tunes and not self._registry.has_news:
-            return  # one settled call after another: the choices stand
-        self.tunes = tunes
-        self._fast_path.clear()
-        self._known_choices.clear()
-        self._registry.begin_run()
+        with self._lock:
+            self._begin_anew()
+            self._is_fresh = False
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
+        self.run_under_way = CallUnderWay(
+            weakref.WeakKeyDictionary(),
+            self._handle,
+            self._failure,
+            self._choose,
+            tunes,
+            self._passes_single,
+            self._written,
+        )
+        return self.run_under_way
+
+    def end_run(self) -> None:
+        """End what `begin_run` has begun."""
+        self.run_under_way = None
+
+    def _begin_anew(self) -> None:
+        """Let the first launch of each context choose; settled calls under way keep what they know."""
+        self._settled = weakref.WeakKeyDictionary()
+        self._known_choices.clear()
+        self._registry.begin_run()
 
     def abandon_run(self) -> None:
         """Drop the measurements of the run under way: it raised."""

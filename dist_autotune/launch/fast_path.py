@@ -2,84 +2,137 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from threading import get_ident
+from time import monotonic
+from typing import Any, TypeAlias
 
 from triton.runtime.autotuner import Autotuner
 
+from ..triton_api.interception import INTERCEPTION, Run, is_capturing
 from ..triton_api.launch import Key, Launch, key_of
+from .written_tensors import WrittenTensors, written_arguments
+
+Settled: TypeAlias = "weakref.WeakKeyDictionary[Autotuner, Known]"
 
 
-class _Known:
+class Known:
     """The settled keys of one Autotuner, and the last call that launched it here."""
 
     __slots__ = ("by_key", "call")
 
     def __init__(self) -> None:
         self.by_key: dict[Key, tuple[Any, dict[str, Any]]] = {}
-        self.call = 0
+        self.call: CallUnderWay | None = None
 
 
-class FastPath:
-    """Stands in for `Autotuner.run` in settled calls: launches the configs that `add` was given.
+class CallUnderWay:
+    """The launches of one call of a tuned function, or of one run of a session, from any thread.
 
-    slow: makes every other launch, all of them while trials are made; it leaves out what has failed in a
-    launch. failure: the candidate that has failed by an exception, with the reason; {}: that is the user's.
-    passes_single: leave a kernel with one config to stock. Measured costs: docs/benchmarks.
+    settled: the keys whose configs are launched at once; none of a run of a session. launch: makes every
+    other launch; it leaves out what has failed in a launch. failure: the candidate that has failed by an
+    exception, with the reason; {}: that is the user's. choose: answers `tunable`. passes_single: leave a
+    kernel with one config to stock. written: copies the tensors that launches change; None: nothing does.
+    Measured costs: docs/benchmarks.
     """
+
+    __slots__ = (
+        "began",
+        "changes",
+        "choose_for",
+        "failure",
+        "launch",
+        "new",
+        "passes_single",
+        "settled",
+        "tunes",
+        "written",
+    )
 
     def __init__(
         self,
-        slow: Callable[..., Any],
-        failure: Callable[[Launch, Any, Exception], dict[str, str]],
-        *,
+        settled: Settled,
+        launch: Callable[..., Any],
+        failure: Callable[..., dict[str, str]],
+        choose: Callable[..., Any],
+        tunes: bool,
         passes_single: bool,
+        written: WrittenTensors | None = None,
     ) -> None:
-        self._slow, self._failure, self._passes_single = slow, failure, passes_single
-        self._ready: weakref.WeakKeyDictionary[Autotuner, _Known] = weakref.WeakKeyDictionary()
-        self._call = 0
+        self.settled, self.launch, self.failure, self.choose_for = settled, launch, failure, choose
+        self.tunes, self.passes_single, self.began = tunes, passes_single, monotonic()
+        self.written = written
+        self.changes = False  # a launch that `launched` does not name has named tensors that it changes
+        self.new: set[str] | None = None  # contexts, new or provisional, that a settled call has launched
+
+    def choose(self, name: str, options: Any, key: Any, among: Any) -> Any:
+        return self.choose_for(self, name, options, key, among)
 
     def add(self, tuner: Autotuner, key: Key, config: Any) -> None:
-        self._ready.setdefault(tuner, _Known()).by_key[key] = (config, config.all_kwargs())
+        """Launch this config at once from now on, in later calls too."""
+        self.settled.setdefault(tuner, Known()).by_key[key] = (config, config.all_kwargs())
 
-    def clear(self) -> None:
-        self._ready.clear()
+    def knows(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        known = self.settled.get(tuner)
+        try:
+            return known is not None and key_of(tuner, args, kwargs) in known.by_key
+        except TypeError:
+            return False
 
     def launched(self) -> list[Autotuner]:
-        """Return the Autotuners that the call under way has launched here."""
-        return [tuner for tuner, known in list(self._ready.items()) if known.call == self._call]
+        """Return the Autotuners that this call has launched at once."""
+        return [tuner for tuner, known in list(self.settled.items()) if known.call is self]
 
-    def begin_call(self) -> None:
-        self._call += 1
+    def keep(self, launch: Launch) -> None:
+        """Copy the tensors that a launch says it changes, in a session; else only note that it does."""
+        if written_arguments(launch.tuner):
+            self.changes = True
+            if self.written is not None:
+                self.written.keep(launch)
 
-    def runner(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to put in place of `stock` for one call."""
-        call = self._call
-        ready, slow, failure, passes_single = self._ready, self._slow, self._failure, self._passes_single
+    @property
+    def changes_tensors(self) -> bool:
+        """Return whether kernels of this call say that they change tensors."""
+        return self.changes or any(map(written_arguments, self.launched()))
 
-        def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
-            known = ready.get(tuner)
-            if known is None:
-                if passes_single and len(tuner.configs) == 1:
-                    return stock(tuner, *args, **kwargs)
-                return slow(Launch(tuner, args, kwargs))
-            known.call = call
-            try:
-                config, options = known.by_key[key_of(tuner, args, kwargs)]
-            except (KeyError, TypeError):  # new, or a key that cannot be hashed
-                return slow(Launch(tuner, args, kwargs))
-            if kwargs.get("warmup"):
-                return slow(Launch(tuner, args, kwargs))
-            tuner.best_config = config
-            try:
-                if config.pre_hook is not None:
-                    named = dict(zip(tuner.arg_names, args, strict=False))
-                    config.pre_hook({**named, **kwargs, **options})
-                return tuner.fn.run(*args, **kwargs, **options)
-            except Exception as error:
-                if not (failed := failure(Launch(tuner, args, kwargs), config, error)):
-                    raise
-            return slow(Launch(tuner, args, kwargs), failed)
 
-        return run
+def dispatcher(before: Run) -> Run:
+    """Return the function to put in place of `before`, an `Autotuner.run`, for good."""
+    calls, call_of, call_for = INTERCEPTION.calls, INTERCEPTION.calls.get, INTERCEPTION.call_for
+
+    @functools.wraps(before)
+    def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+        if not calls:
+            return before(tuner, *args, **kwargs)
+        call = call_of(get_ident()) or call_for(tuner, args, kwargs)
+        if call is None:
+            return before(tuner, *args, **kwargs)
+        known = call.settled.get(tuner)
+        if known is None:
+            if call.passes_single and len(tuner.configs) == 1:
+                changes = tuner.restore_value or tuner.reset_to_zero
+                if changes and not (kwargs.get("warmup") or is_capturing()):
+                    call.keep(Launch(tuner, args, kwargs))
+                return before(tuner, *args, **kwargs)
+            return call.launch(call, Launch(tuner, args, kwargs))
+        known.call = call
+        try:
+            config, options = known.by_key[key_of(tuner, args, kwargs)]
+        except (KeyError, TypeError):  # new, or a key that cannot be hashed
+            return call.launch(call, Launch(tuner, args, kwargs))
+        if kwargs.get("warmup"):
+            return call.launch(call, Launch(tuner, args, kwargs))
+        tuner.best_config = config
+        try:
+            if config.pre_hook is not None:
+                named = dict(zip(tuner.arg_names, args, strict=False))
+                config.pre_hook({**named, **kwargs, **options})
+            return tuner.fn.run(*args, **kwargs, **options)
+        except Exception as error:
+            if not (failed := call.failure(call, Launch(tuner, args, kwargs), config, error)):
+                raise
+        return call.launch(call, Launch(tuner, args, kwargs), failed)
+
+    return run

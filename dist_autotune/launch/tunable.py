@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 from ..errors import InvalidOption
 from ..ranks.group import ranks_of
 from ..triton_api import identity
-from ..triton_api.interception import INTERCEPTION, PROGRAM
+from ..triton_api.interception import INTERCEPTION
 
 T = TypeVar("T")
 Ranks: TypeAlias = tuple[int, ...]  # global ranks that take the same option; (): each takes its own
@@ -81,7 +81,8 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
     """
     if not isinstance(key, (tuple, list)):
         raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
-    choose: Callable[..., T] = INTERCEPTION.chooser or PROGRAM.chooser or CHOICES.recall
+    call = INTERCEPTION.call_here()
+    choose: Callable[..., T] = CHOICES.recall if call is None else call.choose
     return choose(name, options, tuple(key), () if among is None else ranks_of(among))
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..formatting import counted
+from ..formatting import counted, format_ms
 from ..search.budget import Forecast, StepTimes
 
 BAR_EVERY_S = 0.1
 LINE_EVERY_S = 5.0
-LONGEST_TITLE = 24  # characters in the bar: at 80 columns the rest needs 56
+LONGEST_TITLE = 18  # characters in the bar: at 80 columns the rest needs 62
+RECENT_RUNS = 32  # from whose time the time left is estimated: earlier ones compiled
+LEAST_RUNS = 4  # fewer say nothing of the time left
 
 
 class Progress:
@@ -28,37 +31,43 @@ class Progress:
         self._title, self._clock = title, clock
         self._bar: Any = None
         self._shown_s = clock()
-        self._first: tuple[int, float] | None = None  # runs and time at the first update
+        self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_RUNS)  # runs made, and when
+        self._done = 0.0  # of the bar, which never goes back
         self._has_lines = False
         is_terminal = _stderr_is_terminal()
         self._is_shown = is_first and wanted is not False and is_terminal is not None
         if self._is_shown and is_terminal:
             self._bar = _bar()
-            self._task = self._bar.add_task(f"tuning {title}"[:LONGEST_TITLE], total=None, detail="")
+            self._task = self._bar.add_task(f"tuning {title}"[:LONGEST_TITLE], total=1.0, detail="")
             self._bar.start()
 
-    def update(self, forecast: Forecast, planned: int, step: Callable[[], StepTimes | None]) -> None:
-        """Show what follows a run. planned: runs in all; step: called only when something is drawn."""
+    def update(self, forecast: Forecast, step: Callable[[], StepTimes | None]) -> None:
+        """Show what follows a run. step: the times so far, called only when something is drawn."""
         now = self._clock()
-        self._first = self._first or (forecast.runs, now)
+        self._recent.append((forecast.runs, now))
         every_s = LINE_EVERY_S if self._bar is None else BAR_EVERY_S
         is_due = self._is_shown and now - self._shown_s >= every_s
         if is_due:
             self._shown_s = now
         if self._bar is not None:
-            self._bar.update(self._task, completed=forecast.runs, total=max(planned, forecast.runs))
+            self._done = max(self._done, forecast.done)
             if is_due:
-                gain = f"{round(-times.gain_percent):+d} %" if (times := step()) is not None else ""
+                best = "" if (times := step()) is None else f"{format_ms(times.after_ms)} ms"
+                gain = "" if times is None else f" ({round(-times.gain_percent):+d} %)"
                 compiling = f"{forecast.compiling} compiling" if forecast.compiling else ""
-                contexts = f"{forecast.settled}/{forecast.contexts} contexts"
-                parts = contexts, compiling or self._time_left(forecast), gain
-                self._bar.update(self._task, detail="  ".join(filter(None, parts)), refresh=True)
+                left = f"{forecast.left}/{forecast.candidates} left"
+                parts = left, best + gain, compiling or self._time_left(forecast, "-")
+                detail = "  ".join(filter(None, parts))
+                self._bar.update(self._task, completed=self._done, detail=detail, refresh=True)
         elif is_due:
             self._write(self._line(forecast, step()))
 
     def close(self, outcome: str) -> None:
-        """Remove the bar; after lines, write one that says how it ended."""
+        """Fill and remove the bar; after lines, write one that says how it ended."""
         if self._bar is not None:
+            how = outcome.partition(" after ")[0]
+            done = 1.0 if how == "settled" else self._done
+            self._bar.update(self._task, completed=done, detail=how, refresh=True)
             self._bar.stop()
             self._bar = None
         elif self._has_lines:
@@ -66,25 +75,27 @@ class Progress:
         self._is_shown = False
 
     def _line(self, forecast: Forecast, times: StepTimes | None) -> str:
-        left = max(forecast.planned_trials - forecast.trials, 0)
+        least, most = forecast.runs_left
         parts = [
             f"{forecast.settled} of {counted(forecast.contexts, 'context')} settled",
             f"step {forecast.runs}",
             f"{counted(forecast.compiling, 'candidate')} compiling" if forecast.compiling else "",
-            f"at most {counted(left, 'trial')} left",
-            self._time_left(forecast),
+            f"{forecast.left} of {counted(forecast.candidates, 'candidate')} left",
+            f"{least} to {counted(most, 'step')} to go",
+            self._time_left(forecast, " to "),
             "" if times is None else f"so far: {times}",
         ]
         return ", ".join(filter(None, parts))
 
-    def _time_left(self, forecast: Forecast) -> str:
-        """Return the expected time left, from the runs since the first: that one compiled."""
-        assert self._first is not None
-        runs = forecast.runs - self._first[0]
-        if runs <= 0:
+    def _time_left(self, forecast: Forecast, to: str) -> str:
+        """Return the least and the most time left, from the last runs: the first ones compiled."""
+        (first_run, first_s), (last_run, last_s) = self._recent[0], self._recent[-1]
+        if last_run - first_run < LEAST_RUNS:
             return ""
-        seconds = round((self._clock() - self._first[1]) / runs * forecast.more_runs)
-        return f"about {seconds // 60}:{seconds % 60:02} left"
+        each_s = (last_s - first_s) / (last_run - first_run)
+        least, most = (round(each_s * runs) for runs in forecast.runs_left)
+        times = [f"{seconds // 60}:{seconds % 60:02}" for seconds in dict.fromkeys((least, most))]
+        return f"{to.join(times)} left"
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or its reader is gone
@@ -94,12 +105,12 @@ class Progress:
 
 def _bar() -> Any:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, Progress, TextColumn
 
     name = TextColumn("{task.description}", markup=False)  # a name may look like markup
     detail = TextColumn("{task.fields[detail]}", markup=False)
     return Progress(
-        name, BarColumn(12), MofNCompleteColumn(), TextColumn("runs"), detail,
+        name, BarColumn(8), detail,
         console=Console(stderr=True),
         transient=True,
         auto_refresh=False,

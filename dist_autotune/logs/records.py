@@ -56,6 +56,7 @@ class SessionOpened(Record, event="session_opened"):
     pid: int
     started_at: str  # wall clock, ISO 8601, UTC: for people, never for decisions
     clock: str = ""
+    node: str = ""  # the name of this rank's host
     continues: str = ""  # the session whose contexts it takes up; empty: it begins with none
     own_search: bool = False  # `search` names a function of the user's
     max_runs: int | None = None
@@ -190,6 +191,7 @@ class SessionClosed(Record, event="session_closed", level=logging.INFO):
 
 class Note(Record, event="note", level=logging.INFO):
     text: str
+    is_outlook: bool = False  # how far the session is: moot once it has ended
 
 
 def read_records(path: Path, skipped: Counter[str]) -> Iterator[Record]:

@@ -198,13 +198,24 @@ class SessionHistory:
     def has_samples(self) -> bool:
         return any(candidate.samples for context in self.contexts for candidate in context.candidates)
 
+    @property
+    def hosts(self) -> list[str]:
+        """Return the hosts of the ranks, each once; empty in a log of an older version."""
+        opened = of_kind(self.records, SessionOpened)
+        return list(dict.fromkeys(each.node for each in opened if each.node))
+
     def remarks(self) -> list[str]:
-        """Return failed runs and notes, each text once: most notes are written by all ranks."""
+        """Return failed runs and notes, each text once: most notes are written by all ranks.
+
+        Of what is left to do only the last note, and that only while the session is under way.
+        """
+        outlooks = [each for each in of_kind(self.records, Note) if each.is_outlook]
+        last = outlooks[-1].text if outlooks and self.closed.outcome == "unfinished" else None
         texts: dict[str, None] = {}
         for record in self.records:
             if isinstance(record, RunFailed):
                 texts[f"Run {record.run} failed on rank {record.by_rank}: {record.error}"] = None
-            elif isinstance(record, Note):
+            elif isinstance(record, Note) and (not record.is_outlook or record.text == last):
                 texts[record.text] = None
         return list(texts)
 

@@ -27,11 +27,12 @@ from .history import CandidateHistory, ContextHistory, History, is_time, percent
 from .report import SessionReport, cost_alone_percent
 from .timeline import COMPILING, EXCHANGE, RUN, Span, spans_of
 
-MOST_OPEN = 12  # contexts, and candidates of one, that are shown unfolded
+MOST_OPEN = 3  # contexts, and sessions, that are shown unfolded
 MOST_RANKS = 16  # drawn one by one
 MOST_BARS = 400  # in the picture of the runs
 LONGEST_RUN = 4  # times the median: where a run's bar is cut
-LONGEST_SHOWN = 2.0  # times the fastest candidate: where the lines of a context end
+LONGEST_SHOWN = 2.0  # times the fastest candidate, and beyond the winner's slowest rank: where lines end
+BEYOND = 1.05  # times that rank's time
 SPENT = ("runs", "compiling", "exchanges", "rest")
 
 PAGE = """<!doctype html>
@@ -66,10 +67,11 @@ def element(name: str, *children: str, **attributes: object) -> Html:
 def write_html(path: Path, history: History, shown: Sequence[SessionReport]) -> None:
     """Write the list of all sessions and the `shown` ones in full."""
     title = f"dist_autotune: {history.directory}"
-    body = [element("h1", title), _table(tables.sessions_table(history.sessions))]
+    body = [element("h1", title)]
     for name, text in history.skipped.items():
         body.append(element("p", f"{name}: {text}", class_="note"))
     body += [element("section", *_session(each)) for each in shown]
+    body.append(_folded(tables.sessions_table(history.sessions)))
     style = files(__package__).joinpath("report.css").read_text("utf-8")
     page = PAGE.format(title=escape(title), style=style, body="\n".join(body))
     path.write_bytes(page.encode("utf-8", "xmlcharrefreplace"))
@@ -78,8 +80,10 @@ def write_html(path: Path, history: History, shown: Sequence[SessionReport]) -> 
 def _session(shown: SessionReport) -> Iterator[Html]:
     session, report = shown.session, shown.report
     yield element("h2", session.opened.thunk)
+    yield element("p", tables.verdict(shown), class_="verdict")
     heading = tables.session_heading(session).removeprefix(f"{session.opened.thunk}: ")
-    yield element("p", f"{heading}, started {session.opened.started_at}")
+    started = session.opened.started_at[:16].replace("T", " ")
+    yield element("p", f"{tables.session_place(session)}. {heading}, started {started} UTC", class_="dim")
     for note in tables.session_notes(session):
         yield element("p", note, class_="note")
     spans = spans_of(session)
@@ -96,7 +100,7 @@ def _session(shown: SessionReport) -> Iterator[Html]:
     for place, (tuned, context) in enumerate(zip(report.contexts, shown.contexts, strict=True)):
         content = _context(shown, tuned, context)
         yield element("details", *content, class_="context", open="" if place < MOST_OPEN else None)
-    yield from (_table(table) for table in tables.rank_tables(session) if table.rows)
+    yield from (_folded(table) for table in tables.rank_tables(session) if table.rows)
 
 
 # -- the session as a whole ----------------------------------------------------------------------------------
@@ -185,9 +189,10 @@ def _context(shown: SessionReport, tuned: TunedContext, context: ContextHistory)
     yield element("summary", element("b", tuned.label), figures)
     if tuned.config_text:
         yield element("p", _unbroken(config_label(tuned.config_text)), class_="winner")
-    rows = _candidates(context)
-    yield element("div", *rows[:MOST_OPEN])
-    if rest := rows[MOST_OPEN:]:
+    axis, *rows = _candidates(context)
+    few = rows[: tables.MOST_CANDIDATES]
+    yield element("div", axis, *few)
+    if rest := rows[len(few) :]:
         yield element("details", element("summary", f"{len(rest)} more"), *rest)
     yield element("p", tables.candidates_note(context), class_="dim")
 
@@ -205,22 +210,25 @@ def _figures(shown: SessionReport, tuned: TunedContext, context: ContextHistory)
         yield f"{share:.1f} % of the launches' time"
     if tuned.bit_class is not None:
         yield f"bits {bits_label(tuned.bit_class, tuned.output_digest)}"
+    if tuned.launches > 1 and tuned.judge == BY_LAUNCH:
+        yield f"{tuned.launches} launches a step"
     if tuned.gain_percent is not None:
         yield f"{format_percent(-tuned.gain_percent)} % against the first config"
+    else:
+        yield f"no gain known: {tuned.no_gain_reason}"
     cost = cost_alone_percent(context)
     if cost is not None and shown.report.world_size > 1:
         yield f"chosen by one rank alone: up to {format_percent(cost)} %"
 
 
 def _candidates(context: ContextHistory) -> list[Html]:
-    """Return a row per candidate, the fastest first."""
+    """Return the axis, then a row per candidate: the fastest first, the winner among the first ones."""
     ordered, shared = tables.in_order(context.candidates), tables.shared_parts(context)
     alone = {choice.config_id: ranks for choice, ranks in tables.ranks_by_choice(context)}
-    times = [ms for each in ordered for ms in (each.agreed_ms, *each.rank_ms.values()) if is_time(ms)]
-    best_ms = ordered[0].agreed_ms if ordered else None
-    longest_ms = min(max(times, default=1.0), LONGEST_SHOWN * (best_ms if is_time(best_ms) else math.inf))
-    rows = []
-    for each in ordered:
+    best_ms, longest_ms = ordered[0].agreed_ms if ordered else None, _longest_ms(context, ordered)
+    rows = [_axis(longest_ms)]
+    first = tables.listed(context, tables.MOST_CANDIDATES)
+    for each in (*first, *(each for each in ordered if each not in first)):
         is_winner = each is context.winner
         marks = [element("span", "winner", class_="mark")] if is_winner else []
         if (bit_class := context.settled.bit_classes.get(each.config)) is not None:
@@ -240,6 +248,29 @@ def _candidates(context: ContextHistory) -> list[Html]:
     return rows
 
 
+def _longest_ms(context: ContextHistory, ordered: Sequence[CandidateHistory]) -> float:
+    """Return where the lines of a context end: all ranks' times of the winner are on them."""
+    times = [ms for each in ordered for ms in _times(each)]
+    best_ms = ordered[0].agreed_ms if ordered else None
+    if not times or not is_time(best_ms):
+        return max(times, default=1.0)
+    of_winner = _times(context.winner) if context.winner is not None else []
+    return min(max(times), max(LONGEST_SHOWN * best_ms, BEYOND * max(of_winner, default=0.0)))
+
+
+def _times(each: CandidateHistory) -> list[float]:
+    return [ms for ms in (each.agreed_ms, *each.rank_ms.values()) if is_time(ms)]
+
+
+def _axis(longest_ms: float) -> Html:
+    """Return the row that names the columns, with the times at the places of the lines."""
+    places = (0.0, 0.5, 1.0)
+    ticks = [element("i", format_ms(at * longest_ms) if at else "0") for at in places]
+    head = element("div", "config", class_="config"), element("div", *ticks, class_="ticks")
+    figures = element("div", "ms", class_="ms"), element("div", "over best", class_="over")
+    return element("div", element("div", "id", class_="id"), *head, *figures, class_="row head")
+
+
 def _line(each: CandidateHistory, longest_ms: float) -> Html:
     """Return the line on which a candidate's times stand; it ends at `longest_ms`."""
 
@@ -247,7 +278,7 @@ def _line(each: CandidateHistory, longest_ms: float) -> Html:
         return f"left:{100 * min(ms / longest_ms, 1.0):.2f}%"
 
     by_rank = sorted((ms, rank) for rank, ms in each.rank_ms.items())
-    known = [ms for ms in (each.agreed_ms, *(ms for ms, _ in by_rank)) if is_time(ms)]
+    known = _times(each)
     marks = []
     if known:
         width = 100 * (min(max(known) / longest_ms, 1.0) - min(min(known) / longest_ms, 1.0))
@@ -264,11 +295,19 @@ def _line(each: CandidateHistory, longest_ms: float) -> Html:
     return element("div", *marks, class_="track", role="img", aria_label=said)
 
 
-def _table(table: Table) -> Html:
+def _folded(table: Table) -> Html:
+    """Return a table that is open while it is short."""
+    is_short = len(table.rows) <= MOST_OPEN
+    summary = element("summary", f"{table.title} ({len(table.rows)})")
+    return element("details", summary, _table(table, titled=False), open="" if is_short else None)
+
+
+def _table(table: Table, *, titled: bool = True) -> Html:
     kinds = ["figure" if name.startswith(">") else None for name in table.columns]
     names = [name.removeprefix(">") for name in table.columns]
     lines = [[element(tag, cell, class_=kind) for cell, kind in zip(row, kinds, strict=True)]
              for tag, row in (("th", names), *(("td", row) for row in table.rows))]  # fmt: skip
     rows = element("table", *(element("tr", *line) for line in lines))
     note = [element("p", table.note, class_="dim")] if table.note else []
-    return Html(element("h3", table.title) + element("div", rows, class_="scroll") + "".join(note))
+    title = element("h3", table.title) if titled else ""
+    return Html(title + element("div", rows, class_="scroll") + "".join(note))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from ..formatting import (
     BITS_NOTE,
@@ -18,9 +19,17 @@ from ..formatting import (
     status_label,
 )
 from ..logs.records import Preflighted
+from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
+from ..tuner.report import TunedContext
 from .history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
 from .report import SessionReport, cost_alone_percent
+
+MOST_CANDIDATES = 10  # of a context
+MOST_CONTEXTS = 10  # whose candidates are listed
+MOST_LABELS = 4  # contexts that a note names
+LEAST_GAIN_PERCENT = 1.0  # a smaller one is within the tie of a race
+SHOW_ALL = "The others: --all-candidates."
 
 
 def ranges(ranks: Sequence[int]) -> str:
@@ -49,22 +58,52 @@ def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
 def session_heading(session: SessionHistory) -> str:
     """Return one line with function, session, ranks, device, search and outcome."""
     opened = session.opened
-    where = f"{counted(opened.world_size, 'rank')}, {opened.device}, {opened.search}, {opened.mode}"
+    where = f"{counted(opened.world_size, 'rank')}, {opened.search}, {opened.mode}"
     ended = f"{counted(session.closed.runs, 'run')}, {session.closed.outcome}"
     return f"{opened.thunk}: session {opened.session}, {where}, {ended}"
 
 
+def verdict(shown: SessionReport) -> str:
+    """Return in one sentence what the session has found."""
+    report, outcome = shown.report, shown.session.closed.outcome
+    gains = [context.gain_percent for context in report.contexts if context.gain_percent is not None]
+    open_contexts = sum(context.status in ("tuning", "unfinished") for context in report.contexts)
+    if not report.contexts:
+        return "No kernel with several configs was launched."
+    if report.step is None:
+        why = sorted({context.no_gain_reason for context in report.contexts} - {""})
+        found = f"What tuning gains is not known: {'; '.join(why) or 'the step was not timed'}"
+    elif report.step.gain_percent < LEAST_GAIN_PERCENT:
+        found = "Tuning gains nothing here: the first configs are as fast as any"
+    else:
+        gain = f"{report.step.gain_percent:.1f} % less time than the first configs"
+        of = "The tuned launches of a step take" if report.step.judge == BY_LAUNCH else "A step takes"
+        found = f"{of} {gain}: {format_ms(report.step.after_ms)} ms, not {format_ms(report.step.before_ms)}"
+    if len(gains) > 1 and report.step is not None:
+        better = sum(gain >= LEAST_GAIN_PERCENT for gain in gains)
+        found += f"; {better} of {counted(len(report.contexts), 'context')} gain"
+    if outcome not in ("settled", "partial") or open_contexts:
+        return f"{found}. Not finished: {outcome}, {counted(open_contexts, 'context')} still open."
+    return f"{found}."
+
+
+def session_place(session: SessionHistory) -> str:
+    """Return versions, device and hosts of a session."""
+    opened = session.opened
+    versions = ", ".join(f"{name} {version}" for name, version in opened.versions.items())
+    hosts = f"{counted(len(session.hosts), 'host')}: {', '.join(session.hosts)}" if session.hosts else ""
+    return "; ".join(filter(None, (opened.device, hosts, versions)))
+
+
 def session_facts(shown: SessionReport) -> list[str]:
-    """Return where the session's time went, and what a step gains."""
-    report, facts = shown.report, []
+    """Return where and with what the session ran, and where its time went."""
+    report, facts = shown.report, [session_place(shown.session)]
     if report.spent != SecondsSpent():
         spent = report.spent
         rest_s = report.seconds - spent.compiling_s - spent.runs_s - spent.exchanges_s
         parts = f"runs {spent.runs_s:.1f}, compiling {spent.compiling_s:.1f}"
         parts += f", exchanges {spent.exchanges_s:.1f}, rest {rest_s:.1f}"
         facts.append(f"{report.seconds:.1f} s on rank {shown.session.ranks[0]}: {parts}")
-    if report.step is not None:
-        facts.append(f"Tuned: {report.step}")
     return facts
 
 
@@ -83,16 +122,23 @@ def rank_tables(session: SessionHistory) -> list[Table]:
     return [_stragglers_table(session), _compiling_table(session)]
 
 
-def context_tables(context: ContextHistory) -> list[Table]:
-    """Return the tables about one context: its candidates; what each rank alone would choose, if another."""
+def context_tables(context: ContextHistory, most: int | None = None) -> list[Table]:
+    """Return the tables about one context: its candidates; what each rank alone would choose, if another.
+
+    most: so many candidates, the fastest and the winner; None: all.
+    """
     is_moot = all(choice is context.winner for choice, _ in ranks_by_choice(context))
-    return [_candidates_table(context), *([] if is_moot else [_alone_table(context)])]
+    return [_candidates_table(context, most), *([] if is_moot else [_alone_table(context)])]
 
 
 def contexts_table(shown: SessionReport) -> Table:
     """Return one row per context, the one that takes most of a run's time first."""
     report = shown.report
-    names = (">share %", ">ms", ">gain %", ">spread %", ">alone %", "status", "bits", "context", "winner")
+    names = (
+        ">share %", ">ms", ">launches a step", ">gain %", ">spread %", ">alone %", "status", "bits",
+        "context", "winner",
+    )  # fmt: skip
+    varies = any(context.launches > 1 for context in report.contexts)
     rows = []
     for tuned, context in zip(report.contexts, shown.contexts, strict=True):
         share = report.share_percent(tuned)
@@ -101,6 +147,7 @@ def contexts_table(shown: SessionReport) -> Table:
             (
                 "-" if share is None else f"{share:.1f}",
                 format_ms(tuned.ms),
+                str(tuned.launches) if tuned.launches > 0 and tuned.judge == BY_LAUNCH and varies else "-",
                 format_percent(tuned.gain_percent),
                 format_percent(None if is_alone else tuned.spread_percent),
                 format_percent(None if is_alone else cost_alone_percent(context)),
@@ -110,15 +157,37 @@ def contexts_table(shown: SessionReport) -> Table:
                 config_label(tuned.config or "-"),
             )
         )
-    note = (
-        "share: of the time of a run's launches. ms: agreed over the ranks. gain: over the first config. "
-        "spread: slowest rank over fastest. alone: what the worst choice of one rank would have cost all."
+    table = Table("Contexts", names, rows, texts=2).without_unknown(
+        ">launches a step", ">spread %", ">alone %", "bits"
     )
+    explained = {
+        ">launches a step": "A step takes ms times launches",
+        ">share %": "share: of the time of all these launches in a step",
+        ">ms": "ms: of one launch, agreed over the ranks",
+        ">gain %": "gain: over the first config",
+        ">spread %": "spread: slowest rank over fastest",
+        ">alone %": "alone: what the worst choice of one rank would have cost all",
+    }
+    note = "".join(f"{text}. " for name, text in explained.items() if name in table.columns).rstrip()
+    if any(context.judge == BY_RUN for context in report.contexts):
+        note += " Without a share: judged by the time of the whole run, which is its ms."
+    note += "".join(f" {text}" for text in _missing_gains(report.contexts))
     if any(context.launch_bound for context in report.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
     if any(context.bit_class is not None for context in report.contexts):
         note += f" {BITS_NOTE}"
-    return Table("Contexts", names, rows, note, texts=2).without_unknown("bits")
+    return replace(table, note=note)
+
+
+def _missing_gains(contexts: Iterable[TunedContext]) -> Iterator[str]:
+    """Yield a sentence for each reason why contexts have no gain; the time of a step leaves these out."""
+    labels: dict[str, list[str]] = {}
+    for context in contexts:
+        if reason := context.no_gain_reason:
+            labels.setdefault(reason, []).append(context.label)
+    for reason, those in labels.items():
+        more = f" and {len(those) - MOST_LABELS} more" if len(those) > MOST_LABELS else ""
+        yield f"No gain of {', '.join(those[:MOST_LABELS])}{more}: {reason}."
 
 
 def _stragglers_table(session: SessionHistory) -> Table:
@@ -161,14 +230,24 @@ def in_order(candidates: Iterable[CandidateHistory]) -> list[CandidateHistory]:
     return sorted(candidates, key=lambda each: (each.agreed_ms is None, each.agreed_ms or 0.0))
 
 
-def _candidates_table(context: ContextHistory) -> Table:
+def listed(context: ContextHistory, most: int | None) -> list[CandidateHistory]:
+    """Return the candidates, the fastest first: all, or so many and the winner."""
+    ordered = in_order(context.candidates)
+    if most is None or len(ordered) <= most:
+        return ordered
+    winner = [each for each in ordered[most:] if each is context.winner]
+    return [*ordered[:most], *winner]
+
+
+def _candidates_table(context: ContextHistory, most: int | None) -> Table:
     names = (
         ">id", ">ms", ">over best %", ">spread %", ">slowest rank", ">samples", ">class of bits", "config",
         "remark",
     )  # fmt: skip
     ordered, shared = in_order(context.candidates), shared_parts(context)
     rows = []
-    for each in ordered:
+    shown = listed(context, most)
+    for each in shown:
         over_best = percent_over(each.agreed_ms, ordered[0].agreed_ms)
         slowest = "-" if each.spread_percent is None else str(max(each.rank_ms, key=each.rank_ms.__getitem__))
         figures = format_ms(each.agreed_ms), format_percent(over_best), format_percent(each.spread_percent)
@@ -177,8 +256,20 @@ def _candidates_table(context: ContextHistory) -> Table:
         texts = short_config(each, shared), remark
         bits = bits_label(context.settled.bit_classes.get(each.config), "")
         rows.append((str(each.config_id), *figures, slowest, str(each.samples), bits, *texts))
-    table = Table(f"{context.label}: candidates", names, rows, candidates_note(context), texts=2)
-    return table.without_unknown(">class of bits")
+    counts = _counts(context, len(shown)) if len(shown) < len(ordered) else ""
+    table = Table(f"{context.label}: candidates{counts}", names, rows, texts=2)
+    left_out = f" {SHOW_ALL}" if len(shown) < len(ordered) else ""
+    table = replace(table, note=candidates_note(context) + left_out)
+    return table.without_unknown(">class of bits", ">spread %", ">slowest rank")
+
+
+def _counts(context: ContextHistory, shown: int) -> str:
+    """Return how many candidates are shown, and how many of all have which fate."""
+    count, timed = len(context.candidates), sum(each.agreed_ms is not None for each in context.candidates)
+    banned = sum(bool(each.banned) for each in context.candidates)
+    fates = {"timed": timed, "banned": banned, "not tried": max(count - timed - banned, 0)}
+    said = ", ".join(f"{number} {fate}" for fate, number in fates.items() if number and number < count)
+    return f", {shown} of {count}" + (f" ({said})" if said else "")
 
 
 def candidates_note(context: ContextHistory) -> str:
@@ -187,6 +278,8 @@ def candidates_note(context: ContextHistory) -> str:
     notes = [f"All: {', '.join(shared)}."] if shared else []
     if [choice for choice, _ in ranks_by_choice(context)] == [context.winner]:
         notes.append("Each rank alone would choose the winner.")
+    if context.winner is not None and in_order(context.candidates)[0] is not context.winner:
+        notes.append("A time above the winner's in the list is of fewer samples, or equal within the noise.")
     return " ".join([*notes, _convergence(context)]).strip()
 
 

@@ -13,7 +13,7 @@ from .. import settings
 from ..errors import AgreementTimeout, PeerFailed, RankMismatch
 from ..options import Options
 from ..triton_api import interception
-from ..triton_api.interception import PROGRAM
+from ..triton_api.interception import INTERCEPTION, PROGRAM
 from ..tuner.base_tuner import BaseTuner
 from ..tuner.calls import Calls
 
@@ -36,10 +36,10 @@ class ScriptTuner(BaseTuner):
         self.lost: Exception | None = None  # why tuning has ended before its time
         self._pid = os.getpid()
         self._run = contextlib.ExitStack()  # the run under way
-        self._shared = self._calls = Calls(None, options, name, self._log_dir, PROGRAM)
+        self._shared = self._calls = Calls(None, options, name, self._log_dir)
         # Before the group is known. One rank's disk may hold what the others' do not.
         cache = options.cache if self._is_alone() else False
-        self._own = Calls(None, replace(options, is_dist=False, cache=cache), name, None, PROGRAM)
+        self._own = Calls(None, replace(options, is_dist=False, cache=cache), name, None)
 
     @property
     def rank(self) -> int:
@@ -59,6 +59,8 @@ class ScriptTuner(BaseTuner):
         if os.getpid() != self._pid or interception.is_capturing():
             return
         self.boundaries += 1
+        if INTERCEPTION.is_within():
+            return
         with self._turn() as is_own:
             if not is_own:
                 return
@@ -78,7 +80,7 @@ class ScriptTuner(BaseTuner):
                 self._begin_run()
 
     def close(self, error: BaseException | None) -> None:
-        """End with the program, which `error` has ended, and restore `Autotuner.run`.
+        """End with the program, which `error` has ended: launches are stock Triton's again.
 
         The run under way is nobody's; the peers hear of it, as they may wait for its end.
         """
@@ -87,7 +89,7 @@ class ScriptTuner(BaseTuner):
                 self._abandon_run(error or RunAbandoned("the program has ended"))
                 self._shared.close()
             finally:
-                PROGRAM.restore()
+                INTERCEPTION.calls.pop(PROGRAM, None)
 
     def _is_alone(self) -> bool:
         """Return whether this process has no peers, nor will have."""
@@ -101,9 +103,9 @@ class ScriptTuner(BaseTuner):
             return
         if not (self.boundaries and (is_alone or dist.is_initialized())):
             # Several ranks are strict together, not each for itself.
-            run = self._own.quiet_step(mode if is_alone else "cached")
+            run = self._own.step(mode if is_alone else "cached", is_quiet=True)
         elif self.lost is not None:
-            run = self._shared.quiet_step(mode)
+            run = self._shared.step(mode, is_quiet=True)
         else:
             run = self._shared.step(mode)
         self._run.enter_context(run)

@@ -84,7 +84,7 @@ class TunedProgram:
         """
         from ..triton_api.interception import INTERCEPTION
 
-        if self._tuner is not None or INTERCEPTION.active or os.getpid() != self._pid:
+        if self._tuner is not None or INTERCEPTION.call_here() is not None or os.getpid() != self._pid:
             return False
         with self._lock:
             if self._tuner is None:

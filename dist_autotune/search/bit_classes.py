@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..errors import TuningError
+from ..formatting import config_label
 from .context import Context
 from .messages import Bits, RunReport
 from .rules import BY_RUN
@@ -130,7 +131,9 @@ class BitClasses:
         elif reference != bits.digest:
             names = sorted(merged.launched & self._base.keys())
             base = [(self._contexts[name], self._base[name]) for name in names[:SHOWN_CONFIGS]]
-            configs = "; ".join(f"{context.title} {context.texts[index]}" for context, index in base)
+            configs = "; ".join(
+                f"{context.title} {config_label(context.texts[index])}" for context, index in base
+            )
             if further := len(names) - len(base):
                 configs += f"; and those of {further} more contexts"
             self._give_up(

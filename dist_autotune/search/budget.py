@@ -29,6 +29,9 @@ class Forecast:
     compiling: int = 0  # candidates that are still compiled, on the rank that has most
     contexts: int = 0  # that the session searches
     settled: int = 0  # of them
+    left: int = 0  # candidates that may still win; 0: not known
+    least_trials: int = 0  # still to come
+    most_trials: int = 0
 
     @property
     def more_runs(self) -> int:
@@ -36,13 +39,31 @@ class Forecast:
         runs = self.runs - self.held
         return math.ceil(max(self.planned_trials - self.trials, 1) * runs / max(self.trials, 1))
 
+    @property
+    def runs_left(self) -> tuple[int, int]:
+        """The runs to come, at least and at most, if they are as those so far."""
+        each = (self.runs - self.held) / max(self.trials, 1)
+        most = self.most_trials or max(self.planned_trials - self.trials, 1)
+        return math.ceil(min(self.least_trials, most) * each), math.ceil(most * each)
+
+    @property
+    def done(self) -> float:
+        """The part of the session's trials that is made, between 0 and 1."""
+        most = self.most_trials or max(self.planned_trials - self.trials, 0)
+        expected = self.trials + (min(self.least_trials, most) + most) / 2
+        return self.trials / expected if expected else 0.0
+
     def __str__(self) -> str:
         made = f"{self.timed} of {counted(self.candidates, 'candidate')} timed"
         trials = f"{self.trials} of at most {counted(max(self.planned_trials, self.trials), 'trial')}"
         waits = f" ({self.waits} waited for the device)" if self.waits else ""
         if self.compiling:
             made += f" ({self.compiling} still compiling)"
-        runs = f"in {counted(self.runs, 'run')}{waits}; about {counted(self.more_runs, 'run')} to go"
+        least, most = self.runs_left
+        to_go = f"about {counted(self.more_runs, 'run')} to go"
+        if self.left and least < most:
+            to_go = f"{counted(self.left, 'candidate')} left, {least} to {counted(most, 'run')} to go"
+        runs = f"in {counted(self.runs, 'run')}{waits}; {to_go}"
         return f"{made}, {trials} {runs}"
 
 
@@ -66,7 +87,7 @@ class StepTimes:
     def __str__(self) -> str:
         of = "launches" if self.judge == BY_LAUNCH else "whole run"
         times = f"{format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
-        left_out = f"; {counted(self.left_out, 'context')} left out" if self.left_out else ""
+        left_out = f"; {counted(self.left_out, 'context')} without a gain left out" if self.left_out else ""
         return f"{of} {times} a step ({format_percent(-self.gain_percent)} %{left_out})"
 
 

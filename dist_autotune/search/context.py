@@ -14,7 +14,7 @@ from ..errors import FlowFailed, NoValidConfig, TuningError
 from ..formatting import config_label, context_label
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
-from .strategies import Warmup, Winner, interval, least
+from .strategies import Asked, Warmup, Winner, interval, least
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,21 @@ class Context:
         """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, float(ms)) for index, ms in known.items() if index not in self.banned)
+
+    @property
+    def standing(self) -> tuple[int, int, int]:
+        """Candidates that may still win, and the runs of its search to come: at least, at most."""
+        if self.settled:
+            return 1, 0, 0
+        usable = len(self.digests) - len(self.banned)
+        planned = self._rules.planned_runs(len(self.digests))
+        if self._flow is None:
+            return usable, 1, planned
+        if isinstance(asked := self._flow.asked, Asked):
+            return asked.left, asked.least, asked.most
+        most = max(planned - self._flow.made, 1)
+        least = len(self.digests) - self._flow.made if self._rules.races else most
+        return usable, max(min(least, most), 1), most
 
     @property
     def device_ms(self) -> tuple[float, float]:
@@ -368,12 +383,18 @@ class RunningFlow:
         self.is_warmup = False
         self._search = rules.search
         self._candidates = candidates
+        self.asked: int = 0  # as the flow gave it: an `Asked` tells more
         self.count = 0  # which warm-up or sample of its candidate it asks for, from 1
         self._times_asked: Counter[tuple[int, bool]] = Counter()
         with self._named_errors():
             self._flow = rules.strategy(range(candidates), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat)
         if not hasattr(self._flow, "send"):
             raise FlowFailed(f"search={self._search}: returned {self._flow!r}, expected a generator")
+
+    @property
+    def made(self) -> int:
+        """Runs that have been asked for, without the one that is asked for now."""
+        return max(self._times_asked.total() - 1, 0)
 
     def resume(self, ms: float | None, banned: Container[int]) -> int | None:
         """Send the time of what was asked for (None: begin); return the winner, or None: it asks for more."""
@@ -385,7 +406,8 @@ class RunningFlow:
                 winner = self._checked(stop.value, "returned")
                 return stop.value if isinstance(stop.value, Winner) else winner
             self.is_warmup = isinstance(asked, Warmup)
-            self.index = self._checked(asked.index if isinstance(asked, Warmup) else asked, "asked for")
+            self.asked = asked.index if isinstance(asked, Warmup) else asked
+            self.index = self._checked(self.asked, "asked for")
             self._times_asked[self.index, self.is_warmup] += 1
             self.count = self._times_asked[self.index, self.is_warmup]
             if self.index not in banned:

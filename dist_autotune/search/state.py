@@ -99,7 +99,13 @@ class SearchState:
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
         searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
+        standings = [context.standing for context in searched]
+        knows_most = self.plan_trial is None and self.bit_classes is None
+        knows_most &= all(context.final_judge == BY_LAUNCH for context in searched)
         return Forecast(
+            left=sum(left for left, _, _ in standings),
+            least_trials=max((least for _, least, _ in standings), default=0),
+            most_trials=max((most for _, _, most in standings), default=0) if knows_most else 0,
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
             candidates=sum(len(context.digests) for context in searched),
             contexts=len(searched),

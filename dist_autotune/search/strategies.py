@@ -21,6 +21,22 @@ class Warmup:
     index: int
 
 
+class Asked(int):
+    """The candidate to measure next, and how far the race is.
+
+    left: candidates in the race. least, most: runs to its end, this one included.
+    """
+
+    left: int
+    least: int
+    most: int
+
+    def __new__(cls, index: int, left: int, least: int, most: float) -> Asked:
+        asked = super().__new__(cls, index)
+        asked.left, asked.least, asked.most = left, least, max(int(most), least)
+        return asked
+
+
 Flow: TypeAlias = Generator["int | Warmup", float, int]
 
 
@@ -129,8 +145,9 @@ def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -
     samples = 0
     while samples < _RACING_ROUNDS and (runs_left >= len(alive) or not samples):
         samples += 1
-        for index in alive if samples % 2 else reversed(alive):
-            agreed_ms[index] = yield index
+        most = min(runs_left, (_RACING_ROUNDS - samples + 1) * len(alive))
+        for place, index in enumerate(alive if samples % 2 else reversed(alive)):
+            agreed_ms[index] = yield Asked(index, len(alive), len(alive) - place, most - place)
         runs_left -= len(alive)
         if samples == 1:
             single_ms = {index: agreed_ms[index] for index in alive}
@@ -167,7 +184,7 @@ def _duel(
         if agreed_ms[first] > noise.widest_tie(samples + made) * agreed_ms[best]:
             break
         for index in (best, first) if (samples + made) % 2 else (first, best):
-            agreed_ms[index] = yield index
+            agreed_ms[index] = yield Asked(index, 2, 1, runs - 2 * made)
         made += 1
     return made
 

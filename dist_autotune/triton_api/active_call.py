@@ -1,33 +1,35 @@
-"""Whose turn it is: one call of a tuned function is active in a process, with the threads that it starts."""
+"""Whose turn it is: one session is active in a process, with the threads that work for its call."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import math
+import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import thread as pools
+from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
 
 import torch
 
 from ..errors import TuningError
 
-_POLL_S = 0.05  # between two looks at the call that has the turn
-_MARK = "_dist_autotune_call"  # attribute of a thread: the call that it belongs to
-
-Start: TypeAlias = Callable[..., None]
+POLL_S = 0.05  # between two looks at the call that has the turn
+STILL_S = 0.25  # a call that has not moved for so long may wait for a thread that it has started
 
 
 class ActiveCall:
-    """The turn of calls, and the threads of the call that has it.
+    """The turn of sessions, and the threads that work for the call that has it.
 
-    A thread belongs to a call that has started it, directly or through others of its threads; or that waits
-    for it or its future. Other waits cannot be seen: an older thread gives up when the call does not move.
+    A thread works for a call that waits for it or for its future; or that does not move, if the thread was
+    started since the call began. Other waits cannot be seen: an older thread gives up when the call does
+    not move.
     """
 
     def __init__(self) -> None:
@@ -35,7 +37,8 @@ class ActiveCall:
         self._call: object | None = None  # the one that has the turn
         self._name = ""  # of its function
         self._owner = 0  # its thread
-        self._start: tuple[Start, Start] | None = None  # `Thread.start` of the call, and the one before
+        self._older: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that it has found
+        self._lent = threading.local()  # to this thread: the call that waits for it
 
     @property
     def is_mine(self) -> bool:
@@ -45,73 +48,61 @@ class ActiveCall:
         """Return whether this thread works for the call that has the turn, and has not taken it."""
         call = self._call
         return call is not None and (
-            getattr(threading.current_thread(), _MARK, None) is call
+            getattr(self._lent, "call", None) is call
             or torch._C._current_graph_task_id() != -1  # autograd runs backward on threads of its own
         )
 
     def works_for_call(self) -> bool:
-        return self.is_mine or self.belongs()
+        """Return whether this thread has the turn, or was started or lent to while the call has it."""
+        return self.is_mine or self.belongs() or self._is_younger()
 
-    def acquire(self, name: str, timeout_s: Callable[[], float], is_active: Callable[[], bool]) -> bool:
+    def acquire(self, name: str, timeout_s: Callable[[], float]) -> bool:
         """Wait for the turn and take it; False: the active call waits for this thread.
 
         Raises TuningError when the call that has it has not moved for `timeout_s`.
         """
         if not self.lock.acquire(blocking=False):
             began, place = time.monotonic(), None
-            while not self.lock.acquire(timeout=_POLL_S):
-                if is_active() and (self.belongs() or self._is_awaited()):
+            while not self.lock.acquire(timeout=POLL_S):
+                if self._call is None:
+                    continue
+                if self.belongs() or self._is_awaited():
                     return False
-                now = self._whereabouts()
+                now = self._call, whereabouts(self._owner)
                 if now != place:
                     began, place = time.monotonic(), now
-                elif time.monotonic() - began >= timeout_s():
-                    raise TuningError(self._given_up(name, time.monotonic() - began))
-        if self._start is not None:  # a second Ctrl-C has left it so
-            self.end()
-        self._call, self._name, self._owner = object(), name, threading.get_ident()
-        before, call, owner = threading.Thread.start, self._call, self._owner
-
-        def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
-            """Mark threads that this call's threads start as its own."""
-            if self._call is call and (threading.get_ident() == owner or self.belongs()):
-                setattr(thread, _MARK, call)
-            before(thread, *args, **kwargs)
-
-        self._start = start, before
-        threading.Thread.start = start  # type: ignore[method-assign,assignment]
+                    continue
+                still_s = time.monotonic() - began
+                if still_s >= STILL_S and self._is_younger():
+                    return False
+                if still_s >= timeout_s():
+                    raise TuningError(self._given_up(name, still_s))
+        self._older = weakref.WeakSet(threading.enumerate())
+        self._owner, self._name, self._call = threading.get_ident(), name, object()
         return True
 
     def end(self) -> None:
         """End the call; whoever took the lock releases it."""
-        if self._start is not None:
-            own, before = self._start
-            if vars(threading.Thread)["start"] is own:  # else others have wrapped it; it does nothing now
-                threading.Thread.start = before  # type: ignore[method-assign]
-        self._start, self._call, self._owner = None, None, 0
+        self._call, self._owner = None, 0
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """Make the block a part of the active call, which waits for this thread."""
-        thread, before = threading.current_thread(), getattr(threading.current_thread(), _MARK, None)
-        setattr(thread, _MARK, self._call)
+        before = getattr(self._lent, "call", None)
+        self._lent.call = self._call
         try:
             yield
         finally:
-            setattr(thread, _MARK, before)
+            self._lent.call = before
+
+    def _is_younger(self) -> bool:
+        return self._call is not None and threading.current_thread() not in self._older
 
     def _is_awaited(self) -> bool:
         """Return whether a thread of the call waits for this one, or for the future that it works on."""
-        me, call = threading.current_thread(), self._call
-        of_call = {t.ident for t in threading.enumerate() if getattr(t, _MARK, None) is call} | {self._owner}
-        mine = {id(me), *(id(future) for future in _worked_on(sys._getframe()))}
-        frames = [frame for ident, frame in sys._current_frames().items() if ident in of_call]
-        return any(id(awaited) in mine for frame in frames for awaited in _awaited(frame))
-
-    def _whereabouts(self) -> tuple[object, ...]:
-        """Return where the call is: equal as long as it does not move."""
-        frame = sys._current_frames().get(self._owner)
-        return (self._call,) if frame is None else (self._call, id(frame), frame.f_lasti)
+        me, older = threading.current_thread(), self._older
+        younger = {t.ident for t in threading.enumerate() if t not in older and t is not me}
+        return awaits_this_thread({self._owner, *younger})
 
     def _given_up(self, name: str, waited_s: float) -> str:
         frame = sys._current_frames().get(self._owner)
@@ -122,6 +113,41 @@ class ActiveCall:
             f"moved in that time{at}. If that call waits for this thread, start the thread in it, or wait by "
             f"join() or Future.result(): then {name} joins its session."
         )
+
+
+def awaits_this_thread(idents: Collection[int | None]) -> bool:
+    """Return whether one of these threads waits for this one, or for the future that it works on."""
+    if not idents:
+        return False
+    mine = {id(threading.current_thread()), *(id(future) for future in _worked_on(sys._getframe()))}
+    frames = [frame for ident, frame in sys._current_frames().items() if ident in idents]
+    return any(id(awaited) in mine for frame in frames for awaited in _awaited(frame))
+
+
+def whereabouts(ident: int) -> tuple[object, ...]:
+    """Return where a thread is, and how long it has run: equal as long as it does not move."""
+    frame = sys._current_frames().get(ident)
+    known = [thread.native_id for thread in threading.enumerate() if thread.ident == ident]
+    if frame is None or not known:
+        return ()
+    return id(frame), frame.f_lasti, _of_task(known[0], "schedstat")
+
+
+def thread_began_s() -> float:
+    """Return when this thread began, by time.monotonic() and at the latest; -inf: not known."""
+    fields = _of_task(threading.get_native_id(), "stat").rpartition(")")[2].split()
+    if not fields:
+        return -math.inf
+    ticks = int(fields[19])  # `starttime` of proc(5), since the machine has begun
+    since_boot_s = (ticks + 1) / os.sysconf("SC_CLK_TCK")
+    return since_boot_s - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
+
+
+def _of_task(native_id: int | None, name: str) -> str:
+    try:
+        return Path(f"/proc/self/task/{native_id}/{name}").read_text()
+    except OSError:  # not of this system, or the thread has ended
+        return ""
 
 
 def _awaited(frame: FrameType) -> Iterator[object]:

@@ -1,68 +1,202 @@
-"""Replaces `Autotuner.run` while a call of a tuned function is active, and says how launches run."""
+"""The calls of tuned functions that are under way, and the dispatcher that launches for them."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+import types
+from collections.abc import Callable, Iterator
+from threading import get_ident
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from triton import knobs
 from triton.runtime import _async_compile
 from triton.runtime.autotuner import Autotuner
 
-from . import other_launchers
-from .active_call import ActiveCall
-from .other_launchers import Run
+from .active_call import POLL_S, STILL_S, ActiveCall, awaits_this_thread, thread_began_s, whereabouts
+from .launch import key_of
 
 _IS_CAPTURING = torch.cuda.is_current_stream_capturing
+_IN_TLS = (
+    "dist_autotune"  # torch gives what is stashed under it to the threads on which a thread's autograd runs
+)
+
+Run: TypeAlias = Callable[..., Any]  # an `Autotuner.run`
+
+
+class LaunchesOfCall(Protocol):
+    """What the dispatcher asks of a call under way."""
+
+    tunes: bool  # a launch may be a trial
+    began: float  # by time.monotonic()
+
+    def choose(self, name: str, options: Any, key: Any, among: Any) -> Any:
+        """Answer `tunable`."""
+
+    def knows(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether the key of a launch is settled here."""
+
+
+SESSION: Final = "session"  # its call is seen by every thread that is in no call of its own
+PROGRAM: Final = "program"  # and so is a program that is tuned as a whole, below all calls
 
 
 class Interception:
-    """Puts a runner in place of `Autotuner.run` while a decorated call is active.
+    """The calls under way: at most one session, one program, and any number of settled calls.
 
-    One place to patch, so one active call: others wait for `turn`. A forked child finds the stock function.
+    A call stands under the thread that makes it. No lock: each thread writes its own entries.
     """
 
     def __init__(self) -> None:
-        self.turn = ActiveCall()
-        self.active = False
-        self.tuning = False  # a launch may be a trial
-        self.chooser: Callable[..., Any] | None = None  # answers `tunable` during the active call
-        self._replaced: Sequence[tuple[Any, Run]] = ()  # classes, and their `run` before
+        self.turn = ActiveCall()  # of sessions
+        self.calls: dict[int | str, Any] = {}  # LaunchesOfCall by thread, and under SESSION and PROGRAM
+        self._is_installed = False
+        self._looked_at: object = None  # what stood at `Autotuner.run` the last time
 
-    def installed(self, runner: Callable[[Run], Run], chooser: Callable[..., Any]) -> Interception:
-        """Replace each `run` by `runner` of it until the `with` block ends; `chooser` answers `tunable`."""
-        _watch_forks()
-        stock, others = vars(Autotuner)["run"], other_launchers.replacements(runner)
-        # Before anything is replaced: a Ctrl-C may come between any two lines.
-        self._replaced = [(Autotuner, stock), *((owner, before) for owner, before, _ in others)]
-        self.chooser = chooser
-        Autotuner.run = runner(stock)
-        for owner, _, replacement in others:
-            owner.run = replacement  # type: ignore[attr-defined]
-        self.active = True
-        return self
+    # -- the dispatcher ------------------------------------------------------------------------------------
 
-    # No generator, whose end could come when another call is active.
+    def install(self, make: Callable[[Run], Run]) -> None:
+        """Put a dispatcher in front of `Autotuner.run`, once. What others put on top of it stays there.
+
+        It comes back where somebody has put stock Triton's back, or a function that leads past it.
+        make: makes it from what stands there.
+        """
+        top = vars(Autotuner)["run"]
+        if top is self._looked_at:
+            return
+        if not self._is_installed or _leads_to_dispatcher(top) is False:
+            _watch_forks()
+            top = make(top)
+            top.is_dispatcher = True  # type: ignore[attr-defined]
+            Autotuner.run = top
+        self._is_installed, self._looked_at = True, top
+
+    # -- whose launch it is --------------------------------------------------------------------------------
+
+    def call_here(self) -> Any:
+        """Return the call that this thread launches for, in LaunchesOfCall; None: it is in none."""
+        calls = self.calls
+        if not calls:
+            return None
+        return calls.get(get_ident()) or self._call_of_caller() or next(self._others(), None)
+
+    def call_for(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the call that a launch of a thread without a call of its own belongs to; None: to none.
+
+        Autograd's threads launch for the call that waits for them. Other threads are seen by the session,
+        else by the program, else by a settled call: by the one that knows the key, as it is theirs or equal.
+        """
+        if (call := self._call_of_caller()) is not None:
+            return call
+        others = list(self._others())
+        if len(others) < 2 or SESSION in self.calls or PROGRAM in self.calls:
+            return others[0] if others else None
+        for call in others:
+            if call.knows(tuner, args, kwargs):
+                return call
+        try:
+            has_result = key_of(tuner, args, kwargs) in tuner.cache
+        except TypeError:  # a key that cannot be hashed: the call says so
+            has_result = False
+        return None if has_result else others[0]
+
+    def _call_of_caller(self) -> Any:
+        """Return the call of the thread that autograd runs on this one for."""
+        if torch._C._current_graph_task_id() == -1 or not torch._C._is_key_in_tls(_IN_TLS):
+            return None
+        return self.calls.get(torch._C._get_obj_in_tls(_IN_TLS))
+
+    def _others(self) -> Iterator[Any]:
+        """Yield the calls that see the launches of other threads, the first one first."""
+        calls = self.calls.copy()
+        for key in (SESSION, PROGRAM):
+            if key in calls:
+                yield calls.pop(key)
+        yield from reversed(list(calls.values()))
+
+    @property
+    def active(self) -> bool:
+        """Whether any call is under way, on any thread."""
+        return bool(self.calls)
+
+    def is_within(self) -> bool:
+        """Return whether this thread is in a call, or autograd runs on it for one."""
+        return get_ident() in self.calls or self._call_of_caller() is not None
+
+    def is_awaited(self) -> bool:
+        """Return whether a call on another thread waits for this one, which is a part of that call then.
+
+        It is seen to wait, or it has started this thread and does not move for STILL_S.
+        """
+        began_s, asked_s = thread_began_s(), time.monotonic()
+        places: dict[int, tuple[object, ...]] = {}
+        since_s = asked_s
+        while settled := self._settled_elsewhere():
+            if awaits_this_thread(settled):
+                return True
+            now_s = time.monotonic()
+            now = {thread: whereabouts(thread) for thread, began in settled.items() if began < began_s}
+            if now != places:
+                places, since_s = now, now_s
+            if not now or now_s - asked_s > 3 * STILL_S:
+                return False
+            if now_s - since_s >= STILL_S:
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    def _settled_elsewhere(self) -> dict[int, float]:
+        """Return when the settled calls of other threads have begun."""
+        calls, me = self.calls.copy(), get_ident()
+        of_session = calls.get(SESSION)
+        return {
+            thread: call.began
+            for thread, call in calls.items()
+            if isinstance(thread, int) and thread != me and call is not of_session
+        }
+
+    # -- a session's run -----------------------------------------------------------------------------------
+
+    def entered(self, call: Any, *, as_program: bool) -> _Entered:
+        """Make a `with` block a run of the session, or of the program."""
+        return _Entered(self.calls, call, (PROGRAM,) if as_program else (SESSION, get_ident()))
+
+    def restore(self) -> None:
+        """End what a second Ctrl-C may have left of a session's run."""
+        if (call := self.calls.get(SESSION)) is not None:
+            # The session's own entry is the first to come and the last to go: it tells of the others.
+            for key in [key for key, each in self.calls.copy().items() if each is call and key != SESSION]:
+                self.calls.pop(key, None)
+            self.calls.pop(SESSION, None)
+
+
+class _Entered:
+    # No generator, whose end could come when another call is under way.
+    def __init__(self, calls: dict[int | str, Any], call: Any, keys: tuple[int | str, ...]) -> None:
+        self._calls, self._call, self._keys = calls, call, keys
+        for key in keys:
+            calls[key] = call
+
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, *exception: object) -> None:
-        """Put back what was replaced, if anything is."""
-        for owner, before in self._replaced:
-            owner.run = before
-        self._replaced, self.active, self.chooser = (), False, None
-
-    def restore(self) -> None:
-        self.__exit__()
-        self.tuning = False
+        for key in reversed(self._keys):
+            if self._calls.get(key) is self._call:
+                del self._calls[key]
 
 
 INTERCEPTION = Interception()
-PROGRAM = Interception()  # of a program that is tuned as a whole; calls of tuned functions lie above it
+
+
+def propagate_to_autograd() -> None:
+    """Let autograd's threads find the calls of this thread."""
+    if not torch._C._is_key_in_tls(_IN_TLS) or torch._C._get_obj_in_tls(_IN_TLS) != get_ident():
+        torch._C._stash_obj_in_tls(_IN_TLS, get_ident())
 
 
 @functools.cache
@@ -71,15 +205,41 @@ def _watch_forks() -> None:
 
 
 def _leave_to_parent() -> None:
-    INTERCEPTION.restore()
-    PROGRAM.restore()
+    INTERCEPTION.calls.clear()
     INTERCEPTION.turn.end()
     INTERCEPTION.turn.lock = threading.RLock()
 
 
+def _leads_to_dispatcher(run: Any, depth: int = 4) -> bool | None:
+    """Return whether a function ends up in a dispatcher; False: past it, in stock Triton; None: not known.
+
+    Followed are what it wraps, its closure, its defaults and the globals that it names.
+    """
+    if getattr(run, "is_dispatcher", False):
+        return True
+    if getattr(getattr(run, "__code__", None), "co_filename", "") == inspect.getsourcefile(Autotuner):
+        return False
+    found = {_leads_to_dispatcher(each, depth - 1) for each in _referred_to(run)} if depth else set()
+    return True if True in found else False if False in found else None
+
+
+def _referred_to(run: Any) -> Iterator[Any]:
+    run = getattr(run, "func", run)  # of a partial
+    if (wrapped := getattr(run, "__wrapped__", None)) is not None:
+        yield wrapped
+    if isinstance(run, types.FunctionType):
+        cells = [cell.cell_contents for cell in run.__closure__ or () if cell != types.CellType()]
+        named = [run.__globals__.get(name) for name in run.__code__.co_names]
+        values = (*cells, *(run.__defaults__ or ()), *named)
+        yield from (value for value in values if isinstance(value, types.FunctionType))
+
+
 def is_tuning() -> bool:
     """Return whether a launch may be a trial now: fast launch paths are for False only."""
-    return INTERCEPTION.tuning or (PROGRAM.tuning and not INTERCEPTION.active)
+    if not INTERCEPTION.calls:
+        return False
+    call = INTERCEPTION.call_here()
+    return call is not None and bool(call.tunes)
 
 
 def is_interpreted() -> bool:

@@ -44,22 +44,21 @@ class BaseTuner:
         if self._calls is None:
             from .calls import Calls  # imports all that a session needs: only for a call
 
-            self._calls = Calls(self._function, self.options, self._name, self._log_dir)
+            self._calls = Calls(self._function, self.options, self._name, self._log_dir, self._turn)
         return self._calls
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[bool]:
-        """Take the turn for the block; yield False where the block is a part of the call that has it."""
+        """Take the turn for a session in the block; yield False where that is a part of another call."""
         turn = INTERCEPTION.turn
-        if INTERCEPTION.active and (turn.belongs() or turn.is_mine):
+        if turn.belongs() or INTERCEPTION.is_awaited():
             yield False
         elif turn.is_mine:
             yield True
         else:
             lock, has_turn = turn.lock, False
             try:
-                timeout_s = self.options.resolved_timeout_s
-                has_turn = turn.acquire(self._name, timeout_s, lambda: INTERCEPTION.active)
+                has_turn = turn.acquire(self._name, self.options.resolved_timeout_s)
                 if has_turn:
                     INTERCEPTION.restore()  # a second Ctrl-C may have left parts of the last call
                     yield True
@@ -81,7 +80,7 @@ class BaseTuner:
 
 
 def _leave() -> None:
-    """Restore all that the call under way has replaced, also if a Ctrl-C interrupts this."""
+    """End all that the call under way has begun, also if a Ctrl-C interrupts this."""
     try:
         INTERCEPTION.restore()
         INTERCEPTION.turn.end()

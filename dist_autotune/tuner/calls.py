@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from threading import get_ident
 from typing import Any, TypeVar
 
-from ..errors import NotTuned, RankMismatch
+from ..errors import NotTuned
+from ..launch.fast_path import CallUnderWay, dispatcher
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
 from ..ranks.group import GROUPS, RankGroup
-from ..ranks.watchdog import Watch
 from ..search.messages import Vote, checked, decode, merge
 from ..triton_api import identity, interception
-from ..triton_api.interception import INTERCEPTION, Interception
+from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autograd
 from . import diagnosis
 from .function_state import FunctionSetup, FunctionState
 from .report import TuningReport
 from .session import Session
-from .snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -32,23 +31,25 @@ SELDOM = (
     "{} launches it too seldom to try its configs. Decorate the function that launches it, such as an "
     "evaluation, with @contextual_autotune: it is tuned in its first call (docs/training-scripts.md)."
 )
-# A key that is new in a settled call is tuned by that call, from the state before it, which is copied for it
-# (random states alone: 0.1 ms). Keys come in sweeps: after so many calls without one, no copy is made.
-CALLS_THAT_KEEP_STATE = 16
 
 
-@dataclass(slots=True)
-class SettledRun:
-    """The outcome of a run without trials."""
+class SettledCall:
+    """One call without trials, and its outcome."""
 
-    before: Snapshot | None = None  # the state before it
-    wants_session: bool = False  # it has met a new key
+    __slots__ = ("is_quiet", "launches", "may_tune", "wants_session")
+
+    def __init__(self, launches: CallUnderWay, *, may_tune: bool, is_quiet: bool) -> None:
+        self.launches = launches
+        self.may_tune, self.is_quiet = may_tune, is_quiet
+        self.wants_session = False  # some rank has met a new key in it
 
 
 class Calls:
     """The calls of one tuned function, one after another, and what they have found so far.
 
     function: its source text names the results that are not shared; None: steps have none.
+    turn: takes the turn of sessions in a block, or yields False where the block is a part of another call;
+    None: these are the runs of a program, whose tuner takes the turn.
     """
 
     def __init__(
@@ -57,9 +58,10 @@ class Calls:
         options: Options,
         name: str,
         log_dir: Path | None,
-        interception: Interception = INTERCEPTION,
+        turn: Callable[[], AbstractContextManager[bool]] | None = None,
     ) -> None:
-        self._interception = interception
+        self._turn = turn or (lambda: contextlib.nullcontext(True))
+        self._is_of_program = turn is None
         self._function, self._options, self._name, self._log_dir = function, options, name, log_dir
         self.state: FunctionState | None = None
         self._session: Session | None = None
@@ -69,7 +71,6 @@ class Calls:
         self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
         self._asking: set[str] = set()  # contexts that have asked for a session
-        self._calls_without_new_keys = 0  # settled calls since one met a new key, or a session
 
     @property
     def report(self) -> TuningReport | None:
@@ -85,37 +86,78 @@ class Calls:
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
         """Make one call. `mode`: "tune", "cached" or "strict", as DIST_AUTOTUNE_MODE says now."""
+        if (state := self._steady_state(mode)) is None:
+            with self._turn() as is_own:
+                if not is_own:
+                    return thunk()
+                state = self._begin_call(mode)
+                if not (self.settled or interception.is_capturing()):
+                    return self._call_of_session(state, thunk)
+        return self._settled_call(state, thunk)
+
+    def _call_of_session(
+        self, state: FunctionState, thunk: Callable[[], T], beside: tuple[T] | None = None
+    ) -> T:
+        """Make a call that begins or goes on with a session; `beside`: see `Session.replay`."""
         if self._options.mode == "online":
-            with self.step(mode):
+            with self._trial(state):
                 return thunk()
-        state = self._begin_call(mode)
-        if interception.is_capturing():
-            with self._quiet_run(state):
-                return thunk()
-        if not self.settled:
+        try:
             with self._session_under_way(state) as session:
-                return session.replay(thunk)
-        with self._settled_run(state) as run:
+                return session.replay(thunk, beside=beside)
+        finally:
+            state.written.end_call()
+
+    def _settled_call(self, state: FunctionState, thunk: Callable[[], T]) -> T:
+        call, calls, thread = self._begin_settled(state), INTERCEPTION.calls, get_ident()
+        calls[thread] = call.launches
+        try:
             result = thunk()
-        if not self._wants_session:
+        except BaseException as error:
+            self._report_failure(state, call, error)
+            raise
+        finally:
+            del calls[thread]  # no call of a function, before which a Ctrl-C might come
+        self._end_settled(state, call)
+        if not call.wants_session or self._options.mode == "online":
             return result
-        if run.before is None and self._options.preserve:
-            self._note_new(state, "is tuned by the next call: the preserve= state was not copied")
-            return result
-        del result  # the function's outputs must not add to the memory of the next run
-        with self._session_under_way(state) as session:
-            return session.replay(thunk, run.before or Snapshot(()))
+        # There is no copy of the state before this run. Where it matters, this stays the call's run.
+        is_kept = bool(self._options.preserve) or call.launches.changes_tensors
+        with self._turn() as is_own:
+            if not is_own or self.settled:  # or another thread has met it too
+                return result
+            beside = (result,) if is_kept else None
+            del result  # the function's outputs must not add to the memory of the next run
+            return self._call_of_session(self._begin_call(state.function.mode), thunk, beside)
 
-    def step(self, mode: str) -> AbstractContextManager[object]:
-        """Make the block one call of mode="online": a trial, or a run with what is settled."""
-        state = self._begin_call(mode)
-        if interception.is_capturing():
-            return self._quiet_run(state)
-        return self._settled_run(state) if self.settled else self._trial(state)
+    @contextlib.contextmanager
+    def step(self, mode: str, *, is_quiet: bool = False) -> Iterator[None]:
+        """Make the block one call of mode="online": a trial, or a run with what is settled.
 
-    def quiet_step(self, mode: str) -> AbstractContextManager[object]:
-        """Make the block a run with known configs: no trial, no exchange."""
-        return self._quiet_run(self._begin_call(mode))
+        is_quiet: a run with known configs in any case, without an exchange.
+        """
+        if (state := self._steady_state(mode, is_quiet=is_quiet)) is None:
+            with self._turn() as is_own:
+                if not is_own:
+                    yield
+                    return
+                state = self._begin_call(mode)
+                if not (self.settled or is_quiet or interception.is_capturing()):
+                    with self._trial(state):
+                        yield
+                    return
+        call, calls = self._begin_settled(state, is_quiet=is_quiet), INTERCEPTION.calls
+        place = PROGRAM if self._is_of_program else get_ident()
+        calls[place] = call.launches
+        try:
+            yield
+        except BaseException as error:
+            self._report_failure(state, call, error)
+            raise
+        finally:
+            if calls.get(place) is call.launches:
+                del calls[place]
+        self._end_settled(state, call)
 
     def close(self) -> None:
         """End the session under way, if there is one; its report stays."""
@@ -123,94 +165,74 @@ class Calls:
             self._session.close()
             self._report, self._session = self._session.report(), None
 
+    def _steady_state(self, mode: str, *, is_quiet: bool = False) -> FunctionState | None:
+        """Return the state if a call now is without trials and nothing has to be prepared for it."""
+        state = self.state
+        if state is None or self.retunes or state.function.mode != mode:
+            return None
+        if not (self.settled or is_quiet or interception.is_capturing()):
+            return None
+        return state if state.function.group is self._current_group() else None
+
     def _begin_call(self, mode: str) -> FunctionState:
         if self.retunes:
             self.close()
             self._wants_session, self._ignores_known, self.retunes = True, True, False
         return self._current_state(mode)
 
-    @contextlib.contextmanager
-    def _settled_run(self, state: FunctionState, *, is_quiet: bool = False) -> Iterator[SettledRun]:
-        """Run the block without trials; unless quiet, new keys in it ask for a session."""
-        options, function, dispatcher, run = self._options, state.function, state.dispatcher, SettledRun()
-        votes = function.tunes and options.watch and not (function.is_alone or is_quiet)
-        may_tune = votes or (function.tunes and function.is_alone and not is_quiet)
-        keeps = may_tune and options.mode == "replay" and self._calls_without_new_keys < CALLS_THAT_KEEP_STATE
-        self._calls_without_new_keys += 1
-        dispatcher.begin_run(tunes=False)
-        dispatcher.to_tune.clear()
-        if votes or (function.is_strict and not function.is_alone):
-            with self._reporting_run(state, run, votes=votes, keeps=keeps):
-                yield run
-        else:
-            run.before = Snapshot(options.preserve) if keeps else None
-            with self._interception.installed(dispatcher.runner, dispatcher.choose):
-                yield run
-            run.wants_session = bool(dispatcher.to_tune)
-        if run.wants_session and not is_quiet:
-            self._calls_without_new_keys = 0
-            self._wants_session = may_tune
-            for name in dispatcher.to_tune if function.tunes else ():
-                state.results.record_waiting(state.registry.by_name[name])
-            if not may_tune:
-                self._note_new(state, "keeps the config of the nearest tuned key (watch=False)")
-            elif options.mode == "online":
-                self._note_waiting(state)
+    def _begin_settled(self, state: FunctionState, *, is_quiet: bool = False) -> SettledCall:
+        """Prepare a call without trials; unless quiet, new keys in it ask for a session."""
+        INTERCEPTION.install(dispatcher)
+        propagate_to_autograd()
+        function, options = state.function, self._options
+        if interception.is_capturing() or is_quiet:
+            is_quiet = True
+            if not self._ignores_known:
+                state.results.looks_on_disk |= function.is_alone
+        may_tune = function.tunes and (function.is_alone or options.watch) and not is_quiet
+        return SettledCall(state.dispatcher.settled_call(), may_tune=may_tune, is_quiet=is_quiet)
 
-    @contextlib.contextmanager
-    def _reporting_run(
-        self, state: FunctionState, run: SettledRun, *, votes: bool, keeps: bool
-    ) -> Iterator[None]:
-        """Run the block with settled configs, then learn whether some rank met a new key.
-
-        A rank that raises reports that instead, so that its peers do not wait for its vote. The strict mode
-        has no vote, but reports NotTuned: peers may wait for this rank in a collective.
-        """
-        function, dispatcher, what = state.function, state.dispatcher, f"a call of {self._name}"
-        write_stuck = functools.partial(diagnosis.write_stuck, self._note)
-        try:
-            run.before = Snapshot(self._options.preserve) if keeps else None
-            with (
-                function.group.running(Watch(what, function.timeout_s, self._options.on_stuck, write_stuck)),
-                self._interception.installed(dispatcher.runner, dispatcher.choose),
-            ):
-                yield
-            run.wants_session = bool(dispatcher.to_tune)
-            vote = Vote(function.group.rank, function.facts({}), wants_session=run.wants_session)
-        except BaseException as error:
-            if votes or (isinstance(error, NotTuned) and not state.has_refused):
-                state.has_refused |= not votes  # once: each time costs the peers an exchange
-                function.group.fail(error)
-            raise
-        if not votes:
+    def _end_settled(self, state: FunctionState, call: SettledCall) -> None:
+        """Learn whether some rank has met a new key in the call."""
+        function, new = state.function, call.launches.new
+        call.wants_session = bool(new) and not call.is_quiet
+        if call.may_tune and not function.is_alone:
+            what = f"a call of {self._name}"
+            vote = Vote(function.group.rank, function.facts({}), wants_session=call.wants_session)
+            answer = function.group.exchange(vote.encode(), merge, function.timeout_s, what)
+            call.wants_session = checked(decode(answer), Vote).wants_session
+        if not call.wants_session:
             return
-        answer = function.group.exchange(vote.encode(), merge, function.timeout_s, what)
-        try:
-            run.wants_session = checked(decode(answer), Vote).wants_session
-        except RankMismatch as error:
-            self._wants_session = error.starts_anew
-            raise
+        self._wants_session = call.wants_session = call.may_tune
+        for name in new or () if function.tunes else ():
+            state.results.record_waiting(state.registry.by_name[name])
+        if not call.may_tune:
+            self._note_new(state, call, "keeps the config of the nearest tuned key (watch=False)")
+        elif self._options.mode == "online":
+            self._note_waiting(state, call)
 
-    def _quiet_run(self, state: FunctionState) -> AbstractContextManager[object]:
-        """Run the block without trials and exchanges, as in a capture."""
-        if not self._ignores_known:
-            state.results.looks_on_disk |= state.function.is_alone
-        return self._settled_run(state, is_quiet=True)
+    def _report_failure(self, state: FunctionState, call: SettledCall, error: BaseException) -> None:
+        """Tell the peers of NotTuned, once: they may wait for this rank in a collective."""
+        function = state.function
+        votes = call.may_tune and not function.is_alone
+        if votes or (isinstance(error, NotTuned) and not state.has_refused and not function.is_alone):
+            state.has_refused |= not votes  # once: each time costs the peers an exchange
+            function.group.fail(error)
 
     def _note(self, text: str) -> None:
         rank = 0 if self.state is None else self.state.function.group.rank
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
 
-    def _note_new(self, state: FunctionState, what_happens: str) -> None:
+    def _note_new(self, state: FunctionState, call: SettledCall, what_happens: str) -> None:
         """Log, once each, the keys that are new and are not tuned by this call."""
-        for name in sorted(state.dispatcher.to_tune - self._noted):
+        for name in sorted((call.launches.new or set()) - self._noted):
             self._noted.add(name)
             self._note(f"{state.registry.by_name[name].title} is new to {self._name} and {what_happens}")
 
-    def _note_waiting(self, state: FunctionState) -> None:
+    def _note_waiting(self, state: FunctionState, call: SettledCall) -> None:
         """Say, once each, which keys ask again for a session: the last one has not launched them."""
-        asking = state.dispatcher.to_tune
+        asking = call.launches.new or set()
         for name in sorted(asking & self._asking - self._noted):
             self._noted.add(name)
             text = f"{state.registry.by_name[name].title} waits for launches: {SELDOM.format(self._name)}"
@@ -228,11 +250,11 @@ class Calls:
             self._keep_if_over()
         session = self._session = self._session or self._new_session(state)
         try:
+            INTERCEPTION.install(dispatcher)
+            propagate_to_autograd()
             session.open_once()
-            self._interception.tuning = state.search.rules.tunes
             yield session
         finally:
-            self._interception.tuning = False
             self._keep_if_over()
 
     @contextlib.contextmanager
@@ -247,14 +269,13 @@ class Calls:
             diagnosis.warn_of_missing_is_dist(self._name)
         state.results.ignores_known = self._ignores_known and tunes
         self._wants_session = True
-        return Session(state, self._log_dir, self._interception)
+        return Session(state, self._log_dir, is_of_program=self._is_of_program)
 
     def _keep_if_over(self) -> None:
         """Keep the report of the session, if it is over."""
         session = self._session
         if session is not None and session.is_over:
             self._report, self._session = session.report(), None
-            self._calls_without_new_keys = 0
             self._wants_session = session.wants_another
             has_retuned = session.state.results.ignores_known and not session.has_failed
             self._ignores_known = self._ignores_known and not has_retuned

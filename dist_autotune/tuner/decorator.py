@@ -16,6 +16,7 @@ from ..errors import InvalidOption
 from ..options import Options
 from ..search.strategies import Strategy
 from ..timing.clock import Clock
+from ..triton_api.interception import INTERCEPTION
 from .base_tuner import BaseTuner
 from .snapshot import check_outputs, check_preserved
 
@@ -51,12 +52,10 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
             result: R = torch.compiler.disable(self.__call__)(*args, **kwargs)
             return result
         mode = settings.run_mode()
-        if mode == "off":
+        if mode == "off" or INTERCEPTION.is_within():
             return self.fn(*args, **kwargs)
-        with self._turn() as is_own:
-            if not is_own:
-                return self.fn(*args, **kwargs)
-            return self._made_calls().call(mode, functools.partial(self.fn, *args, **kwargs))
+        calls = self._calls or self._made_calls()
+        return calls.call(mode, functools.partial(self.fn, *args, **kwargs))
 
     def __reduce__(self) -> str:  # as functions are copied and pickled: by name
         return str(getattr(self, "__qualname__", type(self).__qualname__))

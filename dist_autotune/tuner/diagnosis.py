@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, PeerFailed
-from ..formatting import described
+from ..formatting import config_label, described
 from ..logs.records import RunFailed
 from ..ranks.watchdog import Watch
 from ..timing.device_errors import DeviceFailed, first_line, is_reported
@@ -81,7 +81,11 @@ class Diagnosis:
         """Return how the next run is watched; its name says what it tries."""
         state, function = self._state, self._state.function
         on_trial = ((context, context.trial) for context in state.search.unsettled)
-        trials = [f"{context.title} with {context.texts[i]}" for context, i in on_trial if i is not None]
+        trials = [
+            f"{context.title} with {config_label(context.texts[i])}"
+            for context, i in on_trial
+            if i is not None
+        ]
         more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
         what = f"run {state.search.runs} of {function.name}" + (f" ({trials[0]}{more})" if trials else "")
         return Watch(what, function.timeout_s, function.options.on_stuck, self.write_stuck, self._whereabouts)

@@ -13,12 +13,13 @@ import triton
 
 from ..codec import digest
 from ..errors import NotTuned
-from ..formatting import context_label
+from ..formatting import config_label, context_label
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
 from ..launch.nearest_key import by_distance, named
 from ..launch.rank_context import RankContext
 from ..launch.registry import Registry
+from ..launch.written_tensors import WrittenTensors
 from ..options import Options
 from ..ranks.group import RankGroup
 from ..search import strategies
@@ -40,6 +41,7 @@ SESSION_STATE = "the state of the session"  # the fact that names the session wh
 MAY_DIFFER = ("device", "settled", "clock", "retune", "session", SESSION_STATE)  # facts of an opening
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 WAITS_AFTER_RUNS = 16  # without a launch: fewer are those of gradients that are accumulated, and the like
+NO_CONFIG_OF_LAUNCH = "it is none of the configs that this launch may have"
 LISTED_KEYS = 3  # tuned keys that an error names
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
@@ -63,7 +65,7 @@ class FunctionSetup:
         self.scope = "" if options.share else options.name or f"{name}#{source_digest}"
         self.bits = options.resolved_bits()
         if self.tunes:
-            options.check_bits()
+            options.check_bits(has_function=bool(source_digest))
         if self.bits == "same":  # the best of fewer candidates: others would get less than they could
             self.scope = f"{self.scope} with equal bits".strip()
 
@@ -100,6 +102,7 @@ class FunctionState:
         self.function, self._note = function, note
         self.results = Results(function, disk)
         self.guard = function.crash_guard(disk)
+        self.written = WrittenTensors()  # by the launches of the call under way
         self.time_spent = TimeSpent()  # of the session under way
         self.has_refused = False  # a settled call: the peers know
         self._sources: Facts = {}  # of kernels, as all ranks have reported them
@@ -124,6 +127,7 @@ class FunctionState:
             is_frozen=not function.tunes,
             refuse=self._refuse if function.is_strict else None,
             note=self._note,
+            written=self.written,
         )
 
     def _recall(self, rank_context: RankContext) -> dict[str, str]:
@@ -151,8 +155,10 @@ class FunctionState:
         kernel, key = rank_context.source.short_name, rank_context.named_key
         winner = rank_context.tuned
         if winner is not None:
-            reason = rank_context.bans.get(winner, "it is none of the configs that this launch may have")
-            why = f"its config {rank_context.texts.get(winner, winner)} cannot be launched: {reason}"
+            _, failure = rank_context.failures.get(winner, (0, NO_CONFIG_OF_LAUNCH))
+            reason = rank_context.bans.get(winner, failure)
+            config = config_label(rank_context.texts.get(winner, winner))
+            why = f"its config {config} cannot be launched: {reason}"
         else:
             why = f"there is no result for it {self.results.places}"
         others = by_distance(rank_context.key_text, self._winners(rank_context))[:LISTED_KEYS]

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from ..bits.outputs import OutputComparison
 from ..compilation.pool import CompileCounts, PoolOptions
 from ..launch.backlog import Backlog
+from ..launch.fast_path import CallUnderWay
 from ..launch.rank_context import RankContext
 from ..logs import decisions
 from ..logs.records import Note, Preflighted, RunStarted
@@ -47,15 +48,16 @@ class RankRun:
         self._backlog: Backlog | None = None  # online: made when there is something to compile
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
 
-    def begin(self) -> None:
-        """Prepare for the plan of the next run, and write it down."""
+    def begin(self) -> CallUnderWay:
+        """Prepare for the plan of the next run, and write it down; return its launches."""
         state, search = self._state, self._state.search
-        state.dispatcher.begin_run(tunes=search.rules.tunes)
+        launches = state.dispatcher.begin_run(tunes=search.rules.tunes)
         self._whole.begin_run()
         plan = decisions.plan_of(search)
         self._log.write(RunStarted(run=search.runs, plan=plan))
         on_trial = {name: search.contexts[name].digests[index] for name, index in plan.items()}
         state.guard.begin_run(search.runs, on_trial)
+        return launches
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:

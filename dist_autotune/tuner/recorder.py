@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
+import socket
 import time
 from collections.abc import Container, Mapping
 from typing import Any
@@ -61,6 +62,7 @@ class Recorder:
             pid=os.getpid(),
             started_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             clock=type(function.clock).__name__,
+            node=socket.gethostname(),
             continues=continues,
             own_search=callable(options.search),
             tunes=function.tunes,

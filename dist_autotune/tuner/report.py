@@ -62,6 +62,19 @@ class TunedContext:
         return None if self.ms is None or not self.default_ms else 100 * (1 - self.ms / self.default_ms)
 
     @property
+    def no_gain_reason(self) -> str:
+        """Why there is no gain; empty: there is one."""
+        if self.gain_percent is not None:
+            return ""
+        if self.config is None:
+            return "no config is known to work"
+        if self.status == "cached":
+            return "from the cache, timed by an earlier session"
+        if self.ms is None:
+            return "no config has a time yet" if not self.timings else "the winner has no time on some rank"
+        return "the first config was dropped before it was measured"
+
+    @property
     def run_ms(self) -> float | None:
         """Milliseconds that its launches take in one run; None: unknown, or judged by the whole run."""
         return self.ms * self.launches if self.ms is not None and self.judge == BY_LAUNCH else None
@@ -118,11 +131,11 @@ class TuningReport:
 
         Keys: function, session, runs, world_size, seconds, clock, log_dir, warning, spent (compiling_s,
         runs_s, exchanges_s), outlook (None once over; timed, candidates, contexts, settled, planned_trials,
-        trials, waits, held, compiling, runs, more_runs), step (None where unknown; before_ms, after_ms,
-        gain_percent, judge, left_out), contexts (a list of kernel, key, config, ms, fastest_rank_ms,
-        spread_percent, default_ms, gain_percent, judge, launches, run_ms, status, launch_bound, timings,
-        banned, bit_class, bit_classes, output_digest). Configs and keys are the texts of the log. `report
-        --json` of the command line has the same as "report".
+        trials, waits, held, compiling, runs, more_runs, left, least_trials, most_trials), step (None where
+        unknown; before_ms, after_ms, gain_percent, judge, left_out), contexts (a list of kernel, key, config,
+        ms, fastest_rank_ms, spread_percent, default_ms, gain_percent, judge, launches, run_ms, status,
+        launch_bound, timings, banned, bit_class, bit_classes, output_digest). Configs and keys are the texts
+        of the log. `report --json` of the command line has the same as "report".
         """
         step, outlook = self.step, self.outlook
         figures = {name: value for name, value in vars(self).items() if name != "waiting"}  # of this rank

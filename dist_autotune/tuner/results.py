@@ -22,7 +22,7 @@ from ..search.context import Context
 from ..search.messages import Claim, Offer, Offers
 from ..storage.waiting import WaitingContexts
 from ..storage.winners import IMPORTED, Entry, EntryKey, Evidence, Winners, safe_name
-from ..triton_api import identity, other_launchers, stock_results
+from ..triton_api import identity, stock_results
 from ..triton_api.launch import Key
 from ..version import __version__
 
@@ -176,7 +176,7 @@ class Results:
         else:
             is_ours = is_alone or origin.group is group
             counts = is_ours and origin.scope == self._scope and not origin.provisional
-        return tuner.cache.get(key) if counts and not other_launchers.keeps_its_own_cache(tuner) else None
+        return tuner.cache.get(key) if counts else None
 
     def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
@@ -224,8 +224,6 @@ class Results:
         for binding in rank_context.bindings:
             tuner, config = binding.tuner(), binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
-                continue
-            if other_launchers.keeps_its_own_cache(tuner):  # it might take the entry for another key's
                 continue
             standing = tuner.cache.get(binding.key) if is_cached else None
             if standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:

@@ -20,7 +20,8 @@ from ..logs.writer import SessionLog
 from ..search.messages import Message, Opening, RunReport, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
-from ..triton_api.interception import INTERCEPTION, Interception
+from ..triton_api import other_launchers
+from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .diagnosis import Diagnosis
 from .function_state import SESSION_STATE, FunctionState, check_opening
@@ -36,9 +37,9 @@ T = TypeVar("T")
 class Session:
     """One session on this rank: opens with an exchange, ends when every context is settled."""
 
-    def __init__(self, state: FunctionState, log_dir: Path | None, interception: Interception) -> None:
+    def __init__(self, state: FunctionState, log_dir: Path | None, *, is_of_program: bool) -> None:
         function = state.function
-        self._interception = interception
+        self._is_of_program = is_of_program
         self.state, self.function = state, function
         self.executions, self.warning = 0, ""
         self.is_over = self.has_failed = self.wants_another = False
@@ -53,6 +54,7 @@ class Session:
         self._interrupted_by: str | None = None  # the failure that has left the session between two calls
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._is_in_function = False
+        self._has_put_back = False  # something that a kernel has changed
         self._may_resume = state.search.bit_classes is None  # another call has other inputs, and other bits
         self._is_stepping = False  # the state is between two runs
         self._next_forecast = FIRST_FORECAST
@@ -61,27 +63,42 @@ class Session:
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
         return (self._ended or time.monotonic()) - self._began
 
-    def replay(self, thunk: Callable[[], T], before: Snapshot | None = None) -> T:
-        """Run `thunk` until every context is settled, then once more; `before`: it ran once, from there."""
+    def replay(self, thunk: Callable[[], T], *, beside: tuple[T] | None = None) -> T:
+        """Run `thunk` until every context is settled, then once more; return the last result.
+
+        beside: the result of a settled run that the call has made. Then that is returned, and these runs
+        leave no effects.
+        """
         preserve = self.function.options.preserve
         steps = diagnosis.optimizer_steps(INTERCEPTION.turn.works_for_call)
         with self._reporting_failures(), steps as stepped:
-            snapshot = before or Snapshot(preserve)
-            if before is not None:
-                snapshot.restore()
+            snapshot = Snapshot(preserve)
+            self.state.written.begin_runs(beside)
             while True:
                 with self._one_run():
                     result = thunk()
                     if self._run.outputs is not None:
                         self._run.outputs.take_result(result)
-                if self.state.search.done:
+                is_done = self.state.search.done
+                if is_done and beside is None:
                     self.close()
                     return result
                 if not preserve:
                     online = self.function.bits == "any"
                     diagnosis.warn_of_repeated_steps(self.function.name, stepped, may_be_online=online)
                 del result  # a trial's outputs must not add to the memory of the next
-                snapshot.restore()
+                self._put_back()
+                snapshot.restore()  # last: it is from before the call
+                if is_done and beside is not None:
+                    self.close()
+                    return beside[0]
+
+    def _put_back(self) -> None:
+        """Put back the tensors that kernels have changed by their own word, and say once in the log which."""
+        if (names := self.state.written.restore()) and not self._has_put_back:
+            self._has_put_back = True
+            text = f"put back before each further run, as restore_value or reset_to_zero names it: {names}"
+            self._recorder.write(Note(text=text))
 
     @contextlib.contextmanager
     def online(self) -> Iterator[None]:
@@ -143,18 +160,21 @@ class Session:
     def _one_run(self) -> Iterator[None]:
         """Make the block one run, and agree on what follows from it."""
         state = self.state
-        self._run.begin()
+        launches = self._run.begin()
         self.executions += 1
         watch = self._diagnosis.watch()
-        with (
-            self.function.group.running(watch),
-            self._interception.installed(state.dispatcher.runner, state.dispatcher.choose),
-            state.time_spent.adding("runs_s"),
-        ):
-            self._is_in_function = True
-            with self._run.timed():
-                yield
-            self._is_in_function = False
+        try:
+            with (
+                self.function.group.running(watch),
+                INTERCEPTION.entered(launches, as_program=self._is_of_program),
+                state.time_spent.adding("runs_s"),
+            ):
+                self._is_in_function = True
+                with self._run.timed():
+                    yield
+                self._is_in_function = False
+        finally:
+            state.dispatcher.end_run()
         with as_launch_failed(if_reported=True):
             report = self._run.report(self.elapsed_s)
         self._step(self._exchange(report, watch.what))
@@ -183,12 +203,10 @@ class Session:
             launches = 0 if here is None else here.launches_per_run
             self._recorder.write(decisions.settled(run, context, launches=launches))
         forecast = search.forecast
-        is_replay = search.rules.mode == "replay"
-        expected = forecast.planned_trials + 1 if is_replay else search.runs + forecast.more_runs
-        if not is_replay and search.has_work and search.runs == self._next_forecast:
+        if search.rules.mode == "online" and search.has_work and search.runs == self._next_forecast:
             self._next_forecast *= 2
-            self._recorder.write(Note(text=str(forecast)))
-        self._progress.update(forecast, expected, lambda: step_times(self._contexts()))
+            self._recorder.write(Note(text=str(forecast), is_outlook=True))
+        self._progress.update(forecast, lambda: step_times(self._contexts()))
         self._is_stepping = False
 
     def _exchange(self, message: Message, what: str) -> Message:
@@ -290,6 +308,7 @@ class Session:
         starved = [context.title for context in left if context.status == "starved"]
         if not self._run.launched and error is None:
             self.warning = "no launches of autotuned kernels seen"
+            other_launchers.warn_of_bypasses()
         elif starved:
             self.warning = f"no longer launched, settled with the samples so far: {', '.join(starved)}"
         if error is None and self._run.has_sample and not self._run.has_time:

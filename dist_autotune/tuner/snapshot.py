@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -56,8 +57,8 @@ def _check_kinds(option: str, items: Sequence[Any], *methods: str) -> None:
 
 def _restorer(item: Any) -> Callable[[], None]:
     if not isinstance(item, torch.Tensor):
-        state = copy.deepcopy(item.state_dict())
-        return lambda: item.load_state_dict(copy.deepcopy(state))
+        saved_state = copy.deepcopy(item.state_dict())
+        return lambda: item.load_state_dict(_written_into(item.state_dict(), saved_state))
     saved = item.detach().clone()
 
     @torch.no_grad()
@@ -65,6 +66,40 @@ def _restorer(item: Any) -> Callable[[], None]:
         item.copy_(saved)
 
     return restore
+
+
+@torch.no_grad()
+def _written_into(live: Any, saved: Any) -> Any:
+    """Return the saved state to load, in the tensors of the `live` one where they fit.
+
+    So no second copy is made, and the first is not given away: optimizers keep and change what they load.
+    """
+    if isinstance(saved, torch.Tensor):
+        if not _fits(live, saved):
+            return saved.clone()
+        live.copy_(saved)
+        return live
+    if type(saved) in (dict, OrderedDict):
+        known, loaded = (
+            live if isinstance(live, dict) else {},
+            copy.copy(saved),
+        )  # with the versions of a module
+        loaded.update((key, _written_into(known.get(key), value)) for key, value in saved.items())
+        return loaded
+    if type(saved) in (list, tuple):
+        items = live if isinstance(live, (list, tuple)) and len(live) == len(saved) else [None] * len(saved)
+        return type(saved)(map(_written_into, items, saved))
+    return copy.deepcopy(saved)
+
+
+def _fits(live: Any, saved: torch.Tensor) -> bool:
+    """Return whether a tensor can take the values of another one, each of its elements by itself."""
+    return (
+        type(live) is type(saved)
+        and (live.shape, live.dtype, live.device) == (saved.shape, saved.dtype, saved.device)
+        and live.layout is saved.layout is torch.strided
+        and all(stride or size <= 1 for size, stride in zip(live.shape, live.stride(), strict=True))
+    )
 
 
 def _gradients(item: Any) -> list[Callable[[], None]]:

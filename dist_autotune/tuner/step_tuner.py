@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from .. import settings
 from ..errors import InvalidOption, TuningError
 from ..options import Options
+from ..triton_api.interception import INTERCEPTION
 from .base_tuner import BaseTuner
 
 
 class StepTuner(BaseTuner):
     """Tunes the `triton.autotune` launches of a loop's steps where they run: `with tuner.step(): ...`.
 
-    Takes the options of `contextual_autotune`. Each step is one run with `mode="online"`: what it computes is
-    right, whatever config is on trial. With is_dist, all ranks of the group make the same number of steps.
+    Takes the options of `contextual_autotune`; without `name` it is called after the file that makes it. Each
+    step is one run with `mode="online"`: what it computes is right, whatever config is on trial. With
+    is_dist, all ranks of the group make the same number of steps.
 
     Raises:
         TuningError: for an option that cannot be used.
@@ -30,7 +35,7 @@ class StepTuner(BaseTuner):
             checked = Options(**options)
         except TypeError as error:
             raise InvalidOption(f"StepTuner: {error}; it takes the options of contextual_autotune") from None
-        super().__init__(None, checked, checked.name or "step")
+        super().__init__(None, checked, checked.name or _name_of_steps(sys._getframe(1), self))
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -41,17 +46,13 @@ class StepTuner(BaseTuner):
         Raises TuningError where the block ends on another thread than it began on; that run counts nowhere.
         """
         mode = settings.run_mode()
-        if mode == "off":
+        if mode == "off" or INTERCEPTION.is_within():
             yield
             return
         opener = threading.current_thread()
-        with self._turn() as is_own:
-            if is_own:
-                with self._made_calls().step(mode):
-                    yield
-                    self._check_closed_by(opener)
-            else:
-                yield
+        with self._made_calls().step(mode):
+            yield
+            self._check_closed_by(opener)
 
     def _check_closed_by(self, opener: threading.Thread) -> None:
         closer = threading.current_thread()
@@ -60,3 +61,11 @@ class StepTuner(BaseTuner):
                 f"a step of {self._name} was opened on thread {opener.name} and closed on thread "
                 f"{closer.name}: open and close a step on one thread, the one that runs the loop"
             )
+
+
+def _name_of_steps(frame: FrameType | None, tuner: StepTuner) -> str:
+    """Return the file that has made the tuner, such as `train.py`; at a prompt, `step`."""
+    while frame is not None and frame.f_locals.get("self") is tuner:
+        frame = frame.f_back
+    file = "" if frame is None else os.path.basename(frame.f_code.co_filename)
+    return "step" if not file or file.startswith("<") else file

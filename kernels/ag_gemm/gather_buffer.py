@@ -9,6 +9,7 @@ fp8 is at most a line of 128 bytes longer than its elements: 3 % of 4096 of them
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ import triton
 
 from ..epilogues import Epilogue, result_columns
 from ..symm.base import SymmetricMemory, SymmetricTensor
-from ..tensors import FP8, check_out, check_overlap, check_scale, check_tensor
+from ..tensors import FP8, check_out, check_overlap, check_scale, check_tensor, layout_of
 from ..tiles import on_host
 
 SCALE = torch.float32
@@ -74,6 +75,9 @@ class GatherBuffer:
         self._row, self._rank, self._world_size = row, memory.rank, memory.world_size
         self.a, self.scales = row.rows_in(self.symmetric.local), row.scales_in(self.symmetric.local)
         self.shard = self.a[memory.rank]
+        chunk = self.symmetric.local[memory.rank]
+        begin = chunk.data_ptr()
+        self._own = range(begin, begin + chunk.numel() * chunk.element_size())
 
     def put(self, a_shard: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Write this rank's rows, if they are not there, and their scales, if they have any; None: ones."""
@@ -84,6 +88,12 @@ class GatherBuffer:
             self.scales[self._rank, :rows].fill_(1)
         elif self.scales is not None and scale is not None:
             self.scales[self._rank, :rows].copy_(scale.detach().reshape(-1))
+
+    def layout_of(self, a_shard: torch.Tensor) -> Hashable:
+        """Return how a shard lies, and where in this rank's chunk it begins, in bytes; -1 if beside it."""
+        layout = layout_of(a_shard)
+        offset = a_shard.data_ptr() - self._own.start if isinstance(a_shard, torch.Tensor) else -1
+        return (offset if 0 <= offset < len(self._own) else -1), layout
 
     def room(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where a collective gathers so many rows of each rank, and the part that is in place."""

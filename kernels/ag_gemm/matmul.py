@@ -67,7 +67,7 @@ def wait_for_all(call: Call, *, only_load: bool = False) -> None:
     if loaded is not None and only_load:
         return
     if loaded is not None:
-        loaded(flags, errors, *scalars)
+        loaded((), flags, errors, *scalars)
         return
     grid = (call.world_size - 1, 1, 1)
     if only_load:
@@ -75,7 +75,7 @@ def wait_for_all(call: Call, *, only_load: bool = False) -> None:
         return
     compiled = await_chunks[grid](flags, errors, *scalars, WORLD=call.world_size, num_warps=1)
     if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-        _LOADED[key] = PreparedLaunch(compiled, grid, (), (call.world_size,))
+        _LOADED[key] = PreparedLaunch(compiled, grid, (), (), (call.world_size,))
 
 
 class MatmulConsumer:

@@ -1,4 +1,4 @@
-"""What an `AllGatherGemm` knows of a call and of its tensors, by place and shape; no tensor is kept."""
+"""What an `AllGatherGemm` knows of a call and of how its tensors lie; no tensor is kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
-from ..tensors import key_of, remember
+from ..tensors import layout_of, remember
 from .choices import Options
 
 
@@ -35,8 +35,8 @@ class Call(NamedTuple):
 class Consumer(Protocol):
     """Multiplies gather [slots, capacity, K] with weight [N, K] into out [world_size * rows, N].
 
-    The call's epilogue takes the float32 sums before they are rounded. A consumer is made for tensors of one
-    place and shape, and keeps their numbers alone.
+    The call's epilogue takes the float32 sums before they are rounded. A consumer is made for tensors that
+    lie alike, and keeps no address of theirs.
     """
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
@@ -47,23 +47,13 @@ class Consumer(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
-    """What calls share whose weights and results have the same shapes, strides and, each, alignment.
+class Operands:
+    """What calls share whose weights and results lie alike, and whose epilogues are of one kind."""
 
-    Their epilogues are of the same kind.
-    """
-
+    rows: int  # of each rank
     options: Options
     # Consumers, whether pushed, and whether traced: what may be a kernel of its own.
     loaded: set[tuple[str, bool, bool]] = field(default_factory=set)
-
-
-@dataclass(frozen=True, eq=False)
-class Operands:
-    """A weight and a result of one place and shape, and how many rows each rank has."""
-
-    rows: int
-    kind: Kind
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
 
 
@@ -82,7 +72,6 @@ class KnownOperands:
     def __init__(self, gather: torch.Tensor, consumers: dict[str, Callable[..., Consumer]]) -> None:
         self._gather, self._consumers = gather, consumers
         self._operands: dict[Hashable, Operands] = {}
-        self._kinds: dict[Hashable, Kind] = {}
 
     def find(
         self,
@@ -93,15 +82,11 @@ class KnownOperands:
         epilogue: EpilogueKind = NO_EPILOGUE,
     ) -> Operands:
         """Return what is known of checked tensors; `options_of` is asked what nothing alike has told yet."""
-        key = rows, key_of(weight), key_of(out), epilogue
+        key = rows, layout_of(weight), layout_of(out), epilogue
         found = self._operands.get(key)
         if found is None:
-            lies = ((*each.stride(), each.data_ptr() % 16) for each in (weight, out))
-            alike = rows, weight.shape[0], epilogue, *lies
-            kind = self._kinds.get(alike)
-            if kind is None:
-                kind = remember(self._kinds, alike, Kind(options_of(weight, out, rows, epilogue)))
-            found = remember(self._operands, key, Operands(rows, kind))
+            made = Operands(rows, options_of(weight, out, rows, epilogue))
+            found = remember(self._operands, key, made)
         return found
 
     def consumer(self, name: str, product: Product) -> Consumer:

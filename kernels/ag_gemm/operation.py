@@ -31,7 +31,7 @@ from ..tensors import (
     FP8,
     check_fp8,
     check_no_gradient,
-    key_of,
+    layout_of,
     lies_by_columns,
     remember,
 )
@@ -147,7 +147,7 @@ class AllGatherGemm(Operation):
             "matmul": lambda *tensors: MatmulConsumer(),
         }
         self._operands = KnownOperands(self._buffer.a, consumers)
-        self._known: dict[Hashable, Operands] = {}  # by the keys of three tensors that have been checked
+        self._known: dict[Hashable, Operands] = {}  # by the layouts of tensors that have been checked
 
     def _forget(self) -> None:
         del self._buffer, self._gather, self._gathered, self._flags
@@ -210,8 +210,8 @@ class AllGatherGemm(Operation):
         bias, activation, scale_a, scale_weight = epilogue
         scales = {"scale_a": scale_a, "scale_weight": scale_weight}
         check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=bias, **scales)
-        ending = key_of(bias), activation, key_of(scale_a), key_of(scale_weight)
-        key = given = key_of(a_shard), key_of(weight), key_of(out), ending
+        ending = layout_of(bias), activation, layout_of(scale_a), layout_of(scale_weight)
+        key = self._buffer.layout_of(a_shard), layout_of(weight), layout_of(out), ending
         operands = self._known.get(key)
         if operands is None:
             self._buffer.check(a_shard, weight, out, epilogue)
@@ -221,15 +221,12 @@ class AllGatherGemm(Operation):
         rows = a_shard.shape[0]
         if out is None:
             out = self._new_out(rows, weight, activation)
-            key = given[0], given[1], key_of(out), ending
-            operands = self._known.get(key)
         self._buffer.put(a_shard, scale_a)
         if self._format.is_scaled:
             epilogue = epilogue._replace(scale_a=self._buffer.scales)
         if operands is None:
             operands = self._operands.find(weight, out, rows, self._options_of, epilogue.kind())
-            for checked in (given, key):
-                remember(self._known, checked, operands)
+            remember(self._known, key, operands)
         product = Product(weight, out, epilogue, operands)
         self._came = "by the collective"
         if not self._run_collective(product):
@@ -255,11 +252,11 @@ class AllGatherGemm(Operation):
         return options.narrowed(self._fixed)
 
     def _choose(self, operands: Operands) -> Choice:
-        return operands.kind.options.choose()
+        return operands.options.choose()
 
     def _load(self, product: Product, choice: Choice, *, pushed: bool) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `kernels.launch.load`."""
-        kernel, loaded = (choice.consumer, pushed, self._trace is not None), product.operands.kind.loaded
+        kernel, loaded = (choice.consumer, pushed, self._trace is not None), product.operands.loaded
         if kernel in loaded or self._is_capturing():
             return
         call = self._call_of(product, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))

@@ -127,23 +127,24 @@ class SpecializedConsumer:
     """Multiplies in one kernel, whose load warp waits; only where `can_run`."""
 
     def __init__(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        self._matrices = _matrices(gather, weight, out)
+        self._matrices = _matrices(gather, weight, out)  # as they lie: their addresses are of the first call
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         shape = self._shape_of(weight, call)
         if _SETTLED.find(shape) is None:
             arguments = self._arguments_of(shape, call)
-            load(tuned, shape.grid, *self._describe(), *arguments, **shape.constants())
+            load(tuned, shape.grid, *_describe(gather, weight, out), *arguments, **shape.constants())
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         shape = self._shape_of(weight, call)
         arguments = self._arguments_of(shape, call)
         settled = _SETTLED.find(shape)
         if settled is not None:
-            settled.launch(self._matrices, *arguments)
+            b = weight.data_ptr()
+            settled.prepared(self._matrices)((gather.data_ptr(), b, b, out.data_ptr()), *arguments)
             return
         constants = shape.constants()
-        compiled = tuned[shape.grid](*self._describe(), *arguments, **constants)
+        compiled = tuned[shape.grid](*_describe(gather, weight, out), *arguments, **constants)
         _SETTLED.remember(shape, compiled, constants, arguments[:6])
 
     def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
@@ -161,9 +162,10 @@ class SpecializedConsumer:
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
         return (*tensors, shape.m, shape.n, shape.k, call.capacity, *scalars)
 
-    def _describe(self) -> list[TensorDescriptor]:
-        any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
-        return [describe(matrix, any_block) for matrix in self._matrices]
+
+def _describe(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> list[TensorDescriptor]:
+    any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
+    return [describe(matrix, any_block) for matrix in _matrices(gather, weight, out)]
 
 
 def empty_trace(out: torch.Tensor, world_size: int) -> torch.Tensor:

@@ -48,15 +48,27 @@ class Ballots:
 
         Raises PeerTimeout if a peer does not come to the call in time.
         """
+        self.cast(terms)
+        return terms > 0 and all(named == terms for named in self.read().values())
+
+    def cast(self, terms: int) -> None:
+        """Count a call and name this rank's terms in it, up to 2**32 - 1."""
         self._call = call = (self._call + 1) % NUMBERS
         if call % (RING // 2) == 0:
             self._read_all((call - RING // 2) % NUMBERS)
         self._rings[self._rank][call % RING] = call << 32 | terms
-        return terms > 0 and all(named == terms for named in self._read_all(call))
 
-    def _read_all(self, call: int) -> list[int]:
-        """Return the terms that each rank names in a call, once all have written their ballots."""
-        return [self._read(peer, call) for peer in range(len(self._rings))]
+    def read(self) -> dict[int, int]:
+        """Return the terms of each rank in this call, once all have named them; raises PeerTimeout."""
+        return self._read_all(self._call)
+
+    def read_said(self) -> dict[int, int]:
+        """Return the terms of the ranks that have come to this call."""
+        ballots = {rank: int(ring[self._call % RING]) for rank, ring in enumerate(self._rings)}
+        return {rank: each & 0xFFFFFFFF for rank, each in ballots.items() if each >> 32 == self._call}
+
+    def _read_all(self, call: int) -> dict[int, int]:
+        return {peer: self._read(peer, call) for peer in range(len(self._rings))}
 
     def _read(self, peer: int, call: int) -> int:
         ring, polls, deadline = self._rings[peer], 0, 0.0

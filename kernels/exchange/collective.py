@@ -139,6 +139,17 @@ class Collective:
         else:
             self._make(_reduce_scatter, out, sums)
 
+    def all_reduce(self, sums: torch.Tensor) -> None:
+        """Add up the ranks' `sums`, contiguous, in place."""
+        if self._world_size == 1:
+            return
+        if self._is_on_cpu:  # gloo's own has no time-out
+            parts = sums.new_empty((self._world_size * sums.shape[0], *sums.shape[1:]))
+            self._make(_all_gather, parts, sums)
+            sums.copy_(parts.view(self._world_size, *sums.shape).sum(0, dtype=torch.float32))
+        else:
+            dist.all_reduce(sums, group=self._group)
+
     def _make(self, collective: Callable[..., Any], to: torch.Tensor, given: torch.Tensor) -> None:
         if self._is_on_cpu:
             self._start(collective, to, given)()

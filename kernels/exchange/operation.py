@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import ClassVar, Self
 
@@ -53,6 +53,7 @@ class Operation(abc.ABC):
         self.device = self._memory.device
         self.backend = f"{self._memory.name}: {self._memory.reason}"
         self._is_closed, self._broken_by = False, ""
+        self.explain: Callable[[], str] = str  # what the owner knows of a call that peers did not make
         self._calls = 0
         self._patience_ticks = as_patience(timeout_s)
         try:
@@ -63,7 +64,8 @@ class Operation(abc.ABC):
             self._errors = self._memory.hold(flags)
             self._error_records = self._errors.numpy()
             self._no_errors = self._error_records.tobytes()
-            self._allocate()
+            with torch.inference_mode(False):  # whose tensors no other thread, and no later call, may write
+                self._allocate()
         except BaseException:
             self._memory.abandon()
             raise
@@ -95,6 +97,8 @@ class Operation(abc.ABC):
         text = "; ".join([*filter(None, texts), *self._describe_all(failures)])
         text = f"{type(self).__name__}, rank {self.rank}: {text}. "
         next_step = "Close it on all ranks and open another"
+        if why := self.explain():
+            return ValueError(f"{text}{why}. {next_step}")
         if any(failure.kind not in self._wrong_calls for failure in failures.values()):
             return PeerTimeout(f"{text}Find out what that rank is doing. {next_step}")
         return ValueError(f"{text}{self._mend_calls}{next_step}")
@@ -153,6 +157,10 @@ class Operation(abc.ABC):
             self.close()
         else:
             self.abandon()  # the peers may be anywhere in their work
+
+    def refuse(self, reason: str) -> None:
+        """Take no more calls: peers have made one that this rank could not, and will report it."""
+        self._broken_by = reason
 
     # ---- what the calls use
 

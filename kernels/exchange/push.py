@@ -67,11 +67,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from ..symm import SideStream, SymmetricMemory, SymmetricTensor
+from ..symm import Copy, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
+from ..tensors import remember
 from . import flags as chunk_flags
 from .peers import AFTER, ARRIVED, DONE, FREE, TOLD
 from .pull import piece_ends
@@ -105,13 +106,31 @@ class Pushes:
         self._here = [[flags.local[row, peer] for row in rows] for peer in range(world)]
         self._there = [[theirs[row, rank] for row in rows] for theirs in flags.peers]
         self._risen, self._following = flags.local[risen], flags.local[following]
+        self._give_permits = memory.prepare(
+            [Write(theirs[FREE.value], 1) for peer, theirs in enumerate(self._there) if peer != rank], stream
+        )
 
-    def give_permits(self) -> None:
-        """Let the peers write here, behind what the caller has enqueued so far."""
+    def give_permits(self, *, at_once: bool = False) -> None:
+        """Let the peers write here, behind what the caller has enqueued so far.
+
+        at_once: by one call of the driver, which nobody has captured yet.
+        """
         self.stream.fork()
+        if at_once:
+            self._give_permits()
+            return
         for peer in range(self.memory.world_size):
             if peer != self.memory.rank:
                 self.raise_flag(peer, FREE.value, 1)
+
+    def taking(self, peer: int, row: int) -> list[Step]:
+        """Return the steps of `take`."""
+        flag = self._here[peer][row]
+        return [Wait(flag, 1), Write(flag, 0)]
+
+    def sending(self, peer: int, copies: Copies, row: int, value: int) -> list[Step]:
+        """Return the steps of `send`."""
+        return [*(Copy(there, here) for there, here in copies), Write(self._there[peer][row], value)]
 
     def take(self, peer: int, row: int) -> None:
         """Enqueue a wait for a flag here, and lower it: FREE, the peer's permit, or DONE."""
@@ -211,6 +230,11 @@ class ChunkPusher:
         return torch.cat([self._gather[slot, :rows] for slot in slots])
 
 
+def _rows(there: torch.Tensor, here: torch.Tensor, rows: int) -> Copies:
+    """Return the copy of so many rows, if there are any."""
+    return [(there[:rows], here[:rows])] if rows else []
+
+
 class SumPusher:
     """Pushes sums to the peers they are for, rank + 1 first.
 
@@ -222,13 +246,16 @@ class SumPusher:
         self, pushes: Pushes, partial: torch.Tensor, staged: SymmetricTensor, *, takes_permits: bool
     ) -> None:
         self._pushes, self._takes_permits = pushes, takes_permits
+        self._prepared: dict[tuple[tuple[int, ...], int], Callable[..., None]] = {}  # by rows and flag
         self._sums = []  # by step: the peer, its memory for them, and where they are here
         for step, peer in enumerate(reversed(pushes.before), 1):
             slot = pushes.memory.world_size - step - 1  # this rank is `world - step` behind the peer
             self._sums.append((peer, staged.peers[peer][slot], partial[step - 1]))
         pushes.warm_up((there, here) for _, there, here in self._sums)
 
-    def run(self, launch: Callable[..., None], rows: Sequence[int], arrived: int, *, in_steps: bool) -> None:
+    def run(
+        self, launch: Callable[..., None], rows: tuple[int, ...], arrived: int, *, in_steps: bool
+    ) -> None:
         """Enqueue the launches of one call, and the pushes of `rows[p]` for rank p.
 
         in_steps: `launch(step)` for each chunk, which waits for the permits, and its push behind it, which
@@ -239,7 +266,7 @@ class SumPusher:
             for step, (peer, there, here) in enumerate(self._sums):
                 launch(step)
                 self._pushes.stream.fork()
-                self._send(peer, there, here, rows[peer], arrived)
+                self._pushes.send(peer, _rows(there, here, rows[peer]), ARRIVED.value, arrived)
             launch(len(self._sums))
         elif self._pushes.memory.device.type == "cpu":
             self._push(rows, arrived)
@@ -248,13 +275,18 @@ class SumPusher:
             launch()
             self._push(rows, arrived)
 
-    def _push(self, rows: Sequence[int], arrived: int) -> None:
+    def _push(self, rows: tuple[int, ...], arrived: int) -> None:
+        """Enqueue the pushes, with one call of the driver for the flags between two copies."""
+        prepared = self._prepared.get((rows, arrived))
+        if prepared is None:
+            memory, stream = self._pushes.memory, self._pushes.stream
+            made = memory.prepare(list(self._steps(rows, arrived)), stream)
+            prepared = remember(self._prepared, (rows, arrived), made)
+        prepared()
+
+    def _steps(self, rows: tuple[int, ...], arrived: int) -> Iterator[Step]:
         for peer, there, here in self._sums:
             if self._takes_permits:
-                self._pushes.take(peer, FREE.value)
-            self._pushes.take(peer, DONE.value)
-            self._send(peer, there, here, rows[peer], arrived)
-
-    def _send(self, peer: int, there: torch.Tensor, here: torch.Tensor, rows: int, arrived: int) -> None:
-        copies = [(there[:rows], here[:rows])] if rows else []
-        self._pushes.send(peer, copies, ARRIVED.value, arrived)
+                yield from self._pushes.taking(peer, FREE.value)
+            yield from self._pushes.taking(peer, DONE.value)
+            yield from self._pushes.sending(peer, _rows(there, here, rows[peer]), ARRIVED.value, arrived)

@@ -94,14 +94,14 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     key = (source.device, source.dtype, from_address, to_address, source.shape, strides)
     prepared = _LAUNCHES.get(key)
     if prepared is not None:
-        prepared(source, target)
+        prepared((), source, target)
         return
     numbers = _numbers(source, target, from_address | to_address)
     rows, columns, *_, vector, block_rows, block_columns = numbers
     grid = (triton.cdiv(rows, block_rows) * triton.cdiv(columns * vector, block_columns), 1, 1)
     launched = copy_rows[grid](source, target, *numbers, num_warps=WARPS)
     if hasattr(launched, "packed_metadata"):  # compiled for a GPU, not interpreted
-        _LAUNCHES[key] = PreparedLaunch(launched, grid, (), numbers)
+        _LAUNCHES[key] = PreparedLaunch(launched, grid, (), (), numbers)
         if len(_LAUNCHES) > LAUNCHES_KEPT:
             _LAUNCHES.popitem(last=False)
 

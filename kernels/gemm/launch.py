@@ -1,8 +1,8 @@
 """How the Gluon body computes a product: what TMA reads, what goes through scratch memory, what is launched.
 
-A `LaunchPlan` depends on where tensors are and how they lie, so it is made once and executed by later calls
-with tensors in the same places. A shape is tuned at first, then launched straight from what the tuning left.
-Nothing here keeps a caller's tensor, nor the parts of stream-K.
+A `LaunchPlan` depends on how tensors lie, so it is made once and executed by later calls with tensors that
+lie alike. A shape is tuned at first, then launched straight from what the tuning left. Nothing here keeps a
+caller's tensor, nor the parts of stream-K.
 """
 
 from __future__ import annotations
@@ -118,7 +118,10 @@ def counter_of(device: torch.device, *, counts: bool, words: int = 2) -> torch.T
 
 @dataclass(frozen=True, eq=False)
 class LaunchPlan:
-    """What to launch for tensors in known places; TMA can address those matrices that are not None."""
+    """What to launch for tensors that lie so; TMA can address those matrices that are not None.
+
+    Their addresses are of the tensors that it was made for.
+    """
 
     shape: Shape
     exchanged: bool  # out.T = b.T @ a.T is computed, and the matrices are those of b.T, a.T and out.T
@@ -188,18 +191,20 @@ def execute(
     out: torch.Tensor,
     epilogue: Epilogue = ONLY_SUMS,
 ) -> None:
-    """Write a @ b, ended as planned, to `out`, for tensors in the places that the plan was made for."""
+    """Write a @ b, ended as planned, to `out`, for tensors that lie as those that the plan was made for."""
     shape, copies = plan.shape, plan.copies
+    first, second = (b, a) if plan.exchanged else (a, b)
+    left, right, c = _at(plan.a, first), _at(plan.b, second), _at(plan.out, out)
     if copies == NOTHING:
-        assert plan.a is not None
-        assert plan.b is not None
-        assert plan.out is not None
-        launch(plan.a, plan.b, plan.out, shape, epilogue)
+        assert left is not None
+        assert right is not None
+        assert c is not None
+        launch(left, right, c, shape, epilogue)
         return
     if plan.exchanged:
         a, b, out = b.mT, a.mT, out.mT
     # On copies, too: all that TMA cannot address are among those.
-    left, right, c, room = plan.a, plan.b, plan.out, out
+    room = out
     if copies.a:
         left, a = padded_copy(a, transposed=shape.trans_a)
     if copies.b:
@@ -213,3 +218,8 @@ def execute(
     launch(left, right, c, shape, epilogue)
     if copies.out:
         copy(room, out)
+
+
+def _at(matrix: Matrix | None, tensor: torch.Tensor) -> Matrix | None:
+    """Return the matrix where this tensor, which lies alike, is."""
+    return matrix and matrix._replace(address=tensor.data_ptr())

@@ -16,7 +16,8 @@ import triton.language as tl
 
 from ..configs import INTERPRETED, do_bench
 from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, sums_of_a_result
-from ..tensors import FP8, check_fp8, check_no_gradient, check_scale, key_of, remember
+from ..matrices import LINE_BYTES
+from ..tensors import FP8, check_fp8, check_no_gradient, check_scale, layout_of, remember
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
 from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
 from .launch import LaunchPlan, counter_of, execute, plan_launch
@@ -29,7 +30,7 @@ SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
 CHIPLETS = 8  # of an MI300X or MI350X, each with an L2 cache of its own
 INTERPRETED_PROGRAMS = 3  # the interpreter runs them one after the other
 
-_PLANS: dict[Hashable, LaunchPlan] = {}  # of calls whose arguments have been checked
+_PLANS: dict[Hashable, LaunchPlan] = {}  # by the layouts of arguments that have been checked
 
 
 def persistent_matmul(
@@ -88,7 +89,8 @@ def persistent_matmul(
         out_dtype = out_dtype or (torch.bfloat16 if a.dtype == FP8 else a.dtype)
         check_out_dtype(out_dtype)
         tensors["out"] = out = a.new_empty(result_shape(a, b, activation), dtype=out_dtype)
-    key = (*map(key_of, tensors.values()), activation, variant, scheduler, programs)
+    lie = (layout_of(each, LINE_BYTES) for each in tensors.values())
+    key = (*lie, activation, variant, scheduler, programs)
     epilogue = Epilogue(bias, activation, scale_a, scale_b)
     plan = _PLANS.get(key)
     if plan is not None and out_dtype in (None, out.dtype):

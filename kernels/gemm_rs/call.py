@@ -40,7 +40,7 @@ class Operands(NamedTuple):
 
 
 class Body(Protocol):
-    """Multiplies, hands over chunks and adds; made for tensors of one place and shape."""
+    """Multiplies, hands over chunks and adds; made for tensors that lie alike, it keeps none's address."""
 
     def launch(self, operands: Operands, call: Call) -> None:
         """Enqueue the kernel on the current stream."""

@@ -71,7 +71,7 @@ from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.peers import FLAGS
 from ..exchange.push import Pushes, SumPusher
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_out, check_tensor, key_of, remember
+from ..tensors import check_no_gradient, check_out, check_tensor, layout_of, remember
 from . import specialized
 from .call import Body, Call, Held, Operands
 from .handover import NO_PERMIT, OTHER_ROWS
@@ -149,7 +149,7 @@ class GemmReduceScatter(Operation):
 
     def _hold(self, held: Held) -> None:
         self._held = held
-        self._bodies: dict[Hashable, Body] = {}  # by the places of a call's tensors
+        self._bodies: dict[Hashable, Body] = {}  # by the layouts of tensors that have been checked
 
     def _forget(self) -> None:
         del self._staged, self._flags, self._partial, self._counts, self._pushes, self._pusher, self._held
@@ -185,19 +185,23 @@ class GemmReduceScatter(Operation):
     ) -> torch.Tensor:
         self._check_usable()
         check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out, addend=addend)
-        self._check_arguments(a, weight, out, addend)
+        lie = layout_of(a), layout_of(weight), layout_of(out), layout_of(addend)
+        body = self._bodies.get(lie)
+        if body is None:
+            self._check_arguments(a, weight, out, addend)
         self._check_device()
         rows = a.shape[0] // self.world_size
         if out is None:
             out = a.new_empty((rows, self._n))
         operands = Operands(a, weight, out, addend)
-        body = self._body_of(operands)
+        if body is None:
+            body = remember(self._bodies, lie, self._make_body(operands))
         wants = self._collective.wants(a.shape[0], self._key)
         with self._carrying_out():
             if self._collective.agree(a.shape[0], wants=wants, is_capturing=self._is_capturing()):
                 self._run_collective(a, weight, out, addend)
                 return out
-            self._pushes.give_permits()
+            self._pushes.give_permits(at_once=not in_steps)
             launch = functools.partial(self._launch, body, operands)
             self._pusher.run(launch, (rows,) * self.world_size, arrived=rows, in_steps=in_steps)
             self._pushes.finish()
@@ -249,14 +253,6 @@ class GemmReduceScatter(Operation):
         """Return room for the sums of all chunks: that of partial sums, where it is enough."""
         held = self._partial.flatten(0, 1)[: len(a)]
         return held if len(held) == len(a) else a.new_empty((len(a), self._n))
-
-    def _body_of(self, operands: Operands) -> Body:
-        """Return the body for these checked tensors, which is kept for others in the same places."""
-        places = tuple(map(key_of, operands))
-        body = self._bodies.get(places)
-        if body is None:
-            body = remember(self._bodies, places, self._make_body(operands))
-        return body
 
     def _make_body(self, operands: Operands) -> Body:
         if self._body == "auto" and specialized.can_run(operands, self._held):

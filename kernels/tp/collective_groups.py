@@ -7,7 +7,6 @@ which limit makes the step fastest depends on these kernels, so it is tuned with
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -204,18 +203,32 @@ def limited_communicator(group: dist.ProcessGroup, max_ctas: int) -> dist.Proces
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=parent.options.is_high_priority_stream)
     options.config.max_ctas = max_ctas
     options._timeout = timeout
-    world = dist.group.WORLD
-    if world is not None and world.bound_device_id is None:
-        ranks = dist.get_process_group_ranks(group)
-        return dist.new_group(
+    ranks = dist.get_process_group_ranks(group)
+    with _unbound(dist.group.WORLD) as device:
+        made: dist.ProcessGroup = dist.new_group(
             ranks, timeout, "nccl", options, use_local_synchronization=True, group_desc=description
         )
-    # `new_group` would split the default group, for which ranks outside this one would have to call it too.
-    has_filter = "backend" in inspect.signature(dist.split_group).parameters  # from torch 2.13
-    only = {"backend": "cuda:nccl"} if has_filter else {}
-    split = dist.split_group(group, [list(range(group.size()))], timeout, options, description, **only)
-    assert split is not None, "every rank of the group is in the split"
-    return split
+    if device is not None:
+        made.bound_device_id = device
+    return made
+
+
+@contextlib.contextmanager
+def _unbound(world: Any) -> Iterator[torch.device | None]:
+    """Let the block make groups as if the default group were bound to no device; yield the device.
+
+    From one that is bound `new_group` would split off, for which ranks outside the new group would have to
+    call it too. `split_group`, before torch 2.13, passes options of NCCL to all backends: gloo's crashes.
+    """
+    device = None if world is None else world.bound_device_id
+    if device is None:
+        yield None
+        return
+    world.bound_device_id = None
+    try:
+        yield device
+    finally:
+        world.bound_device_id = device
 
 
 def copied_group(group: dist.ProcessGroup, max_ctas: int) -> dist.ProcessGroup:

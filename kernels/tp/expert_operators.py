@@ -180,4 +180,4 @@ register("all_gather_routed", _all_gather_routed, _shape_of_routed)
 register(
     "moe_reduce_scatter", _moe_reduce_scatter, _shape_of_scatter, _gradients_of_scatter, _keep_for_scatter
 )
-register("outer_products", _outer_products, _shape_of_products)
+register("outer_products", _outer_products, _shape_of_products, meets_peers=False)

@@ -8,7 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from . import operators  # noqa: F401  it registers them
+from . import operators
 from .registry import Group, name_of, size_of
 
 
@@ -61,7 +61,7 @@ def all_gather_matmul(
     rows, sizes = _as_rows(a_shard, gather_dim)
     sizes[0] *= size_of(group_name)
     keeps = save_gathered and torch.is_grad_enabled() and any(weight.requires_grad for weight in given)
-    products, _ = torch.ops.dist_autotune.all_gather_matmul(rows, given, group_name, keeps)
+    products = _gathered_products(rows, given, group_name, keeps)
     results = tuple(
         _from_rows(product if each is None else product + each, sizes, gather_dim)
         for product, each in zip(products, biases, strict=True)
@@ -93,7 +93,7 @@ def matmul_reduce_scatter(
         )
     rows, sizes = _as_rows(a, scatter_dim)
     sizes[0] //= ranks
-    sums = torch.ops.dist_autotune.matmul_reduce_scatter([rows], [weight], group_name)
+    sums = _scattered_sums(rows, weight, group_name)
     if bias is not None:
         sums = sums + sum_gradient(bias, group_name)
     return _from_rows(sums, sizes, scatter_dim)
@@ -106,6 +106,81 @@ def sum_gradient(tensor: Tensor, group: Group = None) -> Tensor:
     """
     result: Tensor = _SumGradient.apply(tensor, name_of(group))
     return result
+
+
+# ---- one product, eager or traced
+
+
+def _gathered_products(
+    rows: Tensor, weights: list[Tensor], group_name: str, keeps_gathered: bool
+) -> Sequence[Tensor]:
+    if _is_traced(rows, *weights):
+        traced: list[Tensor]
+        traced, _ = torch.ops.dist_autotune.all_gather_matmul(rows, weights, group_name, keeps_gathered)
+        return traced
+    if _wants_gradient(rows, *weights):
+        products: tuple[Tensor, ...] = _GatheredProducts.apply((group_name, keeps_gathered), rows, *weights)
+        return products
+    return operators.gather_and_multiply(rows, weights, group_name, keeps_gathered)[0]
+
+
+def _scattered_sums(rows: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    if _is_traced(rows, weight):
+        sums: Tensor = torch.ops.dist_autotune.matmul_reduce_scatter([rows], [weight], group_name)
+    elif _wants_gradient(rows, weight):
+        sums = _ScatteredSums.apply(group_name, rows, weight)
+    else:
+        sums = operators.multiply_and_scatter([rows], [weight], group_name)
+    return sums
+
+
+def _is_traced(*tensors: Tensor) -> bool:
+    """Return whether somebody must see an operator: a compiler, a dispatch mode, a subclass of tensors."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(type(tensor) not in _PLAIN for tensor in tensors)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _wants_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+class _GatheredProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: tuple[str, bool], rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.group_name, ctx.is_gathered = call
+        products, gathered = operators.gather_and_multiply(rows, weights, *call)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(gathered if ctx.is_gathered else rows, *weights)
+        return tuple(products)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, for_rows, *for_weights = ctx.needs_input_grad
+        scatter = operators.multiply_and_scatter
+        of_rows, of_weights = operators.gradients_of_gather(ctx, grads, for_rows, for_weights, scatter)
+        return None, of_rows, *of_weights
+
+
+class _ScatteredSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group_name: str, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.group_name = group_name
+        ctx.save_for_backward(rows, weight)
+        return operators.multiply_and_scatter([rows], [weight], group_name)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        operators.check_first_order()
+        rows, weight = ctx.saved_tensors
+        _, for_rows, for_weight = ctx.needs_input_grad
+        of_rows, of_weight = operators.gather_and_multiply_backward(
+            grads[0], [rows], [weight], ctx.group_name, [for_rows], [for_weight]
+        )
+        return None, *operators.spread(of_rows, [for_rows]), *operators.spread(of_weight, [for_weight])
 
 
 class _SumGradient(torch.autograd.Function):
@@ -132,10 +207,14 @@ def _check_dim(name: str, dim: int, tensor: Tensor) -> None:
 
 def _as_rows(tensor: Tensor, dim: int) -> tuple[Tensor, list[int]]:
     """Return the tensor as a matrix whose rows run slowest along `dim`, and its sizes before the last."""
+    if tensor.dim() == 2:
+        return tensor, [tensor.shape[0]]
     moved = tensor.movedim(dim, 0)
     return moved.reshape(-1, tensor.shape[-1]), list(moved.shape[:-1])
 
 
 def _from_rows(rows: Tensor, sizes: list[int], dim: int) -> Tensor:
-    """Return a view of the matrix with these sizes, the first of which belongs at `dim`."""
+    """Return the matrix, or a view of it, with these sizes, the first of which belongs at `dim`."""
+    if len(sizes) == 1:
+        return rows
     return rows.unflatten(0, sizes).movedim(0, dim)

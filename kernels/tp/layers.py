@@ -14,6 +14,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -89,27 +90,71 @@ def project(x: Tensor, linears: Sequence[ColumnParallelLinear]) -> tuple[Tensor,
 
 
 class ProductsOfOneInput:
-    """Lets column-parallel layers that are called with the same tensor share a gather.
+    """Lets column-parallel layers share a gather in a call of the module that has them.
 
-    The first that is called computes the products of all; the others find theirs, which are kept until then.
+    The first layer that is called computes the products of all. The others find theirs if they are given the
+    same tensor, unchanged, in the same grad mode; products that nobody has read end with the module's call.
+    Layers called by themselves, or with an inference tensor, which does not count its changes, gather alone.
     """
 
     def __init__(self, linears: Sequence[ColumnParallelLinear]) -> None:
         self._linears = list(linears)
+        self._is_shared = False  # within a call of the module
         self._input: Tensor | None = None
+        self._state: tuple[Any, ...] = ()  # of the input, when the products were made
         self._products: dict[int, Tensor] = {}
         for index, linear in enumerate(linears):
             linear._together = self, index
 
+    def share_in(self, module: nn.Module) -> None:
+        """Share in the calls of a module from now on."""
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end, always_call=True)
+
     def product(self, index: int, x: Tensor) -> Tensor:
         """Return what the layer of that index makes of `x`."""
-        if self._input is not x or index not in self._products:
-            self._input = x
+        state = _state_of(x) if self._is_shared else None
+        if state is None:
+            return project(x, [self._linears[index]])[0]
+        if self._input is not x or self._state != state or index not in self._products:
+            self._input, self._state = x, state
             self._products = dict(enumerate(project(x, self._linears)))
         found = self._products.pop(index)
         if not self._products:
             self._input = None
         return found
+
+    def _begin(self, module: nn.Module, arguments: Any) -> None:
+        self._is_shared = True
+
+    def _end(self, module: nn.Module, arguments: Any, result: Any) -> None:
+        self._is_shared, self._input, self._state, self._products = False, None, (), {}
+
+
+def _state_of(x: Tensor) -> tuple[Any, ...] | None:
+    """Return what tells whether products of `x` may serve again; None for a tensor that cannot tell."""
+    if torch.compiler.is_compiling():
+        from torch._dynamo.comptime import comptime  # loaded by then; importing it takes a second
+
+        comptime(_note_version)
+        version = _noted_version()
+    elif x.is_inference():
+        return None
+    else:
+        version = x._version
+    return version, torch.is_grad_enabled(), x.requires_grad
+
+
+_NOTED: list[int] = []  # while Dynamo traces: to a graph, `_version` is no number
+
+
+def _note_version(context: Any) -> None:
+    _NOTED[:] = [context.get_local("x").as_fake()._version]
+
+
+@torch.compiler.assume_constant_result  # of what is traced
+def _noted_version() -> int:
+    return _NOTED[0]
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -1,5 +1,7 @@
 """The registered operators, `torch.ops.dist_autotune`: what they compute, their shapes, their gradients.
 
+What is traced has them; eager calls leave them out (`functions`), as their dispatch takes longer than a call.
+
     all_gather_matmul                every rank's rows times each weight.T, behind one gather
     matmul_reduce_scatter            this rank's rows of the sum of all products, over pairs and ranks
     matmul_reduce_scatter_backward   the gradients of its operands, behind one gather
@@ -11,6 +13,7 @@ backward keeps where the graphs are equal.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,9 +40,10 @@ _ops = torch.ops.dist_autotune
 # ---- what they compute
 
 
-def _all_gather_matmul(
-    a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool
+def gather_and_multiply(
+    a_shard: Tensor, weights: Sequence[Tensor], group_name: str, save_gathered: bool
 ) -> tuple[list[Tensor], Tensor]:
+    """Return the products, and all ranks' rows if they are to be saved, else none of them."""
     operation, products, gathered = _gather(a_shard, weights, group_name, needs_rows=save_gathered)
     if gathered is None or not save_gathered:
         return products, a_shard.new_empty((0, a_shard.shape[1]))
@@ -48,7 +52,7 @@ def _all_gather_matmul(
 
 
 def _gather(
-    a_shard: Tensor, weights: list[Tensor], group_name: str, *, needs_rows: bool
+    a_shard: Tensor, weights: Sequence[Tensor], group_name: str, *, needs_rows: bool
 ) -> tuple[AllGatherGemm, list[Tensor], Tensor | None]:
     """Return the operation, the products and, if somebody needs them, all rows, until the next call.
 
@@ -67,8 +71,11 @@ def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _matmul_reduce_scatter(a: list[Tensor], weights: list[Tensor], group_name: str) -> Tensor:
-    """The scatter hides behind the largest product; the others are what its sums start from."""
+def multiply_and_scatter(a: Sequence[Tensor], weights: Sequence[Tensor], group_name: str) -> Tensor:
+    """Return this rank's rows of the sum of all products.
+
+    The scatter hides behind the largest product; the others are what its sums start from.
+    """
     largest = max(range(len(a)), key=lambda i: a[i].shape[1])
     addend = None
     for i, (rows, weight) in enumerate(zip(a, weights, strict=True)):
@@ -79,14 +86,15 @@ def _matmul_reduce_scatter(a: list[Tensor], weights: list[Tensor], group_name: s
     return operation(by_rows(rows), weight, addend=addend)
 
 
-def _matmul_reduce_scatter_backward(
+def gather_and_multiply_backward(
     grad: Tensor,
-    a: list[Tensor],
-    weights: list[Tensor],
+    a: Sequence[Tensor],
+    weights: Sequence[Tensor],
     group_name: str,
-    for_a: list[bool],
-    for_weights: list[bool],
+    for_a: Sequence[bool],
+    for_weights: Sequence[bool],
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients of `multiply_and_scatter` for those operands that need one."""
     across = [weight.T for weight, is_needed in zip(weights, for_a, strict=True) if is_needed]
     multiplied = [rows for rows, is_needed in zip(a, for_weights, strict=True) if is_needed]
     of_a: list[Tensor] = []
@@ -157,23 +165,35 @@ def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tenso
 
 
 def _gradients_of_gather(ctx: Any, grads: list[Tensor | None], _of_gathered: None) -> tuple[Any, ...]:
+    for_a, for_weights, *_ = ctx.needs_input_grad
+    return *gradients_of_gather(ctx, grads, for_a, for_weights, _ops.matmul_reduce_scatter), None, None
+
+
+def gradients_of_gather(
+    ctx: Any,
+    grads: Sequence[Tensor | None],
+    for_a: bool,
+    for_weights: Sequence[bool],
+    scatter: Callable[[list[Tensor], list[Tensor], str], Tensor],
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return the gradients of a gather's operands; ctx saves rows and weights, and whether rows are all's."""
     check_first_order()
     rows, *weights = ctx.saved_tensors
-    for_a, for_weights, *_ = ctx.needs_input_grad
     needs_rows = any(grad is not None and asked for grad, asked in zip(grads, for_weights, strict=True))
     if needs_rows and not ctx.is_gathered:
         rows = start_gather(rows, ctx.group_name)
     of_a = None
     pairs = [(grad, weight.T) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
     if for_a and pairs:
-        of_a = _ops.matmul_reduce_scatter(*map(list, zip(*pairs, strict=True)), ctx.group_name)
+        left, right = map(list, zip(*pairs, strict=True))
+        of_a = scatter(left, right, ctx.group_name)
     if needs_rows and not ctx.is_gathered:
         rows = wait(rows)
     of_weights = [
         grad.T @ rows if asked and grad is not None else None
         for grad, asked in zip(grads, for_weights, strict=True)
     ]
-    return of_a, of_weights, None, None
+    return of_a, of_weights
 
 
 def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -190,10 +210,10 @@ def _gradients_of_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     of_a, of_weights = _ops.matmul_reduce_scatter_backward(
         grad, a, weights, ctx.group_name, list(for_a), list(for_weights)
     )
-    return _spread(of_a, for_a), _spread(of_weights, for_weights), None
+    return spread(of_a, for_a), spread(of_weights, for_weights), None
 
 
-def _spread(gradients: list[Tensor], needed: list[bool]) -> list[Tensor | None]:
+def spread(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
     """Return the gradients at the places for which they were computed."""
     left = iter(gradients)
     return [next(left) if is_needed else None for is_needed in needed]
@@ -206,23 +226,28 @@ def check_first_order() -> None:
         )
 
 
-def register(name: str, compute: Any, shapes: Any, gradients: Any = None, keep: Any = None) -> None:
+def register(
+    name: str, compute: Any, shapes: Any, gradients: Any = None, keep: Any = None, *, meets_peers: bool = True
+) -> None:
     """Register what an operator of the library computes, its shapes and, if it has any, its gradients.
 
-    `keep` sets up the context that `gradients` is given.
+    `keep` sets up the context that `gradients` is given. meets_peers: who wait where a rank does not call it.
     """
     library.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dist_autotune::{name}", shapes, lib=library)
+    if meets_peers:  # also where a rank reads no result, and its graph would drop the call
+        for operator in (getattr(_ops, name), getattr(_ops, name).default):
+            torch.fx.node.has_side_effect(operator)
     if gradients is not None:
         torch.library.register_autograd(f"dist_autotune::{name}", gradients, setup_context=keep, lib=library)
 
 
-register("all_gather_matmul", _all_gather_matmul, _shapes_of_gather, _gradients_of_gather, _keep_for_gather)
+register("all_gather_matmul", gather_and_multiply, _shapes_of_gather, _gradients_of_gather, _keep_for_gather)
 register(
     "matmul_reduce_scatter",
-    _matmul_reduce_scatter,
+    multiply_and_scatter,
     _shape_of_scatter,
     _gradients_of_scatter,
     _keep_for_scatter,
 )
-register("matmul_reduce_scatter_backward", _matmul_reduce_scatter_backward, _shapes_of_backward)
+register("matmul_reduce_scatter_backward", gather_and_multiply_backward, _shapes_of_backward)

@@ -30,16 +30,13 @@ class ColumnParallel:
     def __init__(self, *names: str, dim: int = 0, save_gathered: bool = True) -> None:
         self.names, self.dim, self.save_gathered = names, dim, save_gathered
 
-    def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, nn.Module]:
-        layers = {
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, ColumnParallelLinear]:
+        return {
             name: ColumnParallelLinear(
                 _linear(module.get_submodule(name)), mesh, dim=self.dim, save_gathered=self.save_gathered
             )
             for name in self.names or ("",)
         }
-        if len(layers) > 1:
-            ProductsOfOneInput([*layers.values()])
-        return layers
 
 
 @dataclass(frozen=True)
@@ -70,12 +67,16 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) 
     """
     modules = dict(module.named_modules())
     parallel: dict[str, nn.Module] = {}
+    of_one_input: list[tuple[nn.Module, list[ColumnParallelLinear]]] = []
     for pattern, style in plan.items():
         names = [name for name in modules if _matches(name, pattern)]
         if not names:
             raise ValueError(f"the plan names {pattern!r}, and no module has such a name")
         for name in names:
-            for child, replacement in style.apply(modules[name], mesh).items():
+            replacements = style.apply(modules[name], mesh)
+            if isinstance(style, ColumnParallel) and len(replacements) > 1:
+                of_one_input.append((modules[name], [*replacements.values()]))
+            for child, replacement in replacements.items():
                 place = ".".join(filter(None, (name, child)))
                 if place in parallel:
                     raise ValueError(f"the plan reaches {place!r} twice, the second time by {pattern!r}")
@@ -89,6 +90,8 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) 
     for name, replacement in parallel.items():
         if name:
             module.set_submodule(name, replacement)
+    for owner, layers in of_one_input:
+        ProductsOfOneInput(layers).share_in(owner)
     return parallel.get("", module)
 
 

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..ag_gemm import AllGatherGemm
-from ..exchange.operation import Operation
+from ..exchange.operation import Operation, PeerTimeout
 from ..gemm_rs import GemmReduceScatter
+from .announcements import Announcements
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str | None
 
@@ -79,6 +80,7 @@ class Workspaces:
     def __init__(self) -> None:
         self.open: dict[Key, Workspace] = {}
         self.outgrown: list[tuple[Key, Workspace]] = []  # graphs replay in them
+        self._announcements: dict[str, Announcements] = {}  # by the group's name
 
     def find(self, key: Key) -> Workspace | None:
         """Return what is open for the key, unless its group is gone: a new one may have the same name."""
@@ -102,11 +104,28 @@ class Workspaces:
         self.open[key] = workspace = Workspace(operation, group, rows, timeout_s)
         return workspace
 
+    def announcements(self, group_name: str) -> Announcements | None:
+        """Return those of a group, unless it is gone: a new one may have the same name."""
+        found = self._announcements.get(group_name)
+        return found if found is not None and found.group is _group_of(group_name) else None
+
+    def announce(self, key: Key, rows: int, timeout_s: float) -> Announcements | None:
+        """Tell the peers of a call; the first one of a group is collective. None: there are no peers."""
+        group = _group_of(key.group_name)
+        if group.size() == 1:
+            return None
+        found = self.announcements(key.group_name)
+        if found is None:
+            found = self._announcements[key.group_name] = Announcements(group, timeout_s)
+        found.announce(f"{key.kind.__name__} of {key.columns} features in {key.dtype}", rows)
+        return found
+
     def take(self, group_name: str) -> list[tuple[Key, Workspace]]:
         """Return the workspaces of a group, and forget them: the oldest first."""
         mine = [each for each in (*self.outgrown, *self.open.items()) if each[0].group_name == group_name]
         self.outgrown = [each for each in self.outgrown if each[0].group_name != group_name]
         self.open = {key: each for key, each in self.open.items() if key.group_name != group_name}
+        self._announcements.pop(group_name, None)
         return mine
 
 
@@ -158,19 +177,30 @@ def release(group: Group = None) -> None:
 def opened(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_name: str) -> Kind:
     """Return an operation of that kind for so many rows, of the type and place of `like`.
 
-    rows, columns: what it is opened with. It is opened or grown if there is none: then this is collective.
+    rows, columns: what it is opened with. It is opened or grown if there is none: then this is collective,
+    and a ValueError where ranks come with different numbers of rows.
     """
     key = Key(kind, group_name, columns, like.dtype, like.device)
     found = WORKSPACES.find(key)
     is_capturing = _is_capturing(like)
+    announced = WORKSPACES.announce(key, rows, TIMEOUT_S if found is None else found.timeout_s)
     if found is None or found.rows < rows:
         if is_capturing:
             asked = f"a captured call of {rows} rows of {columns} features in {like.dtype}"
             room = "no workspace" if found is None else f"a workspace of {found.rows} rows"
             raise RuntimeError(f"{asked} found {room}: call once before the capture, or reserve() it")
+        if announced is not None:
+            try:
+                announced.require_equal()
+            except (ValueError, PeerTimeout) as error:
+                if found is not None:
+                    found.operation.refuse(str(error))
+                raise
         grown = rows if found is None else max(rows, int(GROWTH * found.rows))
         found = WORKSPACES.replace(key, found, grown, TIMEOUT_S if found is None else found.timeout_s)
     found.is_captured |= is_capturing
+    if announced is not None:
+        found.operation.explain = announced.explain
     assert isinstance(found.operation, kind)
     return found.operation
 

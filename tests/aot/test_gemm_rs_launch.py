@@ -127,10 +127,11 @@ class Caller:
         op._capacity, op.rank, op.world_size = case.capacity, case.rank % world, world
         op._sms, op._has_tma, op._upcasts = case.programs, case.has_tma, case.upcasts
         op._patience_ticks, op._body = case.patience_ticks, "plain"
+        self.body = op._make_body(Operands(*self.operands, None))
 
     def call(self) -> None:
         operands = Operands(*self.operands, None)
-        self.operation._launch(self.operation._body_of(operands), operands)
+        self.operation._launch(self.body, operands)
 
 
 @pytest.fixture

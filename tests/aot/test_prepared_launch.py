@@ -142,6 +142,21 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
     assert len(set(prepared)) == 3  # epochs
 
 
+@triton.jit
+def scaled(x_ptr, y_ptr, n, factor, BLOCK: triton.language.constexpr):
+    offs = triton.language.arange(0, BLOCK)
+    x = triton.language.load(x_ptr + offs, mask=offs < n)
+    triton.language.store(y_ptr + offs, x * factor, mask=offs < n)
+
+
+def test_numbers_with_a_fraction_are_handed_over_as_they_are(device):
+    x, y = torch.zeros(64), torch.zeros(64)
+    compiled = scaled[(1,)](x, y, 50, 0.25, BLOCK=64)
+    launches.PreparedLaunch(compiled, (1, 1, 1), (), (), (64,))((), x, y, 50, 0.25)
+    by_triton, prepared = device.handed
+    assert prepared == by_triton
+
+
 @NEEDS_BARE
 @consumers
 def test_the_own_way_is_asked_no_more_when_a_launch_is_prepared(device, consumer, monkeypatch):
@@ -166,6 +181,53 @@ def test_descriptors_are_encoded_once_for_each_address(device):
     assert len(device.encoded) == 8
     gather, weight, out = (tensor.data_ptr() for tensor in second.tensors)
     assert device.encoded[4:] == [gather, weight, weight, out]
+
+
+def maps_in(handed: Any) -> Iterator[int]:
+    """Yield the addresses of the descriptors that the driver was handed."""
+    for each in handed if isinstance(handed, tuple) else ():
+        if isinstance(each, tuple) and each[:1] == ("tensor map",):
+            yield each[1]
+        else:
+            yield from maps_in(each)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows with each launch that is prepared."""
+    made: list[int] = []
+    prepare = launches.PreparedLaunch.__init__
+    monkeypatch.setattr(
+        launches.PreparedLaunch, "__init__", lambda *args: (made.append(1), prepare(*args))[1]
+    )
+    return made
+
+
+@NEEDS_BARE
+def test_weights_of_many_layers_share_a_launch_and_are_encoded_once(device, monkeypatch):
+    caller, made = Caller(SpecializedConsumer), counted(monkeypatch)
+    gather, _, out = caller.tensors
+    weights = torch.zeros((600, N, K), dtype=torch.bfloat16)
+    calls(device, caller, 2)
+    device.encoded.clear()
+    for _ in range(2):
+        for caller.tensors[1] in weights:
+            calls(device, caller, 1)
+    assert len(made) == 1
+    assert device.encoded == [weight.data_ptr() for weight in weights for _ in range(2)]  # B is there twice
+    for weight, handed in zip(weights, device.handed[-600:], strict=True):
+        b = weight.data_ptr()
+        assert list(maps_in(handed)) == [gather.data_ptr(), b, b, out.data_ptr()]
+
+
+@NEEDS_BARE
+def test_descriptors_of_ever_new_addresses_are_bounded(device, monkeypatch):
+    monkeypatch.setattr(launches, "DESCRIPTORS_KEPT", 3)
+    caller = Caller(SpecializedConsumer)
+    for caller.tensors[1] in torch.zeros((8, N, K), dtype=torch.bfloat16):
+        calls(device, caller, 2)
+    (settled,) = specialized._SETTLED._of.values()
+    (prepared,) = settled._prepared.values()
+    assert [len(known) <= 3 for known in prepared._encoded] == [True] * 4
 
 
 @consumers
@@ -247,23 +309,23 @@ def compiled_by(device: Device) -> Any:
 @NEEDS_BARE
 def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monkeypatch):
     compiled = compiled_by(device)
-    assert bare_launch(compiled, (1, 1, 1), (), ()) is not None
+    assert bare_launch(compiled, (1, 1, 1), 0, ()) is not None
     with monkeypatch.context() as changed:  # another release
         changed.setattr(launches.nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO", raising=False)
         changed.setattr(launches, "IS_3_9", False)
-        assert bare_launch(compiled, (1, 1, 1), (), ()) is None
+        assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
     with monkeypatch.context() as changed:
         changed.setattr(compiled.run, "profile_scratch_size", 16)
-        assert bare_launch(compiled, (1, 1, 1), (), ()) is None
+        assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
     with monkeypatch.context() as changed:
         changed.setattr(launches, "nvidia", None)
-        assert bare_launch(compiled, (1, 1, 1), (), ()) is None
+        assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
     if hasattr(compiled.run, "gsan_enabled"):  # it has arguments of its own
         with monkeypatch.context() as changed:
             changed.setattr(compiled.run, "gsan_enabled", True)
-            assert bare_launch(compiled, (1, 1, 1), (), ()) is None
+            assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
     compiled._run = lambda *args: None  # another backend's
-    assert bare_launch(compiled, (1, 1, 1), (), ()) is None
+    assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
 
 
 def test_where_the_way_below_is_not_known_triton_s_own_is_taken(device, monkeypatch):

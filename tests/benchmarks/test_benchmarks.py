@@ -149,6 +149,20 @@ def test_gemm_rs_times_what_is_right() -> None:
 
 
 @INTERPRETER
+def test_gemm_ar_times_sums_and_norms_that_are_right() -> None:
+    case = case_of("gemm_ar")
+    arms = {arm["name"]: arm for arm in case["arms"]}
+    timed = {name for name, arm in arms.items() if "unavailable" not in arm}
+    assert timed == {"ours", "ours, norm", "GEMM + gloo", "GEMM + gloo, norm", "GEMM"}
+    assert arms["torch one-shot, norm"]["unavailable"] == "torch's symmetric memory needs GPUs"
+    assert arms["ours, two-shot, norm, graph"]["unavailable"] == "CUDA graphs need a GPU"
+    ratios = {ratio["name"] for ratio in json.loads(Path("record.json").read_text())["ratios"]}
+    assert {"GEMM + gloo, graph / ours, graph", "GEMM + gloo, norm / ours, norm"} <= ratios
+    tuned = {context["kernel"]: context["status"] for context in case["tuned"]["contexts"]}
+    assert tuned == dict.fromkeys(("add_rows", "exchange_rows", "gemm_ar way"), "tuned")
+
+
+@INTERPRETER
 @pytest.mark.parametrize(
     ("name", "others"),
     [

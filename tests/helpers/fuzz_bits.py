@@ -140,7 +140,7 @@ class ComparingRank(VirtualRank):
                 self.tuned.retune()
             self.called.append(self.tuned())
             self.reports.append(self.tuned.report)
-            assert not INTERCEPTION.active, "Autotuner.run is left replaced"
+            assert not INTERCEPTION.is_within(), "a call has no end"
         return self.reports
 
     def _thunk(self) -> Any:

@@ -31,6 +31,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from dist_autotune import contextual_autotune
 from dist_autotune.logs.records import read_records
+from dist_autotune.triton_api.interception import INTERCEPTION
 
 
 @triton.jit
@@ -241,6 +242,11 @@ def inject(bench: Bench, where: str, errors: Mapping[int, Callable[[], BaseExcep
 
 class Mine(Exception):
     """What the user's own code raises."""
+
+
+def is_outside() -> bool:
+    """Return whether no call of a tuned function is under way: launches are stock Triton's."""
+    return not INTERCEPTION.calls
 
 
 def no_bench(*args: Any, **kwargs: Any) -> Any:

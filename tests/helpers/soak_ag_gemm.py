@@ -210,7 +210,7 @@ class Soak:
         """Let each call take one of the options that it has on this rank, at random."""
 
         def choose(operands: Operands) -> Choice:
-            options = operands.kind.options
+            options = operands.options
             return Choice(*map(self._own.choice, (options.consumers, options.pieces, options.programs)))
 
         op._choose = choose

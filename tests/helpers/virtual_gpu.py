@@ -43,7 +43,6 @@ import pytest
 import torch
 import triton
 from kernels_for_tests import add
-from triton.runtime.autotuner import Autotuner
 from virtual_ranks import EverybodysTurn, VirtualAgreement, VirtualGroup
 
 from dist_autotune import EventClock, contextual_autotune
@@ -56,9 +55,6 @@ CALL_MS = 0.002  # of the host, for each call of torch.cuda that does something
 LAUNCH_MS = 0.01  # of the host, for a launch
 EXCHANGE_MS = 0.1  # from the last rank's part of an exchange to its end
 TIMEOUT_S = 1.0  # of a launch, in virtual time
-
-# `INTERCEPTION` between two calls
-NOBODYS = {"active": False, "tuning": False, "chooser": None, "_replaced": ()}
 
 
 @dataclass(eq=False)
@@ -421,23 +417,6 @@ class TimedGroup(VirtualGroup):
             self.broken = AssertionError(f"the hosts of ranks {waiting} wait for ever: {self.gpus.why}")
         else:
             super().give_up(alive)
-
-    def pass_on(self, agreement: VirtualAgreement) -> None:
-        with another_rank():
-            super().pass_on(agreement)
-
-
-@contextlib.contextmanager
-def another_rank() -> Iterator[None]:
-    """Leave `Autotuner.run`, of which there is one, to another rank; each may be amid a call."""
-    before, state = Autotuner.run, {name: getattr(INTERCEPTION, name) for name in NOBODYS}
-    Autotuner.run = dict(INTERCEPTION._replaced).get(Autotuner, before)
-    vars(INTERCEPTION).update(NOBODYS)
-    try:
-        yield
-    finally:
-        Autotuner.run = before
-        vars(INTERCEPTION).update(state)
 
 
 # ---- kernels

@@ -218,7 +218,7 @@ class VirtualRank:
                 raise
             except Exception as caught:
                 error = caught
-            assert not INTERCEPTION.active, "Autotuner.run is left replaced"
+            assert not INTERCEPTION.is_within(), "a call has no end"
             assert not (self.tuned.settled and self.compilers), "a process compiles what nobody asks for"
             self.attempts.clear()
             self.endings.append(Ending(self, error, before))

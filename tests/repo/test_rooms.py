@@ -39,6 +39,7 @@ KERNELS = ROOT / "kernels"
 BENCHMARKS = ROOT / "benchmarks"
 KERNEL_LEVELS = (
     ("tp",),
+    ("gemm_ar",),
     ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
     ("grouped",),
     ("gemm", "exchange"),

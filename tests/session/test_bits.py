@@ -296,10 +296,12 @@ def test_bits_belong_to_replay(bench, monkeypatch):
         bench.tune(lambda: None, mode="online")()
     bench.tune(Function(bench), mode="online", bits="any")()
     with (
-        pytest.raises(InvalidOption, match="bits='same' belongs to mode='replay'"),
+        pytest.raises(InvalidOption, match="bits='same' belongs to mode='replay'") as refused,
         StepTuner(bits="same").step(),
     ):
         pass
+    assert "Leave out" not in str(refused.value)  # of what nobody wrote
+    assert "Decorate a function that makes one step with @contextual_autotune" in str(refused.value)
 
 
 class Training:

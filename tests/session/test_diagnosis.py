@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
-from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, only, records
+from kernels_for_tests import Bench, ScriptedClock, double, is_outside, launch, numbers, only, records
 from rank_programs import ending, tune, wait_for
-from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import EventClock, PeerFailed, TuningError, is_tuning
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
@@ -26,7 +25,6 @@ from dist_autotune.tuner import calls
 from dist_autotune.tuner.diagnosis import LISTED, listed
 from ranks import assert_all_ok, run_ranks
 
-STOCK_RUN = Autotuner.run
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
 NEVER_MS = 1e9
 
@@ -217,7 +215,7 @@ def test_a_launch_that_never_ends_ends_the_call_and_names_the_one_that_runs(monk
     assert "cuda:0 did not end a launch within 2 s" in text
     assert "end the process" in text
     assert isinstance(caught.value, TimeoutError)
-    assert (Autotuner.run is STOCK_RUN, is_tuning(), tuned.settled) == (True, False, False)
+    assert (is_outside(), is_tuning(), tuned.settled) == (True, False, False)
     (failed,) = records(RunFailed)
     assert "add[64, float32, float32] with BLOCK: 32" in failed.error
     assert records(SessionClosed)[-1].outcome == "LaunchTimeout"
@@ -254,7 +252,7 @@ def test_peers_of_a_rank_whose_launch_never_ends_learn_its_name(quick_heartbeats
             device, lambda block: NEVER_MS if rank == 1 and block == 32 and hangs else 0.01, is_dist=True
         )
         end = ending(step)
-        assert (Autotuner.run is STOCK_RUN, is_tuning()) == (True, False)
+        assert (is_outside(), is_tuning()) == (True, False)
         hangs.clear()
         device.idle_ms = device.host_ms
         return end, ending(step).partition("(")[0]
@@ -294,7 +292,7 @@ def test_an_error_of_the_device_found_at_the_end_of_a_run_names_what_was_launche
     assert f"cuda:0 reports {kind.__name__}: CUDA error: an illegal memory access was encountered." in text
     assert "double[64, float32, float32] with BLOCK: 32" in text
     assert "start it again" in text
-    assert (Autotuner.run is STOCK_RUN, is_tuning(), tuned.settled) == (True, False, False)
+    assert (is_outside(), is_tuning(), tuned.settled) == (True, False, False)
     assert_named(records(RunFailed)[-1].error + f"{Path('.autotune_logs').absolute()}/rank-0.log")
 
 

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import torch
-from kernels_for_tests import Mine, launch, no_bench, numbers, only, records, winner
-from triton.runtime.autotuner import Autotuner
+from kernels_for_tests import Mine, is_outside, launch, no_bench, numbers, only, records, winner
 
 from dist_autotune import ContextualAutotuner, StepTuner, is_tuning
 from dist_autotune.errors import InvalidOption, TuningError
@@ -15,9 +14,6 @@ from dist_autotune.formatting import WAITING_NOTE
 from dist_autotune.logs.records import RunFailed, SessionOpened
 from dist_autotune.settings import cache_directory
 from dist_autotune.storage.waiting import WaitingContexts
-
-STOCK_RUN = Autotuner.run
-STOCK_START = threading.Thread.start
 
 
 @pytest.fixture
@@ -31,11 +27,11 @@ def test_each_step_is_one_run_until_all_is_settled(bench, step_tuner):
     for settled in (False, False, True, True):
         with step_tuner.step():
             assert torch.equal(launch(kernel, numbers()), numbers() + 1)
-        assert Autotuner.run is STOCK_RUN
+        assert is_outside()
         assert step_tuner.settled is settled
     assert bench.blocks() == [16, 32, 64, 32]
     assert (winner(only(step_tuner.report)), step_tuner.report.runs) == (32, 3)
-    assert [record.thunk for record in records(SessionOpened)] == ["step"]
+    assert [record.thunk for record in records(SessionOpened)] == ["test_step_tuner.py"]
 
 
 def test_a_loop_may_leave_a_step_in_every_way(bench, step_tuner):
@@ -70,7 +66,7 @@ def test_what_a_step_raises_reaches_the_caller_and_a_later_one_makes_that_run_ag
     except BaseException as raised:
         caught = raised
     assert caught is error
-    assert (Autotuner.run, is_tuning()) == (STOCK_RUN, False)
+    assert (is_outside(), is_tuning()) == (True, False)
     assert len(records(RunFailed)) == 1
     with step_tuner.step():
         launch(kernel, numbers())
@@ -95,7 +91,7 @@ def test_steps_and_tuned_functions_join_the_run_that_they_lie_in(bench, step_tun
             inner()
     assert (step_tuner.settled, inner.report, other.report) == (True, None, None)
     assert bench.blocks(n=8) == [32, 16]
-    assert [record.thunk for record in records(SessionOpened)] == ["outer", "step"]
+    assert [record.thunk for record in records(SessionOpened)] == ["outer", "test_step_tuner.py"]
 
 
 def on_thread(name, function):
@@ -136,8 +132,10 @@ def test_a_step_closed_on_another_thread_is_an_error_and_leaves_nothing_locked(
     error = on_thread("closer", lambda: opened.__exit__(None, None, None))
     names = "MainThread" if opener_lives else "opener"
     assert isinstance(error, TuningError)
-    assert f"a step of step was opened on thread {names} and closed on thread closer" in str(error)
-    assert (Autotuner.run, threading.Thread.start, is_tuning()) == (STOCK_RUN, STOCK_START, False)
+    assert f"a step of test_step_tuner.py was opened on thread {names} and closed on thread closer" in str(
+        error
+    )
+    assert (is_outside(), is_tuning()) == (True, False)
     assert on_thread("another", step) is None
     while not step_tuner.settled:
         step()
@@ -152,7 +150,7 @@ def test_what_a_step_closed_on_another_thread_raises_reaches_the_caller(bench, s
     opened, error = steps(), Mine("mine")
     next(opened)
     assert on_thread("closer", lambda: opened.throw(error)) is error
-    assert Autotuner.run is STOCK_RUN
+    assert is_outside()
     assert on_thread("another", lambda: next(steps())) is None
 
 
@@ -174,7 +172,7 @@ def test_retune_tunes_anew(bench, step_tuner):
 def test_with_the_mode_off_a_step_is_nothing(bench, step_tuner, monkeypatch):
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
     with step_tuner.step():
-        assert Autotuner.run is STOCK_RUN
+        assert is_outside()
     assert step_tuner.report is None
 
 
@@ -230,7 +228,7 @@ def test_a_key_that_is_launched_too_seldom_is_named_and_recorded(bench, step_tun
     assert step_tuner.report.waiting == (title,)
     assert f"{WAITING_NOTE}: {title}" in str(step_tuner.report)
     (warning,) = caplog.messages
-    assert warning.startswith(f"{title} waits for launches: step launches it too seldom")
+    assert warning.startswith(f"{title} waits for launches: test_step_tuner.py launches it too seldom")
     assert [each.title for each in WaitingContexts(cache_directory()).all()] == [title]
 
     evaluate = bench.tune(lambda: launch(kernel, numbers(96)))
@@ -250,3 +248,20 @@ def test_a_key_waits_while_others_are_tuned(bench):
             if step == 1:
                 launch(kernel, numbers(96))
         assert tuner.report.waiting == (("add[96, float32, float32]",) if step >= 17 else ())
+
+
+class Subclass(StepTuner):
+    def __init__(self, **options):
+        super().__init__(**options)
+
+
+@pytest.mark.parametrize("kind", [StepTuner, Subclass])
+def test_steps_are_called_after_the_file_that_makes_their_tuner(bench, kind):
+    tuner = kind(clock=bench.clock, progress=False)
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    with tuner.step():
+        launch(kernel, numbers())
+    assert tuner.report.function == "test_step_tuner.py"
+    assert kind(name="mine")._name == "mine"
+    (made,) = eval("[kind()]", {"kind": kind})
+    assert made._name == "step"  # of a prompt

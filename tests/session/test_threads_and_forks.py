@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import Bench, double, launch, numbers, only, records
-from triton.runtime.autotuner import Autotuner
+from kernels_for_tests import Bench, double, is_outside, launch, no_bench, numbers, only, records
 
 from dist_autotune import TuningError, is_tuning, tunable
 from dist_autotune.logs.records import SessionClosed, SessionOpened
 from ranks import assert_all_ok, run_ranks
 
-STOCK_RUN = Autotuner.run
-STOCK_START = threading.Thread.start
+START = threading.Thread.start
 LONG_S = 30.0  # longer than anything here takes; only a failure waits for it
 
 
@@ -134,7 +132,7 @@ def test_a_tuned_function_on_a_thread_that_the_call_starts_and_waits_for_joins_t
     assert bench.blocks()[:3] == [16, 32, 32]
     assert outer.settled
     assert [record.thunk for record in records(SessionOpened)] == ["outer"]
-    assert threading.Thread.start is STOCK_START
+    assert threading.Thread.start is START
 
 
 def submitted(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> None:
@@ -247,22 +245,102 @@ def test_a_call_on_another_thread_waits_its_turn(bench):
     assert [context.kernel for context in second.report.contexts] == ["double"]
 
 
-def test_settled_calls_take_turns_too(bench):
+def test_settled_calls_run_on_any_number_of_threads_at_once(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
-    inside = []
+    together = threading.Barrier(4)
 
     def thunk():
-        inside.append(1)
-        most = len(inside)
-        launch(kernel, numbers())
-        inside.pop()
-        return most
+        if tuned.settled:
+            together.wait(LONG_S)  # all of them are inside
+        return launch(kernel, numbers())
 
     tuned = bench.tune(thunk)
     tuned()
     with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(lambda _: tuned(), range(50))) == {1}
-    assert Autotuner.run is STOCK_RUN
+        assert all(torch.equal(y, numbers() + 1) for y in pool.map(lambda _: tuned(), range(40)))
+    assert tuned.settled
+    assert set(bench.blocks()[3:]) == {32}
+
+
+def test_two_settled_functions_on_two_threads_that_feed_each_other_do_not_wait(bench):
+    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 3.0}, double)
+    asked, answered = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def serve():
+        y = launch(one, numbers())
+        if server.settled:
+            answered.put(asked.get(timeout=LONG_S) + y)
+
+    def ask():
+        if client.settled:
+            asked.put(launch(other, numbers()))
+            return answered.get(timeout=LONG_S)
+        return launch(other, numbers())
+
+    server, client = (
+        bench.tune(serve, name="server", timeout_s=1),
+        bench.tune(ask, name="client", timeout_s=1),
+    )
+    server(), client()
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(20):
+            served = pool.submit(server)
+            assert torch.equal(client(), numbers() * 3 + 1)
+            served.result(LONG_S)
+
+
+def test_a_call_whose_function_is_tuned_on_another_thread_goes_on_with_what_is_settled(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inside, in_session = threading.Event(), threading.Event()
+
+    def thunk(n):
+        if n == 64 and tuned.settled:
+            inside.set()
+            assert in_session.wait(LONG_S)
+        elif n == 8:
+            in_session.set()
+        return launch(kernel, numbers(n))
+
+    tuned = bench.tune(thunk)
+    tuned(64)
+    bench.forget()
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(tuned, 64)
+        assert inside.wait(LONG_S)
+        tuned(8)
+        assert torch.equal(settled.result(LONG_S), numbers() + 1)
+    assert bench.blocks(n=64) == [32]
+    assert sorted(bench.blocks(n=8)) == [16, 32, 32, 32]
+
+
+def test_a_thread_without_a_call_launches_what_a_settled_call_knows_and_benchmarks_nothing(bench):
+    one = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    other = bench.kernel({16: 1.0, 32: 3.0}, double, do_bench=no_bench)
+    inside, leave = threading.Semaphore(0), threading.Event()
+
+    def tuned_alone(kernel, name):
+        def thunk():
+            launch(kernel, numbers())
+            if tuned.settled:
+                inside.release()
+                assert leave.wait(LONG_S)
+
+        tuned = bench.tune(thunk, name=name, watch=False)
+        tuned()
+        return tuned
+
+    tuned = [tuned_alone(one, "first"), tuned_alone(other, "second")]
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(each) for each in tuned]
+        assert all(inside.acquire(timeout=LONG_S) for _ in calls)
+        bench.forget()
+        assert torch.equal(launch(one, numbers()), numbers() + 1)
+        assert torch.equal(launch(other, numbers()), numbers() * 2)
+        known = bench.blocks("add"), bench.blocks("double")
+        assert torch.equal(launch(one, numbers(8)), numbers(8) + 1)  # new to both
+        leave.set()
+        assert [call.exception(LONG_S) for call in calls] == [None, None]
+    assert known == ([32], [16])
 
 
 def test_a_call_that_raises_lets_the_next_thread_in(bench):
@@ -313,7 +391,7 @@ def fork_in_first_run(bench: Bench, kernel: Any, in_the_child: Callable[[], Any]
 def test_a_child_forked_during_a_session_finds_the_stock_function(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     seen, _ = fork_in_first_run(
-        bench, kernel, lambda: (Autotuner.run is STOCK_RUN, is_tuning(), tunable("in a child", [1, 2]))
+        bench, kernel, lambda: (is_outside(), is_tuning(), tunable("in a child", [1, 2]))
     )
     assert seen == (True, False, 1)
     assert bench.blocks() == [16, 32, 32]
@@ -368,12 +446,12 @@ def test_a_child_forked_between_calls_tunes_on_its_own(bench):
 
     def child():
         y = tuned()
-        return torch.equal(y, numbers() + 1), bench.blocks(), Autotuner.run is STOCK_RUN
+        return torch.equal(y, numbers() + 1), bench.blocks(), is_outside()
 
     assert in_child(child) == (True, [16, 32, 32], True)
     assert bench.blocks() == []
     tuned()
-    assert Autotuner.run is STOCK_RUN
+    assert is_outside()
 
 
 def test_a_child_may_call_while_its_parent_is_in_the_middle_of_a_call(bench):
@@ -382,7 +460,7 @@ def test_a_child_may_call_while_its_parent_is_in_the_middle_of_a_call(bench):
 
     def child():
         result = on_thread(second)  # on any thread: the turn that the parent holds is not the child's
-        return torch.equal(result, numbers() * 2), Autotuner.run is STOCK_RUN
+        return torch.equal(result, numbers() * 2), is_outside()
 
     assert fork_in_first_run(bench, kernel, child)[0] == (True, True)
     assert second.report is None
@@ -402,7 +480,7 @@ def test_a_fork_while_another_thread_is_in_a_call_leaves_the_child_free(bench):
         first = pool.submit(bench.tune(thunk, name="first"))
         assert inside.wait(LONG_S)
         try:
-            free = in_child(lambda: (Autotuner.run is STOCK_RUN, torch.equal(second(), numbers() * 2)))
+            free = in_child(lambda: (is_outside(), torch.equal(second(), numbers() * 2)))
         finally:
             forked.set()
         assert torch.equal(first.result(LONG_S), numbers() + 1)

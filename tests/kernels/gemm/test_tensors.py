@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from dist_autotune.kernels import tensors
-from dist_autotune.kernels.tensors import key_of, remember
+from dist_autotune.kernels.tensors import layout_of, remember
 
 
-def test_a_place_is_address_shape_strides_type_and_device():
+def test_a_layout_is_shape_strides_type_device_and_alignment():
     tensor = torch.randn(24, 32)
-    assert key_of(tensor) == key_of(tensor.detach())
-    others = (tensor[1:], tensor[:, :8], tensor.T, tensor.view(torch.int32), tensor.clone(), [tensor], None)
-    assert len({key_of(other) for other in (tensor, *others)}) == 1 + len(others)
+    for alike in (tensor.detach(), tensor.clone()):
+        assert layout_of(tensor) == layout_of(alike)
+    rows, beside = tensor[1:23], tensor.as_strided((22, 32), (32, 1), 1)
+    assert layout_of(rows) == layout_of(tensor[2:24])
+    others = (rows, beside, tensor[:, :8], tensor.T, tensor.view(torch.int32), [tensor], None)
+    assert len({layout_of(other) for other in (tensor, *others)}) == 1 + len(others)
 
 
 def test_the_oldest_is_forgotten_and_what_is_there_is_replaced(monkeypatch):

@@ -249,33 +249,39 @@ class Options:
         self._timeout = datetime.timedelta(minutes=10)
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["made", "not made"])
 @pytest.mark.parametrize("device", [None, torch.device("cuda", 0)], ids=["lazy", "bound to a device"])
-def test_a_communicator_has_the_limit_and_what_the_group_has(monkeypatch, device):
-    asked: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+def test_a_communicator_has_the_limit_and_what_the_group_has(monkeypatch, device, fails):
+    asked: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
     parent = Options(is_high_priority_stream=True)
     parent._timeout = datetime.timedelta(seconds=77)
     backend = SimpleNamespace(options=parent)
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(wrapped_pg=backend), size=lambda: 2)
+    world, made = SimpleNamespace(bound_device_id=device), SimpleNamespace(bound_device_id=None)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    monkeypatch.setattr(type(dist.group), "WORLD", SimpleNamespace(bound_device_id=device))
+    monkeypatch.setattr(type(dist.group), "WORLD", world)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [1, 3])
-    for name in ("new_group", "split_group"):
 
-        def ask(*given: Any, name: str = name, **more: Any) -> Any:
-            asked.append((name, given, more))
-            return group
+    def ask(*given: Any, **more: Any) -> Any:
+        asked.append((given, more, world.bound_device_id))
+        if fails:
+            raise RuntimeError("no communicator")
+        return made
 
-        monkeypatch.setattr(dist, name, ask)
-    assert collective_groups.limited_communicator(group, 8) is group
-    ((name, given, more),) = asked
+    monkeypatch.setattr(dist, "new_group", ask)
+    if fails:
+        with pytest.raises(RuntimeError, match="no communicator"):
+            collective_groups.limited_communicator(group, 8)
+    else:
+        assert collective_groups.limited_communicator(group, 8) is made
+        assert made.bound_device_id == device
+    ((given, more, bound_meanwhile),) = asked
     options = given[3]
     assert (options.config.max_ctas, options.is_high_priority_stream) == (8, True)
     assert options._timeout == datetime.timedelta(seconds=77)
-    if device is None:
-        assert (name, given[0], given[2]) == ("new_group", [1, 3], "nccl")
-        assert more["use_local_synchronization"]  # ranks outside the group do not call it
-    else:
-        assert (name, given[:2]) == ("split_group", (group, [[0, 1]]))
+    assert (given[0], given[2]) == ([1, 3], "nccl")  # no other backend is given options of NCCL
+    assert more["use_local_synchronization"]  # ranks outside the group do not call it
+    assert (bound_meanwhile, world.bound_device_id) == (None, device)  # nothing is split
 
 
 def test_an_nccl_without_limits_is_named(monkeypatch):

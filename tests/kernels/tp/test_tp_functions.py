@@ -6,6 +6,7 @@ import pytest
 import torch
 from operation_runs import INTERPRETER, message_of, values
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from tp_runs import assert_close, block, tensor_of, tensors_of_all, workspaces
 
 from dist_autotune.kernels import tp
@@ -72,6 +73,34 @@ def scattered_sums(rank, columns):
 @pytest.mark.parametrize("world", WORLDS)
 def test_scattered_sums_and_their_gradients_are_those_of_torch(world, columns):
     values(scattered_sums, world, columns)
+
+
+def what_runs(rank):
+    """Return which operators of ours and which views torch sees in an eager pair, and ours under a mode."""
+    with workspaces(rank) as world:
+        x, up, down = tensor_of(rank, 4, 8), tensor_of(rank, 12, 8), tensor_of(rank, 8, 12)
+        block(x, up, down).sum().backward()  # opens
+        with torch.profiler.profile() as profile:
+            block(x, up, down).backward(torch.ones(4, 8))
+            with torch.no_grad():
+                block(x, up, down)
+        names = {event.name for event in profile.events()}
+        with FlopCounterMode(display=False), torch.profiler.profile() as profile:
+            block(x, up, down)
+        assert world == 2
+        return (
+            sorted(name for name in names if name.startswith("dist_autotune::") or name in VIEWS),
+            sorted({event.name for event in profile.events() if event.name.startswith("dist_autotune::")}),
+        )
+
+
+VIEWS = {"aten::movedim", "aten::reshape", "aten::unflatten"}
+
+
+def test_an_eager_call_is_no_operator_and_views_nothing_unless_somebody_looks_on():
+    # An operator's dispatch takes longer than the product's launch.
+    operators = ["dist_autotune::all_gather_matmul", "dist_autotune::matmul_reduce_scatter"]
+    assert values(what_runs, 2) == [([], operators)] * 2
 
 
 def along_the_second_dimension(rank):

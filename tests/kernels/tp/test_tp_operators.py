@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from operation_runs import INTERPRETER, values
+from torch.fx.experimental.proxy_tensor import make_fx
 from tp_runs import assert_close, block, tensor_of, workspaces
 
 from dist_autotune import contextual_autotune
@@ -97,3 +98,55 @@ def opchecked(rank):
 
 def test_the_operators_pass_torchs_own_checks():
     assert values(opchecked, 2) == [{"SUCCESS"}] * 2
+
+
+def unread_on_one_rank(rank, backend, grad):
+    """Read the products on rank 0 alone; return how many calls the compiled function makes of each kind."""
+    with workspaces(rank):
+        up, down = tensor_of(0, 12, 8, grad=grad), tensor_of(0, 8, 12, grad=grad)
+
+        def layer(x):
+            made = tp.matmul_reduce_scatter(tp.all_gather_matmul(x, up).relu(), down)
+            return x + made if rank == 0 else 2 * x
+
+        function = torch.compile(layer, fullgraph=True, backend=backend)
+        return list(function(tensor_of(rank, 4, 8, grad=grad)).shape)
+
+
+@INSTANTIATED
+@pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
+def test_a_compiled_rank_that_reads_no_result_still_meets_its_peers(grad):
+    assert values(unread_on_one_rank, 2, "aot_eager", grad) == [[4, 8]] * 2
+
+
+def traced(rank):
+    """Trace each operator that meets peers, with a result that nobody reads; return what the graph keeps."""
+    ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
+    x, up, down = (tensor_of(0, *shape, grad=False) for shape in ((4, 8), (12, 8), (8, 12)))
+    weight, ids = tensor_of(0, 3, 12, 8, grad=False), torch.zeros(4, 1, dtype=torch.int64)
+    words, y = torch.zeros(64, dtype=torch.int32), tensor_of(0, 8, 8, grad=False)
+    calls = {
+        ops.all_gather_matmul: (x, [up], name, True),
+        ops.matmul_reduce_scatter: ([tensor_of(0, 8, 12, grad=False)], [down], name),
+        ops.matmul_reduce_scatter_backward: (x, [y[:, :4]], [up.T[:, :4]], name, [True], [True]),
+        ops.all_gather_moe: (x, weight, ids, ids.float(), name),
+        ops.all_gather_routed: (x, weight, words, 1, name),
+        ops.moe_reduce_scatter: (y, weight, words, None, 1, name),
+    }
+    return {str(operator): calls_kept(operator, arguments, x) for operator, arguments in calls.items()}
+
+
+def calls_kept(operator, arguments, x):
+    def unread(x):
+        operator(*arguments)
+        return x + 1
+
+    graph = make_fx(unread, tracing_mode="fake", _allow_non_fake_inputs=True)(x).graph
+    graph.eliminate_dead_code()
+    return sum(node.target is operator.default for node in graph.nodes)
+
+
+def test_a_graph_keeps_every_call_that_peers_wait_for():
+    for kept in values(traced, 2):
+        assert len(kept) == 6
+        assert set(kept.values()) == {1}, kept

@@ -216,6 +216,16 @@ def test_cache_list_shows_the_class_of_bits_within_80_columns(
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
 
 
+def test_cache_list_takes_kernel_device_and_json(tmp_cache: Path) -> None:
+    Winners(tmp_cache).put(entry(), entry(kernel="add"), entry(kernel="add", device="NVIDIA H200"))
+    everything = run("cache", "list").stdout
+    assert f"3 entries in {tmp_cache}, ranks 2" in everything
+    data = json.loads(run("cache", "list", "--kernel", "add", "--device", "H200", "--json").stdout)
+    (found,) = data["entries"]
+    assert (data["directory"], found["key"]["device"], found["ms"]) == (str(tmp_cache), "NVIDIA H200", 0.25)
+    assert run("cache", "list", "--kernel", "mul").stdout.startswith("No entries of this choice in")
+
+
 def test_a_key_that_the_output_cannot_show_is_written_as_python_does(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry(key="caf\u00e9 \udc80"))
     done = subprocess.run(
@@ -280,3 +290,10 @@ def test_cache_help_lists_its_commands() -> None:
     printed = run("cache", "--help").stdout
     for command in ("list", "show", "clear", "export", "import"):
         assert command in printed
+
+
+@pytest.mark.parametrize("command", ["run", "report", "replay", "doctor", "cache list", "cache export"])
+def test_help_names_types_alike(command: str) -> None:
+    text = run(*command.split(), "--help").stdout
+    assert not re.search(r"\b(INT|STR|FLOAT|TEXT|PATH|BOOL)\b", text)
+    assert "run " in run("--help").stdout

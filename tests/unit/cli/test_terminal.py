@@ -25,10 +25,11 @@ OPTIONS = "num_warps: 4, num_ctas: 1, num_stages: 3, maxnreg: None, ir_override:
 KEY = "8192, 3584, 8192, 1, 'torch.bfloat16', 'torch.bfloat16', 'torch.int64', " + "'x" * 40 + "'"
 
 
-def printed(directory: Path, width: int = 80) -> list[str]:
+def printed(directory: Path, width: int = 80, *, all_candidates: bool = False) -> list[str]:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     history = load_history(directory)
-    terminal.print_history(console, history, reports_of(history, history.sessions))
+    shown = reports_of(history, history.sessions)
+    terminal.print_history(console, history, shown, all_candidates=all_candidates)
     return console.file.getvalue().splitlines()
 
 
@@ -199,3 +200,71 @@ def test_and_on_a_terminal_it_fits_80_columns(
     assert max(cell_len(line.rstrip()) for line in text.splitlines()) <= 80
     assert text.count("x" * 10) >= 2
     assert "a remark" in text
+
+
+def write_many_candidates(directory: Path, *, settled: bool = True, **settling: object) -> None:
+    """Write a session of one rank with 200 candidates, the last of which has won."""
+    about = {"session": "s1", "context": "c1", "kernel": "matmul", "key": "4096", "run": 0}
+    configs = tuple(f"BLOCK: {number}, GROUP: {number % 7}" for number in range(200))
+    with SessionLog(directory, 0) as log:
+        log.write(session_records("s1", 0, "layer", "EventClock")[0])
+        log.write(records.ContextAdmitted(**about, candidates=configs, incumbent=0))
+        for number, config in enumerate(configs):
+            ms = 300.0 - number
+            known = {**about, "config_id": number, "config": config}
+            log.write(records.Agreed(**known, ms=ms, fastest_rank_ms=ms, counted=True))
+        log.write(records.Note(session="s1", text="40 of 200 candidates timed", is_outlook=True))
+        log.write(records.Note(session="s1", text="80 of 200 candidates timed", is_outlook=True))
+        if settled:
+            timings = {config: 300.0 - number for number, config in enumerate(configs)}
+            facts = {"status": "tuned", "ms": 101.0, "timings": timings, "default_ms": 300.0} | settling
+            log.write(records.ContextSettled(**about, config_id=199, config=configs[199], **facts))
+            log.write(records.SessionClosed(session="s1", outcome="settled", runs=900, contexts=1))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_of_200_candidates_the_ten_fastest_are_listed(tmp_path: Path, width: int) -> None:
+    write_many_candidates(tmp_path)
+    lines = printed(tmp_path, width)
+    assert max(map(cell_len, lines)) <= width
+    assert len(lines) < 40
+    text = "\n".join(lines)
+    assert "matmul[4096]: candidates, 10 of 200" in text
+    assert "--all-candidates" in text
+    assert " ".join(text.split()).count("of 200 candidates timed") == 0  # of no use once it has ended
+    every = printed(tmp_path, width, all_candidates=True)
+    assert "matmul[4096]: candidates" in every
+    assert len(every) >= len(lines) + 188
+
+
+def test_while_a_session_is_under_way_its_last_outlook_is_shown(tmp_path: Path) -> None:
+    write_many_candidates(tmp_path, settled=False)
+    text = "\n".join(printed(tmp_path))
+    assert ("40 of 200" in text, "80 of 200" in text) == (False, True)
+    assert "Not finished: unfinished, 1 context still open." in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("settling", "verdict", "reason"),
+    [
+        ({}, "66.3 % less time than the first configs: 101.00 ms, not 300.00.", ""),
+        ({"default_ms": 101.5}, "Tuning gains nothing here: the first configs are as fast as any.", ""),
+        ({"default_ms": None}, "not known", "the first config was dropped before it was measured"),
+        (
+            {"status": "cached", "default_ms": None},
+            "not known",
+            "from the cache, timed by an earlier session",
+        ),
+        ({"ms": None}, "not known", "the winner has no time on some rank"),
+        ({"ms": None, "timings": {}}, "not known", "no config has a time yet"),
+    ],
+    ids=["gain", "none", "dropped", "cached", "one rank", "untimed"],
+)
+def test_there_is_a_gain_or_the_reason_why_there_is_none(
+    tmp_path: Path, settling: dict[str, object], verdict: str, reason: str
+) -> None:
+    write_many_candidates(tmp_path, **settling)
+    text = " ".join(" ".join(printed(tmp_path)).split())
+    assert verdict in text
+    assert ("No gain of matmul[4096]: " in text) is bool(reason)
+    assert reason in text

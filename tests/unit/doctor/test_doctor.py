@@ -27,7 +27,7 @@ from dist_autotune.doctor.examination import (
     ProbeResult,
     run_helpers,
 )
-from dist_autotune.doctor.findings import Finding, as_dict, is_healthy, judge
+from dist_autotune.doctor.findings import Finding, as_dict, is_healthy, judge, next_steps
 from dist_autotune.doctor.probes import why_unwritable
 
 HANG = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -354,3 +354,10 @@ def test_a_rank_that_dies_in_the_probe_of_the_ranks_is_named(
     )
     failed = run_helpers("two CPU ranks", 2, 10.0, CPU_ONLY)
     assert failed.problem == "ended by SIGABRT (in the start)"
+
+
+def test_without_a_gpu_and_without_the_interpreter_it_does_not_say_that_all_works() -> None:
+    found = judge(machine(is_interpreted=False))
+    assert "nowhere as things are" in found[0].seen
+    *_, said = next_steps(found)
+    assert said == "All else works."

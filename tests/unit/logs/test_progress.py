@@ -39,11 +39,12 @@ class Seconds:
         return self.now
 
 
-FORECAST = {"timed": 30, "candidates": 60, "contexts": 28, "planned_trials": 206, "waits": 0}
+FORECAST = {"timed": 30, "candidates": 60, "contexts": 28, "planned_trials": 206, "left": 40}
 
 
 def standing(runs: int, settled: int) -> Forecast:
-    return Forecast(**FORECAST, runs=runs, trials=runs - 1, settled=settled)
+    left = {"least_trials": 30 - runs, "most_trials": 206 - 9 * runs}
+    return Forecast(**FORECAST, **left, runs=runs, trials=runs, settled=settled)
 
 
 def shown(wanted: bool | None, *, is_first: bool, stderr: io.StringIO) -> str:
@@ -53,7 +54,7 @@ def shown(wanted: bool | None, *, is_first: bool, stderr: io.StringIO) -> str:
         progress = Progress("train_step", wanted, is_first=is_first, clock=clock)
         for run in range(1, 21):
             clock.now += 1.0
-            progress.update(standing(run, run), 207, lambda: StepTimes(5.2, 3.9, "launch"))
+            progress.update(standing(run, run), lambda: StepTimes(5.2, 3.9, "launch"))
         progress.close("settled after 20 steps, 20 s")
     return stderr.getvalue()
 
@@ -65,14 +66,14 @@ def test_without_a_terminal_it_writes_a_line_every_five_seconds_and_one_at_the_e
     assert shown(None, is_first=True, stderr=io.StringIO()).splitlines() == [
         f"dist_autotune: tuning train_step: {line}"
         for line in (
-            "5 of 28 contexts settled, step 5, at most 202 trials left, about 4:13 left, "
-            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "10 of 28 contexts settled, step 10, at most 197 trials left, about 3:39 left, "
-            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "15 of 28 contexts settled, step 15, at most 192 trials left, about 3:26 left, "
-            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "20 of 28 contexts settled, step 20, at most 187 trials left, about 3:17 left, "
-            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "5 of 28 contexts settled, step 5, 40 of 60 candidates left, 25 to 161 steps to go, "
+            "0:25 to 2:41 left, so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "10 of 28 contexts settled, step 10, 40 of 60 candidates left, 20 to 116 steps to go, "
+            "0:20 to 1:56 left, so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "15 of 28 contexts settled, step 15, 40 of 60 candidates left, 15 to 71 steps to go, "
+            "0:15 to 1:11 left, so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "20 of 28 contexts settled, step 20, 40 of 60 candidates left, 10 to 26 steps to go, "
+            "0:10 to 0:26 left, so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
             "settled after 20 steps, 20 s",
         )
     ]
@@ -103,10 +104,15 @@ def test_a_reader_that_is_gone_stops_nothing(monkeypatch):
 def test_on_a_terminal_it_draws_a_bar_that_fits_80_columns(terminal):
     drawn = re.sub(r"\x1b\[[0-9;]*m", "", shown(None, is_first=True, stderr=terminal))
     lines = [line for line in re.split(r"\x1b\[2K|\r|\n", drawn) if "train_step" in line]
-    assert "20/28 contexts" in lines[-1]
-    assert "20/207 runs" in lines[-1]
-    assert "-25 %" in lines[-1]
-    assert "about 3:17 left" in lines[-1]
+    under_way = [line for line in lines if "60 left" in line]
+    assert under_way[-1].split(maxsplit=3)[3].split("  ") == [
+        "40/60 left",
+        "3.900 ms (-25 %)",
+        "0:10-0:26 left",
+    ]
+    assert "left" not in under_way[2].rpartition("ms")[2]  # three runs say nothing of the time left
+    assert lines[-1].endswith("settled")
+    assert "\u2578" not in lines[-1]  # the half dash: the bar is full
     assert "dist_autotune:" not in drawn
     assert max(map(cell_len, lines)) <= 80
 
@@ -138,12 +144,12 @@ def tune(thunk: Any = lambda: None, **options: Any) -> Any:
     return bench.tune(lambda: (launch(kernel, numbers()), thunk()), **chosen)
 
 
-def test_it_counts_the_runs_and_is_gone_at_the_end(terminal):
+def test_it_is_full_and_gone_at_the_end(terminal):
     with contextlib.redirect_stderr(terminal):
         tune()()
     drawn = terminal.getvalue()
     assert "tuning step" in drawn
-    assert "3/3" in drawn
+    assert "settled" in drawn
     assert drawn.endswith("\x1b[2K")  # the last thing written clears the line
 
 

@@ -134,3 +134,31 @@ def test_a_log_that_ends_anywhere_has_a_page(tmp_path: Path, kept: int) -> None:
         for record in session_records("s1", 0, "layer", "EventClock")[:kept]:
             log.write(record)
     assert "unfinished" in Page(write_page(tmp_path)).text
+
+
+def test_verdict_hosts_and_versions_stand_above_all_and_long_lists_are_folded(tmp_path: Path) -> None:
+    for number in range(5):
+        write_session(tmp_path, f"s{number}")
+    for path in tmp_path.glob("rank-*.jsonl"):
+        path.write_text(path.read_text().replace('"node":""', f'"node":"host-{path.stem[-1]}"'))
+    page = write_page(tmp_path)
+    (section, *_) = page.split("<section>")[1:]
+    head = Page(section.partition('class="cards"')[0].rpartition("<")[0]).text
+    assert "50.0 % less time than the first configs: 2.000 ms, not 4.000" in head
+    assert "test device; 2 hosts: host-0, host-1; " in head
+    assert "triton 3.6.0" in head
+    assert "<details><summary>Sessions (5)</summary>" in page
+
+
+def test_the_lines_show_all_ranks_times_of_the_winner(tmp_path: Path) -> None:
+    """Its slowest rank takes more than twice the fastest candidate's time."""
+    for rank in (0, 1):
+        with SessionLog(tmp_path, rank) as log:
+            for record in session_records("s1", rank, "layer", "EventClock"):
+                if isinstance(record, records.Trial) and record.config_id == 1 and rank == 1:
+                    record = dataclasses.replace(record, statistic_ms=9.0, ms=9.0)
+                log.write(record)
+    page = write_page(tmp_path)
+    (won,) = re.findall(r'<div class="row won">.*?</div></div>', page)
+    assert 'title="rank 1: 9.000 ms"' in won
+    assert "beyond" not in won

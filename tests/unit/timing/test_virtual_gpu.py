@@ -124,5 +124,5 @@ def test_ranks_that_are_tuned_wait_for_each_other_in_the_middle_of_their_calls(m
     for blocks, report in gpus.run(program):
         assert blocks == [32]
         assert report.world_size == (count if is_dist else 1)
-    assert not INTERCEPTION.active
+    assert not INTERCEPTION.calls
     assert abs(gpus[0].host_ms - gpus[-1].host_ms) < EXCHANGE_MS + 1.0

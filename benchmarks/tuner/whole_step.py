@@ -1,6 +1,6 @@
 """A step of many kernels beside all-reduces, tuned online: by their launches, and by the time of the step.
 
-    ./launch.sh -m benchmarks.whole_step [--layers L] [--mib MIB] [--json FILE]
+    ./launch.sh -m benchmarks.tuner.whole_step [--layers L] [--mib MIB] [--json FILE]
 
 As in a backward pass, each layer multiplies and then reduces its gradients over all ranks, beside the layers
 behind it. The kernel is the persistent GEMM of `examples/overlap.py`, whose candidates are tiles and numbers

@@ -1,0 +1,8 @@
+"""GEMM + all-reduce: `GemmAllReduce` and its kernel. May import `gemm_rs`, `gemm`, `exchange` and `symm`."""
+
+from __future__ import annotations
+
+from ..exchange.operation import PeerTimeout
+from .operation import GemmAllReduce
+
+__all__ = ["GemmAllReduce", "PeerTimeout"]

@@ -1,0 +1,286 @@
+"""The kernel for few rows: it sends each peer its rows in words that say of which call they are.
+
+A word of 64 bits is stored whole: the lower half are two elements of 16 bits, or one of 32, the upper half
+the number c of the call, its stamp. Who finds the stamp of its call has the elements. So no flag is raised
+behind the data, and nothing is acknowledged. What a rank holds, W ranks, R rows at most:
+
+    mail    int64 [2, W, R, words of a row], symmetric: mail[c % 2, p] is what rank p sends in call c
+    ticket  int64 [1]: TICKETS for each call that has begun, and 1 for each ticket of this one
+    lost    int32 [W]: 1 once a peer has been given up
+
+A launch on rank r, by any number of programs:
+
+    take tickets, which count the call, one by one; a ticket is a part of a row, as long as there are some:
+        store that part, stamped, to mail[c % 2, r] of every peer
+    when all parts have been taken, for each of some parts:
+        wait until its words of mail[c % 2, p] have the stamp c, for every peer p
+        add what ranks 0, 1, ... sent, end and write it
+
+**The call is counted on the device**: eager calls and replayed graphs do the same. The program that takes the
+last ticket of a launch adds what is left of TICKETS.
+
+**It ends**, with room for one program on each rank: none waits before all parts have been taken by programs
+that have begun, and those send them without waiting.
+
+**Nothing is overwritten too early**, as two buffers take turns. Rank r writes mail[c % 2, r] of rank p in
+call c. Before, r ended call c - 1, in which it waited for words that p sent in c - 1; so on p call c - 2 had
+ended, which read what is overwritten. This needs that each call waits for every peer: it has a row at least.
+
+**Nothing is read too early**: a word is there as a whole, and what a slot may hold of other calls, or of
+none, has a stamp other than c (for 2**32 calls).
+
+**Sums have the same bits on all ranks, and every wait has a bound**, as in `pull`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..configs import take_first
+from ..gemm.configs import class_of_rows
+from ..launch import SettledLaunches
+from ..signals import poll_words, record_failure
+from .rows import Ending, Tail, candidate, end_row, programs_of, prune, width_of_norm, with_norms
+
+MOST_ROWS = 32  # more are many words
+MOST_COLUMNS = 2**18
+TICKET_BITS = tl.constexpr(24)
+TICKETS = tl.constexpr(1 << 24)  # above those of any call: a ticket for each part, and one for each program
+
+NOT_SENT = tl.constexpr(4)  # what a failure record says about a peer
+
+CANDIDATES = with_norms(
+    [
+        candidate(1024, 1, 4),
+        candidate(512, 1, 4),
+        candidate(2048, 1, 8),
+        candidate(1024, 2, 4),
+        candidate(512, 2, 2),
+        candidate(4096, 1, 16),
+    ]
+)
+
+
+class Mail(NamedTuple):
+    """One call, as a program knows it."""
+
+    table_ptr: Any  # int64 [WORLD]: where the mail of each rank lies
+    mail_ptr: Any  # int64 [2, WORLD, capacity, length], this rank's
+    capacity: Any  # rows of a slot
+    length: Any  # words of a row
+    lost_ptr: Any
+    errors_ptr: Any  # int64 [WORLD], in memory that the host reads without waiting
+    rank: Any
+    call: Any
+    patience_ticks: Any
+
+
+@triton.autotune(
+    configs=CANDIDATES,
+    key=["size_class", "N", "WORLD", "NORM"],
+    prune_configs_by={"early_config_prune": prune},
+    do_bench=take_first,  # outside a tuned function: a launch ends when the peers have come, behind theirs
+)
+@triton.jit(do_not_specialize=["rows", "capacity", "size_class", "rank", "patience_ticks", "eps"])
+def exchange_rows(
+    part_ptr,  # int32 [rows, N / PACK]: the elements of this rank's rows
+    table_ptr,
+    mail_ptr,
+    ticket_ptr,  # int64 [1]
+    lost_ptr,
+    errors_ptr,
+    residual_ptr,  # these four as in `rows.Tail`
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    rows,
+    capacity,
+    size_class,  # of rows
+    N,
+    stride_residual,
+    stride_out,
+    rank,
+    patience_ticks,
+    eps,
+    WORLD: tl.constexpr,
+    PACK: tl.constexpr,  # elements of a word
+    HAS_RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    ROW: tl.constexpr,  # the least power of 2 that is N or more, if NORM
+    BLOCK_N: tl.constexpr,
+    PER_SM: tl.constexpr,  # the grid's: programs on an SM, at most
+):
+    """Write the rows' sum over ranks + residual; and its RMSNorm if NORM."""
+    WIDTH: tl.constexpr = ROW if NORM else BLOCK_N
+    length = N // PACK
+    blocks = tl.cdiv(N, WIDTH)
+    parts = rows * blocks
+    programs = tl.num_programs(0)
+    ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
+    call = (ticket >> TICKET_BITS) + 1
+    part = tl.cast(ticket & (TICKETS - 1), tl.int32)
+    mail = Mail(table_ptr, mail_ptr, capacity, length, lost_ptr, errors_ptr, rank, call, patience_ticks)
+    while part < parts:
+        _send(part_ptr, part // blocks, part % blocks, mail, WORLD, WIDTH // PACK)
+        part = tl.cast(tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu") & (TICKETS - 1), tl.int32)
+    order = part - parts  # how many programs came here before
+    if order == programs - 1:
+        tl.atomic_add(ticket_ptr, TICKETS - parts - programs, sem="relaxed", scope="gpu")
+
+    tail = Tail(residual_ptr, stride_residual, weight_ptr, sum_ptr, out_ptr, stride_out, eps)
+    for part in range(order, parts, programs):
+        row = part // blocks
+        first = part % blocks * (WIDTH // PACK)
+        total, is_lost = _receive(part_ptr, 0, row, first, mail, out_ptr, WORLD, WIDTH // PACK)
+        for peer in tl.static_range(1, WORLD):
+            more, misses = _receive(part_ptr, peer, row, first, mail, out_ptr, WORLD, WIDTH // PACK)
+            total += more
+            is_lost += misses
+        cols = first * PACK + tl.arange(0, WIDTH)
+        end_row(total, row, row, cols, cols < N, N, is_lost, tail, HAS_RESIDUAL, NORM)
+
+
+@triton.jit
+def _slot_of(mail_ptr, sender, row, mail, WORLD: tl.constexpr):
+    """Return where a row of this call, of a sender, lies in a rank's mail."""
+    slot = (mail.call & 1) * WORLD + sender
+    return mail_ptr + (slot * mail.capacity + row) * mail.length
+
+
+@triton.jit
+def _send(part_ptr, row, block, mail, WORLD: tl.constexpr, WORDS: tl.constexpr):
+    """Store a part of an own row to all peers."""
+    places = block * WORDS + tl.arange(0, WORDS)
+    mask = places < mail.length
+    elements = tl.load(part_ptr + row * mail.length + places, mask=mask, other=0)
+    words = (mail.call << 32) | (elements.to(tl.int64) & 0xFFFFFFFF)
+    for peer in range(0, WORLD):
+        if peer != mail.rank:
+            theirs_ptr = tl.load(mail.table_ptr + peer).to(tl.pointer_type(tl.int64))
+            theirs_ptr = tl.multiple_of(theirs_ptr, 16)  # as all that is allocated
+            tl.store(_slot_of(theirs_ptr, mail.rank, row, mail, WORLD) + places, words, mask=mask)
+
+
+@triton.jit
+def _receive(part_ptr, peer, row, first, mail, like_ptr, WORLD: tl.constexpr, WORDS: tl.constexpr):
+    """Return a part of a rank's row in float32, and 1 if it does not come; `like_ptr` has its type."""
+    places = first + tl.arange(0, WORDS)
+    mask = places < mail.length
+    is_lost = 0
+    if peer == mail.rank:
+        elements = tl.load(part_ptr + row * mail.length + places, mask=mask, other=0)
+    else:
+        was_lost = tl.load(mail.lost_ptr + peer)
+        patience_ticks = tl.where(was_lost != 0, 0, mail.patience_ticks)
+        stamp = mail.call.to(tl.int32)
+        slot_ptr = _slot_of(mail.mail_ptr, peer, row, mail, WORLD)
+        words, is_here = poll_words(slot_ptr + places, mask, stamp, patience_ticks)
+        elements = words.to(tl.int32)
+        if not is_here:
+            is_lost = 1
+            record_failure(mail.errors_ptr + peer, NOT_SENT, mail.call, stamp)
+            tl.store(mail.lost_ptr + peer, 1)
+    return _unpacked(elements, like_ptr), is_lost
+
+
+@triton.jit
+def _unpacked(elements, like_ptr):
+    """Return the elements of words of 32 bits, in float32."""
+    TYPE: tl.constexpr = like_ptr.dtype.element_ty
+    if TYPE.primitive_bitwidth == 32:
+        return elements.to(tl.float32, bitcast=True)
+    else:  # noqa: RET505  the compiler returns from both
+        even = (elements & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True)
+        odd = (elements >> 16).to(tl.int16).to(TYPE, bitcast=True)
+        return tl.interleave(even.to(tl.float32), odd.to(tl.float32))
+
+
+class Shape(NamedTuple):
+    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
+
+    size_class: int
+    n: int
+    rows: int
+    strides: tuple[int, int]  # of the residual and of the result
+    world_size: int
+    pack: int
+    has_residual: bool
+    has_norm: bool
+    sms: int
+    dtype: torch.dtype
+    device: torch.device
+    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: of each tensor
+
+    def sizes(self) -> dict[str, int]:
+        return {"size_class": self.size_class, "N": self.n}
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "WORLD": self.world_size,
+            "PACK": self.pack,
+            "HAS_RESIDUAL": self.has_residual,
+            "NORM": self.has_norm,
+            "ROW": width_of_norm(self.n, has_norm=self.has_norm),
+        }
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        return programs_of(self.rows, self.n, self.sms, meta), 1, 1
+
+
+class Held(NamedTuple):
+    """The tensors of one operation, which no call changes."""
+
+    table: torch.Tensor
+    mail: torch.Tensor
+    ticket: torch.Tensor
+    lost: torch.Tensor
+    errors: torch.Tensor
+
+
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(exchange_rows, operation="GemmAllReduce")
+
+
+def elements_of_word(dtype: torch.dtype) -> int:
+    """Return how many elements a word has beside its stamp."""
+    return 4 // dtype.itemsize
+
+
+def can_take(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Return whether a call with so many rows and columns can go this way."""
+    return rows <= MOST_ROWS and columns < MOST_COLUMNS and columns % elements_of_word(dtype) == 0
+
+
+def launch(
+    part: torch.Tensor,
+    out: torch.Tensor,
+    ending: Ending,
+    held: Held,
+    *,
+    rank: int,
+    sms: int,
+    patience_ticks: int,
+) -> None:
+    """Enqueue the exchange of `part` [M, N], contiguous, on the current stream; as `pull.launch`."""
+    residual, weight, sums = (out if each is None else each.detach() for each in ending[:3])
+    elements = part.view(torch.int32)
+    tensors = (elements, *held, residual, weight, out, sums)
+    shape = Shape(
+        size_class=class_of_rows(len(part)),
+        n=part.shape[1],
+        rows=len(part),
+        strides=(residual.stride(0), out.stride(0)),
+        world_size=held.mail.shape[1],
+        pack=elements_of_word(part.dtype),
+        has_residual=ending.residual is not None,
+        has_norm=ending.norm_weight is not None,
+        sms=sms,
+        dtype=out.dtype,
+        device=out.device,
+        aligned=tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
+    )
+    sizes = (len(part), held.mail.shape[2], shape.size_class, shape.n, *shape.strides)
+    _SETTLED.launch(shape, tensors, (*sizes, rank, patience_ticks, ending.eps))

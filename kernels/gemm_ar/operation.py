@@ -1,0 +1,338 @@
+"""`sum over ranks a @ weight.T` on all ranks, and what follows it in a transformer: residual and RMSNorm.
+
+A call is a product, by cuBLAS, and an exchange of its rows. What a rank holds, W ranks:
+
+    parts    [m, N], symmetric: this rank's product, which its peers read
+    sums     [m / W, N], symmetric: the sums of the rows that this rank owns, in two-shot calls
+    words, ticket: see `pull`
+
+    low-latency  product to parts | send rows, add what comes, end them
+    one-shot     product to parts | add rows of all parts, end them
+    two-shot     product to parts | add the own rows of all parts, to sums | read all sums, end them
+    collective   product to parts, or to the result | all-reduce | end them
+
+A low-latency call is one launch of `low_latency.exchange_rows`; every other kernel behind a bar is one of
+`pull.add_rows`. Why they end, and read no row too early or too late, is said there; why all ranks take the
+same way, in `ways`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import triton
+
+from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
+from ..signals import Failure
+from ..symm import SymmetricTensor
+from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor
+from . import low_latency, pull
+from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS, Launch
+from .rows import MOST_COLUMNS_OF_NORM, Ending
+from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS, Ways
+
+EPS = 1e-6
+Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class GemmAllReduce(Operation):
+    """`op(a [M, K], weight [N, K])` returns `sum over ranks a @ weight.T`, [M, N], the same on all ranks.
+
+    Given `residual` [M, N] and `norm_weight` [N] it returns the pair (RMSNorm(s) * norm_weight, s) for
+    s = sum + residual, in one kernel behind the product. The residual and the norm's weight are equal on all
+    ranks, and so are the results then, bit for bit.
+
+    M may change from call to call, up to `m`, and is equal on all ranks; N is `n`; K is each rank's part of
+    the inner dimension and may differ. The weight's rows are contiguous, or its columns, as those of `w.T`. A
+    rank's product is rounded to `dtype`; the products are added in float32, in the order of the ranks, and
+    the residual behind them; the sum is rounded, once, and the norm is that of the rounded sum, in float32.
+    With a collective the process group adds the products, in its own order and precision.
+
+    Calls need no host synchronisation between them, and may be captured in CUDA graphs and replayed any
+    number of times among eager calls, in the same order on all ranks; before the capture, call once with the
+    same shapes. `timeout_s` is how long a kernel waits for a peer. Opening and closing are collective. Tune
+    it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
+
+    `way` is "low-latency" (up to 32 rows and an even n; other calls are one-shot then), "one-shot",
+    "two-shot" or "collective" for all calls, or None, which tunes it for each M; all ranks pass the same.
+    Unless it would take one-shot, or calls that no rank can take otherwise, the host of an eager call waits
+    for its peers to come to the call. A captured call takes the way of the last eager one with as many rows.
+
+    Each rank holds m * (1 + 1 / W) * n elements of symmetric memory beside its operands, and for low-latency
+    calls 4 W * min(m, 32) * n elements more.
+    """
+
+    _wrong_calls = (OTHER_ROWS.value,)
+
+    def __init__(
+        self,
+        m: int,
+        n: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+        backend: str = "auto",
+        *,
+        timeout_s: float = 300.0,
+        way: str | None = None,
+    ) -> None:
+        if m < 1 or n < 1:
+            raise ValueError(f"m={m} rows and n={n} columns: both must be at least 1")
+        if m > MOST_ROWS.value:
+            raise ValueError(f"m={m} rows; it must be {MOST_ROWS.value} or less")
+        if way not in (None, *WAYS):
+            raise ValueError(f"way is {way!r}; it is one of {', '.join(WAYS)}, or None, which tunes it")
+        self._m, self._n, self._dtype = m, n, dtype
+        self._has_low_latency = way in (None, LOW_LATENCY) and low_latency.can_take(1, n, dtype)
+        self._open_ways = functools.partial(
+            Ways, group, fixed=way, timeout_s=timeout_s, has_low_latency=self._takes_low_latency
+        )
+        super().__init__(dtype, group, backend, timeout_s)
+
+    def _allocate(self) -> None:
+        memory, world = self._memory, self.world_size
+        self._parts = memory.allocate((self._m, self._n), self._dtype)
+        self._sums = memory.allocate((triton.cdiv(self._m, world), self._n), self._dtype)
+        words = memory.allocate((WORDS, world), torch.int64)
+        ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=self.device))
+        self._table_of_parts, self._table_of_sums, table_of_words = (
+            memory.hold(addresses_of(each)) for each in (self._parts, self._sums, words)
+        )
+        self._own_table = memory.hold(self._table_of_parts[self.rank :].clone())
+        self._own_table.points_to = (self._parts.local,)  # type: ignore[attr-defined]
+        self._held = pull.Held(table_of_words, words.local, ticket, self._errors)
+        self._mail: low_latency.Held | None = None
+        if self._has_low_latency and world > 1:
+            self._mail = self._open_mail()
+        self._ways = self._open_ways(memory)
+
+    def _open_mail(self) -> low_latency.Held:
+        memory, length = self._memory, self._n // low_latency.elements_of_word(self._dtype)
+        rows = min(self._m, low_latency.MOST_ROWS)
+        mail = memory.allocate((2, self.world_size, rows, length), torch.int64)
+        table = memory.hold(addresses_of(mail))
+        ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=self.device))
+        lost = memory.hold(torch.zeros(self.world_size, dtype=torch.int32, device=self.device))
+        return low_latency.Held(table, mail.local, ticket, lost, self._errors)
+
+    def _takes_low_latency(self, rows: int) -> bool:
+        return self._has_low_latency and rows <= low_latency.MOST_ROWS
+
+    def _forget(self) -> None:
+        del self._parts, self._sums, self._table_of_parts, self._table_of_sums, self._own_table
+        del self._held, self._ways, self._mail
+
+    # ---- what the caller may use
+
+    @property
+    def part(self) -> torch.Tensor:
+        """The buffer [m, N] of what this rank adds: to `all_reduce` its first rows pass without a copy."""
+        self._check_usable()
+        return self._parts.local
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = EPS,
+    ) -> Result:
+        """Return the sum, or with residual and norm_weight the pair; `out` is where the first is written.
+
+        residual: [M, N], its rows contiguous. norm_weight: [N]. Both are of `dtype`, or both are None.
+
+        A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
+        at its end on the CPU, and on a GPU by a later call, `check` or `close`; its results are NaN.
+        """
+        self._check_usable()
+        given = {"a": a, "weight": weight, "out": out, "residual": residual, "norm_weight": norm_weight}
+        check_no_gradient("GemmAllReduce", **given)
+        self._check_factors(a, weight)
+        self._check_ending(a.shape[0], out, residual, norm_weight)
+        self._check_device()
+        multiply = functools.partial(torch.mm, a.detach(), weight.detach().T)
+        return self._call(multiply, a.shape[0], out, residual, norm_weight, eps)
+
+    def all_reduce(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the sum over ranks of `part` [M, N], its rows contiguous; `out` as above.
+
+        Rows of `op.part` are not copied, and may be overwritten.
+        """
+        result = self._reduce(part, out, None, None, EPS)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def all_reduce_rms_norm(
+        self,
+        part: torch.Tensor,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float = EPS,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the pair for s = sum over ranks of `part` [M, N] + residual, as above, without a product."""
+        result = self._reduce(part, out, residual, norm_weight, eps)
+        assert isinstance(result, tuple)
+        return result
+
+    # ---- one call
+
+    def _reduce(
+        self,
+        part: torch.Tensor,
+        out: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+    ) -> Result:
+        self._check_usable()
+        given = {"part": part, "out": out, "residual": residual, "norm_weight": norm_weight}
+        check_no_gradient("GemmAllReduce", **given)
+        check_tensor("part", part, self._dtype, self.device)
+        if part.shape[1] != self._n:
+            raise ValueError(f"part has shape {list(part.shape)}; it must be [M, n={self._n}]")
+        self._check_rows("part", part.shape[0])
+        check_overlap("part", part, self._parts.local, "M", "op.part")
+        self._check_ending(part.shape[0], out, residual, norm_weight)
+        self._check_device()
+
+        def put(out: torch.Tensor) -> None:
+            if out.data_ptr() != part.data_ptr():
+                out.copy_(part.detach())
+
+        return self._call(lambda *, out: put(out), part.shape[0], out, residual, norm_weight, eps)
+
+    def _check_factors(self, a: torch.Tensor, weight: torch.Tensor) -> None:
+        check_tensor("a", a, self._dtype, self.device)
+        check_tensor("weight", weight, self._dtype, self.device, may_lie_by_columns=True)
+        self._check_rows("a", a.shape[0])
+        if weight.shape[0] != self._n or weight.shape[1] != a.shape[1] or a.shape[1] == 0:
+            given = f"a {list(a.shape)} and weight {list(weight.shape)}"
+            raise ValueError(f"{given} must be [M, K] and [n={self._n}, K] with the same K, at least 1")
+
+    def _check_rows(self, name: str, rows: int) -> None:
+        if not 1 <= rows <= self._m:
+            raise ValueError(f"{name} has {rows} rows; this operation takes 1 to m={self._m}")
+
+    def _check_ending(
+        self,
+        rows: int,
+        out: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor | None,
+    ) -> None:
+        check_out(out, [rows, self._n], self._dtype, self.device)
+        if residual is None and norm_weight is None:
+            return
+        if residual is None or norm_weight is None:
+            here, missing = (
+                ("residual", "norm_weight") if norm_weight is None else ("norm_weight", "residual")
+            )
+            raise ValueError(f"{here} is given and {missing} is not; pass both, or neither")
+        check_tensor("residual", residual, self._dtype, self.device)
+        if list(residual.shape) != [rows, self._n]:
+            raise ValueError(f"residual has shape {list(residual.shape)}; it must be [{rows}, {self._n}]")
+        check_tensor("norm_weight", norm_weight, self._dtype, self.device, 1, "one dimension is needed")
+        if list(norm_weight.shape) != [self._n]:
+            raise ValueError(f"norm_weight has shape {list(norm_weight.shape)}; it must be [{self._n}]")
+        if self._n > MOST_COLUMNS_OF_NORM:
+            raise ValueError(f"n={self._n}: the norm takes up to {MOST_COLUMNS_OF_NORM} columns")
+
+    def _call(
+        self,
+        multiply: Callable[..., object],
+        rows: int,
+        out: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor | None,
+        eps: float,
+    ) -> Result:
+        """Have `multiply(out=)` write this rank's rows, and exchange them."""
+        like = self._parts.local
+        out = like.new_empty((rows, self._n)) if out is None else out
+        result = out.detach()
+        sums = None if residual is None else like.new_empty((rows, self._n))
+        ending = Ending(residual, norm_weight, sums, float(eps))
+        wanted = self._ways.choose(rows, (self._n, str(self._dtype), sums is not None))
+        with self._carrying_out():
+            way = self._ways.settle(wanted, rows, is_capturing=self._is_capturing())
+            part = self._parts.local[:rows]
+            if way == COLLECTIVE and sums is None and result.is_contiguous():
+                part = result
+            multiply(out=part)
+            self._exchange(way, part, result, ending)
+        return out if sums is None else (out, sums)
+
+    def _exchange(self, way: str, part: torch.Tensor, out: torch.Tensor, ending: Ending) -> None:
+        """Enqueue what adds up the ranks' parts, and ends the sums."""
+        rows, chunk = part.shape[0], triton.cdiv(part.shape[0], self.world_size)
+        if way == LOW_LATENCY:
+            assert self._mail is not None
+            place = {"rank": self.rank, "sms": self._sms or INTERPRETED_PROGRAMS}
+            low_latency.launch(part, out, ending, self._mail, **place, patience_ticks=self._patience_ticks)
+        elif way == ONE_SHOT:
+            self._launch(self._table_of_parts, out, ending, rows=rows, m=rows)
+        elif way == TWO_SHOT:
+            first = min(self.rank * chunk, rows)
+            own = {"first": first, "rows": min(chunk, rows - first), "m": rows}
+            self._launch(self._table_of_parts, self._sums.local, Ending(ending.residual), **own)
+            ended = ending._replace(residual=None)
+            self._launch(self._table_of_sums, out, ended, rows=rows, m=rows, chunk=chunk)
+        else:
+            self._ways.all_reduce(part)
+            if ending.sums is not None:
+                self._launch(self._own_table, out, ending, rows=rows, m=rows, is_alone=True)
+            elif part is not out:
+                out.copy_(part)
+
+    def _launch(
+        self,
+        table: torch.Tensor,
+        out: torch.Tensor,
+        ending: Ending,
+        *,
+        rows: int,
+        m: int,
+        first: int = 0,
+        chunk: int = 0,
+        is_alone: bool = False,
+    ) -> None:
+        """Enqueue one launch; chunk: how many rows a rank owns, if they are read where their owner has them.
+
+        is_alone: as one rank of one, which waits for nobody.
+        """
+        rank, world_size = (0, 1) if is_alone else (self.rank, self.world_size)
+        one = Launch(
+            table=table,
+            held=self._held,
+            first=first,
+            rows=rows,
+            m=m,
+            chunk=max(chunk, 1),
+            rank=rank,
+            world_size=world_size,
+            is_owners=chunk > 0,
+            sms=self._sms or INTERPRETED_PROGRAMS,
+            patience_ticks=self._patience_ticks,
+        )
+        pull.launch(one, out, ending)
+
+    def _describe(self, peer: int, failure: Failure) -> str:
+        if failure.kind == OTHER_ROWS.value:
+            return f"rank {peer} has {failure.seen} rows, not as many as this rank"
+        if failure.kind == NOT_READ.value:
+            return f"rank {peer}, or one that it waits for, did not read the rows of rank {self.rank} in time"
+        verb = "send" if failure.kind == low_latency.NOT_SENT.value else "offer"
+        return f"rank {peer}, or one that it waits for, did not {verb} its rows in time"
+
+
+def addresses_of(tensor: SymmetricTensor) -> torch.Tensor:
+    """Return the int64 [W] table of where each rank's part lies; it keeps them mapped."""
+    pointers = [peer.data_ptr() for peer in tensor.peers]
+    table = torch.tensor(pointers, dtype=torch.int64, device=tensor.local.device)
+    table.points_to = tensor.peers  # type: ignore[attr-defined]
+    return table

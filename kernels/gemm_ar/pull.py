@@ -1,0 +1,319 @@
+"""The kernel that adds rows of all ranks and ends them; it publishes, waits, reads and acknowledges.
+
+One launch is one call c of the exchange below. What a rank holds for it, W ranks:
+
+    words   int64 [2, W], symmetric
+            READY[p] := c * 2**24 + rows, by rank p: its rows of call c may be read
+            READ[p] += SHARES in a call, by the programs of rank p: they have read this rank's rows
+    ticket  int64 [1]: SHARES for each call that has begun, and 1 for each program of this one that has
+
+A launch on rank r, by any number of programs up to SHARES:
+
+    take a ticket: the number of the call, and how many programs of it began before
+    the first to begin          READY[r] of every peer := c, rows
+    all                         wait until READY[p] is of call c, for every peer p
+                                read rows of all ranks, or of their owner; add, end and write them
+                                READ[r] of every peer += 1; the last to begin: what is left of SHARES
+    the last to begin           wait until READ[p] is SHARES * c, for every peer p
+
+**The call is counted on the device**, so it is the same for an eager call and for a replayed graph. Nothing
+is ever reset. The last program to begin adds what the others left of SHARES: no program of this launch takes
+a ticket behind that, and the next launch begins behind this one. 64 bits do not wrap around.
+
+**Nothing is read too early.** What is published was written by kernels that ended before this one began. Its
+READY is released, and acquired, at system scope.
+
+**Nothing is overwritten too early.** A launch ends behind the READ of all peers, which a program releases
+when it has read its last row. So the next kernel on the stream may write what this one published. One buffer
+is enough, and its address may be in a graph. Buffers that take turns would need to be chosen by a kernel, as
+each replay of a product writes where the one before it did.
+
+**It ends**, with room for one program on each rank. Whoever begins first publishes before it waits, so every
+READY comes as soon as one program of each rank has begun; then no program but the last to begin waits for
+anything. When that one waits all others of its launch have begun, and hold nothing that another needs.
+
+**Ranks may run different candidates**: the words count rows and SHARES, not programs and tiles.
+
+**The sum has the same bits on all ranks.** Each element is one sum in float32, in the order of the ranks, of
+parts that are rounded to the type; then the residual; then it is rounded once. The norm is that of the
+rounded sum. A program has a row of it whole, and the number of its warps, which decides the order in which
+squares are added, depends on N alone.
+
+Every wait has a bound. A peer that has been given up is on record; its word is set far ahead, so nobody waits
+for it again, and rows that needed it are NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..configs import take_first
+from ..gemm.configs import class_of_rows
+from ..launch import SettledLaunches
+from ..signals import notify, poll_until, record_failure
+from .rows import Ending, Tail, candidate, end_row, programs_of, prune, width_of_norm, with_norms
+
+WORDS = 2  # rows of `words`
+READY = tl.constexpr(0)
+READ = tl.constexpr(1)
+ROW_BITS = tl.constexpr(24)
+SHARE_BITS = tl.constexpr(12)
+MOST_ROWS = tl.constexpr((1 << 24) - 1)
+SHARES = tl.constexpr(1 << 12)
+FAR = tl.constexpr(1 << 30)  # calls ahead: of a peer that has been given up
+
+# What a failure record says about a peer.
+NOT_READY = tl.constexpr(1)
+OTHER_ROWS = tl.constexpr(2)
+NOT_READ = tl.constexpr(3)
+
+CANDIDATES = with_norms(
+    [
+        candidate(2048, 1, 8),
+        candidate(1024, 1, 4),
+        candidate(1024, 2, 4),
+        candidate(2048, 2, 8),
+        candidate(4096, 1, 16),
+        candidate(4096, 1, 8),
+        candidate(8192, 1, 16),
+    ]
+)
+
+
+class Exchange(NamedTuple):
+    """One call, as a program knows it."""
+
+    words_table_ptr: Any  # int64 [WORLD]: where the words of each rank lie
+    words_ptr: Any  # int64 [WORDS, WORLD], this rank's
+    errors_ptr: Any  # int64 [WORLD], in memory that the host reads without waiting
+    rank: Any
+    call: Any
+    order: Any  # how many programs began before
+    programs: Any
+    patience_ticks: Any
+
+
+@triton.autotune(
+    configs=CANDIDATES,
+    key=["size_class", "N", "WORLD", "OWNER", "NORM"],
+    prune_configs_by={"early_config_prune": prune},
+    do_bench=take_first,  # outside a tuned function: a launch ends when the peers have come, behind theirs
+)
+@triton.jit(do_not_specialize=["first", "rows", "m", "chunk", "size_class", "rank", "patience_ticks", "eps"])
+def add_rows(
+    table_ptr,  # int64 [WORLD]: where the rows of each rank lie
+    words_table_ptr,
+    words_ptr,
+    ticket_ptr,  # int64 [1]
+    errors_ptr,
+    residual_ptr,  # [m, N], rows stride_residual apart, if HAS_RESIDUAL
+    weight_ptr,  # [N], if NORM
+    out_ptr,  # [rows, N], rows stride_out apart: the norm, or else the sum
+    sum_ptr,  # [rows, N], contiguous: the sum, if NORM
+    first,  # of the rows that this launch writes
+    rows,  # how many it writes
+    m,  # how many there are
+    chunk,  # how many of them a rank owns; rank p owns those from p * chunk on
+    size_class,  # of m
+    N,
+    stride_residual,
+    stride_out,
+    rank,
+    patience_ticks,
+    eps,
+    WORLD: tl.constexpr,
+    OWNER: tl.constexpr,  # read a row where its owner has it, and not the sum of all ranks' rows
+    HAS_RESIDUAL: tl.constexpr,
+    NORM: tl.constexpr,
+    ROW: tl.constexpr,  # the least power of 2 that is N or more, if NORM
+    BLOCK_N: tl.constexpr,
+    PER_SM: tl.constexpr,  # the grid's: programs on an SM, at most
+):
+    """Write, for rows first, first + 1, ..., the sum over ranks + residual; and its RMSNorm if NORM."""
+    exchange, is_lost = _begin(
+        words_table_ptr, words_ptr, ticket_ptr, errors_ptr, m, rank, patience_ticks, WORLD
+    )
+    tail = Tail(residual_ptr, stride_residual, weight_ptr, sum_ptr, out_ptr, stride_out, eps)
+    WIDTH: tl.constexpr = ROW if NORM else BLOCK_N
+    blocks = tl.cdiv(N, WIDTH)
+    for item in range(exchange.order, rows * blocks, exchange.programs):
+        row = item // blocks
+        cols = item % blocks * WIDTH + tl.arange(0, WIDTH)
+        mask = cols < N
+        at = first + row
+        if OWNER:
+            total = _load_row(table_ptr, at // chunk, at % chunk, cols, mask, N, out_ptr)
+        else:
+            total = _load_row(table_ptr, 0, at, cols, mask, N, out_ptr)
+            for peer in tl.static_range(1, WORLD):
+                total += _load_row(table_ptr, peer, at, cols, mask, N, out_ptr)
+        end_row(total, at, row, cols, mask, N, is_lost, tail, HAS_RESIDUAL, NORM)
+    _end(exchange, WORLD)
+
+
+@triton.jit
+def _load_row(table_ptr, peer, row, cols, mask, N, like_ptr):
+    """Return columns of a row that a rank has, in float32; `like_ptr` has its type."""
+    base_ptr = tl.load(table_ptr + peer).to(tl.pointer_type(like_ptr.dtype.element_ty))
+    base_ptr = tl.multiple_of(base_ptr, 16)  # as all that is allocated
+    return tl.load(base_ptr + tl.cast(row, tl.int64) * N + cols, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _begin(words_table_ptr, words_ptr, ticket_ptr, errors_ptr, m, rank, patience_ticks, WORLD: tl.constexpr):
+    """Return the exchange of this launch, once all ranks' rows may be read, and whether some are lost."""
+    programs = tl.num_programs(0)
+    order = tl.program_id(0)
+    call = tl.cast(0, tl.int64)
+    if WORLD > 1:
+        ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
+        call = (ticket >> SHARE_BITS) + 1
+        order = tl.cast(ticket & (SHARES - 1), tl.int32)
+        if order == programs - 1:
+            tl.atomic_add(ticket_ptr, SHARES - programs, sem="relaxed", scope="gpu")
+    exchange = Exchange(words_table_ptr, words_ptr, errors_ptr, rank, call, order, programs, patience_ticks)
+    is_lost = 0
+    if WORLD > 1:
+        if order == 0:
+            for peer in range(0, WORLD):
+                if peer != rank:
+                    notify(_word_of(peer, READY, exchange, WORLD), (call << ROW_BITS) + m)
+        for peer in range(0, WORLD):
+            if peer != rank:
+                is_lost += _wait_for_rows(peer, m, exchange, WORLD)
+    return exchange, is_lost
+
+
+@triton.jit
+def _word_of(peer, WORD: tl.constexpr, exchange, WORLD: tl.constexpr):
+    """Return where the word about this rank lies on a peer."""
+    words_ptr = tl.load(exchange.words_table_ptr + peer).to(tl.pointer_type(tl.int64))
+    return words_ptr + WORD * WORLD + exchange.rank
+
+
+@triton.jit
+def _wait_for_rows(peer, m, exchange, WORLD: tl.constexpr):
+    """Return 0 once the peer's rows of this call may be read, and 1 if they do not come, or are others."""
+    word_ptr, call = exchange.words_ptr + READY * WORLD + peer, exchange.call
+    word = poll_until(word_ptr, call << ROW_BITS, exchange.patience_ticks, False)
+    seen = word >> ROW_BITS
+    rows = word & MOST_ROWS
+    if seen < call:
+        record_failure(exchange.errors_ptr + peer, NOT_READY, call, seen)
+        tl.atomic_xchg(word_ptr, (call + FAR) << ROW_BITS, sem="release", scope="sys")
+    elif (seen == call) & (rows != m):
+        record_failure(exchange.errors_ptr + peer, OTHER_ROWS, call, rows)
+    return tl.where((seen != call) | (rows != m), 1, 0)
+
+
+@triton.jit
+def _end(exchange, WORLD: tl.constexpr):
+    """Tell all peers that this program reads no more; the last to begin waits until no peer does."""
+    if WORLD > 1:
+        is_last = exchange.order == exchange.programs - 1
+        shares = tl.cast(tl.where(is_last, SHARES - exchange.programs + 1, 1), tl.int64)
+        tl.debug_barrier()  # one thread tells, for the loads of all
+        for peer in range(0, WORLD):
+            if peer != exchange.rank:
+                tl.atomic_add(_word_of(peer, READ, exchange, WORLD), shares, sem="release", scope="sys")
+        if is_last:
+            for peer in range(0, WORLD):
+                if peer != exchange.rank:
+                    _wait_until_read(peer, exchange, WORLD)
+
+
+@triton.jit
+def _wait_until_read(peer, exchange, WORLD: tl.constexpr):
+    """Return once the peer has read this rank's rows, or is given up."""
+    word_ptr, wanted = exchange.words_ptr + READ * WORLD + peer, exchange.call << SHARE_BITS
+    # Twice the patience: the peer may be held up by a third rank, on which it gives up first.
+    word = poll_until(word_ptr, wanted, 2 * exchange.patience_ticks, False)
+    if word < wanted:
+        record_failure(exchange.errors_ptr + peer, NOT_READ, exchange.call, word >> SHARE_BITS)
+        tl.atomic_xchg(word_ptr, (exchange.call + FAR) << SHARE_BITS, sem="release", scope="sys")
+
+
+class Shape(NamedTuple):
+    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
+
+    size_class: int
+    n: int
+    rows: int
+    strides: tuple[int, int]  # of the residual and of the result
+    world_size: int
+    is_owners: bool
+    has_residual: bool
+    has_norm: bool
+    sms: int
+    dtype: torch.dtype
+    device: torch.device
+    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: of each tensor
+
+    def sizes(self) -> dict[str, int]:
+        return {"size_class": self.size_class, "N": self.n}
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "WORLD": self.world_size,
+            "OWNER": self.is_owners,
+            "HAS_RESIDUAL": self.has_residual,
+            "NORM": self.has_norm,
+            "ROW": width_of_norm(self.n, has_norm=self.has_norm),
+        }
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        return min(programs_of(self.rows, self.n, self.sms, meta), SHARES.value), 1, 1
+
+
+class Held(NamedTuple):
+    """The tensors of one exchange, which no call changes."""
+
+    words_table: torch.Tensor
+    words: torch.Tensor
+    ticket: torch.Tensor
+    errors: torch.Tensor
+
+
+class Launch(NamedTuple):
+    """What one launch does; no tensor of the caller is kept."""
+
+    table: torch.Tensor
+    held: Held
+    first: int
+    rows: int
+    m: int
+    chunk: int
+    rank: int
+    world_size: int
+    is_owners: bool
+    sms: int
+    patience_ticks: int
+
+
+_SETTLED: SettledLaunches[Shape] = SettledLaunches(add_rows, operation="GemmAllReduce")
+
+
+def launch(call: Launch, out: torch.Tensor, ending: Ending) -> None:
+    """Enqueue one exchange on the current stream: rows of the sum to `out` [rows, N], or their norm."""
+    residual, weight, sums = (out if each is None else each.detach() for each in ending[:3])
+    tensors = (call.table, *call.held, residual, weight, out, sums)
+    shape = Shape(
+        size_class=class_of_rows(call.m),
+        n=out.shape[1],
+        rows=call.rows,
+        strides=(residual.stride(0), out.stride(0)),
+        world_size=call.world_size,
+        is_owners=call.is_owners,
+        has_residual=ending.residual is not None,
+        has_norm=ending.norm_weight is not None,
+        sms=call.sms,
+        dtype=out.dtype,
+        device=out.device,
+        aligned=tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
+    )
+    sizes = (call.first, call.rows, call.m, call.chunk, shape.size_class, shape.n, *shape.strides)
+    _SETTLED.launch(shape, tensors, (*sizes, call.rank, call.patience_ticks, ending.eps))

@@ -1,0 +1,79 @@
+"""How calls of `GemmAllReduce` add up the ranks' products, and how all ranks come to take the same way.
+
+    low-latency  each rank sends its rows to all, in words with a stamp, and adds what comes: few rows alone
+    one-shot     each rank reads the rows of all ranks and adds them
+    two-shot     each rank adds the rows it owns, then reads the others' sums
+    collective   the process group's all-reduce
+
+It is one choice of all ranks, as none ends alone: fixed by the caller; or a `tunable` among the group's
+ranks, judged by the time of the whole run. In an eager call each rank says on its ballot which way it would
+take. Where all say the same they take it, else one-shot, which needs nobody's word. A captured call takes the
+way of the last eager call with as many rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch.distributed as dist
+
+from dist_autotune import tunable
+
+from ..exchange.collective import Collective
+from ..symm import SymmetricMemory
+from ..tensors import remember
+
+ONE_SHOT, TWO_SHOT, COLLECTIVE = "one-shot", "two-shot", "collective"
+LOW_LATENCY = "low-latency"
+WAYS = (ONE_SHOT, TWO_SHOT, COLLECTIVE, LOW_LATENCY)  # by their numbers on ballots
+MOST_ROWS_OF_SHOTS = 2048  # above, the collective is what an untuned call takes
+
+
+class Ways(Collective):
+    """The ways of one operation; opening is collective.
+
+    fixed: one of WAYS, or None, which tunes it. has_low_latency: for so many rows. Raises ValueError on all
+    ranks if they pass different ones, or the collective where their process group has none.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        memory: SymmetricMemory,
+        *,
+        fixed: str | None,
+        timeout_s: float,
+        has_low_latency: Callable[[int], bool],
+    ) -> None:
+        memory.require_equal("way", str(fixed))
+        self._way, self._has_low_latency = fixed, has_low_latency
+        self._taken: dict[int, str] = {}  # by rows, in the last eager call
+        made = {COLLECTIVE: True, ONE_SHOT: False, TWO_SHOT: False}.get(str(fixed))
+        super().__init__("GemmAllReduce", "gemm_ar way", group, memory, fixed=made, timeout_s=timeout_s)
+
+    def choose(self, rows: int, key: tuple[Hashable, ...]) -> str:
+        """Return the way that this rank would take; key: what it depends on besides, equal on all ranks."""
+        if self._world_size == 1:
+            return COLLECTIVE  # of which nothing is left
+        can_be_low = self._has_low_latency(rows)
+        if self._way is not None or self._ballots is None:
+            way = self._way or ONE_SHOT
+            return ONE_SHOT if way == LOW_LATENCY and not can_be_low else way
+        ways = [COLLECTIVE, *WAYS[:2]] if rows > MOST_ROWS_OF_SHOTS else [*WAYS[:3]]
+        if can_be_low:
+            ways.insert(0, LOW_LATENCY)
+        key, ranks = (rows, self._world_size, *key), self._group or dist.group.WORLD
+        return tunable(self._choice, ways, key=key, among=ranks)
+
+    def settle(self, way: str, rows: int, *, is_capturing: bool) -> str:
+        """Return the way of this call, the same on all ranks. To be asked once in each.
+
+        It waits for the peers' hosts unless this rank would take one-shot. Raises PeerTimeout.
+        """
+        if self._ballots is None:
+            return way
+        if is_capturing:
+            return self._taken.get(rows, ONE_SHOT)
+        place = WAYS.index(way)
+        is_agreed = self._ballots.agree(len(WAYS) * rows + place if place else 0)
+        return remember(self._taken, rows, way if is_agreed else ONE_SHOT)

@@ -1,0 +1,119 @@
+"""That the kernels of GemmAllReduce compile, spill nothing, and order their words as the proofs ask."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from compiled import BLACKWELL, CDNA3, HOPPER, REGISTERS, compile_for, resources
+
+from dist_autotune.kernels.gemm_ar import low_latency, pull, rows
+
+pytestmark = pytest.mark.aot
+
+TYPES = {
+    **dict.fromkeys(("table_ptr", "words_table_ptr", "words_ptr", "ticket_ptr", "errors_ptr"), "*i64"),
+    **dict.fromkeys(("mail_ptr",), "*i64"),
+    **dict.fromkeys(("part_ptr", "lost_ptr"), "*i32"),
+    **dict.fromkeys(("residual_ptr", "weight_ptr", "out_ptr", "sum_ptr"), "*bf16"),
+    **dict.fromkeys(("first", "rows", "m", "chunk", "capacity", "size_class", "N"), "i32"),
+    **dict.fromkeys(("stride_residual", "stride_out", "rank", "patience_ticks"), "i32"),
+    "eps": "fp32",
+}
+ANY_VALUE = ("first", "rows", "m", "chunk", "capacity", "size_class", "rank", "patience_ticks", "eps")
+TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
+COLUMNS = 8192
+
+
+SUMS = {"HAS_RESIDUAL": False, "NORM": False, "ROW": 1}
+NORMS = {"HAS_RESIDUAL": True, "NORM": True}
+
+
+def compile_candidate(config, target=HOPPER, world=8, columns=COLUMNS, kernel=pull.add_rows, **values):
+    of_end = SUMS if config.kwargs["BLOCK_N"] else {**NORMS, "ROW": columns}
+    of_kernel = {"OWNER": False} if kernel is pull.add_rows else {"PACK": 2}
+    names = kernel.fn.arg_names
+    return compile_for(
+        target,
+        kernel.fn,
+        {name: kind for name, kind in TYPES.items() if name in names},
+        {"WORLD": world, **of_kernel, **of_end, **values, **config.kwargs},
+        any_value=ANY_VALUE,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def usable(candidates, columns, *, norm):
+    found = rows.prune(candidates, {"N": columns}, NORM=norm)
+    return [config for config in found if config.kwargs["PER_SM"] == 1]  # it changes the grid alone
+
+
+KERNELS = {"pull": (pull.add_rows, pull.CANDIDATES)}
+KERNELS |= {"low latency": (low_latency.exchange_rows, low_latency.CANDIDATES)}
+# Bytes of a thread, or on CDNA3 registers: ptxas stops at 64 registers, one or four short of what some need.
+MOST_SPILLED = {pull.add_rows: 0, low_latency.exchange_rows: 16}
+BY_KERNEL = pytest.mark.parametrize(("kernel", "candidates"), KERNELS.values(), ids=KERNELS)
+
+
+@BY_KERNEL
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("world", [2, 8])
+def test_candidates_fit_the_device(kernel, candidates, target, world):
+    sums = usable(candidates, COLUMNS, norm=False)
+    (norm,) = usable(candidates, COLUMNS, norm=True)
+    assert len(sums) >= 4
+    assert norm.num_warps == 32
+    for config in (*sums, norm):
+        used = resources(compile_candidate(config, target, world, kernel=kernel), target)
+        assert used["spilled"] <= MOST_SPILLED[kernel], config
+        assert used["registers"] * 32 * config.num_warps <= 65536 or target is CDNA3, config
+        assert used["registers"] <= REGISTERS[target], config
+
+
+@BY_KERNEL
+@pytest.mark.parametrize("columns", [1024, 16384])
+def test_rows_of_all_sizes_have_their_norm_almost_without_spills(kernel, candidates, columns):
+    (norm,) = usable(candidates, columns, norm=True)
+    used = resources(compile_candidate(norm, columns=columns, kernel=kernel), HOPPER)
+    assert used["spilled"] <= MOST_SPILLED[kernel]
+    assert used["registers"] * 32 * norm.num_warps <= 65536
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["sum", "norm"])
+def test_rows_are_read_behind_the_acquire_and_before_the_release(norm):
+    (config, *_) = [each for each in pull.CANDIDATES if norm == (not each.kwargs["BLOCK_N"])]
+    compiled = compile_candidate(config, world=2)
+    patterns = {
+        "ticket": r"atomic_rmw add, relaxed, gpu",
+        "publish": r"atomic_rmw exch, release, sys",
+        "poll": r"atomic_rmw add, acquire, sys",
+        "load": r"tt\.load .*tensor<\d+x!tt\.ptr<bf16>",
+        "barrier": r"gpu\.barrier|ttg\.barrier",
+        "read": r"atomic_rmw add, release, sys",
+    }
+    lines = compiled.asm["ttgir"].splitlines()
+    order = [name for line in lines for name, pattern in patterns.items() if re.search(pattern, line)]
+    first_load, last_load = order.index("load"), len(order) - 1 - order[::-1].index("load")
+    assert order[0] == "ticket"
+    assert order.index("publish") < order.index("poll") < first_load
+    assert order[last_load + 1 : last_load + 3] == ["barrier", "read"]
+    assert "poll" in order[last_load + 3 :]
+
+
+def test_words_have_the_scope_of_those_who_read_them_and_rows_are_loaded_by_sixteen_bytes():
+    ptx = compile_candidate(pull.CANDIDATES[0], world=2).asm["ptx"]
+    assert "ld.global.sys.acquire.b64" in ptx
+    assert re.search(r"atom\.global\.sys\.release\.exch\.b64", ptx)
+    assert re.search(r"(atom|red)\.global\.sys\.release\.add\.u64", ptx)
+    assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", ptx)
+    assert not re.search(r"ld\.global(\.\w+)*\.b16", ptx)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["sum", "norm"])
+def test_stamped_words_are_moved_whole_and_past_the_nearest_cache(norm):
+    (config, *_) = [each for each in low_latency.CANDIDATES if norm == (not each.kwargs["BLOCK_N"])]
+    ptx = compile_candidate(config, world=2, kernel=low_latency.exchange_rows).asm["ptx"]
+    assert re.search(r"st\.global\.v2\.b64", ptx)
+    assert re.search(r"ld\.volatile\.global\.v2\.b64", ptx)
+    assert not re.search(r"ld\.volatile\.global(?:\.v\d)?\.b(?:8|16|32)", ptx)

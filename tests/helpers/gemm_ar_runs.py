@@ -1,0 +1,160 @@
+"""What the tests of GemmAllReduce do on a rank."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
+from operation_runs import device, seed_and_leave_one, synchronize
+
+from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull
+
+HALF = torch.float16
+EPS = 1e-5
+
+
+KERNELS = {"add_rows": (pull.add_rows, pull.CANDIDATES)}
+KERNELS |= {"exchange_rows": (low_latency.exchange_rows, low_latency.CANDIDATES)}
+
+
+def begin(rank: int, candidate: int | None = None) -> None:
+    """Seed this rank and leave its kernels one candidate of each kind: by default another on each rank."""
+    for kernel, candidates in KERNELS.values():
+        seed_and_leave_one(rank, kernel, candidates, candidate)
+        kinds: dict[int, list] = {}  # of sums; of norms, one for each number of warps
+        for each in candidates:
+            kinds.setdefault(0 if each.kwargs["BLOCK_N"] else each.num_warps, []).append(each)
+        place = rank if candidate is None else candidate
+        kernel.configs = [kind[place % len(kind)] for kind in kinds.values()]
+
+
+def leave_all_candidates() -> None:
+    for kernel, candidates in KERNELS.values():
+        kernel.configs = candidates
+
+
+def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fresh random a [m, k] and weight [n, k]."""
+    return torch.randn(m, k, device=device()).to(dtype), torch.randn(n, k, device=device()).to(dtype)
+
+
+def of_all(m: int, n: int, dtype: torch.dtype, call: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a residual [m, n] and the weight [n] of a norm, equal on all ranks."""
+    order = torch.Generator().manual_seed(call)
+    residual, weight = (torch.randn(size, generator=order) for size in ((m, n), (n,)))
+    return residual.to(dtype).to(device()), weight.to(dtype).to(device())
+
+
+def poison(op: GemmAllReduce) -> None:
+    """Fill the buffers with NaN, so that whatever is read before it arrives shows."""
+    for buffer in (op._parts.local, op._sums.local):
+        buffer.fill_(float("nan"))
+    if op._mail is not None:  # NaN in each type, stamped by no call that is near
+        op._mail.mail.fill_((1 << 60) - 1)
+    synchronize()
+
+
+def sum_of_ranks(a: torch.Tensor, weight: torch.Tensor, group=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum in float32, and the error that the arithmetic explains, a number of eps of the type.
+
+    Each rank's part is rounded to the type, and so is the sum, which may be much smaller than its parts;
+    products of halves are exact in float32, and each is added there.
+    """
+    a, weight = a.float(), weight.float()
+    part = a @ weight.T
+    of_products = a.abs() @ weight.abs().T * torch.finfo(torch.float32).eps
+    sums = torch.stack([part, part.abs(), of_products])
+    if dist.is_initialized():
+        dist.all_reduce(sums, group=group)
+    wanted, of_parts, of_products = sums
+    return wanted, wanted.abs() + of_parts + of_products
+
+
+def ratio(got: torch.Tensor, wanted: torch.Tensor, explained: torch.Tensor) -> float:
+    found = float((got.float() - wanted).norm() / explained.norm())
+    return found if math.isfinite(found) else math.inf  # max() may pass a NaN over
+
+
+def error_ratio(out, a, weight, group=None) -> float:
+    """Return the error of a sum as a multiple of what the arithmetic explains; infinite if ranks differ."""
+    wanted, magnitude = sum_of_ranks(a, weight, group)
+    if not same_on_all_ranks(out, group):
+        return math.inf
+    return ratio(out, wanted, torch.finfo(out.dtype).eps * magnitude)
+
+
+def norm_error_ratio(pair, a, weight, residual, norm_weight, group=None) -> float:
+    """Return the larger of the errors of sum and norm; infinite if ranks differ.
+
+    The norm is taken of the sum that was returned: its own error is one rounding to the type.
+    """
+    norm, sums = pair
+    wanted, magnitude = sum_of_ranks(a, weight, group)
+    if not (same_on_all_ranks(norm, group) and same_on_all_ranks(sums, group)):
+        return math.inf
+    eps = torch.finfo(sums.dtype).eps
+    of_sum = ratio(sums, wanted + residual.float(), eps * (magnitude + residual.float().abs()))
+    right = torch.nn.functional.rms_norm(sums.float(), sums.shape[-1:], norm_weight.float(), EPS)
+    return max(of_sum, ratio(norm, right, eps * right.abs() + 1e-5 * right.abs()))
+
+
+def same_on_all_ranks(tensor: torch.Tensor, group=None) -> bool:
+    """Return whether all ranks have the same bits."""
+    if not dist.is_initialized():
+        return True
+    mine = tensor.contiguous().view(torch.uint8)
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_of_them, mine, group=group)
+    return all(torch.equal(each, mine) for each in all_of_them)
+
+
+def call_and_compare(op: GemmAllReduce, m: int, k: int, *, group=None) -> float:
+    """Return the error of one call with fresh inputs and an output full of NaN."""
+    a, weight = operands(m, op._n, k, op._dtype)
+    out = torch.full((m, op._n), float("nan"), dtype=op._dtype, device=a.device)
+    assert op(a, weight, out) is out
+    return error_ratio(out, a, weight, group)
+
+
+def call_with_norm(op: GemmAllReduce, m: int, k: int, *, group=None) -> float:
+    """Return the error of one call with a residual and a norm."""
+    a, weight = operands(m, op._n, k, op._dtype)
+    residual, norm_weight = of_all(m, op._n, op._dtype, m + k)
+    out = torch.full((m, op._n), float("nan"), dtype=op._dtype, device=a.device)
+    pair = op(a, weight, out, residual, norm_weight, EPS)
+    assert pair[0] is out
+    return norm_error_ratio(pair, a, weight, residual, norm_weight, group)
+
+
+def graph_call(op, m, k, *, norm):
+    a, weight = operands(m, op._n, k, HALF)
+    residual, norm_weight = of_all(m, op._n, HALF, m)
+    out = torch.empty(m, op._n, dtype=HALF, device=device())
+    sums = torch.empty_like(out)
+
+    def call():
+        if norm:
+            sums.copy_(op(a, weight, out, residual, norm_weight, EPS)[1])
+        else:
+            op(a, weight, out)
+
+    tensors = (out, a, weight) if not norm else (out, sums, a, weight, residual, norm_weight)
+    return GraphCall(call, lambda: (a.normal_(), weight.normal_()), tensors)
+
+
+def error_of_kept(kept) -> float:
+    if len(kept) == 3:
+        return error_ratio(*kept)
+    out, sums, *rest = kept
+    return norm_error_ratio((out, sums), *rest)
+
+
+def replays_among_eager_calls(rank, backend, way):
+    begin(rank)
+    with GemmAllReduce(256, 200, HALF, backend=backend, timeout_s=60.0, way=way) as op:
+        sizes = ((256, 128, False), (5, 72, True), (64, 64, False), (130, 72, True))
+        calls = [graph_call(op, m, k, norm=norm) for m, k, norm in sizes]
+        kept = kept_from_replays_among_eager_calls(rank, op, calls, lambda: poison(op))
+        return [error_of_kept(one) for one in kept]

@@ -1,0 +1,305 @@
+"""That GemmAllReduce computes the right sums and norms, with the same bits on all ranks.
+
+Under pytest the ranks are CPU processes in Triton's interpreter; tests marked `gpu` repeat on GPUs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from gemm_ar_runs import (
+    EPS,
+    HALF,
+    begin,
+    call_and_compare,
+    call_with_norm,
+    error_ratio,
+    leave_all_candidates,
+    norm_error_ratio,
+    of_all,
+    operands,
+    poison,
+    replays_among_eager_calls,
+)
+from operation_runs import (
+    GPU_BACKENDS,
+    INTERPRETER,
+    assert_right,
+    device,
+    left_as_before,
+    run_cases,
+    tuned_in_context,
+    values,
+)
+
+from dist_autotune.kernels.gemm_ar import GemmAllReduce
+from dist_autotune.kernels.gemm_ar.low_latency import exchange_rows
+from dist_autotune.kernels.gemm_ar.pull import CANDIDATES, add_rows
+from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
+
+pytestmark = INTERPRETER
+OURS = (ONE_SHOT, TWO_SHOT, LOW_LATENCY)  # those with candidates
+
+
+def three_calls(rank, m, n, k, dtype, most, way):
+    begin(rank)
+    with GemmAllReduce(most, n, dtype, way=way) as op:
+        poison(op)
+        return [
+            *(call(op, m, k) for call in (call_and_compare, call_with_norm, call_and_compare)),
+            call_with_norm(op, m, k),
+        ]
+
+
+SHAPES = {
+    "whole tiles": (64, 64, 32, 64),
+    "ragged rows, N and K": (37, 41, 24, 40),
+    "one row": (1, 48, 16, 8),
+    "one column": (3, 1, 16, 3),
+    "fewer rows than ranks own": (2, 70, 33, 65),
+    "K of one": (6, 16, 1, 6),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("m", "n", "k", "most"), SHAPES.values(), ids=SHAPES)
+def test_sum_and_norm_are_right_and_equal_on_all_ranks(m, n, k, most, way):
+    assert_right(values(three_calls, 2, m, n, k, HALF, most, way))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks_are_right_too(world, way):
+    assert_right(values(three_calls, world, 5, 24, 16, HALF, 7, way))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_other_types_are_right(dtype, way):
+    assert_right(values(three_calls, 2, 11, 40, 48, dtype, 16, way))
+
+
+def alone_without_a_product(rank, way):
+    """Add what ranks have: by a copy, and in the operation's own buffer."""
+    begin(rank)
+    errors, one = [], torch.eye(40, dtype=HALF, device=device())
+    with GemmAllReduce(9, 40, HALF, way=way) as op:
+        for in_place in (False, True):
+            given = torch.randn(5, 40, device=device()).to(HALF)
+            residual, norm_weight = of_all(5, 40, HALF, 3)
+            for norm in (False, True):
+                part = op.part[:5].copy_(given) if in_place else given.clone()
+                if norm:
+                    pair = op.all_reduce_rms_norm(part, residual, norm_weight, EPS)
+                    errors.append(norm_error_ratio(pair, given, one, residual, norm_weight))
+                else:
+                    errors.append(error_ratio(op.all_reduce(part), given, one))
+    return errors
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_reduce_and_norm_are_there_without_a_product(way):
+    assert_right(values(alone_without_a_product, 2, way))
+
+
+def one_candidate(rank, index_of_rank, way):
+    begin(rank, index_of_rank[rank])
+    with GemmAllReduce(21, 72, HALF, way=way) as op:
+        poison(op)
+        return [call(op, m, 40) for m in (21, 8) for call in (call_and_compare, call_with_norm)]
+
+
+@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize("index", range(2))
+def test_every_candidate_is_right(index, way):
+    assert len(CANDIDATES) == 4  # two of sums and two of norms
+    assert_right(values(one_candidate, 2, [index] * 2, way))
+
+
+@pytest.mark.parametrize("way", OURS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_may_run_different_candidates_in_one_call_and_have_the_same_bits(world, way):
+    assert_right(values(one_candidate, world, range(world), way))
+
+
+def many_calls(rank, delays, way):
+    """Keep every result until the end; no rank waits for another between calls."""
+    begin(rank)
+    world, kept = dist.get_world_size(), []
+    with GemmAllReduce(24, 34, HALF, way=way) as op:
+        poison(op)
+        for call in range(6):
+            m, k = (24, 7, 1, 16)[call % 4], (24, 16, 33)[call % 3]
+            a, weight = operands(m, 34, k, HALF)
+            if delays == "one" and rank == call % world:
+                time.sleep(0.1)
+            if delays == "random":
+                time.sleep(random.random() / 20)
+            more = of_all(m, 34, HALF, call) if call % 2 else ()
+            kept.append((op(a, weight, None, *more, *([EPS] if more else [])), a, weight, *more))
+        op.check()
+    return [(norm_error_ratio if len(one) > 3 else error_ratio)(*one) for one in kept]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("delays", "world"), [("none", 2), ("one", 3), ("random", 4)])
+def test_calls_back_to_back_are_right_when_ranks_are_late(delays, world, way):
+    assert_right(values(many_calls, world, delays, way))
+
+
+def odd_places(rank, way):
+    """Pass slices of matrices, a weight by columns, and an out beside which nothing may be written."""
+    begin(rank)
+    with GemmAllReduce(16, 24, HALF, way=way) as op:
+        a, weight = operands(9, 24, 64, HALF)
+        a, weight = a[:, 3:35], weight[:, 5:37]
+        wide = torch.randn(9, 50, generator=torch.Generator().manual_seed(1)).to(HALF).to(device())
+        out = torch.full((9, 50), float("nan"), dtype=HALF, device=device())
+        op(a, weight.T.contiguous().T, out[:, 1:25])
+        errors = [error_ratio(out[:, 1:25], a, weight)]
+        norm_weight = of_all(9, 24, HALF, 1)[1]
+        pair = op(a, weight, out[:, 1:25], wide[:, 3:27], norm_weight, EPS)
+        errors.append(norm_error_ratio(pair, a, weight, wide[:, 3:27], norm_weight))
+        beside = out[:, 0].isnan().all() and out[:, 25:].isnan().all()
+        return [*errors, 0.0 if beside else 9.0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_operands_may_be_slices_and_nothing_beside_them_is_written(way):
+    assert_right(values(odd_places, 2, way))
+
+
+def unequal_inner_parts(rank):
+    begin(rank)
+    with GemmAllReduce(8, 24, HALF) as op:
+        return [call_and_compare(op, 8, 16 + 24 * rank) for _ in range(2)]
+
+
+def test_ranks_may_hold_unequal_parts_of_the_inner_dimension():
+    assert_right(values(unequal_inner_parts, 2))
+
+
+def in_a_subset(rank):
+    begin(rank)
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return [0.0]
+    with (
+        GemmAllReduce(18, 16, HALF, group) as first,
+        GemmAllReduce(5, 16, HALF, group, way=TWO_SHOT) as second,
+    ):
+        calls = [(op, call) for op in (first, second) for call in (call_and_compare, call_with_norm)] * 2
+        return [call(op, 5, 16, group=group) for op, call in calls]
+
+
+def test_the_group_may_be_a_subset_and_two_operations_do_not_disturb_each_other():
+    assert_right(values(in_a_subset, 3))
+
+
+@pytest.mark.parametrize("way", [None, *WAYS])
+def test_one_rank_needs_no_process_group(way):
+    with left_as_before(add_rows), left_as_before(exchange_rows):
+        begin(0)
+        with GemmAllReduce(20, 24, HALF, backend="shm", way=way) as op:
+            assert max(call(op, 7, 16) for call in (call_and_compare, call_with_norm)) < 1
+
+
+# ---- who decides
+
+
+def ways_of_ranks(rank, wanted_of_call):
+    """Let each rank want its own way in each call; return the ways that were taken, and the errors."""
+    begin(rank)
+    taken, errors = [], []
+    with GemmAllReduce(9, 24, HALF) as op:
+        settle = op._ways.settle
+
+        def noted(*args, **given):
+            taken.append(settle(*args, **given))
+            return taken[-1]
+
+        op._ways.settle = noted
+        for wanted in wanted_of_call:
+            op._ways.choose = lambda rows, key, wanted=wanted: wanted[rank]
+            errors.append(call_with_norm(op, 9, 16))
+        op._is_capturing = lambda: True
+        errors += [call_and_compare(op, 9, 16), call_and_compare(op, 8, 16)]
+        op._is_capturing = lambda: False
+    return taken, errors
+
+
+def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_call():
+    wanted = [(TWO_SHOT, ONE_SHOT), (TWO_SHOT, TWO_SHOT), (COLLECTIVE, TWO_SHOT), (COLLECTIVE, COLLECTIVE)]
+    expected = [ONE_SHOT, TWO_SHOT, ONE_SHOT, COLLECTIVE, COLLECTIVE, ONE_SHOT]
+    for taken, errors in values(ways_of_ranks, 2, wanted):
+        assert taken == expected
+        assert max(errors) < 1
+
+
+def tuned(rank):
+    begin(rank)
+    leave_all_candidates()
+    with GemmAllReduce(16, 48, HALF) as op:
+        step, errors = tuned_in_context(lambda: max(call_and_compare(op, 16, 32), call_with_norm(op, 16, 32)))
+        step()
+        winners = {context.kernel: str(context.config) for context in step.report.contexts}
+    return errors, winners, step.report.runs
+
+
+def test_tuned_in_context_every_run_is_right_and_ranks_agree():
+    (errors, winners, runs), *others = values(tuned, 2)
+    assert winners.keys() == {"add_rows", "exchange_rows", "gemm_ar way"}
+    assert len(errors) == runs > len(CANDIDATES)
+    assert max(errors) < 1
+    for other_errors, other_winners, other_runs in others:
+        assert max(other_errors) < 1
+        assert (other_winners, other_runs) == (winners, runs)
+
+
+# ---- on GPUs
+
+
+def cases_on_gpus(rank, backend):
+    def shapes(m, n, k, dtype, most, way):
+        begin(rank)
+        with GemmAllReduce(most, n, dtype, backend=backend, timeout_s=60.0, way=way) as op:
+            poison(op)
+            return [call(op, m, k) for _ in range(3) for call in (call_and_compare, call_with_norm)]
+
+    def candidate(index, way):
+        begin(rank, index)
+        with GemmAllReduce(300, 8192, HALF, backend=backend, timeout_s=60.0, way=way) as op:
+            poison(op)
+            return [call(op, m, 256) for m in (300, 17) for call in (call_and_compare, call_with_norm)]
+
+    sizes = {**SHAPES, "large": (1998, 1024, 1024, 2000), "wide": (64, 8192, 512, 64)}
+    cases = {
+        f"{name}, {dtype}, {way}": lambda shape=shape, dtype=dtype, way=way: shapes(
+            *shape[:3], dtype, shape[3], way
+        )
+        for name, shape in sizes.items()
+        for dtype in (torch.float16, torch.bfloat16)
+        for way in WAYS
+    }
+    for way in OURS:
+        for index in range(len(CANDIDATES)):
+            cases[f"candidate {index}, {way}"] = lambda index=index, way=way: candidate(index, way)
+        cases[f"different candidates, {way}"] = lambda way=way: candidate(rank, way)
+    for way in WAYS:
+        cases[f"late ranks, {way}"] = lambda way=way: many_calls(rank, "random", way)
+        cases[f"graphs among eager calls, {way}"] = lambda way=way: replays_among_eager_calls(
+            rank, backend, way
+        )
+        cases[f"without a product, {way}"] = lambda way=way: alone_without_a_product(rank, way)
+    cases["tuned in context"] = lambda: tuned(rank)[0]
+    return run_cases(cases)
+
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_sums_and_norms_are_right_on_gpus(backend):
+    assert values(cases_on_gpus, 2, backend, timeout_s=400) == [[], []]

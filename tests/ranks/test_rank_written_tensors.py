@@ -1,0 +1,76 @@
+"""Tensors that kernels change in place, on several ranks: each rank's call ends as one run of it does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels_for_tests import Bench, accumulate, launch, numbers
+from rank_programs import Boom, blocks_of, ending, tune
+
+from ranks import assert_all_ok, run_ranks
+
+MS = {16: 3.0, 32: 1.0, 64: 2.0}
+
+
+def in_place(bench: Bench):
+    return bench.kernel(MS, accumulate, restore_value=["y_ptr"])
+
+
+@pytest.mark.parametrize("objective", ["kernel", "thunk"])
+def test_each_rank_s_tensor_is_changed_once(objective):
+    def program(rank):
+        bench, y = Bench(), torch.full((64,), float(rank))
+        kernel = in_place(bench)
+        step = tune(bench, lambda: launch(kernel, numbers(), y), objective=objective)
+        step()
+        assert torch.equal(y, rank + numbers())
+        step()
+        assert torch.equal(y, rank + 2 * numbers())
+        return blocks_of(step), step.report.runs
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert zero[0] == {"accumulate64": 32}
+
+
+def test_a_rank_that_raises_leaves_its_own_run_on_every_rank():
+    def program(rank):
+        bench, y, runs = Bench(), torch.zeros(64), []
+        kernel = in_place(bench)
+
+        def thunk():
+            runs.append(None)
+            launch(kernel, numbers(), y)
+            if len(runs) == 3 and rank == 1:
+                raise Boom
+
+        step = tune(bench, thunk)
+        end = ending(step).partition(":")[0]
+        assert torch.equal(y, numbers())
+        step()
+        assert torch.equal(y, 2 * numbers())
+        return end, blocks_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert (zero[0], one[0]) == ("PeerFailed", "Boom")
+    assert zero[1] == one[1] == {"accumulate64": 32}
+
+
+def test_ranks_tune_a_new_key_together_when_one_of_them_cannot_put_its_call_back():
+    def program(rank):
+        bench, y = Bench(), torch.zeros(64)
+        kernel, other = in_place(bench), bench.kernel(MS)
+
+        def thunk(n):
+            if rank == 0:
+                launch(kernel, numbers(), y)
+            launch(other, numbers(n))
+
+        step = tune(bench, thunk)
+        sizes = 8, 8, 16, 16, 16, 16, 16
+        for n in sizes:
+            step(n)
+        assert torch.equal(y, len(sizes) * numbers() if rank == 0 else torch.zeros(64))
+        return step.settled, bench.blocks("add", n=16)[-1]
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(True, 32)] * 2

@@ -1,0 +1,365 @@
+"""Tensors that `restore_value` and `reset_to_zero` name: the call ends as if the function had run once."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import weakref
+
+import pytest
+import torch
+from kernels_for_tests import Mine, accumulate, launch, only, records, winner
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from dist_autotune import TuningError, tunable
+from dist_autotune.launch import written_tensors
+from dist_autotune.logs.records import Note
+from dist_autotune.triton_api.launch import Launch
+
+MS = {16: 3.0, 32: 1.0, 64: 2.0}
+every_sign = pytest.mark.parametrize("sign", ["restore_value", "reset_to_zero"])
+
+
+def in_place(bench, sign: str = "restore_value", function=accumulate, ms=MS, **options):
+    return bench.kernel(ms, function, **{sign: ["y_ptr"]}, **options)
+
+
+def ones(n: int = 64) -> torch.Tensor:
+    return torch.ones(n)
+
+
+@every_sign
+@pytest.mark.parametrize("search", ["exhaustive", "racing"])
+@pytest.mark.parametrize("objective", ["kernel", "thunk"])
+def test_a_call_that_tunes_changes_them_as_one_run_does(bench, sign, search, objective):
+    kernel, y = in_place(bench, sign), torch.zeros(50)
+    address = y.data_ptr()
+    tuned = bench.tune(lambda: launch(kernel, ones(50), y), search=search, objective=objective)
+    assert torch.equal(tuned(), ones(50))
+    assert tuned.report.runs > 3
+    assert winner(only(tuned.report)) == 32
+    assert torch.equal(y, ones(50))
+    assert y.data_ptr() == address
+    tuned()
+    assert torch.equal(y, 2 * ones(50))
+
+
+def test_every_trial_of_it_sees_what_was_there_before(bench):
+    kernel, y, seen = in_place(bench), torch.zeros(64), []
+    bench.tune(lambda: seen.append(launch(kernel, ones(), y).clone()))()
+    assert len(seen) == 4
+    assert all(torch.equal(each, ones()) for each in seen)
+
+
+def test_the_log_says_once_what_is_put_back(bench):
+    kernel, y = in_place(bench), torch.zeros(64)
+    bench.tune(lambda: launch(kernel, ones(), y))()
+    (text,) = [note.text for note in records(Note) if "put back" in note.text]
+    assert (
+        text
+        == "put back before each further run, as restore_value or reset_to_zero names it: accumulate.y_ptr"
+    )
+
+
+def test_nothing_is_said_and_nothing_copied_where_no_kernel_names_any(bench, monkeypatch):
+    kernel, y = bench.kernel(MS, accumulate), torch.zeros(64)
+    tuned = bench.tune(lambda: launch(kernel, ones(), y))
+    tuned()
+    assert torch.equal(y, tuned.report.runs * ones())
+    assert not [note for note in records(Note) if "put back" in note.text]
+
+
+def test_a_tensor_in_several_launches_is_what_it_was_before_the_first(bench):
+    kernel, other, y = in_place(bench), in_place(bench, key=()), torch.zeros(64)
+
+    def thunk():
+        for each in (kernel, other, kernel):
+            launch(each, ones(), y)
+
+    bench.tune(thunk)()
+    assert torch.equal(y, 3 * ones())
+
+
+def test_parts_of_a_storage_are_put_back_and_nothing_beside_them(bench):
+    kernel, whole = in_place(bench, key=()), torch.zeros(256)
+    runs = []
+
+    def thunk():
+        runs.append(None)
+        launch(kernel, ones(), whole[:64])
+        launch(kernel, ones(), whole[32:96])  # they overlap
+        launch(kernel, ones(), whole[128:192].view(8, 8))
+        whole[200:] += 1  # no kernel's: it cannot be seen
+
+    bench.tune(thunk)()
+    expected = torch.zeros(256)
+    expected[:64] += 1
+    expected[32:96] += 1
+    expected[128:192] += 1
+    expected[200:] += len(runs)
+    assert torch.equal(whole, expected)
+
+
+def test_what_a_run_has_allocated_is_left_as_that_run_made_it(bench):
+    kernel, outputs = in_place(bench), []
+
+    def thunk():
+        y = torch.zeros(64)
+        outputs.append(y)
+        return launch(kernel, ones(), y)
+
+    bench.tune(thunk)()
+    assert len(outputs) == 4
+    assert all(torch.equal(each, ones()) for each in outputs)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "collected"])
+def test_old_and_new_tensors_are_told_apart_where_the_collector_is_frozen(bench, frozen):
+    kernel, y, outputs = in_place(bench), torch.zeros(64), []
+
+    def thunk():
+        outputs.append(launch(kernel, ones(), torch.zeros(64)))
+        launch(kernel, ones(), y[:])
+
+    if frozen:
+        gc.freeze()
+    else:
+        gc.unfreeze()
+    try:
+        bench.tune(thunk)()
+    finally:
+        gc.freeze()  # as the session of tests has it
+    assert torch.equal(y, ones())
+    assert all(torch.equal(each, ones()) for each in outputs)
+
+
+def test_memory_that_is_free_again_is_not_written(bench):
+    kernel, held = in_place(bench), [torch.zeros(64)]
+
+    def thunk():
+        launch(kernel, ones(), held.pop())  # gone with the launch
+        held.append(torch.zeros(64))
+
+    bench.tune(thunk)()
+    assert torch.equal(held[0], torch.zeros(64))
+
+
+def test_a_storage_that_has_shrunk_is_left_alone(bench):
+    kernel, y, runs = in_place(bench), torch.zeros(64), itertools.count()
+
+    def thunk():
+        if next(runs) == 0:
+            launch(kernel, ones(), y)
+            y.untyped_storage().resize_(0)
+        else:
+            launch(kernel, ones(), torch.zeros(64))
+
+    bench.tune(thunk)()
+    assert y.untyped_storage().nbytes() == 0
+
+
+def test_a_gradient_that_autograd_has_made_is_put_back(bench):
+    kernel, weight = in_place(bench), torch.ones(64, requires_grad=True)
+    weight.sum().backward()
+    bench.tune(lambda: launch(kernel, ones(), weight.grad))()
+    assert torch.equal(weight.grad, 2 * ones())
+
+
+def test_putting_back_is_no_change_that_autograd_counts(bench):
+    kernel, weight = in_place(bench), torch.ones(64, requires_grad=True)
+    y = torch.zeros(64)
+    loss = (weight * y).sum()
+    version = y._version
+    bench.tune(lambda: kernel[(4,)](ones(), y.detach(), 64))()
+    assert y._version == version + 4  # of the kernel's stand-in, which torch makes: one each run
+    del loss
+
+
+def test_an_expanded_tensor_is_put_back(bench):
+    kernel, one, written = in_place(bench), torch.zeros(1), written_tensors.WrittenTensors()
+    written.begin_runs()
+    written.keep(Launch(kernel, (ones(), one.expand(64), 64), {}))
+    one.fill_(7)
+    assert written.restore() == "accumulate.y_ptr"
+    assert torch.equal(one, torch.zeros(1))
+
+
+@pytest.mark.parametrize("given", [None, 3, torch.zeros(0), torch.eye(2).to_sparse()], ids=str)
+def test_what_has_no_memory_to_put_back_is_passed_over(bench, given):
+    kernel, written = in_place(bench), written_tensors.WrittenTensors()
+    written.begin_runs()
+    written.keep(Launch(kernel, (ones(), given, 64), {}))
+    assert written.restore() == ""
+
+
+def test_the_tensor_under_a_descriptor_is_put_back(bench):
+    kernel, y, written = in_place(bench), torch.zeros(8, 8), written_tensors.WrittenTensors()
+    written.begin_runs()
+    written.keep(Launch(kernel, (ones(), TensorDescriptor.from_tensor(y, [4, 4]), 64), {}))
+    y.fill_(7)
+    written.restore()
+    assert torch.equal(y, torch.zeros(8, 8))
+
+
+@pytest.mark.parametrize("at_run", [0, 1, 2])
+def test_a_run_that_raises_leaves_exactly_its_own_effects(bench, at_run):
+    kernel, y, runs = in_place(bench), torch.zeros(64), itertools.count()
+
+    def thunk():
+        launch(kernel, ones(), y)
+        if next(runs) == at_run:
+            raise Mine
+        launch(kernel, ones(), y)
+
+    tuned = bench.tune(thunk)
+    with pytest.raises(Mine):
+        tuned()
+    assert torch.equal(y, ones())
+    tuned()
+    assert torch.equal(y, 3 * ones())
+    assert winner(only(tuned.report)) == 32
+
+
+def test_neither_tensors_nor_copies_outlive_the_call(bench):
+    kernel, x, y = in_place(bench), ones(), torch.zeros(64)
+    tuned = bench.tune(lambda y: launch(kernel, x, y).sum())
+    gone = weakref.ref(y)
+    tuned(y)
+    del y
+    assert gone() is None
+    written = tuned._calls.state.written
+    assert (written._copies, written._there_before) == ({}, None)
+
+
+def test_a_tensor_that_only_a_run_holds_dies_in_it(bench):
+    kernel, held, alive = in_place(bench), [torch.zeros(64)], []
+
+    def thunk():
+        if held:
+            y = held.pop()
+            alive.append(weakref.ref(y))
+            launch(kernel, ones(), y)
+            del y
+            alive.append(alive[0]())
+        launch(kernel, ones())
+
+    bench.tune(thunk)()
+    assert alive[1:] == [None]
+
+
+def test_a_kernel_with_one_config_is_put_back_too(bench):
+    single, other, y = in_place(bench, ms={16: 1.0}), bench.kernel({16: 3.0, 32: 1.0}), torch.zeros(64)
+
+    def thunk():
+        launch(single, ones(), y)
+        launch(other, ones())
+
+    bench.tune(thunk)()
+    assert torch.equal(y, ones())
+
+
+def test_it_holds_beside_choices_of_the_host_and_preserved_state(bench):
+    kernel, y, kept = in_place(bench), torch.zeros(64), torch.zeros(64)
+
+    def thunk():
+        bench.spend(tunable("rest", [3, 1]))
+        y.add_(1)  # before the launch: `preserve` alone can put this back
+        launch(kernel, ones(), y)
+        kept.add_(1)
+
+    tuned = bench.tune(thunk, preserve=[y, kept])
+    tuned()
+    assert tuned.report.runs > 4
+    assert torch.equal(y, 2 * ones())
+    assert torch.equal(kept, ones())
+
+
+# ---- new keys of a settled function
+
+
+def test_a_sweep_over_shapes_changes_each_as_one_run_does_and_tunes_it(bench):
+    kernel, tensors = in_place(bench), {n: torch.zeros(n) for n in (32, 64, 128)}
+    tuned = bench.tune(lambda n: launch(kernel, ones(n), tensors[n]))
+    for n, y in tensors.items():
+        tuned(n)
+        assert torch.equal(y, ones(n))
+        assert bench.blocks(n=n)[-1] == 32
+        assert len(bench.blocks(n=n)) > 3
+    assert tuned.settled
+
+
+@pytest.mark.parametrize("first", ["tuned", "with one config"])
+def test_a_new_key_beside_a_settled_kernel_is_tuned_by_runs_that_leave_nothing(bench, first):
+    kernel = in_place(bench, ms=MS if first == "tuned" else {16: 1.0})
+    other, y = bench.kernel({16: 3.0, 32: 1.0}), torch.zeros(64)
+
+    def thunk(n):
+        launch(kernel, ones(), y)
+        launch(other, ones(n))
+        return y
+
+    tuned = bench.tune(thunk)
+    for calls, n in enumerate((8, 8, 16, 32, 16), start=1):
+        result = tuned(n)
+        assert result is y
+        assert torch.equal(y, calls * ones())
+        assert bench.blocks("add", n=n)[-1] == 32
+    assert tuned.settled
+
+
+def test_settled_calls_copy_nothing(bench, monkeypatch):
+    kernel, y = in_place(bench), torch.zeros(64)
+    single = in_place(bench, ms={16: 1.0})
+
+    def thunk():
+        launch(kernel, ones(), y)
+        launch(single, ones(), y)
+
+    tuned = bench.tune(thunk)
+    tuned()
+    monkeypatch.setattr(torch.Tensor, "clone", lambda *args, **kwargs: pytest.fail("a copy"))
+    monkeypatch.setattr(written_tensors, "_storages", lambda: pytest.fail("a look at all tensors"))
+    for _ in range(3):
+        tuned()
+    assert torch.equal(y, 8 * ones())
+
+
+@pytest.mark.parametrize("mode", ["online", "cached"])
+def test_modes_that_repeat_nothing_put_nothing_back(bench, mode, monkeypatch):
+    kernel, y, calls = in_place(bench), torch.zeros(64), 6
+    monkeypatch.setattr(written_tensors, "_storages", lambda: pytest.fail("a look at all tensors"))
+    if mode == "cached":
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
+    tuned = bench.tune(lambda: launch(kernel, ones(), y), mode="online")
+    for _ in range(calls):
+        tuned()
+    assert torch.equal(y, calls * ones())
+
+
+def test_a_launch_that_is_captured_is_not_copied(bench, monkeypatch):
+    kernel, y = in_place(bench), torch.zeros(64)
+    tuned = bench.tune(lambda: launch(kernel, ones(), y))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patched.setattr(torch.Tensor, "clone", lambda *args, **kwargs: pytest.fail("a copy"))
+        tuned()
+    assert torch.equal(y, ones())
+    tuned()
+    assert torch.equal(y, 2 * ones())
+
+
+def test_no_memory_for_a_copy_is_told_and_bans_nothing(bench, monkeypatch):
+    kernel, y = in_place(bench), torch.zeros(64)
+    tuned = bench.tune(lambda: launch(kernel, ones(), y))
+
+    def clone(tensor, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched, contextlib.suppress(RuntimeError):
+        patched.setattr(torch.Tensor, "clone", clone)
+        with pytest.raises(TuningError, match=r'accumulate.y_ptr: no memory .* its 256 bytes.*mode="online"'):
+            tuned()
+    tuned()
+    assert torch.equal(y, ones())
+    assert only(tuned.report).banned == {}

@@ -1,0 +1,113 @@
+"""State that is put back: copied once, whatever its holder does with what it loads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dist_autotune.tuner.snapshot import Snapshot
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements of tensors that are copied into new memory in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten._to_copy):
+            self.elements += result.numel()
+        return result
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.rand(8, 64)).sum().backward()
+    optimizer.step()
+
+
+def values(state: Any) -> list[Any]:
+    return [
+        each.clone() if isinstance(each, torch.Tensor) else each
+        for each in torch.utils._pytree.tree_leaves(state)
+    ]
+
+
+def test_putting_back_makes_no_further_copy_of_the_state():
+    model, optimizer = trained()
+    before = values([model.state_dict(), optimizer.state_dict()])
+    with Copies() as kept:
+        snapshot = Snapshot([model, optimizer])
+    assert kept.elements >= 2 * 64 * 64
+    for _ in range(3):
+        train(model, optimizer)
+        with Copies() as restored:
+            snapshot.restore()
+        assert restored.elements == 0
+        after = values([model.state_dict(), optimizer.state_dict()])
+        assert all(
+            torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+            for a, b in zip(before, after, strict=True)
+        )
+
+
+class Holder:
+    """Keeps the very tensors that it is given to load, as optimizers do."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tensors": dict(self.tensors), "list": [1, [2]], "pair": (3, torch.ones(2))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert (state["list"], state["pair"][0]) == ([1, [2]], 3)
+        self.tensors = state["tensors"]
+
+
+def test_tensors_that_change_places_get_their_values_back():
+    holder = Holder(a=torch.zeros(2), b=torch.ones(2))
+    snapshot = Snapshot([holder])
+    for _ in range(3):
+        holder.tensors["a"], holder.tensors["b"] = holder.tensors["b"], holder.tensors["a"]
+        holder.tensors["a"].add_(5)
+        snapshot.restore()
+        assert torch.equal(holder.tensors["a"], torch.zeros(2))
+        assert torch.equal(holder.tensors["b"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.pop("a"),
+        lambda tensors: tensors.update(a=torch.zeros(3)),
+        lambda tensors: tensors.update(a=torch.zeros(2, dtype=torch.float64)),
+        lambda tensors: tensors.update(a=torch.zeros(1).expand(2)),
+        lambda tensors: tensors.update(c=torch.zeros(2)),
+        lambda tensors: tensors["a"].add_(1),
+    ],
+    ids=["gone", "of another size", "of another type", "expanded", "more of them", "changed"],
+)
+def test_whatever_a_run_has_made_of_the_state_it_is_what_it_was(change):
+    holder = Holder(a=torch.full((2,), 7.0), b=torch.eye(2).to_sparse())
+    snapshot = Snapshot([holder])
+    for _ in range(2):
+        change(holder.tensors)
+        snapshot.restore()
+        assert sorted(holder.tensors) == ["a", "b"]
+        assert torch.equal(holder.tensors["a"], torch.full((2,), 7.0))
+        assert torch.equal(holder.tensors["b"].to_dense(), torch.eye(2))
+        holder.tensors["a"].mul_(3)
