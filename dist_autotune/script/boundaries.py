@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from ..errors import InvalidOption
+from ..launch.step_checks import check_before_step
 from .import_hooks import ImportHooks
 
 STEPS_OF_OTHERS = 16  # after so many without one of the leading optimizer, the next one leads
@@ -47,6 +48,8 @@ class OptimizerSteps:
                     if self.count_step(optimizer):
                         end_run()
 
+                before_step = module.register_optimizer_step_pre_hook(lambda *_: check_before_step())
+                stack.callback(before_step.remove)
                 stack.callback(module.register_optimizer_step_post_hook(after_step).remove)
 
             with ImportHooks({"torch.optim.optimizer": register}):

@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from .. import settings
 from ..errors import InvalidOption, TuningError
+from ..launch.step_checks import check_before_step
 from ..options import Options
 from ..triton_api.interception import INTERCEPTION
 from .base_tuner import BaseTuner
@@ -41,7 +44,8 @@ class StepTuner(BaseTuner):
     def step(self) -> Iterator[None]:
         """Make the block one run. What it raises reaches the caller; a later step makes that run again.
 
-        A step inside a tuned function, or inside another step, is a part of that run.
+        A step inside a tuned function, or inside another step, is a part of that run. What kernels that wait
+        for peers report is raised before an optimizer of torch.optim steps.
 
         Raises TuningError where the block ends on another thread than it began on; that run counts nowhere.
         """
@@ -50,7 +54,7 @@ class StepTuner(BaseTuner):
             yield
             return
         opener = threading.current_thread()
-        with self._made_calls().step(mode):
+        with self._made_calls().step(mode), _checked():
             yield
             self._check_closed_by(opener)
 
@@ -61,6 +65,16 @@ class StepTuner(BaseTuner):
                 f"a step of {self._name} was opened on thread {opener.name} and closed on thread "
                 f"{closer.name}: open and close a step on one thread, the one that runs the loop"
             )
+
+
+@contextlib.contextmanager
+def _checked() -> Iterator[None]:
+    """Ask the registered checks before each step of an optimizer in the block."""
+    hook = register_optimizer_step_pre_hook(lambda *_: check_before_step())
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _name_of_steps(frame: FrameType | None, tuner: StepTuner) -> str:

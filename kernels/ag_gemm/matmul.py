@@ -16,6 +16,7 @@ import triton.language as tl
 from ..configs import capability
 from ..epilogues import NO_EPILOGUE, Epilogue
 from ..exchange.chunks import Exchange, part_from
+from ..exchange.spoil import spoil_chunks
 from ..launch import PreparedLaunch, load
 from ..tensors import FP8
 from .operands import Call
@@ -84,12 +85,14 @@ class MatmulConsumer:
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         """Compute a product that is thrown away: cuBLAS loads what it chooses when it is asked first."""
         wait_for_all(call, only_load=True)
+        spoil_chunks(out, call, only_load=True)
         if gather.device.type != "cpu":  # there is nothing to load
             self._multiply(gather, weight, room_like(out), call)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         wait_for_all(call)
         self._multiply(gather, weight, out, call)
+        spoil_chunks(out, call)
 
     def _multiply(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         rows, right, result = call.rows, weight.detach().T, out.detach()

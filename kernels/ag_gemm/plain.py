@@ -10,9 +10,10 @@ import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
 from ..epilogues import EpilogueKind, apply_epilogue, apply_scales, sums_of_a_result
-from ..exchange.chunks import Exchange, part_from, slot_of, wait_for_rows
+from ..exchange.chunks import Exchange, is_lost, part_from, slot_of, wait_for_rows
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..launch import SettledLaunches, Tensors, load
+from ..signals import GIVEN_UP
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
 from .gather_buffer import scaled_pitch
@@ -123,6 +124,7 @@ def all_gather_gemm(
 
     here = rank  # the chunk of which this program knows so many rows to be here; its own needs no wait
     arrived = m
+    lost = 0  # 1 if that chunk is given up
     for tile in tl.range(tl.program_id(0), WORLD * tiles_per_chunk, tl.num_programs(0)):
         chunk, inner = rotated_chunk(tile, tiles_per_chunk, WORLD, rank)
         pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
@@ -132,6 +134,7 @@ def all_gather_gemm(
         if (chunk != here) | (needed > arrived):
             arrived = wait_for_rows(chunk, needed, exchange, WORLD, FENCE and USE_TMA)
             here = chunk
+            lost = is_lost(chunk, exchange, WORLD) | (arrived >= GIVEN_UP).to(tl.int32)
         slot = slot_of(chunk, rank, pushed, WORLD)
         acc = multiply_tile(
             *(factors, a_desc, b_desc, slot * capacity, row, m, col),
@@ -143,6 +146,7 @@ def all_gather_gemm(
             *(acc, rows, columns, row_scale_ptr, column_scale_ptr, m, N, slot * capacity, a_pitch // 4)
         )
         acc = apply_epilogue(acc, rows, columns, None, bias_ptr, m, N, ACTIVATION)
+        acc = tl.where(lost != 0, float("nan"), acc)
         if USE_TMA:
             _store_tma(acc, c_desc, chunk, row, col // SUMS, SUBTILE)
         else:

@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..configs import capability, not_too_large, shared_memory_bytes, take_first
 from ..epilogues import NO_EPILOGUE, EpilogueKind
+from ..exchange.spoil import spoil_chunks
 from ..gemm.configs import blocks_of, gluon_candidate, in_words
 from ..gemm.pruning import TYPE_NAMES, fits
 from ..launch import SettledLaunches, load
@@ -134,6 +135,7 @@ class SpecializedConsumer:
         if _SETTLED.find(shape) is None:
             arguments = self._arguments_of(shape, call)
             load(tuned, shape.grid, *_describe(gather, weight, out), *arguments, **shape.constants())
+            spoil_chunks(out, call, only_load=True)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
         shape = self._shape_of(weight, call)
@@ -142,10 +144,11 @@ class SpecializedConsumer:
         if settled is not None:
             b = weight.data_ptr()
             settled.prepared(self._matrices)((gather.data_ptr(), b, b, out.data_ptr()), *arguments)
-            return
-        constants = shape.constants()
-        compiled = tuned[shape.grid](*_describe(gather, weight, out), *arguments, **constants)
-        _SETTLED.remember(shape, compiled, constants, arguments[:6])
+        else:
+            constants = shape.constants()
+            compiled = tuned[shape.grid](*_describe(gather, weight, out), *arguments, **constants)
+            _SETTLED.remember(shape, compiled, constants, arguments[:6])
+        spoil_chunks(out, call)  # only the load warp knows what it has given up
 
     def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
         a, b, _, c = self._matrices

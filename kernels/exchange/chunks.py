@@ -82,6 +82,20 @@ def wait_for_rows(chunk, rows, exchange, WORLD: tl.constexpr, FENCE: tl.constexp
 
 
 @triton.jit
+def is_lost(chunk, exchange, WORLD: tl.constexpr):
+    """Return 1 if the chunk's rows are not of this call, as its rank has been given up; else 0.
+
+    To be asked behind a wait for them. What is read is written by no peer, or by no copy: where the side
+    stream was let through, a flag says that rows are here.
+    """
+    pushed = exchange.pushed != 0
+    word = tl.where(pushed, AFTER, READY)
+    since = tl.where(pushed, exchange.base, exchange.epoch)
+    value = tl.load(exchange.flags_ptr + word * WORLD + chunk, volatile=True) - since
+    return ((chunk != exchange.rank) & (value >= GIVEN_UP // 2)).to(tl.int32)
+
+
+@triton.jit
 def _blame(chunk, exchange, WORLD: tl.constexpr):
     """Record why the chunk has not arrived, and let the side stream, which nobody else watches, run through.
 
@@ -98,6 +112,7 @@ def _blame(chunk, exchange, WORLD: tl.constexpr):
             known += (tl.load(errors_ptr + peer) != 0).to(tl.int32)
     if known == 0:
         record_failure(errors_ptr + chunk, NOT_COPIED, epoch, 0)
+        give_up(flags_ptr + READY * WORLD + chunk, epoch)  # as `is_lost` asks
 
 
 @triton.jit

@@ -1,7 +1,8 @@
 """What operations over symmetric memory share: owning it, telling what failed, closing.
 
 Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
-rank must make the same calls in the same order, each on one stream at a time.
+rank must make the same calls in the same order. A call on another stream than the last one waits for it, on
+the device; what a graph replays, the host does not see.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ..configs import INTERPRETED
 from ..signals import Failure, as_patience, read_failure
 from ..symm import SymmetricMemoryError, open_symmetric_memory
 from ..tensors import FP8
+from .calls import watch
+from .streams import StreamOrder
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
@@ -70,6 +73,8 @@ class Operation(abc.ABC):
             self._memory.abandon()
             raise
         self._read_device(dtype)
+        self._streams = StreamOrder()
+        watch(self)
 
     @abc.abstractmethod
     def _allocate(self) -> None:
@@ -129,6 +134,11 @@ class Operation(abc.ABC):
             torch.cuda.synchronize(self.device)
         self._check_usable()
 
+    def raise_known_failure(self) -> None:
+        """Raise what went wrong, as far as the host can see it now; nothing if the operation is closed."""
+        if not self._is_closed:
+            self._check_usable()
+
     def close(self) -> None:
         """Meet the peers, give the memory back and raise what went wrong; a second call does nothing."""
         if self._is_closed:
@@ -186,6 +196,8 @@ class Operation(abc.ABC):
             raise ValueError(
                 f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
             )
+        if self.device.type == "cuda":
+            self._streams.follow(self.device)
 
     @contextlib.contextmanager
     def _carrying_out(self) -> Iterator[None]:

@@ -3,9 +3,9 @@
 A flag goes up and down once in a call, and each has one who raises and one who lowers it: nothing depends on
 the number of the call, so a CUDA graph can repeat it.
 
-A peer that has been given up stays so: its flags, and what they become after a call, are set far ahead, so
-that neither later kernels nor replays lose patience again. Our side stream, which waits for the peer's permit
-in each call, is let through in each.
+Results that need a peer that has been given up are NaN. It stays given up: its flags, and what they become
+after a call, are set far ahead, so that neither later kernels nor replays lose patience again. Our side
+stream, which waits for the peer's permit in each call, is let through in each.
 """
 
 from __future__ import annotations
@@ -53,6 +53,20 @@ def wait_for_all(FLAG: tl.constexpr, KIND: tl.constexpr, peers, WORLD: tl.conste
     for peer in range(0, WORLD):
         if peer != peers.rank:
             wait_for_flag(FLAG, KIND, peer, peers, WORLD)
+
+
+@triton.jit
+def count_lost(peers, WORLD: tl.constexpr):
+    """Return how many peers are given up: what came from them, or comes late, is not of this call.
+
+    To be asked behind a wait for them. No peer writes the words that tell it.
+    """
+    lost = 0
+    for peer in range(0, WORLD):
+        if peer != peers.rank:
+            after = tl.load(peers.flags_ptr + AFTER * WORLD + peer, volatile=True)
+            lost += (after != 0).to(tl.int32)
+    return lost
 
 
 @triton.jit

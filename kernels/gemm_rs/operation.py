@@ -70,6 +70,7 @@ from ..exchange.collective import Collective
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.peers import FLAGS
 from ..exchange.push import Pushes, SumPusher
+from ..exchange.spoil import spoil_all
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_out, check_tensor, layout_of, remember
 from . import specialized
@@ -141,6 +142,7 @@ class GemmReduceScatter(Operation):
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, takes_permits=True)
+        spoil_all(self._partial[0], self._flags.local, self.rank, world, only_load=True)
         self._collective = self._open_collective(self._memory)
 
     def _read_device(self, dtype: torch.dtype) -> None:
@@ -204,6 +206,8 @@ class GemmReduceScatter(Operation):
             self._pushes.give_permits(at_once=not in_steps)
             launch = functools.partial(self._launch, body, operands)
             self._pusher.run(launch, (rows,) * self.world_size, arrived=rows, in_steps=in_steps)
+            if not isinstance(body, PlainBody):  # which knows what it has given up
+                spoil_all(out, self._flags.local, self.rank, self.world_size)
             self._pushes.finish()
         return out
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
-from ..exchange.peers import ARRIVED, Peers, wait_for_all
+from ..exchange.peers import ARRIVED, Peers, count_lost, wait_for_all
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..launch import SettledLaunches
 from ..tensors import lies_by_columns, pitch_of
@@ -104,6 +104,7 @@ def gemm_reduce_scatter(
         b_desc = describe_columns(factors, BLOCK_N, BLOCK_K, BY_COLUMNS)
 
     waited = 0  # 1 once this program knows that the peers' sums are here
+    lost = 0  # how many peers are given up
     claims_ptr = counts_ptr + WORLD
     first_tile = first * tiles_per_chunk
     end = first_tile + chunks * tiles_per_chunk
@@ -124,6 +125,8 @@ def gemm_reduce_scatter(
             if waited == 0:
                 wait_for_all(ARRIVED, NOT_PUSHED, peers, WORLD)
                 waited = 1
+                lost = count_lost(peers, WORLD)
+            acc = tl.where(lost != 0, float("nan"), acc)
             _add_and_store(
                 acc, c_ptr, stride_cm, staged_ptr, row, col, m, N, capacity, WORLD, EPILOGUE_SUBTILE
             )

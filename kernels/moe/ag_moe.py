@@ -59,6 +59,7 @@ import torch
 import torch.distributed as dist
 
 from ..exchange.peers import ARRIVED
+from ..exchange.spoil import spoil_all
 from ..grouped.configs import blocks_of
 from ..launch import SettledLaunches
 from ..matrices import Block, Matrix, describe
@@ -126,6 +127,7 @@ class AllGatherMoE(ExpertOperation):
         self._shard = self._gather.local[self.rank]
         self._slots = [(peer, self._gather.peers[peer][self.rank]) for peer in self._pushes.before]
         self._pushes.warm_up((slot, self._shard) for _, slot in self._slots)
+        spoil_all(self._shard, self._flags.local, self.rank, self.world_size, only_load=True)
 
     def _forget(self) -> None:
         del self._gather, self._shard, self._slots
@@ -162,7 +164,7 @@ class AllGatherMoE(ExpertOperation):
             with self._exchanging("call", x_shard, weight, topk_ids.shape[1], topk_ids) as is_gathered:
                 plan = self._sort(topk_ids, weight.shape[0], first=self.rank, is_gathered=is_gathered)
             self._launch(weight, out, plan, topk_ids.shape[1], is_gathered=is_gathered)
-            self._finish(is_gathered)
+            self._finish(out, is_gathered)
         return out
 
     def route(
@@ -195,7 +197,7 @@ class AllGatherMoE(ExpertOperation):
                 routing = self._route(topk_ids, weight.shape[0], is_gathered=is_gathered)
             plan = routing.plan
             self._launch(weight, out, plan, routing.topk, is_sorted=True, is_gathered=is_gathered)
-            self._finish(is_gathered)
+            self._finish(out, is_gathered)
         return out, routing
 
     def by_expert(self, x_shard: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -213,7 +215,7 @@ class AllGatherMoE(ExpertOperation):
                 sources = routing.sources(max(routing.tokens) if is_gathered else self._capacity)
             planned = (routing.plan, routing.topk, sources)
             self._launch(weight, out, *planned, is_sorted=True, is_gathered=is_gathered)
-            self._finish(is_gathered)
+            self._finish(out, is_gathered)
         return out
 
     @property
@@ -280,8 +282,9 @@ class AllGatherMoE(ExpertOperation):
         first = self.rank * (self._capacity - rows)
         return self._gather.local.flatten(0, 1)[first : first + self.world_size * rows]
 
-    def _finish(self, is_gathered: bool) -> None:
-        if not is_gathered:
+    def _finish(self, out: torch.Tensor, is_gathered: bool) -> None:
+        if not is_gathered:  # rows whose choices are missing are no tile's
+            spoil_all(out, self._flags.local, self.rank, self.world_size)
             self._pushes.finish()
 
     def _push(self, tokens: int) -> None:

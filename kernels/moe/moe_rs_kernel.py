@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, prune_overlapped, take_first
-from ..exchange.peers import ARRIVED, DONE, Peers, release_if_given_up, wait_for_all, wait_for_flag
+from ..exchange.peers import (
+    ARRIVED,
+    DONE,
+    Peers,
+    count_lost,
+    release_if_given_up,
+    wait_for_all,
+    wait_for_flag,
+)
 from ..signals import count_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
 from .flags import NOT_COMPUTED, NOT_PUSHED
@@ -262,15 +270,17 @@ def _combine_stage(
     tokens = (tl.load(sums.offsets_ptr + chunk + 1) - offset) // sums.topk
     blocks = tl.cdiv(tokens, COMBINE_M) * items.tiles_n
     end = listed + blocks
+    lost = 0
     if item < end:
-        _wait_for_products(stage, items, peers.errors_ptr + rank, peers.patience_ticks)
+        lost = _wait_for_products(stage, items, peers.errors_ptr + rank, peers.patience_ticks)
         if chunk == rank:
             wait_for_all(ARRIVED, NOT_PUSHED, peers, WORLD)
+            lost += count_lost(peers, WORLD)
     while item < end:
         block = item - listed
         rows = block // items.tiles_n * COMBINE_M + tl.arange(0, COMBINE_M)
         cols = block % items.tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
-        _combine_block(rows, cols, tokens, offset, stage, chunk == rank, sums, WORLD)
+        _combine_block(rows, cols, tokens, offset, stage, chunk == rank, lost, sums, WORLD)
         if chunk != rank:
             before = count_up(items.counters_ptr + WORLD + chunk, "acq_rel")
             if (before == blocks - 1) & (items.parts > 1):
@@ -280,8 +290,11 @@ def _combine_stage(
 
 
 @triton.jit
-def _combine_block(rows, cols, tokens, offset, stage, is_own, sums, WORLD: tl.constexpr):
-    """Store the sums of some tokens, with what the peers have staged if they are this rank's own."""
+def _combine_block(rows, cols, tokens, offset, stage, is_own, lost, sums, WORLD: tl.constexpr):
+    """Store the sums of some tokens, with what the peers have staged if they are this rank's own.
+
+    lost: how much of them is missing; they are NaN if there is something.
+    """
     N = sums.N
     mask = (rows < tokens)[:, None] & (cols < N)[None, :]
     choices = tl.cast(offset + rows * sums.topk, tl.int64)
@@ -289,6 +302,7 @@ def _combine_block(rows, cols, tokens, offset, stage, is_own, sums, WORLD: tl.co
     for choice in range(0, sums.topk):
         from_ptr = sums.products_ptr + (choices + choice)[:, None] * N + cols[None, :]
         acc += tl.load(from_ptr, mask=mask, other=0.0).to(tl.float32)
+    acc = tl.where(lost != 0, float("nan"), acc)
     if is_own:
         for slot in range(0, WORLD - 1):
             staged = tl.cast(slot * sums.tokens_per_rank + rows, tl.int64)
@@ -304,7 +318,11 @@ def _combine_block(rows, cols, tokens, offset, stage, is_own, sums, WORLD: tl.co
 
 @triton.jit
 def _wait_for_products(stage, items, error_ptr, patience_ticks):
-    """Return once all tiles with rows of this stage are stored: those of its part and of earlier ones."""
+    """Return once all tiles with rows of this stage are stored: those of its part and of earlier ones.
+
+    What is returned is how many parts have tiles that were not stored in time.
+    """
+    missing = 0
     before = 0
     for part in range(0, stage + 1):
         end = tl.load(items.ends_ptr + part)
@@ -312,4 +330,6 @@ def _wait_for_products(stage, items, error_ptr, patience_ticks):
         stored = poll_until(items.counters_ptr + part, tiles, patience_ticks, False, "gpu")
         if stored < tiles:
             record_failure(error_ptr, NOT_COMPUTED, 0, stored)
+            missing += 1
         before = end
+    return missing

@@ -6,6 +6,7 @@ May import the rooms of the operations, and what they may import.
 
 from __future__ import annotations
 
+from ..exchange.calls import check_calls
 from .collective_groups import CollectiveGroups
 from .functions import all_gather_matmul, matmul_reduce_scatter, sum_gradient
 from .layers import ColumnParallelLinear, RowParallelLinear, SwiGLU
@@ -24,6 +25,7 @@ __all__ = [
     "SequenceParallel",
     "SwiGLU",
     "all_gather_matmul",
+    "check_calls",
     "limit_sharding",
     "matmul_reduce_scatter",
     "parallelize",

@@ -6,6 +6,7 @@ in one. Opening, growing and closing are collective: ranks make the same calls i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -92,6 +93,7 @@ class Workspaces:
 
     def replace(self, key: Key, outgrown: Workspace | None, rows: int, timeout_s: float) -> Workspace:
         """Open a workspace of so many rows, where a smaller one makes room unless a graph needs it."""
+        self.abandon_dead()
         if outgrown is not None:
             del self.open[key]
             if outgrown.is_captured:
@@ -120,13 +122,26 @@ class Workspaces:
         found.announce(f"{key.kind.__name__} of {key.columns} features in {key.dtype}", rows)
         return found
 
-    def take(self, group_name: str) -> list[tuple[Key, Workspace]]:
-        """Return the workspaces of a group, and forget them: the oldest first."""
-        mine = [each for each in (*self.outgrown, *self.open.items()) if each[0].group_name == group_name]
-        self.outgrown = [each for each in self.outgrown if each[0].group_name != group_name]
-        self.open = {key: each for key, each in self.open.items() if key.group_name != group_name}
+    def take(self, wanted: Callable[[Key, Workspace], bool]) -> list[tuple[Key, Workspace]]:
+        """Return the workspaces that are wanted, and forget them: the oldest first."""
+        every = [*self.outgrown, *self.open.items()]
+        taken = [each for each in every if wanted(*each)]
+        places = {id(workspace) for _, workspace in taken}
+        self.outgrown = [each for each in self.outgrown if id(each[1]) not in places]
+        self.open = {key: each for key, each in self.open.items() if id(each) not in places}
+        return taken
+
+    def forget(self, group_name: str) -> None:
+        """Let go of what the ranks of a group have announced."""
         self._announcements.pop(group_name, None)
-        return mine
+
+    def abandon_dead(self) -> None:
+        """Let go of workspaces whose groups are gone: there is nobody to meet."""
+        for _, workspace in self.take(lambda key, each: not _is_alive(key, each)):
+            workspace.operation.abandon()
+        gone = [name for name, each in self._announcements.items() if _find_group(name) is not each.group]
+        for name in gone:
+            del self._announcements[name]
 
 
 WORKSPACES = Workspaces()
@@ -149,23 +164,35 @@ def reserve(
     """
     group_name = name_of(group)
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:  # as tensors there have it
+        device = torch.device("cuda", torch.cuda.current_device())
     per_rank = -(-tokens // size_of(group_name))
     for kind, rows in ((AllGatherGemm, per_rank), (GemmReduceScatter, tokens)):
-        key = Key(kind, group_name, features, dtype, torch.device(device))
+        key = Key(kind, group_name, features, dtype, device)
         found = WORKSPACES.find(key)
         if found is None or found.rows < rows:
             WORKSPACES.replace(key, found, rows, timeout_s)
 
 
-def release(group: Group = None) -> None:
+def release(group: Group = None, *, features: int | None = None, dtype: torch.dtype | None = None) -> None:
     """Close the workspaces of the group and raise what went wrong in its calls; collective.
 
-    To be called before the group is destroyed, and after a call has failed: the next call opens new ones.
-    Graphs that hold calls must not be replayed any more.
+    features, dtype: of those to close; None: any. To be called before the group is destroyed, and after a
+    call has failed: the next call opens new ones. Graphs that hold calls must not be replayed any more, also
+    in workspaces that have been outgrown. What is left of a group that is gone goes when the next one opens.
     """
-    failures = []
-    for key, workspace in WORKSPACES.take(name_of(group)):
+    group_name, failures = name_of(group), []
+
+    def wanted(key: Key, _: Workspace) -> bool:
+        alike = features in (None, key.columns) and dtype in (None, key.dtype)
+        return alike and key.group_name == group_name
+
+    taken = WORKSPACES.take(wanted)
+    if features is None and dtype is None:
+        WORKSPACES.forget(group_name)
+    for key, workspace in taken:
         try:
             _close(key, workspace)
         except Exception as error:
@@ -209,8 +236,20 @@ def _is_capturing(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def _find_group(group_name: str) -> dist.ProcessGroup | None:
+    """Return the group of that name, if there is one."""
+    try:
+        return _group_of(group_name)
+    except (LookupError, RuntimeError, ValueError):
+        return None
+
+
+def _is_alive(key: Key, workspace: Workspace) -> bool:
+    return _find_group(key.group_name) is workspace.group
+
+
 def _close(key: Key, workspace: Workspace) -> None:
-    if workspace.group is _group_of(key.group_name):
+    if _is_alive(key, workspace):
         workspace.operation.close()
     else:  # there are no peers to meet
         workspace.operation.abandon()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -107,6 +109,42 @@ def test_ranks_with_other_rows_across_a_capacity_all_hear_of_it(kind):
         assert f"every rank must pass as many rows; {given}" in text
     assert seconds < 1.0, "the rank that must grow asks before it meets the others"
     assert shape == (12, 12)
+
+
+def given_back(rank):
+    """Release one of two widths; then open another in a new group, the one before being gone."""
+    with workspaces(rank):
+        tp.reserve(8, 8, torch.float32)
+        tp.reserve(8, 16, torch.float32)
+        tp.release(features=16)
+        left = sorted({key.columns for key in WORKSPACES.open})
+        pair = dist.new_group([0, 1])
+        tp.reserve(8, 24, torch.float32, pair)
+        operations = [
+            weakref.ref(each.operation) for key, each in WORKSPACES.open.items() if key.columns == 24
+        ]
+        dist.destroy_process_group(pair)
+        tp.reserve(8, 32, torch.float32)
+        gc.collect()
+        columns = sorted({key.columns for key in WORKSPACES.open})
+        return left, columns, [each() is None for each in operations]
+
+
+def test_workspaces_are_given_back_by_width_and_with_their_group():
+    assert values(given_back, 2) == [([8], [8, 32], [True, True])] * 2
+
+
+def test_a_device_without_a_number_is_the_current_one(monkeypatch):
+    keys = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(registry, "name_of", lambda group: "g")
+    monkeypatch.setattr(registry, "size_of", lambda name: 2)
+    monkeypatch.setattr(WORKSPACES, "find", keys.append)
+    monkeypatch.setattr(WORKSPACES, "replace", lambda *given: None)
+    for device in ("cuda", "cuda:3"):
+        tp.reserve(8, 8, torch.float16, device=device)
+    assert keys[:2] == keys[2:]
+    assert keys[0].device == torch.device("cuda", 3)
 
 
 def captured(rank):

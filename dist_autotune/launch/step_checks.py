@@ -1,0 +1,24 @@
+"""What is asked before a step takes what kernels have computed: whether they have failed.
+
+A kernel that waits for a peer ends without it once its patience has ended, and its host learns of that later.
+Who owns such kernels registers a check; `StepTuner` and `dist-autotune run` ask all of them before each step
+of an optimizer. A check waits for no device: what is still under way is found by the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_CHECKS: dict[Callable[[], None], None] = {}  # in the order of registration
+
+
+def register_step_check(check: Callable[[], None]) -> Callable[[], None]:
+    """Have a check called before each step, which raises what went wrong; return what ends that."""
+    _CHECKS[check] = None
+    return lambda: _CHECKS.pop(check, None)
+
+
+def check_before_step() -> None:
+    """Raise what a registered check finds."""
+    for check in tuple(_CHECKS):
+        check()

@@ -1,0 +1,46 @@
+"""Asks all open operations at once whether their calls went well: before a step, or a checkpoint.
+
+`StepTuner` and `dist-autotune run` ask before each step of an optimizer, without waiting for the device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+import torch
+
+from dist_autotune.launch.step_checks import register_step_check
+
+
+class Caller(Protocol):
+    """What has made calls that may have failed."""
+
+    def raise_known_failure(self) -> None:
+        """Raise what the host can see now."""
+
+
+_OPEN: weakref.WeakSet[Caller] = weakref.WeakSet()
+
+
+def watch(caller: Caller) -> None:
+    """Ask it too, as long as it lives."""
+    _OPEN.add(caller)
+
+
+def check_calls(*, wait: bool = True) -> None:
+    """Raise what went wrong in the calls of all open operations; to be called before results are kept.
+
+    wait: for the device first, so that nothing is under way. Without it, what has failed so far is raised.
+    """
+    if wait and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for caller in tuple(_OPEN):
+        caller.raise_known_failure()
+
+
+def _check_without_waiting() -> None:
+    check_calls(wait=False)
+
+
+register_step_check(_check_without_waiting)

@@ -1,0 +1,132 @@
+"""Results without a peer: NaN, by a small kernel behind those that cannot write it themselves.
+
+The kernels in plain Triton know for each tile whether they have given up what it needs. cuBLAS knows nothing,
+of the warp-specialized ones only the load warp does, and where a peer's choices of experts are missing no row
+has its place. It cannot be left to the host, which learns of a failure too late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import PreparedLaunch, load
+from .chunks import Exchange, is_lost
+from .peers import Peers, count_lost
+
+COLUMNS = 1024  # at once
+PROGRAMS = 16  # that fill a whole result
+
+
+class ChunkCall(Protocol):
+    """A call whose result has rows of each rank's chunk."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def base(self) -> int: ...
+    @property
+    def pushed(self) -> int: ...
+    @property
+    def flags(self) -> torch.Tensor: ...
+
+
+@triton.jit
+def _fill(out_ptr, first, end, step, N, stride, BLOCK: tl.constexpr):
+    for row in range(first, end, step):
+        row_ptr = out_ptr + tl.cast(row, tl.int64) * stride
+        for begin in range(0, N, BLOCK):
+            columns = begin + tl.arange(0, BLOCK)
+            tl.store(row_ptr + columns, float("nan"), mask=columns < N)
+
+
+@triton.jit(do_not_specialize=["out_ptr", "flags_ptr", "N", "stride", "rank", "m", "epoch", "base", "pushed"])
+def spoil_lost_chunks(
+    out_ptr,  # [WORLD * m, N], rows stride apart
+    flags_ptr,  # int32 [FLAGS, WORLD] of `flags`
+    N,
+    stride,
+    rank,
+    m,
+    epoch,
+    base,
+    pushed,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Fill the rows of chunks whose ranks are given up; a program a peer."""
+    chunk = (rank + 1 + tl.program_id(0)) % WORLD
+    if is_lost(chunk, Exchange(flags_ptr, flags_ptr, rank, epoch, base, pushed, 0), WORLD) != 0:
+        _fill(out_ptr, chunk * m, (chunk + 1) * m, 1, N, stride, BLOCK)
+
+
+@triton.jit(do_not_specialize=["out_ptr", "flags_ptr", "N", "stride", "rank", "M"])
+def spoil_without_peers(
+    out_ptr,  # [M, N], rows stride apart
+    flags_ptr,  # int32 [FLAGS, WORLD] of `peers`
+    N,
+    stride,
+    rank,
+    M,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Fill the result if a peer is given up."""
+    if count_lost(Peers(flags_ptr, flags_ptr, rank, 0), WORLD) != 0:
+        _fill(out_ptr, tl.program_id(0), M, tl.num_programs(0), N, stride, BLOCK)
+
+
+def spoil_chunks(out: torch.Tensor, call: ChunkCall, *, only_load: bool = False) -> None:
+    """Enqueue that rows of `out` are NaN whose ranks the call has given up, or load what does."""
+    numbers = (call.rank, call.rows, call.epoch, call.base, call.pushed)
+    _enqueue(spoil_lost_chunks, call.world_size - 1, out, call.flags, call.world_size, numbers, only_load)
+
+
+def spoil_all(
+    out: torch.Tensor, flags: torch.Tensor, rank: int, world_size: int, *, only_load: bool = False
+) -> None:
+    """Enqueue that all of `out` is NaN if a call has given up a peer, or load what does."""
+    programs = min(PROGRAMS, out.shape[0]) if world_size > 1 else 0
+    _enqueue(spoil_without_peers, programs, out, flags, world_size, (rank, out.shape[0]), only_load)
+
+
+# The compiled kernels, by what is compiled in.
+_LOADED: dict[tuple[Hashable, ...], PreparedLaunch] = {}
+
+
+def _enqueue(
+    kernel: Any,
+    programs: int,
+    out: torch.Tensor,
+    flags: torch.Tensor,
+    world_size: int,
+    numbers: tuple[int, ...],
+    only_load: bool,
+) -> None:
+    if programs == 0:
+        return
+    out = out.detach()
+    key = (kernel, programs, world_size, out.device, out.dtype)
+    loaded = _LOADED.get(key)
+    scalars = (out.shape[1], out.stride(0), *numbers)
+    if loaded is not None:
+        if not only_load:
+            loaded((), out, flags, *scalars)
+        return
+    constants = {"WORLD": world_size, "BLOCK": COLUMNS}
+    if only_load:
+        load(kernel, (programs, 1, 1), out, flags, *scalars, **constants)
+        return
+    compiled = kernel[(programs, 1, 1)](out, flags, *scalars, **constants)
+    if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+        _LOADED[key] = PreparedLaunch(compiled, (programs, 1, 1), (), (), tuple(constants.values()))

@@ -1,0 +1,121 @@
+"""That failures of calls are raised before a step takes their results."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import pytest
+import torch
+from gemm_rs_runs import begin, operands
+from operation_runs import INTERPRETER, message_of, values
+
+from dist_autotune import StepTuner
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.signals import as_patience
+from dist_autotune.kernels.tp import check_calls
+from dist_autotune.script.boundaries import OptimizerSteps
+from ranks import meet
+
+pytestmark = INTERPRETER
+
+
+@contextlib.contextmanager
+def stepping(how):
+    if how == "StepTuner":
+        warnings.simplefilter("ignore")  # each rank tunes alone: one comes to a step that the other misses
+        with StepTuner(cache=False, log_dir=None, progress=False).step():
+            yield
+    else:
+        with OptimizerSteps().watched(lambda: None):
+            yield
+
+
+def steps_after_a_failure(rank, how):
+    """Let rank 1 miss a call; then make a step with what came out on rank 0."""
+    begin(rank)
+    op = GemmReduceScatter(16, 24, torch.float16)
+    weight = torch.nn.Parameter(torch.zeros(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    with stepping(how):
+        op(*operands(16, 24, 16, torch.float16))
+        optimizer.step()
+    meet()
+    texts = []
+    if rank == 0:
+        op._patience_ticks = as_patience(0.5)
+        message_of(lambda: op(*operands(16, 24, 16, torch.float16)))
+        with contextlib.suppress(TimeoutError), stepping(how):
+            texts.append(message_of(optimizer.step))
+        texts.append(message_of(check_calls))
+    meet()
+    op.abandon()
+    check_calls()  # what is closed is not asked
+    return weight.tolist(), texts
+
+
+@pytest.mark.parametrize("how", ["StepTuner", "run"])
+def test_an_optimizer_takes_no_result_without_a_peer(how):
+    (weight, texts), (_, none) = values(steps_after_a_failure, 2, how)
+    assert weight == [-1.0, -1.0]
+    assert none == []
+    assert len(texts) == 2
+    for text in texts:
+        assert text.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1")
+
+
+class Streams:
+    """Streams of a device that there is not: what is ordered behind what."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.capturing, self.waits = 1, set(), []
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.now in self.capturing)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream(self.now))
+        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: self.stream(number))
+        monkeypatch.setattr(torch.cuda, "stream", self.made_current)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
+
+    @contextlib.contextmanager
+    def made_current(self, stream):
+        before, self.now = self.now, stream.cuda_stream
+        yield
+        self.now = before
+
+    def stream(self, number):
+        return Stream(self, number)
+
+
+class Stream:
+    def __init__(self, streams, number):
+        self._streams, self.cuda_stream = streams, number
+
+    def wait_event(self, event):
+        self._streams.waits.append((self.cuda_stream, event.on))
+
+
+class Event:
+    def __init__(self, streams):
+        self._streams, self.on = streams, None
+
+    def record(self):
+        self.on = self._streams.now
+
+
+def test_a_call_on_another_stream_waits_on_the_device_for_the_last_one(monkeypatch):
+    from dist_autotune.kernels.exchange.streams import StreamOrder
+
+    streams, order = Streams(monkeypatch), StreamOrder()
+
+    def call(stream):
+        streams.now = stream
+        order.follow(torch.device("cuda", 0))
+        made, streams.waits = streams.waits, []
+        return made
+
+    assert [call(stream) for stream in (1, 1, 2, 2, 1)] == [[], [], [(2, 1)], [], [(1, 2)]]
+    streams.capturing = {3, 4}
+    assert [call(stream) for stream in (3, 4)] == [[], [(4, 3)]], "two streams of one capture"
+    streams.capturing = {5}
+    assert call(5) == [], "another capture, which may not wait for what is outside"
+    assert call(2) == [(2, 1)], "eager calls among themselves"
