@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 import os
@@ -196,7 +197,10 @@ INTERCEPTION = Interception()
 def propagate_to_autograd() -> None:
     """Let autograd's threads find the calls of this thread."""
     if not torch._C._is_key_in_tls(_IN_TLS) or torch._C._get_obj_in_tls(_IN_TLS) != get_ident():
-        torch._C._stash_obj_in_tls(_IN_TLS, get_ident())
+        name = get_ident()
+        # torch 2.11 keeps the object without counting it, and would read freed memory. An int a thread stays.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(name))
+        torch._C._stash_obj_in_tls(_IN_TLS, name)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from kernels_for_tests import Bench, double, is_outside, launch, no_bench, numbe
 
 from dist_autotune import TuningError, is_tuning, tunable
 from dist_autotune.logs.records import SessionClosed, SessionOpened
+from dist_autotune.triton_api.interception import propagate_to_autograd
 from ranks import assert_all_ok, run_ranks
 
 START = threading.Thread.start
@@ -30,6 +32,19 @@ def on_thread(function: Callable[[], Any]) -> Any:
 
 
 # ---- threads that work for the call
+
+
+def test_what_autograd_s_threads_are_told_is_never_freed(monkeypatch):
+    def given() -> int:
+        return sys.getrefcount(kept.pop())
+
+    kept: list[object] = []
+    # As torch 2.11 keeps it: the object is not counted.
+    monkeypatch.setattr(torch._C, "_stash_obj_in_tls", lambda key, name: kept.append(name))
+    on_thread(lambda: torch._C._stash_obj_in_tls("other", threading.get_ident()))
+    uncounted = given()
+    on_thread(propagate_to_autograd)
+    assert given() == uncounted + 1
 
 
 def test_a_launch_on_another_thread_is_part_of_the_run(bench):
