@@ -191,7 +191,7 @@ class Dispatcher:
         """
         reason = config_failure(error, launch.kwargs.get("grid"), config.pre_hook)
         context = self._binding(call, launch).rank_context
-        candidate = identity.candidate_digest(config.all_kwargs())
+        candidate = identity.config_digest(config)
         if reason is None or candidate not in context.texts:
             return {}
         self._settled.clear()

@@ -39,8 +39,8 @@ class KernelNames:
         if tuner in self._ordinals:
             kernel, ordinal = self._ordinals[tuner]
         else:
-            family = digest(f"{identity.kernel_source(tuner.base_fn).digest}|{','.join(tuner.keys)}")
-            kernel = _kernel(family, (identity.candidate_digest(each.all_kwargs()) for each in tuner.configs))
+            family = digest(f"{identity.kernel_identity(tuner).digest}|{','.join(tuner.keys)}")
+            kernel = _kernel(family, (identity.config_digest(each) for each in tuner.configs))
             ordinal = next(n for n in itertools.count() if (kernel, n) not in self._taken)
             if launches:
                 self._families.setdefault(family, set()).add(kernel)

@@ -14,7 +14,7 @@ from ..search.context import Context
 from ..search.messages import Claim, Part
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
-from ..triton_api.identity import KernelSource, value_text
+from ..triton_api.identity import KernelIdentity, value_text
 from ..triton_api.launch import Key
 from .nearest_key import by_distance
 
@@ -40,7 +40,7 @@ class RankContext:
 
     name: str
     kernel: str  # identity of the kernel
-    source: KernelSource
+    source: KernelIdentity
     key: Key
     key_text: str
     texts: dict[str, str]  # of the candidates, by digest, in the order of the configs

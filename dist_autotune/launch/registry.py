@@ -19,7 +19,7 @@ from ..search.rules import BY_LAUNCH
 from ..timing.clock import Clock
 from ..timing.samples import Samples
 from ..triton_api import identity
-from ..triton_api.identity import KernelSource
+from ..triton_api.identity import KernelIdentity
 from ..triton_api.launch import Key, Launch, config_texts
 from .kernel_names import KernelNames, family_of
 from .rank_context import Binding, RankContext
@@ -71,7 +71,7 @@ class Registry:
         """Return what `admit` would, and admit nothing."""
         configs, kernel = launch.candidates(), self.names.name_of(launch.tuner, launches=admits)
         texts = dict(zip(configs, config_texts(list(configs.values())), strict=True))
-        source = identity.kernel_source(launch.tuner.base_fn)
+        source = identity.kernel_identity(launch.tuner)
         context = self._context(kernel, launch.key(), source, configs, texts, launch)
         return Binding(weakref.ref(launch.tuner), launch.key(), configs, context)
 
@@ -80,7 +80,7 @@ class Registry:
         kernel = self.names.name_of_choice(name, options, is_joint=is_joint)
         texts = {digest(text): text for text in options}
         configs = {each: options[text] for each, text in texts.items()}
-        source = KernelSource(name, digest="")
+        source = KernelIdentity(name, digest="")
         context = self._context(kernel, key, source, configs, texts, None, is_joint=is_joint)
         if not context.bindings:
             context.bindings.append(Binding(lambda: None, key, configs, context))
@@ -91,7 +91,7 @@ class Registry:
         self,
         kernel: str,
         key: Key,
-        source: KernelSource,
+        source: KernelIdentity,
         configs: dict[str, Any],
         texts: dict[str, str],
         launch: Launch | None,
@@ -123,7 +123,7 @@ class Registry:
         bans, claim = self._recall(context), self._find_claim(context, tuner)
         if claim is not None and claim[1] not in configs:
             cached = None if tuner is None else tuner.cache.get(key)
-            if cached is not None and identity.candidate_digest(cached.all_kwargs()) == claim[1]:
+            if cached is not None and identity.config_digest(cached) == claim[1]:
                 configs[claim[1]], texts[claim[1]] = cached, str(cached)
             else:
                 claim = None

@@ -94,8 +94,10 @@ class CrashGuard:
         """Suspect nobody in the block, or what the block itself loads."""
         suspects = self._suspects
         self._suspect({})
-        yield
-        self._suspect(suspects)
+        try:
+            yield
+        finally:
+            self._suspect(suspects)
 
     def end_run(self) -> None:
         """Suspect nobody: a crash from here on is no candidate's doing."""
@@ -103,8 +105,9 @@ class CrashGuard:
         self._suspect({})
 
     def record_error(self) -> None:
-        """Record that this rank raised: peers killed for that blame no candidate."""
-        self._suspect({}, EXPLAINED)
+        """Record that this rank raised, also before its first launch: peers killed for that blame nobody."""
+        self._suspects = {}
+        self._write(EXPLAINED)
 
     def close(self) -> None:
         """Drop all bans and delete the file: the function has settled, or nothing is left to launch."""

@@ -76,11 +76,17 @@ class EventClock:
     def start(self) -> EventMark:
         with as_launch_failed():
             device = torch.cuda.current_device()
-            free = self._free.setdefault(device, [])
-            begin, end = (free.pop() if free else torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = self._event(device), self._event(device)
             mark = EventMark(device, begin, end, time.perf_counter_ns())
             begin.record()
         return mark
+
+    def _event(self, device: int) -> torch.cuda.Event:
+        """Return a free event; any thread may ask, and no two get the same."""
+        try:
+            return self._free.setdefault(device, []).pop()
+        except IndexError:
+            return torch.cuda.Event(enable_timing=True)
 
     def stop(self, mark: EventMark) -> None:
         with as_launch_failed(mark.device):

@@ -9,6 +9,7 @@ import inspect
 import math
 import numbers
 import re
+import sys
 import textwrap
 import types
 import weakref
@@ -22,22 +23,29 @@ from ..codec import digest
 from ..errors import TuningError
 
 _UNKNOWN = object()
+_LIBRARIES = {"triton", "torch", "numpy", *sys.stdlib_module_names} - {
+    "__main__"
+}  # no part of a kernel's source
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True)
-class KernelSource:
-    """What a kernel is made of: its source, that of all `@jit` functions it reaches, captured constants."""
+class KernelIdentity:
+    """What a kernel is made of, for cache, crash guard and agreement alike.
+
+    Its source, that of all functions it reaches, captured constants, and its heuristics with theirs.
+    """
 
     short_name: str
     digest: str  # of all of it
     texts: tuple[tuple[str, str], ...] = ()  # (name, digest of its own text) of each function
 
 
-_SOURCES: weakref.WeakKeyDictionary[Callable[..., Any], KernelSource] = weakref.WeakKeyDictionary()
+_HOOKS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_SOURCES: weakref.WeakKeyDictionary[Callable[..., Any], KernelIdentity] = weakref.WeakKeyDictionary()
 
 
-def kernel_source(function: Callable[..., Any]) -> KernelSource:
+def kernel_source(function: Callable[..., Any]) -> KernelIdentity:
     """Return the source identity of the Python function under a Triton kernel."""
     if (known := _SOURCES.get(function)) is not None:
         return known
@@ -46,8 +54,72 @@ def kernel_source(function: Callable[..., Any]) -> KernelSource:
     _collect(function, parts, constants)
     made_of = _full_name(function) + "\n".join(sorted(parts.values())) + "\n".join(sorted(constants))
     texts = tuple(sorted((_full_name(part), digest(text)) for part, text in parts.items()))
-    source = KernelSource(function.__name__, digest(made_of), texts)
+    source = KernelIdentity(function.__name__, digest(made_of), texts)
     return _SOURCES.setdefault(function, source)
+
+
+def kernel_identity(tuner: Any) -> KernelIdentity:
+    """Return the identity of the kernel under an Autotuner, `@triton.heuristics` between them included."""
+    source, heuristics, layer = kernel_source(tuner.base_fn), [], tuner.fn
+    while layer is not tuner.base_fn and layer is not None:
+        values = getattr(layer, "values", None)
+        if isinstance(values, dict):
+            heuristics += [
+                (f"{source.short_name}.{name}", hook_text(values[name])) for name in sorted(values)
+            ]
+        layer = getattr(layer, "fn", None)
+    if not heuristics:
+        return source
+    texts = tuple((name, digest(text)) for name, text in heuristics)
+    made_of = "\n".join([source.digest, *(f"{name}={text}" for name, text in texts)])
+    return KernelIdentity(source.short_name, digest(made_of), source.texts + texts)
+
+
+def config_digest(config: Any) -> str:
+    """Return the digest by which ranks match configs: of the launch options, and of a `pre_hook`."""
+    options = candidate_digest(config.all_kwargs())
+    return options if config.pre_hook is None else digest(f"{options}\n{hook_text(config.pre_hook)}")
+
+
+def hook_text(hook: Any) -> str:
+    """Return a Python callable as text, the same on every rank: name, sources, defaults, captured values.
+
+    What it captures counts as it was when the callable was first met, and only what does not change: of a list
+    or an object, the type.
+    """
+    try:
+        if (known := _HOOKS.get(hook)) is None:
+            known = _HOOKS.setdefault(hook, _hook_text(hook))
+    except TypeError:  # it cannot be hashed, or held weakly
+        return _hook_text(hook)
+    return known
+
+
+def _hook_text(hook: Any) -> str:
+    if isinstance(hook, functools.partial):
+        keywords = sorted(hook.keywords.items())
+        return f"partial({hook_text(hook.func)}, {_stable_text((*hook.args, *keywords))})"
+    if isinstance(hook, types.MethodType):
+        return f"{hook_text(hook.__func__)} of {type(hook.__self__).__qualname__}"
+    if (function := _python_function(hook)) is None:
+        call = type(hook).__call__ if callable(hook) else None
+        return hook_text(call) if isinstance(call, types.FunctionType) else type(hook).__qualname__
+    code, keywords = function.__code__, sorted((function.__kwdefaults__ or {}).items())
+    captured = sorted(inspect.getclosurevars(function).nonlocals.items())
+    values = _stable_text((*(function.__defaults__ or ()), *keywords, *captured))
+    # Two lambdas of one line have one source text.
+    body = (code.co_code.hex(), *code.co_names, *code.co_consts) if function.__name__ == "<lambda>" else ()
+    return f"{kernel_source(function).digest} {values} {_stable_text(body)}"
+
+
+def _stable_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_stable_text, value))})"
+    if isinstance(value, types.FunctionType):
+        return kernel_source(value).digest
+    is_plain = value is None or isinstance(value, (bool, int, float, str, bytes, enum.Enum))
+    is_plain |= type(value).__name__ in ("constexpr", "dtype")
+    return value_text(value, strict=False) if is_plain else type(value).__qualname__
 
 
 def function_digest(function: Callable[..., Any]) -> str:
@@ -135,7 +207,7 @@ def _collect(function: Callable[..., Any], parts: dict[Any, str], constants: lis
         callees = _callees(value)
         for callee in callees:
             # Triton's own are covered by its version, which every entry and every session carries.
-            if (callee.__module__ or "").partition(".")[0] != "triton":
+            if (callee.__module__ or "").partition(".")[0] not in _LIBRARIES:
                 _collect(callee, parts, constants)
         is_plain = isinstance(value, (bool, int, float, str))
         if not callees and (is_plain or type(value).__name__ in ("constexpr", "dtype")):

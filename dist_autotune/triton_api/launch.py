@@ -90,7 +90,7 @@ class Launch:
                     f"Conflicting meta-parameters: {', '.join(sorted(conflicts))}."
                     " Make sure that you don't re-define auto-tuned symbols."
                 )
-            configs.setdefault(identity.candidate_digest(config.all_kwargs()), config)
+            configs.setdefault(identity.config_digest(config), config)
         return configs
 
     def __str__(self) -> str:
@@ -160,6 +160,6 @@ def config_texts(configs: Sequence[Any]) -> list[str]:
     for config in configs:
         text = str(config)
         if text in texts:
-            text = f"{text}, #{identity.candidate_digest(config.all_kwargs())[:8]}"
+            text = f"{text}, #{identity.config_digest(config)[:8]}"
         texts.append(text)
     return texts

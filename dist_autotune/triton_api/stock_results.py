@@ -102,4 +102,4 @@ def result_file(tuner: Autotuner, key: Key, configs: Mapping[str, Any]) -> str:
 
 
 def _digests(configs: Iterable[Any]) -> set[str]:
-    return {identity.candidate_digest(config.all_kwargs()) for config in configs}
+    return {identity.config_digest(config) for config in configs}

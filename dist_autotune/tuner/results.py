@@ -126,7 +126,7 @@ class Results:
         """Return the result that a context has in memory or on disk before its first launch here."""
         known = None if tuner is None or self.ignores_known else self._in_memory(tuner, rank_context.key)
         if known is not None:
-            return self._function.group.rank, identity.candidate_digest(known.all_kwargs()), None
+            return self._function.group.rank, identity.config_digest(known), None
         return self.claim_on_disk(rank_context)
 
     def claim_on_disk(self, rank_context: RankContext) -> Claim | None:
@@ -226,7 +226,7 @@ class Results:
             if tuner is None or config is None or len(tuner.configs) == 1:
                 continue
             standing = tuner.cache.get(binding.key) if is_cached else None
-            if standing is not None and identity.candidate_digest(standing.all_kwargs()) == winner:
+            if standing is not None and identity.config_digest(standing) == winner:
                 continue  # and so does all that belongs to it
             configs = binding.configs.items()
             by_config = [(own, by_digest[digest]) for digest, own in configs if digest in by_digest]

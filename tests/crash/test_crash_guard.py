@@ -356,3 +356,37 @@ def test_cache_clear_deletes_what_is_abandoned_and_leaves_a_session_that_is_unde
     cleared = CliRunner().invoke(commands.app, ["cache", "clear", "--yes"])
     assert cleared.output == f"Deleted 0 entries and 1 crash guard in {tmp_cache}\n"
     assert guards(tmp_cache) == []
+
+
+def test_a_rank_that_raised_before_its_first_launch_clears_what_its_peers_have_launched():
+    def job(rank, *, fails):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel(MS)
+
+        def thunk():
+            if rank == 0 and fails:
+                raise_(FileNotFoundError("tokens.bin"))
+            launch(kernel, x)
+            if fails:
+                die(signal.SIGTERM)  # it waits in a collective, and the launcher ends it
+            return x
+
+        tuned = bench.tune(thunk, is_dist=True, timeout_s=20.0)
+        tuned()
+        return bench.blocks()[0], [context.banned for context in tuned.report.contexts]
+
+    ended = run_ranks(lambda rank: job(rank, fails=True), 2)
+    assert ended[1].signal == signal.SIGTERM
+    assert "FileNotFoundError" in str(ended[0].error)
+    assert assert_all_ok(run_ranks(lambda rank: job(rank, fails=False), 2)) == [(16, [{}])] * 2
+
+
+def test_suspicion_goes_on_after_a_pause_that_raised(tmp_path):
+    guard = open_guard(tmp_path)
+    guard.begin_session("abc", {})
+    guard.begin_run(0, {"c" * 16: "on trial"})
+    with pytest.raises(KeyboardInterrupt), guard.paused():
+        raise KeyboardInterrupt
+    (path,) = tmp_path.rglob("*-rank-*.json")
+    assert only_crash(path)["suspects"] == {"c" * 16: "on trial"}
+    guard.close()

@@ -339,3 +339,22 @@ def test_the_mean_of_a_runs_launches_holds_the_mean_of_their_gaps(device):
     part = samples.report_run("a", waits=True)
     first_gap_ms = 0.5 + 2 * CALL_MS
     assert part.gap_ms == pytest.approx(statistics.fmean([first_gap_ms, 0.0]), abs=EXACT)
+
+
+def test_threads_that_start_at_once_get_events_of_their_own(device, monkeypatch):
+    clock = EventClock()
+    mark = clock.start()
+    clock.stop(mark)
+    finish(device)
+    clock.read_ms(mark)
+
+    class Emptied(list):
+        """A list of free events that another thread empties between a look at it and what follows."""
+
+        def __bool__(self):
+            self.clear()
+            return True
+
+    clock._free[mark.device] = Emptied(clock._free[mark.device])
+    begin, end = (getattr(clock.start(), name) for name in ("begin", "end"))
+    assert begin is not end

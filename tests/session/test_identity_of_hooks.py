@@ -1,0 +1,110 @@
+"""Heuristics are a part of a kernel, hooks of a config: what differs in them alone is another one."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import triton
+from kernels_for_tests import Bench, launch, numbers, only, winner
+from rank_programs import ending, tune
+
+from dist_autotune.triton_api import identity
+from ranks import assert_all_ok, run_ranks
+
+
+def even(args):
+    return args["n"] % 16 == 0
+
+
+def even_of_another_day(args):
+    return args["n"] % 32 == 0
+
+
+def with_heuristic(bench, function, ms=None):
+    """Return an autotuned kernel over `@triton.heuristics`."""
+    kernel = bench.kernel(ms or {16: 3.0, 32: 1.0})
+    kernel.fn = triton.runtime.autotuner.Heuristics(kernel.fn, kernel.arg_names, {"EVEN": function})
+    return kernel
+
+
+def test_another_heuristic_is_another_kernel_to_the_cache():
+    for function, status in ((even, "tuned"), (even, "cached"), (even_of_another_day, "tuned")):
+        bench = Bench()
+        kernel = with_heuristic(bench, function)
+        tuned = bench.tune(lambda kernel=kernel: launch(kernel, numbers()))
+        tuned()
+        assert only(tuned.report).status == status
+
+
+def test_ranks_whose_heuristics_differ_are_told():
+    def program(rank):
+        bench = Bench()
+        kernel = with_heuristic(bench, even_of_another_day if rank else even)
+        return ending(tune(bench, lambda: launch(kernel, numbers())))
+
+    for end in assert_all_ok(run_ranks(program, 2)):
+        assert end.startswith("RankMismatch: ranks differ in the source of kernel add.EVEN")
+
+
+def note(names, arguments, *, width=1):
+    names.append(width)
+
+
+def capturing(called, width):
+    return lambda arguments: called.append(width)
+
+
+def hooks(case, called):
+    if case == "closures":
+        return [functools.partial(note, called), lambda arguments: called.append(2)]
+    if case == "defaults":
+        return [lambda arguments, width=width: called.append(width) for width in (1, 2)]
+    if case == "captured":
+        return [capturing(called, width) for width in (1, 2)]
+    if case == "partials":
+        return [functools.partial(note, called, width=width) for width in (1, 2)]
+    return [None, lambda arguments: called.append(2)]
+
+
+@pytest.mark.parametrize("case", ["closures", "defaults", "captured", "partials", "one of them without"])
+def test_configs_that_differ_in_their_hook_alone_are_two_candidates(bench, case):
+    called = []
+    configs = [triton.Config({"BLOCK": 16}, pre_hook=hook) for hook in hooks(case, called)]
+    kernel = bench.kernel(
+        {16: lambda launch: {1: 3.0, 2: 1.0}.get(called[-1] if called else 1)}, configs=configs
+    )
+    tuned = bench.tune(lambda: (called.clear(), launch(kernel, numbers())))
+    tuned()
+    context = only(tuned.report)
+    assert sorted(context.timings.values()) == [1.0, 3.0]
+    assert context.config is configs[1] or context.config.pre_hook is configs[1].pre_hook
+    assert winner(context) == 16
+
+
+def test_what_a_hook_does_to_what_it_captures_makes_it_no_other_candidate():
+    count, called = 0, []
+
+    def hook(arguments):
+        nonlocal count
+        count += 1
+        called.append(count)
+
+    config = triton.Config({"BLOCK": 16}, pre_hook=hook)
+    before = identity.config_digest(config)
+    hook({})
+    assert identity.config_digest(config) == before
+
+
+def test_equal_hooks_of_two_processes_have_one_digest():
+    def program(rank):
+        called = []
+        return [
+            identity.config_digest(triton.Config({"BLOCK": 16}, pre_hook=hook))
+            for case in ("closures", "defaults", "captured", "partials")
+            for hook in hooks(case, called)
+        ]
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert len(set(zero)) >= 7
