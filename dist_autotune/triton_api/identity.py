@@ -84,8 +84,7 @@ def config_digest(config: Any) -> str:
 def hook_text(hook: Any) -> str:
     """Return a Python callable as text, the same on every rank: name, sources, defaults, captured values.
 
-    What it captures counts as it was when the callable was first met, and only what does not change: of a list
-    or an object, the type.
+    What it captures counts as it was when the callable was first met; of a list or an object, the type.
     """
     try:
         if (known := _HOOKS.get(hook)) is None:
