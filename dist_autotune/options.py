@@ -18,6 +18,59 @@ DEFAULT_N_WARMUP = 3
 LONGEST_FILLER_MS = 1000.0
 
 
+@dataclass(frozen=True)
+class About:
+    """What there is to say of an option beside its type, its default and its meaning."""
+
+    of_program: str = ""  # its help in `dist-autotune run`; empty: a program cannot be given it
+    values: tuple[str, ...] = ()  # the texts that it takes; (): it takes something else
+    is_agreed: bool = False  # it must be equal on all ranks
+
+
+# Checks, the comparison of ranks and the options of `run` are made from this table.
+ABOUT = {
+    "is_dist": About("All ranks of the default process group agree on each config; default: yes."),
+    "n_repeat": About(
+        "Measured steps per config. Giving it, or --n-warmup, selects the exhaustive search.", is_agreed=True
+    ),
+    "n_warmup": About("Unmeasured steps before them.", is_agreed=True),
+    "mode": About(values=("replay", "online"), is_agreed=True),
+    "search": About("exhaustive, racing or auto.", values=("auto", "exhaustive", "racing"), is_agreed=True),
+    "objective": About(
+        "kernel: judge a config by its launches; thunk: by the time of the whole step.",
+        values=("kernel", "thunk"),
+        is_agreed=True,
+    ),
+    "statistic": About(
+        "Over the samples of one rank: median, mean or min.", values=("median", "mean", "min"), is_agreed=True
+    ),
+    "rank_reduce": About("Over ranks: max or mean.", values=("max", "mean"), is_agreed=True),
+    "agree": About(
+        "Contexts of ranks belong together by key, or as the n-th of a kernel: ordinal.",
+        values=("key", "ordinal"),
+        is_agreed=True,
+    ),
+    "share": About("--no-share: results belong to this program alone.", is_agreed=True),
+    "name": About("Of the program in logs, reports and cache; default: its file or module."),
+    "watch": About(
+        "With several ranks, vote after each settled step whether some rank met a new key.", is_agreed=True
+    ),
+    "cache": About("Directory of the results; 'off': none."),
+    "log_dir": About("Directory of the logs; 'off': none."),
+    "timeout_s": About("Seconds that a rank waits for its peers."),
+    "on_stuck": About("abort: end the process when a peer is stuck in a step.", values=("raise", "abort")),
+    "max_runs": About("Steps of a session at most.", is_agreed=True),
+    "budget_s": About("Seconds after which the best so far stays.", is_agreed=True),
+    "compile_jobs": About("Candidates that a rank compiles at a time, behind the steps."),
+    "filler_ms": About(
+        "How much later a trial may begin, in ms, for kernels to be timed without the host's part.",
+        is_agreed=True,
+    ),
+    "progress": About("On rank 0's stderr: a bar on a terminal, else a line every 5 s."),
+    "bits": About(values=settings.BIT_RULES, is_agreed=True),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The arguments of `contextual_autotune`, checked; its docstring says what each means."""
@@ -51,15 +104,9 @@ class Options:
 
     def __post_init__(self) -> None:
         settings.check_names()
-        _one_of("mode", self.mode, ("replay", "online"))
-        _one_of("objective", self.objective, ("kernel", "thunk"))
-        _one_of("statistic", self.statistic, ("median", "mean", "min"))
-        _one_of("rank_reduce", self.rank_reduce, ("max", "mean"))
-        _one_of("agree", self.agree, ("key", "ordinal"))
-        _one_of("bits", self.bits, settings.BIT_RULES)
-        _one_of("on_stuck", self.on_stuck, ("raise", "abort"))
-        if not callable(self.search):
-            _one_of("search", self.search, ("auto", "exhaustive", "racing"))
+        for name, about in ABOUT.items():
+            if about.values and not (name == "search" and callable(self.search)):
+                _one_of(name, getattr(self, name), about.values)
         _at_least("n_repeat", self.n_repeat, 1)
         _at_least("n_warmup", self.n_warmup, 0)
         _at_least("max_runs", self.max_runs, 1)
@@ -171,9 +218,7 @@ class Options:
 
     def agreed_fields(self) -> dict[str, str]:
         """Return what must be equal on all ranks, as text."""
-        names = ("n_repeat", "n_warmup", "mode", "objective", "statistic", "rank_reduce", "agree", "share")
-        limits = ("watch", "max_runs", "budget_s", "filler_ms")
-        fields = {name: repr(getattr(self, name)) for name in (*names, *limits)}
+        fields = {name: repr(getattr(self, name)) for name, about in ABOUT.items() if about.is_agreed}
         return {**fields, "search": self.search_name, "bits": self.resolved_bits()}
 
 

@@ -12,35 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from .. import settings
-from ..options import Options
+from ..options import ABOUT, Options
 from ..script.boundaries import NamedCalls, OptimizerSteps
 from ..script.program import Program
 from ..script.tuned_program import TunedProgram
 from . import terminal
 
 # Options of `contextual_autotune` that a program can be given; their types and their checks are `Options`'.
-OPTIONS = {
-    "is_dist": "All ranks of the default process group agree on each config; default: yes.",
-    "n_repeat": "Measured steps per config. Giving it, or --n-warmup, selects the exhaustive search.",
-    "n_warmup": "Unmeasured steps before them.",
-    "search": "exhaustive, racing or auto.",
-    "objective": "kernel: judge a config by its launches; thunk: by the time of the whole step.",
-    "statistic": "Over the samples of one rank: median, mean or min.",
-    "rank_reduce": "Over ranks: max or mean.",
-    "agree": "Contexts of ranks belong together by key, or as the n-th of a kernel: ordinal.",
-    "share": "--no-share: results belong to this program alone.",
-    "name": "Of the program in logs, reports and cache; default: its file or module.",
-    "watch": "With several ranks, vote after each settled step whether some rank met a new key.",
-    "cache": "Directory of the results; 'off': none.",
-    "log_dir": "Directory of the logs; 'off': none.",
-    "timeout_s": "Seconds that a rank waits for its peers.",
-    "on_stuck": "abort: end the process when a peer is stuck in a step.",
-    "max_runs": "Steps of a session at most.",
-    "budget_s": "Seconds after which the best so far stays.",
-    "compile_jobs": "Candidates that a rank compiles at a time, behind the steps.",
-    "filler_ms": "How much later a trial may begin, in ms, for kernels to be timed without the host's part.",
-    "progress": "On rank 0's stderr: a bar on a terminal, else a line every 5 s.",
-}
+OPTIONS = {name: about.of_program for name, about in ABOUT.items() if about.of_program}
 OFF: dict[str, Any] = {"cache": False, "log_dir": None}
 
 
