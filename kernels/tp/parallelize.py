@@ -74,8 +74,9 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) 
             raise ValueError(f"the plan names {pattern!r}, and no module has such a name")
         for name in names:
             replacements = style.apply(modules[name], mesh)
-            if isinstance(style, ColumnParallel) and len(replacements) > 1:
-                of_one_input.append((modules[name], [*replacements.values()]))
+            layers = [each for each in replacements.values() if isinstance(each, ColumnParallelLinear)]
+            if isinstance(style, ColumnParallel) and len(layers) > 1:
+                of_one_input.append((modules[name], layers))
             for child, replacement in replacements.items():
                 place = ".".join(filter(None, (name, child)))
                 if place in parallel:
