@@ -51,7 +51,13 @@ DEFAULT_TIMEOUT_S = DefaultSeconds(300.0)
 DEFAULT_COMPILE_TIMEOUT_S = 120.0
 
 
+_ENVIRONMENT = getattr(os.environ, "_data", None)
+_MODE_KEY = os.fsencode(MODE)
+
+
 def run_mode() -> str:
+    if _ENVIRONMENT is not None and _MODE_KEY not in _ENVIRONMENT:  # 0.1 us, `os.environ.get` takes 1
+        return "tune"
     mode = os.environ.get(MODE) or "tune"
     if mode not in MODES:
         raise InvalidOption(f"{MODE}={mode!r}: expected one of {', '.join(MODES)}")

@@ -143,7 +143,7 @@ def counting() -> list[Passed]:
 
 
 def session(rank: int, contexts: int, candidates: int, bans: int) -> list[Passed]:
-    """Return the exchanges of a session and a settled call: opening, first run, run with bans, ..., vote."""
+    """Return the exchanges of a session: opening, first run, run with bans, ..."""
     noted = counting()
 
     def refuse(arguments: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ def measure_bytes(contexts: list[int]) -> dict[str, Any]:
         for name in SIZES
     }
     smallest = noted[shapes[0]]
-    return {"fits": fits, "opening": sizes(smallest[0]), "vote": sizes(smallest[-1])}
+    return {"fits": fits, "opening": sizes(smallest[0])}
 
 
 SIZES = ("payload", "merged", "sent", "received")
@@ -366,8 +366,7 @@ def table(record: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {name} | {', '.join(map(str, fitted['coefficients']))} | {fitted['largest_error']} |"
         )
-    for what in ("opening", "vote"):
-        lines.append(f"| {what} | {record['bytes'][what]} | |")
+    lines.append(f"| opening | {record['bytes']['opening']} | |")
     names = list(record["real"][0]["ms"])
     lines += ["", f"| ranks | round trip | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for row in record["real"]:

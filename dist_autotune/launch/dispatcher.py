@@ -52,9 +52,9 @@ class Dispatcher:
         written: WrittenTensors,
     ) -> None:
         self.run_under_way: CallUnderWay | None = None  # of a session
-        self._settled: Settled = weakref.WeakKeyDictionary()
-        self._is_fresh = True  # no session has run since choices were made anew
         self._passes_single = passes_single
+        self._model = self._new_call(tunes=False)  # of settled calls
+        self._is_fresh = True  # no session has run since choices were made anew
         # A launch of each new form of a context: their arguments are held no longer than the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self._known_choices = KnownChoices()
@@ -194,7 +194,7 @@ class Dispatcher:
         candidate = identity.config_digest(config)
         if reason is None or candidate not in context.texts:
             return {}
-        self._settled.clear()
+        call.settled.clear()
         with self._lock:  # threads may launch it at once; its replacement has not failed
             if not call.tunes or (context.is_settled and is_out_of_memory(error)):
                 self._excuse(call, context, candidate, reason, counts=not is_out_of_memory(error))
@@ -257,9 +257,7 @@ class Dispatcher:
                 self._begin_anew()
                 self._is_fresh = True
         names.begin_run()
-        return CallUnderWay(
-            self._settled, self._handle, self._failure, self._choose, False, self._passes_single
-        )
+        return self._model.another()
 
     def begin_run(self, *, tunes: bool) -> CallUnderWay:
         """Begin a run of a session and forget the last one. `tunes`: launches may be trials."""
@@ -269,24 +267,21 @@ class Dispatcher:
             self._is_fresh = False
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
-        self.run_under_way = CallUnderWay(
-            weakref.WeakKeyDictionary(),
-            self._handle,
-            self._failure,
-            self._choose,
-            tunes,
-            self._passes_single,
-            self._written,
-        )
+        self.run_under_way = self._new_call(tunes=tunes, written=self._written)
         return self.run_under_way
 
     def end_run(self) -> None:
         """End what `begin_run` has begun."""
         self.run_under_way = None
 
+    def _new_call(self, *, tunes: bool, written: WrittenTensors | None = None) -> CallUnderWay:
+        settled: Settled = weakref.WeakKeyDictionary()
+        makes = self._handle, self._failure, self._choose
+        return CallUnderWay(settled, *makes, tunes, self._passes_single, written)
+
     def _begin_anew(self) -> None:
         """Let the first launch of each context choose; settled calls under way keep what they know."""
-        self._settled = weakref.WeakKeyDictionary()
+        self._model = self._new_call(tunes=False)
         self._known_choices.clear()
         self._registry.begin_run()
 

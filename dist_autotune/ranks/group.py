@@ -16,6 +16,8 @@ import torch.distributed as dist
 from .. import settings
 from ..errors import AgreementTimeout, InvalidOption, PeerFailed, PeerHasNoConfig, TuningError
 from . import watchdog
+from .ballot_thread import BallotThread
+from .ballots import Ballot
 from .client import HubLost, HubSilent
 from .exchange import Exchange, Merge, failure
 from .rendezvous import Rendezvous
@@ -43,6 +45,10 @@ class RankGroup:
     def fail(self, error: BaseException) -> None:
         """Tell the peers that this rank does not reach the exchange it is due at."""
 
+    def ballot(self, name: str, timeout_s: float, last: Ballot | None) -> Ballot | None:
+        """Return a ballot for settled calls, in place of the `last` of the function; None: a rank alone."""
+        return None
+
     def busy(self) -> Block:
         """Keep peers from giving this rank up while the block compiles."""
         return self._watchdog.beating(0)
@@ -62,6 +68,7 @@ class ProcessGroup(RankGroup):
         self.rank, self.ranks = self.rendezvous.rank, self.rendezvous.ranks
         self._sequence = 0
         self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self.rendezvous.new_client)
+        self._ballots = BallotThread(self.rendezvous.new_client, self._watchdog)
 
     def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
         sequence = self._next_sequence()
@@ -79,6 +86,9 @@ class ProcessGroup(RankGroup):
         if self.pid == os.getpid() and group is not None and not _has_ended(group):
             self._publish_failure(self._next_sequence(), error)
 
+    def ballot(self, name: str, timeout_s: float, last: Ballot | None) -> Ballot | None:
+        return self._ballots.ballot(name, timeout_s, last)
+
     def busy(self) -> Block:
         if self.rendezvous.client is None:
             return contextlib.nullcontext()
@@ -94,6 +104,7 @@ class ProcessGroup(RankGroup):
     def close(self) -> None:
         """End all that was started for the group: it has ended. Takes no lock: a collector may call it."""
         self._watchdog.close()
+        self._ballots.close()
         self.rendezvous.close()
 
     def _next_sequence(self) -> int:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
 
+from .ballots import BallotBox
 from .wire import TOKEN_BYTES, End, HubMessage, Reply, pack, unpack
 
 TICK_S = 0.5
@@ -156,7 +157,7 @@ class Hub:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.rank = ranks[0]
-        self.state = HubState(ranks)
+        self.state, self.ballots = HubState(ranks), BallotBox(ranks)
         self.token, self.answer = (os.urandom(TOKEN_BYTES // 2).hex().encode() for _ in range(2))
         self.loop = asyncio.SelectorEventLoop()
         self.connections: set[_Connection] = set()
@@ -183,6 +184,9 @@ class Hub:
 
     def handle(self, message: HubMessage, reply: Reply) -> None:
         self.absent.discard(message["rank"])
+        if "ballot" in message:
+            self.ballots.handle(message, reply)
+            return
         self.state.handle(message, reply)
         self.release()
 

@@ -77,6 +77,24 @@ class Watchdog:
         finally:
             self._run = None
 
+    def follow(self, watch: Watch, reason: str, is_stuck: Callable[[], bool]) -> None:
+        """Report once that this rank stays in a call which a peer has left; later, maybe, end the process."""
+
+        def serve() -> None:
+            time.sleep(self._heartbeat_s)
+            if not is_stuck():
+                return
+            finding = f"is still in {watch.what}, but {reason}"
+            self._report(watch, finding, "If it waits in one of your collectives")
+            until = time.monotonic() + watch.timeout_s
+            while is_stuck() and not self._is_closed:
+                if time.monotonic() > until:
+                    self._abort(watch, is_stuck)
+                    return
+                time.sleep(self._heartbeat_s)
+
+        threading.Thread(target=serve, name="dist_autotune stuck", daemon=True).start()
+
     def close(self) -> None:
         """End the thread at its next look. Takes no lock: a garbage collector may call it, on any thread."""
         self._is_closed = True
@@ -122,7 +140,7 @@ class Watchdog:
                 finding = f"is still in {run.watch.what}, but {reason}"
                 self._report(run.watch, finding, "If it waits in one of your collectives")
         elif time.monotonic() - run.abandoned_at > run.watch.timeout_s:
-            self._abort(run)
+            self._abort(run.watch, lambda: self._run is run)
 
     def _check_duration(self, run: _Run) -> None:
         """Report once that a run lasts longer than its time-out, whatever the peers do; later, maybe end it.
@@ -139,7 +157,7 @@ class Watchdog:
             run.is_overdue = True
             self._report(watch, f"has been in {watch.what} for {lasted_s:.3g} s", "If it never ends")
         elif over_s > watch.timeout_s:
-            self._abort(run)
+            self._abort(run.watch, lambda: self._run is run)
 
     def _report(self, watch: Watch, finding: str, condition: str) -> None:
         """Report a finding, the position of the run, and the next step."""
@@ -152,11 +170,11 @@ class Watchdog:
             where = f"Its position is unknown ({type(error).__name__}: {error}). "
         watch.report(f"Rank {self._rank} {finding}. {where}{condition}, {outlook}.")
 
-    def _abort(self, run: _Run) -> None:
-        if run.watch.on_stuck != "abort":
+    def _abort(self, watch: Watch, is_stuck: Callable[[], bool]) -> None:
+        if watch.on_stuck != "abort":
             return
-        run.watch.report(f"Rank {self._rank} ends: it is still in {run.watch.what} (on_stuck='abort').")
+        watch.report(f"Rank {self._rank} ends: it is still in {watch.what} (on_stuck='abort').")
         with contextlib.suppress(Exception):  # stderr may be no file
             faulthandler.dump_traceback(sys.stderr)
-        if self._run is run:
+        if is_stuck():
             os._exit(1)

@@ -66,7 +66,7 @@ class Interception:
         It comes back where somebody has put stock Triton's back, or a function that leads past it.
         make: makes it from what stands there.
         """
-        top = vars(Autotuner)["run"]
+        top = Autotuner.__dict__["run"]
         if top is self._looked_at:
             return
         if not self._is_installed or _leads_to_dispatcher(top) is False:
@@ -126,7 +126,7 @@ class Interception:
 
     def is_within(self) -> bool:
         """Return whether this thread is in a call, or autograd runs on it for one."""
-        return get_ident() in self.calls or self._call_of_caller() is not None
+        return bool(self.calls) and (get_ident() in self.calls or self._call_of_caller() is not None)
 
     def is_awaited(self) -> bool:
         """Return whether a call on another thread waits for this one, which is a part of that call then.
@@ -192,15 +192,17 @@ class _Entered:
 
 
 INTERCEPTION = Interception()
+_OF_THREAD = threading.local()
 
 
 def propagate_to_autograd() -> None:
     """Let autograd's threads find the calls of this thread."""
-    if not torch._C._is_key_in_tls(_IN_TLS) or torch._C._get_obj_in_tls(_IN_TLS) != get_ident():
+    if not hasattr(_OF_THREAD, "is_stashed"):
         name = get_ident()
         # torch 2.11 keeps the object without counting it, and would read freed memory. An int a thread stays.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(name))
         torch._C._stash_obj_in_tls(_IN_TLS, name)
+        _OF_THREAD.is_stashed = True
 
 
 @functools.cache

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -11,13 +14,16 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, TypeVar
 
-from ..errors import NotTuned
+import torch.distributed as dist
+
+from ..errors import AgreementTimeout, NotTuned
+from ..formatting import described
 from ..launch.fast_path import CallUnderWay, dispatcher
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
 from ..ranks.group import GROUPS, RankGroup
-from ..search.messages import Vote, checked, decode, merge
+from ..ranks.watchdog import Watch
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autograd
 from . import diagnosis
@@ -26,6 +32,7 @@ from .report import TuningReport
 from .session import Session
 
 T = TypeVar("T")
+_IS_DISTRIBUTED = dist.is_available()
 
 SELDOM = (
     "{} launches it too seldom to try its configs. Decorate the function that launches it, such as an "
@@ -38,10 +45,9 @@ class SettledCall:
 
     __slots__ = ("is_quiet", "launches", "may_tune", "wants_session")
 
-    def __init__(self, launches: CallUnderWay, *, may_tune: bool, is_quiet: bool) -> None:
-        self.launches = launches
-        self.may_tune, self.is_quiet = may_tune, is_quiet
-        self.wants_session = False  # some rank has met a new key in it
+    def __init__(self, launches: CallUnderWay, may_tune: bool, is_quiet: bool) -> None:
+        self.launches, self.may_tune, self.is_quiet = launches, may_tune, is_quiet
+        self.wants_session = False  # all ranks have met a new key in it
 
 
 class Calls:
@@ -71,6 +77,8 @@ class Calls:
         self.retunes = False  # the next call tunes anew, whatever memory and disk hold
         self._noted: set[str] = set()  # contexts that are logged as not tuned
         self._asking: set[str] = set()  # contexts that have asked for a session
+        self._world: Callable[[], Any] = lambda: None  # the default group of the last call; see `_keep_world`
+        self._pid = -1
 
     @property
     def report(self) -> TuningReport | None:
@@ -86,12 +94,13 @@ class Calls:
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
         """Make one call. `mode`: "tune", "cached" or "strict", as DIST_AUTOTUNE_MODE says now."""
-        if (state := self._steady_state(mode)) is None:
+        state = self._steady_state(mode)
+        if state is None or self._takes_up(state):
             with self._turn() as is_own:
                 if not is_own:
                     return thunk()
-                state = self._begin_call(mode)
-                if not (self.settled or interception.is_capturing()):
+                takes_up, state = state is not None, self._begin_call(mode)
+                if self._is_in_session(state, takes_up=takes_up):
                     return self._call_of_session(state, thunk)
         return self._settled_call(state, thunk)
 
@@ -136,13 +145,14 @@ class Calls:
 
         is_quiet: a run with known configs in any case, without an exchange.
         """
-        if (state := self._steady_state(mode, is_quiet=is_quiet)) is None:
+        state = self._steady_state(mode, is_quiet=is_quiet)
+        if state is None or self._takes_up(state, is_quiet=is_quiet):
             with self._turn() as is_own:
                 if not is_own:
                     yield
                     return
-                state = self._begin_call(mode)
-                if not (self.settled or is_quiet or interception.is_capturing()):
+                takes_up, state = state is not None, self._begin_call(mode)
+                if not is_quiet and self._is_in_session(state, takes_up=takes_up):
                     with self._trial(state):
                         yield
                     return
@@ -170,9 +180,52 @@ class Calls:
         state = self.state
         if state is None or self.retunes or state.function.mode != mode:
             return None
-        if not (self.settled or is_quiet or interception.is_capturing()):
+        is_settled = self._session is None and not self._wants_session
+        if not (is_settled or is_quiet or interception.is_capturing()):
             return None
-        return state if state.function.group is self._current_group() else None
+        if self._options.group is None and _world() is self._world() and os.getpid() == self._pid:
+            return state
+        if state.function.group is not self._current_group():
+            return None
+        self._keep_world()
+        return state
+
+    def _keep_world(self) -> None:
+        """Remember the default process group: as long as it is the same, so is the group of the calls."""
+        world = _world()
+        self._world = (lambda: None) if world is None else weakref.ref(world)
+        self._pid = os.getpid()
+
+    def _takes_up(self, state: FunctionState, *, is_quiet: bool = False) -> bool:
+        """Begin a settled call; return whether all ranks open a session in it."""
+        if state.function.is_alone or is_quiet or interception.is_capturing():
+            return False
+        if (ballot := state.ballot) is None:
+            return False
+        if ballot.watch is None:
+            what, timeout_s = f"a call of {self._name}", state.function.timeout_s
+            report = functools.partial(diagnosis.write_stuck, self._note)
+            ballot.watch = Watch(what, timeout_s, self._options.on_stuck, report)
+        return ballot.begin()
+
+    def _is_in_session(self, state: FunctionState, *, takes_up: bool) -> bool:
+        """Return whether this call belongs to a session.
+
+        takes_up: open one with the ranks that take a new key up. If a rank does not come in time, learning
+        waits, and the call is a settled one.
+        """
+        if interception.is_capturing():
+            return False
+        if not takes_up or not self.settled:
+            return not self.settled
+        self._wants_session = True
+        try:
+            with self._session_under_way(state):
+                return True
+        except AgreementTimeout as error:
+            self._wants_session = False
+            self._note(f"no session, the ranks go on with what is settled: {error}")
+            return False
 
     def _begin_call(self, mode: str) -> FunctionState:
         if self.retunes:
@@ -190,20 +243,23 @@ class Calls:
             if not self._ignores_known:
                 state.results.looks_on_disk |= function.is_alone
         may_tune = function.tunes and (function.is_alone or options.watch) and not is_quiet
-        return SettledCall(state.dispatcher.settled_call(), may_tune=may_tune, is_quiet=is_quiet)
+        return SettledCall(state.dispatcher.settled_call(), may_tune, is_quiet)
 
     def _end_settled(self, state: FunctionState, call: SettledCall) -> None:
         """Learn whether some rank has met a new key in the call."""
         function, new = state.function, call.launches.new
+        if not new and (function.is_alone or not call.may_tune):
+            return
         call.wants_session = bool(new) and not call.is_quiet
-        if call.may_tune and not function.is_alone:
-            what = f"a call of {self._name}"
-            vote = Vote(function.group.rank, function.facts({}), wants_session=call.wants_session)
-            answer = function.group.exchange(vote.encode(), merge, function.timeout_s, what)
-            call.wants_session = checked(decode(answer), Vote).wants_session
+        is_now = call.may_tune
+        if is_now and not function.is_alone and (ballot := state.ballot) is not None:
+            is_now = ballot.end(has_new_key=call.wants_session)
+            call.wants_session |= is_now
         if not call.wants_session:
             return
-        self._wants_session = call.wants_session = call.may_tune
+        call.wants_session = is_now
+        if is_now:
+            self._wants_session = True
         for name in new or () if function.tunes else ():
             state.results.record_waiting(state.registry.by_name[name])
         if not call.may_tune:
@@ -214,9 +270,13 @@ class Calls:
     def _report_failure(self, state: FunctionState, call: SettledCall, error: BaseException) -> None:
         """Tell the peers of NotTuned, once: they may wait for this rank in a collective."""
         function = state.function
-        votes = call.may_tune and not function.is_alone
-        if votes or (isinstance(error, NotTuned) and not state.has_refused and not function.is_alone):
-            state.has_refused |= not votes  # once: each time costs the peers an exchange
+        if function.is_alone:
+            return
+        if call.may_tune and (ballot := state.ballot) is not None:
+            ballot.report(described(error)[:2000])
+            ballot.end(has_new_key=bool(call.launches.new), waits=False)
+        if isinstance(error, NotTuned) and not state.has_refused:
+            state.has_refused = True  # once: each time costs the peers an exchange
             function.group.fail(error)
 
     def _note(self, text: str) -> None:
@@ -302,3 +362,7 @@ class Calls:
     def _current_group(self) -> RankGroup:
         options = self._options
         return GROUPS.of(options.process_group()) if options.is_dist else GROUPS.single()
+
+
+def _world() -> Any:
+    return dist.GroupMember.WORLD if _IS_DISTRIBUTED else None

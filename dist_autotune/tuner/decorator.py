@@ -55,7 +55,7 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
         if mode == "off" or INTERCEPTION.is_within():
             return self.fn(*args, **kwargs)
         calls = self._calls or self._made_calls()
-        return calls.call(mode, functools.partial(self.fn, *args, **kwargs))
+        return calls.call(mode, functools.partial(self.fn, *args, **kwargs) if args or kwargs else self.fn)
 
     def __reduce__(self) -> str:  # as functions are copied and pickled: by name
         return str(getattr(self, "__qualname__", type(self).__qualname__))

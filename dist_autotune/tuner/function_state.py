@@ -21,6 +21,7 @@ from ..launch.rank_context import RankContext
 from ..launch.registry import Registry
 from ..launch.written_tensors import WrittenTensors
 from ..options import Options
+from ..ranks.ballots import Ballot
 from ..ranks.group import RankGroup
 from ..search import strategies
 from ..search.context import Context
@@ -105,6 +106,7 @@ class FunctionState:
         self.written = WrittenTensors()  # by the launches of the call under way
         self.time_spent = TimeSpent()  # of the session under way
         self.has_refused = False  # a settled call: the peers know
+        self._ballot: Ballot | None = None
         self._sources: Facts = {}  # of kernels, as all ranks have reported them
         self._reset()
 
@@ -172,6 +174,17 @@ class FunctionState:
             key,
             nearest,
         )
+
+    @property
+    def ballot(self) -> Ballot | None:
+        """The ballot of settled calls since the last session; None: this rank asks nobody."""
+        function, ballot, session = self.function, self._ballot, self.search.session
+        if ballot is not None and ballot.name == session:
+            return ballot
+        if function.is_alone or not (function.tunes and function.options.watch):
+            return None
+        self._ballot = function.group.ballot(session, function.timeout_s, ballot)
+        return self._ballot
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:

@@ -38,7 +38,7 @@ def test_the_program_ends_with_tables_and_a_record(tmp_path):
     options = ("--ranks", "2", "--simulated", "34", "--contexts", "1", "2", "--calls", "20")
     printed = run_program(PROGRAM, *options, "--json", "record.json", ranks=1)
     found = json.loads((tmp_path / "record.json").read_text())
-    assert {"opening", "vote", "fits"} == found["bytes"].keys()
+    assert {"opening", "fits"} == found["bytes"].keys()
     fitted = found["bytes"]["fits"]["a run, payload: a, per context, per ban"]
     assert all(coefficient > 20 for coefficient in fitted["coefficients"])
     assert found["real"][0]["ms"]["settled call with vote"]["median"] > 0

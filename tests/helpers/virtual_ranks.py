@@ -81,6 +81,9 @@ class VirtualAgreement:
         if isinstance(end, bytes):
             self.fail(error)  # the others have gone on
 
+    def ballot(self, name: str, timeout_s: float, last: Any) -> VirtualBallot:
+        return VirtualBallot(self, name, timeout_s)
+
     def busy(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -90,6 +93,28 @@ class VirtualAgreement:
     @property
     def can_go_on(self) -> bool:
         return self.waits_for is None or self.waits_for in self.group.ends
+
+
+class VirtualBallot:
+    """Votes in an exchange after each settled call: all take a new key up at once, unless a rank has raised.
+
+    The protocol that nobody waits for is in `tests/unit/ranks/test_ballots.py`.
+    """
+
+    def __init__(self, agreement: VirtualAgreement, name: str, timeout_s: float) -> None:
+        self.name, self.watch = name, True
+        self._agreement, self._timeout_s = agreement, timeout_s
+
+    def begin(self) -> bool:
+        return False
+
+    def report(self, error: str) -> None:
+        """Nobody hears of it."""
+
+    def end(self, *, has_new_key: bool, waits: bool = True) -> bool:
+        word = b"1" if has_new_key else b"0"
+        answer = self._agreement.exchange(word if waits else b"2", max, self._timeout_s, "a settled call")
+        return answer == b"1"
 
 
 class VirtualGroup:

@@ -1,10 +1,12 @@
 """One trial per call, and settled calls that vote: plans stay equal whatever each rank measures and meets."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, out_of_resources, records
-from rank_programs import blocks_of, ending, statuses_of, tune
+from rank_programs import SHORT_S, blocks_of, ending, run_until_settled, statuses_of, tune
 
 from dist_autotune import PeerFailed, StepTuner, tunable
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
@@ -67,24 +69,81 @@ def test_a_trial_is_judged_when_the_last_rank_has_read_its_clock(late):
     assert [blocks[n * (1 + waits)] for n in range(3)] == [16, 32, 64]  # others are incumbents
 
 
-def test_a_new_key_of_one_rank_wakes_all_at_the_next_call():
+def call_until_taken_up(step, calls=200):
+    """Call until a session opens, with ranks never more than a call apart; return how many calls it took."""
+    sessions = step.report.session
+    for made in range(1, calls):
+        step()
+        dist.barrier()
+        if step.report.session != sessions and step.settled:
+            return made
+    raise AssertionError(f"no session in {calls} calls")
+
+
+@pytest.mark.parametrize("mode", ["online", "replay"])
+def test_a_new_key_of_one_rank_is_taken_up_by_all_in_one_call(mode):
     def program(rank):
         bench, sizes = Bench(), [64]
         kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode="online")
-        step(), step()
-        settled = [step.settled]
+        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode=mode)
+        run_until_settled(step)
         if rank == 1:
             sizes.append(8)
-        for _ in range(4):
-            step()
-            settled.append(step.settled)
-        return settled, bench.blocks(n=64), bench.blocks(n=8)
+        calls = call_until_taken_up(step)
+        step()
+        return calls, sorted(set(bench.blocks(n=8))), bench.blocks(n=8)[-1:]
 
     zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero[0] == one[0] == [True, False, False, True, True]
-    assert zero[1:] == ([16, 32] + [32] * 4, [])
-    assert one[1:] == ([16, 32] + [32] * 4, [32, 32, 16, 32])  # met, then two trials, then settled
+    assert zero[0] == one[0] >= 3
+    assert (zero[1], one[1:]) == ([], ([16, 32], [32]))
+
+
+def test_a_rank_that_is_late_in_a_settled_call_delays_learning_and_raises_nothing():
+    def program(rank):
+        bench, sizes, is_late = Bench(), [64], []
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+        def thunk():
+            if is_late:
+                time.sleep(is_late.pop())
+            return [launch(kernel, numbers(n)) for n in sizes]
+
+        step = tune(bench, thunk, timeout_s=SHORT_S)
+        step(), step()
+        if rank == 0:
+            is_late.append(2 * SHORT_S)
+        else:
+            sizes.append(8)
+        began = time.monotonic()
+        step()
+        took_s = time.monotonic() - began
+        dist.barrier()
+        return took_s, call_until_taken_up(step), sorted(set(bench.blocks(n=8)))
+
+    (zero_s, zero_calls, _), (_, one_calls, blocks) = assert_all_ok(run_ranks(program, 2))
+    assert zero_s >= 2 * SHORT_S
+    assert zero_calls == one_calls >= 2
+    assert blocks == [16, 32]
+
+
+def test_a_rank_that_is_late_where_all_take_a_key_up_raises_nothing():
+    def program(rank):
+        bench, sizes = Bench(), [64]
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], timeout_s=SHORT_S)
+        step(), step()
+        if rank == 1:
+            sizes.append(8)
+        late_s = 2 * SHORT_S
+        for _ in range(12):
+            step()
+            dist.barrier()
+            if rank == 0 and late_s and step._calls.state.ballot._opens_at:
+                time.sleep(late_s)
+                late_s = 0
+        return step.settled
+
+    assert assert_all_ok(run_ranks(program, 2)) == [True, True]
 
 
 @pytest.mark.parametrize("mode", ["online", "replay"])
@@ -122,22 +181,6 @@ def test_without_the_vote_ranks_need_not_call_equally_often():
         return len(bench.blocks())
 
     assert assert_all_ok(run_ranks(program, 2)) == [3, 8]
-
-
-def test_a_vote_in_replay_mode_tunes_the_new_key_of_one_rank_in_the_same_call():
-    def program(rank):
-        bench, sizes = Bench(), [64]
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes])
-        step()
-        if rank == 0:
-            sizes.append(8)
-        step()
-        return bench.blocks(n=8), step.settled, len(bench.blocks(n=64))
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == ([32, 32, 16, 32], True, 7)
-    assert one == ([], True, 7)
 
 
 def test_a_sweep_over_shapes_tunes_every_shape_on_all_ranks():

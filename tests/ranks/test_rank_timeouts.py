@@ -207,19 +207,16 @@ def test_a_rank_that_is_late_by_less_costs_nothing():
     assert zero == one
 
 
-def test_a_rank_absent_from_a_settled_call_is_named_by_the_vote():
+def test_a_rank_absent_from_a_settled_call_is_missed_by_nobody():
     def program(rank):
         step, _, x = failing_step(rank, fails={}, at_run=0)
         step()
         set_patience(step, SHORT_S)
         if rank == 1:
-            wait_for(lambda: Path("given up").exists())
-        else:
-            meet(0, 2)
-        with pytest.raises(AgreementTimeout, match="for rank 1 to agree on a call of"):
+            wait_for(lambda: Path("done-0").exists() and Path("done-2").exists())
+        for _ in range(3):
             step()
-        Path("given up").touch()
-        set_patience(step, TIMEOUT_S)
+        Path(f"done-{rank}").touch()
         assert step.settled
         return torch.equal(step(), x + 1)
 

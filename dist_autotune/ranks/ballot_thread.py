@@ -1,0 +1,113 @@
+"""A thread that listens to the hub for the ballots of one rank, and tells it their words."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from .ballots import ROUNDS, Ballot
+from .client import Client, HubLost, HubSilent
+from .store import StoreLost
+from .watchdog import Watchdog
+from .wire import HubMessage
+
+LISTENS_S = 0.5  # between two looks whether it is to end, or is asked for a word
+LOOKS_S, LEAST_LOOKS_S = 20e-3, 1e-3  # the same while the hub waits for a word; the second: at first
+RETRY_S = 0.5  # after the hub was lost
+
+
+class BallotThread:
+    """Listens to the hub for the ballots of one rank. Starts with the first ballot; ends with `close`."""
+
+    def __init__(self, new_client: Callable[[], Client | None], watchdog: Watchdog) -> None:
+        self._new_client, self._watchdog = new_client, watchdog
+        self._ballots: dict[str, Ballot] = {}
+        self._early: dict[str, list[HubMessage]] = {}  # of ballots that this rank has not begun yet
+        self._sender: Client | None = None  # of the calls
+        self._own: Client | None = None  # of the thread
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def ballot(self, name: str, timeout_s: float, last: Ballot | None) -> Ballot:
+        """Return a new ballot. last: of the same function; it has ended."""
+        if last is not None:
+            self._ballots.pop(last.name, None)
+        ballot = Ballot(name, self._post, timeout_s)
+        with self._lock:
+            self._ballots[name] = ballot
+            early = self._early.pop(name, [])
+        for letter in early:
+            ballot.take(letter)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="dist_autotune ballots", daemon=True)
+            self._thread.start()
+        return ballot
+
+    def close(self) -> None:
+        """End the thread at its next look. Takes no lock: a garbage collector may call it, on any thread."""
+        self._is_closed = True
+
+    def _post(self, op: str, ballot: str, call: int, *, waits: bool, error: str = "") -> bool:
+        """Send a word; return whether that worked."""
+        is_own = threading.current_thread() is self._thread
+        try:
+            client = self._own if is_own else self._sender
+            if client is None:
+                client = self._new_client()
+                if not is_own:
+                    self._sender = client
+            if client is None:
+                return False
+            client.notify(op, 0, ballot=ballot, call=call, waits=waits, error=error)
+        except (StoreLost, HubLost, HubSilent):
+            return False
+        return True
+
+    def _serve(self) -> None:
+        read = 0
+        while not self._is_closed:
+            try:
+                self._own = self._own or self._new_client()
+                if self._own is None:  # the hub is not there yet
+                    time.sleep(LOOKS_S)
+                else:
+                    read = self._listen(self._own, read)
+            except (StoreLost, HubLost, HubSilent):
+                self._own = None
+                time.sleep(RETRY_S)
+        for client in (self._own, self._sender):
+            if client is not None:
+                client.close()
+
+    def _listen(self, client: Client, read: int) -> int:
+        """Wait for letters and take them in; return how many have been read."""
+        request, pause_s = client.send("listen", 0, ballot="", call=read), LEAST_LOOKS_S
+        while not self._is_closed:
+            asked = [ballot for ballot in list(self._ballots.values()) if ballot.is_asked]
+            pause_s = min(1.5 * pause_s, LOOKS_S) if asked else LEAST_LOOKS_S
+            reply = client.receive(request, pause_s if asked else LISTENS_S)
+            for ballot in asked:
+                ballot.tell()
+            if reply is not None:
+                for letter in reply["letters"]:
+                    self._take(letter)
+                return int(reply["read"])
+        return read
+
+    def _take(self, letter: HubMessage) -> None:
+        with self._lock:
+            ballot = self._ballots.get(letter["ballot"])
+            if ballot is None:
+                self._early.setdefault(letter["ballot"], []).append(letter)
+                while len(self._early) > ROUNDS:
+                    del self._early[next(iter(self._early))]
+                return
+        if letter["about"] == "raised":
+            if (watch := ballot.watch) is not None and ballot.is_in(call := int(letter["call"])):
+                reason = f"rank {letter['rank']} has failed ({letter['error']})"
+                self._watchdog.follow(watch, reason, lambda: ballot.is_in(call))
+            return
+        ballot.take(letter)
+        ballot.tell()

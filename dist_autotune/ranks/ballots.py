@@ -1,0 +1,235 @@
+"""The vote of settled calls, which nobody waits for: when do all ranks take up a new key?
+
+Each rank counts the settled calls of a function since its last session, which names the ballot. A call
+without a new key sends nothing: its word is the count, which a thread of the rank tells when asked.
+
+1. A rank that meets a new key in call n tells the hub, which asks all ranks for their words of call n, and
+   waits for them. A rank answers once it has finished that call, however late.
+2. All words have come. If all ranks have met a new key and wait, they tune it in call n.
+3. Else nobody waits any more. The hub asks each rank to stop: a rank that has begun c calls promises not to
+   begin call c + 2 before it knows the outcome, and tells that number.
+4. The largest of these numbers is the call in which all ranks open a session. No rank is past it, and the
+   outcome comes while they make the calls before it.
+
+So all ranks open a session in one call, or none does. What can go wrong delays learning, and raises nothing:
+
+* A rank is late in call n: step 2 comes later. Who waits for its word goes on after `timeout_s`.
+* A rank raises in call n: its word is that it has finished the call, and does not wait. Peers that stay in
+  that call are reported: they may wait for it in a collective.
+* A rank stops for good: its words are missing, nothing is taken up. If it stops between steps 3 and 4, who
+  has promised to stop goes on after `timeout_s`; if behind step 4, so does who waits at the opening.
+* A rank meets another new key while a round is under way: it does not wait for it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .wire import HubMessage, Reply
+
+if TYPE_CHECKING:
+    from .watchdog import Watch
+
+STOPS_AFTER = 2  # calls, counted from the last one begun
+ROUNDS = 256  # that a hub remembers: of functions, the latest ones
+
+
+@dataclass
+class _Round:
+    """The words of one call of a function, and what follows from them."""
+
+    call: int
+    words: dict[int, bool] = field(default_factory=dict)  # rank -> it has met a new key, and waits
+    stops: dict[int, int] = field(default_factory=dict)  # rank -> the call that it does not begin before
+    is_asked_to_stop: bool = False
+    opens_at: int | None = None
+
+
+class BallotBox:
+    """The hub's side: takes in the words of ranks, and leaves messages for each of them."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._rounds: dict[str, _Round] = {}  # by ballot
+        self._letters: dict[int, list[HubMessage]] = {rank: [] for rank in ranks}  # not known to be read
+        self._sent = dict.fromkeys(ranks, 0)  # letters to each rank
+        self._listening: dict[int, tuple[int, Reply]] = {}
+
+    def handle(self, message: HubMessage, reply: Reply) -> None:
+        rank, ballot = int(message["rank"]), message["ballot"]
+        if message["op"] == "listen":
+            self._listen(rank, message, reply)
+            return
+        call, known = int(message["call"]), self._rounds.get(ballot)
+        match message["op"]:
+            case "raised":
+                letter = {"ballot": ballot, "about": "raised", "call": call, "rank": rank}
+                self._write(self._ranks, {**letter, "error": message["error"]})
+            case "met":
+                self._met(rank, ballot, call, waits=bool(message["waits"]))
+            case "finished" if known is not None and known.call == call:
+                known.words.setdefault(rank, False)
+                self._count(ballot, known)
+            case "goes on" if known is not None and known.call == call and not known.is_asked_to_stop:
+                known.words[rank] = False
+                self._write([rank], {"ballot": ballot, "about": "words", "call": call, "all": False})
+                self._count(ballot, known)
+            case "stops" if (
+                known is not None and known.opens_at is None and len(known.words) == len(self._ranks)
+            ):
+                known.stops[rank] = call
+                if len(known.stops) == len(self._ranks):
+                    known.opens_at = max(known.stops.values())
+                    self._write(self._ranks, {"ballot": ballot, "about": "opens", "call": known.opens_at})
+
+    def _met(self, rank: int, ballot: str, call: int, *, waits: bool) -> None:
+        known = self._rounds.get(ballot)
+        if known is None or (known.opens_at is not None and call > known.opens_at):
+            known = self._rounds[ballot] = _Round(call)
+            while len(self._rounds) > ROUNDS:
+                del self._rounds[next(iter(self._rounds))]
+            self._write(self._ranks, {"ballot": ballot, "about": "asked", "call": call})
+        if call == known.call and rank not in known.words:
+            known.words[rank] = waits
+            self._count(ballot, known)
+        else:
+            self._write([rank], {"ballot": ballot, "about": "words", "call": call, "all": False})
+
+    def _count(self, ballot: str, known: _Round) -> None:
+        """End the wait for words if all have come."""
+        if len(known.words) < len(self._ranks) or known.is_asked_to_stop:
+            return
+        is_all = all(known.words.values())
+        self._write(self._ranks, {"ballot": ballot, "about": "words", "call": known.call, "all": is_all})
+        if is_all:
+            del self._rounds[ballot]  # the session has another ballot
+        else:
+            known.is_asked_to_stop = True
+            self._write(self._ranks, {"ballot": ballot, "about": "stop", "call": known.call})
+
+    def _write(self, ranks: Sequence[int], letter: HubMessage) -> None:
+        for rank in ranks:
+            self._letters[rank].append(letter)
+            self._sent[rank] += 1
+            if rank in self._listening:
+                request, reply = self._listening.pop(rank)
+                self._deliver(rank, request, reply)
+
+    def _listen(self, rank: int, message: HubMessage, reply: Reply) -> None:
+        """Answer with the letters that the rank has not read; now, or when there are some."""
+        letters, read = self._letters[rank], int(message["call"])
+        del letters[: max(len(letters) - (self._sent[rank] - read), 0)]
+        self._listening.pop(rank, None)
+        if letters:
+            self._deliver(rank, message["id"], reply)
+        else:
+            self._listening[rank] = message["id"], reply
+
+    def _deliver(self, rank: int, request: int, reply: Reply) -> None:
+        reply({"id": request, "letters": list(self._letters[rank]), "read": self._sent[rank]})
+
+
+class Ballot:
+    """One rank's side: `begin` and `end` around each settled call; its other methods are its thread's.
+
+    post: sends a word to the hub, (op, ballot, call, waits=); it may fail, and then nothing is learned.
+    """
+
+    def __init__(self, name: str, post: Callable[..., bool], timeout_s: float) -> None:
+        self.name, self._post, self._timeout_s = name, post, timeout_s
+        self.watch: Watch | None = None  # where a peer has raised in the call that this rank is in
+        self.begun = self.ended = 0  # calls
+        self._limit = math.inf  # the call that is not begun before `_opens_at` is known
+        self._opens_at: int | None = None
+        self._asked: int | None = None  # a call whose word the hub waits for
+        self._answers: dict[int, bool] = {}  # call -> all ranks have met a new key in it
+        self._told: set[int] = set()  # calls whose word this rank has posted itself
+        self._changed = threading.Condition()
+
+    # -- settled calls -------------------------------------------------------------------------------------
+
+    def begin(self) -> bool:
+        """Begin a call; return whether all ranks open a session in it."""
+        self.begun += 1
+        return self.begun >= self._limit and self._opens()
+
+    def end(self, *, has_new_key: bool, waits: bool = True) -> bool:
+        """End a call; return whether all ranks have met a new key in it. Only a rank that has waits."""
+        call = self.begun
+        if has_new_key:
+            self._told = {call}  # before the thread sees that the call has ended
+        self.ended = call
+        if not has_new_key:
+            return False
+        if not self._post("met", self.name, call, waits=waits) or not waits:
+            return False
+        if (answer := self._answer(call, self._timeout_s)) is None:
+            self._post("goes on", self.name, call, waits=False)
+            answer = self._answer(call, min(self._timeout_s, 1.0))
+        return bool(answer)
+
+    def report(self, error: str) -> None:
+        """Tell the peers that this rank has raised in the call that it ends."""
+        self._post("raised", self.name, self.begun, waits=False, error=error)
+
+    def is_in(self, call: int) -> bool:
+        """Return whether this rank is in this call, or in one before it."""
+        return self.ended < self.begun <= call
+
+    def _answer(self, call: int, timeout_s: float) -> bool | None:
+        with self._changed:
+            self._changed.wait_for(lambda: call in self._answers, timeout_s)
+            return self._answers.get(call)
+
+    def _opens(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._opens_at is not None, self._timeout_s)
+            if self._opens_at is not None and self.begun < self._opens_at:
+                return False
+            opens = self._opens_at == self.begun
+            self._limit, self._opens_at = math.inf, None
+            return opens
+
+    # -- the thread of the rank ----------------------------------------------------------------------------
+
+    def take(self, letter: HubMessage) -> None:
+        """Take in a message of the hub."""
+        about, call = letter["about"], int(letter["call"])
+        with self._changed:
+            if about == "asked":
+                self._asked = call
+            elif about == "words":
+                self._answers[call] = bool(letter["all"])
+                self._answers.pop(call - ROUNDS, None)
+                self._asked = None if self._asked == call else self._asked
+            elif about == "opens" and self.begun < call:
+                self._limit = self._opens_at = call
+            elif about == "opens":
+                self._limit = math.inf  # it has gone on without: too late
+            self._changed.notify_all()
+        if about == "stop":
+            self._post("stops", self.name, self._stop(), waits=False)
+
+    def tell(self) -> None:
+        """Post the word that the hub waits for, if the call has ended."""
+        call = self._asked
+        if call is not None and self.ended >= call:
+            self._asked = None
+            if call not in self._told:
+                self._post("finished", self.name, call, waits=False)
+
+    @property
+    def is_asked(self) -> bool:
+        return self._asked is not None
+
+    def _stop(self) -> int:
+        """Promise not to begin a call before the outcome is known; return which."""
+        while True:
+            limit = self.begun + STOPS_AFTER
+            self._limit = limit
+            if self.begun < limit:  # else another call was begun between these lines
+                return limit

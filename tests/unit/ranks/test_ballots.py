@@ -1,0 +1,179 @@
+"""The vote that nobody waits for, as a model: ranks and letters take steps in any order."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from dist_autotune.ranks.ballots import STOPS_AFTER, Ballot, BallotBox
+
+CALLS = 12
+
+
+class Rank:
+    """One rank: it makes its calls, waits for words, and opens a session where its ballot says so."""
+
+    def __init__(self, rank: int, world: World, new_in: set[int], raises_in: set[int]) -> None:
+        self.rank, self.world, self.new_in, self.raises_in = rank, world, new_in, raises_in
+        self.ballot = Ballot("session", self.post, timeout_s=0)
+        self.ballot._answer = lambda call, timeout_s: self.ballot._answers.get(call)  # the model waits
+        self.sent: deque[dict[str, Any]] = deque()
+        self.read = 0
+        self.state = "between calls"
+        self.opened: list[tuple[str, int]] = []
+        self.waited_in: list[int] = []
+
+    def post(self, op: str, ballot: str, call: int, *, waits: bool) -> bool:
+        self.sent.append({"op": op, "rank": self.rank, "ballot": ballot, "call": call, "waits": waits})
+        return True
+
+    @property
+    def can_go_on(self) -> bool:
+        ballot = self.ballot
+        if self.opened or (ballot.begun >= CALLS and self.state == "between calls"):
+            return False
+        if self.state == "between calls" and ballot.begun + 1 >= ballot._limit:
+            return ballot._opens_at is not None  # else it has promised to stop
+        return self.state != "waiting" or ballot.begun in ballot._answers
+
+    def go_on(self) -> None:
+        ballot = self.ballot
+        if self.state == "between calls":
+            self.state = "in a call"
+            if ballot.begin():
+                self.opened.append(("together", ballot.begun))
+        elif self.state == "in a call":
+            call = ballot.begun
+            if call in self.new_in:
+                ballot.end(has_new_key=True, waits=call not in self.raises_in)
+            else:
+                ballot.end(has_new_key=False)
+            is_waiting = call in self.new_in and call not in self.raises_in
+            self.state = "waiting" if is_waiting else "between calls"
+            # What a rank that does not wait in the model has posted in `end`, it posts when it gives up.
+            while self.sent and self.sent[-1]["op"] == "goes on":
+                self.sent.pop()
+            if is_waiting:
+                self.waited_in.append(call)
+        else:
+            if ballot._answers[ballot.begun]:
+                self.opened.append(("at once", ballot.begun))
+            self.state = "between calls"
+
+    def give_up(self) -> None:
+        """Go on without the words of the peers: `timeout_s` is over."""
+        call = self.ballot.begun
+        self.post("goes on", "session", call, waits=False)
+
+
+@dataclass
+class World:
+    """The hub, and ranks whose steps and messages come in an order that a seed draws."""
+
+    seed: int
+    size: int
+    new_in: list[set[int]]
+    raises_in: list[set[int]] = field(default_factory=list)
+    gives_up: bool = False
+
+    def run(self) -> list[Rank]:
+        draw, box = random.Random(self.seed), BallotBox(range(self.size))
+        raises_in = self.raises_in or [set() for _ in range(self.size)]
+        ranks = [Rank(n, self, self.new_in[n], raises_in[n]) for n in range(self.size)]
+        given_up: set[tuple[int, int]] = set()
+        while True:
+            steps: list[Any] = [rank.go_on for rank in ranks if rank.can_go_on]
+            steps += [lambda rank=rank: box.handle(rank.sent.popleft(), None) for rank in ranks if rank.sent]
+            steps += [lambda rank=rank: self.deliver(box, rank) for rank in ranks if self.has_post(box, rank)]
+            steps += [r.ballot.tell for r in ranks if r.ballot.is_asked and r.ballot.ended >= r.ballot._asked]
+            if self.gives_up:
+                waiting = [
+                    r for r in ranks if r.state == "waiting" and (r.rank, r.ballot.begun) not in given_up
+                ]
+                for rank in waiting:
+                    given_up.add((rank.rank, rank.ballot.begun))
+                    steps.append(rank.give_up)
+            if not steps:
+                return ranks
+            draw.choice(steps)()
+
+    @staticmethod
+    def has_post(box: BallotBox, rank: Rank) -> bool:
+        return box._sent[rank.rank] > rank.read
+
+    @staticmethod
+    def deliver(box: BallotBox, rank: Rank) -> None:
+        answers: list[dict[str, Any]] = []
+        asking = {"op": "listen", "rank": rank.rank, "ballot": "", "call": rank.read, "id": 1}
+        box.handle(asking, answers.append)
+        (answer,) = answers
+        rank.read = answer["read"]
+        for letter in answer["letters"]:
+            rank.ballot.take(letter)
+
+
+SEEDS = range(300)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_whatever_the_order_all_open_a_session_in_one_call_or_none_does(size):
+    opened = 0
+    for seed in SEEDS:
+        draw = random.Random(seed)
+        new_in = [{call for call in range(1, 6) if draw.random() < 0.2} for _ in range(size)]
+        raises_in = [{call for call in each if draw.random() < 0.3} for each in new_in]
+        ranks = World(seed, size, new_in, raises_in, gives_up=draw.random() < 0.5).run()
+        assert len({tuple(rank.opened) for rank in ranks}) == 1, (seed, [rank.opened for rank in ranks])
+        assert all(rank.opened or rank.ballot.ended == CALLS for rank in ranks), seed  # nobody is stuck
+        is_due = ranks[0].ballot._opens_at is not None  # in a call that the model does not make any more
+        assert any(new_in) == bool(ranks[0].opened or is_due), (seed, new_in)  # every new key is taken up
+        opened += bool(ranks[0].opened)
+    assert opened > 200
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_key_that_is_new_to_all_is_tuned_in_its_call(seed):
+    ranks = World(seed, 3, [{4}] * 3).run()
+    assert [rank.opened for rank in ranks] == [[("at once", 4)]] * 3
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_key_of_one_rank_is_taken_up_by_all_two_calls_after_the_last_has_heard(seed):
+    ranks = World(seed, 3, [{4}, set(), set()]).run()
+    # Ranks that have made all calls of the model before know the call, and do not make it.
+    calls = {rank.opened[0][1] if rank.opened else rank.ballot._opens_at for rank in ranks}
+    assert len(calls) == 1
+    assert min(calls) >= 4 + STOPS_AFTER
+    assert {how for rank in ranks for how, _ in rank.opened} <= {"together"}
+
+
+def test_calls_without_new_keys_send_nothing():
+    ranks = World(0, 4, [set()] * 4).run()
+    assert [rank.read for rank in ranks] == [0] * 4
+    assert all(rank.ballot.ended == CALLS for rank in ranks)
+
+
+def test_a_letter_is_delivered_until_it_is_known_to_be_read():
+    box, answers = BallotBox([0, 1]), []
+    listening = {"op": "listen", "rank": 1, "ballot": "", "call": 0}
+    box.handle({**listening, "id": 1}, answers.append)
+    assert answers == []
+    box.handle({"op": "met", "rank": 0, "ballot": "b", "call": 3, "waits": True}, answers.append)
+    box.handle({**listening, "id": 2}, answers.append)  # the first answer was lost
+    assert [answer["id"] for answer in answers] == [1, 2]
+    assert answers[0]["letters"] == answers[1]["letters"] == [{"ballot": "b", "about": "asked", "call": 3}]
+    box.handle({**listening, "call": answers[1]["read"], "id": 3}, answers.append)
+    assert len(answers) == 2
+
+
+def test_a_rank_that_does_not_hear_the_outcome_in_time_goes_on():
+    ballot = Ballot("b", lambda *word, waits: True, timeout_s=0.01)
+    ballot.begin(), ballot.end(has_new_key=False)
+    ballot.take({"about": "stop", "call": 1})
+    assert [ballot.begin() for _ in range(4)] == [False] * 4
+    ballot.take({"about": "opens", "call": 3})  # too late: the call has been made
+    assert [ballot.begin() for _ in range(3)] == [False] * 3
