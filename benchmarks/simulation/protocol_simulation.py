@@ -106,10 +106,9 @@ class Simulation:
     def _report(self, run: int, rank: int, judged: tuple[str, str] | None) -> RunReport:
         names = [name for name in self.contexts if self.launches(run, rank, name)]
         plan = {name: self._candidate(name) for name in names}
-        took = sum(self._ms(c, rank) for name, c in plan.items() if name not in self.choices)
         whole = Part()
         if judged is not None:
-            whole = self._timed("|".join(judged), took + self.run_ms(plan), ("run", rank, judged))
+            whole = self._timed("|".join(judged), self._whole_ms(plan, rank), ("run", rank, judged))
         parts = {name: self._part(run, rank, name, plan[name]) for name in names}
         for name in self.contexts:
             if (left := self.compiling(run, rank, name)) and (rank, name) in self._announced:
@@ -128,7 +127,7 @@ class Simulation:
             order = tuple((c, c) for c in self.contexts[name])
             announcement = Announcement(
                 rank,
-                name,
+                self._family(name),
                 "k",
                 order,
                 tuple(sorted(self.contexts[name])),
@@ -141,13 +140,26 @@ class Simulation:
         if on_trial and name not in self.choices and not (context is not None and context.is_warmup):
             part = self._timed(candidate, self._ms(candidate, rank), (name, rank, candidate))
         bans = {c: (rank, reason) for c, reason in self.bans(run, rank, name).items()}
-        return Part(**{**vars(part), "bans": bans, "announcement": announcement})
+        share = self._share(candidate)
+        return replace(part, bans=bans, announcement=announcement, share=share)
 
     def _timed(self, ran: str, ms: float, where: Any) -> Part:
         samples = self._samples.setdefault(where, [])
         samples.append(ms)
         so_far = statistics.median(samples)
         return Part(ran=ran, worst_ms=so_far, best_ms=so_far, total_fs=femtoseconds(so_far), measured=1)
+
+    def _whole_ms(self, plan: dict[str, str], rank: int) -> float:
+        took = sum(self._ms(c, rank) for name, c in plan.items() if name not in self.choices)
+        return took + self.run_ms(plan)
+
+    def _family(self, name: str) -> str:
+        """Return the name of a context's kernel."""
+        return name
+
+    def _share(self, candidate: str) -> int:
+        """Return the thousandths of the device that a candidate holds; 0: not known."""
+        return 0
 
     def _ms(self, candidate: str, rank: int) -> float:
         return self.ms(candidate, rank) if callable(self.ms) else self.ms[candidate]

@@ -17,7 +17,8 @@ from ..formatting import config_label
 from ..search.messages import MIXED
 from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
-from ..triton_api import identity, interception
+from ..triton_api import footprint, identity, interception
+from ..triton_api.footprint import RecordedGrid
 from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
 from .backlog import Backlog
 from .fast_path import CallUnderWay, Settled
@@ -148,9 +149,12 @@ class Dispatcher:
             launch.run_pre_hook(config)
             loaded = self._ensure_loaded(launch, binding, candidate) if call.tunes else None
             if call.tunes and context.measures:
+                grid = RecordedGrid(launch.kwargs.get("grid"))
+                counted = launch.with_grid(grid.grid) if callable(launch.kwargs.get("grid")) else launch
                 mark = context.samples.start()
-                result = launch.run(config)
+                result = counted.run(config)
                 context.samples.stop(mark)
+                self._keep_share(context, candidate, grid.programs, kernel_of(result))
                 if loaded is not None and kernel_of(result) not in (None, loaded) and not context.is_varied:
                     context.is_varied = True
                     context.ran.add(MIXED)  # the interval may hold a compilation: the run does not count
@@ -159,6 +163,14 @@ class Dispatcher:
             context.ran.add(candidate)
             context.launches += 1
         return result
+
+    @staticmethod
+    def _keep_share(context: RankContext, candidate: str, programs: int, kernel: Any) -> None:
+        """Keep how much of the device the launch takes, where the kernel is compiled."""
+        if kernel is None or (device := preflight.current_device()) < 0:
+            return
+        share = footprint.share(programs, kernel, footprint.multiprocessors(device))
+        context.shares[candidate] = max(context.shares.get(candidate, 0), share)
 
     def _ensure_loaded(self, launch: Launch, binding: Binding, candidate: str) -> Any:
         """Compile and load before the first launch, so that no timed interval holds a compilation.

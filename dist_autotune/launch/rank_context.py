@@ -65,6 +65,7 @@ class RankContext:
     choice: str | None = None  # of the run under way
     ran: set[str] = field(default_factory=set)  # in the run under way
     launches: int = 0
+    shares: dict[str, int] = field(default_factory=dict)  # candidate -> thousandths of the SMs that it holds
     is_preflighted: bool = False  # its candidates are compiled, or a backlog has them
     compiling: int = 0  # candidates that a backlog has still to compile or load
     forms: set[Any] = field(default_factory=set)  # met until all is compiled; see `keep_form`
@@ -171,6 +172,13 @@ class RankContext:
         if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
             return None
         return self.samples.report_earlier_runs(self.search.digests[self.search.trial])
+
+    def footprint(self, ran: str | None) -> tuple[int, int]:
+        """Return what a report tells of launches that still judge: their share of the SMs, and how many."""
+        judges = self.search is None or self.search.is_tuned_by_launches
+        if ran is None or not judges or ran not in self.shares:
+            return 0, 1
+        return self.shares[ran], max(self.launches, 1)
 
     def begin_run(self) -> None:
         """Forget the last run; the first launch chooses anew."""

@@ -212,8 +212,14 @@ class Registry:
             else:
                 part = earlier or Part()
             announcement = None if context.announced else self._announcement(context, place)
+            share, launches = context.footprint(part.ran)
             context.report = reports[context.name] = replace(
-                part, bans=bans, announcement=announcement, compiling=context.compiling
+                part,
+                bans=bans,
+                announcement=announcement,
+                compiling=context.compiling,
+                share=share,
+                launches=launches,
             )
         return reports
 

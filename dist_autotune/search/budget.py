@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..formatting import counted, format_ms, format_percent
-from . import bit_classes, whole_run
+from . import compare_bits, race_runs
 from .context import Context
 from .final_comparison import DUEL_RUNS, MOST_RUNS
 from .rules import BY_LAUNCH, BY_RUN, Rules
@@ -102,13 +102,13 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
             in_turn += runs
             kernels += not context.is_choice
     if rules.races and in_turn:
-        choices = [len(context.digests) for context in searched if context.is_choice]
-        in_turn = whole_run.runs_at_most(choices, kernels)
+        choices = {context.name: len(context.digests) for context in searched if context.is_choice}
+        in_turn = race_runs.runs_at_most(choices, kernels, keeps_kernels=rules.objective == "kernel")
     if rules.objective == "thunk":  # a third plan needs a third candidate, or a second context
         plans = math.prod(len(context.digests) for context in searched)
         in_turn += DUEL_RUNS if plans <= 2 else MOST_RUNS
     if rules.bits != "any":
-        together += bit_classes.runs_at_most(len(context.digests) for context in searched)
+        together += compare_bits.runs_at_most(len(context.digests) for context in searched)
     return together + in_turn + 1
 
 

@@ -42,20 +42,20 @@ class Context:
         self.banned: dict[int, Ban] = {}
         self.times = AgreedTimes(rules.rank_reduce)
         self.status = ""  # "": under way
-        self.is_outside_plan = False  # starved as the best plan does not launch it: nothing is left to try
         self.winner: int | None = None
         self.began: int | None = None  # the run of this session in which its search began
         self.last_run = run  # the last in which some rank launched it
         self.trial: int | None = None
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.compiling = 0  # online: candidates that some rank has still to compile; then none is tried
-        self.override: int | None = None  # the candidate of a plan that is judged as a whole
-        self.checked: int | None = None  # the candidate of a run that compares bits, see `BitClasses`
+        self.forced: int | None = None  # the candidate that the phase under way plans for the next run
+        self.is_compared = False  # the next run compares its bits
         self.bit_classes: dict[int, int] = {}  # 0: outputs as with the first config
         self.output_digests: dict[int, str] = {}  # of outputs of this session's runs, over all ranks
         self.launch_ms: dict[int, float] = {}  # by the launches of this search, once that is over
+        self.shares: dict[int, float] = {}  # of the device, by candidate that was launched; see `Part.share`
+        self.launches = 1  # in a run
         self.launch_winner: int | None = None  # of them, where the whole run is still to judge
-        self.is_decided = False  # the whole run has judged it
         self._rules = rules
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: RunningFlow | None = None
@@ -117,17 +117,19 @@ class Context:
     @property
     def planned(self) -> int:
         """Return the candidate that every rank launches in the next run."""
-        if self.checked is not None and self.checked not in self.banned:
-            return self.checked
-        if self.override is not None and self.override not in self.banned:
-            return self.override
-        return self.trial if self.trial is not None and self.is_on_trial else self.incumbent
+        if self.forced is not None and self.forced not in self.banned:
+            return self.forced
+        return self.trial if self.trial is not None and self.is_racing else self.incumbent
+
+    @property
+    def is_racing(self) -> bool:
+        """Return whether the next run is a trial of its own race."""
+        return self.trial is not None and not (self.waiting or self.compiling)
 
     @property
     def is_on_trial(self) -> bool:
         """Return whether the next run is a trial."""
-        is_ready = not (self.waiting or self.compiling)
-        return self.checked is not None or (self.trial is not None and is_ready)
+        return self.is_compared or self.is_racing
 
     @property
     def is_warmup(self) -> bool:
@@ -138,14 +140,6 @@ class Context:
         """Return whether a host's part may be in the incumbent's time, or in the fastest."""
         judges = (self.incumbent, self.times.fastest(self.banned))
         return any(self.times.host_ms(index) > 0 for index in judges if index is not None)
-
-    def shortlist(self, most: int, within: float) -> list[int]:
-        """Return the candidates within a factor of the fastest by launches, the incumbent first."""
-        usable = {index: ms for index, ms in self.launch_ms.items() if index not in self.banned}
-        limit = within * min(usable.values(), default=math.inf)
-        others = [i for i, ms in usable.items() if ms <= limit and i != self.incumbent]
-        others.sort(key=lambda index: (usable[index], index))
-        return [self.incumbent, *others[: most - 1]]
 
     def known_ms(self) -> list[tuple[int, float]]:
         """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
@@ -204,6 +198,13 @@ class Context:
         """Return the index of a candidate's digest; None: not a candidate of this context."""
         return self.digests.index(digest) if digest in self.digests else None
 
+    def record_footprint(self, part: Part) -> None:
+        """Keep how much of the device a launch took, and how many launches a run had."""
+        index = self.index_of(part.ran)
+        self.launches = max(self.launches, part.launches)
+        if index is not None and part.share:
+            self.shares[index] = max(self.shares.get(index, 0.0), part.share / 1000)
+
     def narrow(self, announcement: Announcement) -> None:
         """Ban what some rank does not have among its candidates."""
         missing = [digest for digest in self.digests if digest not in announcement.shared]
@@ -238,7 +239,7 @@ class Context:
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
-        self.status, self.waiting, self.is_outside_plan, self.is_decided = "", False, False, False
+        self.status, self.waiting = "", False
         if self._flow is None:
             self._flow = RunningFlow(self._rules, len(self.digests))
             self._resume(None)
@@ -303,7 +304,7 @@ class Context:
             self.settle("tuned", winner)
         self._flow = None
         if self.judge == BY_LAUNCH:
-            self.launch_ms = dict(self.times.ms)
+            self.launch_ms = self.times.without_spikes()
         if len(self._judges) > 1:
             self.launch_winner = self.winner
             del self._judges[0]
@@ -322,6 +323,7 @@ class AgreedTimes:
         self.ms: dict[int, float] = {}
         self.warmup_ms: dict[int, float] = {}  # of a warm-up run: no sample, but something known
         self.fastest_ms: dict[int, float] = {}  # the fastest rank's
+        self._first_ms: dict[int, tuple[float, int]] = {}  # of the first sample, and how many there are
         self.gap_ms: dict[int, float] = {}  # how much of the agreed ms may be a host's
         self._rank_reduce = rank_reduce
 
@@ -333,7 +335,17 @@ class AgreedTimes:
         else:
             self.ms[index], self.fastest_ms[index] = ms, judged.best_ms
             self.gap_ms[index] = judged.gap_ms
+            first, count = self._first_ms.get(index, (ms, 0))
+            self._first_ms[index] = first, count + 1
         return self._so_far(index)
+
+    def without_spikes(self) -> dict[int, float]:
+        """Return the agreed times; of two samples, the faster one: the other may be a spike."""
+        times = {}
+        for index, ms in self.ms.items():
+            first, count = self._first_ms.get(index, (ms, 0))
+            times[index] = min(first, ms, 2 * ms - first) if count == 2 else ms
+        return times
 
     def record_warmup(self, index: int, judged: Part) -> float:
         """Return the agreed time so far; without samples that of the warm-up."""
@@ -350,7 +362,7 @@ class AgreedTimes:
         return interval(self.ms.get(index, math.nan), self.host_ms(index))
 
     def drop_samples(self) -> None:
-        self.ms, self.fastest_ms, self.gap_ms = {}, {}, {}
+        self.ms, self.fastest_ms, self.gap_ms, self._first_ms = {}, {}, {}, {}
 
     def fastest(self, banned: Container[int]) -> int | None:
         """Return the fastest candidate, the first of equal ones; None: none has one. Any thread may ask."""

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 
 from .context import Context
-from .plan_trial import Plan, PlanTrial
+from .phase import Plan, RunPhase
 from .rules import Rules
 
 ROUNDS = 6  # of all sides; the first one warms up
@@ -16,14 +16,15 @@ MOST_RUNS = 3 * ROUNDS
 DEFAULT, BY_LAUNCHES, TUNED = "default", "by launches", "tuned"
 
 
-class FinalComparison(PlanTrial):
+class FinalComparison(RunPhase):
     """Compares plans in rounds of drawn order, which no period of the caller's fits; outlives its session."""
 
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
-        super().__init__({}, rules.rank_reduce)  # later: those in which the plans differ
+        super().__init__(contexts, rules.rank_reduce)
+        self._compared: dict[str, Context] = {}  # those in which the plans differ
         self.is_over = True
         self.defaults: dict[str, int] = {}  # the plan before this search, of undecided contexts
-        self._all, self._rules = contexts, rules
+        self._rules = rules
         self._plans: dict[str, Plan] = {}  # those that differ; `tuned` first
         self._ms: dict[str, float] = {}
         self._run = 0
@@ -43,10 +44,10 @@ class FinalComparison(PlanTrial):
     def undecided(self) -> list[Context]:
         """Return the contexts whose winners have yet to beat the default plan or the plan by launch times."""
         if not self.is_over:
-            return list(self._contexts.values())
+            return list(self._compared.values())
         if self._rules.objective != "thunk":
             return []
-        tuned = [c for c in self._all.values() if c.began is not None and c.status == "tuned"]
+        tuned = [c for c in self._contexts.values() if c.began is not None and c.status == "tuned"]
         rivals = {c.name: {self.defaults.get(c.name), c.launch_winner} - {None, c.winner} for c in tuned}
         return [c for c in tuned if not rivals[c.name] <= c.banned.keys()]
 
@@ -56,14 +57,14 @@ class FinalComparison(PlanTrial):
             return
         self._set_plans()
         self._is_left, self.defaults = False, {}
-        for context in self._all.values():
+        for context in self._contexts.values():
             context.began = None
 
     def _set_plans(self) -> None:
         """Set the plans; go on where a comparison of the same plans was left."""
-        self._contexts = {context.name: context for context in self.undecided}
-        tuned = {name: context.incumbent for name, context in self._contexts.items()}
-        winners = {name: context.launch_winner for name, context in self._contexts.items()}
+        self._compared = {context.name: context for context in self.undecided}
+        tuned = {name: context.incumbent for name, context in self._compared.items()}
+        winners = {name: context.launch_winner for name, context in self._compared.items()}
         default = {name: self.defaults.get(name, index) for name, index in tuned.items()}
         by_launches = {name: tuned[name] if index is None else index for name, index in winners.items()}
         plans: dict[str, Plan] = {TUNED: tuned}
@@ -83,8 +84,7 @@ class FinalComparison(PlanTrial):
             random.Random(f"round {number}").shuffle(sides)
         self.is_over, self.is_warmup = len(sides) < 2 or number >= ROUNDS, number == 0
         self.label = "" if self.is_over else sides[place]
-        self.plan = {} if self.is_over else self._plans[self.label]
-        self._apply_plan()
+        self._plan = {} if self.is_over else self._plans[self.label]
 
     def _record(self, ms: float) -> None:
         if not self.is_warmup:
@@ -94,7 +94,7 @@ class FinalComparison(PlanTrial):
         winner = self._winner
         if not self.is_over or winner == TUNED:
             return
-        for name, context in self._contexts.items():
+        for name, context in self._compared.items():
             if self._plans[winner][name] not in context.banned:
                 context.settle("tuned", self._plans[winner][name])
         kept = "the default plan" if winner == DEFAULT else "the plan by launch times"
@@ -115,8 +115,7 @@ class FinalComparison(PlanTrial):
             self._set_plans()
         self.defaults.update(self._compared_defaults)
         winner = TUNED if any(map(math.isnan, self._ms.values())) else self._winner
-        for name, context in self._contexts.items():
-            context.override = None
+        for name, context in self._compared.items():
             context.settle("partial", self._plans[winner][name])
         self.is_over, self._is_left = True, True
 

@@ -144,6 +144,8 @@ class Part(Mergeable):
     announcement: Annotated[Announcement | None, _if_both(Announcement.merged)] = None
     gap_ms: Annotated[float, max] = 0.0  # how much of a rank's statistic may be its host's
     compiling: Annotated[int, max] = 0  # online: candidates that some rank has still to compile or load
+    share: Annotated[int, max] = 0  # thousandths of the device that a launch of `ran` holds; 0: not known
+    launches: Annotated[int, max] = 1  # in the run
 
     def agreed_ms(self, rank_reduce: str) -> float | None:
         """Return the statistic reduced over the ranks; None where a rank that launched it has none."""
@@ -234,6 +236,7 @@ class RunReport(Message):
     told_ns: Annotated[int, max] = 0  # when the last rank sent this, where all read one clock
     lag_ns: Annotated[int, max] = 0  # how long after the exchange before the last rank came to this run
     wanted_ms: Annotated[float, max] = 0.0  # the filler that the slowest host wants before the next run
+    host_ms: Annotated[float, max] = 0.0  # what the slowest host takes to enqueue a run; 0.0: not known
     late_ms: Annotated[float, max] = 0.0  # how much longer than usual some rank's host took for the trial
 
     def ran(self, name: str) -> str | None:

@@ -1,25 +1,27 @@
 """How what all ranks said of a run becomes the next plan.
 
-All kernels advance together, each judged by its launches. Then what the whole run judges is searched from
-these winners: as plans (`whole_run`), or without racing one context after another (`Turns`). Last, with
-`objective="thunk"`, the resulting plan must beat the default plan, and the plan by launch times.
+The phases: where bits matter, candidates are compared (`compare_bits`); all kernels race together, each
+judged by its launches (`phase`); what the whole run judges is searched from these winners, as plans
+(`race_runs`) or, without racing, one context after another (`turns`); with `objective="thunk"`, the plan must
+beat the default one, and that by launches (`final_comparison`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from . import budget
-from .bit_classes import BitClasses
 from .budget import Forecast
+from .compare_bits import CompareBits
 from .context import Context, Outcome
 from .final_comparison import FinalComparison
 from .kernel_families import KernelFamilies
 from .messages import Announcement, Ban, CrashBans, Part, RunReport
-from .plan_trial import PlanTrial
+from .phase import Phase, RaceLaunches, RunPhase
+from .race_runs import RaceRuns
 from .rules import BY_LAUNCH, BY_RUN, Rules
-from .whole_run import WholeRun
+from .turns import Turns
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
@@ -33,7 +35,8 @@ class SearchState:
         self.rules = rules
         self.contexts: dict[str, Context] = {}  # by name, in the order in which they were admitted
         self.kernels = KernelFamilies()
-        self.whole_run: WholeRun | None = None  # the search for the fastest plan, under way
+        self.race_runs: RaceRuns | None = None  # the search for the fastest plan, under way
+        self.outside_plan: set[str] = set()  # starved as the best plan does not launch them
         self.runs = 0
         self.done = False
         self.closing = not rules.tunes
@@ -42,7 +45,10 @@ class SearchState:
         self.session = ""  # the last one that used this state
         self.crash_bans: CrashBans = {}
         compares = rules.bits != "any" and rules.tunes
-        self.bit_classes = BitClasses(self.contexts, rules.bits) if compares else None
+        self.compare_bits = CompareBits(self.contexts, rules.bits) if compares else None
+        self._race_launches = RaceLaunches(self.contexts)
+        self._decided: set[str] = set()  # contexts that the whole run has judged
+        self._searches = 0  # by whole runs, in the session
         self._comparison = FinalComparison(self.contexts, rules)
         self._turns = Turns()
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
@@ -57,16 +63,24 @@ class SearchState:
         return (context for context in self.contexts.values() if not context.settled)
 
     @property
-    def plan_trial(self) -> PlanTrial | None:
-        return self.whole_run if self._comparison.is_over else self._comparison
+    def phase(self) -> Phase:
+        """Return the phase under way, which says what the next run launches."""
+        if self.compare_bits is not None and not self.compare_bits.is_over:
+            return self.compare_bits
+        return self.run_phase or self._race_launches
+
+    @property
+    def run_phase(self) -> RunPhase | None:
+        """Return the phase in which whole runs are compared, if it is under way."""
+        return self.race_runs if self._comparison.is_over else self._comparison
 
     @property
     def has_trial(self) -> bool:
-        return self.plan_trial is not None or any(c.trial is not None for c in self.contexts.values())
+        return self.run_phase is not None or any(c.trial is not None for c in self.contexts.values())
 
     @property
     def has_work(self) -> bool:
-        return self.plan_trial is not None or any(self.unsettled)
+        return self.run_phase is not None or any(self.unsettled)
 
     @property
     def tries(self) -> bool:
@@ -74,18 +88,14 @@ class SearchState:
         return any(each.is_on_trial for each in self._trials) if self.contexts else self.rules.tunes
 
     @property
-    def _trials(self) -> list[PlanTrial] | list[Context]:
-        return list(self.contexts.values()) if self.plan_trial is None else [self.plan_trial]
-
-    @property
-    def _tunes_kernels(self) -> bool:
-        return any(context.is_tuned_by_launches for context in self.contexts.values())
+    def _trials(self) -> list[RunPhase] | list[Context]:
+        return list(self.contexts.values()) if self.run_phase is None else [self.run_phase]
 
     @property
     def judged_run(self) -> tuple[str, str] | None:
         """Return (context, candidate) that the whole next run is timed for; None: it is not timed."""
-        if self.plan_trial is not None:
-            return None if self.plan_trial.holds else ("", self.plan_trial.label)
+        if self.run_phase is not None:
+            return None if self.run_phase.holds else ("", self.run_phase.label)
         context = self._turns.context
         if context is None or context.trial is None or not context.is_on_trial:
             return None
@@ -100,7 +110,7 @@ class SearchState:
         """Return how far the session has come. Any thread may ask."""
         searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
         standings = [context.standing for context in searched]
-        knows_most = self.plan_trial is None and self.bit_classes is None
+        knows_most = self.run_phase is None and self.compare_bits is None
         knows_most &= all(context.final_judge == BY_LAUNCH for context in searched)
         return Forecast(
             left=sum(left for left, _, _ in standings),
@@ -122,7 +132,7 @@ class SearchState:
         """Return whether the context's result stands: no whole run is still to judge it."""
         if not context.settled or context in self._comparison.undecided:
             return False
-        is_searched = self.rules.races and context.began is not None and not context.is_decided
+        is_searched = self.rules.races and context.began is not None and context.name not in self._decided
         return not (is_searched and any(other.judge == BY_RUN for other in self.unsettled))
 
     def tuned_keys(self, kernel_id: str) -> dict[str, str]:
@@ -155,9 +165,10 @@ class SearchState:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
-        self._comparison.is_over, self.whole_run, self._turns = True, None, Turns()
-        if self.bit_classes is not None:
-            self.bit_classes.open()
+        self._comparison.is_over, self.race_runs, self._turns = True, None, Turns()
+        self._searches = 0
+        if self.compare_bits is not None:
+            self.compare_bits.open()
         for context in self.contexts.values():
             context.last_run, context.began = 0, None
             if not context.provisional:
@@ -167,6 +178,7 @@ class SearchState:
         if not any(self.unsettled):
             self._begin_next()
         self._close_if_spent(0.0)
+        self._apply_plan()
 
     def drop_unsettled(self) -> set[str]:
         """Drop searches under way, and what nothing works for; return their names."""
@@ -176,7 +188,9 @@ class SearchState:
             del self.contexts[name]
             self._comparison.defaults.pop(name, None)
         self._comparison.drop()
-        self.whole_run, self._turns = None, Turns()
+        self.race_runs, self._turns = None, Turns()
+        self._decided -= dropped
+        self._apply_plan()
         return dropped
 
     def _close_if_spent(self, elapsed_s: float) -> None:
@@ -184,17 +198,17 @@ class SearchState:
         self.closing |= budget.is_spent(self.rules, self._searched, self.runs, elapsed_s)
         if not self.closing:
             return
-        if self.whole_run is not None:
-            self.whole_run.leave()
-            self.whole_run = None
+        if self.race_runs is not None:
+            self.race_runs.leave()
+            self.race_runs = None
         for context in self.unsettled:
             context.settle("partial")
         self._comparison.leave()
 
     def step(self, merged: RunReport) -> dict[str, Outcome]:
         """Apply one run of all ranks; return what it was for each context."""
-        had_trial, was_closing, bits = self.has_trial, self.closing, self.bit_classes
-        plan_trial = self.plan_trial if bits is None or bits.is_over else None
+        had_trial, was_closing, bits = self.has_trial, self.closing, self.compare_bits
+        run_phase = self.run_phase if bits is None or bits.is_over else None
         self._count_run(merged)
         self._turns.record_launches(merged)
         merged = _with_late_hosts(merged)
@@ -205,12 +219,12 @@ class SearchState:
             context.compiling = merged.parts[name].compiling if name in merged.parts else 0
         patience = STARVED_RUNS[self.rules.mode]
         self.has_counted_run = any(o.judge == BY_RUN and o.kind == "sample" for o in outcomes.values())
-        if plan_trial is not None:
-            plan_trial.apply_run(merged, patience=patience)
-            self.has_counted_run |= plan_trial.has_counted
-            self.remark = plan_trial.remark or self.remark
+        if run_phase is not None:
+            run_phase.record(merged, patience=patience)
+            self.has_counted_run |= run_phase.has_counted
+            self.remark = run_phase.remark or self.remark
         if bits is not None:
-            bits.apply_run(merged)
+            bits.record(merged)
         self._starve(patience)
         self._close_if_spent(merged.elapsed_s)
         if bits is not None:
@@ -218,7 +232,15 @@ class SearchState:
         self._begin_next()
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
         self._end_if_idle(merged, is_idle=is_idle, was_closing=was_closing)
+        self._apply_plan()
         return outcomes
+
+    def _apply_plan(self) -> None:
+        """Let each context launch what the phase under way plans, else its incumbent."""
+        phase = self.phase
+        plan, compared = phase.plan(), phase.compared if isinstance(phase, CompareBits) else {}
+        for name, context in self.contexts.items():
+            context.forced, context.is_compared = plan.get(name), name in compared
 
     def _count_run(self, merged: RunReport) -> None:
         """Count a run as a trial, as a wait for a trial's time, or as held until candidates are compiled."""
@@ -233,7 +255,7 @@ class SearchState:
 
     def _end_if_idle(self, merged: RunReport, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""
-        bits = self.bit_classes
+        bits = self.compare_bits
         self._idle_runs = self._idle_runs + 1 if is_idle else 0
         if is_idle:
             launched = [context for name, context in self.contexts.items() if name in merged.launched]
@@ -257,9 +279,7 @@ class SearchState:
                 context.apply_bans(part.bans)
                 self._begin(context, max(self.runs - 1, 0))  # launched again, but this run was no trial
                 return Outcome()
-        by_launch = context.judge == BY_LAUNCH
-        judged = part if by_launch else merged.run
-        outcome = context.advance(part, judged, counts=by_launch or self._is_judging)
+        outcome = self._race_launches.record(name, merged, judges_runs=self._is_judging)
         context.incumbent  # noqa: B018  raises NoValidConfig, settled or not, when nothing works any more
         if context.status == "cached" and context.winner is None:  # it does not work on some rank
             self._search_or_leave(context)
@@ -270,16 +290,17 @@ class SearchState:
         announced = [part.announcement for part in merged.parts.values() if part.announcement is not None]
         is_new = any(not each.is_choice and len(each.order) > 1 for each in announced)
         self._bringing_runs = self._bringing_runs + 1 if is_new else 0
-        return is_new or self._tunes_kernels
+        return is_new or not self._race_launches.is_over
 
     def _starve(self, patience: int) -> None:
         """Settle contexts that no rank has launched for `patience` runs, unless a plan leaves them out."""
         for context in self.unsettled:
-            searches = (self.whole_run, self.bit_classes)
+            searches = (self.race_runs, self.compare_bits)
             if any(search is not None and search.explains_absence(context) for search in searches):
                 continue
             if self.runs - context.last_run >= patience:
-                context.is_outside_plan = self._is_outside_plan(context)
+                if self._is_outside_plan(context):
+                    self.outside_plan.add(context.name)
                 context.settle("starved")
 
     def _is_outside_plan(self, context: Context) -> bool:
@@ -314,9 +335,9 @@ class SearchState:
         is_late = self.runs > ADMISSION_RUNS
         if self.rules.mode == "online":  # shapes come as the data does: the runs count that brought any
             is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
-        if self.whole_run is not None:
-            return is_late and not self.whole_run.admits
-        turn, bits = self._turns.context, self.bit_classes
+        if self.race_runs is not None:
+            return is_late and not self.race_runs.admits
+        turn, bits = self._turns.context, self.compare_bits
         is_choosing = (turn is not None and turn.is_choice) or (bits is not None and bits.is_choosing)
         return is_late and not (is_choosing and self._bringing_runs <= ADMISSION_RUNS)
 
@@ -326,61 +347,29 @@ class SearchState:
         if self._comparison.enter(context):
             return
         context.status = ""
-        if context.judge == BY_LAUNCH and self.bit_classes is None:  # else it comes behind the comparison
+        self.outside_plan.discard(context.name)
+        self._decided.discard(context.name)
+        if context.judge == BY_LAUNCH and self.compare_bits is None:  # else it comes behind the comparison
             context.start()
 
     def _begin_next(self) -> None:
         """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""
         if not self._comparison.is_over:
             return  # new searches wait: a whole run is timed for one thing
-        if self.bit_classes is not None and not self.bit_classes.is_over:
+        if self.compare_bits is not None and not self.compare_bits.is_over:
             return
         if not self.rules.races:
             self._turns.pass_on(self.contexts)
-        elif self.whole_run is None or self.whole_run.is_over:
-            self.whole_run = None
-            while not (self.whole_run or self.closing or self._tunes_kernels) and any(self.unsettled):
-                search = WholeRun(self.contexts, self.rules)
-                self.whole_run = None if search.is_over else search
+        elif self.race_runs is None or self.race_runs.is_over:
+            self.race_runs = None
+            while (
+                not (self.race_runs or self.closing) and self._race_launches.is_over and any(self.unsettled)
+            ):
+                self._searches += 1
+                search = RaceRuns(self.contexts, self.rules, self._searches, self._decided)
+                self.race_runs = None if search.is_over else search
         if not (self.closing or any(self.unsettled)):
             self._comparison.begin()
-
-
-class Turns:
-    """One context after another: kernels, then choices of the host, each in the order of first launch.
-
-    A context that the best plan so far does not launch waits for one that does, or starves.
-    """
-
-    def __init__(self) -> None:
-        self.context: Context | None = None  # whose turn it is
-        self._launched: dict[int, frozenset[str]] = {}  # its candidate -> contexts of the last run with it
-        self._last: frozenset[str] | None = None  # contexts of the last run; None: there was none
-
-    def record_launches(self, merged: RunReport) -> None:
-        """Keep what a run launched."""
-        self._last, context = merged.launched, self.context
-        if context is not None and not context.waiting:  # else the report is of an earlier run
-            index = context.index_of(merged.ran(context.name))
-            if index is not None:
-                self._launched[index] = self._last
-
-    def pass_on(self, contexts: Mapping[str, Context]) -> None:
-        """Let the next context begin if the last one is settled, and no kernel is judged by its launches."""
-        turn = self.context
-        if turn is not None and not turn.settled:
-            return
-        of_plan = self._last  # contexts that the best plan launches; None: unknown
-        if turn is not None and turn.status == "tuned":
-            of_plan = self._launched.get(turn.incumbent)
-        self.context, self._launched = None, {}
-        if any(context.is_tuned_by_launches for context in contexts.values()):
-            return
-        waiting = [context for context in contexts.values() if not context.settled]
-        able = [context for context in waiting if of_plan is None or context.name in of_plan]
-        self.context = min(able, key=lambda context: context.is_choice, default=None)
-        if self.context is not None:
-            self.context.start()
 
 
 def _with_late_hosts(merged: RunReport) -> RunReport:

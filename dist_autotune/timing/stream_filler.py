@@ -36,6 +36,7 @@ class StreamFiller:
         self._fillable = fillable  # devices on which the filler is loaded
         self._longest_ms = longest_ms  # a slower host gets none
         self._host_ms: deque[float] = deque(maxlen=_REMEMBERED)
+        self._enqueued_ms: deque[float] = deque(maxlen=_REMEMBERED)  # the same, of runs that did not wait
         self._rates: deque[float] = deque(maxlen=_REMEMBERED)  # cycles a ms, of the last fillers
         self._last: tuple[torch.cuda.Event, torch.cuda.Event, int] | None = None  # until its rate is known
         self._begin: torch.cuda.Event | None = None  # of the run under way, behind the filler
@@ -51,6 +52,11 @@ class StreamFiller:
         if usual_ms > self._longest_ms:
             return usual_ms
         return min(MARGIN * sorted(self._host_ms)[-2:][0], self._longest_ms)
+
+    @property
+    def host_ms(self) -> float:
+        """Return what the host takes to enqueue a run; 0.0: not known, as it waits for the device."""
+        return round(statistics.median(self._enqueued_ms), 3) if self._enqueued_ms else 0.0
 
     def length_ms(self, wanted_ms: float) -> float:
         """Return the length of the filler, where the slowest of all ranks wants so much."""
@@ -98,6 +104,8 @@ class StreamFiller:
             host_ms = max(host_ms - self._filled_ms, usual_ms if self._host_ms else 0.0)
         if not compiled_ms:
             self._host_ms.append(host_ms)
+            if not has_waited:
+                self._enqueued_ms.append(host_ms)
         if was_fed or has_waited or host_ms <= (1 + LATE_SHARE) * usual_ms:
             return 0.0
         return host_ms - max(usual_ms, self._filled_ms)

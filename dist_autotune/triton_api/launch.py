@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -118,6 +118,10 @@ class Launch:
     def run(self, config: Any) -> Any:
         """Launch the kernel under the Autotuner with `config`; its hook is the caller's."""
         return self.tuner.fn.run(*self.args, **self.kwargs, **config.all_kwargs())
+
+    def with_grid(self, grid: Any) -> Launch:
+        """Return the same launch with another grid."""
+        return replace(self, kwargs={**self.kwargs, "grid": grid})
 
     def compile(self, config: Any) -> Any:
         """Compile `config` for this launch without launching; return the kernel (a future in async mode)."""

@@ -38,7 +38,7 @@ class RankRun:
         self._whole = Samples(clock, options.statistic)  # of whole runs
         self._state, self._log = state, log
         self._waits = options.mode == "replay"  # for the device, after each run
-        named, is_needed = (*options.preserve, *options.outputs), state.search.bit_classes is not None
+        named, is_needed = (*options.preserve, *options.outputs), state.search.compare_bits is not None
         self.outputs = OutputComparison(clock, named, state.function.group.rank) if is_needed else None
         self._start = SynchronizedStart()
         make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
@@ -104,7 +104,10 @@ class RankRun:
         if self._waits and self.shares_clock and not function.is_alone:
             report = self._start.stamp(report)
         if self._filler is not None:
-            report = replace(report, wanted_ms=self._filler.wanted_ms, late_ms=self._late_ms)
+            filler = self._filler
+            report = replace(
+                report, wanted_ms=filler.wanted_ms, late_ms=self._late_ms, host_ms=filler.host_ms
+            )
         if self.outputs is not None:
             report = replace(report, bits=self.outputs.report_run())
             if self.outputs.remark:

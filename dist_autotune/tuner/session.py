@@ -55,7 +55,7 @@ class Session:
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._is_in_function = False
         self._has_put_back = False  # something that a kernel has changed
-        self._may_resume = state.search.bit_classes is None  # another call has other inputs, and other bits
+        self._may_resume = state.search.compare_bits is None  # another call has other inputs, and other bits
         self._is_stepping = False  # the state is between two runs
         self._next_forecast = FIRST_FORECAST
 
@@ -193,7 +193,7 @@ class Session:
         self._recorder.record_contexts(run, search, merged, self.state.registry.by_name)
         self._run.apply_outcomes(run, outcomes, merged)
         self._recorder.record_outcomes(run, search, merged, outcomes)
-        for context, index in search.bit_classes.new_bans if search.bit_classes is not None else ():
+        for context, index in search.compare_bits.new_bans if search.compare_bits is not None else ():
             self._recorder.write(decisions.banned(run, context, index))
         if search.remark:
             self._recorder.write(Note(text=search.remark))
@@ -298,7 +298,9 @@ class Session:
         may_go_on = search.rules.tunes and search.rules.mode == "replay"
         self.wants_another = self.has_failed or (may_go_on and is_cut_short)
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
-        left = [context for context in launched if context.provisional and not context.is_outside_plan]
+        left = [
+            context for context in launched if context.provisional and context.name not in search.outside_plan
+        ]
         if error is not None:
             outcome = outcome or type(error).__name__
         elif not all(context.status for context in launched):

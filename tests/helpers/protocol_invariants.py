@@ -51,7 +51,7 @@ def _state_of_context(context: Context) -> tuple[Any, ...]:
         context.trial,
         context.is_warmup,
         context.waiting,
-        context.override,
+        context.forced,
         context.judge,
         context.last_run,
         dict(context.banned),

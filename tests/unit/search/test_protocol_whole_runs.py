@@ -141,9 +141,7 @@ def test_a_run_that_launches_nothing_of_what_is_compared_is_no_part_of_the_compa
         mode=mode,
     )
     simulation.tuning.open()
-    while (
-        any(simulation.tuning.unsettled) or simulation.tuning.plan_trial is not None or not simulation.plans
-    ):
+    while any(simulation.tuning.unsettled) or simulation.tuning.run_phase is not None or not simulation.plans:
         simulation.run()
         assert len(simulation.plans) < 100
     assert (simulation.statuses(), simulation.tuning.remark) == ({"k": "tuned"}, "")

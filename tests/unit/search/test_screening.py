@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from random import Random
 
 import pytest
 
-from dist_autotune.search.screening import AGAIN, MOST_FINALISTS, RUNS, screened
+from dist_autotune.search.plans.screening import (
+    AGAIN,
+    FIRST_LOOK,
+    MOST_FINALISTS,
+    STRETCHES,
+    Factor,
+    runs_at_most,
+    screened,
+)
 from dist_autotune.search.strategies import AgreedMs
 
 NOISE = 0.01
 
 
-def levels_of(contexts=6, candidates=4, scale=0.1):
-    """Return contexts whose candidates are a little slower by launches, one after another."""
-    return {
-        f"k{k}": {index: scale * (1 + k / 4) * (1 + 0.03 * index) for index in range(candidates)}
-        for k in range(contexts)
-    }
+def alone(contexts=6, candidates=4, scale=0.1):
+    """Return contexts that are like no other; their candidates are a little slower, one after another."""
+    times = [
+        [scale * (1 + k / 4) * (1 + 0.03 * index) for index in range(candidates)] for k in range(contexts)
+    ]
+    return [Factor(f"k{k}", range(candidates), ms, place=k) for k, ms in enumerate(times)]
 
 
-def asked_and_found(levels, ms_of):
+def alike(contexts=24, slower=0.15):
+    """Return contexts of one family that leave room now, and were faster alone without."""
+    times = [0.1 * (1 + k % 5 / 5) for k in range(contexts)]
+    return [Factor(f"k{k}", [3, 0], [ms * (1 + slower), ms], "gemm", k) for k, ms in enumerate(times)]
+
+
+def asked_and_found(factors, ms_of, **options):
     """Drive a screening; `ms_of(plan, number)` is the answer to the question of this number."""
-    flow, asked = screened(levels), []
+    flow, asked = screened(factors, **{"may_end": False, **options}), []
     plan = next(flow)
     while True:
         asked.append(dict(plan))
@@ -35,46 +48,67 @@ def asked_and_found(levels, ms_of):
             return asked, stop.value
 
 
-def found(levels, beyond, seed=0, noise=NOISE):
+def found(factors, beyond, seed=0, noise=NOISE, **options):
     """Return the plans that are found where a run takes its launches and what `beyond(plan, number)` adds."""
     random = Random(seed)
+    own = {(f.name, index): ms for f in factors for index, ms in zip(f.candidates, f.ms, strict=True)}
 
     def ms_of(plan, number):
-        own_ms = sum(levels[name][index] for name, index in plan.items())
-        return (own_ms + beyond(plan, number)) * random.gauss(1, noise)
+        return (sum(own[each] for each in plan.items()) + beyond(plan, number)) * random.gauss(1, noise)
 
-    return asked_and_found(levels, ms_of)[1]
+    return asked_and_found(factors, ms_of, **options)[1]
 
 
-def test_the_runs_are_always_the_same():
-    levels = levels_of()
-    first, second = (asked_and_found(levels, lambda plan, number: 1.0)[0] for _ in range(2))
+def test_the_runs_are_always_the_same_and_no_more_than_planned():
+    first, second = (asked_and_found(alone(), lambda plan, number: 1.0)[0] for _ in range(2))
     assert first == second
-    assert len(first) == RUNS
+    assert len(first) == runs_at_most(6 * 3)
 
 
-@pytest.mark.parametrize("candidates", [(2, 2, 2), (4, 3, 6), (1, 5, 2)], ids=str)
-def test_candidates_come_up_evenly_in_every_block_of_runs(candidates):
-    levels = {f"k{k}": dict.fromkeys(range(count), 1.0) for k, count in enumerate(candidates)}
-    asked, _ = asked_and_found(levels, lambda plan, number: 1.0)
-    block = max(candidates)
-    for begin in range(0, RUNS - block + 1, block):
-        for name, count in zip(levels, candidates, strict=True):
-            times = Counter(plan[name] for plan in asked[begin : begin + block])
-            assert set(times.values()) <= {block // count, -(-block // count)}
+def test_candidates_that_are_like_no_others_come_up_evenly():
+    asked, _ = asked_and_found(alone(candidates=4), lambda plan, number: 1.0)
+    for name in asked[0]:
+        for begin in range(0, len(asked) - 3, 4):
+            assert len({plan[name] for plan in asked[begin : begin + 4]}) == 4
 
 
-def test_pairs_of_candidates_come_up_together_often_enough_to_be_told():
-    asked, _ = asked_and_found(levels_of(), lambda plan, number: 1.0)
-    together = Counter((plan["k1"], plan["k4"]) for plan in asked)
-    assert min(together[pair] for pair in itertools.product(range(4), repeat=2)) >= 2
+def test_of_a_family_one_stretch_at_a_time_differs_from_what_it_does_together():
+    asked, _ = asked_and_found(alike(24), lambda plan, number: 1.0)
+    lengths = Counter()
+    for plan in asked:
+        kinds = [plan[f"k{k}"] for k in range(24)]
+        turns = sum(kinds[k] != kinds[k - 1] for k in range(24))
+        assert turns == 2
+        lengths[kinds.count(0)] += 1
+    assert set(lengths) == {24 // parts for parts in STRETCHES}
 
 
-def test_the_plan_of_the_incumbents_is_the_first_found_and_they_are_few():
-    levels = levels_of()
-    plans = found(levels, lambda plan, number: 0.0)
-    assert plans[0] == dict.fromkeys(levels, 0)
-    assert len(plans) <= MOST_FINALISTS
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stretch_that_needs_no_room_gets_the_fastest_back(seed):
+    factors = alike()
+    plans = found(
+        factors, lambda plan, number: 0.1 * sum(plan[f"k{k}"] == 0 for k in range(12, 24)), seed, 0.02
+    )
+    kinds = [[plan[f"k{k}"] for k in range(24)] for plan in plans]
+    assert kinds[0] == [3] * 24
+    assert any(each[:10].count(0) >= 9 and each[14:].count(3) == 10 for each in kinds)
+
+
+def test_it_ends_at_the_first_look_where_nothing_gains():
+    factors = [Factor(f"k{k}", [0, 1], [0.1, 0.12], "gemm", k) for k in range(24)]
+    random = Random(1)
+
+    def ms_of(plan, number):
+        return (2.4 + 0.02 * sum(plan.values())) * random.gauss(1, 0.02)
+
+    asked, plans = asked_and_found(factors, ms_of, may_end=True)
+    assert (len(asked), plans) == (FIRST_LOOK, [dict.fromkeys(plans[0], 0)])
+
+
+def test_the_plan_of_the_first_candidates_is_the_first_found_and_they_are_few():
+    plans = found(alone(), lambda plan, number: -0.1 * (plan["k1"] == 2))
+    assert plans[0] == dict.fromkeys(plans[0], 0)
+    assert 1 < len(plans) <= MOST_FINALISTS
     assert len({tuple(plan.items()) for plan in plans}) == len(plans)
 
 
@@ -82,59 +116,43 @@ def test_the_plan_of_the_incumbents_is_the_first_found_and_they_are_few():
 def test_candidates_that_pay_each_by_itself_are_in_one_plan(seed):
     pays = {"k0": 2, "k3": 3, "k5": 1}
     plans = found(
-        levels_of(),
-        lambda plan, number: -0.06 * sum(plan[name] == index for name, index in pays.items()),
-        seed,
+        alone(), lambda plan, number: -0.06 * sum(plan[name] == index for name, index in pays.items()), seed
     )
     assert any(all(plan[name] == index for name, index in pays.items()) for plan in plans)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_fastest_by_launches_that_slows_its_neighbours_is_left(seed):
-    plans = found(levels_of(), lambda plan, number: 0.15 * (plan["k2"] == 0), seed)
-    assert any(plan["k2"] == 1 and set(plan.values()) == {0, 1} for plan in plans)
+    plans = found(alone(), lambda plan, number: 0.15 * (plan["k2"] == 0), seed)
+    assert any(plan["k2"] > 0 and {plan[f"k{k}"] for k in (0, 1, 3, 4, 5)} == {0} for plan in plans)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_two_candidates_that_pay_only_together_are_found(seed):
     gain = {0: 0.0, 1: 0.01, 2: -0.15}
-    plans = found(
-        levels_of(), lambda plan, number: gain[(plan["k1"] == 2) + (plan["k4"] == 3)], seed, noise=0.02
-    )
+    plans = found(alone(), lambda plan, number: gain[(plan["k1"] == 2) + (plan["k4"] == 3)], seed, noise=0.02)
     assert any((plan["k1"], plan["k4"]) == (2, 3) for plan in plans)
 
 
-def test_without_any_effect_no_candidate_is_taken_for_the_noise():
-    equals = {f"k{k}": dict.fromkeys(range(4), 0.1) for k in range(6)}
-    for seed in range(5):
-        plans = found(equals, lambda plan, number: 0.0, seed, noise=0.02)
-        cautious = plans[1] if len(plans) > 1 else plans[0]
-        assert sum(index != 0 for index in cautious.values()) <= 1
-
-
 def test_spikes_do_not_hide_an_effect_or_make_one():
-    plans = found(levels_of(), lambda plan, number: 3.0 * (number % 17 == 5) - 0.08 * (plan["k3"] == 2))
-    assert any(plan["k3"] == 2 for plan in plans)
-    assert all(plan["k0"] == 0 for plan in plans[1:2])
+    plans = found(alone(), lambda plan, number: 0.5 * (number % 17 == 5) - 0.08 * (plan["k3"] == 2))
+    assert any(plan["k3"] == 2 and plan["k0"] == 0 for plan in plans)
 
 
 def test_a_clock_that_drifts_does_not_hide_an_effect_or_make_one():
-    def beyond(plan, number):
-        return number / RUNS - 0.08 * (plan["k3"] == 2)
-
-    base = found(levels_of(), beyond)[1]
-    assert base == {**dict.fromkeys(base, 0), "k3": 2}
+    plans = found(alone(), lambda plan, number: number / 112 - 0.08 * (plan["k3"] == 2))
+    assert any(plan == {**dict.fromkeys(plan, 0), "k3": 2} for plan in plans)
 
 
 def test_a_time_that_may_be_the_hosts_is_asked_for_again_and_no_more_often():
-    levels = levels_of(contexts=2)
-    asked, _ = asked_and_found(levels, lambda plan, number: AgreedMs(1.0, 0.5))
-    assert len(asked) == AGAIN * RUNS
+    asked, _ = asked_and_found(alone(contexts=2), lambda plan, number: AgreedMs(1.0, 0.5))
+    assert len(asked) == AGAIN * runs_at_most(2 * 3)
     assert all(asked[number] == asked[number + 1] for number in range(0, len(asked), AGAIN))
 
 
 @pytest.mark.parametrize("missing", [math.nan, math.inf])
-def test_with_too_few_times_the_incumbents_stay(missing):
-    levels = levels_of(contexts=2)
-    _, plans = asked_and_found(levels, lambda plan, number: 1.0 if number < RUNS // 2 - 1 else missing)
-    assert plans == [dict.fromkeys(levels, 0)]
+def test_with_too_few_times_the_first_candidates_stay(missing):
+    factors = alone(contexts=2)
+    half = runs_at_most(2 * 3) // 2
+    _, plans = asked_and_found(factors, lambda plan, number: 1.0 if number < half - 1 else missing)
+    assert plans == [{"k0": 0, "k1": 0}]

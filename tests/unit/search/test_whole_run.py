@@ -36,7 +36,7 @@ def consumers(run_ms, **options):
 def explored(simulation):
     """Run on until options have been explored; return the plans up to there."""
     tuning = simulation.tuning
-    while tuning.whole_run is None or tuning.whole_run.is_warmup:
+    while tuning.race_runs is None or tuning.race_runs.is_warmup:
         simulation.run()
         assert len(simulation.plans) < 500
     return simulation.plans
@@ -69,8 +69,8 @@ def test_plans_hold_only_what_their_options_launch():
     simulation.tuning.open()
     explored(simulation)
     raced = []
-    while (search := simulation.tuning.whole_run) is not None:
-        raced.append(dict(search.plan))
+    while (search := simulation.tuning.race_runs) is not None:
+        raced.append(dict(search.plan()))
         simulation.run()
     assert {frozenset(plan) for plan in raced if plan} == {
         frozenset({"way", "left"}),
@@ -153,7 +153,7 @@ def test_a_session_without_runs_left_keeps_to_them_and_leaves_partial_results(ma
 
 
 def test_the_session_after_one_that_was_cut_short_in_its_race_ends_with_the_best_option():
-    simulation = consumers(lambda plan: 0.9 if plan["way"] == "way0" else 0.0, max_runs=19)
+    simulation = consumers(lambda plan: 0.9 if plan["way"] == "way0" else 0.0, max_runs=21)
     simulation.session()
     assert simulation.statuses()["way"] == "partial"
     simulation.session()

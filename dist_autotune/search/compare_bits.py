@@ -14,6 +14,7 @@ from ..errors import TuningError
 from ..formatting import config_label
 from .context import Context
 from .messages import Bits, RunReport
+from .phase import Phase
 from .rules import BY_RUN
 
 Plan = dict[str, int]  # context -> candidate
@@ -32,14 +33,15 @@ def runs_at_most(candidates: Iterable[int]) -> int:
     return RUNS * (1 + 2 * sum(count - 1 for count in candidates)) + 1
 
 
-class BitClasses:
+class CompareBits(Phase):
     """Sorts candidates into classes of equal outputs; class 0 is that of the base plan's candidate.
 
     The base plan has each context's first viable candidate, or the result that it came with.
     """
 
     def __init__(self, contexts: Mapping[str, Context], rule: str) -> None:
-        self._contexts, self._rule = contexts, rule
+        super().__init__(contexts)
+        self._rule = rule
         self.open()
 
     def open(self) -> None:
@@ -58,7 +60,8 @@ class BitClasses:
         self._base_runs = self._misses = 0
         self._is_back = True  # the last run was beside the base plan's options
         for context in self._contexts.values():
-            context.checked, context.output_digests = None, {}
+            context.output_digests = {}
+        self.compared: Plan = {}  # in the next run
 
     def explains_absence(self, context: Context) -> bool:
         """Return whether a context may be launched again though it was not: under other options."""
@@ -71,7 +74,7 @@ class BitClasses:
 
     # -- one run -------------------------------------------------------------------------------------------
 
-    def apply_run(self, merged: RunReport) -> None:
+    def record(self, merged: RunReport) -> None:
         """Compare the outputs of one run of all ranks. Raises TuningError if `same` cannot be kept."""
         self.remark, self.new_bans = "", []
         self._meet(merged)
@@ -241,9 +244,17 @@ class BitClasses:
             self.is_over = True
             self._check({})
 
+    def plan(self) -> Plan:
+        """Return what is compared in the next run; other contexts try what they try by themselves."""
+        compared = {
+            n: i
+            for n, i in self.compared.items()
+            if n in self._contexts and i not in self._contexts[n].banned
+        }
+        return {**self._trials(), **compared}
+
     def _check(self, plan: Plan) -> None:
-        for name, context in self._contexts.items():
-            context.checked = plan.get(name)
+        self.compared = {name: index for name, index in plan.items() if name in self._contexts}
 
     @property
     def _needs_base(self) -> bool:

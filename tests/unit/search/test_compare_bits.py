@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune import TuningError
-from dist_autotune.search import bit_classes
+from dist_autotune.search import compare_bits
 from dist_autotune.search.messages import Bits, RunReport
 
 
@@ -58,7 +58,7 @@ def test_the_most_runs_are_what_the_docs_say(count):
     plans = simulated.session()
     assert simulated.winners() == {name: f"{name}0" for name in contexts}
     assert len(plans) - 1 <= 4 * sum(len(names) - 1 for names in contexts.values()) + 3
-    assert bit_classes.runs_at_most(len(names) for names in contexts.values()) >= len(plans) - 1
+    assert compare_bits.runs_at_most(len(names) for names in contexts.values()) >= len(plans) - 1
 
 
 def test_check_numbers_the_classes_of_each_kernel():

@@ -1,0 +1,281 @@
+"""Screens many contexts at once, by the time of whole runs, for the few plans worth a race.
+
+In each run some contexts take another candidate. What a candidate adds to a run, over the first one of its
+context, is estimated from all runs together: linear regression with a normal prior, in which contexts that
+are launched one after another have like effects (`_Model`). What it leaves over shows pairs of candidates
+that are faster together than both apart. Sources: docs/search.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import random
+import statistics
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..strategies import least
+
+LEAST_RUNS, RUNS_PER_EFFECT, MOST_RUNS = 36, 4, 156
+FIRST_LOOK = 36  # runs after which it ends if nothing seems to gain
+GAIN = 0.01  # of a run: less is no gain
+MOST_FINALISTS = 8
+ERRORS = (0.0, 1.0, 2.0)  # standard deviations that an effect must have to be one, in a plan each
+PAIR_ERRORS, PAIR_RUNS, MOST_PAIRS = 2.5, 2, 3  # by which a pair must beat the model, in so many runs
+STRETCHES = (2, 4, 8)  # parts of all contexts that change together
+AGAIN = 2  # runs of one plan whose time may be the host's
+FAR = 3.0  # standard deviations beyond which a run is a spike
+REFITS = 3  # without the spikes
+NOISES = (0.004, 0.008, 0.015, 0.03)  # of a run: the likeliest is taken
+# The prior's deviations, as parts of what a context takes: of all in a family, of neighbours, of its own.
+OF_FAMILY, OF_NEIGHBOURS, OWN = 0.10, 0.10, 0.10
+ALONE = 0.2  # of its own, of a context that is like no other: it may slow others down
+OF_OPTION = 0.10  # of a choice, as a part of the run
+NEIGHBOURS = 6.0  # contexts further, half of the likeness is gone
+SHOWN = 0.5  # of what a context takes by its launches, in the run: the prior's mean
+
+Plan = dict[str, int]
+Screening = Generator[Plan, float, "list[Plan]"]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A context and its candidates, the first of which has no effect."""
+
+    name: str
+    candidates: Sequence[int]  # of factors with a family the n-th ones are alike; some may be the first again
+    ms: Sequence[float] = ()  # of their launches in a run; (): a choice
+    family: str = ""  # "": its candidates are like no other's
+    place: int = 0  # in the order of launch
+
+    @property
+    def effects(self) -> list[int]:
+        return [kind for kind, index in enumerate(self.candidates) if index != self.candidates[0]]
+
+
+def runs_at_most(effects: int) -> int:
+    return min(LEAST_RUNS + RUNS_PER_EFFECT * effects, MOST_RUNS)
+
+
+def screened(factors: Sequence[Factor], *, may_end: bool) -> Screening:
+    """Yield plans, receive the agreed ms of each; return the plans to race, the first candidates' first.
+
+    may_end: after FIRST_LOOK runs if no plan promises a gain.
+    """
+    first: Plan = {factor.name: factor.candidates[0] for factor in factors}
+    runs = runs_at_most(sum(len(factor.effects) for factor in factors))
+    looks = {runs, FIRST_LOOK} if may_end else {runs}
+    timed: list[tuple[Plan, float]] = []
+    plans = [first]
+    for number, plan in enumerate(itertools.islice(_design(factors), runs), 1):
+        for _ in range(AGAIN):
+            ms = yield plan
+            if least(ms) == ms:
+                break
+        if math.isfinite(ms):
+            timed.append((plan, ms))
+        if number in looks:
+            plans = [first] if len(timed) < number // 2 else _finalists(factors, first, timed)
+            if plans == [first]:
+                break
+    return plans
+
+
+def _finalists(factors: Sequence[Factor], first: Plan, timed: Sequence[tuple[Plan, float]]) -> list[Plan]:
+    """Return the plans worth a race, `first` first; only that if no other promises a gain."""
+    model = _Model(factors, timed)
+    found = [model.best(errors) for errors in ERRORS]
+    promised_ms = model.gain_ms(found[1])
+    pairs = model.pairs(found[1])[:MOST_PAIRS]
+    if not pairs and promised_ms < GAIN * statistics.median(ms for _, ms in timed):
+        return [first]
+    for pair in pairs:
+        found += [{**found[1], **pair}, {**found[-1], **pair}]
+    plans = [first, *found]
+    return [plan for place, plan in enumerate(plans) if plan not in plans[:place]][:MOST_FINALISTS]
+
+
+def _design(factors: Sequence[Factor]) -> Iterator[Plan]:
+    """Yield plans, always the same: one stretch of alike contexts takes another kind, the others stay.
+
+    Most effects show only near what contexts do together. What is like no other context is drawn evenly.
+    """
+    drawn = random.Random("screening")
+    alike = [factor for factor in factors if factor.family]
+    others = [factor for factor in factors if not factor.family]
+    kinds = range(1, max((len(factor.candidates) for factor in alike), default=2))
+    decks: dict[str, list[int]] = {}
+    for number in itertools.count():
+        plan = {f.name: _dealt(decks.setdefault(f.name, []), f.candidates, drawn) for f in others}
+        if alike:
+            length = max(len(alike) // STRETCHES[number % len(STRETCHES)], 1)
+            begin, kind = drawn.randrange(len(alike)), _dealt(decks.setdefault("", []), kinds, drawn)
+            for place, factor in enumerate(alike):
+                is_inside = (place - begin) % len(alike) < length
+                plan[factor.name] = factor.candidates[kind if is_inside else 0]
+        yield {factor.name: plan[factor.name] for factor in factors}
+
+
+def _dealt(deck: list[int], values: Sequence[int], drawn: random.Random) -> int:
+    """Return a value; each comes up as often as any other."""
+    if not deck:
+        deck += values
+        drawn.shuffle(deck)
+    return deck.pop()
+
+
+class _Model:
+    """What each candidate adds to a run over the first one of its context, in ms: mean and deviation.
+
+    Bayesian linear regression in its dual form: of n runs an n x n matrix, however many effects there are.
+    Its likeliest noise is taken; times beyond three deviations of that count as no more.
+    """
+
+    def __init__(self, factors: Sequence[Factor], timed: Sequence[tuple[Plan, float]]) -> None:
+        self._factors, self._plans = factors, [plan for plan, _ in timed]
+        run_ms = statistics.median(ms for _, ms in timed)
+        effects = [(factor, kind) for factor in factors for kind in factor.effects]
+        place_of = {(factor.name, factor.candidates[kind]): n for n, (factor, kind) in enumerate(effects)}
+        prior = [[_covariance(one, other, run_ms) for other in effects] for one in effects]
+        expected = [SHOWN * (f.ms[kind] - f.ms[0]) if f.ms else 0.0 for f, kind in effects]
+        active = [[place_of[w] for w in plan.items() if w in place_of] for plan in self._plans]
+        of_runs = [[math.fsum(row[e] for e in each) for row in prior] for each in active]  # runs x effects
+        common = run_ms**2  # of all runs: their mean is not known
+        between = [[math.fsum(row[e] for e in each) + common for each in active] for row in of_runs]
+        own_ms = [math.fsum(expected[e] for e in each) for each in active]
+        seen = [ms - own for ms, own in zip(_without_drift([ms for _, ms in timed]), own_ms, strict=True)]
+        middle_ms = statistics.median(seen)
+        far = FAR * 1.4826 * statistics.median(abs(ms - middle_ms) for ms in seen)
+        kept = [min(max(ms, middle_ms - far), middle_ms + far) for ms in seen]
+        fits = [_Fit(between, kept, noise * run_ms) for noise in NOISES]
+        fit = max(fits, key=lambda each: each.log_likelihood)
+        for _ in range(REFITS):
+            far = FAR * fit.noise_ms
+            kept = [own + min(max(ms - own, -far), far) for own, ms in zip(fit.fitted, seen, strict=True)]
+            fit = fit.with_times(kept)
+        self._left = [ms - own for ms, own in zip(kept, fit.fitted, strict=True)]
+        self._noise_ms = fit.noise_ms
+        self._mean_ms: dict[tuple[str, int], float] = {}
+        self._error_ms: dict[tuple[str, int], float] = {}
+        for where, e in place_of.items():
+            column = [row[e] for row in of_runs]
+            self._mean_ms[where] = expected[e] + math.fsum(map(operator.mul, column, fit.weights))
+            known = math.fsum(value * value for value in _forward(fit.lower, column))
+            self._error_ms[where] = math.sqrt(max(prior[e][e] - known, 0.0))
+
+    def best(self, errors: float) -> Plan:
+        """Return of each context the candidate that adds least: not the first, if by so many deviations."""
+        plan = {}
+        for factor in self._factors:
+            first = factor.candidates[0]
+            wheres = [(factor.name, factor.candidates[kind]) for kind in factor.effects]
+            added = {w[1]: self._mean_ms[w] + errors * self._error_ms[w] for w in wheres}
+            fastest = min(added, key=lambda index: (added[index], index), default=first)
+            plan[factor.name] = fastest if added.get(fastest, 0.0) < 0 else first
+        return plan
+
+    def gain_ms(self, plan: Plan) -> float:
+        """Return by how much less a run takes than with all first candidates."""
+        return -math.fsum(self._mean_ms.get(where, 0.0) for where in plan.items())
+
+    def pairs(self, base: Plan) -> list[Plan]:
+        """Return the pairs of candidates that beat `base` only together, the most gainful first."""
+        found = []
+        single = [factor for factor in self._factors if not factor.family]
+        having: dict[tuple[str, int], set[int]] = {}
+        for number, plan in enumerate(self._plans):
+            for where in plan.items():
+                having.setdefault(where, set()).add(number)
+        for one, other in itertools.combinations(single, 2):
+            for a, b in itertools.product(one.candidates, other.candidates):
+                pair = (one.name, a), (other.name, b)
+                runs = having.get(pair[0], set()) & having.get(pair[1], set())
+                if (a, b) == (base[one.name], base[other.name]) or len(runs) < PAIR_RUNS:
+                    continue
+                together_ms = statistics.median(self._left[number] for number in runs)
+                error_ms = 1.25 * self._noise_ms / math.sqrt(len(runs))
+                apart_ms = sum(self._added_ms(n, i) - self._added_ms(n, base[n]) for n, i in pair)
+                gain_ms = -(together_ms + apart_ms)
+                if min(-together_ms, gain_ms) > PAIR_ERRORS * error_ms:
+                    found.append((gain_ms, dict(pair)))
+        found.sort(key=lambda pair: -pair[0])
+        return [plan for _, plan in found]
+
+    def _added_ms(self, name: str, index: int) -> float:
+        return self._mean_ms.get((name, index), 0.0)
+
+
+class _Fit:
+    """The fit of times with one noise, where `between` has the prior covariances of the runs."""
+
+    def __init__(self, between: list[list[float]], times: Sequence[float], noise_ms: float) -> None:
+        self._between, self.noise_ms = between, noise_ms
+        noisy = [[v + noise_ms**2 * (i == j) for j, v in enumerate(row)] for i, row in enumerate(between)]
+        self.lower = _cholesky(noisy)
+        self._set(times)
+
+    def with_times(self, times: Sequence[float]) -> _Fit:
+        self._set(times)
+        return self
+
+    def _set(self, times: Sequence[float]) -> None:
+        half = _forward(self.lower, times)
+        self.log_likelihood = -math.fsum(v * v for v in half) / 2 - math.fsum(
+            math.log(row[-1]) for row in self.lower
+        )
+        self.weights = _backward(self.lower, half)
+        self.fitted = [math.fsum(map(operator.mul, row, self.weights)) for row in self._between]
+
+
+def _covariance(one: tuple[Factor, int], other: tuple[Factor, int], run_ms: float) -> float:
+    """Return the prior covariance of two effects."""
+    (a, kind), (b, other_kind) = one, other
+    covariance = 0.0
+    if a is b:
+        own = (OWN if a.family else ALONE) * a.ms[0] if a.ms else OF_OPTION * run_ms
+        covariance = own**2 * (1.0 if kind == other_kind else 0.5)
+    if a.family and b.family and kind == other_kind:
+        near = OF_NEIGHBOURS**2 * 0.5 ** (abs(a.place - b.place) / NEIGHBOURS)
+        covariance += (OF_FAMILY**2 * (a.family == b.family) + near) * a.ms[0] * b.ms[0]
+    return covariance
+
+
+def _cholesky(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return L of a positive definite matrix = L L^T, row by row up to the diagonal."""
+    lower: list[list[float]] = []
+    for row in matrix:
+        new: list[float] = []
+        for value, known in zip(row, lower, strict=False):
+            new.append((value - sum(map(operator.mul, new, known))) / known[-1])
+        rest = row[len(new)] - sum(map(operator.mul, new, new))
+        new.append(math.sqrt(max(rest, 1e-12 * row[len(new)])))
+        lower.append(new)
+    return lower
+
+
+def _forward(lower: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Return x of L x = right."""
+    solved: list[float] = []
+    for row, value in zip(lower, right, strict=True):
+        solved.append((value - sum(map(operator.mul, solved, row))) / row[-1])
+    return solved
+
+
+def _backward(lower: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Return x of L^T x = right."""
+    solved = list(right)
+    for place in range(len(solved) - 1, -1, -1):
+        row = lower[place]
+        solved[place] /= row[-1]
+        for before in range(place):
+            solved[before] -= row[before] * solved[place]
+    return solved
+
+
+def _without_drift(times: Sequence[float]) -> list[float]:
+    """Return the times less what their neighbourhood takes: clocks and heat move slowly."""
+    wide = max(len(times) // 6, 8)
+    near = (times[max(0, number - wide) : number + wide + 1] for number in range(len(times)))
+    return [ms - statistics.median(window) for ms, window in zip(times, near, strict=True)]

@@ -1,0 +1,204 @@
+"""What plans there are: of each context the candidates that could win in the step; how they move together.
+
+A candidate takes time and holds a share of the device. One that is slower by its launches can make the run
+faster only by what it leaves to others, so a context keeps the front of both.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+Plan = Mapping[str, int]  # context -> candidate; other contexts launch their incumbents
+Launched = Mapping[tuple[str, int], frozenset[str]]  # (choice, option) -> contexts seen with it
+
+SLOWEST = 3.0  # times the fastest by launches: what is slower is not judged by the run
+SHARE_STEP = 1 / 256  # of the device: shares nearer than that are equal
+FEWEST, NEAR = 4, 1.15  # of a context with a short front: the next fastest within so much of the fastest
+MOST_CANDIDATES = 16  # of a context
+MOST_LEVELS = 6  # of a context, beside many others
+MOST_ROOMS = 8  # of a family
+
+
+@dataclass(frozen=True)
+class KernelLevels:
+    """A kernel's candidates that are judged by the run, the incumbent first."""
+
+    name: str
+    family: str
+    ms: Mapping[int, float]  # by launches
+    share: Mapping[int, float] = field(default_factory=dict)  # of the device; of all candidates, or none
+    launches: int = 1  # in a run
+
+    @property
+    def incumbent(self) -> int:
+        return next(iter(self.ms))
+
+    @property
+    def front(self) -> list[int]:
+        """Return the fastest candidate of each share.
+
+        Those that are slower than one of a smaller share stay: beside another option they may be faster.
+        """
+        fastest: dict[int, int] = {}
+        for index in sorted(self.ms, key=lambda each: (self.ms[each], each)):
+            fastest.setdefault(round(self.share[index] / SHARE_STEP), index)
+        return list(fastest.values())
+
+    @property
+    def leaves_room(self) -> bool:
+        """Return whether its candidates take different shares of the device."""
+        return len({round(share / SHARE_STEP) for share in self.share.values()}) > 1
+
+    def thinned(self, most: int) -> list[int]:
+        """Return at most so many candidates, the incumbent first: spread over the shares, or the fastest."""
+        others = [index for index in self.ms if index != self.incumbent]
+        if self.leaves_room:
+            others = spread(sorted(others, key=lambda index: -self.share[index]), most - 1)
+        return [self.incumbent, *others][:most]
+
+    def kinds(self, index: int, *, is_moved: bool) -> list[int]:
+        """Return `index`, then what to compare it with: as many for each kernel that can leave room.
+
+        is_moved: kernels leave room together; then it is compared with the incumbent, else with more room.
+        """
+        if not self.leaves_room:
+            return list(dict.fromkeys([index, *self.thinned(MOST_LEVELS)]))[:MOST_LEVELS]
+        if is_moved:
+            return [index, self.incumbent]
+        others = spread(
+            [each for each in sorted(self.ms, key=lambda each: -self.share[each]) if each != index], 2
+        )
+        return [index, *others, *[index] * (2 - len(others))]
+
+    def within(self, share: float) -> int:
+        """Return the candidate that takes most of the device, at most this share; else that with least."""
+        fits = [index for index, each in self.share.items() if each <= share + SHARE_STEP / 2]
+        if fits:
+            return min(
+                fits, key=lambda index: (-round(self.share[index] / SHARE_STEP), self.ms[index], index)
+            )
+        return min(self.share, key=lambda index: (self.share[index], self.ms[index]))
+
+
+def levels_of(
+    name: str,
+    family: str,
+    ms: Mapping[int, float],
+    share: Mapping[int, float],
+    incumbent: int,
+    launches: int = 1,
+) -> KernelLevels:
+    """Return what the run judges of a context whose candidates took `ms` by launches.
+
+    Where all shares are known: the front, with the next fastest if it is short; else the fastest.
+    """
+    fastest = min(ms.values(), default=math.inf)
+    usable = [index for index in ms if ms[index] <= SLOWEST * fastest]
+    usable.sort(key=lambda index: (index != incumbent, ms[index], index))
+    every = KernelLevels(name, family, {i: ms[i] for i in usable} or {incumbent: fastest})
+    if all(index in share for index in every.ms):
+        every = replace(every, share={index: share[index] for index in every.ms})
+        near = [index for index in usable if ms[index] <= NEAR * fastest][:FEWEST]
+        kept = {incumbent, *every.front, *near}
+        usable = [index for index in usable if index in kept]
+    kept_most = usable[:MOST_CANDIDATES] or [incumbent]
+    return replace(
+        every,
+        ms={index: every.ms[index] for index in kept_most},
+        share={index: each for index, each in every.share.items() if index in kept_most},
+        launches=launches,
+    )
+
+
+def spread(values: Sequence[int], most: int) -> list[int]:
+    """Return at most so many of the values, evenly spread, the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return (
+        [values[math.ceil((number + 1) * len(values) / most) - 1] for number in range(most)]
+        if most > 0
+        else []
+    )
+
+
+class PlanSpace:
+    """All plans that one search may race. choices: options by choice, the incumbent first."""
+
+    def __init__(
+        self,
+        kernels: Sequence[KernelLevels],
+        choices: Mapping[str, Sequence[int]],
+        launched: Launched,
+        alike: Mapping[str, str] | None = None,
+    ) -> None:
+        self.kernels, self.choices = list(kernels), {name: list(each) for name, each in choices.items()}
+        self._launched = launched
+        self._alike = alike or {}  # choice -> what is equal for choices with the same options
+
+    @property
+    def incumbents(self) -> dict[str, int]:
+        options = {name: each[0] for name, each in self.choices.items()}
+        return self.with_kernels(options, {kernel.name: kernel.incumbent for kernel in self.kernels})
+
+    def with_incumbents(self) -> PlanSpace:
+        """Return the space in which kernels have their incumbents only."""
+        kernels = [replace(k, ms={k.incumbent: k.ms[k.incumbent]}, share={}) for k in self.kernels]
+        return PlanSpace(kernels, self.choices, self._launched, self._alike)
+
+    def launched_by(self, options: Plan) -> list[KernelLevels]:
+        return [kernel for kernel in self.kernels if self._is_launched(kernel.name, options)]
+
+    def with_kernels(self, options: Plan, candidates: Plan) -> dict[str, int]:
+        """Return the plan of these options, with the candidates of the kernels that they launch."""
+        asked = {name: index for name, index in options.items() if self._is_launched(name, options)}
+        return {**asked, **{k.name: candidates[k.name] for k in self.launched_by(options)}}
+
+    def option_plans(self) -> Iterator[dict[str, int]]:
+        """Yield the options of all choices together, the incumbents' first, each combination once."""
+        known: list[Plan] = []
+        for indices in itertools.product(*self.choices.values()):
+            combination = dict(zip(self.choices, indices, strict=True))
+            options = {name: i for name, i in combination.items() if self._is_launched(name, combination)}
+            if options not in known:
+                known.append(options)
+                yield options
+
+    def all_plans(self, most: int) -> Iterator[dict[str, int]]:
+        """Yield all plans with at most so many candidates of each kernel, that of the incumbents first."""
+        for options in self.option_plans():
+            kernels = self.launched_by(options)
+            for indices in itertools.product(*(kernel.thinned(most) for kernel in kernels)):
+                yield {**options, **{k.name: i for k, i in zip(kernels, indices, strict=True)}}
+
+    def joint_options(self, base: Plan) -> list[dict[str, int]]:
+        """Return the options of `base`, then those in which choices that are alike take the same one."""
+        kinds = list(dict.fromkeys(self._alike.get(name, name) for name in self.choices))
+        of_kind = {kind: [n for n in self.choices if self._alike.get(n, n) == kind] for kind in kinds}
+        firsts = [self.choices[names[0]] for names in of_kind.values()]
+        found = [
+            {name: index for kind, index in zip(kinds, indices, strict=True) for name in of_kind[kind]}
+            for indices in itertools.product(*firsts)
+        ]
+        own = {name: base.get(name, options[0]) for name, options in self.choices.items()}
+        return [own, *(each for each in found if each != own)]
+
+    @staticmethod
+    def rooms(kernels: Sequence[KernelLevels]) -> list[float]:
+        """Return the shares of the device that these kernels may keep to, the largest first."""
+        shares = {
+            round(kernel.share[i] / SHARE_STEP) for kernel in kernels if kernel.leaves_room for i in kernel.ms
+        }
+        ordered = sorted(shares, reverse=True)[1:]  # the largest leaves no room
+        places = spread(range(len(ordered)), MOST_ROOMS)
+        return [ordered[place] * SHARE_STEP for place in places]
+
+    def _is_launched(self, name: str, combination: Plan) -> bool:
+        """Return whether a context is launched under these options, as all choices that matter to it say."""
+        for choice, index in combination.items():
+            seen = {i: name in launched for (c, i), launched in self._launched.items() if c == choice}
+            if choice != name and len(set(seen.values())) > 1 and not seen.get(index, False):
+                return False
+        return True

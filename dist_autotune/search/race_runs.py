@@ -1,0 +1,212 @@
+"""The phase in which the whole run judges: options and, with `objective="thunk"`, kernels, as plans."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping
+from typing import TypeAlias
+
+from .context import Context
+from .messages import RunReport
+from .phase import Plan, RunPhase
+from .plans import search as plan_search
+from .plans.search import Asked
+from .plans.space import PlanSpace, levels_of
+from .rules import BY_RUN, Rules
+
+EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses cost the host
+NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
+HOST_SHARE = 0.95  # of the device's time of a run: a host that takes longer bounds it
+
+Search: TypeAlias = Generator[Asked, float, dict[str, int]]
+
+
+def runs_at_most(choices: Mapping[str, int], kernels: int, *, keeps_kernels: bool) -> int:
+    """Return how many runs the phase takes at most, for so many options of each choice, and kernels."""
+    explored = sum(options * (EXPLORED_RUNS + 1) for options in choices.values())
+    return explored + plan_search.runs_at_most(kernels, [*choices.values()], keeps_kernels=keeps_kernels)
+
+
+class RaceRuns(RunPhase):
+    """The search over all that the whole run judges, and the kernels launched with it.
+
+    number: of the search in its session. decided: gets the contexts that it has judged.
+    """
+
+    def __init__(self, contexts: Mapping[str, Context], rules: Rules, number: int, decided: set[str]) -> None:
+        super().__init__(contexts, rules.rank_reduce)
+        self._objective, self._number, self._decided = rules.objective, number, decided
+        self._search = self._searched()
+        self._ms: dict[str, tuple[Plan, float]] = {}  # by label: the raced plans and their agreed times
+        self._host_ms = 0.0  # of the slowest rank, in the last run
+        self._explored_runs = 0
+        self._option_runs = 0  # since the option that is explored was first launched
+        self._launched: frozenset[str] = frozenset()  # in the last run
+        self._was_held = False  # the last run had a kernel on trial
+        self._seen: frozenset[str] | None = None  # launched under some option; None: there are no options
+        self._members = {c.name for c in contexts.values() if not c.settled}  # settled by this search
+        self._resume(None)
+
+    @property
+    def admits(self) -> bool:
+        """Return whether a new kernel is tuned: the option that is explored may have brought it."""
+        return self.is_warmup and self._option_runs <= NEW_KEYS_RUNS
+
+    @property
+    def holds(self) -> bool:
+        return any(context.is_tuned_by_launches for context in self._contexts.values())
+
+    def explains_absence(self, context: Context) -> bool:
+        """Return whether a context may be launched again though it was not: under other options."""
+        return context.judge == BY_RUN and bool(self._choices())
+
+    def record(self, merged: RunReport, *, patience: int) -> None:
+        """Record one run of all ranks. One with a kernel on trial judges nothing."""
+        self.has_counted = False
+        self._launched, self._host_ms = merged.launched, merged.host_ms
+        self._option_runs += 1
+        was_held, self._was_held = self._was_held, self.holds
+        if not (self._was_held or was_held) and self._ran_as_planned(merged):
+            super().record(merged, patience=patience)
+
+    def _ran_as_planned(self, merged: RunReport) -> bool:
+        if self.waiting:
+            return True  # the report is of an earlier run
+        for name, index in self._plan.items():
+            context = self._contexts[name]
+            if merged.ran(name) not in (None, context.digests[index]):
+                return index in context.banned
+        return True
+
+    def _record(self, ms: float) -> None:
+        if self.is_warmup:
+            self._explored_runs += 1
+            if self._explored_runs >= EXPLORED_RUNS:
+                self._resume(ms)
+            return
+        if self._is_banned(self._plan):  # in this run: another candidate stood in
+            ms = math.inf
+        self._ms[self.label] = self._plan, ms if math.isfinite(ms) else math.inf
+        self._resume(ms)
+
+    def _resume(self, ms: float | None) -> None:
+        self._explored_runs = self._option_runs = 0
+        try:
+            while True:
+                asked = next(self._search) if ms is None else self._search.send(ms)
+                self._plan, self.label = asked.plan, f"{self._number}: {asked.label}"
+                if not self._is_banned(self._plan):
+                    break
+                self._launched, ms = frozenset(), math.inf
+        except StopIteration as stop:
+            self.is_over = True
+            self._settle(self._best_so_far() if self._is_banned(stop.value) else stop.value, "tuned")
+
+    def leave(self) -> None:
+        """Stop early: each context takes the best candidate so far, as partial."""
+        self._search.close()
+        self._settle(self._best_so_far(), "partial")
+
+    def _is_banned(self, plan: Plan) -> bool:
+        return any(index in self._contexts[name].banned for name, index in plan.items())
+
+    def _timed(self) -> list[tuple[float, Plan]]:
+        """Return the timed plans without a banned candidate, the fastest first."""
+        timed = [
+            (ms, plan) for plan, ms in self._ms.values() if math.isfinite(ms) and not self._is_banned(plan)
+        ]
+        return sorted(timed, key=lambda each: each[0])
+
+    def _best_so_far(self) -> Plan:
+        return next((plan for _, plan in self._timed()), {})
+
+    def _settle(self, plan: Plan, status: str) -> None:
+        raced = self._timed()
+        self._note_host(raced)
+        for context in self._contexts.values():
+            if context.is_tuned_by_launches or context.provisional:
+                continue
+            is_member = context.name in self._members and not context.settled
+            timed = [(ms, plan[context.name]) for ms, plan in raced if context.name in plan]
+            if context.name in plan:
+                context.settle(status, plan[context.name])
+                if status == "tuned":
+                    self._decided.add(context.name)
+            elif is_member:
+                is_gone = self._seen is not None and context.name not in self._seen
+                winner = timed[0][1] if timed else context.incumbent
+                context.settle("starved" if is_gone and status == "tuned" else status, winner)
+            if is_member:
+                for ms, index in timed:  # of each candidate, that of the best plan with it
+                    context.times.ms.setdefault(index, float(ms))
+
+    def _note_host(self, raced: list[tuple[float, Plan]]) -> None:
+        """Say so where the host takes longer for a run than the device: then no plan makes it faster."""
+        if raced and self._host_ms >= HOST_SHARE * raced[0][0]:
+            self.remark = (
+                f"the host bounds this function: it takes {self._host_ms:.3g} ms to enqueue a run, of which "
+                f"the device works {raced[0][0]:.3g} ms. Plans were compared by the device's time, behind a "
+                "filler; they matter once the host is faster, or in a CUDA graph"
+            )
+
+    def _searched(self) -> Search:
+        """Explore the options; then search the plans."""
+        launched: dict[tuple[str, int], frozenset[str]] = {}  # under each option of each choice
+        met_under: dict[str, dict[str, int]] = {}  # the options under which a choice is asked for
+        self.is_warmup = True
+        while group := self._unexplored(launched, met_under):
+            name, index = group[0]
+            plan = {**met_under.setdefault(name, {}), **dict(group)}
+            before = set(self._choices())
+            yield Asked(plan, f"explored {name} {index}")
+            launched.update(dict.fromkeys(group, self._launched))
+            self._seen = (self._seen or frozenset()) | self._launched
+            met_under.update(dict.fromkeys(set(self._choices()) - before, plan))
+        self.is_warmup = False
+        self._members |= {c.name for c in self._contexts.values() if not c.settled}
+        keeps_kernels = self._objective == "kernel"
+        return (yield from plan_search.fastest_plan(self._space(launched), keeps_kernels=keeps_kernels))
+
+    def _space(self, launched: dict[tuple[str, int], frozenset[str]]) -> PlanSpace:
+        seen = frozenset().union(*launched.values()) if launched else frozenset(self._contexts)
+        choices = {name: self._options(name) for name in self._choices() if name in seen}
+        kernels = [
+            levels_of(c.name, c.kernel, _without(c.launch_ms, c), c.shares, c.incumbent, c.launches)
+            for c in self._contexts.values()
+            if c.name in seen and not c.is_choice and c.launch_ms and c.name not in self._decided
+        ]
+        kinds = {name: repr(self._contexts[name].texts) for name in choices}
+        return PlanSpace(kernels, choices, launched, kinds)
+
+    def _options(self, name: str) -> list[int]:
+        context = self._contexts[name]
+        options = [index for index in range(len(context.digests)) if index not in context.banned]
+        return sorted(options, key=lambda index: (index != context.incumbent, index))
+
+    def _choices(self) -> list[str]:
+        """Return the choices of this search, in the order of their first launch."""
+        judged = (c for c in self._contexts.values() if c.judge == BY_RUN and not c.settled)
+        return [context.name for context in judged if context.is_choice and len(context.digests) > 1]
+
+    def _unexplored(
+        self, launched: Mapping[tuple[str, int], frozenset[str]], met_under: Mapping[str, Plan]
+    ) -> list[tuple[str, int]]:
+        """Return the next option, with the same of choices that have the same options and are met alike."""
+        choices = [self._contexts[name] for name in self._choices()]
+        options = [(c, i) for c in choices for i in range(len(c.digests)) if i not in c.banned]
+        left = [(c, i) for c, i in options if (c.name, i) not in launched]
+        if not left:
+            return []
+        first, index = left[0]
+        alike = [
+            c
+            for c, i in left
+            if i == index
+            and c.texts == first.texts
+            and met_under.get(c.name, {}) == met_under.get(first.name, {})
+        ]
+        return [(context.name, index) for context in alike]
+
+
+def _without(ms: Mapping[int, float], context: Context) -> dict[int, float]:
+    return {index: each for index, each in ms.items() if index not in context.banned}

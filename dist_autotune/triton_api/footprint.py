@@ -1,0 +1,90 @@
+"""How much of the device a launch holds: its programs over the SMs, and what each takes of one."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+THOUSAND = 1000
+RESERVED_BYTES = 1024  # of shared memory, for each block
+REGISTERS = 65536  # of an SM, since Kepler
+REGISTERS_STEP = 8  # a thread gets a multiple of so many
+HALF = 0.5  # of an SM: a block that needs more lets no other of its kind beside it
+
+
+@dataclass(frozen=True)
+class Multiprocessors:
+    """What a device has of SMs, and each of them."""
+
+    count: int
+    shared_bytes: int
+    registers: int
+    threads: int
+
+
+@functools.cache
+def multiprocessors(device: int) -> Multiprocessors:
+    known = torch.cuda.get_device_properties(device)
+    return Multiprocessors(
+        known.multi_processor_count,
+        known.shared_memory_per_multiprocessor,
+        getattr(known, "regs_per_multiprocessor", REGISTERS),  # not in the stubs
+        known.max_threads_per_multi_processor,
+    )
+
+
+def share(programs: int, kernel: Any, device: Multiprocessors) -> int:
+    """Return the thousandths of the SMs that a launch of so many programs holds; 0: the kernel does not tell.
+
+    Programs that wait for others to end hold nothing. An SM counts in half where what runs on it takes at
+    most half of its shared memory, registers and threads.
+    """
+    metadata = getattr(kernel, "metadata", None)
+    warps, shared = getattr(metadata, "num_warps", 0), getattr(metadata, "shared", 0)
+    if not warps or programs <= 0:
+        return 0
+    threads = 32 * warps
+    registers = math.ceil((getattr(kernel, "n_regs", 0) or 0) / REGISTERS_STEP) * REGISTERS_STEP
+    part = max(
+        (shared + RESERVED_BYTES) / device.shared_bytes,
+        registers * threads / device.registers,
+        threads / device.threads,
+    )
+    blocks = programs * max(getattr(metadata, "num_ctas", 1) or 1, 1)
+    resident = min(blocks, device.count * max(int(1 / part), 1))
+    on_each = min(resident / min(resident, device.count) * part, 1.0)
+    held = min(resident, device.count) / device.count * (HALF if on_each <= HALF else 1.0)
+    return max(round(THOUSAND * held), 1)
+
+
+class RecordedGrid:
+    """A grid that remembers how many programs it had; it is evaluated by the launch alone."""
+
+    def __init__(self, grid: Any) -> None:
+        self._grid = grid
+        self.programs = 0
+        if not callable(grid):
+            self.programs = _product(grid)
+
+    def __call__(self, meta: Any) -> Any:
+        found = self._grid(meta)
+        self.programs = _product(found)
+        return found
+
+    @property
+    def grid(self) -> Any | Callable[[Any], Any]:
+        """Return what to launch with in place of the grid."""
+        return self if callable(self._grid) else self._grid
+
+
+def _product(grid: Any) -> int:
+    """Return the number of programs; 0: not a grid of integers."""
+    try:
+        return math.prod(int(size) for size in grid) if not isinstance(grid, int) else grid
+    except (TypeError, ValueError):
+        return 0

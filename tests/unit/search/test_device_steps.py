@@ -1,0 +1,68 @@
+"""A step in virtual time is what was measured, and its best plan is found in a bounded number of runs."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+
+from benchmarks.simulation.device_sessions import BESIDE, NOTHING, settle
+from benchmarks.simulation.device_steps import (
+    Candidate,
+    Collective,
+    DeviceStep,
+    Kernel,
+    beside_collectives,
+    best_plan,
+)
+
+# GEMM of 132 and of 100 programs alone, all-reduce alone; the step with each, as measured on 2 x H200.
+MEASURED = {
+    "8192 x 3584 x 8192": (0.607, 0.722, 0.848, 1.467, 0.915),
+    "8192 x 8192 x 4096": (0.718, 0.892, 1.755, 2.473, 1.742),
+    "4096 x 4096 x 4096": (0.185, 0.254, 0.452, 0.637, 0.478),
+}
+
+
+@pytest.mark.parametrize("shape", MEASURED)
+def test_a_gemm_beside_an_all_reduce_takes_what_it_took_on_two_gpus(shape):
+    full, less, all_reduce, step_full, step_less = MEASURED[shape]
+    candidates = {"132": Candidate(full, 132), "100": Candidate(less, 100)}
+    step = DeviceStep([Kernel("gemm", "gemm", candidates, Collective(all_reduce))])
+    assert step.ms({"gemm": "132"}) == pytest.approx(step_full, rel=0.01)
+    assert step.ms({"gemm": "100"}) == pytest.approx(step_less, rel=0.06)
+
+
+def test_programs_that_find_no_sm_run_behind_the_collective():
+    kernels = [
+        Kernel("a", "gemm", {"a": Candidate(1.0, 100)}, Collective(1.5)),
+        Kernel("b", "gemm", {"132": Candidate(1.0, 132), "108": Candidate(1.2, 108)}),
+    ]
+    took, _ = DeviceStep(kernels).times({"a": "a", "b": "132"})
+    beside, _ = DeviceStep(kernels).times({"a": "a", "b": "108"})
+    assert took["b"] > 1.5 > beside["b"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_plan_of_whole_families_beats_the_best_one(seed):
+    step = beside_collectives(Random(seed), 4, 1)
+    _, best_ms = best_plan(step)
+    for programs, option in itertools.product((132, 124, 116, 108, 100, 76, 44), step.choices["limit0"]):
+        plan = {k.name: f"{k.name} 0 {programs}" for k in step.kernels}
+        assert step.ms({**plan, "limit0": option}) >= best_ms
+    assert step.ms(step.fastest_alone()) > 1.1 * best_ms
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_the_plan_is_within_two_percent_of_the_best_after_a_bounded_number_of_runs(name):
+    settled = settle(BESIDE[name](Random(f"{name} 0")), Random("noise 0"))
+    assert settled.gain > 0.1
+    assert settled.regret <= 0.06
+    assert settled.runs <= (700 if name.startswith("48") else 500)
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_where_nothing_gains_nothing_changes_in_at_most_200_runs(name):
+    settled = settle(NOTHING[name](Random(f"{name} 1")), Random("noise 1"))
+    assert (settled.has_moved, settled.runs <= 200) == (False, True), settled.runs

@@ -1,0 +1,57 @@
+"""How much of the device a launch holds, from its grid and what is known of the compiled kernel."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from dist_autotune.triton_api.footprint import Multiprocessors, RecordedGrid, share
+
+H200 = Multiprocessors(count=132, shared_bytes=233472, registers=65536, threads=2048)
+
+
+def kernel(warps=8, shared=160_000, registers=168, ctas=1):
+    return SimpleNamespace(
+        metadata=SimpleNamespace(num_warps=warps, shared=shared, num_ctas=ctas), n_regs=registers
+    )
+
+
+@pytest.mark.parametrize(("programs", "expected"), [(132, 1000), (100, 758), (66, 500), (4096, 1000), (1, 8)])
+def test_a_program_that_needs_an_sm_holds_one(programs, expected):
+    assert share(programs, kernel(), H200) == expected
+
+
+def test_small_programs_hold_half_of_each_sm_until_they_are_many():
+    small = kernel(warps=4, shared=0, registers=32)
+    assert share(132, small, H200) == 500
+    assert share(66, small, H200) == 250
+    assert share(132 * 16, small, H200) == 1000
+
+
+def test_registers_and_threads_count_as_shared_memory_does():
+    assert share(132, kernel(warps=4, shared=0, registers=255), H200) == 500
+    assert share(132, kernel(warps=8, shared=0, registers=255), H200) == 1000
+    assert share(132, kernel(warps=32, shared=0, registers=32), H200) == 500
+
+
+def test_a_cluster_takes_an_sm_for_each_of_its_blocks():
+    assert share(33, kernel(ctas=2), H200) == 500
+
+
+@pytest.mark.parametrize(
+    "unknown", [None, object(), SimpleNamespace(metadata=SimpleNamespace())], ids=["none", "object", "empty"]
+)
+def test_of_a_kernel_that_does_not_tell_nothing_is_known(unknown):
+    assert share(132, unknown, H200) == 0
+    assert share(0, kernel(), H200) == 0
+
+
+def test_a_grid_is_evaluated_by_the_launch_alone():
+    calls = []
+    recorded = RecordedGrid(lambda meta: calls.append(meta) or (meta["SMS"], 2))
+    assert (recorded.programs, calls) == (0, [])
+    assert recorded.grid({"SMS": 50}) == (50, 2)
+    assert (recorded.programs, calls) == (100, [{"SMS": 50}])
+    assert RecordedGrid((4, 5)).programs == 20
+    assert RecordedGrid(None).programs == 0
