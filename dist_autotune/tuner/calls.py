@@ -121,7 +121,11 @@ class Calls:
         call, calls, thread = self._begin_settled(state), INTERCEPTION.calls, get_ident()
         calls[thread] = call.launches
         try:
-            result = thunk()
+            if state.function.is_strict:
+                with self._watched(state):
+                    result = thunk()
+            else:
+                result = thunk()
         except BaseException as error:
             self._report_failure(state, call, error)
             raise
@@ -160,7 +164,8 @@ class Calls:
         place = PROGRAM if self._is_of_program else get_ident()
         calls[place] = call.launches
         try:
-            yield
+            with self._watched(state):
+                yield
         except BaseException as error:
             self._report_failure(state, call, error)
             raise
@@ -203,10 +208,19 @@ class Calls:
         if (ballot := state.ballot) is None:
             return False
         if ballot.watch is None:
-            what, timeout_s = f"a call of {self._name}", state.function.timeout_s
-            report = functools.partial(diagnosis.write_stuck, self._note)
-            ballot.watch = Watch(what, timeout_s, self._options.on_stuck, report)
+            ballot.watch = self._watch(state)
         return ballot.begin()
+
+    def _watch(self, state: FunctionState) -> Watch:
+        report = functools.partial(diagnosis.write_stuck, self._note)
+        return Watch(f"a call of {self._name}", state.function.timeout_s, self._options.on_stuck, report)
+
+    def _watched(self, state: FunctionState) -> AbstractContextManager[None]:
+        """Watch a settled call in the strict mode: a peer that refuses a launch tells it by an exchange."""
+        function = state.function
+        if function.is_alone or not function.is_strict:
+            return contextlib.nullcontext()
+        return function.group.running(self._watch(state))
 
     def _is_in_session(self, state: FunctionState, *, takes_up: bool) -> bool:
         """Return whether this call belongs to a session.
