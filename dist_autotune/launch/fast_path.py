@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 
 from triton.runtime.autotuner import Autotuner
 
-from ..triton_api.interception import INTERCEPTION, Run, is_capturing
+from ..triton_api.interception import INTERCEPTION, Run, is_capturing, is_interpreted
 from ..triton_api.launch import Key, Launch, key_of
+from ..triton_api.untimed import without_benchmarks
 from .written_tensors import WrittenTensors, written_arguments
 
 _MAKE = object.__new__
@@ -96,6 +97,8 @@ class CallUnderWay:
 def dispatcher(before: Run) -> Run:
     """Return the function to put in place of `before`, an `Autotuner.run`, for good."""
     calls, call_of, call_for = INTERCEPTION.calls, INTERCEPTION.calls.get, INTERCEPTION.call_for
+    if is_interpreted():
+        before = without_benchmarks(before)
 
     @functools.wraps(before)
     def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from .interception import INTERCEPTION, Run
+from .interception import Run
 from .launch import Launch
 
 
 def without_benchmarks(stock: Run) -> Run:
-    """Return `stock`, an `Autotuner.run`, for the interpreter: it has no device to benchmark configs on.
+    """Return `stock`, an `Autotuner.run`, for the interpreter: there may be no device to benchmark on.
 
-    A key with a result is launched by `stock`. Any other one takes its first config, and stays without a
-    result: a tuned call that meets it tunes it.
+    Where stock finds none, before it launches anything, the launch takes its first config. The key stays
+    without a result: a tuned call that meets it tunes it.
     """
 
+    @functools.wraps(stock)
     def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-        launch = Launch(tuner, args, kwargs)
-        if INTERCEPTION.call_here() is not None or len(tuner.configs) < 2 or launch.key() in tuner.cache:
+        try:
             return stock(tuner, *args, **kwargs)
+        except RuntimeError as error:
+            if "active drivers" not in str(error):
+                raise
+        launch = Launch(tuner, args, kwargs)
         config = next(iter(launch.candidates().values()))
         launch.run_pre_hook(config)
         return launch.run(config)

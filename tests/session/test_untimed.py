@@ -5,21 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
-from kernels_for_tests import KEY, launch, no_bench, numbers, only, winner
-from triton.runtime.autotuner import Autotuner
-
-from dist_autotune.triton_api.untimed import without_benchmarks
+from kernels_for_tests import KEY, launch, numbers, only, winner
 
 
 @pytest.fixture
-def untimed(monkeypatch):
+def untimed(bench):
     """Let launches outside tuned calls find what stands there once a call has been tuned."""
-    monkeypatch.setattr(Autotuner, "run", without_benchmarks(Autotuner.run))
+    bench.tune(lambda: launch(bench.kernel({16: 1.0, 32: 1.0}), numbers(8)))()
+    bench.forget()
+
+
+def test_a_do_bench_of_the_users_times_the_configs(bench, untimed):
+    kernel = bench.kernel(
+        {16: 3.0, 32: 1.0}, do_bench=lambda call, quantiles: [call(), bench.launches[-1].ms][1:]
+    )
+    launch(kernel, numbers())
+    assert kernel.cache[KEY].kwargs == {"BLOCK": 32}
 
 
 def test_a_launch_outside_takes_the_first_config_and_leaves_the_key_to_be_tuned(bench, untimed):
     hooked = []
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks={16: hooked.append}, do_bench=no_bench)
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks={16: hooked.append})
     for _ in range(2):
         assert torch.equal(launch(kernel, numbers()), numbers() + 1)
     assert (bench.blocks(), kernel.cache, kernel.best_config.kwargs) == ([16, 16], {}, {"BLOCK": 16})
@@ -30,7 +36,7 @@ def test_a_launch_outside_takes_the_first_config_and_leaves_the_key_to_be_tuned(
 
 
 def test_a_launch_outside_takes_a_result_that_is_there(bench, untimed):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
     bench.tune(lambda: launch(kernel, numbers()))()
     bench.forget()
     launch(kernel, numbers())
@@ -40,10 +46,9 @@ def test_a_launch_outside_takes_a_result_that_is_there(bench, untimed):
 def test_pruning_and_one_config_are_as_in_stock(bench, untimed):
     pruned = bench.kernel(
         {16: 3.0, 32: 1.0},
-        do_bench=no_bench,
         prune_configs_by={"early_config_prune": lambda configs, named, **kwargs: configs[1:]},
     )
     launch(pruned, numbers())
-    one = bench.kernel({}, configs=[triton.Config({"BLOCK": 64})], do_bench=no_bench)
+    one = bench.kernel({}, configs=[triton.Config({"BLOCK": 64})])
     launch(one, numbers())
     assert bench.blocks() == [32, 64]
