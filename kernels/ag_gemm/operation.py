@@ -23,8 +23,9 @@ from ..epilogues import ONLY_SUMS, Epilogue, EpilogueKind, result_columns
 from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS, OTHER_ROWS, OTHER_ROWS_PUSHED, describe_failure
 from ..exchange.operation import Operation
-from ..exchange.pull import ChunkProducer
+from ..exchange.pull import ChunkProducer, piece_counts
 from ..exchange.push import ChunkPusher
+from ..gemm.configs import class_of_rows
 from ..signals import Failure, as_epoch
 from ..symm import SymmetricMemoryError
 from ..tensors import (
@@ -66,9 +67,9 @@ class AllGatherGemm(Operation):
 
     `collective` says whether calls gather by a collective of the group and multiply by cuBLAS; None tunes
     that for each number of rows, up to 4096 of all ranks. All ranks pass the same, and one that fixes a
-    consumer makes none. Where this rank would make it, its host waits for the peers to come to the call, and
-    makes it if all would. A captured call does what the last eager one with as many rows did; a replay waits
-    for its peers as any collective does.
+    consumer makes none. Where this rank would make it and has not made it with as many rows, its host waits
+    for the peers to come to the call, and makes it if all would. A captured call does what the last eager one
+    with as many rows did; a replay waits for its peers as any collective does.
 
     With dtype float8_e4m3fn rows of a and of the weight have float32 scales, which a call is passed as
     `scale_a` and `scale_weight`, and products are bf16. K is then a multiple of 16, and the weight's rows are
@@ -148,6 +149,9 @@ class AllGatherGemm(Operation):
         }
         self._operands = KnownOperands(self._buffer.a, consumers)
         self._known: dict[Hashable, Operands] = {}  # by the layouts of tensors that have been checked
+
+    def _check_peers(self) -> None:
+        self._collective.check()
 
     def _forget(self) -> None:
         del self._buffer, self._gather, self._gathered, self._flags
@@ -245,9 +249,10 @@ class AllGatherGemm(Operation):
     def _options_of(
         self, weight: torch.Tensor, out: torch.Tensor, rows: int, epilogue: EpilogueKind
     ) -> Options:
-        shape = (rows, weight.shape[0], self._k, lies_by_columns(weight))
-        key = (*shape, str(self._dtype), self.world_size, self._producer_name, *epilogue.key())
         can_run = specialized.can_run(self._buffer.a, weight, out, rows)
+        most_pieces = piece_counts(rows)[-1]  # of a class all have the same options
+        shape = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
+        key = (*shape, str(self._dtype), self.world_size, self._producer_name, *epilogue.key())
         options = options_for(rows, self._sms, world_size=self.world_size, specialized=can_run, key=key)
         return options.narrowed(self._fixed)
 
@@ -367,9 +372,11 @@ class AllGatherGemm(Operation):
         weight, out, epilogue, operands = product
         rows = operands.rows
         of_all, is_capturing, before = self.world_size * rows, self._is_capturing(), self._told_rows
-        wants = self._fixed.consumer is None and self._collective.wants(of_all, self._key)
+        wants = self._fixed.consumer is None and self._collective.wants(class_of_rows(of_all), self._key)
         try:
-            if not self._collective.agree(of_all, wants=wants, is_capturing=is_capturing):
+            if not self._collective.agree(
+                class_of_rows(of_all), of_all, wants=wants, is_capturing=is_capturing
+            ):
                 return False
             gathered, own = self._buffer.room(rows)
             with self._telling(-rows if is_capturing else 0):

@@ -1,13 +1,19 @@
 """What each rank's host says of a call before it is made, where all ranks must decide alike.
 
 Each rank has a ring of int64 words in a file that its peers map. The ballot of call c is word c % RING: c,
-and on which terms the rank would make the call in the way that takes all ranks, or 0. No device is involved.
+which way the rank would take, and on which terms; 0 for the way that needs nobody's word. No device is
+involved.
 
-**All ranks decide alike.** A call is agreed on if its ballots all name the same terms. A rank that writes 0
-knows that it is not and reads no other ballot; one that names terms reads them all.
+**All ranks decide alike.** Calls of one key have a way that stands: the one that all ranks last named in one
+call, on the same terms; at first 0. Who names it takes it, unread. Who names another reads the ballots of
+all: if one names the way that stands, whose host may be gone with it, it stands; if all name the same way and
+terms, that stands from now on; else 0 does. So a way that does not stand is taken only where all have read
+that, and one that stands is given up only where all have.
 
 **It ends.** A rank writes its ballot before it waits for anything of that call. So where hosts make the same
 calls in the same order all ballots are written. Every wait has a bound.
+
+**Other terms** of a peer in a call that took the way that stands are found in a later call, or by `check`.
 
 **No ballot is overwritten before it is read.** Before a rank begins a half of its ring it waits until all
 peers have begun the half before. So none is a whole ring ahead of another.
@@ -16,17 +22,21 @@ peers have begun the half before. So none is a whole ring ahead of another.
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Hashable
 
 import torch
 import torch.distributed as dist
 
 from ..symm import open_symmetric_memory
+from ..tensors import remember
 from .operation import PeerTimeout
 
 RING = 1024  # divides NUMBERS
 NUMBERS = 2**31  # of calls, before they begin anew
 QUICK_POLLS = 1000  # about 0.1 ms: hosts that make the same calls are not far apart
 POLL_S = 5e-5  # behind those
+TERMS_BITS = 28  # of a ballot; the way has the four above
 
 
 class Ballots:
@@ -42,14 +52,60 @@ class Ballots:
         self._rings = [words.numpy().data for words in rings.peers]  # mapped as long as these live
         self._operation, self._timeout_s = operation, timeout_s
         self._call = 0
+        self._standing: dict[Hashable, int] = {}
+        self._unread: deque[tuple[int, int]] = deque()  # calls, with what all should have named
 
-    def agree(self, terms: int) -> bool:
-        """Count a call; return whether all ranks name these terms in it. With 0 it waits for no ballot.
+    def agree(self, key: Hashable, way: int, terms: int) -> int:
+        """Count a call; return the way that all ranks take in it.
 
-        Raises PeerTimeout if a peer does not come to the call in time.
+        key: of the calls that have one way, the same on all ranks. way: the one that this rank would take, 0
+        to 15. It waits for the peers if that does not stand. Raises PeerTimeout, and ValueError where a peer
+        made an earlier call on other terms.
         """
-        self.cast(terms)
-        return terms > 0 and all(named == terms for named in self.read().values())
+        standing, word = self.standing(key), way << TERMS_BITS | terms % 2**TERMS_BITS if way else 0
+        self._verify()
+        self.cast(word)
+        if way == standing:
+            if way:
+                self._unread.append((self._call, word))
+            return way
+        named = set(self.read().values())
+        if standing and any(each >> TERMS_BITS == standing for each in named):
+            self._unread.append((self._call, standing << TERMS_BITS | terms % 2**TERMS_BITS))
+            return standing
+        self._standing.pop(key, None)
+        if named != {word}:
+            return 0
+        return remember(self._standing, key, way)
+
+    def standing(self, key: Hashable) -> int:
+        """Return the way that stands for calls of that key."""
+        return self._standing.get(key, 0)
+
+    def check(self) -> None:
+        """Wait for the ballots of calls that have been made unread; raise what `agree` would."""
+        for call, _ in self._unread:
+            self._read_all(call)
+        self._verify()
+
+    def _verify(self) -> None:
+        """Compare the ballots that are there by now with those of this rank; wait for none."""
+        while self._unread:
+            call, word = self._unread[0]
+            for peer, ring in enumerate(self._rings):
+                ballot = int(ring[call % RING])
+                if ballot >> 32 != call:
+                    return
+                named = ballot & 0xFFFFFFFF
+                is_of_this_way = named >> TERMS_BITS == word >> TERMS_BITS
+                if peer != self._rank and is_of_this_way and named != word:
+                    raise ValueError(
+                        f"{self._operation}, rank {self._rank}: rank {peer} made eager call {call} with "
+                        "other rows or tokens than this rank, and both by a collective, which then is "
+                        "wrong or does not end. All ranks must make the same calls. Close it on all ranks "
+                        "and open another"
+                    )
+            self._unread.popleft()
 
     def cast(self, terms: int) -> None:
         """Count a call and name this rank's terms in it, up to 2**32 - 1."""

@@ -3,19 +3,22 @@
 With few rows a copy has no product to hide behind: a collective and cuBLAS are faster than signals. But it
 ends only if every rank makes it, so it is no rank's own choice, as all else is.
 
-    eager       each rank says in each call whether it would make it, see `ballots`; if all would, all do
-    captured    nobody is asked, as graphs may be captured again: it is made if the last eager call on these
-                terms made it, which is the same on all ranks, as they make calls in the same order
+    eager       each rank says in each call whether it would make it, see `ballots`: once all would, all do,
+                and nobody waits for a peer's host until one would not
+    captured    nobody is asked, as graphs may be captured again: it is made if eager calls of this key are,
+                which is the same on all ranks, as they make calls in the same order
 
-The terms of a call are a number that ranks have in common where their parts of the collectives fit together:
-how many rows there are, or, over experts, a digest of what a call depends on.
+The key is how many rows there are, or, over experts, the size class of the tokens. The terms of a call are a
+number that ranks have in common where their parts of the collectives fit together: how many rows there are,
+or a digest of what a call over experts depends on.
 
 Whether a rank would is fixed by the caller, or a `tunable` among the group's ranks, judged by the time of the
 whole run. Its key holds nothing of a rank's own, so sessions try it on all ranks in the same runs. Ballots
 hold as well where ranks part: where one calls outside of a session, or on other terms.
 
-A peer that comes on other terms, or not at all, is found before the collective is enqueued. One that dies
-behind that, or does not replay its graph, is waited for as long as the process group waits.
+A peer that comes on other terms, or not at all, is found before the first collective of a key is enqueued,
+and by a later call or `check` where collectives are what calls make. Until then one that does not come, or
+does not replay its graph, is waited for as long as the process group waits.
 """
 
 from __future__ import annotations
@@ -32,7 +35,6 @@ import torch.distributed as dist
 from dist_autotune import tunable
 
 from ..symm import SymmetricMemory, SymmetricMemoryError
-from ..tensors import remember
 from .ballots import Ballots
 from .operation import PeerTimeout
 
@@ -73,7 +75,6 @@ class Collective:
         self._operation, self._choice, self._group = operation, choice, group
         self._fixed, self._timeout_s, self._most_rows = fixed, timeout_s, most_rows
         self._world_size, self._is_on_cpu = memory.world_size, memory.device.type == "cpu"
-        self._agreed: dict[int, bool] = {}  # by terms: whether the last eager call made it
         self._ballots = None if fixed is False or memory.world_size == 1 else self._open_ballots(memory)
 
     def _open_ballots(self, memory: SymmetricMemory) -> Ballots | None:
@@ -106,16 +107,22 @@ class Collective:
         key, ranks = (rows, self._world_size, *key), self._group or dist.group.WORLD
         return tunable(self._choice, WAYS, key=key, among=ranks) == WAYS[1]
 
-    def agree(self, terms: int, *, wants: bool, is_capturing: bool) -> bool:
+    def agree(self, key: Hashable, terms: int, *, wants: bool, is_capturing: bool) -> bool:
         """Return whether a call is made by the collective: the same on all ranks. To be asked once in each.
 
-        terms: 1 to 2**32 - 1. It waits for the peers' hosts if this rank wants it. Raises PeerTimeout.
+        It waits for the peers' hosts if this rank wants another way than calls of that key last had: see
+        `Ballots.agree`, which tells what is raised.
         """
         if self._ballots is None:
             return wants and self._world_size == 1
         if is_capturing:
-            return self._agreed.get(terms, False)
-        return remember(self._agreed, terms, self._ballots.agree(terms if wants else 0))
+            return bool(self._ballots.standing(key))
+        return bool(self._ballots.agree(key, int(wants), terms))
+
+    def check(self) -> None:
+        """Wait for the peers' hosts to come to the calls so far; raise what that finds."""
+        if self._ballots is not None:
+            self._ballots.check()
 
     def all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> None:
         """Write the shards of all ranks to `gathered`, of which `shard` may be the own part."""

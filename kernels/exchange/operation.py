@@ -130,6 +130,8 @@ class Operation(abc.ABC):
 
     def check(self) -> None:
         """Wait for the device and raise what went wrong in the calls so far."""
+        if not (self._is_closed or self._broken_by):
+            self._check_peers()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._check_usable()
@@ -138,6 +140,10 @@ class Operation(abc.ABC):
         """Raise what went wrong, as far as the host can see it now; nothing if the operation is closed."""
         if not self._is_closed:
             self._check_usable()
+
+    def _check_peers(self) -> None:
+        """Raise what the host can tell of the peers' calls without the device, which may wait for them."""
+        return
 
     def close(self) -> None:
         """Meet the peers, give the memory back and raise what went wrong; a second call does nothing."""

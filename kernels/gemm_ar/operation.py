@@ -58,8 +58,8 @@ class GemmAllReduce(Operation):
 
     `way` is "low-latency" (up to 32 rows and an even n; other calls are one-shot then), "one-shot",
     "two-shot" or "collective" for all calls, or None, which tunes it for each M; all ranks pass the same.
-    Unless it would take one-shot, or calls that no rank can take otherwise, the host of an eager call waits
-    for its peers to come to the call. A captured call takes the way of the last eager one with as many rows.
+    Where this rank would take another than the last call with as many rows did, its host waits for the peers
+    to come to the call. A captured call takes the way of the last eager one with as many rows.
 
     Each rank holds m * (1 + 1 / W) * n elements of symmetric memory beside its operands, and for low-latency
     calls 4 W * min(m, 32) * n elements more.
@@ -119,6 +119,9 @@ class GemmAllReduce(Operation):
 
     def _takes_low_latency(self, rows: int) -> bool:
         return self._has_low_latency and rows <= low_latency.MOST_ROWS
+
+    def _check_peers(self) -> None:
+        self._ways.check()
 
     def _forget(self) -> None:
         del self._parts, self._sums, self._table_of_parts, self._table_of_sums, self._own_table

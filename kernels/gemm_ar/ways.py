@@ -7,8 +7,8 @@
 
 It is one choice of all ranks, as none ends alone: fixed by the caller; or a `tunable` among the group's
 ranks, judged by the time of the whole run. In an eager call each rank says on its ballot which way it would
-take. Where all say the same they take it, else one-shot, which needs nobody's word. A captured call takes the
-way of the last eager call with as many rows.
+take. Once all say the same they take it, until one does not; else one-shot, which needs nobody's word. A
+captured call takes the way of the last eager call with as many rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from dist_autotune import tunable
 
 from ..exchange.collective import Collective
 from ..symm import SymmetricMemory
-from ..tensors import remember
 
 ONE_SHOT, TWO_SHOT, COLLECTIVE = "one-shot", "two-shot", "collective"
 LOW_LATENCY = "low-latency"
@@ -47,7 +46,6 @@ class Ways(Collective):
     ) -> None:
         memory.require_equal("way", str(fixed))
         self._way, self._has_low_latency = fixed, has_low_latency
-        self._taken: dict[int, str] = {}  # by rows, in the last eager call
         made = {COLLECTIVE: True, ONE_SHOT: False, TWO_SHOT: False}.get(str(fixed))
         super().__init__("GemmAllReduce", "gemm_ar way", group, memory, fixed=made, timeout_s=timeout_s)
 
@@ -68,12 +66,11 @@ class Ways(Collective):
     def settle(self, way: str, rows: int, *, is_capturing: bool) -> str:
         """Return the way of this call, the same on all ranks. To be asked once in each.
 
-        It waits for the peers' hosts unless this rank would take one-shot. Raises PeerTimeout.
+        It waits for the peers' hosts if this rank would take another way than the last call with as many rows
+        did. Raises PeerTimeout, and ValueError as `Ballots.agree` does.
         """
         if self._ballots is None:
             return way
         if is_capturing:
-            return self._taken.get(rows, ONE_SHOT)
-        place = WAYS.index(way)
-        is_agreed = self._ballots.agree(len(WAYS) * rows + place if place else 0)
-        return remember(self._taken, rows, way if is_agreed else ONE_SHOT)
+            return WAYS[self._ballots.standing(rows)]
+        return WAYS[self._ballots.agree(rows, WAYS.index(way), rows)]

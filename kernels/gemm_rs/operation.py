@@ -71,6 +71,7 @@ from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.peers import FLAGS
 from ..exchange.push import Pushes, SumPusher
 from ..exchange.spoil import spoil_all
+from ..gemm.configs import class_of_rows
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_out, check_tensor, layout_of, remember
 from . import specialized
@@ -100,9 +101,9 @@ class GemmReduceScatter(Operation):
 
     `collective` says whether calls multiply by cuBLAS and then make a reduce-scatter of the group, which adds
     the parts in its own way; None tunes that for each M up to 4096. All ranks pass the same. Where this rank
-    would make it, its host waits for the peers to come to the call, and makes it if all would. A captured
-    call does what the last eager one with as many rows did; a replay waits for its peers as any collective
-    does.
+    would make it and has not made it with as many rows, its host waits for the peers to come to the call, and
+    makes it if all would. A captured call does what the last eager one with as many rows did; a replay waits
+    for its peers as any collective does.
 
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """
@@ -153,6 +154,9 @@ class GemmReduceScatter(Operation):
         self._held = held
         self._bodies: dict[Hashable, Body] = {}  # by the layouts of tensors that have been checked
 
+    def _check_peers(self) -> None:
+        self._collective.check()
+
     def _forget(self) -> None:
         del self._staged, self._flags, self._partial, self._counts, self._pushes, self._pusher, self._held
         del self._collective, self._bodies
@@ -198,9 +202,11 @@ class GemmReduceScatter(Operation):
         operands = Operands(a, weight, out, addend)
         if body is None:
             body = remember(self._bodies, lie, self._make_body(operands))
-        wants = self._collective.wants(a.shape[0], self._key)
+        all_rows = a.shape[0]
+        size_class = class_of_rows(all_rows)
+        wants = self._collective.wants(size_class, self._key)
         with self._carrying_out():
-            if self._collective.agree(a.shape[0], wants=wants, is_capturing=self._is_capturing()):
+            if self._collective.agree(size_class, all_rows, wants=wants, is_capturing=self._is_capturing()):
                 self._run_collective(a, weight, out, addend)
                 return out
             self._pushes.give_permits(at_once=not in_steps)

@@ -92,9 +92,9 @@ class AllGatherMoE(ExpertOperation):
 
     `collective` says whether calls gather by collectives of the group and multiply by the kernel of a single
     rank; None tunes that, for numbers of tokens up to the same power of two. All ranks pass the same. Where
-    this rank would make them, its host waits for the peers to come to the call, and makes them if all would.
-    A captured call does what the last eager one with as many tokens of each rank did; a replay waits for its
-    peers as any collective does.
+    this rank would make them and has not with such numbers, its host waits for the peers to come to the call,
+    and makes them if all would. A captured call does what the last eager one with such numbers did; a replay
+    waits for its peers as any collective does.
 
     With `body="auto"` calls on Hopper whose experts have, on average, the rows of a tile are left to a kernel
     whose warps have roles, if rows of the weight and of the result begin at 16 bytes; with "plain" none is.

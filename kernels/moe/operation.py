@@ -184,6 +184,9 @@ class ExpertOperation(Operation):
         except SymmetricMemoryError as error:
             self._no_board = str(error)
 
+    def _check_peers(self) -> None:
+        self._collective.check()
+
     def _forget(self) -> None:
         if self._host_memory is not None:
             self._host_memory.abandon()
@@ -242,10 +245,11 @@ class ExpertOperation(Operation):
         To be asked once in each call, of one of KINDS: all ranks decide alike.
         """
         most_tokens, is_shared = max(self._told), kind == "route"
-        key = (kind, experts, topk, *self._key)
-        wants = most_tokens > 0 and self._collective.wants(size_class(self.world_size * most_tokens), key)
-        terms = 1 + digest_of((KINDS.index(kind), experts, topk, *self._told))
-        if self._collective.agree(terms, wants=wants, is_capturing=self._is_capturing()):
+        key, of_size = (kind, experts, topk, *self._key), size_class(self.world_size * most_tokens)
+        wants = most_tokens > 0 and self._collective.wants(of_size, key)
+        terms = digest_of((KINDS.index(kind), experts, topk, *self._told))
+        key, is_capturing = (of_size, most_tokens > 0, *key), self._is_capturing()
+        if self._collective.agree(key, terms, wants=wants, is_capturing=is_capturing):
             if topk_ids is not None:
                 of_call = (most_tokens * topk, self._digest(is_shared))
                 self._gatherer.gather(self._collective, topk_ids, topk_weights, *of_call)

@@ -15,19 +15,21 @@ from ranks import meet
 
 
 def in_step(rank, first, calls):
-    """Ask at random, for rows that may differ, and late at random; return the calls decided wrongly."""
+    """Ask at random, and late at random; return the calls decided wrongly."""
     box, order, late = Ballots("test", None, PATIENCE_S), random.Random(first), random.Random(rank)
     box._call, box._rings[rank][first % RING] = first, first << 32
     dist.barrier()
     wrong = []
     for call in range(calls):
-        asked = [order.choice((0, 8, 8, 8)) for _ in range(dist.get_world_size())]
+        asked = [order.choice((0, 8, 8)) for _ in range(dist.get_world_size())]
         if order.random() < 0.7:
             asked = [8 * (asked[0] > 0)] * len(asked)
         if late.random() < 0.01:
             time.sleep(late.random() / 100)
-        if box.agree(asked[rank]) != (set(asked) == {8}):
+        standing = box.standing(8)
+        if box.agree(8, int(asked[rank] > 0), 8) != (set(asked) == {8} or (standing and 8 in asked)):
             wrong.append(call)
+    box.check()
     return wrong
 
 
@@ -41,8 +43,8 @@ def far_ahead(rank):
     box = Ballots("test", None, SHORT_S)
     if rank == 1:
         meet()
-        return [box.agree(8) for _ in range(3)]
-    message = message_of(lambda: [box.agree(0) for _ in range(10 * RING)])
+        return [box.agree(8, 1, 8) for _ in range(3)]
+    message = message_of(lambda: [box.agree(8, 0, 8) for _ in range(10 * RING)])
     meet()
     return box._call, message
 
@@ -54,4 +56,41 @@ def test_a_rank_that_asks_for_nothing_is_less_than_a_ring_ahead():
         f"PeerTimeout: test, rank 0: rank 1 did not come to eager call {RING // 2} within 1.5 s; its last is"
     )
     assert message.startswith(text)
-    assert decided == [False] * 3
+    assert decided == [0] * 3
+
+
+def settled(rank):
+    """Agree on a way, let rank 0 go on alone with it, then give it up together."""
+    box = Ballots("test", None, PATIENCE_S)
+    agreed = [box.agree("key", 1, 8), box.agree("key", 3, 8), box.agree("key", 3, 8)]
+    if rank == 0:
+        alone = [box.agree("key", 3, 8) for _ in range(RING // 2 - 10)]
+        meet()
+    else:
+        meet()  # rank 0 has made all its calls
+        alone = [box.agree("key", 3, 8) for _ in range(RING // 2 - 10)]
+    # Who wants another way does what peers do that may have gone on; all may want another one.
+    apart = box.agree("key", 3 if rank == 0 else 0, 8)
+    together = box.agree("key", 0, 8)
+    box.check()
+    return agreed, set(alone), apart, together, box.standing("key")
+
+
+def test_a_rank_that_goes_on_as_before_waits_for_nobody():
+    assert values(settled, 2) == [([1, 3, 3], {3}, 3, 0, 0)] * 2
+
+
+def other_terms(rank):
+    box = Ballots("test", None, PATIENCE_S)
+    for _ in range(2):
+        box.agree("key", 1, 8)
+    box.agree("key", 1, 8 + rank)  # unread: it stands
+    messages = [message_of(box.check), message_of(lambda: box.agree("key", 1, 8))]
+    meet()
+    return messages
+
+
+def test_other_terms_in_a_call_that_nobody_read_are_told_later():
+    for rank, messages in enumerate(values(other_terms, 2)):
+        text = f"ValueError: test, rank {rank}: rank {1 - rank} made eager call 3 with other rows or tokens"
+        assert [message[: len(text)] for message in messages] == [text] * 2

@@ -175,6 +175,6 @@ def all_calls(rank: int, collective: bool | None) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(2, marks=pytest.mark.gpu(devices=2), id="2 GPUs")])
-@pytest.mark.parametrize("collective", [False], ids=["overlapped"])
+@pytest.mark.parametrize("collective", [False, True], ids=["overlapped", "by collectives"])
 def test_a_settled_call_waits_for_nobody_also_beside_graphs(world: int, collective: bool) -> None:
     assert values(all_calls, world, collective) == [[]] * world

@@ -234,7 +234,7 @@ def ways_of_ranks(rank, wanted_of_call):
 
 def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_call():
     wanted = [(TWO_SHOT, ONE_SHOT), (TWO_SHOT, TWO_SHOT), (COLLECTIVE, TWO_SHOT), (COLLECTIVE, COLLECTIVE)]
-    expected = [ONE_SHOT, TWO_SHOT, ONE_SHOT, COLLECTIVE, COLLECTIVE, ONE_SHOT]
+    expected = [ONE_SHOT, TWO_SHOT, TWO_SHOT, COLLECTIVE, COLLECTIVE, ONE_SHOT]
     for taken, errors in values(ways_of_ranks, 2, wanted):
         assert taken == expected
         assert max(errors) < 1
