@@ -12,6 +12,7 @@ from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, 
 from ..epilogues import EpilogueKind, apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import Exchange, is_lost, part_from, slot_of, wait_for_rows
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
+from ..gemm.configs import class_of_rows
 from ..launch import SettledLaunches, Tensors, load
 from ..signals import GIVEN_UP
 from ..tensors import lies_by_columns, pitch_of
@@ -48,14 +49,14 @@ CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["M", "N", "K", "TMA_LEGAL", "BY_COLUMNS", "ACTIVATION"],  # and the types of all tensors
+    key=["size_class", "N", "K", "TMA_LEGAL", "BY_COLUMNS", "ACTIVATION"],  # and the types of all tensors
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )
 @triton.jit(
     do_not_specialize=[
         *("row_scale_ptr", "column_scale_ptr", "bias_ptr"),
-        *("M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks"),
+        *("M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks", "size_class"),
     ]
 )
 def all_gather_gemm(
@@ -79,6 +80,7 @@ def all_gather_gemm(
     base,  # what ARRIVED was before this call
     pushed,  # 1 where chunks are pushed; no constexpr: what is loaded serves both
     patience_ticks,
+    size_class,  # of the rows of a chunk, for the key of the tuning
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
@@ -201,7 +203,8 @@ class Shape(NamedTuple):
     epilogue: EpilogueKind
 
     def sizes(self) -> dict[str, int]:
-        return {"M": self.m, "N": self.n, "K": self.k}
+        rows = class_of_rows(self.m // self.world_size)
+        return {"M": self.m, "N": self.n, "K": self.k, "size_class": rows}
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -263,4 +266,4 @@ class PlainConsumer:
         ending = call.epilogue
         tensors = (gather, weight, out, call.flags, call.errors, ending.scale_a, ending.scale_b, ending.bias)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
-        return tensors, (*self._sizes, *scalars)
+        return tensors, (*self._sizes, *scalars, class_of_rows(call.rows))

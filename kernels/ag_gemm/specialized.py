@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..configs import capability, not_too_large, shared_memory_bytes, take_first
 from ..epilogues import NO_EPILOGUE, EpilogueKind
 from ..exchange.spoil import spoil_chunks
-from ..gemm.configs import blocks_of, gluon_candidate, in_words
+from ..gemm.configs import blocks_of, class_of_chunk, gluon_candidate, in_words
 from ..gemm.pruning import TYPE_NAMES, fits
 from ..launch import SettledLaunches, load
 from ..matrices import Block, Matrix, describe, matrix_of_rows
@@ -51,7 +52,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
     It looks at what all ranks share, save N, so ranks with equal weights keep equal candidates.
     """
     args = in_words({**named_args, **kwargs})
-    rows, limit = args["M"] // args["WORLD"], shared_memory_bytes()
+    rows, limit = args.get("size_class") or args["M"] // args["WORLD"], shared_memory_bytes()
     usable = [
         config
         for config in configs
@@ -64,10 +65,15 @@ OPERAND_TYPES = (torch.float16, torch.bfloat16, FP8)
 
 tuned = triton.autotune(
     configs=CANDIDATES,
-    key=["M", "N", "K", "DTYPE", "TRANS_B", "ACTIVATION"],  # and the type of a bias, if any
+    key=["size_class", "N", "K", "DTYPE", "TRANS_B", "ACTIVATION"],  # and the type of a bias, if any
     prune_configs_by={"early_config_prune": prune},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )(specialized_all_gather_gemm)
+
+
+@functools.lru_cache(maxsize=4096)
+def _size_class(rows: int) -> int:
+    return class_of_chunk(rows, CANDIDATES)
 
 
 class Shape(NamedTuple):
@@ -85,7 +91,11 @@ class Shape(NamedTuple):
     epilogue: EpilogueKind = NO_EPILOGUE
 
     def sizes(self) -> dict[str, int]:
-        return {"M": self.m, "N": self.n, "K": self.k}
+        return {"M": self.m, "N": self.n, "K": self.k, "size_class": self.size_class()}
+
+    def size_class(self) -> int:
+        """Return the number of rows of a chunk that this one is tuned as."""
+        return _size_class(self.m // self.world_size)
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -163,7 +173,7 @@ class SpecializedConsumer:
         ending = call.epilogue
         tensors = (call.flags, call.errors, trace, ending.scale_a, ending.scale_b, ending.bias)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
-        return (*tensors, shape.m, shape.n, shape.k, call.capacity, *scalars)
+        return (*tensors, shape.m, shape.n, shape.k, call.capacity, *scalars, shape.size_class())
 
 
 def _describe(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> list[TensorDescriptor]:

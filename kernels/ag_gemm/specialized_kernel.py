@@ -111,7 +111,7 @@ class Chunks:
 
 UNSPECIALIZED = [
     *("flags_ptr", "errors_ptr", "trace_ptr", "row_scale_ptr", "column_scale_ptr", "bias_ptr"),
-    *("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks"),
+    *("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks", "size_class"),
 ]
 
 
@@ -137,6 +137,7 @@ def specialized_all_gather_gemm(
     base,  # what ARRIVED was before this call
     pushed,  # 1 where chunks are pushed; no constexpr: what is loaded serves both
     patience_ticks,
+    size_class,  # of the rows of a chunk, for the key of the tuning
     WORLD: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
     DTYPE: gl.constexpr,  # of A and B

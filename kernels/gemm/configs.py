@@ -20,6 +20,7 @@ above 128 is tuned as more than a quarter more.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import triton
@@ -311,9 +312,16 @@ PLAIN_CPU_CANDIDATES = [
 PLAIN_CANDIDATES = PLAIN_CPU_CANDIDATES if INTERPRETED else PLAIN_GPU_CANDIDATES
 
 
+@functools.lru_cache(maxsize=4096)
 def class_of_rows(rows: int) -> int:
     """Return the largest number of rows that is tuned as this one is."""
     step = STEP
     if rows > FINE_UNTIL:
         step = (1 << (rows - 1).bit_length() - 1) // CLASSES_A_DOUBLING
     return -(-rows // step) * step
+
+
+def class_of_chunk(rows: int, configs: list[triton.Config]) -> int:
+    """Return the same for a chunk, than which a config's tiles must not be higher: none parts its class."""
+    too_high = {config.kwargs["BLOCK_M"] for config in configs} - set(range(rows + 1))
+    return min([class_of_rows(rows), *(height - 1 for height in too_high)])

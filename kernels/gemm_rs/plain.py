@@ -11,6 +11,7 @@ import triton.language as tl
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
 from ..exchange.peers import ARRIVED, Peers, count_lost, wait_for_all
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
+from ..gemm.configs import class_of_rows
 from ..launch import SettledLaunches
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
@@ -46,11 +47,11 @@ CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["M", "N", "K", "TMA_LEGAL", "BY_COLUMNS"],
+    key=["size_class", "N", "K", "TMA_LEGAL", "BY_COLUMNS"],
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, behind theirs
 )
-@triton.jit(do_not_specialize=["M", "first", "chunks", "rank", "patience_ticks"])
+@triton.jit(do_not_specialize=["M", "first", "chunks", "rank", "patience_ticks", "size_class"])
 def gemm_reduce_scatter(
     a_ptr,  # [M, K], rows stride_am apart
     b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
@@ -73,6 +74,7 @@ def gemm_reduce_scatter(
     chunks,  # how many to compute: WORLD, or one in a call that is captured
     rank,
     patience_ticks,
+    size_class,  # of the rows of a chunk, for the key of the tuning
     WORLD: tl.constexpr,
     TMA_LEGAL: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
@@ -209,7 +211,8 @@ class Shape(NamedTuple):
     upcasts: bool
 
     def sizes(self) -> dict[str, int]:
-        return {"M": self.m, "N": self.n, "K": self.k}
+        rows = class_of_rows(self.m // self.world_size)
+        return {"M": self.m, "N": self.n, "K": self.k, "size_class": rows}
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -248,5 +251,6 @@ class PlainBody:
         shape = Shape._make((*self._sizes, call.world_size, call.chunks, call.programs, *self._place))
         added = call.held.partial if addend is None else addend.detach()
         tensors = (a.detach(), weight.detach(), out, *call.held, added)
-        scalars = (*self._sizes, call.first, call.chunks, call.rank, call.patience_ticks)
+        rows = class_of_rows(out.shape[0])
+        scalars = (*self._sizes, call.first, call.chunks, call.rank, call.patience_ticks, rows)
         _SETTLED.launch(shape, tensors, scalars)

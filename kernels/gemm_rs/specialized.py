@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import triton
 
 from ..compat import HAS_INLINE_PTX
 from ..configs import capability, not_too_large, shared_memory_bytes, take_first
-from ..gemm.configs import any_width, blocks_of, gluon_candidate
+from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.pruning import TYPE_NAMES, fits
 from ..launch import SettledLaunches
 from ..matrices import Block, Matrix, describe, matrix_of_rows, set_block
@@ -70,7 +71,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
     It looks at what all ranks share, save K, so ranks with equal weights keep equal candidates.
     """
     args = {**named_args, **kwargs}
-    rows, limit = args["M"] // args["WORLD"], shared_memory_bytes()
+    rows, limit = args.get("size_class") or args["M"] // args["WORLD"], shared_memory_bytes()
     usable = [
         config
         for config in configs
@@ -85,10 +86,15 @@ OPERAND_TYPES = (torch.float16, torch.bfloat16)
 
 tuned = triton.autotune(
     configs=CANDIDATES,
-    key=["M", "N", "K", "DTYPE", "TRANS_B"],  # and the type of an addend, if any
+    key=["size_class", "N", "K", "DTYPE", "TRANS_B"],  # and the type of an addend, if any
     prune_configs_by={"early_config_prune": prune},
     do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, behind theirs
 )(specialized_gemm_reduce_scatter)
+
+
+@functools.lru_cache(maxsize=4096)
+def _size_class(rows: int) -> int:
+    return class_of_chunk(rows, CANDIDATES)
 
 
 class Shape(NamedTuple):
@@ -106,7 +112,11 @@ class Shape(NamedTuple):
     programs: int
 
     def sizes(self) -> dict[str, int]:
-        return {"M": self.m, "N": self.n, "K": self.k}
+        return {"M": self.m, "N": self.n, "K": self.k, "size_class": self.size_class()}
+
+    def size_class(self) -> int:
+        """Return the number of rows of a chunk that this one is tuned as."""
+        return _size_class(self.m // self.world_size)
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -155,7 +165,7 @@ class SpecializedBody:
         held, addend = call.held, operands.addend
         tensors = (held.staged, held.flags, held.counts, held.errors, addend)
         scalars = (call.capacity, call.first, call.chunks, call.rank, call.patience_ticks)
-        arguments = (*tensors, shape.m, shape.n, shape.k, *scalars)
+        arguments = (*tensors, shape.m, shape.n, shape.k, *scalars, shape.size_class())
         settled = _SETTLED.find(shape)
         if settled is not None:
             a, b, out, partial = (each.data_ptr() for each in (*operands[:3], held.partial))

@@ -205,7 +205,8 @@ class Chunks:
                     part_from(peer, self.m, self.peers, self.WORLD)
 
 
-UNSPECIALIZED = ["flags_ptr", "errors_ptr", "M", "K", "capacity", "first", "chunks", "rank", "patience_ticks"]
+UNSPECIALIZED = ["flags_ptr", "errors_ptr", "M", "K", "capacity", "first", "chunks", "rank"]
+UNSPECIALIZED += ["patience_ticks", "size_class"]
 
 
 # Sizes only count tiles, save N, a multiple of 8: its divisors tell where rows of sums begin.
@@ -229,6 +230,7 @@ def specialized_gemm_reduce_scatter(
     chunks,  # how many to compute: WORLD, or one in a call that is captured
     rank,
     patience_ticks,
+    size_class,  # of the rows of a chunk, for the key of the tuning
     WORLD: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
     DTYPE: gl.constexpr,  # of A, B and C, for the key of the tuning

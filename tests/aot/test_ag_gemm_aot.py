@@ -35,7 +35,7 @@ TYPES = {
     "flags_ptr": "*i32",
     "errors_ptr": "*i64",
     **dict.fromkeys(("M", "N", "K", "slots", "capacity", "stride_b", "stride_cm"), "i32"),
-    **dict.fromkeys(("rank", "epoch", "base", "pushed", "patience_ticks"), "i32"),
+    **dict.fromkeys(("rank", "epoch", "base", "pushed", "patience_ticks", "size_class"), "i32"),
 }
 TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
 

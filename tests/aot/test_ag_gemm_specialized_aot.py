@@ -31,7 +31,7 @@ from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 pytestmark = pytest.mark.aot
 
 TARGETS = pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
-SCALARS = ("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks")
+SCALARS = ("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks", "size_class")
 
 
 def candidate(variant: str, blocks: tuple[int, int, int], warps: int) -> triton.Config:

@@ -27,7 +27,7 @@ TYPES = {
     **dict.fromkeys(("flags_ptr", "counts_ptr"), "*i32"),
     "errors_ptr": "*i64",
     **dict.fromkeys(("M", "N", "K", "capacity", "stride_am", "stride_b", "stride_cm"), "i32"),
-    **dict.fromkeys(("first", "chunks", "rank", "patience_ticks"), "i32"),
+    **dict.fromkeys(("first", "chunks", "rank", "patience_ticks", "size_class"), "i32"),
 }
 PLAIN = {"BY_COLUMNS": False, "HAS_ADDEND": False}
 OF_BACKWARD = {"BY_COLUMNS": True, "HAS_ADDEND": True}
@@ -43,7 +43,7 @@ def compile_candidate(config, target, world=8, **values):
         gemm_reduce_scatter.fn,
         TYPES,
         constexprs | config.kwargs,
-        any_value=("M", "first", "chunks", "rank", "patience_ticks"),
+        any_value=("M", "first", "chunks", "rank", "patience_ticks", "size_class"),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

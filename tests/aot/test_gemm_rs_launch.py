@@ -204,7 +204,7 @@ def test_every_argument_is_where_the_kernel_expects_it(device):
             "c_ptr": out.data_ptr(),
             **{f"{name}_ptr": tensor.data_ptr() for name, tensor in caller.held._asdict().items()},
             **{"M": 250, "N": 192, "K": 104, "capacity": 131, "rank": 1, "patience_ticks": 99},
-            **{"first": 0, "chunks": 2},
+            **{"first": 0, "chunks": 2, "size_class": 128},
             **{"stride_am": 112, "stride_b": 120, "stride_cm": 216},
             "addend_ptr": caller.held.partial.data_ptr(),  # which is not read
             **{"WORLD": 2, "TMA_LEGAL": True, "BY_COLUMNS": False, "HAS_ADDEND": False, "UPCAST": False},

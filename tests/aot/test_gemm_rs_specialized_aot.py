@@ -27,7 +27,7 @@ from dist_autotune.kernels.launch import SettledLaunches
 pytestmark = pytest.mark.aot
 
 TARGETS = pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
-SCALARS = ("M", "N", "K", "capacity", "first", "chunks", "rank", "patience_ticks")
+SCALARS = ("M", "N", "K", "capacity", "first", "chunks", "rank", "patience_ticks", "size_class")
 # Of four warps that share a tile, with Triton 3.9: the thread's number and the last column.
 SPILLED_BYTES = 8 if HAS_INLINE_PTX else 0
 SMALL = next(config for config in CANDIDATES if config.kwargs["BLOCK_M"] == 64)
@@ -199,7 +199,7 @@ def test_the_short_way_launches_what_the_long_one_does_with_its_own_numbers(devi
     assert first[4][1:3] == ((WORLD - 1) * CAPACITY, N)  # the partial sums of all peers
     names = specialized.tuned.arg_names
     named = dict(zip(names, first, strict=True))
-    assert [named[name] for name in SCALARS] == [WORLD * ROWS, N, K, CAPACITY, 0, WORLD, 1, 99]
+    assert [named[name] for name in SCALARS] == [WORLD * ROWS, N, K, CAPACITY, 0, WORLD, 1, 99, ROWS]
     assert named["staged_ptr"] == held.staged.data_ptr()
     assert device.launched[0][:3] == (WORLD * (ROWS // 64) * (N // SMALL.kwargs["BLOCK_N"]), 1, 1)
 

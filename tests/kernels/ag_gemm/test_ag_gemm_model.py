@@ -193,6 +193,7 @@ def gather_and_multiply(
         scene.base,
         int(scene.pushed),
         scene.patience_ticks,
+        scene.m,  # its class
         seed=scene.seed,
         beside=scene.arrivals(),
         WORLD=scene.world,

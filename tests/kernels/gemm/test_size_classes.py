@@ -7,9 +7,14 @@ import torch
 from operation_runs import INTERPRETER
 from test_persistent_gemm import error_ratio, matrix
 
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm.configs import PLAIN_CANDIDATES, class_of_rows
+from dist_autotune.kernels.gemm.configs import PLAIN_CANDIDATES, class_of_chunk, class_of_rows
 from dist_autotune.kernels.gemm.operation import plain_gemm
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.gemm_rs import specialized as rs_specialized
+from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
 pytestmark = INTERPRETER
@@ -45,6 +50,32 @@ def test_rows_of_one_class_are_benchmarked_once_and_every_product_is_right(monke
         picked.append(len(plain_gemm.cache) > before)
     assert picked == [True, False, False, False, False, True, False, False]
     assert {key[0] for key in plain_gemm.cache} == {32, 48}
+
+
+@pytest.mark.parametrize("candidates", [specialized.CANDIDATES, rs_specialized.CANDIDATES])
+def test_no_tile_is_higher_than_one_chunk_of_a_class_and_not_than_another(candidates):
+    heights = {config.kwargs["BLOCK_M"] for config in candidates}
+    for rows in range(1, 5000):
+        largest = class_of_chunk(rows, candidates)
+        assert rows <= largest <= class_of_rows(rows)
+        assert largest == class_of_chunk(largest, candidates)
+        assert {height <= rows for height in heights} == {height <= largest for height in heights} or not any(
+            rows < height <= largest for height in heights
+        )
+    assert [class_of_chunk(rows, candidates) for rows in (127, 128, 129)] == [127, 128, 160]
+
+
+@pytest.mark.filterwarnings("ignore:.*has not been tuned")
+@pytest.mark.parametrize("kind", [AllGatherGemm, GemmReduceScatter])
+def test_overlapped_operations_are_tuned_for_classes_of_rows(kind, monkeypatch):
+    kernel = {AllGatherGemm: all_gather_gemm, GemmReduceScatter: gemm_reduce_scatter}[kind]
+    monkeypatch.setattr(kernel, "cache", {})
+    weight = matrix(24, 40, torch.float16)
+    with kind(200, 40 if kind is AllGatherGemm else 24, torch.float16, collective=False) as op:
+        for rows in (129, 145, 160, 161, 192):
+            a = matrix(rows, 40, torch.float16)
+            assert error_ratio(op(a, weight), a, weight.T) < 1
+    assert {key[0] for key in kernel.cache} == {160, 192}
 
 
 @pytest.mark.parametrize("exchanged", [False, True])

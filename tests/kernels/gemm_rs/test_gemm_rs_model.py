@@ -157,6 +157,7 @@ def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **optio
         chunks,
         scene.rank,
         scene.patience_ticks,
+        scene.m,  # its class
         seed=scene.seed,
         haste=(None, 0.05, 0.9)[scene.seed % 3],
         beside=beside,
