@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..exchange.calls import check_calls
 from .collective_groups import CollectiveGroups
-from .functions import all_gather_matmul, matmul_reduce_scatter, sum_gradient
+from .functions import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, sum_gradient
 from .layers import ColumnParallelLinear, RowParallelLinear, SwiGLU
 from .moe_layer import MoE
 from .parallelize import ColumnParallel, RowParallel, SequenceParallel, parallelize
@@ -27,6 +27,7 @@ __all__ = [
     "all_gather_matmul",
     "check_calls",
     "limit_sharding",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "parallelize",
     "release",

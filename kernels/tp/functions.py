@@ -8,6 +8,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from ..tensors import check_no_gradient
 from . import operators
 from .registry import Group, name_of, size_of
 
@@ -97,6 +98,26 @@ def matmul_reduce_scatter(
     if bias is not None:
         sums = sums + sum_gradient(bias, group_name)
     return _from_rows(sums, sizes, scatter_dim)
+
+
+def matmul_all_reduce(
+    a: Tensor, weight: Tensor, group: Group = None, *, bias: Tensor | None = None
+) -> Tensor:
+    """Return `sum over ranks a @ weight.T` on all ranks, plus bias: for serving, it has no backward.
+
+    a [..., K], K this rank's part of the inner dimension, as many rows on all ranks; weight [N, K], by rows
+    or by columns; bias [N], equal on all ranks. Raises RuntimeError where a gradient is wanted.
+    """
+    check_no_gradient("matmul_all_reduce", a=a, weight=weight, bias=bias)
+    group_name = name_of(group)
+    rows = a.reshape(-1, a.shape[-1])
+    if _is_traced(rows, weight):
+        sums: Tensor = torch.ops.dist_autotune.matmul_all_reduce(rows, weight, group_name)
+    else:
+        sums = operators.multiply_and_all_reduce(rows, weight, group_name)
+    if bias is not None:
+        sums += bias
+    return sums.unflatten(0, a.shape[:-1])
 
 
 def sum_gradient(tensor: Tensor, group: Group = None) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from .functions import all_gather_matmul, matmul_reduce_scatter, sum_gradient
+from ..tensors import check_no_gradient
+from .functions import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, sum_gradient
 from .registry import name_of
 
 
@@ -60,16 +61,29 @@ class _ParallelLinear(nn.Linear):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """An `nn.Linear` from this rank's tokens, along `dim`, to its part of the features of all tokens."""
+    """An `nn.Linear` from this rank's tokens, along `dim`, to its part of the features of all tokens.
+
+    With gather=False from all tokens, which each rank has: for serving, it has no backward.
+    """
 
     def __init__(
-        self, linear: nn.Linear, mesh: DeviceMesh, *, dim: int = 0, save_gathered: bool = True
+        self,
+        linear: nn.Linear,
+        mesh: DeviceMesh,
+        *,
+        dim: int = 0,
+        save_gathered: bool = True,
+        gather: bool = True,
     ) -> None:
         super().__init__(linear, mesh, dim, 0, Shard(0))
-        self.save_gathered = save_gathered
+        self.save_gathered, self.gather = save_gathered, gather
         self._together: tuple[ProductsOfOneInput, int] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.gather:
+            weight, bias = local(self.weight), local(self.bias)
+            check_no_gradient("ColumnParallelLinear(gather=False)", x=x, weight=weight, bias=bias)
+            return nn.functional.linear(x, weight, bias)
         if self._together is None:
             return project(x, [self])[0]
         products, index = self._together
@@ -158,13 +172,21 @@ def _noted_version() -> int:
 
 
 class RowParallelLinear(_ParallelLinear):
-    """An `nn.Linear` from this rank's part of the features of all tokens to its own tokens, along `dim`."""
+    """An `nn.Linear` from this rank's part of the features of all tokens to its own tokens, along `dim`.
 
-    def __init__(self, linear: nn.Linear, mesh: DeviceMesh, *, dim: int = 0) -> None:
+    With all_reduce=True to all tokens, on all ranks: for serving, it has no backward.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, mesh: DeviceMesh, *, dim: int = 0, all_reduce: bool = False
+    ) -> None:
         super().__init__(linear, mesh, dim, 1, Replicate())
+        self.all_reduce = all_reduce
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = local(self.weight), local(self.bias)
+        if self.all_reduce:
+            return matmul_all_reduce(x, weight, self.group_name, bias=bias)
         return matmul_reduce_scatter(x, weight, self.group_name, bias=bias, scatter_dim=self.dim)
 
 

@@ -5,6 +5,7 @@ What is traced has them; eager calls leave them out (`functions`), as their disp
     all_gather_matmul                every rank's rows times each weight.T, behind one gather
     matmul_reduce_scatter            this rank's rows of the sum of all products, over pairs and ranks
     matmul_reduce_scatter_backward   the gradients of its operands, behind one gather
+    matmul_all_reduce                the sum of all ranks' products on all ranks; forward only
 
 Weights are [N, K], by rows or by columns: so each is the other's backward with `w.T`, and none is copied.
 Matrices of activations whose rows are not contiguous are copied. Ranks must call in the same order, which
@@ -21,6 +22,7 @@ import torch.distributed._functional_collectives  # it registers torch.ops._c10d
 from torch import Tensor
 
 from ..ag_gemm import AllGatherGemm
+from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
 from .registry import opened, size_of
 
@@ -34,6 +36,7 @@ library.define(
     "matmul_reduce_scatter_backward(Tensor grad, Tensor[] a, Tensor[] weights, str group_name, "
     "bool[] for_a, bool[] for_weights) -> (Tensor[], Tensor[])"
 )
+library.define("matmul_all_reduce(Tensor a, Tensor weight, str group_name) -> Tensor")
 _ops = torch.ops.dist_autotune
 
 
@@ -84,6 +87,14 @@ def multiply_and_scatter(a: Sequence[Tensor], weights: Sequence[Tensor], group_n
     rows, weight = a[largest], weights[largest]
     operation = opened(GemmReduceScatter, rows, rows.shape[0], weight.shape[0], group_name)
     return operation(by_rows(rows), weight, addend=addend)
+
+
+def multiply_and_all_reduce(a: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    """Return the sum of all ranks' products, all of its rows."""
+    operation = opened(GemmAllReduce, a, a.shape[0], weight.shape[0], group_name)
+    result = operation(by_rows(a), weight)
+    assert isinstance(result, Tensor)
+    return result
 
 
 def gather_and_multiply_backward(
@@ -251,3 +262,8 @@ register(
     _keep_for_scatter,
 )
 register("matmul_reduce_scatter_backward", gather_and_multiply_backward, _shapes_of_backward)
+register(
+    "matmul_all_reduce",
+    multiply_and_all_reduce,
+    lambda a, weight, group_name: a.new_empty((a.shape[0], weight.shape[0])),
+)

@@ -25,15 +25,20 @@ class ColumnParallel:
 
     names: the children that are linear layers of one input, which share a gather; none: the module itself is
     one. dim: of the activations, along which ranks share the tokens. save_gathered: see `all_gather_matmul`.
+    gather=False: each rank has all tokens; without a backward.
     """
 
-    def __init__(self, *names: str, dim: int = 0, save_gathered: bool = True) -> None:
-        self.names, self.dim, self.save_gathered = names, dim, save_gathered
+    def __init__(self, *names: str, dim: int = 0, save_gathered: bool = True, gather: bool = True) -> None:
+        self.names, self.dim, self.save_gathered, self.gather = names, dim, save_gathered, gather
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, ColumnParallelLinear]:
         return {
             name: ColumnParallelLinear(
-                _linear(module.get_submodule(name)), mesh, dim=self.dim, save_gathered=self.save_gathered
+                _linear(module.get_submodule(name)),
+                mesh,
+                dim=self.dim,
+                save_gathered=self.save_gathered,
+                gather=self.gather,
             )
             for name in self.names or ("",)
         }
@@ -41,12 +46,16 @@ class ColumnParallel:
 
 @dataclass(frozen=True)
 class RowParallel:
-    """A linear layer from this rank's part of the features of all tokens to its own tokens."""
+    """A linear layer from this rank's part of the features of all tokens to its own tokens.
+
+    all_reduce: to all tokens, on all ranks; without a backward.
+    """
 
     dim: int = 0
+    all_reduce: bool = False
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, nn.Module]:
-        return {"": RowParallelLinear(_linear(module), mesh, dim=self.dim)}
+        return {"": RowParallelLinear(_linear(module), mesh, dim=self.dim, all_reduce=self.all_reduce)}
 
 
 @dataclass(frozen=True)

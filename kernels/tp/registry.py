@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..ag_gemm import AllGatherGemm
 from ..exchange.operation import Operation, PeerTimeout
+from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
 from .announcements import Announcements
 
@@ -155,8 +156,12 @@ def reserve(
     *,
     device: torch.device | str | None = None,
     timeout_s: float = TIMEOUT_S,
+    all_reduce: bool = False,
 ) -> None:
     """Open what calls of up to so many tokens, of all ranks together, with so many features need.
+
+    all_reduce: what `matmul_all_reduce` needs, and nothing else.
+
 
     Without it the first call opens as much as it needs, and a larger one half as much again, which a captured
     call cannot. `MoE` opens its own at its first call. timeout_s: how long a kernel waits for a peer.
@@ -169,7 +174,8 @@ def reserve(
     if device.type == "cuda" and device.index is None:  # as tensors there have it
         device = torch.device("cuda", torch.cuda.current_device())
     per_rank = -(-tokens // size_of(group_name))
-    for kind, rows in ((AllGatherGemm, per_rank), (GemmReduceScatter, tokens)):
+    kinds: list[tuple[type[Operation], int]] = [(AllGatherGemm, per_rank), (GemmReduceScatter, tokens)]
+    for kind, rows in [(GemmAllReduce, tokens)] if all_reduce else kinds:
         key = Key(kind, group_name, features, dtype, device)
         found = WORKSPACES.find(key)
         if found is None or found.rows < rows:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ag_gemm_runs
+import gemm_ar_runs
 import gemm_rs_runs
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ def workspaces(rank: int, candidate: int | None = None) -> Iterator[int]:
     """Leave each kernel one candidate, by default another on each rank; yield how many ranks there are."""
     ag_gemm_runs.begin(rank, candidate)
     gemm_rs_runs.begin(rank, candidate)
+    gemm_ar_runs.begin(rank, candidate)
     for runs in (GATHERING, SCATTERING):
         seed_and_leave_one(rank, runs.kernel, runs.candidates, candidate)
     yield dist.get_world_size()

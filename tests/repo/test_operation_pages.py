@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from documents import blocks, page
 from operation_runs import INTERPRETER
-from torch.nn.functional import relu
+from torch.nn.functional import relu, rms_norm
 from tp_runs import assert_close, workspaces
 
 from ranks import assert_all_ok, run_ranks
@@ -46,6 +46,19 @@ def run_gemm_rs(rank: int) -> None:
         assert_close(y, summed_part(a @ weight.T, rank))
 
 
+def run_gemm_ar(rank: int) -> None:
+    with workspaces(rank, 0):
+        a, weight = torch.randn(TOKENS, K), torch.randn(48, K)
+        residual, norm_weight = torch.ones(TOKENS, 48), torch.full((48,), 2.0)
+        given = {"a": a, "weight": weight, "residual": residual, "norm_weight": norm_weight}
+        got = run_page("gemm_ar", given)
+        sums = a @ weight.T
+        dist.all_reduce(sums)
+        sums += 1
+        assert_close(got["residual"], sums)
+        assert_close(got["y"], rms_norm(sums, (48,), norm_weight, 1e-5))
+
+
 def run_moe(rank: int) -> None:
     with workspaces(rank, 0):
         x_shard, topk_weights = torch.randn(TOKENS, K), torch.rand(TOKENS, TOPK)
@@ -74,6 +87,11 @@ def test_the_program_of_allgather_gemm() -> None:
 @INTERPRETER
 def test_the_program_of_gemm_reduce_scatter() -> None:
     assert_all_ok(run_ranks(run_gemm_rs, WORLD))
+
+
+@INTERPRETER
+def test_the_program_of_gemm_all_reduce() -> None:
+    assert_all_ok(run_ranks(run_gemm_ar, WORLD))
 
 
 @INTERPRETER

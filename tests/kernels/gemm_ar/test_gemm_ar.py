@@ -173,6 +173,22 @@ def test_operands_may_be_slices_and_nothing_beside_them_is_written(way):
     assert_right(values(odd_places, 2, way))
 
 
+def same_sums(rank):
+    """Return whether sums with a residual have the same bits by each way of ours."""
+    begin(rank)
+    a, weight = operands(7, 34, 24, HALF)
+    residual, norm_weight = of_all(7, 34, HALF, 1)
+    sums = []
+    for way in OURS:
+        with GemmAllReduce(7, 34, HALF, way=way) as op:
+            sums.append(op(a, weight, None, residual, norm_weight)[1])
+    return [torch.equal(each, sums[0]) for each in sums]
+
+
+def test_the_ways_differ_in_no_bit_of_a_sum():
+    assert values(same_sums, 3) == [[True] * 3] * 3
+
+
 def unequal_inner_parts(rank):
     begin(rank)
     with GemmAllReduce(8, 24, HALF) as op:
