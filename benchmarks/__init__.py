@@ -6,5 +6,5 @@ tuner/             what the tuner costs, what its clock is worth, what equal bit
 simulation/        searches and sessions on made-up times, without kernels and ranks
 common/            what they share: ranks, arms and their times, records, pages and pictures
 
-`many_gpus.sh` runs what needs more than two GPUs.
+`readme.sh` measures every figure of the README.
 """
