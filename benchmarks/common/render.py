@@ -114,8 +114,21 @@ def _summary(record: dict[str, Any]) -> tuple[Row, list[Row]]:
     return columns, rows
 
 
+FURTHER = {  # figures that not every record has
+    "host_hot_ms": "host ms, hot",
+    "before_capture_ms": "ms before a capture",
+    "before_capture_host_ms": "host ms before a capture",
+}
+
+
 def _details(record: dict[str, Any]) -> tuple[Row, list[Row]]:
-    columns = (record["case_title"], "arm", "ms", "10 %", "90 %", "rate", "host ms", "error")
+    further = {
+        name: text
+        for name, text in FURTHER.items()
+        if any(name in arm for case in record["cases"] for arm in case["arms"])
+    }
+    own = ("arm", "ms", "10 %", "90 %", "rate", "host ms", "error")
+    columns = (record["case_title"], *own, *further.values())
     rows = []
     for case in record["cases"]:
         for arm in case["arms"]:
@@ -125,7 +138,8 @@ def _details(record: dict[str, Any]) -> tuple[Row, list[Row]]:
             slowest = max(arm["ranks_ms"], key=lambda of_rank: of_rank[record["quantiles"].index(0.5)])
             rate = f"{arm['rate']:.4g} {arm['rate_unit']}" if arm["rate_unit"] else ""
             times = (_ms(arm["ms"]), _ms(slowest[low]), _ms(slowest[high]))
-            rows.append((case["case"], arm["name"], *times, rate, _ms(arm["host_ms"]), f"{arm['error']:.1e}"))
+            figures = (*times, rate, _ms(arm["host_ms"]), f"{arm['error']:.1e}")
+            rows.append((case["case"], arm["name"], *figures, *(_ms(arm.get(name)) for name in further)))
     return columns, rows
 
 
