@@ -15,8 +15,8 @@ from dist_autotune.logs.records import ContextSettled, RunStarted
 SCRIPT = str(Path(__file__).parents[1] / "script" / "programs" / "plain_loop.py")
 STEPS = [
     pytest.param("40", marks=pytest.mark.torchrun, id="CPU ranks"),
-    # 4000 of milliseconds: meanwhile the other configs are compiled
-    pytest.param("4000", marks=pytest.mark.gpu(devices=2), id="2 GPUs"),
+    # 1500 of milliseconds: meanwhile the other configs are compiled
+    pytest.param("1500", marks=pytest.mark.gpu(devices=2), id="2 GPUs"),
 ]
 
 
