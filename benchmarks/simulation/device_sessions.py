@@ -27,23 +27,22 @@ class DeviceSession(Simulation):
         super().__init__(step.contexts(), {}, ranks=RANKS, choices=[*step.choices], **chosen)
         self.step, self._random, self._knows_shares = step, random, knows_shares
         self._kernels = {kernel.name: kernel for kernel in step.kernels}
-        self._kernel_of = {c: kernel for kernel in step.kernels for c in kernel.candidates}
         self._took: dict[str, float] = {}
         self._step_ms = 0.0
-        self._met: set[str] = set()
+        self._met: set[tuple[str, str]] = set()
 
     def run(self) -> None:
         plan = {name: self._candidate(name) for name in self.contexts}
         self._took, self._step_ms = self.step.times(plan)
         super().run()
-        self._met.update(plan.values())
+        self._met.update(plan.items())
 
     def _whole_ms(self, plan: dict[str, str], rank: int) -> float:
         return self._step_ms * self._noise()
 
-    def _ms(self, candidate: str, rank: int) -> float:
-        first_use = 1.0 if candidate in self._met else FIRST_USE
-        return self._took[self._kernel_of[candidate].name] * self._noise() * first_use
+    def _launch_ms(self, name: str, candidate: str, rank: int) -> float:
+        first_use = 1.0 if (name, candidate) in self._met else FIRST_USE
+        return self._took[name] * self._noise() * first_use
 
     def _noise(self) -> float:
         drift = 1 + DRIFT * (1 - math.exp(-len(self.plans) / DRIFT_RUNS))
@@ -53,13 +52,10 @@ class DeviceSession(Simulation):
     def _family(self, name: str) -> str:
         return self._kernels[name].family if name in self._kernels else name
 
-    def _share(self, candidate: str) -> int:
-        kernel = self._kernel_of.get(candidate)
-        return (
-            0
-            if kernel is None or not self._knows_shares
-            else round(1000 * kernel.candidates[candidate].share)
-        )
+    def _share(self, name: str, candidate: str) -> int:
+        if name not in self._kernels or not self._knows_shares:
+            return 0
+        return round(1000 * self._kernels[name].candidates[candidate].share)
 
 
 @dataclass(frozen=True)

@@ -138,9 +138,10 @@ class Simulation:
         part = Part(ran=candidate)
         on_trial = context is None or (context.judge == BY_LAUNCH and context.trial is not None)
         if on_trial and name not in self.choices and not (context is not None and context.is_warmup):
-            part = self._timed(candidate, self._ms(candidate, rank), (name, rank, candidate))
+            ms = self._launch_ms(name, candidate, rank)
+            part = self._timed(candidate, ms, (name, rank, candidate))
         bans = {c: (rank, reason) for c, reason in self.bans(run, rank, name).items()}
-        share = self._share(candidate)
+        share = self._share(name, candidate)
         return replace(part, bans=bans, announcement=announcement, share=share)
 
     def _timed(self, ran: str, ms: float, where: Any) -> Part:
@@ -150,16 +151,19 @@ class Simulation:
         return Part(ran=ran, worst_ms=so_far, best_ms=so_far, total_fs=femtoseconds(so_far), measured=1)
 
     def _whole_ms(self, plan: dict[str, str], rank: int) -> float:
-        took = sum(self._ms(c, rank) for name, c in plan.items() if name not in self.choices)
+        took = sum(self._launch_ms(n, c, rank) for n, c in plan.items() if n not in self.choices)
         return took + self.run_ms(plan)
 
     def _family(self, name: str) -> str:
         """Return the name of a context's kernel."""
         return name
 
-    def _share(self, candidate: str) -> int:
+    def _share(self, name: str, candidate: str) -> int:
         """Return the thousandths of the device that a candidate holds; 0: not known."""
         return 0
+
+    def _launch_ms(self, name: str, candidate: str, rank: int) -> float:
+        return self._ms(candidate, rank)
 
     def _ms(self, candidate: str, rank: int) -> float:
         return self.ms(candidate, rank) if callable(self.ms) else self.ms[candidate]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+import statistics
+from collections.abc import Generator, Iterable, Mapping
 from typing import TypeAlias
 
 from .context import Context
@@ -14,6 +15,7 @@ from .plans.search import Asked
 from .plans.space import PlanSpace, levels_of
 from .rules import BY_RUN, Rules
 
+FAMILY, OWN_SAY = 3, 1.15  # contexts of a kernel that steady each other; how far one may differ from them
 EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses cost the host
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
 HOST_SHARE = 0.95  # of the device's time of a run: a host that takes longer bounds it
@@ -170,10 +172,15 @@ class RaceRuns(RunPhase):
     def _space(self, launched: dict[tuple[str, int], frozenset[str]]) -> PlanSpace:
         seen = frozenset().union(*launched.values()) if launched else frozenset(self._contexts)
         choices = {name: self._options(name) for name in self._choices() if name in seen}
-        kernels = [
-            levels_of(c.name, c.kernel, _without(c.launch_ms, c), c.shares, c.incumbent, c.launches)
+        judged = [
+            c
             for c in self._contexts.values()
             if c.name in seen and not c.is_choice and c.launch_ms and c.name not in self._decided
+        ]
+        ratios = _family_ratios(judged)
+        kernels = [
+            levels_of(c.name, c.kernel, _steadied_ms(c, ratios), c.shares, c.incumbent, c.launches)
+            for c in judged
         ]
         kinds = {name: repr(self._contexts[name].texts) for name in choices}
         return PlanSpace(kernels, choices, launched, kinds)
@@ -208,5 +215,24 @@ class RaceRuns(RunPhase):
         return [(context.name, index) for context in alike]
 
 
-def _without(ms: Mapping[int, float], context: Context) -> dict[int, float]:
-    return {index: each for index, each in ms.items() if index not in context.banned}
+def _family_ratios(contexts: Iterable[Context]) -> dict[tuple[str, str], float]:
+    """Return what a config takes over the fastest of its context, as the median over a kernel's contexts."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for context in contexts:
+        fastest_ms = min(context.launch_ms.values())
+        for index, ms in context.launch_ms.items():
+            found.setdefault((context.kernel, context.digests[index]), []).append(ms / fastest_ms)
+    return {config: statistics.median(each) for config, each in found.items() if len(each) >= FAMILY}
+
+
+def _steadied_ms(context: Context, ratios: Mapping[tuple[str, str], float]) -> dict[int, float]:
+    """Return a context's times by launches, each drawn to what its config takes in the kernel's contexts.
+
+    A few samples of one context may be spikes, or of runs in which a neighbour's trial was in its way.
+    """
+    fastest_ms, times = min(context.launch_ms.values()), {}
+    for index, ms in context.launch_ms.items():
+        if index not in context.banned:
+            usual_ms = fastest_ms * ratios.get((context.kernel, context.digests[index]), ms / fastest_ms)
+            times[index] = usual_ms * math.sqrt(min(max(ms / usual_ms, 1 / OWN_SAY), OWN_SAY))
+    return times
