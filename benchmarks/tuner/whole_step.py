@@ -10,7 +10,10 @@ of programs; every layer has a shape, and so a context, of its own. The step is 
     launches      each layer's by its own launches in the step, objective="kernel"
     run           by the time of the whole step, objective="thunk"
 
-Then the three plans are timed, interleaved. Told besides: after how many steps each tuning was settled.
+Then the three plans are timed, interleaved with each config for all layers (`all: ...`): the layers are one
+family, so this is the exhaustive search over families. Told besides: after how many steps each tuning was
+settled, which part of the best family's gain over "launches" the plan by run has, and what bounds the step:
+the products or the all-reduces alone, or the host, which enqueues it.
 
 Protocol and traps: `common/arms.py`. Without GPUs a tiny step runs on CPU ranks in Triton's interpreter.
 """
@@ -19,6 +22,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +42,7 @@ from dist_autotune import contextual_autotune
 
 LIMIT_S = 300.0
 MOST_STEPS = 1000  # of one tuning
+ENQUEUED_CALLS = 9
 ROWS, INNER, COLUMNS = (4096, 2048, 1024) if ON_GPU else (32, 16, 16)
 WIDER = 128 if ON_GPU else 16  # each layer than the one before
 TUNINGS = {"launches": "kernel", "run": "thunk"}  # arm -> objective
@@ -50,12 +58,16 @@ class Step:
         shapes = [(ROWS, COLUMNS + WIDER * layer, INNER) for layer in range(layers)]
         self.layers = [self.example.Step(*shape, mib, device) for shape in shapes]
 
-    def __call__(self, configs: Configs | None = None) -> torch.Tensor:
+    def __call__(
+        self, configs: Configs | None = None, *, multiplies: bool = True, reduces: bool = True
+    ) -> torch.Tensor:
         """Run all layers, tuned or with these configs; return the last product."""
         works = []
         for layer in self.layers:
-            layer.gemm(None if configs is None else configs[self.shape_of(layer)])
-            works.append(dist.all_reduce(layer.bucket, op=dist.ReduceOp.MAX, async_op=True))
+            if multiplies:
+                layer.gemm(None if configs is None else configs[self.shape_of(layer)])
+            if reduces:
+                works.append(dist.all_reduce(layer.bucket, op=dist.ReduceOp.MAX, async_op=True))
         for work in works:
             work.wait()
         return self.layers[-1].c
@@ -103,6 +115,33 @@ def tune(step: Step, objective: str) -> tuple[Configs, Any, int]:
     return configs, report, calls - held
 
 
+def enqueued_ms(call: Callable[[], object], ranks: Ranks) -> float:
+    """Return what the host takes to enqueue a call, as the median of some."""
+    times = []
+    for _ in range(ENQUEUED_CALLS):
+        ranks.synchronize()
+        dist.barrier()
+        began = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(times)
+
+
+def explained_by(measured: dict[str, Any], host_ms: float) -> dict[str, Any]:
+    """Return the best plan of the family, the part of its gain that was found, and what bounds the step."""
+    ms = {arm["name"]: arm["ms"] for arm in measured["arms"] if "ms" in arm}
+    families = {name: each for name, each in ms.items() if name.startswith("all: ")}
+    best = min(families, key=families.__getitem__)
+    gain_ms = ms["launches"] - families[best]
+    parts = {"products": ms["products alone"], "links": ms["all-reduces alone"], "host": host_ms}
+    return {
+        "best_family_plan": best,
+        "gain_found_percent": round(100 * (ms["launches"] - ms["run"]) / gain_ms, 1) if gain_ms > 0 else None,
+        "host_ms": round(host_ms, 3),
+        "bound_by": max(parts, key=parts.__getitem__),
+    }
+
+
 def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """Return the record of the case."""
     step = Step(options.layers, options.mib, ranks.device)
@@ -113,6 +152,9 @@ def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dic
     for name, objective in TUNINGS.items():
         plans[name], reports[name], steps[name] = tune(step, objective)
         ranks.say(f"{name}: settled after {steps[name]} steps, {reports[name].seconds:.1f} s")
+    kernel = step.example.persistent_gemm
+    for config in kernel.configs:
+        plans[f"all: {step.example.label(config)}"] = {step.shape_of(layer): config for layer in step.layers}
     first_layer = step.layers[0]
     explained = torch.finfo(first_layer.c.dtype).eps + INNER**0.5 * torch.finfo(torch.float32).eps
     arms = [
@@ -127,7 +169,20 @@ def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dic
         )
         for name, configs in plans.items()
     ]
+    alone = {"prepare": lambda: lambda: step(plans["run"], reduces=False)}
+    arms.append(replace(arms[0], name="products alone", **alone))
+    arms.append(
+        Arm(
+            name="all-reduces alone",
+            prepare=lambda: lambda: step(multiplies=False),
+            error=lambda _: float(first_layer.bucket.isnan().any()),
+            limit=0.0,
+        )
+    )
+    host_ms = max(ranks.gather(enqueued_ms(lambda: step(plans["run"]), ranks)))
     measured = measure(arms, ranks, step.refresh, plan)
+    facts = explained_by(measured, host_ms)
+    ranks.say("; ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()))
     texts = [
         (context, f"{name}: {step.example.label(context.config)}")
         for name, report in reports.items()
@@ -139,6 +194,7 @@ def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dic
         ranks,
         tuned=tuned_record(list(reports.values()), texts),
         steps=steps,
+        **facts,
         candidates=len(step.layers) * len(step.example.persistent_gemm.configs),
     )
 

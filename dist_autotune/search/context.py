@@ -14,7 +14,7 @@ from ..errors import FlowFailed, NoValidConfig, TuningError
 from ..formatting import config_label, context_label
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
-from .strategies import Asked, Warmup, Winner, interval, least
+from .strategies import Asked, Warmup, Winner, faster_of_two, interval, least
 
 
 @dataclass(frozen=True)
@@ -344,7 +344,7 @@ class AgreedTimes:
         times = {}
         for index, ms in self.ms.items():
             first, count = self._first_ms.get(index, (ms, 0))
-            times[index] = min(first, ms, 2 * ms - first) if count == 2 else ms
+            times[index] = float(faster_of_two(first, ms)) if count == 2 else ms
         return times
 
     def record_warmup(self, index: int, judged: Part) -> float:

@@ -153,7 +153,7 @@ def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -
             single_ms = {index: agreed_ms[index] for index in alive}
             alive = _within(agreed_ms, alive, _SINGLE_FACTOR)
         elif samples == 2:
-            fastest_ms = {index: _faster_of_two(single_ms[index], agreed_ms[index]) for index in alive}
+            fastest_ms = {index: faster_of_two(single_ms[index], agreed_ms[index]) for index in alive}
             alive = _within(fastest_ms, alive, _PAIR_FACTOR)
         elif samples % 2:  # the median of an even number is half a spike off
             noise.learn(samples, {index: agreed_ms[index] for index in alive})
@@ -189,7 +189,7 @@ def _duel(
     return made
 
 
-def _faster_of_two(first_ms: float, median_ms: float) -> float:
+def faster_of_two(first_ms: float, median_ms: float) -> float:
     """Return the faster one of two samples, of the first one and the median of both."""
     if not (math.isfinite(first_ms) and math.isfinite(median_ms)):
         return median_ms

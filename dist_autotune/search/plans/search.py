@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..strategies import racing_runs, rounds
+from ..strategies import faster_of_two, racing_runs, rounds
 from . import screening
 from .screening import Factor
 from .space import MOST_CANDIDATES, KernelLevels, PlanSpace, spread
@@ -177,16 +177,23 @@ def _screened(best: Plan, factors: Sequence[Factor], *, may_end: bool) -> Genera
 def raced(
     name: str, plans: Sequence[Plan], runs: float, more_runs: int
 ) -> Generator[Asked, float, tuple[Plan, Timed]]:
-    """Race the plans, of which the first wins ties; return the best, and all by their times."""
+    """Race the plans, of which the first wins ties; return the best, and all by their times.
+
+    Of a plan with two samples the faster one counts: the other may be a spike.
+    """
     if len(plans) < 2:
         return plans[0], []
     ms_of: dict[int, float] = {}
+    first_ms: dict[int, tuple[float, int]] = {}  # and how many samples there are
     flow = rounds(list(range(len(plans))), 0, runs, more_runs)
     index = next(flow)
     while True:
-        ms_of[index] = yield Asked(plans[index], f"{name}, plan {index}")
+        ms = yield Asked(plans[index], f"{name}, plan {index}")
+        first, count = first_ms.get(index, (ms, 0))
+        first_ms[index] = first, count + 1
+        ms_of[index] = faster_of_two(first, ms) if count == 1 else ms
         try:
-            index = flow.send(ms_of[index])
+            index = flow.send(ms)
         except StopIteration as stop:
             timed = sorted((ms, each) for each, ms in ms_of.items() if math.isfinite(ms))
             return plans[int(stop.value)], [(ms, plans[each]) for ms, each in timed]

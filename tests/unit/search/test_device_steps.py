@@ -55,10 +55,10 @@ def test_no_plan_of_whole_families_beats_the_best_one(seed):
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_the_plan_is_within_two_percent_of_the_best_after_a_bounded_number_of_runs(name):
+def test_the_plan_is_near_the_best_after_a_bounded_number_of_runs(name):
     settled = settle(BESIDE[name](Random(f"{name} 0")), Random("noise 0"))
     assert settled.gain > 0.1
-    assert settled.regret <= 0.06
+    assert settled.regret <= 0.021
     assert settled.runs <= (700 if name.startswith("48") else 500)
 
 
