@@ -124,7 +124,8 @@ def test_candidates_that_pay_each_by_itself_are_in_one_plan(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_fastest_by_launches_that_slows_its_neighbours_is_left(seed):
     plans = found(alone(), lambda plan, number: 0.15 * (plan["k2"] == 0), seed)
-    assert any(plan["k2"] > 0 and {plan[f"k{k}"] for k in (0, 1, 3, 4, 5)} == {0} for plan in plans)
+    others = [sum(plan[f"k{k}"] > 0 for k in (0, 1, 3, 4, 5)) for plan in plans if plan["k2"] > 0]
+    assert min(others) <= 1
 
 
 @pytest.mark.parametrize("seed", range(3))
