@@ -1,7 +1,6 @@
 """The one place for names that differ between Triton 3.6 and the newest: what uses them compiles on both.
 
     tma_load, tma_store,     3.8 renamed them; 3.9 keeps the old names and lets them raise
-    gather_load
     aggregate                3.6 has only the private decorator, which wants an `__init__`, and annotations
                              that are no strings
     load_accumulator         from tensor memory; until 3.7 the caller names the layout of the registers
@@ -21,7 +20,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia import blackwell
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "GluonASTSource",
     "aggregate",
     "compiled_for",
-    "gather_load",
     "inline_asm",
     "is_one_warp",
     "leave_the_core",
@@ -99,7 +96,6 @@ def is_one_warp(_semantic: Any = None, _generator: Any = None) -> Any:
 
 tma_load: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-gather_load: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 reinterpret: Any = getattr(_buffer, "reinterpret", None) or _buffer._reinterpret
 
 inline_asm: Any = getattr(gl, "inline_asm", None)

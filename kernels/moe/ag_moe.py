@@ -60,20 +60,15 @@ import torch.distributed as dist
 
 from ..exchange.peers import ARRIVED
 from ..exchange.spoil import spoil_all
-from ..grouped.configs import blocks_of
 from ..launch import SettledLaunches
-from ..matrices import Block, Matrix, describe
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_overlap, check_tensor, lies_by_columns, pitch_of
-from .ag_moe_kernel import all_gather_moe, specialized
+from ..tensors import check_no_gradient, check_overlap, check_tensor, pitch_of
+from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, Shape
 from .operation import ExpertOperation, check_choices, check_experts
 from .plan import Plan, Routing
 
-BODIES = ("auto", "plain")
-
 _SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
-_SPECIALIZED: SettledLaunches[Shape] = SettledLaunches(specialized, blocks_of, operation="AllGatherMoE")
 
 
 class AllGatherMoE(ExpertOperation):
@@ -95,10 +90,6 @@ class AllGatherMoE(ExpertOperation):
     this rank would make them and has not with such numbers, its host waits for the peers to come to the call,
     and makes them if all would. A captured call does what the last eager one with such numbers did; a replay
     waits for its peers as any collective does.
-
-    With `body="auto"` calls on Hopper whose experts have, on average, the rows of a tile are left to a kernel
-    whose warps have roles, if rows of the weight and of the result begin at 16 bytes; with "plain" none is.
-    Ranks may differ in it.
     """
 
     _orders, _by_first, _way = 2, False, "ag_moe way"
@@ -114,11 +105,8 @@ class AllGatherMoE(ExpertOperation):
         timeout_s: float = 300.0,
         max_topk: int = 16,
         collective: bool | None = None,
-        body: str = "plain",
     ) -> None:
-        if body not in BODIES:
-            raise ValueError(f"body is {body!r}; it is one of {', '.join(BODIES)}")
-        self._k, self._body, self._key = k, body, (k, str(dtype))
+        self._k, self._key = k, (k, str(dtype))
         super().__init__(tokens_per_rank, dtype, group, backend, timeout_s, max_topk, collective)
 
     def _allocate(self) -> None:
@@ -317,36 +305,7 @@ class AllGatherMoE(ExpertOperation):
         kind = {"is_sorted": is_sorted, "is_gathered": is_gathered}
         shape = self._shape(out.shape[0], weight, strides, tensors, **kind)
         numbers = (topk, plan.capacity, *strides, rank, self._patience_ticks)
-        if self._body == "auto" and shape.suits_specialized():
-            _launch_specialized(shape, tensors, numbers)
-            return
         _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *numbers), HEIGHTS=HEIGHTS)
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         return f"rank {peer}, or one that it waits for, did not push its tokens in time"
-
-
-def _launch_specialized(shape: Shape, tensors: tuple[torch.Tensor, ...], numbers: tuple[int, ...]) -> None:
-    """Enqueue the kernel for Hopper; the arguments are those of the plain one, in their order."""
-    gathered, weight, *others = tensors
-    matrix, given = _matrix_of(weight), (gathered, *others)
-    topk, capacity, _of_experts, _of_rows, *further = numbers
-    arguments = (*given, *shape.sizes().values(), topk, capacity, *further)
-    settled = _SPECIALIZED.find(shape)
-    if settled is not None:
-        settled.launch((matrix,), *arguments)
-        return
-    constants = shape.constants() | {"HEIGHTS": HEIGHTS}
-    of_kernel = ("WORLD", "HEIGHTS", "BY_COLUMNS", "SORTED")
-    constants = {name: constants[name] for name in of_kernel}
-    any_block = Block(8, 64)  # the config's `pre_hook` sets the right one
-    compiled = specialized[shape.grid](describe(matrix, any_block), *arguments, **constants)
-    _SPECIALIZED.remember(shape, compiled, constants, given)
-
-
-def _matrix_of(weight: torch.Tensor) -> Matrix:
-    """Return the experts' matrices, one below the other, as `lies_for_tma` knows them to lie."""
-    experts, n, k = weight.shape
-    by_columns = lies_by_columns(weight)
-    rows, columns = (k, n) if by_columns else (n, k)
-    return Matrix(weight.data_ptr(), experts * rows, columns, pitch_of(weight), weight.dtype, by_columns)

@@ -1,24 +1,17 @@
-"""The kernels of `AllGatherMoE`: a persistent grouped GEMM that waits for chunks before it reads them.
-
-The plain one is here; that for Hopper is of `specialized_kernel`.
-"""
+"""The kernel of `AllGatherMoE`: a persistent grouped GEMM that waits for chunks before it reads them."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import triton
 import triton.language as tl
 
-from ..configs import INTERPRETED, not_too_large, prune_overlapped, shared_memory_bytes, take_first
+from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..exchange.peers import ARRIVED, Peers, release_if_given_up, wait_for_flag
-from ..grouped.configs import GROUPED_TILES, shared_bytes
 from ..tiles import grouped_tile
 from .flags import NOT_PUSHED
 from .launch import CPU_TILES, GPU_TILES, ordered
 from .products import Weight, describe_weight, multiply_rows, store_rows, table_of
 from .routing import ENTRY
-from .specialized_kernel import specialized_all_gather_moe
 
 # Expert by expert is for short gathers: nearly all tiles wait for all of it, and each weight is read once.
 GPU_CANDIDATES = [
@@ -119,29 +112,3 @@ def all_gather_moe(
             value = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
             if SORTED:  # a call may have no other kernel
                 release_if_given_up(value, peer, peers, WORLD)
-
-
-# ---- for Hopper
-
-SPECIALIZED_CANDIDATES = [
-    *(ordered(config, by_arrival=True) for config in GROUPED_TILES),
-    *(ordered(config, by_arrival=False) for config in (GROUPED_TILES[0], GROUPED_TILES[3])),
-]
-
-
-def _prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
-    """Return the candidates that this call's shape and device allow.
-
-    It looks at what all ranks share, save N, so ranks with equal weights keep equal candidates.
-    """
-    args, limit = {**named_args, **kwargs}, shared_memory_bytes()
-    usable = [config for config in configs if shared_bytes(config) <= limit]
-    return not_too_large(usable, BLOCK_M=args["size_class"], BLOCK_N=args["N"])
-
-
-specialized = triton.autotune(
-    configs=SPECIALIZED_CANDIDATES,
-    key=["size_class", "N", "K", "experts", "WORLD", "BY_COLUMNS"],
-    prune_configs_by={"early_config_prune": _prune},
-    do_bench=take_first,  # outside a tuned function: its peers push to one launch of it
-)(specialized_all_gather_moe)

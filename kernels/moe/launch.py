@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..configs import INTERPRETED, candidate, capability
-from ..grouped.configs import LOWEST_HEIGHT as LOWEST_GROUPED_HEIGHT
+from ..configs import INTERPRETED, candidate
 from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 
 LOWEST_HEIGHT = 16  # of a tile; each following table of tiles is for twice as much
@@ -87,18 +86,6 @@ class Shape(NamedTuple):
     def constants(self) -> dict[str, Any]:
         layout = {"TMA_LEGAL": self.tma_legal, "BY_COLUMNS": self.by_columns}
         return {"WORLD": self.world_size, **layout, "UPCAST": self.upcasts, "SORTED": self.is_sorted}
-
-    def suits_specialized(self) -> bool:
-        """Return whether the kernel for Hopper takes such calls: rows that begin at 16 bytes, high tiles.
-
-        The answer depends on addresses and on N: it is this rank's own.
-        """
-        gather_is_aligned, _, out_is_aligned, *_ = self.aligned
-        sizes = (self.n, self.k, self.strides[-1])
-        whole = self.dtype.itemsize == 2 and all(size % 8 == 0 for size in sizes)
-        addressable = self.tma_legal and gather_is_aligned and out_is_aligned and whole
-        fills_tiles = self.size_class >= LOWEST_GROUPED_HEIGHT * self.experts
-        return addressable and fills_tiles and capability(self.device) == 9
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         """Return how many programs run: at most the SMs or the tiles, and one even without tiles, to wait."""

@@ -160,7 +160,7 @@ class Caller:
 
         op._flags = symmetric("flags")
         if self.name == "ag":
-            op._gather, op._body = symmetric("a"), "plain"
+            op._gather = symmetric("a")
         else:
             op._partial, op._staged = self.tensors["partial"], symmetric("staged")
             op._weights = symmetric("weights")

@@ -41,7 +41,6 @@ KERNEL_LEVELS = (
     ("tp",),
     ("gemm_ar",),
     ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
-    ("grouped",),
     ("gemm", "exchange"),
     ("symm",),
 )

@@ -1,4 +1,4 @@
-"""AllGatherMoE's kernels on one GPU: alone, and as rank 0 of two whose peer is the host, late on purpose."""
+"""AllGatherMoE's kernel on one GPU: alone, and as rank 0 of two whose peer is the host, late on purpose."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from operation_runs import message_of
 
 from dist_autotune.kernels.exchange.peers import ARRIVED, FREE, GIVEN, TOLD
 from dist_autotune.kernels.moe import ag_moe, ag_moe_kernel
-from dist_autotune.kernels.moe import launch as launch_of_moe
 from dist_autotune.kernels.moe.ag_moe import AllGatherMoE
 from dist_autotune.kernels.moe.flags import TOPK_SPAN
 from dist_autotune.kernels.signals import as_patience
@@ -32,15 +31,10 @@ SHAPES = {  # tokens, K, N, experts, topk
 }
 
 
-def choose(body: str, index: int) -> None:
-    """Leave the kernel of that body one candidate, and let it take every call."""
-    launch_of_moe.LOWEST_GROUPED_HEIGHT = 0
-    of_hopper = body == "auto"
-    tuner = ag_moe_kernel.specialized if of_hopper else ag_moe_kernel.all_gather_moe
-    every = ag_moe_kernel.SPECIALIZED_CANDIDATES if of_hopper else ag_moe_kernel.GPU_CANDIDATES
-    tuner.configs = [every[index]]
-    for settled in (ag_moe._SETTLED, ag_moe._SPECIALIZED):
-        settled._of.clear()
+def choose(index: int) -> None:
+    """Leave the kernel one candidate."""
+    ag_moe_kernel.all_gather_moe.configs = [ag_moe_kernel.GPU_CANDIDATES[index]]
+    ag_moe._SETTLED._of.clear()
 
 
 def error_of(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> float:
@@ -61,14 +55,13 @@ def alone(rank: int) -> dict[str, float]:
     torch.manual_seed(0)
     found = {}
     for name, shape in SHAPES.items():
-        with AllGatherMoE(max(shape[0], 1) + 3, shape[1], DTYPE, body="auto", timeout_s=PATIENCE_S) as op:
-            for index in covering_indices(ag_moe_kernel.SPECIALIZED_CANDIDATES):
-                choose("auto", index)
+        with AllGatherMoE(max(shape[0], 1) + 3, shape[1], DTYPE, timeout_s=PATIENCE_S) as op:
+            for index in covering_indices(ag_moe_kernel.GPU_CANDIDATES):
+                choose(index)
                 x, weight, ids = inputs(*shape, by_columns=name == BY_COLUMNS)
                 out = torch.full((ids.numel(), shape[2]), float("nan"), dtype=DTYPE, device=DEVICE)
                 op._gather.local.fill_(float("nan"))
                 found[f"{name}, {index}"] = error_of(op(x, weight, ids, out), x, weight, ids)
-                assert ag_moe._SPECIALIZED._of, "another kernel ran"
                 of_rows, routing = op.route(x, weight, ids, ids.float())
                 back = torch.full_like(out, float("nan"))
                 back[routing.rows.long()] = of_rows
@@ -102,12 +95,12 @@ class Peer(HostPeer):
         self.take(there[ARRIVED.value, 0])
 
 
-def late_tokens(rank: int, body: str, index: int, captured: bool) -> list[tuple[float, bool]]:
+def late_tokens(rank: int, index: int, captured: bool) -> list[tuple[float, bool]]:
     """Return the errors of calls whose peer is late, and whether it was sent the right tokens."""
     torch.manual_seed(0)
-    choose(body, index)
+    choose(index)
     memory, (tokens, k, n, experts, topk), found = HostAsPeer(), (500, 264, 520, 5, 2), []
-    with opened(memory, AllGatherMoE, tokens + 3, k, body=body) as op:
+    with opened(memory, AllGatherMoE, tokens + 3, k) as op:
         peer, counts = Peer(memory), [tokens, tokens - 7]
         x, weight, ids = inputs(tokens, k, n, experts, topk)
         out = torch.empty(sum(counts) * topk, n, dtype=DTYPE, device=DEVICE)
@@ -132,26 +125,22 @@ def late_tokens(rank: int, body: str, index: int, captured: bool) -> list[tuple[
     return found
 
 
-BODIES = pytest.mark.parametrize(
-    ("body", "index"),
-    [("auto", 0), ("auto", 3), ("auto", 9), ("plain", 0)],
-    ids=["cooperative", "ping-pong", "small tiles", "plain"],
-)
+BY_INDEX = pytest.mark.parametrize("index", [0, 10])
 
 
-@BODIES
+@BY_INDEX
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_tokens_that_arrive_late_are_waited_for(body: str, index: int, captured: bool) -> None:
-    for error, is_sent in on_one_gpu(late_tokens, body, index, captured):
+def test_tokens_that_arrive_late_are_waited_for(index: int, captured: bool) -> None:
+    for error, is_sent in on_one_gpu(late_tokens, index, captured):
         assert error < 1
         assert is_sent
 
 
-def forsaken(rank: int, body: str, index: int) -> tuple[str, float]:
+def forsaken(rank: int, index: int) -> tuple[str, float]:
     """Call with a peer that tells its choices and never pushes; return what is said, and the seconds."""
-    choose(body, index)
+    choose(index)
     memory, (tokens, k, n, experts, topk) = HostAsPeer(), (300, 256, 256, 4, 2)
-    op = opened(memory, AllGatherMoE, tokens, k, body=body)
+    op = opened(memory, AllGatherMoE, tokens, k)
     op._patience_ticks = as_patience(1.0)
     x, weight, ids = inputs(tokens, k, n, experts, topk)
     began = time.monotonic()
@@ -171,9 +160,9 @@ def forsaken(rank: int, body: str, index: int) -> tuple[str, float]:
     return message, time.monotonic() - began
 
 
-@BODIES
-def test_a_peer_that_never_pushes_is_named_and_the_gpu_is_free(body: str, index: int) -> None:
-    message, took_s = on_one_gpu(forsaken, body, index)
+@BY_INDEX
+def test_a_peer_that_never_pushes_is_named_and_the_gpu_is_free(index: int) -> None:
+    message, took_s = on_one_gpu(forsaken, index)
     assert message.startswith("PeerTimeout: AllGatherMoE, rank 0: rank 1")
     assert "did not push its tokens in time" in message
     assert 1 <= took_s < 60
