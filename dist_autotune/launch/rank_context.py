@@ -11,12 +11,14 @@ from triton.runtime.autotuner import Autotuner
 from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
 from ..search.context import Context
+from ..search.expectation.keys import by_distance
+from ..search.expectation.model import Told
+from ..search.expectation.order import best_start
 from ..search.messages import Claim, Part
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..triton_api.identity import KernelIdentity, value_text
 from ..triton_api.launch import Key
-from .nearest_key import by_distance
 
 SETTLED_FAILURES = 3  # in a row, of a settled config: then it is no longer tried, and the ranks are asked
 FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
@@ -54,7 +56,9 @@ class RankContext:
     claim: Claim | None = None  # a result that it had when this rank first launched it
     holds_claim_back: bool = False  # the peers may not have it: it is reported, not launched
     like: str = ""  # the nearest tuned key; "": none
-    first: str = ""  # its winner, which this context begins with
+    first: str = ""  # what this context begins with: that key's winner, or what is expected to be the fastest
+    expected: str = ""  # the candidate expected to be the fastest ...
+    expected_from: Mapping[str, int] = field(default_factory=dict)  # ... from so many times of other keys
     search: Context | None = None  # the state all ranks share, once one of them has announced it
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
@@ -153,14 +157,26 @@ class RankContext:
             return self.claim is None
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
-    def begin_with(self, winners: Mapping[str, str]) -> None:
-        """Begin with the winner of the nearest tuned key whose winner is a candidate here.
+    def begin_with(self, winners: Mapping[str, str], told: Told) -> None:
+        """Begin with what the times of other keys say, else with the winner of the nearest tuned key.
 
-        winners: digests by tuned key, the same on all ranks, so that all begin with the same config.
+        winners: digests by tuned key. told: times by key and text. Both the same on all ranks, so that all
+        begin with the same config.
         """
         usable = {key: winner for key, winner in winners.items() if winner in self.texts}
         self.like = next(iter(by_distance(self.key_text, usable)), "")
         self.first = usable.get(self.like, "")
+        if (expected := self._expected(told)) != self.first and expected:
+            self.like, self.first = "", expected
+
+    def _expected(self, told: Told) -> str:
+        """Return the digest of the candidate that is expected to be the fastest; "": unknown."""
+        sizes = {key: len(times) for key, times in told.items()}
+        if self.expected_from != sizes:
+            text = best_start(self.key_text, self.texts.values(), told)
+            self.expected = next((each for each, known in self.texts.items() if text and known == text), "")
+            self.expected_from = sizes
+        return self.expected
 
     @property
     def candidates(self) -> dict[str, str]:

@@ -13,6 +13,7 @@ from ..codec import digest
 from ..formatting import config_label
 from ..options import Options
 from ..search.context import Context, Outcome
+from ..search.expectation.model import Told
 from ..search.kernel_families import context_name
 from ..search.messages import MIXED, Announcement, Claim, Part
 from ..search.rules import BY_LAUNCH
@@ -30,6 +31,7 @@ class Registry:
 
     recall: gives a new context what the ranks share of it, and returns what it must not launch, with reasons.
     find_claim: the result that memory or disk has for it. find_winners: those of other keys of its kernel.
+    find_told: the times that those have told.
     """
 
     def __init__(
@@ -41,13 +43,15 @@ class Registry:
         recall: Callable[[RankContext], Mapping[str, str]],
         find_claim: Callable[[RankContext, Autotuner | None], Claim | None],
         find_winners: Callable[[RankContext], Mapping[str, str]],
+        find_told: Callable[[RankContext], Told],
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
         self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self.names = names
         self._options, self._clock, self._rank = options, clock, rank
-        self._recall, self._find_claim, self._find_winners = recall, find_claim, find_winners
+        self._recall, self._find_claim = recall, find_claim
+        self._find_winners, self._find_told = find_winners, find_told
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -133,13 +137,13 @@ class Registry:
         return context
 
     def _choose_first(self, context: RankContext) -> None:
-        """Let a context that no rank has announced begin with the winner of the nearest tuned key.
+        """Let a context that no rank has announced begin with what other keys tell of it.
 
-        Anew in each run, by its first launch: ranks that announce it together know the same winners.
+        Anew in each run, by its first launch: ranks that announce it together know the same results.
         """
         is_new = context.search is None and context.claim is None
         if is_new and context.choice is None and len(context.texts) > 1:
-            context.begin_with(self._find_winners(context))
+            context.begin_with(self._find_winners(context), self._find_told(context))
 
     def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
         """Ban candidates on this rank, with reasons; the run's report tells the peers."""

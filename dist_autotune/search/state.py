@@ -146,6 +146,15 @@ class SearchState:
             and not (context.provisional or context.is_spent)
         }
 
+    def told_times(self, kernel_id: str) -> dict[str, dict[str, float]]:
+        """Return the agreed times of a kernel's launches, by key and config, of searches that are over."""
+        aliases = self.kernels.aliases
+        return {
+            context.key: {context.texts[index]: ms for index, ms in context.launch_ms.items()}
+            for context in self.contexts.values()
+            if aliases.get(context.kernel_id, context.kernel_id) == kernel_id and context.launch_ms
+        }
+
     def newly_final(self) -> list[Context]:
         """Return the contexts whose result stands and is new since this was last asked."""
         new = []

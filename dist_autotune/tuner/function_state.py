@@ -16,7 +16,6 @@ from ..errors import NotTuned
 from ..formatting import config_label, context_label
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
-from ..launch.nearest_key import by_distance, named
 from ..launch.rank_context import RankContext
 from ..launch.registry import Registry
 from ..launch.written_tensors import WrittenTensors
@@ -25,6 +24,8 @@ from ..ranks.ballots import Ballot
 from ..ranks.group import RankGroup
 from ..search import strategies
 from ..search.context import Context
+from ..search.expectation.keys import by_distance, named
+from ..search.expectation.model import Told
 from ..search.messages import Facts, Message, Opening, RunReport, bans_for_crashes, checked
 from ..search.rules import Rules
 from ..search.state import SearchState
@@ -117,7 +118,14 @@ class FunctionState:
         self.search = SearchState(Rules(strategy=strategy, tunes=function.tunes, **options.rules()))
         names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
         self.registry = Registry(
-            names, options, function.clock, rank, self._recall, self.results.find_claim, self.find_winners
+            names,
+            options,
+            function.clock,
+            rank,
+            self._recall,
+            self.results.find_claim,
+            self.find_winners,
+            self._find_told,
         )
         self.dispatcher = Dispatcher(
             self.registry,
@@ -139,14 +147,24 @@ class FunctionState:
         return {c: reason for c, (_, reason) in bans.items() if c in rank_context.texts}
 
     def find_winners(self, rank_context: RankContext) -> dict[str, str]:
-        """Return the winners, by key, of other keys of a context's kernel: only what all ranks know.
+        """Return the winners, by key, of other keys of a context's kernel: only what all ranks know."""
+        return self._winners(rank_context) if self._keys_teach else {}
 
-        None with agree="ordinal", where contexts that belong together have different keys, and where bits
+    def _find_told(self, rank_context: RankContext) -> Told:
+        """Return the agreed times, by key and config, of other keys of a context's kernel."""
+        kernel_id = self.registry.names.alias(rank_context.kernel)
+        return self.search.told_times(kernel_id) if self._keys_teach else {}
+
+    @property
+    def _keys_teach(self) -> bool:
+        """Return whether a key may begin with what others tell.
+
+        Not with agree="ordinal", where contexts that belong together have different keys, and where bits
         are compared: whose are kept must not depend on what was tuned before.
         """
         function = self.function
         agrees_by_order = function.options.agree == "ordinal" and not function.is_alone
-        return {} if agrees_by_order or function.bits != "any" else self._winners(rank_context)
+        return not agrees_by_order and function.bits == "any"
 
     def _winners(self, rank_context: RankContext) -> dict[str, str]:
         stored = self.results.stored_winners(rank_context)

@@ -180,3 +180,20 @@ def test_keys_that_are_launched_no_more_cost_no_search_for_neighbours_in_later_r
     tuned(1007)
     assert set(asked) == {1007}
     assert bench.blocks(n=1007) == [32, 32]
+
+
+def test_with_four_keys_told_a_new_one_begins_where_they_expect_the_fastest(bench):
+    """The nearest key's winner is its own exception: all the others, and the field, say 32."""
+    ms = {16: 3.0, 32: 1.0, 64: lambda launch: 0.99 if launch.n == 900 else 2.0}
+    kernel = bench.kernel(ms)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    for n in (700, 800, 900):
+        tuned(n)
+    bench.forget()
+    tuned(920)
+    assert bench.blocks(n=920)[0] == 64  # three keys: the nearest
+    bench.forget()
+    tuned(890)
+    assert bench.blocks(n=890)[0] == 32
+    *_, admitted = records(ContextAdmitted)
+    assert (admitted.like, admitted.candidates[admitted.incumbent].split(",")[0]) == ("", "BLOCK: 32")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_autotune.launch.nearest_key import by_distance, distance, named
+from dist_autotune.search.expectation.keys import by_distance, distance, named
 
 F16 = "'torch.float16'"
 integers = st.lists(st.integers(), min_size=3, max_size=3)

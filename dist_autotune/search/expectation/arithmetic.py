@@ -1,0 +1,46 @@
+"""Functions of reals by additions, products, divisions and roots: equal to the last bit on every host.
+
+Ranks decide alike only where they compute alike; a C library's logarithm may differ from another's.
+"""
+
+from __future__ import annotations
+
+import math
+
+_LN2 = 0.6931471805599453
+_TERMS = 24  # of the series: the last is below 2^-60
+_TAIL = (5.383e-06, 4.88906e-05, 3.80036e-05, 0.0032776263, 0.0211410061, 0.049867347, 1.0)
+
+
+def log(value: float) -> float:
+    """Return the natural logarithm of a positive number, within 1e-14 of it.
+
+    As 2 atanh((m - 1) / (m + 1)) by its series, m the mantissa from 1/2 to 1.
+    """
+    mantissa, exponent = math.frexp(value)
+    ratio = (mantissa - 1) / (mantissa + 1)
+    square, total = ratio * ratio, 0.0
+    for term in range(_TERMS, -1, -1):
+        total = total * square + 1 / (2 * term + 1)
+    return exponent * _LN2 + 2 * ratio * total
+
+
+def decay(value: float) -> float:
+    """Return exp(-value) of a value from 0, as the limit of 1 / (1 + value / n)^n: 0.5 % off at 3.2."""
+    total = 1 + value / 1024
+    for _ in range(10):
+        total *= total
+    return 1 / total
+
+
+def normal_below(z: float) -> float:
+    """Return the chance that a standard normal variable is below z, within 1.5e-7.
+
+    M. Abramowitz and I. Stegun, "Handbook of Mathematical Functions" (1964), 26.2.19.
+    """
+    total = 0.0
+    for factor in _TAIL:
+        total = total * abs(z) + factor
+    for _ in range(4):
+        total *= total  # to the power of 16
+    return 0.5 / total if z < 0 else 1 - 0.5 / total

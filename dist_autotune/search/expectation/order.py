@@ -1,0 +1,77 @@
+"""The order in which the candidates of a key are tried, and when the untried ones cannot pay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+from .arithmetic import log, normal_below
+from .model import Expectation, Told
+
+GAIN = 0.01  # an untried candidate must win by more
+CHANCE = 0.05  # that any untried one does so, below which the search ends
+AT_LEAST = 3  # candidates: the incumbent and two more
+KEYS = 4  # other keys that have told times; with fewer all candidates are tried
+_MANY, _SHARE, _SHARE_OF_MANY = 100, 0.25, 0.07
+
+
+def most_tried(candidates: int) -> int:
+    """Return how many candidates are tried at most: a quarter, of a hundred and more 7 %."""
+    share = _SHARE if candidates < _MANY else _SHARE_OF_MANY
+    return min(max(AT_LEAST, int(share * candidates)), candidates)
+
+
+def best_start(key: str, texts: Collection[str], told: Told) -> str:
+    """Return the text of the candidate that is expected to be the fastest at an untuned key; "": unknown.
+
+    Unknown: fewer than KEYS other keys have told times of these candidates. The order of `texts` is nothing.
+    """
+    ordered = sorted(texts)
+    expectation = Expectation(key, ordered, told)
+    if expectation.keys < KEYS:
+        return ""
+    return ordered[min(expectation.told, key=lambda index: (expectation.means[index], index))]
+
+
+class Order:
+    """Which candidate to try next, one after another; the first ones are given.
+
+    first: the incumbent. After each trial call `tell`.
+    """
+
+    def __init__(self, expectation: Expectation, first: int) -> None:
+        self.expectation = expectation
+        self.tried: list[int] = []
+        self._first, self._best = first, math.inf
+
+    def next(self, banned: Collection[int] = ()) -> int | None:
+        """Return the candidate of the greatest chance to win; None: no untried one is worth a trial."""
+        if not self.tried and self._first not in banned:
+            return self._first
+        chances = dict(self._chances(banned))
+        if not chances or len(self.tried) >= most_tried(len(self.expectation.means)):
+            return None
+        none_wins = 1.0
+        for chance in chances.values():
+            none_wins *= 1 - chance
+        if len(self.tried) >= AT_LEAST and 1 - none_wins < CHANCE:
+            return None
+        means = self.expectation.means
+        return max(chances, key=lambda index: (chances[index], -means[index], -index))
+
+    def tell(self, index: int, ms: float) -> None:
+        """Record the time of a candidate that was tried; inf or nan: it has none."""
+        self.tried.append(index)
+        if math.isfinite(ms) and ms > 0:
+            self.expectation.observe(index, ms)
+            self._best = min(self._best, log(ms))
+
+    def _chances(self, banned: Collection[int]) -> Iterator[tuple[int, float]]:
+        """Yield the untried candidates, each with its chance to win by more than GAIN."""
+        out, limit = {*self.tried, *banned}, self._best + log(1 - GAIN)
+        means, variances = self.expectation.means, self.expectation.variances
+        for index, (mean, variance) in enumerate(zip(means, variances, strict=True)):
+            if index not in out:
+                known = self._best < math.inf
+                z = (limit - mean) / math.sqrt(max(variance, 1e-8)) if known else -mean
+                yield index, normal_below(z)

@@ -1,0 +1,136 @@
+"""What other keys tell of a new one: the arithmetic, the model and the order."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_autotune.search.expectation.arithmetic import decay, log, normal_below
+from dist_autotune.search.expectation.model import Expectation
+from dist_autotune.search.expectation.order import AT_LEAST, KEYS, Order, best_start, most_tried
+
+TEXTS = [
+    f"BLOCK: {block}, SPLIT: {split}, num_warps: {warps}, num_ctas: 1"
+    for block in (16, 32, 64, 128)
+    for split in (1, 2, 4)
+    for warps in (2, 4, 8)
+]
+
+
+def ms_of(index: int, size: int) -> float:
+    """Return a time that is a product of an effect of each field, and the size."""
+    block, split, warps = index // 9, index // 3 % 3, index % 3
+    return size * 1e-4 * (1 + 0.3 * abs(block - 2)) * (1 + 0.1 * split) * (1.2 if warps == 0 else 1.0)
+
+
+def told(*sizes: int, texts: list[str] = TEXTS) -> dict[str, dict[str, float]]:
+    return {f"{size}, 'fp16'": {text: ms_of(TEXTS.index(text), size) for text in texts} for size in sizes}
+
+
+@given(st.floats(min_value=1e-300, max_value=1e300))
+def test_the_logarithm_is_that_of_the_c_library(value):
+    assert log(value) == pytest.approx(math.log(value), rel=1e-13, abs=1e-14)
+
+
+@given(st.floats(min_value=-8, max_value=8))
+def test_the_normal_tail_is_that_of_the_c_library(z):
+    assert normal_below(z) == pytest.approx(statistics.NormalDist().cdf(z), abs=2e-7)
+
+
+@given(st.floats(min_value=0, max_value=3))
+def test_a_decay_is_nearly_exponential(value):
+    assert decay(value) == pytest.approx(math.exp(-value), rel=5e-3)
+
+
+def test_an_additive_kernel_is_expected_as_it_is():
+    sizes = (64, 128, 512, 1024)
+    expectation = Expectation("256, 'fp16'", TEXTS, told(*sizes))
+    expectation.observe(0, ms_of(0, 256))
+    errors = [mean - math.log(ms_of(i, 256)) for i, mean in enumerate(expectation.means)]
+    assert max(map(abs, errors)) < 0.01
+
+
+def test_candidates_that_nobody_has_told_of_take_what_their_fields_tell():
+    tried = [text for text in TEXTS if "BLOCK: 64, SPLIT: 2" not in text]
+    expectation = Expectation("256, 'fp16'", TEXTS, told(64, 128, 512, 1024, texts=tried))
+    expectation.observe(0, ms_of(0, 256))
+    new = TEXTS.index("BLOCK: 64, SPLIT: 2, num_warps: 4, num_ctas: 1")
+    assert expectation.means[new] == pytest.approx(math.log(ms_of(new, 256)), abs=0.1)
+    assert new not in expectation.told
+    assert expectation.variances[new] > max(expectation.variances[i] for i in expectation.told)
+
+
+def test_an_observation_narrows_what_is_like_it_most():
+    expectation = Expectation("256, 'fp16'", TEXTS, told(64, 128, 512, 1024))
+    expectation.observe(0, ms_of(0, 256))
+    before = list(expectation.variances)
+    expectation.observe(1, 3 * ms_of(1, 256))  # it surprises
+    narrowed = [1 - expectation.variances[index] / before[index] for index in (1, 2, len(TEXTS) - 1)]
+    assert narrowed == sorted(narrowed, reverse=True)
+    assert narrowed[0] > narrowed[2] >= 0
+    assert abs(expectation.means[1] - math.log(3 * ms_of(1, 256))) < 0.5
+
+
+def test_rows_in_another_order_give_the_same_expectations():
+    told_times = told(64, 128, 512, 1024)
+    turned = {key: dict(reversed(times.items())) for key, times in reversed(told_times.items())}
+    one, other = (Expectation("256, 'fp16'", TEXTS, each) for each in (told_times, turned))
+    assert (one.means, one.variances) == (other.means, other.variances)
+
+
+@pytest.mark.parametrize("texts", [["a"], ["a", "b"], TEXTS])
+def test_without_anything_told_nothing_is_expected(texts):
+    expectation = Expectation("256, 'fp16'", texts, {})
+    assert expectation.means == [0.0] * len(texts)
+    expectation.observe(0, 2.0)
+    assert expectation.means[0] == pytest.approx(math.log(2), abs=1e-3)
+    assert all(math.isfinite(each) for each in expectation.variances)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "most"), [(2, 2), (3, 3), (12, 3), (20, 5), (99, 24), (100, 7), (300, 21), (5000, 350)]
+)
+def test_a_quarter_is_tried_at_most_and_of_hundreds_7_percent(candidates, most):
+    assert most_tried(candidates) == most
+
+
+def tried(order: Order, size: int, banned: frozenset[int] = frozenset()) -> list[int]:
+    while (index := order.next(banned)) is not None:
+        order.tell(index, ms_of(index, size))
+    return order.tried
+
+
+def test_the_incumbent_and_two_more_are_tried_and_then_what_may_pay():
+    order = Order(Expectation("256, 'fp16'", TEXTS, told(64, 128, 512, 1024)), first=35)
+    found = tried(order, 256)
+    assert found[0] == 35
+    assert AT_LEAST <= len(found) == len(set(found)) <= most_tried(len(TEXTS))
+    best = min(range(len(TEXTS)), key=lambda index: ms_of(index, 256))
+    assert ms_of(best, 256) == min(ms_of(index, 256) for index in found)
+
+
+def test_banned_candidates_are_not_asked_for_and_one_that_fails_is_passed_over():
+    order = Order(Expectation("256, 'fp16'", TEXTS, told(64, 128, 512, 1024)), first=0)
+    usable = (20, 21, 22)
+    banned = frozenset(range(len(TEXTS))) - set(usable)
+    order.tell(21, math.inf)
+    assert tried(order, 256, banned) == [21, *sorted({20, 22}, key=order.tried.index)]
+
+
+def test_a_new_key_starts_where_several_keys_say():
+    rng = random.Random(0)
+    shuffled = rng.sample(TEXTS, len(TEXTS))
+    start = best_start("256, 'fp16'", shuffled, told(64, 128, 512, 1024))
+    assert start == best_start("256, 'fp16'", TEXTS, told(64, 128, 512, 1024))
+    assert ms_of(TEXTS.index(start), 256) == min(ms_of(index, 256) for index in range(len(TEXTS)))
+
+
+def test_too_few_other_keys_say_nothing():
+    sizes = (64, 128, 512, 1024)[: KEYS - 1]
+    assert best_start("256, 'fp16'", TEXTS, told(*sizes, 256)) == ""
+    assert best_start("256, 'fp16'", ["other: 1"], told(*sizes, 1024)) == ""
