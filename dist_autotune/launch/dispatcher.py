@@ -335,10 +335,10 @@ class Dispatcher:
 
 
 def _untried(binding: Binding) -> dict[str, Any]:
-    """Return the configs that the run has not launched, by candidate."""
+    """Return the configs that may be tried and the run has not launched, by candidate."""
     context = binding.rank_context
-    tried = {context.choice, *context.bans}
-    return {c: config for c, config in binding.configs.items() if c not in tried}
+    left = {context.choice, *context.bans, *context.outside_race}
+    return {c: config for c, config in binding.configs.items() if c not in left}
 
 
 def _with_remark(counts: CompileCounts, context: RankContext) -> CompileCounts:

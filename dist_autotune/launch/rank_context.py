@@ -14,7 +14,7 @@ from ..search.context import Context
 from ..search.expectation.keys import by_distance
 from ..search.expectation.model import Told
 from ..search.expectation.order import best_start
-from ..search.messages import Claim, Part
+from ..search.messages import Claim, Part, Upgrade
 from ..search.rules import BY_LAUNCH
 from ..timing.samples import Samples
 from ..triton_api.identity import KernelIdentity, value_text
@@ -56,7 +56,9 @@ class RankContext:
     claim: Claim | None = None  # a result that it had when this rank first launched it
     holds_claim_back: bool = False  # the peers may not have it: it is reported, not launched
     like: str = ""  # the nearest tuned key; "": none
-    first: str = ""  # what this context begins with: that key's winner, or what is expected to be the fastest
+    # What this context begins with: an old winner, that key's, or what is expected to be the fastest.
+    first: str = ""
+    upgrade: Upgrade | None = None  # what is raced after an upgrade, as this rank's disk has it
     expected: str = ""  # the candidate expected to be the fastest ...
     expected_from: Mapping[str, int] = field(default_factory=dict)  # ... from so many times of other keys
     search: Context | None = None  # the state all ranks share, once one of them has announced it
@@ -157,12 +159,17 @@ class RankContext:
             return self.claim is None
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
-    def begin_with(self, winners: Mapping[str, str], told: Told) -> None:
-        """Begin with what the times of other keys say, else with the winner of the nearest tuned key.
+    def begin_with(self, winners: Mapping[str, str], told: Told, upgrade: Upgrade | None) -> None:
+        """Begin with the winner from before an upgrade, else with what is known of other keys.
+
+        That is the candidate expected from their times, or the winner of the nearest one.
 
         winners: digests by tuned key. told: times by key and text. Both the same on all ranks, so that all
         begin with the same config.
         """
+        if (upgrade := upgrade or self.upgrade) is not None:
+            self.upgrade, self.like, self.first = upgrade, "", upgrade[2][0]
+            return
         usable = {key: winner for key, winner in winners.items() if winner in self.texts}
         self.like = next(iter(by_distance(self.key_text, usable)), "")
         self.first = usable.get(self.like, "")
@@ -182,6 +189,13 @@ class RankContext:
     def candidates(self) -> dict[str, str]:
         """Return the texts of the candidates by digest, first the one that the context begins with."""
         return {self.first: self.texts[self.first], **self.texts} if self.first else self.texts
+
+    @property
+    def outside_race(self) -> set[str]:
+        """Return the candidates that are not to be tried, as others were better before an upgrade."""
+        if self.search is not None:
+            return set(self.search.digests[self.search.raced :])
+        return set() if self.upgrade is None else self.texts.keys() - set(self.upgrade[2])
 
     def report_earlier_runs(self) -> Part | None:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""

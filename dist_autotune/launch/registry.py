@@ -15,7 +15,7 @@ from ..options import Options
 from ..search.context import Context, Outcome
 from ..search.expectation.model import Told
 from ..search.kernel_families import context_name
-from ..search.messages import MIXED, Announcement, Claim, Part
+from ..search.messages import MIXED, Announcement, Claim, Part, Upgrade
 from ..search.rules import BY_LAUNCH
 from ..timing.clock import Clock
 from ..timing.samples import Samples
@@ -31,7 +31,7 @@ class Registry:
 
     recall: gives a new context what the ranks share of it, and returns what it must not launch, with reasons.
     find_claim: the result that memory or disk has for it. find_winners: those of other keys of its kernel.
-    find_told: the times that those have told.
+    find_told: the times that those have told. find_upgrade: what is raced again after an upgrade.
     """
 
     def __init__(
@@ -44,13 +44,14 @@ class Registry:
         find_claim: Callable[[RankContext, Autotuner | None], Claim | None],
         find_winners: Callable[[RankContext], Mapping[str, str]],
         find_told: Callable[[RankContext], Told],
+        find_upgrade: Callable[[RankContext], Upgrade | None],
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
         self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self.names = names
         self._options, self._clock, self._rank = options, clock, rank
-        self._recall, self._find_claim = recall, find_claim
+        self._recall, self._find_claim, self._find_upgrade = recall, find_claim, find_upgrade
         self._find_winners, self._find_told = find_winners, find_told
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
@@ -137,13 +138,14 @@ class Registry:
         return context
 
     def _choose_first(self, context: RankContext) -> None:
-        """Let a context that no rank has announced begin with what other keys tell of it.
+        """Let a context that no rank has announced begin with an old winner, or what other keys tell of it.
 
         Anew in each run, by its first launch: ranks that announce it together know the same results.
         """
         is_new = context.search is None and context.claim is None
         if is_new and context.choice is None and len(context.texts) > 1:
-            context.begin_with(self._find_winners(context), self._find_told(context))
+            upgrade = self._find_upgrade(context)
+            context.begin_with(self._find_winners(context), self._find_told(context), upgrade)
 
     def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
         """Ban candidates on this rank, with reasons; the run's report tells the peers."""
@@ -245,6 +247,7 @@ class Registry:
             claim=context.claim,
             like=context.like,
             default=context.default,
+            upgrade=context.upgrade,
         )
 
     def reported(self) -> list[RankContext]:

@@ -16,8 +16,8 @@ def plan_of(search: SearchState) -> dict[str, int]:
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:
-    texts = {"candidates": context.texts, "default": context.default, "like": context.like}
-    fields = {**fields_of(run, context), **texts}
+    about = {"default": context.default, "like": context.like, "again": context.again}
+    fields = {**fields_of(run, context), "candidates": context.texts, **about}
     return ContextAdmitted(**fields, incumbent=context.incumbent, local=local)
 
 

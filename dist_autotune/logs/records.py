@@ -87,6 +87,7 @@ class ContextAdmitted(ContextRecord, event="context_admitted"):
     local: bool = True  # False: only other ranks launch it
     like: str = ""  # the nearest tuned key: its winner is the first candidate; "": there was none
     default: int = 0  # the candidate that is launched untuned
+    again: str = ""  # after an upgrade: which of them are raced; "": all
 
 
 class RunStarted(Record, event="run_started"):
@@ -170,6 +171,7 @@ class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     launches: int = 1  # of this rank in one run; 0: only other ranks launch it
     bit_classes: dict[str, int] = field(default_factory=dict)  # candidate's text -> class; 0: the first's
     output_digest: str = ""  # of the function's outputs with the winner, on all ranks
+    again: str = ""  # which candidates were raced after an upgrade; "": there was none
 
 
 class RunFailed(Record, event="run_failed", level=logging.INFO):

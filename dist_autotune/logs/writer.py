@@ -136,7 +136,8 @@ class LogLines:
                 where = "" if record.local else ", launched on other ranks only"
                 candidates = f"{counted(context.candidates, 'candidate')}, incumbent #{record.incumbent}"
                 like = f", as with the key {record.like}" if record.like else ""
-                return f"admitted in run {record.run}: {candidates}{like}{where}"
+                again = f"; {record.again}" if record.again else ""
+                return f"admitted in run {record.run}: {candidates}{like}{where}{again}"
             case records.RunStarted():
                 tried = [f"{self._label(context)} #{config_id}" for context, config_id in record.plan.items()]
                 return f"tries {', '.join(tried) or 'nothing'}"

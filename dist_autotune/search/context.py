@@ -37,8 +37,11 @@ class Context:
         self.key = announcement.key
         self.kernel_id, self.like = announcement.kernel_id, announcement.like
         self.is_choice = announcement.is_choice
-        self.digests = tuple(digest for digest, _ in announcement.order)
-        self.texts = tuple(text for _, text in announcement.order)
+        self.upgrade, order = _raced_first(announcement)
+        self.digests = tuple(digest for digest, _ in order)
+        self.texts = tuple(text for _, text in order)
+        # The first so many candidates are raced: after an upgrade the best of an old result.
+        self.raced = len(announcement.upgrade[2]) if self.upgrade and announcement.upgrade else len(order)
         self.banned: dict[int, Ban] = {}
         self.times = AgreedTimes(rules.rank_reduce)
         self.status = ""  # "": under way
@@ -151,14 +154,14 @@ class Context:
         """Candidates that may still win, and the runs of its search to come: at least, at most."""
         if self.settled:
             return 1, 0, 0
-        usable = len(self.digests) - len(self.banned)
-        planned = self._rules.planned_runs(len(self.digests))
+        usable = sum(index not in self.banned for index in range(self.raced))
+        planned = self._rules.planned_runs(self.raced)
         if self._flow is None:
             return usable, 1, planned
         if isinstance(asked := self._flow.asked, Asked):
             return asked.left, asked.least, asked.most
         most = max(planned - self._flow.made, 1)
-        least = len(self.digests) - self._flow.made if self._rules.races else most
+        least = self.raced - self._flow.made if self._rules.races else most
         return usable, max(min(least, most), 1), most
 
     @property
@@ -182,7 +185,16 @@ class Context:
             "banned": {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans},
             "bit_classes": {self.texts[index]: number for index, number in classes},
             "output_digest": self.output_digests.get(best, ""),
+            "again": self.again,
         }
+
+    @property
+    def again(self) -> str:
+        """Return which candidates are raced after an upgrade; empty: there was none."""
+        if not self.upgrade or self.status == "cached":
+            return ""
+        raced = f"{self.raced} of {len(self.digests)} candidates, the best with {self.upgrade}"
+        return f"{raced}; raced again after an upgrade"
 
     @property
     def default(self) -> int:
@@ -241,7 +253,9 @@ class Context:
         """Begin the search, or go on where an earlier session left it."""
         self.status, self.waiting = "", False
         if self._flow is None:
-            self._flow = RunningFlow(self._rules, len(self.digests))
+            if sum(index not in self.banned for index in range(self.raced)) < 2:
+                self.raced, self.upgrade = len(self.digests), ""
+            self._flow = RunningFlow(self._rules, self.raced)
             self._resume(None)
             return
         self.trial = self._flow.index
@@ -294,6 +308,10 @@ class Context:
 
     def _finish(self, chosen: int) -> None:
         """Take the flow's winner; go on to the next judge, if there is one."""
+        if self.raced < len(self.digests) and all(index in self.banned for index in range(self.raced)):
+            self._flow = None
+            self.start()  # what was best before an upgrade works no more
+            return
         winner, incumbent = int(chosen), self.incumbent
         tied = chosen.tied if isinstance(chosen, Winner) else None  # None: the flow has decided
         if winner in self.banned or (winner in self._ran and winner not in self.times.ms):
@@ -311,6 +329,21 @@ class Context:
             self.status = ""
             self.times.drop_samples()  # candidates are judged by something else now
             self._ran.clear()
+
+
+def _raced_first(announcement: Announcement) -> tuple[str, list[tuple[str, str]]]:
+    """Return what an old result was found with, and all candidates, those that are raced again first.
+
+    Where ranks share fewer than two of those: nothing, and the order as announced.
+    """
+    order = list(announcement.order)
+    if announcement.upgrade is None:
+        return "", order
+    _, found_with, raced = announcement.upgrade
+    texts = dict(order)
+    if any(digest not in texts for digest in raced) or len(set(raced) & set(announcement.shared)) < 2:
+        return "", order
+    return found_with, [*((digest, texts.pop(digest)) for digest in raced), *texts.items()]
 
 
 HOST_SHARE = 0.03  # of an agreed time: a larger part of the host's counts

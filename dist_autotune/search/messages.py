@@ -67,6 +67,8 @@ Bans: TypeAlias = Annotated[dict[str, Ban], _by_key(min)]  # by the candidate's 
 CrashBans: TypeAlias = dict[str, dict[str, Ban]]  # by context; the rank is that whose process ended
 Facts: TypeAlias = dict[str, dict[str, int]]  # name -> value -> lowest rank with it
 Claim: TypeAlias = tuple[int, str, float | None]  # (rank, digest, ms)
+# After an upgrade (rank, what the old result was found with, digests to race, the old winner first).
+Upgrade: TypeAlias = tuple[int, str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, order=True)
@@ -105,6 +107,7 @@ class Announcement:
     claim: Claim | None = None  # a result it already has
     like: str = ""  # the tuned key whose winner stands first in `order`
     default: str = ""  # the candidate that `rank` launches untuned; "": the first
+    upgrade: Upgrade | None = None  # the lowest rank's that has one
 
     def merged(self, other: Announcement) -> Announcement:
         first, second = sorted((self, other), key=lambda announcement: announcement.rank)
@@ -113,6 +116,7 @@ class Announcement:
             shared=tuple(sorted(set(first.shared) & set(second.shared))),
             siblings=max(first.siblings, second.siblings),
             claim=_if_both(_first_claim)(first.claim, second.claim),
+            upgrade=_if_both(min)(first.upgrade, second.upgrade),
         )
 
 

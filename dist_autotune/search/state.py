@@ -117,7 +117,7 @@ class SearchState:
             least_trials=max((least for _, least, _ in standings), default=0),
             most_trials=max((most for _, _, most in standings), default=0) if knows_most else 0,
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
-            candidates=sum(len(context.digests) for context in searched),
+            candidates=sum(context.raced for context in searched),
             contexts=len(searched),
             settled=sum(context.settled for context in searched),
             planned_trials=budget.planned_runs(self.rules, searched) - 1,

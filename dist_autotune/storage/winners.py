@@ -30,7 +30,9 @@ SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning chan
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
 WAITING = "waiting"  # in it a file for each context that was launched and has no winner; see `waiting`
-LAUNCHED = "launched"  # in it a folder for each function, with an empty file for each entry that it uses
+# In it a folder for each function, with an empty file for each entry that it uses, and for each lineage.
+LAUNCHED = "launched"
+BEST = 3  # candidates of an entry that are raced again after an upgrade
 IMPORTED = "imported"  # the folder there of imported entries: every function looks at them
 _ENTRY_END = f"-{16 * '[0-9a-f]'}.json"  # of a file's name, as glob() takes it
 
@@ -62,6 +64,11 @@ class EntryKey:
         """Return what stands for all fields but `key` and `candidates`."""
         return digest(to_json({**vars(self), "key": "", "candidates": ()}))
 
+    def lineage(self, full_name: str) -> str:
+        """Return what stands for all that an upgrade of Triton, driver or source leaves as it is."""
+        changes = {"kernel_digest": full_name, "candidates": (), "triton_version": "", "driver": ""}
+        return f"{safe_name(self.kernel)}@{digest(to_json({**vars(self), **changes}))}"
+
     @property
     def file_name(self) -> str:
         """Return `kernel-digest.json`."""
@@ -77,6 +84,8 @@ class Evidence:
     config: Mapping[str, Any] = field(default_factory=dict)  # arguments of triton.Config; {}: not JSON
     arguments: tuple[tuple[str, Any], ...] = ()  # name and value of each part of the key; (): not JSON
     triton_file: str = ""  # where stock Triton would keep the result; "": nowhere
+    full_name: str = ""  # of the kernel's function, with its module; "": a `tunable`
+    best: tuple[str, ...] = ()  # digests of the BEST fastest candidates, the winner first
 
     def __post_init__(self) -> None:
         if self.config and not isinstance(kwargs := self.config.get("kwargs"), dict):
@@ -149,6 +158,13 @@ class Winners:
         files = _entry_files(None if self.directory is None else self.directory / LAUNCHED / function)
         return filter(None, (self._read(path.parents[2] / path.name) for path in files))
 
+    def lineage(self, key: EntryKey, full_name: str) -> Iterator[Entry]:
+        """Return the usable entries from before and after upgrades that `key` is one of."""
+        if self.directory is None:
+            return iter(())
+        names = sorted((self.directory / LAUNCHED / key.lineage(full_name)).glob("*" + _ENTRY_END))
+        return filter(None, (self._read(self.directory / path.name) for path in names))
+
     def put(self, *entries: Entry, replaces: bool = True) -> None:
         """Store each entry, unless there is one with the same result; `replaces`: in place of another one."""
         if self.directory is None:
@@ -160,6 +176,8 @@ class Winners:
                     stored = self.get(entry.key)
                     if stored is None or (replaces and stored.result != entry.result):
                         self._replace(self.directory / entry.key.file_name, entry)
+                    if entry.evidence.full_name:
+                        self.record_launch(entry.key.lineage(entry.evidence.full_name), entry.key)
         except OSError as error:
             self.warn_unwritable(self.directory, error.strerror or str(error))
         else:

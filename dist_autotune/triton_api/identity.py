@@ -14,7 +14,7 @@ import textwrap
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class KernelIdentity:
     short_name: str
     digest: str  # of all of it
     texts: tuple[tuple[str, str], ...] = ()  # (name, digest of its own text) of each function
+    full_name: str = ""  # of the function, with its module; of a `tunable` empty
 
 
 _HOOKS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -54,7 +55,7 @@ def kernel_source(function: Callable[..., Any]) -> KernelIdentity:
     _collect(function, parts, constants)
     made_of = _full_name(function) + "\n".join(sorted(parts.values())) + "\n".join(sorted(constants))
     texts = tuple(sorted((_full_name(part), digest(text)) for part, text in parts.items()))
-    source = KernelIdentity(function.__name__, digest(made_of), texts)
+    source = KernelIdentity(function.__name__, digest(made_of), texts, _full_name(function))
     return _SOURCES.setdefault(function, source)
 
 
@@ -72,7 +73,7 @@ def kernel_identity(tuner: Any) -> KernelIdentity:
         return source
     texts = tuple((name, digest(text)) for name, text in heuristics)
     made_of = "\n".join([source.digest, *(f"{name}={text}" for name, text in texts)])
-    return KernelIdentity(source.short_name, digest(made_of), source.texts + texts)
+    return replace(source, digest=digest(made_of), texts=source.texts + texts)
 
 
 def config_digest(config: Any) -> str:

@@ -117,16 +117,9 @@ class FunctionState:
         strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
         self.search = SearchState(Rules(strategy=strategy, tunes=function.tunes, **options.rules()))
         names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
-        self.registry = Registry(
-            names,
-            options,
-            function.clock,
-            rank,
-            self._recall,
-            self.results.find_claim,
-            self.find_winners,
-            self._find_told,
-        )
+        results = self.results
+        find = self._recall, results.find_claim, self.find_winners, self._find_told, results.find_upgrade
+        self.registry = Registry(names, options, function.clock, rank, *find)
         self.dispatcher = Dispatcher(
             self.registry,
             function.clock,
@@ -180,7 +173,7 @@ class FunctionState:
             config = config_label(rank_context.texts.get(winner, winner))
             why = f"its config {config} cannot be launched: {reason}"
         else:
-            why = f"there is no result for it {self.results.places}"
+            why = f"there is no result for it {self.results.places}{self.results.outdated(rank_context)}"
         others = by_distance(rank_context.key_text, self._winners(rank_context))[:LISTED_KEYS]
         nearest = tuple(context_label("", named(key, other)) for other in others)
         raise NotTuned(

@@ -38,6 +38,7 @@ class TunedContext:
     bit_class: int | None = None  # of the winner; 0: outputs as with the first config; None: not compared
     bit_classes: Mapping[str, int] = field(default_factory=dict)  # candidate's text -> class
     output_digest: str = ""  # of the function's outputs with the winner, on all ranks
+    again: str = ""  # which candidates were raced after an upgrade; empty: there was none
 
     def __str__(self) -> str:
         label, ms, _, status, timed, banned, _, config = self._cells(world_size=1)
@@ -72,6 +73,8 @@ class TunedContext:
             return "from the cache, timed by an earlier session"
         if self.ms is None:
             return "no config has a time yet" if not self.timings else "the winner has no time on some rank"
+        if self.again:
+            return "the first config was not among the best before an upgrade"
         return "the first config was dropped before it was measured"
 
     @property
@@ -134,8 +137,8 @@ class TuningReport:
         trials, waits, held, compiling, runs, more_runs, left, least_trials, most_trials), step (None where
         unknown; before_ms, after_ms, gain_percent, judge, left_out), contexts (a list of kernel, key, config,
         ms, fastest_rank_ms, spread_percent, default_ms, gain_percent, judge, launches, run_ms, status,
-        launch_bound, timings, banned, bit_class, bit_classes, output_digest). Configs and keys are the texts
-        of the log. `report --json` of the command line has the same as "report".
+        launch_bound, timings, banned, bit_class, bit_classes, output_digest, again). Configs and keys are the
+        texts of the log. `report --json` of the command line has the same as "report".
         """
         step, outlook = self.step, self.outlook
         figures = {name: value for name, value in vars(self).items() if name != "waiting"}  # of this rank
@@ -183,6 +186,7 @@ class TuningReport:
             lines.append(formatting.LAUNCH_BOUND_NOTE.capitalize())
         if self.outlook is not None:
             lines.append(f"Under way: {self.outlook}")
+        lines += [f"{context.label}: {context.again}" for context in self.contexts if context.again]
         if self.waiting:
             lines.append(f"{formatting.WAITING_NOTE}: {', '.join(self.waiting)}")
         if self.warning:

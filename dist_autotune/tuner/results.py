@@ -15,13 +15,14 @@ import triton
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
+from ..launch.kernel_names import family_of
 from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
-from ..search.messages import Claim, Offer, Offers
+from ..search.messages import Claim, Offer, Offers, Upgrade
 from ..storage.waiting import WaitingContexts
-from ..storage.winners import IMPORTED, Entry, EntryKey, Evidence, Winners, safe_name
+from ..storage.winners import BEST, IMPORTED, Entry, EntryKey, Evidence, Winners, safe_name
 from ..triton_api import identity, stock_results
 from ..triton_api.launch import Key
 from ..version import __version__
@@ -55,6 +56,7 @@ class Results:
         self.looks_on_disk = False
         self._offers: Offers = {}  # disk entries that all ranks use
         self._of_kernels: dict[str, Offers] = {}  # alone: all entries on disk, by kernel
+        self._old: dict[str, tuple[str, Entry] | None] = {}  # from before an upgrade, see `_old_entry`
         self._function, self._disk = function, disk
         self._waiting = WaitingContexts(disk.directory)
         self._scope = self._kernel_scope = function.scope
@@ -167,6 +169,48 @@ class Results:
         relatives = self._entry_key(rank_context).relatives
         return {offer.key: offer.winner for offer in offers.values() if offer.relatives == relatives}
 
+    def find_upgrade(self, rank_context: RankContext) -> Upgrade | None:
+        """Return what is raced again of an entry from before an upgrade: its best, and what it did not have.
+
+        None where fewer than two of its best are candidates here; where bits are compared: which candidates
+        are, must not depend on what was tuned before.
+        """
+        function = self._function
+        if self.ignores_known or not (self.looks_on_disk and function.tunes and function.bits == "any"):
+            return None
+        if (old := self._old_entry(rank_context)) is None:
+            return None
+        (found_with, entry), texts = old, rank_context.texts
+        best = [digest for digest in entry.evidence.best if digest in texts]
+        new = [digest for digest in texts if digest not in entry.key.candidates]
+        if len(best) < 2:
+            return None
+        added = f" and {len(new)} new" if new else ""
+        return function.group.rank, found_with + added, (*best, *new)
+
+    def outdated(self, rank_context: RankContext) -> str:
+        """Return, for messages, what the disk holds from before an upgrade; empty: nothing."""
+        old = self._old_entry(rank_context)
+        return "" if old is None else f", and that of {old[0]} is from before an upgrade"
+
+    def _old_entry(self, rank_context: RankContext) -> tuple[str, Entry] | None:
+        """Return the latest entry of another Triton, driver or source, and what it was found with.
+
+        Of functions made by functions only those of the same source: others may be other kernels.
+        """
+        if not (full_name := rank_context.source.full_name):
+            return None
+        key = self._entry_key(rank_context)
+        if key.digest not in self._old:
+            is_made = "<locals>" in full_name
+            found = []
+            for entry in self._disk.lineage(key, full_name):
+                is_same = family_of(entry.key.kernel_digest) == family_of(key.kernel_digest)
+                if (found_with := _found_with(entry.key, key, is_same)) and (is_same or not is_made):
+                    found.append((found_with, entry))
+            self._old[key.digest] = max(found, key=lambda each: _likeness(each[1], key), default=None)
+        return self._old[key.digest]
+
     def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
         group, is_alone = self._function.group, self._function.is_alone
@@ -254,6 +298,19 @@ class Results:
         )
 
 
+def _found_with(old: EntryKey, new: EntryKey, is_same_source: bool) -> str:
+    """Return what an old entry was found with and a new one would not be; empty: both are of one time."""
+    parts = [f"Triton {old.triton_version}"] if old.triton_version != new.triton_version else []
+    parts += [f"driver {old.driver or 'unknown'}"] if old.driver != new.driver else []
+    return " and ".join(parts if is_same_source else [*parts, "an earlier source"])
+
+
+def _likeness(entry: Entry, key: EntryKey) -> tuple[bool, str, str]:
+    """Return what is greatest for the latest entry of the same Autotuner among those of one function."""
+    configs = [each.kernel_digest.partition(".")[2] for each in (entry.key, key)]
+    return configs[0] == configs[1], entry.created_at, entry.key.digest
+
+
 def _evidence(context: Context, rank_context: RankContext) -> Evidence:
     """Return the evidence for a context's winner."""
     winner = context.digests[context.incumbent]
@@ -267,9 +324,13 @@ def _evidence(context: Context, rank_context: RankContext) -> Evidence:
                 "triton_file": stock_results.result_file(tuner, binding.key, binding.configs),
             }
             break
+    others = sorted((ms, index) for index, ms in context.known_ms() if index != context.incumbent)
+    best = [context.incumbent, *(index for _, index in others)][:BEST]
     return Evidence(
         torch_version=str(torch.__version__),
         fastest_rank_ms={context.texts[i]: ms for i, ms in context.times.fastest_ms.items()},
         arguments=arguments if stock_results.is_plain(arguments) else (),
+        full_name=rank_context.source.full_name,
+        best=tuple(context.digests[index] for index in best),
         **about_triton,
     )
