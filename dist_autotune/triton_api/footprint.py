@@ -28,7 +28,10 @@ class Multiprocessors:
 
 
 @functools.cache
-def multiprocessors(device: int) -> Multiprocessors:
+def multiprocessors(device: int) -> Multiprocessors | None:
+    """Return what torch knows of the device; None: torch has no devices, though Triton may have."""
+    if not torch.cuda.is_available():
+        return None
     known = torch.cuda.get_device_properties(device)
     return Multiprocessors(
         known.multi_processor_count,
@@ -38,15 +41,15 @@ def multiprocessors(device: int) -> Multiprocessors:
     )
 
 
-def share(programs: int, kernel: Any, device: Multiprocessors) -> int:
-    """Return the thousandths of the SMs that a launch of so many programs holds; 0: the kernel does not tell.
+def share(programs: int, kernel: Any, device: Multiprocessors | None) -> int:
+    """Return the thousandths of the SMs that a launch of so many programs holds; 0: it is not known.
 
     Programs that wait for others to end hold nothing. An SM counts in half where what runs on it takes at
     most half of its shared memory, registers and threads.
     """
     metadata = getattr(kernel, "metadata", None)
     warps, shared = getattr(metadata, "num_warps", 0), getattr(metadata, "shared", 0)
-    if not warps or programs <= 0:
+    if not warps or programs <= 0 or device is None:
         return 0
     threads = 32 * warps
     registers = math.ceil((getattr(kernel, "n_regs", 0) or 0) / REGISTERS_STEP) * REGISTERS_STEP
