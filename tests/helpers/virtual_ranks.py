@@ -12,7 +12,9 @@ when nobody can go on any more: that is the moment at which a real rank's time w
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from random import Random
@@ -20,7 +22,9 @@ from typing import Any
 from unittest import mock
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig
+from dist_autotune.ranks.ballots import Ballot, BallotBox
 from dist_autotune.ranks.exchange import Merge
+from dist_autotune.ranks.wire import HubMessage
 from dist_autotune.triton_api.active_call import ActiveCall
 
 HANG_S = 120.0  # of one program: ranks that take turns never wait, so only a defect of this file lasts
@@ -57,6 +61,10 @@ class VirtualAgreement:
         self.leaves_at = -1  # the exchange that this rank does not come to any more
         self.is_late_at = -1  # the one that it comes to when the others have given it up
         self.waits_for: int | None = None
+        self.waits_until: Callable[[], Any] | None = None  # a word of the settled calls
+        self.ballots: dict[str, VirtualBallot] = {}
+        self.posted: deque[HubMessage] = deque()  # words on their way to the hub
+        self.letters: deque[HubMessage] = deque()  # on their way from it
         self.turn = threading.Semaphore(0)
         self.has_ended = False
 
@@ -81,8 +89,28 @@ class VirtualAgreement:
         if isinstance(end, bytes):
             self.fail(error)  # the others have gone on
 
-    def ballot(self, name: str, timeout_s: float, last: Any) -> VirtualBallot:
-        return VirtualBallot(self, name, timeout_s)
+    def ballot(self, name: str, timeout_s: float, last: Ballot | None) -> VirtualBallot:
+        if last is not None:
+            self.ballots.pop(last.name, None)
+        ballot = self.ballots[name] = VirtualBallot(self, name, timeout_s)
+        return ballot
+
+    def post(self, op: str, ballot: str, call: int, **word: Any) -> bool:
+        self.posted.append({"op": op, "ballot": ballot, "call": call, "rank": self.rank, **word})
+        return True
+
+    @property
+    def next_letter(self) -> HubMessage | None:
+        """Return the first letter of a ballot that this rank has begun."""
+        return next((letter for letter in self.letters if letter["ballot"] in self.ballots), None)
+
+    def take_letter(self) -> None:
+        """Do what the rank's thread does with a letter."""
+        letter = self.next_letter
+        assert letter is not None
+        self.letters.remove(letter)
+        if letter["about"] != "raised":
+            self.ballots[letter["ballot"]].take(letter)
 
     def busy(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -92,29 +120,35 @@ class VirtualAgreement:
 
     @property
     def can_go_on(self) -> bool:
+        if self.waits_until is not None:
+            return bool(self.waits_until())
         return self.waits_for is None or self.waits_for in self.group.ends
 
 
-class VirtualBallot:
-    """Votes in an exchange after each settled call: all take a new key up at once, unless a rank has raised.
-
-    The protocol that nobody waits for is in `tests/unit/ranks/test_ballots.py`.
-    """
+class VirtualBallot(Ballot):
+    """One rank's real `Ballot`: its words and letters travel when ranks take turns."""
 
     def __init__(self, agreement: VirtualAgreement, name: str, timeout_s: float) -> None:
-        self.name, self.watch = name, True
-        self._agreement, self._timeout_s = agreement, timeout_s
+        super().__init__(name, agreement.post, timeout_s)
+        self._changed = VirtualCondition(agreement)
 
-    def begin(self) -> bool:
-        return False
 
-    def report(self, error: str) -> None:
-        """Nobody hears of it."""
+class VirtualCondition(threading.Condition):
+    """A wait of one rank that ends when its condition holds, or when nobody can go on any more."""
 
-    def end(self, *, has_new_key: bool, waits: bool = True) -> bool:
-        word = b"1" if has_new_key else b"0"
-        answer = self._agreement.exchange(word if waits else b"2", max, self._timeout_s, "a settled call")
-        return answer == b"1"
+    def __init__(self, agreement: VirtualAgreement) -> None:
+        super().__init__()
+        self._agreement = agreement
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        agreement = self._agreement
+        agreement.waits_until = predicate
+        self.release()  # other ranks' turns bring the letters
+        try:
+            agreement.group.pass_on(agreement)
+        finally:
+            self.acquire()
+        return predicate()
 
 
 class VirtualGroup:
@@ -130,6 +164,8 @@ class VirtualGroup:
         self._watch = watch
         self._posted: dict[int, dict[int, bytes]] = {}
         self.broken: BaseException | None = None
+        self._box = BallotBox(range(world_size))
+        self._read = [0] * world_size  # letters, by rank
         self._all_ended = threading.Event()
 
     def run(self, program: Callable[[VirtualAgreement], Any]) -> list[Any]:
@@ -177,7 +213,12 @@ class VirtualGroup:
         if self.broken is not None:
             alive[0].turn.release()
             return
-        ready = [a for a in alive if a.can_go_on]
+        while self._random.random() < 0.7 and self._bring_a_word():
+            pass
+        while not (ready := [a for a in alive if a.can_go_on]) and self._bring_a_word():
+            pass
+        if not ready:
+            ready = [a for a in alive if a.waits_until is not None][:1]  # its time is up
         if not ready:
             self.give_up(alive)
             if self.broken is not None:
@@ -185,8 +226,34 @@ class VirtualGroup:
                 return
             ready = [a for a in alive if a.can_go_on]
         chosen = self.chosen(ready)
-        chosen.waits_for = None
+        chosen.waits_for = chosen.waits_until = None
         chosen.turn.release()
+
+    def _bring_a_word(self) -> bool:
+        """Bring one word to the hub or a letter to its rank, drawn at random; say whether one was there."""
+        there = [a for a in self.agreements if not a.is_gone]
+        for agreement in there:
+            for ballot in agreement.ballots.values():
+                ballot.tell()
+        moves = [(a, a.posted) for a in there if a.posted]
+        moves += [(a, a.letters) for a in there if a.next_letter is not None]
+        if not moves:
+            return False
+        agreement, chosen = moves[self._random.randrange(len(moves))]
+        if chosen is agreement.letters:
+            agreement.take_letter()
+        else:
+            self._box.handle(chosen.popleft(), lambda reply: None)
+            for rank in range(self.world_size):
+                self._box.handle(
+                    {"op": "listen", "rank": rank, "ballot": "", "call": self._read[rank], "id": 0},
+                    functools.partial(self._deliver, rank),
+                )
+        return True
+
+    def _deliver(self, rank: int, reply: HubMessage) -> None:
+        self.agreements[rank].letters.extend(reply["letters"])
+        self._read[rank] = reply["read"]
 
     def make_agreement(self, rank: int) -> VirtualAgreement:
         return VirtualAgreement(self, rank)

@@ -159,7 +159,7 @@ class VirtualRank:
         self.disk = VirtualDisk()
         self.mode = "tune"
         self.runs = 0  # of the thunk, in all calls
-        self.call = 0
+        self.call = self.exchanges = 0  # the second: before this call
         self.attempts: list[
             tuple[Kernel, int, int, bool]
         ] = []  # since the last exchange, and whether it worked
@@ -209,7 +209,7 @@ class VirtualRank:
         for call in range(self.program.calls):
             self.call = call
             self._meet_events()
-            before = self.runs
+            before, self.exchanges = self.runs, self.agreement.sequence
             try:
                 value, error = self.tuned(), None
                 assert value == self.runs, "the call returned another run's result than the last"
@@ -286,6 +286,7 @@ class Ending:
     def __init__(self, rank: VirtualRank, error: BaseException | None, runs_before: int) -> None:
         self.error = error
         self.runs = rank.runs - runs_before
+        self.is_of_session = rank.agreement.sequence > rank.exchanges
         self.is_settled = rank.tuned.settled
         self.report = rank.tuned.report
         self.winners: dict[tuple[int, int], int] = {}  # (function, n) -> BLOCK
