@@ -221,7 +221,7 @@ def choices_by_expert(rank: int) -> list[int]:
     return choices.all_ids.flatten().bincount(minlength=4).tolist()
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, seconds=25)
 def test_ag_gemm_on_gpus_times_all_baselines(tmp_path: Path) -> None:
     sizes = ("--m", "2048", "--n", "512", "--k", "1024")
     result = torchrun(AG_GEMM, *sizes, "--json", "record.json", "--iterations", "5", ranks=2)

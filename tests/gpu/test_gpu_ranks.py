@@ -21,7 +21,7 @@ from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.timing.stream_filler import CYCLES_PER_MS
 from ranks import assert_killed, describe, meet
 
-pytestmark = pytest.mark.gpu(devices=2, alone=True)  # times are compared, ranks are killed
+pytestmark = pytest.mark.gpu(devices=2)
 
 SIZE = 1 << 22
 PATIENCE_S = 5.0
@@ -111,6 +111,7 @@ def agreed_beside_a_late_peer(rank: int, late_ms: float) -> float:
     return float(min(context.timings.values()))
 
 
+@pytest.mark.gpu(devices=2, alone=True)  # times are compared
 def test_the_agreed_time_of_a_kernel_that_waits_holds_how_late_the_peer_is() -> None:
     in_time, late = (values(agreed_beside_a_late_peer, 2, ms, timeout_s=240) for ms in (0.0, LATE_MS))
     assert in_time[0] == in_time[1]

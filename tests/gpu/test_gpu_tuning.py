@@ -21,7 +21,8 @@ from dist_autotune.cli.commands import app
 from dist_autotune.errors import LaunchTimeout
 from ranks import run_ranks
 
-pytestmark = pytest.mark.gpu(alone=True)  # times are compared, devices crash
+pytestmark = pytest.mark.gpu
+TIMES = pytest.mark.gpu(alone=True)  # which are compared
 
 SIZE = 1 << 24
 SETTLES_S = 60.0  # for a session of an online function, with all that it compiles
@@ -48,6 +49,7 @@ def tuned(fn: Callable[..., Any], **options: Any) -> ContextualAutotuner[..., An
     return contextual_autotune(fn, **{"cache": False, "n_warmup": 0, "n_repeat": 3, **options})
 
 
+@TIMES
 def test_an_ordinary_kernel_is_tuned_with_events_and_every_run_is_right() -> None:
     kernel, x, runs = make_scale(), torch.randn(SIZE, device="cuda"), []
 
@@ -69,6 +71,7 @@ def test_an_ordinary_kernel_is_tuned_with_events_and_every_run_is_right() -> Non
     assert context.ms == min(context.timings.values())
 
 
+@TIMES
 def test_times_in_context_agree_with_a_benchmark_of_the_winner() -> None:
     kernel, x = make_scale(), torch.randn(8 * SIZE, device="cuda")
     thunk = tuned(lambda: launch(kernel, x), n_warmup=2, n_repeat=9)
@@ -216,6 +219,7 @@ class _Warm:
         return lambda *args: self.kernel.fn[grid](*args, **self.kernel.configs[0].all_kwargs())
 
 
+@TIMES
 def test_events_are_recorded_on_the_stream_of_the_launch() -> None:
     kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
     side = torch.cuda.Stream()
@@ -303,6 +307,7 @@ def tuned_alone_on_its_stream(**options: Any) -> Any:
     return report.contexts[0]
 
 
+@TIMES
 def test_a_kernel_on_an_idle_stream_is_timed_without_the_hosts_part() -> None:
     fed, bare = tuned_alone_on_its_stream(), tuned_alone_on_its_stream(clock=EventClock(feeds=False))
     assert not fed.launch_bound
@@ -311,6 +316,7 @@ def test_a_kernel_on_an_idle_stream_is_timed_without_the_hosts_part() -> None:
     assert fed.ms < bare.ms
 
 
+@TIMES
 @pytest.mark.parametrize("length_ms", [0.05, 1.0, 20.0])
 def test_a_filler_is_as_long_as_it_says(length_ms: float) -> None:
     from dist_autotune.timing.stream_filler import CYCLES_PER_MS, LONGEST_MS, StreamFiller

@@ -16,7 +16,7 @@ SCRIPT = str(Path(__file__).parents[1] / "script" / "programs" / "plain_loop.py"
 STEPS = [
     pytest.param("40", marks=pytest.mark.torchrun, id="CPU ranks"),
     # 1500 of milliseconds: meanwhile the other configs are compiled
-    pytest.param("1500", marks=pytest.mark.gpu(devices=2), id="2 GPUs"),
+    pytest.param("1500", marks=pytest.mark.gpu(devices=2, seconds=60, limit_s=240), id="2 GPUs"),
 ]
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 Name = TypeVar("Name")
 
 MOST_IN_JOB = 6  # tests that one process runs: it starts CUDA once for them
-MOST_ON_DEVICE = 8  # tests that share a device: kernels that spin take turns there
-ALONE_S = 6.0  # what a test that runs alone is reckoned to take
-MOST_RESERVED = 0.45  # of the session, for tests that run alone
+MOST_ON_DEVICE = 14  # tests that share a device: kernels that spin take turns there
+SECONDS = 6.0  # what a test is reckoned to take of which nothing is known
+MOST_RESERVED = 0.25  # of the session, for tests that run alone
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Job(Generic[Name]):
     tests: tuple[Name, ...]
     devices: int = 1
     is_alone: bool = False  # no other test uses its devices meanwhile
+    seconds: float = SECONDS  # what it is reckoned to take
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,16 @@ class Placed(Generic[Name]):
     devices: tuple[int, ...]
 
 
-def jobs_of(tests: Iterable[tuple[Name, Any, int, bool]]) -> list[Job[Name]]:
-    """Return jobs of (test, function, devices, alone); tests of one function share one, if not alone."""
+def jobs_of(tests: Iterable[tuple[Name, Any, int, bool, float]]) -> list[Job[Name]]:
+    """Return jobs of (test, function, devices, alone, seconds); tests of a function may share one."""
     jobs: list[Job[Name]] = []
     last = None
-    for test, function, devices, is_alone in tests:
+    for test, function, devices, is_alone, seconds in tests:
         kind = (function, devices)
         if not is_alone and devices == 1 and kind == last and len(jobs[-1].tests) < MOST_IN_JOB:
-            jobs[-1] = Job((*jobs[-1].tests, test), devices)
+            jobs[-1] = Job((*jobs[-1].tests, test), devices, seconds=jobs[-1].seconds + seconds)
         else:
-            jobs.append(Job((test,), devices, is_alone))
+            jobs.append(Job((test,), devices, is_alone, seconds))
         last = None if is_alone else kind
     return jobs
 
@@ -58,8 +59,8 @@ def part_of(tests: Sequence[Name], part: str) -> list[Name]:
 
 
 def jobs_at_once(cores: int, devices: int) -> int:
-    """Return how many tests may share a device: most of their time is Python's and the compiler's."""
-    return max(1, min(MOST_ON_DEVICE, cores // (2 * devices)))
+    """Return how many tests may share a device: nearly all of their time is that of a core."""
+    return max(1, min(MOST_ON_DEVICE, 7 * cores // (8 * devices)))
 
 
 @dataclass
@@ -73,12 +74,11 @@ class Schedule(Generic[Name]):
     running: list[Placed[Name]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Long before short: what needs more devices compiles on each of its ranks.
-        self.jobs = sorted(self.jobs, key=lambda job: -job.devices)
+        self.jobs = sorted(self.jobs, key=lambda job: (-job.devices, -job.seconds))  # long before short
 
     def reserved_s(self) -> float:
         """Return how long before the session's end no more jobs begin that share a device."""
-        alone_s = sum(ALONE_S * job.devices / self.devices for job in self.jobs if job.is_alone)
+        alone_s = sum(job.seconds * job.devices / self.devices for job in self.jobs if job.is_alone)
         return min(alone_s, MOST_RESERVED * self.limit_s)
 
     def begin(self, now_s: float) -> Placed[Name] | None:
@@ -99,11 +99,11 @@ class Schedule(Generic[Name]):
         """Let the devices of a job go; `left` are tests that its process did not come to."""
         self.running.remove(placed)
         if left:
-            self.jobs.insert(0, Job(tuple(left), placed.job.devices, placed.job.is_alone))
+            self.jobs.insert(0, replace(placed.job, tests=tuple(left)))
 
-    def again(self, test: Name, devices: int) -> None:
+    def again(self, test: Name, devices: int, seconds: float = SECONDS) -> None:
         """Let a test run once more, alone and after all others."""
-        self.jobs.append(Job((test,), devices, is_alone=True))
+        self.jobs.append(Job((test,), devices, is_alone=True, seconds=seconds))
 
     def waiting(self) -> list[Name]:
         """Return the tests that have not begun."""

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_schedule import Placed, Schedule, jobs_at_once, jobs_of, part_of
+from gpu_schedule import SECONDS, Placed, Schedule, jobs_at_once, jobs_of, part_of
 
 LIMIT_S = 540.0  # of the session
 TEST_LIMIT_S = 150.0  # of a test; `run_ranks` ends ranks sooner, and tells where they stood
@@ -45,7 +45,11 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--test-limit-s", type=float, default=TEST_LIMIT_S, help="of a test (%(default)g)")
     group.addoption("--at-once", type=int, metavar="N", help="tests that share a device; 1: one by one")
     group.addoption("--all-candidates", action="store_true", help="instead of some that have every value")
-    group.addoption("--results", metavar="DIR", help="write results.json and failures.txt there")
+    group.addoption(
+        "--results",
+        metavar="DIR",
+        help="write results.json and failures.txt there; the times of the last run there order this one",
+    )
 
 
 def devices_needed(item: pytest.Item) -> int:
@@ -59,6 +63,12 @@ def devices_needed(item: pytest.Item) -> int:
 def runs_alone(item: pytest.Item) -> bool:
     marker = item.get_closest_marker("gpu")
     return bool(marker and marker.kwargs.get("alone", False))
+
+
+def seconds_needed(item: pytest.Item, last: dict[str, float]) -> float:
+    """Return what the test took in the last run, or else what its mark says."""
+    marker = item.get_closest_marker("gpu")
+    return last.get(item.nodeid) or float((marker and marker.kwargs.get("seconds")) or SECONDS)
 
 
 def starts_cuda_in_forks() -> str:
@@ -191,8 +201,15 @@ class GpuSession:
     # ---- the loop
 
     def _run(self, session: pytest.Session) -> None:
+        last = self._last_seconds()
         tests = [
-            (index, getattr(item, "function", item), devices_needed(item), runs_alone(item))
+            (
+                index,
+                getattr(item, "function", item),
+                devices_needed(item),
+                runs_alone(item),
+                seconds_needed(item, last),
+            )
             for index, item in enumerate(self.items)
         ]
         cores = len(os.sched_getaffinity(0))
@@ -307,7 +324,7 @@ class GpuSession:
         was_alone = placed.job.is_alone or self.schedule.at_once == 1
         if ended.failed and not was_alone and index not in self.before:
             self.before[index] = ended
-            self.schedule.again(index, placed.job.devices)
+            self.schedule.again(index, placed.job.devices, seconds)
         else:
             self._count(index, ended)
 
@@ -392,6 +409,15 @@ class GpuSession:
 
     def _name(self, index: int) -> str:
         return self.items[index].nodeid
+
+    def _last_seconds(self) -> dict[str, float]:
+        """Return how long tests took in the last run whose results were written there."""
+        path = Path(self.config.invocation_params.dir, self.config.option.results or "", "results.json")
+        try:
+            tests = json.loads(path.read_text())["tests"] if self.config.option.results else []
+            return {each["test"]: float(each["seconds"]) for each in tests}
+        except (OSError, ValueError, KeyError, TypeError):  # there was none, or it was cut off
+            return {}
 
     def _write(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

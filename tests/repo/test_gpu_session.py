@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT
-from gpu_cases import covering, covering_indices
+from gpu_cases import covering, covering_indices, shapes_and_candidates
 from gpu_schedule import Job, Placed, Schedule, jobs_at_once, jobs_of, part_of
 
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
@@ -32,15 +32,16 @@ def texts(placed: list[Placed[str]]) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_tests_of_one_function_share_a_process_but_not_those_that_run_alone_or_on_several_devices():
-    tests = [(f"a{index}", "a", 1, False) for index in range(8)]
-    tests += [("b0", "b", 1, True), ("b1", "b", 1, True), ("c0", "c", 2, False), ("c1", "c", 2, False)]
-    assert [" ".join(job.tests) for job in jobs_of(tests)] == [
-        "a0 a1 a2 a3 a4 a5",
-        "a6 a7",
-        "b0",
-        "b1",
-        "c0",
-        "c1",
+    tests = [(f"a{index}", "a", 1, False, 2.0) for index in range(8)]
+    tests += [("b0", "b", 1, True, 3.0), ("b1", "b", 1, True, 4.0)]
+    tests += [("c0", "c", 2, False, 5.0), ("c1", "c", 2, False, 6.0)]
+    assert [(" ".join(job.tests), job.seconds) for job in jobs_of(tests)] == [
+        ("a0 a1 a2 a3 a4 a5", 12.0),
+        ("a6 a7", 4.0),
+        ("b0", 3.0),
+        ("b1", 4.0),
+        ("c0", 5.0),
+        ("c1", 6.0),
     ]
 
 
@@ -50,6 +51,11 @@ def test_what_needs_more_devices_begins_first_and_the_rest_goes_to_the_emptiest(
     assert schedule.waiting() == ["c"]
     schedule.end(schedule.running[1])
     assert texts(begun(schedule)) == [("c", (0,))]
+
+
+def test_of_those_with_as_many_devices_the_longest_begins_first():
+    jobs = [Job((name,), devices, seconds=s) for name, devices, s in (("a", 1, 9), ("b", 2, 3), ("c", 2, 7))]
+    assert [name for name, _ in texts(begun(Schedule(jobs, devices=2, at_once=4)))] == ["c", "b", "a"]
 
 
 def test_what_runs_alone_waits_for_all_others_and_has_its_device_for_itself():
@@ -64,10 +70,11 @@ def test_what_runs_alone_waits_for_all_others_and_has_its_device_for_itself():
 
 
 def test_near_the_end_what_runs_alone_goes_first():
-    alone = [Job((f"alone {index}",), is_alone=True) for index in range(4)]  # 6 s each
+    alone = [Job((f"alone {index}",), is_alone=True, seconds=5.0) for index in range(4)]
     schedule = Schedule([Job(("a",)), *alone], devices=1, at_once=4, limit_s=100.0)
-    assert schedule.reserved_s() == 24.0
-    assert texts(begun(schedule, now_s=77.0)) == [("alone 0", (0,))]
+    assert schedule.reserved_s() == 20.0
+    assert texts(begun(schedule, now_s=81.0)) == [("alone 0", (0,))]
+    assert Schedule(alone, devices=1, at_once=4, limit_s=40.0).reserved_s() == 10.0
 
 
 def test_what_a_process_did_not_come_to_is_run_by_another_one():
@@ -89,7 +96,7 @@ def test_a_part_that_does_not_exist_is_refused(part):
 
 
 def test_as_many_tests_share_a_device_as_there_are_cores_for():
-    assert [jobs_at_once(*each) for each in ((16, 1), (32, 2), (2, 1), (1, 1), (4, 8))] == [8, 8, 1, 1, 1]
+    assert [jobs_at_once(*each) for each in ((16, 1), (32, 2), (2, 1), (1, 1), (4, 8))] == [14, 14, 1, 1, 1]
 
 
 def test_some_candidates_have_every_value_of_every_field():
@@ -97,6 +104,16 @@ def test_some_candidates_have_every_value_of_every_field():
     assert len(some) < len(GLUON_CANDIDATES) / 2
     assert values_of(some) == values_of(GLUON_CANDIDATES)
     assert [GLUON_CANDIDATES[index] for index in covering_indices(GLUON_CANDIDATES)] == some
+
+
+def test_every_shape_is_run_in_one_type_or_with_all_candidates_in_both(monkeypatch):
+    def shapes_and_types() -> set[str]:
+        cases = shapes_and_candidates(0, dict.fromkeys("abc"), print, GLUON_CANDIDATES[:1], print)
+        return {name for name in cases if "candidate" not in name}
+
+    assert shapes_and_types() == {"a, torch.float16", "b, torch.bfloat16", "c, torch.float16"}
+    monkeypatch.setattr("gpu_cases.ALL_CANDIDATES", True)
+    assert len(shapes_and_types()) == 6
 
 
 def values_of(candidates) -> set[tuple[str, str]]:
@@ -237,3 +254,31 @@ def test_a_part_of_the_tests_is_run(tmp_path):
     code, _, record = session(tmp_path, tests, "--part", "2/2")
     assert code == 0
     assert [each["test"][-3:] for each in record["tests"]] == ["[1]", "[3]"]
+
+
+def test_the_times_of_the_last_run_order_the_next_one_and_before_that_those_of_marks(tmp_path):
+    tests = """
+import pathlib, pytest
+
+@pytest.mark.gpu(devices=2)
+@pytest.mark.parametrize("number", range(3))
+def test_it(number):
+    with pathlib.Path("order").open("a") as file:
+        file.write(f"{number} ")
+
+@pytest.mark.gpu(devices=2, seconds=20)
+def test_long():
+    with pathlib.Path("order").open("a") as file:
+        file.write("long ")
+"""
+    path, order = tmp_path / "out/results.json", tmp_path / "order"
+    _, _, record = session(tmp_path, tests, "--at-once", "1")
+    assert order.read_text() == "long 0 1 2 "
+    order.unlink()
+    for each in record["tests"]:
+        each["seconds"] = {"[2]": 9.0, "ong": 1.0}.get(each["test"][-3:], 5.0)
+    path.write_text(json.dumps(record))
+    session(tmp_path, tests, "--at-once", "1")
+    assert order.read_text() == "2 0 1 long "
+    path.write_text("cut off")
+    assert session(tmp_path, tests, "--at-once", "1")[0] == 0

@@ -358,7 +358,7 @@ def cases_on_gpus(rank):
     return run_cases(cases)
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, seconds=100)
 def test_all_of_the_above_is_so_on_gpus():
     assert values(cases_on_gpus, 2, timeout_s=300) == [[], []]
 
@@ -370,7 +370,7 @@ def candidates_on_gpus(rank):
     )
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, seconds=40)
 def test_every_candidate_is_right_on_gpus():
     assert values(candidates_on_gpus, 2, timeout_s=300) == [[], []]
 

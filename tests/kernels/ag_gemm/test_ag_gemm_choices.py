@@ -396,7 +396,7 @@ def cases_on_gpus(rank, backend):
     return run_cases(cases)
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, seconds=40)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_all_of_the_above_is_so_on_gpus(backend):
     assert values(cases_on_gpus, 2, backend, timeout_s=300) == [[], []]

@@ -268,7 +268,7 @@ def cases_on_gpus(rank, backend):
     )
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, seconds=50)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_every_way_ends_with_its_epilogue_on_gpus_eager_and_replayed(backend):
     assert values(cases_on_gpus, 2, backend, timeout_s=300) == [[], []]

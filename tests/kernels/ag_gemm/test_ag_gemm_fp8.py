@@ -190,7 +190,7 @@ def every_way_on_gpus(rank, backend):
     )
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, seconds=35)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_every_way_multiplies_fp8_on_gpus(backend):
     assert values(every_way_on_gpus, 2, backend, timeout_s=300) == [[], []]

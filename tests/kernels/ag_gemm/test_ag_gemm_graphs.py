@@ -288,7 +288,7 @@ def cases_on_gpus(rank, backend):
     )
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, seconds=30)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_graphs_replay_right_products(backend):
     assert values(cases_on_gpus, 2, backend, timeout_s=200) == [[], []]

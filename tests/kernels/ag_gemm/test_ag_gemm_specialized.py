@@ -15,7 +15,7 @@ from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES, fewest_rows, prune
 
-pytestmark = pytest.mark.gpu(devices=2)
+pytestmark = pytest.mark.gpu(devices=2, seconds=40)
 
 DTYPE = torch.bfloat16
 # m, N, K: whole tiles; a ragged chunk; the fewest rows; ragged everywhere; K below a k block; one tile.

@@ -277,7 +277,7 @@ def beside_an_all_reduce(rank, sums, captured):
 
 
 @EACH
-@pytest.mark.gpu(devices=2, alone=True)
+@pytest.mark.gpu(devices=2, seconds=25)
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
 def test_calls_end_beside_all_reduces_that_never_pause(sums, captured):
     for errors in values(beside_an_all_reduce, 2, sums, captured, timeout_s=240):
@@ -293,7 +293,7 @@ REPLAYS = {
 }
 
 
-@pytest.mark.gpu(devices=2, alone=True)
+@pytest.mark.gpu(devices=2, seconds=25)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @pytest.mark.parametrize("name", REPLAYS)
 def test_replays_among_eager_calls_are_right_where_all_streams_share_a_hardware_queue(

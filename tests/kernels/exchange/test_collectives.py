@@ -331,7 +331,7 @@ def cases_on_gpus(rank, backend):
     )
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, seconds=25)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_all_of_the_above_is_so_on_gpus(backend):
     assert values(cases_on_gpus, 2, backend, timeout_s=240) == [[], []]

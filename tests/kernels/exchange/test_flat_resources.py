@@ -111,7 +111,7 @@ def many_calls_on_gpus(rank):
     return found, right
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, alone=True, seconds=13)  # the device's free memory is read
 def test_ten_thousand_calls_on_gpus_leave_memory_threads_and_files_as_they_were():
     for found, right in values(many_calls_on_gpus, 2, timeout_s=240):
         (host, (allocated, free)), (host_after, (allocated_after, free_after)) = found
@@ -122,13 +122,19 @@ def test_ten_thousand_calls_on_gpus_leave_memory_threads_and_files_as_they_were(
         assert free - free_after < 2**21  # what a driver allocates at a time
 
 
+# torch's rendezvous of an allocation makes two arrays of pointers on the device, of 512 bytes in its
+# allocator, and no version frees them. A GemmReduceScatter has two allocations.
+OF_TORCH_BYTES = 2 * 2 * 512
+ROUNDS = 20
+
+
 def many_operations_on_gpus(rank, backend):
     """Open and close operations; return what was held after two and after twenty."""
     found = []
-    for round in range(20):
+    for round in range(ROUNDS):
         with GemmReduceScatter(512, 256, HALF, backend=backend, timeout_s=60.0) as op:
             op._check_usable()
-        if round in (1, 19):
+        if round in (1, ROUNDS - 1):
             synchronize()
             found.append((held()[1:], torch.cuda.memory_allocated()))
     return found
@@ -136,5 +142,8 @@ def many_operations_on_gpus(rank, backend):
 
 @pytest.mark.gpu(devices=2)
 def test_operations_on_gpus_that_are_closed_leave_no_thread_no_file_and_no_memory():
-    for before, after in values(many_operations_on_gpus, 2, "torch", timeout_s=240):
-        assert after == before
+    for (host, allocated), (host_after, allocated_after) in values(
+        many_operations_on_gpus, 2, "torch", timeout_s=240
+    ):
+        assert host_after == host
+        assert allocated_after - allocated <= (ROUNDS - 2) * OF_TORCH_BYTES

@@ -35,7 +35,7 @@ from dist_autotune.kernels.gemm_rs import specialized as rs_specialized
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tensors import FP8
 
-pytestmark = pytest.mark.gpu(alone=True)  # kernels wait for the host: another process would take turns
+pytestmark = pytest.mark.gpu
 
 CONSUMERS = {  # with some of their candidates
     "specialized": {"cooperative": 0, "ping-pong": 8, "small tiles": 12},

@@ -304,7 +304,7 @@ def cases_on_gpus(rank, backend):
     return run_cases(cases)
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, seconds=60)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_sums_are_right_on_gpus(backend):
     assert values(cases_on_gpus, 2, backend, timeout_s=240) == [[], []]

@@ -268,7 +268,7 @@ def test_what_stands_between_the_collectives_is_right_on_one_gpu():
     assert_right(values(cases_on_one_gpu, 1))
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, seconds=40)
 @BOTH
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_all_of_the_above_is_so_on_gpus(runs, backend):

@@ -160,7 +160,7 @@ def is_woken(rank: int) -> tuple[float, int]:
     return clock.took_s, int((seen == 5).sum())
 
 
-@pytest.mark.gpu(alone=True)
+@pytest.mark.gpu
 def test_what_comes_after_the_clock_was_read_still_ends_the_wait():
     ((took_s, seen),) = assert_all_ok(run_ranks(is_woken, 1, init="none", timeout_s=60.0))
     assert seen == 132

@@ -157,7 +157,7 @@ def beside_the_pool(rank):
     return len(handles), len(handles & pooled), copied
 
 
-@pytest.mark.gpu(alone=True)
+@pytest.mark.gpu
 def test_side_streams_are_none_that_torch_hands_out():
     assert values(beside_the_pool, 1) == [(3, 0, [0, 1, 2, 3])]
 
@@ -175,6 +175,6 @@ def abandoned_words(rank):
     return address in [words.data_ptr() for words in pinned]
 
 
-@pytest.mark.gpu(alone=True)
+@pytest.mark.gpu
 def test_pinned_words_of_an_abandoned_operation_are_not_handed_out_again():
     assert values(abandoned_words, 1) == [False]
