@@ -48,6 +48,7 @@ class Context:
         self.winner: int | None = None
         self.began: int | None = None  # the run of this session in which its search began
         self.last_run = run  # the last in which some rank launched it
+        self.ranks = 0  # that have launched it in one run, at least
         self.trial: int | None = None
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.compiling = 0  # online: candidates that some rank has still to compile; then none is tried
@@ -265,6 +266,7 @@ class Context:
     def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
         """Record a run of all ranks, `judged` by `part` or the whole run; unless it `counts`, repeat it."""
         self.apply_bans(part.bans)
+        self.ranks = max(self.ranks, part.measured + part.unmeasured)
         was_held = self.compiling and not self.waiting  # else the report is of a trial before
         self.waiting = bool(part.pending or judged.pending) and self.trial is not None
         index = self.trial

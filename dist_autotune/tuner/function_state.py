@@ -40,7 +40,15 @@ from ..version import __version__
 from .results import Results
 
 SESSION_STATE = "the state of the session"  # the fact that names the session which a rank would go on with
-MAY_DIFFER = ("device", "settled", "clock", "retune", "session", SESSION_STATE)  # facts of an opening
+MAY_DIFFER = (
+    "device",
+    "settled",
+    "clock",
+    "retune",
+    "session",
+    "cache",
+    SESSION_STATE,
+)  # facts of an opening
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 WAITS_AFTER_RUNS = 16  # without a launch: fewer are those of gradients that are accumulated, and the like
 NO_CONFIG_OF_LAUNCH = "it is none of the configs that this launch may have"
@@ -215,6 +223,7 @@ class FunctionState:
             "DIST_AUTOTUNE_MODE": function.mode,
             "device": function.device.text,
             "clock": clock_name(),
+            "cache": self.results.store,
             "settled": digest(self.search.digest_text()),
             **{f"the option {name}": value for name, value in function.options.agreed_fields().items()},
         }
@@ -240,7 +249,8 @@ class FunctionState:
         devices = facts["device"]
         if len(devices) > 1:
             remarks.append(f"ranks run on different devices ({', '.join(devices)}): no disk entries are used")
-        self.results.open(merged.offers, same_device=len(devices) == 1)
+        is_first = facts["cache"][self.results.store] == self.function.group.rank
+        self.results.open(merged.offers, same_device=len(devices) == 1, stores=is_first)
         self.search.open()
         self.search.crash_bans = bans_for_crashes(merged)
         self.guard.begin_session(session, self.search.crash_bans)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
+import socket
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class Results:
     def __init__(self, function: FunctionSetup, disk: Winners) -> None:
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
+        self.store = f"{socket.gethostname()}:{disk.directory}"  # what one rank of a host writes for all
+        self._stores = True  # this rank does
         self._offers: Offers = {}  # disk entries that all ranks use
         self._of_kernels: dict[str, Offers] = {}  # alone: all entries on disk, by kernel
         self._old: dict[str, tuple[str, Entry] | None] = {}  # from before an upgrade, see `_old_entry`
@@ -99,8 +102,9 @@ class Results:
         found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
         return self._offers_of(found)
 
-    def open(self, offers: Offers, *, same_device: bool) -> None:
-        """Begin a session with the offers that all ranks have."""
+    def open(self, offers: Offers, *, same_device: bool, stores: bool) -> None:
+        """Begin a session with the offers that all ranks have; stores: no lower rank has this store."""
+        self._stores = stores
         self._offers = dict(offers) if same_device else {}
         self.looks_on_disk = same_device
 
@@ -247,7 +251,8 @@ class Results:
                 bit_class=context.bit_classes.get(index),
                 output_digest=context.output_digests.get(index, ""),
             )
-            self._disk.put(entry)
+            if self._stores or context.ranks < len(self._function.group.ranks):
+                self._disk.put(entry)
         if context.provisional:
             self.record_waiting(rank_context)
         elif context.status in ("tuned", "cached"):

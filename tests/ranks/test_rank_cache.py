@@ -48,6 +48,30 @@ def test_one_directory_for_all_ranks_holds_one_entry(tmp_cache):
     assert assert_all_ok(run_ranks(program, 4)) == [32] * 4
 
 
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_one_rank_of_a_host_stores_for_all_and_any_what_others_do_not_launch(tmp_cache, monkeypatch, mode):
+    def program(rank, of_one_rank):
+        stored = []
+        put = cache_module.Winners.put
+        monkeypatch.setattr(
+            cache_module.Winners,
+            "put",
+            lambda self, *new, **kw: stored.append(len(new)) or put(self, *new, **kw),
+        )
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        x = numbers(64 + rank * of_one_rank)
+        step = tune(bench, lambda: launch(kernel, x), cache=True, mode=mode)
+        while not step.settled:
+            step()
+        return sum(stored)
+
+    assert assert_all_ok(run_ranks(lambda rank: program(rank, False), 3)) == [1, 0, 0]
+    shutil.rmtree(tmp_cache)
+    assert assert_all_ok(run_ranks(lambda rank: program(rank, True), 3)) == [1, 1, 1]
+    assert len(list(tmp_cache.glob("*.json"))) == 3
+
+
 @pytest.mark.parametrize("without", [(0,), (1,), (0, 2)], ids=str)
 def test_an_entry_of_some_ranks_is_given_to_the_others(without):
     fill(3)
