@@ -22,6 +22,7 @@ from ranks import Result, describe, meet
 FUNCTIONS = (add, double)
 BEYOND_S = 10.0  # a rank ends at most so much after its time-out
 SESSION_LIMIT_S = 90.0
+OWN = {"raise": "Boom", "exit": "SystemExit", "interrupt": "KeyboardInterrupt"}
 LAST_CALLS = {"stop": 3}  # until all is well again; else 1
 
 
@@ -67,6 +68,7 @@ class Call:
     text: str
     seconds: float
     timeout_s: float
+    is_settled: bool = False  # without a session, so without an exchange
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Played:
     winners: dict[tuple[str, int], tuple[int, str]] = field(default_factory=dict)  # -> (BLOCK, status)
     runs: int = 0
     report_runs: int = 0
+    fault_call: int = 0  # in which the fault happens
 
 
 def draw_scene(random: Random, number: int) -> Scene:
@@ -133,11 +136,13 @@ class Player:
             self._call()
         elif fault.kind == "absent":
             self._call()
+            self.played.fault_call = 1
             self._leave_out_a_call(anew=bool(fault.at_run % 2))
             self._call()
         else:
             while self.played.runs < fault.at_run:
                 self._call()
+            self.played.fault_call = len(self.played.calls) - 1
             self._go_on()
         self._note_winners()
         return self.played
@@ -174,7 +179,7 @@ class Player:
     def _call(self, timeout_s: float | None = None) -> None:
         if timeout_s is not None:
             set_patience(self.tuned, timeout_s)
-        began = time.monotonic()
+        began, exchanges = time.monotonic(), self._exchanges()
         error, text = "", ""
         try:
             assert self.tuned() == self.played.runs, "not the last run's result"
@@ -185,10 +190,14 @@ class Player:
         seconds, allowed_s = time.monotonic() - began, self.tuned._calls.state.function.timeout_s
         assert is_outside(), "a call has no end"
         assert not is_tuning()
-        self.played.calls.append(Call(error, text, seconds, allowed_s))
+        self.played.calls.append(Call(error, text, seconds, allowed_s, self._exchanges() == exchanges))
         set_patience(self.tuned, TIMEOUT_S)
         if error == "SystemExit" and self.fault is not None and self.fault.kind == "quit":
             sys.exit(3)
+
+    def _exchanges(self) -> int:
+        calls = self.tuned._calls
+        return -1 if calls is None or calls.state is None else calls.state.function.group._sequence
 
     def _is_own(self, error: BaseException) -> bool:
         return isinstance(error, SystemExit) and self.fault is not None and self.fault.rank == self.rank
@@ -300,6 +309,11 @@ def _check_calls(scene: Scene, rank: int, own: Played) -> None:
     if fault is None:
         assert not bad, f"rank {rank}: {bad}"
         return
+    if calls[own.fault_call].is_settled:  # it is then a rank's own
+        assert [call.error for call in bad] == [OWN.get(fault.kind)] * (
+            rank == fault.rank and fault.kind in OWN
+        )
+        return
     if fault.kind != "stop":  # after that, one or two calls more may end before all are together again
         assert len(bad) == (2 if fault.kind in ("kill", "quit") else 1), f"rank {rank}: {calls}"
         assert scene.is_deadly or not calls[-1].error, f"rank {rank}: {calls[-1]}"
@@ -311,13 +325,12 @@ def _check_calls(scene: Scene, rank: int, own: Played) -> None:
 
 
 def _check_error(fault: Fault, rank: int, call: Call) -> None:
-    own = {"raise": "Boom", "exit": "SystemExit", "interrupt": "KeyboardInterrupt"}
     if rank == fault.rank:
-        assert call.error == own.get(fault.kind, "AgreementTimeout"), f"rank {rank}: {call}"
-    elif fault.kind in (*own, "quit"):
+        assert call.error == OWN.get(fault.kind, "AgreementTimeout"), f"rank {rank}: {call}"
+    elif fault.kind in (*OWN, "quit"):
         assert call.error == "PeerFailed", f"rank {rank}: {call}"
         assert f"rank {fault.rank} failed" in call.text, call.text
-        assert own.get(fault.kind, "SystemExit") in call.text, call.text
+        assert OWN.get(fault.kind, "SystemExit") in call.text, call.text
     else:
         assert call.error == "AgreementTimeout", f"rank {rank}: {call}"
         assert f"for rank {fault.rank} to agree" in call.text, call.text

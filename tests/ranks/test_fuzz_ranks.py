@@ -19,7 +19,8 @@ def scenes_with(*kinds: str, world_size: int = 2) -> list[Scene]:
     for number in itertools.takewhile(lambda _: len(found) < len(kinds), range(2000)):
         scene = draw_scene(Random(number), number)
         kind = scene.fault.kind if scene.fault is not None else ""
-        if scene.world_size == world_size and scene.has_config and kind in kinds:
+        is_tuned = scene.has_config and all(len(kernel.candidates[0]) > 1 for kernel in scene.kernels)
+        if scene.world_size == world_size and is_tuned and kind in kinds:
             found.setdefault(kind, scene)
     return [found[kind] for kind in kinds]
 

@@ -111,6 +111,7 @@ class Filler:
 
     def __init__(self, wanted_ms: float) -> None:
         self.wanted_ms = wanted_ms
+        self.host_ms = 0.0
         self.agreed_ms: list[float] = []
         self.leads_ms: list[float] = []
 

@@ -76,7 +76,7 @@ def test_a_rank_that_raises_does_not_end_the_other():
 
 def test_a_rank_that_leaves_early_does_not_keep_the_other_waiting():
     began = time.monotonic()
-    assert_all_ok(results := start("train(4 if rank == 0 else 9)\nprint('end', rank)"))
+    assert_all_ok(results := start("train(2 if rank == 0 else 9)\nprint('end', rank)"))
     assert "the program has ended" in results[1].stderr
     assert time.monotonic() - began < SOON_S
 
@@ -175,7 +175,7 @@ def test_an_optimizer_step_inside_a_tuned_function_ends_no_run():
     results = start(text)
     assert_all_ok(results)
     assert printed(0) == printed(1) == "3\n"
-    assert [record.thunk for record in records(SessionOpened)] == ["step"]
+    assert [record.thunk for record in records(SessionOpened)] == ["program.py"]  # where the steps are
 
 
 def test_with_the_mode_cached_nothing_is_tried():
