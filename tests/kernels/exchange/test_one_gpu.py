@@ -35,7 +35,7 @@ from dist_autotune.kernels.gemm_rs import specialized as rs_specialized
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tensors import FP8
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(alone=True, seconds=7)  # beside another process none ended in 150 s
 
 CONSUMERS = {  # with some of their candidates
     "specialized": {"cooperative": 0, "ping-pong": 8, "small tiles": 12},

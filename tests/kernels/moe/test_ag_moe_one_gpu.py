@@ -18,7 +18,7 @@ from dist_autotune.kernels.moe.ag_moe import AllGatherMoE
 from dist_autotune.kernels.moe.flags import TOPK_SPAN
 from dist_autotune.kernels.signals import as_patience
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(alone=True, seconds=7)  # beside another process none ended in 150 s
 
 BY_COLUMNS = "weights by columns"
 SHAPES = {  # tokens, K, N, experts, topk
