@@ -35,7 +35,11 @@ ABOUT = {
     ),
     "n_warmup": About("Unmeasured steps before them.", is_agreed=True),
     "mode": About(values=("replay", "online"), is_agreed=True),
-    "search": About("exhaustive, racing or auto.", values=("auto", "exhaustive", "racing"), is_agreed=True),
+    "search": About(
+        "exhaustive, racing, expected or auto.",
+        values=("auto", "exhaustive", "racing", "expected"),
+        is_agreed=True,
+    ),
     "objective": About(
         "kernel: judge a config by its launches; thunk: by the time of the whole step.",
         values=("kernel", "thunk"),

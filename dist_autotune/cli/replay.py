@@ -176,7 +176,8 @@ def _search(opened: SessionOpened, context: ContextHistory, random: Random) -> W
     recorded, dealt = _samples(context), defaultdict[int, list[RankTimes]](list)
     banned = {index for index, each in enumerate(context.candidates) if each.banned}
     incumbent = min(set(range(len(recorded))) - banned)
-    flow, runs = RunningFlow(rules_of(opened), len(recorded)), 0
+    rules = rules_of(opened)
+    flow, runs = RunningFlow(rules, len(recorded), rules.strategy), 0
     winner = flow.resume(None, banned)
     while winner is None:
         assert flow.index is not None

@@ -172,6 +172,7 @@ class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
     bit_classes: dict[str, int] = field(default_factory=dict)  # candidate's text -> class; 0: the first's
     output_digest: str = ""  # of the function's outputs with the winner, on all ranks
     again: str = ""  # which candidates were raced after an upgrade; "": there was none
+    untried: str = ""  # what was not tried, and why
 
 
 class RunFailed(Record, event="run_failed", level=logging.INFO):

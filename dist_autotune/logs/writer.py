@@ -184,6 +184,7 @@ class LogLines:
                 if record.bit_classes:
                     classes = len(set(record.bit_classes.values()))
                     counts += f", {counted(classes, 'class', 'classes')} of bits"
+                counts += f"; {record.untried}" if record.untried else ""
                 text = f"{self._time('winner', record.ms)}  {status}, {counts}"
             case _:
                 text = ""

@@ -24,7 +24,16 @@ from .history import (
 # Fields of the opening that a reader of the figures needs.
 ABOUT = ("started_at", "device", "versions", "mode", "search", "objective", "statistic", "rank_reduce")
 # Fields that a result has alike in the log and in the program's report.
-AS_SETTLED = ("status", "timings", "banned", "launch_bound", "bit_classes", "output_digest", "again")
+AS_SETTLED = (
+    "status",
+    "timings",
+    "banned",
+    "launch_bound",
+    "bit_classes",
+    "output_digest",
+    "again",
+    "untried",
+)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 from collections import Counter
@@ -12,9 +13,12 @@ from typing import Any
 
 from ..errors import FlowFailed, NoValidConfig, TuningError
 from ..formatting import config_label, context_label
+from .expectation.flow import expected, order_of
+from .expectation.model import Told
+from .expectation.order import Order
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
-from .strategies import Asked, Warmup, Winner, faster_of_two, interval, least
+from .strategies import Asked, Strategy, Warmup, Winner, faster_of_two, interval, least
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Context:
         self._rules = rules
         self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: RunningFlow | None = None
+        self._order: Order | None = None  # in which candidates are tried; None: all are
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
         self._default = self.index_of(announcement.default) or 0
         self.narrow(announcement)
@@ -187,6 +192,7 @@ class Context:
             "bit_classes": {self.texts[index]: number for index, number in classes},
             "output_digest": self.output_digests.get(best, ""),
             "again": self.again,
+            "untried": self._order.untried_text() if self._order is not None and self.settled else "",
         }
 
     @property
@@ -250,13 +256,22 @@ class Context:
         if self.trial == index:
             self._resume(math.inf)
 
-    def start(self) -> None:
-        """Begin the search, or go on where an earlier session left it."""
+    def start(self, told: Told | None = None) -> None:
+        """Begin the search, or go on where an earlier session left it.
+
+        told: the times of other keys, where they decide which candidates are tried.
+        """
         self.status, self.waiting = "", False
         if self._flow is None:
             if sum(index not in self.banned for index in range(self.raced)) < 2:
                 self.raced, self.upgrade = len(self.digests), ""
-            self._flow = RunningFlow(self._rules, self.raced)
+            self._order = None
+            if told and self.raced == len(self.digests):  # else it races again after an upgrade
+                self._order = order_of(self.key, self.texts, told)
+            strategy = self._rules.strategy
+            if self._order is not None:
+                strategy = functools.partial(expected, order=self._order)
+            self._flow = RunningFlow(self._rules, self.raced, strategy)
             self._resume(None)
             return
         self.trial = self._flow.index
@@ -425,7 +440,7 @@ _ASKS_PER_CANDIDATE = 1000  # a flow that asks for banned candidates again and a
 class RunningFlow:
     """Asks for one of so many candidates after another; FlowFailed where the strategy breaks its contract."""
 
-    def __init__(self, rules: Rules, candidates: int) -> None:
+    def __init__(self, rules: Rules, candidates: int, strategy: Strategy) -> None:
         self.index: int | None = None  # of the candidate asked for; None: it has not begun
         self.is_warmup = False
         self._search = rules.search
@@ -434,7 +449,7 @@ class RunningFlow:
         self.count = 0  # which warm-up or sample of its candidate it asks for, from 1
         self._times_asked: Counter[tuple[int, bool]] = Counter()
         with self._named_errors():
-            self._flow = rules.strategy(range(candidates), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat)
+            self._flow = strategy(range(candidates), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat)
         if not hasattr(self._flow, "send"):
             raise FlowFailed(f"search={self._search}: returned {self._flow!r}, expected a generator")
 

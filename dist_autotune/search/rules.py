@@ -29,11 +29,16 @@ class Rules:
     @property
     def races(self) -> bool:
         """Return whether contexts judged by the whole run are searched as plans, not one after another."""
-        return self.search == "racing"
+        return self.search in ("racing", "expected")
+
+    @property
+    def expects(self) -> bool:
+        """Return whether what other keys tell decides which candidates are tried."""
+        return self.search == "expected" and self.objective == "kernel" and self.bits == "any"
 
     def planned_runs(self, candidates: int) -> int:
         """Return how many runs one search plans; of a strategy of the user's, as many as `exhaustive`."""
-        if self.search == "racing":
+        if self.races:
             return math.ceil(racing_runs(candidates))
         return candidates * (self.n_warmup + self.n_repeat)
 

@@ -359,7 +359,8 @@ class SearchState:
         self.outside_plan.discard(context.name)
         self._decided.discard(context.name)
         if context.judge == BY_LAUNCH and self.compare_bits is None:  # else it comes behind the comparison
-            context.start()
+            kernel_id = self.kernels.aliases.get(context.kernel_id, context.kernel_id)
+            context.start(self.told_times(kernel_id) if self.rules.expects else None)
 
     def _begin_next(self) -> None:
         """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""

@@ -97,7 +97,7 @@ def exhaustive(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Fl
 
 # Thresholds of `racing`, chosen with benchmarks/simulation/search_simulator.py (table: docs/benchmarks).
 _SINGLE_FACTOR = 10.0  # after the warm-up run, or a single sample: anything else may explain less
-_PAIR_FACTOR = 1.12  # after two samples, of the faster one of each: one of them may be a spike
+PAIR_FACTOR = 1.12  # after two samples, of the faster one of each: one of them may be a spike
 _ERRORS = 1.0  # later a candidate stays within so many standard errors of the best ...
 _FIRST_ERRORS = 6.0  # ... and the first one, which wins ties, within so many
 _RACING_ROUNDS = 41
@@ -125,12 +125,12 @@ def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
     agreed_ms: dict[int, float] = {}
     for index in candidates:
         agreed_ms[index] = yield Warmup(index)
-    alive = _within(agreed_ms, list(candidates), _SINGLE_FACTOR)
+    alive = within(agreed_ms, list(candidates), _SINGLE_FACTOR)
     first = candidates[0]
     if first not in alive and agreed_ms[first] != math.inf:
         # Its run was the session's first: ranks came to it at different times, and a kernel waits for peers.
         agreed_ms[first] = yield Warmup(first)
-        alive = _within(agreed_ms, list(candidates), _SINGLE_FACTOR)
+        alive = within(agreed_ms, list(candidates), _SINGLE_FACTOR)
     return (yield from rounds(alive, first, racing_runs(len(candidates)) - len(candidates)))
 
 
@@ -151,15 +151,15 @@ def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -
         runs_left -= len(alive)
         if samples == 1:
             single_ms = {index: agreed_ms[index] for index in alive}
-            alive = _within(agreed_ms, alive, _SINGLE_FACTOR)
+            alive = within(agreed_ms, alive, _SINGLE_FACTOR)
         elif samples == 2:
             fastest_ms = {index: faster_of_two(single_ms[index], agreed_ms[index]) for index in alive}
-            alive = _within(fastest_ms, alive, _PAIR_FACTOR)
+            alive = within(fastest_ms, alive, PAIR_FACTOR)
         elif samples % 2:  # the median of an even number is half a spike off
             noise.learn(samples, {index: agreed_ms[index] for index in alive})
             error = noise.of_differences(samples)
-            stay = set(_within(agreed_ms, alive, 1 + _ERRORS * error))
-            stay |= {first} & set(_within(agreed_ms, alive, 1 + max(_TIE, _FIRST_ERRORS * error)))
+            stay = set(within(agreed_ms, alive, 1 + _ERRORS * error))
+            stay |= {first} & set(within(agreed_ms, alive, 1 + max(_TIE, _FIRST_ERRORS * error)))
             alive = [index for index in alive if index in stay]
         if len(alive) == 1:
             break
@@ -231,7 +231,7 @@ class _Noise:
         return 1 + max(_TIE, _TIE_ERRORS * self.of_differences(samples))
 
 
-def _within(agreed_ms: dict[int, float], alive: list[int], factor: float) -> list[int]:
+def within(agreed_ms: dict[int, float], alive: list[int], factor: float) -> list[int]:
     """Return those of `alive` that may be within `factor` of the best; a missing time counts as good."""
     known = [agreed_ms[index] for index in alive if not math.isnan(agreed_ms[index])]
     limit = min(known, default=math.inf) * factor
@@ -246,4 +246,9 @@ def _timed_within(agreed_ms: dict[int, float], alive: list[int], factor: float) 
     return [index for index in timed if agreed_ms[index] <= limit]
 
 
-STRATEGIES: dict[str, Callable[..., Flow]] = {"exhaustive": exhaustive, "racing": racing}
+# `expected` races all candidates where other keys tell too little.
+STRATEGIES: dict[str, Callable[..., Flow]] = {
+    "exhaustive": exhaustive,
+    "racing": racing,
+    "expected": racing,
+}

@@ -103,7 +103,7 @@ def contextual_autotune(
         is_dist: all ranks of `group` agree on each config; every rank must call the function.
         n_repeat: measured runs per config; 5 when None. Giving it, or n_warmup, selects `exhaustive`.
         n_warmup: unmeasured runs before them; 3 when None.
-        search: `exhaustive`, `racing`, `auto`, or a function returning a flow (docs/options.md).
+        search: `exhaustive`, `racing`, `expected`, `auto`, or a function returning a flow (docs/options.md).
         objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run.
         statistic: over the samples of one rank: `median`, `mean` or `min`.
         rank_reduce: over ranks: `max` or `mean`.

@@ -39,6 +39,7 @@ class TunedContext:
     bit_classes: Mapping[str, int] = field(default_factory=dict)  # candidate's text -> class
     output_digest: str = ""  # of the function's outputs with the winner, on all ranks
     again: str = ""  # which candidates were raced after an upgrade; empty: there was none
+    untried: str = ""  # what was not tried, and why
 
     def __str__(self) -> str:
         label, ms, _, status, timed, banned, _, config = self._cells(world_size=1)
@@ -137,8 +138,8 @@ class TuningReport:
         trials, waits, held, compiling, runs, more_runs, left, least_trials, most_trials), step (None where
         unknown; before_ms, after_ms, gain_percent, judge, left_out), contexts (a list of kernel, key, config,
         ms, fastest_rank_ms, spread_percent, default_ms, gain_percent, judge, launches, run_ms, status,
-        launch_bound, timings, banned, bit_class, bit_classes, output_digest, again). Configs and keys are the
-        texts of the log. `report --json` of the command line has the same as "report".
+        launch_bound, timings, banned, bit_class, bit_classes, output_digest, again, untried). Configs and
+        keys are the texts of the log. `report --json` of the command line has the same as "report".
         """
         step, outlook = self.step, self.outlook
         figures = {name: value for name, value in vars(self).items() if name != "waiting"}  # of this rank
@@ -184,6 +185,7 @@ class TuningReport:
             lines.append(f"Tuned: {self.step}")
         if any(context.launch_bound for context in self.contexts):
             lines.append(formatting.LAUNCH_BOUND_NOTE.capitalize())
+        lines += [f"{context.label}: {context.untried}" for context in self.contexts if context.untried]
         if self.outlook is not None:
             lines.append(f"Under way: {self.outlook}")
         lines += [f"{context.label}: {context.again}" for context in self.contexts if context.again]

@@ -197,3 +197,30 @@ def test_with_four_keys_told_a_new_one_begins_where_they_expect_the_fastest(benc
     assert bench.blocks(n=890)[0] == 32
     *_, admitted = records(ContextAdmitted)
     assert (admitted.like, admitted.candidates[admitted.incumbent].split(",")[0]) == ("", "BLOCK: 32")
+
+
+# BLOCK -> ms of 14 blocks: 64 wins, the farther the slower, with every n.
+MANY = {8 * step: 1.0 + 0.25 * abs(step - 8) for step in range(1, 15)}
+
+
+@pytest.mark.parametrize(("search", "most"), [("expected", 3), ("racing", 14), ("auto", 14)])
+def test_expected_tries_what_four_other_keys_let_expect_something_of(bench, search, most):
+    kernel = bench.kernel(MANY)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), search=search, n_repeat=None, n_warmup=None)
+    for n in (64, 128, 256, 512):
+        tuned(n)
+        assert len(only(tuned.report).timings) == 14
+        assert only(tuned.report).untried == ""
+    bench.forget()
+    tuned(1024)
+    context = only(tuned.report)
+    assert (len(context.timings), block_of(context.config)) == (most, 64)
+    assert set(bench.blocks()) == {block_of_text(text) for text in context.timings}
+    told = context.untried
+    assert told.startswith("tried 3 of 14; the rest was expected at least") == (search == "expected")
+    assert told in str(tuned.report)
+    assert told in Path(".autotune_logs/rank-0.log").read_text()
+
+
+def block_of_text(text):
+    return int(text.split(",")[0].removeprefix("BLOCK: "))

@@ -42,11 +42,12 @@ class Order:
     def __init__(self, expectation: Expectation, first: int) -> None:
         self.expectation = expectation
         self.tried: list[int] = []
+        self._failed: set[int] = set()
         self._first, self._best = first, math.inf
 
     def next(self, banned: Collection[int] = ()) -> int | None:
         """Return the candidate of the greatest chance to win; None: no untried one is worth a trial."""
-        if not self.tried and self._first not in banned:
+        if not (self.tried or self._first in self._failed or self._first in banned):
             return self._first
         chances = dict(self._chances(banned))
         if not chances or len(self.tried) >= most_tried(len(self.expectation.means)):
@@ -60,15 +61,30 @@ class Order:
         return max(chances, key=lambda index: (chances[index], -means[index], -index))
 
     def tell(self, index: int, ms: float) -> None:
-        """Record the time of a candidate that was tried; inf or nan: it has none."""
+        """Record the time of a candidate that was tried; nan: it has none; inf: it was banned."""
+        if ms == math.inf:
+            self._failed.add(index)
+            return
         self.tried.append(index)
-        if math.isfinite(ms) and ms > 0:
+        if ms > 0:
             self.expectation.observe(index, ms)
             self._best = min(self._best, log(ms))
 
+    def untried_text(self) -> str:
+        """Return what was not tried, and why; "": nothing."""
+        out, means = {*self.tried, *self._failed}, self.expectation.means
+        left = [mean for index, mean in enumerate(means) if index not in out]
+        if not left or self._best == math.inf:
+            return ""
+        percent = int(100 * (math.exp(min(left) - self._best) - 1))
+        why = f"the rest was expected at least {percent} % slower"
+        if percent < 1:
+            why = "more is not allowed, though some of the rest may be faster"
+        return f"tried {len(means) - len(left)} of {len(means)}; {why}"
+
     def _chances(self, banned: Collection[int]) -> Iterator[tuple[int, float]]:
         """Yield the untried candidates, each with its chance to win by more than GAIN."""
-        out, limit = {*self.tried, *banned}, self._best + log(1 - GAIN)
+        out, limit = {*self.tried, *self._failed, *banned}, self._best + log(1 - GAIN)
         means, variances = self.expectation.means, self.expectation.variances
         for index, (mean, variance) in enumerate(zip(means, variances, strict=True)):
             if index not in out:

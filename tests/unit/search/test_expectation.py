@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 
 import pytest
@@ -119,7 +120,19 @@ def test_banned_candidates_are_not_asked_for_and_one_that_fails_is_passed_over()
     usable = (20, 21, 22)
     banned = frozenset(range(len(TEXTS))) - set(usable)
     order.tell(21, math.inf)
-    assert tried(order, 256, banned) == [21, *sorted({20, 22}, key=order.tried.index)]
+    assert sorted(tried(order, 256, banned)) == [20, 22]
+
+
+def test_what_was_not_tried_is_told():
+    order = Order(Expectation("256, 'fp16'", TEXTS, told(64, 128, 512, 1024)), first=0)
+    assert order.untried_text() == ""
+    tried(order, 256)
+    text = order.untried_text()
+    rest = [ms_of(i, 256) for i in range(len(TEXTS)) if i not in order.tried]
+    slower = min(rest) / min(ms_of(i, 256) for i in order.tried) - 1
+    percent = int(re.search(r"at least (\d+) % slower", text)[1])
+    assert text.startswith(f"tried {len(order.tried)} of 36; the rest was expected")
+    assert percent == pytest.approx(100 * slower, abs=2)
 
 
 def test_a_new_key_starts_where_several_keys_say():

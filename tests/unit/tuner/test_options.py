@@ -26,7 +26,7 @@ def thunk() -> str:
     ("options", "message"),
     [
         ({"mode": "batch"}, "mode='batch': expected one of 'replay', 'online'"),
-        ({"search": "random"}, "search='random': expected one of 'auto', 'exhaustive', 'racing'"),
+        ({"search": "random"}, "search='random': expected one of 'auto', 'exhaustive', 'racing', 'expected'"),
         ({"search": None}, "search=None"),
         ({"objective": "latency"}, "objective='latency'"),
         ({"statistic": "max"}, "statistic='max'"),

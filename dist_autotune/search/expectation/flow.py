@@ -1,0 +1,41 @@
+"""The search that tries a few candidates: those from which other keys let expect something."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..strategies import PAIR_FACTOR, Flow, Warmup, faster_of_two, least, racing_runs, rounds, within
+from .model import Expectation, Told
+from .order import KEYS, Order
+
+FEWEST = 12  # candidates: fewer are all tried
+
+
+def order_of(key: str, texts: Sequence[str], told: Told) -> Order | None:
+    """Return the order of trials of a key's candidates, the first one first; None: all are to be tried."""
+    if len(texts) < FEWEST or len(told) < KEYS:
+        return None
+    expectation = Expectation(key, texts, told)
+    return Order(expectation, first=0) if expectation.keys >= KEYS else None
+
+
+def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: Order) -> Flow:
+    """Try candidates in their order, until the untried ones cannot pay; race those near the best.
+
+    One warm-up run and two samples each, then rounds as in `racing`, with the same budget of runs for those
+    that were tried. It uses no `n_warmup`, `n_repeat`.
+    """
+    agreed_ms: dict[int, float] = {}
+    made = 0
+    while (index := order.next()) is not None:
+        ms = yield Warmup(index)
+        made += 1
+        if ms != math.inf:
+            one = yield index
+            ms = faster_of_two(one, (yield index))
+            made += 2
+        agreed_ms[index] = ms
+        order.tell(index, least(ms))
+    alive = within(agreed_ms, order.tried or list(candidates[:1]), PAIR_FACTOR)
+    return (yield from rounds(alive, candidates[0], racing_runs(len(order.tried)) - made))
