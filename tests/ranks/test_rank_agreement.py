@@ -76,6 +76,29 @@ def test_runs_and_winners_are_equal_whatever_is_measured(search, objective):
     assert zero == one == two
 
 
+def test_ranks_expect_alike_what_other_keys_tell_and_try_the_same_few():
+    blocks = range(8, 120, 8)
+
+    def program(rank):
+        generator = torch.Generator().manual_seed(rank)
+
+        def noisy(launch):
+            return 1 + abs(launch.block - 64) / 32 + 0.02 * torch.rand((), generator=generator).item()
+
+        bench = Bench()
+        kernel = bench.kernel(dict.fromkeys(blocks, noisy))
+        options = {"search": "expected", "n_repeat": None, "n_warmup": None}
+        step = tune(bench, lambda n: launch(kernel, numbers(n)), **options)
+        for n in (64, 128, 256, 512, 1024):
+            assert torch.equal(step(n), numbers(n) + 1)
+        (context,) = step.report.contexts
+        return len(context.timings), step.report.runs, blocks_of(step), bench.blocks()
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3))
+    assert zero == one == two
+    assert zero[0] == 3
+
+
 @pytest.mark.parametrize(
     ("statistic", "winner"), [("median", 16), ("mean", 32), ("min", 64)], ids=lambda value: str(value)
 )
