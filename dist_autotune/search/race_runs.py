@@ -12,7 +12,7 @@ from .messages import RunReport
 from .phase import Plan, RunPhase
 from .plans import search as plan_search
 from .plans.search import Asked
-from .plans.space import PlanSpace, levels_of
+from .plans.space import SHARE_STEP, PlanSpace, levels_of
 from .rules import BY_RUN, Rules
 
 FAMILY, OWN_SAY = 3, 1.15  # contexts of a kernel that steady each other; how far one may differ from them
@@ -216,23 +216,42 @@ class RaceRuns(RunPhase):
 
 
 def _family_ratios(contexts: Iterable[Context]) -> dict[tuple[str, str], float]:
-    """Return what a config takes over the fastest of its context, as the median over a kernel's contexts."""
-    found: dict[tuple[str, str], list[float]] = {}
+    """Return what a config takes over the fastest of its context, as the median over a kernel's contexts.
+
+    Configs of one share are compared with each other first: a neighbour's trial is in the way of all of them.
+    """
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for context in contexts:
-        fastest_ms = min(context.launch_ms.values())
+        fastest_ms, alike_ms = min(context.launch_ms.values()), _fastest_of_share(context)
         for index, ms in context.launch_ms.items():
-            found.setdefault((context.kernel, context.digests[index]), []).append(ms / fastest_ms)
-    return {config: statistics.median(each) for config, each in found.items() if len(each) >= FAMILY}
+            config = context.kernel, context.digests[index]
+            found.setdefault(config, []).append((ms / alike_ms[index], alike_ms[index] / fastest_ms))
+    return {
+        config: math.prod(map(statistics.median, zip(*each, strict=True)))
+        for config, each in found.items()
+        if len(each) >= FAMILY
+    }
+
+
+def _fastest_of_share(context: Context) -> dict[int, float]:
+    """Return of each candidate the time of the fastest one with the same share of the device."""
+    share = {i: round(context.shares.get(i, -1.0 - i) / SHARE_STEP) for i in context.launch_ms}
+    fastest: dict[int, float] = {}
+    for index, ms in context.launch_ms.items():
+        fastest[share[index]] = min(ms, fastest.get(share[index], ms))
+    return {index: fastest[each] for index, each in share.items()}
 
 
 def _steadied_ms(context: Context, ratios: Mapping[tuple[str, str], float]) -> dict[int, float]:
     """Return a context's times by launches, each drawn to what its config takes in the kernel's contexts.
 
-    A few samples of one context may be spikes, or of runs in which a neighbour's trial was in its way.
+    A few samples of one context may be spikes, or of runs in which a neighbour's trial was in its way; those
+    differ by more than OWN_SAY, and count for nothing.
     """
     fastest_ms, times = min(context.launch_ms.values()), {}
     for index, ms in context.launch_ms.items():
         if index not in context.banned:
             usual_ms = fastest_ms * ratios.get((context.kernel, context.digests[index]), ms / fastest_ms)
-            times[index] = usual_ms * math.sqrt(min(max(ms / usual_ms, 1 / OWN_SAY), OWN_SAY))
+            differs = ms / usual_ms
+            times[index] = usual_ms * (math.sqrt(differs) if 1 / OWN_SAY < differs < OWN_SAY else 1.0)
     return times

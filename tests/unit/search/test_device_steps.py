@@ -54,11 +54,15 @@ def test_no_plan_of_whole_families_beats_the_best_one(seed):
     assert step.ms(step.fastest_alone()) > 1.1 * best_ms
 
 
-@pytest.mark.parametrize("name", BESIDE)
-def test_the_plan_is_near_the_best_after_a_bounded_number_of_runs(name):
-    settled = settle(BESIDE[name](Random(f"{name} 0")), Random("noise 0"))
+# Several seeds where neighbours' trials are in each other's way most: launches alone misjudge tiles.
+CASES = [(name, 0) for name in BESIDE] + [("24 kernels, 1 choices", seed) for seed in range(1, 6)]
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_the_plan_is_near_the_best_after_a_bounded_number_of_runs(name, seed):
+    settled = settle(BESIDE[name](Random(f"{name} {seed}")), Random(f"noise {seed}"))
     assert settled.gain > 0.1
-    assert settled.regret <= 0.021
+    assert settled.regret <= 0.02
     assert settled.runs <= (700 if name.startswith("48") else 500)
 
 
