@@ -125,8 +125,7 @@ def all_gather_gemm(
         )
 
     here = rank  # the chunk of which this program knows so many rows to be here; its own needs no wait
-    arrived = m
-    lost = 0  # 1 if that chunk is given up
+    arrived = m  # GIVEN_UP: that chunk is lost
     for tile in tl.range(tl.program_id(0), WORLD * tiles_per_chunk, tl.num_programs(0)):
         chunk, inner = rotated_chunk(tile, tiles_per_chunk, WORLD, rank)
         pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
@@ -136,7 +135,7 @@ def all_gather_gemm(
         if (chunk != here) | (needed > arrived):
             arrived = wait_for_rows(chunk, needed, exchange, WORLD, FENCE and USE_TMA)
             here = chunk
-            lost = is_lost(chunk, exchange, WORLD) | (arrived >= GIVEN_UP).to(tl.int32)
+            arrived = tl.where(is_lost(chunk, exchange, WORLD) != 0, GIVEN_UP, arrived)
         slot = slot_of(chunk, rank, pushed, WORLD)
         acc = multiply_tile(
             *(factors, a_desc, b_desc, slot * capacity, row, m, col),
@@ -148,7 +147,7 @@ def all_gather_gemm(
             *(acc, rows, columns, row_scale_ptr, column_scale_ptr, m, N, slot * capacity, a_pitch // 4)
         )
         acc = apply_epilogue(acc, rows, columns, None, bias_ptr, m, N, ACTIVATION)
-        acc = tl.where(lost != 0, float("nan"), acc)
+        acc *= tl.where(arrived >= GIVEN_UP, float("nan"), 1.0)
         if USE_TMA:
             _store_tma(acc, c_desc, chunk, row, col // SUMS, SUBTILE)
         else:

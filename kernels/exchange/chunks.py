@@ -88,10 +88,10 @@ def is_lost(chunk, exchange, WORLD: tl.constexpr):
     To be asked behind a wait for them. What is read is written by no peer, or by no copy: where the side
     stream was let through, a flag says that rows are here.
     """
-    pushed = exchange.pushed != 0
-    word = tl.where(pushed, AFTER, READY)
-    since = tl.where(pushed, exchange.base, exchange.epoch)
-    value = tl.load(exchange.flags_ptr + word * WORLD + chunk, volatile=True) - since
+    flag_ptr = exchange.flags_ptr + chunk
+    after = tl.load(flag_ptr + AFTER * WORLD, volatile=True) - exchange.base
+    ready = tl.load(flag_ptr + READY * WORLD, volatile=True) - exchange.epoch
+    value = tl.where(exchange.pushed != 0, after, ready)  # one load by a chosen address takes more registers
     return ((chunk != exchange.rank) & (value >= GIVEN_UP // 2)).to(tl.int32)
 
 
@@ -106,13 +106,14 @@ def _blame(chunk, exchange, WORLD: tl.constexpr):
     for peer in range(0, WORLD):
         if peer != exchange.rank:
             ready = tl.atomic_add(flags_ptr + READY * WORLD + peer, 0, sem="acquire", scope="sys")
-            if ready - epoch < 0:
+            is_late = ready - epoch < 0
+            if is_late:
                 record_failure(errors_ptr + peer, NOT_READY, epoch, ready)
+            if is_late | (peer == chunk):  # that of the chunk tells `is_lost`
                 give_up(flags_ptr + READY * WORLD + peer, epoch)
             known += (tl.load(errors_ptr + peer) != 0).to(tl.int32)
     if known == 0:
         record_failure(errors_ptr + chunk, NOT_COPIED, epoch, 0)
-        give_up(flags_ptr + READY * WORLD + chunk, epoch)  # as `is_lost` asks
 
 
 @triton.jit

@@ -56,17 +56,15 @@ def wait_for_all(FLAG: tl.constexpr, KIND: tl.constexpr, peers, WORLD: tl.conste
 
 
 @triton.jit
-def count_lost(peers, WORLD: tl.constexpr):
-    """Return how many peers are given up: what came from them, or comes late, is not of this call.
+def is_any_lost(peers, WORLD: tl.constexpr):
+    """Return 1 if a peer is given up: what came from it, or comes late, is not of this call; else 0.
 
-    To be asked behind a wait for them. No peer writes the words that tell it.
+    To be asked behind a wait for all. No peer writes the words that tell it; the own one stays 0.
     """
     lost = 0
-    for peer in range(0, WORLD):
-        if peer != peers.rank:
-            after = tl.load(peers.flags_ptr + AFTER * WORLD + peer, volatile=True)
-            lost += (after != 0).to(tl.int32)
-    return lost
+    for peer in tl.static_range(WORLD):
+        lost |= tl.load(peers.flags_ptr + AFTER * WORLD + peer, volatile=True)
+    return tl.where(lost != 0, 1, 0)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..launch import PreparedLaunch, load
 from .chunks import Exchange, is_lost
-from .peers import Peers, count_lost
+from .peers import Peers, is_any_lost
 
 COLUMNS = 1024  # at once
 PROGRAMS = 16  # that fill a whole result
@@ -82,7 +82,7 @@ def spoil_without_peers(
     BLOCK: tl.constexpr,
 ):
     """Fill the result if a peer is given up."""
-    if count_lost(Peers(flags_ptr, flags_ptr, rank, 0), WORLD) != 0:
+    if is_any_lost(Peers(flags_ptr, flags_ptr, rank, 0), WORLD) != 0:
         _fill(out_ptr, tl.program_id(0), M, tl.num_programs(0), N, stride, BLOCK)
 
 
@@ -115,14 +115,14 @@ def _enqueue(
 ) -> None:
     if programs == 0:
         return
-    out = out.detach()
     key = (kernel, programs, world_size, out.device, out.dtype)
     loaded = _LOADED.get(key)
     scalars = (out.shape[1], out.stride(0), *numbers)
     if loaded is not None:
         if not only_load:
-            loaded((), out, flags, *scalars)
+            loaded((), out.data_ptr(), flags.data_ptr(), *scalars)
         return
+    out = out.detach()
     constants = {"WORLD": world_size, "BLOCK": COLUMNS}
     if only_load:
         load(kernel, (programs, 1, 1), out, flags, *scalars, **constants)

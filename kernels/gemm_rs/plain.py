@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
-from ..exchange.peers import ARRIVED, Peers, count_lost, wait_for_all
+from ..exchange.peers import ARRIVED, Peers, is_any_lost, wait_for_all
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..gemm.configs import class_of_rows
 from ..launch import SettledLaunches
@@ -105,8 +105,7 @@ def gemm_reduce_scatter(
         a_desc = describe_rows(factors, M, BLOCK_M, BLOCK_K)
         b_desc = describe_columns(factors, BLOCK_N, BLOCK_K, BY_COLUMNS)
 
-    waited = 0  # 1 once this program knows that the peers' sums are here
-    lost = 0  # how many peers are given up
+    waited = 0  # 1 once this program knows that the peers' sums are here; more if any peer is given up
     claims_ptr = counts_ptr + WORLD
     first_tile = first * tiles_per_chunk
     end = first_tile + chunks * tiles_per_chunk
@@ -126,16 +125,15 @@ def gemm_reduce_scatter(
         if chunk == rank:
             if waited == 0:
                 wait_for_all(ARRIVED, NOT_PUSHED, peers, WORLD)
-                waited = 1
-                lost = count_lost(peers, WORLD)
-            acc = tl.where(lost != 0, float("nan"), acc)
+                waited = 1 + is_any_lost(peers, WORLD)
             _add_and_store(
-                acc, c_ptr, stride_cm, staged_ptr, row, col, m, N, capacity, WORLD, EPILOGUE_SUBTILE
+                *(acc, c_ptr, stride_cm, staged_ptr, row, col, m, N, capacity, waited > 1),
+                *(WORLD, EPILOGUE_SUBTILE),
             )
         else:
             slot = (chunk - rank + WORLD) % WORLD - 1
             sums_ptr = partial_ptr + tl.cast(slot * capacity, tl.int64) * N
-            _add_and_store(acc, sums_ptr, N, staged_ptr, row, col, m, N, capacity, 1, EPILOGUE_SUBTILE)
+            _add_and_store(acc, sums_ptr, N, staged_ptr, row, col, m, N, capacity, False, 1, EPILOGUE_SUBTILE)
             # The stores are ordinary ones: a TMA store may still be on its way when its program goes on.
             count_tile(chunk, counts_ptr, tiles_per_chunk, chunks, peers, WORLD)
         tile = first_tile + claim_number(claims_ptr)
@@ -168,15 +166,18 @@ def _add_and_store(
     m,
     N,
     capacity,
+    is_lost,  # whether any of what was staged is not of this call: then the sums are NaN
     ADDENDS: tl.constexpr,  # 1: the tile alone; WORLD: what the peers have staged as well
     SUBTILE: tl.constexpr,  # one half of the columns after the other
 ):
     """Store a tile, or its sum with what was staged of it, rounded once."""
     if SUBTILE:
         left, right = halves(tile)
-        _add_and_store(left, to_ptr, to_stride, staged_ptr, row, col, m, N, capacity, ADDENDS, False)
+        _add_and_store(left, to_ptr, to_stride, staged_ptr, row, col, m, N, capacity, is_lost, ADDENDS, False)
         col += left.shape[1]
-        _add_and_store(right, to_ptr, to_stride, staged_ptr, row, col, m, N, capacity, ADDENDS, False)
+        _add_and_store(
+            right, to_ptr, to_stride, staged_ptr, row, col, m, N, capacity, is_lost, ADDENDS, False
+        )
     else:
         rows = row + tl.arange(0, tile.shape[0])
         cols = col + tl.arange(0, tile.shape[1])
@@ -184,7 +185,7 @@ def _add_and_store(
         for slot in range(0, ADDENDS - 1):
             from_rows = tl.cast(slot * capacity + rows, tl.int64)
             staged = tl.load(staged_ptr + from_rows[:, None] * N + cols[None, :], mask=mask, other=0.0)
-            tile += staged.to(tl.float32)
+            tile += tl.where(is_lost, float("nan"), staged.to(tl.float32))
         to_ptrs = to_ptr + tl.cast(rows, tl.int64)[:, None] * to_stride + cols[None, :]
         tl.store(to_ptrs, tile.to(to_ptr.dtype.element_ty), mask=mask)
 

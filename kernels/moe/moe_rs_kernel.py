@@ -12,7 +12,7 @@ from ..exchange.peers import (
     ARRIVED,
     DONE,
     Peers,
-    count_lost,
+    is_any_lost,
     release_if_given_up,
     wait_for_all,
     wait_for_flag,
@@ -275,7 +275,7 @@ def _combine_stage(
         lost = _wait_for_products(stage, items, peers.errors_ptr + rank, peers.patience_ticks)
         if chunk == rank:
             wait_for_all(ARRIVED, NOT_PUSHED, peers, WORLD)
-            lost += count_lost(peers, WORLD)
+            lost += is_any_lost(peers, WORLD)
     while item < end:
         block = item - listed
         rows = block // items.tiles_n * COMBINE_M + tl.arange(0, COMBINE_M)

@@ -12,15 +12,18 @@ import triton
 from triton.runtime.driver import driver
 
 from benchmarks.common.pretended_device import PretendedDevice
+from dist_autotune.kernels.exchange import spoil
 from dist_autotune.kernels.gemm.configs import blocks_of
 from dist_autotune.kernels.launch import BlocksOf, SettledLaunches
 
+SPOILERS = (spoil.spoil_lost_chunks, spoil.spoil_without_peers)
+
 
 class CompilingDevice(PretendedDevice):
-    """A Hopper GPU that writes down all arguments of a launch."""
+    """A Hopper GPU that writes down all arguments of a launch, save of what fills results without a peer."""
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return lambda *args: self.launched.append(args)
+        return lambda *args: self.launched.append(args) if source.fn not in SPOILERS else None
 
 
 @contextmanager
@@ -35,10 +38,12 @@ def only_compiling(
     """Make it the device of `tuner`, with this config only; `module` has its settled launches as `name`."""
     made = CompilingDevice()
     monkeypatch.setattr(driver, "_active", made)
+    monkeypatch.setattr(spoil, "_LOADED", {})
     monkeypatch.setattr(module, name, SettledLaunches(tuner, blocks_of))
     monkeypatch.setattr(tuner, "configs", [config])
     monkeypatch.setattr(tuner, "cache", {})
-    caches = (triton.compiler.compiler.max_shared_mem.cache_clear, tuner.fn.device_caches.clear)
+    of_kernels = (kernel.device_caches.clear for kernel in (tuner.fn, *SPOILERS))
+    caches = (triton.compiler.compiler.max_shared_mem.cache_clear, *of_kernels)
     for clear in caches:
         clear()
     yield made

@@ -22,6 +22,7 @@ from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
 from dist_autotune.kernels.ag_gemm.operands import Call, Consumer
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
+from dist_autotune.kernels.exchange import spoil
 from dist_autotune.kernels.gemm.configs import blocks_of
 from dist_autotune.kernels.launch import SettledLaunches, bare_launch
 
@@ -40,6 +41,7 @@ class Device(DeviceUnderTriton):
     def __init__(self) -> None:
         super().__init__(self._hand)
         self.handed: list[tuple[Any, ...]] = []
+        self.spoilers: list[tuple[Any, ...]] = []  # the same, of what fills results without a peer
         self.hooked: list[bool] = []  # whether hooks were handed over: the function in C calls them
         self.encoded: list[int] = []  # addresses
         self.allocated: list[tuple[int, int, int]] = []  # bytes, alignment, stream
@@ -55,8 +57,12 @@ class Device(DeviceUnderTriton):
         return self._scratch
 
     def _hand(self, *given: Any) -> None:
+        plain = tuple(map(plain_value, given))
+        if spoil.spoil_lost_chunks.__name__ in plain:
+            self.spoilers.append(plain)
+            return
         self.hooked.append(any(map(callable, given)))
-        self.handed.append(tuple(map(plain_value, given)))
+        self.handed.append(plain)
 
     def _encode(self, address: int, *given: Any) -> tuple[Any, ...]:
         self.encoded.append(address)
@@ -79,12 +85,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(driver, "_active", made)
     monkeypatch.setattr(launches, "_allocate_scratch", made.allocate)
     monkeypatch.setattr(matmul, "_LOADED", {})
+    monkeypatch.setattr(spoil, "_LOADED", {})
     monkeypatch.setattr(specialized, "_SETTLED", SettledLaunches(specialized.tuned, blocks_of))
     monkeypatch.setattr(plain, "_SETTLED", SettledLaunches(plain.all_gather_gemm, lambda constants: {}))
     for tuner in (specialized.tuned, plain.all_gather_gemm):
         monkeypatch.setattr(tuner, "configs", tuner.configs[:1])
         monkeypatch.setattr(tuner, "cache", {})
-    kernels = (specialized.tuned.fn, plain.all_gather_gemm.fn, matmul.await_chunks)
+    kernels = (specialized.tuned.fn, plain.all_gather_gemm.fn, matmul.await_chunks, spoil.spoil_lost_chunks)
     caches = (triton.compiler.compiler.max_shared_mem.cache_clear, *(k.device_caches.clear for k in kernels))
     for clear in caches:
         clear()
@@ -140,6 +147,8 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
     caller.epoch = 1
     assert prepared == calls(device, caller, 3)
     assert len(set(prepared)) == 3  # epochs
+    first, again = device.spoilers[1:4], device.spoilers[4:]  # none where the kernel itself fills
+    assert first == again
 
 
 @triton.jit
@@ -193,11 +202,11 @@ def maps_in(handed: Any) -> Iterator[int]:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows with each launch that is prepared."""
+    """Return a list that grows with each launch with descriptors that is prepared."""
     made: list[int] = []
     prepare = launches.PreparedLaunch.__init__
     monkeypatch.setattr(
-        launches.PreparedLaunch, "__init__", lambda *args: (made.append(1), prepare(*args))[1]
+        launches.PreparedLaunch, "__init__", lambda *args: (args[3] and made.append(1), prepare(*args))[1]
     )
     return made
 
