@@ -40,6 +40,7 @@ class KernelNames:
             kernel, ordinal = self._ordinals[tuner]
         else:
             family = digest(f"{identity.kernel_identity(tuner).digest}|{','.join(tuner.keys)}")
+            identity.tell_apart(tuner.configs)
             kernel = _kernel(family, (identity.config_digest(each) for each in tuner.configs))
             ordinal = next(n for n in itertools.count() if (kernel, n) not in self._taken)
             if launches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import functools
 import inspect
@@ -13,7 +14,7 @@ import sys
 import textwrap
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ class KernelIdentity:
 
 
 _HOOKS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_TOLD_APART: weakref.WeakSet[Any] = weakref.WeakSet()  # hooks whose text holds what they capture
 _SOURCES: weakref.WeakKeyDictionary[Callable[..., Any], KernelIdentity] = weakref.WeakKeyDictionary()
 
 
@@ -82,10 +84,29 @@ def config_digest(config: Any) -> str:
     return options if config.pre_hook is None else digest(f"{options}\n{hook_text(config.pre_hook)}")
 
 
-def hook_text(hook: Any) -> str:
-    """Return a Python callable as text, the same on every rank: name, sources, defaults, captured values.
+def tell_apart(configs: Sequence[Any]) -> None:
+    """Let hooks count with what they capture where configs of one kernel differ in that alone.
 
-    What it captures counts as it was when the callable was first met; of a list or an object, the type.
+    Elsewhere it does not count: a hook may capture its rank, and its config is one candidate on all ranks.
+    """
+    alike: dict[str, list[Any]] = {}
+    for config in configs:
+        if config.pre_hook is not None:
+            alike.setdefault(config_digest(config), []).append(config.pre_hook)
+    for hooks in alike.values():
+        if len({id(hook) for hook in hooks}) > 1:
+            for hook in hooks:
+                with contextlib.suppress(TypeError):  # it cannot be hashed, or held weakly
+                    if hook not in _TOLD_APART:
+                        _TOLD_APART.add(hook)
+                        _HOOKS[hook] = _hook_text(hook, captures=True)
+
+
+def hook_text(hook: Any) -> str:
+    """Return a Python callable as text, the same on every rank: name and sources.
+
+    One that `tell_apart` has met holds defaults and captured values as they were then; of a list or an
+    object, the type.
     """
     try:
         if (known := _HOOKS.get(hook)) is None:
@@ -95,21 +116,24 @@ def hook_text(hook: Any) -> str:
     return known
 
 
-def _hook_text(hook: Any) -> str:
+def _hook_text(hook: Any, *, captures: bool = False) -> str:
     if isinstance(hook, functools.partial):
-        keywords = sorted(hook.keywords.items())
-        return f"partial({hook_text(hook.func)}, {_stable_text((*hook.args, *keywords))})"
+        given = (*hook.args, *sorted(hook.keywords.items())) if captures else ()
+        return f"partial({_hook_text(hook.func, captures=captures)}, {_stable_text(given)})"
     if isinstance(hook, types.MethodType):
         return f"{hook_text(hook.__func__)} of {type(hook.__self__).__qualname__}"
     if (function := _python_function(hook)) is None:
         call = type(hook).__call__ if callable(hook) else None
         return hook_text(call) if isinstance(call, types.FunctionType) else type(hook).__qualname__
-    code, keywords = function.__code__, sorted((function.__kwdefaults__ or {}).items())
-    captured = sorted(inspect.getclosurevars(function).nonlocals.items())
-    values = _stable_text((*(function.__defaults__ or ()), *keywords, *captured))
+    code, values = function.__code__, ""
+    if captures:
+        keywords = sorted((function.__kwdefaults__ or {}).items())
+        captured = sorted(inspect.getclosurevars(function).nonlocals.items())
+        values = _stable_text((*(function.__defaults__ or ()), *keywords, *captured))
     # Two lambdas of one line have one source text.
     body = (code.co_code.hex(), *code.co_names, *code.co_consts) if function.__name__ == "<lambda>" else ()
-    return f"{kernel_source(function).digest} {values} {_stable_text(body)}"
+    texts = digest(str(kernel_source(function).texts))  # not its captured constants
+    return f"{texts} {values} {_stable_text(body)}"
 
 
 def _stable_text(value: Any) -> str:

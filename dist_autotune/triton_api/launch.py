@@ -84,6 +84,7 @@ class Launch:
             raise AutotunerError(f"{self}: pruning left no config to try")
         passed = self.kwargs.keys() | self._named().keys()
         configs: dict[str, Any] = {}
+        identity.tell_apart(pruned)
         for config in pruned:
             if conflicts := passed & config.kwargs.keys():
                 raise ValueError(

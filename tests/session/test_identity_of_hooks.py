@@ -47,6 +47,23 @@ def test_ranks_whose_heuristics_differ_are_told():
         assert end.startswith("RankMismatch: ranks differ in the source of kernel add.EVEN")
 
 
+def test_a_hook_and_a_heuristic_may_capture_their_rank():
+    def program(rank):
+        def hook(arguments):
+            hooked.append(rank)
+
+        bench, hooked = Bench(), []
+        configs = [triton.Config({"BLOCK": block}, pre_hook=hook) for block in (16, 32)]
+        kernel = bench.kernel({16: 3.0, 32: 1.0}, configs=configs)
+        heuristic = lambda arguments: rank >= 0  # noqa: E731
+        kernel.fn = triton.runtime.autotuner.Heuristics(kernel.fn, kernel.arg_names, {"EVEN": heuristic})
+        tuned = tune(bench, lambda: launch(kernel, numbers()))
+        tuned()
+        return winner(only(tuned.report)), set(hooked) == {rank}
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(32, True)] * 2
+
+
 def note(names, arguments, *, width=1):
     names.append(width)
 
@@ -98,12 +115,12 @@ def test_what_a_hook_does_to_what_it_captures_makes_it_no_other_candidate():
 
 def test_equal_hooks_of_two_processes_have_one_digest():
     def program(rank):
-        called = []
-        return [
-            identity.config_digest(triton.Config({"BLOCK": 16}, pre_hook=hook))
-            for case in ("closures", "defaults", "captured", "partials")
-            for hook in hooks(case, called)
-        ]
+        called, digests = [], []
+        for case in ("closures", "defaults", "captured", "partials"):
+            configs = [triton.Config({"BLOCK": 16}, pre_hook=hook) for hook in hooks(case, called)]
+            identity.tell_apart(configs)
+            digests += map(identity.config_digest, configs)
+        return digests
 
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero == one
