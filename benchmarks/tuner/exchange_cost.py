@@ -142,12 +142,12 @@ def counting() -> list[Passed]:
     return noted
 
 
-def session(rank: int, contexts: int, candidates: int, bans: int) -> list[Passed]:
+def session(_rank: int, contexts: int, candidates: int, bans: int) -> list[Passed]:
     """Return the exchanges of a session: opening, first run, run with bans, ..."""
     noted = counting()
 
     def refuse(arguments: dict[str, Any]) -> None:
-        if rank == 1 and arguments["n"] <= bans:
+        if dist.get_rank() == 1 and arguments["n"] <= bans:
             raise OutOfResources(262144, 232448, "shared memory")
 
     configs = [
