@@ -129,7 +129,7 @@ def exchange_rows(
         part = tl.cast(tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu") & (TICKETS - 1), tl.int32)
     order = part - parts  # how many programs came here before
     if order == programs - 1:
-        tl.atomic_add(ticket_ptr, TICKETS - parts - programs, sem="relaxed", scope="gpu")
+        tl.atomic_add(ticket_ptr, -parts - programs + TICKETS, sem="relaxed", scope="gpu")
 
     tail = Tail(residual_ptr, stride_residual, weight_ptr, sum_ptr, out_ptr, stride_out, eps)
     for part in range(order, parts, programs):

@@ -174,7 +174,7 @@ def _begin(words_table_ptr, words_ptr, ticket_ptr, errors_ptr, m, rank, patience
         call = (ticket >> SHARE_BITS) + 1
         order = tl.cast(ticket & (SHARES - 1), tl.int32)
         if order == programs - 1:
-            tl.atomic_add(ticket_ptr, SHARES - programs, sem="relaxed", scope="gpu")
+            tl.atomic_add(ticket_ptr, -programs + SHARES, sem="relaxed", scope="gpu")
     exchange = Exchange(words_table_ptr, words_ptr, errors_ptr, rank, call, order, programs, patience_ticks)
     is_lost = 0
     if WORLD > 1:
@@ -215,7 +215,7 @@ def _end(exchange, WORLD: tl.constexpr):
     """Tell all peers that this program reads no more; the last to begin waits until no peer does."""
     if WORLD > 1:
         is_last = exchange.order == exchange.programs - 1
-        shares = tl.cast(tl.where(is_last, SHARES - exchange.programs + 1, 1), tl.int64)
+        shares = tl.cast(tl.where(is_last, 1 - exchange.programs + SHARES, 1), tl.int64)
         tl.debug_barrier()  # one thread tells, for the loads of all
         for peer in range(0, WORLD):
             if peer != exchange.rank:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..exchange.collective import Collective
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation, PeerTimeout
-from ..exchange.peers import FLAGS
+from ..exchange.peers import ARRIVED, FLAGS, TOLD
 from ..exchange.push import Pushes
 from ..signals import Failure
 from ..symm import SymmetricMemory, SymmetricMemoryError, open_symmetric_memory
@@ -173,7 +173,8 @@ class ExpertOperation(Operation):
         self._announcer = Announcer(self._pushes)
         self._gatherer = ChoiceGatherer(self._memory, self._ids.local, self._weights.local)
         # What a kernel of one rank finds, if it asks.
-        arrived = torch.ones((FLAGS, 1), dtype=torch.int32, device=self.device)
+        arrived = torch.zeros((FLAGS, 1), dtype=torch.int32, device=self.device)
+        arrived[[TOLD.value, ARRIVED.value]] = 1
         self._arrived = self._memory.hold(arrived)
         self._collective = self._open_collective(self._memory)
 
