@@ -41,10 +41,9 @@ import triton
 import triton.language as tl
 
 from ..configs import take_first
-from ..gemm.configs import class_of_rows
 from ..launch import SettledLaunches
 from ..signals import poll_words, record_failure
-from .rows import Ending, Tail, candidate, end_row, programs_of, prune, width_of_norm, with_norms
+from .rows import Ending, Place, RowsShape, Tail, candidate, end_row, launch_rows, prune, with_norms
 
 MOST_ROWS = 32  # more are many words
 MOST_COLUMNS = 2**18
@@ -199,39 +198,7 @@ def _unpacked(elements, like_ptr):
         return tl.interleave(even.to(tl.float32), odd.to(tl.float32))
 
 
-class Shape(NamedTuple):
-    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
-
-    size_class: int
-    n: int
-    rows: int
-    strides: tuple[int, int]  # of the residual and of the result
-    world_size: int
-    pack: int
-    has_residual: bool
-    has_norm: bool
-    sms: int
-    dtype: torch.dtype
-    device: torch.device
-    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: of each tensor
-
-    def sizes(self) -> dict[str, int]:
-        return {"size_class": self.size_class, "N": self.n}
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "WORLD": self.world_size,
-            "PACK": self.pack,
-            "HAS_RESIDUAL": self.has_residual,
-            "NORM": self.has_norm,
-            "ROW": width_of_norm(self.n, has_norm=self.has_norm),
-        }
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        return programs_of(self.rows, self.n, self.sms, meta), 1, 1
-
-
-class Held(NamedTuple):
+class MailMemory(NamedTuple):
     """The tensors of one operation, which no call changes."""
 
     table: torch.Tensor
@@ -241,7 +208,7 @@ class Held(NamedTuple):
     errors: torch.Tensor
 
 
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(exchange_rows, operation="GemmAllReduce")
+_SETTLED: SettledLaunches[RowsShape] = SettledLaunches(exchange_rows, operation="GemmAllReduce")
 
 
 def elements_of_word(dtype: torch.dtype) -> int:
@@ -254,33 +221,8 @@ def can_take(rows: int, columns: int, dtype: torch.dtype) -> bool:
     return rows <= MOST_ROWS and columns < MOST_COLUMNS and columns % elements_of_word(dtype) == 0
 
 
-def launch(
-    part: torch.Tensor,
-    out: torch.Tensor,
-    ending: Ending,
-    held: Held,
-    *,
-    rank: int,
-    sms: int,
-    patience_ticks: int,
-) -> None:
+def launch(place: Place, part: torch.Tensor, memory: MailMemory, out: torch.Tensor, ending: Ending) -> None:
     """Enqueue the exchange of `part` [M, N], contiguous, on the current stream; as `pull.launch`."""
-    residual, weight, sums = (out if each is None else each.detach() for each in ending[:3])
-    elements = part.view(torch.int32)
-    tensors = (elements, *held, residual, weight, out, sums)
-    shape = Shape(
-        size_class=class_of_rows(len(part)),
-        n=part.shape[1],
-        rows=len(part),
-        strides=(residual.stride(0), out.stride(0)),
-        world_size=held.mail.shape[1],
-        pack=elements_of_word(part.dtype),
-        has_residual=ending.residual is not None,
-        has_norm=ending.norm_weight is not None,
-        sms=sms,
-        dtype=out.dtype,
-        device=out.device,
-        aligned=tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
-    )
-    sizes = (len(part), held.mail.shape[2], shape.size_class, shape.n, *shape.strides)
-    _SETTLED.launch(shape, tensors, (*sizes, rank, patience_ticks, ending.eps))
+    rows, tensors, pack = len(part), (part.view(torch.int32), *memory), elements_of_word(part.dtype)
+    sizes = (rows, memory.mail.shape[2])
+    launch_rows(_SETTLED, place, tensors, sizes, out, ending, rows=rows, of_all=rows, PACK=pack)

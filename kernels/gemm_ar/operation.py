@@ -30,8 +30,8 @@ from ..signals import Failure
 from ..symm import SymmetricTensor
 from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor
 from . import low_latency, pull
-from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS, Launch
-from .rows import MOST_COLUMNS_OF_NORM, Ending
+from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS
+from .rows import MOST_COLUMNS_OF_NORM, Ending, Place
 from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS, Ways
 
 EPS = 1e-6
@@ -102,20 +102,20 @@ class GemmAllReduce(Operation):
         )
         self._own_table = memory.hold(self._table_of_parts[self.rank :].clone())
         self._own_table.points_to = (self._parts.local,)  # type: ignore[attr-defined]
-        self._held = pull.Held(table_of_words, words.local, ticket, self._errors)
-        self._mail: low_latency.Held | None = None
+        self._held = pull.PullMemory(table_of_words, words.local, ticket, self._errors)
+        self._mail: low_latency.MailMemory | None = None
         if self._has_low_latency and world > 1:
             self._mail = self._open_mail()
         self._ways = self._open_ways(memory)
 
-    def _open_mail(self) -> low_latency.Held:
+    def _open_mail(self) -> low_latency.MailMemory:
         memory, length = self._memory, self._n // low_latency.elements_of_word(self._dtype)
         rows = min(self._m, low_latency.MOST_ROWS)
         mail = memory.allocate((2, self.world_size, rows, length), torch.int64)
         table = memory.hold(addresses_of(mail))
         ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=self.device))
         lost = memory.hold(torch.zeros(self.world_size, dtype=torch.int32, device=self.device))
-        return low_latency.Held(table, mail.local, ticket, lost, self._errors)
+        return low_latency.MailMemory(table, mail.local, ticket, lost, self._errors)
 
     def _takes_low_latency(self, rows: int) -> bool:
         return self._has_low_latency and rows <= low_latency.MOST_ROWS
@@ -273,56 +273,26 @@ class GemmAllReduce(Operation):
     def _exchange(self, way: str, part: torch.Tensor, out: torch.Tensor, ending: Ending) -> None:
         """Enqueue what adds up the ranks' parts, and ends the sums."""
         rows, chunk = part.shape[0], triton.cdiv(part.shape[0], self.world_size)
+        place = Place(self.rank, self.world_size, self._sms or INTERPRETED_PROGRAMS, self._patience_ticks)
         if way == LOW_LATENCY:
             assert self._mail is not None
-            place = {"rank": self.rank, "sms": self._sms or INTERPRETED_PROGRAMS}
-            low_latency.launch(part, out, ending, self._mail, **place, patience_ticks=self._patience_ticks)
+            low_latency.launch(place, part, self._mail, out, ending)
         elif way == ONE_SHOT:
-            self._launch(self._table_of_parts, out, ending, rows=rows, m=rows)
+            pull.launch(place, self._table_of_parts, self._held, out, ending, rows=rows, m=rows)
         elif way == TWO_SHOT:
             first = min(self.rank * chunk, rows)
             own = {"first": first, "rows": min(chunk, rows - first), "m": rows}
-            self._launch(self._table_of_parts, self._sums.local, Ending(ending.residual), **own)
-            ended = ending._replace(residual=None)
-            self._launch(self._table_of_sums, out, ended, rows=rows, m=rows, chunk=chunk)
+            sums = self._sums.local
+            pull.launch(place, self._table_of_parts, self._held, sums, Ending(ending.residual), **own)
+            ended, of_all = ending._replace(residual=None), {"rows": rows, "m": rows, "chunk": chunk}
+            pull.launch(place, self._table_of_sums, self._held, out, ended, **of_all)
         else:
             self._ways.all_reduce(part)
-            if ending.sums is not None:
-                self._launch(self._own_table, out, ending, rows=rows, m=rows, is_alone=True)
+            if ending.sums is not None:  # as one rank of one, which waits for nobody
+                alone = place._replace(rank=0, world_size=1)
+                pull.launch(alone, self._own_table, self._held, out, ending, rows=rows, m=rows)
             elif part is not out:
                 out.copy_(part)
-
-    def _launch(
-        self,
-        table: torch.Tensor,
-        out: torch.Tensor,
-        ending: Ending,
-        *,
-        rows: int,
-        m: int,
-        first: int = 0,
-        chunk: int = 0,
-        is_alone: bool = False,
-    ) -> None:
-        """Enqueue one launch; chunk: how many rows a rank owns, if they are read where their owner has them.
-
-        is_alone: as one rank of one, which waits for nobody.
-        """
-        rank, world_size = (0, 1) if is_alone else (self.rank, self.world_size)
-        one = Launch(
-            table=table,
-            held=self._held,
-            first=first,
-            rows=rows,
-            m=m,
-            chunk=max(chunk, 1),
-            rank=rank,
-            world_size=world_size,
-            is_owners=chunk > 0,
-            sms=self._sms or INTERPRETED_PROGRAMS,
-            patience_ticks=self._patience_ticks,
-        )
-        pull.launch(one, out, ending)
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:

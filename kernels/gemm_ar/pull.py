@@ -52,10 +52,20 @@ import triton
 import triton.language as tl
 
 from ..configs import take_first
-from ..gemm.configs import class_of_rows
 from ..launch import SettledLaunches
 from ..signals import notify, poll_until, record_failure
-from .rows import Ending, Tail, candidate, end_row, programs_of, prune, width_of_norm, with_norms
+from .rows import (
+    MOST_PROGRAMS,
+    Ending,
+    Place,
+    RowsShape,
+    Tail,
+    candidate,
+    end_row,
+    launch_rows,
+    prune,
+    with_norms,
+)
 
 WORDS = 2  # rows of `words`
 READY = tl.constexpr(0)
@@ -63,7 +73,7 @@ READ = tl.constexpr(1)
 ROW_BITS = tl.constexpr(24)
 SHARE_BITS = tl.constexpr(12)
 MOST_ROWS = tl.constexpr((1 << 24) - 1)
-SHARES = tl.constexpr(1 << 12)
+SHARES = tl.constexpr(MOST_PROGRAMS)
 FAR = tl.constexpr(1 << 30)  # calls ahead: of a peer that has been given up
 
 # What a failure record says about a peer.
@@ -84,7 +94,7 @@ CANDIDATES = with_norms(
 )
 
 
-class Exchange(NamedTuple):
+class PullCall(NamedTuple):
     """One call, as a program knows it."""
 
     words_table_ptr: Any  # int64 [WORLD]: where the words of each rank lie
@@ -175,7 +185,7 @@ def _begin(words_table_ptr, words_ptr, ticket_ptr, errors_ptr, m, rank, patience
         order = tl.cast(ticket & (SHARES - 1), tl.int32)
         if order == programs - 1:
             tl.atomic_add(ticket_ptr, -programs + SHARES, sem="relaxed", scope="gpu")
-    exchange = Exchange(words_table_ptr, words_ptr, errors_ptr, rank, call, order, programs, patience_ticks)
+    exchange = PullCall(words_table_ptr, words_ptr, errors_ptr, rank, call, order, programs, patience_ticks)
     is_lost = 0
     if WORLD > 1:
         if order == 0:
@@ -237,40 +247,8 @@ def _wait_until_read(peer, exchange, WORLD: tl.constexpr):
         tl.atomic_xchg(word_ptr, (exchange.call + FAR) << SHARE_BITS, sem="release", scope="sys")
 
 
-class Shape(NamedTuple):
-    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
-
-    size_class: int
-    n: int
-    rows: int
-    strides: tuple[int, int]  # of the residual and of the result
-    world_size: int
-    is_owners: bool
-    has_residual: bool
-    has_norm: bool
-    sms: int
-    dtype: torch.dtype
-    device: torch.device
-    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: of each tensor
-
-    def sizes(self) -> dict[str, int]:
-        return {"size_class": self.size_class, "N": self.n}
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "WORLD": self.world_size,
-            "OWNER": self.is_owners,
-            "HAS_RESIDUAL": self.has_residual,
-            "NORM": self.has_norm,
-            "ROW": width_of_norm(self.n, has_norm=self.has_norm),
-        }
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        return min(programs_of(self.rows, self.n, self.sms, meta), SHARES.value), 1, 1
-
-
-class Held(NamedTuple):
-    """The tensors of one exchange, which no call changes."""
+class PullMemory(NamedTuple):
+    """The tensors of one operation, which no call changes."""
 
     words_table: torch.Tensor
     words: torch.Tensor
@@ -278,42 +256,24 @@ class Held(NamedTuple):
     errors: torch.Tensor
 
 
-class Launch(NamedTuple):
-    """What one launch does; no tensor of the caller is kept."""
-
-    table: torch.Tensor
-    held: Held
-    first: int
-    rows: int
-    m: int
-    chunk: int
-    rank: int
-    world_size: int
-    is_owners: bool
-    sms: int
-    patience_ticks: int
+_SETTLED: SettledLaunches[RowsShape] = SettledLaunches(add_rows, operation="GemmAllReduce")
 
 
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(add_rows, operation="GemmAllReduce")
+def launch(
+    place: Place,
+    table: torch.Tensor,
+    memory: PullMemory,
+    out: torch.Tensor,
+    ending: Ending,
+    *,
+    rows: int,
+    m: int,
+    first: int = 0,
+    chunk: int = 0,
+) -> None:
+    """Enqueue one exchange on the current stream: `rows` rows of the sum to `out`, or their norm.
 
-
-def launch(call: Launch, out: torch.Tensor, ending: Ending) -> None:
-    """Enqueue one exchange on the current stream: rows of the sum to `out` [rows, N], or their norm."""
-    residual, weight, sums = (out if each is None else each.detach() for each in ending[:3])
-    tensors = (call.table, *call.held, residual, weight, out, sums)
-    shape = Shape(
-        size_class=class_of_rows(call.m),
-        n=out.shape[1],
-        rows=call.rows,
-        strides=(residual.stride(0), out.stride(0)),
-        world_size=call.world_size,
-        is_owners=call.is_owners,
-        has_residual=ending.residual is not None,
-        has_norm=ending.norm_weight is not None,
-        sms=call.sms,
-        dtype=out.dtype,
-        device=out.device,
-        aligned=tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
-    )
-    sizes = (call.first, call.rows, call.m, call.chunk, shape.size_class, shape.n, *shape.strides)
-    _SETTLED.launch(shape, tensors, (*sizes, call.rank, call.patience_ticks, ending.eps))
+    chunk: how many rows a rank owns, if they are read where their owner has them.
+    """
+    sizes = (first, rows, m, max(chunk, 1))
+    launch_rows(_SETTLED, place, (table, *memory), sizes, out, ending, rows=rows, of_all=m, OWNER=chunk > 0)

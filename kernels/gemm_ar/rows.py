@@ -1,4 +1,12 @@
-"""What the kernels of `GemmAllReduce` share: how a row ends, and the candidates that may end it."""
+"""What both kernels of `GemmAllReduce` share: how a row ends, the candidates that may end it, the launch.
+
+A kernel's parameters are its own tensors, the four of the tail, its own numbers, then those of
+`launch_rows`. The sum of a row is in float32; it is rounded once, and the norm is that of the rounded sum.
+
+Measured (two H100, 2026-11-24, in graphs, 5 shapes of 1 to 256 rows): a call is 1.11 times as fast as cuBLAS
+and NCCL in the geometric mean, with residual and norm 1.25. Rejected: a norm whose warps are tuned, as ranks
+that run different candidates would add up squares in different orders.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +17,13 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED
+from ..gemm.configs import class_of_rows
+from ..launch import SettledLaunches
 
 WARPS_OF_NORM = (1, 2, 4, 8, 16, 32)
 MOST_COLUMNS_OF_NORM = 32768  # above half of it registers spill
 VALUES_OF_THREAD = 8  # of a row whose norm is taken
+MOST_PROGRAMS = 1 << 12  # of a launch
 
 
 class Ending(NamedTuple):
@@ -92,12 +103,78 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
     return [each for each in wanted if each.kwargs["BLOCK_N"] <= most] or configs
 
 
-def width_of_norm(columns: int, *, has_norm: bool) -> int:
-    """Return the block that holds a row, if its norm is taken; else 1."""
-    return triton.next_power_of_2(columns) if has_norm else 1
+class Place(NamedTuple):
+    """Where a launch runs: what is the same in all calls of an operation."""
+
+    rank: int
+    world_size: int
+    sms: int
+    patience_ticks: int
 
 
-def programs_of(rows: int, columns: int, sms: int, meta: dict[str, Any]) -> int:
-    """Return how many programs end so many rows under a config."""
-    blocks = triton.cdiv(columns, meta["BLOCK_N"]) if meta["BLOCK_N"] else 1
-    return max(1, min(rows * blocks, meta["PER_SM"] * sms))
+class RowsShape(NamedTuple):
+    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
+
+    size_class: int
+    n: int
+    rows: int
+    strides: tuple[int, int]  # of the residual and of the result
+    world_size: int
+    own: tuple[str, Any]  # the constant that the kernel alone has
+    has_residual: bool
+    has_norm: bool
+    sms: int
+    dtype: torch.dtype
+    device: torch.device
+    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: of each tensor
+
+    def sizes(self) -> dict[str, int]:
+        return {"size_class": self.size_class, "N": self.n}
+
+    def constants(self) -> dict[str, Any]:
+        (own, value) = self.own
+        row = triton.next_power_of_2(self.n) if self.has_norm else 1
+        ending = {"HAS_RESIDUAL": self.has_residual, "NORM": self.has_norm, "ROW": row}
+        return {"WORLD": self.world_size, own: value, **ending}
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        """Return how many programs end the rows: no more than there are blocks of them."""
+        blocks = triton.cdiv(self.n, meta["BLOCK_N"]) if meta["BLOCK_N"] else 1
+        return max(1, min(self.rows * blocks, meta["PER_SM"] * self.sms, MOST_PROGRAMS)), 1, 1
+
+
+def launch_rows(
+    settled: SettledLaunches[RowsShape],
+    place: Place,
+    held: tuple[torch.Tensor, ...],
+    sizes: tuple[int, ...],
+    out: torch.Tensor,
+    ending: Ending,
+    *,
+    rows: int,
+    of_all: int,
+    **own: Any,
+) -> None:
+    """Enqueue one launch, on the current stream, that ends `rows` rows of `out`, tuned as `of_all` rows are.
+
+    held, sizes: the kernel's own tensors and numbers; own: its constant.
+    """
+    residual, weight, sums = (out if each is None else each.detach() for each in ending[:3])
+    tensors = (*held, residual, weight, out, sums)
+    (constant,) = own.items()
+    shape = RowsShape(
+        size_class=class_of_rows(of_all),
+        n=out.shape[1],
+        rows=rows,
+        strides=(residual.stride(0), out.stride(0)),
+        world_size=place.world_size,
+        own=constant,
+        has_residual=ending.residual is not None,
+        has_norm=ending.norm_weight is not None,
+        sms=place.sms,
+        dtype=out.dtype,
+        device=out.device,
+        aligned=tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
+    )
+    of_shape = (shape.size_class, shape.n, *shape.strides)
+    settled.launch(shape, tensors, (*sizes, *of_shape, place.rank, place.patience_ticks, ending.eps))
