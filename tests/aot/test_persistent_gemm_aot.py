@@ -18,7 +18,7 @@ from dist_autotune.kernels.gemm.operation import plain_gemm
 pytestmark = pytest.mark.aot
 
 
-# One of each kind of code; every candidate is in docs/benchmarks/persistent_gemm_compiled_*.md.
+# One of each kind of code; `python tests/aot/gemm_compiled.py FILE` compiles every candidate.
 HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "pipelined": (candidate("pipelined", BLOCK_N=64), {"dtype": "fp16", "out": "fp16"}),
     "persistent, fp32 out": (candidate("persistent", STORE_N=64), {"out": "fp32", "trans_a": True}),

@@ -24,7 +24,8 @@ def tables(text: str, first_heading: str) -> list[list[str]]:
     """Return the rows of all tables whose first column has that heading, as lists of cells."""
     rows, is_meant = [], False
     for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("| ") else []
+        parts = re.split(r" \|(?= )", line.strip("|")) if line.startswith("| ") else []
+        cells = [part.strip() for part in parts]
         if is_meant and cells:
             rows.append(cells)
         is_meant = line.startswith("|") and (is_meant or cells[:1] == [first_heading])
