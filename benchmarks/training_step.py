@@ -58,7 +58,7 @@ from dist_autotune.launch.tunable import CHOICES
 from dist_autotune.triton_api.identity import key_text
 
 LIMIT_S = 540.0
-MOST_STEPS = 600 if ON_GPU else 5  # of one tuning; then it is timed as it is
+MOST_STEPS = 600 if ON_GPU else 2  # of one tuning; then it is timed as it is
 LIMIT = 0.05 if ON_GPU else 1e-4  # of a gradient's relative error: bfloat16 is rounded after each product
 TUNINGS = {"by launches": "kernel", "by step": "thunk"}  # arm -> objective
 LIMITED = {"collective alone": "kernel", "both": "thunk"}  # the same with limits of FSDP2's collectives

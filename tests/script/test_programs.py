@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
 import subprocess
@@ -36,6 +37,11 @@ def run(name: str, ranks: int, *, options: Sequence[str] | None, arguments: Sequ
     return [printed(rank) for rank in range(ranks)]
 
 
+@functools.cache
+def run_bare(name: str, ranks: int) -> list[str]:
+    return run(name, ranks, options=None)
+
+
 def skip_without(name: str) -> None:
     package = FRAMEWORKS.get(name)
     if package is not None and importlib.util.find_spec(package) is None:
@@ -61,7 +67,7 @@ def settled(ranks: int) -> list[dict[str, str]]:
 )
 def test_a_program_prints_the_same_losses_and_all_its_ranks_take_the_same_configs(name, ranks):
     skip_without(name)
-    bare = run(name, ranks, options=None)
+    bare = run_bare(name, ranks)
     tuned = run(name, ranks, options=ONE_OF_EACH)
     assert tuned == bare
     assert all(len(text.splitlines()) >= 8 for text in tuned)
@@ -95,7 +101,7 @@ def test_the_recipe_of_a_framework_tunes_its_steps(tmp_path, monkeypatch, name, 
     skip_without(name)
     (tmp_path / f"{module}.py").write_text(recipe(f"{module}.py"))
     monkeypatch.syspath_prepend(tmp_path)
-    bare = run(name, 2, options=None)
+    bare = run_bare(name, 2)
     assert run(name, 2, options=None, arguments=["--tuned"]) == bare
     plans = [[each.plan for each in records(RunStarted, rank=rank)] for rank in range(2)]
     assert plans[0] == plans[1]
