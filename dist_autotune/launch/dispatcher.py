@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
@@ -287,7 +286,7 @@ class Dispatcher:
         self.run_under_way = None
 
     def _new_call(self, *, tunes: bool, written: WrittenTensors | None = None) -> CallUnderWay:
-        settled: Settled = weakref.WeakKeyDictionary()
+        settled: Settled = {}
         makes = self._handle, self._failure, self._choose
         return CallUnderWay(settled, *makes, tunes, self._passes_single, written)
 

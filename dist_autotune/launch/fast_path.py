@@ -17,17 +17,22 @@ from ..triton_api.untimed import without_benchmarks
 from .written_tensors import WrittenTensors, written_arguments
 
 _MAKE = object.__new__
-Settled: TypeAlias = "weakref.WeakKeyDictionary[Autotuner, Known]"
+Settled: TypeAlias = "dict[int, Known]"  # by the id of a living Autotuner
 
 
 class Known:
-    """The settled keys of one Autotuner, and the last call that launched it here."""
+    """The settled keys of one Autotuner, and the last call that launched it here. It goes when that goes."""
 
-    __slots__ = ("by_key", "call")
+    __slots__ = ("by_key", "call", "configs", "only", "tuner")
 
-    def __init__(self) -> None:
+    def __init__(self, tuner: Autotuner, settled: Settled) -> None:
+        place = id(tuner)
+        self.tuner = weakref.ref(tuner, lambda _: settled.pop(place, None))
         self.by_key: dict[Key, tuple[Any, dict[str, Any]]] = {}
         self.call: CallUnderWay | None = None
+        # Of all keys, while the kernel has this one config: a peer may have more, this rank cannot try them.
+        self.only: tuple[Any, dict[str, Any]] | None = None
+        self.configs: list[Any] | None = None
 
 
 class CallUnderWay:
@@ -68,10 +73,23 @@ class CallUnderWay:
 
     def add(self, tuner: Autotuner, key: Key, config: Any) -> None:
         """Launch this config at once from now on, in later calls too."""
-        self.settled.setdefault(tuner, Known()).by_key[key] = (config, config.all_kwargs())
+        known = self._known(tuner)
+        known.by_key[key] = config, config.all_kwargs()
+        if len(tuner.configs) == 1:
+            known.only, known.configs = known.by_key[key], [config]
+
+    def add_single(self, tuner: Autotuner) -> None:
+        """Launch the one config of a kernel at once from now on, as stock Triton would."""
+        known, config = self._known(tuner), tuner.configs[0]
+        known.only, known.configs = (config, config.all_kwargs()), [config]
+
+    def _known(self, tuner: Autotuner) -> Known:
+        if (known := self.settled.get(id(tuner))) is None:
+            known = self.settled[id(tuner)] = Known(tuner, self.settled)
+        return known
 
     def knows(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        known = self.settled.get(tuner)
+        known = self.settled.get(id(tuner))
         try:
             return known is not None and key_of(tuner, args, kwargs) in known.by_key
         except TypeError:
@@ -79,7 +97,8 @@ class CallUnderWay:
 
     def launched(self) -> list[Autotuner]:
         """Return the Autotuners that this call has launched at once."""
-        return [tuner for tuner, known in list(self.settled.items()) if known.call is self]
+        launched = [known.tuner() for known in list(self.settled.values()) if known.call is self]
+        return [tuner for tuner in launched if tuner is not None]
 
     def keep(self, launch: Launch) -> None:
         """Copy the tensors that a launch says it changes, in a session; else only note that it does."""
@@ -97,8 +116,19 @@ class CallUnderWay:
 def dispatcher(before: Run) -> Run:
     """Return the function to put in place of `before`, an `Autotuner.run`, for good."""
     calls, call_of, call_for = INTERCEPTION.calls, INTERCEPTION.calls.get, INTERCEPTION.call_for
+    is_stock = before.__module__ == Autotuner.__module__
     if is_interpreted():
         before = without_benchmarks(before)
+
+    def launch_unknown(call: CallUnderWay, tuner: Autotuner, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not call.passes_single or len(tuner.configs) > 1:
+            return call.launch(call, Launch(tuner, args, kwargs))
+        changes = tuner.restore_value or tuner.reset_to_zero
+        if changes and not (kwargs.get("warmup") or is_capturing()):
+            call.keep(Launch(tuner, args, kwargs))
+        if is_stock and not call.tunes:
+            call.add_single(tuner)
+        return before(tuner, *args, **kwargs)
 
     @functools.wraps(before)
     def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
@@ -107,20 +137,13 @@ def dispatcher(before: Run) -> Run:
         call = call_of(get_ident()) or call_for(tuner, args, kwargs)
         if call is None:
             return before(tuner, *args, **kwargs)
-        known = call.settled.get(tuner)
-        if known is None:
-            if call.passes_single and len(tuner.configs) == 1:
-                changes = tuner.restore_value or tuner.reset_to_zero
-                if changes and not (kwargs.get("warmup") or is_capturing()):
-                    call.keep(Launch(tuner, args, kwargs))
-                return before(tuner, *args, **kwargs)
-            return call.launch(call, Launch(tuner, args, kwargs))
+        known = call.settled.get(id(tuner))
+        if known is None or (known.configs and known.configs != tuner.configs) or kwargs.get("warmup"):
+            return launch_unknown(call, tuner, args, kwargs)
         known.call = call
         try:
-            config, options = known.by_key[key_of(tuner, args, kwargs)]
+            config, options = known.only or known.by_key[key_of(tuner, args, kwargs)]
         except (KeyError, TypeError):  # new, or a key that cannot be hashed
-            return call.launch(call, Launch(tuner, args, kwargs))
-        if kwargs.get("warmup"):
             return call.launch(call, Launch(tuner, args, kwargs))
         tuner.best_config = config
         try:
@@ -129,6 +152,8 @@ def dispatcher(before: Run) -> Run:
                 config.pre_hook({**named, **kwargs, **options})
             return tuner.fn.run(*args, **kwargs, **options)
         except Exception as error:
+            if known.only and call.passes_single:
+                raise
             if not (failed := call.failure(call, Launch(tuner, args, kwargs), config, error)):
                 raise
         return call.launch(call, Launch(tuner, args, kwargs), failed)

@@ -51,8 +51,9 @@ class KernelNames:
         return kernel if ordinal == 0 else f"{kernel}#{ordinal}"
 
     def keep(self, tuner: Autotuner) -> None:
-        """Reserve the name of an Autotuner in this run: no new one takes it."""
-        self._taken.add(self._ordinals[tuner])
+        """Reserve the name of an Autotuner in this run, if it has one: no new one takes it."""
+        if (name := self._ordinals.get(tuner)) is not None:
+            self._taken.add(name)
 
     def name_of_choice(self, name: str, options: Iterable[str], *, is_joint: bool) -> str:
         """Return the identity of a `tunable`: its options are to it what configs are to a kernel."""

@@ -46,6 +46,20 @@ def test_a_rank_with_a_single_config_decides_for_all():
     assert [launched for _, _, launched in results] == [[16, 32], [32, 32]]
 
 
+def test_new_keys_of_a_kernel_with_one_config_ask_for_no_session_once_it_is_settled():
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel({32: 1.0})
+        step = tune(bench, lambda n: launch(kernel, numbers(n)))
+        step(64), step(64)
+        session = step.report.session
+        for n in (8, 16, 24):
+            step(n)
+        return step.report.session == session, bench.blocks()
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(True, [32] * 5)] * 2
+
+
 def test_no_config_in_common_is_an_error_on_every_rank():
     def program(rank):
         bench, x = Bench(), numbers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import statistics
@@ -22,9 +23,9 @@ from dist_autotune.triton_api.interception import INTERCEPTION
 
 LAUNCHES = 100
 
-# The promise is 4 us a call and 0.3 us a launch; a busy machine with two cores needs room around it.
-CALL_US_ALLOWED = 150.0
-LAUNCH_US_ALLOWED = 15.0
+# The promise is 4 us a call and 0.3 us a launch, on an idle core; slower ones and busy ones need room.
+CALL_US_ALLOWED = 20.0
+LAUNCH_US_ALLOWED = 2.0
 
 
 # ---- one dispatcher, which stays
@@ -153,13 +154,13 @@ class Nothing:
 
 
 def best_us(function: Callable[[], Any], calls: int) -> float:
-    """Return the microseconds of a call: the best of several rounds, as interruptions only add."""
+    """Return the microseconds of this thread in a call: the best of several rounds, as others only add."""
     rounds = []
     for _ in range(7):
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(calls):
             function()
-        rounds.append((time.perf_counter() - began) / calls * 1e6)
+        rounds.append((time.thread_time() - began) / calls * 1e6)
     return min(rounds)
 
 
@@ -168,16 +169,18 @@ def report(capsys: pytest.CaptureFixture[str], text: str) -> None:
         sys.stdout.write(f"\n  {text} (triton {triton.__version__}, {os.cpu_count()} cores)")
 
 
-def test_a_settled_call_costs_little_more_than_the_bare_function(capsys):
-    def thunk():
+@pytest.mark.parametrize("arguments", [{}, {"x": 1, "y": 2}], ids=["no arguments", "two"])
+def test_a_settled_call_costs_little_more_than_the_bare_function(capsys, request, arguments):
+    def thunk(x=0, y=0):
         return None
 
     tuned = contextual_autotune(thunk, progress=False)
     tuned()
     assert tuned.settled
-    pairs = [(best_us(tuned, 500), best_us(thunk, 500)) for _ in range(3)]
+    calls = functools.partial(tuned, **arguments), functools.partial(thunk, **arguments)
+    pairs = [[best_us(call, 500) for call in calls] for _ in range(3)]
     added_us = statistics.median(decorated - bare for decorated, bare in pairs)
-    report(capsys, f"a settled call adds {added_us:.1f} us; promised: 4 us")
+    report(capsys, f"a settled call ({request.node.callspec.id}) adds {added_us:.1f} us; promised: 4 us")
     assert added_us < CALL_US_ALLOWED
 
 
@@ -226,8 +229,9 @@ def bytecodes(function: Callable[[], Any]) -> int:
     return executed
 
 
-def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch():
-    kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in (16, 32)], ["n"])(Nothing())
+@pytest.mark.parametrize("blocks", [(16, 32), (16,)], ids=["tuned", "one config"])
+def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch(blocks):
+    kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], ["n"])(Nothing())
     x, y = numbers(), numbers()
 
     def thunk(launches: int) -> None:
@@ -242,6 +246,15 @@ def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch():
         return (bytecodes(lambda: function(11)) - bytecodes(lambda: function(1))) / 10
 
     assert 0 < of_a_launch(tuned) <= of_a_launch(thunk)
+
+
+def test_a_kernel_whose_one_config_is_replaced_is_launched_with_what_stands_there_now(bench):
+    kernel = bench.kernel({16: 1.0})
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned(), tuned(), tuned()
+    kernel.configs = [triton.Config({"BLOCK": 32})]
+    tuned(), tuned()
+    assert bench.blocks() == [16, 16, 16, 32, 32]
 
 
 def test_an_online_session_is_over_when_it_is_settled(bench):
