@@ -21,7 +21,9 @@ from . import terminal
 app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.")
 
 
-Kernels = Annotated[list[str] | None, typer.Option("--kernel", help="Only this kernel's; may be repeated.")]
+Kernels = Annotated[
+    list[str] | None, typer.Option("--kernel", help="Only kernels with this in their name; may be repeated.")
+]
 Device = Annotated[str, typer.Option("--device", help="Only those of this device: a part of its name.")]
 
 
@@ -29,8 +31,12 @@ def _chosen(cache: Winners, kernels: list[str] | None, device: str) -> list[Entr
     return [
         entry
         for entry in cache.entries()
-        if (not kernels or entry.key.kernel in kernels) and device in entry.key.device
+        if _is_named(entry.key.kernel, kernels) and device in entry.key.device
     ]
+
+
+def _is_named(kernel: str, parts: list[str] | None) -> bool:
+    return not parts or any(part in kernel for part in parts)
 
 
 @app.command("list")
@@ -50,9 +56,10 @@ def list_entries(
     elif entries:
         title = f"{_entries(len(entries))} in {cache.directory}"
         terminal.print_tables(terminal.open_console(), _table(title, entries))
+    elif kernels or device:
+        terminal.echo(f"No such entries in {cache.directory}: `dist-autotune cache list` lists all.")
     else:
-        of = " of this choice" if kernels or device else ""
-        terminal.echo(f"No entries{of} in {cache.directory}. A tuned function stores its winners there.")
+        terminal.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
 
 
 def _table(title: str, entries: list[Entry]) -> Table:
@@ -148,7 +155,7 @@ def _report_waiting(cache: Winners, kernels: list[str] | None, device: str, *, r
     waiting = [
         each
         for each in WaitingContexts(cache.directory).all()
-        if (not kernels or each.kernel in kernels) and device in each.device
+        if _is_named(each.kernel, kernels) and device in each.device
     ]
     for each in waiting:
         ranks = counted(each.world_size, "rank")
@@ -216,7 +223,7 @@ def import_entries(
         terminal.echo(text, err=True)
         entries = [e for e in entries if _hardware(e.key.device, e.key.capability) == hardware]
     _report_import(cache, bundle.merge(cache, entries, replaces=replace), replaces=replace)
-    _report_unused(entries, here.driver)
+    _report_old(entries, here.driver)
 
 
 def _report_import(cache: Winners, merged: bundle.ImportResult, *, replaces: bool) -> None:
@@ -231,8 +238,8 @@ def _report_import(cache: Winners, merged: bundle.ImportResult, *, replaces: boo
         terminal.fail(f"{_entries(merged.missing)} could not be stored.")
 
 
-def _report_unused(entries: list[Entry], driver: str) -> None:
-    """Say how many entries are of another Triton or driver: sessions here do not use them."""
+def _report_old(entries: list[Entry], driver: str) -> None:
+    """Say how many entries are of another Triton or driver: sessions here race their best again."""
     import triton
 
     versions = Counter((entry.key.triton_version, entry.key.driver) for entry in entries)
@@ -241,7 +248,9 @@ def _report_unused(entries: list[Entry], driver: str) -> None:
         if there != here:
             names = [f"Triton {version}, driver {of or 'unknown'}" for version, of in (there, here)]
             terminal.echo(
-                f"{_entries(count)} not used now: tuned with {names[0]}; here are {names[1]}", err=True
+                f"{_entries(count)} tuned with {names[0]}; here are {names[1]}: the three best of each are "
+                "raced again, and strict refuses its key until then",
+                err=True,
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ..formatting import (
@@ -21,13 +21,12 @@ from ..formatting import (
 from ..logs.records import Preflighted
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
-from ..tuner.report import TunedContext
+from ..tuner.report import missing_gains
 from .history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
 from .report import SessionReport, cost_alone_percent
 
 MOST_CANDIDATES = 10  # of a context
 MOST_CONTEXTS = 10  # whose candidates are listed
-MOST_LABELS = 4  # contexts that a note names
 LEAST_GAIN_PERCENT = 1.0  # a smaller one is within the tie of a race
 SHOW_ALL = "The others: --all-candidates."
 
@@ -171,23 +170,12 @@ def contexts_table(shown: SessionReport) -> Table:
     note = "".join(f"{text}. " for name, text in explained.items() if name in table.columns).rstrip()
     if any(context.judge == BY_RUN for context in report.contexts):
         note += " Without a share: judged by the time of the whole run, which is its ms."
-    note += "".join(f" {text}" for text in _missing_gains(report.contexts))
+    note += "".join(f" {text}" for text in missing_gains(report.contexts))
     if any(context.launch_bound for context in report.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
     if any(context.bit_class is not None for context in report.contexts):
         note += f" {BITS_NOTE}"
     return replace(table, note=note)
-
-
-def _missing_gains(contexts: Iterable[TunedContext]) -> Iterator[str]:
-    """Yield a sentence for each reason why contexts have no gain; the time of a step leaves these out."""
-    labels: dict[str, list[str]] = {}
-    for context in contexts:
-        if reason := context.no_gain_reason:
-            labels.setdefault(reason, []).append(context.label)
-    for reason, those in labels.items():
-        more = f" and {len(those) - MOST_LABELS} more" if len(those) > MOST_LABELS else ""
-        yield f"No gain of {', '.join(those[:MOST_LABELS])}{more}: {reason}."
 
 
 def _stragglers_table(session: SessionHistory) -> Table:

@@ -1,8 +1,9 @@
 """Winners on disk: one JSON file per entry, named after the kernel and a digest of all that must match.
 
 An entry is only ever replaced as a whole (temporary file, `os.replace`), so a reader needs no lock and a
-killed writer leaves nothing visible. The lock makes "compare, then replace" one step among writers, and one
-temporary file enough: the next writer takes over what a killed one has left.
+killed writer leaves nothing visible. A training step stores its winners, so nothing waits for the disk: what
+a power failure leaves of an entry is damaged, that is a miss. The lock makes "compare, then replace" one step
+among writers, and one temporary file enough: the next writer takes over what a killed one has left.
 Whatever is wrong with a file or with the directory is a `CacheWarning`, and tuning goes on.
 """
 
@@ -203,8 +204,6 @@ class Winners:
         try:
             with temporary.open("x", encoding="utf-8") as file:
                 file.write(text)
-                file.flush()
-                os.fsync(file.fileno())  # or a power failure could leave the name without the contents
             os.replace(temporary, path)
         finally:
             with contextlib.suppress(OSError):

@@ -305,11 +305,12 @@ class Calls:
             self._note(f"{state.registry.by_name[name].title} is new to {self._name} and {what_happens}")
 
     def _note_waiting(self, state: FunctionState, call: SettledCall) -> None:
-        """Say, once each, which keys ask again for a session: the last one has not launched them."""
-        asking = call.launches.new or set()
+        """Say, once each, which keys without a result ask again: the last session has not launched them."""
+        by_name = state.registry.by_name
+        asking = {name for name in call.launches.new or () if by_name[name].claim is None}
         for name in sorted(asking & self._asking - self._noted):
             self._noted.add(name)
-            text = f"{state.registry.by_name[name].title} waits for launches: {SELDOM.format(self._name)}"
+            text = f"{by_name[name].title} waits for launches: {SELDOM.format(self._name)}"
             self._note(text)
             logging.getLogger("dist_autotune").warning("%s", text)
         self._asking |= asking

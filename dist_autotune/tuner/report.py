@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,9 @@ from ..timing.time_spent import SecondsSpent
 if TYPE_CHECKING:  # readers of reports need neither torch nor Triton
     from ..launch.registry import Registry
     from ..search.state import SearchState
+
+
+MOST_LABELS = 4  # contexts that a remark names
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,7 @@ class TuningReport:
         lines = []
         if self.step is not None:
             lines.append(f"Tuned: {self.step}")
+        lines += missing_gains(each for each in self.contexts if each.status not in ("cached", "tuning"))
         if any(context.launch_bound for context in self.contexts):
             lines.append(formatting.LAUNCH_BOUND_NOTE.capitalize())
         lines += [f"{context.label}: {context.untried}" for context in self.contexts if context.untried]
@@ -196,6 +200,17 @@ class TuningReport:
         if self.log_dir is not None:
             lines.append(f"Logs: {self.log_dir}")
         return lines
+
+
+def missing_gains(contexts: Iterable[TunedContext]) -> Iterator[str]:
+    """Yield a sentence for each reason why contexts have no gain; the time of a step leaves these out."""
+    labels: dict[str, list[str]] = {}
+    for context in contexts:
+        if reason := context.no_gain_reason:
+            labels.setdefault(reason, []).append(context.label)
+    for reason, those in labels.items():
+        more = f" and {len(those) - MOST_LABELS} more" if len(those) > MOST_LABELS else ""
+        yield f"No gain of {', '.join(those[:MOST_LABELS])}{more}: {reason}."
 
 
 def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:

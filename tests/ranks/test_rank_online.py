@@ -9,6 +9,7 @@ from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, out
 from rank_programs import SHORT_S, blocks_of, ending, run_until_settled, statuses_of, tune
 
 from dist_autotune import PeerFailed, StepTuner, tunable
+from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from ranks import assert_all_ok, run_ranks
 
@@ -168,6 +169,29 @@ def test_without_the_vote_new_keys_keep_the_config_of_the_nearest_key_and_are_lo
     (note,) = one[3]
     assert note.startswith("add[8, ")
     assert "keeps the config of the nearest tuned key" in note
+
+
+def test_a_key_that_is_launched_seldom_takes_its_result_from_disk_and_waits_for_nothing():
+    def evaluation(rank):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        tune(bench, lambda: launch(kernel, numbers(96)), cache="cache")()
+
+    def training(rank):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(
+            bench, lambda sizes: [launch(kernel, numbers(n)) for n in sizes], mode="online", cache="cache"
+        )
+        for number in range(40):
+            step([64, 96] if number % 10 == 9 else [64])
+            dist.barrier()
+        waits = [note.text for note in records(Note, rank=rank) if "waits for launches" in note.text]
+        return bench.blocks(n=96)[1:], step.report.waiting, waits
+
+    assert_all_ok(run_ranks(evaluation, 2))
+    for ended in assert_all_ok(run_ranks(training, 2)):
+        assert ended == ([32, 32, 32], (), [])
 
 
 def test_without_the_vote_ranks_need_not_call_equally_often():

@@ -121,11 +121,12 @@ def test_a_bundle_for_other_hardware_alone_is_refused(exported: Any) -> None:
     assert list(other.entries()) == []
 
 
-def test_what_no_session_here_uses_is_named(exported: Any) -> None:
+def test_what_sessions_here_race_again_is_named(exported: Any) -> None:
     exported(here(key="1"), here(key="2", triton_version="2.0.0", driver="580.1"))
     assert run("import", "all.json").stderr == (
-        "1 entry not used now: tuned with Triton 2.0.0, driver 580.1; here are Triton "
-        f"{triton.__version__}, driver unknown\n"
+        "1 entry tuned with Triton 2.0.0, driver 580.1; here are Triton "
+        f"{triton.__version__}, driver unknown: the three best of each are raced again, and strict refuses "
+        "its key until then\n"
     )
 
 
@@ -162,6 +163,7 @@ def test_only_some_entries_may_be_exported(tmp_cache: Path) -> None:
     )
     assert "Exported 1 entry" in run("export", "a.json", "--kernel", "one").stdout
     assert "Exported 3 entries" in run("export", "b.json", "--kernel", "one", "--kernel", "two").stdout
+    assert "Exported 2 entries" in run("export", "part.json", "--kernel", "tw").stdout
     assert "Exported 1 entry" in run("export", "c.json", "--device", "H200").stdout
     nothing = run("export", "d.json", "--kernel", "three")
     assert nothing.exit_code == 2

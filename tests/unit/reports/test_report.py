@@ -68,6 +68,8 @@ def test_a_report_reads_as_a_table() -> None:
         "context                 ms  spread  status   timed  banned  winner",
         "matmul[4096, fp16]  0.2500  25.0 %  tuned        2       1  BLOCK: 128",
         "add[7]                   -       -  starved      0       0  BLOCK: 8",
+        "No gain of matmul[4096, fp16]: the first config was dropped before it was measured.",
+        "No gain of add[7]: no config has a time yet.",
         "Logs: logs",
     ]
 
@@ -75,6 +77,11 @@ def test_a_report_reads_as_a_table() -> None:
 def test_a_report_without_contexts_says_so_and_why() -> None:
     text = str(TuningReport(runs=1, contexts=(), warning="no launches seen"))
     assert text == "0 contexts in 1 run on 1 rank, 0.0 s\nWarning: no launches seen"
+
+
+def test_what_the_cache_holds_and_what_is_under_way_needs_no_reason_for_its_gain() -> None:
+    contexts = tuple(dataclasses.replace(CONTEXT, status=status) for status in ("cached", "tuning"))
+    assert "No gain" not in str(TuningReport(runs=1, contexts=contexts))
 
 
 def test_a_report_labels_wall_clock_figures() -> None:

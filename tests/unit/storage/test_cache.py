@@ -77,6 +77,15 @@ def test_without_a_directory_everything_is_a_miss() -> None:
     assert cache.clear() == 0
 
 
+def test_a_step_that_stores_a_winner_waits_for_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in ("fsync", "fdatasync", "sync"):
+        monkeypatch.setattr(os, call, lambda *_: pytest.fail("waited for the disk"))
+    Winners(tmp_path).put(entry())
+    assert Winners(tmp_path).get(KEY) == entry()
+
+
 def test_the_same_winner_is_not_written_again_another_one_is(tmp_path: Path) -> None:
     cache = Winners(tmp_path)
     cache.put(entry())
@@ -262,7 +271,7 @@ def test_a_writer_killed_in_its_loop_leaves_valid_entries_and_no_lock(tmp_path: 
 
 
 def put_and_die_before_the_replace(directory: Path) -> None:
-    os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # in this child only
+    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # in this child only
     Winners(directory).put(entry(winner="c0"))
 
 
@@ -305,15 +314,15 @@ def test_a_pipe_in_place_of_the_temporary_file_is_replaced_and_not_waited_for(tm
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
-@pytest.mark.parametrize("call", ["replace", "fsync"])
+@pytest.mark.parametrize(("owner", "call"), [(os, "replace"), (Path, "open")], ids=["replace", "open"])
 def test_a_directory_that_cannot_be_written_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, owner: Any, call: str
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), "some file")
 
     cache = Winners(tmp_path)
-    monkeypatch.setattr(os, call, refuse)
+    monkeypatch.setattr(owner, call, refuse)
     with pytest.warns(CacheWarning, match=os.strerror(number)) as caught:
         put_two(cache)
     assert len(caught) == 1
