@@ -1,23 +1,16 @@
-"""Frozen dataclasses to strict JSON and back. Infinity and NaN, which it lacks, become strings."""
+"""Structs to strict JSON and back. Infinity and NaN, which it lacks, become strings."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
 import json
 import math
-import types
-import typing
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+import msgspec
 
 T = TypeVar("T")
-D = TypeVar("D", bound="DataclassInstance")
-Reader = Callable[[Any], Any]
 
 _MAX_DEPTH = 64  # of nested lists and objects, which are walked recursively
 _compact = json.JSONEncoder(allow_nan=False, check_circular=False, separators=(",", ":")).encode
@@ -26,11 +19,16 @@ _indented = json.JSONEncoder(allow_nan=False, check_circular=False, indent=2).en
 
 def to_json(value: object, *, indent: bool = False) -> str:
     """Return `value` as strict JSON: one line, or indented for people."""
-    encode = _indented if indent else _compact
+    encode, data = _indented if indent else _compact, to_builtins(value)
     try:
-        return encode(value)
+        return encode(data)
     except ValueError:  # a float that JSON does not know
-        return encode(_mapped(value, _finite))
+        return encode(_mapped(data, _finite))
+
+
+def to_builtins(value: object) -> Any:
+    """Return what holds structs as the types that JSON has."""
+    return msgspec.to_builtins(value, enc_hook=_builtin)
 
 
 def parse_json(content: bytes) -> object:
@@ -49,69 +47,9 @@ def escaped(value: object) -> object:
     return _mapped(value, _escaped)
 
 
-def from_json(kind: type[D], data: object) -> D:
-    """Return parsed JSON as a dataclass, unknown fields dropped; a bad or missing one is a ValueError."""
-    if not isinstance(data, dict):
-        raise ValueError(f"expected an object, found {type(data).__name__}")
-    values = {}
-    for name, read in _readers(kind).items():
-        if name in data:
-            try:
-                values[name] = read(data[name])
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
-    try:
-        return kind(**values)
-    except TypeError as error:  # "missing 2 required keyword-only arguments: ..."
-        raise ValueError(str(error).partition(" ")[2]) from error
-
-
-@functools.cache
-def _readers(kind: type[DataclassInstance]) -> dict[str, Reader]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
-
-
-def _reader(hint: Any) -> Reader:
-    """Return the function that checks and converts a JSON value to the type `hint`."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return lambda value: value
-    if hint is float:
-        return _read_float
-    if dataclasses.is_dataclass(hint):
-        return functools.partial(from_json, cast("type[DataclassInstance]", hint))
-    readers = [_reader(item) for item in arguments if item not in (..., types.NoneType)]
-    if origin in (types.UnionType, typing.Union):  # with None
-        return lambda value: None if value is None else readers[0](value)
-    if origin in (dict, Mapping):
-        return lambda value: {name: readers[1](item) for name, item in _exactly(dict, value).items()}
-    if origin is tuple and ... in arguments:
-        return lambda value: tuple(map(readers[0], _exactly(list, value)))
-    if origin is tuple:
-        return lambda value: _read_fields(readers, _exactly(list, value))
-    return functools.partial(_exactly, hint)
-
-
-def _exactly(kind: type[T], value: object) -> T:
-    if isinstance(value, kind) and type(value) is kind:  # isinstance alone would take True for an int
-        return value
-    raise ValueError(f"expected {kind.__name__}, found {value!r}")
-
-
-def _read_float(value: Any) -> float:
-    if type(value) in (int, float) or value in ("inf", "-inf", "nan"):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError("expected a number, found one too large") from None
-    raise ValueError(f"expected a number, found {value!r}")
-
-
-def _read_fields(readers: list[Reader], items: list[Any]) -> tuple[Any, ...]:
-    if len(items) != len(readers):
-        raise ValueError(f"expected {len(readers)} items, found {items!r}")
-    return tuple(read(item) for read, item in zip(readers, items, strict=True))
+def from_json(kind: type[T], data: object) -> T:
+    """Return parsed JSON as `kind`, unknown fields dropped; a bad or missing one is a ValueError."""
+    return msgspec.convert(data, kind, strict=False)  # not strict: "inf" is a float
 
 
 def _is_deeper(value: object, depth: int) -> bool:
@@ -128,6 +66,14 @@ def _mapped(value: Any, replace: Callable[[Any], Any]) -> Any:
     if isinstance(value, list | tuple):
         return [_mapped(item, replace) for item in value]
     return replace(value)
+
+
+def _builtin(value: object) -> object:
+    """Return a number of numpy's, or of another subclass, as the number that it is."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise NotImplementedError(f"{type(value).__name__} has no form in JSON")
 
 
 def _finite(value: Any) -> Any:

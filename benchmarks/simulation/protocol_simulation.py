@@ -6,8 +6,9 @@ import functools
 import hashlib
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from dist_autotune.search.messages import (
     Announcement,

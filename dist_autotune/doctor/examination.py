@@ -39,7 +39,7 @@ STARTUP = "the start"  # the stage before the first
 REPORT = "dist_autotune doctor: "  # begins a line of JSON: the report so far
 CACHE, LOGS = "cache directory", "log directory"
 PACKAGES = re.compile(
-    r"(numpy|filelock|nvshmem4py|nvidia-nvshmem|cuda-bindings|cuda-core|nvidia-nccl)(-cu\d+)?", re.I
+    r"(numpy|filelock|msgspec|nvshmem4py|nvidia-nvshmem|cuda-bindings|cuda-core|nvidia-nccl)(-cu\d+)?", re.I
 )
 
 

@@ -8,11 +8,13 @@ import math
 import operator
 import typing
 from collections.abc import Callable, Container
-from dataclasses import MISSING, dataclass, field, fields, replace
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
-from ..codec import from_json
+from msgspec import Struct
+from msgspec.structs import fields, replace
+
+from ..codec import from_json, to_builtins
 from ..errors import RankMismatch
 
 FS_PER_MS = 10**12
@@ -40,26 +42,22 @@ def _if_both(merge: Merge[T]) -> Merge[T | None]:
     return merged
 
 
-class Mergeable:
-    """A frozen dataclass whose fields say in their types how they merge: `Annotated[float, max]`."""
+class Mergeable(Struct, frozen=True, omit_defaults=True):
+    """What has fields that say in their types how they merge: `Annotated[float, max]`."""
 
     def merged(self, other: Self) -> Self:
-        kind: Any = type(self)
-        merged: Self = kind(
-            **{name: merge(getattr(self, name), getattr(other, name)) for name, _, merge in _fields(kind)}
-        )
-        return merged
+        values = []
+        for name, default, merge in _fields(type(self)):
+            value = merge(getattr(self, name), getattr(other, name))
+            values.append(default if value == default else value)  # else the encoder would not leave it out
+        return type(self)(*values)
 
 
 @functools.cache
-def _fields(kind: Any) -> tuple[tuple[str, Any, Any], ...]:
-    """Return name, default and merge of each field of a dataclass; no merge is None."""
+def _fields(kind: type[Mergeable]) -> tuple[tuple[str, Any, Any], ...]:
+    """Return name, default and merge of each field."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    merges = {name: getattr(hint, "__metadata__", [None])[0] for name, hint in hints.items()}
-    return tuple(
-        (f.name, f.default if f.default_factory is MISSING else f.default_factory(), merges[f.name])
-        for f in fields(kind)
-    )
+    return tuple((each.name, each.default, hints[each.name].__metadata__[0]) for each in fields(kind))
 
 
 Ban: TypeAlias = tuple[int, str]  # (rank, its reason)
@@ -71,8 +69,7 @@ Claim: TypeAlias = tuple[int, str, float | None]  # (rank, digest, ms)
 Upgrade: TypeAlias = tuple[int, str, tuple[str, ...]]
 
 
-@dataclass(frozen=True, order=True)
-class Offer:
+class Offer(Struct, frozen=True, order=True):
     """What a rank has on disk for one key of a kernel."""
 
     rank: int
@@ -89,8 +86,7 @@ class Offer:
 Offers: TypeAlias = Annotated[dict[str, Offer], _by_key(min)]  # by the digest of the entry; the lowest rank's
 
 
-@dataclass(frozen=True)
-class Announcement:
+class Announcement(Struct, frozen=True, omit_defaults=True):
     """A context's first appearance on some ranks: the candidates they share, in the lowest rank's order."""
 
     rank: int
@@ -133,8 +129,7 @@ def _sum_of_digests(one: str, other: str) -> str:
     return f"{(int(one, 16) + int(other, 16)) % (1 << 128):032x}"
 
 
-@dataclass(frozen=True)
-class Part(Mergeable):
+class Part(Mergeable, frozen=True):
     """What ranks say of one context after a run."""
 
     ran: Annotated[str | None, _if_both(_same)] = None  # digest launched; MIXED; None: no launch
@@ -144,7 +139,7 @@ class Part(Mergeable):
     measured: Annotated[int, operator.add] = 0  # ranks with a statistic
     unmeasured: Annotated[int, operator.add] = 0  # ranks that launched it and have none
     pending: Annotated[int, operator.add] = 0  # ranks whose sample is not read yet (online)
-    bans: Bans = field(default_factory=dict)
+    bans: Bans = {}
     announcement: Annotated[Announcement | None, _if_both(Announcement.merged)] = None
     gap_ms: Annotated[float, max] = 0.0  # how much of a rank's statistic may be its host's
     compiling: Annotated[int, max] = 0  # online: candidates that some rank has still to compile or load
@@ -158,8 +153,7 @@ class Part(Mergeable):
         return self.worst_ms if rank_reduce == "max" else self.total_fs / (self.measured * FS_PER_MS)
 
 
-@dataclass(frozen=True)
-class Bits(Mergeable):
+class Bits(Mergeable, frozen=True):
     """What the outputs of a run were, bit for bit."""
 
     digest: Annotated[str, _sum_of_digests] = ""  # of every rank's outputs
@@ -177,64 +171,53 @@ def femtoseconds(ms: float) -> int:
 INEXACT, EXPLAINED, EXACT = range(3)
 
 
-@dataclass(frozen=True)
-class Crash:
+class Crash(Struct, frozen=True, omit_defaults=True):
     """A run that ended with its process killed, or with the exception that explains the kill."""
 
     rank: int
     run: int
     at: str  # when it was written
     kind: int  # INEXACT | EXPLAINED | EXACT
-    suspects: dict[str, str] = field(default_factory=dict)  # context -> candidate, by digest
+    suspects: dict[str, str] = {}  # context -> candidate, by digest
 
     def merged(self, other: Crash) -> Crash:
         """Return the crash of the latest run that is known most exactly."""
         return min(self, other, key=lambda each: (-each.run, -each.kind, each.rank, each.at))
 
 
-@dataclass(frozen=True)
-class Message(Mergeable):
+class Message(Mergeable, frozen=True, tag_field="kind", tag=MIXED):
     """What ranks say at one exchange; of no kind where they sent different ones."""
 
-    kind: ClassVar[str] = MIXED
     sent_at: ClassVar[str] = ""
     rank: Annotated[int, min] = 0
-    facts: Annotated[Facts, _by_key(_by_key(min))] = field(default_factory=dict)  # equal on all ranks
+    facts: Annotated[Facts, _by_key(_by_key(min))] = {}  # equal on all ranks
 
     def merged(self, other: Message) -> Message:
         if type(self) is type(other):
             return super().merged(other)
         return Mergeable.merged(Message(self.rank, self.facts), Message(other.rank, other.facts))
 
-    def as_data(self) -> dict[str, Any]:
-        """Return the message as JSON-representable data."""
-        return {"kind": self.kind, **_plain(self)}
-
     def encode(self) -> bytes:
         """Return the message as JSON: the same bytes in whatever order messages were merged."""
-        return json.dumps(self.as_data(), separators=(",", ":"), sort_keys=True).encode()
+        return json.dumps(to_builtins(self), separators=(",", ":"), sort_keys=True).encode()
 
 
-@dataclass(frozen=True)
-class Opening(Message):
+class Opening(Message, frozen=True, tag="open"):
     """At the opening of a session: disk entries, and the crashes of earlier processes."""
 
-    kind = "open"
-    sent_at = "the opening of a session"
-    offers: Offers = field(default_factory=dict)
-    crashes: Annotated[dict[str, Crash], _by_key(Crash.merged)] = field(default_factory=dict)  # by session
-    crash_bans: Annotated[CrashBans, _by_key(_by_key(min))] = field(default_factory=dict)  # for earlier ones
+    sent_at: ClassVar[str] = "the opening of a session"
+    offers: Offers = {}
+    crashes: Annotated[dict[str, Crash], _by_key(Crash.merged)] = {}  # by session
+    crash_bans: Annotated[CrashBans, _by_key(_by_key(min))] = {}  # for earlier ones
 
 
-@dataclass(frozen=True)
-class RunReport(Message):
+class RunReport(Message, frozen=True, tag="run"):
     """At the end of a run of a session."""
 
-    kind = "run"
-    sent_at = "the end of a trial"
-    offers: Offers = field(default_factory=dict)
-    parts: Annotated[dict[str, Part], _by_key(Part.merged)] = field(default_factory=dict)  # by context
-    run: Annotated[Part, Part.merged] = field(default_factory=Part)  # time of the whole run
+    sent_at: ClassVar[str] = "the end of a trial"
+    offers: Offers = {}
+    parts: Annotated[dict[str, Part], _by_key(Part.merged)] = {}  # by context
+    run: Annotated[Part, Part.merged] = Part()  # time of the whole run
     bits: Annotated[Bits | None, _if_both(Bits.merged)] = None  # None: they are not compared
     elapsed_s: Annotated[float, max] = 0.0
     told_ns: Annotated[int, max] = 0  # when the last rank sent this, where all read one clock
@@ -262,26 +245,24 @@ class RunReport(Message):
 
     def decisive(self) -> dict[str, Any]:
         """Return as data what the next plan follows from: all but facts and offers."""
-        return replace(self, facts={}, offers={}).as_data()
+        data: dict[str, Any] = to_builtins(replace(self, facts={}, offers={}))
+        return data
 
 
-@dataclass(frozen=True)
-class Vote(Message):
+class Vote(Message, frozen=True, tag="vote"):
     """At the end of a settled call."""
 
-    kind = "vote"
-    sent_at = "the end of a settled call"
+    sent_at: ClassVar[str] = "the end of a settled call"
     wants_session: Annotated[bool, operator.or_] = False
 
 
 M = TypeVar("M", bound=Message)
-KINDS: dict[str, type[Message]] = {kind.kind: kind for kind in (Message, Opening, RunReport, Vote)}
+AnyMessage: TypeAlias = Message | Opening | RunReport | Vote
 
 
-def decode(data: bytes) -> Message:
+def decode(data: bytes) -> AnyMessage:
     """Return an encoded message."""
-    values = json.loads(data)
-    return from_json(KINDS[values["kind"]], values)
+    return from_json(AnyMessage, json.loads(data))  # type: ignore[arg-type]  # of a union
 
 
 def merge(first: bytes, *others: bytes) -> bytes:
@@ -289,19 +270,6 @@ def merge(first: bytes, *others: bytes) -> bytes:
     if not others:
         return first
     return functools.reduce(Message.merged, map(decode, (first, *others))).encode()
-
-
-def _plain(value: Any) -> Any:
-    """Return `value` as JSON-representable data, fields at their defaults left out."""
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    kind: Any = type(value)  # of a dataclass, which mypy does not take for hashable
-    items = ((name, getattr(value, name), default) for name, default, _ in _fields(kind))
-    return {name: _plain(item) for name, item, default in items if item != default}
 
 
 SAID_FIRST = ("the tuned function", "the source of the tuned function")  # of several facts that differ

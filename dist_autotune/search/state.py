@@ -9,7 +9,8 @@ beat the default one, and that by launches (`final_comparison`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from . import budget
 from .budget import Forecast

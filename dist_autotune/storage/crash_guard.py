@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..codec import digest, from_json, to_json
+from ..codec import digest, from_json, to_builtins, to_json
 from ..errors import CacheWarning
 from ..search.messages import EXACT, EXPLAINED, INEXACT, Crash, CrashBans, Opening
 from .winners import Winners, parse, safe_name
@@ -129,7 +129,7 @@ class CrashGuard:
         crash = {self._session: Crash(self._rank, self._run, now, kind, suspects)}
         is_told = suspects or kind == EXPLAINED
         opening = Opening(self._rank, crashes=crash if is_told else {}, crash_bans=self._bans)
-        data = to_json({"schema": SCHEMA_VERSION, **opening.as_data()}).encode() + b"\n"
+        data = to_json({"schema": SCHEMA_VERSION, **to_builtins(opening)}).encode() + b"\n"
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ..errors import InvalidOption
 from ..search.messages import MIXED, Part, femtoseconds
@@ -111,7 +114,7 @@ class Samples:
         if self.report is None or waiting:
             return
         if (sample := self.sample) is not None and counts:
-            self.sample = replace(sample, gap_ms=max(sample.gap_ms, min(late_ms, sample.ms)))
+            self.sample = dataclasses.replace(sample, gap_ms=max(sample.gap_ms, min(late_ms, sample.ms)))
             self.by_candidate[str(self.report.ran)].append(self.sample)
         self.report = None
 

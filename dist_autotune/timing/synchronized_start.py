@@ -11,8 +11,9 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ..search.messages import RunReport
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
 import triton
+from msgspec.structs import replace
 
 from ..codec import digest
 from ..errors import NotTuned

@@ -6,7 +6,9 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
+
+from msgspec.structs import replace
 
 from ..bits.outputs import OutputComparison
 from ..compilation.pool import CompileCounts, PoolOptions

@@ -323,7 +323,10 @@ def test_a_full_disk_is_one_warning_and_no_guard_is_left_that_accuses_anyone(tmp
         (lambda text: text.replace('"schema":3', '"schema":99', 1), "schema 99, expected 3"),
         (lambda text: "{", "damaged JSON"),
         (lambda text: "[]\n", "no schema version"),
-        (lambda text: text.replace('"suspects":{', '"suspects":3,"others":{', 1), "suspects: expected dict"),
+        (
+            lambda text: text.replace('"suspects":{', '"suspects":3,"others":{', 1),
+            r"got `int` - at `\$\.crashes\[\.\.\.\]\.suspects",
+        ),
         (lambda text: "[" * 5000 + "\n", ""),
     ],
     ids=["a broken line", "another schema", "cut off", "no object", "another type", "endless nesting"],

@@ -17,7 +17,7 @@ from virtual_tuners import Boom, Ending, VirtualRank
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
 from dist_autotune.search.context import Context
-from dist_autotune.search.messages import Message, RunReport, decode, merge
+from dist_autotune.search.messages import Message, Opening, RunReport, decode, merge
 from dist_autotune.search.rules import BY_LAUNCH
 from dist_autotune.search.state import ADMISSION_RUNS, SearchState
 from dist_autotune.tuner.function_state import SESSION_STATE
@@ -75,13 +75,13 @@ class Witness:
         told = [decode(data) for data in payloads]
         of_one = sequence % len(payloads)  # each rank's in turn
         assert told[of_one].encode() == payloads[of_one], "a payload does not survive its journey"
-        kinds = {payload.kind for payload in told}
+        kinds = {type(payload) for payload in told}
         self.counts["exchanges"] += 1
-        self.counts["sessions"] += kinds == {"open"}
-        self.counts["runs"] += kinds == {"run"}
+        self.counts["sessions"] += kinds == {Opening}
+        self.counts["runs"] += kinds == {RunReport}
         if all("True" not in payload.facts.get("retune", {}) for payload in told):  # or all start anew
             self._check_states()
-        if kinds == {"open"}:
+        if kinds == {Opening}:
             states = {state for payload in told for state in payload.facts[SESSION_STATE]}
             goes_on = len(states) == 1 and states != {""}  # with the session that a failed run has left
             self._runs_at_open = [rank.runs - self._known_runs(rank) * goes_on for rank in self.ranks]
@@ -90,7 +90,7 @@ class Witness:
         else:
             self._check_launches()
         self._compiling = {(rank, name) for rank, payload in enumerate(told) for name in _compiling(payload)}
-        if kinds == {"run"}:
+        if kinds == {RunReport}:
             self._check_beginnings(told)
             self._check_runs()
             self._note_samples(functools.reduce(Message.merged, told))

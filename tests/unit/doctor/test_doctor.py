@@ -45,7 +45,9 @@ def test_a_machine_without_gpus_is_healthy_and_its_world_is_the_interpreter(tmp_
     assert result.exit_code == 0, result.stdout
     seen = json.loads(result.stdout)
     assert (seen["ok"], seen["world"], seen["gpus"]) == (True, "interpreter", [])
-    assert {"python", "torch", "CUDA", "driver", "triton", "numpy", "filelock"} <= seen["versions"].keys()
+    assert {"python", "torch", "CUDA", "driver", "triton", "numpy", "filelock", "msgspec"} <= seen[
+        "versions"
+    ].keys()
     wrote = "shm: CPU processes of one host share files; 2 ranks wrote to each other"
     assert (seen["ranks"]["facts"], seen["ranks"]["problem"]) == ({"memory": wrote}, "")
     assert seen["directories"][LOGS] == str(tmp_path / ".autotune_logs")

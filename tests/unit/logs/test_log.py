@@ -274,7 +274,7 @@ def test_lines_that_cannot_be_used_are_left_out_and_counted(tmp_path: Path) -> N
     assert skipped.total() == len(bad)
     assert skipped["damaged"] == 3
     assert "schema 99, expected 1" in describe_skipped(skipped)
-    assert "text: expected str, found 5" in describe_skipped(skipped)
+    assert "Expected `str`, got `int` - at `$.text`" in describe_skipped(skipped)
     assert describe_skipped(skipped).startswith("skipped 7 lines: 3 x damaged")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from dist_autotune.errors import RankMismatch
 from dist_autotune.search.messages import (
@@ -124,7 +124,7 @@ def test_a_report_grows_with_contexts_not_with_ranks():
 def test_of_two_claims_the_same_one_counts_in_any_order(other):
     # Rank 4 remembers its result and knows no time of it; rank 5 has it, with its time, from rank 4's disk.
     one, two = (Announcement(rank, "m", "k", (("a", "A"),), ("a",)) for rank in (4, 5))
-    one, two = dataclasses.replace(one, claim=(4, "a", 2.5)), dataclasses.replace(two, claim=other)
+    one, two = replace(one, claim=(4, "a", 2.5)), replace(two, claim=other)
     assert one.merged(two) == two.merged(one)
     assert one.merged(two).claim == (4, "a", 2.5)
 

@@ -10,6 +10,7 @@ import pytest
 from fuzz_protocol import play, play_sessions
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from random_programs import BLOCKS, Choice, Event, Kernel, Pattern, Program, draw_program
 from virtual_ranks import VirtualGroup
 from virtual_tuners import VirtualClock
@@ -197,7 +198,7 @@ def test_a_merge_that_depends_on_its_order_is_found(monkeypatch):
 
     def in_order(one, other):
         merged = genuine(one, other)
-        return replace(merged, elapsed_s=float(one.rank)) if isinstance(merged, RunReport) else merged
+        return structs.replace(merged, elapsed_s=float(one.rank)) if isinstance(merged, RunReport) else merged
 
     monkeypatch.setattr(Message, "merged", in_order)
     program = program_of(kernel_of(*[(16, 32)] * 8))  # of so many ranks some two trees differ

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune.search.messages import Part

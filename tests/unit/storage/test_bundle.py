@@ -99,30 +99,30 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "no bundle": (("bundle",), None, "not a bundle of version 1: bundle=None"),
     "another schema": (("schema",), 9, "schema 9, expected 1"),
     "no list": (("entries",), {}, "not a bundle of version 1: bundle=1"),
-    "no object": (("entries", 1), [], "entry 1: expected an object, found list"),
-    "no winner": (("entries", 1, "winner"), None, "entry 1: winner: expected str, found None"),
+    "no object": (("entries", 1), [], "entry 1: Expected `object`, got `array`"),
+    "no winner": (("entries", 1, "winner"), None, r"entry 1: Expected `str`, got `null` - at `\$\.winner`"),
     "foreign winner": (("entries", 1, "winner"), "c9", "entry 1: winner: 'c9' is none of its 2 candidates"),
     "no time": (("entries", 1, "ms"), 0, "entry 1: ms: expected a positive number, found 0"),
     "no number": (
         ("entries", 1, "timings"),
         {"a": "fast"},
-        "entry 1: timings: expected a number, found 'fast'",
+        r"entry 1: Expected `float`, got `str` - at `\$\.timings\[\.\.\.\]`",
     ),
     "too large a number": (
         ("entries", 1, "ms"),
         10**400,
-        "entry 1: ms: expected a number, found one too large",
+        r"entry 1: Number out of range - at `\$\.ms`",
     ),
     "no config": (
         ("entries", 1, "evidence"),
         {"config": {"kwargs": []}},
-        "entry 1: evidence: config: expected kwargs with names, found list",
+        r"entry 1: config: expected kwargs with names, found list - at `\$\.evidence`",
     ),
     "twice": (("entries", 1, "key", "key"), "1", r"entry 1: a second one for matmul\[1\]"),
     "odd arguments": (
         ("entries", 1, "evidence"),
         {"arguments": [["n"]]},
-        r"entry 1: evidence: arguments: expected 2 items, found \['n'\]",
+        r"entry 1: Expected `array` of length 2, got 1 - at `\$\.evidence\.arguments\[0\]`",
     ),
 }
 
