@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from filelock import FileLock
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -21,6 +24,7 @@ HOPPER, BLACKWELL, CDNA3, CDNA4 = (
     GPUTarget("hip", "gfx950", 64),
 )
 SHARED_BYTES = {HOPPER: 232448, BLACKWELL: 232448, CDNA3: 65536, CDNA4: 163840}  # the most of one block
+LOCKS: Path | None = None  # where workers of pytest-xdist wait for what another one compiles
 REGISTERS = {HOPPER: 255, BLACKWELL: 255, CDNA3: 512, CDNA4: 512}  # of a thread
 
 
@@ -39,7 +43,27 @@ def compile_for(
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source_of = GluonASTSource if kernel.is_gluon() else ASTSource
     source = source_of(kernel, signature, constexprs=constexprs, attrs=attributes)
-    return triton.compile(source, target=target, options=options)
+    with _alone(repr((source.hash(), target, options))):
+        return triton.compile(source, target=target, options=options)
+
+
+def _alone(kernel: str) -> contextlib.AbstractContextManager[Any]:
+    if LOCKS is None:
+        return contextlib.nullcontext()
+    return FileLock(LOCKS / f"{hashlib.sha256(kernel.encode()).hexdigest()}.lock")
+
+
+def compiled_on(target: GPUTarget, configs: list[triton.Config], kind: str = "TMA") -> list[triton.Config]:
+    """Return the configs that are compiled for a target: it costs seconds.
+
+    On Hopper they have all values of all; elsewhere they are the largest tiles of each kind.
+    """
+    if target is HOPPER:
+        return of_each_value(configs)
+    kinds: dict[Any, list[triton.Config]] = {}
+    for config in sorted(configs, key=lambda each: -each.kwargs["BLOCK_M"] * each.kwargs["BLOCK_N"]):
+        kinds.setdefault(config.kwargs[kind], []).append(config)
+    return [largest for largest, *_ in kinds.values()]
 
 
 def of_each_value(configs: list[triton.Config]) -> list[triton.Config]:

@@ -45,6 +45,15 @@ def nothing_unloads() -> None:
         del CompiledKernel.__del__
 
 
+@pytest.fixture(scope="session", autouse=True)
+def each_kernel_is_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Let a worker wait for another one that compiles the same kernel, and find it in Triton's cache."""
+    import compiled
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        compiled.LOCKS = tmp_path_factory.getbasetemp().parent
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Device]:
     """Give a Hopper GPU with little shared memory that loads all and runs nothing, and an empty cache."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
-import tempfile
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import triton
-from triton.backends.nvidia.compiler import CUDABackend
+from launch_path import leave_out_machine_code
 from triton.compiler.compiler import LazyDict
 from triton.runtime import _allocation
 from triton.runtime.driver import driver
@@ -116,7 +114,7 @@ def launching(
     """Make it the device of `tuner`, with these configs only; `owner` has its settled launches as `name`."""
     made = LaunchingDevice()
     monkeypatch.setattr(driver, "_active", made)
-    stop_at_llvm(monkeypatch)
+    leave_out_machine_code(monkeypatch)
     monkeypatch.setattr(owner, name, SettledLaunches(tuner, lambda constants: {}))
     monkeypatch.setattr(launches, "_allocate_scratch", lambda *asked: made.allocated.append(asked))
     monkeypatch.setattr(tuner, "configs", configs)
@@ -127,21 +125,6 @@ def launching(
     yield made
     for clear in caches:
         clear()
-
-
-_WITHOUT_MACHINE_CODE = tempfile.TemporaryDirectory(prefix="without-machine-code-")
-
-
-def stop_at_llvm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the IR of LLVM stand for machine code, which takes as long as all before it and is never run."""
-
-    def name_only(backend: Any, llvm_ir: str, metadata: dict[str, Any], *rest: Any) -> str:
-        (metadata["name"],) = re.findall(r"^define \w*ptx_kernel void @(\w+)\(", llvm_ir, re.MULTILINE)
-        return llvm_ir
-
-    monkeypatch.setattr(CUDABackend, "make_ptx", name_only)
-    monkeypatch.setattr(CUDABackend, "make_cubin", lambda backend, text, *rest: text.encode())
-    monkeypatch.setenv("TRITON_CACHE_DIR", _WITHOUT_MACHINE_CODE.name)  # nobody else takes it for real
 
 
 def allocator_of_the_caller() -> Any:

@@ -15,9 +15,9 @@ from compiled import (
     REGISTERS,
     SHARED_BYTES,
     compile_for,
+    compiled_on,
     early_load,
     events,
-    of_each_value,
     resources,
 )
 
@@ -76,7 +76,7 @@ def usable_on(target, monkeypatch):
 def test_candidates_fit_the_device_without_spills_and_wait_before_they_load(target, monkeypatch):
     usable = usable_on(target, monkeypatch)
     assert len(usable) >= 4
-    for config in of_each_value(usable):  # it costs seconds
+    for config in compiled_on(target, usable):
         compiled = compile_candidate(config, target)
         used = resources(compiled, target)
         assert used["registers"] <= REGISTERS[target], config

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, of_each_value, resources
+from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, compiled_on, resources
 from gemm_compiled import descriptor_type, in_parallel
 from launch_path import CompilingDevice, arguments, count_asking, only_compiling
 
@@ -61,7 +61,7 @@ def usable_on(target: Any, rows: int, n: int = 8192, *, by_rows: bool = True) ->
 @functools.cache
 def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
     """Return candidates of a large call with what they compile to."""
-    configs = of_each_value(usable_on(target, 2048))  # it costs seconds
+    configs = compiled_on(target, usable_on(target, 2048), "VARIANT")
     jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
     return list(zip(configs, in_parallel(jobs), strict=True))
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import triton
 from launch_path import count_asking
+from settled_cases import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, PLAIN_SUM, SumCaller
 from settled_path import LaunchingDevice, launched, launching
-from test_gemm_rs_launch import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, PLAIN, Caller, value
 
 from benchmarks.common.launched import Held, Launched, Observer, autotuners
 from dist_autotune import contextual_autotune
@@ -44,7 +44,7 @@ def picks(place: int) -> Callable[..., Any]:
 class Plan:
     """A tuned function, settled on a candidate, with its results put back before each call."""
 
-    def __init__(self, observer: Observer, caller: Caller, place: int) -> None:
+    def __init__(self, observer: Observer, caller: SumCaller, place: int) -> None:
         options = {"search": picks(place), "log_dir": None, "cache": False, "progress": False}
         self.function = contextual_autotune(caller.call, **options)
         observer.clear()
@@ -57,13 +57,17 @@ class Plan:
         self.function()
 
 
+def value(made: Any, name: str) -> object:
+    return made.arguments[gemm_reduce_scatter.arg_names.index(name)]
+
+
 def config_of(made: Any) -> triton.Config:
     (found,) = [c for c in CONFIGS if all(value(made, name) == set_to for name, set_to in c.kwargs.items())]
     return found
 
 
 def test_plans_of_one_kernel_in_turns_launch_their_own_configs(device) -> None:
-    observer, caller = Observer([gemm_reduce_scatter]), Caller(PLAIN)
+    observer, caller = Observer([gemm_reduce_scatter]), SumCaller(PLAIN_SUM)
     plans = {place: Plan(observer, caller, place) for place in (1, 2)}
     for place in (1, 2, 1, 1, 2, 2, 1):
         assert config_of(launched(device, plans[place])) is CONFIGS[place]
@@ -71,7 +75,7 @@ def test_plans_of_one_kernel_in_turns_launch_their_own_configs(device) -> None:
 
 def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(device, monkeypatch) -> None:
     asked = count_asking(monkeypatch, gemm_reduce_scatter)
-    observer, caller = Observer([gemm_reduce_scatter]), Caller(PLAIN)
+    observer, caller = Observer([gemm_reduce_scatter]), SumCaller(PLAIN_SUM)
     plans = {place: Plan(observer, caller, place) for place in (1, 2)}
     seen = {place: Launched("gemm_reduce_scatter", str(CONFIGS[place])) for place in plans}
     for place, call in plans.items():
@@ -85,7 +89,7 @@ def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(
 
 
 def test_another_config_is_held_for_every_key(device) -> None:
-    observer, caller = Observer([gemm_reduce_scatter]), Caller(PLAIN)
+    observer, caller = Observer([gemm_reduce_scatter]), SumCaller(PLAIN_SUM)
     call = Plan(observer, caller, 1)
     held = Held(observer.tuners).with_config("gemm_reduce_scatter", str(BY_POINTERS))
     held.put_back()

@@ -22,44 +22,28 @@ pytestmark = pytest.mark.aot
 HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "pipelined": (candidate("pipelined", BLOCK_N=64), {"dtype": "fp16", "out": "fp16"}),
     "persistent, fp32 out": (candidate("persistent", STORE_N=64), {"out": "fp32", "trans_a": True}),
-    "stealing": (candidate("persistent_pipelined", STORE_BUFFERS=0), {"schedule": "contiguous"}),
-    "cooperative": (candidate("cooperative"), {}),
-    "stream-K": (candidate("cooperative", STREAM_K=8), {}),
+    "cooperative": (candidate("cooperative"), {"schedule": "chiplet"}),
     "stream-K, strided, fp32 out": (
         candidate("cooperative", STREAM_K=8, BLOCK_M=128, BLOCK_N=128, EXTRA_N=0),
         {"schedule": "strided", "out": "fp32", "trans_b": False},
     ),
     "stream-K, pingpong": (candidate("pingpong", STREAM_K=16, STORE_N=64), {}),
-    "cooperative, B by rows": (
-        candidate("cooperative", STORE_N=64),
-        {"trans_b": False, "schedule": "chiplet"},
-    ),
     "pingpong, dynamic": (candidate("pingpong"), {"schedule": "dynamic"}),
     "pingpong, 192 wide": (candidate("pingpong", EXTRA_N=64), {"trans_b": False}),
     "256 x 192": (candidate("cooperative", BLOCK_M=256, EXTRA_N=64), {"dtype": "fp16", "out": "fp16"}),
-    "160 wide": (candidate("pingpong", EXTRA_N=32), {"out": "fp32"}),
-    "rows through registers": (candidate("cooperative", BLOCK_M=128, EXTRA_N=32), {}),
     "rows through registers, alone": (candidate("pipelined", EXTRA_N=32), {"dtype": "fp16", "trans_a": True}),
     "256 x 160": (candidate("cooperative", BLOCK_M=256, EXTRA_N=32), {"trans_b": False}),
     "144 wide": (candidate("cooperative", EXTRA_N=16), {"trans_b": False, "dtype": "fp16", "out": "fp16"}),
     "bias and GELU": (candidate("cooperative"), {"bias": "bf16", "activation": "gelu"}),
     "bias of rows, stealing": (
         candidate("persistent_pipelined", STORE_BUFFERS=0),
-        {"bias": "fp32", "bias_along": "row", "activation": "silu"},
-    ),
-    "pingpong, GELU by tanh": (
-        candidate("pingpong"),
-        {"out": "fp16", "activation": "gelu_tanh", "dtype": "fp16"},
+        {"bias": "fp32", "bias_along": "row", "activation": "silu", "schedule": "contiguous"},
     ),
     "SwiGLU": (candidate("cooperative"), {"activation": "swiglu"}),
-    "SwiGLU and bias": (candidate("cooperative", STORE_N=64), {"bias": "bf16", "activation": "swiglu"}),
-    "SwiGLU, stealing": (candidate("persistent_pipelined", STORE_BUFFERS=0), {"activation": "swiglu"}),
     "GLU by tanh, 160 wide": (candidate("pingpong", EXTRA_N=32), {"out": "fp32", "activation": "geglu_tanh"}),
-    "ReGLU, stream-K": (candidate("cooperative", STREAM_K=8, BLOCK_M=64, EXTRA_N=0), {"activation": "reglu"}),
-    "fp8": (candidate("cooperative"), {"dtype": "fp8e4nv", "scaled": True, "bias": "bf16"}),
     "fp8, rows through registers": (
         candidate("cooperative", BLOCK_M=128, EXTRA_N=32),
-        {"dtype": "fp8e4nv", "scaled": True, "activation": "silu"},
+        {"dtype": "fp8e4nv", "scaled": True, "bias": "bf16", "activation": "gelu_tanh"},
     ),
     "few rows": (candidate("cooperative", BLOCK_K=128, BLOCK_M=64), {"sizes": {"M": 16, "N": 8192}}),
     "few columns": (
@@ -71,9 +55,11 @@ BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "one partition": (candidate("persistent_pipelined", BLOCK_N=128), {"trans_b": False}),
     "cooperative, dynamic": (candidate("cooperative", warps=4), {"schedule": "dynamic"}),
     "stream-K": (candidate("cooperative", STREAM_K=8), {}),
-    "bias and SiLU": (candidate("cooperative", warps=4), {"bias": "fp16", "activation": "silu"}),
     "SwiGLU": (candidate("cooperative", warps=4), {"activation": "swiglu"}),
-    "fp8": (candidate("cooperative", warps=4), {"dtype": "fp8e4nv", "scaled": True}),
+    "fp8, bias and SiLU": (
+        candidate("cooperative", warps=4),
+        {"dtype": "fp8e4nv", "scaled": True, "bias": "fp16", "activation": "silu"},
+    ),
 }
 
 
@@ -167,7 +153,7 @@ THROUGH_REGISTERS = [
 ]
 
 
-@pytest.mark.parametrize("kind", HOPPER_KERNELS)
+@pytest.mark.parametrize("kind", ["cooperative", *THROUGH_REGISTERS])
 def test_no_row_is_loaded_into_registers_that_products_in_flight_read(kernels, kind):
     """The hardware reads the registers of wgmma's A until the group is waited for; ptxas may reuse them."""
     groups: list[set[int]] = [set()]  # the registers that each group in flight reads; the last is being made
@@ -226,7 +212,6 @@ def test_a_slot_is_given_back_when_all_warps_have_read_it(kernels, kind):
 @pytest.mark.parametrize(
     ("kind", "counting"),
     [
-        ("Hopper: stream-K", 1),
         ("Hopper: stream-K, strided, fp32 out", 1),
         ("Hopper: stream-K, pingpong", 2),
         ("Blackwell: stream-K", 1),

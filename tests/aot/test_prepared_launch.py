@@ -1,6 +1,6 @@
 """That a prepared launch hands to the driver what Triton's own way does, and knows when to leave it to that.
 
-The compiler, Triton's launcher and its encoding of descriptors are real; the function in C is written down.
+Triton's IR, launcher and encoding of descriptors are real; what the function in C gets is written down.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from launch_path import count_asking
+from launch_path import count_asking, leave_out_machine_code
 from triton import knobs
 from triton.runtime.driver import driver
 
@@ -83,6 +83,7 @@ def plain_value(value: Any) -> Any:
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
     monkeypatch.setattr(driver, "_active", made)
+    leave_out_machine_code(monkeypatch)
     monkeypatch.setattr(launches, "_allocate_scratch", made.allocate)
     monkeypatch.setattr(matmul, "_LOADED", {})
     monkeypatch.setattr(spoil, "_LOADED", {})
@@ -215,7 +216,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_weights_of_many_layers_share_a_launch_and_are_encoded_once(device, monkeypatch):
     caller, made = Caller(SpecializedConsumer), counted(monkeypatch)
     gather, _, out = caller.tensors
-    weights = torch.zeros((600, N, K), dtype=torch.bfloat16)
+    weights = torch.zeros((100, N, K), dtype=torch.bfloat16)
     calls(device, caller, 2)
     device.encoded.clear()
     for _ in range(2):
@@ -223,7 +224,7 @@ def test_weights_of_many_layers_share_a_launch_and_are_encoded_once(device, monk
             calls(device, caller, 1)
     assert len(made) == 1
     assert device.encoded == [weight.data_ptr() for weight in weights for _ in range(2)]  # B is there twice
-    for weight, handed in zip(weights, device.handed[-600:], strict=True):
+    for weight, handed in zip(weights, device.handed[-100:], strict=True):
         b = weight.data_ptr()
         assert list(maps_in(handed)) == [gather.data_ptr(), b, b, out.data_ptr()]
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 import os
 import random
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rank_programs import wait_for
 from dist_autotune.kernels.exchange.operation import Operation
 from ranks import Result, assert_all_ok, run_ranks
 
+Cases = dict[str, Callable[[], Any]]
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 TWO = [2, pytest.param(2, marks=pytest.mark.gpu(devices=2), id="2 GPUs")]
 # There a skip is a failure; that nvshmem4py is missing is told by test_symm.
@@ -45,6 +47,17 @@ def assert_right(errors_of_ranks: list[list[float]]) -> None:
     for rank, errors in enumerate(errors_of_ranks):
         assert errors, f"rank {rank} compared nothing"
         assert max(errors) < 1, f"rank {rank}: {errors}"
+
+
+def assert_cases(cases: Callable[..., Cases], world: int, *args: Any, timeout_s: float = 120.0) -> None:
+    """Fail unless all of cases(rank, *args) are right on `world` ranks, which run them one after another."""
+    __tracebackhide__ = True
+    failed = values(_run_cases_of, world, cases, *args, timeout_s=timeout_s)[0]
+    assert not failed, "\n".join(failed)
+
+
+def _run_cases_of(rank: int, cases: Callable[..., Cases], *args: Any) -> list[str]:
+    return run_cases(cases(rank, *args))
 
 
 # ---- on a rank
@@ -111,7 +124,12 @@ def ends(op: Operation, call: Callable[[], Any]) -> tuple[str, bool, bool]:
     return first, message_of(checked) == first, message_of(op.close) == first
 
 
-def run_cases(cases: dict[str, Callable[[], Any]]) -> list[str]:
+def cases_of(functions: Iterable[Callable[..., Any]], *args: Any, **options: Any) -> Cases:
+    """Return the functions with these arguments as cases, by their names."""
+    return {each.__name__: functools.partial(each, *args, **options) for each in functions}
+
+
+def run_cases(cases: Cases) -> list[str]:
     """Run the cases in turn, all in this one process; return what was wrong, the same on all ranks.
 
     A case is right when it returns what is true, or errors that are all below 1. After one that raises, on

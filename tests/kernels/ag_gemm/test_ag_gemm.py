@@ -27,11 +27,13 @@ from gpu_cases import covering_indices
 from operation_runs import (
     GPU_BACKENDS,
     INTERPRETER,
+    ON_GPUS,
     TWO,
+    assert_cases,
+    cases_of,
     delay_copies,
     device,
     left_as_before,
-    run_cases,
     values,
 )
 
@@ -42,14 +44,8 @@ from dist_autotune.kernels.configs import prune_overlapped
 pytestmark = INTERPRETER
 
 
-def three_calls(rank, m, n, k, dtype, capacity):
-    begin(rank)
-    with AllGatherGemm(capacity, k, dtype) as op:
-        poison(op)
-        return [call_and_compare(op, m, n) for _ in range(3)]
-
-
-SHAPES = {
+HALF = torch.float16
+SHAPES = {  # m, N, K, capacity
     "whole tiles": (64, 64, 32, 64),
     "ragged m, N and K": (37, 40, 24, 37),
     "one row, one column": (1, 1, 16, 1),
@@ -58,104 +54,51 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("m", "n", "k", "capacity"), SHAPES.values(), ids=SHAPES)
-def test_the_product_is_right(m, n, k, capacity):
-    for errors in values(three_calls, 2, m, n, k, torch.float16, capacity):
-        assert max(errors) < 1
-
-
-@pytest.mark.parametrize("world", [3, 4])
-def test_more_ranks_are_right_too(world):
-    for errors in values(three_calls, world, 19, 24, 16, torch.float16, 24):
-        assert max(errors) < 1
-
-
-def test_bfloat16_is_right():
-    for errors in values(three_calls, 2, 37, 40, 48, torch.bfloat16, 40):
-        assert max(errors) < 1
-
-
-def test_float32_is_right_on_the_cpu():
-    for errors in values(three_calls, 2, 37, 40, 48, torch.float32, 40):
-        assert max(errors) < 1
+def calls(rank, m, n, k, capacity, dtype=HALF, candidate=None):
+    begin(rank, candidate)
+    with AllGatherGemm(capacity, k, dtype) as op:
+        poison(op)
+        return [call_and_compare(op, m, n) for _ in range(3)]
 
 
 def by_columns(rank, index, consumer):
     begin(rank, index)
     errors = []
-    with AllGatherGemm(37, 24, torch.float16, consumer=consumer) as op:
+    with AllGatherGemm(37, 24, HALF, consumer=consumer) as op:
         poison(op)
         for m, n in ((37, 40), (20, 21), (37, 1)):
-            a_shard, weight = tensors(m, n, 24, torch.float16)
+            a_shard, weight = tensors(m, n, 24, HALF)
             across = weight.T.contiguous().T
             errors.append(error_ratio(op(a_shard, across), gathered_by_torch(a_shard), weight))
     return errors
 
 
-@pytest.mark.parametrize("consumer", ["plain", "matmul"])
-@pytest.mark.parametrize("index", range(len(CPU_CANDIDATES)))
-def test_a_weight_may_lie_by_columns(index, consumer):
-    for errors in values(by_columns, 2, index, consumer):
-        assert max(errors) < 1
-
-
 def over_backend(rank, backend):
     begin(rank)
-    with AllGatherGemm(37, 48, torch.float16, backend=backend) as op:
+    with AllGatherGemm(37, 48, HALF, backend=backend) as op:
+        assert backend in ("auto", op.backend.partition(":")[0])
         poison(op)
-        return [call_and_compare(op, m, 40, in_place=m == 37) for m in (37, 5, 37)], op.backend
-
-
-def test_the_backend_of_symmetric_memory_may_be_named():
-    for errors, used in values(over_backend, 2, "shm"):
-        assert max(errors) < 1
-        assert used.startswith("shm: asked for")
+        return [call_and_compare(op, m, 40, in_place=m == 37) for m in (37, 5, 37)]
 
 
 def outside_any_tuner(rank):
     begin(rank)
     all_gather_gemm.configs = CANDIDATES
-    with AllGatherGemm(37, 48, torch.float16) as op:
+    with AllGatherGemm(37, 48, HALF) as op:
         poison(op)
         errors = [call_and_compare(op, 37, 40) for _ in range(2)]
-    return errors, len(all_gather_gemm.configs_timings)
+    return [*errors, 0.0 if ON_GPUS or len(all_gather_gemm.configs_timings) > 1 else 9.0]
 
 
-@pytest.mark.filterwarnings("ignore:AllGatherGemm .* has not been tuned")  # it has not
-def test_tritons_own_autotuner_finds_a_config_and_the_product_stays_right():
-    for errors, candidates_timed in values(outside_any_tuner, 2):
-        assert max(errors) < 1
-        assert candidates_timed > 1
-
-
-def one_candidate(rank, index_of_rank):
-    begin(rank, index_of_rank[rank])
-    with AllGatherGemm(70, 40, torch.float16) as op:
-        poison(op)
-        return [call_and_compare(op, m, 72) for m in (70, 33)]
-
-
-@pytest.mark.parametrize("index", range(len(CPU_CANDIDATES)), ids=[str(c.kwargs) for c in CPU_CANDIDATES])
-def test_every_candidate_is_right(index):
-    for errors in values(one_candidate, 2, [index] * 2):
-        assert max(errors) < 1
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_may_run_different_candidates_in_one_call(world):
-    for errors in values(one_candidate, world, range(world)):
-        assert max(errors) < 1
-
-
-def many_calls(rank, delays):
+def late_calls(rank, delays):
     """Keep every result until the end; no rank waits for another between calls."""
     begin(rank)
-    dtype, k, kept = torch.float16, 16, []
-    with AllGatherGemm(24, k, dtype) as op:
+    k, kept = 16, []
+    with AllGatherGemm(24, k, HALF) as op:
         poison(op)
         for call in range(6):
             m, n = (24, 7, 24, 16)[call % 4], (24, 16, 33)[call % 3]
-            a_shard, weight = tensors(m, n, k, dtype)
+            a_shard, weight = tensors(m, n, k, HALF)
             if delays == "one" and rank == call % dist.get_world_size():
                 time.sleep(0.1)
             if delays == "random":
@@ -163,12 +106,6 @@ def many_calls(rank, delays):
             kept.append((op(a_shard, weight), a_shard, weight))
         op.check()
     return [error_ratio(out, gathered_by_torch(a_shard), weight) for out, a_shard, weight in kept]
-
-
-@pytest.mark.parametrize(("delays", "world"), [("none", 2), ("one", 3), ("random", 4)])
-def test_calls_back_to_back_are_right_when_ranks_are_late(delays, world):
-    for errors in values(many_calls, world, delays):
-        assert max(errors) < 1
 
 
 def late_producer(rank):
@@ -181,116 +118,131 @@ def late_producer(rank):
         return [call_and_compare(op, 16, 16) for _ in range(2)]
 
 
-def test_the_kernel_waits_for_a_chunk_that_is_late():
-    for errors in values(late_producer, 3):
-        assert max(errors) < 1
-
-
 def two_operations(rank):
     begin(rank)
     errors = []
-    with AllGatherGemm(16, 32, torch.float16) as first, AllGatherGemm(40, 16, torch.bfloat16) as second:
-        for _ in range(3):
+    with AllGatherGemm(16, 32, HALF) as first, AllGatherGemm(40, 16, torch.bfloat16) as second:
+        for _ in range(2):
             errors.append(call_and_compare(first, 16, 24))
             errors.append(call_and_compare(second, 33, 40))
             errors.append(call_and_compare(second, 2, 8, in_place=True))
     return errors
 
 
-def test_two_operations_do_not_disturb_each_other():
-    for errors in values(two_operations, 2):
-        assert max(errors) < 1
-
-
 def in_place(rank):
     begin(rank)
-    with AllGatherGemm(16, 32, torch.float16) as op:
-        errors = [call_and_compare(op, m, 24, in_place=True) for m in (16, 3, 16)]
+    with AllGatherGemm(16, 32, HALF) as op:
+        return [call_and_compare(op, m, 24, in_place=True) for m in (16, 3, 16)]
+
+
+def copies_of_a_shard_in_place(rank):
+    """Return whether a call whose shard lies elsewhere makes one copy more, of 16 rows and of 3."""
+    begin(rank)
+    with AllGatherGemm(16, 32, HALF) as op:
         versions = [op.shard._version]  # counts the writes to the gather buffer
         for m in (16, 3):
-            a_shard, weight = tensors(m, 8, 32, torch.float16)
+            a_shard, weight = tensors(m, 8, 32, HALF)
             op(op.shard[:m], weight)
             versions.append(op.shard._version)
             op(a_shard, weight)
             versions.append(op.shard._version)
         writes = [after - before for before, after in itertools.pairwise(versions)]
-        return errors, [
-            copied - not_copied for not_copied, copied in zip(writes[::2], writes[1::2], strict=True)
-        ]
-
-
-IN_PLACE_COPIES = [1, 1]  # how many more a call makes whose shard lies elsewhere, of 16 rows and of 3
-
-
-def test_a_shard_written_in_place_is_not_copied():
-    for errors, copies in values(in_place, 2):
-        assert max(errors) < 1
-        assert copies == IN_PLACE_COPIES
+        more = [copied - of_itself for of_itself, copied in zip(writes[::2], writes[1::2], strict=True)]
+        return more == [1, 1]
 
 
 def strided_operands(rank):
     begin(rank)
-    with AllGatherGemm(16, 32, torch.float16) as op:
-        a_shard, weight = tensors(16, 24, 64, torch.float16)
+    with AllGatherGemm(16, 32, HALF) as op:
+        a_shard, weight = tensors(16, 24, 64, HALF)
         a_shard, weight = a_shard[:, 3:35], weight[:, 5:37]  # rows that begin at odd addresses
-        out = torch.full((16 * dist.get_world_size(), 50), float("nan"), dtype=torch.float16, device=device())
+        out = torch.full((16 * dist.get_world_size(), 50), float("nan"), dtype=HALF, device=device())
         op(a_shard, weight, out[:, 1:25])
-        full = gathered_by_torch(a_shard)
-        untouched = out[:, 0].isnan().all() and out[:, 25:].isnan().all()
-        return error_ratio(out[:, 1:25], full, weight), bool(untouched)
+        beside = out[:, 0].isnan().all() and out[:, 25:].isnan().all()
+        return [error_ratio(out[:, 1:25], gathered_by_torch(a_shard), weight), 0.0 if beside else 9.0]
 
 
-def test_operands_may_be_slices_and_nothing_beside_them_is_written():
-    for error, untouched in values(strided_operands, 2):
-        assert error < 1
-        assert untouched
-
-
-def inputs_with_gradients(rank):
+def stays_out_of_autograd_where_grad_is_not_enabled(rank):
     begin(rank)
-    with AllGatherGemm(16, 32, torch.float16) as op:
-        a_shard, weight = (tensor.requires_grad_() for tensor in tensors(16, 24, 32, torch.float16))
+    with AllGatherGemm(16, 32, HALF) as op:
+        a_shard, weight = (tensor.requires_grad_() for tensor in tensors(16, 24, 32, HALF))
         with torch.no_grad():
             out = op(a_shard, weight)
-        return out.requires_grad, op.shard.requires_grad, op.gathered.requires_grad
+        return not (out.requires_grad or op.shard.requires_grad or op.gathered.requires_grad)
 
 
-def test_the_operation_stays_out_of_autograd_where_grad_is_not_enabled():
-    assert values(inputs_with_gradients, 2) == [(False, False, False)] * 2
-
-
-def across_the_wrap(rank):
+def epochs_that_wrap(rank):
+    """Make calls across the 2**31st."""
     begin(rank)
     with AllGatherGemm(8, 16, torch.float32) as op:
         op._calls = 2**31 - 3
-        return [call_and_compare(op, 8, 16) for _ in range(4)], op._calls
+        errors = [call_and_compare(op, 8, 16) for _ in range(4)]
+        return [*errors, 0.0 if op._calls == 2**31 + 1 else 9.0]
 
 
-def test_epochs_wrap_after_2_to_the_31_calls():
-    for errors, calls in values(across_the_wrap, 2):
-        assert max(errors) < 1
-        assert calls == 2**31 + 1
+EVERYWHERE = (
+    *(outside_any_tuner, two_operations, in_place, copies_of_a_shard_in_place, strided_operands),
+    stays_out_of_autograd_where_grad_is_not_enabled,
+)
+
+
+def of_two_ranks(rank):
+    cases = {name: lambda shape=shape: calls(rank, *shape) for name, shape in SHAPES.items()}
+    for dtype in (torch.bfloat16, torch.float32):
+        cases[str(dtype)] = lambda dtype=dtype: calls(rank, 37, 40, 48, 40, dtype)
+    for index in range(len(CPU_CANDIDATES)):
+        cases[f"candidate {index}"] = lambda index=index: calls(rank, 33, 72, 40, 70, candidate=index)
+    cases["back to back"] = lambda: late_calls(rank, "none")
+    cases["backend shm"] = lambda: over_backend(rank, "shm")
+    return cases | cases_of((*EVERYWHERE, epochs_that_wrap), rank)
+
+
+@pytest.mark.filterwarnings("ignore:AllGatherGemm .* has not been tuned")  # it has not
+def test_products_of_any_shape_type_and_candidate_are_right_and_nothing_beside_them_is_written():
+    assert_cases(of_two_ranks, 2)
+
+
+def of_columns(rank):
+    return {
+        f"{consumer}, candidate {index}": lambda index=index, consumer=consumer: by_columns(
+            rank, index, consumer
+        )
+        for index, consumer in [*((index, "plain") for index in range(len(CPU_CANDIDATES))), (0, "matmul")]
+    }
+
+
+def test_a_weight_may_lie_by_columns():
+    assert_cases(of_columns, 2)
 
 
 def in_a_subset(rank):
     begin(rank)
     group = dist.new_group([0, 2])
     if rank == 1:
-        return 0.0
-    with AllGatherGemm(16, 16, torch.float16, group) as op:
-        return call_and_compare(op, 9, 16, group=group)
+        return [0.0]
+    with AllGatherGemm(16, 16, HALF, group) as op:
+        return [call_and_compare(op, 9, 16, group=group)]
 
 
-def test_the_group_may_be_a_subset():
-    assert max(values(in_a_subset, 3)) < 1
+def of_more_ranks(rank, world):
+    if world == 4:
+        return {"late ranks": lambda: late_calls(rank, "random")}
+    cases = {"different candidates": lambda: calls(rank, 19, 24, 16, 24)}
+    cases["late ranks"] = lambda: late_calls(rank, "one")
+    return cases | cases_of((late_producer, in_a_subset), rank)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_ranks_of_different_candidates_may_be_late_and_the_group_a_subset(world):
+    assert_cases(of_more_ranks, world, world)
 
 
 def test_one_rank_needs_no_process_group(monkeypatch):
     monkeypatch.setattr(specialized, "can_run", specialized.can_run)  # `begin` sets it
     with left_as_before(all_gather_gemm):
         begin(0)
-        with AllGatherGemm(20, 16, torch.float16, backend="shm") as op:
-            a_shard, weight = tensors(20, 24, 16, torch.float16)
+        with AllGatherGemm(20, 16, HALF, backend="shm") as op:
+            a_shard, weight = tensors(20, 24, 16, HALF)
             assert error_ratio(op(a_shard, weight), a_shard, weight) < 1
             assert torch.equal(op.gathered, a_shard)
 
@@ -339,40 +291,30 @@ def test_tuned_in_context_every_run_is_right_and_ranks_agree(world, tmp_path):
 
 
 def cases_on_gpus(rank):
-    """Do on GPUs, in one process, what the tests above do on CPU ranks one by one."""
-    half = torch.float16
-    cases = {name: lambda s=s: three_calls(rank, *s[:3], half, s[3]) for name, s in SHAPES.items()}
-    cases["bfloat16"] = lambda: three_calls(rank, 37, 40, 48, torch.bfloat16, 40)
-    cases["Triton's own autotuner"] = lambda: outside_any_tuner(rank)[0]
-    cases["different candidates"] = lambda: one_candidate(rank, range(2))
+    cases = {name: lambda shape=shape: calls(rank, *shape) for name, shape in SHAPES.items()}
+    cases["bfloat16"] = lambda: calls(rank, 37, 40, 48, 40, torch.bfloat16)
     for delays in ("none", "one", "random"):
-        cases[f"back to back, delays: {delays}"] = lambda delays=delays: many_calls(rank, delays)
-    cases["two operations"] = lambda: two_operations(rank)
-    cases["in place"] = lambda: in_place(rank)[0]
-    cases["copies of in place"] = lambda: in_place(rank)[1] == IN_PLACE_COPIES
-    cases["slices"] = lambda: [strided_operands(rank)[0]]
-    cases["beside slices"] = lambda: strided_operands(rank)[1]
-    cases["autograd"] = lambda: not any(inputs_with_gradients(rank))
+        cases[f"back to back, delays: {delays}"] = lambda delays=delays: late_calls(rank, delays)
     for backend in GPU_BACKENDS:
-        cases[f"backend {backend}"] = lambda name=backend: over_backend(rank, name)[0]
-    return run_cases(cases)
+        cases[f"backend {backend}"] = lambda name=backend: over_backend(rank, name)
+    return cases | cases_of(EVERYWHERE, rank)
 
 
 @pytest.mark.gpu(devices=2, seconds=100)
 def test_all_of_the_above_is_so_on_gpus():
-    assert values(cases_on_gpus, 2, timeout_s=300) == [[], []]
+    assert_cases(cases_on_gpus, 2, timeout_s=300)
 
 
 def candidates_on_gpus(rank):
-    names = {f"{index}: {CANDIDATES[index]}": index for index in covering_indices(CANDIDATES)}
-    return run_cases(
-        {name: lambda index=index: one_candidate(rank, [index] * 2) for name, index in names.items()}
-    )
+    return {
+        f"{index}: {CANDIDATES[index]}": lambda index=index: calls(rank, 70, 72, 40, 70, candidate=index)
+        for index in covering_indices(CANDIDATES)
+    }
 
 
 @pytest.mark.gpu(devices=2, seconds=40)
 def test_every_candidate_is_right_on_gpus():
-    assert values(candidates_on_gpus, 2, timeout_s=300) == [[], []]
+    assert_cases(candidates_on_gpus, 2, timeout_s=300)
 
 
 # ---- the torchrun program

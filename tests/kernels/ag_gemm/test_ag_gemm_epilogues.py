@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ag_gemm_runs import begin, gathered_by_torch, operands_of, poison, tensors
-from operation_runs import GPU_BACKENDS, INTERPRETER, device, left_as_before, message_of, run_cases, values
+from operation_runs import GPU_BACKENDS, INTERPRETER, assert_cases, device, left_as_before, message_of, values
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
@@ -91,28 +91,23 @@ def every_ending(rank, way, lane, dtype):
             ending = ENDINGS[(i + rank) % len(ENDINGS)]
             n = columns_of(rank, ending[1])
             epilogue = ending_of(n, *ending)
-            for m in (19, 7):
-                errors[ending, m] = compared(op, m, n, epilogue, lane)
+            errors[ending] = compared(op, (19, 7)[i % 2], n, epilogue, lane)
     return errors
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_ends_with_each_rank_s_own_epilogue(way, lane):
-    for errors in values(every_ending, 3, way, lane, HALF):
-        assert len(errors) == 2 * len(ENDINGS)
-        assert {case: error for case, error in errors.items() if not error < 1} == {}
+CALLS = [*((3, way, "pull", HALF) for way in WAYS), (2, "plain", "push", torch.bfloat16)]
+CALLS += [(2, "plain", "as captured", HALF), (2, "matmul", "push", HALF), (2, "matmul", "as captured", HALF)]
+CALLS += [(1, "plain", "pull", HALF), (1, "matmul", "pull", torch.bfloat16)]
 
 
-@pytest.mark.parametrize(("world", "dtype"), [(1, HALF), (2, torch.bfloat16)], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-def test_one_rank_and_bfloat16_end_with_it_too(way, world, dtype):
-    for errors in values(every_ending, world, way, "pull", dtype):
+@pytest.mark.parametrize(("world", "way", "lane", "dtype"), CALLS, ids=str)
+def test_every_way_ends_with_each_rank_s_own_epilogue(world, way, lane, dtype):
+    for errors in values(every_ending, world, way, lane, dtype):
+        assert len(errors) == len(ENDINGS)
         assert {case: error for case, error in errors.items() if not error < 1} == {}
 
 
 def rounded_once(rank, way, lane):
-    begin(rank)
     bias = torch.full((16,), -65535.0)
     with opened(8, 1, HALF, lane, **WAYS[way]) as op:
         out = torch.empty(8 * op.world_size, 16, dtype=HALF)
@@ -120,11 +115,15 @@ def rounded_once(rank, way, lane):
         return bool((call(op, large[:8], large, out, Epilogue(bias), lane) == 1).all())
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("way", WAYS)
-def test_the_sums_are_rounded_once_behind_the_epilogue(way, lane):
+def rounded(rank):
+    begin(rank)
+    ways = itertools.product(WAYS, LANES)
+    return {f"{way}, {lane}": lambda way=way, lane=lane: rounded_once(rank, way, lane) for way, lane in ways}
+
+
+def test_the_sums_are_rounded_once_behind_the_epilogue():
     """65536 alone is no float16."""
-    assert values(rounded_once, 2, way, lane) == [True, True]
+    assert_cases(rounded, 2)
 
 
 # ---- one rank, in this process
@@ -260,15 +259,13 @@ def eager_and_replayed(rank, way, backend, bias_dtype, activation):
 def cases_on_gpus(rank, backend):
     endings = [(HALF, "gelu"), (torch.float32, None), (None, "silu"), (HALF, "swiglu")]
     cases = itertools.product(WAYS_ON_GPUS, endings)
-    return run_cases(
-        {
-            f"{way}, {ending}": lambda way=way, ending=ending: eager_and_replayed(rank, way, backend, *ending)
-            for way, ending in cases
-        }
-    )
+    return {
+        f"{way}, {ending}": lambda way=way, ending=ending: eager_and_replayed(rank, way, backend, *ending)
+        for way, ending in cases
+    }
 
 
 @pytest.mark.gpu(devices=2, seconds=50)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_every_way_ends_with_its_epilogue_on_gpus_eager_and_replayed(backend):
-    assert values(cases_on_gpus, 2, backend, timeout_s=300) == [[], []]
+    assert_cases(cases_on_gpus, 2, backend, timeout_s=300)

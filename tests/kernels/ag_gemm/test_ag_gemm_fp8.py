@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from ag_gemm_runs import begin
 from fp8_runs import error_ratio, quantized
-from operation_runs import GPU_BACKENDS, INTERPRETER, device, left_as_before, message_of, run_cases, values
+from operation_runs import GPU_BACKENDS, INTERPRETER, assert_cases, device, left_as_before, message_of
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, matmul, specialized
 from dist_autotune.kernels.ag_gemm.gather_buffer import RowFormat
@@ -78,11 +78,13 @@ def every_call(rank, way, lane):
         return [compared(op, m, 20 + 8 * rank, lane, plainly=m == 7) for m in (19, 7, 19)]
 
 
-@pytest.mark.parametrize("lane", LANES)
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_multiplies_rows_and_columns_by_their_scales(way, lane):
-    for errors in values(every_call, 2, way, lane):
-        assert max(errors) < 1
+def every_way(rank):
+    ways = itertools.product(WAYS, LANES)
+    return {f"{way}, {lane}": lambda way=way, lane=lane: every_call(rank, way, lane) for way, lane in ways}
+
+
+def test_every_way_multiplies_rows_and_columns_by_their_scales():
+    assert_cases(every_way, 2)
 
 
 def without_scales(rank, way):
@@ -99,10 +101,12 @@ def without_scales(rank, way):
     return errors
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_of_a_rank_that_passes_no_scales_count_as_they_are(way):
-    for errors in values(without_scales, 2, way):
-        assert max(errors) < 1
+def without_scales_each_way(rank):
+    return {way: lambda way=way: without_scales(rank, way) for way in WAYS}
+
+
+def test_rows_of_a_rank_that_passes_no_scales_count_as_they_are():
+    assert_cases(without_scales_each_way, 2)
 
 
 # ---- one rank, in this process
@@ -182,15 +186,13 @@ def every_way_on_gpus(rank, backend):
             return [compared(op, m, 272 + 128 * rank, lane, plainly=m == 256) for m in (333, 256)]
 
     ways = {"specialized": {"consumer": "specialized"}, **WAYS}
-    return run_cases(
-        {
-            f"{name}, {lane}": lambda way=way, lane=lane: errors(way, lane)
-            for (name, way), lane in itertools.product(ways.items(), LANES)
-        }
-    )
+    return {
+        f"{name}, {lane}": lambda way=way, lane=lane: errors(way, lane)
+        for (name, way), lane in itertools.product(ways.items(), LANES)
+    }
 
 
 @pytest.mark.gpu(devices=2, seconds=35)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_every_way_multiplies_fp8_on_gpus(backend):
-    assert values(every_way_on_gpus, 2, backend, timeout_s=300) == [[], []]
+    assert_cases(every_way_on_gpus, 2, backend, timeout_s=300)

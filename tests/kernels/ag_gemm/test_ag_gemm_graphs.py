@@ -28,6 +28,8 @@ from ag_gemm_runs import (
 from operation_runs import (
     GPU_BACKENDS,
     INTERPRETER,
+    assert_cases,
+    cases_of,
     delay_copies,
     device,
     hold_launch,
@@ -57,18 +59,6 @@ def pushed_calls(rank, m, n, k, capacity, backend="auto"):
         return [pushed(op, m, n, in_place=call == 1) for call in range(3)]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_lane_of_captured_calls_is_right_when_ranks_run_different_candidates(world):
-    for errors in values(pushed_calls, world, 19, 24, 16, 24):
-        assert max(errors) < 1
-
-
-@pytest.mark.parametrize(("m", "capacity"), [(64, 64), (1, 1), (5, 64)])
-def test_the_lane_takes_the_same_shapes(m, capacity):
-    for errors in values(pushed_calls, 2, m, 40, 32, capacity):
-        assert max(errors) < 1
-
-
 def mixed(rank, seed, calls=14, backend="auto"):
     """Mix both kinds of calls at random; no rank waits for another, results are looked at in the end."""
     begin(rank)
@@ -89,12 +79,6 @@ def mixed(rank, seed, calls=14, backend="auto"):
     return [error_ratio(out, gathered_by_torch(a_shard), weight) for out, a_shard, weight in kept]
 
 
-@pytest.mark.parametrize(("world", "seed", "calls"), [(2, 1, 14), (3, 3, 11), (4, 4, 8)])
-def test_both_lanes_mix_in_any_order_when_ranks_are_late(world, seed, calls):
-    for errors in values(mixed, world, seed, calls):
-        assert max(errors) < 1
-
-
 def late_pushes(rank):
     begin(rank)
     with AllGatherGemm(16, 16, torch.float32) as op:
@@ -102,11 +86,6 @@ def late_pushes(rank):
         if rank == 0:
             delay_copies(op, lambda: time.sleep(0.2))
         return [pushed(op, 16, 16) for _ in range(3)]
-
-
-def test_the_kernel_waits_for_a_chunk_that_is_pushed_late():
-    for errors in values(late_pushes, 3):
-        assert max(errors) < 1
 
 
 def last_gathered(rank):
@@ -122,11 +101,23 @@ def last_gathered(rank):
             a_shard, weight = tensors(m, 8, 16, HALF)
             call(op, a_shard, weight)
             right.append(torch.equal(op.gathered, gathered_by_torch(a_shard)))
-    return right
+    return all(right)
 
 
-def test_gathered_is_of_the_last_call_in_whichever_lane():
-    assert values(last_gathered, 3) == [[True] * 4] * 3
+def in_the_lane_of_captured_calls(rank, world):
+    cases = {"different candidates": lambda: pushed_calls(rank, 19, 24, 16, 24)}
+    cases["mixed with eager calls"] = lambda: mixed(rank, world, 11)
+    if world == 2:
+        for m, capacity in ((64, 64), (1, 1), (5, 64)):
+            sizes = m, 40, 32, capacity
+            cases[f"{m} of {capacity} rows"] = lambda sizes=sizes: pushed_calls(rank, *sizes)
+        return cases
+    return cases | cases_of((late_pushes, last_gathered), rank)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_captured_calls_are_right_among_eager_ones_late_or_not_whatever_candidates_ranks_run(world):
+    assert_cases(in_the_lane_of_captured_calls, world, world)
 
 
 def test_an_operation_without_graphs_needs_less_memory_and_refuses_captures():

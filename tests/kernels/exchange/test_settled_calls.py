@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from operation_runs import INTERPRETER, device, run_cases, values
+from operation_runs import INTERPRETER, ON_GPUS, device, run_cases, values
 from tp_runs import workspaces
 
 from dist_autotune.kernels import tp
@@ -25,7 +25,8 @@ from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 
 pytestmark = INTERPRETER
-HALF, ROWS, FEATURES, EXPERTS, TOPK, HIDDEN = torch.float16, 16, 64, 4, 2, 32
+HALF, EXPERTS, TOPK = torch.float16, 3, 2
+ROWS, FEATURES, HIDDEN = (16, 64, 32) if ON_GPUS else (8, 16, 16)
 BUSY_CYCLES = 200_000_000  # a tenth of a second
 ASK = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero")
 Calls = dict[str, Callable[[], Any]]
@@ -71,7 +72,9 @@ def operations(collective: bool | None, **options: Any) -> Iterator[Calls]:
 def layers(rank: int) -> Iterator[Calls]:
     """Yield forward and backward of tensor-parallel layers."""
     with workspaces(rank):
-        x, up, down = (random(*shape, grad=True) for shape in ((ROWS, 64), (HIDDEN, 64), (64, HIDDEN)))
+        x, up, down = (
+            random(*shape, grad=True) for shape in ((ROWS, FEATURES), (HIDDEN, FEATURES), (FEATURES, HIDDEN))
+        )
 
         def pair() -> torch.Tensor:
             return tp.matmul_reduce_scatter(tp.all_gather_matmul(x, up).relu(), down)

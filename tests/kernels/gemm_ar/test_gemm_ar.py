@@ -5,6 +5,7 @@ Under pytest the ranks are CPU processes in Triton's interpreter; tests marked `
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 
@@ -28,10 +29,10 @@ from gemm_ar_runs import (
 from operation_runs import (
     GPU_BACKENDS,
     INTERPRETER,
-    assert_right,
+    assert_cases,
+    cases_of,
     device,
     left_as_before,
-    run_cases,
     tuned_in_context,
     values,
 )
@@ -45,18 +46,8 @@ pytestmark = INTERPRETER
 OURS = (ONE_SHOT, TWO_SHOT, LOW_LATENCY)  # those with candidates
 
 
-def three_calls(rank, m, n, k, dtype, most, way):
-    begin(rank)
-    with GemmAllReduce(most, n, dtype, way=way) as op:
-        poison(op)
-        return [
-            *(call(op, m, k) for call in (call_and_compare, call_with_norm, call_and_compare)),
-            call_with_norm(op, m, k),
-        ]
-
-
-SHAPES = {
-    "whole tiles": (64, 64, 32, 64),
+SHAPES = {  # m, n, k, the most rows
+    "whole tiles": (16, 64, 32, 16),
     "ragged rows, N and K": (37, 41, 24, 40),
     "one row": (1, 48, 16, 8),
     "one column": (3, 1, 16, 3),
@@ -65,29 +56,18 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("m", "n", "k", "most"), SHAPES.values(), ids=SHAPES)
-def test_sum_and_norm_are_right_and_equal_on_all_ranks(m, n, k, most, way):
-    assert_right(values(three_calls, 2, m, n, k, HALF, most, way))
+def calls(rank, m, n, k, most, dtype=HALF, candidate=None, **options):
+    begin(rank, candidate)
+    with GemmAllReduce(most, n, dtype, **options) as op:
+        poison(op)
+        return [call(op, m, k) for _ in range(2) for call in (call_and_compare, call_with_norm)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("world", [3, 4])
-def test_more_ranks_are_right_too(world, way):
-    assert_right(values(three_calls, world, 5, 24, 16, HALF, 7, way))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_other_types_are_right(dtype, way):
-    assert_right(values(three_calls, 2, 11, 40, 48, dtype, 16, way))
-
-
-def alone_without_a_product(rank, way):
+def without_a_product(rank, **options):
     """Add what ranks have: by a copy, and in the operation's own buffer."""
     begin(rank)
     errors, one = [], torch.eye(40, dtype=HALF, device=device())
-    with GemmAllReduce(9, 40, HALF, way=way) as op:
+    with GemmAllReduce(9, 40, HALF, **options) as op:
         for in_place in (False, True):
             given = torch.randn(5, 40, device=device()).to(HALF)
             residual, norm_weight = of_all(5, 40, HALF, 3)
@@ -101,39 +81,14 @@ def alone_without_a_product(rank, way):
     return errors
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_all_reduce_and_norm_are_there_without_a_product(way):
-    assert_right(values(alone_without_a_product, 2, way))
-
-
-def one_candidate(rank, index_of_rank, way):
-    begin(rank, index_of_rank[rank])
-    with GemmAllReduce(21, 72, HALF, way=way) as op:
-        poison(op)
-        return [call(op, m, 40) for m in (21, 8) for call in (call_and_compare, call_with_norm)]
-
-
-@pytest.mark.parametrize("way", OURS)
-@pytest.mark.parametrize("index", range(2))
-def test_every_candidate_is_right(index, way):
-    assert len(CANDIDATES) == 4  # two of sums and two of norms
-    assert_right(values(one_candidate, 2, [index] * 2, way))
-
-
-@pytest.mark.parametrize("way", OURS)
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_may_run_different_candidates_in_one_call_and_have_the_same_bits(world, way):
-    assert_right(values(one_candidate, world, range(world), way))
-
-
-def many_calls(rank, delays, way):
+def late_calls(rank, delays, **options):
     """Keep every result until the end; no rank waits for another between calls."""
     begin(rank)
     world, kept = dist.get_world_size(), []
-    with GemmAllReduce(24, 34, HALF, way=way) as op:
+    with GemmAllReduce(24, 34, HALF, **options) as op:
         poison(op)
         for call in range(6):
-            m, k = (24, 7, 1, 16)[call % 4], (24, 16, 33)[call % 3]
+            m, k = (12, 7, 1, 5)[call % 4], (24, 16, 33)[call % 3]
             a, weight = operands(m, 34, k, HALF)
             if delays == "one" and rank == call % world:
                 time.sleep(0.1)
@@ -145,16 +100,10 @@ def many_calls(rank, delays, way):
     return [(norm_error_ratio if len(one) > 3 else error_ratio)(*one) for one in kept]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("delays", "world"), [("none", 2), ("one", 3), ("random", 4)])
-def test_calls_back_to_back_are_right_when_ranks_are_late(delays, world, way):
-    assert_right(values(many_calls, world, delays, way))
-
-
-def odd_places(rank, way):
+def odd_places(rank, **options):
     """Pass slices of matrices, a weight by columns, and an out beside which nothing may be written."""
     begin(rank)
-    with GemmAllReduce(16, 24, HALF, way=way) as op:
+    with GemmAllReduce(16, 24, HALF, **options) as op:
         a, weight = operands(9, 24, 64, HALF)
         a, weight = a[:, 3:35], weight[:, 5:37]
         wide = torch.randn(9, 50, generator=torch.Generator().manual_seed(1)).to(HALF).to(device())
@@ -168,9 +117,48 @@ def odd_places(rank, way):
         return [*errors, 0.0 if beside else 9.0]
 
 
+def unequal_inner_parts(rank, **options):
+    begin(rank)
+    with GemmAllReduce(8, 24, HALF, **options) as op:
+        return [call_and_compare(op, 8, 16 + 24 * rank) for _ in range(2)]
+
+
+def cases(rank, types, candidates, shape_of_candidates, **options):
+    """Return calls that are right by each way, here and on GPUs; but for `candidates`, ranks' differ."""
+    found = {
+        f"{name}, {dtype}": lambda shape=shape, dtype=dtype: calls(rank, *shape, dtype, **options)
+        for number, (name, shape) in enumerate(SHAPES.items())
+        for dtype in (types if name.startswith("ragged") else [types[number % 2]])
+    }
+    found |= {
+        f"candidate {index}": lambda index=index: calls(rank, *shape_of_candidates, HALF, index, **options)
+        for index in candidates
+    }
+    return found | cases_of((without_a_product, odd_places, unequal_inner_parts), rank, **options)
+
+
+def of_two_ranks(rank, way):
+    candidates = range(2) if way in OURS else ()  # of four: two of sums and two of norms
+    found = cases(rank, (HALF, torch.bfloat16, torch.float32), candidates, (21, 72, 40, 21), way=way)
+    return found | {"back to back": lambda: late_calls(rank, "none", way=way)}
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_operands_may_be_slices_and_nothing_beside_them_is_written(way):
-    assert_right(values(odd_places, 2, way))
+def test_sums_and_norms_are_right_and_equal_on_all_ranks(way):
+    assert_cases(of_two_ranks, 2, way)
+
+
+def of_more_ranks(rank, way):
+    delays = "one" if dist.get_world_size() == 3 else "random"
+    return {
+        "different candidates": lambda: calls(rank, 5, 24, 16, 7, way=way),
+        "late ranks": lambda: late_calls(rank, delays, way=way),
+    }
+
+
+@pytest.mark.parametrize(("way", "world"), [*zip(WAYS, (3, 4, 4, 3), strict=True)])
+def test_ranks_of_different_candidates_that_come_late_have_the_same_bits(way, world):
+    assert_cases(of_more_ranks, world, way)
 
 
 def same_sums(rank):
@@ -182,21 +170,7 @@ def same_sums(rank):
     for way in OURS:
         with GemmAllReduce(7, 34, HALF, way=way) as op:
             sums.append(op(a, weight, None, residual, norm_weight)[1])
-    return [torch.equal(each, sums[0]) for each in sums]
-
-
-def test_the_ways_differ_in_no_bit_of_a_sum():
-    assert values(same_sums, 3) == [[True] * 3] * 3
-
-
-def unequal_inner_parts(rank):
-    begin(rank)
-    with GemmAllReduce(8, 24, HALF) as op:
-        return [call_and_compare(op, 8, 16 + 24 * rank) for _ in range(2)]
-
-
-def test_ranks_may_hold_unequal_parts_of_the_inner_dimension():
-    assert_right(values(unequal_inner_parts, 2))
+    return all(torch.equal(each, sums[0]) for each in sums)
 
 
 def in_a_subset(rank):
@@ -208,12 +182,12 @@ def in_a_subset(rank):
         GemmAllReduce(18, 16, HALF, group) as first,
         GemmAllReduce(5, 16, HALF, group, way=TWO_SHOT) as second,
     ):
-        calls = [(op, call) for op in (first, second) for call in (call_and_compare, call_with_norm)] * 2
-        return [call(op, 5, 16, group=group) for op, call in calls]
+        by_turns = [(op, call) for op in (first, second) for call in (call_and_compare, call_with_norm)] * 2
+        return [call(op, 5, 16, group=group) for op, call in by_turns]
 
 
-def test_the_group_may_be_a_subset_and_two_operations_do_not_disturb_each_other():
-    assert_right(values(in_a_subset, 3))
+def test_ways_differ_in_no_bit_and_two_operations_of_a_subset_do_not_disturb_each_other():
+    assert_cases(functools.partial(cases_of, (same_sums, in_a_subset)), 3)
 
 
 @pytest.mark.parametrize("way", [None, *WAYS])
@@ -259,8 +233,8 @@ def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_c
 def tuned(rank):
     begin(rank)
     leave_all_candidates()
-    with GemmAllReduce(16, 48, HALF) as op:
-        step, errors = tuned_in_context(lambda: max(call_and_compare(op, 16, 32), call_with_norm(op, 16, 32)))
+    with GemmAllReduce(8, 40, HALF) as op:
+        step, errors = tuned_in_context(lambda: max(call_and_compare(op, 8, 16), call_with_norm(op, 8, 16)))
         step()
         winners = {context.kernel: str(context.config) for context in step.report.contexts}
     return errors, winners, step.report.runs
@@ -280,42 +254,20 @@ def test_tuned_in_context_every_run_is_right_and_ranks_agree():
 
 
 def cases_on_gpus(rank, backend):
-    def shapes(m, n, k, dtype, most, way):
-        begin(rank)
-        with GemmAllReduce(most, n, dtype, backend=backend, timeout_s=60.0, way=way) as op:
-            poison(op)
-            return [call(op, m, k) for _ in range(3) for call in (call_and_compare, call_with_norm)]
-
-    def candidate(index, way):
-        begin(rank, index)
-        with GemmAllReduce(300, 8192, HALF, backend=backend, timeout_s=60.0, way=way) as op:
-            poison(op)
-            return [call(op, m, 256) for m in (300, 17) for call in (call_and_compare, call_with_norm)]
-
-    sizes = {**SHAPES, "large": (1998, 1024, 1024, 2000), "wide": (64, 8192, 512, 64)}
-    cases = {
-        f"{name}, {dtype}, {way}": lambda shape=shape, dtype=dtype, way=way: shapes(
-            *shape[:3], dtype, shape[3], way
-        )
-        for name, shape in sizes.items()
-        for dtype in (torch.float16, torch.bfloat16)
-        for way in WAYS
-    }
-    for way in OURS:
-        for index in range(len(CANDIDATES)):
-            cases[f"candidate {index}, {way}"] = lambda index=index, way=way: candidate(index, way)
-        cases[f"different candidates, {way}"] = lambda way=way: candidate(rank, way)
+    found = {}
     for way in WAYS:
-        cases[f"late ranks, {way}"] = lambda way=way: many_calls(rank, "random", way)
-        cases[f"graphs among eager calls, {way}"] = lambda way=way: replays_among_eager_calls(
-            rank, backend, way
-        )
-        cases[f"without a product, {way}"] = lambda way=way: alone_without_a_product(rank, way)
-    cases["tuned in context"] = lambda: tuned(rank)[0]
-    return run_cases(cases)
+        options = {"backend": backend, "timeout_s": 60.0, "way": way}
+        candidates = range(len(CANDIDATES)) if way in OURS else ()
+        of_way = cases(rank, (HALF, torch.bfloat16), candidates, (300, 8192, 256, 300), **options)
+        for name, shape in {"large": (1998, 1024, 1024, 2000), "wide": (64, 8192, 512, 64)}.items():
+            of_way[name] = lambda shape=shape, options=options: calls(rank, *shape, **options)
+        of_way["late ranks"] = lambda options=options: late_calls(rank, "random", **options)
+        of_way["graphs among eager calls"] = lambda way=way: replays_among_eager_calls(rank, backend, way)
+        found |= {f"{name}, {way}": case for name, case in of_way.items()}
+    return found | {"tuned in context": lambda: tuned(rank)[0]}
 
 
 @pytest.mark.gpu(devices=2)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_sums_and_norms_are_right_on_gpus(backend):
-    assert values(cases_on_gpus, 2, backend, timeout_s=400) == [[], []]
+    assert_cases(cases_on_gpus, 2, backend, timeout_s=400)

@@ -175,7 +175,7 @@ def dead_peer(rank, last, way):
 
 
 @pytest.mark.parametrize("way", [ONE_SHOT, TWO_SHOT, LOW_LATENCY])
-@pytest.mark.parametrize("world", [2, 3, *TWO[1:]])
+@pytest.mark.parametrize("world", [3, *TWO[1:]])
 def test_a_dead_peer_is_named_the_wait_ends_and_no_row_passes_for_a_sum(world, way):
     *survivors, dead = results(dead_peer, world, world - 1, way)
     assert_killed(dead)

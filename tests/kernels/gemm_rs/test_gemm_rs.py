@@ -24,12 +24,12 @@ from gpu_cases import shapes_and_candidates
 from operation_runs import (
     GPU_BACKENDS,
     INTERPRETER,
-    assert_right,
+    assert_cases,
+    cases_of,
     delay_copies,
     device,
     left_as_before,
     message_of,
-    run_cases,
     tuned_in_context,
     values,
 )
@@ -40,14 +40,7 @@ from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
 pytestmark = INTERPRETER
 
 
-def three_calls(rank, m, n, k, dtype, most):
-    begin(rank)
-    with GemmReduceScatter(most, n, dtype) as op:
-        poison(op)
-        return [call_and_compare(op, m, k) for _ in range(3)]
-
-
-SHAPES = {
+SHAPES = {  # M, N, K, the most rows
     "whole tiles": (64, 64, 32, 64),
     "ragged chunks, N and K": (74, 40, 24, 74),
     "one row for each rank, one column": (2, 1, 16, 2),
@@ -57,19 +50,11 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("m", "n", "k", "most"), SHAPES.values(), ids=SHAPES)
-def test_the_sum_is_right(m, n, k, most):
-    assert_right(values(three_calls, 2, m, n, k, HALF, most))
-
-
-@pytest.mark.parametrize("world", [3, 4])
-def test_more_ranks_are_right_too(world):
-    assert_right(values(three_calls, world, 19 * world, 24, 16, HALF, 20 * world))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_other_types_are_right(dtype):
-    assert_right(values(three_calls, 2, 74, 40, 48, dtype, 80))
+def calls(rank, m, n, k, most, dtype=HALF, candidate=None, **options):
+    begin(rank, candidate)
+    with GemmReduceScatter(most, n, dtype, **options) as op:
+        poison(op)
+        return [call_and_compare(op, m, k) for _ in range(3)]
 
 
 def by_columns_with_addend(rank, index, n, k):
@@ -94,10 +79,107 @@ def _with_addend(a, weight, addend):
     return torch.cat([a, addend], 1), torch.cat([weight, ones], 1)
 
 
-@pytest.mark.parametrize("index", range(4))
-@pytest.mark.parametrize(("n", "k"), [(40, 24), (21, 33), (1, 24), (24, 1)])
-def test_a_weight_may_lie_by_columns_and_a_rank_may_add_something(index, n, k):
-    assert_right(values(by_columns_with_addend, 2, index, n, k))
+def unequal_inner_parts(rank):
+    begin(rank)
+    with GemmReduceScatter(38, 24, HALF) as op:
+        return [call_and_compare(op, 38, 16 + 24 * rank) for _ in range(2)]
+
+
+def late_calls(rank, delays):
+    """Keep every result until the end; no rank waits for another between calls."""
+    begin(rank)
+    world, kept = dist.get_world_size(), []
+    with GemmReduceScatter(24 * world, 33, HALF) as op:
+        poison(op)
+        for call in range(6):
+            m, k = (24, 7, 24, 16)[call % 4] * world, (24, 16, 33)[call % 3]
+            a, weight = operands(m, 33, k, HALF)
+            if delays == "one" and rank == call % world:
+                time.sleep(0.1)
+            if delays == "random":
+                time.sleep(random.random() / 20)
+            kept.append((op(a, weight), a, weight))
+        op.check()
+    return [error_ratio(*one) for one in kept]
+
+
+def late_pushes(rank):
+    """Push late from rank 0: its peers' kernels are waiting for its sums by then."""
+    begin(rank)
+    with GemmReduceScatter(48, 16, torch.float32) as op:
+        poison(op)
+        if rank == 0:
+            delay_copies(op, lambda: time.sleep(0.2))
+        return [call_and_compare(op, 48, 16) for _ in range(2)]
+
+
+def two_operations(rank):
+    begin(rank)
+    errors = []
+    with GemmReduceScatter(32, 24, HALF) as first, GemmReduceScatter(80, 40, torch.bfloat16) as second:
+        for _ in range(2):
+            errors += [call_and_compare(first, 32, 16), call_and_compare(second, 66, 24)]
+            errors.append(call_and_compare(second, 4, 8))
+    return errors
+
+
+def strided_operands(rank):
+    begin(rank)
+    with GemmReduceScatter(32, 24, HALF) as op:
+        a, weight = operands(32, 24, 64, HALF)
+        a, weight = a[:, 3:35], weight[:, 5:37]  # rows that begin at odd addresses
+        out = torch.full((32 // dist.get_world_size(), 50), float("nan"), dtype=HALF, device=device())
+        op(a, weight, out[:, 1:25])
+        beside = out[:, 0].isnan().all() and out[:, 25:].isnan().all()
+        return [error_ratio(out[:, 1:25], a, weight), 0.0 if beside else 9.0]
+
+
+def of_two_ranks(rank):
+    cases = {name: lambda shape=shape: calls(rank, *shape) for name, shape in SHAPES.items()}
+    for dtype in (torch.bfloat16, torch.float32):
+        cases[str(dtype)] = lambda dtype=dtype: calls(rank, 74, 40, 48, 80, dtype)
+    for index in range(len(CANDIDATES)):
+        cases[f"candidate {index}"] = lambda index=index: calls(rank, 68, 72, 40, 140, candidate=index)
+    cases["back to back"] = lambda: late_calls(rank, "none")
+    return cases | cases_of((unequal_inner_parts, two_operations, strided_operands), rank)
+
+
+def test_sums_of_any_shape_type_and_candidate_are_right_and_nothing_beside_them_is_written():
+    assert_cases(of_two_ranks, 2)
+
+
+def by_columns(rank):
+    places = [(40, 24), (21, 33), (1, 24), (24, 1)]
+    return {
+        f"candidate {index}": lambda index=index, place=place: by_columns_with_addend(rank, index, *place)
+        for index, place in enumerate(places)
+    } | {f"{place}": lambda place=place: by_columns_with_addend(rank, None, *place) for place in places}
+
+
+def test_a_weight_may_lie_by_columns_and_a_rank_may_add_something():
+    assert_cases(by_columns, 2)
+
+
+def in_a_subset(rank):
+    begin(rank)
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return [0.0]
+    with GemmReduceScatter(18, 16, HALF, group) as op:
+        return [call_and_compare(op, 18, 16, group=group)]
+
+
+def of_more_ranks(rank, world):
+    if world == 4:
+        return {"late ranks": lambda: late_calls(rank, "random")}
+    cases = {"different candidates": lambda: calls(rank, 57, 24, 16, 60)}
+    cases["late ranks"] = lambda: late_calls(rank, "one")
+    return cases | cases_of((late_pushes, in_a_subset), rank)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_ranks_of_different_candidates_may_be_late_and_the_group_a_subset(world):
+    assert_cases(of_more_ranks, world, world)
 
 
 def wrong_addends(rank):
@@ -119,114 +201,6 @@ def test_a_wrong_addend_or_layout_raises_with_values_and_the_next_call_works():
             ".contiguous()",
         ]
         assert went_on
-
-
-def unequal_inner_parts(rank):
-    begin(rank)
-    with GemmReduceScatter(38, 24, HALF) as op:
-        return [call_and_compare(op, 38, 16 + 24 * rank) for _ in range(2)]
-
-
-def test_ranks_may_hold_unequal_parts_of_the_inner_dimension():
-    assert_right(values(unequal_inner_parts, 3 - 1))
-
-
-def one_candidate(rank, index_of_rank):
-    begin(rank, index_of_rank[rank])
-    with GemmReduceScatter(140, 72, HALF) as op:
-        poison(op)
-        return [call_and_compare(op, m, 40) for m in (140, 68)]
-
-
-@pytest.mark.parametrize("index", range(len(CANDIDATES)), ids=[str(c.kwargs) for c in CANDIDATES])
-def test_every_candidate_is_right(index):
-    assert_right(values(one_candidate, 2, [index] * 2))
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_may_run_different_candidates_in_one_call(world):
-    assert_right(values(one_candidate, world, range(world)))
-
-
-def many_calls(rank, delays):
-    """Keep every result until the end; no rank waits for another between calls."""
-    begin(rank)
-    world, kept = dist.get_world_size(), []
-    with GemmReduceScatter(24 * world, 33, HALF) as op:
-        poison(op)
-        for call in range(6):
-            m, k = (24, 7, 24, 16)[call % 4] * world, (24, 16, 33)[call % 3]
-            a, weight = operands(m, 33, k, HALF)
-            if delays == "one" and rank == call % world:
-                time.sleep(0.1)
-            if delays == "random":
-                time.sleep(random.random() / 20)
-            kept.append((op(a, weight), a, weight))
-        op.check()
-    return [error_ratio(*one) for one in kept]
-
-
-@pytest.mark.parametrize(("delays", "world"), [("none", 2), ("one", 3), ("random", 4)])
-def test_calls_back_to_back_are_right_when_ranks_are_late(delays, world):
-    assert_right(values(many_calls, world, delays))
-
-
-def late_pushes(rank):
-    """Push late from rank 0: its peers' kernels are waiting for its sums by then."""
-    begin(rank)
-    with GemmReduceScatter(48, 16, torch.float32) as op:
-        poison(op)
-        if rank == 0:
-            delay_copies(op, lambda: time.sleep(0.2))
-        return [call_and_compare(op, 48, 16) for _ in range(2)]
-
-
-def test_the_kernel_waits_for_sums_that_come_late():
-    assert_right(values(late_pushes, 3))
-
-
-def two_operations(rank):
-    begin(rank)
-    errors = []
-    with GemmReduceScatter(32, 24, HALF) as first, GemmReduceScatter(80, 40, torch.bfloat16) as second:
-        for _ in range(3):
-            errors += [call_and_compare(first, 32, 16), call_and_compare(second, 66, 24)]
-            errors.append(call_and_compare(second, 4, 8))
-    return errors
-
-
-def test_two_operations_do_not_disturb_each_other():
-    assert_right(values(two_operations, 2))
-
-
-def strided_operands(rank):
-    begin(rank)
-    with GemmReduceScatter(32, 24, HALF) as op:
-        a, weight = operands(32, 24, 64, HALF)
-        a, weight = a[:, 3:35], weight[:, 5:37]  # rows that begin at odd addresses
-        out = torch.full((32 // dist.get_world_size(), 50), float("nan"), dtype=HALF, device=device())
-        op(a, weight, out[:, 1:25])
-        untouched = out[:, 0].isnan().all() and out[:, 25:].isnan().all()
-        return error_ratio(out[:, 1:25], a, weight), bool(untouched)
-
-
-def test_operands_may_be_slices_and_nothing_beside_them_is_written():
-    for error, untouched in values(strided_operands, 2):
-        assert error < 1
-        assert untouched
-
-
-def in_a_subset(rank):
-    begin(rank)
-    group = dist.new_group([0, 2])
-    if rank == 1:
-        return 0.0
-    with GemmReduceScatter(18, 16, HALF, group) as op:
-        return call_and_compare(op, 18, 16, group=group)
-
-
-def test_the_group_may_be_a_subset():
-    assert max(values(in_a_subset, 3)) < 1
 
 
 def test_one_rank_needs_no_process_group():
@@ -278,33 +252,22 @@ def test_tuned_in_context_every_run_is_right_and_ranks_agree():
 
 
 def cases_on_gpus(rank, backend):
-    def shapes(m, n, k, dtype, most):
-        begin(rank)
-        with GemmReduceScatter(most, n, dtype, backend=backend, timeout_s=60.0) as op:
-            poison(op)
-            return [call_and_compare(op, m, k) for _ in range(3)]
-
-    def candidate(index):
-        begin(rank, index)
-        with GemmReduceScatter(1000, 520, HALF, backend=backend, timeout_s=60.0) as op:
-            poison(op)
-            return [call_and_compare(op, m, 256) for m in (1000, 334)]
-
+    options = {"backend": backend, "timeout_s": 60.0}
     cases = shapes_and_candidates(
         rank,
         {**SHAPES, "large": (1998, 1024, 1024, 2000)},
-        lambda shape, dtype: shapes(*shape[:3], dtype, shape[3]),
+        lambda shape, dtype: calls(rank, *shape, dtype, **options),
         CANDIDATES,
-        candidate,
+        lambda index: calls(rank, 334, 520, 256, 1000, candidate=index, **options),
     )
     cases["outside any tuner"] = lambda: outside_any_tuner(rank)[0]
-    cases["late ranks"] = lambda: many_calls(rank, "random")
+    cases["late ranks"] = lambda: late_calls(rank, "random")
     cases["graphs among eager calls"] = lambda: replays_among_eager_calls(rank, backend)
     cases["tuned in context"] = lambda: tuned(rank)[0]
-    return run_cases(cases)
+    return cases
 
 
 @pytest.mark.gpu(devices=2, seconds=60)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_sums_are_right_on_gpus(backend):
-    assert values(cases_on_gpus, 2, backend, timeout_s=240) == [[], []]
+    assert_cases(cases_on_gpus, 2, backend, timeout_s=240)

@@ -5,6 +5,7 @@ What it promises as MoEReduceScatter does is in `test_moe.py` and `test_moe_fail
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 
@@ -14,7 +15,8 @@ from ag_moe_runs import GATHERING as runs
 from moe_runs import HALF, delay_pushes, random_choices, randoms
 from operation_runs import (
     INTERPRETER,
-    assert_right,
+    assert_cases,
+    cases_of,
     device,
     ends,
     left_as_before,
@@ -41,10 +43,6 @@ def pushes_that_no_tile_needs(rank):
         return [runs.call_and_compare(op, tokens, 16, 3, 2) for tokens in ([9, 0], [9, 12])]
 
 
-def test_a_push_that_no_tile_needs_is_not_taken_for_that_of_the_next_call():
-    assert_right(values(pushes_that_no_tile_needs, 2))
-
-
 def two_operations(rank):
     runs.begin(rank)
     errors = []
@@ -57,10 +55,6 @@ def two_operations(rank):
     return errors
 
 
-def test_two_operations_do_not_disturb_each_other():
-    assert_right(values(two_operations, 2))
-
-
 def strided_operands(rank):
     runs.begin(rank)
     with AllGatherMoE(8, 32, HALF) as op:
@@ -68,14 +62,13 @@ def strided_operands(rank):
         ids = random_choices(8, 3, 4)[:, 1:3]
         out = torch.full((32, 50), float("nan"), dtype=HALF, device=device())
         op(x, weight, ids, out[:, 1:21])
-        untouched = out[:, 0].isnan().all() and out[:, 21:].isnan().all()
-        return runs.error_ratio(out[:, 1:21], x, weight, ids), bool(untouched)
+        beside = out[:, 0].isnan().all() and out[:, 21:].isnan().all()
+        return [runs.error_ratio(out[:, 1:21], x, weight, ids), 0.0 if beside else 9.0]
 
 
-def test_operands_may_be_slices_and_nothing_beside_them_is_written():
-    for error, untouched in values(strided_operands, 2):
-        assert error < 1
-        assert untouched
+def test_pushes_and_operations_are_told_apart_and_nothing_beside_slices_is_written():
+    functions = (pushes_that_no_tile_needs, two_operations, strided_operands)
+    assert_cases(functools.partial(cases_of, functions), 2)
 
 
 # ---- wrong arguments

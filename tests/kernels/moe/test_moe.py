@@ -13,44 +13,41 @@ import torch.distributed as dist
 from ag_moe_runs import GATHERING
 from moe_rs_runs import SCATTERING
 from moe_runs import HALF, SHAPES, many_calls, three_calls, tokens_of_call, tuned_with_other_token_counts
-from operation_runs import INTERPRETER, assert_right, delay_copies, left_as_before, values
+from operation_runs import INTERPRETER, assert_cases, cases_of, delay_copies, left_as_before, values
 
 BOTH = [GATHERING, SCATTERING]
 pytestmark = [INTERPRETER, pytest.mark.parametrize("runs", BOTH, ids=lambda runs: runs.name)]
 
 
-@pytest.mark.parametrize(("tokens", "k", "n", "experts", "topk"), SHAPES.values(), ids=SHAPES)
-def test_any_shape_is_right(runs, tokens, k, n, experts, topk):
-    assert_right(values(three_calls, 2, runs, tokens, k, n, experts, topk))
-
-
-@pytest.mark.parametrize("kind", ["one", "same", "none"])
-def test_any_choices_are_right(runs, kind):
-    assert_right(values(three_calls, 2, runs, (17, 6), 16, 24, 4, 3, HALF, kind))
-
-
-@pytest.mark.parametrize("tokens", [(5, 12, 0, 8)], ids=len)
-def test_more_ranks_are_right_too(runs, tokens):
-    assert_right(values(three_calls, len(tokens), runs, tokens, 16, 24, 3, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_other_types_are_right(runs, dtype):
-    assert_right(values(three_calls, 2, runs, (13, 20), 48, 24, 3, 2, dtype))
-
-
-def one_candidate(rank, runs, index_of_rank):
-    runs.begin(rank, index_of_rank[rank])
+def one_candidate(rank, runs, index):
+    runs.begin(rank, index)
     of_operation, of_call = runs.sizes(40, 72)
     with runs.open(40, of_operation, HALF) as op:
         runs.poison(op)
-        tokens = [(40, 33, 5, 12)[p] for p in range(op.world_size)]
-        return [runs.call_and_compare(op, tokens_of_call(tokens, call), of_call, 3, 2) for call in range(2)]
+        return [runs.call_and_compare(op, tokens_of_call((40, 33), call), of_call, 3, 2) for call in range(2)]
 
 
-@pytest.mark.parametrize("index", range(max(len(runs.candidates) for runs in BOTH)))
-def test_every_candidate_is_right(runs, index):
-    assert_right(values(one_candidate, 2, runs, [index] * 2))
+def unequal_parts(rank, runs):
+    runs.begin(rank)
+    with runs.open(9, 16, HALF) as op:
+        return [runs.call_and_compare(op, [9, 4], 8 + 30 * rank, 3, 2) for _ in range(2)]
+
+
+def of_two_ranks(rank, runs):
+    cases = {name: lambda shape=shape: three_calls(rank, runs, *shape) for name, shape in SHAPES.items()}
+    for kind in ("one", "same", "none"):
+        choices = (17, 6), 16, 24, 4, 3, HALF, kind
+        cases[f"choices: {kind}"] = lambda choices=choices: three_calls(rank, runs, *choices)
+    for dtype in (torch.bfloat16, torch.float32):
+        cases[str(dtype)] = lambda dtype=dtype: three_calls(rank, runs, (13, 20), 48, 24, 3, 2, dtype)
+    for index in range(len(runs.candidates)):
+        cases[f"candidate {index}"] = lambda index=index: one_candidate(rank, runs, index)
+    cases["late ranks"] = lambda: many_calls(rank, runs, "random")
+    return cases | cases_of((unequal_parts,), rank, runs)
+
+
+def test_any_shape_type_choice_and_candidate_is_right(runs):
+    assert_cases(of_two_ranks, 2, runs)
 
 
 def by_columns(rank, runs, index, k):
@@ -63,29 +60,16 @@ def by_columns(rank, runs, index, k):
         return [runs.error_ratio(op(*given, tokens=tokens), *operands)]
 
 
-@pytest.mark.parametrize("index", range(4))
-@pytest.mark.parametrize("k", [64, 40], ids=["as TMA takes it", "ragged"])
-def test_weights_may_lie_by_columns(runs, index, k):
-    assert_right(values(by_columns, 2, runs, index, k))
+def of_columns(rank, runs):
+    sizes = (64, 40, 64, 40)  # as TMA takes it, ragged
+    return {
+        f"candidate {index}, {k}": lambda index=index, k=k: by_columns(rank, runs, index, k)
+        for index, k in enumerate(sizes)
+    }
 
 
-def test_ranks_may_run_different_candidates_in_one_call(runs):
-    assert_right(values(one_candidate, 4, runs, range(4)))
-
-
-def unequal_parts(rank, runs):
-    runs.begin(rank)
-    with runs.open(9, 16, HALF) as op:
-        return [runs.call_and_compare(op, [9, 4], 8 + 30 * rank, 3, 2) for _ in range(2)]
-
-
-def test_ranks_may_hold_unequal_parts_of_the_experts(runs):
-    assert_right(values(unequal_parts, 2, runs))
-
-
-@pytest.mark.parametrize(("delays", "world"), [("one", 3), ("random", 2)])
-def test_calls_back_to_back_are_right_when_ranks_are_late(runs, delays, world):
-    assert_right(values(many_calls, world, runs, delays))
+def test_weights_may_lie_by_columns(runs):
+    assert_cases(of_columns, 2, runs)
 
 
 def late_pushes(rank, runs):
@@ -98,10 +82,6 @@ def late_pushes(rank, runs):
         return [runs.call_and_compare(op, [16, 9, 12], 16, 3, 2) for _ in range(2)]
 
 
-def test_the_kernels_wait_for_what_comes_late(runs):
-    assert_right(values(late_pushes, 3, runs))
-
-
 def in_a_subset(rank, runs):
     runs.begin(rank)
     group = dist.new_group([0, 2])
@@ -111,8 +91,18 @@ def in_a_subset(rank, runs):
         return [runs.call_and_compare(op, [9, 4], 16, 3, 2, group=group)]
 
 
-def test_the_group_may_be_a_subset(runs):
-    assert_right(values(in_a_subset, 3, runs))
+def of_more_ranks(rank, runs, world):
+    tokens = (5, 12, 0, 8)[:world]
+    cases = {"different candidates": lambda: three_calls(rank, runs, tokens, 16, 24, 3, 2)}
+    if world == 4:
+        return cases
+    cases["late ranks"] = lambda: many_calls(rank, runs, "one")
+    return cases | cases_of((late_pushes, in_a_subset), rank, runs)
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_ranks_of_different_candidates_may_be_late_and_the_group_a_subset(runs, world):
+    assert_cases(of_more_ranks, world, runs, world)
 
 
 def test_one_rank_needs_no_process_group(runs):

@@ -12,7 +12,6 @@ from tp_runs import assert_close, block, tensor_of, tensors_of_all, workspaces
 from dist_autotune.kernels import tp
 
 pytestmark = INTERPRETER
-WORLDS = [1, 2, 3, 4]
 
 
 # ---- against plain torch
@@ -45,9 +44,10 @@ def gathered_products(rank, columns, save_gathered):
                 assert_close(one, other)
 
 
-@pytest.mark.parametrize("save_gathered", [True, False], ids=["saved", "gathered again"])
-@pytest.mark.parametrize("columns", [False, True], ids=["by rows", "by columns"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("world", "columns", "save_gathered"),
+    [(1, True, False), (2, False, False), (3, True, True), (3, False, False)],
+)
 def test_products_behind_one_gather_and_their_gradients_are_those_of_torch(world, columns, save_gathered):
     values(gathered_products, world, columns, save_gathered)
 
@@ -69,8 +69,7 @@ def scattered_sums(rank, columns):
                 assert_close(one, other)
 
 
-@pytest.mark.parametrize("columns", [False, True], ids=["by rows", "by columns"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "columns"), [(1, True), (2, True), (3, False)])
 def test_scattered_sums_and_their_gradients_are_those_of_torch(world, columns):
     values(scattered_sums, world, columns)
 
@@ -171,9 +170,8 @@ def used_in_every_order(rank):
     return True
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_accumulation_checkpoints_and_repeated_backwards_give_the_gradients_of_torch(world):
-    assert values(used_in_every_order, world) == [True] * world
+def test_accumulation_checkpoints_and_repeated_backwards_give_the_gradients_of_torch():
+    assert values(used_in_every_order, 2) == [True] * 2
 
 
 def frozen_parts(rank):

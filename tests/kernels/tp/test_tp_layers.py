@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
 ]
 
-VOCABULARY, WIDTH, SEQUENCES, LENGTH = 20, 16, 4, 8
+VOCABULARY, WIDTH, SEQUENCES, LENGTH = 20, 16, 4, 4
 
 
 class Attention(nn.Module):
@@ -171,20 +171,20 @@ def trained_beside_plain(rank, dim, how):
     return list(model.state_dict()) == list(plain.state_dict())
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    "how", ["eager", "gathered again", "checkpointed", pytest.param("compiled", marks=pytest.mark.slow)]
+    ("how", "dim"),
+    [("eager", 0), ("eager", 1), ("gathered again", 1), ("checkpointed", 0), ("compiled", 1)],
+    ids=str,
 )
-@pytest.mark.parametrize("dim", [0, 1], ids=["by sequences", "along sequences"])
 def test_a_parallel_transformer_trains_as_the_plain_one(how, dim):
     assert values(trained_beside_plain, 2, dim, how) == [True] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning:torch")
-@pytest.mark.parametrize(
-    ("how", "world"), [pytest.param("eager", 4, marks=pytest.mark.slow), ("fsdp", 2), ("fsdp", 4)]
-)
-def test_so_it_does_on_four_ranks_and_beside_fsdp2(how, world):
-    assert values(trained_beside_plain, world, 0, how) == [True] * world
+@pytest.mark.parametrize("world", [2, 4])
+def test_so_it_does_beside_fsdp2(world):
+    assert values(trained_beside_plain, world, 0, "fsdp") == [True] * world
 
 
 def state_dicts(rank):
@@ -281,6 +281,7 @@ def refilled_between(rank, how):
                 assert_close(got, wanted.chunk(world, -1)[rank])
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("how", ["eager", "compiled", "inference"])
 def test_a_tensor_changed_in_place_between_projections_is_gathered_again(how):
     values(refilled_between, 2, how)
@@ -297,6 +298,7 @@ def without_grad_and_with(rank, how):
         return q.requires_grad, k.requires_grad, x.grad is not None, layer.wk.weight.grad is not None
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_a_projection_behind_one_without_gradients_has_its_own(how):
     assert values(without_grad_and_with, 2, how) == [(False, True, True, True)] * 2
@@ -420,9 +422,8 @@ def recipe(rank, dp):
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning:torch")
-@pytest.mark.parametrize(("world", "dp"), [(2, 1), (4, 2)])
-def test_the_recipe_of_the_page_trains_a_model_as_plain_torch_does(world, dp):
-    values(recipe, world, dp)
+def test_the_recipe_of_the_page_trains_a_model_as_plain_torch_does():
+    values(recipe, 4, 2)
 
 
 def vocabulary_parallel(rank):

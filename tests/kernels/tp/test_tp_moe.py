@@ -69,14 +69,14 @@ def trained_beside_plain(rank, how):
             assert layer(x.view(2, 3, FEATURES)).shape == (2, 3, FEATURES)
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     ("world", "how"),
     [
         (1, "eager"),
-        (2, "eager"),
         (3, "eager"),
         (2, "checkpointed"),
-        pytest.param(2, "compiled", marks=pytest.mark.slow),
+        (2, "compiled"),
     ],
 )
 def test_a_mixture_of_experts_trains_as_plain_torch(world, how):
@@ -132,10 +132,10 @@ def opchecked(rank, checks):
 QUICK_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     ("world", "checks"),
-    [(2, QUICK_CHECKS), (1, ("test_aot_dispatch_dynamic",))],  # with symbolic sizes two ranks take 20 s
+    [(2, QUICK_CHECKS), (1, ("test_aot_dispatch_dynamic",))],
 )
 def test_the_operators_over_experts_pass_torchs_own_checks(world, checks):
     assert values(opchecked, world, checks) == [{"SUCCESS"}] * world

@@ -16,7 +16,7 @@ from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES as OF_SCATTER
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 
-pytestmark = INTERPRETER
+pytestmark = [INTERPRETER, pytest.mark.usefixtures("compiler")]
 # torch._dynamo makes an instance of every torch.autograd.Function.
 INSTANTIATED = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
 
@@ -69,7 +69,6 @@ def tuned_while_compiled(rank):
         return tuned.settled, sorted(set(found) - {each for each in found if each[0].startswith("ag_gemm ")})
 
 
-@pytest.mark.slow
 @INSTANTIATED
 @pytest.mark.filterwarnings("ignore:.* has not been tuned")  # at first they have not
 def test_kernels_of_a_compiled_forward_and_backward_are_tuned_in_context():

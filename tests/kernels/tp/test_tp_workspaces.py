@@ -19,13 +19,18 @@ from dist_autotune.kernels.tp.registry import WORKSPACES
 pytestmark = INTERPRETER
 
 
+LAYERS = 20
+
+
 def many_layers(rank):
-    """Run 80 pairs of layers forward and backward; return which operations one and 80 have opened."""
+    """Run pairs of layers forward and backward; return which operations one and all have opened."""
     with workspaces(rank):
         x = tensor_of(rank, 4, 8)
-        weights = [tensor_of(0, *shape, seed=layer) for layer in range(80) for shape in ((12, 8), (8, 12))]
+        weights = [
+            tensor_of(0, *shape, seed=layer) for layer in range(LAYERS) for shape in ((12, 8), (8, 12))
+        ]
         held = []
-        for layers in (1, 80):
+        for layers in (1, LAYERS):
             result = x
             for layer in range(layers):
                 result = block(result, *weights[2 * layer : 2 * layer + 2]) / 100
@@ -34,7 +39,7 @@ def many_layers(rank):
         return held[0] == held[1], len(held[1])
 
 
-def test_eighty_layers_share_one_workspace():
+def test_many_layers_share_one_workspace():
     # One that gathers and one that scatters, forward and backward.
     assert values(many_layers, 2) == [(True, 2)] * 2
 

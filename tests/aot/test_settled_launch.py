@@ -1,0 +1,276 @@
+"""That operations launch the short way what they launch the long way, and only where that is so.
+
+The tuner and Triton's IR are real, the device is pretended: what reaches the launcher is compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from launch_path import DESCRIPTOR_BYTES, count_asking
+from settled_cases import ALL, GATHER, PLAIN_SUM, SCATTER, SUMS, Caller, Launches
+from settled_path import (
+    Launched,
+    LaunchingDevice,
+    allocator_of_the_caller,
+    launched,
+    launching,
+    microseconds,
+)
+
+from dist_autotune import contextual_autotune
+from dist_autotune.compilation import preflight as compiling
+from dist_autotune.kernels import launch as launches
+from dist_autotune.kernels.moe.launch import GPU_TILES, HIGHEST_HEIGHT, Shape, counted
+
+pytestmark = pytest.mark.aot
+
+
+@dataclass(frozen=True)
+class World:
+    """One of the operations, on the pretended device."""
+
+    of: Launches
+    device: LaunchingDevice
+
+    def caller(self, case: Any = None) -> Caller:
+        return self.of.make(self.of.plain if case is None else case)
+
+    def launched(self, caller: Caller) -> Launched:
+        return launched(self.device, caller.call)
+
+    def named(self, launch: Launched) -> dict[str, Any]:
+        return dict(zip(self.of.kernel.arg_names, launch.arguments, strict=True))
+
+    def compared(self, launch: Launched) -> tuple[Any, ...]:
+        """Return what the launcher was given, but for the memory that each call allocates."""
+        values = list(launch.received)
+        for name in self.of.unlike:
+            values[len(values) - len(launch.arguments) + self.of.kernel.arg_names.index(name)] = None
+        return (*values, launch.scratch_bytes)
+
+
+@pytest.fixture(params=ALL.values(), ids=ALL)
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    of: Launches = request.param
+    with launching(monkeypatch, of.module, "_SETTLED", of.kernel, of.tiles) as device:
+        yield World(of, device)
+
+
+@pytest.fixture
+def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return count_asking(monkeypatch, world.of.kernel)
+
+
+# ---- what is launched
+
+
+def test_no_call_takes_what_was_remembered_of_another_and_each_is_launched_as_the_long_way(
+    world, asked, monkeypatch
+):
+    callers = {label: world.caller(case) for label, case in world.of.cases.items()}
+    first = {}
+    for number, (label, caller) in enumerate(callers.items(), 1):
+        first[label] = world.compared(world.launched(caller))
+        assert len(asked) == number, f"{label} took the launch of another"
+    again = {label: world.compared(world.launched(callers[label])) for label in reversed(callers)}
+    assert len(asked) == len(callers)  # the short way
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
+    long = {label: world.compared(world.launched(caller)) for label, caller in callers.items()}
+    assert len(asked) == 2 * len(callers)
+    for label in callers:
+        assert again[label] == first[label] == long[label], label
+
+
+@pytest.mark.parametrize("world", [SUMS], indirect=True)
+def test_the_check_above_sees_kernels_grids_and_arguments_that_differ(world):
+    """What is compared is not the same for all: the changes lead to other code, grids and arguments."""
+    plain = world.launched(world.caller())
+    others = {name: world.launched(world.caller(case)) for name, case in world.of.cases.items()}
+    code = {name for name, other in others.items() if other.received[4] != plain.received[4]}
+    assert {
+        *("inner dimension that TMA cannot address", "float16", "world size", "out's stride, 1 more"),
+        *("columns that are no multiple of 16", "a's alignment", "out's alignment"),
+        *("alignment of partial", "alignment of staged", "no TMA"),
+    } <= code
+    grids = {name for name, other in others.items() if other.received[:3] != plain.received[:3]}
+    assert {"columns", "number of programs"} <= grids
+    by_pointers = {name for name, other in others.items() if not world.named(other)["TMA"]}
+    assert {"no TMA", "a's alignment", "weight's stride, 1 more"} <= by_pointers
+    assert "out's alignment" not in by_pointers  # no descriptor is made of it
+
+
+def test_every_argument_is_where_the_kernel_expects_it(world, asked):
+    case, wanted = world.of.odd
+    caller = world.caller(case)
+    wanted = wanted | {f"{name}_ptr": tensor.data_ptr() for name, tensor in caller.tensors.items()}
+    wanted |= world.of.tiles[0].kwargs
+    if world.of is SUMS:
+        wanted["addend_ptr"] = wanted["partial_ptr"]  # which is not read
+    for _ in range(2):  # the long way, then the short one
+        made = world.launched(caller)
+        values = world.named(made)
+        assert [values.pop(name) % 16 for name in world.of.unlike] == [0] * len(world.of.unlike)
+        assert values == wanted
+        assert made.received[:4] == (world.of.odd_grid, 1, 1, 0)
+    assert asked == [1]
+
+
+def test_a_device_is_part_of_what_is_remembered(world):
+    world.caller().call()
+    settled = world.of.module._SETTLED
+    (shape,) = settled._of
+    assert settled.find(shape) is not None
+    assert settled.find(shape._replace(device=torch.device("cuda:1"))) is None
+
+
+def test_other_tensors_ranks_and_plans_take_the_short_way_with_their_own_values(world, asked):
+    world.caller().call()
+    caller = world.caller(replace(world.of.plain, **world.of.own))
+    values = world.named(world.launched(caller))
+    assert asked == [1]
+    renamed = {"table_blocks": "capacity"}
+    assert {name: values[renamed.get(name, name)] for name in world.of.own} == world.of.own
+    given = [tensor.data_ptr() for tensor in caller.tensors.values()]
+    assert [values[f"{name}_ptr"] for name in caller.tensors] == given
+
+
+@pytest.mark.parametrize("world", [GATHER, SCATTER], indirect=True)
+def test_large_calls_of_one_size_class_share_a_launch_whatever_their_choices(world, asked):
+    few = replace(world.of.plain, programs=2)
+    sizes = [replace(few, choices=choices) for choices in (260, 400, 512)]
+    assert [world.launched(world.caller(case)).received[0] for case in sizes] == [2, 2, 2]
+    assert asked == [1]
+
+
+@pytest.mark.parametrize("programs", [1, 7, 132])
+@pytest.mark.parametrize("n", [1, 100, 4096])
+def test_the_choices_that_are_counted_lead_to_the_same_grid_as_all(programs, n):
+    assert max(config.kwargs["BLOCK_M"] for config in GPU_TILES) == HIGHEST_HEIGHT
+    edge = programs * HIGHEST_HEIGHT
+    for choices in (0, 1, 15, 200, edge - 1, edge, edge + 1, 3 * edge + 5):
+        for config in GPU_TILES:
+            grids = {
+                Shape(
+                    counting,
+                    *(0, n, 64, 8, (), 2, programs),
+                    *(torch.float16, torch.device("cpu"), (), True, False, False, False),
+                ).grid(config.kwargs)
+                for counting in (choices, counted(choices, programs))
+            }
+            assert len(grids) == 1, (choices, config)
+
+
+def test_a_launch_is_on_the_stream_that_is_current_as_in_a_capture(world):
+    caller, streams = world.caller(), []
+    for world.device.stream in (0, 0, 7, 0):
+        streams.append(world.launched(caller).received[3])
+    assert streams == [0, 0, 7, 0]
+    assert [stream for _, _, stream in world.device.allocated] == [0, 0, 7, 0]
+
+
+@pytest.mark.parametrize("world", [SUMS], indirect=True)
+def test_a_tensor_that_needs_a_gradient_is_launched_like_any(world, asked):
+    caller = world.caller()
+    plain = world.launched(caller)
+    for tensor in caller.operands[:2]:
+        tensor.requires_grad_()
+    assert world.launched(caller) == plain
+    assert asked == [1]
+
+
+# ---- scratch memory
+
+
+def test_scratch_is_allocated_anew_for_each_launch_and_the_allocator_stays_the_caller_s(world, asked):
+    caller, before = world.caller(), allocator_of_the_caller()
+    for _ in range(3):
+        made = world.launched(caller)
+        assert made.scratch_bytes == made.received[0] * world.of.descriptors * DESCRIPTOR_BYTES
+        assert allocator_of_the_caller() is before
+    assert asked == [1]
+    assert [size for size, _, _ in world.device.allocated] == [made.scratch_bytes] * 3
+    assert len(set(world.device.allocated)) == 1
+
+
+def test_without_descriptors_there_is_no_scratch(world):
+    caller = world.caller(world.of.cases["no TMA"])
+    for _ in range(2):
+        assert world.launched(caller).scratch_bytes == 0
+    assert world.device.allocated == []
+
+
+# ---- when the tuner is asked
+
+
+def test_no_short_way_while_a_launch_may_be_a_trial(world, asked, monkeypatch):
+    caller = world.caller()
+    caller.call()
+    for tuning, wanted in ((True, 2), (False, 2), (True, 3)):
+        monkeypatch.setattr(launches, "is_tuning", lambda now=tuning: now)
+        caller.call()
+        assert len(asked) == wanted
+
+
+def test_another_choice_of_the_tuner_is_followed_at_once(world, asked):
+    caller = world.caller()
+    caller.call()
+    ((key, choice),) = world.of.kernel.cache.items()
+    assert choice is world.of.tiles[0]
+    world.of.kernel.cache[key] = world.of.others
+    taken = [world.launched(caller) for _ in range(2)]
+    assert len(asked) == 2  # and then the short way again
+    assert [world.named(made)["BLOCK_N"] for made in taken] == [128, 128]
+    assert world.compared(taken[0]) == world.compared(taken[1])
+
+
+def test_it_is_tuned_in_context_and_then_settles(world, monkeypatch):
+    monkeypatch.setattr(compiling, "current_device", lambda: 0)
+    monkeypatch.setattr(world.of.kernel, "configs", [*world.of.tiles, world.of.others])
+    caller = world.caller()
+    options = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
+    tuned = contextual_autotune(caller.call, **options)
+    tuned()
+    (context,) = tuned.report.contexts
+    assert (context.status, context.banned, len(context.timings)) == ("tuned", {}, 3)
+    kinds = {(values["TMA"], values["BLOCK_N"]) for values in map(world.named, world.device.launches)}
+    assert kinds == {(True, 64), (True, 128), (False, 64)}
+    (choice,) = world.of.kernel.cache.values()
+    after = [world.launched(caller) for _ in range(2)]  # the second is sure to be the short way
+    for values in map(world.named, after):
+        assert {name: values[name] for name in choice.kwargs} == choice.kwargs
+    assert world.compared(after[0]) == world.compared(after[1])
+
+
+# ---- what it keeps, and what it costs
+
+
+@pytest.mark.parametrize("world", [SUMS], indirect=True)
+def test_nothing_keeps_the_callers_tensors(world):
+    caller = world.caller(PLAIN_SUM)
+    for _ in range(2):
+        caller.call()
+    kept = [weakref.ref(tensor) for tensor in caller.tensors.values()]
+    world.device.launches.clear()
+    del caller
+    gc.collect()
+    assert [ref() for ref in kept] == [None] * len(kept)
+
+
+def test_the_short_way_is_less_python_than_the_long_one(world, monkeypatch):
+    """With -s it prints how much."""
+    caller = world.caller()
+    world.device.writes_down = False
+    caller.call()
+    short_us = microseconds(caller.call)
+    monkeypatch.setattr(launches, "is_tuning", lambda: True)
+    long_us = microseconds(caller.call)
+    name = world.of.kernel.base_fn.__name__
+    print(f"{name}: Python above Triton's launcher: {short_us:.1f} us, the long way {long_us:.1f} us")
+    assert short_us < long_us
