@@ -75,7 +75,8 @@ class Launch:
         tuner, before = self.tuner, getattr(self.tuner, "nargs", None)
         tuner.nargs = self._named()
         try:
-            pruned = tuner.prune_configs(self.kwargs) if len(tuner.configs) > 1 else tuner.configs
+            # Pruning may return a generator, as stock Triton reads its result once.
+            pruned = list(tuner.prune_configs(self.kwargs) if len(tuner.configs) > 1 else tuner.configs)
         except AutotunerError as error:
             raise AutotunerError(f"{self}: {error.error_message}") from None
         finally:
