@@ -62,12 +62,12 @@ def compiled_on(target: GPUTarget, configs: list[triton.Config], kind: str = "TM
         return of_each_value(configs)
     kinds: dict[Any, list[triton.Config]] = {}
     for config in sorted(configs, key=lambda each: -each.kwargs["BLOCK_M"] * each.kwargs["BLOCK_N"]):
-        kinds.setdefault(config.kwargs[kind], []).append(config)
+        kinds.setdefault(config.all_kwargs()[kind], []).append(config)
     return [largest for largest, *_ in kinds.values()]
 
 
 def of_each_value(configs: list[triton.Config]) -> list[triton.Config]:
-    """Return configs that have all values of all, GROUP_M apart, which is a constant of where a tile lies."""
+    """Return configs that have all values of all, those apart that change no code: depths, and an order."""
     left, found = set().union(*map(_parts, configs)), []
     while left:
         found.append(max(configs, key=lambda config: len(left.intersection(_parts(config)))))
@@ -77,7 +77,8 @@ def of_each_value(configs: list[triton.Config]) -> list[triton.Config]:
 
 def _parts(config: triton.Config) -> tuple[tuple[str, Any], ...]:
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return tuple((name, value) for name, value in (config.kwargs | options).items() if name != "GROUP_M")
+    without = ("GROUP_M", "NUM_BUFFERS", "STORE_BUFFERS")
+    return tuple((name, value) for name, value in (config.kwargs | options).items() if name not in without)
 
 
 def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:

@@ -93,7 +93,7 @@ def usable_on(target: Any, rows: int, monkeypatch: pytest.MonkeyPatch, n: int = 
 def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
     """Return candidates of a large call with what they compile to."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        configs = compiled_on(target, usable_on(target, 2048, monkeypatch), "VARIANT")
+        configs = compiled_on(target, usable_on(target, 2048, monkeypatch), "num_warps")
     jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
     return list(zip(configs, in_parallel(jobs), strict=True))
 

@@ -61,7 +61,7 @@ def usable_on(target: Any, rows: int, n: int = 8192, *, by_rows: bool = True) ->
 @functools.cache
 def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
     """Return candidates of a large call with what they compile to."""
-    configs = compiled_on(target, usable_on(target, 2048), "VARIANT")
+    configs = compiled_on(target, usable_on(target, 2048), "num_warps")
     jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
     return list(zip(configs, in_parallel(jobs), strict=True))
 

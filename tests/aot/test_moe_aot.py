@@ -194,7 +194,7 @@ def test_the_sorting_compiles_for_every_target(target):
         num_warps=8,
     )
     assert resources(counting, target)["spilled"] <= 8  # bytes; it runs once in a call
-    for experts, by_first in ((64, False), (512, True)):
+    for experts, by_first in ((64, False), (512, True))[: 2 if target is HOPPER else 1]:
         names = ("rows_ptr", "sources_ptr", "groups_ptr", "ends_ptr", "tables_ptr")
         types = {"ids_ptr": "*i64", **common, **dict.fromkeys(names, "*i32")}
         numbers = ("experts", "stride", "first", "capacity")

@@ -271,183 +271,66 @@ def test_programs_without_a_tile_end_as_well(variant, tensor_memory, schedule):
 # ---- that the model finds what it is there to find
 
 
-@pytest.fixture
-def part(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return a function that puts something else into a module of the body."""
-    return functools.partial(change, monkeypatch)
+def of(module: str, name: str) -> Any:
+    """Return what a module of the body has under that name."""
+    found = importlib.import_module(f"kernels_in_the_model.gemm.{module}")
+    return functools.reduce(getattr, name.split("."), found)
 
 
-CUT = {"programs": 5, "stream_k": 1}  # two tiles of 12 are left for five programs
-CUT_VARIANTS = pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
+def changed(module: str, **names: Any) -> Any:
+    """Return the language that a module uses, with other functions of these names."""
+    language = of(module, "gl")
+    kept = {name: getattr(language, name) for name in dir(language) if not name.startswith("__")}
+    return types.SimpleNamespace(**kept | names)
 
 
-@CUT_VARIANTS
-def test_parts_that_share_a_slot_are_found(part, variant):
-    part("body", "part_slot", lambda program, tile, k_blocks, share, programs: program)
-    assert "not equal" in fails(variant=variant, **CUT).lower()
+def no_store_is_waited_for(pendings: int) -> None:
+    pass
 
 
-@CUT_VARIANTS
-def test_a_segment_that_is_off_by_one_is_found(part, variant):
-    module = importlib.import_module("kernels_in_the_model.gemm.body")
-    segment_of = module.stream_k_segment
-
-    def late(program, segment, tail, k_blocks, share):
-        tile, first, blocks = segment_of(program, segment, tail, k_blocks, share)
-        return tile, first + (segment == 1), blocks
-
-    part("body", "stream_k_segment", late)
-    assert "not equal" in fails(variant=variant, **CUT).lower()
+def wait_for_stores_at_the_end(self: Any) -> None:
+    STORE_WAIT(0)
 
 
-@CUT_VARIANTS
-def test_a_part_too_few_in_the_sum_is_found(part, variant):
-    module = importlib.import_module("kernels_in_the_model.gemm.body")
-    parts_of = module.stream_k_parts
-
-    def fewer(tile, k_blocks, share):
-        first, count = parts_of(tile, k_blocks, share)
-        return first, count - 1
-
-    part("body", "stream_k_parts", fewer)
-    assert fails(variant=variant, **CUT)
+STORE_WAIT = of("epilogue", "tma.store_wait")
+ATOMIC_ADD, BARRIER = of("body", "gl.atomic_add"), of("body", "partition_barrier")
+SEGMENT, PARTS = of("body", "stream_k_segment"), of("body", "stream_k_parts")
+MULTIPLY, WAIT = of("mma", "warpgroup_mma"), of("mma", "warpgroup_mma_wait")
+ARRIVE, ACCUMULATOR = of("mma", "mbarrier.arrive"), of("mma", "WgmmaAccumulator")
+START, END = (of("any_width", f"AnyWidthAccumulator.{name}") for name in ("start", "end"))
+PRODUCTS = of("any_width", "_products")
 
 
-@CUT_VARIANTS
-def test_parts_that_are_counted_before_all_warps_have_written_them_are_found(part, variant):
-    part("body", "partition_barrier", lambda: None)
-    assert "before it is known to be there" in fails(variant=variant, **CUT)
+def late_segment(program, segment, tail, k_blocks, share):
+    tile, first, blocks = SEGMENT(program, segment, tail, k_blocks, share)
+    return tile, first + (segment == 1), blocks
 
 
-@CUT_VARIANTS
-@pytest.mark.parametrize("order", ["relaxed", "acquire", "release"])
-def test_a_count_that_orders_nothing_is_found(part, order, variant):
-    module = importlib.import_module("kernels_in_the_model.gemm.body")
-    names = {name: getattr(module.gl, name) for name in dir(module.gl)}
-    count = module.gl.atomic_add
-    names["atomic_add"] = lambda pointer, value, *, sem, scope: count(pointer, value, sem=order, scope=scope)
-    part("body", "gl", type("gl", (), {name: staticmethod(value) for name, value in names.items()}))
-    assert "before it is known to be there" in fails(variant=variant, **CUT)
+def a_part_too_few(tile, k_blocks, share):
+    first, count = PARTS(tile, k_blocks, share)
+    return first, count - 1
 
 
-@CUT_VARIANTS
-def test_a_count_that_is_not_put_back_is_found(part, variant):
-    part("body", "StreamK.was_last", lambda self, tile: count_only(self, tile))
-    module = importlib.import_module("kernels_in_the_model.gemm.body")
-
-    def count_only(self, tile):
-        _first, count = module.stream_k_parts(tile, self.k_blocks, self.share)
-        module.partition_barrier()
-        arrivals = self.arrivals_ptr + tile
-        return module.gl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == count - 1
-
-    assert fails(variant=variant, **CUT)
+def count_only(self, tile):
+    _first, count = PARTS(tile, self.k_blocks, self.share)
+    BARRIER()
+    return ATOMIC_ADD(self.arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == count - 1
 
 
-def test_a_consumer_that_miscounts_the_steps_of_the_other_is_found(part):
-    language = vars(importlib.import_module("kernels_in_the_model.gemm.roles").gl)
-    # The number of the tile behind this one is taken for its own.
-    part("roles", "gl", types.SimpleNamespace(**{**language, "num_programs": lambda axis: 0}))
-    assert fails(variant="pingpong", **CUT)
+def release_at_once(self, operands, step, k):
+    main = MULTIPLY(operands.a(step), operands.b(step), self.main, is_async=True)
+    ARRIVE(operands.empty_bar(step))
+    return ACCUMULATOR(main, main, self.BLOCK_N, self.EXTRA_N, False)
 
 
-VARIANTS = pytest.mark.parametrize("variant", ["persistent_pipelined", "cooperative", "pingpong"])
+def wait_only(self, operands, step):
+    WAIT(num_outstanding=0, deps=(self.main,))
+    return self
 
 
-@VARIANTS
-def test_a_slot_given_back_under_its_product_is_found(part, variant):
-    def release_at_once(self, operands, step, k):
-        main = sys_multiply(operands.a(step), operands.b(step), self.main, is_async=True)
-        arrive(operands.empty_bar(step))
-        return accumulator(main, main, self.BLOCK_N, self.EXTRA_N, False)
-
-    module = importlib.import_module("kernels_in_the_model.gemm.mma")
-    sys_multiply, accumulator = module.warpgroup_mma, module.WgmmaAccumulator
-    arrive = module.mbarrier.arrive
-
-    def end(self, operands, step):
-        module.warpgroup_mma_wait(num_outstanding=0, deps=(self.main,))
-        return self
-
-    part("mma", "WgmmaAccumulator.multiply", release_at_once)
-    part("mma", "WgmmaAccumulator.end", end)
-    assert "not equal" in fails(variant=variant).lower()
-
-
-@VARIANTS
-def test_a_slot_that_is_never_given_back_is_a_deadlock(part, variant):
-    part("mma", "WgmmaAccumulator.end", lambda self, operands, step: wait_only(self))
-    module = importlib.import_module("kernels_in_the_model.gemm.mma")
-
-    def wait_only(self):
-        module.warpgroup_mma_wait(num_outstanding=0, deps=(self.main,))
-        return self
-
-    assert fails(variant=variant) == "deadlock"
-
-
-@VARIANTS
-def test_a_wrong_parity_is_found(part, variant):
-    part("operands", "ring_phase", lambda step, size: 0)
-    assert fails(variant=variant)
-
-
-@VARIANTS
-def test_an_epilogue_that_does_not_wait_for_its_stores_is_found(part, variant):
-    module = importlib.import_module("kernels_in_the_model.gemm.epilogue")
-    waits_at_the_end_only = type("tma", (), {"store_wait": staticmethod(lambda pendings: None)})
-    finish = module.tma.store_wait
-    part("epilogue", "tma", waits_at_the_end_only)
-    part("epilogue", "OwnBuffers.finish", lambda self: finish(0))
-    assert "not equal" in fails(variant=variant).lower()
-
-
-def test_a_kernel_that_ends_under_its_stores_is_found(part):
-    part("epilogue", "OwnBuffers.finish", lambda self: None)
-    assert "ends with stores in flight" in fails(variant="cooperative")
-
-
-def test_a_missing_proxy_fence_is_found(part):
-    part("epilogue", "fence_async_shared", lambda: None)
-    assert "proxy fence" in fails(variant="cooperative")
-
-
-def test_rows_that_are_read_and_not_fenced_are_found(part):
-    part("mma", "fence_async_shared", lambda: None)
-    assert "a load needs a proxy fence first" in fails(variant="cooperative", extra_n=4, warps=8)
-
-
-def test_a_half_that_is_given_back_before_its_products_is_found(part):
-    module = importlib.import_module("kernels_in_the_model.gemm.mma")
-    wait = module.warpgroup_mma_wait
-    part("mma", "warpgroup_mma_wait", lambda num_outstanding, deps: wait(num_outstanding * 2, deps))
-    assert "not equal" in fails(variant="cooperative", extra_n=4, warps=8, buffers=2).lower()
-
-
-WIDE_TILE = {"variant": "cooperative", "m": 150, "n": 130, "k": 500, "buffers": 2} | JOINED
-WIDE_TILE |= {"blocks": (128, 64, 64), "extra_n": 16, "warps": 8}
-
-
-def changed_products(part: Any, change_text: Callable[[str], str]) -> None:
-    module = importlib.import_module("kernels_in_the_model.gemm.any_width")
-    products = module._products
-    part("any_width", "_products", lambda *args: change_text(products(*args)))
-
-
-def test_ptx_that_waits_for_too_few_products_is_found(part):
-    changed_products(
-        part, lambda text: text.replace("wait_group.sync.aligned 1", "wait_group.sync.aligned 2")
-    )
-    assert "not equal" in fails(**WIDE_TILE).lower()
-
-
-def test_sums_of_any_width_that_nobody_waits_for_are_found(part):
-    def end(self, operands, step):
-        operands.give_back(step + operands.NUM_BUFFERS - 1)
-        return self
-
-    part("any_width", "AnyWidthAccumulator.end", end)
-    assert "while products are in flight" in fails(**WIDE_TILE)
+def give_back_without_a_wait(self, operands, step):
+    operands.give_back(step + operands.NUM_BUFFERS - 1)
+    return self
 
 
 class GivesBack:
@@ -460,66 +343,130 @@ class GivesBack:
         return getattr(self.operands, name)
 
 
-def test_a_slot_given_back_under_ptx_that_reads_it_is_found(part):
-    any_width = importlib.import_module("kernels_in_the_model.gemm.any_width")
-    start, end = any_width.AnyWidthAccumulator.start, any_width.AnyWidthAccumulator.end
+def give_back_at_once(self, operands, step, k, STEPS):
+    return START(self, GivesBack(operands, lambda *_, pred: operands.give_back(step)), step, k, STEPS)
 
-    def at_once(self, operands, step, k, STEPS):
-        return start(self, GivesBack(operands, lambda *_, pred: operands.give_back(step)), step, k, STEPS)
 
-    def not_again(self, operands, step):
-        return end(self, GivesBack(operands, lambda step: None), step)
+def give_back_no_more(self, operands, step):
+    return END(self, GivesBack(operands, lambda step: None), step)
 
-    part("any_width", "AnyWidthAccumulator.start", at_once)
-    part("any_width", "AnyWidthAccumulator.end", not_again)
-    assert "not equal" in fails(**WIDE_TILE).lower()
+
+def other_ptx(before: str, after: str) -> tuple[str, str, Any]:
+    return "any_width", "_products", lambda *args: PRODUCTS(*args).replace(before, after)
+
+
+CUT = {"programs": 5, "stream_k": 1}  # two tiles of 12 are left for five programs
+THROUGH_REGISTERS = {"extra_n": 4, "warps": 8}
+WIDE_TILE = {"m": 150, "n": 130, "k": 500, "buffers": 2} | JOINED
+WIDE_TILE |= {"blocks": (128, 64, 64), "extra_n": 16, "warps": 8}
+TOO_EARLY, WRONG, ANYHOW = "before it is known to be there", "not equal", ""  # how it fails
+EITHER = ("cooperative", "pingpong")
+EACH = ("persistent_pipelined", *EITHER)
+AT_LAST = ("epilogue", "OwnBuffers.finish", wait_for_stores_at_the_end)
+SLOT_OF_PROGRAM = ("body", "part_slot", lambda program, tile, k_blocks, share, programs: program)
+FAULTS: dict[str, tuple[Any, ...]] = {  # what is put into the body, where; how it fails, with what, in which
+    "parts share a slot": (SLOT_OF_PROGRAM, WRONG, CUT, EITHER),
+    "a segment is off by one": (("body", "stream_k_segment", late_segment), WRONG, CUT, EITHER),
+    "a part too few is in the sum": (("body", "stream_k_parts", a_part_too_few), ANYHOW, CUT, EITHER),
+    "parts are counted too early": (("body", "partition_barrier", lambda: None), TOO_EARLY, CUT, EITHER),
+    "a count is not put back": (("body", "StreamK.was_last", count_only), ANYHOW, CUT, EITHER),
+    # The number of the tile behind this one is taken for its own.
+    "steps of the other are miscounted": (
+        ("roles", "gl", changed("roles", num_programs=lambda axis: 0)), ANYHOW, CUT, EITHER[1:]
+    ),
+    "a slot is given back under its product": (
+        ("mma", "WgmmaAccumulator.multiply", release_at_once, "mma", "WgmmaAccumulator.end", wait_only),
+        *(WRONG, {}, EACH),
+    ),
+    "a slot is never given back": (("mma", "WgmmaAccumulator.end", wait_only), "deadlock", {}, EACH),
+    "a parity is wrong": (("operands", "ring_phase", lambda step, size: 0), ANYHOW, {}, EACH),
+    "no store is waited for": (
+        ("epilogue", "tma", types.SimpleNamespace(store_wait=no_store_is_waited_for), *AT_LAST),
+        *(WRONG, {}, EACH),
+    ),
+    "it ends under its stores": (
+        ("epilogue", "OwnBuffers.finish", lambda self: None), "ends with stores in flight", {}, EITHER[:1]
+    ),
+    "a proxy fence is missing": (
+        ("epilogue", "fence_async_shared", lambda: None), "proxy fence", {}, EITHER[:1]
+    ),
+    "rows are read and not fenced": (
+        ("mma", "fence_async_shared", lambda: None),
+        *("a load needs a proxy fence first", THROUGH_REGISTERS, EITHER[:1]),
+    ),
+    "a half is given back before its products": (
+        ("mma", "warpgroup_mma_wait", lambda num_outstanding, deps: WAIT(num_outstanding * 2, deps)),
+        *(WRONG, THROUGH_REGISTERS | {"buffers": 2}, EITHER[:1]),
+    ),
+    "PTX waits for too few products": (
+        other_ptx("wait_group.sync.aligned 1", "wait_group.sync.aligned 2"), WRONG, WIDE_TILE, EITHER[:1]
+    ),
+    "nobody waits for sums of any width": (
+        ("any_width", "AnyWidthAccumulator.end", give_back_without_a_wait),
+        *("while products are in flight", WIDE_TILE, EITHER[:1]),
+    ),
+    "a slot is given back under PTX that reads it": (
+        (
+            *("any_width", "AnyWidthAccumulator.start", give_back_at_once),
+            *("any_width", "AnyWidthAccumulator.end", give_back_no_more),
+        ),
+        *(WRONG, WIDE_TILE, EITHER[:1]),
+    ),
+    "the last k block lacks products": (  # 32 of its 52 elements of K
+        ("problem", "STEPS_OF_A_BLOCK", 2), WRONG, WIDE_TILE, EITHER[:1]
+    ),
+    "swapped tiles are at the wrong place": (
+        ("epilogue", "piece_start", lambda i, store_n, width: 0),
+        *(ANYHOW, WIDE_TILE | {"swap_ab": True}, EITHER[:1]),
+    ),
+    "stolen slots are loaded too early": (
+        ("epilogue", "StolenBuffers.before_load", lambda self: None),
+        *(ANYHOW, {"blocks": (2, 8, 2), "store": (4, 0)}, EACH[:1]),
+    ),
+    # A deadlock, or an arrival too many.
+    "turns are miscounted": (("roles", "ring_phase", lambda step, size: 0), ANYHOW, {}, EITHER[1:]),
+}  # fmt: skip
+for order in ("relaxed", "acquire", "release"):
+
+    def count(pointer, value, *, sem, scope, order=order):
+        return ATOMIC_ADD(pointer, value, sem=order, scope=scope)
+
+    FAULTS[f"a count is {order} alone"] = (
+        ("body", "gl", changed("body", atomic_add=count)),
+        TOO_EARLY,
+        CUT,
+        EITHER,
+    )
+for name, value in (("STEP_OFFSET", 4), ("WARPGROUP_ROWS", 0), ("WARPGROUP_ROWS", 256)):
+    FAULTS[f"{name} is {value}"] = ("any_width", name, value), ANYHOW, WIDE_TILE, EITHER[:1]
+for width in (72, 128):  # columns are left out, or found behind the tile
+    ptx = other_ptx("m64n80k16", f"m64n{width}k16")
+    FAULTS[f"PTX is {width} columns wide"] = ptx, "of other columns", WIDE_TILE, EITHER[:1]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("STEP_OFFSET", 4), ("WARPGROUP_ROWS", 0), ("WARPGROUP_ROWS", 256)], ids=str
+    ("name", "variant"), [(name, variant) for name, (*_, variants) in FAULTS.items() for variant in variants]
 )
-def test_an_address_that_is_wrong_is_found(part, name, value):
-    part("any_width", name, value)
-    assert fails(**WIDE_TILE)
-
-
-def test_products_that_the_last_k_block_lacks_are_found(part):
-    part("problem", "STEPS_OF_A_BLOCK", 2)  # 32 of its 52 elements of K
-    assert "not equal" in fails(**WIDE_TILE).lower()
+def test_a_fault_is_found(monkeypatch, name, variant):
+    parts, found, options, _ = FAULTS[name]
+    for at in range(0, len(parts), 3):
+        change(monkeypatch, *parts[at : at + 3])
+    failure = fails(variant=variant, **options)
+    assert failure
+    assert found.lower() in failure.lower()
 
 
 @pytest.mark.parametrize(
     ("k", "steps"), [(8, {1}), (16, {1}), (24, {2}), (40, {4}), (128, {4}), (136, {4, 1})]
 )
-def test_of_zeros_behind_k_few_are_multiplied(part, k, steps):
-    start = importlib.import_module("kernels_in_the_model.gemm.any_width").AnyWidthAccumulator.start
+def test_of_zeros_behind_k_few_are_multiplied(monkeypatch, k, steps):
     seen = set()
-    part("any_width", "AnyWidthAccumulator.start", lambda *args: (seen.add(int(args[-1])), start(*args))[1])
-    multiply(**WIDE_TILE | {"k": k})
+    noted = lambda *args: (seen.add(int(args[-1])), START(*args))[1]  # noqa: E731
+    change(monkeypatch, "any_width", "AnyWidthAccumulator.start", noted)
+    multiply("cooperative", **WIDE_TILE | {"k": k})
     assert seen == steps
-
-
-@pytest.mark.parametrize("width", [72, 128])
-def test_columns_that_ptx_leaves_out_or_finds_behind_the_tile_are_found(part, width):
-    changed_products(part, lambda text: text.replace("m64n80k16", f"m64n{width}k16"))
-    assert "of other columns" in fails(**WIDE_TILE)
 
 
 def test_only_tiles_of_any_width_have_columns_of_c_as_rows():
     with pytest.raises(AssertionError, match="only tiles of any width have been exchanged"):
-        multiply(**WIDE_TILE | {"joined": False, "swap_ab": True})
-
-
-def test_swapped_tiles_at_the_wrong_place_are_found(part):
-    part("epilogue", "piece_start", lambda i, store_n, width: 0)
-    assert fails(**WIDE_TILE | {"swap_ab": True})
-
-
-def test_stolen_slots_that_are_loaded_too_early_are_found(part):
-    part("epilogue", "StolenBuffers.before_load", lambda self: None)
-    assert fails(variant="persistent_pipelined", blocks=(2, 8, 2), store=(4, 0))
-
-
-def test_consumers_that_miscount_their_turns_are_found(part):
-    part("roles", "ring_phase", lambda step, size: 0)
-    assert fails(variant="pingpong")  # "deadlock", or an arrival too many
+        multiply("cooperative", **WIDE_TILE | {"joined": False, "swap_ab": True})

@@ -6,6 +6,7 @@ Under pytest the ranks are CPU processes in Triton's interpreter; tests marked `
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import time
 
@@ -127,8 +128,7 @@ def cases(rank, types, candidates, shape_of_candidates, **options):
     """Return calls that are right by each way, here and on GPUs; but for `candidates`, ranks' differ."""
     found = {
         f"{name}, {dtype}": lambda shape=shape, dtype=dtype: calls(rank, *shape, dtype, **options)
-        for number, (name, shape) in enumerate(SHAPES.items())
-        for dtype in (types if name.startswith("ragged") else [types[number % 2]])
+        for (name, shape), dtype in zip(SHAPES.items(), itertools.cycle(types))
     }
     found |= {
         f"candidate {index}": lambda index=index: calls(rank, *shape_of_candidates, HALF, index, **options)

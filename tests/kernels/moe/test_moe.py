@@ -6,6 +6,7 @@ Here the ranks are CPU processes in Triton's interpreter; `test_moe_on_gpus.py` 
 from __future__ import annotations
 
 import time
+from itertools import cycle
 
 import pytest
 import torch
@@ -34,12 +35,13 @@ def unequal_parts(rank, runs):
 
 
 def of_two_ranks(rank, runs):
-    cases = {name: lambda shape=shape: three_calls(rank, runs, *shape) for name, shape in SHAPES.items()}
-    for kind in ("one", "same", "none"):
-        choices = (17, 6), 16, 24, 4, 3, HALF, kind
-        cases[f"choices: {kind}"] = lambda choices=choices: three_calls(rank, runs, *choices)
-    for dtype in (torch.bfloat16, torch.float32):
-        cases[str(dtype)] = lambda dtype=dtype: three_calls(rank, runs, (13, 20), 48, 24, 3, 2, dtype)
+    """Have the shapes by turns in each type and with each kind of choices."""
+    turns = zip(SHAPES.items(), cycle((HALF, torch.bfloat16, torch.float32)), cycle(("any", "one", "same")))
+    cases = {
+        f"{name}, {kind}, {dtype}": lambda given=(*shape, dtype, kind): three_calls(rank, runs, *given)
+        for (name, shape), dtype, kind in turns
+    }
+    cases["no choice at all"] = lambda: three_calls(rank, runs, (17, 6), 16, 24, 4, 3, HALF, "none")
     for index in range(len(runs.candidates)):
         cases[f"candidate {index}"] = lambda index=index: one_candidate(rank, runs, index)
     cases["late ranks"] = lambda: many_calls(rank, runs, "random")

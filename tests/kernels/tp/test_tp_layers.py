@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
 ]
 
-VOCABULARY, WIDTH, SEQUENCES, LENGTH = 20, 16, 4, 4
+VOCABULARY, WIDTH, LAYERS, SEQUENCES, LENGTH = 20, 16, 1, 4, 4
 
 
 class Attention(nn.Module):
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleDict({str(number): Block() for number in range(2)})
+        self.layers = nn.ModuleDict({str(number): Block() for number in range(LAYERS)})
         self.norm, self.output = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens):
@@ -383,9 +383,9 @@ def test_a_plan_that_cannot_be_carried_out_raises_with_names():
     for texts in values(wrong_plans, 2):
         assert texts == [
             "ValueError: the plan names 'layer.*', and no module has such a name",
-            "ValueError: the plan does not reach 5 parameters: layers.0.attention_norm.weight, "
-            "layers.0.ffn_norm.weight, layers.1.attention_norm.weight, layers.1.ffn_norm.weight, "
-            "norm.weight; SequenceParallel() is for modules that work on each token alone",
+            "ValueError: the plan does not reach 3 parameters: layers.0.attention_norm.weight, "
+            "layers.0.ffn_norm.weight, norm.weight; SequenceParallel() is for modules that work on each "
+            "token alone",
             "ValueError: dimension 0 of a parameter [3, 4] is no multiple of 2 ranks",
             "TypeError: RMSNorm cannot be split by rows or columns; an nn.Linear is needed",
             "ValueError: Sequential has children; name each of them in the plan",
