@@ -252,11 +252,11 @@ class RankContext:
         own = {**failed, **self.bans}
         for candidate, text in self.texts.items():
             if candidate in own:
-                yield f"Rank {self.rank}, {config_label(text)}: {own[candidate]}."
+                yield f"Rank {self.rank}, {config_label(text)}: {own[candidate].rstrip('.')}."
             elif self.search is not None and candidate in self.search.digests:
                 index = self.search.digests.index(candidate)
                 rank, reason = self.search.banned.get(index, (self.rank, "pruned away"))
-                yield f"Rank {rank}, {config_label(text)}: {reason}."
+                yield f"Rank {rank}, {config_label(text)}: {reason.rstrip('.')}."
 
     def config_of(self, candidate: str) -> Any:
         """Return the config of a candidate, or the option of a `tunable`; None where this rank has none."""

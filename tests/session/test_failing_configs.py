@@ -89,6 +89,7 @@ def test_when_all_fail_one_error_names_kernel_key_and_every_reason(bench, where)
     for block in BLOCKS:
         assert f"Rank 0, BLOCK: {block}" in message
     assert message.count("out of resource: shared memory, Required: 262144") == 3
+    assert ".." not in message
     assert isinstance(caught.value, TuningError)
     assert is_outside()
     assert not is_tuning()
