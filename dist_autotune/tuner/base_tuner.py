@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from .. import settings
 from ..options import Options
 from ..triton_api.interception import INTERCEPTION
 from .report import TuningReport
@@ -33,8 +34,8 @@ class BaseTuner:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to try: the moment to capture a CUDA graph."""
-        return self._calls is not None and self._calls.settled
+        """Whether nothing is left to try: the moment to capture a CUDA graph. With the mode off, always."""
+        return settings.run_mode() == "off" or (self._calls is not None and self._calls.settled)
 
     def retune(self) -> None:
         """Tune anew at the next call, whatever memory and disk hold. Call it on all ranks."""

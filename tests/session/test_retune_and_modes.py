@@ -156,6 +156,7 @@ def test_mode_off_is_the_bare_function(bench, monkeypatch):
     assert seen == [stock]
     assert bench.clock.marks == 0
     assert tuned.report is None
+    assert tuned.settled
     assert not Path(".autotune_logs").exists()
 
 

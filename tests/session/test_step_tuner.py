@@ -174,6 +174,7 @@ def test_with_the_mode_off_a_step_is_nothing(bench, step_tuner, monkeypatch):
     with step_tuner.step():
         assert is_outside()
     assert step_tuner.report is None
+    assert step_tuner.settled  # a loop that waits for it ends
 
 
 def test_with_the_mode_cached_nothing_is_tried(bench, step_tuner, monkeypatch):
