@@ -339,6 +339,7 @@ class AllGatherGemm(Operation):
         self._fetched_rows += rows
         call = self._call_of(product, choice, self._flags.local, epoch, base)
         try:
+            self._meet()
             with self._telling(0):
                 self._producer.start(rows, epoch, base, choice.pieces)
                 self._launch(product, choice, call)
@@ -354,6 +355,7 @@ class AllGatherGemm(Operation):
         before, self._told_rows = self._told_rows, rows
         call = self._call_of(product, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
         try:
+            self._meet()
             self._pusher.start(rows, choice.pieces)
             self._launch(product, choice, call)
             self._pusher.finish()

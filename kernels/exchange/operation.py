@@ -22,7 +22,7 @@ from ..signals import Failure, as_patience, read_failure
 from ..symm import SymmetricMemoryError, open_symmetric_memory
 from ..tensors import FP8
 from .calls import watch
-from .streams import StreamOrder
+from .streams import NOT_COME, Meeting, StreamOrder
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
@@ -74,6 +74,7 @@ class Operation(abc.ABC):
             raise
         self._read_device(dtype)
         self._streams = StreamOrder()
+        self._meeting: Meeting | None = None
         watch(self)
 
     @abc.abstractmethod
@@ -98,14 +99,20 @@ class Operation(abc.ABC):
         failures = {peer: found for peer, flag in flags if (found := read_failure(int(flag)))}
         if not failures:
             return None
-        texts = [self._describe(peer, failure) for peer, failure in failures.items()]
+        texts = [
+            f"rank {peer} did not come to the call in time"
+            if failure.kind == NOT_COME.value
+            else self._describe(peer, failure)
+            for peer, failure in failures.items()
+        ]
         text = "; ".join([*filter(None, texts), *self._describe_all(failures)])
         text = f"{type(self).__name__}, rank {self.rank}: {text}. "
         next_step = "Close it on all ranks and open another"
         if why := self.explain():
             return ValueError(f"{text}{why}. {next_step}")
         if any(failure.kind not in self._wrong_calls for failure in failures.values()):
-            return PeerTimeout(f"{text}Find out what that rank is doing. {next_step}")
+            waits = " If it waits for a send of this rank, call meet_first()." * (self._meeting is None)
+            return PeerTimeout(f"{text}Find out what that rank is doing.{waits} {next_step}")
         return ValueError(f"{text}{self._mend_calls}{next_step}")
 
     def _read_device(self, dtype: torch.dtype) -> None:
@@ -145,6 +152,18 @@ class Operation(abc.ABC):
         """Raise what the host can tell of the peers' calls without the device, which may wait for them."""
         return
 
+    def meet_first(self) -> None:
+        """Have the kernels of each eager call from now on begin when all peers have come to it; collective.
+
+        For ranks that also send to each other outside of this group, as pipelines do: a kernel that waits
+        for a peer may hold all SMs, and that peer may wait for a send that finds none. It costs a launch, a
+        message and what a call does before its first wait.
+        """
+        self._check_usable()
+        if self.world_size > 1 and self._meeting is None:
+            with torch.inference_mode(False):
+                self._meeting = Meeting(self._memory, self._errors)
+
     def close(self) -> None:
         """Meet the peers, give the memory back and raise what went wrong; a second call does nothing."""
         if self._is_closed:
@@ -182,7 +201,7 @@ class Operation(abc.ABC):
 
     def _end(self) -> None:
         self._is_closed = True
-        del self._errors
+        del self._errors, self._meeting
         self._forget()
 
     def _check_usable(self) -> None:
@@ -205,11 +224,16 @@ class Operation(abc.ABC):
         if self.device.type == "cuda":
             self._streams.follow(self.device)
 
+    def _meet(self) -> None:
+        if self._meeting is not None and not self._is_capturing():
+            self._meeting.attend(self._patience_ticks)
+
     @contextlib.contextmanager
     def _carrying_out(self) -> Iterator[None]:
         """Count a call; if the block raises, no later call is possible."""
         self._calls += 1
         try:
+            self._meet()
             yield
         except BaseException as error:
             if not self._is_capturing():  # of what is captured nothing has happened

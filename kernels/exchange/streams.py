@@ -1,8 +1,22 @@
-"""The order of calls that share memory and come on several streams."""
+"""When a call may begin: behind the last one, on whichever stream; if asked for, once all peers have come.
+
+**Beside a pipeline.** A kernel that waits for a peer may hold every SM. Where that peer waits for an NCCL
+send of this rank, which finds no SM, neither goes on until patience ends. Behind a `Meeting` all ranks have
+come to the call: what is left of it are copies, which need no SM, and kernels of peers, which no send of this
+rank keeps waiting. The kernel that meets has one warp a peer.
+"""
 
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
+
+from ..launch import load
+from ..signals import as_epoch, wait_until
+from ..symm import SymmetricMemory, Write
+
+NOT_COME = tl.constexpr(0)  # what a failure record says about a peer; other kinds are the operation's own
 
 
 class StreamOrder:
@@ -29,3 +43,38 @@ class StreamOrder:
                 return  # that was another capture, which has ended
             event.record()
         stream.wait_event(event)
+
+
+@triton.jit(do_not_specialize=["rank", "epoch", "patience_ticks"])
+def await_peers(flags_ptr, errors_ptr, rank, epoch, patience_ticks, WORLD: tl.constexpr):
+    """Return when a peer has come to the call, or patience has ended; a program a peer."""
+    peer = (rank + 1 + tl.program_id(0)) % WORLD
+    wait_until(flags_ptr + peer, epoch, errors_ptr + peer, NOT_COME, patience_ticks, False)
+
+
+class Meeting:
+    """Holds the caller's stream back until all peers have come to the call; opening one is collective.
+
+    errors: int64 [W], the operation's. For eager calls: a graph would repeat its number.
+    """
+
+    def __init__(self, memory: SymmetricMemory, errors: torch.Tensor) -> None:
+        world, rank = memory.world_size, memory.rank
+        flags = memory.allocate((world,), torch.int32)  # the last call that each peer has come to
+        self._calls = 0
+        self._place = (flags.local, errors, rank)
+        self._constants = {"WORLD": world, "num_warps": 1}
+        self._stream = memory.side_stream()
+        others = [theirs[rank] for peer, theirs in enumerate(flags.peers) if peer != rank]
+        self._announce = memory.prepare([Write(word, 0, plus=0) for word in others], self._stream)
+        self._grid = (world - 1, 1, 1)
+        load(await_peers, self._grid, *self._place, 0, 0, **self._constants)
+
+    def attend(self, patience_ticks: int) -> None:
+        """Enqueue that this rank has come, and a wait for its peers."""
+        self._calls += 1
+        epoch = as_epoch(self._calls)
+        self._stream.fork()
+        self._announce(epoch)
+        await_peers[self._grid](*self._place, epoch, patience_ticks, **self._constants)
+        self._stream.join()

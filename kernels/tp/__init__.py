@@ -12,7 +12,7 @@ from .functions import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatt
 from .layers import ColumnParallelLinear, RowParallelLinear, SwiGLU
 from .moe_layer import MoE
 from .parallelize import ColumnParallel, RowParallel, SequenceParallel, parallelize
-from .registry import release, reserve
+from .registry import meet_first, release, reserve
 from .sharding import limit_sharding
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "limit_sharding",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "meet_first",
     "parallelize",
     "release",
     "reserve",

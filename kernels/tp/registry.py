@@ -83,6 +83,7 @@ class Workspaces:
         self.open: dict[Key, Workspace] = {}
         self.outgrown: list[tuple[Key, Workspace]] = []  # graphs replay in them
         self._announcements: dict[str, Announcements] = {}  # by the group's name
+        self.meeting: dict[str, dist.ProcessGroup] = {}  # whose calls begin when all have come, by name
 
     def find(self, key: Key) -> Workspace | None:
         """Return what is open for the key, unless its group is gone: a new one may have the same name."""
@@ -104,6 +105,8 @@ class Workspaces:
         group = _group_of(key.group_name)
         open_one: Any = key.kind
         operation = open_one(rows, key.columns, key.dtype, group, timeout_s=timeout_s)
+        if self.meeting.get(key.group_name) is group:
+            operation.meet_first()
         self.open[key] = workspace = Workspace(operation, group, rows, timeout_s)
         return workspace
 
@@ -143,9 +146,24 @@ class Workspaces:
         gone = [name for name, each in self._announcements.items() if _find_group(name) is not each.group]
         for name in gone:
             del self._announcements[name]
+        meeting = self.meeting.items()
+        self.meeting = {name: group for name, group in meeting if _find_group(name) is group}
 
 
 WORKSPACES = Workspaces()
+
+
+def meet_first(group: Group = None) -> None:
+    """Have the kernels of each eager call begin when all ranks of the group have come to it; collective.
+
+    For ranks that also send to each other outside of the group, as pipelines do: see
+    `exchange.operation.Operation.meet_first`.
+    """
+    group_name = name_of(group)
+    WORKSPACES.meeting[group_name] = _group_of(group_name)
+    for key, workspace in WORKSPACES.open.items():
+        if key.group_name == group_name and _is_alive(key, workspace):
+            workspace.operation.meet_first()
 
 
 def reserve(

@@ -26,6 +26,8 @@ from kernels_for_tests import Bench, add, numbers
 from dist_autotune.errors import TuningError
 from dist_autotune.triton_api.identity import (
     candidate_digest,
+    config_digest,
+    kernel_identity,
     kernel_source,
     key_text,
 )
@@ -268,6 +270,7 @@ with_heuristics = triton.autotune([triton.Config({{"BLOCK": b}}) for b in {block
     triton.heuristics({{"n": lambda args: 1}})(kernel)
 )
 """
+WITH_3_6_AND_3_9 = ["10258905a69a3e6f", "9b5f1dd401aca753", "bc73202d79658b0f"]  # two kernels, a config
 DEFAULTS = {"limit": 8, "unused": 1, "scale": 2, "helper": "+ 1", "comment": "", "blocks": (16, 32)}
 
 
@@ -293,6 +296,14 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_same_source_has_the_same_digest(module):
     assert kernel_source(module().tuned.base_fn) == kernel_source(module().tuned.base_fn)
+
+
+def test_an_entry_of_another_triton_has_the_digests_of_this_one(module):
+    """Or an upgrade would be that of the kernel as well, and none of the old candidates would be found."""
+    loaded, config = module(), triton.Config({"BLOCK": 16}, num_warps=2, num_stages=1)
+    tuners = loaded.tuned, loaded.with_heuristics
+    digests = [*(kernel_identity(tuner).digest for tuner in tuners), config_digest(config)]
+    assert digests == WITH_3_6_AND_3_9
 
 
 @pytest.mark.parametrize(

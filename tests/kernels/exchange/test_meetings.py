@@ -1,0 +1,205 @@
+"""That kernels begin when all peers have come to the call, where that is asked for: `meet_first`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import collective_runs
+import gemm_ar_runs
+import pytest
+import torch
+import torch.distributed as dist
+from ag_gemm_runs import error_ratio, gathered_by_torch, tensors
+from ag_moe_runs import GATHERING
+from moe_rs_runs import SCATTERING
+from operation_runs import INTERPRETER, device, message_of, synchronize, values
+from rank_programs import wait_for
+from tp_runs import workspaces
+
+from dist_autotune.kernels import tp
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_moe import AllGatherMoE
+from dist_autotune.kernels.gemm_ar import GemmAllReduce
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.moe_rs import MoEReduceScatter
+from dist_autotune.kernels.signals import as_patience
+from dist_autotune.kernels.tp.registry import WORKSPACES
+from ranks import meet
+
+pytestmark = INTERPRETER
+HALF, M, N, K, EXPERTS, TOPK = torch.float16, 16, 32, 16, 2, 2
+
+
+def begin(rank):
+    for each in (collective_runs, gemm_ar_runs, GATHERING, SCATTERING):
+        each.begin(rank)
+
+
+def random(*shape):
+    return (torch.randn(shape, device=device()) / 4).to(HALF)
+
+
+def opened(kind):
+    """Open an operation of two ranks; return it and a call of it."""
+    ids = torch.arange(M * TOPK, device=device()).view(M, TOPK) % EXPERTS
+    factors, known = torch.rand(M, TOPK, device=device()), {"tokens": [M, M]}
+    if kind in ("pull", "push"):
+        op, given = AllGatherGemm(M, K, HALF, producer=kind, collective=False), (random(M, K), random(N, K))
+        return op, lambda: op(*given)
+    if kind == "GemmReduceScatter":
+        op, given = GemmReduceScatter(2 * M, N, HALF, collective=False), (random(2 * M, K), random(N, K))
+        return op, lambda: op(*given)
+    if kind == "GemmAllReduce":
+        op, given = GemmAllReduce(M, N, HALF), (random(M, K), random(N, K))
+        return op, lambda: op(*given)
+    if kind == "AllGatherMoE":
+        op = AllGatherMoE(M, K, HALF, collective=False)
+        given = random(M, K), random(EXPERTS, N, K), ids
+    else:
+        op = MoEReduceScatter(M, N, HALF, collective=False)
+        given = random(2 * M * TOPK, K), random(EXPERTS, N, K), ids, factors
+    return op, lambda: op(*given, **known)
+
+
+def noted(events, op, name, event):
+    """Append `event()` behind each call of a method, or before it, if it launches."""
+    method = getattr(op, name)
+
+    def called(*args, **kwargs):
+        if name != "_meet":
+            events.append(event())
+        result = method(*args, **kwargs)
+        if name == "_meet":
+            events.append(event())
+        return result
+
+    setattr(op, name, called)
+
+
+def late_peer(rank, kind, meets):
+    """Let rank 1 come when rank 0 has; return whether rank 0 saw it before its launches, and is right."""
+    begin(rank)
+    op, call = opened(kind)
+    with op:
+        expected, came, events = call().clone(), Path("came"), []
+        if meets:
+            op.meet_first()
+            op.meet_first()  # a second time changes nothing
+        noted(events, op, "_exchange" if kind == "GemmAllReduce" else "_launch", came.exists)
+        meet()
+        if rank == 1:
+            if meets:
+                here = op._meeting._place[0]
+                wait_for(lambda: here[0] == 1)
+                time.sleep(0.1)  # on purpose: rank 0 is to find this one away
+            else:
+                wait_for(Path("launched").exists)
+            came.touch()
+        elif not meets:
+            noted(events, op, "_meet", lambda: Path("launched").touch() or came.exists())
+        result = call()
+        return events[:2], torch.equal(result, expected)
+
+
+KINDS = ["pull", "push", "GemmReduceScatter", "GemmAllReduce", "AllGatherMoE", "MoEReduceScatter"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_begin_when_all_peers_have_come(kind):
+    (events, is_right), (_, is_right_too) = values(late_peer, 2, kind, True)
+    assert events
+    assert all(events)
+    assert is_right
+    assert is_right_too
+
+
+def test_without_it_they_begin_at_once():
+    assert values(late_peer, 2, "pull", False)[0] == ([False, False], True)
+
+
+def absent_peer(rank, kind, meets):
+    begin(rank)
+    op, call = opened(kind)
+    if meets:
+        op.meet_first()
+    call()
+    meet()
+    if rank == 1:
+        return None
+    op._patience_ticks = as_patience(0.5)
+    messages = [message_of(call), message_of(call)]
+    op.abandon()
+    return messages
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_that_does_not_come_is_named(kind):
+    message, again = values(absent_peer, 2, kind, True)[0]
+    name = "AllGatherGemm" if kind in ("pull", "push") else kind
+    told = f"PeerTimeout: {name}, rank 0: rank 1 did not come to the call in time. Find out what that rank is"
+    assert message == f"{told} doing. Close it on all ranks and open another"
+    assert again == message
+
+
+def test_without_it_a_wait_that_ends_says_what_may_help():
+    message, _ = values(absent_peer, 2, "pull", False)[0]
+    assert "If it waits for a send of this rank, call meet_first()." in message
+
+
+def workspaces_that_meet(rank):
+    with workspaces(rank):
+        up, down = (torch.ones(shape) for shape in ((8, 4), (4, 8)))
+
+        def step(rows):
+            product = tp.all_gather_matmul(torch.ones(rows, 4), up)
+            return tp.matmul_reduce_scatter(product, down)
+
+        wanted = step(2)
+        tp.meet_first()
+        results = [step(2), step(6)]
+        meeting = [each.operation._meeting is not None for each in WORKSPACES.open.values()]
+        tp.release()
+        return torch.equal(results[0], wanted), results[1].shape, meeting
+
+
+def test_all_layers_of_a_group_meet_first_also_in_workspaces_that_are_opened_later():
+    assert values(workspaces_that_meet, 2) == [(True, (6, 4), [True, True])] * 2
+
+
+def test_one_rank_has_nobody_to_meet():
+    def alone(rank):
+        op, call = AllGatherGemm(M, K, HALF), (random(M, K), random(N, K))
+        with op:
+            op.meet_first()
+            return message_of(lambda: op(*call))
+
+    assert values(alone, 1) == ["nothing was raised"]
+
+
+def sends_behind_a_call(rank):
+    """Rank 1 comes to the call behind a receive, for whose send rank 0's kernel, on every SM, leaves none."""
+    begin(rank)
+    sms = torch.cuda.get_device_properties(device()).multi_processor_count
+    rows = torch.ones(2**20, device=device())
+    exchange = dist.send if rank == 0 else dist.recv
+    a_shard, weight = tensors(2048, 4096, 1024, HALF)
+    options = {"consumer": "plain", "programs": sms, "collective": False, "timeout_s": 20.0}
+    with AllGatherGemm(2048, 1024, HALF, **options) as op:
+        op.meet_first()
+        op(a_shard, weight)
+        exchange(rows, 1 - rank)  # makes the communicator
+        synchronize()
+        if rank == 1:
+            exchange(rows, 0)
+        product = op(a_shard, weight)
+        if rank == 0:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                exchange(rows, 1)
+        op.check()
+        return error_ratio(product, gathered_by_torch(a_shard), weight)
+
+
+@pytest.mark.gpu(devices=2)
+def test_a_send_behind_a_call_finds_an_sm_on_gpus():
+    assert max(values(sends_behind_a_call, 2)) < 1
