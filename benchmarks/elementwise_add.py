@@ -1,4 +1,4 @@
-"""elementwise_add, both variants, against torch.add and the bandwidth of a copy, on one GPU.
+"""elementwise_add against torch.add and the bandwidth of a copy, on one GPU.
 
     ./launch.sh --nproc 1 -m benchmarks.elementwise_add [--rows R] [--columns C]
                                                         [--dtype fp32|fp16|bf16]
@@ -20,15 +20,15 @@ import torch
 from benchmarks.common.arms import Arm, Plan, measure
 from benchmarks.common.cases import Benchmark, Ratio, case_record
 from benchmarks.common.options import new_parser
-from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
+from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
 from benchmarks.common.records import add_run_options
 from dist_autotune import contextual_autotune
-from dist_autotune.kernels.elementwise_add import VARIANTS, elementwise_add
+from dist_autotune.kernels.elementwise_add import elementwise_add
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LIMIT_S = 600.0
 COPY, TORCH = "copy", "torch.add"
-OURS = tuple(name for name in VARIANTS if name != "auto")
+OURS = "ours"
 
 
 def bits_differ(result: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -53,21 +53,12 @@ def arms_of(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Arm]:
             poison=lambda: out.fill_(math.nan),
         )
 
-    def ours(variant: str) -> Callable[[], torch.Tensor]:
-        tuned = contextual_autotune(
-            lambda: elementwise_add(a, b, out, variant), name=f"elementwise_add benchmark {variant}"
-        )
-
-        def call() -> torch.Tensor:
-            if variant == "warp_specialized" and not ON_GPU:
-                raise Unsupported("TMA needs a GPU")
-            return tuned()
-
-        return call
-
-    arms = [arm(COPY, lambda: out.copy_(a), lambda: a, 2)]
-    arms.append(arm(TORCH, lambda: torch.add(a, b, out=out), lambda: a + b, 3))
-    return arms + [arm(name, ours(name), lambda: a + b, 3) for name in OURS]
+    ours = contextual_autotune(lambda: elementwise_add(a, b, out), name="elementwise_add benchmark")
+    return [
+        arm(COPY, lambda: out.copy_(a), lambda: a, 2),
+        arm(TORCH, lambda: torch.add(a, b, out=out), lambda: a + b, 3),
+        arm(OURS, ours, lambda: a + b, 3),
+    ]
 
 
 def parse() -> argparse.Namespace:
@@ -101,9 +92,9 @@ def main() -> None:
             op="elementwise_add",
             title="Elementwise add",
             case_title="shape",
-            ratios=[Ratio(of=TORCH, to=name) for name in OURS],
+            ratios=[Ratio(of=TORCH, to=OURS)],
             limit_s=LIMIT_S,
-            needed=OURS if ON_GPU else OURS[:1],
+            needed=(OURS,),
         )
         name = f"{options.rows} x {options.columns}"
         return benchmark.run(options, ranks, [name], lambda case, plan: run_case(case, options, plan, ranks))

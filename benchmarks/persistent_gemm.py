@@ -8,7 +8,7 @@
     pipelined, ...        one variant, tuned among its own candidates
     ..., graph            the same as a CUDA graph of one call
     QuACK                 its tuned GEMM, where quack-kernels is installed; and as a graph
-    --parts               schedulers, stealing and not, cooperative, ping-pong, stream-K as arms of their own
+    --parts               schedulers, cooperative and ping-pong as arms of their own
 
 a is [M, K] by rows; b is [K, N] by columns, which is a weight [N, K] as layers hold it, or by rows with
 --b-rows. Inputs are random normal and new in every round. Protocol and traps: `common/arms.py`. What a shape

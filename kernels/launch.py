@@ -37,7 +37,7 @@ from triton.runtime.driver import driver
 from dist_autotune import is_tuning
 
 from .configs import INTERPRETED, take_first
-from .matrices import DESCRIPTORS_KEPT, Block, Matrix, describe
+from .matrices import DESCRIPTORS_KEPT, Block, Matrix, describe, describe_at
 from .tensors import remember
 
 try:
@@ -285,6 +285,28 @@ class SettledLaunches(Generic[Shape]):
         constants = {**shape.constants(), **constants}
         compiled = launch(self._tuner[shape.grid], *tensors, *scalars, **constants)
         self.remember(shape, compiled, constants, tensors)
+
+    def launch_described(
+        self,
+        shape: Shape,
+        matrices: tuple[Matrix, ...],
+        addresses: tuple[int, ...],
+        tensors: Tensors,
+        scalars: tuple[float, ...],
+    ) -> None:
+        """Enqueue a kernel whose first arguments are descriptors: of such matrices, at these addresses."""
+        settled = self.find(shape)
+        if settled is not None:
+            settled.prepared(matrices)(addresses, *tensors, *scalars)
+            return
+        descriptors, constants = describe_at(matrices, addresses), shape.constants()
+        compiled = self._tuner[shape.grid](*descriptors, *tensors, *scalars, **constants)
+        self.remember(shape, compiled, constants, tensors)
+
+    def load(self, shape: Shape, arguments: tuple[Any, ...]) -> None:
+        """Load what a launch with these arguments would run, unless it is known: see `load`."""
+        if self.find(shape) is None:
+            load(self._tuner, shape.grid, *arguments, **shape.constants())
 
     def remember(self, shape: Shape, compiled: Any, constants: dict[str, Any], tensors: Tensors) -> None:
         """Keep the short way to what the tuner has just launched, if that is what it has settled on.

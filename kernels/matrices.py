@@ -6,6 +6,7 @@ A descriptor depends on numbers alone: one that is kept holds no tensor.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,12 @@ def describe(matrix: Matrix, block: Block) -> TensorDescriptor:
         list(block),
         _layout(block, matrix.dtype),
     )
+
+
+def describe_at(matrices: Sequence[Matrix], addresses: Sequence[int]) -> list[TensorDescriptor]:
+    """Return descriptors of matrices that lie so, there; a config's `pre_hook` sets their blocks."""
+    placed = zip(matrices, addresses, strict=True)
+    return [describe(matrix._replace(address=address), Block(8, 64)) for matrix, address in placed]
 
 
 def set_matrix(descriptor: TensorDescriptor, matrix: Matrix) -> None:

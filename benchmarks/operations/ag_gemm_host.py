@@ -40,7 +40,7 @@ from benchmarks.common.records import clocks_seen, describe_run, leave_record
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, plain, specialized
 from dist_autotune.kernels.symm.base import SymmetricMemory, SymmetricTensor
 from dist_autotune.kernels.symm.cuda import CudaMemory
-from dist_autotune.kernels.symm.ranks import RankGroup
+from dist_autotune.kernels.symm.ranks import SharingRanks
 
 ROWS, COLUMNS, K = (4096, 3584, 8192) if ON_GPU else (512, 256, 256)
 CONSUMERS = ("specialized", "plain", "matmul", "any")
@@ -70,7 +70,7 @@ class _Operation:
         self.writeValue = self.waitValue = types.SimpleNamespace()
 
 
-class _PretendedRanks(RankGroup):
+class _PretendedRanks(SharingRanks):
     """Rank 0 of 2, whose peer does as it does."""
 
     def __init__(self) -> None:

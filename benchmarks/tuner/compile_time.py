@@ -88,11 +88,10 @@ def launch_persistent_gemm(device: str) -> Arguments:
     ]
     descriptors = [describe(as_matrix(tensor), Block(8, 64)) for tensor in tensors]
     counter = torch.zeros(2, dtype=torch.int32, device=device)
-    parts = torch.empty(8, dtype=torch.float32, device=device)
     constants = {"TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
     names = {"SCHEDULE": "grouped", "OUT": "bf16", "DTYPE": "bf16", "ACTIVATION": NO_ACTIVATION}
     tuned_by = (0, 132, 128, 128, ROWS, COLUMNS)  # wanted, programs, alignments and classes
-    arguments = (*descriptors, counter, ROWS, COLUMNS, INNER, *tuned_by, parts, *(None,) * 4)
+    arguments = (*descriptors, counter, ROWS, COLUMNS, INNER, *tuned_by, *(None,) * 4)
     return arguments, {"grid": (1,), **constants, **names}
 
 

@@ -53,7 +53,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Options:
+class CallOptions:
     """What calls of one shape may choose from; the first of each unless a tuner knows better."""
 
     consumers: tuple[str, ...]
@@ -61,7 +61,7 @@ class Options:
     programs: tuple[int, ...]
     key: tuple[Any, ...]  # what the choice depends on
 
-    def narrowed(self, fixed: Fixed) -> Options:
+    def narrowed(self, fixed: Fixed) -> CallOptions:
         """Return these options without what is fixed. Raises ValueError where it is impossible."""
         if fixed.consumer is not None and fixed.consumer not in ("matmul", *self.consumers):
             needs = "a Hopper or Blackwell GPU, rows of weight and out that begin at multiples of 16 bytes"
@@ -88,13 +88,15 @@ class Options:
         return tunable(name, options, key=self.key) if len(options) > 1 else options[0]
 
 
-def options_for(rows: int, sms: int, *, world_size: int, specialized: bool, key: tuple[Any, ...]) -> Options:
+def options_for(
+    rows: int, sms: int, *, world_size: int, specialized: bool, key: tuple[Any, ...]
+) -> CallOptions:
     """Return the options of calls with so many rows on each rank, on a device with so many SMs (0: none)."""
     programs = INTERPRETED_PROGRAMS
     if not INTERPRETED:
         programs = tuple(sms - spared for spared in SPARED_SMS if spared < sms)
     consumers: tuple[str, ...] = CONSUMERS if specialized else CONSUMERS[1:]
-    return Options(
+    return CallOptions(
         consumers=consumers,
         pieces=piece_counts(rows) if world_size > 1 else (1,),
         programs=programs,

@@ -10,10 +10,10 @@ import torch
 
 from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
 from ..tensors import layout_of, remember
-from .choices import Options
+from .choices import CallOptions
 
 
-class Call(NamedTuple):
+class GatherCall(NamedTuple):
     """One call on one rank; every family launches from this alone. Made in each call: no dataclass."""
 
     rows: int  # of each rank's chunk
@@ -39,19 +39,19 @@ class Consumer(Protocol):
     lie alike, and keeps no address of theirs.
     """
 
-    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         """Load what `launch` would run, and write nothing."""
 
-    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         """Write the product of all chunks, behind its epilogue, to `out`, on the current stream."""
 
 
 @dataclass(frozen=True, eq=False)
-class Operands:
+class GatherLayout:
     """What calls share whose weights and results lie alike, and whose epilogues are of one kind."""
 
     rows: int  # of each rank
-    options: Options
+    options: CallOptions
     # Consumers, whether pushed, and whether traced: what may be a kernel of its own.
     loaded: set[tuple[str, bool, bool]] = field(default_factory=set)
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
@@ -63,29 +63,29 @@ class Product(NamedTuple):
     weight: torch.Tensor
     out: torch.Tensor
     epilogue: Epilogue
-    operands: Operands  # what is known of these
+    operands: GatherLayout  # what is known of these
 
 
-class KnownOperands:
+class KnownLayouts:
     """Keeps what is known, and finds out what is not."""
 
     def __init__(self, gather: torch.Tensor, consumers: dict[str, Callable[..., Consumer]]) -> None:
         self._gather, self._consumers = gather, consumers
-        self._operands: dict[Hashable, Operands] = {}
+        self._operands: dict[Hashable, GatherLayout] = {}
 
     def find(
         self,
         weight: torch.Tensor,
         out: torch.Tensor,
         rows: int,
-        options_of: Callable[[torch.Tensor, torch.Tensor, int, EpilogueKind], Options],
+        options_of: Callable[[torch.Tensor, torch.Tensor, int, EpilogueKind], CallOptions],
         epilogue: EpilogueKind = NO_EPILOGUE,
-    ) -> Operands:
+    ) -> GatherLayout:
         """Return what is known of checked tensors; `options_of` is asked what nothing alike has told yet."""
         key = rows, layout_of(weight), layout_of(out), epilogue
         found = self._operands.get(key)
         if found is None:
-            made = Operands(rows, options_of(weight, out, rows, epilogue))
+            made = GatherLayout(rows, options_of(weight, out, rows, epilogue))
             found = remember(self._operands, key, made)
         return found
 

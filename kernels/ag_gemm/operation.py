@@ -37,10 +37,10 @@ from ..tensors import (
     remember,
 )
 from . import specialized
-from .choices import Choice, Fixed, Options, options_for
+from .choices import CallOptions, Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
 from .matmul import MatmulConsumer, multiply_into, wait_for_all
-from .operands import Call, Consumer, KnownOperands, Operands, Product
+from .operands import Consumer, GatherCall, GatherLayout, KnownLayouts, Product
 from .plain import PlainConsumer
 
 PRODUCERS = ("pull", "push")
@@ -147,8 +147,8 @@ class AllGatherGemm(Operation):
             "plain": plain,
             "matmul": lambda *tensors: MatmulConsumer(),
         }
-        self._operands = KnownOperands(self._buffer.a, consumers)
-        self._known: dict[Hashable, Operands] = {}  # by the layouts of tensors that have been checked
+        self._operands = KnownLayouts(self._buffer.a, consumers)
+        self._known: dict[Hashable, GatherLayout] = {}  # by the layouts of tensors that have been checked
 
     def _check_peers(self) -> None:
         self._collective.check()
@@ -248,7 +248,7 @@ class AllGatherGemm(Operation):
 
     def _options_of(
         self, weight: torch.Tensor, out: torch.Tensor, rows: int, epilogue: EpilogueKind
-    ) -> Options:
+    ) -> CallOptions:
         can_run = specialized.can_run(self._buffer.a, weight, out, rows)
         most_pieces = piece_counts(rows)[-1]  # of a class all have the same options
         shape = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
@@ -256,7 +256,7 @@ class AllGatherGemm(Operation):
         options = options_for(rows, self._sms, world_size=self.world_size, specialized=can_run, key=key)
         return options.narrowed(self._fixed)
 
-    def _choose(self, operands: Operands) -> Choice:
+    def _choose(self, operands: GatherLayout) -> Choice:
         return operands.options.choose()
 
     def _load(self, product: Product, choice: Choice, *, pushed: bool) -> None:
@@ -408,9 +408,9 @@ class AllGatherGemm(Operation):
 
     def _call_of(
         self, product: Product, choice: Choice, flags: torch.Tensor, epoch: int, base: int, pushed: int = 0
-    ) -> Call:
+    ) -> GatherCall:
         slots, capacity, _ = self._gather.local.shape
-        return Call(
+        return GatherCall(
             product.operands.rows,
             self.rank,
             self.world_size,
@@ -427,12 +427,12 @@ class AllGatherGemm(Operation):
             product.epilogue,
         )
 
-    def _launch(self, product: Product, choice: Choice, call: Call) -> None:
+    def _launch(self, product: Product, choice: Choice, call: GatherCall) -> None:
         consumer = self._operands.consumer(choice.consumer, product)
         consumer.launch(self._buffer.a, product.weight, product.out, call)
 
 
-def _finish_alone(call: Call, finish: Callable[[], None]) -> None:
+def _finish_alone(call: GatherCall, finish: Callable[[], None]) -> None:
     """Let the exchange of a failed call run to its end, so that peers get their signals."""
     with contextlib.suppress(Exception):  # this is the way out of an error that says more
         wait_for_all(call)

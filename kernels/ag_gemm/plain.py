@@ -1,24 +1,30 @@
-"""The consumer in plain Triton: a persistent GEMM that waits for rows of A before it reads them."""
+"""The consumer in plain Triton: a persistent GEMM that waits for rows of A before it reads them.
+
+Tiles of the own chunk come first, then chunk by chunk as they arrive. A program polls ARRIVED, which a side
+stream writes (this rank's where chunks are fetched, the peer's where they are pushed), before the first tile
+whose rows it has not been told of; at its end one program parts from each peer (`exchange.chunks`). A tile of
+a chunk that was given up is NaN. Rejected: a wait inside the K loop, above which Triton's pipeliner moves the
+loads (tests/aot/test_ag_gemm_aot.py).
+"""
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
-from ..epilogues import EpilogueKind, apply_epilogue, apply_scales, sums_of_a_result
-from ..exchange.chunks import Exchange, is_lost, part_from, slot_of, wait_for_rows
+from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
+from ..exchange.chunks import ChunkExchange, is_lost, part_from, slot_of, wait_for_rows
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..gemm.configs import class_of_rows
-from ..launch import SettledLaunches, Tensors, load
+from ..gemm.pruning import ChunkShape
+from ..launch import SettledLaunches, Tensors
 from ..signals import GIVEN_UP
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
 from .gather_buffer import scaled_pitch
-from .operands import Call
+from .operands import GatherCall
 
 GPU_CANDIDATES = [
     # The first is what a tuner's first run takes: on Hopper, good for large shapes.
@@ -98,7 +104,7 @@ def all_gather_gemm(
 
     Chunk `rank` comes first, then the others in the order in which they arrive.
     """
-    exchange = Exchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks)
+    exchange = ChunkExchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks)
     m = M // WORLD
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -180,47 +186,9 @@ def _store(tile, c_ptr, stride_cm, chunk, row, m, col, N):
     tl.store(c_ptrs, tile.to(c_ptr.dtype.element_ty), mask=mask)
 
 
-class Shape(NamedTuple):
-    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
+CONSTANTS = ("TMA_LEGAL", "BY_COLUMNS", "FENCE", "UPCAST", "ACTIVATION")
 
-    m: int
-    n: int
-    k: int
-    slots: int
-    capacity: int
-    stride_b: int
-    stride_cm: int
-    world_size: int
-    programs: int
-    dtype: torch.dtype
-    device: torch.device
-    aligned: tuple[bool, bool]  # to 16 bytes, which the compiler makes use of: weight and out
-    tma_legal: bool
-    by_columns: bool
-    needs_fence: bool
-    upcasts: bool
-    epilogue: EpilogueKind
-
-    def sizes(self) -> dict[str, int]:
-        rows = class_of_rows(self.m // self.world_size)
-        return {"M": self.m, "N": self.n, "K": self.k, "size_class": rows}
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "WORLD": self.world_size,
-            "TMA_LEGAL": self.tma_legal,
-            "BY_COLUMNS": self.by_columns,
-            "FENCE": self.needs_fence,
-            "UPCAST": self.upcasts,
-            "ACTIVATION": self.epilogue.activation,
-        }
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
-        return min(self.programs, self.world_size * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
-
-
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_gemm, operation="AllGatherGemm")
+_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(all_gather_gemm, operation="AllGatherGemm")
 
 
 class PlainConsumer:
@@ -236,33 +204,34 @@ class PlainConsumer:
         needs_fence: bool,
         upcasts: bool,
     ) -> None:
-        k, strides = gather.shape[2], (pitch_of(weight), out.stride(0))
+        strides = (pitch_of(weight), out.stride(0))
         aligned = (weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
         steps = (gather.stride(1) | strides[0]) * weight.element_size() | strides[1] * out.element_size()
-        addressable = steps % 16 == 0
-        self._sizes = (out.shape[0], weight.shape[0], k, *gather.shape[:2], *strides)
-        self._place = (weight.dtype, weight.device, aligned)
-        tma_legal = has_tma and addressable and all(aligned)
-        self._compiled_in = (tma_legal, lies_by_columns(weight), needs_fence, upcasts)
+        tma_legal = has_tma and steps % 16 == 0 and all(aligned)
+        self._sizes = (out.shape[0], weight.shape[0], gather.shape[2])
+        self._further = (*gather.shape[:2], *strides)
+        self._place = (weight.dtype, weight.device, CONSTANTS)
+        self._constants = (tma_legal, lies_by_columns(weight), needs_fence, upcasts)
+        self._compiled_in = (*self._further, *aligned)
 
-    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
-        shape = self._shape_of(call)
-        if _SETTLED.find(shape) is None:
-            tensors, scalars = self._arguments_of(gather, weight, out, call)
-            load(all_gather_gemm, shape.grid, *tensors, *scalars, **shape.constants())
+    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
+        tensors, scalars = self._arguments_of(gather, weight, out, call)
+        _SETTLED.load(self._shape_of(call), (*tensors, *scalars))
 
-    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         _SETTLED.launch(self._shape_of(call), *self._arguments_of(gather, weight, out, call))
 
-    def _shape_of(self, call: Call) -> Shape:
-        of_call = (call.world_size, call.programs)
-        return Shape._make((*self._sizes, *of_call, *self._place, *self._compiled_in, call.epilogue.kind()))
+    def _shape_of(self, call: GatherCall) -> ChunkShape:
+        kind, world = call.epilogue.kind(), call.world_size
+        of_launch = (world, world, call.programs, class_of_rows(call.rows))
+        constants = (*self._constants, kind.activation)
+        return ChunkShape(*self._sizes, *of_launch, *self._place, constants, (*self._compiled_in, kind))
 
     def _arguments_of(
-        self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call
+        self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall
     ) -> tuple[Tensors, tuple[int, ...]]:
         """Return the kernel's arguments before the constants: tensors and scalars."""
         ending = call.epilogue
         tensors = (gather, weight, out, call.flags, call.errors, ending.scale_a, ending.scale_b, ending.bias)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
-        return tensors, (*self._sizes, *scalars, class_of_rows(call.rows))
+        return tensors, (*self._sizes, *self._further, *scalars, class_of_rows(call.rows))

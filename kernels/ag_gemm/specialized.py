@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
 
 import torch
 import triton
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..configs import capability, not_too_large, shared_memory_bytes, take_first
-from ..epilogues import NO_EPILOGUE, EpilogueKind
+from ..configs import capability, take_first
 from ..exchange.spoil import spoil_chunks
-from ..gemm.configs import blocks_of, class_of_chunk, gluon_candidate, in_words
-from ..gemm.pruning import TYPE_NAMES, fits
-from ..launch import SettledLaunches, load
-from ..matrices import Block, Matrix, describe, matrix_of_rows
+from ..gemm.configs import blocks_of, class_of_chunk, gluon_candidate
+from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
+from ..launch import SettledLaunches, Tensors
+from ..matrices import Matrix, describe_at, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
-from .operands import Call
+from .operands import GatherCall
 from .specialized_kernel import specialized_all_gather_gemm
 
 CANDIDATES = [
@@ -40,33 +37,12 @@ CANDIDATES = [
 WORDS_PER_TILE = 4  # see `empty_trace`
 
 
-def fewest_rows(*, tensor_memory: bool) -> int:
-    """Return how many rows a chunk has at least: a tile must not be higher than a chunk."""
-    heights = [config.kwargs["BLOCK_M"] for config in CANDIDATES]
-    return 128 if tensor_memory else min(heights)
-
-
-def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
-    """Return the candidates that this call's shape and device allow.
-
-    It looks at what all ranks share, save N, so ranks with equal weights keep equal candidates.
-    """
-    args = in_words({**named_args, **kwargs})
-    rows, limit = args.get("size_class") or args["M"] // args["WORLD"], shared_memory_bytes()
-    usable = [
-        config
-        for config in configs
-        if config.kwargs["BLOCK_M"] <= rows and fits(config, 2, limit, tensor_memory=args["TENSOR_MEMORY"])
-    ]
-    return not_too_large(usable, BLOCK_N=args["N"], BLOCK_K=args["K"])
-
-
 OPERAND_TYPES = (torch.float16, torch.bfloat16, FP8)
 
 tuned = triton.autotune(
     configs=CANDIDATES,
     key=["size_class", "N", "K", "DTYPE", "TRANS_B", "ACTIVATION"],  # and the type of a bias, if any
-    prune_configs_by={"early_config_prune": prune},
+    prune_configs_by={"early_config_prune": prune_chunks},
     do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
 )(specialized_all_gather_gemm)
 
@@ -76,47 +52,9 @@ def _size_class(rows: int) -> int:
     return class_of_chunk(rows, CANDIDATES)
 
 
-class Shape(NamedTuple):
-    """What the choice of a config and the compiled kernel depend on. Each call hashes one: no dataclass."""
+CONSTANTS = ("TENSOR_MEMORY", "DTYPE", "TRANS_B", "TRACE", "ACTIVATION")
 
-    m: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    world_size: int
-    programs: int
-    device: torch.device
-    by_columns: bool
-    trace: bool
-    epilogue: EpilogueKind = NO_EPILOGUE
-
-    def sizes(self) -> dict[str, int]:
-        return {"M": self.m, "N": self.n, "K": self.k, "size_class": self.size_class()}
-
-    def size_class(self) -> int:
-        """Return the number of rows of a chunk that this one is tuned as."""
-        return _size_class(self.m // self.world_size)
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "WORLD": self.world_size,
-            "TENSOR_MEMORY": capability(self.device) == 10,
-            "DTYPE": TYPE_NAMES[self.dtype],
-            "TRANS_B": not self.by_columns,
-            "TRACE": self.trace,
-            "ACTIVATION": self.epilogue.activation,
-        }
-
-    def tiles(self, meta: dict[str, Any]) -> int:
-        """Return how many tiles there are under a config."""
-        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
-        return int(self.world_size * rows * triton.cdiv(self.n, meta["BLOCK_N"] + meta["EXTRA_N"]))
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        return min(self.programs, self.tiles(meta)), 1, 1
-
-
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned, blocks_of, operation="AllGatherGemm")
+_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(tuned, blocks_of, operation="AllGatherGemm")
 
 
 def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
@@ -129,7 +67,7 @@ def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows:
         return False
     if major == 10 and gather.dtype == FP8:
         return False  # between the flag of a row and whoever reads its scale are the tensor cores alone
-    if rows < fewest_rows(tensor_memory=major == 10) or weight.shape[0] == 1:
+    if rows < fewest_rows(CANDIDATES, tensor_memory=major == 10) or weight.shape[0] == 1:
         return False
     return all(matrix.is_addressable() for matrix in _matrices(gather, weight, out))
 
@@ -139,56 +77,52 @@ class SpecializedConsumer:
 
     def __init__(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         self._matrices = _matrices(gather, weight, out)  # as they lie: their addresses are of the first call
+        a, b, _, c = self._matrices
+        self._sizes = (c.rows, weight.shape[0], a.columns)
+        self._place = (a.dtype, weight.device, CONSTANTS)
+        self._constants = (capability(weight.device) == 10, TYPE_NAMES[a.dtype], not b.transposed)
 
-    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
-        shape = self._shape_of(weight, call)
-        if _SETTLED.find(shape) is None:
-            arguments = self._arguments_of(shape, call)
-            load(tuned, shape.grid, *_describe(gather, weight, out), *arguments, **shape.constants())
-            spoil_chunks(out, call, only_load=True)
+    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
+        shape = self._shape_of(call)
+        tensors, scalars = self._arguments_of(shape, call)
+        descriptors = describe_at(self._matrices, _addresses(gather, weight, out))
+        _SETTLED.load(shape, (*descriptors, *tensors, *scalars))
+        spoil_chunks(out, call, only_load=True)
 
-    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
-        shape = self._shape_of(weight, call)
-        arguments = self._arguments_of(shape, call)
-        settled = _SETTLED.find(shape)
-        if settled is not None:
-            b = weight.data_ptr()
-            settled.prepared(self._matrices)((gather.data_ptr(), b, b, out.data_ptr()), *arguments)
-        else:
-            constants = shape.constants()
-            compiled = tuned[shape.grid](*_describe(gather, weight, out), *arguments, **constants)
-            _SETTLED.remember(shape, compiled, constants, arguments[:6])
+    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
+        shape = self._shape_of(call)
+        addresses = _addresses(gather, weight, out)
+        _SETTLED.launch_described(shape, self._matrices, addresses, *self._arguments_of(shape, call))
         spoil_chunks(out, call)  # only the load warp knows what it has given up
 
-    def _shape_of(self, weight: torch.Tensor, call: Call) -> Shape:
-        a, b, _, c = self._matrices
-        sizes = (c.rows, weight.shape[0], a.columns)
-        of_launch = (call.world_size, call.programs, weight.device)
-        is_traced, epilogue = call.trace is not None, call.epilogue.kind()
-        return Shape(*sizes, a.dtype, *of_launch, b.transposed, is_traced, epilogue)
+    def _shape_of(self, call: GatherCall) -> ChunkShape:
+        world, kind = call.world_size, call.epilogue.kind()
+        of_launch = (world, world, call.programs, _size_class(self._sizes[0] // world))
+        constants = (*self._constants, call.trace is not None, kind.activation)
+        return ChunkShape(*self._sizes, *of_launch, *self._place, constants, (kind,))
 
-    def _arguments_of(self, shape: Shape, call: Call) -> tuple[Any, ...]:
-        """Return the kernel's arguments between descriptors and constants: six tensors and the scalars."""
+    def _arguments_of(self, shape: ChunkShape, call: GatherCall) -> tuple[Tensors, tuple[int, ...]]:
+        """Return the kernel's arguments between descriptors and constants: tensors and scalars."""
         trace = call.errors if call.trace is None else call.trace
         ending = call.epilogue
         tensors = (call.flags, call.errors, trace, ending.scale_a, ending.scale_b, ending.bias)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
-        return (*tensors, shape.m, shape.n, shape.k, call.capacity, *scalars, shape.size_class())
+        return tensors, (*self._sizes, call.capacity, *scalars, shape.size_class)
 
 
-def _describe(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> list[TensorDescriptor]:
-    any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
-    return [describe(matrix, any_block) for matrix in _matrices(gather, weight, out)]
+def _addresses(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
+    b = weight.data_ptr()
+    return gather.data_ptr(), b, b, out.data_ptr()
 
 
 def empty_trace(out: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return `Call.trace` for a call that writes `out`: -1, with a row for each tile under any config.
+    """Return `GatherCall.trace` for a call that writes `out`: -1, with a row for each tile under any config.
 
     Tiles are numbered in the order of visits: chunk `rank` first, then `rank` + 1. A row that stays -1 is of
     no tile. Otherwise: ns before the tile's wait, behind it, and when its stores had been started; the SM.
     """
     m, n = out.shape
-    shape = Shape(m, n, 0, out.dtype, world_size, 0, out.device, by_columns=False, trace=True)
+    shape = ChunkShape(m, n, 0, world_size, world_size, 0, 0, out.dtype, out.device, (), (), ())
     tiles = max(shape.tiles(config.kwargs) for config in tuned.configs)
     return torch.full((tiles, WORDS_PER_TILE), -1, dtype=torch.int64, device=out.device)
 

@@ -1,4 +1,4 @@
-"""a + b at the speed of the memory: `elementwise_add`, in plain Triton and warp-specialised."""
+"""a + b at the speed of the memory: `elementwise_add`, in plain Triton."""
 
 from __future__ import annotations
 

@@ -42,15 +42,22 @@ TERMS_BITS = 28  # of a ballot; the way has the four above
 class Ballots:
     """The ballots of one operation, on this rank; opening is collective.
 
-    operation: named in errors. Raises SymmetricMemoryError on all ranks where one cannot map a peer's file.
+    operation: named in errors. advice: what to do where a peer does not come. Raises
+    SymmetricMemoryError on all ranks where one cannot map a peer's file.
     """
 
-    def __init__(self, operation: str, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    def __init__(
+        self,
+        operation: str,
+        group: dist.ProcessGroup | None,
+        timeout_s: float,
+        advice: str = "Find out what that rank is doing",
+    ) -> None:
         with open_symmetric_memory(group, "shm", "cpu", timeout_s=timeout_s) as memory:
             rings = memory.allocate((RING,), torch.int64)
             self._rank = memory.rank
         self._rings = [words.numpy().data for words in rings.peers]  # mapped as long as these live
-        self._operation, self._timeout_s = operation, timeout_s
+        self._operation, self._timeout_s, self._advice = operation, timeout_s, advice
         self._call = 0
         self._standing: dict[Hashable, int] = {}
         self._unread: deque[tuple[int, int]] = deque()  # calls, with what all should have named
@@ -114,6 +121,11 @@ class Ballots:
             self._read_all((call - RING // 2) % NUMBERS)
         self._rings[self._rank][call % RING] = call << 32 | terms
 
+    def exchange(self, terms: int) -> dict[int, int]:
+        """Count a call and return the terms of each rank in it; raises PeerTimeout."""
+        self.cast(terms)
+        return self.read()
+
     def read(self) -> dict[int, int]:
         """Return the terms of each rank in this call, once all have named them; raises PeerTimeout."""
         return self._read_all(self._call)
@@ -137,8 +149,8 @@ class Ballots:
                     last = max(ring) >> 32
                     raise PeerTimeout(
                         f"{self._operation}, rank {self._rank}: rank {peer} did not come to eager call "
-                        f"{call} within {self._timeout_s:g} s; its last is call {last}. Find out what that "
-                        "rank is doing. Close it on all ranks and open another"
+                        f"{call} within {self._timeout_s:g} s; its last is call {last}. {self._advice}. "
+                        "Close it on all ranks and open another"
                     )
                 time.sleep(POLL_S)
         return ballot & 0xFFFFFFFF

@@ -1,7 +1,8 @@
 """The device side of waiting: for rows of a peer's chunk before they are read, and for the peers at the end.
 
 A chunk arrives in pieces, from its first row on. How many there are is the business of the rank that copies:
-what it counts up is rows, so no reader needs to know where a piece ends.
+what it counts up is rows, so no reader needs to know where a piece ends. `flags` says who writes what; `pull`
+and `push` say why it ends. Chunks that are fetched and those that are pushed are waited for by one binary.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import triton.language as tl
 from ..signals import GIVEN_UP, give_up, poll_until, record_failure, wait_until
 from .flags import (
     AFTER,
-    ANNOUNCED,
     ARRIVED,
     FETCHED,
     FREE,
@@ -26,10 +26,11 @@ from .flags import (
     OTHER_ROWS_PUSHED,
     READY,
     ROWS,
+    TOLD,
 )
 
 
-class Exchange(NamedTuple):
+class ChunkExchange(NamedTuple):
     """A call's exchange of chunks, as a kernel knows it."""
 
     flags_ptr: Any  # int32 [FLAGS, WORLD]
@@ -63,7 +64,7 @@ def wait_for_rows(chunk, rows, exchange, WORLD: tl.constexpr, FENCE: tl.constexp
     first = tl.where(pushed != 0, 1, rows)
     arrived = poll_until(arrived_ptr, base + first, patience_ticks, FENCE) - base
     if (arrived < rows) & (arrived > 0) & (pushed != 0):
-        announced = tl.load(flags_ptr + ANNOUNCED * WORLD + chunk)
+        announced = tl.load(flags_ptr + TOLD * WORLD + chunk)
         if announced < rows:
             record_failure(errors_ptr + chunk, OTHER_ROWS_PUSHED, 0, announced)
             arrived += GIVEN_UP  # for the caller alone: what was announced does come
@@ -72,7 +73,7 @@ def wait_for_rows(chunk, rows, exchange, WORLD: tl.constexpr, FENCE: tl.constexp
     if arrived < rows:
         if pushed != 0:
             record_failure(errors_ptr + chunk, NOT_PUSHED, 0, arrived)
-            give_up(flags_ptr + AFTER * WORLD + chunk, base)
+            give_up(flags_ptr + (AFTER + 1) * WORLD + chunk, base)
             give_up(flags_ptr + FREE * WORLD + chunk, base)
         else:
             _blame(chunk, exchange, WORLD)
@@ -89,7 +90,7 @@ def is_lost(chunk, exchange, WORLD: tl.constexpr):
     stream was let through, a flag says that rows are here.
     """
     flag_ptr = exchange.flags_ptr + chunk
-    after = tl.load(flag_ptr + AFTER * WORLD, volatile=True) - exchange.base
+    after = tl.load(flag_ptr + (AFTER + 1) * WORLD, volatile=True) - exchange.base
     ready = tl.load(flag_ptr + READY * WORLD, volatile=True) - exchange.epoch
     value = tl.where(exchange.pushed != 0, after, ready)  # one load by a chosen address takes more registers
     return ((chunk != exchange.rank) & (value >= GIVEN_UP // 2)).to(tl.int32)
@@ -126,7 +127,7 @@ def part_from(peer, m, exchange, WORLD: tl.constexpr):
     arrived = wait_for_rows(peer, tl.where(exchange.pushed != 0, 1, m), exchange, WORLD, False)
     if exchange.pushed != 0:
         if arrived < GIVEN_UP:
-            announced = tl.load(flags_ptr + ANNOUNCED * WORLD + peer)
+            announced = tl.load(flags_ptr + TOLD * WORLD + peer)
             if announced != m:
                 record_failure(errors_ptr + peer, OTHER_ROWS_PUSHED, 0, announced)
             # All of it, were it more than ours: behind this call nobody expects a piece of this push.

@@ -1,4 +1,8 @@
-"""The flags by which the ranks of an `AllGatherGemm` tell each other how far they are, and its failures."""
+"""The flags by which ranks tell each other how far they are, and what goes wrong with chunks of rows.
+
+A rank has int32 [FLAGS, WORLD] of them in symmetric memory, for an `AllGatherGemm` one such tensor for calls
+that fetch and one for those that push. Column p is about rank p, which writes it, unless it says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,23 @@ import triton.language as tl
 
 from ..signals import Failure
 
-FLAGS = 6  # rows of a rank's int32 [FLAGS, WORLD] flags; one such tensor for fetched, one for pushed calls
+# Where rows are pushed, see `push`. Each goes up and down once in a call.
+FREE = tl.constexpr(0)  # whether p's memory for what comes from this rank may be written
+TOLD = tl.constexpr(1)  # above 0 once p has said what it pushes: its rows, or its choices of experts
+ARRIVED = tl.constexpr(2)  # above 0 once p's rows are here; of chunks, how many of them are
+DONE = tl.constexpr(3)  # 1 once this rank's sums for p are complete; this rank's kernel writes it
+# And 5: what TOLD and ARRIVED become after a call: 0, or far ahead of a peer that has been given up. This
+# rank's kernel writes both.
+AFTER = tl.constexpr(4)
+GIVEN = tl.constexpr(6)  # with TOLD: digest of the tokens of all ranks as p's caller gave them
+FLAGS = 7
 
-# Column p is about rank p, which writes it, save ARRIVED.
+# Where chunks are fetched, see `pull`. ARRIVED, by this rank's side stream: their rows in all calls so far.
 READY = tl.constexpr(0)  # the epoch whose shard p has put in place
 FETCHED = tl.constexpr(1)  # the epoch whose shard p has copied from this rank
-ROWS = tl.constexpr(2)  # and 3: how many rows p's shards of even and of odd epochs have
-ARRIVED = tl.constexpr(4)  # how many rows of p's chunks this rank's side stream has fetched, in all calls
+ROWS = tl.constexpr(3)  # and 4: how many rows p's shards of even and of odd epochs have
 
-# Where chunks are pushed ARRIVED holds the rows of this call, and p writes it.
-FREE = tl.constexpr(0)  # whether p's slot for this rank's chunk may be written
-ANNOUNCED = tl.constexpr(2)  # how many rows p pushes in this call; valid once the first of them is here
-AFTER = tl.constexpr(5)  # what ARRIVED becomes after a call: 0, or far ahead once p has been given up
-
-# What a failure record says about a peer.
+# What a failure record of `AllGatherGemm` says about a peer.
 NOT_READY = tl.constexpr(1)
 NOT_COPIED = tl.constexpr(2)
 NOT_FETCHED = tl.constexpr(3)

@@ -1,4 +1,4 @@
-"""The flags of ranks that push sums or tokens, see `push`, and the device side: waiting, and giving peers up.
+"""The device side of pushed sums and tokens, see `push`: waiting for peers, and giving them up.
 
 A flag goes up and down once in a call, and each has one who raises and one who lowers it: nothing depends on
 the number of the call, so a CUDA graph can repeat it.
@@ -16,16 +16,7 @@ import triton
 import triton.language as tl
 
 from ..signals import GIVEN_UP, give_up, poll_until, record_failure
-
-# Rows of a rank's int32 [FLAGS, WORLD] flags. Column p is about rank p.
-FREE = tl.constexpr(0)  # whether p's memory for what comes from this rank may be written; p writes it
-TOLD = tl.constexpr(1)  # above 0 once p's choices of experts are here; p writes it
-ARRIVED = tl.constexpr(2)  # above 0 once p's rows are here; p writes it
-DONE = tl.constexpr(3)  # 1 once this rank's sums for p are complete; this rank's kernel writes it
-# And 5: what TOLD and ARRIVED become after a call: 0, or far ahead of a peer that has been given up.
-AFTER = tl.constexpr(4)
-GIVEN = tl.constexpr(6)  # with TOLD: digest of the tokens of all ranks as p's caller gave them; p writes it
-FLAGS = 7
+from .flags import AFTER, ARRIVED, FREE, TOLD
 
 
 class Peers(NamedTuple):

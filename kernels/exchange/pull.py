@@ -4,7 +4,7 @@ What a rank holds, W ranks:
 
     gather   [W, m_per_rank, K], symmetric, behind it slots for what is pushed. Chunk p is rank p's shard; the
              own chunk is `op.shard`, read in place by the own GEMM and copied by the peers
-    flags    int32 [6, W], symmetric: see `flags`
+    flags    int32 [7, W], symmetric: see `flags`
 
 What call e does on rank r, with m rows. e is the epoch, 1, 2, 3, ...; b is the base, the rows of each chunk
 that were fetched in all calls before. Neither is ever reset; both wrap, and are compared by their difference:

@@ -14,7 +14,7 @@ p's memory for what comes from here may be written, and ARRIVED[p], above 0 once
 caller's tensors.
 
     slots    of the gather buffer: `rank`, which is `op.shard`; W - 1 + s, the chunk of rank r + s, for s > 0
-    flags    int32 [6, W], symmetric: see `flags`
+    flags    int32 [7, W], symmetric: see `flags`
 
 Call k on rank r, with m rows:
 
@@ -23,11 +23,11 @@ Call k on rank r, with m rows:
     fork                               -->    FREE[r] of every peer := 1
     GEMM, one persistent kernel:              for p = r - 1, r - 2, ... (mod W):
         chunk r at once,                          wait until FREE[p] >= 1, FREE[p] := 0
-        rows up to i of chunk p once              ANNOUNCED[r] of rank p := m
+        rows up to i of chunk p once              TOLD[r] of rank p := m
         ARRIVED[p] >= i,                          for each piece of chunk r, up to row i:
         all that p has announced                      the piece to its slot on rank p
         before it ends                                ARRIVED[r] of rank p := i
-    fork                               -->    ARRIVED := AFTER
+    fork                               -->    TOLD, ARRIVED := AFTER
     join                               <--
 
 Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
@@ -38,7 +38,7 @@ forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of cal
 promise that the branches of a graph run side by side: where they did not, the GEMM would report it.)
 
 **Ranks with different m** do not wait for rows that never come. Who waits for rows waits for the first one,
-then looks at ANNOUNCED[p]; if they are not among those, it records that and asks no more in this call. At its
+then looks at TOLD[p]; if they are not among those, it records that and asks no more in this call. At its
 end a GEMM waits for as many as were announced, so the flags are as after any other call.
 
 What follows holds for sums and choices of experts as well, with their kernels in place of the GEMM.
@@ -73,8 +73,7 @@ import torch
 
 from ..symm import Copy, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from ..tensors import remember
-from . import flags as chunk_flags
-from .peers import AFTER, ARRIVED, DONE, FREE, TOLD
+from .flags import AFTER, ARRIVED, DONE, FREE, TOLD
 from .pull import piece_ends
 
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # to where, from where
@@ -85,19 +84,10 @@ FOLLOWING = slice(AFTER.value, AFTER.value + 2)  # what becomes of them after a 
 class Pushes:
     """What one side stream does in a call's pushes: asks for permits and gives them, copies, raises flags.
 
-    flags: [.., W]; the first row is FREE. risen, following: the rows that peers raise in a call, and those of
-    what they become at its end.
+    flags: [FLAGS, W], see `flags`.
     """
 
-    def __init__(
-        self,
-        memory: SymmetricMemory,
-        stream: SideStream,
-        flags: SymmetricTensor,
-        *,
-        risen: slice = RISEN,
-        following: slice = FOLLOWING,
-    ) -> None:
+    def __init__(self, memory: SymmetricMemory, stream: SideStream, flags: SymmetricTensor) -> None:
         self.memory, self.stream = memory, stream
         rank, world = memory.rank, memory.world_size
         self.before = [(rank - step) % world for step in range(1, world)]  # peers, whose first chunk is ours
@@ -105,7 +95,7 @@ class Pushes:
         rows = range(len(flags.local))
         self._here = [[flags.local[row, peer] for row in rows] for peer in range(world)]
         self._there = [[theirs[row, rank] for row in rows] for theirs in flags.peers]
-        self._risen, self._following = flags.local[risen], flags.local[following]
+        self._risen, self._following = flags.local[RISEN], flags.local[FOLLOWING]
         self._give_permits = memory.prepare(
             [Write(theirs[FREE.value], 1) for peer, theirs in enumerate(self._there) if peer != rank], stream
         )
@@ -168,15 +158,9 @@ class ChunkPusher:
     """Pushes this rank's chunk to its peers."""
 
     def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, flags: SymmetricTensor) -> None:
-        arrived, after = chunk_flags.ARRIVED.value, chunk_flags.AFTER.value
         self._memory, self._gather, self.flags = memory, gather.local, flags.local
-        self._pushes = Pushes(
-            memory,
-            memory.side_stream(),  # its own: an eager call's may have work that is not captured
-            flags,
-            risen=slice(arrived, arrived + 1),
-            following=slice(after, after + 1),
-        )
+        # A stream of its own: an eager call's may have work that is not captured.
+        self._pushes = Pushes(memory, memory.side_stream(), flags)
         self.finish = self._pushes.finish
         # Rows of the last pushed call, until one of another kind is noted. Only the device knows of replays.
         self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
@@ -201,10 +185,10 @@ class ChunkPusher:
             ]
         pushes.give_permits()
         for (peer, _slot), copies in zip(self._slots, self._copies, strict=True):
-            pushes.take(peer, chunk_flags.FREE.value)
-            pushes.raise_flag(peer, chunk_flags.ANNOUNCED.value, rows)
+            pushes.take(peer, FREE.value)
+            pushes.raise_flag(peer, TOLD.value, rows)
             for there, here, end in copies:
-                pushes.send(peer, [(there, here)], chunk_flags.ARRIVED.value, end)
+                pushes.send(peer, [(there, here)], ARRIVED.value, end)
         self._note_rows(rows)
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..launch import PreparedLaunch, load
-from .chunks import Exchange, is_lost
+from .chunks import ChunkExchange, is_lost
 from .peers import Peers, is_any_lost
 
 COLUMNS = 1024  # at once
@@ -66,7 +66,7 @@ def spoil_lost_chunks(
 ):
     """Fill the rows of chunks whose ranks are given up; a program a peer."""
     chunk = (rank + 1 + tl.program_id(0)) % WORLD
-    if is_lost(chunk, Exchange(flags_ptr, flags_ptr, rank, epoch, base, pushed, 0), WORLD) != 0:
+    if is_lost(chunk, ChunkExchange(flags_ptr, flags_ptr, rank, epoch, base, pushed, 0), WORLD) != 0:
         _fill(out_ptr, chunk * m, (chunk + 1) * m, 1, N, stride, BLOCK)
 
 

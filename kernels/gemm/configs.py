@@ -37,10 +37,8 @@ SHARED_BYTES = 227 * 1024  # that a program can have on Hopper
 BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
 MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers and the epilogue need the rest
 VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
-# Of the last two, for whoever wants to know what each is worth.
-PARTS = ("own_buffers", "stealing", "cooperative", "pingpong", "stream_k")
-CUT_SCHEDULES = ("grouped", "strided")  # under which stream-K knows a program's numbers
-STOLEN = (128, 0)
+# Of the last one, for whoever wants to know what each is worth.
+PARTS = ("cooperative", "pingpong")
 # Of tiles of any width; a call is tried with those that none does with as many tiles and fewer columns.
 WIDTHS = (80, 96, 104, 112, 120, 128, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
 STEP = 16  # the least that tiles differ in
@@ -130,8 +128,7 @@ def operand_bytes(kwargs: dict[str, Any]) -> int:
     a_bytes = kwargs["NUM_BUFFERS"] * kwargs["BLOCK_M"] * kwargs["BLOCK_K"] * 2
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     b_bytes = kwargs["NUM_BUFFERS"] * width * kwargs["BLOCK_K"] * 2
-    stolen = kwargs["BLOCK_N"] * kwargs["BLOCK_K"] * 2 if kwargs["STORE_BUFFERS"] == 0 else 0
-    return int(a_bytes + b_bytes + stolen)
+    return int(a_bytes + b_bytes)
 
 
 def shared_bytes(kwargs: dict[str, Any], out_bytes: int, *, tensor_memory: bool) -> int:
@@ -174,7 +171,7 @@ def gluon_candidate(
         "BLOCK_K": blocks[2],
         "NUM_BUFFERS": buffers,
         "STORE_N": store[0],
-        "STORE_BUFFERS": store[1],  # 0: the epilogue steals two slots of B
+        "STORE_BUFFERS": store[1],
         "GROUP_M": group_m,
     }
     return triton.Config(kwargs, num_warps=warps, num_stages=1, pre_hook=set_blocks)
@@ -182,14 +179,13 @@ def gluon_candidate(
 
 def _candidate(
     *args: Any,
-    stream_k: int = 0,
     joined: bool = False,
     swap_ab: bool = False,
     **options: Any,
 ) -> triton.Config:
-    """Return a config of `gemm`; stream_k: the fewest k blocks of a tile of the last wave for a program."""
+    """Return a config of `gemm`."""
     config = gluon_candidate(*args, **options)
-    config.kwargs |= {"STREAM_K": stream_k, "JOINED": joined, "SWAP_AB": swap_ab}
+    config.kwargs |= {"JOINED": joined, "SWAP_AB": swap_ab}
     return config
 
 
@@ -237,17 +233,8 @@ GLUON_CANDIDATES = [
     _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2)),
     _candidate("cooperative", (64, 128, 64), 6, warps=4, store=(64, 3), extra_n=64),
     _candidate("cooperative", (64, 64, 128), 6, warps=4, store=(64, 1)),
-    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), stream_k=8),
-    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 1), extra_n=64, stream_k=8),
-    _candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64, stream_k=8),
-    _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64, stream_k=8),
-    _candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1), stream_k=8),
-    _candidate("cooperative", (64, 128, 64), 8, warps=4, store=(64, 2), stream_k=8),
-    _candidate("cooperative", (64, 128, 64), 5, warps=4, store=(64, 3), extra_n=64, stream_k=8),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
-    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2), stream_k=16),
     _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
-    _candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16, stream_k=16),
     _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(128, 1)),
     _candidate("pingpong", (128, 128, 128), 3, warps=4, store=(64, 1)),
     _candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
@@ -256,8 +243,6 @@ GLUON_CANDIDATES = [
     _candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
     _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
     _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
-    _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=STOLEN),
-    _candidate("persistent_pipelined", (128, 256, 64), 3, warps=8, store=STOLEN),
     _candidate("persistent_pipelined", (128, 128, 64), 5, warps=4, store=(64, 1)),
     _candidate("persistent_pipelined", (64, 128, 64), 6, warps=4, store=(64, 1)),
     _candidate("persistent", (128, 256, 64), 4, warps=8, store=(128, 1)),

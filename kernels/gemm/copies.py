@@ -32,7 +32,7 @@ from ..epilogues import result_columns
 from ..launch import PreparedLaunch
 from ..matrices import LINE_BYTES, TMA_BYTES, Matrix, matrix_of_rows
 from .configs import GLUON_CANDIDATES, in_words
-from .pruning import MEMORY_BYTES_PER_CLOCK, Shape, estimated_clocks, prune
+from .pruning import MEMORY_BYTES_PER_CLOCK, GemmShape, estimated_clocks, prune
 
 WIDEST_BYTES = 16  # that a thread loads at a time
 WARPS = 4
@@ -158,7 +158,7 @@ NOTHING = Copies()
 
 
 @functools.lru_cache(maxsize=CHOICES_KEPT)
-def plan_copies(shape: Shape, *, out: bool) -> tuple[Copies, Shape] | None:
+def plan_copies(shape: GemmShape, *, out: bool) -> tuple[Copies, GemmShape] | None:
     """Return what to copy and the shape of the product of the copies; None if the plain body is to run.
 
     The shape's alignments are those of the operands as they are, 0 where TMA cannot address one; `out` says
@@ -168,7 +168,7 @@ def plan_copies(shape: Shape, *, out: bool) -> tuple[Copies, Shape] | None:
     return None if copies is None else (copies, copied(shape, copies))
 
 
-def copied(shape: Shape, copies: Copies) -> Shape:
+def copied(shape: GemmShape, copies: Copies) -> GemmShape:
     """Return the shape of the product of the copies."""
     return replace(
         shape,
@@ -177,7 +177,7 @@ def copied(shape: Shape, copies: Copies) -> Shape:
     )
 
 
-def what_to_copy(shape: Shape, *, out: bool) -> Copies | None:
+def what_to_copy(shape: GemmShape, *, out: bool) -> Copies | None:
     """Return the copies with which a call should take the least time; None where the plain body should."""
     (_, a_columns), (_, b_columns) = rows_in_memory(shape)
     itemsize = shape.dtype.itemsize
@@ -199,13 +199,13 @@ def _ways(alignment: int, row_bytes: int) -> tuple[bool, ...]:
     return (False,) if alignment == LINE_BYTES or row_bytes < LINE_BYTES else (False, True)
 
 
-def rows_in_memory(shape: Shape) -> tuple[tuple[int, int], tuple[int, int]]:
+def rows_in_memory(shape: GemmShape) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return how many rows A and B have in memory, and of how many elements."""
     m, n, k = shape.m, shape.n, shape.k
     return ((k, m) if shape.trans_a else (m, k)), ((n, k) if shape.trans_b else (k, n))
 
 
-def estimated_total(shape: Shape, copies: Copies) -> float:
+def estimated_total(shape: GemmShape, copies: Copies) -> float:
     """Return about how many clocks the call takes with these copies; inf if no config fits the GPU."""
     args = {**copied(shape, copies).sizes(), **shape.constants()}
     configs, words = prune(GLUON_CANDIDATES, args), in_words(args)
@@ -213,7 +213,7 @@ def estimated_total(shape: Shape, copies: Copies) -> float:
     return KERNEL_CLOCKS + min(clocks, default=math.inf) + copy_clocks(shape, copies)
 
 
-def copy_clocks(shape: Shape, copies: Copies) -> float:
+def copy_clocks(shape: GemmShape, copies: Copies) -> float:
     """Return about how many clocks the copies take."""
     (a_rows, a_columns), (b_rows, b_columns) = rows_in_memory(shape)
     clocks = 0.0
@@ -234,7 +234,7 @@ def _one_copy(rows: int, columns: int, itemsize: int, alignment: int) -> float:
     return KERNEL_CLOCKS + moved_bytes / speed
 
 
-def plain_clocks(shape: Shape) -> float:
+def plain_clocks(shape: GemmShape) -> float:
     """Return about how many clocks the plain body takes; small and narrow products take longer."""
     m, n, k = shape.m, shape.n, shape.k
     moved_bytes = shape.dtype.itemsize * (m + n) * k + shape.out_dtype.itemsize * m * n

@@ -3,8 +3,8 @@
 Before it is rounded each piece meets the rest of the epilogue, in registers (`Pointwise`); a gated activation
 leaves half of its columns, or of its rows, and C has half as many.
 
-    OwnBuffers      buffers of its own, a piece of STORE_N columns each
-    StolenBuffers   two slots of B's ring, which has one more than there are loads in flight: half a tile each
+It has buffers of its own, a piece of STORE_N columns each. Borrowing slots of the operand ring was dropped:
+docs/tried.md.
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -13,9 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ..compat import aggregate, reinterpret, tma_store
+from ..compat import aggregate, tma_store
 from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
-from ..rings import ring_slot
 from .any_width import piece_start
 from .operands import allocate_ring
 
@@ -84,7 +83,7 @@ def complete_stores():
 
 
 @aggregate
-class OwnBuffers:
+class StoreBuffers:
     c_desc: tma.tensor_descriptor
     pointwise: Pointwise
     bufs: gl.shared_memory_descriptor  # [storing partitions * BUFFERS, BLOCK_M, STORE_N]
@@ -98,19 +97,19 @@ class OwnBuffers:
     def create(c_desc, pointwise, config, STORERS: gl.constexpr):
         bufs = allocate_ring(c_desc, STORERS * config.STORE_BUFFERS, c_desc.block_type.shape[0])
         width: gl.constexpr = config.BLOCK_N + config.EXTRA_N
-        return OwnBuffers(
+        return StoreBuffers(
             *(c_desc, pointwise, bufs, config.STORE_BUFFERS, width, config.STORE_N, config.TRANS_C)
         )
 
     @gluon.jit
     def into(self, c_desc):
         """Return the same buffers for another matrix; its descriptor has the same block."""
-        return OwnBuffers(
+        return StoreBuffers(
             *(c_desc, self.pointwise, self.bufs, self.BUFFERS, self.WIDTH, self.STORE_N, self.TRANS_C)
         )
 
     @gluon.jit
-    def store(self, accumulator, row, col, step, STORER: gl.constexpr, origin=0):
+    def store(self, accumulator, row, col, STORER: gl.constexpr, origin=0):
         """Start the stores of a tile; `origin`: see `Pointwise`.
 
         A buffer is written again when all but the BUFFERS - 1 youngest stores have been read out of it; the
@@ -135,60 +134,6 @@ class OwnBuffers:
                 buf.store(piece)
                 fence_async_shared()
                 tma_store(self.c_desc, [row_of_c, col_of_c], buf)
-
-    @gluon.jit
-    def before_load(self):
-        """Loads never touch these buffers."""
-
-    @gluon.jit
-    def finish(self):
-        """Shared memory must outlive the stores that read it."""
-        tma.store_wait(pendings=0)
-
-
-@aggregate
-class StolenBuffers:
-    c_desc: tma.tensor_descriptor
-    pointwise: Pointwise
-    b_bufs: gl.shared_memory_descriptor
-    B_SLOTS: gl.constexpr
-    WIDTH: gl.constexpr
-    STORE_N: gl.constexpr
-
-    @staticmethod
-    @gluon.jit
-    def create(c_desc, pointwise, operands):
-        config = operands.config
-        width: gl.constexpr = config.BLOCK_N + config.EXTRA_N
-        gl.static_assert(width // config.STORE_N <= 2, "no more than two of B's slots are free")
-        slot_bytes: gl.constexpr = config.BLOCK_N * config.BLOCK_K * config.ITEM_BYTES
-        gl.static_assert(c_desc.block_type.nbytes <= slot_bytes, "a piece must fit one slot of B")
-        return StolenBuffers(c_desc, pointwise, operands.b_bufs, operands.B_SLOTS, width, config.STORE_N)
-
-    @gluon.jit
-    def store(self, accumulator, row, col, step, STORER: gl.constexpr):
-        """Start the stores of a tile whose last k block was `step - 1`.
-
-        Loads of steps up to step + NUM_BUFFERS - 2 have been started: of B's NUM_BUFFERS + 1 slots all are
-        filled or being filled but those of the next two steps to be loaded. Each piece takes one of the two;
-        they are never taken as one piece of memory, which the ring's end could cut in two.
-        """
-        for i in gl.static_range(self.WIDTH // self.STORE_N):
-            sums = accumulator.piece(i, self.STORE_N)
-            piece = self.pointwise.apply(sums, row, col, i * self.STORE_N).to(self.c_desc.dtype)
-            slot = ring_slot(step + self.B_SLOTS - 2 + i, self.B_SLOTS)
-            buf = reinterpret(
-                self.b_bufs.index(slot), self.c_desc.dtype, self.c_desc.block_type.shape, self.c_desc.layout
-            )
-            buf.store(piece)
-            fence_async_shared()
-            row_of_c, col_of_c = self.pointwise.place(row, col + i * self.STORE_N)
-            tma_store(self.c_desc, [row_of_c, col_of_c], buf)
-
-    @gluon.jit
-    def before_load(self):
-        """Return when the stolen slots may be filled again; asked once in each tile."""
-        tma.store_wait(pendings=0)
 
     @gluon.jit
     def finish(self):

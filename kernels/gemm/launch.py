@@ -2,7 +2,7 @@
 
 A `LaunchPlan` depends on how tensors lie, so it is made once and executed by later calls with tensors that
 lie alike. A shape is tuned at first, then launched straight from what the tuning left. Nothing here keeps a
-caller's tensor, nor the parts of stream-K.
+caller's tensor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
 from ..launch import SettledLaunches
 from ..matrices import LINE_BYTES, Block, Matrix, as_matrix, describe, matrix_of_rows
 from .body import gemm
-from .configs import CUT_SCHEDULES, GLUON_CANDIDATES, blocks_of
+from .configs import GLUON_CANDIDATES, blocks_of
 from .copies import NOTHING, Copies, copy, padded_copy, plan_copies, room_for, runs_along_columns
-from .pruning import Shape, prune
+from .pruning import GemmShape, prune
 
 COUNTERS_KEPT = 64
 
@@ -37,30 +37,28 @@ tuned_gemm = triton.autotune(
 
 # A tuner keeps the arguments and the config of its launch under way: it is asked by one thread at a time.
 _TURN = threading.Lock()
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(tuned_gemm, blocks_of)
-_COUNTERS: OrderedDict[tuple[str, int, int], torch.Tensor] = OrderedDict()
+_SETTLED: SettledLaunches[GemmShape] = SettledLaunches(tuned_gemm, blocks_of)
+_COUNTERS: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
 
 
-def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape, epilogue: Epilogue = ONLY_SUMS) -> None:
+def launch(a: Matrix, b: Matrix, c: Matrix, shape: GemmShape, epilogue: Epilogue = ONLY_SUMS) -> None:
     """Write C = A @ B on the current stream of the shape's device, which is the current device.
 
     The epilogue is of the caller's rows and columns: C's columns and rows where the shape is exchanged.
     """
     vectors = _vectors(epilogue, exchanged=shape.exchanged)
+    counter = counter_of(shape.device, counts=shape.schedule == "dynamic")
     settled = _SETTLED.find(shape)
     if settled is not None:
-        counter, parts = scratch_of(shape, part_elements(settled.config))
         further = a if settled.config.kwargs["SWAP_AB"] else b
-        settled.launch((a, b, further, c), counter, *shape.sizes().values(), parts, *vectors)
+        settled.launch((a, b, further, c), counter, *shape.sizes().values(), *vectors)
         return
-    largest = max(map(part_elements, tuned_gemm.configs)) if shape.schedule in CUT_SCHEDULES else 0
-    counter, parts = scratch_of(shape, largest)  # for any config
     any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
     descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
     sizes, constants = shape.sizes().values(), shape.constants()
     with _TURN:
-        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes, parts, *vectors, **constants)
-        _SETTLED.remember(shape, compiled, constants, (counter, parts, *vectors))
+        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes, *vectors, **constants)
+        _SETTLED.remember(shape, compiled, constants, (counter, *vectors))
 
 
 def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | None, ...]:
@@ -70,31 +68,12 @@ def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | Non
     return epilogue.scale_a, epilogue.scale_b, None, epilogue.bias
 
 
-def part_elements(config: triton.Config) -> int:
-    """Return how many elements a part of a tile has; 0 where tiles are not cut."""
-    kwargs = config.kwargs
-    return int(kwargs["BLOCK_M"] * (kwargs["BLOCK_N"] + kwargs["EXTRA_N"]) if kwargs["STREAM_K"] else 0)
-
-
-def scratch_of(shape: Shape, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the words in which programs count, and room for their parts of tiles of so many elements."""
-    if elements == 0:
-        return counter_of(shape.device, counts=shape.schedule == "dynamic"), _no_parts(shape.device)
-    counter = counter_of(shape.device, counts=True, words=2 + shape.programs)
-    return counter, torch.empty(2 * shape.programs * elements, dtype=torch.float32, device=shape.device)
-
-
-@functools.lru_cache
-def _no_parts(device: torch.device) -> torch.Tensor:
-    return torch.empty(1, dtype=torch.float32, device=device)
-
-
 @functools.lru_cache
 def _no_counter(device: torch.device) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def counter_of(device: torch.device, *, counts: bool, words: int = 2) -> torch.Tensor:
+def counter_of(device: torch.device, *, counts: bool) -> torch.Tensor:
     """Return words for kernels that count, as the dynamic schedule does: zeros, as every launch leaves them.
 
     Launches that do not count share theirs. Of the others each stream has its own, as two at once must not
@@ -105,12 +84,12 @@ def counter_of(device: torch.device, *, counts: bool, words: int = 2) -> torch.T
         return _no_counter(device)
     on_gpu = device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(words, dtype=torch.int32, device=device)
+        return torch.zeros(2, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else -1
-    place = (str(device), stream, words)
+    place = (str(device), stream)
     counter = _COUNTERS.get(place)
     if counter is None:
-        counter = _COUNTERS[place] = torch.zeros(words, dtype=torch.int32, device=device)
+        counter = _COUNTERS[place] = torch.zeros(2, dtype=torch.int32, device=device)
         if len(_COUNTERS) > COUNTERS_KEPT:
             _COUNTERS.popitem(last=False)  # its memory goes back to its stream, behind its last launch
     return counter
@@ -123,7 +102,7 @@ class LaunchPlan:
     Their addresses are of the tensors that it was made for.
     """
 
-    shape: Shape
+    shape: GemmShape
     exchanged: bool  # out.T = b.T @ a.T is computed, and the matrices are those of b.T, a.T and out.T
     a: Matrix | None
     b: Matrix | None
@@ -157,7 +136,7 @@ def plan_launch(
     if tensor_memory and (c is None or left is None or right is None):
         return None
     (m, k), n = a.shape, b.shape[1]
-    shape = Shape(
+    shape = GemmShape(
         m=m,
         n=n,
         k=k,

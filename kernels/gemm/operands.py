@@ -85,7 +85,7 @@ class Config:
     BLOCK_K: gl.constexpr  # elements: twice as many as the candidate says where they have one byte
     NUM_BUFFERS: gl.constexpr
     STORE_N: gl.constexpr
-    STORE_BUFFERS: gl.constexpr  # 0: the epilogue steals operand buffers
+    STORE_BUFFERS: gl.constexpr
     SCHEDULE: gl.constexpr
     GROUP_M: gl.constexpr
     TENSOR_MEMORY: gl.constexpr  # Blackwell
@@ -97,11 +97,10 @@ class Config:
 
 
 @aggregate
-class Operands:
+class OperandRing:
     """Two mbarriers for each slot: `full` counts the bytes of TMA, `empty` an arrival of each reader.
 
-    B may have more slots than the ring has steps in flight (`B_SLOTS`), for an epilogue that borrows the
-    two that are not in use. B's tile may be wider than BLOCK_N by EXTRA_N columns with buffers of their own:
+    B's tile may be wider than BLOCK_N by EXTRA_N columns with buffers of their own:
     a tensor's sides are powers of two, a tile 192 columns wide is two tensors. JOINED: they lie behind the
     others in one ring, for an instruction that reads them all (`any_width`).
     """
@@ -116,14 +115,12 @@ class Operands:
     empty: gl.shared_memory_descriptor
     config: Config
     NUM_BUFFERS: gl.constexpr
-    B_SLOTS: gl.constexpr
 
     @staticmethod
     @gluon.jit
     def create(a_desc, b_desc, extra_desc, config):
-        """Allocate the ring; one slot more for B where the epilogue steals."""
+        """Allocate the ring."""
         NUM_BUFFERS: gl.constexpr = config.NUM_BUFFERS
-        B_SLOTS: gl.constexpr = NUM_BUFFERS + (1 if config.STORE_BUFFERS == 0 else 0)
         BLOCK_N: gl.constexpr = config.BLOCK_N
         EXTRA_N: gl.constexpr = config.EXTRA_N
         BLOCK_K: gl.constexpr = config.BLOCK_K
@@ -135,7 +132,7 @@ class Operands:
             gl.static_assert(along_k and BLOCK_K * config.ITEM_BYTES == 128, "what `any_width` can read")
             b_bufs = allocate_ring(b_desc, NUM_BUFFERS * (BLOCK_N + EXTRA_N) // SWIZZLED_N, SWIZZLED_N)
         else:
-            b_bufs = allocate_ring(b_desc, B_SLOTS, BLOCK_N if TRANS_B else BLOCK_K)
+            b_bufs = allocate_ring(b_desc, NUM_BUFFERS, BLOCK_N if TRANS_B else BLOCK_K)
         extra_bufs = b_bufs
         if EXTRA_N > 0 and not JOINED:
             extra_bufs = allocate_ring(extra_desc, NUM_BUFFERS, EXTRA_N if TRANS_B else BLOCK_K)
@@ -144,9 +141,9 @@ class Operands:
         for i in gl.static_range(NUM_BUFFERS):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=1)
-        return Operands(
+        return OperandRing(
             *(a_desc, b_desc, extra_desc, a_bufs, b_bufs, extra_bufs),
-            *(full, empty, config, NUM_BUFFERS, B_SLOTS),
+            *(full, empty, config, NUM_BUFFERS),
         )
 
     @gluon.jit
@@ -167,7 +164,6 @@ class Operands:
             mbarrier.expect(bar, a_nbytes + b_nbytes + self.extra_desc.block_type.nbytes)
         else:
             mbarrier.expect(bar, a_nbytes + b_nbytes)
-        b_slot = ring_slot(step, self.B_SLOTS)
         a_buf = _first_rows(self.a_bufs.index(slot), self.a_desc)
         if self.config.TRANS_A:
             tma_load(self.a_desc, [inner, row], bar, a_buf)
@@ -176,9 +172,9 @@ class Operands:
         if self.config.JOINED:
             load_columns(self, slot, col, inner, bar)
         elif self.config.TRANS_B:
-            tma_load(self.b_desc, [col, inner], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
+            tma_load(self.b_desc, [col, inner], bar, _first_rows(self.b_bufs.index(slot), self.b_desc))
         else:
-            tma_load(self.b_desc, [inner, col], bar, _first_rows(self.b_bufs.index(b_slot), self.b_desc))
+            tma_load(self.b_desc, [inner, col], bar, _first_rows(self.b_bufs.index(slot), self.b_desc))
         if self.config.EXTRA_N > 0 and not self.config.JOINED:
             extra_buf = _first_rows(self.extra_bufs.index(slot), self.extra_desc)
             if self.config.TRANS_B:
@@ -214,7 +210,7 @@ class Operands:
     @gluon.jit
     def b(self, step):
         """Return the step's block of B, [BLOCK_K, BLOCK_N]."""
-        buf = self.b_bufs.index(ring_slot(step, self.B_SLOTS))
+        buf = self.b_bufs.index(ring_slot(step, self.NUM_BUFFERS))
         if self.config.TRANS_B:
             buf = buf.permute((1, 0))
         return buf

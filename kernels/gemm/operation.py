@@ -19,7 +19,7 @@ from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, 
 from ..matrices import LINE_BYTES
 from ..tensors import FP8, check_fp8, check_no_gradient, check_scale, layout_of, remember
 from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
-from .configs import CUT_SCHEDULES, NAMES, PLAIN_CANDIDATES, class_of_rows
+from .configs import NAMES, PLAIN_CANDIDATES, class_of_rows
 from .launch import LaunchPlan, counter_of, execute, plan_launch
 from .pruning import prune_plain
 
@@ -68,7 +68,7 @@ def persistent_matmul(
     tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Numbers of rows M
     share what was tuned in classes, which end at multiples of 16 up to 128, then at 160, 192, 224, 256, 320
     and so on, four to each doubling. `scheduler` is the order of the tiles (see `tiles`); `auto` is
-    "grouped", on AMD "chiplet"; stream-K takes "grouped" or "strided".
+    "grouped", on AMD "chiplet".
     `programs` is how many programs stay: by default one on each SM; fewer leave SMs to what runs beside.
 
     The variants run on Hopper and Blackwell, where TMA can address a, b and out: each begins at a multiple
@@ -253,10 +253,6 @@ def check_choices(variant: str, scheduler: str, programs: int | None) -> None:
     for kind, name, known in (("variant", variant, NAMES), ("scheduler", scheduler, SCHEDULERS)):
         if name not in known:
             raise ValueError(f"there is no {kind} {name!r}; there are {', '.join(map(repr, known))}")
-    if variant == "stream_k" and scheduler not in ("auto", *CUT_SCHEDULES):
-        raise ValueError(
-            f"stream_k shares out tiles itself; scheduler is {scheduler!r}, not one of {CUT_SCHEDULES}"
-        )
     if programs is not None and not isinstance(programs, int):
         raise TypeError(f"programs is {programs!r}; it must be a whole number")
     if programs is not None and programs < 1:

@@ -136,12 +136,12 @@ class Problem:
 
     @gluon.jit
     def place(self, number):
-        """Return the tile's first row of A and of C, column and k block; without such a tile, the last one's.
+        """Return the tile's first row of A and of C, and first column; without such a tile, the last one's.
 
         A tile that would reach beyond the last row or column is moved back by so much, if TMA can begin
         there: loads from beyond are slow, see `operands`. What it shares with the tile before is computed and
-        stored twice, to the same values, as both add up the k blocks in the same order: tiles of stream-K
-        stay. Behind the last group of tiles the arithmetic would divide by a group of no rows.
+        stored twice, to the same values, as both add up the k blocks in the same order. Behind the last group
+        of tiles the arithmetic would divide by a group of no rows.
         """
         number = min(number, self.tiles - 1)
         pid_m, pid_n = scheduled_tile(
@@ -149,17 +149,12 @@ class Problem:
         )
         row = min(pid_m * self.config.BLOCK_M, self.last_row)
         col = min(pid_n * (self.config.BLOCK_N + self.config.EXTRA_N), self.last_col)
-        return row, row, col, 0
+        return row, row, col
 
     @gluon.jit
     def end_steps(self):
         """Return how many of the STEPS_OF_A_BLOCK instructions the last k block of a tile needs."""
         return end_steps_of(self.k, self.k_blocks, self.config)
-
-    @gluon.jit
-    def blocks_of(self, number):
-        """Every tile has as many k blocks."""
-        return self.k_blocks
 
     @gluon.jit
     def await_rows(self, number, known):
@@ -171,6 +166,6 @@ class Problem:
         """Nobody waits for that."""
 
     @gluon.jit
-    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
+    def store(self, number, epilogue, accumulator, row, col, STORER: gl.constexpr):
         """The accumulator is the tile."""
-        epilogue.store(accumulator, row, col, step, STORER)
+        epilogue.store(accumulator, row, col, STORER)

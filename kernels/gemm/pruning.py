@@ -22,8 +22,9 @@ products take longer, as the clock falls.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,11 +32,10 @@ import triton
 from ..compat import HAS_INLINE_PTX
 from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
 from ..epilogues import GATE_BLOCK, NO_EPILOGUE, EpilogueKind, sums_of_a_result
-from ..tiles import on_host, stream_k_share
 from .configs import (
-    CUT_SCHEDULES,
     MOST_ACCUMULATOR_REGISTERS,
     NAMES,
+    PARTS,
     accumulator_registers,
     as_tiled,
     class_of_rows,
@@ -55,15 +55,10 @@ MEMORY_LATENCY = 3500  # clocks, under load
 START = 2500  # of a kernel with several partitions, over one without
 FILL = 1500  # from the first load of a tile to its first multiplication
 STORE_BYTES_PER_CLOCK, STORE_LATENCY = 32, 1000
-# A part of stream-K is written by all SMs at once, and the parts of a tile are read by one.
-PART_WRITE_BYTES_PER_CLOCK, PART_READ_BYTES_PER_CLOCK = 20, 40
 
 STORES_EXPOSED = {"pingpong": 0}
 FILLS_EXPOSED = {"pipelined": 1, "persistent": 1}
 STARTS = {"cooperative": 1, "pingpong": 1}
-# By how much of K stream-K must shorten the last wave to be tried: what parts cost on an H200, rounded down.
-LEAST_SAVED_K = 512
-SAVED_K_FOR_A_PART = 8
 MOST_WIDTHS = 4  # of tiles that differ in nothing else, which the estimate tells apart: it puts winners first
 
 
@@ -76,16 +71,9 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     k_block = max(multiply_clocks(kwargs), load_clocks(kwargs, args))
     store = kwargs["BLOCK_M"] * width * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
     exposed = STORES_EXPOSED.get(variant, 1) * store + FILLS_EXPOSED.get(variant, 0) * FILL
-    if kwargs["STREAM_K"]:
-        waves, tail = divmod(tiles, programs)
-        share = on_host(stream_k_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
-        busy, cut = programs, share * k_block
-        ends = FILL + store + part_clocks(kwargs, triton.cdiv(k_blocks, share))
-    else:
-        waves, busy, cut = triton.cdiv(tiles, programs), min(tiles, programs), 0.0
-        ends = FILL + store
-    work = waves * (k_blocks * k_block + exposed) + cut
-    return STARTS.get(variant, 0) * START + max(work, memory_clocks(kwargs, args, busy)) + ends
+    work = triton.cdiv(tiles, programs) * (k_blocks * k_block + exposed)
+    memory = memory_clocks(kwargs, args, min(tiles, programs))
+    return STARTS.get(variant, 0) * START + max(work, memory) + FILL + store
 
 
 def out_bytes(args: dict[str, Any]) -> int:
@@ -123,13 +111,6 @@ def slowed(alignment: int) -> float:
     return BETWEEN_LINES if alignment % 32 == 0 else BETWEEN_SECTORS
 
 
-def part_clocks(kwargs: dict[str, Any], parts: int) -> float:
-    """Return what stream-K takes to write a part of a tile and to read all of them."""
-    part_bytes = 4 * kwargs["BLOCK_M"] * (kwargs["BLOCK_N"] + kwargs["EXTRA_N"])
-    latency = 2 * STORE_LATENCY
-    return latency + part_bytes / PART_WRITE_BYTES_PER_CLOCK + parts * part_bytes / PART_READ_BYTES_PER_CLOCK
-
-
 def memory_clocks(kwargs: dict[str, Any], args: dict[str, Any], busy: int) -> float:
     """Return what memory takes for A, B and C, asked by `busy` SMs, each for as much as fits its buffers."""
     m, n, k = args["M"], args["N"], args["K"]
@@ -148,8 +129,6 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
     kwargs = config.kwargs
     if shared_bytes(kwargs, out_bytes, tensor_memory=tensor_memory) > limit_bytes:
         return False
-    if kwargs["STORE_BUFFERS"] == 0 and _stolen_is_too_small(kwargs, out_bytes):
-        return False
     if tensor_memory:
         # 128 lanes of tensor memory; two accumulators, so ping-pong is nothing of its own.
         if kwargs["BLOCK_M"] != 128 or kwargs["EXTRA_N"] > 0 or kwargs["VARIANT"] == "pingpong":
@@ -161,33 +140,10 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
     return accumulator_registers(config) <= MOST_ACCUMULATOR_REGISTERS
 
 
-def _stolen_is_too_small(kwargs: dict[str, Any], out_bytes: int) -> bool:
-    piece = kwargs["BLOCK_M"] * kwargs["STORE_N"] * out_bytes
-    return bool(piece > kwargs["BLOCK_N"] * kwargs["BLOCK_K"] * 2)
-
-
 def is_wanted(kwargs: dict[str, Any], wanted: str) -> bool:
     """Return whether a config belongs to one of VARIANTS or PARTS."""
-    variant, steals = kwargs["VARIANT"], kwargs["STORE_BUFFERS"] == 0
-    if wanted == "warp_specialized":
-        return variant in ("cooperative", "pingpong")
-    if wanted == "stream_k" or kwargs["STREAM_K"] > 0:  # neither cooperative nor ping-pong as PARTS
-        return kwargs["STREAM_K"] > 0 and wanted in ("auto", "stream_k")
-    if wanted in ("own_buffers", "stealing"):
-        return variant == "persistent_pipelined" and steals == (wanted == "stealing")
-    return wanted in ("auto", variant)
-
-
-def cuts_the_last_wave(kwargs: dict[str, Any], args: dict[str, Any], programs: int) -> bool:
-    """Return whether a config with STREAM_K makes the last wave enough shorter to be worth a trial."""
-    if args["SCHEDULE"] not in CUT_SCHEDULES:
-        return False
-    tail = count_tiles(kwargs, args) % programs
-    k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
-    share = on_host(stream_k_share)(tail, k_blocks, programs, kwargs["STREAM_K"])
-    parts = triton.cdiv(tail * k_blocks, share) + tail - 1  # each stretch and each tile begins one
-    saved_k = (k_blocks - share) * kwargs["BLOCK_K"]
-    return bool(tail > 0 and saved_k >= max(LEAST_SAVED_K, parts * SAVED_K_FOR_A_PART))
+    variant = kwargs["VARIANT"]
+    return wanted in ("auto", variant) or (wanted == "warp_specialized" and variant in PARTS)
 
 
 def saves_tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
@@ -240,11 +196,6 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         config
         for config in configs
         if is_wanted(config.kwargs, wanted)
-        and (
-            config.kwargs["STREAM_K"] == 0
-            or wanted == "stream_k"
-            or cuts_the_last_wave(config.kwargs, args, args["programs"])
-        )
         and fits(config, out_bytes(args), limit, tensor_memory=args["TENSOR_MEMORY"])
         and suits(config.kwargs, args)
     ]
@@ -292,8 +243,67 @@ TYPE_NAMES = {
 }
 
 
+def fewest_rows(configs: list[triton.Config], *, tensor_memory: bool) -> int:
+    """Return how many rows a chunk has at least: a tile must not be higher than a chunk."""
+    return 128 if tensor_memory else min(config.kwargs["BLOCK_M"] for config in configs)
+
+
+def prune_chunks(
+    configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any
+) -> list[triton.Config]:
+    """Return the candidates of a Gluon kernel over chunks that a call's shape and device allow.
+
+    It looks at what all ranks share, save what is a rank's own by nature (N of a gather, K of a scatter), so
+    ranks with equal weights keep equal candidates.
+    """
+    args = in_words({**named_args, **kwargs})
+    rows, limit = args.get("size_class") or args["M"] // args["WORLD"], shared_memory_bytes()
+    usable = [
+        config
+        for config in configs
+        if config.kwargs["BLOCK_M"] <= rows
+        and fits(config, 2, limit, tensor_memory=args["TENSOR_MEMORY"])
+        and (args.get("TRANS_B", True) or not config.kwargs.get("JOINED"))
+    ]
+    return not_too_large(usable, BLOCK_N=args["N"], BLOCK_K=args["K"])
+
+
+class ChunkShape(NamedTuple):
+    """What the choice of a config, the compiled kernel and its grid depend on, of a product over chunks.
+
+    Each call hashes one: no dataclass.
+    """
+
+    m: int  # of all chunks
+    n: int
+    k: int
+    world_size: int
+    chunks: int  # of one launch
+    programs: int
+    size_class: int  # the number of rows of a chunk that this one is tuned as
+    dtype: torch.dtype
+    device: torch.device
+    names: tuple[str, ...]  # of the constants that no config sets, behind WORLD
+    values: tuple[Any, ...]
+    compiled_in: tuple[Hashable, ...]  # what the compiler knows of the other arguments: strides, alignment
+
+    def sizes(self) -> dict[str, int]:
+        return {"M": self.m, "N": self.n, "K": self.k, "size_class": self.size_class}
+
+    def constants(self) -> dict[str, Any]:
+        return {"WORLD": self.world_size, **dict(zip(self.names, self.values, strict=True))}
+
+    def tiles(self, meta: dict[str, Any]) -> int:
+        """Return how many tiles there are under a config."""
+        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
+        return int(self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"] + meta.get("EXTRA_N", 0)))
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        return min(self.programs, self.tiles(meta)), 1, 1
+
+
 @dataclass(frozen=True)
-class Shape:
+class GemmShape:
     """What the choice of a config and the compiled kernel depend on."""
 
     m: int
@@ -341,7 +351,5 @@ class Shape:
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         """Return how many programs run under a config."""
-        if meta["STREAM_K"]:
-            return self.programs, 1, 1
         tiles = count_tiles(meta, {"M": self.m, "N": self.n})
         return (tiles if meta["VARIANT"] == "pipelined" else min(self.programs, tiles)), 1, 1

@@ -12,11 +12,10 @@
 
 Where others are to hear of stored tiles, or to be waited for, `notify` (1 warp) does both beside these.
 
-Which tiles there are is asked of a part as well, the `problem`. It has `tiles` and
+Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, how many, and
 
-    place(number)                 a tile's first row of A and of C, its first column and first k block
-    blocks_of(number)             how many k blocks it has: one or more. Where tiles differ in it, a program's
-                                  are the program_id-th one and every num_programs-th one behind
+    k_blocks                      how many k blocks each tile has: one or more
+    place(number)                 a tile's first row of A and of C, and its first column
     end_steps()                   of JOINED only: how many instructions along K the last one of a tile needs
     await_rows(number, known)     return once those rows of A may be read. Only `load` asks, once a tile, and
                                   passes what it was told the last time, at first 0
@@ -64,9 +63,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..compat import aggregate
 from ..rings import ring_phase
 from .any_width import WgmmaAnyWidth
-from .epilogue import OwnBuffers, StolenBuffers
+from .epilogue import StoreBuffers
 from .mma import Tcgen05, Wgmma
-from .operands import Operands, allocate_mbarriers
+from .operands import OperandRing, allocate_mbarriers
 from .problem import DynamicSchedule, StaticSchedule, slots_of_visits
 
 LOADER_REGISTERS = gl.constexpr(24)  # the least that setmaxnreg takes; the loader is scalar code
@@ -88,7 +87,7 @@ class Cursor:
     @gluon.jit
     def create(problem, schedule):
         number = schedule.publish(0)
-        row, _row_of_c, col, _first_k = problem.place(number)
+        row, _row_of_c, col = problem.place(number)
         zero = gl.to_tensor(0)
         return Cursor(zero, number, row, col, zero, zero)
 
@@ -101,11 +100,11 @@ class Cursor:
             operands.load(step, row, col, k)
             step += 1
             k += 1
-            if k == problem.blocks_of(number):
+            if k == problem.k_blocks:
                 k = k * 0
                 visit += 1
                 number = schedule.publish(visit)
-                row, _row_of_c, col, _first_k = problem.place(number)
+                row, _row_of_c, col = problem.place(number)
         return Cursor(visit, number, row, col, k, step)
 
 
@@ -118,9 +117,9 @@ def load(problem, schedule, operands, TAKERS: gl.constexpr):
     number = schedule.publish(0)
     while number < problem.tiles:
         known = problem.await_rows(number, known)
-        row, _row_of_c, col, first_k = problem.place(number)
-        for k in range(problem.blocks_of(number)):
-            operands.load(step, row, col, first_k + k)
+        row, _row_of_c, col = problem.place(number)
+        for k in range(problem.k_blocks):
+            operands.load(step, row, col, k)
             step += 1
         visit += 1
         number = schedule.publish(visit)
@@ -155,7 +154,7 @@ def work(
     """
     NUM_BUFFERS: gl.constexpr = operands.NUM_BUFFERS
     LOADS: gl.constexpr = DOES == "all" or DOES == "all_across"
-    step = FIRST * problem.blocks_of(gl.program_id(0))
+    step = FIRST * problem.k_blocks
     visit = gl.to_tensor(FIRST)
     cursor = visit
     if LOADS:
@@ -169,7 +168,7 @@ def work(
             *(problem, schedule, operands, mma, epilogue, turn, cursor, number, visit, step),
             *(FIRST, EVERY, DOES, NOTIFIES),
         )
-        step += (EVERY - 1) * problem.blocks_of(number + gl.num_programs(0))
+        step += (EVERY - 1) * problem.k_blocks
         visit += EVERY
         number = schedule.take(visit)
     if DOES != "multiply":
@@ -178,14 +177,6 @@ def work(
         epilogue.finish()
     if LOADS:
         schedule.finish()
-
-
-@gluon.jit
-def _load_under(problem, schedule, operands, epilogue, cursor, k, last_visit):
-    """Start a load into the slot of the k block before the k-th one, under the multiplication of that."""
-    if k == 0:
-        epilogue.before_load()
-    return cursor.load(problem, schedule, operands, last_visit)
 
 
 @gluon.jit
@@ -217,32 +208,33 @@ def _work_on(
         if EVERY == 2:
             mbarrier.wait(turn.index(FIRST), ring_phase(visit, 2) ^ (1 - FIRST))
         ENDS: gl.constexpr = 1 if operands.config.JOINED else 0  # k blocks that are multiplied in another way
-        blocks = problem.blocks_of(number) - ENDS
+        blocks = problem.k_blocks - ENDS
         for k in range(blocks):
             operands.wait_full(step)
             accumulator = accumulator.multiply(operands, step, k)
             if LOADS:
-                cursor = _load_under(problem, schedule, operands, epilogue, cursor, k, visit + AHEAD)
+                # Into the slot of the k block before this one, under the multiplication of this.
+                cursor = cursor.load(problem, schedule, operands, visit + AHEAD)
             step += 1
         if ENDS > 0:
             operands.wait_full(step)
             accumulator = accumulator.multiply_last(operands, step, blocks)
             if LOADS:
-                cursor = _load_under(problem, schedule, operands, epilogue, cursor, blocks, visit + AHEAD)
+                cursor = cursor.load(problem, schedule, operands, visit + AHEAD)
             step += 1
         if EVERY == 2:
             mbarrier.arrive(turn.index(1 - FIRST), count=1)
         # Divisions, of which no product should have to wait.
-        _row_of_a, row, col, _first_k = problem.place(number)
+        _row_of_a, row, col = problem.place(number)
         accumulator = accumulator.end(operands, step)
     else:
-        _row_of_a, row, col, _first_k = problem.place(number)
+        _row_of_a, row, col = problem.place(number)
         accumulator = mma.accumulator(visit)
     if DOES != "multiply":
         mma.await_result(visit)
         if NOTIFIES:
             problem.stored_before(visit)
-        problem.store(number, epilogue, accumulator, row, col, step, FIRST)
+        problem.store(number, epilogue, accumulator, row, col, FIRST)
         mma.drained(visit)
     return cursor, step
 
@@ -270,19 +262,14 @@ def _check(config, NOTIFIES: gl.constexpr):
         )
     WIDTH: gl.constexpr = config.BLOCK_N + config.EXTRA_N
     STORE_N: gl.constexpr = config.STORE_N
-    STEALS: gl.constexpr = config.STORE_BUFFERS == 0
     gl.static_assert(config.NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
     if config.JOINED:
-        gl.static_assert(not config.TENSOR_MEMORY and not STEALS, "for Hopper, with buffers for the store")
+        gl.static_assert(not config.TENSOR_MEMORY, "for Hopper")
         gl.static_assert(STORE_N <= WIDTH, "the last piece ends with the tile")
     else:
         FILLED: gl.constexpr = config.BLOCK_N % STORE_N == 0 and config.EXTRA_N % STORE_N == 0
         gl.static_assert(FILLED, "pieces must fill the tile")
         gl.static_assert(not config.TRANS_C, "only tiles of any width have been stored by columns")
-    if STEALS:
-        gl.static_assert(
-            config.VARIANT == "persistent_pipelined", "only there B's slots are known to be free"
-        )
 
 
 @gluon.jit
@@ -327,14 +314,11 @@ def run(
     SPECIALIZED: gl.constexpr = config.VARIANT == "cooperative" or config.VARIANT == "pingpong"
     PINGPONG: gl.constexpr = config.VARIANT == "pingpong" and not TENSOR_MEMORY
 
-    operands = Operands.create(a_desc, b_desc, extra_desc, config)
+    operands = OperandRing.create(a_desc, b_desc, extra_desc, config)
     mma = _create_mma(problem, a_desc.dtype, config)
     READERS: gl.constexpr = (2 if SPECIALIZED and TENSOR_MEMORY else 1) + (1 if NOTIFIES else 0)
     schedule = _create_schedule(problem, counter_ptr, READERS, config)
-    if config.STORE_BUFFERS == 0:
-        epilogue = StolenBuffers.create(c_desc, pointwise, operands)
-    else:
-        epilogue = OwnBuffers.create(c_desc, pointwise, config, 2 if PINGPONG else 1)
+    epilogue = StoreBuffers.create(c_desc, pointwise, config, 2 if PINGPONG else 1)
     turn = operands.full
     if PINGPONG:
         turn = allocate_mbarriers(2)

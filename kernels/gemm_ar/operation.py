@@ -31,7 +31,7 @@ from ..symm import SymmetricTensor
 from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor
 from . import low_latency, pull
 from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS
-from .rows import MOST_COLUMNS_OF_NORM, Ending, Place
+from .rows import MOST_COLUMNS_OF_NORM, Place, RowEnding
 from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS, Ways
 
 EPS = 1e-6
@@ -259,7 +259,7 @@ class GemmAllReduce(Operation):
         out = like.new_empty((rows, self._n)) if out is None else out
         result = out.detach()
         sums = None if residual is None else like.new_empty((rows, self._n))
-        ending = Ending(residual, norm_weight, sums, float(eps))
+        ending = RowEnding(residual, norm_weight, sums, float(eps))
         wanted = self._ways.choose(rows, (self._n, str(self._dtype), sums is not None))
         with self._carrying_out():
             way = self._ways.settle(wanted, rows, is_capturing=self._is_capturing())
@@ -270,7 +270,7 @@ class GemmAllReduce(Operation):
             self._exchange(way, part, result, ending)
         return out if sums is None else (out, sums)
 
-    def _exchange(self, way: str, part: torch.Tensor, out: torch.Tensor, ending: Ending) -> None:
+    def _exchange(self, way: str, part: torch.Tensor, out: torch.Tensor, ending: RowEnding) -> None:
         """Enqueue what adds up the ranks' parts, and ends the sums."""
         rows, chunk = part.shape[0], triton.cdiv(part.shape[0], self.world_size)
         place = Place(self.rank, self.world_size, self._sms or INTERPRETED_PROGRAMS, self._patience_ticks)
@@ -283,7 +283,7 @@ class GemmAllReduce(Operation):
             first = min(self.rank * chunk, rows)
             own = {"first": first, "rows": min(chunk, rows - first), "m": rows}
             sums = self._sums.local
-            pull.launch(place, self._table_of_parts, self._held, sums, Ending(ending.residual), **own)
+            pull.launch(place, self._table_of_parts, self._held, sums, RowEnding(ending.residual), **own)
             ended, of_all = ending._replace(residual=None), {"rows": rows, "m": rows, "chunk": chunk}
             pull.launch(place, self._table_of_sums, self._held, out, ended, **of_all)
         else:

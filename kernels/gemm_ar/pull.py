@@ -56,8 +56,8 @@ from ..launch import SettledLaunches
 from ..signals import notify, poll_until, record_failure
 from .rows import (
     MOST_PROGRAMS,
-    Ending,
     Place,
+    RowEnding,
     RowsShape,
     Tail,
     candidate,
@@ -264,7 +264,7 @@ def launch(
     table: torch.Tensor,
     memory: PullMemory,
     out: torch.Tensor,
-    ending: Ending,
+    ending: RowEnding,
     *,
     rows: int,
     m: int,

@@ -26,7 +26,7 @@ VALUES_OF_THREAD = 8  # of a row whose norm is taken
 MOST_PROGRAMS = 1 << 12  # of a launch
 
 
-class Ending(NamedTuple):
+class RowEnding(NamedTuple):
     """What becomes of sums; the norm's weight and where the sums go are both given, or neither."""
 
     residual: torch.Tensor | None = None
@@ -149,7 +149,7 @@ def launch_rows(
     held: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
     out: torch.Tensor,
-    ending: Ending,
+    ending: RowEnding,
     *,
     rows: int,
     of_all: int,

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 
-class Held(NamedTuple):
+class ScatterMemory(NamedTuple):
     """The tensors of an operation that no call changes."""
 
     partial: torch.Tensor  # [max(1, world_size - 1), capacity, N]: sums on their way to the peers
@@ -17,7 +17,7 @@ class Held(NamedTuple):
     errors: torch.Tensor
 
 
-class Call(NamedTuple):
+class ScatterCall(NamedTuple):
     """One launch on one rank. Made in each call: no dataclass."""
 
     rank: int
@@ -27,10 +27,10 @@ class Call(NamedTuple):
     chunks: int  # how many to compute: all, or one
     programs: int  # the most that run at once
     patience_ticks: int  # how long the kernel waits for a peer
-    held: Held
+    held: ScatterMemory
 
 
-class Operands(NamedTuple):
+class ScatterOperands(NamedTuple):
     """The caller's tensors: out [M / W, N] gets this rank's rows of sum(a @ weight.T + addend)."""
 
     a: torch.Tensor
@@ -42,5 +42,5 @@ class Operands(NamedTuple):
 class Body(Protocol):
     """Multiplies, hands over chunks and adds; made for tensors that lie alike, it keeps none's address."""
 
-    def launch(self, operands: Operands, call: Call) -> None:
+    def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
         """Enqueue the kernel on the current stream."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..exchange.peers import ARRIVED, DONE, free_side_stream, is_given_up, take_permit, wait_for_flag
+from ..exchange.flags import ARRIVED, DONE
+from ..exchange.peers import free_side_stream, is_given_up, take_permit, wait_for_flag
 from ..signals import count_up, notify, record_failure
 
 # What a failure record says about a peer.

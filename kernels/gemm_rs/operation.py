@@ -6,7 +6,7 @@ what the peers have sent. What a rank holds, W ranks:
 
     partial  [W - 1, m / W, N], slot s - 1: the sums for rank r + s, on their way out
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    flags    int32 [7, W], symmetric: see `exchange.peers`
+    flags    int32 [7, W], symmetric: see `exchange.flags`
 
 An eager call on rank r:
 
@@ -67,15 +67,15 @@ import torch.distributed as dist
 import triton
 
 from ..exchange.collective import Collective
+from ..exchange.flags import FLAGS
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
-from ..exchange.peers import FLAGS
 from ..exchange.push import Pushes, SumPusher
 from ..exchange.spoil import spoil_all
 from ..gemm.configs import class_of_rows
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_out, check_tensor, layout_of, remember
 from . import specialized
-from .call import Body, Call, Held, Operands
+from .call import Body, ScatterCall, ScatterMemory, ScatterOperands
 from .handover import NO_PERMIT, OTHER_ROWS
 from .plain import PlainBody
 
@@ -148,9 +148,11 @@ class GemmReduceScatter(Operation):
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
-        self._hold(Held(self._partial, self._staged.local, self._flags.local, self._counts, self._errors))
+        self._hold(
+            ScatterMemory(self._partial, self._staged.local, self._flags.local, self._counts, self._errors)
+        )
 
-    def _hold(self, held: Held) -> None:
+    def _hold(self, held: ScatterMemory) -> None:
         self._held = held
         self._bodies: dict[Hashable, Body] = {}  # by the layouts of tensors that have been checked
 
@@ -199,7 +201,7 @@ class GemmReduceScatter(Operation):
         rows = a.shape[0] // self.world_size
         if out is None:
             out = a.new_empty((rows, self._n))
-        operands = Operands(a, weight, out, addend)
+        operands = ScatterOperands(a, weight, out, addend)
         if body is None:
             body = remember(self._bodies, lie, self._make_body(operands))
         all_rows = a.shape[0]
@@ -264,12 +266,12 @@ class GemmReduceScatter(Operation):
         held = self._partial.flatten(0, 1)[: len(a)]
         return held if len(held) == len(a) else a.new_empty((len(a), self._n))
 
-    def _make_body(self, operands: Operands) -> Body:
+    def _make_body(self, operands: ScatterOperands) -> Body:
         if self._body == "auto" and specialized.can_run(operands, self._held):
             return specialized.SpecializedBody(operands, self._held)
         return PlainBody(operands, self._held, has_tma=self._has_tma, upcasts=self._upcasts)
 
-    def _launch(self, body: Body, operands: Operands, step: int | None = None) -> None:
+    def _launch(self, body: Body, operands: ScatterOperands, step: int | None = None) -> None:
         """Enqueue the product of one call on the current stream; of one chunk alone, that of rank + 1 + step.
 
         The own chunk is the last one, and the only one that waits for what the peers push.
@@ -277,7 +279,7 @@ class GemmReduceScatter(Operation):
         first, chunks = (0, self.world_size) if step is None else (step, 1)
         programs = self._sms or INTERPRETED_PROGRAMS
         place = (self.rank, self.world_size, self._capacity)
-        body.launch(operands, Call(*place, first, chunks, programs, self._patience_ticks, self._held))
+        body.launch(operands, ScatterCall(*place, first, chunks, programs, self._patience_ticks, self._held))
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:

@@ -1,21 +1,27 @@
-"""The body in plain Triton: a persistent GEMM that hands over chunks, and adds what it gets."""
+"""The body in plain Triton: a persistent GEMM that hands over chunks, and adds what it gets.
+
+Programs claim tiles from a counter, those for peers first; `operation` says why that ends. A tile for a peer
+goes to the partial sums and is counted; who counts a chunk's last one sets DONE, behind which the side stream
+pushes. At its first tile of the own chunk a program waits for all ARRIVED, then adds what was staged.
+Measured (one H200, 2026-11-24, the kernel alone, six shapes): 1.07 to 1.33 of cuBLAS's product alone.
+Rejected: TMA stores for peers, which may be on their way when the program counts.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
-from ..exchange.peers import ARRIVED, Peers, is_any_lost, wait_for_all
+from ..exchange.flags import ARRIVED
+from ..exchange.peers import Peers, is_any_lost, wait_for_all
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..gemm.configs import class_of_rows
+from ..gemm.pruning import ChunkShape
 from ..launch import SettledLaunches
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
-from .call import Call, Held, Operands
+from .call import ScatterCall, ScatterMemory, ScatterOperands
 from .handover import NOT_PUSHED, count_tile, part_from
 
 # The epilogue loads what the peers have sent beside the accumulator: large tiles do it in halves, or spill.
@@ -190,68 +196,34 @@ def _add_and_store(
         tl.store(to_ptrs, tile.to(to_ptr.dtype.element_ty), mask=mask)
 
 
-class Shape(NamedTuple):
-    """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
+CONSTANTS = ("TMA_LEGAL", "BY_COLUMNS", "HAS_ADDEND", "UPCAST")
 
-    m: int
-    n: int
-    k: int
-    capacity: int
-    stride_am: int
-    stride_b: int
-    stride_cm: int
-    world_size: int
-    chunks: int  # of one launch
-    programs: int
-    dtype: torch.dtype
-    device: torch.device
-    aligned: tuple[bool, ...]  # to 16 bytes, which the compiler makes use of: a, weight, out, addend; held
-    tma_legal: bool
-    by_columns: bool
-    has_addend: bool
-    upcasts: bool
-
-    def sizes(self) -> dict[str, int]:
-        rows = class_of_rows(self.m // self.world_size)
-        return {"M": self.m, "N": self.n, "K": self.k, "size_class": rows}
-
-    def constants(self) -> dict[str, Any]:
-        return {
-            "WORLD": self.world_size,
-            "TMA_LEGAL": self.tma_legal,
-            "BY_COLUMNS": self.by_columns,
-            "HAS_ADDEND": self.has_addend,
-            "UPCAST": self.upcasts,
-        }
-
-    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
-        rows = triton.cdiv(self.m // self.world_size, meta["BLOCK_M"])
-        return min(self.programs, self.chunks * rows * triton.cdiv(self.n, meta["BLOCK_N"])), 1, 1
-
-
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
+_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
 
 
 class PlainBody:
     """Multiplies by the kernel in plain Triton, on a device of which it is told what does not change."""
 
-    def __init__(self, operands: Operands, held: Held, *, has_tma: bool, upcasts: bool) -> None:
+    def __init__(
+        self, operands: ScatterOperands, held: ScatterMemory, *, has_tma: bool, upcasts: bool
+    ) -> None:
         a, weight, out, addend = operands
-        (m, k), stride_am, stride_b = a.shape, a.stride(0), pitch_of(weight)
+        stride_am, stride_b = a.stride(0), pitch_of(weight)
         tensors = (a, weight, out, held.partial if addend is None else addend, *held)
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         addressable = (stride_am | stride_b) * a.element_size() % 16 == 0
-        capacity = held.partial.shape[1]
-        self._sizes = (m, weight.shape[0], k, capacity, stride_am, stride_b, out.stride(0))
+        self._sizes = (len(a), weight.shape[0], a.shape[1])
+        self._further = (held.partial.shape[1], stride_am, stride_b, out.stride(0))
         tma_legal = has_tma and addressable and aligned[0] and aligned[1]
-        compiled_in = (tma_legal, lies_by_columns(weight), addend is not None, upcasts)
-        self._place = (a.dtype, a.device, aligned, *compiled_in)
+        constants = (tma_legal, lies_by_columns(weight), addend is not None, upcasts)
+        self._place = (a.dtype, a.device, CONSTANTS, constants, (*self._further, aligned))
 
-    def launch(self, operands: Operands, call: Call) -> None:
+    def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
         a, weight, out, addend = operands
-        shape = Shape._make((*self._sizes, call.world_size, call.chunks, call.programs, *self._place))
+        rows = class_of_rows(out.shape[0])
+        of_launch = (call.world_size, call.chunks, call.programs, rows)
+        shape = ChunkShape._make((*self._sizes, *of_launch, *self._place))
         added = call.held.partial if addend is None else addend.detach()
         tensors = (a.detach(), weight.detach(), out, *call.held, added)
-        rows = class_of_rows(out.shape[0])
-        scalars = (*self._sizes, call.first, call.chunks, call.rank, call.patience_ticks, rows)
-        _SETTLED.launch(shape, tensors, scalars)
+        scalars = (*self._sizes, *self._further, call.first, call.chunks, call.rank, call.patience_ticks)
+        _SETTLED.launch(shape, tensors, (*scalars, rows))

@@ -23,6 +23,9 @@ for each as long as its patience. Nobody else waits for anything outside the pro
 `stored` is a ring with a slot for each visit that may be published. A storing partition is no further than
 the loader, who is no more visits than that ahead of `notify`: no phase passes before `notify` has seen it.
 
+Measured (one H200, 2026-11-24, the kernel alone, six shapes): the plain kernel takes 1.003 to 1.066 times as
+long. Two GPUs have not run it.
+
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
 
@@ -31,7 +34,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..compat import aggregate, partition_barrier
-from ..exchange.peers import ARRIVED, Peers, wait_for_all
+from ..exchange.flags import ARRIVED
+from ..exchange.peers import Peers, wait_for_all
 from ..gemm.any_width import piece_start
 from ..gemm.epilogue import Pointwise, complete_stores
 from ..gemm.operands import Config, allocate_mbarriers
@@ -82,7 +86,7 @@ class Summed:
 
 
 @aggregate
-class Chunks:
+class ScatteredChunks:
     """The tiles of `chunks` chunks of A, from the `first` behind the own one on; the `problem` of `roles`."""
 
     peers: gl.tuple  # `Peers`
@@ -124,20 +128,15 @@ class Chunks:
 
     @gluon.jit
     def place(self, number):
-        """Return the tile's first row of A, and of the partial sums or of `out`; column and k block."""
+        """Return the tile's first row of A, and of the partial sums or of `out`; and column."""
         chunk, row, col = self.find(number)
         slot = (chunk - self.peers.rank + self.WORLD) % self.WORLD - 1  # -1 for the own chunk
-        return chunk * self.m + row, max(slot, 0) * self.capacity + row, col, 0
+        return chunk * self.m + row, max(slot, 0) * self.capacity + row, col
 
     @gluon.jit
     def end_steps(self):
         """Return how many instructions along K the last k block of a tile needs."""
         return end_steps_of(self.k, self.k_blocks, self.config)
-
-    @gluon.jit
-    def blocks_of(self, number):
-        """Every tile has as many k blocks."""
-        return self.k_blocks
 
     @gluon.jit
     def await_rows(self, number, known):
@@ -156,15 +155,15 @@ class Chunks:
         mbarrier.arrive(self.stored.index(ring_slot(visit, self.SLOTS)), count=1)
 
     @gluon.jit
-    def store(self, number, epilogue, accumulator, row, col, step, STORER: gl.constexpr):
+    def store(self, number, epilogue, accumulator, row, col, STORER: gl.constexpr):
         """Start the stores of a tile; of the own chunk, once the peers' sums are here."""
         if number < self.first_own():
             part = self.with_sums(accumulator, number, row, col, 0)
-            epilogue.into(self.partial_desc).store(part, row, col, step, STORER)
+            epilogue.into(self.partial_desc).store(part, row, col, STORER)
         else:
             mbarrier.wait(self.arrived.index(0), 0)
             sums = self.with_sums(accumulator, number, row, col, self.WORLD - 1)
-            epilogue.store(sums, row, col, step, STORER)
+            epilogue.store(sums, row, col, STORER)
 
     @gluon.jit
     def with_sums(self, accumulator, number, row, col, PEERS: gl.constexpr):
@@ -172,7 +171,7 @@ class Chunks:
         WIDTH: gl.constexpr = self.config.BLOCK_N + self.config.EXTRA_N
         addend_ptr, staged_ptr = self.pointers
         if addend_ptr is not None:
-            row_of_a, _row, _col, _first_k = self.place(number)
+            row_of_a, _row, _col = self.place(number)
             addend_ptr += gl.cast(row_of_a, gl.int64) * self.N
         staged_ptr += gl.cast(row, gl.int64) * self.N
         between = gl.cast(self.capacity, gl.int64) * self.N
@@ -263,7 +262,7 @@ def specialized_gemm_reduce_scatter(
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)
-    problem = Chunks(
+    problem = ScatteredChunks(
         Peers(flags_ptr, errors_ptr, rank, patience_ticks),
         partial_desc,
         (addend_ptr, staged_ptr),

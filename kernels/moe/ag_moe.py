@@ -5,7 +5,7 @@ What a rank holds, W ranks:
     gather   [W, tokens_per_rank, K], symmetric. Chunk p is rank p's tokens; the own chunk is `op.shard`
     ids      int64, symmetric: the experts of each rank's tokens, rank p's behind p * tokens_per_rank * topk
     weights  float32, symmetric, in the same places: what `route` tells beside them
-    flags    int32 [7, W], symmetric: see `exchange.peers`
+    flags    int32 [7, W], symmetric: see `exchange.flags`
 
 A call on rank r:
 
@@ -35,7 +35,7 @@ acquire of a wait orders the ordinary loads of ids and of A behind it; TMA, of w
 loads the weight alone.
 
 **What the host must know.** The result has a row for each choice of all ranks, so its shape needs the number
-of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`TokenBoard`), which waits
+of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`Ballots`), which waits
 for the slowest host and for no device. The device uses what the peers told it, never beyond the rows the host
 allocated, and compares both: numbers that differ are an error on all ranks, which names who was given them.
 
@@ -58,17 +58,17 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ..exchange.peers import ARRIVED
+from ..exchange.flags import ARRIVED
 from ..exchange.spoil import spoil_all
 from ..launch import SettledLaunches
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_overlap, check_tensor, pitch_of
 from .ag_moe_kernel import all_gather_moe
-from .launch import HEIGHTS, Shape
+from .launch import HEIGHTS, ExpertShape
 from .operation import ExpertOperation, check_choices, check_experts
 from .plan import Plan, Routing
 
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
+_SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
 
 
 class AllGatherMoE(ExpertOperation):

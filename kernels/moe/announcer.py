@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..exchange.collective import Collective
-from ..exchange.peers import FLAGS, FREE, GIVEN, TOLD
+from ..exchange.flags import FLAGS, FREE, GIVEN, TOLD
 from ..exchange.push import Pushes
 from ..symm import SymmetricMemory, SymmetricTensor
 from .flags import TOPK_SPAN

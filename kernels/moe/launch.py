@@ -61,7 +61,7 @@ def size_class(choices: int) -> int:
     return triton.next_power_of_2(max(choices, LOWEST_HEIGHT))
 
 
-class Shape(NamedTuple):
+class ExpertShape(NamedTuple):
     """What the choice of a config, the compiled kernel and its grid depend on."""
 
     choices: int  # as far as the grid depends on them, see `counted`

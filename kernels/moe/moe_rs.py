@@ -6,7 +6,7 @@ What a rank holds, W ranks; `m` is tokens_per_rank:
     products      [T * topk, N] of the caller's device, for the length of a call
     partial       [W - 1, m, N], slot s - 1: the sums for rank r + s, on their way out
     staged        [W - 1, m, N], symmetric, slot s - 1: the sums of rank r + s for this rank
-    flags         int32 [7, W], symmetric: see `exchange.peers`
+    flags         int32 [7, W], symmetric: see `exchange.flags`
 
 A call on rank r:
 
@@ -68,12 +68,12 @@ from ..launch import SettledLaunches
 from ..signals import Failure
 from ..tensors import begin_at_16_bytes, check_no_gradient, check_out, check_tensor, pitch_of
 from .flags import NOT_COMPUTED
-from .launch import HEIGHTS, Shape
+from .launch import HEIGHTS, ExpertShape
 from .moe_rs_kernel import moe_reduce_scatter
 from .operation import ExpertOperation, check_choices, check_experts
 from .plan import Plan, Routing
 
-_SETTLED: SettledLaunches[Shape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
+_SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import abc
 import functools
 import math
-import os
-import time
 from collections.abc import Hashable, Sequence
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from ..exchange.ballots import Ballots
 from ..exchange.collective import Collective
-from ..exchange.operation import INTERPRETED_PROGRAMS, Operation, PeerTimeout
-from ..exchange.peers import ARRIVED, FLAGS, TOLD
+from ..exchange.flags import ARRIVED, FLAGS, TOLD
+from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.push import Pushes
 from ..signals import Failure
-from ..symm import SymmetricMemory, SymmetricMemoryError, open_symmetric_memory
+from ..symm import SymmetricMemoryError
 from ..tensors import check_tensor, lies_by_columns
 from .announcer import Announcer, ChoiceGatherer
 from .flags import (
@@ -30,14 +29,11 @@ from .flags import (
     OTHER_TOKENS,
     OTHER_TOPK,
 )
-from .launch import Shape, counted, lies_for_tma, size_class
+from .launch import ExpertShape, counted, lies_for_tma, size_class
 from .plan import Plan, Routing, shared_plan
 from .routing import SHARED_DIGEST, digest_of
 
 MOST_ROWS = 2**29  # places in the tables of tiles are int32
-EAGER_POLLS = 1000  # before a waiting host starts to sleep between polls
-POLL_S = 5e-5
-TOKEN_BITS = 32
 KINDS = ("call", "route", "by_expert")  # of calls, which all ranks make alike
 
 
@@ -75,49 +71,6 @@ def check_tokens(tokens: Sequence[int], own: int, rank: int, world_size: int, mo
     if counts[rank] != own:
         raise ValueError(f"tokens={list(counts)}, but rank {rank}, this one, passes {own} tokens")
     return counts
-
-
-class TokenBoard:
-    """Words of host memory that the hosts of all ranks see; no device and no collective takes part.
-
-    Question q is answered in word q % 2 of each rank, as q << 32 | tokens, in one store of 8 bytes. A rank
-    writes a word again for q + 2, behind the answers of all to q + 1, who then have read those to q.
-    """
-
-    def __init__(self, memory: SymmetricMemory, timeout_s: float) -> None:
-        words = memory.allocate((2,), torch.int64)
-        self._words = [peer.numpy() for peer in words.peers]
-        self._rank, self._timeout_s = memory.rank, timeout_s
-        self._question = 0
-
-    def ask(self, tokens: int) -> tuple[int, ...]:
-        """Return the number of tokens of each rank; to be called on all of them."""
-        self._question += 1
-        slot = self._question % 2
-        self._words[self._rank][slot] = self._question << TOKEN_BITS | tokens
-        deadline = time.monotonic() + self._timeout_s
-        polls = 0
-        while missing := self._missing(slot):
-            if time.monotonic() > deadline:
-                raise PeerTimeout(
-                    f"{_ranks(missing)} did not send rank {self._rank} its token count within "
-                    f"{self._timeout_s:g} s in a call without tokens=; pass tokens= on all ranks or on none"
-                )
-            polls += 1
-            if polls < EAGER_POLLS:
-                os.sched_yield()
-            else:
-                time.sleep(POLL_S)
-        return tuple(int(words[slot]) % 2**TOKEN_BITS for words in self._words)
-
-    def _missing(self, slot: int) -> list[int]:
-        return [
-            rank for rank, words in enumerate(self._words) if int(words[slot]) >> TOKEN_BITS != self._question
-        ]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 class ExpertOperation(Operation):
@@ -165,11 +118,7 @@ class ExpertOperation(Operation):
         self._weights = self._memory.allocate((most,), torch.float32)
         self._flags = self._memory.allocate((FLAGS, self.world_size), torch.int32)
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
-        self._host_memory: SymmetricMemory | None = None
-        self._board: TokenBoard | None = None
-        self._no_board = ""
-        if self.world_size > 1:
-            self._open_board()
+        self._hosts, self._no_hosts = self._open_hosts()
         self._announcer = Announcer(self._pushes)
         self._gatherer = ChoiceGatherer(self._memory, self._ids.local, self._weights.local)
         # What a kernel of one rank finds, if it asks.
@@ -178,21 +127,22 @@ class ExpertOperation(Operation):
         self._arrived = self._memory.hold(arrived)
         self._collective = self._open_collective(self._memory)
 
-    def _open_board(self) -> None:
+    def _open_hosts(self) -> tuple[Ballots | None, str]:
+        """Return what hosts tell each other their tokens by, or why there is no such thing."""
+        if self.world_size == 1:
+            return None, ""
+        advice = "Pass tokens= on all ranks or on none, or find out what that rank is doing"
         try:  # it fails on all ranks or on none
-            self._host_memory = open_symmetric_memory(self._group, "shm", "cpu", timeout_s=self._timeout_s)
-            self._board = TokenBoard(self._host_memory, self._timeout_s)
+            return Ballots(type(self).__name__, self._group, self._timeout_s, advice), ""
         except SymmetricMemoryError as error:
-            self._no_board = str(error)
+            return None, str(error)
 
     def _check_peers(self) -> None:
         self._collective.check()
 
     def _forget(self) -> None:
-        if self._host_memory is not None:
-            self._host_memory.abandon()
         del self._ids, self._weights, self._flags, self._announcer, self._pushes
-        del self._board, self._host_memory, self._collective, self._gatherer, self._arrived
+        del self._hosts, self._collective, self._gatherer, self._arrived
         self._plans.clear()
 
     # ---- one call
@@ -221,15 +171,15 @@ class ExpertOperation(Operation):
         if self._is_capturing():
             name = type(self).__name__
             raise RuntimeError(f"a captured call of {name} needs tokens=, the number of tokens of each rank")
-        if self._board is None:
-            raise RuntimeError(f"pass tokens=, the number of tokens of each rank: {self._no_board}")
+        if self._hosts is None:
+            raise RuntimeError(f"pass tokens=, the number of tokens of each rank: {self._no_hosts}")
         return None
 
     def _tokens_of_all(self, own: int, known: tuple[int, ...] | None) -> tuple[int, ...]:
         """Return the tokens of each rank; where they are not known this waits for the hosts of all peers."""
         if known is None:
-            assert self._board is not None
-            known = self._board.ask(own)
+            assert self._hosts is not None
+            known = tuple(self._hosts.exchange(own).values())
         self._told = known
         return known
 
@@ -350,7 +300,7 @@ class ExpertOperation(Operation):
         *,
         is_sorted: bool,
         is_gathered: bool,
-    ) -> Shape:
+    ) -> ExpertShape:
         """Return what the launch of a grouped GEMM of so many choices depends on; gathered: of one rank's."""
         experts, columns, k = weight.shape
         programs = self._sms or INTERPRETED_PROGRAMS
@@ -359,7 +309,7 @@ class ExpertOperation(Operation):
         layout = (self._has_tma and lies_for_tma(weight), lies_by_columns(weight))
         place = (weight.dtype, weight.device, aligned, *layout)
         ranks = 1 if is_gathered else self.world_size
-        return Shape(*sizes, strides, ranks, programs, *place, self._upcasts, is_sorted)
+        return ExpertShape(*sizes, strides, ranks, programs, *place, self._upcasts, is_sorted)
 
     # ---- what went wrong
 

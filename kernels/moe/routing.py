@@ -31,7 +31,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..exchange.peers import GIVEN, TOLD, Peers, free_side_stream, is_given_up, wait_for_flag
+from ..exchange.flags import GIVEN, TOLD
+from ..exchange.peers import Peers, free_side_stream, is_given_up, wait_for_flag
 from ..signals import count_up, record_failure
 from .flags import GIVEN_OTHERS, NO_EXPERT, NOT_TOLD, OTHER_TOKENS, OTHER_TOPK, TOPK_SPAN
 

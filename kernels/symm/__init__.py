@@ -18,7 +18,7 @@ import torch.distributed as dist
 from . import nvshmem
 from .base import Copy, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from .nvshmem import NvshmemMemory
-from .ranks import RankGroup, SymmetricMemoryError
+from .ranks import SharingRanks, SymmetricMemoryError
 from .shm import ShmMemory
 from .torch_symm import TorchMemory
 
@@ -59,7 +59,7 @@ def open_symmetric_memory(
     device = _device(backend, device)
     if backend != "auto" and BACKENDS[backend] != device.type:
         raise ValueError(f"backend {backend!r} is for {BACKENDS[backend]} devices, not for {device}")
-    ranks = RankGroup(group, timeout_s=timeout_s)
+    ranks = SharingRanks(group, timeout_s=timeout_s)
     unusable = nvshmem.why_unusable(ranks) if device.type == "cuda" and backend == "auto" else None
     reasons = _compare(ranks, device, unusable)
     chosen, reason = backend, "asked for"
@@ -75,7 +75,7 @@ def open_symmetric_memory(
     return memory
 
 
-def _open(backend: str, ranks: RankGroup, device: torch.device, reason: str) -> SymmetricMemory:
+def _open(backend: str, ranks: SharingRanks, device: torch.device, reason: str) -> SymmetricMemory:
     if backend == "shm":
         return ShmMemory(ranks, reason)
     return TorchMemory(ranks, device, reason) if backend == "torch" else NvshmemMemory(ranks, device, reason)
@@ -96,7 +96,7 @@ def _device(backend: str, device: torch.device | str | None) -> torch.device:
     return device
 
 
-def _compare(ranks: RankGroup, device: torch.device, unusable: str | None) -> list[str | None]:
+def _compare(ranks: SharingRanks, device: torch.device, unusable: str | None) -> list[str | None]:
     """Raise on all ranks if they cannot share memory; return why each cannot use NVSHMEM."""
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None

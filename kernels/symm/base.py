@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 
-from .ranks import RankGroup, SymmetricMemoryError
+from .ranks import SharingRanks, SymmetricMemoryError
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class SymmetricMemory(abc.ABC):
 
     name: ClassVar[str]  # as in open_symmetric_memory(backend=...)
 
-    def __init__(self, ranks: RankGroup, device: torch.device, reason: str) -> None:
+    def __init__(self, ranks: SharingRanks, device: torch.device, reason: str) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.device = device
         self.reason = reason  # why this backend was chosen

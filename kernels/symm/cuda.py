@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .base import Copy, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
-from .ranks import RankGroup, SymmetricMemoryError
+from .ranks import SharingRanks, SymmetricMemoryError
 
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 BATCH = 255  # operations that one cuStreamBatchMemOp takes
@@ -64,7 +64,7 @@ class CudaMemory(SymmetricMemory):
     that holds all of them (measured on an H200, driver 580).
     """
 
-    def __init__(self, ranks: RankGroup, device: torch.device, reason: str) -> None:
+    def __init__(self, ranks: SharingRanks, device: torch.device, reason: str) -> None:
         super().__init__(ranks, device, reason)
         self._driver = _load_driver()
         self._streams: list[CudaStream] = []

@@ -17,7 +17,7 @@ import torch
 
 from .base import SymmetricTensor
 from .cuda import CudaMemory
-from .ranks import RankGroup, SymmetricMemoryError
+from .ranks import SharingRanks, SymmetricMemoryError
 
 INSTALL = "install 'nvshmem4py-cu13>=0.3.1,<0.5' (for CUDA 12: nvshmem4py-cu12)"
 INITIALIZED = 2  # nvshmem.core.init_status() from here on
@@ -30,7 +30,7 @@ class NvshmemMemory(CudaMemory):
 
     name = "nvshmem"
 
-    def __init__(self, ranks: RankGroup, device: torch.device, reason: str = "asked for") -> None:
+    def __init__(self, ranks: SharingRanks, device: torch.device, reason: str = "asked for") -> None:
         super().__init__(ranks, device, reason)
         _library.enter(ranks, device)
 
@@ -55,7 +55,7 @@ class NvshmemMemory(CudaMemory):
         _library.leave(self._ranks, self.device)
 
 
-def why_unusable(ranks: RankGroup) -> str | None:
+def why_unusable(ranks: SharingRanks) -> str | None:
     """Return why this process cannot use NVSHMEM for these ranks; None if it can."""
     # Without a device, NVSHMEM does not raise: it ends the process with exit(255).
     if not torch.cuda.is_available():
@@ -84,7 +84,7 @@ class _Library:
         self._users = 0
         self._stuck = ""  # in what, if a call of the library has not returned
 
-    def why_closed_to(self, ranks: RankGroup) -> str | None:
+    def why_closed_to(self, ranks: SharingRanks) -> str | None:
         if self._stuck:
             return f"NVSHMEM of this process has not returned from {self._stuck}"
         import nvshmem.core
@@ -96,7 +96,7 @@ class _Library:
             return "other code of this process has initialised NVSHMEM"
         return None
 
-    def enter(self, ranks: RankGroup, device: torch.device) -> None:
+    def enter(self, ranks: SharingRanks, device: torch.device) -> None:
         reasons = ranks.exchange(why_unusable(ranks))
         if any(reasons):
             text = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
@@ -106,12 +106,14 @@ class _Library:
                 self._initialize(ranks, device)
         self._users += 1
 
-    def leave(self, ranks: RankGroup, device: torch.device) -> None:
+    def leave(self, ranks: SharingRanks, device: torch.device) -> None:
         self._users -= 1
         if self._users == 0:
             self.wait_for(self.module.finalize, "finalising", ranks, device)
 
-    def wait_for(self, call: Callable[[], object], what: str, ranks: RankGroup, device: torch.device) -> None:
+    def wait_for(
+        self, call: Callable[[], object], what: str, ranks: SharingRanks, device: torch.device
+    ) -> None:
         """Make a call in which the library waits for all ranks, without a bound of its own.
 
         After `timeout_s` this raises, leaves the call to a thread and asks nothing more of the library.
@@ -140,7 +142,7 @@ class _Library:
         if caught:
             raise caught[0]
 
-    def _initialize(self, ranks: RankGroup, device: torch.device) -> None:
+    def _initialize(self, ranks: SharingRanks, device: torch.device) -> None:
         import numpy as np
         import nvshmem.core
         from cuda.core import Device

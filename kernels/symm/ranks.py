@@ -18,7 +18,7 @@ class SymmetricMemoryError(RuntimeError):
     """Symmetric memory cannot be had or used; every rank that took part in the same step raises it."""
 
 
-class RankGroup:
+class SharingRanks:
     """The ranks of a process group, or the one rank there is without any.
 
     Everything goes over the caller's own group, which may be a subset of the world and of gloo or NCCL.

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .base import SideStream, SymmetricMemory, SymmetricTensor
-from .ranks import RankGroup, SymmetricMemoryError
+from .ranks import SharingRanks, SymmetricMemoryError
 
 DIRECTORY = Path("/dev/shm")  # the temporary directory where this is missing
 POLL_S = 1e-4  # of a thread that waits for a signal
@@ -31,7 +31,7 @@ class ShmMemory(SymmetricMemory):
 
     name = "shm"
 
-    def __init__(self, ranks: RankGroup, reason: str = "asked for") -> None:
+    def __init__(self, ranks: SharingRanks, reason: str = "asked for") -> None:
         super().__init__(ranks, torch.device("cpu"), reason)
         self._streams: list[HostStream] = []
 

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dist_autotune import tunable
 
-from ..symm.ranks import RankGroup
+from ..symm.ranks import SharingRanks
 from .registry import name_of
 
 Limit: TypeAlias = int | None  # CTAs of a collective at most; None: as the group itself has it
@@ -60,7 +60,7 @@ class CollectiveGroups:
     ) -> None:
         _check(max_ctas)
         self.whole: dist.ProcessGroup = _resolve_process_group(name_of(group))  # type: ignore[arg-type]
-        self.name, self._ranks = name, RankGroup(self.whole, timeout_s=timeout_s)
+        self.name, self._ranks = name, SharingRanks(self.whole, timeout_s=timeout_s)
         self._make = make or (limited_communicator if _has_nccl(self.whole) else None)
         self.max_ctas: tuple[Limit, ...] = tuple(max_ctas) if self._make else (None,)
         self._made: dict[int, dist.ProcessGroup] = {}

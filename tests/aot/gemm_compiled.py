@@ -82,11 +82,11 @@ def compile_gemm(
     types |= {"counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32"}
     types |= dict.fromkeys(("wanted", "programs"), "i32")
     types |= dict.fromkeys(("a_alignment", "b_alignment", "m_class", "n_class"), "i32")
-    types |= {"parts_ptr": "*fp32"} | (dict.fromkeys(SCALES, "*fp32") if scaled else {})
+    types |= dict.fromkeys(SCALES, "*fp32") if scaled else {}
     if bias is not None:
         types[f"{bias_along}_bias_ptr"] = f"*{bias}"
         del constants[f"{bias_along}_bias_ptr"]
-    descriptors_and_sizes = tuple(name for name in types if name not in ("counter_ptr", "parts_ptr"))
+    descriptors_and_sizes = tuple(name for name in types if name != "counter_ptr")
     return compile_for(
         target, gemm, types, constants, any_value=descriptors_and_sizes, num_warps=config.num_warps
     )
@@ -111,10 +111,8 @@ def in_parallel(jobs: list[Any]) -> list[Any]:
 def describe(config: triton.Config) -> str:
     kwargs = config.kwargs
     width = f"{kwargs['BLOCK_N']}{'+' + str(kwargs['EXTRA_N']) if kwargs['EXTRA_N'] else ''}"
-    stolen = kwargs["STORE_BUFFERS"] == 0
-    store = f"{kwargs['STORE_N']} stolen" if stolen else f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
+    store = f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
     kinds = {
-        "stream-K": kwargs["STREAM_K"],
         "one MMA": kwargs["JOINED"],
         "A and B swapped": kwargs["SWAP_AB"],
     }

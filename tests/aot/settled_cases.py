@@ -12,7 +12,7 @@ from settled_path import matrix
 
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.gemm_rs import plain
-from dist_autotune.kernels.gemm_rs.call import Held, Operands
+from dist_autotune.kernels.gemm_rs.call import ScatterMemory, ScatterOperands
 from dist_autotune.kernels.gemm_rs.operation import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.moe import ag_moe, moe_rs
@@ -84,7 +84,7 @@ class SumCaller:
             matrix(case.n, case.k, case.dtype, weight, shifts[1]),
             matrix(case.m // world, case.n, case.dtype, out, shifts[2]),
         ]
-        self.held = Held(
+        self.held = ScatterMemory(
             *(
                 matrix(slots * case.capacity, case.n, case.dtype, shift=shift).unflatten(0, (slots, -1))
                 for shift in held[:2]
@@ -99,10 +99,10 @@ class SumCaller:
         op._capacity, op.rank, op.world_size = case.capacity, case.rank % world, world
         op._sms, op._has_tma, op._upcasts = case.programs, case.has_tma, case.upcasts
         op._patience_ticks, op._body = case.patience_ticks, "plain"
-        self.body = op._make_body(Operands(*self.operands, None))
+        self.body = op._make_body(ScatterOperands(*self.operands, None))
 
     def call(self) -> None:
-        self.operation._launch(self.body, Operands(*self.operands, None))
+        self.operation._launch(self.body, ScatterOperands(*self.operands, None))
 
 
 BY_TMA = candidate((64, 64, 64), 8, warps=4, stages=2, tma=True)
@@ -134,7 +134,7 @@ for place, name in enumerate(("a", "weight", "out")):
         CHANGES_OF_SUMS[f"{name}'s stride, {pad} more"] = {"pads": pads}
     CHANGES_OF_SUMS[f"{name}'s alignment"] = {"shifts": tuple(int(each == place) for each in range(3))}
 CHANGES_OF_SUMS["alignment of a and weight"] = {"shifts": (1, 1, 0)}
-for place, name in enumerate(Held._fields):
+for place, name in enumerate(ScatterMemory._fields):
     shifts = tuple(int(each == place) for each in range(5))
     CHANGES_OF_SUMS[f"alignment of {name}"] = {"held_shifts": shifts}
 

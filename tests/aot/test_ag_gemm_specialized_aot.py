@@ -21,11 +21,13 @@ from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.ag_gemm import specialized
-from dist_autotune.kernels.ag_gemm.operands import Call
-from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES, fewest_rows, prune
+from dist_autotune.kernels.ag_gemm.operands import GatherCall
+from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES
 from dist_autotune.kernels.ag_gemm.specialized_kernel import specialized_all_gather_gemm
 from dist_autotune.kernels.epilogues import NO_ACTIVATION, Epilogue
+from dist_autotune.kernels.gemm import pruning
 from dist_autotune.kernels.gemm.configs import blocks_of, shared_bytes
+from dist_autotune.kernels.gemm.pruning import fewest_rows, prune_chunks
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 
 pytestmark = pytest.mark.aot
@@ -84,9 +86,9 @@ def compile_candidate(
 
 
 def usable_on(target: Any, rows: int, monkeypatch: pytest.MonkeyPatch, n: int = 8192) -> list[triton.Config]:
-    monkeypatch.setattr(specialized, "shared_memory_bytes", lambda: SHARED_BYTES[target])
+    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: SHARED_BYTES[target])
     args = {"M": 4 * rows, "N": n, "K": 8192}
-    return prune(CANDIDATES, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
+    return prune_chunks(CANDIDATES, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
 
 
 @functools.cache
@@ -212,7 +214,7 @@ def test_a_trace_costs_nothing_where_it_is_off_and_fits_where_it_is_on(target, c
 def test_no_tile_is_higher_than_a_chunk_and_one_is_left_where_the_family_runs(target, rows, monkeypatch):
     usable = usable_on(target, rows, monkeypatch)
     assert all(config.kwargs["BLOCK_M"] <= rows for config in usable)
-    assert bool(usable) == (rows >= fewest_rows(tensor_memory=target is BLACKWELL))
+    assert bool(usable) == (rows >= fewest_rows(CANDIDATES, tensor_memory=target is BLACKWELL))
 
 
 @TARGETS
@@ -243,7 +245,7 @@ def tensors(n: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
 
 
-def a_call(**changes: Any) -> Call:
+def a_call(**changes: Any) -> GatherCall:
     values: dict[str, Any] = {
         "rows": ROWS,
         "rank": 1,
@@ -258,7 +260,7 @@ def a_call(**changes: Any) -> Call:
         "flags": torch.zeros(6, WORLD, dtype=torch.int32),
         "errors": torch.zeros(WORLD, dtype=torch.int64),
     }
-    return Call(**{**values, **changes})
+    return GatherCall(**{**values, **changes})
 
 
 @pytest.fixture
@@ -270,7 +272,7 @@ def ask_no_tuner(monkeypatch: pytest.MonkeyPatch) -> Any:
     return forbid
 
 
-def launch(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: Call) -> None:
+def launch(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
     specialized.SpecializedConsumer(gather, weight, out).launch(gather, weight, out, call)
 
 

@@ -16,11 +16,13 @@ from launch_path import CompilingDevice, arguments, count_asking, only_compiling
 
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.compat import HAS_INLINE_PTX
+from dist_autotune.kernels.gemm import pruning
 from dist_autotune.kernels.gemm.configs import shared_bytes
+from dist_autotune.kernels.gemm.pruning import fewest_rows, prune_chunks
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 from dist_autotune.kernels.gemm_rs import specialized
-from dist_autotune.kernels.gemm_rs.call import Call, Held, Operands
-from dist_autotune.kernels.gemm_rs.specialized import CANDIDATES, blocks_of_all, fewest_rows, prune
+from dist_autotune.kernels.gemm_rs.call import ScatterCall, ScatterMemory, ScatterOperands
+from dist_autotune.kernels.gemm_rs.specialized import CANDIDATES, blocks_of_all
 from dist_autotune.kernels.gemm_rs.specialized_kernel import specialized_gemm_reduce_scatter
 from dist_autotune.kernels.launch import SettledLaunches
 
@@ -53,9 +55,9 @@ def compile_candidate(
 
 def usable_on(target: Any, rows: int, n: int = 8192, *, by_rows: bool = True) -> list[triton.Config]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(specialized, "shared_memory_bytes", lambda: SHARED_BYTES[target])
+        monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: SHARED_BYTES[target])
         args = {"M": 4 * rows, "N": n, "K": 8192, "TRANS_B": by_rows}
-        return prune(CANDIDATES, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
+        return prune_chunks(CANDIDATES, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
 
 
 @functools.cache
@@ -144,7 +146,7 @@ def test_what_the_peers_have_sent_is_loaded_two_elements_at_a_time():
 def test_no_tile_is_higher_than_a_chunk_and_one_is_left_where_the_body_runs(target, rows):
     usable = usable_on(target, rows)
     assert all(config.kwargs["BLOCK_M"] <= rows for config in usable)
-    assert bool(usable) == (rows >= fewest_rows(tensor_memory=target is BLACKWELL))
+    assert bool(usable) == (rows >= fewest_rows(CANDIDATES, tensor_memory=target is BLACKWELL))
 
 
 def test_a_weight_by_columns_leaves_out_what_cannot_read_it():
@@ -172,16 +174,16 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def tensors(addend: bool = False) -> tuple[Operands, Held]:
+def tensors(addend: bool = False) -> tuple[ScatterOperands, ScatterMemory]:
     out, added = zeros(ROWS, N), zeros(WORLD * ROWS, N) if addend else None
     flags, counts = zeros(7, WORLD, dtype=torch.int32), zeros(WORLD + 2, dtype=torch.int32)
     sums = (zeros(WORLD - 1, CAPACITY, N), zeros(WORLD - 1, CAPACITY, N))
-    held = Held(*sums, flags, counts, zeros(WORLD, dtype=torch.int64))
-    return Operands(zeros(WORLD * ROWS, K), zeros(N, K), out, added), held
+    held = ScatterMemory(*sums, flags, counts, zeros(WORLD, dtype=torch.int64))
+    return ScatterOperands(zeros(WORLD * ROWS, K), zeros(N, K), out, added), held
 
 
-def launch(operands: Operands, held: Held, first: int = 0, chunks: int = WORLD) -> None:
-    call = Call(1, WORLD, CAPACITY, first, chunks, 132, 99, held)
+def launch(operands: ScatterOperands, held: ScatterMemory, first: int = 0, chunks: int = WORLD) -> None:
+    call = ScatterCall(1, WORLD, CAPACITY, first, chunks, 132, 99, held)
     specialized.SpecializedBody(operands, held).launch(operands, call)
 
 
@@ -245,6 +247,6 @@ def test_it_takes_calls_on_its_devices_whose_rows_tma_can_address(
     monkeypatch.setattr(specialized, "capability", lambda device: major)
     addend = zeros(2 * rows * n + shift)[shift:].view(2 * rows, n)
     sums = zeros(1, rows, n)
-    held = Held(sums, sums, *(zeros(4, dtype=torch.int32) for _ in range(3)))
-    operands = Operands(zeros(2 * rows, K), zeros(n, K), zeros(rows, n), addend)
+    held = ScatterMemory(sums, sums, *(zeros(4, dtype=torch.int32) for _ in range(3)))
+    operands = ScatterOperands(zeros(2 * rows, K), zeros(n, K), zeros(rows, n), addend)
     assert specialized.can_run(operands, held) is expected

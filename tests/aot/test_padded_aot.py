@@ -20,7 +20,7 @@ from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
 from dist_autotune.kernels.gemm.copies import Copies, copied
-from dist_autotune.kernels.gemm.pruning import Shape
+from dist_autotune.kernels.gemm.pruning import GemmShape
 
 pytestmark = pytest.mark.aot
 
@@ -93,7 +93,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilingDevice]:
 def all_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have everything copied that may be."""
 
-    def plan(shape: Shape, *, out: bool) -> tuple[Copies, Shape]:
+    def plan(shape: GemmShape, *, out: bool) -> tuple[Copies, GemmShape]:
         chosen = Copies(a=shape.a_alignment < 128, b=shape.b_alignment < 128, out=out)
         return chosen, copied(shape, chosen)
 

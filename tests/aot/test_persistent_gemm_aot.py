@@ -23,11 +23,6 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "pipelined": (candidate("pipelined", BLOCK_N=64), {"dtype": "fp16", "out": "fp16"}),
     "persistent, fp32 out": (candidate("persistent", STORE_N=64), {"out": "fp32", "trans_a": True}),
     "cooperative": (candidate("cooperative"), {"schedule": "chiplet"}),
-    "stream-K, strided, fp32 out": (
-        candidate("cooperative", STREAM_K=8, BLOCK_M=128, BLOCK_N=128, EXTRA_N=0),
-        {"schedule": "strided", "out": "fp32", "trans_b": False},
-    ),
-    "stream-K, pingpong": (candidate("pingpong", STREAM_K=16, STORE_N=64), {}),
     "pingpong, dynamic": (candidate("pingpong"), {"schedule": "dynamic"}),
     "pingpong, 192 wide": (candidate("pingpong", EXTRA_N=64), {"trans_b": False}),
     "256 x 192": (candidate("cooperative", BLOCK_M=256, EXTRA_N=64), {"dtype": "fp16", "out": "fp16"}),
@@ -35,8 +30,8 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "256 x 160": (candidate("cooperative", BLOCK_M=256, EXTRA_N=32), {"trans_b": False}),
     "144 wide": (candidate("cooperative", EXTRA_N=16), {"trans_b": False, "dtype": "fp16", "out": "fp16"}),
     "bias and GELU": (candidate("cooperative"), {"bias": "bf16", "activation": "gelu"}),
-    "bias of rows, stealing": (
-        candidate("persistent_pipelined", STORE_BUFFERS=0),
+    "bias of rows": (
+        candidate("persistent_pipelined"),
         {"bias": "fp32", "bias_along": "row", "activation": "silu", "schedule": "contiguous"},
     ),
     "SwiGLU": (candidate("cooperative"), {"activation": "swiglu"}),
@@ -47,14 +42,13 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     ),
     "few rows": (candidate("cooperative", BLOCK_K=128, BLOCK_M=64), {"sizes": {"M": 16, "N": 8192}}),
     "few columns": (
-        candidate("cooperative", BLOCK_M=64, EXTRA_N=64, STREAM_K=0),
+        candidate("cooperative", BLOCK_M=64, EXTRA_N=64),
         {"sizes": {"M": 4096, "N": 72}},
     ),
 }
 BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "one partition": (candidate("persistent_pipelined", BLOCK_N=128), {"trans_b": False}),
     "cooperative, dynamic": (candidate("cooperative", warps=4), {"schedule": "dynamic"}),
-    "stream-K": (candidate("cooperative", STREAM_K=8), {}),
     "SwiGLU": (candidate("cooperative", warps=4), {"activation": "swiglu"}),
     "fp8, bias and SiLU": (
         candidate("cooperative", warps=4),
@@ -122,12 +116,11 @@ def test_on_blackwell_it_fits_and_accumulates_in_tensor_memory(kernels, kind):
     ptx = compiled.asm["ptx"]
     pieces = config.kwargs["BLOCK_N"] // config.kwargs["STORE_N"]
     assert "tcgen05.mma" in ptx
-    once_more = 2 if config.kwargs["STREAM_K"] else 1  # a tile is stored, or written as a part
-    assert len(re.findall(r"tcgen05\.ld\.", ptx)) == once_more * pieces
+    assert len(re.findall(r"tcgen05\.ld\.", ptx)) == pieces
     assert compiled.metadata.tmem_size == 2 * config.kwargs["BLOCK_N"]  # two accumulators
 
 
-@pytest.mark.parametrize("kind", [kind for kind in HOPPER_KERNELS if "stream-K" not in kind])
+@pytest.mark.parametrize("kind", HOPPER_KERNELS)
 def test_only_an_epilogue_reads_memory_without_tma(kernels, kind):
     _config, options = HOPPER_KERNELS[kind]
     assert ("ld.global" in kernels[f"Hopper: {kind}"].asm["ptx"]) == bool({"bias", "scaled"} & {*options})
@@ -182,9 +175,6 @@ STEPS = {
     "all warps": r"bar\.sync|bar\.warp\.sync",
     "arrive": r"mbarrier\.arrive\.shared",
     "write": r"stmatrix|st\.shared\.(v\d|b16)",
-    "part written": r"st\.global\.",
-    "count": r"atom\.global\.gpu\.acq_rel",
-    "part read": r"ld\.global\.",
     "proxy fence": r"fence\.proxy\.async\.shared::cta",
     "store": r"cp\.async\.bulk\.tensor\.\dd\.global\.shared",
     "stores read": r"cp\.async\.bulk\.wait_group\.read",
@@ -209,31 +199,6 @@ def test_a_slot_is_given_back_when_all_warps_have_read_it(kernels, kind):
         assert order[at - 1] == "all warps"
 
 
-@pytest.mark.parametrize(
-    ("kind", "counting"),
-    [
-        ("Hopper: stream-K, strided, fp32 out", 1),
-        ("Hopper: stream-K, pingpong", 2),
-        ("Blackwell: stream-K", 1),
-    ],
-)
-def test_a_part_is_written_by_all_warps_before_it_is_counted_and_read_by_all_behind_that(
-    kernels, kind, counting
-):
-    ptx = kernels[kind].asm["ptx"]
-    order = steps(ptx)
-    counts = [i for i, step in enumerate(order) if step == "count"]
-    assert len(counts) == counting
-    for at in counts:
-        last_write = max(i for i in range(at) if order[i] == "part written")
-        first_read = order.index("part read", at)
-        assert "all warps" in order[last_write:at]
-        assert "all warps" in order[at:first_read]
-        assert "part written" not in order[at:first_read]
-    assert "part read" not in order[: counts[0]]
-    assert "ld.global.nc" not in ptx  # a cache that no acquire empties
-
-
 @pytest.mark.parametrize("kind", HOPPER_KERNELS)
 def test_a_piece_is_fenced_and_complete_before_tma_reads_it(kernels, kind):
     order = steps(kernels[f"Hopper: {kind}"].asm["ptx"])
@@ -243,7 +208,7 @@ def test_a_piece_is_fenced_and_complete_before_tma_reads_it(kernels, kind):
         assert before[-2:] == ["proxy fence", "all warps"]
         written = [i for i, step in enumerate(before) if step == "write"]
         assert written
-        assert "stores read" in before[: written[-1]] or "stealing" in kind
+        assert "stores read" in before[: written[-1]]
     assert "stores read" in order[stores[-1] :] or "stores read" in order[: stores[0]]
 
 

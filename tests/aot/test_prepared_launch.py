@@ -19,7 +19,7 @@ from benchmarks.common.pretended_device import DeviceUnderTriton
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.ag_gemm import matmul, plain, specialized
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
-from dist_autotune.kernels.ag_gemm.operands import Call, Consumer
+from dist_autotune.kernels.ag_gemm.operands import Consumer, GatherCall
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
 from dist_autotune.kernels.exchange import spoil
@@ -127,7 +127,7 @@ class Caller:
     def call(self) -> None:
         self.epoch += 1
         base = (self.epoch - 1) * ROWS
-        call = Call(ROWS, 1, WORLD, 3, CAPACITY, self.epoch, base, 0, 99, 132, *self.flags)
+        call = GatherCall(ROWS, 1, WORLD, 3, CAPACITY, self.epoch, base, 0, 99, 132, *self.flags)
         self.consumer.launch(*self.tensors, call)
 
 

@@ -27,7 +27,7 @@ from settled_path import (
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import launch as launches
-from dist_autotune.kernels.moe.launch import GPU_TILES, HIGHEST_HEIGHT, Shape, counted
+from dist_autotune.kernels.moe.launch import GPU_TILES, HIGHEST_HEIGHT, ExpertShape, counted
 
 pytestmark = pytest.mark.aot
 
@@ -157,7 +157,7 @@ def test_the_choices_that_are_counted_lead_to_the_same_grid_as_all(programs, n):
     for choices in (0, 1, 15, 200, edge - 1, edge, edge + 1, 3 * edge + 5):
         for config in GPU_TILES:
             grids = {
-                Shape(
+                ExpertShape(
                     counting,
                     *(0, n, 64, 8, (), 2, programs),
                     *(torch.float16, torch.device("cpu"), (), True, False, False, False),

@@ -12,7 +12,7 @@ from operation_runs import device
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.choices import Choice
-from dist_autotune.kernels.ag_gemm.operands import Operands
+from dist_autotune.kernels.ag_gemm.operands import GatherLayout
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.configs import take_first
 from dist_autotune.kernels.epilogues import ONLY_SUMS, Epilogue
@@ -85,7 +85,7 @@ def begin(rank: int, candidate: int | None = None) -> None:
     take_first.configs_not_timed()  # nothing is told of a job before this one, whose launch failed
 
 
-def operands_of(op: AllGatherGemm, weight: torch.Tensor, out: torch.Tensor, rows: int) -> Operands:
+def operands_of(op: AllGatherGemm, weight: torch.Tensor, out: torch.Tensor, rows: int) -> GatherLayout:
     """Return what a call with these tensors is chosen by."""
     return op._operands.find(weight, out, rows, op._options_of)
 

@@ -31,7 +31,6 @@ def multiply(
     schedule: str = "grouped",
     transposed: tuple[bool, bool] = (False, False),
     tensor_memory: bool = False,
-    stream_k: int = 0,
     joined: bool = False,
     swap_ab: bool = False,
     bias_along: str | None = None,
@@ -60,9 +59,8 @@ def multiply(
     sides = (n, m) if swap_ab else (m, n)  # which a tile's rows and columns divide
     bias = numbers.integers(-3, 4, m if bias_along == "row" else n).astype(float)
     row_scales, column_scales = (2.0 ** numbers.integers(-3, 4, side) for side in (m, n))
-    c, counter = np.full((m, result_columns(activation, n)), np.nan), np.zeros(2 + programs, dtype=int)
+    c, counter = np.full((m, result_columns(activation, n)), np.nan), np.zeros(2, dtype=int)
     sums = sums_of_a_result(activation)
-    parts = np.full(2 * programs * block_m * (block_n + extra_n), np.nan)
     if joined:
         loaded = (block_m, box_of(block_n), box_of(extra_n or block_n))
     a_rows, b_rows_loaded, extra_rows = loaded or (block_m, block_n, extra_n or block_n)
@@ -102,7 +100,6 @@ def multiply(
         16,
         m,
         n,
-        Pointer(parts),
         Pointer(row_scales) if scaled[0] else None,
         Pointer(column_scales) if scaled[1] else None,
         Pointer(bias) if bias_along == "row" else None,
@@ -126,7 +123,6 @@ def multiply(
         STORE_N=store_n,
         STORE_BUFFERS=store_buffers,
         GROUP_M=2,
-        STREAM_K=stream_k,
         JOINED=joined,
         SWAP_AB=swap_ab,
     )
@@ -141,7 +137,7 @@ def multiply(
     np.testing.assert_allclose(c, expected, rtol=tolerance, atol=tolerance)
     writes = c_desc.writes
     most = 2 if (block_n + extra_n) % store_n else 1  # the last piece of a tile is moved back
-    if not (stream_k or (sides[0] % block_m == sides[1] % (block_n + extra_n) == 0)):
+    if not sides[0] % block_m == sides[1] % (block_n + extra_n) == 0:
         most *= 4  # and so are the last tiles
     assert ((writes >= 1) & (writes <= most)).all() if k else not writes.any()
     assert not counter.any()

@@ -12,7 +12,7 @@ from rank_programs import wait_for
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.symm.base import SymmetricTensor
 from dist_autotune.kernels.symm.cuda import CudaMemory, CudaStream
-from dist_autotune.kernels.symm.ranks import RankGroup
+from dist_autotune.kernels.symm.ranks import SharingRanks
 from ranks import assert_all_ok, run_ranks
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -20,7 +20,7 @@ LATE_S = 0.003  # a kernel of these sizes takes a hundredth of that
 PATIENCE_S = 20.0  # of a kernel
 
 
-class TwoRanks(RankGroup):
+class TwoRanks(SharingRanks):
     """Rank 0 of two; the other one agrees with it."""
 
     def __init__(self) -> None:

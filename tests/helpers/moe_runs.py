@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
 from operation_runs import device, seed_and_leave_one, synchronize, tuned_in_context
 
-from dist_autotune.kernels.exchange.peers import ARRIVED
+from dist_autotune.kernels.exchange.flags import ARRIVED
 
 HALF = torch.float16
 

@@ -36,9 +36,10 @@ from ag_gemm_runs import error_ratio, operands_of, poison
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, PeerTimeout, specialized
 from dist_autotune.kernels.ag_gemm.choices import Choice
-from dist_autotune.kernels.ag_gemm.operands import Operands
+from dist_autotune.kernels.ag_gemm.operands import GatherLayout
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.configs import capability
+from dist_autotune.kernels.gemm.pruning import prune_chunks
 from dist_autotune.kernels.symm import SymmetricMemoryError
 
 ON_GPU = torch.cuda.is_available()
@@ -107,7 +108,7 @@ def candidates_of_the_other_family(device: torch.device) -> list[triton.Config]:
         return []
     shape = {"M": 128, "N": COLUMNS[-1], "K": K}
     configs = specialized.CANDIDATES
-    return specialized.prune(configs, shape, WORLD=1, TENSOR_MEMORY=major == 10)
+    return prune_chunks(configs, shape, WORLD=1, TENSOR_MEMORY=major == 10)
 
 
 class Soak:
@@ -209,7 +210,7 @@ class Soak:
     def _choose_at_random(self, op: AllGatherGemm) -> None:
         """Let each call take one of the options that it has on this rank, at random."""
 
-        def choose(operands: Operands) -> Choice:
+        def choose(operands: GatherLayout) -> Choice:
             options = operands.options
             return Choice(*map(self._own.choice, (options.consumers, options.pieces, options.programs)))
 

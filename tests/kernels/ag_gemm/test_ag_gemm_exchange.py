@@ -15,14 +15,14 @@ from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, ChunkProducer
 from dist_autotune.kernels.symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor
 from dist_autotune.kernels.symm import cuda as cuda_module
 from dist_autotune.kernels.symm.cuda import BATCH, CudaMemory
-from dist_autotune.kernels.symm.ranks import RankGroup
+from dist_autotune.kernels.symm.ranks import SharingRanks
 
 RANK, PIECES, ROWS_OF_CHUNK, K = 1, 3, 3 * BLOCK_ROWS, 4
 NAMES = {READY.value: "READY", FETCHED.value: "FETCHED", ROWS.value: "ROWS", ROWS.value + 1: "ROWS'"}
 WRITE, WAIT = 2, 1
 
 
-class Group(RankGroup):
+class Group(SharingRanks):
     """One rank of several that are not there."""
 
     def __init__(self, world: int) -> None:

@@ -13,7 +13,7 @@ from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
-from dist_autotune.kernels.exchange.flags import READY
+from dist_autotune.kernels.exchange.flags import ARRIVED, READY
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 
@@ -263,7 +263,7 @@ def die_in_the_middle(rank, consumer, producer):
         def launch_when_half_is_there(*args):
             # What has come of rank 1's chunk; of ours it has not all.
             flags = op._pusher.flags if producer == "push" else op._flags.local
-            arrived, base = flags[4], 0 if producer == "push" else 32
+            arrived, base = flags[ARRIVED.value], 0 if producer == "push" else 32
             wait_for(lambda: int(arrived[1]) - base >= 16, 60.0)
             launch(*args)
 
@@ -305,7 +305,7 @@ def stuck_in_the_middle(rank):
         launch = op._launch
 
         def launch_when_half_is_there(*args):
-            wait_for(lambda: int(op._flags.local[4, 1]) >= 16, 60.0)
+            wait_for(lambda: int(op._flags.local[ARRIVED.value, 1]) >= 16, 60.0)
             launch(*args)
 
         op._launch = launch_when_half_is_there

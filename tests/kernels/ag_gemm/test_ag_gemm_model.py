@@ -114,7 +114,7 @@ class Scene:
         def peer_task(peer: int) -> Callable[[], None]:
             def arrive() -> None:
                 rows = self.m if peer != self.dead else self.rows_of_dead
-                self.flag("ANNOUNCED", peer).set(self.m) if self.pushed else None
+                self.flag("TOLD", peer).set(self.m) if self.pushed else None
                 done = 0
                 while done < rows:
                     for _ in range(self.random.choice([0, 4, 24])):
@@ -410,5 +410,5 @@ def test_a_ragged_tile_that_is_not_moved_back_is_found(monkeypatch):
 
 
 def test_a_kernel_that_does_not_part_from_its_peers_is_found(monkeypatch):
-    monkeypatch.setattr(KERNEL.Chunks, "loaded", lambda self: None)
+    monkeypatch.setattr(KERNEL.GatheredChunks, "loaded", lambda self: None)
     assert "the kernel ended before" in fails()

@@ -13,7 +13,8 @@ from operation_runs import GPU_BACKENDS, run_cases, values
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
-from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES, fewest_rows, prune
+from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES
+from dist_autotune.kernels.gemm.pruning import fewest_rows, prune_chunks
 
 pytestmark = pytest.mark.gpu(devices=2, seconds=40)
 
@@ -39,7 +40,7 @@ def one_shape(
     """Return the errors of eager calls, pushed calls, shards in place and fewer rows."""
     torch.manual_seed(rank)
     specialized.tuned.configs = CANDIDATES
-    rows = max(fewest_rows(tensor_memory=False), m - 37)
+    rows = max(fewest_rows(CANDIDATES, tensor_memory=False), m - 37)
     with opened(m, k, backend, producer=producer) as op:
         poison(op)
         errors = [call_and_compare(op, m, n), call_and_compare(op, m, n, in_place=True)]
@@ -54,7 +55,7 @@ def one_candidate(rank: int, index: int) -> list[float]:
     config = CANDIDATES[index]
     specialized.tuned.configs, specialized.tuned.cache = [config], {}
     args = {"M": 2 * 700, "N": 1104, "K": 640, "WORLD": 2, "TENSOR_MEMORY": False}
-    if not prune([config], args):  # the same on both ranks; too many registers for Hopper
+    if not prune_chunks([config], args):  # the same on both ranks; too many registers for Hopper
         return [0.0]
     with opened(700, 640) as op:
         poison(op)

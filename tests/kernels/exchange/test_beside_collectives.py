@@ -32,7 +32,7 @@ from moe_runs import HALF
 from operation_runs import GPU_BACKENDS, INTERPRETER, device, message_of, values
 from triton.runtime import interpreter
 
-from dist_autotune.kernels.exchange.peers import DONE
+from dist_autotune.kernels.exchange.flags import DONE
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter

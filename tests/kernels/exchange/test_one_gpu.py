@@ -27,8 +27,9 @@ from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.gather_buffer import RowFormat
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import Epilogue, result_columns
-from dist_autotune.kernels.exchange import flags, peers
+from dist_autotune.kernels.exchange import flags
 from dist_autotune.kernels.exchange.pull import piece_ends
+from dist_autotune.kernels.gemm.pruning import prune_chunks
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import plain as rs_plain
 from dist_autotune.kernels.gemm_rs import specialized as rs_specialized
@@ -65,7 +66,7 @@ class Peer(HostPeer):
         here, there = pusher.flags, pusher._pushes._there[1][flags.FREE.value]
         self.write(here[flags.FREE.value, 1], 1)
         self.take(there)
-        self.write(here[flags.ANNOUNCED.value, 1], len(chunk))
+        self.write(here[flags.TOLD.value, 1], len(chunk))
         begin = 0
         for end in piece_ends(len(chunk), pieces):
             time.sleep(LATE_S)
@@ -293,9 +294,9 @@ def settled_sums(rank: int) -> list[bool]:
             op(a, weight, out)
             if call == 0:
                 came_back = watch(op)
-            for row, value in ((peers.FREE, 1), (peers.ARRIVED, m // 2)):
+            for row, value in ((flags.FREE, 1), (flags.ARRIVED, m // 2)):
                 peer.write(here[row.value, 1], value)
-            for row in (peers.FREE, peers.ARRIVED):
+            for row in (flags.FREE, flags.ARRIVED):
                 peer.take(op._flags.peers[1][row.value, 0])
             op.check()
             if call == 2:
@@ -359,7 +360,7 @@ def leave(body: str, index: int) -> bool:
     m, n, k = SUMS
     tuner.configs, tuner.cache = [candidates[index]], {}
     args = {"M": m, "N": n, "K": k, "WORLD": 2, "TENSOR_MEMORY": False, "TRANS_B": True}
-    return body == "plain" or bool(rs_specialized.prune(tuner.configs, args))
+    return body == "plain" or bool(prune_chunks(tuner.configs, args))
 
 
 def sums(
@@ -396,13 +397,13 @@ def sums_of_a_candidate(body: str, captured: bool, calls: int) -> list[tuple[flo
                 graph.replay()
             else:
                 op(a, weight, out, addend=addend if adds else None)
-            peer.write(here[peers.FREE.value, 1], 1)
+            peer.write(here[flags.FREE.value, 1], 1)
             there = op._flags.peers[1][:, 0]
-            peer.take(there[peers.FREE.value])
-            peer.take(there[peers.ARRIVED.value])  # while the kernel still waits for the peer's sums
+            peer.take(there[flags.FREE.value])
+            peer.take(there[flags.ARRIVED.value])  # while the kernel still waits for the peer's sums
             time.sleep(LATE_S)
             memory.copy(op._staged.local[0, :rows], theirs, peer.stream)
-            peer.write(here[peers.ARRIVED.value, 1], rows)
+            peer.write(here[flags.ARRIVED.value, 1], rows)
             op.check()
             product = a.float() @ weight.float().T + (addend.float() if adds else 0)
             wanted = product[:rows] + theirs.to(DEVICE).float()

@@ -20,7 +20,14 @@ from dist_autotune.kernels.gemm.configs import (
     set_blocks,
     shared_bytes,
 )
-from dist_autotune.kernels.gemm.pruning import Shape, fits, no_wider_than_need_be, prune, saves_tiles, suits
+from dist_autotune.kernels.gemm.pruning import (
+    GemmShape,
+    fits,
+    no_wider_than_need_be,
+    prune,
+    saves_tiles,
+    suits,
+)
 from dist_autotune.kernels.matrices import Block, Matrix, describe
 
 LIMIT = 232448
@@ -38,7 +45,7 @@ def config_of(
 ) -> triton.Config:
     kwargs = {"VARIANT": "cooperative", "BLOCK_M": blocks[0], "BLOCK_N": blocks[1], "BLOCK_K": blocks[2]}
     kwargs |= {"EXTRA_N": extra_n, "NUM_BUFFERS": 4, "STORE_N": 64, "STORE_BUFFERS": 1, "GROUP_M": 8}
-    kwargs |= {"STREAM_K": 0, "JOINED": False, "SWAP_AB": False}
+    kwargs |= {"JOINED": False, "SWAP_AB": False}
     return triton.Config(kwargs | changed, num_warps=warps, num_stages=1)
 
 
@@ -123,7 +130,6 @@ def test_every_candidate_fits_hopper_and_is_what_the_kernel_can_run():
     for config in new_of(GLUON_CANDIDATES):
         kwargs = config.kwargs
         assert fits(config, 2, LIMIT, tensor_memory=False)
-        assert kwargs["STREAM_K"] == 0
         assert kwargs["BLOCK_M"] % (64 * consumers(config)) == 0
         assert kwargs["BLOCK_M"] >= 16 * config.num_warps
         if kwargs["JOINED"]:
@@ -265,8 +271,8 @@ def test_tiles_of_fewer_columns_do_not_exclude_what_differs_in_something_else():
     assert no_wider_than_need_be([wider, narrow], call(N=96)) == [wider, narrow]
 
 
-def shape(m: int, n: int, programs: int = 132) -> Shape:
-    return Shape(
+def shape(m: int, n: int, programs: int = 132) -> GemmShape:
+    return GemmShape(
         m=m,
         n=n,
         k=4096,

@@ -198,10 +198,8 @@ def test_a_wrong_epilogue_is_told_with_its_values(name):
 
 MODELLED: dict[str, tuple[str, dict[str, Any]]] = {
     "pipelined": ("pipelined", {}),
-    "stealing": ("persistent_pipelined", {"blocks": (2, 8, 2), "store": (4, 0)}),
     "two widths": ("cooperative", {"extra_n": 4}),
     "pingpong": ("pingpong", {}),
-    "stream-K": ("cooperative", {"programs": 5, "stream_k": 1}),
     "Blackwell": ("cooperative", {"tensor_memory": True}),
 }
 
@@ -222,10 +220,8 @@ def test_every_variant_meets_the_bias_of_its_columns(kind, sizes, bias_along, ac
 
 OF_GATES: dict[str, dict[str, Any]] = {
     "pipelined": {"blocks": (4, 16, 2), "store": (16, 1)},
-    "stealing": {"blocks": (2, 32, 4), "store": (16, 0)},
     "two widths": {"blocks": (4, 32, 2), "store": (16, 2), "extra_n": 16},
     "pingpong": {"blocks": (4, 32, 2), "store": (16, 1)},
-    "stream-K": {"blocks": (4, 32, 2), "store": (16, 1)},
     "Blackwell": {"blocks": (4, 16, 2), "store": (16, 1)},
 }
 

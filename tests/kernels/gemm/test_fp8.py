@@ -160,11 +160,9 @@ def test_a_product_in_fp8_is_tried_as_one_of_half_as_many_halves(monkeypatch):
 ALONG_K = {"transposed": (False, True), "dtype": "fp8e4nv"}
 MODELLED: dict[str, tuple[str, dict[str, Any]]] = {
     "pipelined": ("pipelined", {}),
-    "stealing": ("persistent_pipelined", {"blocks": (2, 8, 2), "store": (4, 0)}),
     "two widths": ("cooperative", {"extra_n": 4}),
     "rows through registers": ("cooperative", {"extra_n": 4, "warps": 8}),
     "pingpong": ("pingpong", {}),
-    "stream-K": ("cooperative", {"programs": 5, "stream_k": 1}),
     "Blackwell": ("cooperative", {"tensor_memory": True}),
 }
 

@@ -59,32 +59,6 @@ def test_every_variant_ends_with_the_right_product(
     )
 
 
-@pytest.mark.parametrize("tensor_memory", [False, True], ids=["hopper", "blackwell"])
-@settings(max_examples=15)
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 13)),
-    programs=st.integers(1, 3),
-    buffers=st.integers(2, 5),
-    store_n=st.sampled_from([4, 8]),
-    schedule=st.sampled_from(SCHEDULES),
-    seed=st.integers(0, 10**6),
-)
-def test_an_epilogue_that_steals_operand_buffers_harms_no_load(
-    tensor_memory, sizes, programs, buffers, store_n, schedule, seed
-):
-    multiply(
-        "persistent_pipelined",
-        *sizes,
-        programs=programs,
-        blocks=(2, 8, 2),
-        buffers=buffers,
-        store=(store_n, 0),
-        schedule=schedule,
-        tensor_memory=tensor_memory,
-        seed=seed,
-    )
-
-
 @pytest.mark.parametrize("variant", ["cooperative", "pingpong", "persistent_pipelined", "pipelined"])
 @settings(max_examples=10)
 @given(
@@ -131,9 +105,6 @@ def test_a_tile_of_any_width_is_one_product(
         seed=seed,
         **JOINED | {"store": store},
     )
-
-
-CUT_KINDS = [("cooperative", False), ("pingpong", False), ("cooperative", True)]
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
@@ -184,7 +155,6 @@ def test_rows_that_pass_through_registers(variant, sizes, programs, buffers, tra
         buffers=buffers,
         transposed=transposed,
         extra_n=4,
-        stream_k=2 if variant == "cooperative" else 0,
         warps=8,
         seed=seed,
     )
@@ -197,63 +167,6 @@ def test_rows_that_pass_through_registers(variant, sizes, programs, buffers, tra
 def test_a_tile_is_moved_only_to_where_tma_can_begin(size, inside_rows, expected, monkeypatch):
     monkeypatch.setattr(PROBLEM, "ALIGNED", TMA_BEGINS_AT)
     assert PROBLEM.last_start(size, 256, inside_rows) == expected
-
-
-STREAM_K = {
-    "ragged everywhere": {"m": 11, "n": 30, "k": 9, "programs": 5},
-    "one tile in the last wave": {"m": 20, "n": 8, "k": 16, "programs": 4},
-    "one tile for all": {"m": 3, "n": 5, "k": 23, "programs": 6},
-    "more programs than k blocks": {"m": 4, "n": 8, "k": 6, "programs": 7},
-    "a tile more than half of the programs": {"m": 12, "n": 8, "k": 20, "programs": 5},
-    "no last wave": {"m": 16, "n": 16, "k": 9, "programs": 4},
-    "one program": {"m": 9, "n": 17, "k": 7, "programs": 1},
-    "one k block": {"m": 12, "n": 8, "k": 2, "programs": 4},
-    "no k block": {"m": 12, "n": 8, "k": 0, "programs": 4},
-}
-
-
-@pytest.mark.parametrize(("variant", "tensor_memory"), CUT_KINDS)
-@pytest.mark.parametrize("stream_k", [1, 3])
-@pytest.mark.parametrize("case", STREAM_K)
-def test_a_last_wave_in_parts_adds_up(case, stream_k, variant, tensor_memory):
-    for seed in range(3):
-        multiply(variant, **STREAM_K[case], stream_k=stream_k, tensor_memory=tensor_memory, seed=seed)
-
-
-@pytest.mark.parametrize(("variant", "tensor_memory"), CUT_KINDS)
-@settings(max_examples=12)
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 33)),
-    programs=st.integers(1, 7),
-    stream_k=st.integers(1, 5),
-    buffers=st.integers(2, 4),
-    store=st.sampled_from([(4, 1), (4, 2), (8, 1)]),
-    schedule=st.sampled_from(["grouped", "strided"]),
-    seed=st.integers(0, 10**6),
-)
-def test_any_last_wave_in_parts_adds_up(
-    variant, tensor_memory, sizes, programs, stream_k, buffers, store, schedule, seed
-):
-    multiply(
-        variant,
-        *sizes,
-        programs=programs,
-        buffers=buffers,
-        store=store,
-        schedule=schedule,
-        tensor_memory=tensor_memory,
-        stream_k=stream_k,
-        seed=seed,
-    )
-
-
-@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
-@settings(max_examples=10)
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 23)), seed=st.integers(0, 10**6)
-)
-def test_a_tile_of_two_widths_is_cut_as_one(variant, sizes, seed):
-    multiply(variant, *sizes, programs=5, extra_n=4, stream_k=2, seed=seed)
 
 
 @pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
@@ -277,13 +190,6 @@ def of(module: str, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), found)
 
 
-def changed(module: str, **names: Any) -> Any:
-    """Return the language that a module uses, with other functions of these names."""
-    language = of(module, "gl")
-    kept = {name: getattr(language, name) for name in dir(language) if not name.startswith("__")}
-    return types.SimpleNamespace(**kept | names)
-
-
 def no_store_is_waited_for(pendings: int) -> None:
     pass
 
@@ -293,28 +199,10 @@ def wait_for_stores_at_the_end(self: Any) -> None:
 
 
 STORE_WAIT = of("epilogue", "tma.store_wait")
-ATOMIC_ADD, BARRIER = of("body", "gl.atomic_add"), of("body", "partition_barrier")
-SEGMENT, PARTS = of("body", "stream_k_segment"), of("body", "stream_k_parts")
 MULTIPLY, WAIT = of("mma", "warpgroup_mma"), of("mma", "warpgroup_mma_wait")
 ARRIVE, ACCUMULATOR = of("mma", "mbarrier.arrive"), of("mma", "WgmmaAccumulator")
 START, END = (of("any_width", f"AnyWidthAccumulator.{name}") for name in ("start", "end"))
 PRODUCTS = of("any_width", "_products")
-
-
-def late_segment(program, segment, tail, k_blocks, share):
-    tile, first, blocks = SEGMENT(program, segment, tail, k_blocks, share)
-    return tile, first + (segment == 1), blocks
-
-
-def a_part_too_few(tile, k_blocks, share):
-    first, count = PARTS(tile, k_blocks, share)
-    return first, count - 1
-
-
-def count_only(self, tile):
-    _first, count = PARTS(tile, self.k_blocks, self.share)
-    BARRIER()
-    return ATOMIC_ADD(self.arrivals_ptr + tile, 1, sem="acq_rel", scope="gpu") == count - 1
 
 
 def release_at_once(self, operands, step, k):
@@ -355,25 +243,14 @@ def other_ptx(before: str, after: str) -> tuple[str, str, Any]:
     return "any_width", "_products", lambda *args: PRODUCTS(*args).replace(before, after)
 
 
-CUT = {"programs": 5, "stream_k": 1}  # two tiles of 12 are left for five programs
 THROUGH_REGISTERS = {"extra_n": 4, "warps": 8}
 WIDE_TILE = {"m": 150, "n": 130, "k": 500, "buffers": 2} | JOINED
 WIDE_TILE |= {"blocks": (128, 64, 64), "extra_n": 16, "warps": 8}
-TOO_EARLY, WRONG, ANYHOW = "before it is known to be there", "not equal", ""  # how it fails
+WRONG, ANYHOW = "not equal", ""  # how it fails
 EITHER = ("cooperative", "pingpong")
 EACH = ("persistent_pipelined", *EITHER)
-AT_LAST = ("epilogue", "OwnBuffers.finish", wait_for_stores_at_the_end)
-SLOT_OF_PROGRAM = ("body", "part_slot", lambda program, tile, k_blocks, share, programs: program)
+AT_LAST = ("epilogue", "StoreBuffers.finish", wait_for_stores_at_the_end)
 FAULTS: dict[str, tuple[Any, ...]] = {  # what is put into the body, where; how it fails, with what, in which
-    "parts share a slot": (SLOT_OF_PROGRAM, WRONG, CUT, EITHER),
-    "a segment is off by one": (("body", "stream_k_segment", late_segment), WRONG, CUT, EITHER),
-    "a part too few is in the sum": (("body", "stream_k_parts", a_part_too_few), ANYHOW, CUT, EITHER),
-    "parts are counted too early": (("body", "partition_barrier", lambda: None), TOO_EARLY, CUT, EITHER),
-    "a count is not put back": (("body", "StreamK.was_last", count_only), ANYHOW, CUT, EITHER),
-    # The number of the tile behind this one is taken for its own.
-    "steps of the other are miscounted": (
-        ("roles", "gl", changed("roles", num_programs=lambda axis: 0)), ANYHOW, CUT, EITHER[1:]
-    ),
     "a slot is given back under its product": (
         ("mma", "WgmmaAccumulator.multiply", release_at_once, "mma", "WgmmaAccumulator.end", wait_only),
         *(WRONG, {}, EACH),
@@ -385,7 +262,7 @@ FAULTS: dict[str, tuple[Any, ...]] = {  # what is put into the body, where; how 
         *(WRONG, {}, EACH),
     ),
     "it ends under its stores": (
-        ("epilogue", "OwnBuffers.finish", lambda self: None), "ends with stores in flight", {}, EITHER[:1]
+        ("epilogue", "StoreBuffers.finish", lambda self: None), "ends with stores in flight", {}, EITHER[:1]
     ),
     "a proxy fence is missing": (
         ("epilogue", "fence_async_shared", lambda: None), "proxy fence", {}, EITHER[:1]
@@ -419,24 +296,9 @@ FAULTS: dict[str, tuple[Any, ...]] = {  # what is put into the body, where; how 
         ("epilogue", "piece_start", lambda i, store_n, width: 0),
         *(ANYHOW, WIDE_TILE | {"swap_ab": True}, EITHER[:1]),
     ),
-    "stolen slots are loaded too early": (
-        ("epilogue", "StolenBuffers.before_load", lambda self: None),
-        *(ANYHOW, {"blocks": (2, 8, 2), "store": (4, 0)}, EACH[:1]),
-    ),
     # A deadlock, or an arrival too many.
     "turns are miscounted": (("roles", "ring_phase", lambda step, size: 0), ANYHOW, {}, EITHER[1:]),
 }  # fmt: skip
-for order in ("relaxed", "acquire", "release"):
-
-    def count(pointer, value, *, sem, scope, order=order):
-        return ATOMIC_ADD(pointer, value, sem=order, scope=scope)
-
-    FAULTS[f"a count is {order} alone"] = (
-        ("body", "gl", changed("body", atomic_add=count)),
-        TOO_EARLY,
-        CUT,
-        EITHER,
-    )
 for name, value in (("STEP_OFFSET", 4), ("WARPGROUP_ROWS", 0), ("WARPGROUP_ROWS", 256)):
     FAULTS[f"{name} is {value}"] = ("any_width", name, value), ANYHOW, WIDE_TILE, EITHER[:1]
 for width in (72, 128):  # columns are left out, or found behind the tile

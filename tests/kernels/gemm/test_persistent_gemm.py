@@ -16,12 +16,12 @@ from gpu_cases import covering
 from padded_rooms import poison_rooms
 
 from dist_autotune import contextual_autotune
-from dist_autotune.kernels.gemm import configs, copies, operation, pruning
+from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES, PLAIN_GPU_CANDIDATES
 from dist_autotune.kernels.gemm.copies import NOTHING, Copies, copied
 from dist_autotune.kernels.gemm.operation import plain_gemm
-from dist_autotune.kernels.gemm.pruning import Shape, cuts_the_last_wave, fits, is_wanted
+from dist_autotune.kernels.gemm.pruning import GemmShape, fits, is_wanted
 from dist_autotune.kernels.matrices import as_matrix
 from dist_autotune.kernels.persistent_gemm import PARTS, SCHEDULERS, VARIANTS, persistent_matmul
 
@@ -224,11 +224,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "no scheduler 'random'",
     ),
-    "stream-K's own order": (
-        lambda: persistent_matmul(half(2, 3), half(3, 5), variant="stream_k", scheduler="dynamic"),
-        ValueError,
-        "scheduler is 'dynamic', not one of",
-    ),
     "programs": (lambda: persistent_matmul(half(2, 3), half(3, 5), programs=0), ValueError, "programs is 0"),
     "half a program": (
         lambda: persistent_matmul(half(2, 3), half(3, 5), programs=2.5),
@@ -292,9 +287,7 @@ def test_parts_of_a_variant_are_all_of_it():
     def of(wanted):
         return [str(config) for config in GLUON_CANDIDATES if is_wanted(config.kwargs, wanted)]
 
-    assert sorted(of("own_buffers") + of("stealing")) == sorted(of("persistent_pipelined"))
-    assert sorted(of("cooperative") + of("pingpong") + of("stream_k")) == sorted(of("warp_specialized"))
-    assert len(set(of("stream_k"))) == len(of("stream_k")) > 0
+    assert sorted(of("cooperative") + of("pingpong")) == sorted(of("warp_specialized"))
     assert all(of(name) for name in (*VARIANTS, *PARTS))
     assert sorted(itertools.chain(*map(of, KINDS))) == sorted(of("auto"))
 
@@ -302,42 +295,6 @@ def test_parts_of_a_variant_are_all_of_it():
 def test_no_two_candidates_are_the_same():
     for offered in (GLUON_CANDIDATES, PLAIN_GPU_CANDIDATES):
         assert len({str(config) for config in offered}) == len(offered)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "programs", "wanted"),
-    [
-        pytest.param({"M": 8192, "N": 8192, "K": 4096}, 132, True, id="half a wave, long K"),
-        pytest.param({"M": 8192, "N": 8192, "K": 2048}, 132, False, id="half a wave, too many parts"),
-        pytest.param({"M": 1024, "N": 4352, "K": 2048}, 132, True, id="a wave and four tiles"),
-        pytest.param({"M": 1024, "N": 4352, "K": 512}, 132, False, id="short K"),
-        pytest.param({"M": 8192, "N": 8192, "K": 4096}, 128, False, id="no last wave"),
-        pytest.param({"M": 1280, "N": 3328, "K": 4096}, 132, False, id="a last wave that is all but full"),
-        pytest.param({"M": 128, "N": 256, "K": 4096}, 132, True, id="one tile"),
-        pytest.param({"M": 8192, "N": 8192, "K": 4096, "SCHEDULE": "dynamic"}, 132, False, id="dynamic"),
-    ],
-)
-def test_the_last_wave_is_cut_where_that_makes_it_much_shorter(sizes, programs, wanted):
-    config = next(config for config in GLUON_CANDIDATES if config.kwargs["STREAM_K"])
-    kwargs = config.kwargs
-    assert (kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["BLOCK_K"], kwargs["STREAM_K"]) == (128, 256, 64, 8)
-    args = {"SCHEDULE": "grouped", **sizes}
-    assert cuts_the_last_wave(kwargs, args, programs) is wanted
-
-
-@pytest.mark.parametrize("wanted", ["auto", "stream_k"])
-@pytest.mark.parametrize("out", ["bf16", "fp32"])
-@pytest.mark.parametrize("tensor_memory", [False, True], ids=["hopper", "blackwell"])
-def test_stream_k_is_there_for_whoever_asks_for_it_and_else_where_it_may_win(
-    wanted, out, tensor_memory, monkeypatch
-):
-    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
-    args = {"M": 8192, "N": 8192, "K": 512, "SCHEDULE": "grouped", "OUT": out}
-    args |= {"wanted": configs.NAMES.index(wanted), "TENSOR_MEMORY": tensor_memory, "programs": 128}
-    args |= {"TRANS_A": False, "TRANS_B": True, "a_alignment": 128, "b_alignment": 128}
-    cut = [config.kwargs["STREAM_K"] > 0 for config in pruning.prune(GLUON_CANDIDATES, args)]
-    assert cut
-    assert set(cut) == {wanted == "stream_k"}
 
 
 # ---- on a GPU
@@ -354,10 +311,10 @@ def each_candidate(variant: str, out_dtype: torch.dtype) -> list[Any]:
     ]
 
 
-def plan_of(further: Callable[[Shape], Copies]) -> Callable[..., tuple[Copies, Shape]]:
+def plan_of(further: Callable[[GemmShape], Copies]) -> Callable[..., tuple[Copies, GemmShape]]:
     """Return a plan by which what TMA cannot address is copied, and `further` operands."""
 
-    def plan(shape: Shape, *, out: bool) -> tuple[Copies, Shape]:
+    def plan(shape: GemmShape, *, out: bool) -> tuple[Copies, GemmShape]:
         wished = further(shape)
         chosen = Copies(wished.a or shape.a_alignment == 0, wished.b or shape.b_alignment == 0, out)
         return chosen, copied(shape, chosen)
@@ -365,7 +322,9 @@ def plan_of(further: Callable[[Shape], Copies]) -> Callable[..., tuple[Copies, S
     return plan
 
 
-def choose_copies(monkeypatch: pytest.MonkeyPatch, plan: Callable[..., tuple[Copies, Shape] | None]) -> None:
+def choose_copies(
+    monkeypatch: pytest.MonkeyPatch, plan: Callable[..., tuple[Copies, GemmShape] | None]
+) -> None:
     """Have `plan` asked, also for tensors in places that are known already."""
     monkeypatch.setattr(launching, "plan_copies", plan)
     monkeypatch.setattr(operation, "_PLANS", {})
@@ -433,40 +392,6 @@ def test_every_scheduler_on_a_gpu(variant, scheduler, only):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape",
-    [(1280, 1280, 4096), (8192, 8192, 1024), (136, 264, 8192), (64, 64, 520), (16, 8192, 2056)],
-)
-@pytest.mark.parametrize("programs", [None, 7])
-def test_a_last_wave_in_parts_is_right_and_the_same_each_time_on_a_gpu(shape, programs, only):
-    m, n, k = shape
-    for out_dtype in (torch.bfloat16, torch.float32):
-        for config in covering(each_candidate("stream_k", out_dtype)):
-            only(config)
-            check(*shape, torch.bfloat16, out_dtype=out_dtype, variant="stream_k", programs=programs)
-            a, b = matrix(m, k, torch.bfloat16), matrix(n, k, torch.bfloat16).T
-            outs = [poisoned(m, n, out_dtype) for _ in range(20)]
-            for out in outs:  # back to back: each launch finds the counts that the one before has left
-                persistent_matmul(a, b, out, variant="stream_k", programs=programs)
-            assert error_ratio(outs[0], a, b) < 1
-            assert all(torch.equal(out, outs[0]) for out in outs)
-
-
-@pytest.mark.gpu
-def test_last_waves_of_two_streams_do_not_share_their_counts(only):
-    only(each_candidate("stream_k", torch.float16)[0])
-    a, b = matrix(1280, 2048, torch.float16), matrix(2048, 1280, torch.float16)
-    outs = [poisoned(1280, 1280, torch.float16) for _ in range(20)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    torch.cuda.synchronize()
-    for number, out in enumerate(outs):
-        with torch.cuda.stream(streams[number % 2]):
-            persistent_matmul(a, b, out, variant="stream_k", programs=60)  # both fit the GPU at once
-    torch.cuda.synchronize()
-    assert max(error_ratio(out, a, b) for out in outs) < 1
-
-
-@pytest.mark.gpu
 def test_strides_that_tma_cannot_take_on_a_gpu():
     check(33, 45, 29)
     a, b = matrix(70, 66, torch.float16)[::2, ::3], matrix(44, 90, torch.float16)[::2, 1::2]
@@ -474,12 +399,9 @@ def test_strides_that_tma_cannot_take_on_a_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheduler", ["grouped", "dynamic", "stream-K"])
+@pytest.mark.parametrize("scheduler", ["grouped", "dynamic"])
 def test_a_captured_call_follows_its_inputs(scheduler, only):
     only(GLUON_CANDIDATES[0])
-    if scheduler == "stream-K":
-        scheduler = "auto"
-        only(each_candidate("stream_k", torch.bfloat16)[0])
     a, b = matrix(1024, 512, torch.bfloat16), matrix(512, 768, torch.bfloat16)
     out = poisoned(1024, 768, torch.bfloat16)
     persistent_matmul(a, b, out, scheduler=scheduler)
@@ -530,7 +452,7 @@ def test_two_threads_do_not_ask_the_tuner_at_once(monkeypatch):
     monkeypatch.setattr(launching._SETTLED, "remember", lambda *args: steps.append("remember"))
     matrices = [as_matrix(torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in range(3)]
     numbers = dict.fromkeys(("m", "n", "k", "programs", "a_alignment", "b_alignment"), 64)
-    shape = Shape(
+    shape = GemmShape(
         **numbers,
         trans_a=False,
         trans_b=True,
@@ -597,7 +519,7 @@ ODD_SHAPES = [(1, 1, 1), (33, 45, 29), (999, 333, 501), (2001, 1003, 7), (257, 4
 @pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
 @pytest.mark.parametrize(
     "variant",
-    ["pipelined", "warp_specialized", "stream_k"],
+    ["pipelined", "warp_specialized"],
 )
 def test_what_tma_cannot_address_goes_through_scratch_memory_on_a_gpu(variant, layouts, only, poisoned_rooms):
     for (dtype, out_dtype), shape in itertools.product(PAIRS, ODD_SHAPES):

@@ -19,7 +19,7 @@ from dist_autotune.kernels.gemm import copies, pruning
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
 from dist_autotune.kernels.gemm.copies import NOTHING, Copies, copied, copy_clocks, what_to_copy
-from dist_autotune.kernels.gemm.pruning import Shape
+from dist_autotune.kernels.gemm.pruning import GemmShape
 from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -112,14 +112,14 @@ def no_choice_is_kept() -> Iterator[None]:
 # ---- the choice
 
 
-def a_shape(m: int, n: int, k: int, **changed: Any) -> Shape:
+def a_shape(m: int, n: int, k: int, **changed: Any) -> GemmShape:
     """Return a product of one row behind the other: A by rows, a weight, all SMs of an H200."""
     alignment = math.gcd(2 * k, LINE_BYTES)
     values: dict[str, Any] = {"m": m, "n": n, "k": k, "trans_a": False, "trans_b": True, "programs": 132}
     values |= {"dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "schedule": "grouped", "wanted": "auto"}
     values |= {"device": torch.device("cuda"), "tensor_memory": False}
     values |= dict.fromkeys(("a_alignment", "b_alignment"), alignment if alignment >= 16 else 0)
-    return Shape(**values | changed)
+    return GemmShape(**values | changed)
 
 
 SIZES = st.integers(1, 1500).map(lambda eighths: 8 * eighths)
@@ -235,11 +235,11 @@ def memory_of(matrix: Matrix) -> torch.Tensor:
     return rows.T if matrix.transposed else rows
 
 
-def launch_as_tma(patched: pytest.MonkeyPatch) -> list[Shape]:
+def launch_as_tma(patched: pytest.MonkeyPatch) -> list[GemmShape]:
     """Have launches read and write memory as TMA does; return the list of their shapes."""
-    shapes: list[Shape] = []
+    shapes: list[GemmShape] = []
 
-    def launch(a: Matrix, b: Matrix, c: Matrix, shape: Shape, bias: None) -> None:
+    def launch(a: Matrix, b: Matrix, c: Matrix, shape: GemmShape, bias: None) -> None:
         shapes.append(shape)
         assert all(matrix.is_addressable() for matrix in (a, b, c))
         assert (a.transposed, b.transposed, c.transposed) == (shape.trans_a, shape.trans_b, False)
@@ -265,7 +265,7 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
     a, b = LAYOUTS[layouts[0]](m, k, dtype), LAYOUTS[layouts[1]](k, n, dtype)
     target = LAYOUTS[out_layout](m, n, out_dtype).fill_(math.nan)
 
-    def plan(shape: Shape, *, out: bool) -> tuple[Copies, Shape]:
+    def plan(shape: GemmShape, *, out: bool) -> tuple[Copies, GemmShape]:
         """Copy what must be, and some of the rest."""
         chosen = Copies(further[0] or shape.a_alignment == 0, further[1] or shape.b_alignment == 0, out)
         return chosen, copied(shape, chosen)
@@ -279,9 +279,9 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
 
 
 @pytest.fixture
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matrix, Matrix, Matrix, Shape]]:
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Matrix, Matrix, Matrix, GemmShape]]:
     """Have launches do nothing; return the list of what they were given."""
-    launches: list[tuple[Matrix, Matrix, Matrix, Shape]] = []
+    launches: list[tuple[Matrix, Matrix, Matrix, GemmShape]] = []
     monkeypatch.setattr(launching, "launch", lambda *given: launches.append(given[:4]))
     monkeypatch.setattr(copies, "copy", lambda source, target: None)
     monkeypatch.setattr(launching, "copy", lambda source, target: None)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that t
 
 KERNEL = gluon_model.load_kernel_module("gemm_rs.specialized_kernel")
 HANDOVER = importlib.import_module("kernels_in_the_model.gemm_rs.handover")
-PEERS = importlib.import_module("kernels_in_the_model.exchange.peers")
+FLAGS = importlib.import_module("kernels_in_the_model.exchange.flags")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
 BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
 GIVEN_UP = 1 << 30
@@ -56,7 +56,7 @@ class Scene:
         self.partial = np.full((slots * self.capacity, self.n), np.nan)
         self.staged = np.full(slots * self.capacity * self.n, np.nan)
         self.out = np.full((self.m, self.n), np.nan)
-        self.flags = np.zeros(PEERS.FLAGS * self.world, dtype=np.int64)
+        self.flags = np.zeros(FLAGS.FLAGS * self.world, dtype=np.int64)
         self.counts = np.zeros(self.world + 2, dtype=np.int64)
         self.errors = np.zeros(self.world, dtype=np.int64)
         self.pushed: dict[int, np.ndarray] = {}  # what has left for each peer
@@ -66,7 +66,7 @@ class Scene:
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
     def flag(self, row: str, peer: int) -> Pointer:
-        return Pointer(self.flags, getattr(PEERS, row) * self.world + peer)
+        return Pointer(self.flags, getattr(FLAGS, row) * self.world + peer)
 
     def product(self, chunk: int) -> np.ndarray:
         """Return what is this rank's part of the sums for that one."""
@@ -293,9 +293,11 @@ def test_a_count_of_what_has_only_been_read_is_found(monkeypatch):
 
 @pytest.mark.parametrize(("variant", "every"), [("cooperative", 1), ("pingpong", 2)])
 def test_a_count_before_the_next_visit_is_found(monkeypatch, variant, every):
-    notify = KERNEL.Chunks.notify
+    notify = KERNEL.ScatteredChunks.notify
     monkeypatch.setattr(
-        KERNEL.Chunks, "notify", lambda self, number, visit, known: notify(self, number, visit - every, known)
+        KERNEL.ScatteredChunks,
+        "notify",
+        lambda self, number, visit, known: notify(self, number, visit - every, known),
     )
     assert "pushed to" in fails(variant)
 
@@ -319,9 +321,9 @@ def test_a_wait_that_acquires_nothing_is_found(monkeypatch):
 
 def test_a_tile_that_is_told_of_behind_the_own_ones_is_a_deadlock(monkeypatch):
     """The peers' sums wait for nothing here, but the side stream does: for DONE."""
-    told = KERNEL.Chunks.stored_before
-    monkeypatch.setattr(KERNEL.Chunks, "stored_before", lambda self, visit: None)
-    monkeypatch.setattr(KERNEL.Chunks, "notified", lambda self: told(self, 0))
+    told = KERNEL.ScatteredChunks.stored_before
+    monkeypatch.setattr(KERNEL.ScatteredChunks, "stored_before", lambda self, visit: None)
+    monkeypatch.setattr(KERNEL.ScatteredChunks, "notified", lambda self: told(self, 0))
     assert fails() == "deadlock"
 
 
@@ -333,7 +335,7 @@ def test_tiles_that_are_dealt_out_instead_of_claimed_are_refused(monkeypatch):
 
 
 def test_a_kernel_that_does_not_part_from_its_peers_is_found(monkeypatch):
-    monkeypatch.setattr(KERNEL.Chunks, "notified", lambda self: None)
+    monkeypatch.setattr(KERNEL.ScatteredChunks, "notified", lambda self: None)
     scene = Scene(3, 0, 9, 14, 3, seed=5, rows_of={2: 7})
     with pytest.raises(AssertionError):
         reduce_scatter(scene)

@@ -176,7 +176,7 @@ def dead_before_its_number_of_tokens(rank):
     meet()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    op._board._timeout_s = HOST_PATIENCE_S
+    op._hosts._timeout_s = HOST_PATIENCE_S
     return message_of(lambda: runs.fresh_call(op, [4, 4, 4], told=False)), message_of(op.close)
 
 
@@ -184,7 +184,9 @@ def test_a_dead_peer_is_named_where_hosts_wait_for_its_number_of_tokens():
     *survivors, dead = results(dead_before_its_number_of_tokens, 3)
     assert_killed(dead)
     for rank, (message, at_close) in enumerate(assert_all_ok(survivors)):
-        assert message.startswith(f"PeerTimeout: rank 2 did not send rank {rank} its token count within 3 s")
+        assert message.startswith(
+            f"PeerTimeout: AllGatherMoE, rank {rank}: rank 2 did not come to eager call 1 within 3 s"
+        )
         broken = f"RuntimeError: AllGatherMoE, rank {rank}: call 2 was not carried out: PeerTimeout"
         assert at_close.startswith(broken)
 
@@ -193,7 +195,7 @@ def tokens_on_one_rank(rank):
     runs.begin(rank)
     op = AllGatherMoE(8, 16, HALF)
     op._patience_ticks = as_patience(1.0)
-    op._board._timeout_s = HOST_PATIENCE_S
+    op._hosts._timeout_s = HOST_PATIENCE_S
     first = message_of(lambda: runs.fresh_call(op, [4, 4], told=rank == 0))
     return first, message_of(op.close)
 
@@ -202,8 +204,10 @@ def test_tokens_on_one_rank_only_are_told_on_both():
     given, asked = values(tokens_on_one_rank, 2)
     assert given[0].startswith("PeerTimeout: AllGatherMoE, rank 0: rank 1, or one that it waits for")
     assert given[1] == given[0]
-    assert asked[0].startswith("PeerTimeout: rank 0 did not send rank 1 its token count within 3 s")
-    assert "pass tokens= on all ranks or on none" in asked[0]
+    assert asked[0].startswith(
+        "PeerTimeout: AllGatherMoE, rank 1: rank 0 did not come to eager call 1 within 3 s"
+    )
+    assert "Pass tokens= on all ranks or on none" in asked[0]
     assert asked[1].startswith("RuntimeError: AllGatherMoE, rank 1: call 1 was not carried out: PeerTimeout")
 
 

@@ -12,7 +12,7 @@ from host_as_peer import DEVICE, DTYPE, LATE_S, PATIENCE_S, HostAsPeer, HostPeer
 from moe_runs import explained_error, products, random_choices, randoms, relative_error
 from operation_runs import message_of
 
-from dist_autotune.kernels.exchange.peers import ARRIVED, FREE, GIVEN, TOLD
+from dist_autotune.kernels.exchange.flags import ARRIVED, FREE, GIVEN, TOLD
 from dist_autotune.kernels.moe import ag_moe, ag_moe_kernel
 from dist_autotune.kernels.moe.ag_moe import AllGatherMoE
 from dist_autotune.kernels.moe.flags import TOPK_SPAN

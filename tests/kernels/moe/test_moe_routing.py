@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operation_runs import INTERPRETER, message_of, values
-from rank_programs import wait_for
+from operation_runs import INTERPRETER
 
-from dist_autotune.kernels.exchange.peers import FLAGS, GIVEN, TOLD
+from dist_autotune.kernels.exchange.flags import FLAGS, GIVEN, TOLD
 from dist_autotune.kernels.moe import plan as plans
 from dist_autotune.kernels.moe.flags import GIVEN_OTHERS, TOPK_SPAN
 from dist_autotune.kernels.moe.launch import HEIGHTS, LOWEST_HEIGHT
-from dist_autotune.kernels.moe.operation import TokenBoard
 from dist_autotune.kernels.moe.plan import LOWEST, Plan
 from dist_autotune.kernels.moe.routing import digest_of
 from dist_autotune.kernels.signals import Failure, read_failure
-from dist_autotune.kernels.symm import open_symmetric_memory
 
 pytestmark = INTERPRETER
 CAPACITY = 24  # tokens of a rank
@@ -218,52 +214,3 @@ def test_several_programs_share_the_work(monkeypatch):
 
 def test_the_tables_are_for_the_heights_that_candidates_have():
     assert LOWEST == LOWEST_HEIGHT
-
-
-# ---- hosts
-
-
-def ask_often(rank):
-    with open_symmetric_memory(backend="shm", timeout_s=60.0) as memory:
-        board = TokenBoard(memory, 60.0)
-        return [board.ask(100 * rank + call) for call in range(300)]
-
-
-def test_hosts_tell_each_other_their_tokens_call_after_call():
-    wanted = [(call, 100 + call, 200 + call) for call in range(300)]
-    assert values(ask_often, 3) == [wanted] * 3
-
-
-def ask_with_one_late(rank):
-    with open_symmetric_memory(backend="shm", timeout_s=60.0) as memory:
-        board = TokenBoard(memory, 60.0)
-        found = []
-        if rank == 0:
-            other = threading.Thread(target=lambda: found.append(board.ask(7)))
-            other.start()
-            memory.barrier()  # rank 1 has not asked yet, and rank 0 waits
-            other.join()
-        else:
-            wait_for(lambda: board._words[0][1] != 0)
-            memory.barrier()
-            found.append(board.ask(9))
-        return found
-
-
-def test_a_host_waits_for_one_that_comes_late():
-    assert values(ask_with_one_late, 2) == [[(7, 9)]] * 2
-
-
-def ask_alone(rank):
-    with open_symmetric_memory(backend="shm", timeout_s=60.0) as memory:
-        board = TokenBoard(memory, 0.2)
-        message = message_of(lambda: board.ask(5)) if rank == 1 else ""
-        memory.barrier()
-        return message
-
-
-def test_hosts_that_do_not_come_are_named():
-    messages = values(ask_alone, 3)
-    assert messages[1].startswith(
-        "PeerTimeout: ranks [0, 2] did not send rank 1 its token count within 0.2 s"
-    )

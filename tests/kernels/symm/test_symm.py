@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dist_autotune.kernels import symm
 from dist_autotune.kernels.symm import Copy, SymmetricMemoryError, Wait, Write, nvshmem, open_symmetric_memory
 from dist_autotune.kernels.symm import shm as shm_module
-from dist_autotune.kernels.symm.ranks import RankGroup
+from dist_autotune.kernels.symm.ranks import SharingRanks
 from ranks import assert_all_ok, assert_killed, meet, run_ranks
 
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
@@ -312,7 +312,7 @@ def test_nvshmem_that_is_not_installed_says_what_to_install(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # it is asked about before anything else
     monkeypatch.setitem(sys.modules, "nvshmem", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    reason = nvshmem.why_unusable(RankGroup())
+    reason = nvshmem.why_unusable(SharingRanks())
     assert reason == "nvshmem4py is not installed; " + nvshmem.INSTALL
 
 

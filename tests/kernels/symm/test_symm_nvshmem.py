@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dist_autotune.kernels.symm import SymmetricMemoryError, SymmetricTensor, cuda, nvshmem
-from dist_autotune.kernels.symm.ranks import RankGroup
+from dist_autotune.kernels.symm.ranks import SharingRanks
 
 PATIENCE_S = 0.2
 
@@ -67,7 +67,7 @@ def opened(monkeypatch, core):
 
     library.enter = enter
     monkeypatch.setattr(nvshmem, "_library", library)
-    memory = Memory(RankGroup(timeout_s=PATIENCE_S), torch.device("cpu"))
+    memory = Memory(SharingRanks(timeout_s=PATIENCE_S), torch.device("cpu"))
     memory.allocate((3,), torch.int32)
     memory.allocate((5, 2), torch.int32)
     return memory, library
@@ -107,7 +107,7 @@ def test_a_call_that_does_not_return_is_named_and_nothing_more_is_asked(
     memory.close()
     assert core.calls == calls
     assert {id(tensor) for tensor in kept} <= {id(tensor) for tensor in cuda._abandoned}
-    assert library.why_closed_to(RankGroup()) == f"NVSHMEM of this process has not returned from {told}"
+    assert library.why_closed_to(SharingRanks()) == f"NVSHMEM of this process has not returned from {told}"
     core.peers_come.set()
 
 

@@ -15,7 +15,7 @@ from operation_runs import INTERPRETER, values
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.symm import SymmetricTensor, cuda, open_symmetric_memory
-from dist_autotune.kernels.symm.ranks import RankGroup
+from dist_autotune.kernels.symm.ranks import SharingRanks
 
 pytestmark = INTERPRETER
 
@@ -52,7 +52,7 @@ class PretendedMemory(cuda.CudaMemory):
     name = "pretended"
 
     def __init__(self) -> None:
-        super().__init__(RankGroup(), torch.device("cpu"), "a test")
+        super().__init__(SharingRanks(), torch.device("cpu"), "a test")
 
     def _map(self, shape, dtype):
         alone = torch.zeros(shape, dtype=dtype)
