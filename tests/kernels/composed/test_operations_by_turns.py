@@ -1,0 +1,32 @@
+"""That operations are right beside each other, torch's kernels, graphs and a session of the tuner."""
+
+from __future__ import annotations
+
+import pytest
+from composed_runs import Sizes, by_turns, on_two_streams
+from operation_runs import INTERPRETER, values
+
+# At first they have not.
+pytestmark = [INTERPRETER, pytest.mark.filterwarnings("ignore:.* has not been tuned")]
+
+SMALL = Sizes(rows=12, k=16, n=24, of_all=4, experts=3)
+LARGE = Sizes(rows=512, k=512, n=640, of_all=16, experts=8)
+
+
+def test_all_operations_by_turns_are_right_and_write_only_what_is_theirs():
+    assert values(by_turns, 2, SMALL, 28, False) == [[], []]
+
+
+@pytest.mark.gpu(devices=1, seconds=30)
+def test_so_they_are_on_one_gpu_in_graphs_and_eager_by_turns():
+    assert values(by_turns, 1, LARGE, 80, True) == [[]]
+
+
+@pytest.mark.gpu(devices=2, seconds=40)
+def test_so_they_are_on_two_gpus_in_graphs_and_eager_by_turns():
+    assert values(by_turns, 2, LARGE, 80, True) == [[], []]
+
+
+@pytest.mark.gpu(devices=2, seconds=25)
+def test_calls_on_two_streams_beside_torchs_kernels_are_right():
+    assert values(on_two_streams, 2, LARGE, 24) == [[], []]
