@@ -45,6 +45,7 @@ def settle(function: Any) -> None:
     while not function.settled:
         assert time.monotonic() < deadline
         function()
+        time.sleep(5e-3)  # or the steps take the time that compilers need
 
 
 def launched(device: Any) -> set[tuple[Any, int]]:

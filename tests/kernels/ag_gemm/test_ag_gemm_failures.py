@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from ag_gemm_runs import begin, call_and_compare, call_pushed, error_ratio, force, tensors
+from ag_gemm_runs import begin, call_and_compare, call_pushed, force, tensors
 from operation_runs import INTERPRETER, TWO, delay_copies, hold_launch, message_of, results, values
 from rank_programs import wait_for
 
@@ -26,67 +26,6 @@ def lose_patience(op: AllGatherGemm) -> None:
     op._patience_ticks = as_patience(0.5)
 
 
-# ---- the caller's mistakes
-
-
-def zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=HALF)
-
-
-A, W = zeros(4, 8), zeros(6, 8)
-MISTAKES = {
-    "m = 0": (lambda op: (zeros(0, 8), W), "a_shard has 0 rows; this operation takes 1 to m_per_rank=4"),
-    "m too large": (
-        lambda op: (zeros(5, 8), W),
-        "a_shard has 5 rows; this operation takes 1 to m_per_rank=4",
-    ),
-    "K of a": (
-        lambda op: (zeros(4, 9), W),
-        r"a_shard \[4, 9\] and weight \[6, 8\] must both have K=8 columns",
-    ),
-    "weight [K, N]": (lambda op: (A, zeros(8, 6)), r"K=8 columns; the weight is \[N, K\], not \[K, N\]"),
-    "N = 0": (lambda op: (A, W[:0]), "weight has no rows; there is nothing to compute"),
-    "dtype": (
-        lambda op: (A.float(), W),
-        "a_shard is torch.float32 on cpu; .* opened for torch.float16 on cpu",
-    ),
-    "device": (lambda op: (A.to("meta"), W), "a_shard is torch.float16 on meta"),
-    "weight not 2-D": (lambda op: (A, W[None]), r"weight has shape \[1, 6, 8\]; two dimensions are needed"),
-    "columns first": (
-        lambda op: (zeros(8, 4).T, W),
-        r"rows of a_shard are not contiguous \(strides \(1, 4\)\)",
-    ),
-    "shape of out": (lambda op: (A, W, zeros(3, 6)), r"out has shape \[3, 6\]; the result has \[4, 6\]"),
-    "dtype of out": (lambda op: (A, W, zeros(4, 6).float()), "out is torch.float32"),
-    "middle of op.shard": (lambda op: (op.shard[1:3], W), r"overlaps op.shard .* pass op.shard\[:m\]"),
-    "no tensor": (lambda op: (A.tolist(), W), "a_shard is a list; a tensor is needed"),
-}
-
-
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_told_with_its_values_and_costs_nothing(arguments, message):
-    with AllGatherGemm(4, 8, HALF, backend="shm") as op:
-        with pytest.raises((ValueError, TypeError), match=message):
-            op(*arguments(op))
-        a_shard, weight = tensors(4, 6, 8, HALF)
-        assert error_ratio(op(a_shard, weight), a_shard, weight) < 1
-
-
-@pytest.mark.parametrize(
-    ("m_per_rank", "k", "dtype", "message"),
-    [
-        pytest.param(
-            0, 8, HALF, "m_per_rank=0 rows and k=8 columns: both must be at least 1", id="m_per_rank=0"
-        ),
-        pytest.param(8, 0, HALF, "m_per_rank=8 rows and k=0 columns: both must be at least 1", id="k=0"),
-        pytest.param(8, 8, torch.float64, "torch.float64 is not supported on cpu; use one of", id="dtype"),
-    ],
-)
-def test_an_operation_that_cannot_be_is_refused(m_per_rank, k, dtype, message):
-    with pytest.raises(ValueError, match=message):
-        AllGatherGemm(m_per_rank, k, dtype, backend="shm")
-
-
 def open_differently(rank):
     return message_of(lambda: AllGatherGemm(8, 16 + rank, torch.float16))
 
@@ -94,15 +33,6 @@ def open_differently(rank):
 def test_operations_opened_differently_raise_on_every_rank():
     for message in values(open_differently, 2):
         assert "rank 0: [3, 8, 16] torch.float16; rank 1: [3, 8, 17] torch.float16" in message
-
-
-def test_a_closed_operation_says_so_and_closes_twice():
-    op = AllGatherGemm(4, 8, HALF, backend="shm")
-    op.close()
-    op.close()
-    for use in (lambda: op(A, W), lambda: op.shard, lambda: op.gathered, op.check):
-        with pytest.raises(RuntimeError, match="this AllGatherGemm is closed; open another on all ranks"):
-            use()
 
 
 def test_nothing_is_gathered_before_the_first_call():
@@ -215,27 +145,6 @@ def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come():
     )
     assert stuck.startswith(text)
     assert unharmed == "nothing was raised"
-
-
-def failing_launch(rank):
-    """Break rank 1's launch after its peers have heard of the call."""
-    op = AllGatherGemm(8, 16, torch.float16)
-    if rank == 1:
-        all_gather_gemm.configs = []
-    first = message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
-    lose_patience(op)
-    again = message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
-    return first, again, message_of(op.close)
-
-
-def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs():
-    peer, failed = values(failing_launch, 2)
-    assert failed[0].startswith("IndexError")
-    assert failed[1].startswith("RuntimeError: AllGatherGemm, rank 1: call 1 was not carried out: IndexError")
-    assert failed[2] == failed[1]
-    assert peer[0] == "nothing was raised"
-    assert peer[1].startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1 did not offer chunk 1 of call 2")
-    assert peer[2] == peer[1]
 
 
 # ---- what goes wrong in the middle of a chunk, whatever the ranks choose

@@ -176,66 +176,42 @@ def half(*shape: int, **options: Any) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.float16, device=DEVICE, **options)
 
 
+def product(*shapes: tuple[int, ...], **options: Any) -> Callable[[], Any]:
+    return lambda: persistent_matmul(*(half(*shape) for shape in shapes), **options)
+
+
+AB = ((2, 3), (3, 5))
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no matrix": (
-        lambda: persistent_matmul(half(2, 3, 4), half(4, 5)),
-        ValueError,
-        r"a has shape \(2, 3, 4\)",
-    ),
-    "inner sizes": (
-        lambda: persistent_matmul(half(2, 3), half(4, 5)),
-        ValueError,
-        "a has 3 columns, b has 4 rows",
-    ),
+    "no matrix": (product((2, 3, 4), (4, 5)), ValueError, r"a has shape \(2, 3, 4\)"),
+    "inner sizes": (product((2, 3), (4, 5)), ValueError, "a has 3 columns, b has 4 rows"),
     "type of a": (lambda: persistent_matmul(half(2, 3).int(), half(3, 5)), TypeError, "a is torch.int32"),
     "two types": (
         lambda: persistent_matmul(half(2, 3), half(3, 5).bfloat16()),
         TypeError,
         "b is torch.bfloat16",
     ),
-    "shape of out": (lambda: persistent_matmul(half(2, 3), half(3, 5), half(2, 4)), ValueError, r"\(2, 5\)"),
+    "shape of out": (product(*AB, (2, 4)), ValueError, r"\(2, 5\)"),
     "type of out": (
         lambda: persistent_matmul(half(2, 3), half(3, 5), half(2, 5).double()),
         TypeError,
         "torch.float64",
     ),
-    "out_dtype": (
-        lambda: persistent_matmul(half(2, 3), half(3, 5), out_dtype=torch.int8),
-        TypeError,
-        "torch.int8",
-    ),
-    "two wishes": (
-        lambda: persistent_matmul(half(2, 3), half(3, 5), half(2, 5), out_dtype=torch.float32),
-        TypeError,
-        "leave one of them out",
-    ),
+    "out_dtype": (product(*AB, out_dtype=torch.int8), TypeError, "torch.int8"),
+    "two wishes": (product(*AB, (2, 5), out_dtype=torch.float32), TypeError, "leave one of them out"),
     "shared places": (
         lambda: persistent_matmul(half(2, 3), half(3, 5), half(1, 5).expand(2, 5)),
-        ValueError,
-        r"strides \(0, 1\)",
+        *(ValueError, r"strides \(0, 1\)"),
     ),
-    "variant": (
-        lambda: persistent_matmul(half(2, 3), half(3, 5), variant="fast"),
-        ValueError,
-        "no variant 'fast'; there are 'auto', 'pipelined'",
-    ),
-    "scheduler": (
-        lambda: persistent_matmul(half(2, 3), half(3, 5), scheduler="random"),
-        ValueError,
-        "no scheduler 'random'",
-    ),
-    "programs": (lambda: persistent_matmul(half(2, 3), half(3, 5), programs=0), ValueError, "programs is 0"),
-    "half a program": (
-        lambda: persistent_matmul(half(2, 3), half(3, 5), programs=2.5),
-        TypeError,
-        "programs is 2.5; it must be a whole number",
-    ),
+    "variant": (product(*AB, variant="fast"), ValueError, "no variant 'fast'; there are 'auto', 'pipelined'"),
+    "scheduler": (product(*AB, scheduler="random"), ValueError, "no scheduler 'random'"),
+    "programs": (product(*AB, programs=0), ValueError, "programs is 0"),
+    "half a program": (product(*AB, programs=2.5), TypeError, "programs is 2.5; it must be a whole number"),
     "a list": (lambda: persistent_matmul([[1.0]], half(1, 5)), TypeError, "a is a list"),
     "a list for out": (lambda: persistent_matmul(half(2, 3), half(3, 5), [1]), TypeError, "out is a list"),
     "devices": (
         lambda: persistent_matmul(half(2, 3), half(3, 5).to("meta")),
         ValueError,
-        "b is on meta; move one of them",
+        "b is on meta; move",
     ),
 }
 

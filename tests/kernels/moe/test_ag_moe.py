@@ -9,7 +9,6 @@ import functools
 import os
 import signal
 
-import pytest
 import torch
 from ag_moe_runs import GATHERING as runs
 from moe_runs import HALF, delay_pushes, random_choices, randoms
@@ -19,7 +18,6 @@ from operation_runs import (
     cases_of,
     device,
     ends,
-    left_as_before,
     message_of,
     results,
     values,
@@ -69,83 +67,6 @@ def strided_operands(rank):
 def test_pushes_and_operations_are_told_apart_and_nothing_beside_slices_is_written():
     functions = (pushes_that_no_tile_needs, two_operations, strided_operands)
     assert_cases(functools.partial(cases_of, functions), 2)
-
-
-# ---- wrong arguments
-
-
-@pytest.fixture
-def alone():
-    with left_as_before(runs.kernel):
-        runs.begin(0)
-        with AllGatherMoE(8, 6, HALF, backend="shm", max_topk=3) as op:
-            yield op
-
-
-def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
-    return torch.zeros(*shape, dtype=dtype)
-
-
-IDS = torch.zeros(4, 2, dtype=torch.int64)
-X, W = zeros(4, 6), zeros(3, 5, 6)
-WRONG = {
-    "dtype": (lambda op: op(X.float(), W, IDS), ValueError, "x_shard is torch.float32 on cpu"),
-    "K": (lambda op: op(zeros(4, 7), W, IDS), ValueError, r"x_shard has shape \[4, 7\]; .* K=6"),
-    "too many tokens": (
-        lambda op: op(zeros(9, 6), W, IDS.new_zeros(9, 2)), ValueError, "9 tokens; .* tokens_per_rank=8"
-    ),
-    "weight [N, K]": (lambda op: op(X, W[0], IDS), ValueError, r"weight has shape \[5, 6\]; \[E, N, K\] is"),
-    "K of weight": (lambda op: op(X, zeros(3, 5, 4), IDS), ValueError, "its rows must have K=6 elements"),
-    "no experts": (lambda op: op(X, W[:0], IDS), ValueError, r"shape \[0, 5, 6\]; .* each at least 1"),
-    "columns of weight apart": (lambda op: op(X, zeros(3, 5, 12)[..., ::2], IDS), ValueError, "neither"),
-    "dtype of weight": (lambda op: op(X, W.float(), IDS), ValueError, "weight is torch.float32 on cpu"),
-    "no tensor": (lambda op: op(X, W.tolist(), IDS), TypeError, "weight is a list"),
-    "ids of others": (lambda op: op(X, W, IDS[:3]), ValueError, r"x_shard \[4, 6\] and topk_ids \[3, 2\]"),
-    "ids are floats": (lambda op: op(X, W, IDS.float()), ValueError, "topk_ids is torch.float32"),
-    "ids are no tensor": (lambda op: op(X, W, IDS.tolist()), TypeError, "topk_ids is a list"),
-    "one dimension": (lambda op: op(X, W, IDS[:, 0]), ValueError, r"topk_ids has shape \[4\]"),
-    "too many choices": (
-        lambda op: op(X, W, IDS.new_zeros(4, 4)), ValueError, "4 choices a token; .* max_topk=3"
-    ),
-    "no choices": (lambda op: op(X, W, IDS[:, :0]), ValueError, "0 choices a token"),
-    "rows of out": (lambda op: op(X, W, IDS, zeros(9, 5)), ValueError, r"out has shape \[9, 5\]; .* 8 rows"),
-    "columns of out": (lambda op: op(X, W, IDS, zeros(8, 4)), ValueError, "the result has 5 columns"),
-    "too few counts": (lambda op: op(X, W, IDS, tokens=[]), ValueError, r"tokens=\[\] has 0 numbers"),
-    "own count": (lambda op: op(X, W, IDS, tokens=[3]), ValueError, r"rank 0, this one, passes 4 tokens"),
-    "count above": (lambda op: op(X, W, IDS, tokens=[9]), ValueError, "each must be 0 to tokens_per_rank=8"),
-    "middle of op.shard": (lambda op: op(op.shard[2:6], W, IDS), ValueError, r"pass op.shard\[:T_r\]"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "kind", "text"), WRONG.values(), ids=WRONG)
-def test_a_wrong_argument_raises_with_its_values_and_the_operation_stays_usable(alone, call, kind, text):
-    with pytest.raises(kind, match=text):
-        call(alone)
-    assert runs.call_and_compare(alone, [4], 5, 3, 2) < 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"tokens_per_rank": 0}, "tokens_per_rank=0; it must be 1 to 16777215"),
-        ({"tokens_per_rank": 2**24}, "tokens_per_rank=16777216"),
-        ({"max_topk": 64}, "max_topk=64; it must be 1 to 63"),
-        ({"dtype": torch.float64}, "torch.float64 is not supported on cpu"),
-    ],
-    ids=str,
-)
-def test_an_operation_that_cannot_be_is_refused(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        AllGatherMoE(**{"tokens_per_rank": 4, "k": 4, "dtype": HALF, "backend": "shm", **arguments})
-
-
-def test_a_closed_operation_says_so():
-    op = AllGatherMoE(4, 6, HALF, backend="shm")
-    op.close()
-    op.close()
-    for use in (lambda: op(X, W, IDS), lambda: op.shard, op.check):
-        with pytest.raises(RuntimeError, match="this AllGatherMoE is closed; open another on all ranks"):
-            use()
 
 
 # ---- what goes wrong between ranks
@@ -209,25 +130,3 @@ def test_tokens_on_one_rank_only_are_told_on_both():
     )
     assert "Pass tokens= on all ranks or on none" in asked[0]
     assert asked[1].startswith("RuntimeError: AllGatherMoE, rank 1: call 1 was not carried out: PeerTimeout")
-
-
-def failing_launch(rank):
-    """Break rank 1's launch: its peers have its tokens by then, and wait for the next call."""
-    runs.begin(rank)
-    op = AllGatherMoE(8, 16, HALF)
-    op._patience_ticks = as_patience(1.0)
-    if rank == 1:
-        runs.kernel.configs = []
-    first = message_of(lambda: runs.fresh_call(op, [4, 4]))
-    return first, message_of(lambda: runs.fresh_call(op, [4, 4])), message_of(op.close)
-
-
-def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs():
-    peer, failed = values(failing_launch, 2)
-    assert failed[0].startswith("IndexError")
-    broken = "RuntimeError: AllGatherMoE, rank 1: call 1 was not carried out: IndexError"
-    assert failed[1].startswith(broken)
-    assert failed[2].startswith(broken)
-    assert peer[0] == "nothing was raised"
-    assert peer[1].startswith("PeerTimeout: AllGatherMoE, rank 0: rank 1, or one that it waits for")
-    assert peer[2] == peer[1]

@@ -1,0 +1,327 @@
+"""What operations refuse alike: wrong arguments, openings that cannot be, calls when closed or broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ag_gemm_runs
+import gemm_ar_runs
+import gemm_rs_runs
+import pytest
+import torch
+from ag_moe_runs import GATHERING
+from moe_rs_runs import SCATTERING
+from operation_runs import INTERPRETER, left_as_before, message_of, values
+
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
+from dist_autotune.kernels.ag_moe import AllGatherMoE
+from dist_autotune.kernels.gemm_ar import GemmAllReduce
+from dist_autotune.kernels.gemm_ar.low_latency import exchange_rows
+from dist_autotune.kernels.gemm_ar.pull import add_rows
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
+from dist_autotune.kernels.moe_rs import MoEReduceScatter
+from dist_autotune.kernels.signals import as_patience
+
+pytestmark = INTERPRETER
+HALF = torch.float16
+Wrong = dict[str, tuple[Callable[[Any], Any], str]]  # a call, and what it is told
+
+
+@dataclass(frozen=True)
+class Refusing:
+    """One of the operations."""
+
+    kind: Any
+    sizes: dict[str, int]  # of one rank's
+    right: Callable[[Any], float]  # the error of a call
+    wrong: Wrong
+    unopened: dict[str, tuple[dict[str, Any], str]]
+    uses: tuple[Callable[[Any], Any], ...]  # what a closed one refuses
+    call: Callable[[Any], Any]  # one of two ranks, opened for 8 rows of 16
+    kernels: tuple[Any, ...]
+    waits: bool  # a call ends when the peer has come with its part
+    runs: Any = None
+
+    @property
+    def name(self) -> str:
+        return self.kind.__name__
+
+    def open(self, **changed: Any) -> Any:
+        return self.kind(**{**self.sizes, "dtype": HALF, "backend": "shm"} | changed)
+
+
+def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+# ---- AllGatherGemm
+
+A, W = zeros(4, 8), zeros(6, 8)
+OF_GATHER: Wrong = {
+    "m = 0": (lambda op: op(zeros(0, 8), W), "a_shard has 0 rows; this operation takes 1 to m_per_rank=4"),
+    "m too large": (lambda op: op(zeros(5, 8), W), "a_shard has 5 rows; .* takes 1 to m_per_rank=4"),
+    "K of a": (lambda op: op(zeros(4, 9), W), r"a_shard \[4, 9\] and weight \[6, 8\] must both have K=8"),
+    "weight [K, N]": (lambda op: op(A, zeros(8, 6)), r"K=8 columns; the weight is \[N, K\], not \[K, N\]"),
+    "N = 0": (lambda op: op(A, W[:0]), "weight has no rows; there is nothing to compute"),
+    "dtype": (lambda op: op(A.float(), W), "a_shard is torch.float32 on cpu; .* opened for torch.float16"),
+    "device": (lambda op: op(A.to("meta"), W), "a_shard is torch.float16 on meta"),
+    "weight not 2-D": (lambda op: op(A, W[None]), r"weight has shape \[1, 6, 8\]; two dimensions are needed"),
+    "columns first": (
+        lambda op: op(zeros(8, 4).T, W), r"rows of a_shard are not contiguous \(strides \(1, 4\)\)"
+    ),
+    "shape of out": (lambda op: op(A, W, zeros(3, 6)), r"out has shape \[3, 6\]; the result has \[4, 6\]"),
+    "dtype of out": (lambda op: op(A, W, zeros(4, 6).float()), "out is torch.float32"),
+    "middle of op.shard": (lambda op: op(op.shard[1:3], W), r"overlaps op.shard .* pass op.shard\[:m\]"),
+    "no tensor": (lambda op: op(A.tolist(), W), "a_shard is a list; a tensor is needed"),
+}  # fmt: skip
+
+
+def right_gather(op):
+    a_shard, weight = ag_gemm_runs.tensors(4, 6, 8, HALF)
+    return ag_gemm_runs.error_ratio(op(a_shard, weight), a_shard, weight)
+
+
+GATHER = Refusing(
+    AllGatherGemm,
+    {"m_per_rank": 4, "k": 8},
+    right_gather,
+    OF_GATHER,
+    {
+        "m_per_rank": ({"m_per_rank": 0}, "m_per_rank=0 rows and k=8 columns: both must be at least 1"),
+        "k": ({"k": 0}, "m_per_rank=4 rows and k=0 columns: both must be at least 1"),
+        "dtype": ({"dtype": torch.float64}, "torch.float64 is not supported on cpu; use one of"),
+    },
+    (lambda op: op(A, W), lambda op: op.shard, lambda op: op.gathered, lambda op: op.check()),
+    lambda op: op(*ag_gemm_runs.tensors(8, 16, 16, HALF)),
+    (all_gather_gemm,),
+    waits=False,
+)
+
+# ---- GemmReduceScatter and GemmAllReduce
+
+
+def ones(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+FACTORS = ones(4, 3), ones(6, 3)
+OF_SUMS: Wrong = {
+    "dtype": (lambda op: op(ones(4, 3).float(), ones(6, 3)), "a is torch.float32 on cpu"),
+    "too many rows": (lambda op: op(ones(9, 3), ones(6, 3)), "a has 9 rows; .* takes 1 to m=8"),
+    "no rows": (lambda op: op(ones(0, 3), ones(6, 3)), "a has 0 rows"),
+    "other n": (lambda op: op(ones(4, 3), ones(5, 3)), r"weight \[5, 3\] must be .* \[n=6, K\]"),
+    "no K": (lambda op: op(ones(4, 0), ones(6, 0)), "the same K, at least 1"),
+    "out": (lambda op: op(*FACTORS, ones(3, 6)), r"out has shape \[3, 6\]"),
+    "no tensor": (lambda op: op(1, ones(6, 3)), "a is a int"),
+    "three dimensions": (lambda op: op(ones(1, 4, 3), ones(6, 3)), "two dimensions"),
+    "columns apart": (lambda op: op(ones(3, 4).T, ones(6, 3)), "rows of a are not contiguous"),
+}
+OF_REDUCED: Wrong = OF_SUMS | {
+    "residual alone": (
+        lambda op: op(*FACTORS, None, ones(4, 6)), "residual is given and norm_weight is not; pass both"
+    ),
+    "weight of a norm alone": (
+        lambda op: op(*FACTORS, None, None, ones(6)), "norm_weight is given and residual is not; pass both"
+    ),
+    "rows of the residual": (
+        lambda op: op(*FACTORS, None, ones(3, 6), ones(6)),
+        r"residual has shape \[3, 6\]; it must be \[4, 6\]",
+    ),
+    "type of the residual": (
+        lambda op: op(*FACTORS, None, ones(4, 6, dtype=torch.float32), ones(6)), "residual is torch.float32"
+    ),
+    "size of the norm": (
+        lambda op: op(*FACTORS, None, ones(4, 6), ones(5)), r"norm_weight has shape \[5\]; it must be \[6\]"
+    ),
+    "dimensions of the norm": (
+        lambda op: op(*FACTORS, None, ones(4, 6), ones(1, 6)), "norm_weight has .*; one dimension is needed"
+    ),
+    "gradient": (
+        lambda op: op(ones(4, 3), ones(6, 3).requires_grad_()), "GemmAllReduce has no backward, .* weight:"
+    ),
+    "gradient of the norm": (
+        lambda op: op(*FACTORS, None, ones(4, 6), ones(6).requires_grad_()), "required by norm_weight"
+    ),
+    "columns of a part": (
+        lambda op: op.all_reduce(ones(4, 5)), r"part has shape \[4, 5\]; it must be \[M, n=6\]"
+    ),
+    "rows of a part": (lambda op: op.all_reduce_rms_norm(ones(9, 6), ones(9, 6), ones(6)), "part has 9 rows"),
+    "middle of op.part": (lambda op: op.all_reduce(op.part[2:4]), r"overlaps op.part .*; pass op.part\[:M\]"),
+}  # fmt: skip
+EMPTY = {name: ({name: 0}, "both must be at least 1") for name in ("m", "n")}
+SCATTER = Refusing(
+    GemmReduceScatter,
+    {"m": 8, "n": 6},
+    lambda op: gemm_rs_runs.call_and_compare(op, 8, 16),
+    OF_SUMS,
+    EMPTY,
+    (lambda op: op(*FACTORS),),
+    lambda op: op(*gemm_rs_runs.operands(8, 16, 16, HALF)),
+    (gemm_reduce_scatter,),
+    waits=True,
+)
+REDUCE = Refusing(
+    GemmAllReduce,
+    {"m": 8, "n": 6},
+    lambda op: gemm_ar_runs.call_and_compare(op, 8, 16),
+    OF_REDUCED,
+    EMPTY
+    | {
+        "too many rows": ({"m": 2**24}, "m=16777216 rows; it must be 16777215 or less"),
+        "no such way": (
+            {"way": "three-shot"},
+            "way is 'three-shot'; it is one of one-shot, two-shot, collective, low-latency",
+        ),
+    },
+    (lambda op: op(*FACTORS),),
+    lambda op: op(*gemm_ar_runs.operands(8, 16, 16, HALF)),
+    (add_rows, exchange_rows),
+    waits=True,
+)
+
+# ---- AllGatherMoE and MoEReduceScatter
+
+IDS, WEIGHTS = torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+X, UP, Y, DOWN = zeros(4, 6), zeros(3, 5, 6), zeros(8, 5), zeros(3, 6, 5)
+OF_DISPATCH: Wrong = {
+    "dtype": (lambda op: op(X.float(), UP, IDS), "x_shard is torch.float32 on cpu"),
+    "K": (lambda op: op(zeros(4, 7), UP, IDS), r"x_shard has shape \[4, 7\]; .* K=6"),
+    "too many tokens": (
+        lambda op: op(zeros(9, 6), UP, IDS.new_zeros(9, 2)), "9 tokens; .* tokens_per_rank=8"
+    ),
+    "weight [N, K]": (lambda op: op(X, UP[0], IDS), r"weight has shape \[5, 6\]; \[E, N, K\] is"),
+    "K of weight": (lambda op: op(X, zeros(3, 5, 4), IDS), "its rows must have K=6 elements"),
+    "no experts": (lambda op: op(X, UP[:0], IDS), r"shape \[0, 5, 6\]; .* each at least 1"),
+    "columns of weight apart": (lambda op: op(X, zeros(3, 5, 12)[..., ::2], IDS), "neither"),
+    "dtype of weight": (lambda op: op(X, UP.float(), IDS), "weight is torch.float32 on cpu"),
+    "no tensor": (lambda op: op(X, UP.tolist(), IDS), "weight is a list"),
+    "ids of others": (lambda op: op(X, UP, IDS[:3]), r"x_shard \[4, 6\] and topk_ids \[3, 2\]"),
+    "ids are floats": (lambda op: op(X, UP, IDS.float()), "topk_ids is torch.float32"),
+    "ids are no tensor": (lambda op: op(X, UP, IDS.tolist()), "topk_ids is a list"),
+    "one dimension": (lambda op: op(X, UP, IDS[:, 0]), r"topk_ids has shape \[4\]"),
+    "too many choices": (
+        lambda op: op(X, UP, IDS.new_zeros(4, 4)), "4 choices a token; .* max_topk=3"
+    ),
+    "no choices": (lambda op: op(X, UP, IDS[:, :0]), "0 choices a token"),
+    "rows of out": (lambda op: op(X, UP, IDS, zeros(9, 5)), r"out has shape \[9, 5\]; .* 8 rows"),
+    "columns of out": (lambda op: op(X, UP, IDS, zeros(8, 4)), "the result has 5 columns"),
+    "too few counts": (lambda op: op(X, UP, IDS, tokens=[]), r"tokens=\[\] has 0 numbers"),
+    "own count": (lambda op: op(X, UP, IDS, tokens=[3]), r"rank 0, this one, passes 4 tokens"),
+    "count above": (lambda op: op(X, UP, IDS, tokens=[9]), "each must be 0 to tokens_per_rank=8"),
+    "middle of op.shard": (lambda op: op(op.shard[2:6], UP, IDS), r"pass op.shard\[:T_r\]"),
+}  # fmt: skip
+OF_COMBINE: Wrong = {
+    "dtype": (lambda op: op(Y.float(), DOWN, IDS, WEIGHTS), "y is torch.float32 on cpu"),
+    "K": (lambda op: op(zeros(8, 4), DOWN, IDS, WEIGHTS), "its rows must have K=4 elements"),
+    "N": (lambda op: op(Y, DOWN[:, :5], IDS, WEIGHTS), r"\[3, 5, 5\]; \[E, n=6, K\] is needed"),
+    "rows of y": (lambda op: op(Y[:7], DOWN, IDS, WEIGHTS), r"y has 7 rows; .* topk=2 are 8 rows"),
+    "too many tokens": (
+        lambda op: op(zeros(18, 5), DOWN, IDS.new_zeros(9, 2), torch.ones(9, 2)), "9 tokens; "
+    ),
+    "too many choices": (
+        lambda op: op(zeros(16, 5), DOWN, IDS.new_zeros(4, 4), torch.ones(4, 4)), "max_topk=3"
+    ),
+    "ids are floats": (lambda op: op(Y, DOWN, WEIGHTS, WEIGHTS), "topk_ids is torch.float32"),
+    "weights are integers": (lambda op: op(Y, DOWN, IDS, IDS), "topk_weights is torch.int64"),
+    "weights of others": (
+        lambda op: op(Y, DOWN, IDS, WEIGHTS[:3]), r"topk_ids \[4, 2\] and topk_weights \[3, 2\]"
+    ),
+    "out": (lambda op: op(Y, DOWN, IDS, WEIGHTS, zeros(3, 6)), r"out has .* \[4, 6\]"),
+    "own count": (lambda op: op(Y, DOWN, IDS, WEIGHTS, tokens=[3]), "this one, passes 4 tokens"),
+}  # fmt: skip
+OF_EXPERTS = {"max_topk": ({"max_topk": 64}, "max_topk=64; it must be 1 to 63")}
+OF_EXPERTS |= {
+    f"{tokens} tokens": ({"tokens_per_rank": tokens}, f"tokens_per_rank={tokens}; it must be 1 to 16777215")
+    for tokens in (0, 2**24)
+}
+DISPATCH = Refusing(
+    AllGatherMoE,
+    {"tokens_per_rank": 8, "k": 6, "max_topk": 3},
+    lambda op: GATHERING.call_and_compare(op, [4], 5, 3, 2),
+    OF_DISPATCH,
+    OF_EXPERTS | {"dtype": ({"dtype": torch.float64}, "torch.float64 is not supported on cpu")},
+    (lambda op: op(X, UP, IDS), lambda op: op.shard, lambda op: op.check()),
+    lambda op: GATHERING.fresh_call(op, [4, 4]),
+    (GATHERING.kernel,),
+    waits=False,
+    runs=GATHERING,
+)
+COMBINE = Refusing(
+    MoEReduceScatter,
+    {"tokens_per_rank": 8, "n": 6, "max_topk": 3},
+    lambda op: SCATTERING.call_and_compare(op, [4], 5, 3, 2),
+    OF_COMBINE,
+    OF_EXPERTS | {"n": ({"n": 0}, "n=0 columns; it must be at least 1")},
+    (lambda op: op(Y, DOWN, IDS, WEIGHTS),),
+    lambda op: SCATTERING.fresh_call(op, [4, 4]),
+    (SCATTERING.kernel,),
+    waits=True,
+    runs=SCATTERING,
+)
+
+ALL = [GATHER, SCATTER, REDUCE, DISPATCH, COMBINE]
+EACH = pytest.mark.parametrize("of", ALL, ids=lambda of: of.name)
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [pytest.param(of, name, id=f"{of.name}, {name}") for of in ALL for name in of.wrong]
+)
+def test_a_wrong_argument_raises_with_its_values_and_the_operation_stays_usable(of, name):
+    call, text = of.wrong[name]
+    with left_as_before(of.kernels[0]):
+        if of.runs is not None:
+            of.runs.begin(0)
+        with of.open() as op:
+            with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
+                call(op)
+            assert of.right(op) < 1
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [pytest.param(of, name, id=f"{of.name}, {name}") for of in ALL for name in of.unopened]
+)
+def test_an_operation_that_cannot_be_is_refused(of, name):
+    changed, text = of.unopened[name]
+    with pytest.raises(ValueError, match=text):
+        of.open(**changed)
+
+
+@EACH
+def test_a_closed_operation_says_so_and_closes_twice(of):
+    op = of.open()
+    op.close()
+    op.close()
+    for use in of.uses:
+        with pytest.raises(RuntimeError, match=f"this {of.name} is closed; open another on all ranks"):
+            use(op)
+
+
+def failing_launch(rank, of):
+    """Break rank 1's launch after its peer has heard of the call."""
+    if of.runs is not None:
+        of.runs.begin(rank)
+    op = of.kind(8, 16, HALF)
+    if of.waits:
+        op._patience_ticks = as_patience(1.0)
+    if rank == 1:
+        for kernel in of.kernels:
+            kernel.configs = []
+    first = message_of(lambda: of.call(op))
+    op._patience_ticks = as_patience(1.0)
+    return first, message_of(lambda: of.call(op)), message_of(op.close)
+
+
+@EACH
+def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs(of):
+    peer, failed = values(failing_launch, 2, of)
+    broken = f"RuntimeError: {of.name}, rank 1: call 1 was not carried out: IndexError"
+    assert failed[0].startswith("IndexError")
+    assert failed[1].startswith(broken)
+    assert failed[2] == failed[1]
+    assert peer[0] == peer[1] if of.waits else peer[0] == "nothing was raised"
+    assert peer[1].startswith(f"PeerTimeout: {of.name}, rank 0: rank 1")
+    assert peer[2] == peer[1]
