@@ -23,7 +23,7 @@ FIRST_LOOK = 36  # runs after which it ends if nothing seems to gain
 GAIN = 0.01  # of a run: less is no gain
 MOST_FINALISTS = 8
 ERRORS = (0.0, 1.0, 2.0)  # standard deviations that an effect must have to be one, in a plan each
-PAIR_ERRORS, PAIR_RUNS, MOST_PAIRS = 2.5, 2, 3  # by which a pair must beat the model, in so many runs
+PAIR_ERRORS, PAIR_RUNS, MOST_PAIRS = 2.0, 2, 3  # by which a pair must beat the model, in so many runs
 STRETCHES = (2, 4, 8)  # parts of all contexts that change together
 AGAIN = 2  # runs of one plan whose time may be the host's
 FAR = 3.0  # standard deviations beyond which a run is a spike
@@ -31,7 +31,7 @@ REFITS = 3  # without the spikes
 NOISES = (0.004, 0.008, 0.015, 0.03)  # of a run: the likeliest is taken
 # The prior's deviations, as parts of what a context takes: of all in a family, of neighbours, of its own.
 OF_FAMILY, OF_NEIGHBOURS, OWN = 0.10, 0.10, 0.10
-ALONE = 0.2  # of its own, of a context that is like no other: it may slow others down
+ALONE = 0.8  # of its own, of a context that is like no other: it may slow others down
 OF_OPTION = 0.10  # of a choice, as a part of the run
 NEIGHBOURS = 6.0  # contexts further, half of the likeness is gone
 SHOWN = 0.5  # of what a context takes by its launches, in the run: the prior's mean
@@ -100,22 +100,41 @@ def _finalists(factors: Sequence[Factor], first: Plan, timed: Sequence[tuple[Pla
 def _design(factors: Sequence[Factor]) -> Iterator[Plan]:
     """Yield plans, always the same: one stretch of alike contexts takes another kind, the others stay.
 
-    Most effects show only near what contexts do together. What is like no other context is drawn evenly.
+    Most effects show only near what contexts do together. The others meet each other evenly.
     """
     drawn = random.Random("screening")
     alike = [factor for factor in factors if factor.family]
     others = [factor for factor in factors if not factor.family]
     kinds = range(1, max((len(factor.candidates) for factor in alike), default=2))
-    decks: dict[str, list[int]] = {}
-    for number in itertools.count():
-        plan = {f.name: _dealt(decks.setdefault(f.name, []), f.candidates, drawn) for f in others}
+    deck: list[int] = []
+    for number, plan in enumerate(_meetings(others)):
         if alike:
             length = max(len(alike) // STRETCHES[number % len(STRETCHES)], 1)
-            begin, kind = drawn.randrange(len(alike)), _dealt(decks.setdefault("", []), kinds, drawn)
+            begin, kind = drawn.randrange(len(alike)), _dealt(deck, kinds, drawn)
             for place, factor in enumerate(alike):
                 is_inside = (place - begin) % len(alike) < length
                 plan[factor.name] = factor.candidates[kind if is_inside else 0]
         yield {factor.name: plan[factor.name] for factor in factors}
+
+
+def _meetings(factors: Sequence[Factor]) -> Iterator[dict[str, int]]:
+    """Yield plans, always others, in which any two candidates of two contexts meet equally often.
+
+    Row (a, b) of an orthogonal array has a + j b, modulo a prime, in its column j.
+    """
+    drawn = random.Random("meetings")
+    prime = max((len(factor.candidates) for factor in factors), default=2)
+    prime = next(n for n in itertools.count(max(prime, len(factors), 2)) if all(n % d for d in range(2, n)))
+    while True:
+        columns = drawn.sample(range(prime), len(factors))
+        levels = [drawn.sample(factor.candidates, len(factor.candidates)) for factor in factors]
+        for row in drawn.sample(range(prime**2), prime**2):
+            a, b = divmod(row, prime)
+            places = ((a + column * b) % prime for column in columns)
+            yield {
+                factor.name: level[place % len(level)]
+                for factor, level, place in zip(factors, levels, places, strict=True)
+            }
 
 
 def _dealt(deck: list[int], values: Sequence[int], drawn: random.Random) -> int:

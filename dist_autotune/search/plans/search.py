@@ -18,7 +18,7 @@ from .screening import Factor
 from .space import MOST_CANDIDATES, KernelLevels, PlanSpace, spread
 
 MOST_PLANS = 64  # of one race
-RUNS_PER_PLAN = 3.5
+RUNS_PER_PLAN = 2.7
 FEW_KERNELS, FEWEST = 1, 3  # of so many kernels, so many candidates each are worth a race of all plans
 FEW_ROOMS = 4  # beside many options
 MORE_RUNS = 40  # of the best plan and that of the incumbents, where they are near

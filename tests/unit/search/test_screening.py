@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import itertools
 from collections import Counter
 from random import Random
 
@@ -65,11 +66,13 @@ def test_the_runs_are_always_the_same_and_no_more_than_planned():
     assert len(first) == runs_at_most(6 * 3)
 
 
-def test_candidates_that_are_like_no_others_come_up_evenly():
-    asked, _ = asked_and_found(alone(candidates=4), lambda plan, number: 1.0)
-    for name in asked[0]:
-        for begin in range(0, len(asked) - 3, 4):
-            assert len({plan[name] for plan in asked[begin : begin + 4]}) == 4
+def test_candidates_that_are_like_no_others_meet_each_other_evenly():
+    asked, _ = asked_and_found(alone(candidates=7), lambda plan, number: 1.0)
+    for one, other in itertools.combinations(asked[0], 2):
+        for begin in (0, 49):
+            met = Counter((plan[one], plan[other]) for plan in asked[begin : begin + 49])
+            assert set(met.values()) == {1}
+            assert len(met) == 49
 
 
 def test_of_a_family_one_stretch_at_a_time_differs_from_what_it_does_together():
