@@ -146,6 +146,8 @@ class Options:
             )
         if self.preserve and self.mode == "online":
             raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
+        if not isinstance(self.cache, bool):  # a later os.chdir does not move it
+            object.__setattr__(self, "cache", Path(self.cache).absolute())
 
     def rules(self) -> dict[str, Any]:
         """Return what steers decisions, as `Rules` and the log name it."""
@@ -213,7 +215,7 @@ class Options:
         if self.cache is False:
             return None
         if self.cache is not True:
-            return Path(self.cache).absolute()
+            return Path(self.cache)
         directory = settings.cache_directory()
         if directory is None:
             text = f"No cache: {settings.NO_HOME}. Winners are not kept on disk."

@@ -188,13 +188,15 @@ def test_the_place_on_the_host_is_torchruns_or_that_in_the_group(monkeypatch, lo
     assert settings.place_on_host(11, 16) == place
 
 
-def test_the_log_directory_is_resolved_when_the_function_is_decorated(tmp_path, monkeypatch):
-    decorated = contextual_autotune(thunk)
+def test_directories_are_resolved_when_the_function_is_decorated(tmp_path, monkeypatch, bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    decorated = bench.tune(lambda: launch(kernel, numbers()), cache="winners")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     decorated()
     assert (tmp_path / ".autotune_logs" / "rank-0.log").exists()
+    assert list((tmp_path / "winners").glob("add-*.json"))
     assert list(elsewhere.iterdir()) == []
 
 
