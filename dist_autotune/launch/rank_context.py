@@ -11,6 +11,7 @@ from triton.runtime.autotuner import Autotuner
 from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
 from ..search.context import Context
+from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
 from ..search.expectation.model import Told
 from ..search.expectation.order import best_start
@@ -61,6 +62,7 @@ class RankContext:
     upgrade: Upgrade | None = None  # what is raced after an upgrade, as this rank's disk has it
     expected: str = ""  # the candidate expected to be the fastest ...
     expected_from: Mapping[str, int] = field(default_factory=dict)  # ... from so many times of other keys
+    unlikely: Collection[str] = ()  # candidates that the search leaves out, as other keys expect them slower
     search: Context | None = None  # the state all ranks share, once one of them has announced it
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
@@ -159,13 +161,15 @@ class RankContext:
             return self.claim is None
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
-    def begin_with(self, winners: Mapping[str, str], told: Told, upgrade: Upgrade | None) -> None:
+    def begin_with(
+        self, winners: Mapping[str, str], told: Told, upgrade: Upgrade | None, *, tries_few: bool
+    ) -> None:
         """Begin with the winner from before an upgrade, else with what is known of other keys.
 
         That is the candidate expected from their times, or the winner of the nearest one.
 
         winners: digests by tuned key. told: times by key and text. Both the same on all ranks, so that all
-        begin with the same config.
+        begin with the same config. tries_few: the search tries what other keys let expect to be fast.
         """
         if (upgrade := upgrade or self.upgrade) is not None:
             self.upgrade, self.like, self.first = upgrade, "", upgrade[2][0]
@@ -173,17 +177,18 @@ class RankContext:
         usable = {key: winner for key, winner in winners.items() if winner in self.texts}
         self.like = next(iter(by_distance(self.key_text, usable)), "")
         self.first = usable.get(self.like, "")
-        if (expected := self._expected(told)) != self.first and expected:
-            self.like, self.first = "", expected
-
-    def _expected(self, told: Told) -> str:
-        """Return the digest of the candidate that is expected to be the fastest; "": unknown."""
         sizes = {key: len(times) for key, times in told.items()}
-        if self.expected_from != sizes:
+        is_new, self.expected_from = self.expected_from != sizes, sizes
+        if is_new:
             text = best_start(self.key_text, self.texts.values(), told)
             self.expected = next((each for each, known in self.texts.items() if text and known == text), "")
-            self.expected_from = sizes
-        return self.expected
+        if self.expected and self.expected != self.first:
+            self.like, self.first = "", self.expected
+        if is_new and tries_few:
+            candidates = self.candidates
+            order = order_of(self.key_text, [*candidates.values()], told)
+            likely = range(len(candidates)) if order is None else order.likely
+            self.unlikely = {each for index, each in enumerate(candidates) if index not in likely}
 
     @property
     def candidates(self) -> dict[str, str]:
@@ -192,10 +197,10 @@ class RankContext:
 
     @property
     def outside_race(self) -> set[str]:
-        """Return the candidates that are not to be tried, as others were better before an upgrade."""
+        """Return the candidates that are not to be tried: others were, or are expected to be, better."""
         if self.search is not None:
-            return set(self.search.digests[self.search.raced :])
-        return set() if self.upgrade is None else self.texts.keys() - set(self.upgrade[2])
+            return {*self.search.digests[self.search.raced :], *self.unlikely}
+        return {*self.unlikely} if self.upgrade is None else self.texts.keys() - set(self.upgrade[2])
 
     def report_earlier_runs(self) -> Part | None:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""

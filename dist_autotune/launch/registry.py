@@ -32,6 +32,7 @@ class Registry:
     recall: gives a new context what the ranks share of it, and returns what it must not launch, with reasons.
     find_claim: the result that memory or disk has for it. find_winners: those of other keys of its kernel.
     find_told: the times that those have told. find_upgrade: what is raced again after an upgrade.
+    tries_few: a search tries a few candidates, those that other keys let expect to be fast.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Registry:
         find_winners: Callable[[RankContext], Mapping[str, str]],
         find_told: Callable[[RankContext], Told],
         find_upgrade: Callable[[RankContext], Upgrade | None],
+        tries_few: bool = False,
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
@@ -52,7 +54,7 @@ class Registry:
         self.names = names
         self._options, self._clock, self._rank = options, clock, rank
         self._recall, self._find_claim, self._find_upgrade = recall, find_claim, find_upgrade
-        self._find_winners, self._find_told = find_winners, find_told
+        self._find_winners, self._find_told, self._tries_few = find_winners, find_told, tries_few
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -145,7 +147,8 @@ class Registry:
         is_new = context.search is None and context.claim is None
         if is_new and context.choice is None and len(context.texts) > 1:
             upgrade = self._find_upgrade(context)
-            context.begin_with(self._find_winners(context), self._find_told(context), upgrade)
+            known = self._find_winners(context), self._find_told(context), upgrade
+            context.begin_with(*known, tries_few=self._tries_few)
 
     def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
         """Ban candidates on this rank, with reasons; the run's report tells the peers."""

@@ -127,7 +127,7 @@ class FunctionState:
         names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
         results = self.results
         find = self._recall, results.find_claim, self.find_winners, self._find_told, results.find_upgrade
-        self.registry = Registry(names, options, function.clock, rank, *find)
+        self.registry = Registry(names, options, function.clock, rank, *find, self.search.rules.expects)
         self.dispatcher = Dispatcher(
             self.registry,
             function.clock,

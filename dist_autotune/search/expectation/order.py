@@ -12,6 +12,7 @@ GAIN = 0.01  # an untried candidate must win by more
 CHANCE = 0.05  # that any untried one does so, below which the search ends
 AT_LEAST = 3  # candidates: the incumbent and two more
 KEYS = 4  # other keys that have told times; with fewer all candidates are tried
+LIKELY = 3  # times as many as are tried may be tried: what is observed changes what is expected
 _MANY, _SHARE, _SHARE_OF_MANY = 100, 0.25, 0.07
 
 
@@ -37,10 +38,14 @@ class Order:
     """Which candidate to try next, one after another; the first ones are given.
 
     first: the incumbent. After each trial call `tell`.
+    likely: the candidates that may be tried, those expected to be the fastest; others need not be compiled.
     """
 
     def __init__(self, expectation: Expectation, first: int) -> None:
         self.expectation = expectation
+        means = expectation.means
+        ordered = sorted(range(len(means)), key=lambda index: (means[index], index))
+        self.likely = frozenset({first, *ordered[: LIKELY * most_tried(len(means))]})
         self.tried: list[int] = []
         self._failed: set[int] = set()
         self._first, self._best = first, math.inf
@@ -87,7 +92,7 @@ class Order:
         out, limit = {*self.tried, *self._failed, *banned}, self._best + log(1 - GAIN)
         means, variances = self.expectation.means, self.expectation.variances
         for index, (mean, variance) in enumerate(zip(means, variances, strict=True)):
-            if index not in out:
+            if index in self.likely and index not in out:
                 known = self._best < math.inf
                 z = (limit - mean) / math.sqrt(max(variance, 1e-8)) if known else -mean
                 yield index, normal_below(z)

@@ -1,13 +1,15 @@
-"""What a rank keeps of a context: the forms in which it was launched."""
+"""What a rank keeps of a context: the forms in which it was launched, what it need not compile."""
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dist_autotune.launch.rank_context import FORMS, RankContext
+from dist_autotune.search.expectation.order import KEYS, LIKELY, most_tried
 
 
 @pytest.fixture
@@ -39,3 +41,33 @@ def test_samples_of_a_context_are_checked_for_their_form_in_its_first_run_and_if
     assert context.checks_form
     context.search.is_on_trial = False
     assert not context.checks_form
+
+
+TEXTS = {
+    f"d{warps}{block}": f"BLOCK: {16 << block}, num_warps: {1 << warps}"
+    for warps in range(4)
+    for block in range(10)
+}
+
+
+def ms(key: int, text: str) -> float:
+    """Return what a config takes: the fastest has a block of about the key, and four warps."""
+    block, warps = (math.log2(int(each.split()[1])) for each in text.split(", "))
+    return 1.0 + abs(block - math.log2(key)) + 0.1 * abs(warps - 2)
+
+
+@pytest.mark.parametrize("keys", [3, 4])
+@pytest.mark.parametrize("tries_few", [True, False])
+def test_what_other_keys_expect_to_be_slow_is_not_compiled(keys, tries_few):
+    nothing: Any = None
+    context = RankContext("k[]", "k", nothing, (512,), "[512]", TEXTS, nothing, 0, "[512]", "")
+    told = {f"[{32 << n}]": {text: ms(32 << n, text) for text in TEXTS.values()} for n in range(keys)}
+    context.begin_with({}, told, None, tries_few=tries_few)
+    if not (tries_few and keys >= KEYS):
+        assert not context.outside_race
+        return
+    likely = TEXTS.keys() - context.outside_race
+    assert len(likely) == LIKELY * most_tried(len(TEXTS)) == 30
+    ordered = sorted(TEXTS, key=lambda digest: ms(512, TEXTS[digest]))
+    assert set(ordered[:10]) <= likely
+    assert TEXTS[context.first] == "BLOCK: 512, num_warps: 4"
