@@ -260,12 +260,16 @@ def _check_call(program: Program, call: int, endings: dict[int, Ending], counts:
     elif errors:
         return
     endings = {rank: ending for rank, ending in endings.items() if ending.error is errors.get(rank)}
+    # From then on ranks may make the same runs in other calls: some wait in the opening of a session while
+    # the others are in settled calls, which wait for nobody.
+    have_parted = any(event.at <= call for event in program.events if event.kind == "retune some")
     if not errors:
-        _check_agreement(endings)
+        if not have_parted:
+            _check_agreement(endings)
         return
-    if any(event.at <= call for event in program.events if event.kind == "retune some"):
+    if have_parted:
         assert all(isinstance(error, (TuningError, Boom, Gone)) for error in errors.values()), errors
-        return  # the others may be in settled calls, which wait for nobody
+        return
     own = {rank for rank, error in errors.items() if isinstance(error, Boom)}
     culprits = {event.rank for event in program.faults() if event.kind in ("leave", "late")}
     # Where a rank does not come to an opening that all have agreed on, its peers go on without a session.
