@@ -70,4 +70,4 @@ def test_what_other_keys_expect_to_be_slow_is_not_compiled(keys, tries_few):
     assert len(likely) == LIKELY * most_tried(len(TEXTS)) == 30
     ordered = sorted(TEXTS, key=lambda digest: ms(512, TEXTS[digest]))
     assert set(ordered[:10]) <= likely
-    assert TEXTS[context.first] == "BLOCK: 512, num_warps: 4"
+    assert context.first in likely
