@@ -14,6 +14,12 @@ from ranks import assert_all_ok, run_ranks
 pytestmark = pytest.mark.aot
 
 
+@pytest.fixture(autouse=True)
+def cache_as_before():
+    with triton.knobs.cache.scope():
+        yield
+
+
 @pytest.mark.parametrize("mode", ["replay", "online"])
 @pytest.mark.parametrize("warm", [0, 1])
 def test_ranks_make_equal_runs_whichever_has_the_binaries(device, compiler, tmp_path, warm, mode):
