@@ -39,7 +39,7 @@ ROUNDS = 256  # that a hub remembers: of functions, the latest ones
 
 
 @dataclass
-class _Round:
+class _BallotRound:
     """The words of one call of a function, and what follows from them."""
 
     call: int
@@ -54,7 +54,7 @@ class BallotBox:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
-        self._rounds: dict[str, _Round] = {}  # by ballot
+        self._rounds: dict[str, _BallotRound] = {}  # by ballot
         self._letters: dict[int, list[HubMessage]] = {rank: [] for rank in ranks}  # not known to be read
         self._sent = dict.fromkeys(ranks, 0)  # letters to each rank
         self._listening: dict[int, tuple[int, Reply]] = {}
@@ -89,7 +89,7 @@ class BallotBox:
     def _met(self, rank: int, ballot: str, call: int, *, waits: bool) -> None:
         known = self._rounds.get(ballot)
         if known is None or (known.opens_at is not None and call > known.opens_at):
-            known = self._rounds[ballot] = _Round(call)
+            known = self._rounds[ballot] = _BallotRound(call)
             while len(self._rounds) > ROUNDS:
                 del self._rounds[next(iter(self._rounds))]
             self._write(self._ranks, {"ballot": ballot, "about": "asked", "call": call})
@@ -99,7 +99,7 @@ class BallotBox:
         else:
             self._write([rank], {"ballot": ballot, "about": "words", "call": call, "all": False})
 
-    def _count(self, ballot: str, known: _Round) -> None:
+    def _count(self, ballot: str, known: _BallotRound) -> None:
         """End the wait for words if all have come."""
         if len(known.words) < len(self._ranks) or known.is_asked_to_stop:
             return

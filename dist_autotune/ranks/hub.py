@@ -73,7 +73,7 @@ def interface_towards(host: str) -> str:
 
 
 @dataclass
-class _Round:
+class _ExchangeRound:
     """One exchange: payloads, waiting ranks, and its end."""
 
     payloads: dict[int, bytes] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class HubState:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.merges: dict[int, Merging] = {}  # by exchange; the first rank adds each before it posts
         self._ranks = ranks  # the hub's own first
-        self._rounds: dict[int, _Round] = {}
+        self._rounds: dict[int, _ExchangeRound] = {}
         # The latest exchange whose end all ranks know. A rank that gave up, or was interrupted, while it was
         # informed may still ask; no rank can ask about an earlier one.
         self._latest_over = -1
@@ -113,7 +113,7 @@ class HubState:
             if "id" in message:
                 reply({"id": message["id"], "end": self._latest_end})
             return
-        exchange = self._rounds.setdefault(number, _Round())
+        exchange = self._rounds.setdefault(number, _ExchangeRound())
         match message["op"]:
             case "beat":
                 exchange.beats += 1
@@ -144,7 +144,7 @@ class HubState:
                 del self.merges[over]
             self._rounds = {later: kept for later, kept in self._rounds.items() if later > number}
 
-    def _answer(self, exchange: _Round, end: End) -> None:
+    def _answer(self, exchange: _ExchangeRound, end: End) -> None:
         """Send all that wait the end; the hub's own rank last, as it may end its process, and this thread."""
         waiting, exchange.waiting = exchange.waiting, {}
         for rank in sorted(waiting, key=lambda each: each == self._ranks[0]):

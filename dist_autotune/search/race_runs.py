@@ -11,7 +11,7 @@ from .context import Context
 from .messages import RunReport
 from .phase import Plan, RunPhase
 from .plans import search as plan_search
-from .plans.search import Asked
+from .plans.search import AskedPlan
 from .plans.space import SHARE_STEP, PlanSpace, levels_of
 from .rules import BY_RUN, Rules
 
@@ -20,7 +20,7 @@ EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses 
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
 HOST_SHARE = 0.95  # of the device's time of a run: a host that takes longer bounds it
 
-Search: TypeAlias = Generator[Asked, float, dict[str, int]]
+Search: TypeAlias = Generator[AskedPlan, float, dict[str, int]]
 
 
 def runs_at_most(choices: Mapping[str, int], kernels: int, *, keeps_kernels: bool) -> int:
@@ -160,7 +160,7 @@ class RaceRuns(RunPhase):
             name, index = group[0]
             plan = {**met_under.setdefault(name, {}), **dict(group)}
             before = set(self._choices())
-            yield Asked(plan, f"explored {name} {index}")
+            yield AskedPlan(plan, f"explored {name} {index}")
             launched.update(dict.fromkeys(group, self._launched))
             self._seen = (self._seen or frozenset()) | self._launched
             met_under.update(dict.fromkeys(set(self._choices()) - before, plan))

@@ -32,14 +32,14 @@ Timed: TypeAlias = list[tuple[float, Plan]]  # the plans of a race by their time
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedPlan:
     """A plan for the next run, which is a sample of what has this label."""
 
     plan: Plan
     label: str
 
 
-Search: TypeAlias = Generator[Asked, float, Plan]
+Search: TypeAlias = Generator[AskedPlan, float, Plan]
 
 
 def runs_at_most(kernels: int, choices: Sequence[int], *, keeps_kernels: bool) -> int:
@@ -162,11 +162,13 @@ def _factors(space: PlanSpace, best: Plan, *, is_moved: bool) -> list[Factor]:
     return factors if any(factor.effects for factor in factors) else []
 
 
-def _screened(best: Plan, factors: Sequence[Factor], *, may_end: bool) -> Generator[Asked, float, list[Plan]]:
+def _screened(
+    best: Plan, factors: Sequence[Factor], *, may_end: bool
+) -> Generator[AskedPlan, float, list[Plan]]:
     flow = screening.screened(factors, may_end=may_end)
     plan = next(flow)
     for number in itertools.count():
-        ms = yield Asked({**best, **plan}, f"apart, run {number}")
+        ms = yield AskedPlan({**best, **plan}, f"apart, run {number}")
         try:
             plan = flow.send(ms)
         except StopIteration as stop:
@@ -176,7 +178,7 @@ def _screened(best: Plan, factors: Sequence[Factor], *, may_end: bool) -> Genera
 
 def raced(
     name: str, plans: Sequence[Plan], runs: float, more_runs: int
-) -> Generator[Asked, float, tuple[Plan, Timed]]:
+) -> Generator[AskedPlan, float, tuple[Plan, Timed]]:
     """Race the plans, of which the first wins ties; return the best, and all by their times.
 
     Of a plan with two samples the faster one counts: the other may be a spike.
@@ -188,7 +190,7 @@ def raced(
     flow = rounds(list(range(len(plans))), 0, runs, more_runs)
     index = next(flow)
     while True:
-        ms = yield Asked(plans[index], f"{name}, plan {index}")
+        ms = yield AskedPlan(plans[index], f"{name}, plan {index}")
         first, count = first_ms.get(index, (ms, 0))
         first_ms[index] = first, count + 1
         ms_of[index] = faster_of_two(first, ms) if count == 1 else ms
