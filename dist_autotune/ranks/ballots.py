@@ -206,8 +206,8 @@ class Ballot:
                 self._answers[call] = bool(letter["all"])
                 self._answers.pop(call - ROUNDS, None)
                 self._asked = None if self._asked == call else self._asked
-            elif about == "opens" and self.begun < call:
-                self._limit = self._opens_at = call
+            elif about == "opens" and (self.begun < call or self._limit <= self.begun == call):
+                self._limit = self._opens_at = call  # the second: it has begun the call, and waits there
             elif about == "opens":
                 self._limit = math.inf  # it has gone on without: too late
             self._changed.notify_all()

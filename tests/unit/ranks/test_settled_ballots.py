@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from rank_programs import wait_for
 
 from dist_autotune.ranks.ballots import STOPS_AFTER, Ballot, BallotBox
 
@@ -36,15 +38,21 @@ class Rank:
         ballot = self.ballot
         if self.opened or (ballot.begun >= CALLS and self.state == "between calls"):
             return False
-        if self.state == "between calls" and ballot.begun + 1 >= ballot._limit:
-            return ballot._opens_at is not None  # else it has promised to stop
+        if self.state == "stopped":
+            return ballot._opens_at is not None
         return self.state != "waiting" or ballot.begun in ballot._answers
 
     def go_on(self) -> None:
         ballot = self.ballot
-        if self.state == "between calls":
+        if self.state == "between calls" and ballot.begun + 1 >= ballot._limit:
+            ballot.begun += 1  # as `begin` does before it waits for the outcome
+            self.state = "stopped"
+        elif self.state == "between calls":
             self.state = "in a call"
-            if ballot.begin():
+            assert not ballot.begin()
+        elif self.state == "stopped":
+            self.state = "in a call"
+            if ballot._opens():
                 self.opened.append(("together", ballot.begun))
         elif self.state == "in a call":
             call = ballot.begun
@@ -168,6 +176,21 @@ def test_a_letter_is_delivered_until_it_is_known_to_be_read():
     assert answers[0]["letters"] == answers[1]["letters"] == [{"ballot": "b", "about": "asked", "call": 3}]
     box.handle({**listening, "call": answers[1]["read"], "id": 3}, answers.append)
     assert len(answers) == 2
+
+
+@pytest.mark.parametrize("opens_at", [3, 4])
+def test_a_rank_that_waits_for_the_outcome_hears_it(opens_at):
+    ballot = Ballot("b", lambda *word, waits: True, timeout_s=60.0)
+    ballot.begin(), ballot.end(has_new_key=False)
+    ballot.take({"about": "stop", "call": 1})
+    ballot.begin(), ballot.end(has_new_key=False)
+    with ThreadPoolExecutor(1) as thread:
+        third = thread.submit(ballot.begin)  # it has promised to stop there
+        wait_for(lambda: ballot.begun == 3)
+        ballot.take({"about": "opens", "call": opens_at})
+        assert [third.result(timeout=30), ballot.begin(), ballot.begin()] == [
+            call == opens_at for call in (3, 4, 5)
+        ]
 
 
 def test_a_rank_that_does_not_hear_the_outcome_in_time_goes_on():
