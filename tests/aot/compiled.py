@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import triton
-from filelock import FileLock
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -47,10 +48,15 @@ def compile_for(
         return triton.compile(source, target=target, options=options)
 
 
-def _alone(kernel: str) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def _alone(kernel: str) -> Iterator[None]:
     if LOCKS is None:
-        return contextlib.nullcontext()
-    return FileLock(LOCKS / f"{hashlib.sha256(kernel.encode()).hexdigest()}.lock")
+        yield
+        return
+    # No lock that has a `__del__`: see `nothing_unloads` of conftest.
+    with (LOCKS / f"{hashlib.sha256(kernel.encode()).hexdigest()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def compiled_on(target: GPUTarget, configs: list[triton.Config], kind: str = "TMA") -> list[triton.Config]:

@@ -6,6 +6,7 @@ python tests/aot/gemm_compiled.py FILE.md
 from __future__ import annotations
 
 import datetime
+import gc
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -103,9 +104,17 @@ def usable(target: Any, out: str = "bf16") -> list[triton.Config]:
 
 
 def in_parallel(jobs: list[Any]) -> list[Any]:
-    """Return what the jobs return; the compiler leaves Python's lock while it works."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda job: job(), jobs))
+    """Return what the jobs return; the compiler leaves Python's lock while it works.
+
+    Nothing is collected meanwhile: a finalizer may let the other thread go on while this one parses a kernel,
+    and Python 3.11 refuses to parse two at a time.
+    """
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda job: job(), jobs))
+    finally:
+        gc.enable()
 
 
 def describe(config: triton.Config) -> str:

@@ -138,7 +138,7 @@ def many_calls(rank, runs, delays):
     with runs.open(24, runs.sizes(16, 33)[0], HALF) as op:
         runs.poison(op)
         for call in range(6):
-            tokens = [(24, 7, 0, 16)[(p + call) % 4] for p in range(world)]
+            tokens = [(24, 7, 0, 5)[(p + call) % 4] for p in range(world)]
             experts, topk, size = (3, 5)[call % 2], (2, 1, 3)[call % 3], (24, 16)[call % 2]
             operands = runs.operands(op, tokens, size, experts, topk)
             if delays == "one" and rank == call % world:

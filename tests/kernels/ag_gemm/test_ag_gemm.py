@@ -97,7 +97,7 @@ def late_calls(rank, delays):
     with AllGatherGemm(24, k, HALF) as op:
         poison(op)
         for call in range(6):
-            m, n = (24, 7, 24, 16)[call % 4], (24, 16, 33)[call % 3]
+            m, n = (12, 7, 24, 5)[call % 4], (24, 16, 33)[call % 3]
             a_shard, weight = tensors(m, n, k, HALF)
             if delays == "one" and rank == call % dist.get_world_size():
                 time.sleep(0.1)

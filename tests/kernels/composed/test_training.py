@@ -18,6 +18,7 @@ EXACT, ROUNDED = 1e-4, 0.05  # of float32; of bfloat16, a few roundings to 8 bit
 FOUR = pytest.param(4, 2, marks=pytest.mark.gpu(devices=4, seconds=60), id="2 x 2 GPUs")
 
 
+@pytest.mark.usefixtures("compiler")
 def test_a_block_in_shards_checkpointed_and_compiled_trains_while_it_is_tuned():
     for most, contexts in values(trained, 2, 1, 1, SMALL, "aot_eager", timeout_s=60.0):
         assert most < EXACT

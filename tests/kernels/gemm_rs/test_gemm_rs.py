@@ -92,7 +92,7 @@ def late_calls(rank, delays):
     with GemmReduceScatter(24 * world, 33, HALF) as op:
         poison(op)
         for call in range(6):
-            m, k = (24, 7, 24, 16)[call % 4] * world, (24, 16, 33)[call % 3]
+            m, k = (12, 7, 24, 5)[call % 4] * world, (24, 16, 33)[call % 3]
             a, weight = operands(m, 33, k, HALF)
             if delays == "one" and rank == call % world:
                 time.sleep(0.1)

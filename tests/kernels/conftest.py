@@ -1,4 +1,4 @@
-"""What the tests of tensor parallelism are given."""
+"""What the tests of several operations are given."""
 
 from __future__ import annotations
 
