@@ -17,7 +17,6 @@ from ..logs import decisions
 from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
 from ..options import Options
 from ..reports.history import ContextHistory, SessionHistory, is_sample, is_time, of_kind, percent_over
-from ..search.context import RunningFlow
 from ..search.messages import RunReport
 from ..search.rules import Rules
 from ..search.state import SearchState
@@ -176,8 +175,7 @@ def _search(opened: SessionOpened, context: ContextHistory, random: Random) -> W
     recorded, dealt = _samples(context), defaultdict[int, list[RankTimes]](list)
     banned = {index for index, each in enumerate(context.candidates) if each.banned}
     incumbent = min(set(range(len(recorded))) - banned)
-    rules = rules_of(opened)
-    flow, runs = RunningFlow(rules, len(recorded), rules.strategy), 0
+    flow, runs = rules_of(opened).flow_of(len(recorded)), 0
     winner = flow.resume(None, banned)
     while winner is None:
         assert flow.index is not None

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import operator
-from collections import Counter
-from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import FlowFailed, NoValidConfig, TuningError
+from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
+from .agreed_times import AgreedTimes
 from .expectation.flow import expected, order_of
 from .expectation.model import Told
 from .expectation.order import Order
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
-from .strategies import Asked, Strategy, Warmup, Winner, faster_of_two, interval, least
+from .strategies import Asked, RunningFlow, Winner, least
 
 
 @dataclass(frozen=True)
@@ -271,7 +268,7 @@ class Context:
             strategy = self._rules.strategy
             if self._order is not None:
                 strategy = functools.partial(expected, order=self._order)
-            self._flow = RunningFlow(self._rules, self.raced, strategy)
+            self._flow = self._rules.flow_of(self.raced, strategy)
             self._resume(None)
             return
         self.trial = self._flow.index
@@ -361,135 +358,3 @@ def _raced_first(announcement: Announcement) -> tuple[str, list[tuple[str, str]]
     if any(digest not in texts for digest in raced) or len(set(raced) & set(announcement.shared)) < 2:
         return "", order
     return found_with, [*((digest, texts.pop(digest)) for digest in raced), *texts.items()]
-
-
-HOST_SHARE = 0.03  # of an agreed time: a larger part of the host's counts
-
-
-class AgreedTimes:
-    """Agreed milliseconds so far, by candidate. rank_reduce: the option."""
-
-    def __init__(self, rank_reduce: str) -> None:
-        self.ms: dict[int, float] = {}
-        self.warmup_ms: dict[int, float] = {}  # of a warm-up run: no sample, but something known
-        self.fastest_ms: dict[int, float] = {}  # the fastest rank's
-        self._first_ms: dict[int, tuple[float, int]] = {}  # of the first sample, and how many there are
-        self.gap_ms: dict[int, float] = {}  # how much of the agreed ms may be a host's
-        self._rank_reduce = rank_reduce
-
-    def record_sample(self, index: int, judged: Part) -> float:
-        """Return the agreed time so far; nan unless each rank that launched the candidate has a sample."""
-        ms = judged.agreed_ms(self._rank_reduce)
-        if ms is None:
-            self.ms.pop(index, None)
-        else:
-            self.ms[index], self.fastest_ms[index] = ms, judged.best_ms
-            self.gap_ms[index] = judged.gap_ms
-            first, count = self._first_ms.get(index, (ms, 0))
-            self._first_ms[index] = first, count + 1
-        return self._so_far(index)
-
-    def without_spikes(self) -> dict[int, float]:
-        """Return the agreed times; of two samples, the faster one: the other may be a spike."""
-        times = {}
-        for index, ms in self.ms.items():
-            first, count = self._first_ms.get(index, (ms, 0))
-            times[index] = float(faster_of_two(first, ms)) if count == 2 else ms
-        return times
-
-    def record_warmup(self, index: int, judged: Part) -> float:
-        """Return the agreed time so far; without samples that of the warm-up."""
-        ms = judged.agreed_ms(self._rank_reduce)
-        if ms is not None:
-            self.warmup_ms[index] = interval(ms, judged.gap_ms)
-        return self._so_far(index) if ms is None or index in self.ms else self.warmup_ms[index]
-
-    def agreed_ms(self, index: int) -> float:
-        """Return a candidate's time so far, of its warm-up where it has no sample; 0.0: it has neither."""
-        return self._so_far(index) if index in self.ms else self.warmup_ms.get(index, 0.0)
-
-    def _so_far(self, index: int) -> float:
-        return interval(self.ms.get(index, math.nan), self.host_ms(index))
-
-    def drop_samples(self) -> None:
-        self.ms, self.fastest_ms, self.gap_ms, self._first_ms = {}, {}, {}, {}
-
-    def fastest(self, banned: Container[int]) -> int | None:
-        """Return the fastest candidate, the first of equal ones; None: none has one. Any thread may ask."""
-        usable = [(ms, index) for index, ms in tuple(self.ms.items()) if index not in banned]
-        return min(usable)[1] if usable else None
-
-    def ratio(self, index: int, other: int) -> float:
-        """Return the agreed time of one candidate over another's; 1.0 where one has none."""
-        return self.ms[index] / self.ms[other] if {index, other} <= self.ms.keys() else 1.0
-
-    def host_ms(self, index: int) -> float:
-        """Return how much of a candidate's agreed time may be a host's; 0.0: too little to count."""
-        gap_ms = self.gap_ms.get(index, 0.0)
-        return gap_ms if gap_ms > HOST_SHARE * self.ms.get(index, math.inf) else 0.0
-
-    def are_equal(self, *indices: int) -> bool:
-        """Return whether two candidates are equal, if the slower time alone held all of the host's."""
-        (less, _), (more, slower) = sorted((self.ms.get(index, math.inf), index) for index in indices)
-        return more - self.host_ms(slower) <= less
-
-
-_ASKS_PER_CANDIDATE = 1000  # a flow that asks for banned candidates again and again is broken
-
-
-class RunningFlow:
-    """Asks for one of so many candidates after another; FlowFailed where the strategy breaks its contract."""
-
-    def __init__(self, rules: Rules, candidates: int, strategy: Strategy) -> None:
-        self.index: int | None = None  # of the candidate asked for; None: it has not begun
-        self.is_warmup = False
-        self._search = rules.search
-        self._candidates = candidates
-        self.asked: int = 0  # as the flow gave it: an `Asked` tells more
-        self.count = 0  # which warm-up or sample of its candidate it asks for, from 1
-        self._times_asked: Counter[tuple[int, bool]] = Counter()
-        with self._named_errors():
-            self._flow = strategy(range(candidates), n_warmup=rules.n_warmup, n_repeat=rules.n_repeat)
-        if not hasattr(self._flow, "send"):
-            raise FlowFailed(f"search={self._search}: returned {self._flow!r}, expected a generator")
-
-    @property
-    def made(self) -> int:
-        """Runs that have been asked for, without the one that is asked for now."""
-        return max(self._times_asked.total() - 1, 0)
-
-    def resume(self, ms: float | None, banned: Container[int]) -> int | None:
-        """Send the time of what was asked for (None: begin); return the winner, or None: it asks for more."""
-        for _ in range(_ASKS_PER_CANDIDATE * self._candidates):
-            try:
-                with self._named_errors():
-                    asked = next(self._flow) if ms is None else self._flow.send(ms)
-            except StopIteration as stop:
-                winner = self._checked(stop.value, "returned")
-                return stop.value if isinstance(stop.value, Winner) else winner
-            self.is_warmup = isinstance(asked, Warmup)
-            self.asked = asked.index if isinstance(asked, Warmup) else asked
-            self.index = self._checked(self.asked, "asked for")
-            self._times_asked[self.index, self.is_warmup] += 1
-            self.count = self._times_asked[self.index, self.is_warmup]
-            if self.index not in banned:
-                return None
-            ms = math.inf  # banned: answered at once
-        raise FlowFailed(f"search={self._search}: keeps asking for candidates that are banned")
-
-    def _checked(self, index: Any, verb: str) -> int:
-        with contextlib.suppress(TypeError):  # no integer (numpy's are)
-            if 0 <= operator.index(index) < self._candidates:
-                return operator.index(index)
-        raise FlowFailed(
-            f"search={self._search}: {verb} {index!r}, which is none of {self._candidates} candidates"
-        )
-
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except (StopIteration, TuningError):
-            raise
-        except Exception as error:
-            raise FlowFailed(f"search={self._search}: {type(error).__name__}: {error}") from error

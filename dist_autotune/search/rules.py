@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .strategies import Strategy, racing_runs
+from .strategies import RunningFlow, Strategy, racing_runs
 
 BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate
 
@@ -35,6 +35,11 @@ class Rules:
     def expects(self) -> bool:
         """Return whether what other keys tell decides which candidates are tried."""
         return self.search == "expected" and self.objective == "kernel" and self.bits == "any"
+
+    def flow_of(self, candidates: int, strategy: Strategy | None = None) -> RunningFlow:
+        """Return a search among so many candidates, by another strategy than that of the option if given."""
+        counts = {"n_warmup": self.n_warmup, "n_repeat": self.n_repeat}
+        return RunningFlow(strategy or self.strategy, candidates, name=self.search, **counts)
 
     def planned_runs(self, candidates: int) -> int:
         """Return how many runs one search plans; of a strategy of the user's, as many as `exhaustive`."""

@@ -19,10 +19,9 @@ from .context import Context, Outcome
 from .final_comparison import FinalComparison
 from .kernel_families import KernelFamilies
 from .messages import Announcement, Ban, CrashBans, Part, RunReport
-from .phase import Phase, RaceLaunches, RunPhase
+from .phase import Phase, RaceLaunches, RunPhase, Turns
 from .race_runs import RaceRuns
 from .rules import BY_LAUNCH, BY_RUN, Rules
-from .turns import Turns
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}

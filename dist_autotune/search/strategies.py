@@ -8,10 +8,15 @@ time. It returns the winner's index, or a `Winner`.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Generator, Sequence
+import operator
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
+
+from ..errors import FlowFailed, TuningError
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,69 @@ def interval(ms: float, host_ms: float) -> float:
 def least(ms: float) -> float:
     """Return the least that a candidate of this agreed time may take."""
     return ms.least_ms if isinstance(ms, AgreedMs) else ms
+
+
+_ASKS_PER_CANDIDATE = 1000  # a flow that asks for banned candidates again and again is broken
+
+
+class RunningFlow:
+    """Asks for one of so many candidates after another; FlowFailed where the strategy breaks its contract."""
+
+    def __init__(
+        self, strategy: Strategy, candidates: int, *, name: str, n_warmup: int, n_repeat: int
+    ) -> None:
+        self.index: int | None = None  # of the candidate asked for; None: it has not begun
+        self.is_warmup = False
+        self._name = name
+        self._candidates = candidates
+        self.asked: int = 0  # as the flow gave it: an `Asked` tells more
+        self.count = 0  # which warm-up or sample of its candidate it asks for, from 1
+        self._times_asked: Counter[tuple[int, bool]] = Counter()
+        with self._named_errors():
+            self._flow = strategy(range(candidates), n_warmup=n_warmup, n_repeat=n_repeat)
+        if not hasattr(self._flow, "send"):
+            raise FlowFailed(f"search={self._name}: returned {self._flow!r}, expected a generator")
+
+    @property
+    def made(self) -> int:
+        """Runs that have been asked for, without the one that is asked for now."""
+        return max(self._times_asked.total() - 1, 0)
+
+    def resume(self, ms: float | None, banned: Container[int]) -> int | None:
+        """Send the time of what was asked for (None: begin); return the winner, or None: it asks for more."""
+        for _ in range(_ASKS_PER_CANDIDATE * self._candidates):
+            try:
+                with self._named_errors():
+                    asked = next(self._flow) if ms is None else self._flow.send(ms)
+            except StopIteration as stop:
+                winner = self._checked(stop.value, "returned")
+                return stop.value if isinstance(stop.value, Winner) else winner
+            self.is_warmup = isinstance(asked, Warmup)
+            self.asked = asked.index if isinstance(asked, Warmup) else asked
+            self.index = self._checked(self.asked, "asked for")
+            self._times_asked[self.index, self.is_warmup] += 1
+            self.count = self._times_asked[self.index, self.is_warmup]
+            if self.index not in banned:
+                return None
+            ms = math.inf  # banned: answered at once
+        raise FlowFailed(f"search={self._name}: keeps asking for candidates that are banned")
+
+    def _checked(self, index: Any, verb: str) -> int:
+        with contextlib.suppress(TypeError):  # no integer (numpy's are)
+            if 0 <= operator.index(index) < self._candidates:
+                return operator.index(index)
+        raise FlowFailed(
+            f"search={self._name}: {verb} {index!r}, which is none of {self._candidates} candidates"
+        )
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (StopIteration, TuningError):
+            raise
+        except Exception as error:
+            raise FlowFailed(f"search={self._name}: {type(error).__name__}: {error}") from error
 
 
 def exhaustive(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
