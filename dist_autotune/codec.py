@@ -31,18 +31,24 @@ def to_builtins(value: object) -> Any:
     return msgspec.to_builtins(value, enc_hook=_builtin)
 
 
-def parse_json(content: bytes) -> object:
-    """Return what JSON from outside says; a ValueError in a few words where it cannot be used."""
+def parse_json(content: bytes, schema: int) -> dict[str, Any]:
+    """Return a JSON object from outside, of a schema version; a ValueError says briefly why there is none."""
+    if not content.strip():
+        raise ValueError("empty file")
     try:
         data = json.loads(content)
     except (ValueError, RecursionError):  # malformed, bytes that are no text, nesting without end
         raise ValueError("damaged JSON") from None
     if content.count(b"[") + content.count(b"{") > _MAX_DEPTH and _is_deeper(data, _MAX_DEPTH):
-        raise ValueError(f"nested deeper than {_MAX_DEPTH}")
+        raise ValueError(f"damaged JSON: nested deeper than {_MAX_DEPTH}")
+    if not isinstance(data, dict) or "schema" not in data:
+        raise ValueError("no schema version")
+    if data["schema"] != schema:
+        raise ValueError(f"schema {data['schema']}, expected {schema}")
     return data
 
 
-def escaped(value: object) -> object:
+def escaped(value: object) -> Any:
     """Return parsed JSON with escapes for lone surrogates, which no file and no terminal takes."""
     return _mapped(value, _escaped)
 

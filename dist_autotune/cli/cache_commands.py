@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import settings
-from ..codec import to_json
+from ..codec import to_builtins, to_json
 from ..formatting import Table, bits_label, config_label, counted, format_ms
 from ..storage import bundle, other_formats
 from ..storage.crash_guard import remove_abandoned
@@ -51,7 +51,7 @@ def list_entries(
     cache = _open_cache()
     entries = _chosen(cache, kernels, device)
     if as_json:
-        listed = [{"digest": each.key.digest, **each.as_dict()} for each in entries]
+        listed = [{"digest": each.key.digest, **to_builtins(each)} for each in entries]
         typer.echo(to_json({"directory": str(cache.directory), "entries": listed}, indent=True))
     elif entries:
         title = f"{_entries(len(entries))} in {cache.directory}"
@@ -92,7 +92,7 @@ def show(
         terminal.fail(f"No entry of {name!r} in {cache.directory}: `dist-autotune cache list` lists all.")
     for entry in found:
         terminal.echo(f"{cache.directory}/{entry.key.file_name}", err=True)  # the output stays pure JSON
-        typer.echo(to_json(entry.as_dict(), indent=True))
+        typer.echo(to_json(entry, indent=True))
 
 
 @app.command()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from random import Random
 from statistics import fmean
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..codec import from_json
 from ..errors import InvalidOption, TuningError

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, TypeAlias
+
+from msgspec import Struct
 
 from ..codec import escaped, from_json, parse_json
 from ..formatting import counted
@@ -15,32 +15,22 @@ from ..regular_files import open_regular
 
 SCHEMA_VERSION = 1
 LONGEST_LINE_BYTES = 64 << 20  # a longer one is read in parts, which are no records
-RECORD_TYPES: dict[str, type[Record]] = {}  # by the name of the event
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True)
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """Fields that every event carries. What inherits from it is a frozen dataclass too."""
+class Record(Struct, frozen=True, kw_only=True, tag_field="event"):
+    """Fields that every event carries."""
 
-    event: ClassVar[str] = ""
-    level: ClassVar[int]  # INFO: for users to follow
+    schema: int = SCHEMA_VERSION
     session: str = ""  # the same text on every rank of one session
     rank: int = 0
     elapsed_s: float = 0.0  # since the session opened, on this rank's monotonic clock
 
-    def __init_subclass__(cls, event: str = "", level: int = logging.DEBUG) -> None:
-        dataclass(frozen=True, kw_only=True)(cls)
-        cls.event, cls.level = event, level
-        if event:
-            RECORD_TYPES[event] = cls
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON-representable form."""
-        return {"schema": SCHEMA_VERSION, "event": self.event, **vars(self)}
+    @property
+    def event(self) -> str:
+        return str(self.__struct_config__.tag)
 
 
-class SessionOpened(Record, event="session_opened"):
+class SessionOpened(Record, frozen=True, kw_only=True, tag="session_opened"):
     thunk: str
     world_size: int
     ranks: tuple[int, ...]
@@ -65,7 +55,7 @@ class SessionOpened(Record, event="session_opened"):
     tunes: bool = True  # False: nothing is tried (DIST_AUTOTUNE_MODE=cached)
 
 
-class ContextRecord(Record):
+class ContextRecord(Record, frozen=True, kw_only=True):
     """Fields that every event about one (kernel, key) carries."""
 
     run: int
@@ -74,14 +64,14 @@ class ContextRecord(Record):
     key: str
 
 
-class ConfigRecord(ContextRecord):
+class ConfigRecord(ContextRecord, frozen=True, kw_only=True):
     """Fields that every event about one config carries."""
 
     config_id: int  # its place in the agreed order; -1: several configs in one run
     config: str
 
 
-class ContextAdmitted(ContextRecord, event="context_admitted"):
+class ContextAdmitted(ContextRecord, frozen=True, kw_only=True, tag="context_admitted"):
     candidates: tuple[str, ...]  # texts, in the agreed order; config ids index it
     incumbent: int
     local: bool = True  # False: only other ranks launch it
@@ -90,14 +80,14 @@ class ContextAdmitted(ContextRecord, event="context_admitted"):
     again: str = ""  # after an upgrade: which of them are raced; "": all
 
 
-class RunStarted(Record, event="run_started"):
+class RunStarted(Record, frozen=True, kw_only=True, tag="run_started"):
     """Written and flushed before the run, so that a crash leaves what was being tried."""
 
     run: int
     plan: dict[str, int]  # context -> config id on trial
 
 
-class Trial(ConfigRecord, event="trial"):
+class Trial(ConfigRecord, frozen=True, kw_only=True, tag="trial"):
     kind: str  # "warm-up" | "sample" | "incumbent" (not on trial in this run)
     k: int  # 1-based: sample or warm-up k ...
     n: int  # ... of n planned for this config (0: the search does not say)
@@ -108,7 +98,7 @@ class Trial(ConfigRecord, event="trial"):
     judge: str = "launch"  # `ms` is of the kernel's launches, or of the whole "run"
 
 
-class RunTimed(Record, event="run_timed"):
+class RunTimed(Record, frozen=True, kw_only=True, tag="run_timed"):
     """A run that was timed as a whole on this rank: `objective="thunk"`, tunables."""
 
     run: int
@@ -118,26 +108,26 @@ class RunTimed(Record, event="run_timed"):
     statistic_ms: float | None
 
 
-class Merged(Record, event="merged"):
+class Merged(Record, frozen=True, kw_only=True, tag="merged"):
     """What all ranks together said of a run: the next plan follows from this and nothing else."""
 
     run: int
     payload: dict[str, Any]  # a `RunReport` without facts and offers; fields at defaults are left out
 
 
-class Agreed(ConfigRecord, event="agreed"):
+class Agreed(ConfigRecord, frozen=True, kw_only=True, tag="agreed"):
     ms: float | None  # reduced over ranks; None: a rank that launched it has no sample
     fastest_rank_ms: float | None
     counted: bool  # False: some rank could not run the planned config
     gap_ms: float = 0.0  # how much of `ms` may be a host's
 
 
-class Banned(ConfigRecord, event="banned", level=logging.INFO):
+class Banned(ConfigRecord, frozen=True, kw_only=True, tag="banned"):
     by_rank: int
     reason: str
 
 
-class Preflighted(Record, event="preflighted", level=logging.INFO):
+class Preflighted(Record, frozen=True, kw_only=True, tag="preflighted"):
     """How this rank compiled and loaded the candidates of one (kernel, key), all by the end of `run`."""
 
     run: int
@@ -152,36 +142,36 @@ class Preflighted(Record, event="preflighted", level=logging.INFO):
     remark: str = ""
 
 
-class Exchanged(Record, event="exchanged"):
+class Exchanged(Record, frozen=True, kw_only=True, tag="exchanged"):
     run: int  # -1: the exchange that opens the session
     sent_bytes: int
     received_bytes: int
     ms: float
 
 
-class ContextSettled(ConfigRecord, event="context_settled", level=logging.INFO):
+class ContextSettled(ConfigRecord, frozen=True, kw_only=True, tag="context_settled"):
     status: str  # "tuned" | "cached" | "starved" | "partial"
     ms: float | None
-    timings: dict[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
+    timings: dict[str, float] = {}  # candidate's text -> agreed ms
     launch_bound: bool = False  # times hold the host's part: near candidates could not be told apart
     fastest_rank_ms: float | None = None
     default_ms: float | None = None  # agreed, of the candidate that is launched untuned
-    banned: dict[str, str] = field(default_factory=dict)  # candidate's text -> rank and reason
+    banned: dict[str, str] = {}  # candidate's text -> rank and reason
     judge: str = "launch"  # `ms` is of one launch, or of the whole "run"
     launches: int = 1  # of this rank in one run; 0: only other ranks launch it
-    bit_classes: dict[str, int] = field(default_factory=dict)  # candidate's text -> class; 0: the first's
+    bit_classes: dict[str, int] = {}  # candidate's text -> class; 0: the first's
     output_digest: str = ""  # of the function's outputs with the winner, on all ranks
     again: str = ""  # which candidates were raced after an upgrade; "": there was none
     untried: str = ""  # what was not tried, and why
 
 
-class RunFailed(Record, event="run_failed", level=logging.INFO):
+class RunFailed(Record, frozen=True, kw_only=True, tag="run_failed"):
     run: int
     by_rank: int
     error: str
 
 
-class SessionClosed(Record, event="session_closed", level=logging.INFO):
+class SessionClosed(Record, frozen=True, kw_only=True, tag="session_closed"):
     runs: int
     contexts: int
     outcome: str  # "settled" | "partial" | "unfinished": given up while it tried | the error's class name
@@ -192,9 +182,15 @@ class SessionClosed(Record, event="session_closed", level=logging.INFO):
     exchanges_s: float = 0.0
 
 
-class Note(Record, event="note", level=logging.INFO):
+class Note(Record, frozen=True, kw_only=True, tag="note"):
     text: str
     is_outlook: bool = False  # how far the session is: moot once it has ended
+
+
+AnyRecord: TypeAlias = (
+    SessionOpened | ContextAdmitted | RunStarted | Trial | RunTimed | Merged | Agreed | Banned | Preflighted
+    | Exchanged | ContextSettled | RunFailed | SessionClosed | Note
+)  # fmt: skip
 
 
 def read_records(path: Path, skipped: Counter[str]) -> Iterator[Record]:
@@ -219,18 +215,7 @@ def describe_skipped(reasons: Counter[str]) -> str:
 
 def _record(line: bytes) -> Record:
     """Return the record of one line; a ValueError says in a few words why there is none."""
-    try:
-        data: Any = parse_json(line)
-        if b"\\ud" in line.lower():
-            data = escaped(data)
-        schema, event = data["schema"], str(data["event"])
-    except (ValueError, TypeError, KeyError):
-        raise ValueError("damaged") from None
-    if schema != SCHEMA_VERSION:
-        raise ValueError(f"schema {schema}, expected {SCHEMA_VERSION}")
-    if event not in RECORD_TYPES:
-        raise ValueError(f"unknown event {event!r}")
-    try:
-        return from_json(RECORD_TYPES[event], data)
-    except ValueError as error:
-        raise ValueError(f"damaged {event} ({error})") from None
+    data = parse_json(line, SCHEMA_VERSION)
+    if b"\\ud" in line.lower():
+        data = escaped(data)
+    return from_json(AnyRecord, data)  # type: ignore[arg-type]  # of a union

@@ -14,12 +14,18 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from msgspec.structs import asdict
+
 from ..codec import to_json
 from ..formatting import WALL_CLOCK, config_label, context_label, counted, format_ms, one_line, status_label
 from . import records
 from .records import Record
 
 logger = logging.getLogger("dist_autotune")
+FOR_USERS = (  # to follow: INFO, where all others are DEBUG
+    *(records.Banned, records.Preflighted, records.ContextSettled),
+    *(records.RunFailed, records.SessionClosed, records.Note),
+)
 WIDEST_SUBJECT = 60  # to which shorter ones are padded
 
 
@@ -45,11 +51,12 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
         if os.getpid() != self._pid:
             return
         line = self._lines.line(record)
-        logger.log(logging.WARNING if getattr(record, "warning", "") else record.level, "%s", line)
+        level = logging.INFO if isinstance(record, FOR_USERS) else logging.DEBUG
+        logger.log(logging.WARNING if getattr(record, "warning", "") else level, "%s", line)
         if not self._paths:
             return
         try:
-            for path, text in zip(self._paths, (to_json(record.as_dict()), line), strict=True):
+            for path, text in zip(self._paths, (to_json(record), line), strict=True):
                 self._append(path, text)
         except OSError as error:
             self.close()
@@ -203,7 +210,7 @@ class LogLines:
 
 def _facts(record: Record) -> str:
     """Return the event and the fields that its subject does not tell: `exchanged: sent_bytes 170, ...`."""
-    told = {"session", "rank", "elapsed_s", "run", "kernel", "key"}
-    fields = {name: value for name, value in vars(record).items() if name not in told}
+    told = {"schema", "session", "rank", "elapsed_s", "run", "kernel", "key"}
+    fields = {name: value for name, value in asdict(record).items() if name not in told}
     text = (f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in fields.items())
     return f"{record.event}: {', '.join(text)}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from ..logs.records import ContextAdmitted, Trial
 from ..search.rules import BY_LAUNCH, BY_RUN

@@ -11,13 +11,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..codec import from_json, to_json
+from msgspec import Struct
+
+from ..codec import from_json, parse_json, to_json
 from ..regular_files import read_bounded
 from ..version import __version__
-from .winners import IMPORTED, SCHEMA_VERSION, Entry, Winners, parse
+from .winners import IMPORTED, SCHEMA_VERSION, Entry, Winners
 
 BUNDLE_VERSION = 1  # raise it when fields beside the entries change their meaning
 MAX_BUNDLE_BYTES = 256 << 20
+
+
+class Bundle(Struct, frozen=True, kw_only=True):
+    """The contents of a file."""
+
+    bundle: int = BUNDLE_VERSION
+    schema: int = SCHEMA_VERSION
+    package_version: str = __version__
+    exported_at: str = ""  # wall clock, ISO 8601, UTC: for people
+    entries: tuple[Entry, ...]
 
 
 @dataclass(frozen=True)
@@ -35,17 +47,11 @@ def write(path: Path, entries: Iterable[Entry], *, replaces: bool) -> None:
 
     Raises FileExistsError unless it `replaces` a file that is there, ValueError for more than a bundle holds.
     """
-    written = [entry.as_dict() for entry in entries]
-    data = {
-        "bundle": BUNDLE_VERSION,
-        "schema": SCHEMA_VERSION,
-        "package_version": __version__,
-        "exported_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "entries": written,
-    }
-    content = to_json(data, indent=True) + "\n"
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    bundle = Bundle(exported_at=now, entries=tuple(entries))
+    content = to_json(bundle, indent=True) + "\n"
     if len(content.encode()) > MAX_BUNDLE_BYTES:
-        raise ValueError(f"{len(written)} entries are more than the {MAX_BUNDLE_BYTES} bytes of a bundle")
+        raise ValueError(f"{len(bundle.entries)} entries: more than a bundle's {MAX_BUNDLE_BYTES} bytes")
     write_whole(path, content, replaces=replaces)
 
 
@@ -68,15 +74,11 @@ def write_whole(path: Path, content: str, *, replaces: bool) -> None:
 
 def read(path: Path) -> list[Entry]:
     """Return the entries of a bundle; a ValueError says what is wrong with it, and with which entry."""
-    data = parse(read_bounded(path, MAX_BUNDLE_BYTES))
-    if data.get("bundle") != BUNDLE_VERSION or not isinstance(data.get("entries"), list):
+    data = parse_json(read_bounded(path, MAX_BUNDLE_BYTES), SCHEMA_VERSION)
+    if data.get("bundle") != BUNDLE_VERSION:
         raise ValueError(f"not a bundle of version {BUNDLE_VERSION}: bundle={data.get('bundle')!r}")
     entries: dict[str, Entry] = {}
-    for number, item in enumerate(data["entries"]):
-        try:
-            entry = from_json(Entry, item)
-        except ValueError as error:
-            raise ValueError(f"entry {number}: {error}") from error
+    for number, entry in enumerate(from_json(Bundle, data).entries):
         if entry.key.digest in entries:
             raise ValueError(f"entry {number}: a second one for {entry.title}")
         entries[entry.key.digest] = entry

@@ -19,10 +19,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ..codec import digest, from_json, to_builtins, to_json
+from ..codec import digest, from_json, parse_json, to_builtins, to_json
 from ..errors import CacheWarning
 from ..search.messages import EXACT, EXPLAINED, INEXACT, Crash, CrashBans, Opening
-from .winners import Winners, parse, safe_name
+from .winners import Winners, safe_name
 
 SCHEMA_VERSION = 3
 FOLDER = "crash-guard"  # in the cache's directory
@@ -55,7 +55,7 @@ class CrashGuard:
                     self._file = _lock(self._path)
                     if self._file is not None:
                         line = os.pread(self._file, 1 << 20, 0).partition(b"\n")[0]
-                        found = from_json(Opening, parse(line, SCHEMA_VERSION))
+                        found = from_json(Opening, parse_json(line, SCHEMA_VERSION))
             except ValueError as error:
                 text = f"Ignored {self._path}: {error}. Nothing is banned for an earlier crash."
                 warnings.warn(text, CacheWarning, stacklevel=2)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..codec import from_json, to_json
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ..codec import from_json, parse_json, to_json
 from ..formatting import context_label
 from ..regular_files import read_bounded
-from .winners import SCHEMA_VERSION, WAITING, EntryKey, parse, safe_name
+from .winners import SCHEMA_VERSION, WAITING, EntryKey, safe_name
 
 _MOST_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(Struct, frozen=True):
     """A context without a winner, and who launched it."""
 
     title: str  # `kernel[key]`
@@ -27,10 +28,11 @@ class Waiting:
     world_size: int
     function: str
     since: str  # ISO 8601, UTC: when the first process launched it
+    schema: int = SCHEMA_VERSION
 
     def replaces(self, other: Waiting) -> bool:
         """Return whether `other` is an earlier source or an earlier set of candidates of this one."""
-        return {**asdict(self), "since": ""} == {**asdict(other), "since": ""}
+        return replace(self, since="") == replace(other, since="")
 
 
 class WaitingContexts:
@@ -54,7 +56,7 @@ class WaitingContexts:
             for other, earlier in self._read(safe_name(key.kernel)):
                 if added.replaces(earlier):
                     other.unlink(missing_ok=True)
-            path.write_text(to_json({"schema": SCHEMA_VERSION, **asdict(added)}) + "\n", "utf-8")
+            path.write_text(to_json(added) + "\n", "utf-8")
 
     def remove(self, key: EntryKey) -> None:
         """Record that it has a winner."""
@@ -71,4 +73,4 @@ class WaitingContexts:
     def _read(self, kernel: str) -> Iterator[tuple[Path, Waiting]]:
         for path in sorted(self._folder.glob(f"{kernel}-*.json")) if self._folder is not None else ():
             with contextlib.suppress(OSError, ValueError):  # half written, or of another version
-                yield path, from_json(Waiting, parse(read_bounded(path, _MOST_BYTES)))
+                yield path, from_json(Waiting, parse_json(read_bounded(path, _MOST_BYTES), SCHEMA_VERSION))

@@ -16,13 +16,14 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from msgspec import Struct
+from msgspec.structs import replace
 
-from ..codec import digest, from_json, parse_json, to_json
+from ..codec import digest, from_json, parse_json, to_builtins, to_json
 from ..errors import CacheWarning
 from ..formatting import context_label
 from ..regular_files import read_bounded
@@ -38,8 +39,7 @@ IMPORTED = "imported"  # the folder there of imported entries: every function lo
 _ENTRY_END = f"-{16 * '[0-9a-f]'}.json"  # of a file's name, as glob() takes it
 
 
-@dataclass(frozen=True)
-class EntryKey:
+class EntryKey(Struct, frozen=True):
     """Everything that must match for an entry to be used."""
 
     kernel: str  # readable: the base function's name
@@ -58,17 +58,17 @@ class EntryKey:
     @property
     def digest(self) -> str:
         """Return 16 hexadecimal digits that stand for all fields."""
-        return digest(to_json(vars(self)))
+        return digest(to_json(self))
 
     @property
     def relatives(self) -> str:
         """Return what stands for all fields but `key` and `candidates`."""
-        return digest(to_json({**vars(self), "key": "", "candidates": ()}))
+        return replace(self, key="", candidates=()).digest
 
     def lineage(self, full_name: str) -> str:
         """Return what stands for all that an upgrade of Triton, driver or source leaves as it is."""
-        changes = {"kernel_digest": full_name, "candidates": (), "triton_version": "", "driver": ""}
-        return f"{safe_name(self.kernel)}@{digest(to_json({**vars(self), **changes}))}"
+        kept = replace(self, kernel_digest=full_name, candidates=(), triton_version="", driver="")
+        return f"{safe_name(self.kernel)}@{kept.digest}"
 
     @property
     def file_name(self) -> str:
@@ -76,13 +76,12 @@ class EntryKey:
         return f"{safe_name(self.kernel)}-{self.digest}.json"
 
 
-@dataclass(frozen=True)
-class Evidence:
+class Evidence(Struct, frozen=True):
     """What is known of a winner besides its time; nothing is looked up by it."""
 
     torch_version: str = ""
-    fastest_rank_ms: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> ms
-    config: Mapping[str, Any] = field(default_factory=dict)  # arguments of triton.Config; {}: not JSON
+    fastest_rank_ms: Mapping[str, float] = {}  # candidate's text -> ms
+    config: Mapping[str, Any] = {}  # arguments of triton.Config; {}: not JSON
     arguments: tuple[tuple[str, Any], ...] = ()  # name and value of each part of the key; (): not JSON
     triton_file: str = ""  # where stock Triton would keep the result; "": nowhere
     full_name: str = ""  # of the kernel's function, with its module; "": a `tunable`
@@ -93,18 +92,17 @@ class Evidence:
             raise ValueError(f"config: expected kwargs with names, found {type(kwargs).__name__}")
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(Struct, frozen=True):
     """A settled context: the winner among the candidates of `key`. What no search finds is a ValueError."""
 
     key: EntryKey
     winner: str  # digest of the candidate
     config: str  # its text
     ms: float
-    timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
+    timings: Mapping[str, float] = {}  # candidate's text -> agreed ms
     created_at: str = ""  # wall clock, ISO 8601, UTC: for people
     package_version: str = ""
-    evidence: Evidence = field(default_factory=Evidence)
+    evidence: Evidence = Evidence()
     bit_class: int | None = None  # 0: outputs as with the first config; None: not compared
     output_digest: str = ""
 
@@ -122,11 +120,6 @@ class Entry:
     def result(self) -> tuple[str, int | None, str]:
         """Return the part of the entry in which two of one key may differ."""
         return self.winner, self.bit_class, self.output_digest
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON-representable form, without the schema version."""
-        evidence = {**vars(self.evidence), "arguments": list(map(list, self.evidence.arguments))}
-        return {**vars(self), "key": vars(self.key), "timings": dict(self.timings), "evidence": evidence}
 
 
 class Winners:
@@ -199,7 +192,7 @@ class Winners:
 
     def _replace(self, path: Path, entry: Entry) -> None:
         temporary = path.with_name(f"{os.urandom(4).hex() if self._without_lock else 'entry'}.tmp")
-        text = to_json({"schema": SCHEMA_VERSION, **entry.as_dict()}, indent=True) + "\n"
+        text = to_json({"schema": SCHEMA_VERSION, **to_builtins(entry)}, indent=True) + "\n"
         temporary.unlink(missing_ok=True)  # whatever it is: a link is not followed, a pipe not waited for
         try:
             with temporary.open("x", encoding="utf-8") as file:
@@ -223,7 +216,7 @@ class Winners:
 
     def _read(self, path: Path) -> Entry | None:
         try:
-            entry = from_json(Entry, parse(read_bounded(path, MAX_ENTRY_BYTES)))
+            entry = from_json(Entry, parse_json(read_bounded(path, MAX_ENTRY_BYTES), SCHEMA_VERSION))
             if entry.key.file_name != path.name:
                 raise ValueError(f"its content belongs in {entry.key.file_name}")
         except (FileNotFoundError, NotADirectoryError):
@@ -247,18 +240,6 @@ class Winners:
 def safe_name(name: str) -> str:
     """Return a readable name as a part of a file's name."""
     return re.sub(r"[^A-Za-z0-9_.]+", "_", name)[:80] or "_"
-
-
-def parse(content: bytes, schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
-    """Return the JSON object in `content`; a ValueError says in a few words why there is none."""
-    if not content.strip():
-        raise ValueError("empty file")
-    data = parse_json(content)
-    if not isinstance(data, dict) or "schema" not in data:
-        raise ValueError("no schema version")
-    if data["schema"] != schema_version:
-        raise ValueError(f"schema {data['schema']}, expected {schema_version}")
-    return data
 
 
 def _entry_files(directory: Path | None, kernel: str = "*") -> list[Path]:

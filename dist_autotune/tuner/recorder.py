@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import os
 import socket
 import time
 from collections.abc import Container, Mapping
 from typing import Any
+
+from msgspec import structs
 
 from ..launch.rank_context import RankContext
 from ..logs import decisions
@@ -45,7 +46,7 @@ class Recorder:
 
     def _stamped(self, record: Record) -> Record:
         elapsed_s = time.monotonic() - self._began
-        return dataclasses.replace(record, session=self.session, rank=self._rank, elapsed_s=elapsed_s)
+        return structs.replace(record, session=self.session, rank=self._rank, elapsed_s=elapsed_s)
 
     def record_opening(self, session: str, *, continues: str) -> None:
         """Write that the session `session` is open; continues: the one before it."""

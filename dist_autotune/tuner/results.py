@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+from msgspec.structs import asdict
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
@@ -121,7 +122,7 @@ class Results:
         return {
             entry.key.digest: Offer(rank, entry.winner, entry.ms, entry.key.relatives, entry.key.key)
             for entry in entries
-            if entry.key.scope in scopes and conditions <= vars(entry.key).items() and self._may_use(entry)
+            if entry.key.scope in scopes and conditions <= asdict(entry.key).items() and self._may_use(entry)
         }
 
     def _may_use(self, entry: Entry) -> bool:

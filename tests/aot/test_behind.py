@@ -25,7 +25,7 @@ from dist_autotune.codec import from_json
 from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.pool_process import PRIORITY, PoolProcess
 from dist_autotune.compilation.preflight import plan
-from dist_autotune.logs.records import RECORD_TYPES, Preflighted
+from dist_autotune.logs.records import Preflighted
 from dist_autotune.reports.history import load_history
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
@@ -236,8 +236,8 @@ def test_the_log_says_when_a_context_has_all_its_binaries_and_replays_to_the_sam
     step = stepping(kernel(GOOD, ASSERTED, 64), log_dir=str(tmp_path / "logs"), compile_jobs=1)
     steps_until(lambda: step.settled, step)
     records = [json.loads(line) for line in (tmp_path / "logs" / "rank-0.jsonl").read_text().splitlines()]
-    (written,) = [record for record in records if record["event"] == Preflighted.event]
-    record = from_json(RECORD_TYPES[Preflighted.event], written)
+    (written,) = [record for record in records if record["event"] == "preflighted"]
+    record = from_json(Preflighted, written)
     assert (record.compiled, record.failed, record.workers) == (1, 1, 1)
     assert record.run >= 1
     (verdict,) = replay.verify(load_history(tmp_path / "logs").sessions)

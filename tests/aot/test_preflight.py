@@ -18,7 +18,7 @@ from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, TOO_LARGE, Compiler, ker
 
 from dist_autotune import NoValidConfig, contextual_autotune
 from dist_autotune.codec import from_json
-from dist_autotune.logs.records import RECORD_TYPES, Preflighted
+from dist_autotune.logs.records import Preflighted
 from dist_autotune.logs.writer import LogLines
 from dist_autotune.reports.history import load_history
 from dist_autotune.reports.tables import rank_tables
@@ -150,8 +150,8 @@ def test_log_and_report_say_where_the_binaries_came_from(device, tmp_path):
     device.forget()
     tuned(kernel(GOOD, ASSERTED, 64, TOO_LARGE), log_dir=str(tmp_path / "logs"))()
     records = [json.loads(line) for line in Path("logs/rank-0.jsonl").read_text().splitlines()]
-    (written,) = [record for record in records if record["event"] == Preflighted.event]
-    record = from_json(RECORD_TYPES[Preflighted.event], written)
+    (written,) = [record for record in records if record["event"] == "preflighted"]
+    record = from_json(Preflighted, written)
     assert (record.compiled, record.from_peers, record.cached, record.failed) == (1, 0, 1, 1)
     assert record.seconds > 0
     assert "preflighted: compiled 1, from_peers 0, cached 1, failed 1" in LogLines().line(record)

@@ -6,8 +6,9 @@ alone would choose differently: rank 0 config 0, rank 1 config 1.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
+
+from msgspec import structs
 
 from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
@@ -26,7 +27,7 @@ KEY = EntryKey(
 
 def entry(winner: str = "c1", **key: object) -> Entry:
     return Entry(
-        key=dataclasses.replace(KEY, **key),
+        key=structs.replace(KEY, **key),
         winner=winner,
         config="BLOCK=128",
         ms=0.25,

@@ -13,12 +13,12 @@ import threading
 import warnings
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import triton
 from kernels_for_tests import accumulate, add, double, out_of_resources
+from msgspec.structs import replace
 from random_programs import Kernel, Program
 from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
+from msgspec import structs
 from rank_programs import blocks_of, ending, own_cache, statuses_of, tune, tune_on_disk
 
 from dist_autotune import CacheWarning
@@ -206,7 +207,7 @@ def test_with_a_thousand_foreign_entries_no_other_file_is_read_and_no_byte_more_
         key = EntryKey(
             **{**known["key"], "key": f"foreign {n}", "candidates": tuple(known["key"]["candidates"])}
         )
-        (tmp_cache / key.file_name).write_text(json.dumps({**known, "key": vars(key)}))
+        (tmp_cache / key.file_name).write_text(json.dumps({**known, "key": structs.asdict(key)}))
     assert assert_all_ok(run_ranks(program, 2)) == before
     shutil.rmtree(tmp_cache / LAUNCHED)  # as if another function had left them all
     anew = assert_all_ok(run_ranks(program, 2))

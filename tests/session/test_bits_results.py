@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from kernels_for_tests import (
     records,
     winner,
 )
+from msgspec import structs
 
 from dist_autotune.cli.replay import verify
 from dist_autotune.logs.records import Note
@@ -78,7 +78,7 @@ def test_a_bundle_carries_class_and_digest(bench, tmp_cache, tmp_path):
     assert (carried.bit_class, carried.output_digest) == (0, stored.output_digest)
     bundle.merge(Winners(tmp_cache), [carried], replaces=False)
     assert tuned_config(bench, bits="same") == ("cached", SLOW, 0)
-    bundle.merge(Winners(tmp_cache), [dataclasses.replace(carried, bit_class=1)], replaces=True)
+    bundle.merge(Winners(tmp_cache), [structs.replace(carried, bit_class=1)], replaces=True)
     assert tuned_config(bench, bits="same") == ("tuned", SLOW, 0)
 
 

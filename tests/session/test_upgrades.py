@@ -18,6 +18,7 @@ from kernels_for_tests import (
     out_of_resources,
     records,
 )
+from msgspec import structs
 
 from dist_autotune import NotTuned
 from dist_autotune.logs.records import ContextAdmitted
@@ -200,9 +201,9 @@ def test_an_old_entry_is_found_without_reading_any_of_thousands(tmp_cache, monke
     (key,) = (each.key for each in Winners(tmp_cache).entries())
     foreign = set()
     for n in range(1000):
-        other = dataclasses.replace(key, key=f"foreign {n}")
+        other = structs.replace(key, key=f"foreign {n}")
         foreign.add(other.file_name)
-        (tmp_cache / other.file_name).write_text(json.dumps({**known, "key": vars(other)}))
+        (tmp_cache / other.file_name).write_text(json.dumps({**known, "key": structs.asdict(other)}))
     upgrade_triton(monkeypatch)
     monkeypatch.setattr(Winners, "entries", lambda self, kernel="": iter(()))  # those of other keys
     read = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import triton
 from example_files import entry
 from kernels_for_tests import launch, no_bench, numbers
+from msgspec import structs
 from typer.testing import CliRunner, Result
 
 from dist_autotune.cli.commands import app
@@ -54,7 +54,7 @@ def test_entries_are_carried_over(exported: Any, tmp_path: Path) -> None:
 
 def test_where_winners_differ_that_of_the_cache_stays_and_both_are_named(exported: Any) -> None:
     other = exported(here())
-    ours = dataclasses.replace(here("c0"), config="BLOCK=64", created_at="2025-12-31")
+    ours = structs.replace(here("c0"), config="BLOCK=64", created_at="2025-12-31")
     other.put(ours)
     result = run("import", "all.json")
     assert result.exit_code == 0
@@ -88,8 +88,8 @@ def test_a_terminal_obeys_nothing_that_a_bundle_says(exported: Any) -> None:
 def test_the_same_winner_with_other_bits_is_named_and_stays(
     exported: Any, ours: Any, theirs: Any, kept: str, other: str
 ) -> None:
-    here_too = dataclasses.replace(here(), bit_class=ours[0], output_digest=ours[1])
-    theirs_too = dataclasses.replace(here(), bit_class=theirs[0], output_digest=theirs[1])
+    here_too = structs.replace(here(), bit_class=ours[0], output_digest=ours[1])
+    theirs_too = structs.replace(here(), bit_class=theirs[0], output_digest=theirs[1])
     cache = exported(theirs_too)
     cache.put(here_too)
     head, said = run("import", "all.json").stdout.splitlines()
@@ -152,7 +152,7 @@ def test_a_damaged_entry_stores_nothing(exported: Any, tmp_path: Path) -> None:
     result = run("import", "all.json")
     assert result.exit_code == 2
     assert result.stderr.startswith(
-        "all.json: entry 1: ms: expected a positive number, found -1.0. Give a file"
+        "all.json: ms: expected a positive number, found -1.0 - at `$.entries[1]`. Give a file"
     )
     assert list(other.entries()) == []
 

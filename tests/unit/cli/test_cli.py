@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from example_files import CONFIGS, KEY, entry, write_session
+from msgspec import structs
 from typer.testing import CliRunner, Result
 
 from dist_autotune.cli.commands import app
@@ -205,7 +205,7 @@ def test_cache_list_shows_the_class_of_bits_within_80_columns(
 ) -> None:
     Winners(tmp_cache).put(entry(kernel="add", device="NVIDIA H200"))
     assert "bits" not in run("cache", "list").stdout
-    compared = dataclasses.replace(entry(), bit_class=0, output_digest="3fa9c1d2" + "0" * 24)
+    compared = structs.replace(entry(), bit_class=0, output_digest="3fa9c1d2" + "0" * 24)
     Winners(tmp_cache).put(compared)
     rows = [" ".join(line.split()) for line in run("cache", "list").stdout.splitlines()]
     assert any(row.endswith("03:04 0 3fa9c1d2 matmul[4096, fp16] BLOCK=128") for row in rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from example_files import CONFIGS, session_records, write_session
+from msgspec import structs
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -40,8 +40,7 @@ def write_hard_session(directory: Path, ranks: int = 2, *, kernel: str = "all_ga
         here = {"session": "0123456789ab", "rank": rank}
         about = {**here, "context": "c0ffee", "kernel": kernel, "key": KEY, "run": 0}
         opened = session_records("s", 0, "a_function_of_a_long_name_" * 3, "WallClock")[0]
-        facts = {**opened.as_dict(), **here, "world_size": ranks, "ranks": tuple(range(ranks))}
-        del facts["schema"], facts["event"]
+        facts = {**structs.asdict(opened), **here, "world_size": ranks, "ranks": tuple(range(ranks))}
         with SessionLog(directory, rank) as log:
             log.write(records.SessionOpened(**facts))
             log.write(records.ContextAdmitted(**about, candidates=candidates, incumbent=0))
@@ -122,7 +121,7 @@ def test_a_terminal_obeys_nothing_that_a_log_says(tmp_path: Path) -> None:
         about = {"kernel": text, "key": text} if isinstance(record, records.ContextRecord) else {}
         reason = {"reason": text} if isinstance(record, records.Banned) else {}
         with SessionLog(tmp_path, 0) as log:
-            log.write(dataclasses.replace(record, **about, **reason))
+            log.write(structs.replace(record, **about, **reason))
             log.write(records.Note(session="s1", text=text))
     for width in (80, 1000):
         lines = "\n".join(printed(tmp_path, width))

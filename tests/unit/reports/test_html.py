@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from html.parser import HTMLParser
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from example_files import CONFIGS, session_records, write_session
+from msgspec import structs
 
 from dist_autotune.formatting import WALL_CLOCK_NOTE
 from dist_autotune.logs import records
@@ -97,7 +97,7 @@ def test_no_text_of_a_log_becomes_html(tmp_path: Path, text: str) -> None:
             about = {"kernel": text, "key": text} if isinstance(record, records.ContextRecord) else {}
             named = {"config": text} if isinstance(record, records.ConfigRecord) else {}
             reason = {"reason": text} if isinstance(record, records.Banned) else {}
-            log.write(type(record)(**{**vars(record), **about, **named, **reason}))
+            log.write(type(record)(**{**structs.asdict(record), **about, **named, **reason}))
     with SessionLog(tmp_path, 0) as log:
         log.write(records.Note(session="s1", text=text))
     page = Page(write_page(tmp_path))
@@ -113,7 +113,7 @@ def test_widths_and_places_are_percentages_between_0_and_100(tmp_path: Path, ms:
         for record in session_records("s1", rank, "layer", "EventClock"):
             if isinstance(record, records.ContextSettled):
                 timings = {**record.timings, record.config: ms}
-                record = dataclasses.replace(record, ms=ms, default_ms=ms, timings=timings)
+                record = structs.replace(record, ms=ms, default_ms=ms, timings=timings)
             with SessionLog(tmp_path, rank) as log:
                 log.write(record)
     page = Page(write_page(tmp_path))
@@ -156,7 +156,7 @@ def test_the_lines_show_all_ranks_times_of_the_winner(tmp_path: Path) -> None:
         with SessionLog(tmp_path, rank) as log:
             for record in session_records("s1", rank, "layer", "EventClock"):
                 if isinstance(record, records.Trial) and record.config_id == 1 and rank == 1:
-                    record = dataclasses.replace(record, statistic_ms=9.0, ms=9.0)
+                    record = structs.replace(record, statistic_ms=9.0, ms=9.0)
                 log.write(record)
     page = write_page(tmp_path)
     (won,) = re.findall(r'<div class="row won">.*?</div></div>', page)

@@ -13,6 +13,7 @@ import pytest
 from example_files import session_records, write_session
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 from kernels_for_tests import records as records_of
+from msgspec import structs
 from rank_programs import tune
 
 from dist_autotune import tunable
@@ -132,7 +133,7 @@ def test_a_run_that_did_not_count_changes_nothing(tmp_path: Path) -> None:
             :-2
         ]:  # not settled: the latest times hold
             lucky = isinstance(record, records.Agreed) and record.config_id == 1
-            log.write(dataclasses.replace(record, ms=0.001, counted=False) if lucky else record)
+            log.write(structs.replace(record, ms=0.001, counted=False) if lucky else record)
     context = load_context(tmp_path)
     assert [candidate.agreed_ms for candidate in context.candidates] == [4.0, None, 3.3, None]
     assert min(context.convergence.values()) == 3.3

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from example_files import KEY, entry
+from msgspec import structs
 
 from dist_autotune.storage import bundle
 from dist_autotune.storage.winners import Entry, Evidence, Winners
@@ -23,7 +23,7 @@ EVIDENCE = Evidence(
 
 
 def with_evidence(winner: str = "c1", **key: object) -> Entry:
-    return dataclasses.replace(entry(winner, **key), evidence=EVIDENCE)
+    return structs.replace(entry(winner, **key), evidence=EVIDENCE)
 
 
 def written(path: Path, *entries: Entry) -> Path:
@@ -94,35 +94,48 @@ def changed(data: dict[str, Any], *path: Any, value: Any) -> None:
     data[last] = value
 
 
+AT = r" - at `\$\.entries\[1\]"
 DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "another bundle": (("bundle",), 2, "not a bundle of version 1: bundle=2"),
     "no bundle": (("bundle",), None, "not a bundle of version 1: bundle=None"),
     "another schema": (("schema",), 9, "schema 9, expected 1"),
-    "no list": (("entries",), {}, "not a bundle of version 1: bundle=1"),
-    "no object": (("entries", 1), [], "entry 1: Expected `object`, got `array`"),
-    "no winner": (("entries", 1, "winner"), None, r"entry 1: Expected `str`, got `null` - at `\$\.winner`"),
-    "foreign winner": (("entries", 1, "winner"), "c9", "entry 1: winner: 'c9' is none of its 2 candidates"),
-    "no time": (("entries", 1, "ms"), 0, "entry 1: ms: expected a positive number, found 0"),
+    "no list": (("entries",), {}, r"Expected `array`, got `object` - at `\$\.entries`"),
+    "no object": (("entries", 1), [], f"Expected `object`, got `array`{AT}`"),
+    "no winner": (
+        ("entries", 1, "winner"),
+        None,
+        rf"Expected `str`, got `null`{AT}\.winner`",
+    ),
+    "foreign winner": (
+        ("entries", 1, "winner"),
+        "c9",
+        f"winner: 'c9' is none of its 2 candidates{AT}`",
+    ),
+    "no time": (
+        ("entries", 1, "ms"),
+        0,
+        f"ms: expected a positive number, found 0.0{AT}`",
+    ),
     "no number": (
         ("entries", 1, "timings"),
         {"a": "fast"},
-        r"entry 1: Expected `float`, got `str` - at `\$\.timings\[\.\.\.\]`",
+        r"Expected `float`, got `str` - at `\$\.entries\[1\]\.timings\[\.\.\.\]`",
     ),
     "too large a number": (
         ("entries", 1, "ms"),
         10**400,
-        r"entry 1: Number out of range - at `\$\.ms`",
+        r"Number out of range - at `\$\.entries\[1\]\.ms`",
     ),
     "no config": (
         ("entries", 1, "evidence"),
         {"config": {"kwargs": []}},
-        r"entry 1: config: expected kwargs with names, found list - at `\$\.evidence`",
+        r"config: expected kwargs with names, found list - at `\$\.entries\[1\]\.evidence`",
     ),
     "twice": (("entries", 1, "key", "key"), "1", r"entry 1: a second one for matmul\[1\]"),
     "odd arguments": (
         ("entries", 1, "evidence"),
         {"arguments": [["n"]]},
-        r"entry 1: Expected `array` of length 2, got 1 - at `\$\.evidence\.arguments\[0\]`",
+        r"Expected `array` of length 2, got 1 - at `\$\.entries\[1\]\.evidence\.arguments\[0\]`",
     ),
 }
 
@@ -146,7 +159,7 @@ def test_a_bundle_is_never_read_whole_when_it_is_huge(
     monkeypatch.setattr(bundle, "MAX_BUNDLE_BYTES", 100)
     with pytest.raises(ValueError, match="larger than 100 bytes"):
         bundle.read(file)
-    with pytest.raises(ValueError, match="1 entries are more than the 100 bytes of a bundle"):
+    with pytest.raises(ValueError, match="1 entries: more than a bundle's 100 bytes"):
         bundle.write(tmp_path / "more.json", [entry()], replaces=False)
     assert not (tmp_path / "more.json").exists()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
 import json
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 from example_files import KEY, entry
+from msgspec import structs
 
 from dist_autotune.errors import CacheWarning
 from dist_autotune.settings import cache_directory
@@ -54,11 +54,11 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(EntryKey)])
+@pytest.mark.parametrize("field", [field.name for field in structs.fields(EntryKey)])
 def test_an_entry_is_not_used_when_anything_of_its_key_changes(tmp_path: Path, field: str) -> None:
     cache = Winners(tmp_path)
     cache.put(entry())
-    assert cache.get(dataclasses.replace(KEY, **{field: CHANGES[field]})) is None
+    assert cache.get(structs.replace(KEY, **{field: CHANGES[field]})) is None
 
 
 def test_a_name_that_is_no_file_name_is_made_one(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_the_same_winner_is_not_written_again_another_one_is(tmp_path: Path) -> 
     cache = Winners(tmp_path)
     cache.put(entry())
     before = (tmp_path / KEY.file_name).stat().st_ino
-    cache.put(dataclasses.replace(entry(), ms=0.5))
+    cache.put(structs.replace(entry(), ms=0.5))
     assert (tmp_path / KEY.file_name).stat().st_ino == before
     cache.put(entry(winner="c0"))
     assert cache.get(KEY) == entry(winner="c0")
@@ -190,7 +190,7 @@ def test_what_no_search_can_have_found_is_damaged(
 
 def test_a_file_under_the_name_of_another_entry_is_a_miss(tmp_path: Path) -> None:
     Winners(tmp_path).put(entry())
-    other = dataclasses.replace(KEY, world_size=4)
+    other = structs.replace(KEY, world_size=4)
     (tmp_path / KEY.file_name).rename(tmp_path / other.file_name)
     with pytest.warns(CacheWarning, match=f"its content belongs in {KEY.file_name}"):
         assert Winners(tmp_path).get(other) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from example_files import entry
 from kernels_for_tests import launch, no_bench, numbers
+from msgspec import structs
 from typer.testing import CliRunner
 
 from dist_autotune.cli.commands import app
@@ -32,7 +32,7 @@ def known(
 ) -> Entry:
     made = entry(key=str(arguments), **key)
     evidence = Evidence(config=config, arguments=tuple(arguments.items()))
-    return dataclasses.replace(made, evidence=evidence, created_at=created_at)
+    return structs.replace(made, evidence=evidence, created_at=created_at)
 
 
 def moe(
