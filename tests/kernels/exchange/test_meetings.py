@@ -86,7 +86,12 @@ def late_peer(rank, kind, meets):
         if meets:
             op.meet_first()
             op.meet_first()  # a second time changes nothing
-        noted(events, op, "_exchange" if kind == "GemmAllReduce" else "_launch", came.exists)
+        noted(
+            events,
+            op,
+            "_exchange" if kind == "GemmAllReduce" else "_launch",
+            lambda: (came.exists(), Path(f"launched {rank}").touch())[0],
+        )
         meet()
         if rank == 1:
             if meets:
@@ -94,10 +99,10 @@ def late_peer(rank, kind, meets):
                 wait_for(lambda: here[0] == 1)
                 time.sleep(0.1)  # on purpose: rank 0 is to find this one away
             else:
-                wait_for(Path("launched").exists)
+                wait_for(Path("launched 0").exists)
             came.touch()
         elif not meets:
-            noted(events, op, "_meet", lambda: Path("launched").touch() or came.exists())
+            noted(events, op, "_meet", came.exists)
         result = call()
         return events[:2], torch.equal(result, expected)
 
