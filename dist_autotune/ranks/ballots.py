@@ -4,8 +4,9 @@ Each rank counts the settled calls of a function since its last session, which n
 without a new key sends nothing: its word is the count, which a thread of the rank tells when asked.
 
 1. A rank that meets a new key in call n tells the hub, which asks all ranks for their words of call n, and
-   waits for them. A rank answers once it has finished that call, however late.
-2. All words have come. If all ranks have met a new key and wait, they tune it in call n.
+   waits for them. A rank answers once it has finished that call, however late. A rank that is to tune anew
+   asks before it makes call n, and is answered by ranks that have begun it.
+2. All words have come. If all ranks have met a new key, or are to tune anew, and wait, they do it in call n.
 3. Else nobody waits any more. The hub asks each rank to stop: a rank that has begun c calls promises not to
    begin call c + 2 before it knows the outcome, and tells that number.
 4. The largest of these numbers is the call in which all ranks open a session. No rank is past it, and the
@@ -45,6 +46,7 @@ class _BallotRound:
     call: int
     words: dict[int, bool] = field(default_factory=dict)  # rank -> it has met a new key, and waits
     stops: dict[int, int] = field(default_factory=dict)  # rank -> the call that it does not begin before
+    is_begun_enough: bool = False  # to answer: who asks has not made the call
     is_asked_to_stop: bool = False
     opens_at: int | None = None
 
@@ -70,7 +72,9 @@ class BallotBox:
                 letter = {"ballot": ballot, "about": "raised", "call": call, "rank": rank}
                 self._write(self._ranks, {**letter, "error": message["error"]})
             case "met":
-                self._met(rank, ballot, call, waits=bool(message["waits"]))
+                self._met(rank, ballot, call, waits=bool(message["waits"]), begins=False)
+            case "begins":
+                self._met(rank, ballot, call, waits=True, begins=True)
             case "finished" if known is not None and known.call == call:
                 known.words.setdefault(rank, False)
                 self._count(ballot, known)
@@ -86,18 +90,26 @@ class BallotBox:
                     known.opens_at = max(known.stops.values())
                     self._write(self._ranks, {"ballot": ballot, "about": "opens", "call": known.opens_at})
 
-    def _met(self, rank: int, ballot: str, call: int, *, waits: bool) -> None:
+    def _met(self, rank: int, ballot: str, call: int, *, waits: bool, begins: bool) -> None:
         known = self._rounds.get(ballot)
         if known is None or (known.opens_at is not None and call > known.opens_at):
             known = self._rounds[ballot] = _BallotRound(call)
             while len(self._rounds) > ROUNDS:
                 del self._rounds[next(iter(self._rounds))]
-            self._write(self._ranks, {"ballot": ballot, "about": "asked", "call": call})
+            self._ask(ballot, known, begins=begins)
+        elif begins and call == known.call and not known.is_begun_enough:
+            self._ask(ballot, known, begins=True)
         if call == known.call and rank not in known.words:
             known.words[rank] = waits
             self._count(ballot, known)
         else:
             self._write([rank], {"ballot": ballot, "about": "words", "call": call, "all": False})
+
+    def _ask(self, ballot: str, known: _BallotRound, *, begins: bool) -> None:
+        known.is_begun_enough = begins
+        self._write(
+            self._ranks, {"ballot": ballot, "about": "asked", "call": known.call, "is_begun_enough": begins}
+        )
 
     def _count(self, ballot: str, known: _BallotRound) -> None:
         """End the wait for words if all have come."""
@@ -145,17 +157,22 @@ class Ballot:
         self.begun = self.ended = 0  # calls
         self._limit = math.inf  # the call that is not begun before `_opens_at` is known
         self._opens_at: int | None = None
-        self._asked: int | None = None  # a call whose word the hub waits for
+        self._asked: int | None = None  # a call whose word the hub waits for ...
+        self._is_begun_enough = False  # ... which need not have ended
         self._answers: dict[int, bool] = {}  # call -> all ranks have met a new key in it
         self._told: set[int] = set()  # calls whose word this rank has posted itself
         self._changed = threading.Condition()
 
     # -- settled calls -------------------------------------------------------------------------------------
 
-    def begin(self) -> bool:
-        """Begin a call; return whether all ranks open a session in it."""
+    def begin(self, *, asks: bool = False) -> bool:
+        """Begin a call; return whether all ranks open a session in it. asks: this rank is to tune anew."""
+        if asks:
+            self._told = {self.begun + 1}  # before the thread sees that the call has begun
         self.begun += 1
-        return self.begun >= self._limit and self._opens()
+        if self.begun >= self._limit and self._opens():
+            return True
+        return asks and self._ask("begins", self.begun)
 
     def end(self, *, has_new_key: bool, waits: bool = True) -> bool:
         """End a call; return whether all ranks have met a new key in it. Only a rank that has waits."""
@@ -165,7 +182,14 @@ class Ballot:
         self.ended = call
         if not has_new_key:
             return False
-        if not self._post("met", self.name, call, waits=waits) or not waits:
+        if not waits:
+            self._post("met", self.name, call, waits=False)
+            return False
+        return self._ask("met", call)
+
+    def _ask(self, op: str, call: int) -> bool:
+        """Tell the hub, and wait for the words of all; return whether all open a session in this call."""
+        if not self._post(op, self.name, call, waits=True):
             return False
         if (answer := self._answer(call, self._timeout_s)) is None:
             self._post("goes on", self.name, call, waits=False)
@@ -201,7 +225,7 @@ class Ballot:
         about, call = letter["about"], int(letter["call"])
         with self._changed:
             if about == "asked":
-                self._asked = call
+                self._asked, self._is_begun_enough = call, bool(letter["is_begun_enough"])
             elif about == "words":
                 self._answers[call] = bool(letter["all"])
                 self._answers.pop(call - ROUNDS, None)
@@ -215,9 +239,9 @@ class Ballot:
             self._post("stops", self.name, self._stop(), waits=False)
 
     def tell(self) -> None:
-        """Post the word that the hub waits for, if the call has ended."""
+        """Post the word that the hub waits for, if the call has gone far enough."""
         call = self._asked
-        if call is not None and self.ended >= call:
+        if call is not None and (self.begun if self._is_begun_enough else self.ended) >= call:
             self._asked = None
             if call not in self._told:
                 self._post("finished", self.name, call, waits=False)

@@ -38,8 +38,11 @@ class BaseTuner:
         return settings.run_mode() == "off" or (self._calls is not None and self._calls.settled)
 
     def retune(self) -> None:
-        """Tune anew at the next call, whatever memory and disk hold. Call it on all ranks."""
-        self._made_calls().retunes = True
+        """Tune anew at the next call, whatever memory and disk hold.
+
+        Called on some ranks only, it is taken up by all of them a few calls later, if they vote (`watch`).
+        """
+        self._made_calls().retune()
 
     def _made_calls(self) -> Calls:
         if self._calls is None:

@@ -75,6 +75,7 @@ class Calls:
         self._wants_session = True
         self._ignores_known = False  # the results in memory and on disk, in the next session
         self.retunes = False  # the next call tunes anew, whatever memory and disk hold
+        self._has_asked = False  # the peers to do so with this rank
         self._noted: set[str] = set()  # contexts that are logged as not tuned
         self._asking: set[str] = set()  # contexts that have asked for a session
         self._world: Callable[[], Any] = lambda: None  # the default group of the last call; see `_keep_world`
@@ -91,6 +92,10 @@ class Calls:
     @property
     def settled(self) -> bool:
         return self._session is None and not (self._wants_session or self.retunes)
+
+    def retune(self) -> None:
+        """Tune anew at the next call, or as soon as all ranks take it up."""
+        self.retunes, self._has_asked = True, False
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
         """Make one call. `mode`: "tune", "cached" or "strict", as DIST_AUTOTUNE_MODE says now."""
@@ -183,16 +188,17 @@ class Calls:
     def _steady_state(self, mode: str, *, is_quiet: bool = False) -> FunctionState | None:
         """Return the state if a call now is without trials and nothing has to be prepared for it."""
         state = self.state
-        if state is None or self.retunes or state.function.mode != mode:
+        if state is None or state.function.mode != mode:
             return None
         is_settled = self._session is None and not self._wants_session
         if not (is_settled or is_quiet or interception.is_capturing()):
             return None
-        if self._options.group is None and _world() is self._world() and os.getpid() == self._pid:
-            return state
-        if state.function.group is not self._current_group():
+        if self._options.group is not None or _world() is not self._world() or os.getpid() != self._pid:
+            if state.function.group is not self._current_group():
+                return None
+            self._keep_world()
+        if self.retunes and not (is_settled and state.ballot is not None):
             return None
-        self._keep_world()
         return state
 
     def _keep_world(self) -> None:
@@ -209,7 +215,9 @@ class Calls:
             return False
         if ballot.watch is None:
             ballot.watch = self._watch(state)
-        return ballot.begin()
+        asks = self.retunes and not self._has_asked
+        self._has_asked |= asks
+        return ballot.begin(asks=asks)
 
     def _watch(self, state: FunctionState) -> Watch:
         report = functools.partial(diagnosis.write_stuck, self._note)
@@ -225,12 +233,12 @@ class Calls:
     def _is_in_session(self, state: FunctionState, *, takes_up: bool) -> bool:
         """Return whether this call belongs to a session.
 
-        takes_up: open one with the ranks that take a new key up. If a rank does not come in time, learning
-        waits, and the call is a settled one.
+        takes_up: open one with the ranks that take a new key up, or tune anew. If a rank does not come in
+        time, learning waits, and the call is a settled one.
         """
         if interception.is_capturing():
             return False
-        if not takes_up or not self.settled:
+        if not takes_up or self._session is not None:
             return not self.settled
         self._wants_session = True
         try:

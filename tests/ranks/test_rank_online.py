@@ -148,6 +148,46 @@ def test_a_rank_that_is_late_where_all_take_a_key_up_raises_nothing():
 
 
 @pytest.mark.parametrize("mode", ["online", "replay"])
+def test_retune_on_one_rank_is_taken_up_by_all_in_one_call(mode):
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+
+        def thunk():
+            dist.barrier()  # a rank that waits for its peers' calls to end would keep them from ending
+            return launch(kernel, x)
+
+        step = tune(bench, thunk, mode=mode)
+        run_until_settled(step)
+        before = len(bench.blocks())
+        if rank == 1:
+            step.retune()
+        return call_until_taken_up(step), sorted(set(bench.blocks()[before:])), blocks_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert zero[0] >= 3
+    assert zero[1:] == ([16, 32], {"add64": 32})
+
+
+def test_retune_beside_a_rank_that_is_late_delays_learning_and_raises_nothing():
+    def program(rank):
+        bench, x = Bench(), numbers()
+        kernel = bench.kernel({16: 3.0, 32: 1.0})
+        step = tune(bench, lambda: launch(kernel, x), timeout_s=SHORT_S)
+        run_until_settled(step)
+        if rank == 1:
+            step.retune()
+        else:
+            time.sleep(2 * SHORT_S + 1)
+        step()
+        return call_until_taken_up(step), sorted(set(bench.blocks()))
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one == (zero[0], [16, 32])
+
+
+@pytest.mark.parametrize("mode", ["online", "replay"])
 def test_without_the_vote_new_keys_keep_the_config_of_the_nearest_key_and_are_logged(mode):
     def program(rank):
         bench, sizes = Bench(), [64]

@@ -19,8 +19,11 @@ CALLS = 12
 class Rank:
     """One rank: it makes its calls, waits for words, and opens a session where its ballot says so."""
 
-    def __init__(self, rank: int, world: World, new_in: set[int], raises_in: set[int]) -> None:
-        self.rank, self.world, self.new_in, self.raises_in = rank, world, new_in, raises_in
+    def __init__(self, rank: int, world: World) -> None:
+        self.rank, self.world = rank, world
+        self.new_in, self.raises_in, self.retunes_in = (
+            each[rank] if each else set() for each in (world.new_in, world.raises_in, world.retunes_in)
+        )
         self.ballot = Ballot("session", self.post, timeout_s=0)
         self.ballot._answer = lambda call, timeout_s: self.ballot._answers.get(call)  # the model waits
         self.sent: deque[dict[str, Any]] = deque()
@@ -40,20 +43,33 @@ class Rank:
             return False
         if self.state == "stopped":
             return ballot._opens_at is not None
-        return self.state != "waiting" or ballot.begun in ballot._answers
+        return not self.is_waiting or ballot.begun in ballot._answers
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in ("waiting", "waiting to begin")
 
     def go_on(self) -> None:
         ballot = self.ballot
+        asks, posted = ballot.begun + (self.state == "between calls") in self.retunes_in, len(self.sent)
         if self.state == "between calls" and ballot.begun + 1 >= ballot._limit:
+            if asks:
+                ballot._told = {ballot.begun + 1}
             ballot.begun += 1  # as `begin` does before it waits for the outcome
             self.state = "stopped"
         elif self.state == "between calls":
             self.state = "in a call"
-            assert not ballot.begin()
+            assert not ballot.begin(asks=asks)
+            if len(self.sent) > posted:
+                self._wait_in_the_model()
+                self.state = "waiting to begin"
         elif self.state == "stopped":
             self.state = "in a call"
             if ballot._opens():
                 self.opened.append(("together", ballot.begun))
+            elif asks and not ballot._ask("begins", ballot.begun):
+                self._wait_in_the_model()
+                self.state = "waiting to begin"
         elif self.state == "in a call":
             call = ballot.begun
             if call in self.new_in:
@@ -62,15 +78,25 @@ class Rank:
                 ballot.end(has_new_key=False)
             is_waiting = call in self.new_in and call not in self.raises_in
             self.state = "waiting" if is_waiting else "between calls"
-            # What a rank that does not wait in the model has posted in `end`, it posts when it gives up.
-            while self.sent and self.sent[-1]["op"] == "goes on":
-                self.sent.pop()
             if is_waiting:
+                self._wait_in_the_model()
                 self.waited_in.append(call)
         else:
             if ballot._answers[ballot.begun]:
                 self.opened.append(("at once", ballot.begun))
-            self.state = "between calls"
+            self.state = "between calls" if self.state == "waiting" else "in a call"
+
+    @property
+    def has_a_word(self) -> bool:
+        """Return whether `tell` would say something now."""
+        ballot = self.ballot
+        reached = ballot.begun if ballot._is_begun_enough else ballot.ended
+        return ballot.is_asked and reached >= ballot._asked
+
+    def _wait_in_the_model(self) -> None:
+        """Take back what a rank posts that does not wait for an answer: it posts that when it gives up."""
+        if self.sent[-1]["op"] == "goes on":
+            self.sent.pop()
 
     def give_up(self) -> None:
         """Go on without the words of the peers: `timeout_s` is over."""
@@ -86,22 +112,20 @@ class World:
     size: int
     new_in: list[set[int]]
     raises_in: list[set[int]] = field(default_factory=list)
+    retunes_in: list[set[int]] = field(default_factory=list)
     gives_up: bool = False
 
     def run(self) -> list[Rank]:
         draw, box = random.Random(self.seed), BallotBox(range(self.size))
-        raises_in = self.raises_in or [set() for _ in range(self.size)]
-        ranks = [Rank(n, self, self.new_in[n], raises_in[n]) for n in range(self.size)]
+        ranks = [Rank(n, self) for n in range(self.size)]
         given_up: set[tuple[int, int]] = set()
         while True:
             steps: list[Any] = [rank.go_on for rank in ranks if rank.can_go_on]
             steps += [lambda rank=rank: box.handle(rank.sent.popleft(), None) for rank in ranks if rank.sent]
             steps += [lambda rank=rank: self.deliver(box, rank) for rank in ranks if self.has_post(box, rank)]
-            steps += [r.ballot.tell for r in ranks if r.ballot.is_asked and r.ballot.ended >= r.ballot._asked]
+            steps += [rank.ballot.tell for rank in ranks if rank.has_a_word]
             if self.gives_up:
-                waiting = [
-                    r for r in ranks if r.state == "waiting" and (r.rank, r.ballot.begun) not in given_up
-                ]
+                waiting = [r for r in ranks if r.is_waiting and (r.rank, r.ballot.begun) not in given_up]
                 for rank in waiting:
                     given_up.add((rank.rank, rank.ballot.begun))
                     steps.append(rank.give_up)
@@ -159,6 +183,29 @@ def test_a_key_of_one_rank_is_taken_up_by_all_two_calls_after_the_last_has_heard
     assert {how for rank in ranks for how, _ in rank.opened} <= {"together"}
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_ranks_that_are_all_to_tune_anew_do_it_before_they_make_the_call(seed):
+    ranks = World(seed, 3, [set()] * 3, retunes_in=[{4}] * 3).run()
+    assert [rank.opened for rank in ranks] == [[("at once", 4)]] * 3
+    assert [rank.ballot.ended for rank in ranks] == [3] * 3
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_whichever_ranks_are_to_tune_anew_nobody_waits_for_a_call_to_end_that_waits_for_it(size):
+    opened = 0
+    for seed in SEEDS:
+        draw = random.Random(seed)
+        new_in, retunes_in = (
+            [{call for call in range(1, 6) if draw.random() < 0.2} for _ in range(size)] for _ in range(2)
+        )
+        world = World(seed, size, new_in, retunes_in=retunes_in)
+        ranks = world.run()
+        assert len({tuple(call for _, call in rank.opened) for rank in ranks}) == 1, seed
+        assert all(rank.opened or rank.ballot.ended == CALLS for rank in ranks), seed
+        opened += bool(ranks[0].opened)
+    assert opened > 200
+
+
 def test_calls_without_new_keys_send_nothing():
     ranks = World(0, 4, [set()] * 4).run()
     assert [rank.read for rank in ranks] == [0] * 4
@@ -173,7 +220,8 @@ def test_a_letter_is_delivered_until_it_is_known_to_be_read():
     box.handle({"op": "met", "rank": 0, "ballot": "b", "call": 3, "waits": True}, answers.append)
     box.handle({**listening, "id": 2}, answers.append)  # the first answer was lost
     assert [answer["id"] for answer in answers] == [1, 2]
-    assert answers[0]["letters"] == answers[1]["letters"] == [{"ballot": "b", "about": "asked", "call": 3}]
+    letter = {"ballot": "b", "about": "asked", "call": 3, "is_begun_enough": False}
+    assert answers[0]["letters"] == answers[1]["letters"] == [letter]
     box.handle({**listening, "call": answers[1]["read"], "id": 3}, answers.append)
     assert len(answers) == 2
 
