@@ -204,6 +204,43 @@ def _is_set(hook: Any) -> bool:
     return bool(hook.calls) if isinstance(hook, knobs.HookChain) else hook is not None
 
 
+class PlainLaunches:
+    """The launches of a kernel that is not tuned; the second one of a kind is prepared."""
+
+    def __init__(self, kernel: Any, **options: Any) -> None:
+        self._kernel, self._options = kernel, options
+        self._of: dict[Hashable, PreparedLaunch] = {}
+
+    def launch(
+        self,
+        kind: Hashable,
+        programs: int,
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[int],
+        constants: dict[str, Any],
+        *,
+        only_load: bool = False,
+    ) -> None:
+        """Launch it, or load it; the arguments are in the order of its parameters, which end with constants.
+
+        kind: all that the compiled kernel and its grid depend on.
+        """
+        prepared = self._of.get(kind)
+        if prepared is not None:
+            if not only_load:
+                prepared((), *[tensor.data_ptr() for tensor in tensors], *numbers)
+            return
+        grid, constants = (programs, 1, 1), {**constants, **self._options}
+        arguments = (*[tensor.detach() for tensor in tensors], *numbers)
+        if only_load:
+            load(self._kernel, grid, *arguments, **constants)
+            return
+        compiled = self._kernel[grid](*arguments, **constants)
+        if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
+            last = tuple(constants[name] for name in self._kernel.arg_names if name in constants)
+            remember(self._of, kind, PreparedLaunch(compiled, grid, (), (), last))
+
+
 BlocksOf = Callable[[dict[str, Any]], dict[str, Block]]  # descriptors' blocks under all constants
 
 

@@ -18,7 +18,7 @@ from ..configs import capability
 from ..epilogues import NO_EPILOGUE, Epilogue
 from ..exchange.chunks import ChunkExchange, part_from
 from ..exchange.spoil import spoil_chunks
-from ..launch import PreparedLaunch, load
+from ..launch import PlainLaunches
 from ..tensors import FP8
 from .operands import GatherCall
 
@@ -51,8 +51,7 @@ def runs_of(rank: int, world_size: int, *, pushed: bool) -> tuple[Run, ...]:
     return tuple(run for run in (Run(rank, rank, 1), behind, before) if run.chunks)
 
 
-# The compiled kernel and its grid, by what is compiled in: ranks, device, alignment.
-_LOADED: dict[tuple[int, torch.device, bool, bool], PreparedLaunch] = {}
+_AWAIT = PlainLaunches(await_chunks, num_warps=1)
 
 
 def wait_for_all(call: GatherCall, *, only_load: bool = False) -> None:
@@ -64,20 +63,9 @@ def wait_for_all(call: GatherCall, *, only_load: bool = False) -> None:
         return
     flags, errors = call.flags, call.errors
     scalars = (call.rank, call.rows, call.epoch, call.base, call.pushed, call.patience_ticks)
-    key = (call.world_size, flags.device, flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0)
-    loaded = _LOADED.get(key)
-    if loaded is not None and only_load:
-        return
-    if loaded is not None:
-        loaded((), flags, errors, *scalars)
-        return
-    grid = (call.world_size - 1, 1, 1)
-    if only_load:
-        load(await_chunks, grid, flags, errors, *scalars, WORLD=call.world_size, num_warps=1)
-        return
-    compiled = await_chunks[grid](flags, errors, *scalars, WORLD=call.world_size, num_warps=1)
-    if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-        _LOADED[key] = PreparedLaunch(compiled, grid, (), (), (call.world_size,))
+    kind = (call.world_size, flags.device, flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0)
+    constants = {"WORLD": call.world_size}
+    _AWAIT.launch(kind, call.world_size - 1, (flags, errors), scalars, constants, only_load=only_load)
 
 
 class MatmulConsumer:

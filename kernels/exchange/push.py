@@ -120,7 +120,11 @@ class Pushes:
 
     def sending(self, peer: int, copies: Copies, row: int, value: int) -> list[Step]:
         """Return the steps of `send`."""
-        return [*(Copy(there, here) for there, here in copies), Write(self._there[peer][row], value)]
+        return [*(Copy(there, here) for there, here in copies), self.raising(peer, row, value)]
+
+    def raising(self, peer: int, row: int, value: int) -> Step:
+        """Return the step of `raise_flag`."""
+        return Write(self._there[peer][row], value)
 
     def take(self, peer: int, row: int) -> None:
         """Enqueue a wait for a flag here, and lower it: FREE, the peer's permit, or DONE."""

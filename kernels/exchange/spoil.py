@@ -7,14 +7,13 @@ has its place. It cannot be left to the host, which learns of a failure too late
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-from ..launch import PreparedLaunch, load
+from ..launch import PlainLaunches
 from .chunks import ChunkExchange, is_lost
 from .peers import Peers, is_any_lost
 
@@ -86,10 +85,13 @@ def spoil_without_peers(
         _fill(out_ptr, tl.program_id(0), M, tl.num_programs(0), N, stride, BLOCK)
 
 
+_LOST_CHUNKS, _ALL = PlainLaunches(spoil_lost_chunks), PlainLaunches(spoil_without_peers)
+
+
 def spoil_chunks(out: torch.Tensor, call: ChunkCall, *, only_load: bool = False) -> None:
     """Enqueue that rows of `out` are NaN whose ranks the call has given up, or load what does."""
     numbers = (call.rank, call.rows, call.epoch, call.base, call.pushed)
-    _enqueue(spoil_lost_chunks, call.world_size - 1, out, call.flags, call.world_size, numbers, only_load)
+    _enqueue(_LOST_CHUNKS, call.world_size - 1, out, call.flags, call.world_size, numbers, only_load)
 
 
 def spoil_all(
@@ -97,15 +99,11 @@ def spoil_all(
 ) -> None:
     """Enqueue that all of `out` is NaN if a call has given up a peer, or load what does."""
     programs = min(PROGRAMS, out.shape[0]) if world_size > 1 else 0
-    _enqueue(spoil_without_peers, programs, out, flags, world_size, (rank, out.shape[0]), only_load)
-
-
-# The compiled kernels, by what is compiled in.
-_LOADED: dict[tuple[Hashable, ...], PreparedLaunch] = {}
+    _enqueue(_ALL, programs, out, flags, world_size, (rank, out.shape[0]), only_load)
 
 
 def _enqueue(
-    kernel: Any,
+    launches: PlainLaunches,
     programs: int,
     out: torch.Tensor,
     flags: torch.Tensor,
@@ -115,18 +113,7 @@ def _enqueue(
 ) -> None:
     if programs == 0:
         return
-    key = (kernel, programs, world_size, out.device, out.dtype)
-    loaded = _LOADED.get(key)
-    scalars = (out.shape[1], out.stride(0), *numbers)
-    if loaded is not None:
-        if not only_load:
-            loaded((), out.data_ptr(), flags.data_ptr(), *scalars)
-        return
-    out = out.detach()
     constants = {"WORLD": world_size, "BLOCK": COLUMNS}
-    if only_load:
-        load(kernel, (programs, 1, 1), out, flags, *scalars, **constants)
-        return
-    compiled = kernel[(programs, 1, 1)](out, flags, *scalars, **constants)
-    if hasattr(compiled, "packed_metadata"):  # the interpreter compiles nothing
-        _LOADED[key] = PreparedLaunch(compiled, (programs, 1, 1), (), (), tuple(constants.values()))
+    scalars = (out.shape[1], out.stride(0), *numbers)
+    kind = (programs, world_size, out.device, out.dtype)
+    launches.launch(kind, programs, (out, flags), scalars, constants, only_load=only_load)

@@ -53,7 +53,7 @@ equal tokens, so their parts of the collectives fit together, and a graph repeat
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,7 @@ from ..exchange.flags import ARRIVED
 from ..exchange.spoil import spoil_all
 from ..launch import SettledLaunches
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_overlap, check_tensor, pitch_of
+from ..tensors import check_no_gradient, check_overlap, check_tensor, layout_of, pitch_of, remember
 from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, ExpertShape
 from .operation import ExpertOperation, check_choices, check_experts
@@ -113,6 +113,7 @@ class AllGatherMoE(ExpertOperation):
         super()._allocate()
         self._gather = self._memory.allocate((self.world_size, self._capacity, self._k), self._dtype)
         self._shard = self._gather.local[self.rank]
+        self._shard_bytes = self._shard.numel() * self._shard.element_size()
         self._slots = [(peer, self._gather.peers[peer][self.rank]) for peer in self._pushes.before]
         self._pushes.warm_up((slot, self._shard) for _, slot in self._slots)
         spoil_all(self._shard, self._flags.local, self.rank, self.world_size, only_load=True)
@@ -140,8 +141,11 @@ class AllGatherMoE(ExpertOperation):
         """
         self._check_usable()
         check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight, out=out)
-        self._check_arguments(x_shard, weight, topk_ids, out)
-        known = self._check_call(topk_ids, tokens)
+        lie = self._layout_of(x_shard), layout_of(weight), layout_of(topk_ids), layout_of(out)
+        if lie not in self._checked:
+            self._check_arguments(x_shard, weight, topk_ids, out)
+            remember(self._checked, lie, None)
+        known = self._known_tokens(topk_ids.shape[0], tokens)
         if known is not None:
             self._check_rows(out, sum(known) * topk_ids.shape[1])
         with self._carrying_out():
@@ -173,7 +177,7 @@ class AllGatherMoE(ExpertOperation):
         check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight)
         self._check_arguments(x_shard, weight, topk_ids, None)
         check_choices("topk_weights", topk_weights, self.device, integers=False)
-        known = self._check_call(topk_ids, tokens)
+        known = self._known_tokens(topk_ids.shape[0], tokens)
         if topk_weights.shape != topk_ids.shape:
             given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
             raise ValueError(f"{given} must be of one shape")
@@ -218,6 +222,12 @@ class AllGatherMoE(ExpertOperation):
 
     # ---- one call
 
+    def _layout_of(self, x_shard: torch.Tensor) -> Hashable:
+        """Return how a tensor lies, and where in `op.shard`, if there."""
+        layout = layout_of(x_shard)
+        offset = x_shard.data_ptr() - self._shard.data_ptr() if isinstance(layout, tuple) else -1
+        return (offset if 0 <= offset < self._shard_bytes else -1), layout
+
     def _check_tokens(self, x_shard: torch.Tensor, weight: torch.Tensor) -> None:
         check_tensor("x_shard", x_shard, self._dtype, self.device)
         check_experts(weight, self._k, self._dtype, self.device)
@@ -234,6 +244,7 @@ class AllGatherMoE(ExpertOperation):
         if isinstance(topk_ids, torch.Tensor) and len(topk_ids) != len(x_shard):
             given = f"x_shard {list(x_shard.shape)} and topk_ids {list(topk_ids.shape)}"
             raise ValueError(f"{given} must have a row for each of the same tokens")
+        self._check_ids(topk_ids)
         if out is not None:
             check_tensor("out", out, self._dtype, self.device)
             if out.shape[1] != weight.shape[1]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 
 from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS, FREE, GIVEN, TOLD
 from ..exchange.push import Pushes
-from ..symm import SymmetricMemory, SymmetricTensor
+from ..symm import Step, SymmetricMemory, SymmetricTensor
+from ..tensors import remember
 from .flags import TOPK_SPAN
 
 ROWS_TOLD = slice(TOLD.value, GIVEN.value + 1, GIVEN.value - TOLD.value)  # of flags
@@ -20,39 +22,58 @@ class Announcer:
 
     def __init__(self, pushes: Pushes) -> None:
         self._pushes = pushes
-        self._copied = (0, 0, 0)
-        self._copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in pushes.before]
+        self._prepared: dict[Hashable, Callable[..., None]] = {}  # by tokens, choices, lists and digest
 
-    def permit(self) -> None:
-        """Enqueue permits, and waits for those of the peers, in a call that has nothing to tell."""
-        self._pushes.give_permits()
-        for peer in self._pushes.before:
-            self._pushes.take(peer, FREE.value)
+    def permit(self, *, at_once: bool) -> None:
+        """Enqueue permits, and waits for those of the peers, in a call that has nothing to tell.
+
+        at_once: signals between copies by one call of the driver, which nobody has captured yet.
+        """
+        self._pushes.give_permits(at_once=at_once)
+        steps = (step for peer in self._pushes.before for step in self._pushes.taking(peer, FREE.value))
+        self._run((), steps, at_once=at_once)
 
     def announce(
-        self, lists: tuple[SymmetricTensor, ...], tokens: int, topk: int, stride: int, given: int
+        self,
+        lists: tuple[SymmetricTensor, ...],
+        tokens: int,
+        topk: int,
+        stride: int,
+        given: int,
+        *,
+        at_once: bool,
     ) -> None:
-        """Enqueue permits and choices, behind what the caller has enqueued so far.
+        """Enqueue permits and choices, behind what the caller has enqueued so far; at_once: see `permit`.
 
         lists: what is told of each choice, an element each, rank by rank; the choices of this rank are in
         their place, at `rank * stride`. given: the digest of the tokens of all ranks, as this one knows them.
         """
-        pushes = self._pushes
-        if (tokens, topk, len(lists)) != self._copied:
-            self._copied = (tokens, topk, len(lists))
-            self._copies = self._views(lists, pushes.memory.rank * stride, tokens * topk)
-        pushes.give_permits()
-        for peer, copies in zip(pushes.before, self._copies, strict=True):
-            pushes.take(peer, FREE.value)
-            pushes.send(peer, copies, GIVEN.value, given)
-            pushes.raise_flag(peer, TOLD.value, tokens * TOPK_SPAN.value + topk)
+        self._pushes.give_permits(at_once=at_once)
+        begin = self._pushes.memory.rank * stride
+        part, told = slice(begin, begin + tokens * topk), tokens * TOPK_SPAN.value + topk
+        steps = self._steps(lists if tokens else (), part, told, given)
+        self._run((tokens, topk, len(lists), given), steps, at_once=at_once)
 
-    def _views(
-        self, lists: tuple[SymmetricTensor, ...], begin: int, length: int
-    ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-        part = slice(begin, begin + length)
-        told = lists if length else ()
-        return [[(each.peers[peer][part], each.local[part]) for each in told] for peer in self._pushes.before]
+    def _steps(
+        self, lists: tuple[SymmetricTensor, ...], part: slice, told: int, given: int
+    ) -> Iterator[Step]:
+        pushes = self._pushes
+        for peer in pushes.before:
+            copies = [(each.peers[peer][part], each.local[part]) for each in lists]
+            yield from pushes.taking(peer, FREE.value)
+            yield from pushes.sending(peer, copies, GIVEN.value, given)
+            yield pushes.raising(peer, TOLD.value, told)
+
+    def _run(self, key: Hashable, steps: Iterable[Step], *, at_once: bool) -> None:
+        """Enqueue the steps, which the key stands for."""
+        memory, stream = self._pushes.memory, self._pushes.stream
+        if not at_once:
+            memory.enqueue(steps, stream)
+            return
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = remember(self._prepared, key, memory.prepare(list(steps), stream))
+        prepared()
 
 
 class ChoiceGatherer:

@@ -58,7 +58,7 @@ def ordered(config: triton.Config, *, by_arrival: bool) -> triton.Config:
 
 def size_class(choices: int) -> int:
     """Return the power of two that a call's number of choices is tuned as: it changes from call to call."""
-    return triton.next_power_of_2(max(choices, LOWEST_HEIGHT))
+    return 1 << (max(choices, LOWEST_HEIGHT) - 1).bit_length()  # Triton's function takes 1 us
 
 
 class ExpertShape(NamedTuple):

@@ -66,7 +66,15 @@ import torch.distributed as dist
 from ..exchange.push import SumPusher
 from ..launch import SettledLaunches
 from ..signals import Failure
-from ..tensors import begin_at_16_bytes, check_no_gradient, check_out, check_tensor, pitch_of
+from ..tensors import (
+    begin_at_16_bytes,
+    check_no_gradient,
+    check_out,
+    check_tensor,
+    layout_of,
+    pitch_of,
+    remember,
+)
 from .flags import NOT_COMPUTED
 from .launch import HEIGHTS, ExpertShape
 from .moe_rs_kernel import moe_reduce_scatter
@@ -180,8 +188,12 @@ class MoEReduceScatter(ExpertOperation):
     ) -> torch.Tensor:
         self._check_usable()
         check_no_gradient("MoEReduceScatter", y=y, weight=weight, topk_weights=topk_weights, out=out)
-        self._check_arguments(y, weight, topk_ids, topk_weights, out)
-        known = self._check_call(topk_ids, tokens)
+        given = (y, weight, topk_ids, topk_weights, out)
+        lie = tuple(map(layout_of, given))
+        if lie not in self._checked:
+            self._check_arguments(*given)
+            remember(self._checked, lie, None)
+        known = self._known_tokens(topk_ids.shape[0], tokens)
         topk = topk_ids.shape[1]
         if known is not None:
             self._check_rows(y, known, topk)
@@ -240,7 +252,7 @@ class MoEReduceScatter(ExpertOperation):
         out: torch.Tensor | None,
     ) -> None:
         self._check_operands(y, weight)
-        check_choices("topk_ids", topk_ids, self.device, integers=True)
+        self._check_ids(topk_ids)
         check_choices("topk_weights", topk_weights, self.device, integers=False)
         if topk_weights.shape != topk_ids.shape:
             given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"

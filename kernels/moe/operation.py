@@ -18,7 +18,7 @@ from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.push import Pushes
 from ..signals import Failure
 from ..symm import SymmetricMemoryError
-from ..tensors import check_tensor, lies_by_columns
+from ..tensors import check_tensor, layout_of, lies_by_columns, remember
 from .announcer import Announcer, ChoiceGatherer
 from .flags import (
     GIVEN_OTHERS,
@@ -101,6 +101,8 @@ class ExpertOperation(Operation):
         self._group, self._timeout_s = group, timeout_s
         self._told: tuple[int, ...] = ()  # of the last call
         self._plans: dict[tuple[int, int, int], Plan] = {}
+        self._checked: dict[Hashable, None] = {}  # layouts of the tensors of calls
+        self._shapes: dict[Hashable, ExpertShape] = {}  # by all that they depend on
         self._open_collective = functools.partial(
             Collective,
             type(self).__name__,
@@ -147,8 +149,8 @@ class ExpertOperation(Operation):
 
     # ---- one call
 
-    def _check_call(self, topk_ids: torch.Tensor, tokens: Sequence[int] | None) -> tuple[int, ...] | None:
-        """Raise what can be told before peers hear of the call; return the tokens of all ranks if known."""
+    def _check_ids(self, topk_ids: torch.Tensor) -> None:
+        """Raise unless this operation can take these choices."""
         check_choices("topk_ids", topk_ids, self.device, integers=True)
         own, topk = topk_ids.shape
         if own > self._capacity:
@@ -163,6 +165,9 @@ class ExpertOperation(Operation):
             raise ValueError(
                 f"{self.world_size} x {self._capacity} tokens with topk={topk} are 2**29 rows or more"
             )
+
+    def _known_tokens(self, own: int, tokens: Sequence[int] | None) -> tuple[int, ...] | None:
+        """Raise what can be told before peers hear of the call; return the tokens of all ranks if known."""
         self._check_device()
         if tokens is not None:
             return check_tokens(tokens, own, self.rank, self.world_size, self._capacity)
@@ -206,12 +211,14 @@ class ExpertOperation(Operation):
                 self._gatherer.gather(self._collective, topk_ids, topk_weights, *of_call)
             return True
         if topk_ids is None:
-            self._announcer.permit()
+            self._announcer.permit(at_once=not is_capturing)
         else:
-            self._announce(topk_ids, topk_weights, is_shared)
+            self._announce(topk_ids, topk_weights, is_shared, at_once=not is_capturing)
         return False
 
-    def _announce(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, is_shared: bool) -> None:
+    def _announce(
+        self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, is_shared: bool, *, at_once: bool
+    ) -> None:
         """Put the choices in their place and enqueue what tells the peers."""
         tokens, topk = topk_ids.shape
         given = [(self._ids, topk_ids)]
@@ -222,7 +229,8 @@ class ExpertOperation(Operation):
             if tokens:
                 told.local[begin : begin + tokens * topk].copy_(choices.detach().reshape(-1))
         lists = tuple(told for told, _ in given)
-        self._announcer.announce(lists, tokens, topk, self._capacity * topk, self._digest(is_shared))
+        of_call = (tokens, topk, self._capacity * topk, self._digest(is_shared))
+        self._announcer.announce(lists, *of_call, at_once=at_once)
 
     def _digest(self, is_shared: bool) -> int:
         return digest_of(self._told) + (SHARED_DIGEST.value if is_shared else 0)
@@ -302,10 +310,27 @@ class ExpertOperation(Operation):
         is_gathered: bool,
     ) -> ExpertShape:
         """Return what the launch of a grouped GEMM of so many choices depends on; gathered: of one rank's."""
+        aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
+        key = choices, layout_of(weight), strides, aligned, is_sorted, is_gathered
+        shape = self._shapes.get(key)
+        if shape is None:
+            kind = {"is_sorted": is_sorted, "is_gathered": is_gathered}
+            shape = remember(self._shapes, key, self._new_shape(choices, weight, strides, aligned, **kind))
+        return shape
+
+    def _new_shape(
+        self,
+        choices: int,
+        weight: torch.Tensor,
+        strides: tuple[int, ...],
+        aligned: tuple[bool, ...],
+        *,
+        is_sorted: bool,
+        is_gathered: bool,
+    ) -> ExpertShape:
         experts, columns, k = weight.shape
         programs = self._sms or INTERPRETED_PROGRAMS
         sizes = (counted(choices, programs), size_class(choices), columns, k, experts)
-        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         layout = (self._has_tma and lies_for_tma(weight), lies_by_columns(weight))
         place = (weight.dtype, weight.device, aligned, *layout)
         ranks = 1 if is_gathered else self.world_size

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 
 from ..configs import INTERPRETED
+from ..launch import PlainLaunches
 from .launch import HEIGHTS
 from .routing import ENTRY, LOWEST_HEIGHT_BITS, count_choices, place_choices, sort_choices
 
@@ -20,6 +19,10 @@ BLOCK = 256 if INTERPRETED else 1024
 WARPS = 8
 SHARED_ORDERS = 3  # of the tables of a sorting that both operations of a layer use
 ALIGNED_WORDS = 4  # each part of the memory begins at 16 bytes
+
+_COUNT, _PLACE, _SORT = (
+    PlainLaunches(kernel, num_warps=WARPS) for kernel in (count_choices, place_choices, sort_choices)
+)
 
 
 class Plan:
@@ -48,11 +51,12 @@ class Plan:
         stages = stages or world_size
         self.capacity = _blocks(most, experts)
         padded = triton.next_power_of_2(experts + 1)
-        self._constants = {"WORLD": world_size, "BLOCK": BLOCK}
-        self._of_tables = {"HEIGHTS": HEIGHTS, "EXPERTS": padded}
-        self._of_tables["SEARCH_BITS"] = search_bits(stages, padded)
-        self._of_stages = {"STAGES": stages}
-        self._of_orders = {"ORDERS": orders, "BY_FIRST": by_first, **self._of_stages}
+        of_all = {"WORLD": world_size, "BLOCK": BLOCK}
+        self._of_counts = {**of_all, "STAGES": stages}
+        search = search_bits(stages, padded)
+        self._of_tables = {**of_all, "HEIGHTS": HEIGHTS, "EXPERTS": padded, "SEARCH_BITS": search}
+        self._of_places = {**self._of_tables, "ORDERS": orders, "BY_FIRST": by_first, "STAGES": stages}
+        self._kind = world_size, padded, orders, by_first, stages
         shapes = _shapes(world_size, experts, most, orders, stages)
         if words is None:
             words = torch.empty(_length(shapes), dtype=torch.int32, device=device)
@@ -105,24 +109,26 @@ class Plan:
         weights: those of the choices, where `ids` has these, if the sorting is to be shared.
         """
         (self._zeroed if weights is None else self.words).zero_()  # what others keep is defined throughout
+        is_shared, given = (
+            weights is not None,
+            (ids, flags, errors, self.words, *([] if weights is None else [weights])),
+        )
+        # Of the numbers, only ticks may need 64 bits. Parts of `words` are aligned as that is.
+        aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in given])
+        kind = (self._kind, ids.device, aligned, patience_ticks.bit_length() > 31)
         counts = (self._counts, self._starts, self.offsets)
         numbers = (pairs, self.experts, topk, stride, tokens, told, rank, first, patience_ticks)
-        launch: Callable[..., Any] = count_choices[(PROGRAMS,)]
-        arguments = (ids, flags, errors, *counts, self._within, *numbers)
-        constants = {**self._constants, **self._of_stages}
-        launch(*arguments, **constants, SHARED=weights is not None, num_warps=WARPS)
+        constants = {**self._of_counts, "SHARED": is_shared}
+        _COUNT.launch(kind, PROGRAMS, (*given[:3], *counts, self._within), numbers, constants)
         sizes = (self.experts, stride, first, self.capacity)
-        constants = {**self._constants, **self._of_tables}
         tables = (self._groups, self.ends, self.tables)
-        grid = (len(self.ends) + PROGRAMS,)
+        programs = len(self.ends) + PROGRAMS
         if weights is None:
             placed = (*counts, self._within, self.rows, self.sources)
-            launch, constants = place_choices[grid], {**constants, **self._of_orders}
-            launch(ids, *placed, *tables, *sizes, **constants, num_warps=WARPS)
+            _PLACE.launch(kind, programs, (ids, *placed, *tables), sizes, self._of_places)
         else:
             placed = (*counts, self.rows, self.sources, self.weights)
-            launch = sort_choices[grid]
-            launch(ids, weights, *placed, *tables, *sizes, **constants, num_warps=WARPS)
+            _SORT.launch(kind, programs, (ids, weights, *placed, *tables), sizes, self._of_tables)
 
 
 @dataclass(frozen=True)

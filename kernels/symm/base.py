@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import ClassVar, NamedTuple, Protocol, Self
@@ -155,16 +155,17 @@ class SymmetricMemory(abc.ABC):
     def prepare(self, steps: Sequence[Step], stream: SideStream) -> Callable[..., None]:
         """Return a function that enqueues the steps in their order, with the numbers that `plus` index."""
 
-        def run(*numbers: int) -> None:
-            for step in steps:
-                if isinstance(step, Copy):
-                    self.copy(step.dst, step.src, stream)
-                elif isinstance(step, Write):
-                    self.write_signal(step.word, value_of(step, numbers), stream)
-                else:
-                    self.wait_signal(step.word, value_of(step, numbers), stream)
+        return lambda *numbers: self.enqueue(steps, stream, *numbers)
 
-        return run
+    def enqueue(self, steps: Iterable[Step], stream: SideStream, *numbers: int) -> None:
+        """Enqueue the steps one by one, with the numbers that `plus` index."""
+        for step in steps:
+            if isinstance(step, Copy):
+                self.copy(step.dst, step.src, stream)
+            elif isinstance(step, Write):
+                self.write_signal(step.word, value_of(step, numbers), stream)
+            else:
+                self.wait_signal(step.word, value_of(step, numbers), stream)
 
     @abc.abstractmethod
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:

@@ -71,7 +71,8 @@ def only_compiling(
     made = CompilingDevice()
     monkeypatch.setattr(driver, "_active", made)
     leave_out_machine_code(monkeypatch)
-    monkeypatch.setattr(spoil, "_LOADED", {})
+    for untuned in (spoil._LOST_CHUNKS, spoil._ALL):
+        monkeypatch.setattr(untuned, "_of", {})
     monkeypatch.setattr(module, name, SettledLaunches(tuner, blocks_of))
     monkeypatch.setattr(tuner, "configs", [config])
     monkeypatch.setattr(tuner, "cache", {})

@@ -257,6 +257,7 @@ class ChoicesCaller:
         op.rank, op.world_size, op._patience_ticks = case.rank, case.world, case.patience_ticks
         op._sms, op._has_tma, op._upcasts = case.programs, case.has_tma, case.upcasts
         op._capacity, op._n, op._errors = case.tokens_per_rank, case.n, self.tensors["errors"]
+        op._shapes = {}
 
         def symmetric(name: str) -> Any:
             return types.SimpleNamespace(local=self.tensors[name])

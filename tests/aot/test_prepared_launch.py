@@ -5,6 +5,7 @@ Triton's IR, launcher and encoding of descriptors are real; what the function in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
 from dist_autotune.kernels.exchange import spoil
 from dist_autotune.kernels.gemm.configs import blocks_of
 from dist_autotune.kernels.launch import SettledLaunches, bare_launch
+from dist_autotune.kernels.moe import plan as plans
 
 pytestmark = pytest.mark.aot
 
@@ -85,8 +87,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(driver, "_active", made)
     leave_out_machine_code(monkeypatch)
     monkeypatch.setattr(launches, "_allocate_scratch", made.allocate)
-    monkeypatch.setattr(matmul, "_LOADED", {})
-    monkeypatch.setattr(spoil, "_LOADED", {})
+    for untuned in (matmul._AWAIT, spoil._LOST_CHUNKS, spoil._ALL):
+        monkeypatch.setattr(untuned, "_of", {})
     monkeypatch.setattr(specialized, "_SETTLED", SettledLaunches(specialized.tuned, blocks_of))
     monkeypatch.setattr(plain, "_SETTLED", SettledLaunches(plain.all_gather_gemm, lambda constants: {}))
     for tuner in (specialized.tuned, plain.all_gather_gemm):
@@ -165,6 +167,32 @@ def test_numbers_with_a_fraction_are_handed_over_as_they_are(device):
     launches.PreparedLaunch(compiled, (1, 1, 1), (), (), (64,))((), x, y, 50, 0.25)
     by_triton, prepared = device.handed
     assert prepared == by_triton
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["of one call", "shared"])
+def test_prepared_launches_of_a_sorting_hand_over_what_triton_s_own_do(device, is_shared, monkeypatch):
+    for untuned in (plans._COUNT, plans._PLACE, plans._SORT):
+        monkeypatch.setattr(untuned, "_of", {})
+    place = {"by_first": False, "device": torch.device("cpu")}
+    plan = plans.Plan(world_size=WORLD, experts=4, most=256, orders=3 if is_shared else 2, **place)
+    ids, odd_ids = torch.zeros(256, dtype=torch.int64), torch.zeros(257, dtype=torch.int64)[1:]
+    flags = torch.zeros(7, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
+    weights = torch.zeros(256) if is_shared else None
+
+    def sort(choices: torch.Tensor, tokens: int, patience_ticks: int) -> list[tuple[Any, ...]]:
+        before = len(device.handed)
+        numbers = {"pairs": 4 * tokens, "topk": 2, "stride": 128, "tokens": tokens, "told": 9 * tokens}
+        of_rank = {"rank": 1, "first": 1, "patience_ticks": patience_ticks}
+        plan.sort(choices, *flags, **numbers, **of_rank, weights=weights)
+        return device.handed[before:]
+
+    cases = list(itertools.product((ids, odd_ids), (1, 16, 33), (99, 2**40)))
+    prepared = [[sort(*case) for case in cases] for _ in range(2)][1]
+    monkeypatch.setattr(launches, "remember", lambda known, kind, made: made)
+    for untuned in (plans._COUNT, plans._PLACE, plans._SORT):
+        untuned._of.clear()
+    assert prepared == [sort(*case) for case in cases]
+    assert all(len(handed) == 2 for handed in prepared)
 
 
 @NEEDS_BARE
