@@ -371,7 +371,7 @@ def table(record: dict[str, Any]) -> list[str]:
     lines += ["", f"| ranks | round trip | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for row in record["real"]:
         cells = [row["round_trip_ms"], *(row["ms"][name] for name in names)]
-        texts = [f"{cell['median']:.3f} ({cell['quiet']:.3f})" for cell in cells]
+        texts = [f"{cell['median']:.4f} ({cell['quiet']:.4f})" for cell in cells]
         lines.append(f"| {row['ranks']} | {' | '.join(texts)} |")
     fitted = ", ".join(map(str, record["model"]["coefficients"]))
     lines += ["", f"ms = a + b ranks + c contexts + d ranks contexts: {fitted}"]

@@ -42,5 +42,5 @@ def test_the_program_ends_with_tables_and_a_record(tmp_path):
     fitted = found["bytes"]["fits"]["a run, payload: a, per context, per ban"]
     assert all(coefficient > 20 for coefficient in fitted["coefficients"])
     assert found["real"][0]["ms"]["settled call with vote"]["median"] > 0
-    assert f"| 2 | {found['real'][0]['round_trip_ms']['median']:.3f}" in printed
+    assert f"| 2 | {found['real'][0]['round_trip_ms']['median']:.4f}" in printed
     assert "| 34 | 10 |" in printed
