@@ -56,7 +56,8 @@ def one_line(text: str) -> str:
 def described(error: BaseException) -> str:
     """Return `Type: message`; of a user's exception that cannot say its message, the type."""
     try:
-        return f"{type(error).__name__}: {error}".rstrip(": ")
+        text = f"{type(error).__name__}: {error}".rstrip(": ")
+        return text.encode("utf-8", "backslashreplace").decode()  # lone surrogates travel nowhere
     except Exception as other:
         return f"{type(error).__name__} (str() failed: {type(other).__name__})"
 

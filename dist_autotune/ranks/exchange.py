@@ -90,7 +90,8 @@ class Exchange:
         """Return the end of the exchange; at the time-out, the end that the hub sets then."""
         for _ in range(CONNECTIONS):  # it hangs up on a rank that was stopped; to ask twice changes nothing
             with contextlib.suppress(HubLost):
-                return self._receive(client, client.send("post", self._sequence, payload=payload))
+                post = client.send("post", self._sequence, payload=payload, what=self._what)
+                return self._receive(client, post)
         raise HubLost("the hub closes every connection")
 
     def _receive(self, client: Client, request: int) -> End:

@@ -30,6 +30,7 @@ TICK_S = 0.5
 SEND_S = 5.0  # a rank that takes nothing in for so long is shut out; it may connect anew
 STRANGERS = 256  # connections at once that have not shown the token; the oldest makes room for the next
 STRANGERS_S = 10.0  # how long one may take to show it
+RETURN_S = 2.0  # in which a rank that has closed its connections comes back, unless its process has ended
 QUEUE = 1024  # connections that wait to be accepted
 
 Merging: TypeAlias = Callable[[list[bytes]], End]  # all payloads -> the end that they make
@@ -77,6 +78,7 @@ class _ExchangeRound:
     """One exchange: payloads, waiting ranks, and its end."""
 
     payloads: dict[int, bytes] = field(default_factory=dict)
+    first: tuple[float, int, str] | None = None  # when the first payload came, of which rank, for what
     waiting: dict[int, Callable[[End], None]] = field(default_factory=dict)  # by rank: its latest request
     beats: int = 0  # so far, of all ranks
     latest_beat: dict[int, int] = field(default_factory=dict)  # rank -> which beat of all was its last
@@ -96,6 +98,7 @@ class HubState:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.merges: dict[int, Merging] = {}  # by exchange; the first rank adds each before it posts
+        self.lost: set[int] = set()  # ranks whose processes have ended
         self._ranks = ranks  # the hub's own first
         self._rounds: dict[int, _ExchangeRound] = {}
         # The latest exchange whose end all ranks know. A rank that gave up, or was interrupted, while it was
@@ -132,9 +135,24 @@ class HubState:
                 exchange.end = exchange.end or message["end"]
             case "post":
                 exchange.payloads[rank] = message["payload"]
+                exchange.first = exchange.first or (time.monotonic(), rank, message.get("what", ""))
         exchange.waiting[rank] = lambda end: reply({"id": message["id"], "end": end})
+        self._advance(number, exchange)
+
+    def lose(self, ranks: set[int]) -> None:
+        """End the exchanges that others have come to and these ranks have not: their processes have ended."""
+        self.lost |= ranks
+        for number, exchange in list(self._rounds.items()):
+            self._advance(number, exchange)
+
+    def _advance(self, number: int, exchange: _ExchangeRound) -> None:
+        """End an exchange if nobody more will come to it, and tell those that wait."""
         if exchange.end is None and len(exchange.payloads) == len(self._ranks):
             exchange.end = self.merges[number]([exchange.payloads[each] for each in self._ranks])
+        elif exchange.end is None and exchange.first and (lost := self.lost - exchange.payloads.keys()):
+            since, by, what = exchange.first
+            waited_s = round(time.monotonic() - since, 1)
+            exchange.end = {"missing": sorted(lost), "by": by, "waited_s": waited_s, "what": what}
         if exchange.end is not None:
             self._answer(exchange, exchange.end)
         if len(exchange.informed) == len(self._ranks):
@@ -164,9 +182,10 @@ class Hub:
         self.strangers: dict[_Connection, None] = {}  # have not shown the token; the oldest first
         self.backlogged: set[_Connection] = set()  # have not taken in all that was sent to them
         self.absent = set(ranks)  # have not sent anything yet
+        self.closed: set[int] = set()  # have closed all their connections
         self.held: list[tuple[_Connection, HubMessage]] = []  # results for this rank
         self._was_away = False
-        self._ticked_at = time.monotonic()
+        self._ticked_at, self._woke_at = time.monotonic(), 0.0  # the second: long ago
         self._servers: dict[str, asyncio.Server] = {}  # by interface
         self._outside: tuple[tuple[str, int], ...] = ()
         self.loop.call_soon(self._tick)
@@ -184,6 +203,8 @@ class Hub:
 
     def handle(self, message: HubMessage, reply: Reply) -> None:
         self.absent.discard(message["rank"])
+        self.closed.discard(message["rank"])
+        self.state.lost.discard(message["rank"])
         if "ballot" in message:
             self.ballots.handle(message, reply)
             return
@@ -196,6 +217,12 @@ class Hub:
             held, self.held = self.held, []
             for connection, message in held:
                 connection.send(message)
+
+    def look_for(self, rank: int) -> None:
+        """Give up a rank that has not come back. When the hub has been away, living ones have closed too."""
+        if rank in self.closed and time.monotonic() - self._woke_at > 2 * RETURN_S:
+            self.state.lose(self.closed)
+            self.release()
 
     def was_away(self) -> bool:
         """Return, once, whether this process has been stopped: peers may have gone on without it."""
@@ -219,8 +246,10 @@ class Hub:
         return int(listener.getsockname()[1])
 
     def _tick(self) -> None:
-        self._was_away |= time.monotonic() - self._ticked_at > 2 * TICK_S
-        self._ticked_at = time.monotonic()
+        now = time.monotonic()
+        if now - self._ticked_at > 2 * TICK_S:
+            self._was_away, self._woke_at = True, now
+        self._ticked_at = now
         self.loop.call_later(TICK_S, self._tick)
 
     def _serve(self) -> None:
@@ -240,7 +269,8 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._is_of_hub = False  # the rank is the one that runs the hub
+        self.rank: int | None = None  # None: it has not sent anything yet
+        self._is_shut_out = False  # by the hub
         self._received = bytearray()
         self._unsent_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # ends it unless it is stopped in time
@@ -271,17 +301,17 @@ class _Connection(asyncio.Protocol):
                 del self._received[:TOKEN_BYTES], self._hub.strangers[self]
                 self.transport.write(self._hub.answer)
             for message in unpack(self._received):
-                self._is_of_hub = message["rank"] == self._hub.rank
+                self.rank = message["rank"]
                 self._hub.handle(message, self._reply)
         except Exception:
             logger.warning("The hub of this group has closed a connection.", exc_info=True)
-            self.transport.abort()
+            self._shut_out()
 
     def send(self, message: HubMessage) -> None:
         self.transport.write(pack(message))
 
     def _reply(self, message: HubMessage) -> None:
-        if self._is_of_hub and "merged" in (message.get("end") or {}):
+        if self.rank == self._hub.rank and "merged" in (message.get("end") or {}):
             self._hub.held.append((self, message))
         else:
             self.send(message)
@@ -299,13 +329,21 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._hub.connections.discard(self)
         self._hub.strangers.pop(self, None)
+        is_left = all(other.rank != self.rank for other in self._hub.connections)
+        if self.rank is not None and is_left and not self._is_shut_out:
+            self._hub.closed.add(self.rank)
+            self._hub.loop.call_later(RETURN_S, self._hub.look_for, self.rank)
         self.resume_writing()
 
     def _check_progress(self) -> None:
         if self.transport.get_write_buffer_size() < self._unsent_bytes:
             self.pause_writing()
         else:
-            self.transport.abort()
+            self._shut_out()
+
+    def _shut_out(self) -> None:
+        self._is_shut_out = True
+        self.transport.abort()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

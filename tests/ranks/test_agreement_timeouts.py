@@ -105,6 +105,22 @@ def test_a_killed_rank_is_named_by_all_others(init, killed, monkeypatch):
     assert max(waited_s) < IN_TIME_S
 
 
+def test_killed_ranks_are_all_named_long_before_the_time_out():
+    def program(rank):
+        exchange(rank)
+        meet()
+        if rank in (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [ending(lambda: exchange(rank, 60.0)) for _ in range(2)]
+
+    results = run_ranks(program, 4)
+    for first, second in assert_all_ok([results[0], results[2]]):
+        assert first.startswith("AgreementTimeout: ")
+        assert "ranks [1, 3]" in first
+        assert "ranks [1, 3]" in second  # they stay away
+    assert max(result.elapsed_s for result in results) < 30
+
+
 def test_two_killed_ranks_are_both_named_though_one_hosted_the_store(monkeypatch):
     monkeypatch.setattr(exchange_module, "ARRIVAL_S", SHORT_S)
 

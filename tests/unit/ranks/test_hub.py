@@ -258,6 +258,20 @@ def test_the_hub_listens_on_the_loopback_device_alone_until_somebody_outside_ask
     assert hub.address().endpoints("another host") == [(name, port)]
 
 
+def test_a_rank_that_closes_and_does_not_come_back_is_missing_at_once(hub, root, client, monkeypatch):
+    monkeypatch.setattr(hub_module, "RETURN_S", 0.2)
+    monkeypatch.setattr(hub_module, "TICK_S", 20)  # a busy machine is not to be taken for a hub that was away
+    with RawRank(hub) as rank:
+        rank.send("look")
+        rank.message()
+    client.receive(client.send("look", 0), 20)
+    client.close()
+    assert client.receive(client.send("look", 0), 20)["end"] is None  # this one is back
+    end = root.receive(root.send("post", 0, payload=b"", what="a test"), 20)["end"]
+    assert (end["missing"], end["by"], end["what"]) == ([2], 0, "a test")
+    assert hub.state.lost == {2}
+
+
 def test_a_hub_can_be_made_where_an_event_loop_runs():
     async def make():  # as in a notebook
         hub = Hub(range(1))

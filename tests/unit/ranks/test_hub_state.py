@@ -109,6 +109,21 @@ def test_patience_has_an_end_and_beats_of_those_present_buy_none():
     assert ranks.told[0][-1]["end"]["missing"] == [0, 2]
 
 
+def test_a_rank_whose_process_has_ended_is_missing_at_once_wherever_others_wait_for_it():
+    ranks = Ranks(3)
+    ranks.send(0, "post", what="a test")
+    ranks.state.lose({2})
+    (told,) = ranks.told[0]
+    assert (told["end"]["missing"], told["end"]["by"], told["end"]["what"]) == ([2], 0, "a test")
+    ranks.send(2, "post", 1)
+    ranks.send(0, "post", 1)
+    assert len(ranks.told[0]) == 1  # it had come to that one
+    ranks.send(1, "post", 1)
+    assert ranks.told[0][-1]["end"] == {"merged": b"x x x"}
+    ranks.send(1, "post", 2)
+    assert ranks.told[1][-1]["end"]["missing"] == [2]
+
+
 def test_a_rank_that_asks_anew_is_answered_by_its_latest_connection():
     ranks = Ranks(3)
     ranks.send(0, "post")
