@@ -20,7 +20,7 @@ from ..exchange.chunks import ChunkExchange, part_from
 from ..exchange.spoil import spoil_chunks
 from ..launch import PlainLaunches
 from ..tensors import FP8
-from .operands import GatherCall
+from .call import GatherCall
 
 FEWEST_COLUMNS_OF_FP8 = 16  # of which cuBLAS takes multiples
 

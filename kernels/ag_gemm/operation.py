@@ -37,10 +37,10 @@ from ..tensors import (
     remember,
 )
 from . import specialized
+from .call import Consumer, GatherCall, GatherLayout, KnownLayouts, Product
 from .choices import CallOptions, Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
 from .matmul import MatmulConsumer, multiply_into, wait_for_all
-from .operands import Consumer, GatherCall, GatherLayout, KnownLayouts, Product
 from .plain import PlainConsumer
 
 PRODUCERS = ("pull", "push")
@@ -147,7 +147,7 @@ class AllGatherGemm(Operation):
             "plain": plain,
             "matmul": lambda *tensors: MatmulConsumer(),
         }
-        self._operands = KnownLayouts(self._buffer.a, consumers)
+        self._layouts = KnownLayouts(self._buffer.a, consumers)
         self._known: dict[Hashable, GatherLayout] = {}  # by the layouts of tensors that have been checked
 
     def _check_peers(self) -> None:
@@ -155,7 +155,7 @@ class AllGatherGemm(Operation):
 
     def _forget(self) -> None:
         del self._buffer, self._gather, self._gathered, self._flags
-        del self._producer, self._pusher, self._operands, self._collective
+        del self._producer, self._pusher, self._layouts, self._collective
 
     def _describe(self, peer: int, failure: Failure) -> str:
         return describe_failure(failure, peer, rank=self.rank, calls=self._calls)
@@ -216,8 +216,8 @@ class AllGatherGemm(Operation):
         check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=bias, **scales)
         ending = layout_of(bias), activation, layout_of(scale_a), layout_of(scale_weight)
         key = self._buffer.layout_of(a_shard), layout_of(weight), layout_of(out), ending
-        operands = self._known.get(key)
-        if operands is None:
+        layout = self._known.get(key)
+        if layout is None:
             self._buffer.check(a_shard, weight, out, epilogue)
         self._check_device()
         if pushed and self._pusher is None:
@@ -228,14 +228,14 @@ class AllGatherGemm(Operation):
         self._buffer.put(a_shard, scale_a)
         if self._format.is_scaled:
             epilogue = epilogue._replace(scale_a=self._buffer.scales)
-        if operands is None:
-            operands = self._operands.find(weight, out, rows, self._options_of, epilogue.kind())
-            remember(self._known, key, operands)
-        product = Product(weight, out, epilogue, operands)
+        if layout is None:
+            layout = self._layouts.find(weight, out, rows, self._options_of, epilogue.kind())
+            remember(self._known, key, layout)
+        product = Product(weight, out, epilogue, layout)
         self._came = "by the collective"
         if not self._run_collective(product):
             self._came = "pushed" if pushed else "fetched"
-            choice = self._choose(operands)
+            choice = self._choose(layout)
             self._load(product, choice, pushed=pushed)
             (self._run_pushed if pushed else self._run)(product, choice)
         if self.device.type == "cpu":
@@ -256,16 +256,16 @@ class AllGatherGemm(Operation):
         options = options_for(rows, self._sms, world_size=self.world_size, specialized=can_run, key=key)
         return options.narrowed(self._fixed)
 
-    def _choose(self, operands: GatherLayout) -> Choice:
-        return operands.options.choose()
+    def _choose(self, layout: GatherLayout) -> Choice:
+        return layout.options.choose()
 
     def _load(self, product: Product, choice: Choice, *, pushed: bool) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `kernels.launch.load`."""
-        kernel, loaded = (choice.consumer, pushed, self._trace is not None), product.operands.loaded
+        kernel, loaded = (choice.consumer, pushed, self._trace is not None), product.layout.loaded
         if kernel in loaded or self._is_capturing():
             return
         call = self._call_of(product, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))
-        consumer = self._operands.consumer(choice.consumer, product)
+        consumer = self._layouts.consumer(choice.consumer, product)
         consumer.load(self._buffer.a, product.weight, product.out, call)
         wait_for_all(call, only_load=True)  # for a call that fails on the host
         loaded.add(kernel)
@@ -333,7 +333,7 @@ class AllGatherGemm(Operation):
 
     def _run(self, product: Product, choice: Choice) -> None:
         self._calls += 1
-        rows = product.operands.rows
+        rows = product.layout.rows
         self._rows, self._gathered = rows, None
         epoch, base = as_epoch(self._calls), as_epoch(self._fetched_rows)
         self._fetched_rows += rows
@@ -351,7 +351,7 @@ class AllGatherGemm(Operation):
 
     def _run_pushed(self, product: Product, choice: Choice) -> None:
         assert self._pusher is not None
-        rows = product.operands.rows
+        rows = product.layout.rows
         before, self._told_rows = self._told_rows, rows
         call = self._call_of(product, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
         try:
@@ -371,8 +371,8 @@ class AllGatherGemm(Operation):
 
     def _run_collective(self, product: Product) -> bool:
         """Make the call by the collective if all ranks agree on that; return whether they do."""
-        weight, out, epilogue, operands = product
-        rows = operands.rows
+        weight, out, epilogue, layout = product
+        rows = layout.rows
         of_all, is_capturing, before = self.world_size * rows, self._is_capturing(), self._told_rows
         wants = self._fixed.consumer is None and self._collective.wants(class_of_rows(of_all), self._key)
         try:
@@ -411,7 +411,7 @@ class AllGatherGemm(Operation):
     ) -> GatherCall:
         slots, capacity, _ = self._gather.local.shape
         return GatherCall(
-            product.operands.rows,
+            product.layout.rows,
             self.rank,
             self.world_size,
             slots,
@@ -428,7 +428,7 @@ class AllGatherGemm(Operation):
         )
 
     def _launch(self, product: Product, choice: Choice, call: GatherCall) -> None:
-        consumer = self._operands.consumer(choice.consumer, product)
+        consumer = self._layouts.consumer(choice.consumer, product)
         consumer.launch(self._buffer.a, product.weight, product.out, call)
 
 

@@ -23,8 +23,8 @@ from ..launch import SettledLaunches, Tensors
 from ..signals import GIVEN_UP
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
+from .call import GatherCall
 from .gather_buffer import scaled_pitch
-from .operands import GatherCall
 
 GPU_CANDIDATES = [
     # The first is what a tuner's first run takes: on Hopper, good for large shapes.

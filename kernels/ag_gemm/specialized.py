@@ -14,7 +14,7 @@ from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
 from ..launch import SettledLaunches, Tensors
 from ..matrices import Matrix, describe_at, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
-from .operands import GatherCall
+from .call import GatherCall
 from .specialized_kernel import specialized_all_gather_gemm
 
 CANDIDATES = [

@@ -21,7 +21,7 @@ from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.ag_gemm import specialized
-from dist_autotune.kernels.ag_gemm.operands import GatherCall
+from dist_autotune.kernels.ag_gemm.call import GatherCall
 from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES
 from dist_autotune.kernels.ag_gemm.specialized_kernel import specialized_all_gather_gemm
 from dist_autotune.kernels.epilogues import NO_ACTIVATION, Epilogue

@@ -19,8 +19,8 @@ from triton.runtime.driver import driver
 from benchmarks.common.pretended_device import DeviceUnderTriton
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.ag_gemm import matmul, plain, specialized
+from dist_autotune.kernels.ag_gemm.call import Consumer, GatherCall
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
-from dist_autotune.kernels.ag_gemm.operands import Consumer, GatherCall
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
 from dist_autotune.kernels.exchange import spoil

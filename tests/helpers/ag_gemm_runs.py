@@ -11,8 +11,8 @@ import torch.distributed as dist
 from operation_runs import device
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
+from dist_autotune.kernels.ag_gemm.call import GatherLayout
 from dist_autotune.kernels.ag_gemm.choices import Choice
-from dist_autotune.kernels.ag_gemm.operands import GatherLayout
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.configs import take_first
 from dist_autotune.kernels.epilogues import ONLY_SUMS, Epilogue
@@ -87,7 +87,7 @@ def begin(rank: int, candidate: int | None = None) -> None:
 
 def operands_of(op: AllGatherGemm, weight: torch.Tensor, out: torch.Tensor, rows: int) -> GatherLayout:
     """Return what a call with these tensors is chosen by."""
-    return op._operands.find(weight, out, rows, op._options_of)
+    return op._layouts.find(weight, out, rows, op._options_of)
 
 
 def force(op: AllGatherGemm, **chosen: Any) -> None:

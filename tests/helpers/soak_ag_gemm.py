@@ -35,8 +35,8 @@ import triton
 from ag_gemm_runs import error_ratio, operands_of, poison
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, PeerTimeout, specialized
+from dist_autotune.kernels.ag_gemm.call import GatherLayout
 from dist_autotune.kernels.ag_gemm.choices import Choice
-from dist_autotune.kernels.ag_gemm.operands import GatherLayout
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.configs import capability
 from dist_autotune.kernels.gemm.pruning import prune_chunks

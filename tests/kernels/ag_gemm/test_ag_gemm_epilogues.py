@@ -152,11 +152,11 @@ def test_kinds_of_epilogues_share_no_options_and_load_their_own_kernels(op):
     _, weight = tensors(16, 20, 24, HALF)
     out, bias = torch.empty(16, 20, dtype=HALF), torch.randn(20)
     endings = [ONLY_SUMS, Epilogue(bias), Epilogue(bias.half()), Epilogue(activation="gelu")]
-    found = [op._operands.find(weight, out, 16, op._options_of, each.kind()) for each in endings]
+    found = [op._layouts.find(weight, out, 16, op._options_of, each.kind()) for each in endings]
     assert len({operands.options.key for operands in found}) == len(endings)
     assert len({id(operands.loaded) for operands in found}) == len(endings)
     assert operands_of(op, weight, out, 16) is found[0]
-    other = op._operands.find(weight, out, 16, op._options_of, Epilogue(bias + 1).kind())
+    other = op._layouts.find(weight, out, 16, op._options_of, Epilogue(bias + 1).kind())
     assert other is found[1]
 
 

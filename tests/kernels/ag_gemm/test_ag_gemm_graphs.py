@@ -41,7 +41,7 @@ from operation_runs import (
 from programs import run_program
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm.operands import Product
+from dist_autotune.kernels.ag_gemm.call import Product
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import ONLY_SUMS
 from dist_autotune.kernels.exchange.flags import ARRIVED

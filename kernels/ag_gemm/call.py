@@ -63,7 +63,7 @@ class Product(NamedTuple):
     weight: torch.Tensor
     out: torch.Tensor
     epilogue: Epilogue
-    operands: GatherLayout  # what is known of these
+    layout: GatherLayout  # what is known of these
 
 
 class KnownLayouts:
@@ -71,7 +71,7 @@ class KnownLayouts:
 
     def __init__(self, gather: torch.Tensor, consumers: dict[str, Callable[..., Consumer]]) -> None:
         self._gather, self._consumers = gather, consumers
-        self._operands: dict[Hashable, GatherLayout] = {}
+        self._layouts: dict[Hashable, GatherLayout] = {}
 
     def find(
         self,
@@ -83,16 +83,16 @@ class KnownLayouts:
     ) -> GatherLayout:
         """Return what is known of checked tensors; `options_of` is asked what nothing alike has told yet."""
         key = rows, layout_of(weight), layout_of(out), epilogue
-        found = self._operands.get(key)
+        found = self._layouts.get(key)
         if found is None:
             made = GatherLayout(rows, options_of(weight, out, rows, epilogue))
-            found = remember(self._operands, key, made)
+            found = remember(self._layouts, key, made)
         return found
 
     def consumer(self, name: str, product: Product) -> Consumer:
         """Return the consumer of that name for these tensors."""
-        found = product.operands.consumers.get(name)
+        found = product.layout.consumers.get(name)
         if found is None:
             found = self._consumers[name](self._gather, product.weight, product.out)
-            product.operands.consumers[name] = found
+            product.layout.consumers[name] = found
         return found
