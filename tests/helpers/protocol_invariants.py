@@ -15,6 +15,7 @@ from virtual_ranks import Gone, VirtualAgreement
 from virtual_tuners import Boom, Ending, VirtualRank
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
+from dist_autotune.launch.rank_context import Binding
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
 from dist_autotune.search.context import Context
 from dist_autotune.search.messages import Message, Opening, RunReport, decode, merge
@@ -178,6 +179,8 @@ class Witness:
             worked: dict[str, set[str]] = defaultdict(set)
             failed: dict[str, set[str]] = defaultdict(set)
             for kernel, n, block, has_worked in rank.attempts:
+                if len(kernel.candidates[rank.agreement.rank]) == 1 and not _bindings(rank, kernel, n):
+                    continue  # once one key of such a kernel is settled, all are launched at once
                 name, digest = _context_of(rank, kernel, n, block)
                 (worked if has_worked else failed)[name].add(digest)
                 self.counts["launches"] += 1
@@ -225,10 +228,16 @@ def _compiling(payload: Message) -> list[str]:
     return [name for name, part in payload.parts.items() if part.compiling]
 
 
-def _context_of(rank: VirtualRank, kernel: Kernel, n: int, block: int) -> tuple[str, str]:
+def _bindings(rank: VirtualRank, kernel: Kernel, n: int) -> list[Binding]:
+    """Return the binding of a kernel's key on a rank, if it has one."""
     tuner = rank.tuners[rank.program.kernels.index(kernel)]
     assert rank.state is not None
-    (binding,) = (b for key, b in rank.state.registry._bindings[tuner].items() if key[0] == n)
+    known = rank.state.registry._bindings.get(tuner, {})
+    return [binding for key, binding in known.items() if key[0] == n]
+
+
+def _context_of(rank: VirtualRank, kernel: Kernel, n: int, block: int) -> tuple[str, str]:
+    (binding,) = _bindings(rank, kernel, n)
     (digest,) = (d for d, config in binding.configs.items() if config.kwargs["BLOCK"] == block)
     return binding.rank_context.name, digest
 
