@@ -167,8 +167,8 @@ def move(model: nn.Module) -> None:
 def piped(rank: int, width: int) -> float:
     """Train two stages of a block each, whose weights move between steps; return the largest difference.
 
-    A stage computes only behind what it has sent and received (1F1B), so the kernels of its tensor-parallel
-    peers find room beside a transfer that waits.
+    Kernels of a call begin when all tensor-parallel peers have come to it, so that they keep out no send that
+    a peer waits for. By itself 1F1B computes only behind what a stage has sent and received.
     """
     with workspaces(rank) as world:
         kind, tensor = torch.device(device()).type, torch.float32 if device() == "cpu" else torch.bfloat16
@@ -176,6 +176,7 @@ def piped(rank: int, width: int) -> float:
         place, plain = mesh["pp"].get_local_rank(), blocks(2, width).to(tensor).float()
         block = copy.deepcopy(plain[place : place + 1]).to(tensor)
         model = parallelize(block, mesh["tp"], PLAN)
+        tp.meet_first(mesh["tp"])
         example = part_of(batch(0, width)[0], mesh["tp"], 1).chunk(2)[0].to(tensor).contiguous()
         hidden = example.clone().requires_grad_()
         stage = PipelineStage(
