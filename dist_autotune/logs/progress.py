@@ -76,12 +76,15 @@ class Progress:
 
     def _line(self, forecast: Forecast, times: StepTimes | None) -> str:
         least, most = forecast.runs_left
+        to_go = counted(most, "step")
+        if least < most:
+            to_go = f"{least} to {to_go}"
         parts = [
             f"{forecast.settled} of {counted(forecast.contexts, 'context')} settled",
             f"step {forecast.runs}",
             f"{counted(forecast.compiling, 'candidate')} compiling" if forecast.compiling else "",
             f"{forecast.left} of {counted(forecast.candidates, 'candidate')} left",
-            f"{least} to {counted(most, 'step')} to go",
+            f"{to_go} to go",
             self._time_left(forecast, " to "),
             "" if times is None else f"so far: {times}",
         ]

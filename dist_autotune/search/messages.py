@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import fields, replace
+from msgspec.structs import fields, force_setattr, replace
 
 from ..codec import from_json, to_builtins
 from ..errors import RankMismatch
@@ -45,12 +45,15 @@ def _if_both(merge: Merge[T]) -> Merge[T | None]:
 class Mergeable(Struct, frozen=True, omit_defaults=True):
     """What has fields that say in their types how they merge: `Annotated[float, max]`."""
 
+    def __post_init__(self) -> None:
+        for name, default, _ in _fields(type(self)):
+            if getattr(self, name) == default:
+                force_setattr(self, name, default)  # an equal other object would be encoded
+
     def merged(self, other: Self) -> Self:
-        values = []
-        for name, default, merge in _fields(type(self)):
-            value = merge(getattr(self, name), getattr(other, name))
-            values.append(default if value == default else value)  # else the encoder would not leave it out
-        return type(self)(*values)
+        return type(self)(
+            *(merge(getattr(self, name), getattr(other, name)) for name, _, merge in _fields(type(self)))
+        )
 
 
 @functools.cache

@@ -18,7 +18,8 @@ from dist_autotune.logs.records import Agreed, ContextSettled, Trial
 from dist_autotune.reports.history import load_history
 from dist_autotune.reports.report import reports_of
 from dist_autotune.reports.tables import contexts_table
-from dist_autotune.search.context import HOST_SHARE, Context
+from dist_autotune.search.agreed_times import HOST_SHARE
+from dist_autotune.search.context import Context
 from dist_autotune.search.messages import Announcement, Part, RunReport, decode, femtoseconds
 from dist_autotune.search.rules import Rules
 from dist_autotune.search.strategies import STRATEGIES
