@@ -1,12 +1,13 @@
 """GEMM + reduce-scatter: ours against cuBLAS and NCCL in sequence, torch's fused operation, the parts alone.
 
-    ./launch.sh -m benchmarks.gemm_rs [--m M] [--n N] [--k K] [--shapes few|public|wide]
+    ./launch.sh -m benchmarks.gemm_rs [--m M] [--n N] [--k K] [--shapes few|public|wide] [--fp8]
                                       [--json FILE]
 
 M is the number of rows, K the inner dimension of all ranks together: each multiplies [M, K / W] by
 [K / W, N]. Ours is `GemmReduceScatter`, tuned first, inside `contextual_autotune(is_dist=True)`.
 
     ours                 eager; and as a CUDA graph
+    ours, fp8            with --fp8: the same of rows in fp8 with scales; the rounding is not timed
     GEMM + NCCL          torch.matmul, then reduce_scatter_tensor (gloo on CPU ranks)
     own GEMM + NCCL      the same with `persistent_matmul`, tuned in this sequence
     QuACK + NCCL         the same with QuACK's tuned GEMM, where quack-kernels is installed
@@ -44,6 +45,8 @@ from benchmarks.operations.harness import (
 from benchmarks.operations.peers import QUACK, fused_by_torch, quack_gemm, reduce_scatter
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
+from dist_autotune.kernels.tensors import FP8
+from dist_autotune.kernels.tp.operators import rows_in_fp8
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ WIDE = tuple(Shape(m, n, k) for m in (16, 128, 1024, 4096, 16384) for n, k in MO
 LISTS = {"few": FEW, "public": PUBLIC, "wide": WIDE}
 DEFAULT = PUBLIC[0] if ON_GPU else Shape(64, 48, 64)
 SEQUENCE, OWN_GEMM, WITH_QUACK = (f"{gemm} + {COLLECTIVES}" for gemm in ("GEMM", "own GEMM", QUACK))
+OURS_IN_FP8 = f"{OURS}, fp8"
+OF_FP8 = 0.05  # the error of products whose factors are rounded to 4 bits, relative
 SIZES = {"m": "rows", "n": "columns", "k": "inner dimension of all ranks together"}
 
 BENCHMARK = Benchmark(
@@ -82,6 +87,7 @@ BENCHMARK = Benchmark(
         Ratio(of=WITH_QUACK, to=OURS),
         Ratio(of="torch fused", to=OURS, name="fused / ours"),
         Ratio(of=OURS, to="GEMM"),
+        Ratio(of=OURS, to=OURS_IN_FP8),
     ],
     limit_s=LIMIT_S,
     needed=(OURS,),
@@ -124,7 +130,12 @@ class Problem:
         return float((result[:256].float() - right).norm() / right.norm())
 
     def arm(
-        self, name: str, prepare: Callable[[], Callable[[], torch.Tensor]], *, of_product: bool = False
+        self,
+        name: str,
+        prepare: Callable[[], Callable[[], torch.Tensor]],
+        *,
+        of_product: bool = False,
+        more_error: float = 0.0,
     ) -> Arm:
         """Return an arm that computes this rank's rows of the sum, or of the product alone."""
         written = self.product if of_product else self.out
@@ -132,11 +143,40 @@ class Problem:
             name=name,
             prepare=prepare,
             error=self.product_error if of_product else self.sum_error,
-            limit=self.limit,
+            limit=self.limit + more_error,
             work=self.gigaflop,
             rate="TFLOP/s",
             poison=lambda: written.fill_(math.nan),
         )
+
+
+class InFp8(Tuned):
+    """Ours of the same factors in fp8, with a scale for each row."""
+
+    def __init__(self, problem: Problem, options: argparse.Namespace) -> None:
+        m, n, dtype = problem.shape.m, problem.shape.n, problem.out.dtype
+        place = {"backend": options.backend, "timeout_s": PATIENCE_S}
+        self.op = op = GemmReduceScatter(m, n, FP8, out_dtype=dtype, **place)
+        self._problem = problem
+        self._a, (weight, scale_weight) = (
+            rows_in_fp8(each.bfloat16()) for each in (problem.a, problem.weight)
+        )
+
+        def call() -> torch.Tensor:
+            a, scale_a = self._a
+            return op(a, weight, problem.out, scale_a=scale_a, scale_weight=scale_weight)
+
+        super().__init__(call, check=op.check, name="gemm_rs benchmark, fp8", retune=options.retune)
+
+    def arms(self) -> list[Arm]:
+        ways = {OURS_IN_FP8: self.eager, f"{OURS_IN_FP8}, graph": self.graph}
+        return [self._problem.arm(name, way, more_error=OF_FP8) for name, way in ways.items()]
+
+    def refresh(self) -> None:
+        """Take new inputs of the problem, in place, for graphs."""
+        self._problem.refresh()
+        for held, new in zip(self._a, rows_in_fp8(self._problem.a.bfloat16()), strict=True):
+            held.copy_(new)
 
 
 # ---- baselines
@@ -184,6 +224,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     dtype = DTYPES[options.dtype]
     problem = Problem(shape, dtype, ranks)
     op = GemmReduceScatter(shape.m, shape.n, dtype, backend=options.backend, timeout_s=PATIENCE_S)
+    in_fp8 = InFp8(problem, options) if options.fp8 else None
 
     def call() -> torch.Tensor:
         return op(problem.a, problem.weight, problem.out)
@@ -199,6 +240,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     arms = [
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
+        *(in_fp8.arms() if in_fp8 else ()),
         *(problem.arm(*way) for baseline in baselines.items() for way in in_both_ways(*baseline)),
         problem.arm("GEMM", lambda: matmul_alone(problem), of_product=True),
         collective_arm(
@@ -213,16 +255,19 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
         plan,
         ranks,
         arms,
-        refresh=problem.refresh,
-        tuned={"tuned": ours, "tuned_own_gemm": own},
-        operations=[op],
+        refresh=in_fp8.refresh if in_fp8 else problem.refresh,
+        tuned={"tuned": ours, "tuned_own_gemm": own} | ({"tuned_fp8": in_fp8} if in_fp8 else {}),
+        operations=[in_fp8.op, op] if in_fp8 else [op],
         dtype=options.dtype,
         symmetric_memory=op.backend,
     )
 
 
 def main() -> None:
-    options = parse(__doc__, SIZES, lists=LISTS, default=DEFAULT, shared=("m", "k"))
+    def add_fp8(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--fp8", action="store_true", help="time ours of rows in fp8, too")
+
+    options = parse(__doc__, SIZES, lists=LISTS, default=DEFAULT, shared=("m", "k"), add_more=add_fp8)
 
     def body(ranks: Ranks) -> int:
         return BENCHMARK.run(

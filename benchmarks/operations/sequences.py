@@ -78,6 +78,7 @@ def gather_and_multiply(
     gather_dim: int,
     bias: None = None,
     save_gathered: bool = True,
+    fp8: bool = False,
     product: Product = torch_product,
 ) -> tuple[Tensor, ...]:
     """Return what `tp.all_gather_matmul` returns for layers without bias; the gathered rows are saved."""
@@ -94,6 +95,7 @@ def multiply_and_scatter(
     *,
     scatter_dim: int,
     bias: None = None,
+    fp8: bool = False,
     product: Product = torch_product,
 ) -> Tensor:
     """Return what `tp.matmul_reduce_scatter` returns for layers without bias."""

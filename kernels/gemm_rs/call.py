@@ -31,12 +31,17 @@ class ScatterCall(NamedTuple):
 
 
 class ScatterOperands(NamedTuple):
-    """The caller's tensors: out [M / W, N] gets this rank's rows of sum(a @ weight.T + addend)."""
+    """The caller's tensors: out [M / W, N] gets this rank's rows of sum(a @ weight.T + addend).
+
+    In fp8 there may be scales of the rows of a and of the weight, and there is no addend.
+    """
 
     a: torch.Tensor
     weight: torch.Tensor
     out: torch.Tensor
     addend: torch.Tensor | None
+    scale_a: torch.Tensor | None = None
+    scale_weight: torch.Tensor | None = None
 
 
 class Body(Protocol):

@@ -73,13 +73,23 @@ from ..exchange.push import Pushes, SumPusher
 from ..exchange.spoil import spoil_all
 from ..gemm.configs import class_of_rows
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_out, check_tensor, layout_of, remember
+from ..tensors import (
+    FP8,
+    check_fp8,
+    check_no_gradient,
+    check_out,
+    check_scale,
+    check_tensor,
+    layout_of,
+    remember,
+)
 from . import specialized
 from .call import Body, ScatterCall, ScatterMemory, ScatterOperands
 from .handover import NO_PERMIT, OTHER_ROWS
 from .plain import PlainBody
 
 BODIES = ("auto", "plain")
+MULTIPLE_OF_FP8 = 16  # of the elements of a row: bytes, as TMA wants them
 
 
 class GemmReduceScatter(Operation):
@@ -105,9 +115,14 @@ class GemmReduceScatter(Operation):
     makes it if all would. A captured call does what the last eager one with as many rows did; a replay waits
     for its peers as any collective does.
 
+    With dtype float8_e4m3fn rows of a and of the weight have float32 scales, which a call is passed as
+    `scale_a` and `scale_weight`. Parts travel, and results are, in `out_dtype`: bf16 by default, or fp16. K
+    is then a multiple of 16, the weight's rows are contiguous, and the plain kernel multiplies in all calls.
+
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """
 
+    _further_dtypes = (FP8,)
     _wrong_calls = (OTHER_ROWS.value,)
 
     def __init__(
@@ -121,12 +136,18 @@ class GemmReduceScatter(Operation):
         timeout_s: float = 300.0,
         body: str = "plain",
         collective: bool | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
         if m < 1 or n < 1:
             raise ValueError(f"m={m} rows and n={n} columns: both must be at least 1")
         if body not in BODIES:
             raise ValueError(f"body is {body!r}; it is one of {', '.join(BODIES)}")
+        if dtype == FP8:
+            if collective:
+                raise ValueError(f"collective=True: no call in {FP8} is made by a collective; pass None")
+            collective = False
         self._m, self._n, self._dtype, self._body = m, n, dtype, body
+        self._out_dtype = _checked_out_dtype(dtype, out_dtype)
         self._key = n, str(dtype)  # of the choice: equal on all ranks, unlike K
         self._open_collective = functools.partial(
             Collective, "GemmReduceScatter", "gemm_rs way", group, fixed=collective, timeout_s=timeout_s
@@ -135,8 +156,10 @@ class GemmReduceScatter(Operation):
 
     def _allocate(self) -> None:
         world = self.world_size
+        if self._dtype == FP8 and self.device.type == "cuda":
+            check_fp8(self.device)
         slots, self._capacity = max(1, world - 1), triton.cdiv(self._m, world)
-        self._staged = self._memory.allocate((slots, self._capacity, self._n), self._dtype)
+        self._staged = self._memory.allocate((slots, self._capacity, self._n), self._out_dtype)
         self._flags = self._memory.allocate((FLAGS, world), torch.int32)
         hold = self._memory.hold
         self._partial = hold(torch.zeros_like(self._staged.local))
@@ -172,15 +195,22 @@ class GemmReduceScatter(Operation):
         out: torch.Tensor | None = None,
         *,
         addend: torch.Tensor | None = None,
+        scale_a: torch.Tensor | None = None,
+        scale_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return this rank's rows; `out`, if given, is where they are written.
 
-        addend [M, N], contiguous: what this rank adds to `a @ weight.T` before the sum over the ranks.
+        addend [M, N], contiguous: what this rank adds to `a @ weight.T` before the sum over the ranks. In fp8
+        there is none.
+
+        In fp8 this rank's product is multiplied by the scales of its rows, `scale_a` [M] or [M, 1], and of
+        its columns, `scale_weight` [N] or [N, 1], before it is rounded; all are float32 and contiguous, and
+        this rank's own; None is 1.
 
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
-        return self._call(a, weight, out, addend, in_steps=self._is_capturing())
+        return self._call(a, weight, out, addend, scale_a, scale_weight, in_steps=self._is_capturing())
 
     def _call(
         self,
@@ -188,20 +218,25 @@ class GemmReduceScatter(Operation):
         weight: torch.Tensor,
         out: torch.Tensor | None,
         addend: torch.Tensor | None = None,
+        scale_a: torch.Tensor | None = None,
+        scale_weight: torch.Tensor | None = None,
         *,
         in_steps: bool,
     ) -> torch.Tensor:
         self._check_usable()
-        check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out, addend=addend)
-        lie = layout_of(a), layout_of(weight), layout_of(out), layout_of(addend)
+        scales = {"scale_a": scale_a, "scale_weight": scale_weight}
+        check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out, addend=addend, **scales)
+        of_scales = layout_of(scale_a), layout_of(scale_weight)
+        lie = layout_of(a), layout_of(weight), layout_of(out), layout_of(addend), of_scales
         body = self._bodies.get(lie)
         if body is None:
             self._check_arguments(a, weight, out, addend)
+            self._check_scales(a, **scales)
         self._check_device()
         rows = a.shape[0] // self.world_size
         if out is None:
-            out = a.new_empty((rows, self._n))
-        operands = ScatterOperands(a, weight, out, addend)
+            out = a.new_empty((rows, self._n), dtype=self._out_dtype)
+        operands = ScatterOperands(a, weight, out, addend, scale_a, scale_weight)
         if body is None:
             body = remember(self._bodies, lie, self._make_body(operands))
         all_rows = a.shape[0]
@@ -229,7 +264,8 @@ class GemmReduceScatter(Operation):
         addend: torch.Tensor | None,
     ) -> None:
         check_tensor("a", a, self._dtype, self.device)
-        check_tensor("weight", weight, self._dtype, self.device, may_lie_by_columns=True)
+        is_fp8 = self._dtype == FP8
+        check_tensor("weight", weight, self._dtype, self.device, may_lie_by_columns=not is_fp8)
         rows, world = a.shape[0], self.world_size
         if not 1 <= rows <= self._m:
             raise ValueError(f"a has {rows} rows; this operation takes 1 to m={self._m}")
@@ -241,12 +277,29 @@ class GemmReduceScatter(Operation):
         if weight.shape[0] != self._n or weight.shape[1] != a.shape[1] or a.shape[1] == 0:
             given = f"a {list(a.shape)} and weight {list(weight.shape)}"
             raise ValueError(f"{given} must be [M, K] and [n={self._n}, K] with the same K, at least 1")
-        check_out(out, [rows // world, self._n], self._dtype, self.device)
+        if is_fp8 and a.shape[1] % MULTIPLE_OF_FP8:
+            padded = a.shape[1] + -a.shape[1] % MULTIPLE_OF_FP8
+            raise ValueError(
+                f"k={a.shape[1]}: rows of {FP8} are whole {MULTIPLE_OF_FP8} bytes; pad K to {padded}"
+            )
+        check_out(out, [rows // world, self._n], self._out_dtype, self.device)
         if addend is not None:
+            if is_fp8:
+                raise ValueError(f"addend is given, and operands are {FP8}; add it to the result of one rank")
             check_tensor("addend", addend, self._dtype, self.device)
             if addend.shape != (rows, self._n) or not addend.is_contiguous():
                 given = f"addend has shape {list(addend.shape)} and strides {addend.stride()}"
                 raise ValueError(f"{given}; it must be contiguous and [{rows}, {self._n}]")
+
+    def _check_scales(
+        self, a: torch.Tensor, scale_a: torch.Tensor | None, scale_weight: torch.Tensor | None
+    ) -> None:
+        if self._dtype != FP8 and not (scale_a is None and scale_weight is None):
+            raise ValueError(
+                f"scale_a and scale_weight are for {FP8}; this operation was opened for {self._dtype}"
+            )
+        check_scale("scale_a", scale_a, len(a), (len(a), 1), self.device)
+        check_scale("scale_weight", scale_weight, self._n, (self._n, 1), self.device)
 
     def _run_collective(
         self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None
@@ -287,3 +340,12 @@ class GemmReduceScatter(Operation):
         if failure.kind == NO_PERMIT.value:
             return f"rank {peer}, or one that it waits for, did not come to the call in time"
         return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"
+
+
+def _checked_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the type of results of operands of `dtype`; raise ValueError unless it may be what is asked."""
+    allowed = (torch.bfloat16, torch.float16) if dtype == FP8 else (dtype,)
+    if out_dtype not in (None, *allowed):
+        wanted = " or ".join(map(str, allowed))
+        raise ValueError(f"out_dtype is {out_dtype}; results of operands in {dtype} are {wanted}")
+    return out_dtype or allowed[0]

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
+from ..epilogues import apply_scales
 from ..exchange.flags import ARRIVED
 from ..exchange.peers import Peers, is_any_lost, wait_for_all
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
@@ -57,7 +58,12 @@ CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
     prune_configs_by={"early_config_prune": prune_overlapped},
     do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, behind theirs
 )
-@triton.jit(do_not_specialize=["M", "first", "chunks", "rank", "patience_ticks", "size_class"])
+@triton.jit(
+    do_not_specialize=[
+        *("row_scale_ptr", "column_scale_ptr"),
+        *("M", "first", "chunks", "rank", "patience_ticks", "size_class"),
+    ]
+)
 def gemm_reduce_scatter(
     a_ptr,  # [M, K], rows stride_am apart
     b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
@@ -68,7 +74,9 @@ def gemm_reduce_scatter(
     counts_ptr,  # int32 [WORLD + 2], 0 between launches: tiles of each chunk that are stored; tiles that are
     # claimed; programs that claim no more
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
-    addend_ptr,  # [M, N], contiguous, which HAS_ADDEND adds to A @ B.T
+    addend_ptr,  # [M, N], contiguous, which HAS_ADDEND adds to A @ B.T; not where there are scales
+    row_scale_ptr,  # float32 [M], or None
+    column_scale_ptr,  # float32 [N], or None
     M,
     N,
     K,
@@ -85,7 +93,7 @@ def gemm_reduce_scatter(
     TMA_LEGAL: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
-    UPCAST: tl.constexpr,  # the interpreter cannot do arithmetic in bfloat16
+    UPCAST: tl.constexpr,  # the interpreter has no arithmetic in bfloat16 and fp8
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -93,7 +101,7 @@ def gemm_reduce_scatter(
     EPILOGUE_SUBTILE: tl.constexpr,  # store half a tile at a time, with half the registers for it
     TMA: tl.constexpr,
 ):
-    """Compute A @ B.T, the rows of other ranks first; add the peers' sums to the own rows.
+    """Compute A @ B.T, times scales, the rows of other ranks first; add the peers' sums to the own rows.
 
     A program claims its tiles one by one, in the order of their chunks. So whoever waits for the peers' sums,
     in the own chunk, leaves no tile for a peer to a program that may not have started.
@@ -127,6 +135,10 @@ def gemm_reduce_scatter(
         acc = multiply_tile(
             *(factors, a_desc, b_desc, chunk * m, row, m, col),
             *(acc, BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
+        )
+        acc = apply_scales(
+            *(acc, row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)),
+            *(row_scale_ptr, column_scale_ptr, m, N, chunk * m),
         )
         if chunk == rank:
             if waited == 0:
@@ -207,7 +219,7 @@ class PlainBody:
     def __init__(
         self, operands: ScatterOperands, held: ScatterMemory, *, has_tma: bool, upcasts: bool
     ) -> None:
-        a, weight, out, addend = operands
+        a, weight, out, addend, *scales = operands
         stride_am, stride_b = a.stride(0), pitch_of(weight)
         tensors = (a, weight, out, held.partial if addend is None else addend, *held)
         aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
@@ -216,14 +228,15 @@ class PlainBody:
         self._further = (held.partial.shape[1], stride_am, stride_b, out.stride(0))
         tma_legal = has_tma and addressable and aligned[0] and aligned[1]
         constants = (tma_legal, lies_by_columns(weight), addend is not None, upcasts)
-        self._place = (a.dtype, a.device, CONSTANTS, constants, (*self._further, aligned))
+        scaled = tuple(scale is not None for scale in scales)
+        self._place = (a.dtype, a.device, CONSTANTS, constants, (*self._further, aligned, scaled))
 
     def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
-        a, weight, out, addend = operands
+        a, weight, out, addend, *scales = operands
         rows = class_of_rows(out.shape[0])
         of_launch = (call.world_size, call.chunks, call.programs, rows)
         shape = ChunkShape._make((*self._sizes, *of_launch, *self._place))
         added = call.held.partial if addend is None else addend.detach()
-        tensors = (a.detach(), weight.detach(), out, *call.held, added)
+        tensors = (a.detach(), weight.detach(), out, *call.held, added, *scales)
         scalars = (*self._sizes, *self._further, call.first, call.chunks, call.rank, call.patience_ticks)
         _SETTLED.launch(shape, tensors, (*scalars, rows))

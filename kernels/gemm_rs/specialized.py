@@ -85,7 +85,7 @@ def can_run(operands: ScatterOperands, held: ScatterMemory) -> bool:
 
     The answer depends on addresses and on K: it is this rank's own.
     """
-    a, _weight, out, addend = operands
+    a, out, addend = operands.a, operands.out, operands.addend
     major = capability(a.device)
     if major not in (9, 10) or a.dtype not in OPERAND_TYPES:
         return False

@@ -22,6 +22,7 @@ def all_gather_matmul(
     bias: Tensor | None = None,
     gather_dim: int = 0,
     save_gathered: bool = True,
+    fp8: bool = False,
 ) -> Tensor: ...
 @overload
 def all_gather_matmul(
@@ -32,6 +33,7 @@ def all_gather_matmul(
     bias: Sequence[Tensor | None] | None = None,
     gather_dim: int = 0,
     save_gathered: bool = True,
+    fp8: bool = False,
 ) -> tuple[Tensor, ...]: ...
 def all_gather_matmul(
     a_shard: Tensor,
@@ -41,6 +43,7 @@ def all_gather_matmul(
     bias: Any = None,
     gather_dim: int = 0,
     save_gathered: bool = True,
+    fp8: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """Return `all_gather(a_shard) @ weight.T + bias`; for several weights a tuple, behind one gather.
 
@@ -51,6 +54,10 @@ def all_gather_matmul(
     gradients of all tokens for the weights. It reads the gathered rows: they are saved, W times the shard, or
     with save_gathered=False gathered again. `group` is a process group, a DeviceMesh of one dimension or a
     name.
+
+    fp8: round each row of a_shard, and of the weights, to float8_e4m3fn, with a scale that makes its largest
+    number 448, and gather and multiply those. Tensors are bf16, and K is a multiple of 16. Backward is in
+    bf16, of the tensors as they were given: it gathers again.
     """
     is_one = isinstance(weights, Tensor)
     given = [weights] if isinstance(weights, Tensor) else list(weights)
@@ -62,7 +69,7 @@ def all_gather_matmul(
     rows, sizes = _as_rows(a_shard, gather_dim)
     sizes[0] *= size_of(group_name)
     keeps = save_gathered and torch.is_grad_enabled() and any(weight.requires_grad for weight in given)
-    products = _gathered_products(rows, given, group_name, keeps)
+    products = _gathered_products(rows, given, group_name, keeps and not fp8, fp8)
     results = tuple(
         _from_rows(product if each is None else product + each, sizes, gather_dim)
         for product, each in zip(products, biases, strict=True)
@@ -77,12 +84,14 @@ def matmul_reduce_scatter(
     *,
     bias: Tensor | None = None,
     scatter_dim: int = 0,
+    fp8: bool = False,
 ) -> Tensor:
     """Return this rank's part, along `scatter_dim`, of `sum over ranks a @ weight.T`, plus bias.
 
     a [..., K], K this rank's part of the inner dimension; its size along `scatter_dim` is a multiple of the
     number of ranks. weight [N, K], by rows or by columns; bias [N], equal on all ranks, as its gradient is.
-    Backward gathers the gradient once, behind the product for `a`.
+    Backward gathers the gradient once, behind the product for `a`. fp8: as in `all_gather_matmul`; the sums
+    travel in bf16.
     """
     _check_dim("scatter_dim", scatter_dim, a)
     group_name = name_of(group)
@@ -94,7 +103,7 @@ def matmul_reduce_scatter(
         )
     rows, sizes = _as_rows(a, scatter_dim)
     sizes[0] //= ranks
-    sums = _scattered_sums(rows, weight, group_name)
+    sums = _scattered_sums(rows, weight, group_name, fp8)
     if bias is not None:
         sums = sums + sum_gradient(bias, group_name)
     return _from_rows(sums, sizes, scatter_dim)
@@ -133,25 +142,26 @@ def sum_gradient(tensor: Tensor, group: Group = None) -> Tensor:
 
 
 def _gathered_products(
-    rows: Tensor, weights: list[Tensor], group_name: str, keeps_gathered: bool
+    rows: Tensor, weights: list[Tensor], group_name: str, keeps_gathered: bool, fp8: bool
 ) -> Sequence[Tensor]:
+    call = group_name, keeps_gathered, fp8
     if _is_traced(rows, *weights):
         traced: list[Tensor]
-        traced, _ = torch.ops.dist_autotune.all_gather_matmul(rows, weights, group_name, keeps_gathered)
+        traced, _ = torch.ops.dist_autotune.all_gather_matmul(rows, weights, *call)
         return traced
     if _wants_gradient(rows, *weights):
-        products: tuple[Tensor, ...] = _GatheredProducts.apply((group_name, keeps_gathered), rows, *weights)
+        products: tuple[Tensor, ...] = _GatheredProducts.apply(call, rows, *weights)
         return products
-    return operators.gather_and_multiply(rows, weights, group_name, keeps_gathered)[0]
+    return operators.gather_and_multiply(rows, weights, *call)[0]
 
 
-def _scattered_sums(rows: Tensor, weight: Tensor, group_name: str) -> Tensor:
+def _scattered_sums(rows: Tensor, weight: Tensor, group_name: str, fp8: bool) -> Tensor:
     if _is_traced(rows, weight):
-        sums: Tensor = torch.ops.dist_autotune.matmul_reduce_scatter([rows], [weight], group_name)
+        sums: Tensor = torch.ops.dist_autotune.matmul_reduce_scatter([rows], [weight], group_name, fp8)
     elif _wants_gradient(rows, weight):
-        sums = _ScatteredSums.apply(group_name, rows, weight)
+        sums = _ScatteredSums.apply((group_name, fp8), rows, weight)
     else:
-        sums = operators.multiply_and_scatter([rows], [weight], group_name)
+        sums = operators.multiply_and_scatter([rows], [weight], group_name, fp8)
     return sums
 
 
@@ -171,8 +181,8 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 class _GatheredProducts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: tuple[str, bool], rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.group_name, ctx.is_gathered = call
+    def forward(ctx: Any, call: tuple[str, bool, bool], rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.group_name, ctx.is_gathered, _ = call
         products, gathered = operators.gather_and_multiply(rows, weights, *call)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(gathered if ctx.is_gathered else rows, *weights)
@@ -188,10 +198,10 @@ class _GatheredProducts(torch.autograd.Function):
 
 class _ScatteredSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group_name: str, rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.group_name = group_name
+    def forward(ctx: Any, call: tuple[str, bool], rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.group_name, fp8 = call
         ctx.save_for_backward(rows, weight)
-        return operators.multiply_and_scatter([rows], [weight], group_name)
+        return operators.multiply_and_scatter([rows], [weight], ctx.group_name, fp8)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

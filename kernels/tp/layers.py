@@ -48,9 +48,10 @@ class _ParallelLinear(nn.Linear):
     """An `nn.Linear` of which each rank holds a part; its features are those of the whole."""
 
     def __init__(
-        self, linear: nn.Linear, mesh: DeviceMesh, dim: int, of_weight: int, of_bias: Placement
+        self, linear: nn.Linear, mesh: DeviceMesh, dim: int, of_weight: int, of_bias: Placement, fp8: bool
     ) -> None:
         nn.Module.__init__(self)
+        self.fp8 = fp8
         self.group_name = name_of(mesh)
         self.in_features, self.out_features, self.dim = linear.in_features, linear.out_features, dim
         self.register_parameter("weight", distribute(linear.weight, mesh, Shard(of_weight)))
@@ -63,7 +64,8 @@ class _ParallelLinear(nn.Linear):
 class ColumnParallelLinear(_ParallelLinear):
     """An `nn.Linear` from this rank's tokens, along `dim`, to its part of the features of all tokens.
 
-    With gather=False from all tokens, which each rank has: for serving, it has no backward.
+    With gather=False from all tokens, which each rank has: for serving, it has no backward. fp8: as in
+    `all_gather_matmul`, and not beside gather=False.
     """
 
     def __init__(
@@ -74,8 +76,11 @@ class ColumnParallelLinear(_ParallelLinear):
         dim: int = 0,
         save_gathered: bool = True,
         gather: bool = True,
+        fp8: bool = False,
     ) -> None:
-        super().__init__(linear, mesh, dim, 0, Shard(0))
+        if fp8 and not gather:
+            raise ValueError("fp8=True, gather=False: without a gather the product is torch's, in bf16")
+        super().__init__(linear, mesh, dim, 0, Shard(0), fp8)
         self.save_gathered, self.gather = save_gathered, gather
         self._together: tuple[ProductsOfOneInput, int] | None = None
 
@@ -100,6 +105,7 @@ def project(x: Tensor, linears: Sequence[ColumnParallelLinear]) -> tuple[Tensor,
         bias=[local(linear.bias) for linear in linears],
         gather_dim=first.dim,
         save_gathered=first.save_gathered,
+        fp8=first.fp8,
     )
 
 
@@ -174,26 +180,37 @@ def _noted_version() -> int:
 class RowParallelLinear(_ParallelLinear):
     """An `nn.Linear` from this rank's part of the features of all tokens to its own tokens, along `dim`.
 
-    With all_reduce=True to all tokens, on all ranks: for serving, it has no backward.
+    With all_reduce=True to all tokens, on all ranks: for serving, it has no backward. fp8: as in
+    `all_gather_matmul`, and not beside all_reduce=True.
     """
 
     def __init__(
-        self, linear: nn.Linear, mesh: DeviceMesh, *, dim: int = 0, all_reduce: bool = False
+        self,
+        linear: nn.Linear,
+        mesh: DeviceMesh,
+        *,
+        dim: int = 0,
+        all_reduce: bool = False,
+        fp8: bool = False,
     ) -> None:
-        super().__init__(linear, mesh, dim, 1, Replicate())
+        if fp8 and all_reduce:
+            raise ValueError("fp8=True, all_reduce=True: products before an all-reduce are in bf16")
+        super().__init__(linear, mesh, dim, 1, Replicate(), fp8)
         self.all_reduce = all_reduce
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = local(self.weight), local(self.bias)
         if self.all_reduce:
             return matmul_all_reduce(x, weight, self.group_name, bias=bias)
-        return matmul_reduce_scatter(x, weight, self.group_name, bias=bias, scatter_dim=self.dim)
+        return matmul_reduce_scatter(
+            x, weight, self.group_name, bias=bias, scatter_dim=self.dim, fp8=self.fp8
+        )
 
 
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))` from a rank's tokens to its tokens: one gather, one scatter.
 
-    names: of the three layers in the state dict.
+    names: of the three layers in the state dict. fp8: as in `all_gather_matmul`.
     """
 
     def __init__(
@@ -206,13 +223,14 @@ class SwiGLU(nn.Module):
         dim: int = 0,
         save_gathered: bool = True,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        fp8: bool = False,
     ) -> None:
         super().__init__()
         self._names = names
         for name, linear in zip(names[:2], (gate, up), strict=True):
-            layer = ColumnParallelLinear(linear, mesh, dim=dim, save_gathered=save_gathered)
+            layer = ColumnParallelLinear(linear, mesh, dim=dim, save_gathered=save_gathered, fp8=fp8)
             self.add_module(name, layer)
-        self.add_module(names[2], RowParallelLinear(down, mesh, dim=dim))
+        self.add_module(names[2], RowParallelLinear(down, mesh, dim=dim, fp8=fp8))
 
     def forward(self, x: Tensor) -> Tensor:
         layers: list[Any] = [self.get_submodule(name) for name in self._names]

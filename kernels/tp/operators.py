@@ -10,6 +10,9 @@ What is traced has them; eager calls leave them out (`functions`), as their disp
 Weights are [N, K], by rows or by columns: so each is the other's backward with `w.T`, and none is copied.
 Matrices of activations whose rows are not contiguous are copied. Ranks must call in the same order, which
 backward keeps where the graphs are equal.
+
+With fp8 a forward multiplies rows in fp8, each with a scale, made anew in each call; gradients are those of
+the product of the rows as they were given, in bf16.
 """
 
 from __future__ import annotations
@@ -24,14 +27,17 @@ from torch import Tensor
 from ..ag_gemm import AllGatherGemm
 from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
+from ..tensors import FP8
 from .registry import opened, size_of
 
 library = torch.library.Library("dist_autotune", "FRAGMENT")
 library.define(
-    "all_gather_matmul(Tensor a_shard, Tensor[] weights, str group_name, bool save_gathered)"
+    "all_gather_matmul(Tensor a_shard, Tensor[] weights, str group_name, bool save_gathered, bool fp8=False)"
     " -> (Tensor[], Tensor)"
 )
-library.define("matmul_reduce_scatter(Tensor[] a, Tensor[] weights, str group_name) -> Tensor")
+library.define(
+    "matmul_reduce_scatter(Tensor[] a, Tensor[] weights, str group_name, bool fp8=False) -> Tensor"
+)
 library.define(
     "matmul_reduce_scatter_backward(Tensor grad, Tensor[] a, Tensor[] weights, str group_name, "
     "bool[] for_a, bool[] for_weights) -> (Tensor[], Tensor[])"
@@ -44,14 +50,36 @@ _ops = torch.ops.dist_autotune
 
 
 def gather_and_multiply(
-    a_shard: Tensor, weights: Sequence[Tensor], group_name: str, save_gathered: bool
+    a_shard: Tensor, weights: Sequence[Tensor], group_name: str, save_gathered: bool, fp8: bool = False
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the products, and all ranks' rows if they are to be saved, else none of them."""
+    """Return the products, and all ranks' rows if they are to be saved, else none of them: as with fp8."""
+    if fp8:
+        return gather_and_multiply_fp8(a_shard, weights, group_name), a_shard.new_empty((0, a_shard.shape[1]))
     operation, products, gathered = _gather(a_shard, weights, group_name, needs_rows=save_gathered)
     if gathered is None or not save_gathered:
         return products, a_shard.new_empty((0, a_shard.shape[1]))
     lies_in_workspace = _storage_of(gathered) == _storage_of(operation.shard)
     return products, gathered.clone() if lies_in_workspace else gathered
+
+
+def gather_and_multiply_fp8(a_shard: Tensor, weights: Sequence[Tensor], group_name: str) -> list[Tensor]:
+    """Return the products of rows in fp8: one, of all weights together, behind which each is copied out."""
+    rows, scale_a = rows_in_fp8(a_shard)
+    weight, scale_weight = rows_in_fp8(torch.cat([*weights]) if len(weights) > 1 else weights[0])
+    operation = opened(AllGatherGemm, rows, rows.shape[0], rows.shape[1], group_name)
+    product = operation(rows, weight, scale_a=scale_a, scale_weight=scale_weight)
+    if len(weights) == 1:
+        return [product]
+    return [each.contiguous() for each in product.split([len(weight) for weight in weights], dim=1)]
+
+
+def rows_in_fp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of a matrix in fp8, contiguous, and the scale of each: its largest number / fp8's."""
+    if matrix.dtype != torch.bfloat16:
+        raise TypeError(f"fp8=True takes activations and weights in torch.bfloat16, not {matrix.dtype}")
+    largest = matrix.detach().abs().amax(1, keepdim=True).float()
+    scales = largest.clamp(min=1e-30) / torch.finfo(FP8).max  # of zeros, too, no denormal number
+    return (matrix.detach() / scales).to(FP8, memory_format=torch.contiguous_format), scales
 
 
 def _gather(
@@ -74,11 +102,17 @@ def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def multiply_and_scatter(a: Sequence[Tensor], weights: Sequence[Tensor], group_name: str) -> Tensor:
-    """Return this rank's rows of the sum of all products.
+def multiply_and_scatter(
+    a: Sequence[Tensor], weights: Sequence[Tensor], group_name: str, fp8: bool = False
+) -> Tensor:
+    """Return this rank's rows of the sum of all products; fp8: of one.
 
     The scatter hides behind the largest product; the others are what its sums start from.
     """
+    if fp8:
+        ((rows, scale_a),), ((weight, scale_weight),) = map(rows_in_fp8, a), map(rows_in_fp8, weights)
+        operation = opened(GemmReduceScatter, rows, rows.shape[0], weight.shape[0], group_name)
+        return operation(rows, weight, scale_a=scale_a, scale_weight=scale_weight)
     largest = max(range(len(a)), key=lambda i: a[i].shape[1])
     addend = None
     for i, (rows, weight) in enumerate(zip(a, weights, strict=True)):
@@ -138,14 +172,14 @@ def wait(gathered: Tensor) -> Tensor:
 
 
 def _shapes_of_gather(
-    a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool
+    a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool, fp8: bool = False
 ) -> tuple[list[Tensor], Tensor]:
     rows = size_of(group_name) * a_shard.shape[0]
-    gathered = a_shard.new_empty((rows if save_gathered else 0, a_shard.shape[1]))
+    gathered = a_shard.new_empty((rows if save_gathered and not fp8 else 0, a_shard.shape[1]))
     return [a_shard.new_empty((rows, weight.shape[0])) for weight in weights], gathered
 
 
-def _shape_of_scatter(a: list[Tensor], weights: list[Tensor], group_name: str) -> Tensor:
+def _shape_of_scatter(a: list[Tensor], weights: list[Tensor], group_name: str, fp8: bool = False) -> Tensor:
     return a[0].new_empty((a[0].shape[0] // size_of(group_name), weights[0].shape[0]))
 
 
@@ -169,15 +203,17 @@ def _shapes_of_backward(
 
 
 def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
-    a_shard, weights, ctx.group_name, ctx.is_gathered = inputs
+    a_shard, weights, ctx.group_name, save_gathered, fp8 = inputs
+    ctx.is_gathered = save_gathered and not fp8
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(output[1] if ctx.is_gathered else a_shard, *weights)
 
 
 def _gradients_of_gather(ctx: Any, grads: list[Tensor | None], _of_gathered: None) -> tuple[Any, ...]:
-    for_a, for_weights, *_ = ctx.needs_input_grad
-    return *gradients_of_gather(ctx, grads, for_a, for_weights, _ops.matmul_reduce_scatter), None, None
+    for_a, for_weights, *others = ctx.needs_input_grad  # fp8 only where it is not its default
+    of_tensors = gradients_of_gather(ctx, grads, for_a, for_weights, _ops.matmul_reduce_scatter)
+    return *of_tensors, *(None for _ in others)
 
 
 def gradients_of_gather(
@@ -208,7 +244,7 @@ def gradients_of_gather(
 
 
 def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, weights, ctx.group_name = inputs
+    a, weights, ctx.group_name, _ = inputs
     ctx.pairs = len(a)
     ctx.save_for_backward(*a, *weights)
 
@@ -217,11 +253,11 @@ def _gradients_of_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     check_first_order()
     saved = ctx.saved_tensors  # once: a checkpoint computes them anew at each access
     a, weights = list(saved[: ctx.pairs]), list(saved[ctx.pairs :])
-    for_a, for_weights, _ = ctx.needs_input_grad
+    for_a, for_weights, *others = ctx.needs_input_grad
     of_a, of_weights = _ops.matmul_reduce_scatter_backward(
         grad, a, weights, ctx.group_name, list(for_a), list(for_weights)
     )
-    return spread(of_a, for_a), spread(of_weights, for_weights), None
+    return spread(of_a, for_a), spread(of_weights, for_weights), *(None for _ in others)
 
 
 def spread(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:

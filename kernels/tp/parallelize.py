@@ -25,11 +25,19 @@ class ColumnParallel:
 
     names: the children that are linear layers of one input, which share a gather; none: the module itself is
     one. dim: of the activations, along which ranks share the tokens. save_gathered: see `all_gather_matmul`.
-    gather=False: each rank has all tokens; without a backward.
+    gather=False: each rank has all tokens; without a backward. fp8: see `all_gather_matmul`.
     """
 
-    def __init__(self, *names: str, dim: int = 0, save_gathered: bool = True, gather: bool = True) -> None:
+    def __init__(
+        self,
+        *names: str,
+        dim: int = 0,
+        save_gathered: bool = True,
+        gather: bool = True,
+        fp8: bool = False,
+    ) -> None:
         self.names, self.dim, self.save_gathered, self.gather = names, dim, save_gathered, gather
+        self.fp8 = fp8
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, ColumnParallelLinear]:
         return {
@@ -39,6 +47,7 @@ class ColumnParallel:
                 dim=self.dim,
                 save_gathered=self.save_gathered,
                 gather=self.gather,
+                fp8=self.fp8,
             )
             for name in self.names or ("",)
         }
@@ -48,14 +57,18 @@ class ColumnParallel:
 class RowParallel:
     """A linear layer from this rank's part of the features of all tokens to its own tokens.
 
-    all_reduce: to all tokens, on all ranks; without a backward.
+    all_reduce: to all tokens, on all ranks; without a backward. fp8: see `all_gather_matmul`.
     """
 
     dim: int = 0
     all_reduce: bool = False
+    fp8: bool = False
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> Mapping[str, nn.Module]:
-        return {"": RowParallelLinear(_linear(module), mesh, dim=self.dim, all_reduce=self.all_reduce)}
+        layer = RowParallelLinear(
+            _linear(module), mesh, dim=self.dim, all_reduce=self.all_reduce, fp8=self.fp8
+        )
+        return {"": layer}
 
 
 @dataclass(frozen=True)

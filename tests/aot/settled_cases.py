@@ -72,6 +72,7 @@ class Sum:
     patience_ticks: int = 99
     has_tma: bool = True
     upcasts: bool = False
+    scaled: tuple[bool, bool] = (False, False)  # the rows of a, those of the weight
 
 
 class SumCaller:
@@ -99,10 +100,13 @@ class SumCaller:
         op._capacity, op.rank, op.world_size = case.capacity, case.rank % world, world
         op._sms, op._has_tma, op._upcasts = case.programs, case.has_tma, case.upcasts
         op._patience_ticks, op._body = case.patience_ticks, "plain"
-        self.body = op._make_body(ScatterOperands(*self.operands, None))
+        counts = zip(case.scaled, (case.m, case.n), strict=True)
+        scales = (torch.ones(count) if is_scaled else None for is_scaled, count in counts)
+        self.given = ScatterOperands(*self.operands, None, *scales)
+        self.body = op._make_body(self.given)
 
     def call(self) -> None:
-        self.operation._launch(self.body, ScatterOperands(*self.operands, None))
+        self.operation._launch(self.body, self.given)
 
 
 BY_TMA = candidate((64, 64, 64), 8, warps=4, stages=2, tma=True)
@@ -127,6 +131,9 @@ CHANGES_OF_SUMS = {
     "number of programs": {"programs": 3},
     "no TMA": {"has_tma": False},
     "products in float32": {"upcasts": True},
+    "scales of rows": {"scaled": (True, False)},
+    "scales of columns": {"scaled": (False, True)},
+    "scales of both": {"scaled": (True, True)},
 }
 for place, name in enumerate(("a", "weight", "out")):
     for pad in (64, 8, 1) if name != "out" else (64, 1):  # multiples of 16 elements, of 16 bytes, and neither

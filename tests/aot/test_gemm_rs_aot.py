@@ -31,19 +31,21 @@ TYPES = {
 }
 PLAIN = {"BY_COLUMNS": False, "HAS_ADDEND": False}
 OF_BACKWARD = {"BY_COLUMNS": True, "HAS_ADDEND": True}
+SCALES = ("row_scale_ptr", "column_scale_ptr")
 # Bytes of a thread; on Blackwell with tiles of 128 x 256. On CDNA3 scalar registers, which go to vector ones.
 SPILLED = {HOPPER: 0, BLACKWELL: 72, CDNA3: 6}
 TARGETS = {"hopper": HOPPER, "blackwell": BLACKWELL, "cdna3": CDNA3}
 
 
-def compile_candidate(config, target, world=8, **values):
+def compile_candidate(config, target, world=8, *, fp8=False, **values):
     constexprs = {"WORLD": world, "TMA_LEGAL": target.backend == "cuda", "UPCAST": False, **PLAIN, **values}
+    in_fp8 = dict.fromkeys(("a_ptr", "b_ptr"), "*fp8e4nv") | dict.fromkeys(SCALES, "*fp32")
     return compile_for(
         target,
         gemm_reduce_scatter.fn,
-        TYPES,
-        constexprs | config.kwargs,
-        any_value=("M", "first", "chunks", "rank", "patience_ticks", "size_class"),
+        TYPES | (in_fp8 if fp8 else {}),
+        constexprs | config.kwargs | ({} if fp8 else dict.fromkeys(SCALES)),
+        any_value=tuple(gemm_reduce_scatter.fn.do_not_specialize),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -65,6 +67,23 @@ def test_candidates_fit_the_device(target, values, monkeypatch):
         assert used["registers"] <= REGISTERS[target], config
         assert used["spilled"] <= SPILLED[target], config
         assert used["shared_bytes"] <= SHARED_BYTES[target], config
+
+
+LARGEST = [GPU_CANDIDATES[place] for place in (0, 4, 12)]  # with most sums for a thread; the last without TMA
+
+
+@pytest.mark.parametrize("config", LARGEST, ids=["tma", "tma, high tiles", "pointers"])
+def test_in_fp8_the_largest_tiles_multiply_bytes_and_are_scaled_behind_the_loop_without_spills(config):
+    compiled = compile_candidate(config, HOPPER, fp8=True)
+    used = resources(compiled, HOPPER)
+    assert used["registers"] <= REGISTERS[HOPPER]
+    assert used["spilled"] == 0
+    assert used["shared_bytes"] <= SHARED_BYTES[HOPPER]
+    assert "k32.f32.e4m3.e4m3" in compiled.asm["ptx"]
+    ttgir = compiled.asm["ttgir"]
+    scales = [found.start() for found in re.finditer(r"tt\.load .*!tt\.ptr<f32>", ttgir)]
+    assert len(scales) == 2
+    assert min(scales) > ttgir.rindex("warp_group_dot ")
 
 
 def of_tiles(ttgir):

@@ -195,7 +195,7 @@ def test_the_short_way_launches_what_the_long_one_does_with_its_own_numbers(devi
     first, second = map(arguments, device.launched)
     assert asked == []
     assert first == second
-    a, weight, out, _ = operands
+    a, weight, out, *_ = operands
     described = (a, weight, weight, out, held.partial)
     assert [value[0] for value in first[:5]] == [tensor.data_ptr() for tensor in described]
     assert first[4][1:3] == ((WORLD - 1) * CAPACITY, N)  # the partial sums of all peers

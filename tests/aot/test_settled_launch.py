@@ -98,6 +98,7 @@ def test_the_check_above_sees_kernels_grids_and_arguments_that_differ(world):
         *("inner dimension that TMA cannot address", "float16", "world size", "out's stride, 1 more"),
         *("columns that are no multiple of 16", "a's alignment", "out's alignment"),
         *("alignment of partial", "alignment of staged", "no TMA"),
+        *("scales of rows", "scales of columns", "scales of both"),
     } <= code
     grids = {name for name, other in others.items() if other.received[:3] != plain.received[:3]}
     assert {"columns", "number of programs"} <= grids
@@ -113,6 +114,7 @@ def test_every_argument_is_where_the_kernel_expects_it(world, asked):
     wanted |= world.of.tiles[0].kwargs
     if world.of is SUMS:
         wanted["addend_ptr"] = wanted["partial_ptr"]  # which is not read
+        wanted |= dict.fromkeys(("row_scale_ptr", "column_scale_ptr"))
     for _ in range(2):  # the long way, then the short one
         made = world.launched(caller)
         values = world.named(made)

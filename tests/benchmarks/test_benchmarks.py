@@ -135,10 +135,11 @@ def test_overlap_times_every_pick_in_the_step_and_alone() -> None:
 
 @INTERPRETER
 def test_gemm_rs_times_what_is_right() -> None:
-    case = case_of("gemm_rs")
+    case = case_of("gemm_rs", "--fp8")
     arms = {arm["name"]: arm for arm in case["arms"]}
     timed = {name for name, arm in arms.items() if "unavailable" not in arm}
-    assert timed == {"ours", "GEMM + gloo", "own GEMM + gloo", "GEMM", "gloo scatter"}
+    assert timed == {"ours", "ours, fp8", "GEMM + gloo", "own GEMM + gloo", "GEMM", "gloo scatter"}
+    assert arms["ours"]["error"] < arms["ours, fp8"]["error"] < 0.05
     assert arms["torch fused"]["unavailable"] == "torch's symmetric memory needs GPUs"
     assert arms["GEMM + gloo, graph"]["unavailable"] == "CUDA graphs need a GPU"
     assert arms["QuACK + gloo"]["unavailable"] == "QuACK needs a GPU"

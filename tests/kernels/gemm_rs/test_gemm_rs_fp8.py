@@ -1,0 +1,165 @@
+"""`GemmReduceScatter` in fp8: each rank scales its product by rows and columns, then rounds and sends it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from fp8_runs import quantized
+from gemm_rs_runs import begin, poison
+from operation_runs import (
+    GPU_BACKENDS,
+    INTERPRETER,
+    assert_cases,
+    device,
+    left_as_before,
+    message_of,
+)
+
+from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
+
+pytestmark = INTERPRETER
+
+FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+
+
+def error_ratio(out: torch.Tensor, product: torch.Tensor, of_products: torch.Tensor, k: int) -> float:
+    """Return the largest error against float64 as a multiple of what the arithmetic explains.
+
+    product: this rank's part of the sum, scaled; of_products: the same of absolute values. Each part is
+    rounded once, by eps of the result's type, and so is the sum. Sums of K products, which are exact, are off
+    by sqrt(K) float32 eps of what they are of; Hopper's tensor cores cut off what is behind 13 bits, at each
+    of K / 32 instructions.
+    """
+    everywhere = torch.stack([product, product.abs(), of_products])
+    if dist.is_initialized():
+        dist.all_reduce(everywhere)
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    wanted, of_parts, of_all = everywhere.chunk(world, dim=1)[rank]
+    explained = torch.finfo(out.dtype).eps * (wanted.abs() + of_parts)
+    explained += (4 + k**0.5) * torch.finfo(torch.float32).eps * of_all
+    if out.device.type == "cuda":
+        explained += -(-k // 32) * 2**-13 * of_all
+    return float(((out.double() - wanted).abs() / explained).nan_to_num(nan=torch.inf).amax())
+
+
+def compared(
+    op: GemmReduceScatter, m: int, k: int, *, by_rows: bool = True, by_columns: bool = True, in_steps=False
+) -> float:
+    """Return the error of a call with fresh inputs and an output full of NaN."""
+    (a, scale_a), (weight, scale_weight) = quantized(m, k, device()), quantized(op._n, k, device())
+    scales = (scale_a if by_rows else None, scale_weight[:, 0] if by_columns else None)
+    out = torch.full((m // op.world_size, op._n), float("nan"), dtype=op._out_dtype, device=device())
+    if in_steps:
+        op._call(a, weight, out, None, *scales, in_steps=True)
+    else:
+        assert op(a, weight, out, scale_a=scales[0], scale_weight=scales[1]) is out
+    of_rows = scale_a.double() if by_rows else 1.0
+    of_columns = scale_weight.double().T if by_columns else 1.0
+    left, right = a.double(), weight.double().T
+    sums = (left @ right, left.abs() @ right.abs())
+    return error_ratio(out, *(each * of_rows * of_columns for each in sums), k)
+
+
+def every_call(rank, candidate, out_dtype, backend="auto"):
+    """Call with ragged rows and columns, K of this rank's own, with and without each scale."""
+    begin(rank, candidate)
+    k = 48 + 16 * rank
+    with GemmReduceScatter(78, 40, FP8, backend=backend, timeout_s=60.0, out_dtype=out_dtype) as op:
+        poison(op)
+        return [
+            compared(op, 74, k),
+            compared(op, 38, k, by_columns=False),
+            compared(op, 38, k, by_rows=False),
+            compared(op, 74, 16, in_steps=device() == "cpu"),
+        ]
+
+
+def of_each_candidate(rank):
+    types = (None, BF16, FP16, None)
+    cases = enumerate(types[: len(CANDIDATES)])
+    return {
+        f"candidate {index}, {dtype}": lambda index=index, dtype=dtype: every_call(rank, index, dtype)
+        for index, dtype in cases
+    } | {"different candidates": lambda: every_call(rank, None, FP16)}
+
+
+def test_each_rank_scales_its_product_before_it_is_rounded_and_sent():
+    assert_cases(of_each_candidate, 2)
+
+
+# ---- one rank, in this process
+
+
+@pytest.fixture
+def op():
+    with left_as_before(gemm_reduce_scatter):
+        begin(0, 0)
+        with GemmReduceScatter(16, 20, FP8, backend="shm", timeout_s=60.0) as opened:
+            yield opened
+
+
+def test_results_are_bf16_unless_fp16_is_asked_for(op):
+    a, weight = torch.ones(16, 32).to(FP8), torch.ones(20, 32).to(FP8)
+    assert op(a, weight).dtype == BF16
+    with GemmReduceScatter(16, 20, FP8, backend="shm", out_dtype=FP16) as of_halves:
+        assert torch.equal(of_halves(a, weight), torch.full((16, 20), 32.0, dtype=FP16))
+
+
+def test_what_cannot_be_scaled_is_told_with_its_values_before_the_call(op):
+    a, weight, scale = torch.zeros(16, 32).to(FP8), torch.zeros(20, 32).to(FP8), torch.ones(20)
+    wrong = {
+        "ValueError: scale_a has shape (20,); it must be (16,) or (16, 1)": {"scale_a": scale},
+        "ValueError: scale_weight has shape (16,); it must be (20,) or (20, 1)": {"scale_weight": scale[:16]},
+        "TypeError: scale_weight is torch.float64; it must be": {"scale_weight": scale.double()},
+        "RuntimeError: GemmReduceScatter has no backward": {"scale_a": torch.ones(16, requires_grad=True)},
+        "ValueError: out is torch.float16 on cpu; this operation": {"out": torch.zeros(16, 20).half()},
+        "ValueError: addend is given, and operands are torch.float8_e4m3fn": {
+            "addend": torch.zeros(16, 20).to(FP8)
+        },
+    }
+    for text, options in wrong.items():
+        assert message_of(lambda options=options: op(a, weight, **options)).startswith(text)
+    by_columns = message_of(lambda: op(a, weight.T.contiguous().T))
+    assert by_columns.startswith("ValueError: the rows of weight are not contiguous")
+    assert message_of(lambda: op(a[:, :24].contiguous(), weight[:, :24].contiguous())) == (
+        "ValueError: k=24: rows of torch.float8_e4m3fn are whole 16 bytes; pad K to 32"
+    )
+    assert op._calls == 0
+
+
+def test_scales_and_another_type_of_results_are_for_fp8_alone():
+    with GemmReduceScatter(16, 20, FP16, backend="shm") as of_halves:
+        a, weight = torch.zeros(16, 32).half(), torch.zeros(20, 32).half()
+        text = message_of(lambda: of_halves(a, weight, scale_weight=torch.ones(20)))
+    assert text.startswith("ValueError: scale_a and scale_weight are for torch.float8_e4m3fn")
+    wrong = {
+        "ValueError: out_dtype is torch.bfloat16; results of operands in torch.float16 are torch.float16": {
+            "dtype": FP16,
+            "out_dtype": BF16,
+        },
+        "ValueError: out_dtype is torch.float32; results of operands in torch.float8_e4m3fn are": {
+            "dtype": FP8,
+            "out_dtype": torch.float32,
+        },
+        "ValueError: collective=True: no call in torch.float8_e4m3fn": {"dtype": FP8, "collective": True},
+    }
+    for text, options in wrong.items():
+        assert message_of(lambda options=options: GemmReduceScatter(16, 20, **options)).startswith(text)
+
+
+# ---- on GPUs
+
+
+def calls_on_gpus(rank, backend):
+    return {
+        f"candidate {index}": lambda index=index: every_call(rank, index, (None, FP16)[index % 2], backend)
+        for index in range(len(CANDIDATES))
+    }
+
+
+@pytest.mark.gpu(devices=2, seconds=40)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_every_candidate_multiplies_fp8_on_gpus(backend):
+    assert_cases(calls_on_gpus, 2, backend, timeout_s=240)
