@@ -1,5 +1,6 @@
 """A plain training loop, data-parallel when it is started on several ranks."""
 
+import gc
 import os
 
 import torch
@@ -29,3 +30,8 @@ for number, (x, y) in enumerate(batches(rank, int(os.environ.get("STEPS", "12"))
     if number % 5 == 4:
         with torch.no_grad():
             print("evaluation", torch.nn.functional.mse_loss(model(x), y).item())
+
+if is_distributed:
+    del model, optimizer  # who hold the group when Python ends meet an abort of gloo's, now and then
+    gc.collect()
+    dist.destroy_process_group()
