@@ -212,3 +212,23 @@ def test_all_ranks_launch_the_same_plans_and_the_slowest_one_decides():
     together.ms = ms
     assert together.session() == alone.session()
     assert together.winners() == alone.winners()
+
+
+class Hosted(Simulation):
+    """Runs that take the host so long to enqueue."""
+
+    host_ms = 0.0
+
+    def _report(self, *run):
+        return replace(super()._report(*run), host_ms=self.host_ms)
+
+
+@pytest.mark.parametrize(("host_ms", "is_bound"), [(1.80, False), (1.81, True), (3.0, True)])
+def test_a_host_that_takes_nearly_as_long_as_the_device_is_said_to_bound_the_function(host_ms, is_bound):
+    beside_ms = {"k0": 1.0, "k1": 0.9}  # what a run takes beside the launch of 1 ms
+    options = {"search": "racing", "objective": "thunk", "run_ms": lambda plan: beside_ms[plan["k"]]}
+    simulation = Hosted({"k": [*beside_ms]}, lambda *_: 1.0, **options)
+    simulation.host_ms = host_ms
+    simulation.session()
+    assert simulation.winners() == {"k": "k1"}
+    assert simulation.tuning.remark.startswith("the host bounds this function: it takes") == is_bound
