@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_iter
 
 from ..errors import TuningError
 from ..triton_api.launch import Launch
+from ..triton_api.live_objects import instances
 
 # What a tensor without a storage raises when it is asked for it: a sparse one, an uninitialised parameter.
 _NO_STORAGE = (RuntimeError, NotImplementedError, ValueError, TypeError)
@@ -118,7 +119,7 @@ def _storages() -> set[StorageWeakRef]:
     """Return the storages of all tensors that Python knows, and of their gradients."""
     found: set[StorageWeakRef] = set()
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]:
+        for tensor in instances(_and_subclasses(torch.Tensor)):
             with contextlib.suppress(*_NO_STORAGE):
                 found.add(StorageWeakRef(tensor.untyped_storage()))
                 if (
@@ -128,12 +129,16 @@ def _storages() -> set[StorageWeakRef]:
     return found
 
 
+def _and_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_and_subclasses, type.__subclasses__(kind)))
+
+
 def _is_frozen(tensor: torch.Tensor) -> bool:
     """Return whether `gc.freeze()` has hidden a tensor from `_storages`: then it is an old one."""
     if not gc.get_freeze_count():
         return False
     base = tensor if tensor._base is None else tensor._base
-    return not any(each is base for age in range(3) for each in gc.get_objects(generation=age))
+    return not any(each is base for each in instances({type(base)}))
 
 
 def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:

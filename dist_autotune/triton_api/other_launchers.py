@@ -5,7 +5,6 @@ One whose `run` ends up in that of a base class is tuned as an Autotuner is.
 
 from __future__ import annotations
 
-import gc
 import types
 import warnings
 import weakref
@@ -13,13 +12,15 @@ from collections.abc import Iterator
 
 from triton.runtime.autotuner import Autotuner
 
+from .live_objects import instances
+
 _WARNED: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 def warn_of_bypasses() -> None:
     """Warn once of each such class that has kernels with several configs. Walks through all objects."""
     owners = [owner for owner in _subclasses(Autotuner) if owner not in _WARNED and _bypasses(owner)]
-    kernels = [each for each in gc.get_objects() if type(each) in owners] if owners else []
+    kernels = instances(owners) if owners else []
     for owner in {type(kernel) for kernel in kernels if len(getattr(kernel, "configs", ())) > 1}:
         _WARNED.add(owner)
         warnings.warn(
