@@ -10,6 +10,7 @@ import pytest
 from crash_programs import EXHAUSTIVE, MS, alone, die, guards, program, scripted, summary, value_of
 from kernels_for_tests import Bench, double, launch, numbers, records
 from rank_programs import blocks_of, raise_, wait_for
+from thread_switches import frequent_switches
 from typer.testing import CliRunner
 
 from dist_autotune import CacheWarning
@@ -255,29 +256,24 @@ def test_a_candidate_that_kills_the_process_as_it_is_loaded_is_the_one_to_blame(
 
 
 def test_what_many_threads_launch_first_at_once_is_all_suspected(tmp_path):
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
     contexts = [f"{context:016}" for context in range(16)]
 
     def launched(guard, name):
         with guard.launching(name, "d"):
             pass
 
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            for session in range(20):
-                directory = tmp_path / str(session)
-                guard = open_guard(directory)
-                guard.begin_session("abc", {})
-                guard.begin_run(0, {})
-                list(pool.map(lambda name, guard=guard: launched(guard, name), contexts))
-                (path,) = guards(directory)
-                crash = only_crash(path)
-                assert sorted(crash["suspects"]) == contexts
-                guard.close()
-                assert guards(directory) == []
-    finally:
-        sys.setswitchinterval(interval_s)
+    with frequent_switches(), ThreadPoolExecutor(8) as pool:
+        for session in range(20):
+            directory = tmp_path / str(session)
+            guard = open_guard(directory)
+            guard.begin_session("abc", {})
+            guard.begin_run(0, {})
+            list(pool.map(lambda name, guard=guard: launched(guard, name), contexts))
+            (path,) = guards(directory)
+            crash = only_crash(path)
+            assert sorted(crash["suspects"]) == contexts
+            guard.close()
+            assert guards(directory) == []
 
 
 # ---- files

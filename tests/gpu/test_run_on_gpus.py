@@ -46,7 +46,7 @@ def test_a_script_prints_the_same_losses_and_its_ranks_take_the_same_configs(ste
     assert first
     assert second == first
     if not torch.cuda.is_available():
-        return  # a second start: tests/session/test_results_on_disk.py
+        return  # a second start of CPU ranks: tests/script/test_ranks_of_programs.py
     again = torchrun(tmp_path / "again", *run, SCRIPT, STEPS=steps)
     assert again == bare
     assert not any(record.plan for record in records(RunStarted)[-1:])  # all came from the cache

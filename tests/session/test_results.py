@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import pytest
@@ -19,6 +18,7 @@ from kernels_for_tests import (
     out_of_resources,
     records,
 )
+from thread_switches import beside, frequent_switches
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
 
@@ -289,18 +289,10 @@ def test_any_thread_may_read_the_report_at_any_moment(bench):
             except RuntimeError as error:
                 errors.append(error)
 
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
+    with frequent_switches(), beside(read, is_over):
         for _ in range(5):
             tuned()
             tuned.retune()
-    finally:
-        sys.setswitchinterval(interval_s)
-        is_over.set()
-        reader.join()
     assert errors == []
 
 

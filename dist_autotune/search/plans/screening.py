@@ -123,8 +123,8 @@ def _meetings(factors: Sequence[Factor]) -> Iterator[dict[str, int]]:
     Row (a, b) of an orthogonal array has a + j b, modulo a prime, in its column j.
     """
     drawn = random.Random("meetings")
-    prime = max((len(factor.candidates) for factor in factors), default=2)
-    prime = next(n for n in itertools.count(max(prime, len(factors), 2)) if all(n % d for d in range(2, n)))
+    least = max([2, len(factors), *(len(factor.candidates) for factor in factors)])
+    prime = next(n for n in itertools.count(least) if all(n % d for d in range(2, n)))
     while True:
         columns = drawn.sample(range(prime), len(factors))
         levels = [drawn.sample(factor.candidates, len(factor.candidates)) for factor in factors]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from thread_switches import frequent_switches
 
 from dist_autotune.kernels import tensors
 from dist_autotune.kernels.tensors import layout_of, remember
@@ -33,11 +33,6 @@ def test_the_oldest_is_forgotten_and_what_is_there_is_replaced(monkeypatch):
 def test_threads_may_keep_at_once(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tensors, "KEPT", 3)
     known = {}
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(lambda n: [remember(known, (n, i), i) for i in range(400)], range(8)))
-    finally:
-        sys.setswitchinterval(interval_s)
+    with frequent_switches(), ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda n: [remember(known, (n, i), i) for i in range(400)], range(8)))
     assert len(known) == 3

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-import sys
 import threading
+
+from thread_switches import beside, frequent_switches
 
 from dist_autotune.triton_api.live_objects import instances
 
@@ -45,16 +46,8 @@ def test_tuples_that_another_thread_builds_are_left_alone():
             except SystemError as error:
                 errors.append(error)
 
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    builder = threading.Thread(target=build)
-    builder.start()
-    try:
+    with frequent_switches(), beside(build, is_over):
         for _ in range(30):
             instances({Base})
-    finally:
-        sys.setswitchinterval(interval_s)
-        is_over.set()
-        builder.join()
     assert errors == []
     assert set(built) == {200}
