@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from .hub import SEND_S
 from .wire import TOKEN_BYTES, HubMessage, pack, unpack
 
+LOOK = -1  # the number of requests that only ask for a sign of life
 _LEAST_S = 1e-3  # for a reply that is there already
 # A wait is made of slices: a Ctrl-C that comes between Python's last look at signals and the system call that
 # waits does not interrupt that call, and would go unnoticed until its end.
@@ -27,11 +28,12 @@ class HubSilent(Exception):
 
 
 class Client:
-    """Sends one thread's requests by one of the hub's endpoints; connects anew after an error or a Ctrl-C."""
+    """Sends one thread's requests to the hub; connects anew after an error or a Ctrl-C."""
 
-    def __init__(self, endpoints: Sequence[tuple[str, int]], token: str, rank: int) -> None:
+    def __init__(self, endpoint: tuple[str, int], token: str, rank: int) -> None:
         self.send_s = SEND_S  # how long the hub may take to take a message in
-        self._endpoints, self._rank = endpoints, rank
+        self.heard_at = 0.0  # when the hub last sent anything
+        self._endpoint, self._rank = endpoint, rank
         self._token, self._answer = token[:TOKEN_BYTES].encode(), token[TOKEN_BYTES:].encode()
         self._numbers = itertools.count()
         self._replies: dict[int, HubMessage] = {}
@@ -50,7 +52,8 @@ class Client:
         data = pack({"op": op, "sequence": sequence, "rank": self._rank, **fields})
         with self._closed_by_errors():
             if self._socket is None:
-                self._socket = self._connect()
+                self._socket = socket.create_connection(self._endpoint, timeout=self.send_s)
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 data = self._token + data
             self._socket.settimeout(self.send_s)
             self._socket.sendall(data)
@@ -94,6 +97,7 @@ class Client:
         if not data:
             raise ConnectionResetError("the hub has closed the connection")
         self._buffer += data
+        self.heard_at = time.monotonic()
         if not self._is_answered:
             if len(self._buffer) < TOKEN_BYTES:
                 return
@@ -102,14 +106,3 @@ class Client:
             del self._buffer[:TOKEN_BYTES]
             self._is_answered = True
         self._replies.update({int(message["id"]): message for message in unpack(self._buffer)})
-
-    def _connect(self) -> socket.socket:
-        for endpoint in self._endpoints:
-            try:
-                connection = socket.create_connection(endpoint, timeout=self.send_s)
-            except OSError as error:
-                reason = error
-                continue
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
-        raise reason

@@ -3,7 +3,7 @@
 torch's TCPStore would have to be polled, can be neither interrupted nor bounded in time, and asks the name
 server about everybody who connects (5 s where the answer is lost; torch 2.13).
 
-It listens on the loopback device, and on the interface towards another host once a rank there asks for it.
+It listens on the loopback device, and on one more interface once a rank of another host asks for it.
 Whoever connects shows a token of fixed size before anything is parsed, and is shown one in return.
 """
 
@@ -44,12 +44,12 @@ class Address:
 
     host: str  # as `this_host` names it
     port: int  # for ranks on the same host
-    outside: tuple[tuple[str, int], ...]  # (name, port) for ranks on other hosts, once one has asked
+    outside: tuple[str, int] | None  # for ranks on other hosts, once one has asked
     token: str  # twice `TOKEN_BYTES`
 
-    def endpoints(self, from_host: str) -> list[tuple[str, int]]:
-        """Return what a rank on a host can connect to; nothing: it has to ask."""
-        return [("127.0.0.1", self.port)] if from_host == self.host else list(self.outside)
+    def endpoint(self, from_host: str) -> tuple[str, int] | None:
+        """Return where a rank on a host connects to; None: it has to ask."""
+        return ("127.0.0.1", self.port) if from_host == self.host else self.outside
 
 
 @functools.cache
@@ -186,20 +186,24 @@ class Hub:
         self.held: list[tuple[_Connection, HubMessage]] = []  # results for this rank
         self._was_away = False
         self._ticked_at, self._woke_at = time.monotonic(), 0.0  # the second: long ago
-        self._servers: dict[str, asyncio.Server] = {}  # by interface
-        self._outside: tuple[tuple[str, int], ...] = ()
+        self._servers: list[asyncio.Server] = []
+        self._outside: tuple[str, int] | None = None
         self.loop.call_soon(self._tick)
         threading.Thread(target=self._serve, name="dist_autotune hub", daemon=True).start()
-        self._port = self._listen("loopback", "127.0.0.1")
+        self._port = self._listen("127.0.0.1")
 
     def address(self) -> Address:
         return Address(this_host(), self._port, self._outside, (self.token + self.answer).decode())
 
     def open_towards(self, host: str) -> None:
         """Listen on the interface towards another host too; on all interfaces if it is unknown."""
-        if (interface := interface_towards(host)) not in self._servers:
-            port = self._listen(interface, interface)
-            self._outside = (*self._outside, (interface or socket.gethostname(), port))
+        interface = interface_towards(host)
+        self._outside = interface or socket.gethostname(), self._listen(interface)
+
+    @property
+    def awaits_hosts(self) -> bool:
+        """Return whether a rank that has not come may ask for an interface."""
+        return self._outside is None and bool(self.absent)
 
     def handle(self, message: HubMessage, reply: Reply) -> None:
         self.absent.discard(message["rank"])
@@ -234,14 +238,14 @@ class Hub:
         with contextlib.suppress(RuntimeError):  # it has ended
             self.loop.call_soon_threadsafe(self.loop.stop)
 
-    def _listen(self, name: str, interface: str) -> int:
+    def _listen(self, interface: str) -> int:
         """Listen on an interface, on all if it is "", and return the port."""
         every = not interface and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if every or ":" in interface else socket.AF_INET
         listener = socket.create_server((interface, 0), family=family, dualstack_ipv6=every)
         # One is accepted at a time: a rank that has come shows its token before strangers take its place.
         opening = self.loop.create_server(lambda: _Connection(self), sock=listener, backlog=1)
-        self._servers[name] = asyncio.run_coroutine_threadsafe(opening, self.loop).result(SEND_S)
+        self._servers.append(asyncio.run_coroutine_threadsafe(opening, self.loop).result(SEND_S))
         listener.listen(QUEUE)
         return int(listener.getsockname()[1])
 
@@ -254,7 +258,7 @@ class Hub:
 
     def _serve(self) -> None:
         self.loop.run_forever()
-        for server in self._servers.values():
+        for server in self._servers:
             server.close()
         for connection in self.connections:
             connection.transport.abort()

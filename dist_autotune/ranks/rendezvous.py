@@ -23,8 +23,6 @@ class Rendezvous:
         self.client: Client | None = None  # of the hub; None: not found yet
         self.hub: Hub | None = None  # on the first rank
         self.is_lost = False  # the hub has gone
-        self._has_requested_access = False  # from another host
-        self._admitted = 0  # requests of hosts
 
     def find_client(self, limit_s: float = OPERATION_S) -> Client | None:
         """Return the client of the hub, which the first rank starts; None: it is not there yet."""
@@ -40,20 +38,17 @@ class Rendezvous:
         address = self.store.read_address(limit_s) if self.hub is None else self.hub.address()
         if address is None:
             return None
-        if endpoints := address.endpoints(this_host()):
-            return Client(endpoints, address.token, self.rank)
-        if not self._has_requested_access:
-            self.store.request_access(interface_towards(self.store.host))
-            self._has_requested_access = True
+        if endpoint := address.endpoint(this_host()):
+            return Client(endpoint, address.token, self.rank)
+        # All that ask reach the store's host: the interface towards one of them is one for all.
+        self.store.request_access(interface_towards(self.store.host))
         return None
 
-    def admit_hosts(self, limit_s: float) -> None:
-        """Let the hub listen for the hosts that have requested it since the last time."""
-        assert self.hub is not None
-        for host in self.store.access_requests(self._admitted, limit_s):
-            self._admitted += 1
-            self.hub.open_towards(host)
-            self.store.publish_address(self.hub.address())
+    def admit_hosts(self, hub: Hub, limit_s: float) -> None:
+        """Let the hub listen for ranks of other hosts, if one has asked."""
+        if (host := self.store.requested_access(limit_s)) is not None:
+            hub.open_towards(host)
+            self.store.publish_address(hub.address())
 
     def close(self) -> None:
         """Let go of hub and store: the process group has ended."""

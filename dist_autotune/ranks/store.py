@@ -63,12 +63,11 @@ class Store:
 
     def request_access(self, host: str) -> None:
         """Ask the hub to listen on the interface towards `host`."""
-        self._run(lambda: self._keys.set(f"requests/{self._keys.add('requests', 1)}", json.dumps(host)))
+        self._run(lambda: self._keys.set("outside", json.dumps(host)))
 
-    def access_requests(self, known: int, limit_s: float = OPERATION_S) -> list[str]:
-        """Return the hosts of all requests after the first `known`."""
-        hosts = (self._read(f"requests/{number}") for number in itertools.count(known + 1))
-        return self._run(lambda: list(itertools.takewhile(lambda host: host is not None, hosts)), limit_s)
+    def requested_access(self, limit_s: float = OPERATION_S) -> str | None:
+        """Return the host towards which the hub is asked to listen; None: nobody has asked."""
+        return self._run(lambda: self._read("outside"), limit_s)  # type: ignore[no-any-return]
 
     def publish_end(self, sequence: int, end: End, limit_s: float = OPERATION_S) -> None:
         """Store how an exchange ended, unless an end is stored."""
