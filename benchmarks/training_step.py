@@ -11,13 +11,19 @@ embedding and cross-entropy, all of them tuned kernels. All arms have one model 
     by launches        tuned in the step, objective="kernel", online
     by step            the same, objective="thunk"
     NCCL + cuBLAS      the kernels "by launches"; collectives and products of torch, without overlap
-    async TP           plain torch, compiled, with `_micro_pipeline_tp`, without --dp; CPU ranks only trace it
+    async TP           plain torch, compiled, with `_micro_pipeline_tp`; CPU ranks only trace it
 
-With --dp 2 the parameters are shared by FSDP2, whose collectives run beside the kernels. Then "by launches"
-and "by step" tune the kernels alone, and two arms more have limits of the collectives' CTAs:
+With --dp 2 the parameters are shared by FSDP2, whose collectives run beside the kernels; two GPUs suffice.
+Then the limit of the collectives' CTAs is tuned, too. The arms are "first configs", "NCCL + cuBLAS", and
 
-    collective alone   the limit tuned beside kernels tuned by their launches
+    collective alone   the limit tuned by the step, beside kernels tuned by their launches
+    by launches        the same without a limit
     both               limit and kernels tuned by the time of the step
+    best of families   "by launches" with the fastest combination of options, one option of each choice for
+                       all its calls. All combinations are timed, then the faster third, until one is left
+
+Then the record says which part of the gain of "best of families" over "by launches" the tuner found, and what
+bounds the step: the host, the device's kernels or its collectives, by a profile of one step.
 
 Told besides: on how many keys the ranks' stock picks disagree, and after how many steps a tuning was settled.
 Each arm's loss and gradients are checked against the plain model on all tokens.
@@ -31,9 +37,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
-from unittest import mock
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -43,22 +47,26 @@ from torch.distributed.tensor import DTensor
 from benchmarks.common.arms import Arm, Plan, measure
 from benchmarks.common.cases import Benchmark, Ratio, case_record
 from benchmarks.common.examples import load_example
-from benchmarks.common.launched import Held, autotuners, name_of
+from benchmarks.common.launched import autotuners
 from benchmarks.common.options import new_parser
-from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
+from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
 from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
 from benchmarks.operations.sequences import PLAIN, gather_and_multiply, multiply_and_scatter
-from dist_autotune import contextual_autotune
+from benchmarks.operations.step_bounds import bounds, enqueued_ms, gain_found_percent, profiled
+from benchmarks.operations.step_plans import (
+    Picks,
+    best_of_families,
+    first_configs,
+    tune_all,
+    tune_with_stock,
+)
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.configs import do_bench
 from dist_autotune.kernels.tp import layers
 from dist_autotune.kernels.tp.collective_groups import copied_group
-from dist_autotune.launch.tunable import CHOICES
-from dist_autotune.triton_api.identity import key_text
 
 LIMIT_S = 540.0
-MOST_STEPS = 600 if ON_GPU else 2  # of one tuning; then it is timed as it is
 LIMIT = 0.05 if ON_GPU else 1e-4  # of a gradient's relative error: bfloat16 is rounded after each product
 TUNINGS = {"by launches": "kernel", "by step": "thunk"}  # arm -> objective
 LIMITED = {"collective alone": "kernel", "both": "thunk"}  # the same with limits of FSDP2's collectives
@@ -79,16 +87,12 @@ class Step:
         self.mesh, self.sharing = mesh["tp"], mesh["dp"]
         # On CPU ranks copies of the group stand for communicators with limits.
         self.limits = tp.CollectiveGroups(mesh["dp"], make=None if ON_GPU else copied_group)
-        self.no_limits = tp.CollectiveGroups(mesh["dp"], max_ctas=(None,))
         self.plain, self.model = self.example.models(mesh, ranks.device)
+        if dp > 1:
+            tp.limit_sharding(self.model, self.limits)
         vocabulary = self.example.Shape().vocabulary
         self.tokens = torch.zeros((max(2, dp), length + 1), dtype=torch.int64, device=ranks.device)
         self.vocabulary, self.angles = vocabulary, self.example.angles_of(length, ranks.device)
-
-    def use_limits(self, limits: tp.CollectiveGroups) -> None:
-        """Let the collectives of FSDP2 have these limits, if there are any."""
-        if self.sharing.size() > 1:
-            tp.limit_sharding(self.model, limits)
 
     def refresh(self) -> None:
         """Draw other tokens, the same on all ranks."""
@@ -133,81 +137,6 @@ class Step:
         return max(errors)
 
 
-# ---- which configs and choices a call takes
-
-
-@dataclass(frozen=True)
-class Picks:
-    """Results for all kernels, and an option for each choice that is known; else the first."""
-
-    held: Held
-    choices: dict[tuple[str, str], Any] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        self.held.put_back()
-        with mock.patch.object(CHOICES, "recall", self._choose):  # what a `tunable` takes outside of calls
-            yield
-
-    def _choose(self, name: str, options: Any, key: tuple[Any, ...], among: tuple[int, ...]) -> Any:
-        chosen = self.choices.get((name, key_text(key)))
-        return chosen if chosen in options else options[0]
-
-
-def tune(step: Step, tuners: list[Any], name: str, objective: str) -> tuple[Picks, Any, int]:
-    """Tune the step from nothing; return the picks, the report and how many steps it took."""
-    tuned = contextual_autotune(
-        lambda: step(),
-        is_dist=True,
-        mode="online",
-        objective=objective,
-        share=False,
-        name=f"step, {name}",
-    )
-    clear(tuners)
-    tuned.retune()
-    calls = 0
-    while not tuned.settled and calls < MOST_STEPS:
-        tuned()
-        calls += 1
-    report = tuned.report
-    names = {name_of(tuner) for tuner in tuners}
-    choices = {
-        (context.kernel, key_text(context.key)): context.config
-        for context in report.contexts
-        if context.kernel not in names
-    }
-    with Picks(Held(tuners), choices).in_use():
-        step()  # keys of a tuning that has not ended
-    return Picks(Held(tuners), choices), report, calls
-
-
-def tune_with_stock(step: Step, tuners: list[Any]) -> tuple[Picks, int, int]:
-    """Let each rank tune alone; return its picks, on how many keys the ranks disagree, and of how many."""
-    clear(tuners)
-    with Picks(Held(tuners)).in_use():
-        step()
-    texts = {
-        f"{name_of(tuner)} {key}": str(config) for tuner in tuners for key, config in tuner.cache.items()
-    }
-    everywhere = step.ranks.gather(texts)
-    differing = [key for key in texts if len({each.get(key) for each in everywhere}) > 1]
-    return Picks(Held(tuners)), len(differing), len(texts)
-
-
-def first_configs(tuners: list[Any], stock: Picks) -> Picks:
-    """Return the first candidate for every key that stock knows."""
-    stock.held.put_back()
-    for tuner in tuners:
-        tuner.cache.update(dict.fromkeys(tuner.cache, tuner.configs[0]))
-    return Picks(Held(tuners))
-
-
-def clear(tuners: list[Any]) -> None:
-    for tuner in tuners:
-        tuner.cache.clear()
-
-
 # ---- the layers of others
 
 
@@ -224,8 +153,6 @@ def layers_of_torch() -> Iterator[None]:
 
 def compiled_step(step: Step) -> Callable[[], Tensor]:
     """Return the step with torch's asynchronous tensor parallelism, compiled; on CPU ranks traced only."""
-    if step.sharing.size() > 1:
-        raise Unsupported("it is compiled as one graph, which FSDP2 does not give")
     import torch._inductor.config as inductor
 
     inductor._micro_pipeline_tp = True
@@ -273,7 +200,7 @@ def arms_of(step: Step, picks: dict[str, Picks]) -> list[Arm]:
     return [
         *(arm(name, lambda chosen=chosen: with_picks(chosen)) for name, chosen in picks.items()),
         arm(PLAIN, lambda: without_overlap),
-        arm("async TP", lambda: compiled_step(step)),
+        *([arm("async TP", lambda: compiled_step(step))] if step.sharing.size() == 1 else []),
     ]
 
 
@@ -282,19 +209,11 @@ def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]
     step = Step(options.tokens, ranks, options.dp)
     step.refresh()
     tuners = autotuners([step.example])
-    if not ON_GPU:  # Triton's own benchmark needs a GPU
-        for tuner in tuners:
-            tuner._do_bench = tuner._do_bench or do_bench
-    stock, differing, keys = tune_with_stock(step, tuners)
-    picks = {"first configs": first_configs(tuners, stock), "stock": stock}
-    reports, steps = {}, {}
-    for tunings, limits in ((TUNINGS, step.no_limits), (LIMITED, step.limits))[: options.dp]:
-        step.use_limits(limits)
-        for name, objective in tunings.items():
-            picks[name], reports[name], steps[name] = tune(step, tuners, name, objective)
-            ranks.say(f"{name}: {steps[name]} steps, {reports[name].seconds:.1f} s")
-    ranks.say(f"stock: the ranks disagree on {differing} of {keys} keys")
+    picks, reports, facts = (plans if options.dp == 1 else plans_beside_sharding)(step, tuners, options)
     measured = measure(arms_of(step, picks), ranks, step.refresh, plan)
+    if options.dp > 1:
+        facts |= explained_by(measured, step, picks["both"])
+    ranks.say("; ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()))
     texts = [
         (context, f"{name}: {context.config}") for name, each in reports.items() for context in each.contexts
     ]
@@ -306,29 +225,76 @@ def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]
         measured,
         ranks,
         tuned=tuned_record(list(reports.values()), texts),
-        steps=steps,
-        stock_disagrees_on=differing,
-        keys=keys,
+        **facts,
     )
+
+
+Plans: TypeAlias = tuple[dict[str, Picks], dict[str, Any], dict[str, Any]]  # picks and reports by arm; facts
+
+
+def plans(step: Step, tuners: list[Any], options: argparse.Namespace) -> Plans:
+    """Tune the step by launches, by itself, and each rank alone with Triton's own loop."""
+    if not ON_GPU:  # Triton's own benchmark needs a GPU
+        for tuner in tuners:
+            tuner._do_bench = tuner._do_bench or do_bench
+    stock, differing, keys = tune_with_stock(step, tuners)
+    picks, reports, steps = tune_all(step, tuners, TUNINGS, options.budget_s)
+    picks = {"first configs": first_configs(tuners, stock), "stock": stock, **picks}
+    return picks, reports, {"steps": steps, "stock_disagrees_on": differing, "keys": keys}
+
+
+def plans_beside_sharding(step: Step, tuners: list[Any], options: argparse.Namespace) -> Plans:
+    """Tune the step and the limit of FSDP2's collectives; search through the plans of families."""
+    for tuner in tuners:  # stock tuning is no arm: what nobody has tuned takes the first config
+        tuner._do_bench = lambda call, quantiles: [1.0] * len(quantiles)
+    picks, reports, steps = tune_all(step, tuners, LIMITED, options.budget_s)
+    limited = picks["collective alone"]
+    choices = {(name, key): each for (name, key), each in limited.choices.items() if name != step.limits.name}
+    picks["by launches"] = Picks(limited.held, choices)
+    picks["first configs"] = first_configs(tuners, limited)
+    picks["best of families"], facts = best_of_families(step, picks["by launches"])
+    return picks, reports, {"steps": steps, **facts}
+
+
+def explained_by(measured: dict[str, Any], step: Step, found: Picks) -> dict[str, Any]:
+    """Return the part of the best plan's gain over "by launches" that was found, and what bounds the step."""
+    ms = {arm["name"]: arm["ms"] for arm in measured["arms"] if "ms" in arm}
+    with found.in_use():
+        host_ms = enqueued_ms(step, step.ranks)
+        busy = profiled(step, step.ranks)
+    parts = {"host": host_ms}
+    if busy is not None:
+        parts |= {"device": busy.kernels_ms, "links": busy.links_ms}
+    alone, best = ms["by launches"], ms["best of families"]
+    return {
+        "gain_percent": round(100 * (alone / best - 1), 1),
+        "gain_found_percent": gain_found_percent(alone, ms["both"], best),
+        "device_span_ms": None if busy is None else round(busy.span_ms, 3),
+        "links_beside_kernels_ms": None if busy is None else round(busy.both_ms, 3),
+        **bounds(parts),
+    }
 
 
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=4096 if ON_GPU else 8, help="of a sequence")
     parser.add_argument("--dp", type=int, choices=(1, 2), default=1, help="ranks that share parameters")
+    parser.add_argument("--budget-s", type=float, help="of each tuning, which then ends with what it knows")
     add_run_options(parser, warm_ups=30)
     options = parser.parse_args()
 
     def body(ranks: Ranks) -> int:
-        limited = LIMITED if options.dp > 1 else ()
-        others = ("first configs", "stock", "by launches", *limited, PLAIN, "async TP")
+        tuned, others = "by step", ("first configs", "stock", "by launches", PLAIN, "async TP")
+        if options.dp > 1:
+            tuned = "both"
+            others = ("first configs", "by launches", "collective alone", "best of families", PLAIN)
         benchmark = Benchmark(
             op="training_step",
             title="A tensor-parallel training step",
             case_title="layers, tokens, DP x TP",
-            ratios=[Ratio(of=other, to="by step") for other in others],
+            ratios=[Ratio(of=other, to=tuned) for other in others],
             limit_s=LIMIT_S,
-            needed=("first configs", "stock", *TUNINGS, *LIMITED),
+            needed=("first configs", "stock", "best of families", *TUNINGS, *LIMITED),
         )
         return benchmark.run(options, ranks, ["the step"], lambda _, plan: run(options, plan, ranks))
 

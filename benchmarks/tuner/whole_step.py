@@ -22,9 +22,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -38,11 +35,11 @@ from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
 from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
+from benchmarks.operations.step_bounds import bounds, enqueued_ms, gain_found_percent
 from dist_autotune import contextual_autotune
 
 LIMIT_S = 300.0
 MOST_STEPS = 1000  # of one tuning
-ENQUEUED_CALLS = 9
 ROWS, INNER, COLUMNS = (4096, 2048, 1024) if ON_GPU else (32, 16, 16)
 WIDER = 128 if ON_GPU else 16  # each layer than the one before
 TUNINGS = {"launches": "kernel", "run": "thunk"}  # arm -> objective
@@ -115,30 +112,17 @@ def tune(step: Step, objective: str) -> tuple[Configs, Any, int]:
     return configs, report, calls - held
 
 
-def enqueued_ms(call: Callable[[], object], ranks: Ranks) -> float:
-    """Return what the host takes to enqueue a call, as the median of some."""
-    times = []
-    for _ in range(ENQUEUED_CALLS):
-        ranks.synchronize()
-        dist.barrier()
-        began = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times)
-
-
 def explained_by(measured: dict[str, Any], host_ms: float) -> dict[str, Any]:
     """Return the best plan of the family, the part of its gain that was found, and what bounds the step."""
     ms = {arm["name"]: arm["ms"] for arm in measured["arms"] if "ms" in arm}
     families = {name: each for name, each in ms.items() if name.startswith("all: ")}
     best = min(families, key=families.__getitem__)
-    gain_ms = ms["launches"] - families[best]
-    parts = {"products": ms["products alone"], "links": ms["all-reduces alone"], "host": host_ms}
+    parts = {"device": ms["products alone"], "links": ms["all-reduces alone"], "host": host_ms}
     return {
         "best_family_plan": best,
-        "gain_found_percent": round(100 * (ms["launches"] - ms["run"]) / gain_ms, 1) if gain_ms > 0 else None,
-        "host_ms": round(host_ms, 3),
-        "bound_by": max(parts, key=parts.__getitem__),
+        "gain_percent": round(100 * (ms["launches"] / families[best] - 1), 1),
+        "gain_found_percent": gain_found_percent(ms["launches"], ms["run"], families[best]),
+        **bounds(parts),
     }
 
 
@@ -179,7 +163,7 @@ def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dic
             limit=0.0,
         )
     )
-    host_ms = max(ranks.gather(enqueued_ms(lambda: step(plans["run"]), ranks)))
+    host_ms = enqueued_ms(lambda: step(plans["run"]), ranks)
     measured = measure(arms, ranks, step.refresh, plan)
     facts = explained_by(measured, host_ms)
     ranks.say("; ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,25 @@ def test_training_step_checks_the_gradients_of_all_arms_and_counts_what_ranks_di
     assert max(arm["error"] for arm in arms.values()) < 1e-4
     assert 0 <= case["stock_disagrees_on"] <= case["keys"]
     assert set(case["steps"]) == {"by launches", "by step"}
+
+
+@INTERPRETER
+@pytest.mark.slow
+def test_training_step_beside_fsdp2_tells_what_the_best_plan_of_families_gains() -> None:
+    case = case_of("training_step", "--dp", "2")
+    arms = {arm["name"]: arm for arm in case["arms"]}
+    families = ("by launches", "first configs", "best of families")
+    assert list(arms) == ["collective alone", "both", *families, "gloo + torch"]
+    assert [arm["unavailable"] for arm in arms.values() if "unavailable" in arm] == []
+    assert max(arm["error"] for arm in arms.values()) < 1e-4
+    timed, plans = map(int, re.findall(r"\d+", case["family_plans"]))
+    assert 0 < timed <= plans
+    assert set(case["best_family_plan"]) <= {
+        "max CTAs of collectives",
+        "ag_gemm consumer",
+        "ag_gemm programs",
+    }
+    assert case["bound_by"] == "host"  # a profile needs a GPU
 
 
 @INTERPRETER

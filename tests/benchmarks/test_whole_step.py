@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.operations.step_bounds import Busy, busy_of
 from benchmarks.tuner.whole_step import explained_by
 
 
@@ -21,7 +22,7 @@ def test_the_gain_that_was_found_is_a_part_of_the_best_familys():
 
 
 @pytest.mark.parametrize(
-    ("products", "links", "host", "expected"), [(5, 4, 1, "products"), (4, 5, 1, "links"), (4, 5, 6, "host")]
+    ("products", "links", "host", "expected"), [(5, 4, 1, "device"), (4, 5, 1, "links"), (4, 5, 6, "host")]
 )
 def test_the_longest_part_bounds_the_step(products, links, host, expected):
     parts = {"products alone": products, "all-reduces alone": links}
@@ -31,3 +32,15 @@ def test_the_longest_part_bounds_the_step(products, links, host, expected):
 def test_where_no_family_plan_is_faster_nothing_was_to_be_found():
     times = {"launches": 5.0, "run": 5.0, "all: 132": 5.0, "products alone": 4.0, "all-reduces alone": 1.0}
     assert explained_by(measured(**times), 1.0)["gain_found_percent"] is None
+
+
+def test_a_profile_tells_kernels_from_collectives_and_counts_what_overlaps_once():
+    ran = [
+        ("spin_kernel(long)", 0.0, 10.0),
+        ("matmul", 10.0, 14.0),
+        ("norm", 13.0, 15.0),
+        ("ncclDevKernel_AllGather", 14.0, 18.0),
+        ("FSDP::all_gather", 12.0, 19.0),
+    ]
+    assert busy_of(ran) == Busy(span_ms=8.0, kernels_ms=5.0, links_ms=4.0, both_ms=1.0)
+    assert busy_of(ran[:1]) is None
