@@ -145,7 +145,7 @@ def test_it_tells_its_options_and_refuses_to_time_an_interpreter(arguments, code
     assert told in "".join(capsys.readouterr())
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(alone=True, seconds=20)
 def test_on_a_gpu_it_ends_with_a_record(tmp_path):
     arguments = ("--microseconds", "2", "500", "2000", "--json", "record.json")
     result = torchrun("benchmarks.tuner.clock_error", *arguments)

@@ -10,7 +10,10 @@ from typing import Any, Generic, TypeVar
 Name = TypeVar("Name")
 
 MOST_IN_JOB = 6  # tests that one process runs: it starts CUDA once for them
-MOST_ON_DEVICE = 14  # tests that share a device: kernels that spin take turns there
+MOST_ON_DEVICE = 14  # tests that share a device
+MOST_SPANNING = (
+    0.5  # of those may span devices: a kernel that waits for a peer needs its turn on both at once
+)
 SECONDS = 6.0  # what a test is reckoned to take of which nothing is known
 MOST_RESERVED = 0.25  # of the session, for tests that run alone
 
@@ -112,6 +115,9 @@ class Schedule(Generic[Name]):
     def _free(self, job: Job[Name], shared: list[Job[Name]]) -> list[int]:
         """Return the devices that have room for the job, the emptiest first."""
         on = [[each.job for each in self.running if device in each.devices] for device in range(self.devices)]
+        spanning = sum(each.job.devices > 1 for each in self.running)
+        if job.devices > 1 and spanning >= max(1, MOST_SPANNING * self.at_once):
+            return []
         free = []
         for device, jobs in enumerate(on):
             if job.is_alone:

@@ -337,11 +337,14 @@ def _serve_rank(job: _Job, rank: int) -> None:
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True, write_through=True)
     faulthandler.enable(sys.stderr)
     # At the deadline. Not `dump_traceback_later`: its thread can crash on the frames of one that is running.
+    faulthandler.unregister(signal.SIGUSR1)  # a registration of the parent stays on paper: _fork ignores it
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)
     # What a shell starts in the background ignores Ctrl-C, and so would its children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if ON_GPUS:
         warnings.resetwarnings()  # pytest makes errors of them, and the driver's stack has its own
+    # The pool of the parent is lost, and two threads of autograd that make a new one at once abort.
+    torch.set_num_threads(1)
     started = time.monotonic()
     exitcode = 0
     try:

@@ -53,6 +53,13 @@ def test_what_needs_more_devices_begins_first_and_the_rest_goes_to_the_emptiest(
     assert texts(begun(schedule)) == [("c", (0,))]
 
 
+def test_half_of_what_shares_a_device_spans_devices_at_most():
+    jobs = [Job((f"pair {index}",), 2, seconds=9.0) for index in range(3)]
+    schedule = Schedule([*jobs, Job(("a",)), Job(("b",))], devices=2, at_once=4)
+    assert [name for name, _ in texts(begun(schedule))] == ["pair 0", "pair 1", "a", "b"]
+    assert texts(begun(Schedule(jobs, devices=2, at_once=1))) == [("pair 0", (0, 1))]
+
+
 def test_of_those_with_as_many_devices_the_longest_begins_first():
     jobs = [Job((name,), devices, seconds=s) for name, devices, s in (("a", 1, 9), ("b", 2, 3), ("c", 2, 7))]
     assert [name for name, _ in texts(begun(Schedule(jobs, devices=2, at_once=4)))] == ["c", "b", "a"]

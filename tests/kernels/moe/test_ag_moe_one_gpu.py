@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -70,6 +69,7 @@ def alone(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.gpu(seconds=40)
 def test_every_candidate_gives_right_rows_anywhere_and_sorted() -> None:
     found = on_one_gpu(alone)
     assert {case: error for case, error in found.items() if not error < 1} == {}
@@ -78,21 +78,23 @@ def test_every_candidate_gives_right_rows_anywhere_and_sorted() -> None:
 class Peer(HostPeer):
     """What rank 1 does in a call."""
 
-    def push(self, op: AllGatherMoE, tokens: torch.Tensor, ids: torch.Tensor) -> None:
-        """Take part in the call, or the replay, that rank 0 has just made."""
-        here, there, count = op._flags.local, op._flags.peers[1], len(tokens)
+    def tell(self, op: AllGatherMoE, ids: torch.Tensor) -> None:
+        """Permit rank 0 to push, and send it choices."""
+        here, (count, topk) = op._flags.local, ids.shape
         self.write(here[FREE.value, 1], 1)
-        self.take(there[FREE.value, 0])
-        self.take(there[TOLD.value, 0])
-        topk = ids.shape[1]
         begin = op._capacity * topk
         self.memory.copy(op._ids.local[begin : begin + ids.numel()], ids.reshape(-1), self.stream)
         self.write(here[GIVEN.value, 1], op._digest(is_shared=False))
         self.write(here[TOLD.value, 1], count * TOPK_SPAN.value + topk)
-        time.sleep(LATE_S)  # the kernel has the own tokens, and waits
-        self.memory.copy(op._gather.local[1, :count], tokens, self.stream)
-        self.write(here[ARRIVED.value, 1], 1)
-        self.take(there[ARRIVED.value, 0])
+
+    def push(self, op: AllGatherMoE, tokens: torch.Tensor) -> None:
+        self.memory.copy(op._gather.local[1, : len(tokens)], tokens, self.stream)
+        self.write(op._flags.local[ARRIVED.value, 1], 1)
+
+    def receive(self, op: AllGatherMoE) -> None:
+        """Wait for what rank 0 pushes in a call."""
+        for flag in (FREE, TOLD, ARRIVED):
+            self.take(op._flags.peers[1][flag.value, 0])
 
 
 def late_tokens(rank: int, index: int, captured: bool) -> list[tuple[float, bool]]:
@@ -113,8 +115,15 @@ def late_tokens(rank: int, index: int, captured: bool) -> list[tuple[float, bool
             for tensor in (out, op._gather.local):
                 tensor.fill_(float("nan"))
             torch.cuda.synchronize()
+            op._told = tuple(counts)
+            peer.tell(op, their_ids)
+            if not call:  # loading a kernel waits for those that run, so none may wait for this thread
+                peer.push(op, theirs)
             graph.replay() if captured and call else op(x, weight, ids, out, tokens=counts)
-            peer.push(op, theirs, their_ids)
+            if call:
+                time.sleep(LATE_S)  # the kernel has the own tokens, and waits
+                peer.push(op, theirs)
+            peer.receive(op)
             op.check()
             all_x, all_ids = torch.cat([x, theirs.to(DEVICE)]), torch.cat([ids, their_ids.to(DEVICE)])
             sent = op._gather.peers[1][0, :tokens]
@@ -143,16 +152,12 @@ def forsaken(rank: int, index: int) -> tuple[str, float]:
     op = opened(memory, AllGatherMoE, tokens, k)
     op._patience_ticks = as_patience(1.0)
     x, weight, ids = inputs(tokens, k, n, experts, topk)
-    began = time.monotonic()
+    theirs, began = ids.cpu().pin_memory(), time.monotonic()
 
     def call() -> None:
-        op(x, weight, ids, tokens=[tokens, tokens])
-        here = op._flags.local
-        peer: Any = HostPeer(memory)
-        peer.write(here[FREE.value, 1], 1)
-        memory.copy(op._ids.local[op._capacity * topk :][: ids.numel()], ids.reshape(-1).cpu(), peer.stream)
-        peer.write(here[GIVEN.value, 1], op._digest(is_shared=False))
-        peer.write(here[TOLD.value, 1], tokens * TOPK_SPAN.value + topk)
+        op._told = (tokens, tokens)
+        Peer(memory).tell(op, theirs)
+        op(x, weight, ids, tokens=op._told)
         op.check()
 
     message = message_of(call)

@@ -413,7 +413,7 @@ def limited_on_gpus(rank, store):
     return max(wrong), ms
 
 
-@pytest.mark.gpu(devices=2)
+@pytest.mark.gpu(devices=2, alone=True)  # it compares times
 @pytest.mark.parametrize("is_bound", [False, True], ids=["lazy", "bound to a device"])
 def test_communicators_of_nccl_sum_and_fewer_ctas_take_longer(is_bound, tmp_path):
     store = str(tmp_path / "store") if is_bound else None
