@@ -10,6 +10,7 @@ import torch
 
 KEPT = 512
 FP8 = torch.float8_e4m3fn
+MULTIPLE_OF_FP8 = 16  # of the elements of a row: bytes, as TMA wants them
 FP8_CAPABILITY = (8, 9)  # of the first NVIDIA GPUs whose tensor cores take it
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -102,6 +103,26 @@ def check_fp8(device: torch.device) -> None:
             f"products in {FP8} need compute capability {FP8_CAPABILITY}, {device} has {capability}: convert "
             "the operands to torch.bfloat16"
         )
+
+
+def check_inner_of_fp8(k: int) -> None:
+    """Raise ValueError unless rows of k elements in fp8 are as TMA wants them."""
+    if k % MULTIPLE_OF_FP8:
+        padded = k + -k % MULTIPLE_OF_FP8
+        raise ValueError(f"k={k}: rows of {FP8} are whole {MULTIPLE_OF_FP8} bytes; pad K to {padded}")
+
+
+def check_scales(
+    dtype: torch.dtype,
+    device: torch.device,
+    scale_a: tuple[torch.Tensor | None, int],
+    scale_weight: tuple[torch.Tensor | None, int],
+) -> None:
+    """Raise unless an operation opened for `dtype` takes these scales, of so many rows each."""
+    for name, (scale, rows) in (("scale_a", scale_a), ("scale_weight", scale_weight)):
+        if dtype != FP8 and scale is not None:
+            raise ValueError(f"scale_a and scale_weight are for {FP8}; this operation was opened for {dtype}")
+        check_scale(name, scale, rows, (rows, 1), device)
 
 
 def check_scale(

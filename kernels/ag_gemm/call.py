@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 
-from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
-from ..tensors import layout_of, remember
+from ..epilogues import ONLY_SUMS, Epilogue
 from .choices import CallOptions
 
 
@@ -64,35 +62,3 @@ class Product(NamedTuple):
     out: torch.Tensor
     epilogue: Epilogue
     layout: GatherLayout  # what is known of these
-
-
-class KnownLayouts:
-    """Keeps what is known, and finds out what is not."""
-
-    def __init__(self, gather: torch.Tensor, consumers: dict[str, Callable[..., Consumer]]) -> None:
-        self._gather, self._consumers = gather, consumers
-        self._layouts: dict[Hashable, GatherLayout] = {}
-
-    def find(
-        self,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        rows: int,
-        options_of: Callable[[torch.Tensor, torch.Tensor, int, EpilogueKind], CallOptions],
-        epilogue: EpilogueKind = NO_EPILOGUE,
-    ) -> GatherLayout:
-        """Return what is known of checked tensors; `options_of` is asked what nothing alike has told yet."""
-        key = rows, layout_of(weight), layout_of(out), epilogue
-        found = self._layouts.get(key)
-        if found is None:
-            made = GatherLayout(rows, options_of(weight, out, rows, epilogue))
-            found = remember(self._layouts, key, made)
-        return found
-
-    def consumer(self, name: str, product: Product) -> Consumer:
-        """Return the consumer of that name for these tensors."""
-        found = product.layout.consumers.get(name)
-        if found is None:
-            found = self._consumers[name](self._gather, product.weight, product.out)
-            product.layout.consumers[name] = found
-        return found

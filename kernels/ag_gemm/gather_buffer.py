@@ -17,11 +17,10 @@ import triton
 
 from ..epilogues import Epilogue, result_columns
 from ..symm.base import SymmetricMemory, SymmetricTensor
-from ..tensors import FP8, check_out, check_overlap, check_scale, check_tensor, layout_of
+from ..tensors import FP8, check_inner_of_fp8, check_out, check_overlap, check_scales, check_tensor, layout_of
 from ..tiles import on_host
 
 SCALE = torch.float32
-MULTIPLE = 16  # of the elements of a row in fp8: bytes, as TMA wants them
 
 
 @triton.jit
@@ -38,9 +37,8 @@ class RowFormat:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        if self.is_scaled and self.k % MULTIPLE:
-            padded = -(-self.k // MULTIPLE) * MULTIPLE
-            raise ValueError(f"k={self.k}: rows of {FP8} are whole {MULTIPLE} bytes; pad K to {padded}")
+        if self.is_scaled:
+            check_inner_of_fp8(self.k)
 
     @property
     def is_scaled(self) -> bool:
@@ -125,9 +123,4 @@ class GatherBuffer:
         shape = [self._world_size * rows, result_columns(epilogue.activation, columns)]
         check_out(out, shape, row.product_dtype, device)
         check_overlap("a_shard", a_shard, self.symmetric.local[self._rank], "m")
-        if not row.is_scaled and epilogue.kind().scaled != (False, False):
-            raise ValueError(
-                f"scale_a and scale_weight are for {FP8}; this operation was opened for {row.dtype}"
-            )
-        check_scale("scale_a", epilogue.scale_a, rows, (rows, 1), device)
-        check_scale("scale_weight", epilogue.scale_b, columns, (columns, 1), device)
+        check_scales(row.dtype, device, (epilogue.scale_a, rows), (epilogue.scale_b, columns))

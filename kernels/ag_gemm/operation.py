@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 import torch.distributed as dist
 
-from ..epilogues import ONLY_SUMS, Epilogue, EpilogueKind, result_columns
+from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind, result_columns
 from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS, OTHER_ROWS, OTHER_ROWS_PUSHED, describe_failure
 from ..exchange.operation import Operation
@@ -27,7 +27,6 @@ from ..exchange.pull import ChunkProducer, piece_counts
 from ..exchange.push import ChunkPusher
 from ..gemm.configs import class_of_rows
 from ..signals import Failure, as_epoch
-from ..symm import SymmetricMemoryError
 from ..tensors import (
     FP8,
     check_fp8,
@@ -37,8 +36,8 @@ from ..tensors import (
     remember,
 )
 from . import specialized
-from .call import Consumer, GatherCall, GatherLayout, KnownLayouts, Product
-from .choices import CallOptions, Choice, Fixed, options_for
+from .call import Consumer, GatherCall, GatherLayout, Product
+from .choices import Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
 from .matmul import MatmulConsumer, multiply_into, wait_for_all
 from .plain import PlainConsumer
@@ -107,12 +106,11 @@ class AllGatherGemm(Operation):
         self._format = RowFormat(k, dtype)
         self._pushes, self._producer_name = producer == "push", producer
         self._rows = self._fetched_rows = 0  # of the last call that fetched; of all of them
+        self._fetches = 0  # calls that fetched: their epoch
         self._has_pusher = graphs or self._pushes
         # Of the last call that the pusher was told of, 0 while there is none; below 0 if by the collective.
         self._told_rows = 0
         self._came = ""  # how the last call's chunks did
-        self._gathered: torch.Tensor | None = None
-        self._trace: torch.Tensor | None = None  # of the call that is traced
         self._key = k, str(dtype), producer  # of the choice: equal on all ranks, unlike N
         self._open_collective = functools.partial(
             Collective, "AllGatherGemm", "ag_gemm way", group, fixed=collective, timeout_s=timeout_s
@@ -136,29 +134,26 @@ class AllGatherGemm(Operation):
         if self._has_pusher:
             self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
         self._collective = self._open_collective(memory)
+        self._gathered: torch.Tensor | None = None
+        self._trace: torch.Tensor | None = None  # of the call that is traced
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
         plain = functools.partial(
             PlainConsumer, has_tma=self._has_tma, needs_fence=self._needs_fence, upcasts=self._upcasts
         )
-        consumers: dict[str, Callable[..., Consumer]] = {
+        self._consumers: dict[str, Callable[..., Consumer]] = {
             "specialized": specialized.SpecializedConsumer,
             "plain": plain,
             "matmul": lambda *tensors: MatmulConsumer(),
         }
-        self._layouts = KnownLayouts(self._buffer.a, consumers)
-        self._known: dict[Hashable, GatherLayout] = {}  # by the layouts of tensors that have been checked
+        self._layouts: dict[Hashable, GatherLayout] = {}  # by those of tensors that have been checked
 
     def _check_peers(self) -> None:
         self._collective.check()
 
-    def _forget(self) -> None:
-        del self._buffer, self._gather, self._gathered, self._flags
-        del self._producer, self._pusher, self._layouts, self._collective
-
     def _describe(self, peer: int, failure: Failure) -> str:
-        return describe_failure(failure, peer, rank=self.rank, calls=self._calls)
+        return describe_failure(failure, peer, rank=self.rank, calls=self._fetches)
 
     # ---- what the caller may use
 
@@ -216,7 +211,7 @@ class AllGatherGemm(Operation):
         check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=bias, **scales)
         ending = layout_of(bias), activation, layout_of(scale_a), layout_of(scale_weight)
         key = self._buffer.layout_of(a_shard), layout_of(weight), layout_of(out), ending
-        layout = self._known.get(key)
+        layout = self._layouts.get(key)
         if layout is None:
             self._buffer.check(a_shard, weight, out, epilogue)
         self._check_device()
@@ -229,32 +224,39 @@ class AllGatherGemm(Operation):
         if self._format.is_scaled:
             epilogue = epilogue._replace(scale_a=self._buffer.scales)
         if layout is None:
-            layout = self._layouts.find(weight, out, rows, self._options_of, epilogue.kind())
-            remember(self._known, key, layout)
-        product = Product(weight, out, epilogue, layout)
-        self._came = "by the collective"
-        if not self._run_collective(product):
-            self._came = "pushed" if pushed else "fetched"
-            choice = self._choose(layout)
-            self._load(product, choice, pushed=pushed)
-            (self._run_pushed if pushed else self._run)(product, choice)
-        if self.device.type == "cpu":
-            self._check_usable()
+            layout = remember(self._layouts, key, self._new_layout(weight, out, rows, epilogue.kind()))
+        told_rows = self._told_rows
+        try:
+            with self._carrying_out(meets=False):
+                self._exchange_and_multiply(Product(weight, out, epilogue, layout), pushed=pushed)
+        except BaseException:
+            self._told_rows = told_rows  # of what is captured nothing has happened
+            raise
         return out
+
+    def _exchange_and_multiply(self, product: Product, *, pushed: bool) -> None:
+        self._came = "by the collective"
+        if self._run_collective(product):
+            return
+        self._came = "pushed" if pushed else "fetched"
+        choice = self._choose(product.layout)
+        self._load(product, choice, pushed=pushed)
+        self._meet()
+        (self._run_pushed if pushed else self._run)(product, choice)
 
     def _new_out(self, rows: int, weight: torch.Tensor, activation: str | None = None) -> torch.Tensor:
         shape = self.world_size * rows, result_columns(activation, weight.shape[0])
         return weight.new_empty(shape, dtype=self._format.product_dtype)
 
-    def _options_of(
-        self, weight: torch.Tensor, out: torch.Tensor, rows: int, epilogue: EpilogueKind
-    ) -> CallOptions:
+    def _new_layout(
+        self, weight: torch.Tensor, out: torch.Tensor, rows: int, epilogue: EpilogueKind = NO_EPILOGUE
+    ) -> GatherLayout:
         can_run = specialized.can_run(self._buffer.a, weight, out, rows)
         most_pieces = piece_counts(rows)[-1]  # of a class all have the same options
         shape = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
         key = (*shape, str(self._dtype), self.world_size, self._producer_name, *epilogue.key())
         options = options_for(rows, self._sms, world_size=self.world_size, specialized=can_run, key=key)
-        return options.narrowed(self._fixed)
+        return GatherLayout(rows, options.narrowed(self._fixed))
 
     def _choose(self, layout: GatherLayout) -> Choice:
         return layout.options.choose()
@@ -265,8 +267,7 @@ class AllGatherGemm(Operation):
         if kernel in loaded or self._is_capturing():
             return
         call = self._call_of(product, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))
-        consumer = self._layouts.consumer(choice.consumer, product)
-        consumer.load(self._buffer.a, product.weight, product.out, call)
+        self._consumer(choice, product).load(self._buffer.a, product.weight, product.out, call)
         wait_for_all(call, only_load=True)  # for a call that fails on the host
         loaded.add(kernel)
 
@@ -323,7 +324,7 @@ class AllGatherGemm(Operation):
             rows = self._told_rows if self._is_capturing() else self._pusher.last_rows()
             if rows:
                 return self._pusher.gathered(rows) if rows > 0 else self._buffer.room(-rows)[0]
-        if self._calls == 0 and self._gathered is None:
+        if self._fetches == 0 and self._gathered is None:
             raise RuntimeError("nothing has been gathered yet; call the operation first")
         if self._gathered is None:
             self._gathered = self._gather.local[: self.world_size, : self._rows].flatten(0, 1)
@@ -332,65 +333,51 @@ class AllGatherGemm(Operation):
     # ---- one call
 
     def _run(self, product: Product, choice: Choice) -> None:
-        self._calls += 1
+        self._fetches += 1
         rows = product.layout.rows
         self._rows, self._gathered = rows, None
-        epoch, base = as_epoch(self._calls), as_epoch(self._fetched_rows)
+        epoch, base = as_epoch(self._fetches), as_epoch(self._fetched_rows)
         self._fetched_rows += rows
         call = self._call_of(product, choice, self._flags.local, epoch, base)
-        try:
-            self._meet()
-            with self._telling(0):
-                self._producer.start(rows, epoch, base, choice.pieces)
-                self._launch(product, choice, call)
-                self._producer.join()
-        except BaseException as error:
-            self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-            _finish_alone(call, self._producer.join)
-            raise
+        with self._telling(0), self._exchanging(call, self._producer.join):
+            self._producer.start(rows, epoch, base, choice.pieces)
+            self._launch(product, choice, call)
 
     def _run_pushed(self, product: Product, choice: Choice) -> None:
         assert self._pusher is not None
-        rows = product.layout.rows
-        before, self._told_rows = self._told_rows, rows
+        self._told_rows = rows = product.layout.rows
         call = self._call_of(product, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
-        try:
-            self._meet()
+        with self._exchanging(call, self._pusher.finish):
             self._pusher.start(rows, choice.pieces)
             self._launch(product, choice, call)
-            self._pusher.finish()
-        except BaseException as error:
+
+    @contextlib.contextmanager
+    def _exchanging(self, call: GatherCall, finish: Callable[[], None]) -> Iterator[None]:
+        """Finish the exchange of the block; also where it fails, so that peers get their signals."""
+        try:
+            yield
+            finish()
+        except BaseException:
             if not self._is_capturing():
-                self._broken_by = f"a call was not carried out: {error!r}"
-                _finish_alone(call, self._pusher.finish)
-                raise
-            self._told_rows = before  # of what is captured nothing has happened
-            if isinstance(error, SymmetricMemoryError):
-                raise RuntimeError(f"AllGatherGemm cannot be captured here: {error}") from error
+                with contextlib.suppress(Exception):  # this is the way out of an error that says more
+                    wait_for_all(call)
+                    finish()
             raise
 
     def _run_collective(self, product: Product) -> bool:
         """Make the call by the collective if all ranks agree on that; return whether they do."""
         weight, out, epilogue, layout = product
-        rows = layout.rows
-        of_all, is_capturing, before = self.world_size * rows, self._is_capturing(), self._told_rows
-        wants = self._fixed.consumer is None and self._collective.wants(class_of_rows(of_all), self._key)
-        try:
-            if not self._collective.agree(
-                class_of_rows(of_all), of_all, wants=wants, is_capturing=is_capturing
-            ):
-                return False
-            gathered, own = self._buffer.room(rows)
-            with self._telling(-rows if is_capturing else 0):
-                self._collective.all_gather(gathered, own)
-                epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
-                a = self._format.rows_in(gathered)
-                multiply_into(out.detach(), a, weight.detach().T, epilogue)
-        except BaseException as error:
-            self._told_rows = before  # of what is captured nothing has happened
-            if not is_capturing:
-                self._broken_by = f"a call was not carried out: {error!r}"
-            raise
+        rows, is_capturing = layout.rows, self._is_capturing()
+        of_all = self.world_size * rows
+        size_class = class_of_rows(of_all)
+        wants = self._fixed.consumer is None and self._collective.wants(size_class, self._key)
+        if not self._collective.agree(size_class, of_all, wants=wants, is_capturing=is_capturing):
+            return False
+        gathered, own = self._buffer.room(rows)
+        with self._telling(-rows if is_capturing else 0):
+            self._collective.all_gather(gathered, own)
+            epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
+            multiply_into(out.detach(), self._format.rows_in(gathered), weight.detach().T, epilogue)
         if not is_capturing:
             self._gathered = gathered
         return True
@@ -428,12 +415,10 @@ class AllGatherGemm(Operation):
         )
 
     def _launch(self, product: Product, choice: Choice, call: GatherCall) -> None:
-        consumer = self._layouts.consumer(choice.consumer, product)
-        consumer.launch(self._buffer.a, product.weight, product.out, call)
+        self._consumer(choice, product).launch(self._buffer.a, product.weight, product.out, call)
 
-
-def _finish_alone(call: GatherCall, finish: Callable[[], None]) -> None:
-    """Let the exchange of a failed call run to its end, so that peers get their signals."""
-    with contextlib.suppress(Exception):  # this is the way out of an error that says more
-        wait_for_all(call)
-        finish()
+    def _consumer(self, choice: Choice, product: Product) -> Consumer:
+        known, name = product.layout.consumers, choice.consumer
+        if name not in known:
+            known[name] = self._consumers[name](self._buffer.a, product.weight, product.out)
+        return known[name]

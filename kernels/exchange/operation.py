@@ -36,8 +36,9 @@ class Operation(abc.ABC):
 
     A kernel waits `timeout_s` for a peer: seconds on NVIDIA GPUs, elsewhere polls that last about as long.
 
-    Opening and closing are collective. A subclass allocates in `_allocate`, lets go of what it allocated in
-    `_forget`, and describes what its kernels wrote to the error records, one of them for each rank.
+    Opening and closing are collective. A subclass allocates in `_allocate`, and describes what its kernels
+    wrote to the error records, one of them for each rank. Attributes set there and later go when it closes:
+    whoever still holds a closed operation keeps no memory.
     """
 
     _wrong_calls: ClassVar[tuple[int, ...]]  # kinds of failure that callers have caused
@@ -59,6 +60,7 @@ class Operation(abc.ABC):
         self.explain: Callable[[], str] = str  # what the owner knows of a call that peers did not make
         self._calls = 0
         self._patience_ticks = as_patience(timeout_s)
+        self._kept: frozenset[str] = frozenset({*vars(self), "_kept"})
         try:
             self._check_dtype(dtype)
             # Pinned, not on the device: the host looks for failures without waiting for the GPU.
@@ -80,10 +82,6 @@ class Operation(abc.ABC):
     @abc.abstractmethod
     def _allocate(self) -> None:
         """Allocate what the calls need; collective."""
-
-    @abc.abstractmethod
-    def _forget(self) -> None:
-        """Let go of the memory, which a closed operation that somebody still holds must not keep."""
 
     @abc.abstractmethod
     def _describe(self, peer: int, failure: Failure) -> str:
@@ -201,8 +199,8 @@ class Operation(abc.ABC):
 
     def _end(self) -> None:
         self._is_closed = True
-        del self._errors, self._meeting
-        self._forget()
+        for name in vars(self).keys() - self._kept:
+            delattr(self, name)
 
     def _check_usable(self) -> None:
         name = type(self).__name__
@@ -229,11 +227,12 @@ class Operation(abc.ABC):
             self._meeting.attend(self._patience_ticks)
 
     @contextlib.contextmanager
-    def _carrying_out(self) -> Iterator[None]:
-        """Count a call; if the block raises, no later call is possible."""
+    def _carrying_out(self, *, meets: bool = True) -> Iterator[None]:
+        """Count a call; if the block raises, no later call is possible. meets=False: the block does."""
         self._calls += 1
         try:
-            self._meet()
+            if meets:
+                self._meet()
             yield
         except BaseException as error:
             if not self._is_capturing():  # of what is captured nothing has happened

@@ -67,7 +67,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 
@@ -96,51 +96,40 @@ class Pushes:
         self._here = [[flags.local[row, peer] for row in rows] for peer in range(world)]
         self._there = [[theirs[row, rank] for row in rows] for theirs in flags.peers]
         self._risen, self._following = flags.local[RISEN], flags.local[FOLLOWING]
-        self._give_permits = memory.prepare(
-            [Write(theirs[FREE.value], 1) for peer, theirs in enumerate(self._there) if peer != rank], stream
-        )
+        self._permits = [self.raising(peer, FREE.value, 1) for peer in self.before]
+        self._prepared: dict[Hashable, Callable[..., None]] = {}
+
+    def run(self, key: Hashable, steps: Iterable[Step], *, at_once: bool) -> None:
+        """Enqueue the steps, which the key stands for, on the side stream.
+
+        at_once: signals between two copies by one call of the driver, which nobody has captured yet.
+        """
+        if not at_once:
+            self.memory.enqueue(steps, self.stream)
+            return
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            made = self.memory.prepare(list(steps), self.stream)
+            prepared = remember(self._prepared, key, made)
+        prepared()
 
     def give_permits(self, *, at_once: bool = False) -> None:
-        """Let the peers write here, behind what the caller has enqueued so far.
-
-        at_once: by one call of the driver, which nobody has captured yet.
-        """
+        """Let the peers write here, behind what the caller has enqueued so far."""
         self.stream.fork()
-        if at_once:
-            self._give_permits()
-            return
-        for peer in range(self.memory.world_size):
-            if peer != self.memory.rank:
-                self.raise_flag(peer, FREE.value, 1)
+        self.run("permits", self._permits, at_once=at_once)
 
     def taking(self, peer: int, row: int) -> list[Step]:
-        """Return the steps of `take`."""
+        """Return a wait for a flag here, and its lowering: FREE, the peer's permit, or DONE."""
         flag = self._here[peer][row]
         return [Wait(flag, 1), Write(flag, 0)]
 
     def sending(self, peer: int, copies: Copies, row: int, value: int) -> list[Step]:
-        """Return the steps of `send`."""
+        """Return copies to the peer's memory, and behind them the flag that tells of them."""
         return [*(Copy(there, here) for there, here in copies), self.raising(peer, row, value)]
 
     def raising(self, peer: int, row: int, value: int) -> Step:
-        """Return the step of `raise_flag`."""
+        """Return the setting of the peer's flag about this rank."""
         return Write(self._there[peer][row], value)
-
-    def take(self, peer: int, row: int) -> None:
-        """Enqueue a wait for a flag here, and lower it: FREE, the peer's permit, or DONE."""
-        flag = self._here[peer][row]
-        self.memory.wait_signal(flag, 1, self.stream)
-        self.memory.write_signal(flag, 0, self.stream)
-
-    def raise_flag(self, peer: int, row: int, value: int) -> None:
-        """Enqueue that the peer's flag about this rank becomes `value`."""
-        self.memory.write_signal(self._there[peer][row], value, self.stream)
-
-    def send(self, peer: int, copies: Copies, row: int, value: int) -> None:
-        """Enqueue copies to the peer's memory, and behind them the flag that tells of them."""
-        for there, here in copies:
-            self.memory.copy(there, here, self.stream)
-        self.raise_flag(peer, row, value)
 
     def warm_up(self, copies: Copies) -> None:
         """Copy a row of zeros to each peer, which reads none before a flag is raised.
@@ -170,8 +159,7 @@ class ChunkPusher:
         self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
         slots = enumerate(self._pushes.before, memory.world_size)
         self._slots = [(peer, gather.peers[peer][slot]) for slot, peer in slots]
-        self._cut = (0, 0)  # rows and pieces of `_copies`
-        self._copies: list[list[tuple[torch.Tensor, torch.Tensor, int]]] = []  # to, from, the row behind
+        self._cut, self._steps = (0, 0), list[Step]()  # of so many rows and pieces
 
     @staticmethod
     def slots(world_size: int) -> int:
@@ -180,20 +168,19 @@ class ChunkPusher:
 
     def start(self, rows: int, pieces: int) -> None:
         """Enqueue the pushes of one call behind what the caller has enqueued so far."""
-        pushes = self._pushes
         if self._cut != (rows, pieces):
-            self._cut, ends = (rows, pieces), (0, *piece_ends(rows, pieces))
-            shard = self._gather[self._memory.rank]
-            self._copies = [
-                [(slot[a:b], shard[a:b], b) for a, b in itertools.pairwise(ends)] for _, slot in self._slots
-            ]
-        pushes.give_permits()
-        for (peer, _slot), copies in zip(self._slots, self._copies, strict=True):
-            pushes.take(peer, FREE.value)
-            pushes.raise_flag(peer, TOLD.value, rows)
-            for there, here, end in copies:
-                pushes.send(peer, [(there, here)], ARRIVED.value, end)
+            self._cut, self._steps = (rows, pieces), [*self._pushing(rows, pieces)]
+        self._pushes.give_permits()
+        self._pushes.run(self._cut, self._steps, at_once=False)
         self._note_rows(rows)
+
+    def _pushing(self, rows: int, pieces: int) -> Iterator[Step]:
+        pushes, shard = self._pushes, self._gather[self._memory.rank]
+        for peer, slot in self._slots:
+            yield from pushes.taking(peer, FREE.value)
+            yield pushes.raising(peer, TOLD.value, rows)
+            for a, b in itertools.pairwise((0, *piece_ends(rows, pieces))):
+                yield from pushes.sending(peer, [(slot[a:b], shard[a:b])], ARRIVED.value, b)
 
     @contextlib.contextmanager
     def noting(self, rows: int) -> Iterator[None]:
@@ -234,7 +221,6 @@ class SumPusher:
         self, pushes: Pushes, partial: torch.Tensor, staged: SymmetricTensor, *, takes_permits: bool
     ) -> None:
         self._pushes, self._takes_permits = pushes, takes_permits
-        self._prepared: dict[tuple[tuple[int, ...], int], Callable[..., None]] = {}  # by rows and flag
         self._sums = []  # by step: the peer, its memory for them, and where they are here
         for step, peer in enumerate(reversed(pushes.before), 1):
             slot = pushes.memory.world_size - step - 1  # this rank is `world - step` behind the peer
@@ -254,7 +240,8 @@ class SumPusher:
             for step, (peer, there, here) in enumerate(self._sums):
                 launch(step)
                 self._pushes.stream.fork()
-                self._pushes.send(peer, _rows(there, here, rows[peer]), ARRIVED.value, arrived)
+                steps = self._pushes.sending(peer, _rows(there, here, rows[peer]), ARRIVED.value, arrived)
+                self._pushes.run(peer, steps, at_once=False)
             launch(len(self._sums))
         elif self._pushes.memory.device.type == "cpu":
             self._push(rows, arrived)
@@ -264,13 +251,7 @@ class SumPusher:
             self._push(rows, arrived)
 
     def _push(self, rows: tuple[int, ...], arrived: int) -> None:
-        """Enqueue the pushes, with one call of the driver for the flags between two copies."""
-        prepared = self._prepared.get((rows, arrived))
-        if prepared is None:
-            memory, stream = self._pushes.memory, self._pushes.stream
-            made = memory.prepare(list(self._steps(rows, arrived)), stream)
-            prepared = remember(self._prepared, (rows, arrived), made)
-        prepared()
+        self._pushes.run(("sums", rows, arrived), self._steps(rows, arrived), at_once=True)
 
     def _steps(self, rows: tuple[int, ...], arrived: int) -> Iterator[Step]:
         for peer, there, here in self._sums:

@@ -123,10 +123,6 @@ class GemmAllReduce(Operation):
     def _check_peers(self) -> None:
         self._ways.check()
 
-    def _forget(self) -> None:
-        del self._parts, self._sums, self._table_of_parts, self._table_of_sums, self._own_table
-        del self._held, self._ways, self._mail
-
     # ---- what the caller may use
 
     @property

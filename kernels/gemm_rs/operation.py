@@ -76,9 +76,10 @@ from ..signals import Failure
 from ..tensors import (
     FP8,
     check_fp8,
+    check_inner_of_fp8,
     check_no_gradient,
     check_out,
-    check_scale,
+    check_scales,
     check_tensor,
     layout_of,
     remember,
@@ -89,7 +90,6 @@ from .handover import NO_PERMIT, OTHER_ROWS
 from .plain import PlainBody
 
 BODIES = ("auto", "plain")
-MULTIPLE_OF_FP8 = 16  # of the elements of a row: bytes, as TMA wants them
 
 
 class GemmReduceScatter(Operation):
@@ -182,10 +182,6 @@ class GemmReduceScatter(Operation):
     def _check_peers(self) -> None:
         self._collective.check()
 
-    def _forget(self) -> None:
-        del self._staged, self._flags, self._partial, self._counts, self._pushes, self._pusher, self._held
-        del self._collective, self._bodies
-
     # ---- what the caller may use
 
     def __call__(
@@ -231,7 +227,7 @@ class GemmReduceScatter(Operation):
         body = self._bodies.get(lie)
         if body is None:
             self._check_arguments(a, weight, out, addend)
-            self._check_scales(a, **scales)
+            check_scales(self._dtype, self.device, (scale_a, len(a)), (scale_weight, self._n))
         self._check_device()
         rows = a.shape[0] // self.world_size
         if out is None:
@@ -277,11 +273,8 @@ class GemmReduceScatter(Operation):
         if weight.shape[0] != self._n or weight.shape[1] != a.shape[1] or a.shape[1] == 0:
             given = f"a {list(a.shape)} and weight {list(weight.shape)}"
             raise ValueError(f"{given} must be [M, K] and [n={self._n}, K] with the same K, at least 1")
-        if is_fp8 and a.shape[1] % MULTIPLE_OF_FP8:
-            padded = a.shape[1] + -a.shape[1] % MULTIPLE_OF_FP8
-            raise ValueError(
-                f"k={a.shape[1]}: rows of {FP8} are whole {MULTIPLE_OF_FP8} bytes; pad K to {padded}"
-            )
+        if is_fp8:
+            check_inner_of_fp8(a.shape[1])
         check_out(out, [rows // world, self._n], self._out_dtype, self.device)
         if addend is not None:
             if is_fp8:
@@ -290,16 +283,6 @@ class GemmReduceScatter(Operation):
             if addend.shape != (rows, self._n) or not addend.is_contiguous():
                 given = f"addend has shape {list(addend.shape)} and strides {addend.stride()}"
                 raise ValueError(f"{given}; it must be contiguous and [{rows}, {self._n}]")
-
-    def _check_scales(
-        self, a: torch.Tensor, scale_a: torch.Tensor | None, scale_weight: torch.Tensor | None
-    ) -> None:
-        if self._dtype != FP8 and not (scale_a is None and scale_weight is None):
-            raise ValueError(
-                f"scale_a and scale_weight are for {FP8}; this operation was opened for {self._dtype}"
-            )
-        check_scale("scale_a", scale_a, len(a), (len(a), 1), self.device)
-        check_scale("scale_weight", scale_weight, self._n, (self._n, 1), self.device)
 
     def _run_collective(
         self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None

@@ -118,10 +118,6 @@ class AllGatherMoE(ExpertOperation):
         self._pushes.warm_up((slot, self._shard) for _, slot in self._slots)
         spoil_all(self._shard, self._flags.local, self.rank, self.world_size, only_load=True)
 
-    def _forget(self) -> None:
-        del self._gather, self._shard, self._slots
-        super()._forget()
-
     # ---- what the caller may use
 
     def __call__(
@@ -290,7 +286,7 @@ class AllGatherMoE(ExpertOperation):
         shard = self._shard[:tokens]
         for peer, slot in self._slots:
             copies = [(slot[:tokens], shard)] if tokens else []
-            self._pushes.send(peer, copies, ARRIVED.value, 1)
+            self._pushes.run(peer, self._pushes.sending(peer, copies, ARRIVED.value, 1), at_once=False)
 
     def _launch(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -11,7 +11,6 @@ from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS, FREE, GIVEN, TOLD
 from ..exchange.push import Pushes
 from ..symm import Step, SymmetricMemory, SymmetricTensor
-from ..tensors import remember
 from .flags import TOPK_SPAN
 
 ROWS_TOLD = slice(TOLD.value, GIVEN.value + 1, GIVEN.value - TOLD.value)  # of flags
@@ -22,16 +21,15 @@ class Announcer:
 
     def __init__(self, pushes: Pushes) -> None:
         self._pushes = pushes
-        self._prepared: dict[Hashable, Callable[..., None]] = {}  # by tokens, choices, lists and digest
 
     def permit(self, *, at_once: bool) -> None:
         """Enqueue permits, and waits for those of the peers, in a call that has nothing to tell.
 
-        at_once: signals between copies by one call of the driver, which nobody has captured yet.
+        at_once: as in `Pushes.run`.
         """
         self._pushes.give_permits(at_once=at_once)
         steps = (step for peer in self._pushes.before for step in self._pushes.taking(peer, FREE.value))
-        self._run((), steps, at_once=at_once)
+        self._pushes.run("no choices", steps, at_once=at_once)
 
     def announce(
         self,
@@ -52,7 +50,7 @@ class Announcer:
         begin = self._pushes.memory.rank * stride
         part, told = slice(begin, begin + tokens * topk), tokens * TOPK_SPAN.value + topk
         steps = self._steps(lists if tokens else (), part, told, given)
-        self._run((tokens, topk, len(lists), given), steps, at_once=at_once)
+        self._pushes.run(("choices", tokens, topk, len(lists), given), steps, at_once=at_once)
 
     def _steps(
         self, lists: tuple[SymmetricTensor, ...], part: slice, told: int, given: int
@@ -63,17 +61,6 @@ class Announcer:
             yield from pushes.taking(peer, FREE.value)
             yield from pushes.sending(peer, copies, GIVEN.value, given)
             yield pushes.raising(peer, TOLD.value, told)
-
-    def _run(self, key: Hashable, steps: Iterable[Step], *, at_once: bool) -> None:
-        """Enqueue the steps, which the key stands for."""
-        memory, stream = self._pushes.memory, self._pushes.stream
-        if not at_once:
-            memory.enqueue(steps, stream)
-            return
-        prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = remember(self._prepared, key, memory.prepare(list(steps), stream))
-        prepared()
 
 
 class ChoiceGatherer:

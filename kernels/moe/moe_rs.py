@@ -150,10 +150,6 @@ class MoEReduceScatter(ExpertOperation):
         # Who announces its choices takes the permits.
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, takes_permits=False)
 
-    def _forget(self) -> None:
-        del self._staged, self._partial, self._pusher, self._counters
-        super()._forget()
-
     # ---- what the caller may use
 
     def __call__(

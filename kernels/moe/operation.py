@@ -100,9 +100,6 @@ class ExpertOperation(Operation):
         self._capacity, self._max_topk, self._dtype = tokens_per_rank, max_topk, dtype
         self._group, self._timeout_s = group, timeout_s
         self._told: tuple[int, ...] = ()  # of the last call
-        self._plans: dict[tuple[int, int, int], Plan] = {}
-        self._checked: dict[Hashable, None] = {}  # layouts of the tensors of calls
-        self._shapes: dict[Hashable, ExpertShape] = {}  # by all that they depend on
         self._open_collective = functools.partial(
             Collective,
             type(self).__name__,
@@ -121,6 +118,9 @@ class ExpertOperation(Operation):
         self._flags = self._memory.allocate((FLAGS, self.world_size), torch.int32)
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._hosts, self._no_hosts = self._open_hosts()
+        self._plans: dict[tuple[int, int, int], Plan] = {}
+        self._checked: dict[Hashable, None] = {}  # layouts of the tensors of calls
+        self._shapes: dict[Hashable, ExpertShape] = {}  # by all that they depend on
         self._announcer = Announcer(self._pushes)
         self._gatherer = ChoiceGatherer(self._memory, self._ids.local, self._weights.local)
         # What a kernel of one rank finds, if it asks.
@@ -141,11 +141,6 @@ class ExpertOperation(Operation):
 
     def _check_peers(self) -> None:
         self._collective.check()
-
-    def _forget(self) -> None:
-        del self._ids, self._weights, self._flags, self._announcer, self._pushes
-        del self._hosts, self._collective, self._gatherer, self._arrived
-        self._plans.clear()
 
     # ---- one call
 

@@ -87,7 +87,7 @@ def begin(rank: int, candidate: int | None = None) -> None:
 
 def operands_of(op: AllGatherGemm, weight: torch.Tensor, out: torch.Tensor, rows: int) -> GatherLayout:
     """Return what a call with these tensors is chosen by."""
-    return op._layouts.find(weight, out, rows, op._options_of)
+    return op._new_layout(weight, out, rows)
 
 
 def force(op: AllGatherGemm, **chosen: Any) -> None:

@@ -175,9 +175,9 @@ def epochs_that_wrap(rank):
     """Make calls across the 2**31st."""
     begin(rank)
     with AllGatherGemm(8, 16, torch.float32) as op:
-        op._calls = 2**31 - 3
+        op._fetches = 2**31 - 3
         errors = [call_and_compare(op, 8, 16) for _ in range(4)]
-        return [*errors, 0.0 if op._calls == 2**31 + 1 else 9.0]
+        return [*errors, 0.0 if op._fetches == 2**31 + 1 else 9.0]
 
 
 EVERYWHERE = (

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from ag_gemm_runs import begin, gathered_by_torch, operands_of, poison, tensors
+from ag_gemm_runs import begin, gathered_by_torch, poison, tensors
 from operation_runs import GPU_BACKENDS, INTERPRETER, assert_cases, device, left_as_before, message_of, values
 
 from dist_autotune import contextual_autotune
@@ -149,15 +149,14 @@ def test_calls_in_the_same_places_with_other_endings_are_each_their_own(op):
 
 
 def test_kinds_of_epilogues_share_no_options_and_load_their_own_kernels(op):
-    _, weight = tensors(16, 20, 24, HALF)
+    a_shard, weight = tensors(16, 20, 24, HALF)
     out, bias = torch.empty(16, 20, dtype=HALF), torch.randn(20)
     endings = [ONLY_SUMS, Epilogue(bias), Epilogue(bias.half()), Epilogue(activation="gelu")]
-    found = [op._layouts.find(weight, out, 16, op._options_of, each.kind()) for each in endings]
+    found = [op._new_layout(weight, out, 16, each.kind()) for each in endings]
     assert len({operands.options.key for operands in found}) == len(endings)
-    assert len({id(operands.loaded) for operands in found}) == len(endings)
-    assert operands_of(op, weight, out, 16) is found[0]
-    other = op._layouts.find(weight, out, 16, op._options_of, Epilogue(bias + 1).kind())
-    assert other is found[1]
+    for epilogue in (*endings, Epilogue(bias + 1)):
+        call(op, a_shard, weight, out, epilogue, "pull")
+    assert len(op._layouts) == len(endings)
 
 
 def test_calls_with_different_epilogues_share_no_winner(monkeypatch):

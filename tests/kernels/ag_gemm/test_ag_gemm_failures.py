@@ -291,6 +291,6 @@ def launch_that_fails(rank, producer):
 def test_a_launch_that_fails_lets_the_pushes_of_its_call_through():
     peer, failed = values(launch_that_fails, 2, "push")
     assert failed[0].startswith("IndexError")
-    assert failed[1].startswith("RuntimeError: AllGatherGemm, rank 1: a call was not carried out: IndexError")
+    assert failed[1].startswith("RuntimeError: AllGatherGemm, rank 1: call 1 was not carried out: IndexError")
     assert peer[0] == "nothing was raised"
     assert "did not push chunk 1 in time" in peer[1]

@@ -54,7 +54,7 @@ class Peer(HostPeer):
 
     def be_fetched_from(self, op: AllGatherGemm, rows: int) -> None:
         """Take part in the eager call that rank 0 has just made."""
-        here, there, epoch = op._flags.local, op._flags.peers[1], op._calls
+        here, there, epoch = op._flags.local, op._flags.peers[1], op._fetches
         self.write(here[flags.ROWS.value + (epoch & 1), 1], rows)
         self.write(here[flags.READY.value, 1], epoch)
         wait_for(lambda: int(there[flags.READY.value, 0]) >= epoch, PATIENCE_S)
