@@ -124,6 +124,14 @@ def test_candidates_that_pay_each_by_itself_are_in_one_plan(seed):
     assert any(all(plan[name] == index for name, index in pays.items()) for plan in plans)
 
 
+def test_what_launches_let_expect_is_a_start_that_the_runs_overrule():
+    factors = [Factor(f"k{k}", [0, 1], [0.1, 0.16], place=k) for k in range(6)]
+    # Slower by 0.06 by its launches each; in the run `k1` and `k4` are faster by 0.015.
+    plans = found(factors, lambda plan, number: -0.075 * (plan["k1"] + plan["k4"]), noise=0.0)
+    assert all(plan == {**dict.fromkeys(plan, 0), "k1": 1, "k4": 1} for plan in plans[1:])
+    assert len(plans) > 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_fastest_by_launches_that_slows_its_neighbours_is_left(seed):
     plans = found(alone(), lambda plan, number: 0.15 * (plan["k2"] == 0), seed)
