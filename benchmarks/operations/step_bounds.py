@@ -63,7 +63,7 @@ def profiled(call: Callable[[], object], ranks: Ranks) -> Busy | None:
     call()
     ranks.synchronize()
     ranks.gather(None)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         torch.cuda._sleep(int(LONGEST_LEAD_MS * CYCLES_PER_MS))  # the host, which now is slower, runs ahead
         call()
         ranks.synchronize()

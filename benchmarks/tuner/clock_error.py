@@ -171,7 +171,7 @@ def gpu_us(function: Callable[[], None], repeats: int) -> float:
 
     function()
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(repeats):
             function()
         torch.cuda.synchronize()
