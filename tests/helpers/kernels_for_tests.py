@@ -174,6 +174,11 @@ class Bench:
         decorate = contextual_autotune(**chosen)
         return decorate if thunk is None else decorate(thunk)
 
+    def tuned(self, ms: Mapping[int, Ms], **options: Any) -> Any:
+        """Return a tuned function that launches a kernel of its own once."""
+        kernel = self.kernel(ms)
+        return self.tune(lambda: launch(kernel, numbers()), **options)
+
     def spend(self, ms: float) -> None:
         """Let the run under way take `ms` more, outside every kernel."""
         self.launches.append(Launch("", 0, 0, (), {}, ms))

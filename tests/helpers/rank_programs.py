@@ -6,25 +6,32 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from kernels_for_tests import Bench, double, is_outside, launch, numbers, out_of_resources
+from kernels_for_tests import Bench, Ms, add, double, is_outside, launch, numbers, out_of_resources
 
 from dist_autotune import is_tuning
 from dist_autotune.ranks.group import GROUPS
 
 TIMEOUT_S = 20.0  # of exchanges that are to succeed, on a machine that is busy with other tests
 SOON_S = 10.0  # the end of what needs no time-out: far from TIMEOUT_S, far above what a busy machine adds
-SHORT_S = 1.5  # of exchanges that are to be given up: `meet` before them, or a slow rank is given up too
-IN_TIME_S = 6 * SHORT_S  # their end: less than the tenfold that heartbeats could buy
+SHORT_S = 1.0  # of exchanges that are to be given up: `meet` before them, or a slow rank is given up too
+IN_TIME_S = 8 * SHORT_S  # their end: less than the tenfold that heartbeats could buy
 
 
 def tune(bench: Bench, thunk: Callable[..., Any] | None = None, **options: Any) -> Any:
     """Decorate for several ranks: nothing on disk, one sample of each config unless `options` differ."""
     return bench.tune(thunk, **{"is_dist": True, "cache": False, "timeout_s": TIMEOUT_S, **options})
+
+
+def tuned_step(ms: Mapping[int, Ms], function: Any = add, **options: Any) -> tuple[Any, Bench]:
+    """Return a tuned function that launches one kernel, and the bench that notes its launches."""
+    bench = Bench()
+    kernel = bench.kernel(ms, function)
+    return tune(bench, lambda: launch(kernel, numbers()), **options), bench
 
 
 def ending(call: Callable[[], Any]) -> str:

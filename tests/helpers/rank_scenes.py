@@ -1,4 +1,4 @@
-"""One scene of `fuzz_ranks`: a tuned function on real ranks, what goes wrong, and how each rank must end."""
+"""A scene of `fuzz.py ranks`: a function on real ranks, what goes wrong, and how each rank must end."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ import statistics
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -28,18 +27,6 @@ def test_every_rank_gets_every_payload_once(init, world_size):
 
     expected = [[rank + 10 * n for rank in range(world_size)] for n in range(20)]
     assert assert_all_ok(run_ranks(program, world_size, init=init)) == [expected] * world_size
-
-
-@pytest.mark.parametrize("late", [0, 3], ids="late rank {}".format)
-def test_a_late_rank_gets_and_gives_the_same(late):
-    def program(rank):
-        first = exchange(rank)
-        if rank == late:
-            time.sleep(0.05)
-        return first, exchange(rank * rank)
-
-    expected = (list(range(7)), [rank * rank for rank in range(7)])
-    assert assert_all_ok(run_ranks(program, 7)) == [expected] * 7
 
 
 def test_payloads_of_any_bytes_and_of_a_megabyte_arrive():
@@ -88,21 +75,6 @@ def test_nothing_is_left_after_failures_and_long_waits():
         return 0 if hub is None else len(hub.state) + len(hub.state.merges)
 
     assert assert_all_ok(run_ranks(program, 7)) == [0] * 7
-
-
-def test_the_users_collectives_are_left_alone():
-    def program(rank):
-        order = []
-        for n in range(5):
-            order.append(exchange(n))
-            dist.barrier()
-            gathered = [None, None]
-            dist.all_gather_object(gathered, (rank, n))
-            order.append(gathered)
-        return order
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
 
 
 def test_time_of_one_exchange_with_8_ranks(capsys):
@@ -180,12 +152,12 @@ def test_everything_that_was_started_for_a_group_ends_with_it(held):
             return len(os.listdir("/proc/self/fd"))
 
         kept, counts = [], []
-        for n in range(12):
+        for n in range(6):
             group = dist.new_group([0, 1])
             exchange(rank, group=group)
             with GROUPS.of(group).running(Watch("a run", TIMEOUT_S, "raise", print)):
                 pass
-            if n in (1, 11):
+            if n in (1, 5):
                 wait_for(lambda: threads() <= 2)  # of this group alone: the watchdog, and the hub on rank 0
                 counts.append(descriptors())
             dist.barrier()
@@ -237,27 +209,6 @@ def test_a_forked_child_of_a_rank_is_alone():
         return os.waitstatus_to_exitcode(status), exchange(rank)
 
     assert assert_all_ok(run_ranks(program, 2)) == [(0, [0, 1])] * 2
-
-
-def test_forked_children_of_a_rank_may_be_ranks_of_a_group_of_their_own():
-    def program(rank, directory):
-        exchange(rank)
-        pids = []
-        for child in range(2):
-            pids.append(os.fork())
-            if pids[-1] == 0:
-                try:
-                    dist.distributed_c10d._world.pg_map.clear()  # the parent's groups are not the child's
-                    dist.distributed_c10d.GroupMember.WORLD = None
-                    store = dist.FileStore(str(directory / f"children of {rank}"), 2)
-                    dist.init_process_group("gloo", store=store, rank=child, world_size=2)
-                    os._exit(0 if exchange(child) == [0, 1] else 1)
-                finally:
-                    os._exit(2)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        return codes, exchange(rank)
-
-    assert assert_all_ok(run_ranks(program, 2, Path.cwd())) == [([0, 0], [0, 1])] * 2
 
 
 @pytest.mark.parametrize("init", ["file", "tcp"])

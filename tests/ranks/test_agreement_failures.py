@@ -4,46 +4,10 @@ import os
 import time
 from pathlib import Path
 
-import pytest
-from rank_programs import SOON_S, TIMEOUT_S, ending, exchange, interrupt_when_waiting, is_gone, join, wait_for
+from rank_programs import TIMEOUT_S, ending, exchange, is_gone, join, wait_for
 
-from dist_autotune import NoValidConfig, PeerFailed
 from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, describe, run_ranks
-
-
-@pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("init", ["file", "tcp"])
-def test_a_failing_rank_is_told_at_once_and_the_next_exchange_works(init, failing):
-    def program(rank):
-        exchange(rank)
-        if rank == failing:
-            GROUPS.of(None).fail(ValueError("no such tensor"))
-            return "failed", 0.0, exchange(rank)
-        began = time.monotonic()
-        with pytest.raises(PeerFailed) as caught:
-            exchange(rank)
-        assert (caught.value.rank, caught.value.error) == (failing, "ValueError: no such tensor")
-        return str(caught.value), time.monotonic() - began, exchange(rank)
-
-    results = assert_all_ok(run_ranks(program, 3, init=init))
-    for rank, (text, waited_s, then) in enumerate(results):
-        assert then == [0, 1, 2]
-        if rank != failing:
-            assert text.startswith(f"rank {failing} failed")
-            assert "ValueError: no such tensor" in text
-            assert waited_s < SOON_S
-
-
-def test_all_ranks_may_fail_at_once_and_the_next_exchange_works():
-    def program(rank):
-        for n in range(5):
-            GROUPS.of(None).fail(ValueError(f"rank {rank}, {n}"))
-        return exchange(rank)
-
-    results = run_ranks(program, 3)
-    assert assert_all_ok(results) == [[0, 1, 2]] * 3
-    assert max(result.elapsed_s for result in results) < SOON_S
 
 
 def test_a_rank_may_fail_before_its_first_exchange():
@@ -57,19 +21,6 @@ def test_a_rank_may_fail_before_its_first_exchange():
 
     for first in (0, 2):
         assert assert_all_ok(run_ranks(program, 3, first)) == [[0, 1, 2]] * 3
-
-
-def test_a_rank_without_a_config_leaves_its_peers_without_one():
-    def program(rank):
-        if rank == 1:
-            GROUPS.of(None).fail(NoValidConfig("matmul[64]: all 2 configs failed on some rank."))
-            return
-        with pytest.raises(NoValidConfig, match=r"matmul\[64\]: all 2 configs failed") as caught:
-            exchange(rank)
-        assert isinstance(caught.value, PeerFailed)
-        assert caught.value.rank == 1
-
-    assert_all_ok(run_ranks(program, 2))
 
 
 def test_a_slow_peer_still_hears_of_a_failure_when_the_failing_host_has_left():
@@ -89,26 +40,6 @@ def test_a_slow_peer_still_hears_of_a_failure_when_the_failing_host_has_left():
         assert "ValueError: boom" in first
         assert second.startswith("AgreementTimeout: ")  # and it is still gone at the next
         assert "rank 0" in second
-
-
-def test_ctrl_c_while_waiting_is_raised_soon_and_told():
-    def program(rank, note):
-        exchange(rank)
-        if rank == 0:
-            interrupt_when_waiting()
-            began = time.monotonic()
-            end = ending(lambda: exchange(rank))
-            waited_s = time.monotonic() - began
-            note.touch()
-            return end, waited_s
-        wait_for(note.exists)
-        return ending(lambda: exchange(rank))
-
-    (zero, waited_s), one = assert_all_ok(run_ranks(program, 2, Path.cwd() / "interrupted"))
-    assert zero.startswith("KeyboardInterrupt")
-    assert waited_s < SOON_S
-    assert one.startswith("PeerFailed: rank 0 failed")
-    assert "KeyboardInterrupt" in one
 
 
 def test_a_merge_that_raises_is_a_failure_of_the_rank_that_merges():

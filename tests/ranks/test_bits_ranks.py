@@ -89,14 +89,6 @@ def test_a_function_that_does_not_repeat_itself_on_one_rank_is_refused_on_all():
         assert "different bits in the result on rank 1" in text
 
 
-def test_ranks_that_ask_for_different_bits_are_told_so():
-    def program(rank):
-        return ending(lambda: sessions(rank, change=lambda rank, block, y: y, bits=["same", "any"][rank]))
-
-    for text in assert_all_ok(run_ranks(program, 2)):
-        assert text.startswith("RankMismatch: ranks differ in the option bits: rank 0: same; rank 1: any")
-
-
 def test_a_call_after_one_that_raised_begins_anew_with_its_own_inputs():
     def program(rank):
         bench, calls = Bench(), itertools.count()

@@ -7,7 +7,7 @@ from collections import Counter
 from random import Random
 
 import pytest
-from fuzz_ranks import play
+from fuzz import play_set
 from rank_scenes import Call, Fault, Played, Scene, check_scene, draw_scene
 
 from ranks import Result
@@ -25,20 +25,19 @@ def scenes_with(*kinds: str, world_size: int = 2) -> list[Scene]:
     return [found[kind] for kind in kinds]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_fail_and_live_on_agree_in_the_next_call(world_size):
+def test_ranks_that_fail_and_live_on_agree_in_the_next_call():
     counts: Counter[str] = Counter()
-    play(scenes_with("", "raise", "exit", "interrupt", "absent", world_size=world_size), counts)
+    play_set(scenes_with("", "raise", "exit", "interrupt", "absent", world_size=3), counts)
     assert counts["sessions"] == 5
 
 
 @pytest.mark.parametrize("kind", ["kill", "quit"])
 def test_a_rank_that_dies_is_named_by_the_others(kind):
-    play(scenes_with(kind, world_size=3), Counter(), init="tcp")
+    play_set(scenes_with(kind, world_size=3), Counter(), init="tcp")
 
 
 def test_a_stopped_rank_goes_on_with_the_others_when_it_wakes():
-    play(scenes_with("stop", world_size=3), Counter())
+    play_set(scenes_with("stop", world_size=3), Counter())
 
 
 # ---- the checks see what they are there for

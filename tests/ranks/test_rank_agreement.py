@@ -1,14 +1,12 @@
 """Ranks that measure different times agree on one config, one choice, and the end of the search."""
 
 import itertools
-import math
 import time
 
 import pytest
 import torch
-import torch.distributed as dist
-from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
-from rank_programs import blocks_of, statuses_of, tune
+from kernels_for_tests import Bench, launch, numbers
+from rank_programs import blocks_of, statuses_of, tune, tuned_step
 
 from dist_autotune import tunable
 from dist_autotune.tuner import session
@@ -21,10 +19,8 @@ def tuned_by_times(*times, world_size=2, **options):
     """Return (runs, winner, launched blocks) of each rank; the configs take `times[rank]`."""
 
     def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel(times[rank])
-        step = tune(bench, lambda: launch(kernel, x), **options)
-        assert torch.equal(step(), x + 1)
+        step, bench = tuned_step(times[rank], **options)
+        assert torch.equal(step(), numbers() + 1)
         (context,) = step.report.contexts
         return step.report.runs, context.config.kwargs["BLOCK"], bench.blocks()
 
@@ -35,13 +31,6 @@ def test_the_slowest_rank_decides():
     # Each rank alone would take a config that is the worst for the other.
     results = tuned_by_times({16: 1.0, 32: 9.0, 64: 3.0}, {16: 9.0, 32: 1.0, 64: 3.0})
     assert results == [(4, 64, [16, 32, 64, 64])] * 2
-
-
-@pytest.mark.parametrize(("reduce", "winner"), [("max", 32), ("mean", 16)])
-def test_times_are_reduced_over_the_ranks(reduce, winner):
-    times = {16: 1.0, 32: 4.0}, {16: 1.0, 32: 4.0}, {16: 6.0, 32: 4.0}
-    results = tuned_by_times(*times, world_size=3, rank_reduce=reduce)
-    assert results == [(3, winner, [16, 32, winner])] * 3
 
 
 def test_the_agreed_time_is_in_the_report_and_in_stock_places_of_every_rank():
@@ -57,23 +46,6 @@ def test_the_agreed_time_is_in_the_report_and_in_stock_places_of_every_rank():
     ms = [2.0, 2.5]
     expected = (2.0, ms, {"BLOCK": 16}, {16: [2.0] * 3, 32: [2.5] * 3})
     assert assert_all_ok(run_ranks(program, 2)) == [expected] * 2
-
-
-@pytest.mark.parametrize("search", ["exhaustive", "racing"])
-@pytest.mark.parametrize("objective", ["kernel", "thunk"])
-def test_runs_and_winners_are_equal_whatever_is_measured(search, objective):
-    def program(rank):
-        generator = torch.Generator().manual_seed(rank)
-        noise = lambda launch: 1 + torch.rand((), generator=generator).item()  # noqa: E731
-        bench, x = Bench(), numbers()
-        first = bench.kernel({16: noise, 32: noise, 64: noise})
-        second = bench.kernel({16: noise, 32: noise}, double)
-        step = tune(bench, lambda: (launch(first, x), launch(second, x)), search=search, objective=objective)
-        step()
-        return step.report.runs, blocks_of(step), bench.blocks()
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero == one == two
 
 
 def test_ranks_expect_alike_what_other_keys_tell_and_try_the_same_few():
@@ -123,24 +95,6 @@ def test_ties_go_to_the_incumbent_the_same_on_every_rank():
     )
 
 
-@pytest.mark.parametrize("sample", [math.nan, -1.0, 0.0, math.inf], ids=str)
-def test_a_config_without_a_usable_sample_on_one_rank_cannot_win(sample):
-    results = tuned_by_times({16: 1.0, 32: 5.0}, {16: sample, 32: 5.0})
-    assert results == [(3, 32, [16, 32, 32])] * 2
-
-
-def test_one_usable_sample_of_several_is_enough():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        odd = iter([math.nan, 1.0, 1.0])
-        kernel = bench.kernel({16: lambda launch: next(odd) if rank else 1.0, 32: 5.0})
-        step = tune(bench, lambda: launch(kernel, x), n_repeat=2)
-        step()
-        return blocks_of(step)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [{"add64": 16}] * 2
-
-
 def test_a_rank_that_did_not_launch_in_the_last_run_still_has_its_say():
     # Rank 1 launches the kernel in every second run only, and is slow with the first config.
     def program(rank):
@@ -158,43 +112,6 @@ def test_a_rank_that_did_not_launch_in_the_last_run_still_has_its_say():
         return step.report.runs, context.config.kwargs["BLOCK"], context.ms
 
     assert assert_all_ok(run_ranks(program, 2)) == [(5, 32, 4.0)] * 2
-
-
-def test_the_users_collectives_keep_in_step():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 0.5 + rank})
-        if rank:
-            kernel.fn.failures[32] = out_of_resources
-
-        def thunk():
-            y = launch(kernel, x)
-            dist.all_reduce(y)
-            dist.barrier()
-            return y
-
-        step = tune(bench, thunk)
-        first = step()
-        total = torch.tensor(1.0)
-        dist.all_reduce(total)
-        return torch.equal(first, 2 * (x + 1)), torch.equal(step(), 2 * (x + 1)), total.item()
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(True, True, 2.0)] * 2
-
-
-def test_eight_ranks():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        first = bench.kernel({16: 1.0 + rank, 32: 8.5 - rank, 64: 6.0})
-        second = bench.kernel({16: 2.0, 32: 1.0}, double)
-        if rank == 5:
-            second.fn.failures[32] = out_of_resources
-        step = tune(bench, lambda: (launch(first, x), rank % 2 and launch(second, x)))
-        step()
-        return step.report.runs, {name: block for name, block in blocks_of(step).items() if name == "add64"}
-
-    results = run_ranks(program, 8)
-    assert assert_all_ok(results) == [(4, {"add64": 64})] * 8
 
 
 # ---- when there is no time for all
@@ -265,24 +182,6 @@ def test_wall_clocks_that_differ_by_hours_and_jump_have_no_effect(monkeypatch):
 
 
 # ---- judged by the whole run
-
-
-def test_a_choice_of_the_host_is_agreed():
-    def program(rank):
-        bench = Bench()
-
-        def thunk():
-            chunks = tunable("chunks", [1, 2, 4])
-            bench.spend({1: 5.0, 2: 1.0 + 5 * rank, 4: 4.0}[chunks])
-            return chunks
-
-        step = tune(bench, thunk)
-        chosen = step()
-        return chosen, step.report.runs, step(), tunable("chunks", [1, 2, 4])
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
-    assert (zero[0], zero[2], zero[3]) == (4, 4, 4)
 
 
 @pytest.mark.parametrize(("agree", "chosen"), [("key", [1, 4]), ("ordinal", [4, 4])], ids=["key", "ordinal"])

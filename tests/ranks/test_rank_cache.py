@@ -160,27 +160,6 @@ def test_ordinal_agreement_finds_its_entries():
     assert assert_all_ok(run_ranks(program, 2)) == [(32, "cached")] * 2
 
 
-def test_the_cached_mode_never_tries_anything_on_any_rank(monkeypatch):
-    fill(2)
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-
-    def program(rank):
-        bench = Bench()
-        kernel = bench.kernel(OTHER)
-        step = tune(bench, lambda n: launch(kernel, numbers(n)), cache=own_cache(rank))
-        step(64), step(64), step(8), step(8)
-        return bench.blocks()
-
-    assert assert_all_ok(run_ranks(program, 2)) == [[32] * 4] * 2  # 8: as its nearest tuned key
-
-
-def test_an_entry_tells_for_how_many_ranks_it_holds():
-    fill(2)
-    entry = json.loads(entries(0)[0].read_text())
-    assert entry["key"]["world_size"] == 2
-    assert entry["ms"] == 1.0
-
-
 # ---- what the cache holds besides
 
 
@@ -371,22 +350,6 @@ def test_what_the_ranks_of_this_group_have_not_agreed_does_not_count(by):
         return statuses_of(step), blocks_of(step), kernel.cache[numbers_key(x)].kwargs
 
     assert assert_all_ok(run_ranks(program, 4)) == [({"add64": "tuned"}, {"add64": 16}, {"BLOCK": 16})] * 4
-
-
-def test_retune_ignores_memory_and_disk():
-    def program(rank):
-        bench, x, ms = Bench(), numbers(), {16: 3.0, 32: 1.0}
-        kernel = bench.kernel({block: lambda launch: ms[launch.block] for block in ms})
-        step = tune(bench, lambda: launch(kernel, x), cache=own_cache(rank))
-        step()
-        ms.update({16: 1.0, 32: 3.0})
-        before = blocks_of(step)
-        step.retune()
-        endings = [ending(step).partition("(")[0].partition(":")[0] for _ in range(2)]
-        return before, endings, blocks_of(step), statuses_of(step)
-
-    expected = ({"add64": 32}, ["returned tensor"] * 2, {"add64": 16}, {"add64": "tuned"})
-    assert assert_all_ok(run_ranks(program, 2)) == [expected] * 2
 
 
 def test_ranks_that_remember_different_results_drop_them():

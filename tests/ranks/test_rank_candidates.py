@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
-from rank_programs import blocks_of, ending, tune
+from rank_programs import blocks_of, ending, tune, tuned_step
 
 from dist_autotune import NoValidConfig
 from dist_autotune.launch import dispatcher
@@ -15,35 +15,26 @@ from ranks import assert_all_ok, run_ranks
 
 def configs_of(blocks_by_rank, world_size=2, **options):
     def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({block: 1.0 + block for block in blocks_by_rank[rank]})
-        step = tune(bench, lambda: launch(kernel, x), **options)
+        step, bench = tuned_step({block: 1.0 + block for block in blocks_by_rank[rank]}, **options)
         end = ending(step)
         return end.partition("(")[0], step.report.runs, bench.blocks()
 
     return assert_all_ok(run_ranks(program, world_size))
 
 
-def test_different_candidates_meet_in_their_intersection():
-    results = configs_of([(16, 32, 64), (128, 64, 32)])
-    # In the first run each rank launches its own first config; the intersection is known after it.
-    assert results == [("returned tensor", 4, [16, 32, 64, 32]), ("returned tensor", 4, [128, 32, 64, 32])]
-
-
-def test_candidates_in_another_order_are_matched_by_content():
-    results = configs_of([(32, 16, 64), (64, 32, 16)])
-    assert [launched[1:] for _, _, launched in results] == [[32, 16, 64, 16]] * 2
-    assert {runs for _, runs, _ in results} == {5}
-
-
-def test_one_config_in_common_is_used_without_trials():
-    results = configs_of([(16, 32), (32, 64)])
-    assert results == [("returned tensor", 2, [16, 32]), ("returned tensor", 2, [32, 32])]
-
-
-def test_a_rank_with_a_single_config_decides_for_all():
-    results = configs_of([(16, 32, 64), (32,)])
-    assert [launched for _, _, launched in results] == [[16, 32], [32, 32]]
+@pytest.mark.parametrize(
+    ("blocks_by_rank", "runs", "launched"),
+    [
+        # In the first run each rank launches its own first config; the intersection is known after it.
+        ([(16, 32, 64), (128, 64, 32)], 4, [[16, 32, 64, 32], [128, 32, 64, 32]]),
+        ([(32, 16, 64), (64, 32, 16)], 5, [[32, 32, 16, 64, 16], [64, 32, 16, 64, 16]]),
+        ([(16, 32), (32, 64)], 2, [[16, 32], [32, 32]]),
+        ([(16, 32, 64), (32,)], 2, [[16, 32], [32, 32]]),
+    ],
+    ids=["some in common", "in another order", "one in common: no trials", "a rank with a single config"],
+)
+def test_different_candidates_meet_in_their_intersection(blocks_by_rank, runs, launched):
+    assert configs_of(blocks_by_rank) == [("returned tensor", runs, blocks) for blocks in launched]
 
 
 def test_new_keys_of_a_kernel_with_one_config_ask_for_no_session_once_it_is_settled():
@@ -96,22 +87,6 @@ def test_a_rank_that_comes_later_with_other_configs(blocks):
     else:  # rank 1 launches its own first config until the session, then nothing works everywhere
         assert endings == ["returned tensor"] * (len(endings) - 1) + ["NoValidConfig"]
         assert {then, one[1]} <= {"NoValidConfig", "PeerHasNoConfig"}
-
-
-def test_pruning_to_different_configs_on_different_ranks():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        keep = (
-            (lambda configs, named, **_: configs[1:]) if rank else (lambda configs, named, **_: configs[:-1])
-        )
-        kernel = bench.kernel(
-            {16: 1.0, 32: 3.0, 64: 2.0, 128: 1.0}, prune_configs_by={"early_config_prune": keep}
-        )
-        step = tune(bench, lambda: launch(kernel, x))
-        step()
-        return step.report.runs, blocks_of(step)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(4, {"add64": 64})] * 2
 
 
 # ---- configs that fail
@@ -168,21 +143,6 @@ def test_a_failure_in_one_of_several_samples_bans_too():
     assert one == (6, [16, 16, 16, 32, 16, 16])
 
 
-def test_the_ranks_ban_different_configs_and_take_what_is_left():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0})
-        kernel.fn.failures[32 if rank else 16] = out_of_resources
-        step = tune(bench, lambda: launch(kernel, x))
-        step()
-        return step.report.runs, blocks_of(step), sorted(step.report.contexts[0].banned.values())
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
-    assert zero[1] == {"add64": 64}
-    assert [reason[:6] for reason in zero[2]] == ["rank 0", "rank 1"]
-
-
 def test_all_configs_fail_between_the_ranks():
     def program(rank):
         bench, x = Bench(), numbers()
@@ -233,9 +193,7 @@ def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(mo
         monkeypatch.setattr(dispatcher.interception, "is_interpreted", lambda: False)
         monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: -1)
         monkeypatch.setattr(dispatcher.preflight, "preflight", preflight)
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-        step = tune(bench, lambda: launch(kernel, x))
+        step, bench = tuned_step({16: 3.0, 32: 1.0, 64: 2.0})
         step()
         return bench.blocks(), list(step.report.contexts[0].banned.values())
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources, records
-from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, ending, run_until_settled, tune
+from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, ending, run_until_settled, tune, tuned_step
 
 from dist_autotune import AgreementTimeout
 from ranks import assert_all_ok, assert_killed, meet, run_ranks
@@ -111,9 +111,7 @@ def test_a_rank_that_dies_is_named_in_its_row_and_in_its_column_and_missed_by_no
 def test_a_function_of_another_group_inside_a_call_agrees_on_the_group_of_the_call():
     def program(rank):
         row, column = grid(rank)
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 1.0 + rank, 32: 2.5})
-        inner = tune(bench, lambda: launch(kernel, x), group=row)
+        inner, bench = tuned_step({16: 1.0 + rank, 32: 2.5}, group=row)
         outer = tune(bench, inner, group=column, name="outer")
         outer()
         return inner.report, list(blocks_of(outer).values()), outer.report.runs

@@ -9,19 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, double, launch, numbers, records
-from rank_programs import SHORT_S, blocks_of, ending, statuses_of, tune, wait_for
+from rank_programs import SHORT_S, blocks_of, ending, statuses_of, tune, tuned_step, wait_for
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_autotune import TuningError, contextual_autotune
 from dist_autotune.errors import InvalidOption
 from ranks import assert_all_ok, meet, run_ranks
-
-
-def tuned_step(rank_ms, function=None, **options):
-    """Return a tuned function of one kernel whose configs take `rank_ms`, and what it launches."""
-    bench, x = Bench(), numbers()
-    kernel = bench.kernel(rank_ms) if function is None else bench.kernel(rank_ms, function)
-    return tune(bench, lambda: launch(kernel, x), **options), bench
 
 
 def test_what_torch_does_not_know_as_a_group_is_an_error_with_its_value():
@@ -50,44 +43,6 @@ def test_a_group_of_some_ranks_tunes_without_the_others(init):
     assert one == three == (2, [16, 32, 64, 32])
     for rank, text in ((0, zero), (2, two)):
         assert text.startswith(f"TuningError: Rank {rank} called a tuned function whose group= it is not a")
-
-
-def test_overlapping_groups_of_a_grid():
-    # Rows agree on the kernel of the row, columns on that of the column, everybody on a third one.
-    def program(rank):
-        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        row, column = rows[rank // 2], columns[rank % 2]
-        in_row, _ = tuned_step({16: 1.0 + 5 * (rank == 1), 32: 2.0}, group=row, name="row")
-        in_column, _ = tuned_step({16: 1.0 + 5 * (rank == 2), 32: 2.0}, double, group=column, name="column")
-        in_all, _ = tuned_step({16: 1.0 + 5 * (rank == 3), 32: 2.0}, name="all")
-        for step in (in_row, in_column, in_all, in_row, in_all, in_column):
-            step()
-        return [next(iter(blocks_of(step).values())) for step in (in_row, in_column, in_all)]
-
-    assert assert_all_ok(run_ranks(program, 4)) == [[32, 32, 32], [32, 16, 32], [16, 32, 32], [16, 16, 32]]
-
-
-def test_a_failure_in_one_group_leaves_the_other_alone():
-    def program(rank):
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 2.0, 32: 1.0})
-
-        def thunk():
-            if rank == 1:
-                raise ValueError("boom")
-            return launch(kernel, x)
-
-        step = tune(bench, thunk, group=groups[rank // 2])
-        return ending(step).partition("(")[0].partition(":")[0]
-
-    assert assert_all_ok(run_ranks(program, 4)) == [
-        "PeerFailed",
-        "ValueError",
-        "returned tensor",
-        "returned tensor",
-    ]
 
 
 def test_names_of_absent_ranks_are_global():
@@ -131,19 +86,6 @@ def test_alone_nothing_is_exchanged(what):
 
     results = assert_all_ok(run_ranks(program, 1 if what == "world of one" else 2))
     assert results[0] == (1, [16, 32, 16])
-
-
-def test_two_functions_on_one_group():
-    def program(rank):
-        first, _ = tuned_step({16: 1.0 + rank, 32: 1.5})
-        second, _ = tuned_step({16: 1.5, 32: 2.0 - rank}, double)
-        for step in (first, second, second, first, first, second):
-            step()
-        return blocks_of(first), blocks_of(second), first.settled, second.settled
-
-    expected = ({"add64": 32}, {"double64": 16}, True, True)
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one == ({"add64": 32}, {"double64": 16}, True, True), expected
 
 
 def test_one_function_on_one_group_then_another():
@@ -216,9 +158,7 @@ def test_settled_functions_may_be_called_in_any_order():
 def test_the_process_group_may_end_and_begin_again():
     def program(rank, directory):
         winners = []
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: lambda launch: 1.0 + rank * len(winners), 32: 1.5})
-        step = tune(bench, lambda: launch(kernel, x))
+        step, _ = tuned_step({16: lambda launch: 1.0 + rank * len(winners), 32: 1.5})
         step()
         winners += blocks_of(step).values()
         for n in range(2):
@@ -283,16 +223,6 @@ def test_a_group_of_the_same_name_and_store_after_a_restart_is_another():
     zero, one = assert_all_ok(run_ranks(program, 2, init="tcp"))
     assert zero == [32, "AgreementTimeout", 32]
     assert one == [32, 32]
-
-
-def test_the_users_device_mesh_gives_groups():
-    def program(rank):
-        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-        step, _ = tuned_step({16: 1.0 + 5 * (rank == 1), 32: 2.0}, group=mesh.get_group("model"))
-        step()
-        return list(blocks_of(step).values())
-
-    assert assert_all_ok(run_ranks(program, 4)) == [[32], [32], [16], [16]]
 
 
 def test_env_init_and_a_host_that_leaves_first(monkeypatch):

@@ -95,24 +95,6 @@ def test_an_autotuner_that_only_one_rank_launches_does_not_confuse_another_of_it
     assert assert_all_ok(run_ranks(program, 2)) == [(3, [4, 8, 4], [32, 64, 64]), (3, [], [32, 64, 64])]
 
 
-def test_a_key_met_late_on_one_rank_is_tuned_in_the_same_session():
-    def program(rank):
-        bench, runs = Bench(), []
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-        def thunk():
-            runs.append(None)
-            launch(kernel, numbers(64))
-            if rank == 1 and len(runs) > 1:
-                launch(kernel, numbers(8))
-
-        step = tune(bench, thunk)
-        step()
-        return step.report.runs, blocks_of(step)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(4, {"add64": 32}), (4, {"add64": 32, "add8": 32})]
-
-
 def test_a_key_met_in_a_settled_call_joins_the_plan_that_peers_have_made_for_it_meanwhile():
     def program(rank):
         bench, calls, runs = Bench(), [], []

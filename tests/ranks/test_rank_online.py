@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, out_of_resources, records
-from rank_programs import SHORT_S, blocks_of, ending, run_until_settled, statuses_of, tune
+from rank_programs import SHORT_S, blocks_of, ending, run_until_settled, tune, tuned_step
 
 from dist_autotune import PeerFailed, StepTuner, tunable
 from dist_autotune.logs.records import Note
@@ -172,14 +172,12 @@ def test_retune_on_one_rank_is_taken_up_by_all_in_one_call(mode):
 
 def test_retune_beside_a_rank_that_is_late_delays_learning_and_raises_nothing():
     def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda: launch(kernel, x), timeout_s=SHORT_S)
+        step, bench = tuned_step({16: 3.0, 32: 1.0}, timeout_s=SHORT_S)
         run_until_settled(step)
         if rank == 1:
             step.retune()
         else:
-            time.sleep(2 * SHORT_S + 1)
+            time.sleep(2 * SHORT_S)
         step()
         return call_until_taken_up(step), sorted(set(bench.blocks()))
 
@@ -236,9 +234,7 @@ def test_a_key_that_is_launched_seldom_takes_its_result_from_disk_and_waits_for_
 
 def test_without_the_vote_ranks_need_not_call_equally_often():
     def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda: launch(kernel, x), watch=False)
+        step, bench = tuned_step({16: 3.0, 32: 1.0}, watch=False)
         step()
         for _ in range(5 * rank):
             step()
@@ -351,27 +347,6 @@ def statuses_of_all(step):
         )
         for context in step.report.contexts
     }
-
-
-def test_a_kernel_that_all_ranks_stop_launching_does_not_hold_the_others_up():
-    def program(rank):
-        bench, x, calls = Bench(), numbers(), []
-        kept = bench.kernel({16: 3.0, 32: 1.0})
-        dropped = bench.kernel({16: 3.0, 32: 1.0}, double)
-
-        def thunk():
-            calls.append(None)
-            launch(kept, x)
-            if len(calls) < 2 + rank:
-                launch(dropped, x)
-
-        step = tune(bench, thunk)
-        step()
-        return step.report.runs, statuses_of(step)
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
-    assert zero[1]["add64"] == "tuned"
 
 
 def test_steps_of_all_ranks_are_one_run_and_one_that_raises_is_made_again():

@@ -1,10 +1,8 @@
 """What an exchange costs: bytes of a rank grow with contexts, never with ranks."""
 
 import functools
-import os
 import random
 import re
-import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -92,32 +90,6 @@ def test_messages_of_real_ranks_do_not_grow_with_their_number():
         for (sent, received), (sent_of_two, received_of_two) in zip(exchanged, of_two[0], strict=True):
             assert sent <= sent_of_two + 64
             assert received <= received_of_two + 64
-
-
-@pytest.mark.parametrize("world_size", [2, 8])
-def test_time_of_the_vote_after_a_settled_call(world_size, capsys):
-    def program(rank):
-        def us_a_call(**options):
-            bench, x = Bench(), numbers()
-            kernel = bench.kernel({16: 1.0, 32: 2.0})
-            step = tune(bench, lambda: launch(kernel, x), log_dir=None, **options)
-            for _ in range(20):
-                step()
-            times_us = []
-            for _ in range(100):
-                began = time.perf_counter()
-                step()
-                times_us.append((time.perf_counter() - began) * 1e6)
-            return statistics.median(times_us), min(times_us)
-
-        return us_a_call(), us_a_call(watch=False)
-
-    ends = assert_all_ok(run_ranks(program, world_size))
-    (voting_us, _), (quiet_us, _) = max(ends)
-    where = f"{world_size} ranks, {os.cpu_count()} cores"
-    said(capsys, f"a settled call on {where}: {quiet_us:.0f} us, the vote adds {voting_us - quiet_us:.0f}")
-    # The best call: what else runs on the machine only adds.
-    assert max(best_us for (_, best_us), _ in ends) < 50e3
 
 
 def formula(what):

@@ -34,16 +34,6 @@ def kind(call):
     return ending(call).partition("(")[0].partition(":")[0].partition("[")[0]
 
 
-def test_ranks_that_have_all_results_go_on_with_them(shipped):
-    def program(rank):
-        bench, step = step_of(rank)
-        for sizes, also in (([64], []), ([1024], []), ([64], [64])):
-            step(sizes, also)
-        return bench.blocks(), step.settled
-
-    assert assert_all_ok(run_ranks(program, 2)) == [([32] * 4, True)] * 2
-
-
 @pytest.mark.parametrize("holder", [0, 1])
 @pytest.mark.parametrize("launched", [True, False], ids=["by this function", "by another"])
 def test_results_of_one_rank_hold_for_all_in_every_call(shipped, holder, launched):
@@ -130,14 +120,3 @@ def test_a_peer_in_a_collective_is_released_when_asked_for(shipped, settled, qui
     assert f"is still in {'a call of' if settled else 'run 0 of'}" in one.stderr
     assert "rank 0 has failed (NotTuned: add[n=100" in one.stderr
     assert one.elapsed_s < 30  # rank 0 would wait for its end until the time-out of run_ranks
-
-
-def test_a_mode_that_differs_between_ranks_is_named_on_all(shipped, monkeypatch):
-    def program(rank):
-        if rank:
-            monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-        _, step = step_of(rank)
-        return ending(lambda: step([64]))
-
-    differ = "RankMismatch: ranks differ in DIST_AUTOTUNE_MODE: rank 0: strict; rank 1: cached"
-    assert all(error.startswith(differ) for error in assert_all_ok(run_ranks(program, 2)))

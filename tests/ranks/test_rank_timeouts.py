@@ -13,7 +13,6 @@ from rank_programs import (
     IN_TIME_S,
     SHORT_S,
     SOON_S,
-    TIMEOUT_S,
     Boom,
     assert_next_call_works,
     ending,
@@ -63,42 +62,6 @@ def test_a_killed_rank_is_named_by_the_others_in_time(init, killed, monkeypatch)
         assert waited_s < IN_TIME_S
         assert "run 1 of" in text
         assert f"rank-{killed}.jsonl" in text
-
-
-def test_a_stopped_rank_is_named_by_the_others_and_everybody_goes_on_when_it_wakes(monkeypatch):
-    # SIGSTOP on the rank that runs the hub: nothing there answers, and nothing is closed.
-    monkeypatch.setattr(exchange, "SILENCE_S", 1.0)
-    monkeypatch.setattr(exchange, "ARRIVAL_S", SOON_S)  # a busy survivor is not to be named too
-
-    def program(rank, directory):
-        def stop():
-            (directory / "pid").write_text(str(os.getpid()))
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-        def lose_patience():
-            set_patience(step, SHORT_S)
-            meet(1, 2)
-
-        step, _, _ = failing_step(rank, fails={0: stop, 1: lose_patience, 2: lose_patience}, at_run=2)
-        began = time.monotonic()
-        text = ending(step)
-        waited_s = time.monotonic() - began
-        set_patience(step, TIMEOUT_S)
-        (directory / f"ended {rank}").touch()
-        if rank == 1:
-            wait_for(lambda: (directory / "ended 2").exists())
-            os.kill(int((directory / "pid").read_text()), signal.SIGCONT)
-        wait_for(lambda: (directory / "ended 0").exists())
-        calls = [ending(step).partition("(")[0] for _ in range(3)]
-        return text, waited_s, calls[-1]
-
-    results = run_ranks(program, 3, Path.cwd())
-    for rank, (text, waited_s, last) in enumerate(assert_all_ok(results)):
-        if rank:
-            assert text.startswith("AgreementTimeout: ")
-            assert "for rank 0 to agree" in text
-            assert waited_s < TIMEOUT_S
-        assert last == "returned tensor"
 
 
 @pytest.mark.parametrize("handled", [False, True], ids=["default", "handler that exits"])
@@ -174,37 +137,6 @@ def test_ranks_that_never_call_are_named(init, absent):
         assert (f"rank {absent[0]} " if len(absent) == 1 else f"ranks {list(absent)} ") in text
     # Whoever came later than the first waited for less.
     assert SHORT_S - 0.1 < max(waited_s) < IN_TIME_S
-
-
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_is_late_ends_too_and_the_next_call_works(late):
-    others = [rank for rank in range(3) if rank != late]
-
-    def program(rank, given_up):
-        def lose_patience():
-            set_patience(step, SHORT_S)
-            meet(*others)
-
-        fails = dict.fromkeys(others, lose_patience)
-        fails[late] = lambda: wait_for(given_up.exists)
-        step, _, x = failing_step(rank, fails=fails, at_run=2)
-        with pytest.raises(AgreementTimeout, match=f"for rank {late} to agree"):
-            step()
-        given_up.touch()
-        set_patience(step, TIMEOUT_S)
-        return assert_next_call_works(step, x)
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3, Path.cwd() / "given up"))
-    assert zero == one == two
-
-
-def test_a_rank_that_is_late_by_less_costs_nothing():
-    def program(rank):
-        step, _, x = failing_step(rank, fails={1: lambda: time.sleep(0.5)}, at_run=2)
-        return assert_next_call_works(step, x)
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
 
 
 def test_a_rank_absent_from_a_settled_call_is_missed_by_nobody():

@@ -23,31 +23,15 @@ def sum_of_ranks(rank):
     return total.item()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("init", ["file", "tcp"])
-def test_ranks_share_a_process_group_and_return_values(init, world_size):
-    results = run_ranks(sum_of_ranks, world_size, init=init)
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(1, {}), (2, {"init": "tcp"}), (4, {}), (2, {"fresh": True})],
+    ids=["alone", "tcp", "file", "new interpreters"],
+)
+def test_ranks_share_a_process_group_and_return_values(world_size, options):
+    results = run_ranks(sum_of_ranks, world_size, **options)
     assert assert_all_ok(results) == [sum(range(world_size))] * world_size
     assert [result.rank for result in results] == list(range(world_size))
-
-
-def test_a_fresh_rank_is_a_new_interpreter_with_the_same_module_path_and_a_forked_one_starts_much_faster():
-    def seconds(fresh):
-        started = time.monotonic()
-        assert assert_all_ok(run_ranks(sum_of_ranks, 2, fresh=fresh)) == [1, 1]
-        return time.monotonic() - started
-
-    forked_s = min(seconds(False) for _ in range(5))  # the best: the first imports what gloo needs
-    assert forked_s < seconds(True) / 4  # which imports torch; 0.1 s against 2.5 s on a quiet machine
-
-
-def test_without_init_there_is_no_process_group():
-    assert assert_all_ok(run_ranks(lambda rank: dist.is_initialized(), 2, init="none")) == [False, False]
-
-
-def test_arguments_reach_every_rank_and_tensors_come_back():
-    results = run_ranks(lambda rank, x, scale: scale * x[rank], 2, torch.tensor([1.0, 2.0]), 3, init="none")
-    assert assert_all_ok(results) == [torch.tensor(3.0), torch.tensor(6.0)]
 
 
 def test_an_exception_on_one_rank_is_reported_and_the_other_returns():
@@ -116,37 +100,11 @@ def test_a_rank_that_never_ends_is_killed_at_the_deadline_and_says_where_it_stoo
             pass
         return "done"
 
-    zero, one = run_ranks(spin_on_one, 2, timeout_s=2.0, init="none")
+    zero, one = run_ranks(spin_on_one, 2, timeout_s=1.0, init="none")
     assert (zero.value, zero.timed_out) == ("done", False)
     assert (one.timed_out, one.signal, one.value) == (True, signal.SIGKILL, None), describe(one)
-    assert one.elapsed_s >= 2.0
+    assert one.elapsed_s >= 1.0
     assert "in spin_on_one" in one.stderr
-
-
-def test_a_rank_that_cannot_say_where_it_stands_is_described_from_outside():
-    def sleep_without_a_word(rank):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        while True:
-            time.sleep(60)
-
-    (result,) = run_ranks(sleep_without_a_word, 1, timeout_s=0.5, init="none")
-    assert result.timed_out
-    assert "it does not say where it stands; state S (sleeping), in " in result.stderr
-
-
-def test_a_stopped_rank_is_killed_at_the_deadline():
-    (result,) = run_ranks(lambda rank: os.kill(os.getpid(), signal.SIGSTOP), 1, timeout_s=1.0, init="none")
-    assert result.timed_out
-
-
-def test_a_rank_blocked_in_a_collective_is_killed_at_the_deadline():
-    def wait_for_nobody(rank):
-        if rank == 0:
-            dist.barrier()
-        while True:
-            time.sleep(1)
-
-    assert [result.timed_out for result in run_ranks(wait_for_nobody, 2, timeout_s=1.0)] == [True, True]
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["rank returns", "rank is killed"])
@@ -158,7 +116,7 @@ def test_what_a_rank_started_ends_with_it(blocks):
             sleeper.wait()
 
     note = Path.cwd() / "pid"
-    run_ranks(start_a_sleeper, 1, note, timeout_s=3.0, init="none")
+    run_ranks(start_a_sleeper, 1, note, timeout_s=1.0, init="none")
     deadline = time.monotonic() + 30  # init reaps it
     while _is_alive(int(note.read_text())):
         assert time.monotonic() < deadline
@@ -202,11 +160,6 @@ def test_a_value_that_cannot_be_pickled_is_an_error_not_a_hang(end):
     assert result.error_type == {"rank": "TypeError", "parent": "UnpicklingError"}[end]
 
 
-def test_a_large_value_comes_back():
-    (result,) = run_ranks(lambda rank: bytes(32 << 20), 1, init="none")
-    assert len(result.value) == 32 << 20
-
-
 def test_an_open_process_group_in_the_parent_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="a process group is open here"):
@@ -222,11 +175,6 @@ def test_an_interrupted_call_leaves_no_rank_behind(monkeypatch):
         run_ranks(lambda rank: signal.pause(), 2, init="none")
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
-
-
-def test_no_pytest_teardown_runs_in_a_rank(tmp_path):
-    assert_all_ok(run_ranks(lambda rank: None, 2, init="none"))
-    assert tmp_path.is_dir()
 
 
 def test_nobody_leaves_a_meeting_before_the_last_has_come():

@@ -170,7 +170,7 @@ from pathlib import Path
 import pytest
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(2))
 def test_passes(number):
     assert os.environ["CUDA_VISIBLE_DEVICES"] in ("0", "1")
 
@@ -180,7 +180,7 @@ def test_fails():
     assert 1 + 1 == 3, "the sum"
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(2))
 def test_hangs_once(number):
     if number == 1:
         Path("hangs.pid").write_text(str(os.getpid()))
@@ -223,7 +223,7 @@ def test_a_test_that_hangs_or_dies_costs_no_other_its_result(tmp_path):
     outcomes = {each["test"].partition("::")[2]: each["outcome"] for each in record["tests"]}
     failed = {"test_fails", "test_hangs_once[1]", "test_is_killed"}
     assert {name for name, outcome in outcomes.items() if outcome != "passed"} == failed
-    assert len(outcomes) == 12
+    assert len(outcomes) == 9
     assert code == 1
     reasons = {each["test"].partition("::")[2]: each["reason"] for each in record["tests"]}
     assert reasons["test_fails"].startswith("AssertionError: the sum")
@@ -234,7 +234,7 @@ def test_a_test_that_hangs_or_dies_costs_no_other_its_result(tmp_path):
     assert "printed before" in texts
     assert "failed beside others, passed alone: 1" in printed
     assert "test_fails_beside_others: AssertionError: disturbed" in printed
-    assert "3 failed, 9 passed; 0 not run; 2 devices" in printed
+    assert "3 failed, 6 passed; 0 not run; 2 devices" in printed
 
 
 def test_what_has_not_run_at_the_end_is_named_and_the_session_fails(tmp_path):

@@ -147,34 +147,6 @@ def test_a_function_that_does_not_repeat_itself_is_refused_with_the_output_that_
     assert "the result['seen'][1] on rank 0" in checked.report.warning
 
 
-def test_a_call_after_one_that_raised_compares_its_own_inputs(bench):
-    kernel, runs = bench.kernel({BASE: 2.0, FAST: 1.0}), itertools.count()
-
-    def thunk(x):
-        if next(runs) == 3:
-            raise ValueError("stop")
-        return launch(kernel, x)
-
-    tuned = bench.tune(thunk, bits="same")
-    with pytest.raises(ValueError, match="stop"):
-        tuned(numbers())
-    assert torch.equal(tuned(numbers() + 5), numbers() + 6)
-    assert (winner(only(tuned.report)), only(tuned.report).banned) == (FAST, {})
-
-
-def test_random_numbers_and_preserved_state_repeat_themselves(bench):
-    kernel, state = bench.kernel({BASE: 2.0, FAST: 1.0}), torch.zeros(4)
-
-    def thunk():
-        state.add_(1)
-        return launch(kernel, numbers()) + torch.rand(64) + state.sum()
-
-    tuned = bench.tune(thunk, bits="same", preserve=[state])
-    tuned()
-    assert winner(only(tuned.report)) == FAST
-    assert torch.equal(state, torch.ones(4))
-
-
 def test_a_function_without_outputs_is_refused(bench):
     kernel = bench.kernel({BASE: 2.0, FAST: 1.0})
     tuned = bench.tune(lambda: launch(kernel, numbers()).sum().item() and None, bits="same")
@@ -268,18 +240,6 @@ def test_options_of_the_host_are_compared_and_their_kernels_tuned_beside_them(be
 def only_reason_of(context, text):
     (reason,) = [reason for candidate, reason in context.banned.items() if text in candidate]
     return reason
-
-
-@pytest.mark.parametrize("search", ["exhaustive", "racing"])
-@pytest.mark.parametrize("ends", [False, True])
-def test_the_whole_run_judges_only_what_keeps_the_bits(bench, search, ends):
-    functions = [Function(bench), Function(bench, kernel=add_too)]
-    most = 30 if ends else None
-    options = {"objective": "thunk", "search": search, "n_repeat": None, "n_warmup": None, "max_runs": most}
-    tuned = bench.tune(lambda: [function() for function in functions], bits="same", **options)
-    result = tuned()
-    assert all(torch.equal(y, numbers() + 1) for y in result)
-    assert all(winner(context) != FAST for context in tuned.report.contexts)
 
 
 # ---- options

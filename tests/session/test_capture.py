@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import Bench, grid_of, launch, numbers, only
+from kernels_for_tests import Bench, launch, numbers, only
 
 from dist_autotune import tunable
 
@@ -49,8 +49,7 @@ def forbid_the_clock(bench: Bench) -> Callable[[], None]:
 
 @pytest.mark.parametrize("mode", ["replay", "online"])
 def test_a_call_under_capture_is_one_run_of_incumbents(bench, capture, mode):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode=mode)
+    tuned = bench.tuned({16: 3.0, 32: 1.0}, mode=mode)
     forbid_the_clock(bench)
     with capture:
         assert torch.equal(tuned(), numbers() + 1)
@@ -58,27 +57,6 @@ def test_a_call_under_capture_is_one_run_of_incumbents(bench, capture, mode):
     assert bench.blocks() == [16, 16]
     assert not tuned.settled
     assert tuned.report is None
-
-
-def test_after_a_captured_call_tuning_begins(bench, capture):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    with capture:
-        tuned()
-    tuned()
-    assert bench.blocks() == [16, 16, 32, 32]
-
-
-def test_a_captured_call_takes_the_winner_once_there_is_one(bench, capture):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    allow = forbid_the_clock(bench)
-    with capture:
-        tuned()
-    allow()
-    tuned()
-    assert bench.blocks()[-2:] == [32, 32]
 
 
 def test_a_captured_call_takes_the_winner_that_is_on_disk_or_in_memory(bench, capture):
@@ -93,8 +71,7 @@ def test_a_captured_call_takes_the_winner_that_is_on_disk_or_in_memory(bench, ca
 
 
 def test_online_a_call_under_capture_between_trials_advances_nothing(bench, capture):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online")
     tuned()
     with capture:
         tuned()
@@ -158,11 +135,3 @@ def test_the_host_choices_of_a_captured_call_are_the_settled_ones(bench, capture
     assert tuned() == 2
     with capture:
         assert tuned() == 2
-
-
-def test_a_kernel_with_one_config_is_launched_as_ever(bench, capture):
-    kernel = bench.kernel({16: 1.0})
-    y = torch.zeros(64)
-    with capture:
-        bench.tune(lambda: kernel[grid_of(64)](numbers(), y, 64))()
-    assert torch.equal(y, numbers() + 1)

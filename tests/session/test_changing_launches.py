@@ -11,7 +11,6 @@ from kernels_for_tests import (
     F32,
     Mine,
     block_of,
-    double,
     entries,
     launch,
     no_bench,
@@ -137,16 +136,6 @@ def test_a_call_that_raises_after_a_new_key_tunes_nothing_and_the_next_one_does(
     assert bench.blocks() == [32, 32, 32, 16, 32]
 
 
-def test_mode_cached_launches_a_new_key_once(bench, monkeypatch):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    for _ in range(2):
-        tuned(64)
-        tuned(128)
-    assert bench.blocks() == [16] * 4
-
-
 def test_a_new_key_under_capture_is_launched_once_and_tuned_by_the_next_call(bench, monkeypatch):
     kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
     tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
@@ -158,38 +147,3 @@ def test_a_new_key_under_capture_is_launched_once_and_tuned_by_the_next_call(ben
     assert bench.blocks() == [32]
     tuned(128)
     assert bench.blocks() == [32, 32, 32, 16, 32]
-
-
-def test_a_context_admitted_too_late_is_partial_and_tuned_by_a_later_call(bench):
-    one, late = bench.kernel({16: 1.0, 32: 2.0}), bench.kernel({16: 2.0, 32: 1.0}, double)
-    runs = itertools.count()
-
-    def thunk():
-        launch(one, numbers())
-        if next(runs) >= 16:
-            launch(late, numbers())
-
-    tuned = bench.tune(thunk, n_repeat=20)
-    tuned()
-    statuses = {context.kernel: context.status for context in tuned.report.contexts}
-    assert statuses == {"add": "tuned", "double": "partial"}
-    for _ in range(2):
-        tuned()
-    assert {context.kernel: winner(context) for context in tuned.report.contexts} == {"add": 16, "double": 32}
-    assert {context.status for context in tuned.report.contexts} <= {"tuned", "cached"}
-
-
-def test_a_function_without_launches_ends_at_once_and_says_so(bench):
-    calls = itertools.count()
-    tuned = bench.tune(lambda: next(calls))
-    assert tuned() == 0
-    assert (tuned.report.runs, tuned.report.contexts) == (1, ())
-    assert records(SessionClosed)[0].warning == "no launches of autotuned kernels seen"
-
-
-def test_kernels_first_launched_by_the_second_call_are_tuned_then(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda works: launch(kernel, numbers()) if works else None)
-    tuned(False)
-    tuned(True)
-    assert bench.blocks() == [16, 16, 32, 32]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels_for_tests import is_outside, launch, numbers, only, records
+from kernels_for_tests import launch, numbers, only, records
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_autotune.logs.records import SessionClosed
 
 MODES = pytest.mark.parametrize("mode", ["replay", "online"])
+pytestmark = pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 
 
 @pytest.fixture
@@ -36,22 +37,6 @@ def test_a_function_traced_with_fake_tensors_ends_at_once_and_says_so(bench, add
     assert (tuned.report.runs, tuned.report.contexts) == (1, ())
     assert {record.warning for record in records(SessionClosed)} == {"no launches of autotuned kernels seen"}
     assert torch.equal(tuned(numbers()), numbers() + 1)  # and is tuned when it is called in earnest
-
-
-def test_a_launch_on_fake_tensors_fails_as_it_does_without_the_tuner(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, interpreted=True)
-    tuned = bench.tune(lambda x: launch(kernel, x))
-    with FakeTensorMode():
-        x = torch.empty(64)
-        with (
-            pytest.warns(UserWarning, match="data pointer of FakeTensor"),
-            pytest.raises(RuntimeError) as ours,
-        ):
-            tuned(x)
-        with pytest.raises(type(ours.value)):
-            kernel.fn.run(x, x, 64, grid=(4,), warmup=False, BLOCK=16)
-    assert is_outside()
-    assert torch.equal(tuned(numbers()), numbers() + 1)
 
 
 @MODES

@@ -78,27 +78,12 @@ def test_a_single_rank_in_a_run_that_takes_too_long_is_told_what_it_is_at(capfd)
     assert said.count("has been in run 1") == 1
 
 
-def test_a_single_rank_in_a_run_that_takes_too_long_is_ended_when_that_is_asked_for(quick_heartbeats):
-    def program(rank):
-        bench = Bench()
-        kernel = bench.kernel(stuck_at(32, lambda: False))
-        bench.tune(lambda: launch(kernel, numbers()), timeout_s=1.0, on_stuck="abort")()
-
-    (result,) = run_ranks(program, 1, init="none")
-    assert result.exitcode == 1
-    assert "if it is still there in 1 s, its process is ended" in result.stderr
-    assert "with BLOCK: 32" in result.stderr
-    assert "Rank 0 ends: it is still in run 1 of" in result.stderr
-    assert "in wait_for" in result.stderr  # where it stood
-    assert result.elapsed_s < 15
-
-
 def test_ranks_that_are_all_stuck_are_all_told(quick_heartbeats):
     def program(rank):
         bench = Bench()
         both = lambda: all(f"Rank {r} has been in run 1" in log_of(r) for r in (0, 1))  # noqa: E731
         kernel = bench.kernel(stuck_at(32, both))
-        step = tune(bench, lambda: launch(kernel, numbers()), timeout_s=1.0)
+        step = tune(bench, lambda: launch(kernel, numbers()), timeout_s=0.5)
         return ending(step), only(step.report).status
 
     results = run_ranks(program, 2)
@@ -125,10 +110,10 @@ def test_a_settled_call_may_take_as_long_as_it_likes(quick_heartbeats):
     def program(rank):
         bench, is_slow = Bench(), []
         kernel = bench.kernel({16: 1.0, 32: 2.0})
-        step = tune(bench, lambda: (launch(kernel, numbers()), is_slow and time.sleep(2.2)), on_stuck="abort")
+        step = tune(bench, lambda: (launch(kernel, numbers()), is_slow and time.sleep(0.6)), on_stuck="abort")
         step()
         assert step.settled
-        step._calls.state.function.timeout_s = 1.0  # the session's runs had longer
+        step._calls.state.function.timeout_s = 0.2  # the session's runs had longer
         is_slow.append(True)
         step()
 
@@ -145,16 +130,16 @@ def watched(timeout_s: float, told: list[str]) -> Any:
 
 def test_time_in_which_a_rank_compiles_does_not_count():
     told: list[str] = []
-    watchdog, watching = watched(1.0, told)
+    watchdog, watching = watched(0.4, told)
     with watching:
         with watchdog.beating(0):
-            time.sleep(1.5)
+            time.sleep(0.6)
         assert told == []
         wait_for(lambda: told)
     (text,) = told
     found = re.match(r"Rank 0 has been in run 7 of step for ([\d.]+) s. At matmul. If it never ends", text)
     assert found
-    assert float(found[1]) > 2.4  # both
+    assert float(found[1]) > 0.9  # both
 
 
 def test_compiling_for_ever_does_not_count_as_compiling_for_ever():
@@ -193,7 +178,7 @@ def on_device(
         return y
 
     decorate = tune if is_dist else lambda bench, thunk, **chosen: bench.tune(thunk, **chosen)
-    clock = EventClock(timeout_s=2.0)
+    clock = EventClock(timeout_s=0.5)
     return decorate(bench, step, **{"clock": clock, "cache": False, "name": "step", **options})
 
 
@@ -212,7 +197,7 @@ def test_a_launch_that_never_ends_ends_the_call_and_names_the_one_that_runs(monk
     text = str(caught.value)
     assert_named(text)
     assert "double" not in text  # it waits behind the first
-    assert "cuda:0 did not end a launch within 2 s" in text
+    assert "cuda:0 did not end a launch within 0.5 s" in text
     assert "end the process" in text
     assert isinstance(caught.value, TimeoutError)
     assert (is_outside(), is_tuning(), tuned.settled) == (True, False, False)
@@ -313,8 +298,7 @@ def test_what_else_fails_between_two_runs_is_named_if_it_is_the_devices(error, k
             return 1.0
 
     bench = Bench()
-    kernel = bench.kernel({16: 1.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), clock=Broken(), name="step")
+    tuned = bench.tuned({16: 1.0, 32: 1.0}, clock=Broken(), name="step")
     with pytest.raises(kind) as caught:
         tuned()
     if kind is LaunchFailed:

@@ -16,7 +16,6 @@ import torch
 from kernels_for_tests import (
     FAILURES,
     block_of,
-    double,
     inject,
     is_outside,
     launch,
@@ -29,7 +28,6 @@ from kernels_for_tests import (
 
 from dist_autotune import NoValidConfig, TuningError, is_tuning
 from dist_autotune.logs.records import Banned, ContextAdmitted, Note, RunStarted, SessionClosed
-from dist_autotune.search.strategies import STRATEGIES
 from ranks import run_ranks
 
 every_failure = pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
@@ -45,17 +43,28 @@ BLOCKS = (16, 32, 64)
 )
 def test_a_config_that_fails_is_replaced_in_the_same_call(bench, where, failure, bad, launched):
     kernel = inject(bench, where, {bad: failure})
-    outputs = []
+    outputs, best = [], []
 
     def thunk():
         outputs.append(launch(kernel, numbers()))
+        best.append(block_of(kernel.best_config))
         return outputs[-1]
 
     tuned = bench.tune(thunk)
     tuned()
     assert all(torch.equal(y, numbers() + 1) for y in outputs)
-    assert bench.blocks() == launched
+    assert bench.blocks() == best == launched
     assert len(outputs) == len(launched) == tuned.report.runs
+    times = {block_of(config): ms for config, ms in kernel.configs_timings.items()}
+    assert times[bad] == [float("inf")] * 3  # as in stock Triton
+    (banned,) = records(Banned)
+    assert (banned.run, banned.by_rank, banned.kernel, banned.config) == (
+        BLOCKS.index(bad),
+        0,
+        "add",
+        str(kernel.configs[BLOCKS.index(bad)]),
+    )
+    assert type(failure()).__name__ in banned.reason
     context = only(tuned.report)
     assert block_of(context.config) == launched[-1]
     ((text, reason),) = context.banned.items()
@@ -64,18 +73,6 @@ def test_a_config_that_fails_is_replaced_in_the_same_call(bench, where, failure,
     assert type(failure()).__name__ in reason
     assert text not in context.timings
     assert block_of(kernel.best_config) == launched[-1]
-
-
-@pytest.mark.parametrize("search", sorted(STRATEGIES))
-@pytest.mark.parametrize("bad", [(16, 32), (16, 64), (32, 64)], ids=str)
-def test_the_one_config_that_works_wins(bench, search, bad):
-    kernel = inject(bench, "launch", dict.fromkeys(bad, out_of_resources))
-    tuned = bench.tune(lambda: launch(kernel, numbers()), search=search)
-    assert torch.equal(tuned(), numbers() + 1)
-    (good,) = set(BLOCKS) - set(bad)
-    assert set(bench.blocks()) == {good} | ({16} if 16 not in bad else set())
-    assert block_of(only(tuned.report).config) == good
-    assert len(only(tuned.report).banned) == 2
 
 
 @pytest.mark.parametrize("where", ["launch", "pre_hook"])
@@ -94,29 +91,6 @@ def test_when_all_fail_one_error_names_kernel_key_and_every_reason(bench, where)
     assert is_outside()
     assert not is_tuning()
     assert [(record.outcome, record.warning) for record in records(SessionClosed)] == [("NoValidConfig", "")]
-
-
-def test_after_all_have_failed_the_next_call_starts_anew(bench):
-    kernel = inject(bench, "launch", dict.fromkeys(BLOCKS, out_of_resources))
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    for _ in range(2):
-        with pytest.raises(NoValidConfig):
-            tuned()
-    kernel.fn.failures.clear()
-    assert torch.equal(tuned(), numbers() + 1)
-    assert bench.blocks() == [16, 32, 64, 32]
-
-
-def test_a_kernel_without_a_working_config_does_not_spoil_the_settled_ones(bench):
-    good, bad = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 1.0}, double)
-    tuned = bench.tune(lambda with_bad: launch(bad if with_bad else good, numbers()))
-    tuned(False)
-    bad.fn.failures.update(dict.fromkeys((16, 32), out_of_resources))
-    with pytest.raises(NoValidConfig):
-        tuned(True)
-    bench.forget()
-    tuned(False)
-    assert bench.blocks() == [32]
 
 
 def test_a_config_that_fails_once_in_a_while_is_banned_by_its_first_failure(bench):
@@ -190,38 +164,6 @@ def test_the_hook_of_the_config_that_stands_in_runs_once_per_launch(bench):
     assert hooked == [16, 32, 16, 64, 64]
 
 
-def test_best_config_is_the_one_that_stood_in(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    kernel.fn.failures[32] = out_of_resources
-    seen = []
-
-    def thunk():
-        launch(kernel, numbers())
-        seen.append(block_of(kernel.best_config))
-
-    bench.tune(thunk)()
-    assert seen == bench.blocks()
-
-
-def test_failing_is_written_down_with_its_reason(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    kernel.fn.failures[32] = out_of_resources
-    bench.tune(lambda: launch(kernel, numbers()))()
-    (banned,) = records(Banned)
-    assert (banned.run, banned.config_id, banned.by_rank, banned.kernel) == (1, 1, 0, "add")
-    assert "out of resource: shared memory" in banned.reason
-
-
-def test_online_a_failing_config_is_replaced_too(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    kernel.fn.failures[32] = out_of_resources
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
-    for _ in range(6):
-        assert torch.equal(tuned(), numbers() + 1)
-    assert bench.blocks() == [16, 16, 64, 64, 64, 64]
-    assert tuned.settled
-
-
 def test_a_config_that_kills_the_process_is_the_last_thing_in_its_log(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
     kernel.fn.failures[32] = lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -233,14 +175,6 @@ def test_a_config_that_kills_the_process_is_the_last_thing_in_its_log(bench):
     (admitted,) = records(ContextAdmitted)
     assert last.plan == {admitted.context: 1}
     assert "BLOCK: 32" in admitted.candidates[1]
-
-
-def test_stock_timings_hold_inf_for_what_failed(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    kernel.fn.failures[32] = out_of_resources
-    bench.tune(lambda: launch(kernel, numbers()))()
-    by_block = {block_of(config): times for config, times in kernel.configs_timings.items()}
-    assert by_block == {16: [3.0] * 3, 32: [float("inf")] * 3}
 
 
 def test_a_winner_on_disk_that_fails_now_is_replaced_and_the_rest_is_tuned_anew(bench):

@@ -49,39 +49,30 @@ def winner(made: Context, ms: dict[str, float], gap_ms: dict[str, float]) -> str
     return made.digests[made.incumbent]
 
 
-def gaps(**ms: float) -> dict[str, float]:
-    return ms
-
-
 # ---- what the ranks make of it
 
 
+@pytest.mark.parametrize(
+    ("ms", "gap_ms", "expected", "is_bound"),
+    [
+        ((0.060, 0.055, 0.058), (0.03, 0.03, 0.03), "a", True),
+        ((0.060, 0.055, 0.058), (0.0, 0.0, 0.0), "b", False),
+        ((0.140, 0.100), (0.03, 0.03), "b", True),
+        ((0.060, 0.055), (0.006, 0.05), "a", True),
+        ((0.060, 0.055), (0.004, 0.05), "b", True),
+        ((1.0, 0.99), (0.99 * HOST_SHARE, 0.99 * HOST_SHARE), "b", False),
+    ],
+    ids=["near", "no host", "far", "slower one's part", "slower one's is smaller", "too small to count"],
+)
 @pytest.mark.parametrize("search", sorted(STRATEGIES))
-def test_candidates_nearer_than_the_hosts_part_leave_the_incumbent_in_place(search):
-    made = context("abc", search)
-    assert winner(made, {"a": 0.060, "b": 0.055, "c": 0.058}, dict.fromkeys("abc", 0.03)) == "a"
-    assert made.is_launch_bound
-    assert made.status == "tuned"
-
-
-@pytest.mark.parametrize("search", sorted(STRATEGIES))
-def test_the_same_times_decide_where_the_host_has_no_part_in_them(search):
-    made = context("abc", search)
-    assert winner(made, {"a": 0.060, "b": 0.055, "c": 0.058}, dict.fromkeys("abc", 0.0)) == "b"
-    assert not made.is_launch_bound
-
-
-@pytest.mark.parametrize("search", sorted(STRATEGIES))
-def test_a_candidate_that_is_faster_whatever_the_hosts_part_was_still_wins(search):
-    made = context("ab", search)
-    assert winner(made, {"a": 0.140, "b": 0.100}, gaps(a=0.03, b=0.03)) == "b"
-    assert made.is_launch_bound
-
-
-@pytest.mark.parametrize(("gap_of_a", "expected"), [(0.006, "a"), (0.004, "b")])
-def test_it_is_the_slower_ones_part_that_may_account_for_the_difference(gap_of_a, expected):
-    made = context("ab")
-    assert winner(made, {"a": 0.060, "b": 0.055}, gaps(a=gap_of_a, b=0.05)) == expected
+def test_what_the_hosts_part_may_account_for_leaves_the_incumbent_in_place(
+    search, ms, gap_ms, expected, is_bound
+):
+    made = context("abc"[: len(ms)], search)
+    assert (
+        winner(made, dict(zip("abc", ms, strict=False)), dict(zip("abc", gap_ms, strict=False))) == expected
+    )
+    assert (made.is_launch_bound, made.status) == (is_bound, "tuned")
 
 
 @pytest.mark.parametrize("search", sorted(STRATEGIES))
@@ -91,13 +82,6 @@ def test_what_the_device_takes_at_least_is_known_from_the_first_run_on(search):
     made.advance(told := part("a", 0.06, 0.05), told)
     assert made.device_ms == (pytest.approx(0.01), 0.06)
     assert made.known_ms() == [(0, 0.06)]
-
-
-def test_a_part_too_small_to_count_changes_nothing():
-    just_under = 0.99 * HOST_SHARE * 1.0
-    made = context("ab")
-    assert winner(made, {"a": 1.0, "b": 0.99}, gaps(a=just_under, b=just_under)) == "b"
-    assert not made.is_launch_bound
 
 
 def test_the_rank_with_the_largest_part_counts_in_whatever_order_ranks_are_merged():
@@ -139,8 +123,7 @@ class GappedBench(Bench):
 
 def test_it_is_in_the_report_in_the_log_and_in_what_is_read_back(tmp_path):
     bench = GappedBench(0.5)
-    kernel = bench.kernel({16: 1.0, 32: 0.9})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned = bench.tuned({16: 1.0, 32: 0.9})
     tuned()
     found = only(tuned.report)
     assert (found.config.kwargs["BLOCK"], found.launch_bound, found.status) == (16, True, "tuned")
@@ -165,8 +148,7 @@ def test_it_is_in_the_report_in_the_log_and_in_what_is_read_back(tmp_path):
 
 def test_a_context_that_is_not_launch_bound_says_nothing_of_it():
     bench = GappedBench(0.0)
-    kernel = bench.kernel({16: 1.0, 32: 0.9})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned = bench.tuned({16: 1.0, 32: 0.9})
     tuned()
     assert not only(tuned.report).launch_bound
     assert "aunch-bound" not in str(tuned.report)

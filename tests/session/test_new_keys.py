@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import triton
-from kernels_for_tests import add, block_of, double, entries, launch, no_bench, numbers, only, records
+from kernels_for_tests import block_of, double, entries, launch, no_bench, numbers, only, records
 
 from dist_autotune import tunable
 from dist_autotune.logs.records import ContextAdmitted
@@ -42,16 +41,6 @@ def test_it_is_tried_against_the_first_config_and_all_others(bench, tuned):
     assert bench.blocks() == [64, 64, 16, 32, 32]
     assert block_of(only(tuned.report).config) == 32
     assert sorted(only(tuned.report).timings.values()) == [1.0, 2.0, 3.0]
-
-
-def test_a_tie_stays_with_it(bench):
-    ms = {16: 3.0, 32: 1.0}
-    kernel = bench.kernel({block: lambda launch: ms[launch.block] for block in ms})
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
-    tuned(64)
-    ms[16] = 1.0
-    tuned(128)
-    assert block_of(only(tuned.report).config) == 32
 
 
 def test_the_log_names_the_key(tuned):
@@ -121,17 +110,6 @@ def test_retune_forgets_neighbours_too(bench, tuned):
     assert bench.blocks()[0] == 16
 
 
-def test_online_a_new_key_begins_with_it_too(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online")
-    for _ in range(3):
-        tuned(64)
-    bench.forget()
-    for _ in range(4):
-        tuned(128)
-    assert bench.blocks() == [32, 32, 16, 32]
-
-
 def test_a_choice_of_the_host_begins_with_that_of_the_nearest_key(bench):
     chosen = []
 
@@ -144,19 +122,6 @@ def test_a_choice_of_the_host_begins_with_that_of_the_nearest_key(bench):
     chosen.clear()
     tuned(128)
     assert chosen[0] == 2
-
-
-def test_autotuners_made_anew_share_what_their_kernel_has_found(bench):
-    def thunk(n):
-        launch(triton.autotune(configs, ["n"])(probe), numbers(n))
-
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, add)
-    configs, probe = kernel.configs, kernel.fn
-    tuned = bench.tune(thunk)
-    tuned(64)
-    bench.forget()
-    tuned(128)
-    assert bench.blocks()[0] == 32
 
 
 def test_keys_that_are_launched_no_more_cost_no_search_for_neighbours_in_later_runs(bench, monkeypatch):

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import Mine, double, launch, numbers, only, records, winner
+from kernels_for_tests import double, launch, numbers, only, records, winner
 
-from dist_autotune import tunable
 from dist_autotune.logs.records import RunStarted
 from dist_autotune.search.state import ADMISSION_RUNS
 
@@ -24,8 +23,7 @@ def test_online_makes_one_run_per_call_and_returns_its_result(bench):
 
 @pytest.mark.parametrize("limit", [{"max_runs": 4}, {"budget_s": 1e-9}], ids=str)
 def test_online_what_was_left_when_runs_or_time_were_spent_waits_for_retune(bench, limit):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online", n_repeat=3, **limit)
+    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online", n_repeat=3, **limit)
     for _ in range(20):
         tuned()
     assert tuned.settled
@@ -82,23 +80,6 @@ def test_online_keys_that_come_late_are_tuned_while_few_runs_have_brought_any(be
     }
 
 
-def test_online_an_exception_costs_one_sample_only(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-    def thunk(fails):
-        launch(kernel, numbers())
-        if fails:
-            raise Mine
-
-    tuned = bench.tune(thunk, mode="online")
-    tuned(False)
-    with pytest.raises(Mine):
-        tuned(True)
-    tuned(False)
-    assert bench.blocks() == [16, 32, 32]
-    assert tuned.settled
-
-
 class SlowClock:
     """Its times are known two runs after the launch, as those of events on a busy device."""
 
@@ -139,26 +120,6 @@ def test_online_never_waits_for_the_device(bench):
     assert (winner(only(tuned.report)), list(only(tuned.report).timings.values())) == (32, [3.0, 1.0, 2.0])
     plan = [record.plan for record in records(RunStarted)]
     assert any(not tried for tried in plan)  # while a sample is awaited the incumbent runs
-
-
-@pytest.mark.parametrize("objective", ["kernel", "thunk"])
-def test_online_kernels_and_choices_are_tuned_over_the_calls(bench, objective):
-    kernel = bench.kernel({16: 2.0, 32: 1.0})
-
-    def thunk():
-        slices = tunable("slices online", [1, 2])
-        launch(kernel, numbers())
-        bench.spend({1: 2.0, 2: 1.0}[slices])
-        return slices
-
-    tuned = bench.tune(thunk, mode="online", objective=objective)
-    calls = 0
-    while not tuned.settled:
-        tuned()
-        calls += 1
-        assert calls < 50
-    assert (tuned(), bench.blocks()[-1]) == (2, 32)
-    assert tuned.report.runs == calls
 
 
 def test_new_keys_without_end_leave_few_under_way_and_one_that_comes_again_goes_on(bench):

@@ -255,14 +255,3 @@ def test_a_kernel_whose_one_config_is_replaced_is_launched_with_what_stands_ther
     kernel.configs = [triton.Config({"BLOCK": 32})]
     tuned(), tuned()
     assert bench.blocks() == [16, 16, 16, 32, 32]
-
-
-def test_an_online_session_is_over_when_it_is_settled(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
-    while not tuned.settled:
-        tuned()
-    marks = bench.clock.marks
-    for _ in range(5):
-        tuned()
-    assert bench.clock.marks == marks

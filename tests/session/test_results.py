@@ -16,13 +16,10 @@ from kernels_for_tests import (
     numbers,
     only,
     out_of_resources,
-    records,
 )
 from thread_switches import beside, frequent_switches
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
-
-from dist_autotune.logs.records import ContextSettled
 
 HAS_LISTENER = "listener" in vars(type(knobs.autotuning))
 NEEDS_LISTENER = pytest.mark.skipif(not HAS_LISTENER, reason="knobs.autotuning.listener came with Triton 3.8")
@@ -57,16 +54,6 @@ def test_a_kernel_pruned_to_one_config_has_it_in_the_cache(bench):
     bench.tune(lambda: launch(kernel, numbers()))()
     launch(kernel, numbers())
     assert bench.blocks() == [32, 32]
-
-
-def test_a_key_already_in_the_cache_is_respected(bench):
-    kernel = bench.kernel({16: 1.0, 32: 3.0})
-    kernel.cache[KEY] = kernel.configs[1]
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    assert bench.blocks() == [32]
-    assert bench.clock.marks == 0
-    assert (only(tuned.report).status, tuned.report.runs) == ("cached", 1)
 
 
 def test_a_config_of_the_users_own_in_the_cache_is_respected(bench):
@@ -108,16 +95,6 @@ def test_a_provisional_result_is_used_but_not_respected(bench):
     second()
     assert bench.blocks() == [16, 32, 64, 64]
     assert only(second.report).status == "tuned"
-
-
-def test_two_functions_share_what_one_has_found(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()), name="one")()
-    bench.forget()
-    other = bench.tune(lambda: launch(kernel, numbers()), name="other")
-    other()
-    assert bench.blocks() == [32]
-    assert only(other.report).status == "cached"
 
 
 def test_without_sharing_each_function_has_its_own_winner(bench):
@@ -236,13 +213,6 @@ def test_the_listener_hears_nothing_of_what_is_provisional_or_was_known(bench, m
 # ---- the report and what is settled
 
 
-def test_there_is_no_report_before_the_first_call(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    assert tuned.report is None
-    assert not tuned.settled
-
-
 def test_the_report_says_what_was_found(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
     kernel.fn.failures[64] = out_of_resources
@@ -278,8 +248,7 @@ def test_the_report_can_be_read_while_the_session_is_under_way(bench):
 
 
 def test_any_thread_may_read_the_report_at_any_moment(bench):
-    kernel = bench.kernel({block: float(block) for block in range(16, 16 * 120, 16)})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), cache=False, log_dir=None)
+    tuned = bench.tuned({block: float(block) for block in range(16, 16 * 120, 16)}, cache=False, log_dir=None)
     is_over, errors = threading.Event(), []
 
     def read():
@@ -294,22 +263,3 @@ def test_any_thread_may_read_the_report_at_any_moment(bench):
             tuned()
             tuned.retune()
     assert errors == []
-
-
-def test_online_the_report_grows_from_call_to_call(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
-    runs = []
-    for _ in range(4):
-        tuned()
-        runs.append((tuned.report.runs, len(only(tuned.report).timings), tuned.settled))
-    assert runs == [(1, 1, False), (2, 2, True), (2, 2, True), (2, 2, True)]
-
-
-def test_settlements_are_logged_once(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    tuned()
-    (settled,) = records(ContextSettled)
-    assert (settled.status, settled.config_id, settled.ms) == ("tuned", 1, 1.0)

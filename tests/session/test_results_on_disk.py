@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import triton
 import triton.language as tl
@@ -23,7 +19,7 @@ from kernels_for_tests import (
     only,
 )
 
-from dist_autotune import CacheWarning, tunable
+from dist_autotune import CacheWarning
 from dist_autotune.storage import winners
 from dist_autotune.triton_api import interception
 
@@ -43,30 +39,6 @@ def test_the_next_start_finds_the_winners(bench, tmp_cache):
     assert [(c.status, block_of(c.config), c.ms) for c in report.contexts] == [("cached", 32, 1.0)] * 2
     assert block_of(kernel.cache[KEY]) == 32
     assert len(entries(tmp_cache)) == 2
-
-
-ANOTHER_PROCESS = """
-from kernels_for_tests import Bench, launch, numbers, only
-
-def main():
-    bench = Bench()
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    print(bench.blocks(), tuned.report.runs, only(tuned.report).status)
-
-main()
-"""
-
-
-def test_another_process_finds_the_winners(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", ANOTHER_PROCESS], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[32] 1 cached"
 
 
 def test_only_a_key_without_an_entry_looks_for_those_of_its_kernel_captured_or_not(bench, monkeypatch):
@@ -160,8 +132,7 @@ def test_only_tuned_results_are_written(bench, tmp_cache):
 
 
 def test_a_result_without_a_time_is_not_written(bench, tmp_cache):
-    kernel = bench.kernel({16: float("nan"), 32: float("nan")})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned = bench.tuned({16: float("nan"), 32: float("nan")})
     with pytest.warns(UserWarning, match="returned only times that are not finite"):
         tuned()
     assert (only(tuned.report).ms, block_of(only(tuned.report).config)) == (None, 16)
@@ -289,18 +260,3 @@ def test_what_was_judged_by_launches_does_not_answer_for_whole_runs(bench, first
     for objective, block in fastest.items():
         again = tuned(objective)
         assert (again.status, again.config.kwargs["BLOCK"]) == ("cached", block)
-
-
-def test_a_choice_of_the_host_is_found_again(bench):
-    def start():
-        def thunk():
-            chosen = tunable("slices", [1, 2])
-            bench.spend({1: 2.0, 2: 1.0}[chosen])
-            return chosen
-
-        tuned = bench.tune(thunk)
-        return tuned(), tuned.report
-
-    assert start()[0] == 2
-    chosen, report = start()
-    assert (chosen, report.runs, only(report).status) == (2, 1, "cached")

@@ -33,8 +33,7 @@ def test_retune_ignores_what_memory_and_disk_hold(bench, tmp_cache):
 
 
 def test_retune_in_the_middle_of_a_session_starts_it_anew(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online")
     tuned()
     tuned()
     tuned.retune()
@@ -112,18 +111,6 @@ def test_mode_cached_uses_what_is_known_and_never_tries(bench, monkeypatch):
     assert tuned.settled
 
 
-def test_mode_cached_finds_entries_of_keys_that_come_later(bench, monkeypatch):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 128)])()
-    bench.forget()
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
-    tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
-    for n in (64, 128, 128):
-        tuned(n)
-    assert bench.blocks() == [32] * 3
-
-
 def test_mode_cached_puts_off_a_retune(bench, monkeypatch):
     ms = {16: 3.0, 32: 1.0}
     kernel = bench.kernel(ms)
@@ -161,8 +148,7 @@ def test_mode_off_is_the_bare_function(bench, monkeypatch):
 
 
 def test_the_mode_may_change_between_calls(bench, monkeypatch):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned = bench.tuned({16: 3.0, 32: 1.0})
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
     tuned()
     assert bench.blocks() == [16]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from kernels_for_tests import (
@@ -22,29 +20,17 @@ from dist_autotune.search.strategies import STRATEGIES
 # ---- the schedule
 
 
-def test_two_kernels_with_two_and_three_configs_follow_the_schedule_of_the_readme(bench):
-    one = bench.kernel({16: 2.0, 32: 1.0})
-    other = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0}, double)
-    tuned = bench.tune(lambda: (launch(one, numbers()), launch(other, numbers())), n_repeat=2)
-    first, second = tuned()
-    assert bench.blocks("add") == [16, 16, 32, 32, 32, 32, 32]
-    assert bench.blocks("double") == [16, 16, 32, 32, 64, 64, 16]
-    assert tuned.report.runs == 7
-    assert torch.equal(first, numbers() + 1)
-    assert torch.equal(second, numbers() * 2)
-
-
 def test_warm_up_runs_are_run_and_not_measured(bench):
-    kernel = bench.kernel({16: lambda _: 100.0 if len(bench.blocks()) < 2 else 1.0, 32: 2.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), n_warmup=2, n_repeat=3)
+    tuned = bench.tuned(
+        {16: lambda _: 100.0 if len(bench.blocks()) < 2 else 1.0, 32: 2.0}, n_warmup=2, n_repeat=3
+    )
     tuned()
     assert bench.blocks() == [16] * 5 + [32] * 5 + [16]
     assert list(only(tuned.report).timings.values()) == [1.0, 2.0]
 
 
 def test_by_default_it_races(bench):
-    kernel = bench.kernel({16: 1.0, 32: 100.0, 64: 1.5})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), n_warmup=None, n_repeat=None)
+    tuned = bench.tuned({16: 1.0, 32: 100.0, 64: 1.5}, n_warmup=None, n_repeat=None)
     tuned()
     assert bench.blocks()[:3] == [16, 32, 64]
     assert bench.blocks().count(32) == 1
@@ -54,32 +40,9 @@ def test_by_default_it_races(bench):
 @pytest.mark.parametrize("search", sorted(STRATEGIES))
 @pytest.mark.parametrize("best", [16, 32, 64])
 def test_every_strategy_ends_on_the_fastest_config(bench, search, best):
-    kernel = bench.kernel({block: 1.0 if block == best else 2.0 for block in (16, 32, 64)})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), search=search)
+    tuned = bench.tuned({block: 1.0 if block == best else 2.0 for block in (16, 32, 64)}, search=search)
     assert torch.equal(tuned(), numbers() + 1)
     assert bench.blocks()[-1] == winner(only(tuned.report)) == best
-
-
-def test_a_strategy_of_the_users_own_may_be_given(bench):
-    def backwards(candidates, *, n_warmup, n_repeat):
-        ms = {}
-        for index in reversed(candidates):
-            ms[index] = yield index
-        return min(ms, key=ms.__getitem__)
-
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    bench.tune(lambda: launch(kernel, numbers()), search=backwards)()
-    # Nobody knows the candidates before the first launch, so that one is the incumbent's.
-    assert bench.blocks() == [16, 64, 32, 16, 32]
-
-
-def test_the_second_call_is_one_run_with_the_winners(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda x: launch(kernel, x))
-    tuned(numbers())
-    bench.forget()
-    assert torch.equal(tuned(numbers() + 5), numbers() + 6)
-    assert bench.blocks() == [32]
 
 
 def test_the_arguments_of_the_call_reach_every_run_and_its_last_result_comes_back(bench):
@@ -121,8 +84,7 @@ def test_is_tuning_is_true_only_while_a_launch_may_be_a_trial(bench):
 @pytest.mark.parametrize("max_runs", [1, 2, 3, 5])
 def test_max_runs_is_never_exceeded_and_the_next_call_goes_on(bench, search, max_runs):
     blocks = [16, 32, 64, 128, 256]
-    kernel = bench.kernel({block: 10.0 - i for i, block in enumerate(blocks)})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), max_runs=max_runs, search=search)
+    tuned = bench.tuned({block: 10.0 - i for i, block in enumerate(blocks)}, max_runs=max_runs, search=search)
     tuned()
     assert tuned.report.runs == max_runs  # also where the first run is the only trial
     assert only(tuned.report).status == "partial"
@@ -145,29 +107,6 @@ def test_a_spent_budget_keeps_the_best_so_far(bench):
     assert bench.blocks() == [128, 128]
     assert only(tuned.report).status == "tuned"
     assert tuned.settled
-
-
-def test_a_budget_in_seconds_ends_the_session(bench, monkeypatch):
-    now = itertools.count(step=1)
-    monkeypatch.setattr("dist_autotune.tuner.session.time.monotonic", lambda: float(next(now)))
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 0.5})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), budget_s=3.0)
-    tuned()
-    assert only(tuned.report).status == "partial"
-    assert tuned.report.runs < 5
-
-
-def test_a_search_without_an_end_is_ended(bench):
-    def endless(candidates, *, n_warmup, n_repeat):
-        while True:
-            for index in candidates:  # noqa: UP028  a range has no send()
-                yield index
-
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), search=endless, n_repeat=2)
-    tuned()
-    assert tuned.report.runs == 4 * (2 * 2 + 1)
-    assert (only(tuned.report).status, winner(only(tuned.report))) == ("partial", 32)
 
 
 # ---- functions in functions
@@ -253,23 +192,6 @@ def test_a_kernel_launched_again_by_backward_has_one_config_in_the_run(bench):
     assert bench.blocks() == [16, 16, 32, 32, 32, 32]
 
 
-def test_a_method_tunes_for_all_instances(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-    class Layer:
-        def __init__(self, bias):
-            self.bias = bias
-
-        @bench.tune()
-        def forward(self, x):
-            return launch(kernel, x) + self.bias
-
-    assert torch.equal(Layer(1).forward(numbers()), numbers() + 2)
-    bench.forget()
-    assert torch.equal(Layer(2).forward(numbers()), numbers() + 3)
-    assert bench.blocks() == [32]
-
-
 # ---- strategies of the user's
 
 
@@ -278,8 +200,7 @@ def test_the_winner_of_a_users_strategy_stands_though_only_the_first_run_has_lau
         yield 1
         return 0
 
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), search=flow)
+    tuned = bench.tuned({16: 3.0, 32: 1.0}, search=flow)
     tuned()
     assert bench.blocks() == [16, 32, 16]
     assert winner(only(tuned.report)) == 16

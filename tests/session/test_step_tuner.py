@@ -6,9 +6,9 @@ import threading
 
 import pytest
 import torch
-from kernels_for_tests import Mine, is_outside, launch, no_bench, numbers, only, records, winner
+from kernels_for_tests import Mine, is_outside, launch, numbers, only, records, winner
 
-from dist_autotune import ContextualAutotuner, StepTuner, is_tuning
+from dist_autotune import StepTuner, is_tuning
 from dist_autotune.errors import InvalidOption, TuningError
 from dist_autotune.formatting import WAITING_NOTE
 from dist_autotune.logs.records import RunFailed, SessionOpened
@@ -154,37 +154,12 @@ def test_what_a_step_closed_on_another_thread_raises_reaches_the_caller(bench, s
     assert on_thread("another", lambda: next(steps())) is None
 
 
-def test_retune_tunes_anew(bench, step_tuner):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    for _ in range(2):
-        with step_tuner.step():
-            launch(kernel, numbers())
-    assert step_tuner.settled
-    step_tuner.retune()
-    assert not step_tuner.settled
-    bench.forget()
-    for _ in range(2):
-        with step_tuner.step():
-            launch(kernel, numbers())
-    assert bench.blocks() == [16, 32]
-
-
 def test_with_the_mode_off_a_step_is_nothing(bench, step_tuner, monkeypatch):
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
     with step_tuner.step():
         assert is_outside()
     assert step_tuner.report is None
     assert step_tuner.settled  # a loop that waits for it ends
-
-
-def test_with_the_mode_cached_nothing_is_tried(bench, step_tuner, monkeypatch):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    monkeypatch.setattr(kernel, "_bench", no_bench)
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    for _ in range(3):
-        with step_tuner.step():
-            launch(kernel, numbers())
-    assert bench.blocks() == [16, 16, 16]
 
 
 @pytest.mark.parametrize(
@@ -200,18 +175,6 @@ def test_with_the_mode_cached_nothing_is_tried(bench, step_tuner, monkeypatch):
 def test_an_option_that_cannot_be_used_is_an_error_with_its_value(options, text):
     with pytest.raises(InvalidOption, match=text):
         StepTuner(**options)
-
-
-def test_an_online_function_makes_the_runs_that_steps_make(bench, step_tuner):
-    ms = {16: 3.0, 32: 1.0, 64: 2.0}
-    kernel, twin = bench.kernel(ms), bench.kernel(ms, name="twin")
-    tuned = bench.tune(lambda: launch(twin, numbers()), mode="online")
-    assert isinstance(tuned, ContextualAutotuner)
-    for _ in range(5):
-        tuned()
-        with step_tuner.step():
-            launch(kernel, numbers())
-    assert bench.blocks("add") == bench.blocks("twin")
 
 
 def test_a_key_that_is_launched_too_seldom_is_named_and_recorded(bench, step_tuner, caplog):

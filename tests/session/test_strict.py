@@ -26,14 +26,6 @@ def shipped(bench, strict):
     return bench.tune(lambda n: launch(fresh, numbers(n)))
 
 
-def test_what_is_tuned_is_launched_and_nothing_is_tried(bench, shipped):
-    for n in (64, 1024, 64):
-        assert torch.equal(shipped(n), numbers(n) + 1)
-    assert bench.blocks() == [32] * 3
-    assert bench.clock.marks == 4  # of the trials before
-    assert shipped.settled
-
-
 @pytest.mark.parametrize("known", [[], [64]], ids=["first call", "settled call"])
 def test_a_key_that_is_not_tuned_is_an_error_that_names_it_and_its_neighbours(
     bench, shipped, tmp_cache, known
@@ -62,8 +54,7 @@ def test_a_key_that_is_not_tuned_is_an_error_that_names_it_and_its_neighbours(
 
 def test_without_a_cache_the_message_says_so(bench, strict):
     strict()
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), cache=False)
+    tuned = bench.tuned({16: 3.0, 32: 1.0}, cache=False)
     with pytest.raises(NotTuned, match=r"in memory, and there is no cache\. Nearest tuned keys: none\."):
         tuned()
 
@@ -82,8 +73,7 @@ def test_results_in_memory_count(bench, strict, origin):
 
 
 def test_a_provisional_result_does_not_count(bench, strict):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), max_runs=2)
+    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, max_runs=2)
     tuned()
     strict()
     with pytest.raises(NotTuned):
@@ -150,19 +140,6 @@ def test_launches_outside_are_stocks(bench, strict):
         tuned()
     assert is_outside()
     assert torch.equal(launch(kernel, numbers()), numbers() + 1)
-
-
-def test_the_mode_may_change_between_calls(bench, shipped, monkeypatch):
-    with pytest.raises(NotTuned):
-        shipped(100)
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    shipped(100)
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "tune")
-    shipped(100)
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
-    bench.forget()
-    shipped(100)
-    assert bench.blocks() == [32]
 
 
 def test_configs_that_a_result_is_none_of_are_an_error(bench, shipped):

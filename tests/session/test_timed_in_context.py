@@ -205,20 +205,6 @@ def test_options_that_launch_the_same_kernel_share_its_tuning(gpus, monkeypatch)
 # ---- ties
 
 
-def kernel_winner(gpus: VirtualGpus, ms: Sequence[float], random: Random) -> int:
-    """Return which of so many configs wins a session in which launches take `ms`, with noise."""
-    gpu = gpus[0]
-    kernel = autotuned(range(len(ms)), lambda block: gpu.launch(ms[block] * random.gauss(1, NOISE)))
-
-    def step() -> None:
-        launch(kernel)
-        gpu.synchronize()
-
-    tuned = gpus.tuned(step)
-    tuned()
-    return block_of(only(tuned.report).config)
-
-
 def option_winner(gpus: VirtualGpus, ms: Sequence[float], random: Random) -> int:
     """Return which of so many options wins."""
     gpu = gpus[0]
@@ -232,21 +218,12 @@ def option_winner(gpus: VirtualGpus, ms: Sequence[float], random: Random) -> int
     return int(gpus.tuned(step)())
 
 
-TIES = {
-    "two": ((1.000, 0.999), 0),
-    "four within 0.5 %": ((1.000, 0.995, 0.998, 0.996), 0),
-    "three within 0.3 % among others": ((1.000, 1.3, 0.999, 1.2, 0.997, 1.5), 0),
-}
-
-
-@pytest.mark.parametrize(
-    ("winner", "tie"),
-    [(winner, tie) for winner, tie in zip((kernel_winner, option_winner, kernel_winner), TIES, strict=True)],
-)
-def test_the_winner_of_a_near_tie_is_the_same_in_57_of_60_sessions(monkeypatch, winner, tie):
-    ms, first_of_tie = TIES[tie]
-    found = Counter(winner(VirtualGpus(1).install(monkeypatch), ms, Random(session)) for session in range(60))
-    assert found[first_of_tie] >= 57, found
+def test_the_winner_of_a_near_tie_is_the_same_in_57_of_60_sessions(monkeypatch):
+    ms = (1.000, 0.995, 0.998, 0.996)
+    found = Counter(
+        option_winner(VirtualGpus(1).install(monkeypatch), ms, Random(session)) for session in range(60)
+    )
+    assert found[0] >= 57, found
 
 
 # ---- functions that the host is slower at than the device
@@ -289,12 +266,3 @@ def test_a_host_bound_function_is_slowed_down_by_no_more_than_its_filler(gpus):
     took_ms = (gpus[0].host_ms - began_ms) / tuned.report.runs
     assert took_ms <= 1.02 * HOST_MS + 1.5 + LONGEST_FILLER_MS
     assert max(gpus[0].fillers_ms) <= LONGEST_FILLER_MS
-
-
-def test_a_kernel_of_a_host_bound_function_is_flagged_and_keeps_its_first_config(gpus):
-    gpu, random, ms = gpus[0], Random(0), {16: 0.50, 32: 0.49, 64: 0.51}
-    kernel = autotuned(ms, lambda block: gpu.launch(ms[block], host_ms=random.uniform(2.5, 3.5)))
-    tuned = gpus.tuned(host_bound(gpu, random, lambda: launch(kernel)))
-    tuned()
-    found = only(tuned.report)
-    assert (block_of(found.config), found.launch_bound) == (16, True)

@@ -35,14 +35,6 @@ def test_a_launch_outside_takes_the_first_config_and_leaves_the_key_to_be_tuned(
     assert winner(only(tuned.report)) == 32
 
 
-def test_a_launch_outside_takes_a_result_that_is_there(bench, untimed):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    bench.forget()
-    launch(kernel, numbers())
-    assert (bench.blocks(), kernel.cache[KEY].kwargs) == ([32], {"BLOCK": 32})
-
-
 def test_pruning_and_one_config_are_as_in_stock(bench, untimed):
     pruned = bench.kernel(
         {16: 3.0, 32: 1.0},

@@ -97,18 +97,6 @@ def rewrite(path, cache, **changes):
     bundle.merge(Winners(cache), bundle.read(bundle_file), replaces=False)
 
 
-def test_a_bundle_from_before_an_upgrade_counts_as_an_entry(tmp_cache, tmp_path, monkeypatch):
-    start(OLD_MS)[0]()
-    file = tmp_path / "tuned.json"
-    bundle.write(file, list(Winners(tmp_cache).entries()), replaces=False)
-    Winners(tmp_cache).clear()
-    upgrade_triton(monkeypatch)
-    bundle.merge(Winners(tmp_cache), bundle.read(file), replaces=False)
-    tuned, bench, _ = start(NEW_MS)
-    tuned()
-    assert bench.blocks() == [32, 128, 64, 64]
-
-
 def test_configs_that_an_old_entry_did_not_have_are_raced_with_its_best(tmp_cache, monkeypatch):
     start(OLD_MS)[0]()
     upgrade_triton(monkeypatch)

@@ -87,41 +87,6 @@ def test_an_exception_that_cannot_say_its_text_reaches_the_caller(bench, is_sett
     assert tuned.settled
 
 
-def test_an_exception_before_any_launch_leaves_a_session_to_go_on(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    runs = itertools.count()
-
-    def thunk():
-        if next(runs) == 0:
-            raise Mine
-        return launch(kernel, numbers())
-
-    tuned = bench.tune(thunk)
-    with pytest.raises(Mine):
-        tuned()
-    tuned()
-    assert bench.blocks() == [16, 32, 32]
-
-
-def test_an_exception_in_a_settled_call_changes_nothing(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-    def thunk(fails):
-        launch(kernel, numbers())
-        if fails:
-            raise Mine
-
-    tuned = bench.tune(thunk)
-    tuned(False)
-    report = tuned.report
-    with pytest.raises(Mine):
-        tuned(True)
-    assert tuned.settled
-    tuned(False)
-    assert bench.blocks()[-2:] == [32, 32]
-    assert tuned.report == report
-
-
 def test_an_exception_of_an_inner_function_ends_only_the_run(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     failures = iter([False, True])
@@ -162,19 +127,6 @@ def test_an_allocation_that_fails_elsewhere_in_the_function_is_the_users(bench):
 
 
 # ---- from a launch, or the hook of a config
-
-
-def test_an_exception_inside_the_kernel_is_the_users(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    error = AssertionError("inside the kernel")
-    kernel.fn.failures[32] = lambda: error
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    with pytest.raises(AssertionError) as caught:
-        tuned()
-    assert caught.value is error
-    kernel.fn.failures.clear()
-    tuned()
-    assert bench.blocks() == [16, 32, 32]
 
 
 @pytest.mark.parametrize("where", ["launch", "pre_hook"])
@@ -237,24 +189,20 @@ def compiler_trouble(*_: Any) -> Any:
     raise RuntimeError("PassManager::run failed")
 
 
-@pytest.mark.parametrize("raising", [out_of_memory, compiler_trouble])
-def test_an_error_of_the_grid_function_is_the_users(bench, raising):
+class Grid:
+    def __call__(self, meta: Any) -> Any:
+        out_of_memory()
+
+
+GRIDS = [out_of_memory, compiler_trouble, Grid(), functools.partial(out_of_memory, 1), Grid().__call__]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: type(grid).__name__)
+def test_an_error_of_any_callable_grid_is_the_users(bench, grid):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
-    with pytest.raises(RuntimeError) as caught:
-        bench.tune(lambda: kernel[raising](numbers(), numbers(), 64))()
-    assert "failed" in str(caught.value) or isinstance(caught.value, torch.OutOfMemoryError)
+    with pytest.raises(RuntimeError, match=r"CUDA out of memory|PassManager::run failed"):
+        bench.tune(lambda: kernel[grid](numbers(), numbers(), 64))()
     assert records(Banned) == []
-
-
-def test_a_grid_may_be_any_callable(bench):
-    class Grid:
-        def __call__(self, meta):
-            out_of_memory()
-
-    for grid in (Grid(), functools.partial(out_of_memory, 1), Grid().__call__):
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        with pytest.raises(torch.OutOfMemoryError):
-            bench.tune(lambda kernel=kernel, grid=grid: kernel[grid](numbers(), numbers(), 64))()
 
 
 # ---- Ctrl-C between any two lines
@@ -290,7 +238,7 @@ def test_ctrl_c_between_any_two_lines_leaves_nothing_patched_and_tuning_on(bench
     before = threading.Thread.start
     for at in itertools.count(1):
         kernel = bench.kernel({16: 3.0, 32: 1.0})
-        tuned = bench.tune(lambda kernel=kernel: launch(kernel, numbers()), name=f"at {at}", cache=False)
+        tuned = bench.tune(lambda kernel=kernel: launch(kernel, numbers()), cache=False, log_dir=None)
         if settled:
             tuned()
         interrupt = CtrlC(at)

@@ -22,8 +22,7 @@ def test_objective_thunk_judges_by_the_run_and_compares_with_the_default_plan(be
 
 
 def test_objective_thunk_adopts_a_plan_that_beats_the_default(bench):
-    kernel = bench.kernel({16: 2.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), objective="thunk")
+    tuned = bench.tuned({16: 2.0, 32: 1.0}, objective="thunk")
     tuned()
     assert winner(only(tuned.report)) == 32
     duel = bench.blocks()[4:-1]

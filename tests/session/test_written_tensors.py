@@ -248,17 +248,6 @@ def test_a_tensor_that_only_a_run_holds_dies_in_it(bench):
     assert alive[1:] == [None]
 
 
-def test_a_kernel_with_one_config_is_put_back_too(bench):
-    single, other, y = in_place(bench, ms={16: 1.0}), bench.kernel({16: 3.0, 32: 1.0}), torch.zeros(64)
-
-    def thunk():
-        launch(single, ones(), y)
-        launch(other, ones())
-
-    bench.tune(thunk)()
-    assert torch.equal(y, ones())
-
-
 def test_it_holds_beside_choices_of_the_host_and_preserved_state(bench):
     kernel, y, kept = in_place(bench), torch.zeros(64), torch.zeros(64)
 
@@ -276,17 +265,6 @@ def test_it_holds_beside_choices_of_the_host_and_preserved_state(bench):
 
 
 # ---- new keys of a settled function
-
-
-def test_a_sweep_over_shapes_changes_each_as_one_run_does_and_tunes_it(bench):
-    kernel, tensors = in_place(bench), {n: torch.zeros(n) for n in (32, 64, 128)}
-    tuned = bench.tune(lambda n: launch(kernel, ones(n), tensors[n]))
-    for n, y in tensors.items():
-        tuned(n)
-        assert torch.equal(y, ones(n))
-        assert bench.blocks(n=n)[-1] == 32
-        assert len(bench.blocks(n=n)) > 3
-    assert tuned.settled
 
 
 @pytest.mark.parametrize("first", ["tuned", "with one config"])

@@ -97,8 +97,7 @@ def partial(bench: Bench) -> None:
 
 
 def online(bench: Bench) -> None:
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    step = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    step = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online")
     while not step.settled:
         step()
 

@@ -134,12 +134,6 @@ def test_every_end_is_reported(monkeypatch: pytest.MonkeyPatch, program: str, en
     assert child.problem == ending
 
 
-def test_a_report_that_a_killed_process_was_writing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = f"say(stage='a', facts={{'x': 1}}); print({REPORT!r} + '{{\"stage', end='', flush=True)\n"
-    child = helpers_of(monkeypatch, program + "os.kill(os.getpid(), signal.SIGKILL)")
-    assert (child.facts, child.problem) == ({"x": 1}, "ended by SIGKILL (in a)")
-
-
 def test_a_helper_that_hangs_is_killed_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +143,7 @@ def test_a_helper_that_hangs_is_killed_with_all_that_it_started(
         f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{grandchild.pid}}')\n"
         "say(stage='a'); signal.pause()"
     )
-    child = helpers_of(monkeypatch, program, limit_s=3.0)
+    child = helpers_of(monkeypatch, program, limit_s=2.0)
     assert re.fullmatch(r"cut off after \d+ s \(in a\)", child.problem)
     deadline = time.monotonic() + 10
     for pid in map(int, (tmp_path / "pids").read_text().split()):
@@ -268,13 +262,6 @@ def test_the_tables_show_what_there_is_and_what_is_missing(monkeypatch: pytest.M
         assert row in rows
 
 
-def test_symmetric_memory_that_fails_between_gpus_is_a_problem() -> None:
-    seen = machine(gpus=2, memory=ProbeResult(stage="memory", problem="ended with exit code 255"))
-    (problem,) = findings_of(seen, "problem")
-    assert (problem.check, problem.seen) == ("symmetric memory", "ended with exit code 255")
-    assert not is_healthy(judge(seen))
-
-
 def with_ranks(facts: dict[str, Any], *, stage: str = "", problem: str = "") -> Examination:
     return machine(ranks=ProbeResult(facts={**machine().ranks.facts, **facts}, stage=stage, problem=problem))
 
@@ -354,6 +341,7 @@ def test_a_rank_that_dies_in_the_probe_of_the_ranks_is_named(
         "command",
         lambda probe, about: dies if about["rank"] == crashing else real(probe, about),
     )
+    monkeypatch.setattr(examination, "PEERS_GRACE_S", 0.5)
     failed = run_helpers("two CPU ranks", 2, 10.0, CPU_ONLY)
     assert failed.problem == "ended by SIGABRT (in the start)"
 

@@ -231,8 +231,7 @@ def dropped(bench: Bench) -> Any:
         return read_ms(mark)
 
     bench.clock.read_ms = fails_late
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0})
     with pytest.raises(LaunchTimeout):
         tuned()
     return tuned
@@ -244,15 +243,13 @@ def reported_in_logs() -> dict[str, Any]:
 
 
 def by_whole_runs(bench: Bench) -> Any:
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 1.1})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), objective="thunk", n_warmup=None, n_repeat=None)
+    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 1.1}, objective="thunk", n_warmup=None, n_repeat=None)
     tuned()
     return tuned
 
 
 def online(bench: Bench) -> Any:
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    tuned = bench.tuned({16: 3.0, 32: 1.0}, mode="online")
     while not tuned.settled:
         tuned()
     return tuned
@@ -260,8 +257,7 @@ def online(bench: Bench) -> Any:
 
 def from_disk(bench: Bench) -> Any:
     online(bench)
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned = bench.tuned({16: 3.0, 32: 1.0})
     tuned()
     assert [context.status for context in tuned.report.contexts] == ["cached"]
     return tuned
@@ -372,8 +368,7 @@ def test_a_choice_is_judged_by_the_whole_run_and_has_no_share(bench: Bench) -> N
 
 
 def test_a_session_under_way_reports_what_is_left(bench: Bench) -> None:
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode="online")
+    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online")
     tuned()
     data = tuned.report.to_dict()
     (context,) = data["contexts"]

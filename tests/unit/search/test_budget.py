@@ -37,8 +37,7 @@ def test_there_is_always_something_left_while_a_session_is_under_way(runs, trial
 
 def test_the_report_tells_it_until_all_is_settled():
     bench = Bench()
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    step = bench.tune(lambda: launch(kernel, numbers()), mode="online", n_repeat=2)
+    step = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online", n_repeat=2)
     told = []
     while not step.settled:
         step()
@@ -57,8 +56,7 @@ def test_the_report_tells_it_until_all_is_settled():
 
 def test_the_log_of_a_long_session_tells_it_now_and_then():
     bench = Bench()
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    step = bench.tune(lambda: launch(kernel, numbers()), mode="online", n_repeat=80)
+    step = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online", n_repeat=80)
     while not step.settled:
         step()
     notes = [note.text for note in records(Note) if "to go" in note.text]
@@ -71,8 +69,7 @@ def test_the_log_of_a_long_session_tells_it_now_and_then():
 
 def test_a_replay_that_is_over_has_none_and_says_where_its_time_went():
     bench = Bench()
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned = bench.tuned({16: 3.0, 32: 1.0})
     tuned()
     report = tuned.report
     assert report.outlook is None

@@ -36,11 +36,6 @@ def test_two_kernels_with_two_and_three_configs_follow_the_schedule(ms, best_0, 
     assert simulation.statuses() == {"a": "tuned", "b": "tuned"}
 
 
-def test_warm_ups_come_before_the_samples_of_each_candidate():
-    simulation = Simulation({"a": ["a0", "a1"]}, {"a0": 2.0, "a1": 1.0}, n_warmup=2, n_repeat=1)
-    assert columns(simulation.session(), "a") == ["a0"] * 3 + ["a1"] * 3 + ["a1"]
-
-
 def test_a_context_that_appears_later_starts_then_and_all_end_before_the_final_run():
     simulation = Simulation(
         {"a": ["a0", "a1"], "b": ["b0", "b1"]},
@@ -146,29 +141,6 @@ def test_a_starved_context_does_not_keep_the_others_from_settling():
     assert simulation.winners()["b"] == "b1"
 
 
-def test_a_launch_now_and_then_does_not_starve():
-    simulation = Simulation(
-        {"a": ["a0", "a1"]},
-        {"a0": 2.0, "a1": 1.0},
-        launches=lambda run, rank, name: run % 3 == 0,
-        n_repeat=2,
-    )
-    simulation.session()
-    assert (simulation.statuses(), simulation.winners()) == ({"a": "tuned"}, {"a": "a1"})
-
-
-def test_a_context_launched_on_one_rank_only_does_not_starve():
-    simulation = Simulation(
-        {"a": ["a0", "a1"]},
-        {"a0": 2.0, "a1": 1.0},
-        ranks=2,
-        launches=lambda run, rank, name: rank == 1,
-        n_repeat=5,
-    )
-    simulation.session()
-    assert (simulation.statuses(), simulation.winners()) == ({"a": "tuned"}, {"a": "a1"})
-
-
 @pytest.mark.parametrize(("first_run", "status"), [(ADMISSION_RUNS - 1, ""), (ADMISSION_RUNS, "partial")])
 def test_contexts_are_admitted_in_the_first_sixteen_runs(first_run, status):
     contexts = {"a": ["a0", "a1"], "b": ["b0", "b1"]}
@@ -197,37 +169,6 @@ def test_a_late_context_is_tuned_by_the_next_session():
     simulation.session()
     assert simulation.statuses() == {"a": "tuned", "b": "tuned"}
     assert simulation.winners() == {"a": "a0", "b": "b1"}
-
-
-def test_a_new_context_at_every_run_ends():
-    names = [f"k{run}" for run in range(200)]
-    simulation = Simulation(
-        {name: [f"{name}-0", f"{name}-1"] for name in names},
-        lambda candidate, rank: 1.0,
-        launches=lambda run, rank, name: name == f"k{run}",
-        n_repeat=5,
-    )
-    assert len(simulation.session()) < 60
-    assert set(simulation.statuses().values()) == {"starved", "partial"}
-
-
-@pytest.mark.parametrize("search", sorted(STRATEGIES))
-@pytest.mark.parametrize("max_runs", range(1, 12))
-def test_max_runs_counts_the_final_run_too(search, max_runs):
-    ms = {"a0": 3.0, "a1": 1.0, "a2": 2.0}
-    simulation = Simulation({"a": list(ms)}, ms, max_runs=max_runs, search=search, n_repeat=3)
-    plans = simulation.session()
-    assert len(plans) <= max_runs
-    assert plans[-1] == simulation.winners()
-
-
-def test_the_best_so_far_is_used_when_runs_are_spent_and_the_next_session_goes_on():
-    ms = {"a0": 3.0, "a1": 1.0, "a2": 2.0, "a3": 0.5}
-    simulation = Simulation({"a": list(ms)}, ms, max_runs=4)
-    assert columns(simulation.session(), "a") == ["a0", "a1", "a2", "a1"]
-    assert (simulation.statuses(), simulation.winners()) == ({"a": "partial"}, {"a": "a1"})
-    assert columns(simulation.session(), "a") == ["a3", "a3"]
-    assert (simulation.statuses(), simulation.winners()) == ({"a": "tuned"}, {"a": "a3"})
 
 
 def test_seconds_can_be_spent_too():
@@ -272,26 +213,6 @@ def test_a_ban_by_one_rank_holds_for_all_from_the_next_run_on(search, rank, bad)
     assert 0 < plans.count(bad) <= 2  # it is banned by the payload of the run after its first
     assert simulation.winners() == {"a": "a0" if bad != "a0" else "a1"}
     assert simulation.tuning.contexts["a"].banned[sorted(ms).index(bad)] == (rank, "OutOfResources")
-
-
-def test_when_every_candidate_is_banned_the_session_ends_with_all_reasons():
-    simulation = Simulation(
-        {"a": ["a0", "a1"]},
-        {"a0": 1.0, "a1": 1.0},
-        ranks=2,
-        bans=lambda run, rank, name: {f"a{rank}": f"reason of rank {rank}"} if run == 1 else {},
-        n_repeat=3,
-    )
-    with pytest.raises(NoValidConfig, match=r"Rank 0, a0: reason of rank 0\. Rank 1, a1: reason of rank 1\."):
-        simulation.session()
-
-
-def test_every_candidate_banned_before_its_first_trial_is_an_error_of_the_first_run():
-    simulation = Simulation(
-        {"a": ["a0", "a1"]}, {"a0": 1.0, "a1": 1.0}, bans=lambda *_: {"a0": "no smem", "a1": "no regs"}
-    )
-    with pytest.raises(NoValidConfig, match=r"a\[k\]: all 2 configs failed"):
-        simulation.session()
 
 
 def test_a_settled_context_that_loses_its_last_candidate_ends_the_session_and_is_forgotten():

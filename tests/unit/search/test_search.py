@@ -104,15 +104,6 @@ def test_a_trial_whose_sample_is_not_read_yet_is_waited_for_on_the_incumbent():
 
 
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
-@pytest.mark.parametrize("best", ["a", "b", "c"])
-def test_the_fastest_candidate_wins(strategy, best):
-    made = context(strategy=STRATEGIES[strategy], search=strategy, n_repeat=2)
-    finish(made, {name: 1.0 if name == best else 2.0 for name in "abc"})
-    assert winner(made) == best
-    assert made.times.ms[made.winner] == 1.0
-
-
-@pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 @pytest.mark.parametrize("incumbent", ["b", "c"])
 def test_a_tie_goes_to_the_incumbent_before_the_lowest_index(strategy, incumbent):
     made = context(strategy=STRATEGIES[strategy], search=strategy, start=False)
@@ -221,22 +212,6 @@ def test_a_banned_winner_is_replaced_by_the_next_fastest():
     assert made.digests[made.planned] == "c"
 
 
-def test_candidates_that_not_every_rank_has_are_banned():
-    made = context(start=False)
-    made.narrow(announce(("a", "c"), rank=3))
-    assert made.banned == {1: (3, "not a candidate on every rank")}
-    made.start()
-    assert finish(made, {"a": 1.0, "c": 2.0}) == ["a", "c"]
-
-
-def test_contexts_are_of_their_own_rules():
-    announcement = Announcement(0, "matmul", "64", (("a", "A"), ("b", "B")), ("a", "b"))
-    first, second = (Context("x", announcement, rules(), 0) for _ in range(2))
-    first.start()
-    first.ban(0, 0, "no")
-    assert second.banned == {}
-
-
 def test_when_all_are_banned_the_error_names_kernel_key_and_every_reason():
     made = context(("a", "b"))
     with pytest.raises(NoValidConfig) as caught:
@@ -260,18 +235,6 @@ def test_a_claim_is_adopted_when_every_rank_can_use_it(claim, adopted):
     made.ban(2, 1, "does not load")
     assert made.adopt(claim) is (adopted is not None)
     assert (made.winner is not None and winner(made)) == (adopted or False)
-
-
-def test_a_search_that_was_ended_early_goes_on_where_it_was():
-    made = context(n_repeat=2)
-    for name in "aab":
-        advance(made, timed(name, {"a": 2.0, "b": 1.0}[name]))
-    made.settle("partial")
-    assert (winner(made), made.provisional) == ("b", True)
-    made.start()
-    assert made.digests[made.planned] == "b"
-    assert finish(made, {"b": 1.0, "c": 3.0}) == ["b", "c", "c"]
-    assert (winner(made), made.status) == ("b", "tuned")
 
 
 # ---- strategies of the user's own
@@ -303,17 +266,6 @@ def test_a_strategy_is_told_the_time_so_far_and_inf_for_a_ban():
     advance(made, timed("a", 3.0))
     advance(made, Part(ran="a", bans={"b": (0, "PTXASError")}))
     assert told == [2.0, 2.0, 3.0, math.inf]
-
-
-def test_a_strategy_may_prefer_a_slower_candidate_to_the_incumbent():
-    def cautious(candidates, *, n_warmup, n_repeat):
-        for index in candidates:  # noqa: UP028  a range has no send()
-            yield index
-        return 1
-
-    made = context(strategy=cautious, search="cautious")
-    finish(made, {"a": 1.0, "b": 1.001, "c": 2.0})
-    assert winner(made) == "b"
 
 
 def test_numpy_integers_are_indices_too():

@@ -7,7 +7,6 @@ import pwd
 from pathlib import Path
 
 import pytest
-from kernels_for_tests import launch, numbers
 from typer.testing import CliRunner
 
 import dist_autotune
@@ -120,8 +119,7 @@ def no_home(monkeypatch):
 
 
 def test_without_a_home_directory_there_is_a_warning_and_no_cache(no_home, tmp_path, bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), log_dir=None)
+    tuned = bench.tuned({16: 3.0, 32: 1.0}, log_dir=None)
     with pytest.warns(
         CacheWarning, match="no home directory. Set HOME, or DIST_AUTOTUNE_CACHE_DIR"
     ) as caught:
@@ -139,18 +137,20 @@ def test_without_a_home_directory_the_commands_say_what_to_set(no_home):
     assert examination.directories_in_force()[1] == settings.NO_HOME
 
 
-@pytest.mark.parametrize("value", ["soon", "-1", "0", "nan"])
-def test_a_timeout_that_is_no_time_is_an_error(monkeypatch, value):
-    monkeypatch.setenv("DIST_AUTOTUNE_TIMEOUT_S", value)
-    with pytest.raises(TuningError, match="DIST_AUTOTUNE_TIMEOUT_S"):
-        Options().resolved_timeout_s()
-
-
-@pytest.mark.parametrize("value", ["soon", "-1", "inf", "nan"])
-def test_a_compile_timeout_that_is_no_time_is_an_error(monkeypatch, value):
-    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", value)
-    with pytest.raises(TuningError, match="DIST_AUTOTUNE_COMPILE_TIMEOUT_S"):
-        settings.compile_timeout_s()
+@pytest.mark.parametrize(
+    ("name", "read", "values"),
+    [
+        ("DIST_AUTOTUNE_TIMEOUT_S", lambda: Options().resolved_timeout_s(), ["soon", "-1", "0", "nan"]),
+        ("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", settings.compile_timeout_s, ["soon", "-1", "inf", "nan"]),
+        ("DIST_AUTOTUNE_COMPILE_JOBS", settings.check_variables, ["many", "0", "-1", "1.5"]),
+    ],
+    ids=["timeout", "compile timeout", "compile jobs"],
+)
+def test_a_value_that_is_no_such_number_is_an_error(monkeypatch, name, read, values):
+    for value in values:
+        monkeypatch.setenv(name, value)
+        with pytest.raises(TuningError, match=f"{name}="):
+            read()
 
 
 @pytest.mark.parametrize(("value", "seconds"), [("7.5", 7.5), ("0", 0.0), (None, 120.0)])
@@ -158,13 +158,6 @@ def test_a_compile_timeout_comes_from_its_variable(monkeypatch, value, seconds):
     if value is not None:
         monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", value)
     assert settings.compile_timeout_s() == seconds
-
-
-@pytest.mark.parametrize("value", ["many", "0", "-1", "1.5"])
-def test_jobs_that_are_no_number_of_processes_are_an_error(monkeypatch, value):
-    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_JOBS", value)
-    with pytest.raises(TuningError, match=f"DIST_AUTOTUNE_COMPILE_JOBS='{value}': expected an int"):
-        settings.check_variables()
 
 
 @pytest.mark.parametrize(
@@ -189,8 +182,7 @@ def test_the_place_on_the_host_is_torchruns_or_that_in_the_group(monkeypatch, lo
 
 
 def test_directories_are_resolved_when_the_function_is_decorated(tmp_path, monkeypatch, bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    decorated = bench.tune(lambda: launch(kernel, numbers()), cache="winners")
+    decorated = bench.tuned({16: 3.0, 32: 1.0}, cache="winners")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)

@@ -108,8 +108,7 @@ def test_no_hook_of_the_optimizers_outlives_the_call(bench):
 @pytest.mark.parametrize("mode", ["replay", "online"])
 @pytest.mark.parametrize("ms", [math.nan, -1.0, 0.0])
 def test_a_clock_that_gives_no_usable_time_is_named_once(bench, ms, mode):
-    kernel = bench.kernel({16: ms, 32: ms})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), name="step", mode=mode)
+    tuned = bench.tuned({16: ms, 32: ms}, name="step", mode=mode)
     told = [text for _ in range(5) for text in said(tuned)]
     (text,) = told
     assert text.startswith("step: ScriptedClock returned only times that are not finite")
@@ -126,8 +125,7 @@ def test_a_clock_that_returns_text_is_an_error_with_the_clock_and_the_text(bench
         def read_ms(self, mark: list[float]) -> Any:
             return "1.5 ms"
 
-    kernel = bench.kernel({16: 1.0, 32: 2.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()), mode=mode, clock=Clock())
+    tuned = bench.tuned({16: 1.0, 32: 2.0}, mode=mode, clock=Clock())
     with pytest.raises(
         InvalidOption, match=re.escape("clock=Clock(): read_ms() returned '1.5 ms'; return mill")
     ):

@@ -71,6 +71,11 @@ def base_block(kernel: Kernel, n: int) -> int:
     return viable_blocks(kernel, n)[0]
 
 
+def draw(random: Random) -> tuple[Program, Outputs]:
+    program = draw_comparing_program(random)
+    return program, draw_outputs(random, program)
+
+
 def draw_outputs(random: Random, program: Program) -> Outputs:
     """Return outputs in which first configs repeat themselves, and change nothing together."""
     world = range(program.world_size)
@@ -151,8 +156,9 @@ class ComparingRank(VirtualRank):
         return self.outputs.of_run(self.agreement.rank, run, launched)
 
 
-def play(program: Program, outputs: Outputs, random: Random, counts: Counter[str]) -> None:
+def play(drawn: tuple[Program, Outputs], random: Random, counts: Counter[str]) -> None:
     """Have ranks live through a program; raises AssertionError where a promise is broken."""
+    program, outputs = drawn
     witness = Witness(program, counts)  # ranks agree at every exchange, and runs are bounded
     group = VirtualGroup(program.world_size, random, witness.look)
     with virtual_world():
@@ -206,18 +212,3 @@ def _check_complete(
         counts["winners"] += 1
         counts["winners other than the first config"] += context.config.kwargs["BLOCK"] != viable[0]
         counts["winners slower than the fastest config"] += min(times.values()) < min(kept.values())
-
-
-def play_sessions(first: int, sessions: int, counts: Counter[str]) -> None:
-    """Play so many programs, of three sessions each, from number `first` on."""
-    for number in range(first, first + sessions):
-        random = Random(number)
-        program = draw_comparing_program(random)
-        outputs = draw_outputs(random, program)
-        try:
-            play(program, outputs, random, counts)
-        except Exception as error:
-            text = f"program {number}: {type(error).__name__}: {error}\n{program}\n{outputs}"
-            raise AssertionError(text) from error
-        counts["programs"] += 1
-        counts[f"programs of {program.world_size} ranks"] += 1
