@@ -90,7 +90,7 @@ class Backlog:
         """
         if (entry := self._entries.get(context)) is None:
             counts, device = CompileCounts(workers=self._options.workers), preflight.current_device()
-            entry = self._entries[context] = _Entry(counts, time.monotonic(), context.launches, device)
+            entry = self._entries[context] = _Entry(counts, time.monotonic(), context.run.count, device)
         planned = preflight.plan(launch, configs, self._options.limit_s)
         entry.counts.remark = entry.counts.remark or planned.remark
         entry.reasons.update(planned.reasons)
@@ -119,7 +119,7 @@ class Backlog:
                 may_load = time.monotonic() < until
             self._ban(context, entry.reasons)
             entry.reasons = {}
-            context.compiling = entry.left
+            context.compile.left = entry.left
             if not entry.left:
                 del self._entries[context]
                 entry.counts.seconds = time.monotonic() - entry.began
@@ -139,8 +139,8 @@ class Backlog:
         for context, entry in list(self._entries.items()):
             if not stays(context):
                 del self._entries[context]
-                context.compiling, context.is_preflighted = 0, False
-                context.forms.clear()
+                context.compile.left, context.compile.is_preflighted = 0, False
+                context.compile.forms.clear()
                 if entry.to_compile:
                     self._stop()  # it starts anew with what is left
 

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any
 
 from ..compilation import preflight
 from ..compilation.config_failures import config_failure, is_out_of_memory
@@ -21,20 +21,19 @@ from ..triton_api.footprint import RecordedGrid
 from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
 from .backlog import Backlog
 from .fast_path import CallUnderWay, Settled
-from .rank_context import NONE_FAILED, Binding, RankContext
+from .rank_context import NONE_FAILED, Binding, Phase, RankContext
 from .registry import Registry
 from .tunable import CHOICES, KnownChoices, Ranks, option_texts
 from .written_tensors import WrittenTensors
+
+NO_CONFIG_OF_LAUNCH = "it is none of the configs that this launch may have"
 
 
 class Dispatcher:
     """The launches of one tuned function on this rank, from any thread.
 
-    ranks: those that agree on what is launched. compiling: entered while this rank compiles, so that its
-    peers wait on. passes_single: a kernel with one
-    config is no context, as no peer can have more. is_frozen: nothing will ever be tried, so what is not
-    settled now will never be. refuse: raises in place of a launch that is not tuned; None: such may be.
-    note: writes a line of the log. written: copies what launches change.
+    compiling: entered while this rank compiles, so that its peers wait on. note: writes a line of the log.
+    written: copies what launches change.
     """
 
     def __init__(
@@ -42,25 +41,20 @@ class Dispatcher:
         registry: Registry,
         clock: Clock,
         guard: CrashGuard,
-        ranks: Ranks,
         compiling: Callable[[], AbstractContextManager[None]],
-        *,
-        passes_single: bool,
-        is_frozen: bool,
-        refuse: Callable[[RankContext], NoReturn] | None,
         note: Callable[[str], None],
         written: WrittenTensors,
     ) -> None:
         self.run_under_way: CallUnderWay | None = None  # of a session
-        self._passes_single = passes_single
+        self._function = registry.results.function
         self._model = self._new_call(tunes=False)  # of settled calls
         self._is_fresh = True  # no session has run since choices were made anew
         # A launch of each new form of a context: their arguments are held no longer than the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
-        self._compiling, self._is_frozen, self._refuse, self._note = compiling, is_frozen, refuse, note
-        self._ranks, self._written = frozenset(ranks), written
+        self._compiling, self._note, self._written = compiling, note, written
+        self._ranks = frozenset(self._function.group.ranks)
         self._lock = threading.RLock()
 
     # -- the launch ----------------------------------------------------------------------------------------
@@ -113,8 +107,8 @@ class Dispatcher:
         self._check_tuned(context, candidate)
         place = texts.index(context.texts[candidate])
         if not is_quiet:
-            context.ran.add(candidate)
-            context.launches += 1
+            context.run.ran.add(candidate)
+            context.run.count += 1
             if self._stays(call, context) and not is_of_session:
                 self._known_choices.add(name, options, key, among, place)
         return options[place]  # of this call: an earlier one may have given equal ones of other types
@@ -124,15 +118,15 @@ class Dispatcher:
         return self.run_under_way is not None and self.run_under_way is not call
 
     def _stays(self, call: CallUnderWay, context: RankContext) -> bool:
-        """Return whether later calls launch what this one has launched."""
-        return not call.tunes and (context.is_settled or self._is_frozen)
+        """Return whether later calls launch what this one has launched: where nothing is tried, all do."""
+        return not call.tunes and (context.phase is Phase.SETTLED or not self._function.tunes)
 
     def _candidate(
         self, call: CallUnderWay, binding: Binding, failed: Mapping[str, str] = NONE_FAILED
     ) -> str:
         context = binding.rank_context
         candidate = context.chosen(binding, failed)
-        if not call.tunes and not context.is_settled:
+        if not call.tunes and context.phase is not Phase.SETTLED:
             self._note_new(call, context)
         return candidate
 
@@ -143,7 +137,7 @@ class Dispatcher:
 
     def _launch(self, call: CallUnderWay, launch: Launch, binding: Binding, candidate: str) -> Any:
         context, config = binding.rank_context, binding.configs[candidate]
-        is_trial = call.tunes and context.launches == 0 and context.tries(candidate)
+        is_trial = call.tunes and context.run.count == 0 and context.tries(candidate)
         with self._guard.launching(context.name, candidate) if is_trial else contextlib.nullcontext():
             launch.run_pre_hook(config)
             loaded = self._ensure_loaded(launch, binding, candidate) if call.tunes else None
@@ -154,13 +148,14 @@ class Dispatcher:
                 result = counted.run(config)
                 context.samples.stop(mark)
                 self._keep_share(context, candidate, grid.programs, kernel_of(result))
-                if loaded is not None and kernel_of(result) not in (None, loaded) and not context.is_varied:
-                    context.is_varied = True
-                    context.ran.add(MIXED)  # the interval may hold a compilation: the run does not count
+                state = context.compile
+                if loaded is not None and kernel_of(result) not in (None, loaded) and not state.is_varied:
+                    state.is_varied = True
+                    context.run.ran.add(MIXED)  # the interval may hold a compilation: the run does not count
             else:
                 result = launch.run(config)
-            context.ran.add(candidate)
-            context.launches += 1
+            context.run.ran.add(candidate)
+            context.run.count += 1
         return result
 
     @staticmethod
@@ -183,7 +178,7 @@ class Dispatcher:
         with self._compiling():
             kernel = launch.compile(binding.configs[candidate])
             load_kernel(kernel)
-        context.is_varied |= loaded is not None and kernel is not loaded
+        context.compile.is_varied |= loaded is not None and kernel is not loaded
         binding.loaded[candidate, device] = kernel
         return kernel
 
@@ -191,7 +186,7 @@ class Dispatcher:
         """Keep a launch until the end of the run if the candidates are to be compiled for its form."""
         context = binding.rank_context
         is_wanted = call.tunes and context.is_to_preflight and not interception.is_interpreted()
-        if is_wanted and context.keep_form(form := kernel_of(result)):
+        if is_wanted and context.compile.keep_form(form := kernel_of(result)):
             self.to_preflight.setdefault(context, {})[form] = binding, launch
 
     def _failure(self, call: CallUnderWay, launch: Launch, config: Any, error: Exception) -> dict[str, str]:
@@ -207,13 +202,13 @@ class Dispatcher:
             return {}
         call.settled.clear()
         with self._lock:  # threads may launch it at once; its replacement has not failed
-            if not call.tunes or (context.is_settled and is_out_of_memory(error)):
+            if not call.tunes or (context.phase is Phase.SETTLED and is_out_of_memory(error)):
                 self._excuse(call, context, candidate, reason, counts=not is_out_of_memory(error))
                 return {candidate: reason}
             if candidate not in context.bans:
                 self._registry.ban(context, {candidate: reason})
-            if context.choice in (candidate, None):
-                context.choice = context.stand_in()
+            if context.run.choice in (candidate, None):
+                context.run.choice = context.stand_in()
         return {candidate: reason}
 
     def _excuse(
@@ -243,8 +238,12 @@ class Dispatcher:
         return binding.configs[candidate]
 
     def _check_tuned(self, context: RankContext, candidate: str) -> None:
-        if self._refuse is not None and candidate != context.tuned:
-            self._refuse(context)
+        """Raise NotTuned in the strict mode for a launch that would not be with a search's result."""
+        if self._function.is_strict and candidate != (winner := context.tuned):
+            about, kernel_id = context.identity, self._registry.names.alias(context.identity.kernel)
+            _, failure = context.failures.get(winner or "", (0, NO_CONFIG_OF_LAUNCH))
+            failure = context.bans.get(winner or "", failure)
+            raise self._registry.results.not_tuned(about, kernel_id, winner or "", failure)
 
     def _binding(self, call: CallUnderWay, launch: Launch) -> Binding:
         """Return the binding of a launch; admit a new one."""
@@ -288,7 +287,8 @@ class Dispatcher:
     def _new_call(self, *, tunes: bool, written: WrittenTensors | None = None) -> CallUnderWay:
         settled: Settled = {}
         makes = self._handle, self._failure, self._choose
-        return CallUnderWay(settled, *makes, tunes, self._passes_single, written)
+        # One rank leaves a kernel with one config to stock Triton: no peer can have more.
+        return CallUnderWay(settled, *makes, tunes, self._function.is_alone, written)
 
     def _begin_anew(self) -> None:
         """Let the first launch of each context choose; settled calls under way keep what they know."""
@@ -299,7 +299,7 @@ class Dispatcher:
     def abandon_run(self) -> None:
         """Drop the measurements of the run under way: it raised."""
         for context, launches in self.to_preflight.items():
-            context.forms -= launches.keys()
+            context.compile.forms -= launches.keys()
         self.to_preflight.clear()
         self._registry.abandon_run()
 
@@ -313,7 +313,7 @@ class Dispatcher:
                 all_counts += [] if found.counts is None else [found.counts]
             if all_counts:
                 yield context, _with_remark(sum(all_counts, CompileCounts()), context)
-            context.forms.clear()
+            context.compile.forms.clear()
 
     def preflight_in_background(self, backlog: Backlog) -> Iterator[tuple[RankContext, CompileCounts]]:
         """Let candidates of new contexts be compiled while runs go on; yield the contexts that are done."""
@@ -323,23 +323,23 @@ class Dispatcher:
                     backlog.add(context, launch, configs)
         for context, counts in backlog.advance():
             yield context, _with_remark(counts, context)
-            context.forms.clear()
+            context.compile.forms.clear()
 
     def _take_launches(self) -> Iterator[tuple[RankContext, list[tuple[Binding, Launch]]]]:
         """Yield each context of the run with one launch of each new form."""
         launches, self.to_preflight = self.to_preflight, {}
         for context, by_form in launches.items():
-            context.is_preflighted = True
+            context.compile.is_preflighted = True
             yield context, list(by_form.values())
 
 
 def _untried(binding: Binding) -> dict[str, Any]:
     """Return the configs that may be tried and the run has not launched, by candidate."""
     context = binding.rank_context
-    left = {context.choice, *context.bans, *context.outside_race}
+    left = {context.run.choice, *context.bans, *context.outside_race}
     return {c: config for c, config in binding.configs.items() if c not in left}
 
 
 def _with_remark(counts: CompileCounts, context: RankContext) -> CompileCounts:
-    counts.remark = "; ".join(filter(None, (counts.remark, context.forms_remark)))
+    counts.remark = "; ".join(filter(None, (counts.remark, context.compile.remark)))
     return counts

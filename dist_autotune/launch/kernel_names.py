@@ -10,6 +10,7 @@ from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
 from ..triton_api import identity
+from ..triton_api.identity import family_of
 
 
 class KernelNames:
@@ -70,10 +71,6 @@ class KernelNames:
     def relatives(self, kernel: str) -> set[str]:
         """Return the kernels of its family that this rank has launched, without those of the same name."""
         return self._families.get(family_of(kernel), set())
-
-
-def family_of(kernel: str) -> str:
-    return kernel.partition(".")[0]
 
 
 def _kernel(family: str, candidates: Iterable[str]) -> str:

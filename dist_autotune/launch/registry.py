@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,48 +15,30 @@ from ..codec import digest
 from ..formatting import config_label
 from ..options import Options
 from ..search.context import Context, Outcome
-from ..search.expectation.model import Told
 from ..search.kernel_families import context_name
-from ..search.messages import MIXED, Announcement, Claim, Part, Upgrade
+from ..search.messages import MIXED, Announcement, Part
 from ..search.rules import BY_LAUNCH
+from ..storage.known_results import ContextIdentity, KnownResults
 from ..timing.clock import Clock
 from ..timing.samples import Samples
 from ..triton_api import identity
-from ..triton_api.identity import KernelIdentity
+from ..triton_api.identity import KernelIdentity, family_of
 from ..triton_api.launch import Key, Launch, config_texts
-from .kernel_names import KernelNames, family_of
-from .rank_context import Binding, RankContext
+from .kernel_names import KernelNames
+from .rank_context import Binding, Phase, RankContext
 
 
 class Registry:
-    """The contexts of this rank, by name. Not for several threads at once.
-
-    recall: gives a new context what the ranks share of it, and returns what it must not launch, with reasons.
-    find_claim: the result that memory or disk has for it. find_winners: those of other keys of its kernel.
-    find_told: the times that those have told. find_upgrade: what is raced again after an upgrade.
-    tries_few: a search tries a few candidates, those that other keys let expect to be fast.
-    """
+    """The contexts of this rank, by name. Not for several threads at once."""
 
     def __init__(
-        self,
-        names: KernelNames,
-        options: Options,
-        clock: Clock,
-        rank: int,
-        recall: Callable[[RankContext], Mapping[str, str]],
-        find_claim: Callable[[RankContext, Autotuner | None], Claim | None],
-        find_winners: Callable[[RankContext], Mapping[str, str]],
-        find_told: Callable[[RankContext], Told],
-        find_upgrade: Callable[[RankContext], Upgrade | None],
-        tries_few: bool = False,
+        self, names: KernelNames, options: Options, clock: Clock, rank: int, results: KnownResults
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # the ranks have agreed on something since the last run began
         self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
-        self.names = names
+        self.names, self.results = names, results
         self._options, self._clock, self._rank = options, clock, rank
-        self._recall, self._find_claim, self._find_upgrade = recall, find_claim, find_upgrade
-        self._find_winners, self._find_told, self._tries_few = find_winners, find_told, tries_few
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -76,79 +60,82 @@ class Registry:
 
     def look(self, launch: Launch, *, admits: bool = False) -> Binding:
         """Return what `admit` would, and admit nothing."""
-        configs, kernel = launch.candidates(), self.names.name_of(launch.tuner, launches=admits)
-        texts = dict(zip(configs, config_texts(list(configs.values())), strict=True))
-        source = identity.kernel_identity(launch.tuner)
-        context = self._context(kernel, launch.key(), source, configs, texts, launch)
-        return Binding(weakref.ref(launch.tuner), launch.key(), configs, context)
+        configs, key, tuner = launch.candidates(), launch.key(), launch.tuner
+        about = ContextIdentity(
+            self.names.name_of(tuner, launches=admits),
+            identity.kernel_identity(tuner),
+            key,
+            identity.key_text(key),
+            dict(zip(configs, config_texts(list(configs.values())), strict=True)),
+            launch.constants_text(),
+            launch.key_names(),
+        )
+        context = self._known(about) or self._new(about, configs, tuner)
+        return Binding(weakref.ref(tuner), key, configs, context)
 
     def choice(self, name: str, key: Key, options: dict[str, Any], *, is_joint: bool) -> RankContext:
         """Return the context of a `tunable`, whose options are given by their texts."""
         kernel = self.names.name_of_choice(name, options, is_joint=is_joint)
         texts = {digest(text): text for text in options}
         configs = {each: options[text] for each, text in texts.items()}
-        source = KernelIdentity(name, digest="")
-        context = self._context(kernel, key, source, configs, texts, None, is_joint=is_joint)
+        source, text = KernelIdentity(name, digest=""), identity.key_text(key)
+        about = ContextIdentity(kernel, source, key, text, texts, is_choice=True, is_joint=is_joint)
+        context = self._known(about) or self._new(about, configs, None)
         if not context.bindings:
             context.bindings.append(Binding(lambda: None, key, configs, context))
             self.by_name[context.name] = context
         return context
 
-    def _context(
-        self,
-        kernel: str,
-        key: Key,
-        source: KernelIdentity,
-        configs: dict[str, Any],
-        texts: dict[str, str],
-        launch: Launch | None,
-        *,
-        is_joint: bool = False,
-    ) -> RankContext:
-        """Return the context of a kernel's key; a new one has a slot of its own among those of the kernel.
+    def _known(self, about: ContextIdentity) -> RankContext | None:
+        of_kernel = (each for each in self.by_name.values() if each.identity.kernel == about.kernel)
+        found = next((each for each in of_kernel if each.identity.key_text == about.key_text), None)
+        if found is not None:
+            self._choose_first(found)
+        return found
+
+    def _new(self, about: ContextIdentity, configs: dict[str, Any], tuner: Autotuner | None) -> RankContext:
+        """Return a context with a slot of its own among those of the kernel.
 
         A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
         """
-        key_text, tuner = identity.key_text(key), None if launch is None else launch.tuner
-        own = {context.key_text: context for context in self.by_name.values() if context.kernel == kernel}
-        if key_text in own:
-            self._choose_first(own[key_text])
-            return own[key_text]
-        slot, taken = key_text, {context.slot for context in own.values()}
-        if self._options.agree == "ordinal":
-            slot = next(free for n in range(len(own) + 1) if (free := f"@{n}") not in taken)
-        name = context_name(self.names.alias(kernel), slot)
-        if name in self.by_name:  # of another Autotuner, one that shares its contexts with peers'
-            name = context_name(f"{kernel}!", slot)
-        samples = Samples(self._clock, self._options.statistic, flags_gaps=launch is not None)
-        constants = "" if launch is None else launch.constants_text()
-        names, is_choice = () if launch is None else launch.key_names(), launch is None
-        context = RankContext(
-            name, kernel, source, key, key_text, texts, samples, self._rank, slot, constants, names, is_choice
-        )
-        context.is_joint = is_joint
-        bans, claim = self._recall(context), self._find_claim(context, tuner)
+        results, key = self.results, about.key
+        claim = results.find_claim(about, tuner)
         if claim is not None and claim[1] not in configs:
             cached = None if tuner is None else tuner.cache.get(key)
             if cached is not None and identity.config_digest(cached) == claim[1]:
-                configs[claim[1]], texts[claim[1]] = cached, str(cached)
+                configs[claim[1]] = cached
+                about = dataclasses.replace(about, texts={**about.texts, claim[1]: str(cached)})
             else:
                 claim = None
-        context.claim = claim
+        slot, name = self._slot(about)
+        samples = Samples(self._clock, self._options.statistic, flags_gaps=tuner is not None)
+        context = RankContext(name, slot, about, samples, self._rank, claim)
+        context.holds_claim_back = claim is not None and results.holds_back(about)
+        context.search = results.search.contexts.get(name)
         self._choose_first(context)
-        self.ban(context, bans)
+        bans = {} if context.search is not None else results.search.crash_bans.get(name, {})
+        self.ban(context, {each: reason for each, (_, reason) in bans.items() if each in about.texts})
         return context
+
+    def _slot(self, about: ContextIdentity) -> tuple[str, str]:
+        """Return a free slot among the contexts of a kernel, and the name of the context that has it."""
+        kernel, slot = about.kernel, about.key_text
+        if self._options.agree == "ordinal":
+            taken = {each.slot for each in self.by_name.values() if each.identity.kernel == kernel}
+            slot = next(free for n in itertools.count() if (free := f"@{n}") not in taken)
+        name = context_name(self.names.alias(kernel), slot)
+        if name in self.by_name:  # of another Autotuner, one that shares its contexts with peers'
+            name = context_name(f"{kernel}!", slot)
+        return slot, name
 
     def _choose_first(self, context: RankContext) -> None:
         """Let a context that no rank has announced begin with an old winner, or what other keys tell of it.
 
         Anew in each run, by its first launch: ranks that announce it together know the same results.
         """
-        is_new = context.search is None and context.claim is None
-        if is_new and context.choice is None and len(context.texts) > 1:
-            upgrade = self._find_upgrade(context)
-            known = self._find_winners(context), self._find_told(context), upgrade
-            context.begin_with(*known, tries_few=self._tries_few)
+        if context.phase is Phase.NEW and context.run.choice is None and len(context.texts) > 1:
+            known = self.results.of_kernel(context.identity, self.names.alias(context.identity.kernel))
+            context.begin_with(known, tries_few=self.results.search.rules.expects)
 
     def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
         """Ban candidates on this rank, with reasons; the run's report tells the peers."""
@@ -192,7 +179,7 @@ class Registry:
         chosen = []
         for context in list(self.by_name.values()):
             report = context.samples.report  # of the run that is waited for, which may be an earlier one
-            candidate = report.ran if report is not None and report.pending else context.choice
+            candidate = report.ran if report is not None and report.pending else context.run.choice
             if candidate is not None:
                 text = config_label(context.texts.get(candidate, "several configs"))
                 chosen.append((context, f"{context.title} with {text}"))
@@ -204,29 +191,30 @@ class Registry:
         """Return what to tell the peers of this run. `waits`: read every clock now; see `Samples`."""
         reports = {}
         for place, context in enumerate(self.by_name.values()):
-            if context.launches and not context.is_settled:
-                context.launches_per_run = context.launches
+            run = context.run
+            if run.count and context.phase is not Phase.SETTLED:
+                context.launches_per_run = run.count
             earlier = context.report_earlier_runs()
             bans = {
                 c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans
             }
             is_repeated = context.samples.report is not None
-            if not (context.ran or is_repeated or bans or context.compiling or earlier is not None):
+            if not (run.ran or is_repeated or bans or context.compile.left or earlier is not None):
                 continue
             # While a peer has not read its sample yet, this run's launches are no part of the trial.
             is_waiting = context.search is not None and context.search.waiting
-            if is_repeated or (context.ran and not is_waiting):
-                ran = None if not context.ran else MIXED if len(context.ran) > 1 else next(iter(context.ran))
+            if is_repeated or (run.ran and not is_waiting):
+                ran = None if not run.ran else MIXED if len(run.ran) > 1 else next(iter(run.ran))
                 part = context.samples.report_run(ran, waits=waits)
             else:
                 part = earlier or Part()
             announcement = None if context.announced else self._announcement(context, place)
             share, launches = context.footprint(part.ran)
-            context.report = reports[context.name] = replace(
+            run.report = reports[context.name] = replace(
                 part,
                 bans=bans,
                 announcement=announcement,
-                compiling=context.compiling,
+                compiling=context.compile.left,
                 share=share,
                 launches=launches,
             )
@@ -234,39 +222,40 @@ class Registry:
 
     def _announcement(self, context: RankContext, place: int) -> Announcement:
         self._choose_first(context)  # a context announced for its bans was not launched
-        kernel = context.kernel
+        about, beginning = context.identity, context.beginning
         return Announcement(
             rank=context.rank,
-            kernel=context.source.short_name,
-            key=context.key_text,
+            kernel=about.source.short_name,
+            key=about.key_text,
             order=tuple(context.candidates.items()),
-            shared=tuple(sorted(context.texts)),
-            is_choice=context.is_choice,
-            kernel_id=self.names.alias(kernel),
-            family=f"{family_of(kernel)}{kernel.partition('#')[2]}",
-            siblings=len(self.names.relatives(kernel)),
+            shared=tuple(sorted(about.texts)),
+            is_choice=about.is_choice,
+            kernel_id=self.names.alias(about.kernel),
+            family=f"{family_of(about.kernel)}{about.kernel.partition('#')[2]}",
+            siblings=len(self.names.relatives(about.kernel)),
             place=place,
             slot=context.slot,
             claim=context.claim,
-            like=context.like,
-            default=context.default,
-            upgrade=context.upgrade,
+            like=beginning.like,
+            default=next(iter(about.texts), ""),
+            upgrade=beginning.upgrade,
         )
 
     def reported(self) -> list[RankContext]:
         """Return the contexts of which the peers hear at the end of this run."""
-        return [context for context in self.by_name.values() if context.report is not None]
+        return [context for context in self.by_name.values() if context.run.report is not None]
 
     def announced_now(self) -> list[RankContext]:
         """Return the contexts that this run announces to the peers."""
-        return [context for context in self.reported() if context.report and context.report.announcement]
+        reports = ((context, context.run.report) for context in self.by_name.values())
+        return [context for context, report in reports if report is not None and report.announcement]
 
     def new_sources(self) -> dict[str, str]:
         """Return the source digests of the functions in the kernels that this run announces, by name."""
-        new = {name for context in self.announced_now() for name, _ in context.source.texts}
+        new = {name for context in self.announced_now() for name, _ in context.identity.source.texts}
         texts: dict[str, set[str]] = {}
         for context in self.by_name.values():
-            for name, text in context.source.texts:
+            for name, text in context.identity.source.texts:
                 texts.setdefault(name, set()).add(text)
         return {name: " ".join(sorted(digests)) for name, digests in texts.items() if name in new}
 
@@ -276,12 +265,12 @@ class Registry:
         """Keep or drop the samples of the reported run; `late_ms`: see `Samples.apply_outcome`."""
         self.has_news = True
         for context in self.by_name.values():
-            if context.report is None:
+            if (report := context.run.report) is None:
                 # Met in a settled call and not launched since: peers may have announced it meanwhile.
                 context.search = context.search or searches.get(context.name)
                 continue
             search, outcome = searches[context.name], outcomes[context.name]
             context.search, context.announced = search, True
-            context.reported_bans.update(context.report.bans)
+            context.reported_bans.update(report.bans)
             counts = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
             context.samples.apply_outcome(waiting=search.waiting, counts=counts, late_ms=late_ms)

@@ -43,6 +43,11 @@ class KernelIdentity:
     full_name: str = ""  # of the function, with its module; of a `tunable` empty
 
 
+def family_of(kernel: str) -> str:
+    """Return what an Autotuner's identity has in common with others of the same source and keys."""
+    return kernel.partition(".")[0]
+
+
 _HOOKS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _TOLD_APART: weakref.WeakSet[Any] = weakref.WeakSet()  # hooks whose text holds what they capture
 _SOURCES: weakref.WeakKeyDictionary[Callable[..., Any], KernelIdentity] = weakref.WeakKeyDictionary()

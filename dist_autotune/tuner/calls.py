@@ -263,7 +263,7 @@ class Calls:
         if interception.is_capturing() or is_quiet:
             is_quiet = True
             if not self._ignores_known:
-                state.results.looks_on_disk |= function.is_alone
+                state.known.looks_on_disk |= function.is_alone
         may_tune = function.tunes and (function.is_alone or options.watch) and not is_quiet
         return SettledCall(state.dispatcher.settled_call(), may_tune, is_quiet)
 
@@ -350,7 +350,7 @@ class Calls:
         tunes = state.function.tunes
         if tunes and not self._options.is_dist:
             diagnosis.warn_of_missing_is_dist(self._name)
-        state.results.ignores_known = self._ignores_known and tunes
+        state.known.ignores_known = self._ignores_known and tunes
         self._wants_session = True
         return Session(state, self._log_dir, is_of_program=self._is_of_program)
 
@@ -360,7 +360,7 @@ class Calls:
         if session is not None and session.is_over:
             self._report, self._session = session.report(), None
             self._wants_session = session.wants_another
-            has_retuned = session.state.results.ignores_known and not session.has_failed
+            has_retuned = session.state.known.ignores_known and not session.has_failed
             self._ignores_known = self._ignores_known and not has_retuned
 
     def _current_state(self, mode: str) -> FunctionState:

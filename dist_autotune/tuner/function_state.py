@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NoReturn
 
 import torch
 import triton
 from msgspec.structs import replace
 
 from ..codec import digest
-from ..errors import NotTuned
-from ..formatting import config_label, context_label
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
-from ..launch.rank_context import RankContext
+from ..launch.rank_context import Phase, RankContext
 from ..launch.registry import Registry
 from ..launch.written_tensors import WrittenTensors
 from ..options import Options
@@ -24,13 +21,11 @@ from ..ranks.ballots import Ballot
 from ..ranks.group import RankGroup
 from ..search import strategies
 from ..search.context import Context
-from ..search.expectation.keys import by_distance, named
-from ..search.expectation.model import Told
 from ..search.messages import Facts, Message, Opening, RunReport, bans_for_crashes, checked
 from ..search.rules import Rules
 from ..search.state import SearchState
 from ..storage.crash_guard import CrashGuard
-from ..storage.device import Device
+from ..storage.known_results import FunctionScope, KnownResults
 from ..storage.winners import Winners
 from ..timing.clock import Clock, default_clock
 from ..timing.synchronized_start import clock_name
@@ -51,33 +46,19 @@ MAY_DIFFER = (
 )  # facts of an opening
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 WAITS_AFTER_RUNS = 16  # without a launch: fewer are those of gradients that are accumulated, and the like
-NO_CONFIG_OF_LAUNCH = "it is none of the configs that this launch may have"
-LISTED_KEYS = 3  # tuned keys that an error names
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
 
-class FunctionSetup:
-    """What stays the same from call to call. mode: DIST_AUTOTUNE_MODE, but for `off`."""
+class FunctionSetup(FunctionScope):
+    """What stays the same from call to call."""
 
     def __init__(
         self, options: Options, name: str, source_digest: str, group: RankGroup, *, mode: str
     ) -> None:
-        self.options, self.name, self.source_digest = options, name, source_digest
-        self.group, self.mode = group, mode
-        self.tunes, self.is_strict = mode == "tune", mode == "strict"
-        self.is_alone = len(group.ranks) == 1
+        super().__init__(options, name, source_digest, group, mode=mode)
         self.timeout_s = options.resolved_timeout_s()
         interpreted = interception.is_interpreted()
         self.clock: Clock = options.clock or default_clock(self.timeout_s, interpreted=interpreted)
-        self.device = Device.current()
-        # What keeps its results apart from others'; "": it shares them. Many functions are called `step`,
-        # and all lambdas `<lambda>`: a name of the user's own is enough.
-        self.scope = "" if options.share else options.name or f"{name}#{source_digest}"
-        self.bits = options.resolved_bits()
-        if self.tunes:
-            options.check_bits(has_function=bool(source_digest))
-        if self.bits == "same":  # the best of fewer candidates: others would get less than they could
-            self.scope = f"{self.scope} with equal bits".strip()
 
     def facts(self, values: dict[str, str]) -> Facts:
         """Return facts as this rank reports them, with that of every exchange: where in the program it is."""
@@ -110,7 +91,8 @@ class FunctionState:
     def __init__(self, function: FunctionSetup, note: Callable[[str], None]) -> None:
         disk = Winners(function.options.resolved_cache_dir())
         self.function, self._note = function, note
-        self.results = Results(function, disk)
+        self.known = KnownResults(function, disk, self._new_search())
+        self.results = Results(self.known)
         self.guard = function.crash_guard(disk)
         self.written = WrittenTensors()  # by the launches of the call under way
         self.time_spent = TimeSpent()  # of the session under way
@@ -119,79 +101,19 @@ class FunctionState:
         self._sources: Facts = {}  # of kernels, as all ranks have reported them
         self._reset()
 
+    def _new_search(self) -> SearchState:
+        options = self.function.options
+        strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
+        return SearchState(Rules(strategy=strategy, tunes=self.function.tunes, **options.rules()))
+
     def _reset(self) -> None:
         """Start without any context."""
-        function, options = self.function, self.function.options
-        strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
-        self.search = SearchState(Rules(strategy=strategy, tunes=function.tunes, **options.rules()))
-        names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
-        results = self.results
-        find = self._recall, results.find_claim, self.find_winners, self._find_told, results.find_upgrade
-        self.registry = Registry(names, options, function.clock, rank, *find, self.search.rules.expects)
-        self.dispatcher = Dispatcher(
-            self.registry,
-            function.clock,
-            self.guard,
-            function.group.ranks,
-            self.compiling,
-            passes_single=function.is_alone,
-            is_frozen=not function.tunes,
-            refuse=self._refuse if function.is_strict else None,
-            note=self._note,
-            written=self.written,
-        )
-
-    def _recall(self, rank_context: RankContext) -> dict[str, str]:
-        """Join a context that is new on this rank to the shared search; return its bans, with reasons."""
-        rank_context.search = self.search.contexts.get(rank_context.name)
-        bans = {} if rank_context.search is not None else self.search.crash_bans.get(rank_context.name, {})
-        return {c: reason for c, (_, reason) in bans.items() if c in rank_context.texts}
-
-    def find_winners(self, rank_context: RankContext) -> dict[str, str]:
-        """Return the winners, by key, of other keys of a context's kernel: only what all ranks know."""
-        return self._winners(rank_context) if self._keys_teach else {}
-
-    def _find_told(self, rank_context: RankContext) -> Told:
-        """Return the agreed times, by key and config, of other keys of a context's kernel."""
-        kernel_id = self.registry.names.alias(rank_context.kernel)
-        return self.search.told_times(kernel_id) if self._keys_teach else {}
-
-    @property
-    def _keys_teach(self) -> bool:
-        """Return whether a key may begin with what others tell.
-
-        Not with agree="ordinal", where contexts that belong together have different keys, and where bits
-        are compared: whose are kept must not depend on what was tuned before.
-        """
         function = self.function
-        agrees_by_order = function.options.agree == "ordinal" and not function.is_alone
-        return not agrees_by_order and function.bits == "any"
-
-    def _winners(self, rank_context: RankContext) -> dict[str, str]:
-        stored = self.results.stored_winners(rank_context)
-        return {**stored, **self.search.tuned_keys(self.registry.names.alias(rank_context.kernel))}
-
-    def _refuse(self, rank_context: RankContext) -> NoReturn:
-        """Raise NotTuned for a context whose launch would not be with a result of a search."""
-        kernel, key = rank_context.source.short_name, rank_context.named_key
-        winner = rank_context.tuned
-        if winner is not None:
-            _, failure = rank_context.failures.get(winner, (0, NO_CONFIG_OF_LAUNCH))
-            reason = rank_context.bans.get(winner, failure)
-            config = config_label(rank_context.texts.get(winner, winner))
-            why = f"its config {config} cannot be launched: {reason}"
-        else:
-            why = f"there is no result for it {self.results.places}{self.results.outdated(rank_context)}"
-        others = by_distance(rank_context.key_text, self._winners(rank_context))[:LISTED_KEYS]
-        nearest = tuple(context_label("", named(key, other)) for other in others)
-        raise NotTuned(
-            f"{context_label(kernel, key)} is not tuned, and DIST_AUTOTUNE_MODE=strict launches nothing "
-            f"else: {why}. Nearest tuned keys: {', '.join(nearest) or 'none'}. Tune it on this hardware "
-            "(DIST_AUTOTUNE_MODE=tune) and ship the result (dist-autotune cache export, import), or set "
-            "DIST_AUTOTUNE_MODE=cached, which launches the config of the nearest key.",
-            kernel,
-            key,
-            nearest,
+        self.known.search = self.search = self._new_search()
+        names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
+        self.registry = Registry(names, function.options, function.clock, rank, self.known)
+        self.dispatcher = Dispatcher(
+            self.registry, function.clock, self.guard, self.compiling, self._note, self.written
         )
 
     @property
@@ -219,11 +141,11 @@ class FunctionState:
             "the source of the tuned function": function.source_digest,
             "the version of dist_autotune": __version__,
             "the version of Triton": triton.__version__,
-            "retune": str(self.results.ignores_known),
+            "retune": str(self.known.ignores_known),
             "DIST_AUTOTUNE_MODE": function.mode,
             "device": function.device.text,
             "clock": clock_name(),
-            "cache": self.results.store,
+            "cache": self.known.store,
             "settled": digest(self.search.digest_text()),
             **{f"the option {name}": value for name, value in function.options.agreed_fields().items()},
         }
@@ -231,32 +153,33 @@ class FunctionState:
 
     def opening_with_results(self) -> Opening:
         """Return this rank's report when a session opens anew, with what its disk holds."""
-        opening = replace(self.opening(), offers=self.results.offered_at_opening())
+        opening = replace(self.opening(), offers=self.known.offered_at_opening())
         left = self.guard.recover()
-        if self.results.ignores_known:
+        if self.known.ignores_known:
             return opening
         return replace(opening, crashes=left.crashes, crash_bans=left.crash_bans)
 
     def open(self, session: str, merged: Opening) -> list[str]:
         """Begin the session that all ranks have agreed on; return remarks for its log."""
         remarks, facts = [], merged.facts
-        self.results.ignores_known = str(True) in facts["retune"]  # on some rank: then on all
+        self.known.ignores_known = str(True) in facts["retune"]  # on some rank: then on all
         differ = len(facts["settled"]) > 1
         if differ:
             remarks.append("ranks hold different earlier results: dropped on all ranks")
-        if differ or self.results.ignores_known:
+        if differ or self.known.ignores_known:
             self._reset()
         devices = facts["device"]
         if len(devices) > 1:
             remarks.append(f"ranks run on different devices ({', '.join(devices)}): no disk entries are used")
-        is_first = facts["cache"][self.results.store] == self.function.group.rank
-        self.results.open(merged.offers, same_device=len(devices) == 1, stores=is_first)
+        is_first = facts["cache"][self.known.store] == self.function.group.rank
+        self.known.open(merged.offers, same_device=len(devices) == 1, stores=is_first)
         self.search.open()
         self.search.crash_bans = bans_for_crashes(merged)
         self.guard.begin_session(session, self.search.crash_bans)
         for rank_context in self.registry.by_name.values():
-            if rank_context.search is None and rank_context.claim is None:  # met in a settled call
-                rank_context.claim = self.results.claim_on_disk(rank_context)
+            if rank_context.phase is Phase.NEW:  # met in a settled call
+                rank_context.claim = self.known.claim_on_disk(rank_context.identity)
+                rank_context.holds_claim_back = self.known.holds_back(rank_context.identity)
         return remarks
 
     def check_run(self, merged: Message) -> RunReport:
@@ -274,7 +197,7 @@ class FunctionState:
                     continue
             facts[name] = values
         report = checked(merged, RunReport, facts)
-        self.results.add_offers(report.offers)
+        self.known.add_offers(report.offers)
         return report
 
     def drop_searches(self) -> None:
@@ -309,7 +232,7 @@ def _waits(rank_context: RankContext, runs: int) -> bool:
     if len(rank_context.texts) == 1:
         return False
     if context is None:  # met in a settled call, and in no run of a session
-        return rank_context.claim is None
+        return rank_context.phase is Phase.NEW
     if context.settled:
         return context.status == "starved"
     return runs - context.last_run >= WAITS_AFTER_RUNS

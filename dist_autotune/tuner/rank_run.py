@@ -91,7 +91,8 @@ class RankRun:
         if state.dispatcher.to_preflight or self._backlog:
             with state.compiling(), state.guard.paused():
                 for context, counts in self._preflight():
-                    kernel, key, run = context.source.short_name, context.key_text, state.search.runs
+                    about, run = context.identity, state.search.runs
+                    kernel, key = about.source.short_name, about.key_text
                     self._log.write(Preflighted(run=run, kernel=kernel, key=key, **asdict(counts)))
         parts = state.registry.report_run(waits=self._waits)
         whole, judged = Part(), state.search.judged_run
@@ -101,7 +102,7 @@ class RankRun:
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
         rank, facts = function.group.rank, function.facts(sources)
-        offers = state.results.offered_after(state.registry.announced_now())
+        offers = state.known.offered_after(each.identity for each in state.registry.announced_now())
         report = RunReport(rank, facts, offers=offers, parts=parts, run=whole, elapsed_s=elapsed_s)
         if self._waits and self.shares_clock and not function.is_alone:
             report = self._start.stamp(report)
@@ -150,7 +151,7 @@ class RankRun:
             self.has_time |= counts and whole.sample is not None
         for rank_context in registry.reported():
             context, outcome = search.contexts[rank_context.name], outcomes[rank_context.name]
-            if rank_context.launches or rank_context.samples.is_read:
+            if rank_context.run.count or rank_context.samples.is_read:
                 self._log.record_trial(run, context, rank_context, outcome, whole)
             if outcome.kind == "sample":
                 self.has_sample = True

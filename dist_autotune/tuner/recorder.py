@@ -82,8 +82,8 @@ class Recorder:
             Banned(
                 run=run,
                 context=rank_context.name,
-                kernel=rank_context.source.short_name,
-                key=rank_context.key_text,
+                kernel=rank_context.identity.source.short_name,
+                key=rank_context.identity.key_text,
                 config_id=list(rank_context.candidates).index(candidate),
                 config=rank_context.texts[candidate],
                 by_rank=self._rank,
@@ -102,7 +102,7 @@ class Recorder:
         self, run: int, context: Context, rank_context: RankContext, outcome: Outcome, whole: Samples
     ) -> None:
         """Write what this rank's launches of one context took in one run; whole: the run's samples."""
-        by_launch, report = outcome.judge == BY_LAUNCH, rank_context.report
+        by_launch, report = outcome.judge == BY_LAUNCH, rank_context.run.report
         samples = rank_context.samples if by_launch else whole
         assert report is not None
         index = context.digests.index(report.ran) if report.ran in context.digests else None
@@ -114,7 +114,7 @@ class Recorder:
                 kind=outcome.kind,
                 k=outcome.k,
                 n=outcome.n,
-                launches=rank_context.launches,
+                launches=rank_context.run.count,
                 gap_ms=samples.sample.gap_ms if by_launch and samples.sample is not None else 0.0,
                 judge=outcome.judge,
             )

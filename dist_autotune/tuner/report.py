@@ -259,7 +259,7 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
         contexts.append(
             TunedContext(
                 kernel=context.kernel,
-                key=rank_context.key,
+                key=rank_context.identity.key,
                 config=None if best is None else rank_context.config_of(context.digests[best]),
                 launches=rank_context.launches_per_run,
                 key_text=context.key,

@@ -291,7 +291,7 @@ class Session:
         self._ended, self.is_over = time.monotonic(), True
         self.has_failed = error is not None
         state, search = self.state, self.state.search
-        state.results.close()
+        state.known.close()
         self._run.close()
         is_cut_short = search.closing and any(c.status == "partial" for c in search.contexts.values())
         # Online the next session would be the next call, see `Context.stands`.

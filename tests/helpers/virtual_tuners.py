@@ -293,11 +293,16 @@ class Ending:
         if error is None and rank.state is not None:
             for name, known in rank.state.registry.by_name.items():
                 context = rank.state.search.contexts.get(name)
-                if context is not None and context.settled and known.announced and not known.is_choice:
+                if (
+                    context is not None
+                    and context.settled
+                    and known.announced
+                    and not known.identity.is_choice
+                ):
                     binding = known.bindings[0]
                     kernel = rank.program.kernels[rank.tuners.index(binding.tuner())]
                     config = binding.configs[context.digests[context.incumbent]]
-                    self.winners[kernel.function, known.key[0]] = config.kwargs["BLOCK"]
+                    self.winners[kernel.function, known.identity.key[0]] = config.kwargs["BLOCK"]
 
 
 # ---- strategies of a user's own

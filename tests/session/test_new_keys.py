@@ -10,7 +10,7 @@ from kernels_for_tests import block_of, double, entries, launch, no_bench, numbe
 
 from dist_autotune import tunable
 from dist_autotune.logs.records import ContextAdmitted
-from dist_autotune.tuner.function_state import FunctionState
+from dist_autotune.storage.known_results import KnownResults
 
 # BLOCK -> ms: 32 wins for few numbers, 64 for many.
 SMALL_OR_LARGE = {
@@ -127,12 +127,12 @@ def test_a_choice_of_the_host_begins_with_that_of_the_nearest_key(bench):
 def test_keys_that_are_launched_no_more_cost_no_search_for_neighbours_in_later_runs(bench, monkeypatch):
     asked = []
 
-    def find_winners(state, context):
+    def of_kernel(results, context, kernel_id):
         asked.append(context.key[0])
-        return found(state, context)
+        return found(results, context, kernel_id)
 
-    found = FunctionState.find_winners
-    monkeypatch.setattr(FunctionState, "find_winners", find_winners)
+    found = KnownResults.of_kernel
+    monkeypatch.setattr(KnownResults, "of_kernel", of_kernel)
     kernel = bench.kernel(SMALL_OR_LARGE)
     tuned = bench.tune(lambda *ns: [launch(kernel, numbers(n)) for n in ns], mode="online", n_repeat=8)
     while not tuned.settled:

@@ -16,6 +16,7 @@ from dist_autotune.compilation.pool_process import CompileOutcome
 from dist_autotune.compilation.preflight import Planned
 from dist_autotune.launch import backlog
 from dist_autotune.launch.backlog import Backlog
+from dist_autotune.launch.rank_context import CompileState, RunLaunches
 
 
 class FakeProcess:
@@ -42,16 +43,14 @@ class FakeContext:
     """What a backlog asks of a context; its incumbent takes a millisecond."""
 
     name: str
-    launches: int
+    run: RunLaunches
     search: Any = field(
         default_factory=lambda: SimpleNamespace(
             waiting=False, is_tuned_by_launches=True, device_ms=(1.0, 1.0)
         )
     )
     announced: bool = True
-    is_preflighted: bool = True
-    compiling: int = 0
-    forms: set[Any] = field(default_factory=set)
+    compile: CompileState = field(default_factory=lambda: CompileState(is_preflighted=True))
 
 
 class World:
@@ -76,7 +75,7 @@ class World:
 
     def add(self, name: str, *candidates: str, launches: int = 1, load_s: float = 0.0) -> Any:
         """Let a new context wait; loading each candidate takes `load_s`."""
-        context = FakeContext(name, launches)
+        context = FakeContext(name, RunLaunches(count=launches))
         configs = {candidate: self._compilation(candidate, load_s) for candidate in candidates}
         self.backlog.add(context, None, configs)
         return context
@@ -118,14 +117,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_a_context_is_done_when_all_its_candidates_are_loaded_or_have_failed(world):
     context = world.add("a", "a1", "a2", "a3")
     assert world.advance() == []
-    assert context.compiling == 3
+    assert context.compile.left == 3
     world.process.tell("a2", FROM_PEERS)
     world.process.tell("a1", FAILED, "the compiler was ended by SIGKILL")
     assert world.advance() == []
-    assert (context.compiling, world.bans["a"]) == (1, {"a1": "the compiler was ended by SIGKILL"})
+    assert (context.compile.left, world.bans["a"]) == (1, {"a1": "the compiler was ended by SIGKILL"})
     world.process.tell("a3")
     ((name, counts),) = world.advance()
-    assert (name, context.compiling, bool(world.backlog)) == ("a", 0, False)
+    assert (name, context.compile.left, bool(world.backlog)) == ("a", 0, False)
     assert (counts.compiled, counts.from_peers, counts.cached, counts.failed) == (1, 1, 0, 1)
     assert world.events == ["load a2", "load a3"]
 
@@ -144,15 +143,15 @@ def test_a_context_waits_for_its_candidates_in_all_forms_of_launch(world):
     world.advance()
     world.process.tell("a1")
     world.advance()
-    assert (context.compiling, world.events) == (1, ["load a1"])
+    assert (context.compile.left, world.events) == (1, ["load a1"])
     world.add_form(context, a1="a1 too", a2="a2 too")
     world.advance()
-    assert (context.compiling, world.process.keys) == (2, ["a2", "a1 too", "a2 too"])
+    assert (context.compile.left, world.process.keys) == (2, ["a2", "a1 too", "a2 too"])
     for key in ("a1 too", "a2 too", "a2"):
         world.process.tell(key)
         world.seconds += 10.0
     ((_, counts),) = world.advance()
-    assert (counts.compiled, context.compiling, world.bans["a"]) == (4, 0, {})
+    assert (counts.compiled, context.compile.left, world.bans["a"]) == (4, 0, {})
     assert world.events == ["load a1", "load a1 too", "load a2 too", "load a2"]
 
 
@@ -163,7 +162,7 @@ def test_a_candidate_that_fails_in_one_form_is_not_waited_for_in_another(world):
     world.process.tell("a1")
     world.process.tell("a1 too", FAILED, "too large")
     world.advance()
-    assert (context.compiling, world.bans["a"], world.events) == (1, {"a1": "too large"}, [])
+    assert (context.compile.left, world.bans["a"], world.events) == (1, {"a1": "too large"}, [])
     world.process.tell("a2", FAILED, "too large, too")
     world.process.tell("a2 too")
     ((_, counts),) = world.advance()
@@ -218,7 +217,7 @@ def test_a_context_that_is_tuned_no_more_stops_asking(world):
     world.advance()
     assert world.processes[0].is_closed
     assert world.process.keys == ["b1"]
-    assert (starved.compiling, starved.is_preflighted, other.compiling) == (0, False, 1)
+    assert (starved.compile.left, starved.compile.is_preflighted, other.compile.left) == (0, False, 1)
     assert "a" not in [name for name, _ in world.advance()]
     other.search.is_tuned_by_launches = False
     world.advance()
@@ -230,14 +229,14 @@ def test_what_a_failed_run_has_brought_is_dropped(world):
     new.announced = False
     world.backlog.drop_unannounced()
     world.advance()
-    assert (world.process.keys, known.compiling, new.is_preflighted) == (["a1"], 1, False)
+    assert (world.process.keys, known.compile.left, new.compile.is_preflighted) == (["a1"], 1, False)
 
 
 def test_closing_ends_the_process_and_drops_all(world):
     context = world.add("a", "a1")
     world.advance()
     world.backlog.close()
-    assert (world.processes[0].is_closed, context.compiling, bool(world.backlog)) == (True, 0, False)
+    assert (world.processes[0].is_closed, context.compile.left, bool(world.backlog)) == (True, 0, False)
 
 
 def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in_any_case(world):
@@ -246,15 +245,15 @@ def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in
     for key in "abcdefgh":
         world.process.tell(key)
     world.advance()
-    assert context.compiling == 7  # no time has passed
+    assert context.compile.left == 7  # no time has passed
     world.seconds += 0.1
     world.advance()
-    assert context.compiling == 4  # 25 ms, of which the third was the last to begin
+    assert context.compile.left == 4  # 25 ms, of which the third was the last to begin
     world.advance()
-    assert context.compiling == 3
+    assert context.compile.left == 3
     world.seconds += 10.0
     world.advance()
-    assert context.compiling == 0
+    assert context.compile.left == 0
 
 
 def test_a_process_that_is_gone_is_followed_by_another_with_what_is_left(world):

@@ -10,34 +10,40 @@ import pytest
 
 from dist_autotune.launch.rank_context import FORMS, RankContext
 from dist_autotune.search.expectation.order import KEYS, LIKELY, most_tried
+from dist_autotune.storage.known_results import ContextIdentity, KnownOfKernel
 
 
 @pytest.fixture
 def context() -> Any:
     """Give a context that is new and has no configs."""
+    return new_context((), {})
+
+
+def new_context(key: tuple[int, ...], texts: dict[str, str]) -> RankContext:
     nothing: Any = SimpleNamespace()
-    return RankContext("k[]", "k", nothing, (), "[]", {}, nothing, rank=0, slot="[]", constants="")
+    about = ContextIdentity("k", nothing, key, f"[{', '.join(map(str, key))}]", texts)
+    return RankContext("k[]", "[]", about, nothing, rank=0)
 
 
 def test_a_form_is_kept_once(context):
-    assert [context.keep_form(form) for form in ("a", "a", "b", "a")] == [True, False, True, False]
+    assert [context.compile.keep_form(form) for form in ("a", "a", "b", "a")] == [True, False, True, False]
 
 
 def test_forms_are_kept_up_to_the_bound_and_a_remark_says_that_there_are_more(context):
-    assert all(context.keep_form(form) for form in range(FORMS))
-    assert context.forms_remark == ""
-    assert [context.keep_form(form) for form in (FORMS, FORMS + 1, 0)] == [False] * 3
-    assert context.forms_remark == f"forms after the first {FORMS} left to their launches"
-    assert len(context.forms) == FORMS + 1
+    assert all(context.compile.keep_form(form) for form in range(FORMS))
+    assert context.compile.remark == ""
+    assert [context.compile.keep_form(form) for form in (FORMS, FORMS + 1, 0)] == [False] * 3
+    assert context.compile.remark == f"forms after the first {FORMS} left to their launches"
+    assert len(context.compile.forms) == FORMS + 1
 
 
 def test_samples_of_a_context_are_checked_for_their_form_in_its_first_run_and_if_it_has_several(context):
     assert context.checks_form
     context.search = SimpleNamespace(judge="launch", is_on_trial=True)
-    context.keep_form("a")
+    context.compile.keep_form("a")
     assert context.measures
     assert not context.checks_form
-    context.keep_form("b")
+    context.compile.keep_form("b")
     assert context.checks_form
     context.search.is_on_trial = False
     assert not context.checks_form
@@ -59,10 +65,9 @@ def ms(key: int, text: str) -> float:
 @pytest.mark.parametrize("keys", [3, 4])
 @pytest.mark.parametrize("tries_few", [True, False])
 def test_what_other_keys_expect_to_be_slow_is_not_compiled(keys, tries_few):
-    nothing: Any = None
-    context = RankContext("k[]", "k", nothing, (512,), "[512]", TEXTS, nothing, 0, "[512]", "")
+    context = new_context((512,), TEXTS)
     told = {f"[{32 << n}]": {text: ms(32 << n, text) for text in TEXTS.values()} for n in range(keys)}
-    context.begin_with({}, told, None, tries_few=tries_few)
+    context.begin_with(KnownOfKernel({}, told, None), tries_few=tries_few)
     if not (tries_few and keys >= KEYS):
         assert not context.outside_race
         return
@@ -70,4 +75,4 @@ def test_what_other_keys_expect_to_be_slow_is_not_compiled(keys, tries_few):
     assert len(likely) == LIKELY * most_tried(len(TEXTS)) == 30
     ordered = sorted(TEXTS, key=lambda digest: ms(512, TEXTS[digest]))
     assert set(ordered[:10]) <= likely
-    assert context.first in likely
+    assert context.beginning.first in likely

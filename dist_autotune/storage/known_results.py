@@ -1,0 +1,366 @@
+"""What one tuned function knows before a launch: results in memory and on disk, and those of other keys."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from msgspec.structs import asdict
+from triton.runtime.autotuner import Autotuner
+
+from ..codec import digest, to_json
+from ..errors import NotTuned
+from ..formatting import config_label, context_label
+from ..options import Options
+from ..ranks.group import RankGroup
+from ..search.expectation.keys import by_distance, named
+from ..search.expectation.model import Told
+from ..search.messages import Claim, Offer, Offers, Upgrade
+from ..search.state import SearchState
+from ..triton_api import identity
+from ..triton_api.identity import KernelIdentity, family_of, value_text
+from ..triton_api.launch import Key
+from .device import Device
+from .winners import IMPORTED, Entry, EntryKey, Winners, safe_name
+
+LISTED_KEYS = 3  # tuned keys that an error names
+
+
+@dataclass(frozen=True, eq=False)
+class ContextIdentity:
+    """One kernel with one key, as this rank launches it: all that a result of it depends on."""
+
+    kernel: str  # identity of the kernel
+    source: KernelIdentity
+    key: Key
+    key_text: str
+    texts: Mapping[str, str]  # of the candidates, by digest, in the order of the configs
+    constants: str = ""  # constexpr arguments of the launch that are not in the key
+    key_names: tuple[str, ...] = ()  # of the values of the key; of a `tunable` there are none
+    is_choice: bool = False  # of a `tunable`
+    is_joint: bool = False  # of one whose ranks take the same option in every run
+
+    @property
+    def title(self) -> str:
+        return context_label(self.source.short_name, self.key_text)
+
+    @property
+    def named_key(self) -> str:
+        """Return the key with the names of its values, as in `M=4096, a.dtype='torch.float16'`."""
+        if not self.key_names:
+            return self.key_text
+        pairs = zip(self.key_names, self.key, strict=True)
+        return ", ".join(f"{name}={value_text(value)}" for name, value in pairs)
+
+
+class FunctionScope:
+    """A tuned function on one group of ranks, as far as results depend on it. mode: as DIST_AUTOTUNE_MODE."""
+
+    def __init__(
+        self, options: Options, name: str, source_digest: str, group: RankGroup, *, mode: str
+    ) -> None:
+        self.options, self.name, self.source_digest = options, name, source_digest
+        self.group, self.mode = group, mode
+        self.tunes, self.is_strict = mode == "tune", mode == "strict"
+        self.is_alone = len(group.ranks) == 1
+        self.device = Device.current()
+        self.bits = options.resolved_bits()
+        if self.tunes:
+            options.check_bits(has_function=bool(source_digest))
+        # What keeps its results apart from others'; "": it shares them. Many functions are called `step`,
+        # and all lambdas `<lambda>`: a name of the user's own is enough.
+        self.scope = "" if options.share else options.name or f"{name}#{source_digest}"
+        if self.bits == "same":  # the best of fewer candidates: others would get less than they could
+            self.scope = f"{self.scope} with equal bits".strip()
+
+    @property
+    def kernel_scope(self) -> str:
+        """Return the scope of kernels: a launch's time and the whole run's answer different questions."""
+        by_run = self.options.objective != "kernel"
+        return f"{self.scope} by the whole run".strip() if by_run else self.scope
+
+    @property
+    def keys_teach(self) -> bool:
+        """Return whether a key may begin with what others tell.
+
+        Not with agree="ordinal", where contexts that belong together have different keys, and where bits
+        are compared: whose are kept must not depend on what was tuned before.
+        """
+        agrees_by_order = self.options.agree == "ordinal" and not self.is_alone
+        return not agrees_by_order and self.bits == "any"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The session that wrote an entry of some `Autotuner.cache`."""
+
+    group: RankGroup
+    scope: str
+    provisional: bool
+
+
+_origins: weakref.WeakKeyDictionary[Autotuner, dict[Key, Origin]] = weakref.WeakKeyDictionary()
+
+
+def mark_origin(tuner: Autotuner, key: Key, origin: Origin) -> None:
+    _origins.setdefault(tuner, {})[key] = origin
+
+
+@dataclass(frozen=True)
+class KnownOfKernel:
+    """What other keys and older entries tell of a context's candidates, the same on all ranks."""
+
+    winners: Mapping[str, str]  # digests by tuned key
+    told: Told  # agreed times by key and text
+    upgrade: Upgrade | None  # what is raced again after an upgrade
+
+
+class KnownResults:
+    """The results that contexts of one function begin with.
+
+    search: what this process has agreed on; a new one where all is forgotten.
+    """
+
+    def __init__(self, function: FunctionScope, disk: Winners, search: SearchState) -> None:
+        self.function, self.disk, self.search = function, disk, search
+        self.ignores_known = False  # retune(): what memory and disk hold does not count
+        self.looks_on_disk = False
+        self.store = f"{socket.gethostname()}:{disk.directory}"  # what one rank of a host writes for all
+        self.stores = True  # this rank does
+        self._offers: Offers = {}  # disk entries that all ranks use
+        self._of_kernels: dict[str, Offers] = {}  # alone: all entries on disk, by kernel
+        self._old: dict[str, tuple[str, Entry] | None] = {}  # from before an upgrade, see `_old_entry`
+        device = function.device
+        self._conditions: dict[str, Any] = {  # of an entry's key: the same for all results of the function
+            "device": device.name,
+            "capability": device.capability,
+            "driver": device.driver,
+            "triton_version": triton.__version__,
+            "world_size": len(function.group.ranks),
+            "agree": function.options.agree,
+        }
+        name = f"{function.name}#{function.source_digest}"
+        facts = [name, *self._conditions.values(), function.scope, function.kernel_scope]
+        self.folder = f"{safe_name(name)}-{digest(to_json(facts))}"  # of what the function launches
+
+    def entry_key(self, context: ContextIdentity) -> EntryKey:
+        """Return all that a result of this context depends on."""
+        function, candidates = self.function, tuple(context.texts)
+        if function.bits != "same":  # a class of bits depends on the order of the configs
+            candidates = tuple(sorted(candidates))
+        return EntryKey(
+            kernel=context.source.short_name,
+            kernel_digest=context.kernel,
+            key=context.key_text,
+            constants=context.constants,
+            candidates=candidates,
+            scope=function.scope if context.is_choice else function.kernel_scope,
+            **self._conditions,
+        )
+
+    # -- what ranks offer each other -----------------------------------------------------------------------
+
+    def offered_at_opening(self) -> Offers:
+        """Return the entries of contexts that the function is known to launch, and imported ones.
+
+        In the strict mode all: what a later call launches must be known to all ranks.
+        """
+        if self.ignores_known or self.function.is_alone:  # one rank looks entries up when it needs them
+            return {}
+        if self.function.is_strict:
+            return self._offers_of(self.disk.entries())
+        known = map(self.disk.launched_by, (IMPORTED, self.folder))
+        return self._offers_of(itertools.chain.from_iterable(known))
+
+    def offered_after(self, announced: Iterable[ContextIdentity]) -> Offers:
+        """Return all entries of the kernels that a run announces, if neither opening nor votes share them."""
+        function = self.function
+        knows_all = function.is_strict or (function.options.watch and function.tunes)
+        if function.is_alone or knows_all or self.ignores_known or not self.looks_on_disk:
+            return {}
+        wanted = {(context.source.short_name, context.kernel) for context in announced}
+        names = sorted({name for name, _ in wanted})
+        entries = itertools.chain.from_iterable(map(self.disk.entries, names))
+        found = (entry for entry in entries if (entry.key.kernel, entry.key.kernel_digest) in wanted)
+        return self._offers_of(found)
+
+    def open(self, offers: Offers, *, same_device: bool, stores: bool) -> None:
+        """Begin a session with the offers that all ranks have; stores: no lower rank has this store."""
+        self.stores = stores
+        self._offers = dict(offers) if same_device else {}
+        self.looks_on_disk = same_device
+
+    def close(self) -> None:
+        """End a session: only in one do several ranks agree on what is on disk."""
+        self.looks_on_disk &= self.function.is_alone
+
+    def add_offers(self, offers: Offers) -> None:
+        self._offers = {**offers, **self._offers}
+
+    def _offers_of(self, entries: Iterable[Entry]) -> Offers:
+        function, conditions = self.function, self._conditions.items()
+        scopes = function.scope, function.kernel_scope
+        return {
+            entry.key.digest: Offer(
+                function.group.rank, entry.winner, entry.ms, entry.key.relatives, entry.key.key
+            )
+            for entry in entries
+            if entry.key.scope in scopes and conditions <= asdict(entry.key).items() and self._may_use(entry)
+        }
+
+    def _may_use(self, entry: Entry) -> bool:
+        """Return whether the entry holds the bits of the first config, where that is asked."""
+        return entry.bit_class == 0 or self.function.bits != "same"
+
+    # -- the result of a context ---------------------------------------------------------------------------
+
+    def find_claim(self, context: ContextIdentity, tuner: Autotuner | None) -> Claim | None:
+        """Return the result that memory or disk has for a context before its first launch here."""
+        known = None if tuner is None or self.ignores_known else self._in_memory(tuner, context.key)
+        if known is not None:
+            return self.function.group.rank, identity.config_digest(known), None
+        return self.claim_on_disk(context)
+
+    def claim_on_disk(self, context: ContextIdentity) -> Claim | None:
+        """Return the entry that all ranks have agreed on, else this rank's own, which it will report."""
+        if self.ignores_known:
+            return None
+        key = self.entry_key(context)
+        if key.digest in self._offers:
+            return self._offers[key.digest].claim
+        entry = self.disk.get(key) if self.looks_on_disk else None
+        if entry is None or not self._may_use(entry):
+            return None
+        return self.function.group.rank, entry.winner, entry.ms
+
+    def holds_back(self, context: ContextIdentity) -> bool:
+        """Return whether a claim on disk is reported and not launched: all ranks take the same option."""
+        return context.is_joint and self.entry_key(context).digest not in self._offers
+
+    def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
+        """Return the config in `Autotuner.cache` if it counts."""
+        function = self.function
+        origin = _origins.get(tuner, {}).get(key)
+        if origin is None:  # stock Triton's, or the user's
+            counts = function.is_alone and not function.scope
+        else:
+            is_ours = function.is_alone or origin.group is function.group
+            counts = is_ours and origin.scope == function.scope and not origin.provisional
+        return tuner.cache.get(key) if counts else None
+
+    # -- what other keys and older entries tell ------------------------------------------------------------
+
+    def of_kernel(self, context: ContextIdentity, kernel_id: str) -> KnownOfKernel:
+        """Return what is known of a kernel, for a new key of it. kernel_id: as all ranks call the kernel."""
+        upgrade = self._find_upgrade(context)
+        if not self.function.keys_teach:
+            return KnownOfKernel({}, {}, upgrade)
+        return KnownOfKernel(self.winners(context, kernel_id), self.search.told_times(kernel_id), upgrade)
+
+    def winners(self, context: ContextIdentity, kernel_id: str) -> dict[str, str]:
+        """Return the winners, by key, of other keys of a context's kernel: only what all ranks know."""
+        return {**self._stored_winners(context), **self.search.tuned_keys(kernel_id)}
+
+    def _stored_winners(self, context: ContextIdentity) -> dict[str, str]:
+        """Return the entries that all ranks have agreed to use; one rank alone reads the kernel's, once."""
+        if self.ignores_known:
+            return {}
+        kernel, offers = context.source.short_name, self._offers
+        if self.function.is_alone and self.looks_on_disk:
+            if kernel not in self._of_kernels:
+                self._of_kernels[kernel] = self._offers_of(self.disk.entries(kernel))
+            offers = self._of_kernels[kernel]
+        relatives = self.entry_key(context).relatives
+        return {offer.key: offer.winner for offer in offers.values() if offer.relatives == relatives}
+
+    def _find_upgrade(self, context: ContextIdentity) -> Upgrade | None:
+        """Return what is raced again of an entry from before an upgrade: its best, and what it did not have.
+
+        None where fewer than two of its best are candidates here; where bits are compared: which candidates
+        are, must not depend on what was tuned before.
+        """
+        function = self.function
+        if self.ignores_known or not (self.looks_on_disk and function.tunes and function.bits == "any"):
+            return None
+        if (old := self._old_entry(context)) is None:
+            return None
+        (found_with, entry), texts = old, context.texts
+        best = [each for each in entry.evidence.best if each in texts]
+        new = [each for each in texts if each not in entry.key.candidates]
+        if len(best) < 2:
+            return None
+        added = f" and {len(new)} new" if new else ""
+        return function.group.rank, found_with + added, (*best, *new)
+
+    def _old_entry(self, context: ContextIdentity) -> tuple[str, Entry] | None:
+        """Return the latest entry of another Triton, driver or source, and what it was found with.
+
+        Of functions made by functions only those of the same source: others may be other kernels.
+        """
+        if not (full_name := context.source.full_name):
+            return None
+        key = self.entry_key(context)
+        if key.digest not in self._old:
+            is_made = "<locals>" in full_name
+            found = []
+            for entry in self.disk.lineage(key, full_name):
+                is_same = family_of(entry.key.kernel_digest) == family_of(key.kernel_digest)
+                if (found_with := _found_with(entry.key, key, is_same)) and (is_same or not is_made):
+                    found.append((found_with, entry))
+            self._old[key.digest] = max(found, key=lambda each: _likeness(each[1], key), default=None)
+        return self._old[key.digest]
+
+    # -- the strict mode -----------------------------------------------------------------------------------
+
+    def not_tuned(self, context: ContextIdentity, kernel_id: str, winner: str, failure: str) -> NotTuned:
+        """Return the error for a launch that would not be with a search's result.
+
+        winner: that result, which cannot be launched because of a `failure`; empty: there is none.
+        """
+        kernel, key = context.source.short_name, context.named_key
+        if winner:
+            config = config_label(context.texts.get(winner, winner))
+            why = f"its config {config} cannot be launched: {failure}"
+        else:
+            old = self._old_entry(context)
+            outdated = "" if old is None else f", and that of {old[0]} is from before an upgrade"
+            why = f"there is no result for it {self._places}{outdated}"
+        others = by_distance(context.key_text, self.winners(context, kernel_id))[:LISTED_KEYS]
+        nearest = tuple(context_label("", named(key, other)) for other in others)
+        return NotTuned(
+            f"{context_label(kernel, key)} is not tuned, and DIST_AUTOTUNE_MODE=strict launches nothing "
+            f"else: {why}. Nearest tuned keys: {', '.join(nearest) or 'none'}. Tune it on this hardware "
+            "(DIST_AUTOTUNE_MODE=tune) and ship the result (dist-autotune cache export, import), or set "
+            "DIST_AUTOTUNE_MODE=cached, which launches the config of the nearest key.",
+            kernel,
+            key,
+            nearest,
+        )
+
+    @property
+    def _places(self) -> str:
+        """Return where results are looked for, for messages."""
+        directory = self.disk.directory
+        if directory is None:
+            return "in memory, and there is no cache"
+        if self.function.is_alone:
+            return f"in memory or in {directory}"
+        return f"in memory or among what the ranks had in {directory} when their session opened"
+
+
+def _found_with(old: EntryKey, new: EntryKey, is_same_source: bool) -> str:
+    """Return what an old entry was found with and a new one would not be; empty: both are of one time."""
+    parts = [f"Triton {old.triton_version}"] if old.triton_version != new.triton_version else []
+    parts += [f"driver {old.driver or 'unknown'}"] if old.driver != new.driver else []
+    return " and ".join(parts if is_same_source else [*parts, "an earlier source"])
+
+
+def _likeness(entry: Entry, key: EntryKey) -> tuple[bool, str, str]:
+    """Return what is greatest for the latest entry of the same Autotuner among those of one function."""
+    configs = [each.kernel_digest.partition(".")[2] for each in (entry.key, key)]
+    return configs[0] == configs[1], entry.created_at, entry.key.digest
