@@ -47,5 +47,7 @@ class ScatterOperands(NamedTuple):
 class Body(Protocol):
     """Multiplies, hands over chunks and adds; made for tensors that lie alike, it keeps none's address."""
 
+    in_steps: bool  # whether an eager call launches it once for each chunk, as a captured call does
+
     def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
         """Enqueue the kernel on the current stream."""

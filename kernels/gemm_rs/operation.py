@@ -8,7 +8,7 @@ what the peers have sent. What a rank holds, W ranks:
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
     flags    int32 [7, W], symmetric: see `exchange.flags`
 
-An eager call on rank r:
+A call in one launch on rank r:
 
     caller's stream                           side stream: copy engine and stream memory operations
     fork                               -->    FREE[r] of every peer := 1
@@ -20,7 +20,7 @@ An eager call on rank r:
     fork                               -->    ARRIVED := AFTER
     join                               <--
 
-A captured call, whose side stream waits for no flag:
+A call of a launch for each chunk, whose side stream waits for no flag; so is each that is captured:
 
     fork                               -->    FREE[r] of every peer := 1
     for p = r + 1, r + 2, ...:
@@ -106,8 +106,8 @@ class GemmReduceScatter(Operation):
     Tune it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
     With `body="auto"` a warp-specialised kernel multiplies where it can: on Hopper and Blackwell, with rows
-    that TMA can address and as many for each rank as its lowest tile has. With "plain" it never does. Ranks
-    may differ in that.
+    that TMA can address and as many for each rank as its lowest tile has; where each rank has many, it is
+    launched once for each chunk. With "plain" it never does. Ranks may differ in that.
 
     `collective` says whether calls multiply by cuBLAS and then make a reduce-scatter of the group, which adds
     the parts in its own way; None tunes that for each M up to 4096. All ranks pass the same. Where this rank
@@ -134,7 +134,7 @@ class GemmReduceScatter(Operation):
         backend: str = "auto",
         *,
         timeout_s: float = 300.0,
-        body: str = "plain",
+        body: str = "auto",
         collective: bool | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> None:
@@ -206,7 +206,7 @@ class GemmReduceScatter(Operation):
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
-        return self._call(a, weight, out, addend, scale_a, scale_weight, in_steps=self._is_capturing())
+        return self._call(a, weight, out, addend, scale_a, scale_weight)
 
     def _call(
         self,
@@ -217,8 +217,9 @@ class GemmReduceScatter(Operation):
         scale_a: torch.Tensor | None = None,
         scale_weight: torch.Tensor | None = None,
         *,
-        in_steps: bool,
+        in_steps: bool | None = None,
     ) -> torch.Tensor:
+        """Carry out a call; in_steps: whether by a launch for each chunk, None leaves that to the body."""
         self._check_usable()
         scales = {"scale_a": scale_a, "scale_weight": scale_weight}
         check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out, addend=addend, **scales)
@@ -235,11 +236,13 @@ class GemmReduceScatter(Operation):
         operands = ScatterOperands(a, weight, out, addend, scale_a, scale_weight)
         if body is None:
             body = remember(self._bodies, lie, self._make_body(operands))
-        all_rows = a.shape[0]
+        all_rows, is_capturing = a.shape[0], self._is_capturing()
+        if in_steps is None:
+            in_steps = is_capturing or body.in_steps
         size_class = class_of_rows(all_rows)
         wants = self._collective.wants(size_class, self._key)
         with self._carrying_out():
-            if self._collective.agree(size_class, all_rows, wants=wants, is_capturing=self._is_capturing()):
+            if self._collective.agree(size_class, all_rows, wants=wants, is_capturing=is_capturing):
                 self._run_collective(a, weight, out, addend)
                 return out
             self._pushes.give_permits(at_once=not in_steps)

@@ -216,6 +216,8 @@ _SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(gemm_reduce_scatter, ope
 class PlainBody:
     """Multiplies by the kernel in plain Triton, on a device of which it is told what does not change."""
 
+    in_steps = False
+
     def __init__(
         self, operands: ScatterOperands, held: ScatterMemory, *, has_tma: bool, upcasts: bool
     ) -> None:

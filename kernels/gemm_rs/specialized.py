@@ -62,6 +62,10 @@ if HAS_INLINE_PTX:
 
 OPERAND_TYPES = (torch.float16, torch.bfloat16)
 
+# Rows of a chunk from which on each has its own launch. In one launch, programs that have left the peers'
+# chunk wait, at their first own tile, until its last tile is computed and has travelled.
+STEP_ROWS = 1024
+
 tuned = triton.autotune(
     configs=CANDIDATES,
     key=["size_class", "N", "K", "DTYPE", "TRANS_B"],  # and the type of an addend, if any
@@ -102,6 +106,7 @@ class SpecializedBody:
         self._matrices = _matrices(operands, held)  # as they lie: their addresses are of the first call
         a, b, *_ = self._matrices
         self._sizes, device = (a.rows, operands.out.shape[1], a.columns), operands.a.device
+        self.in_steps = operands.out.shape[0] >= STEP_ROWS
         constants = (capability(device) == 10, TYPE_NAMES[a.dtype], not b.transposed)
         self._place = (a.dtype, device, CONSTANTS, constants, (operands.addend is not None,))
 

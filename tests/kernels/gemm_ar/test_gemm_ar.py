@@ -27,6 +27,7 @@ from gemm_ar_runs import (
     poison,
     replays_among_eager_calls,
 )
+from gpu_cases import covering_indices
 from operation_runs import (
     GPU_BACKENDS,
     INTERPRETER,
@@ -42,6 +43,7 @@ from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.gemm_ar.low_latency import exchange_rows
 from dist_autotune.kernels.gemm_ar.pull import CANDIDATES, add_rows
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
+from dist_autotune.kernels.symm import open_symmetric_memory
 
 pytestmark = INTERPRETER
 OURS = (ONE_SHOT, TWO_SHOT, LOW_LATENCY)  # those with candidates
@@ -254,17 +256,23 @@ def test_tuned_in_context_every_run_is_right_and_ranks_agree():
 
 
 def cases_on_gpus(rank, backend):
+    held = open_symmetric_memory(backend=backend)  # NVSHMEM is initialised once, not a second for each case
     found = {}
     for way in WAYS:
         options = {"backend": backend, "timeout_s": 60.0, "way": way}
-        candidates = range(len(CANDIDATES)) if way in OURS else ()
+        candidates = covering_indices(CANDIDATES) if way in OURS else ()
         of_way = cases(rank, (HALF, torch.bfloat16), candidates, (300, 8192, 256, 300), **options)
         for name, shape in {"large": (1998, 1024, 1024, 2000), "wide": (64, 8192, 512, 64)}.items():
             of_way[name] = lambda shape=shape, options=options: calls(rank, *shape, **options)
         of_way["late ranks"] = lambda options=options: late_calls(rank, "random", **options)
         of_way["graphs among eager calls"] = lambda way=way: replays_among_eager_calls(rank, backend, way)
         found |= {f"{name}, {way}": case for name, case in of_way.items()}
-    return found | {"tuned in context": lambda: tuned(rank)[0]}
+    return found | {"tuned in context": lambda: tuned(rank)[0], "closing": lambda: closed(held)}
+
+
+def closed(memory):
+    memory.close()
+    return [0.0]
 
 
 @pytest.mark.gpu(devices=2)

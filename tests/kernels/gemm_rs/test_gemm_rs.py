@@ -258,8 +258,9 @@ def cases_on_gpus(rank, backend):
         {**SHAPES, "large": (1998, 1024, 1024, 2000)},
         lambda shape, dtype: calls(rank, *shape, dtype, **options),
         CANDIDATES,
-        lambda index: calls(rank, 334, 520, 256, 1000, candidate=index, **options),
+        lambda index: calls(rank, 334, 520, 256, 1000, candidate=index, body="plain", **options),
     )
+    cases["a launch for each chunk"] = lambda: calls(rank, 2304, 1024, 512, 2400, **options)
     cases["outside any tuner"] = lambda: outside_any_tuner(rank)[0]
     cases["late ranks"] = lambda: late_calls(rank, "random")
     cases["graphs among eager calls"] = lambda: replays_among_eager_calls(rank, backend)
