@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 import re
-import time
 import weakref
 from typing import Any
 
@@ -15,11 +13,8 @@ import torch
 import triton
 from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, compiled_on, events, resources
 from gemm_compiled import descriptor_type, in_parallel
-from launch_path import arguments, count_asking, only_compiling
+from launch_path import arguments, only_compiling
 
-from dist_autotune import contextual_autotune
-from dist_autotune.compilation import preflight as compiling
-from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.ag_gemm import specialized
 from dist_autotune.kernels.ag_gemm.call import GatherCall
 from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES
@@ -348,15 +343,6 @@ def test_calls_that_differ_in_their_epilogue_alone_share_no_choice_and_no_launch
     assert seen == [each for each in wanted for _ in range(2)]
 
 
-def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
-    operands = tensors()
-    launch(*operands, a_call())
-    asked = count_asking(monkeypatch, specialized.tuned)
-    monkeypatch.setattr(launches, "is_tuning", lambda: True)
-    launch(*operands, a_call())
-    assert asked == [1]
-
-
 def test_nothing_keeps_the_callers_tensors(device):
     operands, call = [*tensors()], a_call()
     for _ in range(2):
@@ -369,41 +355,6 @@ def test_nothing_keeps_the_callers_tensors(device):
     assert [ref() for ref in kept] == [None] * 5
 
 
-def test_it_is_tuned_in_context_and_then_settles(device, monkeypatch, ask_no_tuner):
-    monkeypatch.setattr(compiling, "current_device", lambda: 0)
-    monkeypatch.setattr(specialized.tuned, "configs", [SMALL, SMALL_DEEP])
-    operands, call = tensors(), a_call()
-    options = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
-    tuned = contextual_autotune(lambda: launch(*operands, call), **options)
-    tuned()
-    (context,) = tuned.report.contexts
-    assert (context.status, context.banned, len(context.timings)) == ("tuned", {}, 2)
-    blocks = {arguments(launched)[0][5:7] for launched in device.launched}
-    assert blocks == {(64, 64), (64, 128)}  # of A, BLOCK_M x BLOCK_K
-    launch(*operands, call)  # outside: this one asks the tuner and remembers
-    ask_no_tuner()
-    launch(*operands, call)
-    assert arguments(device.launched[-1]) == arguments(device.launched[-2])
-
-
-def test_a_settled_launch_is_microseconds_of_python(device):
-    """With -s it prints how many. The bound is the budget of a whole call, far above what it takes.
-
-    The consumer is kept, as an operation keeps it for tensors that lie alike.
-    """
-    operands, call = tensors(), a_call()
-    consumer = specialized.SpecializedConsumer(*operands)
-    consumer.launch(*operands, call)
-    best_us = math.inf
-    for _ in range(7):
-        begin = time.thread_time()  # without the time in which others have the core
-        for _ in range(300):
-            consumer.launch(*operands, call)
-        best_us = min(best_us, (time.thread_time() - begin) / 300 * 1e6)
-    print(f"settled launch: {best_us:.1f} us of Python, above Triton's launcher")
-    assert best_us < 60
-
-
 def test_there_is_room_for_the_trace_of_every_tile_of_every_config():
     room = specialized.empty_trace(torch.empty(WORLD * ROWS, N, dtype=torch.bfloat16), WORLD)
     assert room.shape == (WORLD * (ROWS // 64) * (N // 128), specialized.WORDS_PER_TILE)
@@ -413,31 +364,29 @@ def test_there_is_room_for_the_trace_of_every_tile_of_every_config():
 # ---- what the family takes
 
 
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specialized, "capability", lambda device: 9)
+def as_it_is(gather, weight, out):
+    return gather, weight, out
 
 
-def test_without_a_gpu_it_cannot_run():
-    assert not specialized.can_run(*tensors(), ROWS)
+TAKES = {  # capability, rows, what is changed of the tensors, whether it can run
+    "no GPU": (0, ROWS, as_it_is, False),
+    "Hopper": (9, ROWS, as_it_is, True),
+    "the lowest tile": (9, 64, as_it_is, True),
+    "below a tile": (9, 63, as_it_is, False),
+    "below one of Blackwell": (10, 127, as_it_is, False),
+    "rows of out that are no multiple of 16 bytes apart": (9, ROWS, lambda *_: tensors(N + 4), False),
+    "out at an odd address": (
+        *(9, ROWS),
+        lambda a, b, out: (a, b, torch.zeros(out.numel() + 1, dtype=out.dtype)[1:].view_as(out)),
+        False,
+    ),
+    "an expanded weight": (9, ROWS, lambda a, b, out: (a, b[:1].expand(N, K), out), False),
+    "one column": (9, ROWS, lambda a, b, out: (a, b[:1], out[:, :1]), False),
+}
 
 
-def test_on_hopper_it_can_run(on_hopper):
-    assert specialized.can_run(*tensors(), ROWS)
-
-
-def test_chunks_below_a_tile_are_left_to_the_other_families(on_hopper, monkeypatch):
-    assert specialized.can_run(*tensors(), 64)
-    assert not specialized.can_run(*tensors(), 63)
-    monkeypatch.setattr(specialized, "capability", lambda device: 10)
-    assert not specialized.can_run(*tensors(), 127)
-
-
-def test_rows_that_tma_cannot_address_are_left_to_the_other_families(on_hopper):
-    gather, weight, out = tensors()
-    assert not specialized.can_run(*tensors(N + 4), ROWS)  # rows of `out` are no multiple of 16 bytes apart
-    assert not specialized.can_run(
-        gather, weight, torch.zeros(out.numel() + 1, dtype=out.dtype)[1:].view_as(out), ROWS
-    )
-    assert not specialized.can_run(gather, weight[:1].expand(N, K), out, ROWS)
-    assert not specialized.can_run(gather, weight[:1], out[:, :1], ROWS)
+@pytest.mark.parametrize(("major", "rows", "change", "expected"), TAKES.values(), ids=TAKES)
+def test_it_takes_calls_on_its_devices_whose_rows_tma_can_address(major, rows, change, expected, monkeypatch):
+    if major:
+        monkeypatch.setattr(specialized, "capability", lambda device: major)
+    assert specialized.can_run(*change(*tensors()), rows) is expected

@@ -1,7 +1,7 @@
 """Tiles of any width (`JOINED`), compiled for a GPU that is not here.
 
-Each is compiled once, with the next of OPTIONS. All candidates with all types would take minutes, so each
-width is compiled, and the widest of each kind, which has the fewest registers left.
+Each is compiled once, with the next of OPTIONS. All candidates with all types would take minutes, so one with
+each number of further columns is compiled, and the widest of each kind, which has the fewest registers left.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def chosen() -> dict[str, tuple[triton.Config, dict[str, Any]]]:
     turns = itertools.cycle(OPTIONS)
     joined = [config for config in GLUON_CANDIDATES if config.kwargs["JOINED"]]
     widest = {_kind(config): width_of(config) for config in sorted(joined, key=width_of)}
-    widths = set()
+    further = set()
     for config in joined:
-        if width_of(config) not in widths or width_of(config) == widest[_kind(config)]:
-            widths.add(width_of(config))
+        if config.kwargs["EXTRA_N"] not in further or width_of(config) == widest[_kind(config)]:
+            further.add(config.kwargs["EXTRA_N"])
             found[_code(config)] = config, next(types for types in turns if _fits(config, types["out"]))
     return found
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, HELPED, TOO_LARGE, Compiler, arrive, kernel
+from candidates import ABORTS, ASSERTED, GOOD, HELPED, TOO_LARGE, Compiler, arrive, kernel
 
 from benchmarks.tuner import compile_behind
 from dist_autotune import AgreementTimeout, contextual_autotune
@@ -103,26 +103,6 @@ def test_steps_go_on_with_the_incumbent_while_candidates_are_compiled(device, co
     assert compiler.processes_left() == []
 
 
-def test_what_fails_to_compile_is_banned_and_never_launched(device, compiler, capfd):
-    compiler.behaves({TOO_LARGE: "exit"})
-    step = stepping(kernel(GOOD, ASSERTED, 64, TOO_LARGE, ABORTS))
-    steps_until(lambda: step.settled, step)
-    reasons = banned(step)
-    assert reasons.keys() == {ASSERTED, TOO_LARGE, ABORTS}
-    assert "CompileTimeAssertionFailure" in reasons[ASSERTED]
-    assert reasons[TOO_LARGE] == "rank 0: the compiler ended its process with exit code 3"
-    assert reasons[ABORTS].startswith("rank 0: the compiler was ended by SIGABRT: Assertion ")
-    assert set(blocks(device)) == {GOOD, 64}
-    assert "Assertion" in capfd.readouterr().err
-
-
-def test_what_does_not_load_is_banned_and_never_launched(device):
-    step = stepping(kernel(GOOD, TOO_LARGE))
-    steps_until(lambda: step.settled, step)
-    assert "out of resource: shared memory" in banned(step)[TOO_LARGE]
-    assert set(blocks(device)) == {GOOD}
-
-
 def test_a_compiler_that_is_killed_costs_its_candidate(device, compiler):
     compiler.behaves({64: "wait"})
     step = stepping(kernel(GOOD, 64, TOO_LARGE))
@@ -132,24 +112,6 @@ def test_a_compiler_that_is_killed_costs_its_candidate(device, compiler):
             os.kill(pid, signal.SIGKILL)
     steps_until(lambda: step.settled, step)
     assert banned(step)[64] == "rank 0: the compiler was ended by SIGKILL"
-
-
-def test_a_candidate_that_computes_without_end_is_banned_when_its_time_is_up(device, compiler, monkeypatch):
-    compiler.behaves({ENDLESS: "spin"})
-    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "1")
-    step = stepping(kernel(GOOD, ENDLESS))
-    steps_until(lambda: step.settled, step)
-    assert banned(step) == {ENDLESS: "rank 0: did not compile within 1 s"}
-    assert compiler.processes_left() == []
-
-
-def test_an_error_of_the_user_s_is_raised_by_a_step(device, compiler):
-    compiler.behaves({64: "raise"})
-    step = stepping(kernel(GOOD, 64))
-    with pytest.raises(TypeError, match="of the user's") as caught:
-        steps_until(lambda: step.settled, step)
-    assert caught.traceback[-1].name == "misbehave"
-    assert compiler.processes_left() == []
 
 
 def test_a_process_that_compiles_and_is_killed_costs_no_candidate(device, compiler):

@@ -14,7 +14,6 @@ from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, co
 from gemm_compiled import descriptor_type, in_parallel
 from launch_path import CompilingDevice, arguments, count_asking, only_compiling
 
-from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.compat import HAS_INLINE_PTX
 from dist_autotune.kernels.gemm import pruning
 from dist_autotune.kernels.gemm.configs import shared_bytes
@@ -223,15 +222,6 @@ def test_an_addend_is_a_kernel_and_a_choice_of_its_own(device):
     assert len({each.key for each in settled}) == 2
     at = specialized.tuned.arg_names.index("addend_ptr")
     assert [arguments(made)[at] is None for made in device.launched] == [True, False, False]
-
-
-def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
-    operands, held = tensors()
-    launch(operands, held)
-    asked = count_asking(monkeypatch, specialized.tuned)
-    monkeypatch.setattr(launches, "is_tuning", lambda: True)
-    launch(operands, held)
-    assert asked == [1]
 
 
 @pytest.mark.parametrize(

@@ -79,24 +79,6 @@ def test_nothing_keeps_the_callers_tensors(device):
     assert [ref() for ref in kept] == [None] * 4
 
 
-def test_another_choice_of_the_tuner_is_followed_at_once(device, monkeypatch):
-    a, b, out = operands(256, 192, 64)
-    multiply(a, b, out)
-    monkeypatch.setattr(launching.tuned_gemm, "configs", [candidate("pipelined", BLOCK_M=64, BLOCK_N=128)])
-    multiply(a, b, out)
-    multiply(a, b, out)
-    assert [launched[0] for launched in device.launched] == [4 * 3, 4 * 2, 4 * 2]
-
-
-def test_no_short_way_while_a_launch_may_be_a_trial(device, monkeypatch):
-    a, b, out = operands(256, 192, 64)
-    multiply(a, b, out)
-    asked = count_asking(monkeypatch, launching.tuned_gemm)
-    monkeypatch.setattr(launches, "is_tuning", lambda: True)
-    multiply(a, b, out)
-    assert asked == [1]
-
-
 def test_what_is_kept_is_bounded(device, monkeypatch):
     monkeypatch.setattr(launching, "_SETTLED", SettledLaunches(launching.tuned_gemm, blocks_of))
     monkeypatch.setattr(tensors, "KEPT", 2)

@@ -7,6 +7,7 @@ leaves its output alone; what a device would refuse, too much shared memory, Tri
 from __future__ import annotations
 
 import json
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,55 @@ def banned(function: Any) -> dict[int, str]:
     return {int(text.split(",")[0].removeprefix("BLOCK: ")): why for text, why in context.banned.items()}
 
 
-def test_each_failure_is_found_before_the_first_trial_and_named(device):
-    function = tuned(kernel(GOOD, ASSERTED, 64, TOO_LARGE))
+def settle(function: Any) -> None:
+    deadline = time.monotonic() + 100.0
     function()
+    while not function.settled:
+        assert time.monotonic() < deadline
+        time.sleep(10e-3)  # shorter steps take the time that compilers need
+        function()
+
+
+ENDS_COMPILER = 512
+MODES = pytest.mark.parametrize("mode", ["replay", "online"])
+
+
+@MODES
+def test_each_failure_is_found_before_a_trial_and_named(device, compiler, capfd, mode):
+    compiler.behaves({ENDS_COMPILER: "exit"})
+    function = tuned(kernel(GOOD, ASSERTED, 64, TOO_LARGE, ABORTS, ENDS_COMPILER), mode=mode)
+    settle(function)
     reasons = banned(function)
-    assert reasons.keys() == {ASSERTED, TOO_LARGE}
+    assert reasons.keys() == {ASSERTED, TOO_LARGE, ABORTS, ENDS_COMPILER}
     assert "CompileTimeAssertionFailure" in reasons[ASSERTED]
     assert "out of resource: shared memory" in reasons[TOO_LARGE]
-    assert function.report.runs == 3
+    assert reasons[ABORTS].startswith("rank 0: the compiler was ended by SIGABRT: Assertion ")
+    assert reasons[ENDS_COMPILER] == "rank 0: the compiler ended its process with exit code 3"
     assert {constants["BLOCK"] for constants in device.launched} == {GOOD, 64}
+    assert "Assertion" in capfd.readouterr().err  # the compiler's own words are kept from nobody
+    if mode == "replay":
+        assert function.report.runs == 3
+
+
+@MODES
+def test_a_candidate_that_compiles_without_end_is_banned_when_its_time_is_up(
+    device, compiler, monkeypatch, mode
+):
+    compiler.behaves({ENDLESS: "spin"})
+    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "1")
+    function = tuned(kernel(GOOD, ENDLESS), mode=mode)
+    settle(function)
+    assert banned(function) == {ENDLESS: "rank 0: did not compile within 1 s"}
+    assert compiler.processes_left() == []
+
+
+@MODES
+def test_an_error_of_the_user_s_reaches_the_caller_with_its_traceback(device, compiler, mode):
+    compiler.behaves({64: "raise"})
+    with pytest.raises(TypeError, match="of the user's") as caught:
+        settle(tuned(kernel(GOOD, 64), mode=mode))
+    assert caught.traceback[-1].name == "misbehave"
+    assert compiler.processes_left() == []
 
 
 def test_a_first_config_that_fails_is_replaced_by_the_launch(device):
@@ -89,43 +130,6 @@ def test_compiling_only_returns_the_compiled_incumbent(device):
     contextual_autotune(thunk, log_dir=None, cache=False, progress=False)()
     assert [type(each).__name__ for each in compiled] == ["CompiledKernel"]
     assert device.launched == []
-
-
-# ---- what a candidate does to the compiler stays in a process of its own
-
-
-def test_a_candidate_that_aborts_llvm_is_banned_and_the_session_goes_on(device, capfd):
-    function = tuned(kernel(GOOD, ABORTS, 64))
-    function()
-    (reason,) = banned(function).values()
-    assert reason.startswith("rank 0: the compiler was ended by SIGABRT: Assertion ")
-    assert {constants["BLOCK"] for constants in device.launched} == {GOOD, 64}
-    assert "Assertion" in capfd.readouterr().err  # the compiler's own words are kept from nobody
-
-
-def test_a_candidate_that_ends_the_compiler_s_process_is_banned(device, compiler):
-    compiler.behaves({64: "exit"})
-    function = tuned(kernel(GOOD, 64))
-    function()
-    assert banned(function) == {64: "rank 0: the compiler ended its process with exit code 3"}
-
-
-def test_a_candidate_that_compiles_without_end_is_banned_when_its_time_is_up(device, compiler, monkeypatch):
-    tuned(kernel(GOOD, 64))()  # now these are in Triton's cache, and a short limit does not concern them
-    compiler.behaves({ENDLESS: "spin"})
-    device.forget()
-    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "1")
-    function = tuned(kernel(GOOD, 64, ENDLESS))
-    function()
-    assert banned(function) == {ENDLESS: "rank 0: did not compile within 1 s"}
-    assert compiler.processes_left() == []
-
-
-def test_an_error_of_the_user_s_reaches_the_caller_with_its_traceback(device, compiler):
-    compiler.behaves({64: "raise"})
-    with pytest.raises(TypeError, match="of the user's") as caught:
-        tuned(kernel(GOOD, 64))()
-    assert caught.traceback[-1].name == "misbehave"
 
 
 def test_two_ranks_lose_one_compiler_to_a_candidate_and_both_ban_it(device, compiler):

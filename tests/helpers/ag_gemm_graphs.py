@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
-from ag_gemm_runs import begin, error_ratio, gathered_by_torch, poison
+from ag_gemm_runs import error_ratio, gathered_by_torch
 from operation_runs import device
-
-from dist_autotune.kernels.ag_gemm import AllGatherGemm
 
 HALF = torch.float16
 PATIENCE_S = 60.0  # less than a test has
@@ -57,25 +53,3 @@ def errors_of(kept):
         right = gathered is None or torch.equal(gathered, full)
         errors.append(error_ratio(out, full, weight) if right else float("inf"))
     return errors
-
-
-def replays_among_eager_calls(rank, backend):
-    begin(rank)
-    order, kept = random.Random(7), []
-    with AllGatherGemm(136, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
-        calls = [Captured(op, 130, 200, in_place=True), Captured(op, 70, 72, in_place=False)]
-        poison(op)
-        graphs = [graph_of(call) for call in calls]
-        for _ in range(40):
-            if order.randrange(4) == rank:
-                torch.cuda._sleep(1_000_000)
-            which, eager = order.randrange(2), order.random() < 0.5
-            calls[which].refresh()
-            if eager:
-                op(calls[which].a_shard, calls[which].weight, calls[which].out)
-                kept.append((*calls[which].results()[:3], None))
-            else:
-                graphs[which].replay()
-                kept.append(calls[which].results())
-        op.check()
-        return errors_of(kept)

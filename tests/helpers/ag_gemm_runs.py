@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from operation_runs import device
+from operations import HALF, DenseRuns
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.call import GatherLayout
@@ -24,9 +27,12 @@ def tensors(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def gathered_by_torch(a_shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    parts = [torch.empty_like(a_shard) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, a_shard.contiguous(), group=group)
-    return torch.cat(parts)
+    if not dist.is_initialized():
+        return a_shard
+    mine = a_shard.contiguous().view(torch.uint8)  # gloo knows no fp8
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, mine, group=group)
+    return torch.cat(parts).view(a_shard.dtype)
 
 
 def error_ratio(
@@ -45,7 +51,8 @@ def error_ratio(
 
 def poison(op: AllGatherGemm) -> None:
     """Fill the gather buffer with NaN, so that whatever is read before it arrives shows."""
-    op._gather.local.fill_(float("nan"))
+    gathered = op._gather.local  # in fp8, elements and scales
+    gathered.fill_(255 if gathered.dtype == torch.uint8 else float("nan"))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
@@ -102,3 +109,82 @@ def choose_at_random(op: AllGatherGemm, seed: object) -> None:
     op._choose = lambda *shape: Choice(
         order.choice(("plain", "matmul")), order.choice((1, 2, 3, 4)), order.choice((1, 2, 3))
     )
+
+
+WAYS = {
+    "plain": {"consumer": "plain"},
+    "matmul": {"consumer": "matmul"},
+    "collective": {"collective": True},
+}
+WAYS_ON_GPUS = {"specialized": {"consumer": "specialized"}, **WAYS}
+LANES = ("pull", "push", "as captured")  # eager calls of both producers; what a captured call does
+
+
+def opened(m: int, k: int, dtype: torch.dtype, lane: str, **options: Any) -> AllGatherGemm:
+    producer = "push" if lane == "push" else "pull"
+    return AllGatherGemm(m, k, dtype, producer=producer, timeout_s=60.0, **options)
+
+
+def call_in_lane(
+    op: AllGatherGemm,
+    a_shard: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor | None,
+    epilogue: Epilogue,
+    lane: str,
+) -> torch.Tensor:
+    if lane == "as captured":
+        return op._call(a_shard, weight, out, epilogue, pushed=True)
+    bias, activation, scale_a, scale_weight = epilogue
+    options = {"bias": bias, "activation": activation, "scale_a": scale_a, "scale_weight": scale_weight}
+    return op(a_shard, weight, out, **options)
+
+
+class GatheringRows(DenseRuns):
+    """AllGatherGemm is opened with K and called with N."""
+
+    name, kernel, candidates = "AllGatherGemm", all_gather_gemm, CANDIDATES
+    can_be_in_place = True
+    result_of_peer = slice(8, None)  # of calls with 8 rows
+    begin = staticmethod(begin)
+
+    def __init__(self, **options):
+        self.options = options
+
+    @contextmanager
+    def begun(self):
+        with mock.patch.object(specialized, "can_run", specialized.can_run), super().begun():
+            yield
+
+    def sizes(self, k, n):
+        return k, n
+
+    def open(self, rows, size, dtype=HALF, group=None, **named):
+        return AllGatherGemm(rows, size, dtype, group, **self.options, **named)
+
+    def buffers(self, op):
+        return (op._gather.local,)
+
+    def operands(self, op, rows, size, experts=3, topk=2, kind="any", group=None):
+        return tensors(self.rows_of(rows), size, op.shard.shape[1], op.shard.dtype)
+
+    def new_out(self, op, rows, operands):
+        a_shard, weight = operands
+        shape = op.world_size * len(a_shard), len(weight)
+        return torch.full(shape, float("nan"), dtype=a_shard.dtype, device=device())
+
+    def given(self, op, operands, *, told, in_place):
+        a_shard, weight = operands
+        return op.shard[: len(a_shard)].copy_(a_shard) if in_place else a_shard, weight
+
+    def call_as_captured(self, op, operands, out, rows):
+        return call_pushed(op, *operands, out)
+
+    def error_ratio(self, out, a_shard, weight, group=None):
+        return error_ratio(out, gathered_by_torch(a_shard, group), weight)
+
+    def call_and_compare(self, op, rows, size, *shape, in_place=False, group=None, **options):
+        return call_and_compare(op, self.rows_of(rows), size, in_place=in_place, group=group)
+
+
+GATHERING_ROWS = GatheringRows()

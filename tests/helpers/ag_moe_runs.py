@@ -13,6 +13,7 @@ from moe_runs import (
     relative_error,
 )
 from operation_runs import device
+from operations import HALF
 
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.moe.ag_moe_kernel import CANDIDATES, all_gather_moe
@@ -28,13 +29,13 @@ class Gathering(ExpertRuns):
     def sizes(self, k, n):
         return k, n
 
-    def open(self, tokens_per_rank, size, *options, **named):
-        return AllGatherMoE(tokens_per_rank, size, *options, **named)
+    def open(self, tokens_per_rank, size, dtype=HALF, group=None, **named):
+        return AllGatherMoE(tokens_per_rank, size, dtype, group, **named)
 
     def buffers(self, op):
         return (op._gather.local,)
 
-    def operands(self, op, tokens, size, experts, topk, kind="any", group=None):
+    def operands(self, op, tokens, size, experts=3, topk=2, kind="any", group=None):
         count = tokens[op.rank]
         x = randoms(count, op._k, dtype=op._dtype)
         weight = randoms(experts, size, op._k, dtype=op._dtype)

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import ag_gemm_runs
-import gemm_rs_runs
-import torch
-
-HALF = torch.float16
 PATIENCE_S = 60.0  # less than a test has
 SHORT_S = 1.5  # of waits that are to end
-
-
-def begin(rank, candidate=None):
-    ag_gemm_runs.begin(rank, candidate)
-    gemm_rs_runs.begin(rank, candidate)
+ALWAYS = {"collective": True, "timeout_s": PATIENCE_S}
 
 
 def launches_of(op):

@@ -5,33 +5,29 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import ag_gemm_runs
-import gemm_ar_runs
-import gemm_rs_runs
 import torch
 import torch.distributed as dist
+from ag_gemm_runs import GatheringRows
 from ag_moe_runs import GATHERING
+from gemm_ar_runs import REDUCING, Reducing
+from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING
-from moe_runs import ExpertRuns
 from operation_runs import device
+from operations import HALF, DenseRuns, Given, Runs
 from torch import Tensor
 
 from dist_autotune import contextual_autotune
-from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm import plain as of_gather
-from dist_autotune.kernels.gemm_ar import GemmAllReduce
-from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.symm import SymmetricTensor
 from dist_autotune.kernels.symm.base import SymmetricMemory
 
-HALF = torch.float16
 FENCE_BYTES, CANARY = 4096, 0xA5
 KINDS = ("any", "one", "same", "none")  # of choices: one expert has all, no expert has any
-Given = tuple[Tensor, ...]
 
 
 class Fences:
@@ -81,18 +77,6 @@ class Fences:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What is called by turns: an operation, or kernels of torch."""
-
-    name: str
-    op: Any  # None: torch's
-    operands: Callable[[int], Given]  # fresh ones; the number decides shapes and routing
-    result: Callable[[int, Given], Tensor]  # an output for them
-    call: Callable[[int, Given, Tensor], object]
-    error: Callable[..., float]  # of the result, then the operands
-
-
-@dataclass(frozen=True)
 class Sizes:
     rows: int  # of a shard
     k: int
@@ -110,114 +94,106 @@ class Sizes:
         return [0] * world if number % 7 == 3 else [*counts[:-1], 0 if number % 3 == 1 else counts[-1]]
 
 
+@dataclass(frozen=True)
+class Part:
+    """An operation that is called by turns."""
+
+    name: str
+    runs: Runs
+    op: Any
+    sizes: Sizes
+    world: int
+
+    def rows(self, number: int) -> list[int]:
+        """Return the rows of each rank in that call."""
+        if isinstance(self.runs, Reducing):
+            return [1 + number % self.sizes.of_all] * self.world
+        if isinstance(self.runs, DenseRuns):
+            return [self.sizes.part_of(number)] * self.world
+        return self.sizes.tokens(number, self.world)
+
+    def operands(self, number: int) -> Given:
+        _, of_call = self.runs.sizes(self.sizes.k, self.sizes.n)
+        kind = KINDS[number % len(KINDS)]
+        return self.runs.operands(self.op, self.rows(number), of_call, self.sizes.experts, 2, kind)
+
+    def result(self, number: int, given: Given) -> Tensor:
+        return self.runs.new_out(self.op, self.rows(number), given)
+
+    def call(self, number: int, given: Given, out: Tensor) -> None:
+        self.runs.call(self.op, given, out, self.rows(number))
+
+    def error(self, out: Tensor, *given: Tensor) -> float:
+        return self.runs.error_ratio(out, *given)
+
+
+class ProductOfTorch(DenseRuns):
+    name = "torch.mm"
+
+    def sizes(self, k, n):
+        return k, n
+
+    def open(self, rows, size, dtype=HALF, group=None, **named):
+        return None
+
+    def buffers(self, op):
+        return ()
+
+    def operands(self, op, rows, size, experts=3, topk=2, kind="any", group=None):
+        return ag_gemm_runs.tensors(rows[0], size, size, HALF)
+
+    def new_out(self, op, rows, operands):
+        return nans(len(operands[0]), len(operands[1]))
+
+    def call(self, op, operands, out, rows, *, told=True):
+        return torch.mm(operands[0], operands[1].T, out=out)
+
+    def error_ratio(self, out, *operands, group=None):
+        return ag_gemm_runs.error_ratio(out, *operands)
+
+
+class SumOfTorch(ProductOfTorch):
+    name = "all_reduce"
+
+    def operands(self, op, rows, size, *shape):
+        return (torch.randn(rows[0], size, device=device()).to(HALF),)
+
+    def new_out(self, op, rows, operands):
+        return torch.empty_like(operands[0])
+
+    def call(self, op, operands, out, rows, *, told=True):
+        dist.all_reduce(out.copy_(operands[0]))
+        return out
+
+    def error_ratio(self, out, *operands, group=None):
+        (a,), world = operands, dist.get_world_size()
+        wanted = ag_gemm_runs.gathered_by_torch(a).float().view(world, *a.shape).sum(0)
+        return float((out.float() - wanted).abs().max()) / (world * 2**-8)
+
+
 def nans(*shape: int) -> Tensor:
     return torch.full(shape, math.nan, dtype=HALF, device=device())
 
 
-def gather_part(name: str, sizes: Sizes, world: int, **options: Any) -> Part:
-    op = AllGatherGemm(sizes.rows, sizes.k, HALF, timeout_s=60.0, **options)
-    return Part(
-        name,
-        op,
-        lambda number: ag_gemm_runs.tensors(sizes.part_of(number), sizes.n, sizes.k, HALF),
-        lambda _, given: nans(world * len(given[0]), sizes.n),
-        lambda _, given, out: op(*given, out),
-        lambda out, a, weight: ag_gemm_runs.error_ratio(out, ag_gemm_runs.gathered_by_torch(a), weight),
-    )
-
-
-def scatter_part(sizes: Sizes, world: int) -> Part:
-    op = GemmReduceScatter(world * sizes.rows, sizes.n, HALF, timeout_s=60.0)
-    return Part(
-        "gemm_rs",
-        op,
-        lambda number: gemm_rs_runs.operands(world * sizes.part_of(number), sizes.n, sizes.k, HALF),
-        lambda _, given: nans(len(given[0]) // world, sizes.n),
-        lambda _, given, out: op(*given, out),
-        gemm_rs_runs.error_ratio,
-    )
-
-
-def sum_part(sizes: Sizes) -> Part:
-    """Return GemmAllReduce with a norm; its result is the norm, then the sum."""
-    op = GemmAllReduce(sizes.of_all, sizes.n, HALF, timeout_s=60.0)
-
-    def operands(number: int) -> Given:
-        m = 1 + number % sizes.of_all
-        of_all = gemm_ar_runs.of_all(m, sizes.n, HALF, number)
-        return *gemm_ar_runs.operands(m, sizes.n, sizes.k, HALF), *of_all
-
-    def call(_: int, given: Given, out: Tensor) -> None:
-        a, weight, residual, norm_weight = given
-        out[1].copy_(op(a, weight, out[0], residual, norm_weight, gemm_ar_runs.EPS)[1])
-
-    def result(_: int, given: Given) -> Tensor:
-        return nans(2, len(given[0]), sizes.n)
-
-    return Part("gemm_ar", op, operands, result, call, gemm_ar_runs.norm_error_ratio)
-
-
-def experts_part(runs: ExpertRuns, sizes: Sizes, world: int) -> Part:
-    """Return an operation over experts; what is routed where changes from call to call."""
-    of_operation, of_call = runs.sizes(sizes.k, sizes.n)
-    op = runs.open(sizes.rows, of_operation, HALF, timeout_s=60.0)
-
-    def operands(number: int) -> Given:
-        tokens, kind = sizes.tokens(number, world), KINDS[number % len(KINDS)]
-        return runs.operands(op, tokens, of_call, sizes.experts, 2, kind)
-
-    return Part(
-        runs.name,
-        op,
-        operands,
-        lambda number, given: runs.new_out(op, sizes.tokens(number, world), given),
-        lambda number, given, out: op(*given, out, tokens=sizes.tokens(number, world)),
-        runs.error_ratio,
-    )
-
-
-def torch_parts(sizes: Sizes, world: int) -> list[Part]:
-    def sum_error(out: Tensor, a: Tensor) -> float:
-        wanted = ag_gemm_runs.gathered_by_torch(a).float().view(world, *a.shape).sum(0)
-        return float((out.float() - wanted).abs().max()) / (world * 2**-8)
-
-    def sum_up(_: int, given: Given, out: Tensor) -> None:
-        dist.all_reduce(out.copy_(given[0]))
-
-    product = Part(
-        "torch.mm",
-        None,
-        lambda number: ag_gemm_runs.tensors(sizes.part_of(number), sizes.n, sizes.k, HALF),
-        lambda _, given: nans(len(given[0]), sizes.n),
-        lambda _, given, out: torch.mm(given[0], given[1].T, out=out),
-        ag_gemm_runs.error_ratio,
-    )
-    collective = Part(
-        "all_reduce",
-        None,
-        lambda number: (torch.randn(sizes.part_of(number), sizes.n, device=device()).to(HALF),),
-        lambda _, given: torch.empty_like(given[0]),
-        sum_up,
-        sum_error,
-    )
-    return [product, collective]
-
-
 def parts_of(rank: int, sizes: Sizes, world: int) -> list[Part]:
     """Open all operations; those kernels that a session tunes keep two candidates, the others one."""
-    gemm_ar_runs.begin(rank)
-    of_gather.all_gather_gemm.configs = of_gather.CANDIDATES[:1]
-    gemm_rs_runs.begin(rank, 0)
-    for runs in (GATHERING, SCATTERING):
-        runs.begin(rank, 0)
-    gemm_rs_runs.gemm_reduce_scatter.configs = gemm_rs_runs.CANDIDATES[:2]
-    GATHERING.kernel.configs = GATHERING.candidates[:2]
-    own = [gather_part("ag_gemm, plain", sizes, world, consumer="plain")]
+    every = {"ag_gemm, plain": GatheringRows(consumer="plain")}
     if device() != "cpu":  # the warp-specialised kernel, where the GPU has one, and pushes
-        own += [gather_part("ag_gemm, pushed", sizes, world, producer="push")]
-    own += [scatter_part(sizes, world), sum_part(sizes)]
-    own += [experts_part(runs, sizes, world) for runs in (GATHERING, SCATTERING)]
-    return own + torch_parts(sizes, world)
+        every["ag_gemm, pushed"] = GatheringRows(producer="push")
+    every |= {"gemm_rs": SCATTERING_SUMS, "gemm_ar": REDUCING[None]}
+    every |= {runs.name: runs for runs in (GATHERING, SCATTERING, ProductOfTorch(), SumOfTorch())}
+    REDUCING[None].begin(rank)
+    of_gather.all_gather_gemm.configs = of_gather.CANDIDATES[:1]
+    for runs in (SCATTERING_SUMS, GATHERING, SCATTERING):
+        runs.begin(rank, 0)
+    for runs in (SCATTERING_SUMS, GATHERING):
+        runs.kernel.configs = runs.candidates[:2]
+    parts = []
+    for name, runs in every.items():
+        rows = sizes.of_all if isinstance(runs, Reducing) else sizes.rows
+        of_operation, _ = runs.sizes(sizes.k, sizes.n)
+        parts.append(Part(name, runs, runs.open(rows, of_operation, timeout_s=60.0), sizes, world))
+    return parts
 
 
 # ---- on a rank

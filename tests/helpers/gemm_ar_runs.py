@@ -6,12 +6,12 @@ import math
 
 import torch
 import torch.distributed as dist
-from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
 from operation_runs import device, seed_and_leave_one, synchronize
+from operations import HALF, DenseRuns
 
 from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull
+from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, WAYS
 
-HALF = torch.float16
 EPS = 1e-5
 
 
@@ -28,11 +28,6 @@ def begin(rank: int, candidate: int | None = None) -> None:
             kinds.setdefault(0 if each.kwargs["BLOCK_N"] else each.num_warps, []).append(each)
         place = rank if candidate is None else candidate
         kernel.configs = [kind[place % len(kind)] for kind in kinds.values()]
-
-
-def leave_all_candidates() -> None:
-    for kernel, candidates in KERNELS.values():
-        kernel.configs = candidates
 
 
 def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,33 +123,53 @@ def call_with_norm(op: GemmAllReduce, m: int, k: int, *, group=None) -> float:
     return norm_error_ratio(pair, a, weight, residual, norm_weight, group)
 
 
-def graph_call(op, m, k, *, norm):
-    a, weight = operands(m, op._n, k, HALF)
-    residual, norm_weight = of_all(m, op._n, HALF, m)
-    out = torch.empty(m, op._n, dtype=HALF, device=device())
-    sums = torch.empty_like(out)
+class Reducing(DenseRuns):
+    """GemmAllReduce is opened with N and called with K; a call is one of a sum, and one of a sum's norm."""
 
-    def call():
-        if norm:
-            sums.copy_(op(a, weight, out, residual, norm_weight, EPS)[1])
-        else:
-            op(a, weight, out)
+    name, own_operands = "GemmAllReduce", 2
+    result_of_peer = 0  # the sum: a call that raises makes no norm
+    kernel, candidates = pull.add_rows, pull.CANDIDATES
+    begin, poison = staticmethod(begin), staticmethod(poison)
 
-    tensors = (out, a, weight) if not norm else (out, sums, a, weight, residual, norm_weight)
-    return GraphCall(call, lambda: (a.normal_(), weight.normal_()), tensors)
+    def __init__(self, way=None):
+        self.way = way
+        self.most_choices = 0 if way == COLLECTIVE else 2  # on the CPU: of sums two, of norms two
+
+    @property
+    def kernels(self):
+        return list(KERNELS.values())
+
+    def sizes(self, k, n):
+        return n, k
+
+    def open(self, rows, size, dtype=HALF, group=None, **named):
+        return GemmAllReduce(rows, size, dtype, group, way=self.way, **named)
+
+    def buffers(self, op):
+        return op._parts.local, op._sums.local
+
+    def operands(self, op, rows, size, experts=3, topk=2, kind="any", group=None):
+        m = self.rows_of(rows)
+        return *operands(m, op._n, size, op._dtype), *of_all(m, op._n, op._dtype, m)
+
+    def new_out(self, op, rows, operands):
+        """Return room for a sum, a norm and the sum that it is of."""
+        return torch.full((3, len(operands[0]), op._n), float("nan"), dtype=op._dtype, device=device())
+
+    def call(self, op, operands, out, rows, *, told=True):
+        a, weight, residual, norm_weight = operands
+        assert op(a, weight, out[0]).data_ptr() == out[0].data_ptr()
+        out[2].copy_(op(a, weight, out[1], residual, norm_weight, EPS)[1])
+        return out
+
+    def error_ratio(self, out, a, weight, residual, norm_weight, group=None):
+        of_sum = error_ratio(out[0], a, weight, group)
+        return max(of_sum, norm_error_ratio((out[1], out[2]), a, weight, residual, norm_weight, group))
+
+    def forsake(self, op, timeout_s):
+        super().forsake(op, timeout_s)
+        if self.way == LOW_LATENCY:
+            op._ways._ballots.agree = lambda key, way, terms: way  # the peer is lost behind its ballot
 
 
-def error_of_kept(kept) -> float:
-    if len(kept) == 3:
-        return error_ratio(*kept)
-    out, sums, *rest = kept
-    return norm_error_ratio((out, sums), *rest)
-
-
-def replays_among_eager_calls(rank, backend, way):
-    begin(rank)
-    with GemmAllReduce(256, 200, HALF, backend=backend, timeout_s=60.0, way=way) as op:
-        sizes = ((256, 128, False), (5, 72, True), (64, 64, False), (130, 72, True))
-        calls = [graph_call(op, m, k, norm=norm) for m, k, norm in sizes]
-        kept = kept_from_replays_among_eager_calls(rank, op, calls, lambda: poison(op))
-        return [error_of_kept(one) for one in kept]
+REDUCING = {way: Reducing(way) for way in (None, *WAYS)}

@@ -6,13 +6,11 @@ import math
 
 import torch
 import torch.distributed as dist
-from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
 from operation_runs import device, seed_and_leave_one, synchronize
+from operations import HALF, DenseRuns
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
-
-HALF = torch.float16
 
 
 def begin(rank: int, candidate: int | None = None) -> None:
@@ -59,15 +57,31 @@ def call_and_compare(op: GemmReduceScatter, m: int, k: int, *, group=None) -> fl
     return error_ratio(out, a, weight, group)
 
 
-def graph_call(op, m, k):
-    a, weight = operands(m, 200, k, HALF)
-    out = torch.empty(m // op.world_size, 200, dtype=HALF, device=device())
-    return GraphCall(lambda: op(a, weight, out), lambda: (a.normal_(), weight.normal_()), (out, a, weight))
+class ScatteringSums(DenseRuns):
+    """GemmReduceScatter is opened with N and called with K."""
+
+    name, kernel, candidates = "GemmReduceScatter", gemm_reduce_scatter, CANDIDATES
+    begin, poison, error_ratio = (staticmethod(each) for each in (begin, poison, error_ratio))
+
+    def sizes(self, k, n):
+        return n, k
+
+    def open(self, rows, size, dtype=HALF, group=None, **named):
+        world = dist.get_world_size(group) if dist.is_initialized() else 1
+        return GemmReduceScatter(world * rows, size, dtype, group, **named)
+
+    def buffers(self, op):
+        return op._staged.local, op._partial
+
+    def operands(self, op, rows, size, experts=3, topk=2, kind="any", group=None):
+        return operands(op.world_size * self.rows_of(rows), op._n, size, op._dtype)
+
+    def new_out(self, op, rows, operands):
+        shape = len(operands[0]) // op.world_size, op._n
+        return torch.full(shape, float("nan"), dtype=op._dtype, device=device())
+
+    def call_as_captured(self, op, operands, out, rows):
+        return op._call(*operands, out, in_steps=True)
 
 
-def replays_among_eager_calls(rank, backend):
-    begin(rank)
-    with GemmReduceScatter(256, 200, HALF, backend=backend, timeout_s=60.0) as op:
-        calls = [graph_call(op, m, k) for m, k in ((256, 128), (140, 72))]
-        kept = kept_from_replays_among_eager_calls(rank, op, calls, lambda: poison(op))
-        return [error_ratio(*one) for one in kept]
+SCATTERING_SUMS = ScatteringSums()

@@ -39,6 +39,7 @@ from typing import Any
 
 import gluon_instructions as instructions
 import numpy as np
+import pytest
 from gluon_machine import Deadlock, Machine, machine, now
 from gluon_memory import (
     BarrierLayout,
@@ -268,3 +269,14 @@ def launch(
     for number in range(programs):
         machine().start(f"program {number}", number, warps, lambda: kernel(*args, **options))
     machine().run()
+
+
+def poll_without_acquiring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let waits see signals and nothing of what was written before them."""
+    signals = importlib.import_module("kernels_in_the_model.signals")
+    add = signals.tl.atomic_add
+    relaxed = type("tl", (), {**vars(signals.tl)})
+    relaxed.atomic_add = staticmethod(
+        lambda pointer, value, *, sem, scope: add(pointer, value, sem="relaxed", scope=scope)
+    )
+    monkeypatch.setattr(signals, "tl", relaxed)

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from ag_moe_runs import GATHERING
 from moe_runs import (
-    HALF,
     ExpertRuns,
     explained_error,
     of_all_ranks,
@@ -16,6 +15,7 @@ from moe_runs import (
     relative_error,
 )
 from operation_runs import device
+from operations import HALF
 
 from dist_autotune.kernels.moe import moe_rs
 from dist_autotune.kernels.moe.moe_rs_kernel import CANDIDATES, moe_reduce_scatter
@@ -38,13 +38,13 @@ class Scattering(ExpertRuns):
     def sizes(self, k, n):
         return n, k
 
-    def open(self, tokens_per_rank, size, *options, **named):
-        return MoEReduceScatter(tokens_per_rank, size, *options, **named)
+    def open(self, tokens_per_rank, size, dtype=HALF, group=None, **named):
+        return MoEReduceScatter(tokens_per_rank, size, dtype, group, **named)
 
     def buffers(self, op):
         return op._staged.local, op._partial, op._weights.local
 
-    def operands(self, op, tokens, size, experts, topk, kind="any", group=None):
+    def operands(self, op, tokens, size, experts=3, topk=2, kind="any", group=None):
         """Return y, weight, ids and weights; a dropped choice has NaN for its row and its weight."""
         ids = random_choices(tokens[op.rank], experts, topk, kind)
         weights = torch.randn(ids.shape, device=device())

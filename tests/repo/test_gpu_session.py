@@ -149,7 +149,7 @@ def test_no_module_of_tests_starts_cuda_when_it_is_imported(tmp_path):
         [*command, "--collect-only", "tests"], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stdout[-3000:]
-    assert "test_every_candidate_is_right_on_gpus" in ended.stdout
+    assert "test_every_operation_is_right_on_gpus" in ended.stdout
 
 
 # ---- whole sessions, on devices that need not be there

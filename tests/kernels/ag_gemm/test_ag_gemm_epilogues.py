@@ -11,7 +11,17 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from ag_gemm_runs import begin, gathered_by_torch, poison, tensors
+from ag_gemm_runs import (
+    LANES,
+    WAYS,
+    WAYS_ON_GPUS,
+    begin,
+    call_in_lane,
+    gathered_by_torch,
+    opened,
+    poison,
+    tensors,
+)
 from operation_runs import GPU_BACKENDS, INTERPRETER, assert_cases, device, left_as_before, message_of, values
 
 from dist_autotune import contextual_autotune
@@ -22,22 +32,10 @@ from dist_autotune.kernels.epilogues import GATED, ONLY_SUMS, Epilogue, result_c
 pytestmark = INTERPRETER
 
 HALF = torch.float16
-PATIENCE_S = 60.0  # less than a test has
-WAYS = {
-    "plain": {"consumer": "plain"},
-    "matmul": {"consumer": "matmul"},
-    "collective": {"collective": True},
-}
-LANES = ("pull", "push", "as captured")  # eager calls of both producers; what a captured call does
 ENDINGS = [
     *[(HALF, None), (None, "gelu"), (torch.float32, "silu"), (None, None), (torch.bfloat16, "relu")],
     *[(None, "swiglu"), (HALF, "reglu")],
 ]
-
-
-def opened(m: int, k: int, dtype: torch.dtype, lane: str, **options) -> AllGatherGemm:
-    producer = "push" if lane == "push" else "pull"
-    return AllGatherGemm(m, k, dtype, producer=producer, timeout_s=PATIENCE_S, **options)
 
 
 def columns_of(rank: int, activation: str | None) -> int:
@@ -48,12 +46,6 @@ def columns_of(rank: int, activation: str | None) -> int:
 def ending_of(n: int, bias_dtype: torch.dtype | None, activation: str | None) -> Epilogue:
     bias = None if bias_dtype is None else (4 * torch.randn(n, device=device())).to(bias_dtype)
     return Epilogue(bias, activation)
-
-
-def call(op: AllGatherGemm, a_shard, weight, out, epilogue: Epilogue, lane: str) -> torch.Tensor:
-    if lane == "as captured":
-        return op._call(a_shard, weight, out, epilogue, pushed=True)
-    return op(a_shard, weight, out, bias=epilogue.bias, activation=epilogue.activation)
 
 
 def error_ratio(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> float:
@@ -77,7 +69,7 @@ def compared(op: AllGatherGemm, m: int, n: int, epilogue: Epilogue, lane: str) -
     full = gathered_by_torch(a_shard)
     shape = full.shape[0], result_columns(epilogue.activation, n)
     out = torch.full(shape, float("nan"), dtype=a_shard.dtype, device=a_shard.device)
-    assert call(op, a_shard, weight, out, epilogue, lane) is out
+    assert call_in_lane(op, a_shard, weight, out, epilogue, lane) is out
     return error_ratio(out, full, weight, epilogue)
 
 
@@ -112,7 +104,7 @@ def rounded_once(rank, way, lane):
     with opened(8, 1, HALF, lane, **WAYS[way]) as op:
         out = torch.empty(8 * op.world_size, 16, dtype=HALF)
         large = torch.full((16, 1), 256.0, dtype=HALF)
-        return bool((call(op, large[:8], large, out, Epilogue(bias), lane) == 1).all())
+        return bool((call_in_lane(op, large[:8], large, out, Epilogue(bias), lane) == 1).all())
 
 
 def rounded(rank):
@@ -142,7 +134,7 @@ def test_calls_in_the_same_places_with_other_endings_are_each_their_own(op):
     endings = [ONLY_SUMS, Epilogue(bias), Epilogue(activation="gelu"), Epilogue(bias, "gelu"), ONLY_SUMS]
     for epilogue in endings * 2:
         bias.normal_()  # what is known of a bias is its place alone
-        call(op, a_shard, weight, out, epilogue, "pull")
+        call_in_lane(op, a_shard, weight, out, epilogue, "pull")
         assert error_ratio(out, a_shard, weight, epilogue) < 1
         returned = op(a_shard, weight, bias=epilogue.bias, activation=epilogue.activation)
         assert torch.equal(returned, out)
@@ -155,7 +147,7 @@ def test_kinds_of_epilogues_share_no_options_and_load_their_own_kernels(op):
     found = [op._new_layout(weight, out, 16, each.kind()) for each in endings]
     assert len({operands.options.key for operands in found}) == len(endings)
     for epilogue in (*endings, Epilogue(bias + 1)):
-        call(op, a_shard, weight, out, epilogue, "pull")
+        call_in_lane(op, a_shard, weight, out, epilogue, "pull")
     assert len(op._layouts) == len(endings)
 
 
@@ -171,7 +163,7 @@ def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
         @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
         def step():
             for epilogue in endings:
-                call(op, a_shard, weight, out, epilogue, "pull")
+                call_in_lane(op, a_shard, weight, out, epilogue, "pull")
                 assert error_ratio(out, a_shard, weight, epilogue) < 1
 
         step()
@@ -224,8 +216,6 @@ def test_a_wrong_epilogue_raises_before_any_peer_hears_of_the_call(lane):
 
 # ---- on GPUs
 
-WAYS_ON_GPUS = {"specialized": {"consumer": "specialized"}, **WAYS}
-
 
 def eager_and_replayed(rank, way, backend, bias_dtype, activation):
     """Call, capture, and replay with new inputs and another bias; return the errors."""
@@ -234,7 +224,7 @@ def eager_and_replayed(rank, way, backend, bias_dtype, activation):
     specialized.tuned.configs = [order.choice(specialized.CANDIDATES[:7])]
     all_gather_gemm.configs = [order.choice(CANDIDATES)]
     n, errors = (272 if activation in GATED else 264) + 128 * rank, []
-    with AllGatherGemm(333, 264, HALF, backend=backend, timeout_s=PATIENCE_S, **WAYS_ON_GPUS[way]) as op:
+    with AllGatherGemm(333, 264, HALF, backend=backend, timeout_s=60.0, **WAYS_ON_GPUS[way]) as op:
         epilogue = ending_of(n, bias_dtype, activation)
         errors += [compared(op, m, n, epilogue, lane) for m in (333, 256) for lane in ("pull", "as captured")]
         a_shard, weight = tensors(256, n, 264, HALF)

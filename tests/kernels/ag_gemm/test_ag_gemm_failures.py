@@ -6,9 +6,9 @@ import os
 import signal
 
 import pytest
-import torch
 from ag_gemm_runs import begin, call_and_compare, call_pushed, force, tensors
-from operation_runs import INTERPRETER, TWO, delay_copies, hold_launch, message_of, results, values
+from operation_runs import INTERPRETER, TWO, hold_launch, message_of, results, values
+from operations import HALF
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
@@ -18,21 +18,11 @@ from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER
-HALF = torch.float16
 
 
 def lose_patience(op: AllGatherGemm) -> None:
     """Let the next calls give up soon; those that are to succeed have had minutes."""
     op._patience_ticks = as_patience(0.5)
-
-
-def open_differently(rank):
-    return message_of(lambda: AllGatherGemm(8, 16 + rank, torch.float16))
-
-
-def test_operations_opened_differently_raise_on_every_rank():
-    for message in values(open_differently, 2):
-        assert "rank 0: [3, 8, 16] torch.float16; rank 1: [3, 8, 17] torch.float16" in message
 
 
 def test_nothing_is_gathered_before_the_first_call():
@@ -52,12 +42,12 @@ def have_offered(op: AllGatherGemm, call: int, *peers: int) -> bool:
 
 
 def different_rows(rank):
-    op = AllGatherGemm(8, 16, torch.float16)
+    op = AllGatherGemm(8, 16, HALF)
     call_and_compare(op, 4, 16)
     m = 4 if rank == 0 else 7
 
     def call():
-        op(*tensors(m, 16, 16, torch.float16))
+        op(*tensors(m, 16, 16, HALF))
         op.check()
 
     first = message_of(call)
@@ -77,7 +67,7 @@ def test_different_rows_raise_on_every_rank(world):
 
 
 def dead_peer(rank, last):
-    op = AllGatherGemm(8, 16, torch.float16)
+    op = AllGatherGemm(8, 16, HALF)
     call_and_compare(op, 8, 16)
     meet()
     if rank == last:
@@ -86,7 +76,7 @@ def dead_peer(rank, last):
     hold_launch(op, lambda: have_offered(op, 2, *(peer for peer in range(last) if peer != rank)))
 
     def call():
-        op(*tensors(8, 16, 16, torch.float16))
+        op(*tensors(8, 16, 16, HALF))
         op.check()
 
     message = message_of(call)
@@ -104,47 +94,6 @@ def test_a_dead_peer_is_named_and_the_wait_ends(world):
         assert message.count("did not offer") == 1
         assert again
         assert at_close
-
-
-def die_before_fetching(rank):
-    op = AllGatherGemm(8, 16, torch.float16)
-    if rank == 0:
-        lose_patience(op)
-        hold_launch(op, lambda: have_offered(op, 1, 1))
-    else:
-        op._memory.copy = lambda dst, src, stream: stream.enqueue(
-            lambda: os.kill(os.getpid(), signal.SIGKILL)
-        )
-    return message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
-
-
-def test_a_peer_that_dies_before_it_has_fetched_is_named():
-    survivor, dead = results(die_before_fetching, 2)
-    assert_killed(dead)
-    (message,) = assert_all_ok([survivor])
-    assert message.startswith(
-        "PeerTimeout: AllGatherGemm, rank 0: rank 1 did not fetch chunk 0 of call 1 in time"
-    )
-
-
-def stuck_copy(rank):
-    """Hold rank 0's copy back until its kernel has given up."""
-    begin(rank)
-    op = AllGatherGemm(8, 16, torch.float16)
-    if rank == 0:
-        lose_patience(op)
-        hold_launch(op, lambda: have_offered(op, 1, 1))
-        delay_copies(op, lambda: wait_for(op._error_records.any, 100.0))
-    return message_of(lambda: op(*tensors(8, 16, 16, torch.float16)))
-
-
-def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come():
-    stuck, unharmed = values(stuck_copy, 2)
-    text = (
-        "PeerTimeout: AllGatherGemm, rank 0: chunk 1 of call 1 was offered by rank 1 and not copied in time."
-    )
-    assert stuck.startswith(text)
-    assert unharmed == "nothing was raised"
 
 
 # ---- what goes wrong in the middle of a chunk, whatever the ranks choose
@@ -167,17 +116,11 @@ def die_in_the_middle(rank, consumer, producer):
 
         op._memory.copy = die_at_the_second
     else:
-        launch = op._launch
-
-        def launch_when_half_is_there(*args):
-            # What has come of rank 1's chunk; of ours it has not all.
-            flags = op._pusher.flags if producer == "push" else op._flags.local
-            arrived, base = flags[ARRIVED.value], 0 if producer == "push" else 32
-            wait_for(lambda: int(arrived[1]) - base >= 16, 60.0)
-            launch(*args)
-
+        # What has come of rank 1's chunk; of ours it has not all.
+        flags = op._pusher.flags if producer == "push" else op._flags.local
+        arrived, base = flags[ARRIVED.value], 0 if producer == "push" else 32
         lose_patience(op)
-        op._launch = launch_when_half_is_there
+        hold_launch(op, lambda: int(arrived[1]) - base >= 16)
     a_shard, weight = tensors(32, 16, 16, HALF)
     message = message_of(lambda: op(a_shard, weight))
     return message, message_of(lambda: op(a_shard, weight)) == message, message_of(op.close) == message
@@ -195,34 +138,31 @@ def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(consumer, producer):
     assert at_close
 
 
-def stuck_in_the_middle(rank):
-    """Hold the second piece that rank 0 fetches back until its kernel has given up."""
+def stuck_copy(rank, consumer, pieces):
+    """Hold the last piece that rank 0 fetches back until its kernel has given up."""
     begin(rank)
     op = AllGatherGemm(32, 16, HALF)
-    force(op, consumer="matmul", pieces=2)
+    force(op, consumer=consumer, pieces=pieces)
     if rank == 0:
         lose_patience(op)
         copy, copies = op._memory.copy, []
 
-        def copy_second_late(dst, src, stream):
+        def copy_last_late(dst, src, stream):
             copies.append(dst)
-            if len(copies) == 2:
+            if len(copies) == pieces:
                 stream.enqueue(lambda: wait_for(op._error_records.any, 100.0))
             copy(dst, src, stream)
 
-        op._memory.copy = copy_second_late
-        launch = op._launch
-
-        def launch_when_half_is_there(*args):
-            wait_for(lambda: int(op._flags.local[ARRIVED.value, 1]) >= 16, 60.0)
-            launch(*args)
-
-        op._launch = launch_when_half_is_there
+        op._memory.copy = copy_last_late
+        # Of two pieces one is there; of one, the peer has told that it has come.
+        half_is_there = lambda: int(op._flags.local[ARRIVED.value, 1]) >= 16  # noqa: E731
+        hold_launch(op, half_is_there if pieces == 2 else lambda: have_offered(op, 1, 1))
     return message_of(lambda: op(*tensors(32, 16, 16, HALF)))
 
 
-def test_a_copy_that_stops_in_the_middle_of_a_chunk_is_told():
-    stuck, unharmed = values(stuck_in_the_middle, 2)
+@pytest.mark.parametrize(("consumer", "pieces"), [("plain", 1), ("matmul", 2)])
+def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come(consumer, pieces):
+    stuck, unharmed = values(stuck_copy, 2, consumer, pieces)
     text = (
         "PeerTimeout: AllGatherGemm, rank 0: chunk 1 of call 1 was offered by rank 1 and not copied in time."
     )

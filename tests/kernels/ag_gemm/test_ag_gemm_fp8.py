@@ -9,8 +9,7 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-from ag_gemm_runs import begin
+from ag_gemm_runs import LANES, WAYS, WAYS_ON_GPUS, begin, call_in_lane, gathered_by_torch, opened, poison
 from fp8_runs import error_ratio, quantized
 from operation_runs import GPU_BACKENDS, INTERPRETER, assert_cases, device, left_as_before, message_of
 
@@ -22,40 +21,6 @@ from dist_autotune.kernels.epilogues import Epilogue
 pytestmark = INTERPRETER
 
 FP8 = torch.float8_e4m3fn
-PATIENCE_S = 60.0  # less than a test has
-WAYS = {
-    "plain": {"consumer": "plain"},
-    "matmul": {"consumer": "matmul"},
-    "collective": {"collective": True},
-}
-LANES = ("pull", "push", "as captured")  # eager calls of both producers; what a captured call does
-
-
-def opened(m: int, k: int, lane: str, **options) -> AllGatherGemm:
-    producer = "push" if lane == "push" else "pull"
-    return AllGatherGemm(m, k, FP8, producer=producer, timeout_s=PATIENCE_S, **options)
-
-
-def gathered_by_torch(shard: torch.Tensor) -> torch.Tensor:
-    parts = [torch.empty_like(shard).view(torch.uint8) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, shard.view(torch.uint8))
-    return torch.cat(parts).view(shard.dtype)
-
-
-def call(op: AllGatherGemm, a_shard, weight, out, epilogue: Epilogue, lane: str) -> torch.Tensor:
-    if lane == "as captured":
-        return op._call(a_shard, weight, out, epilogue, pushed=True)
-    bias, activation, scale_a, scale_weight = epilogue
-    options = {"bias": bias, "activation": activation, "scale_a": scale_a, "scale_weight": scale_weight}
-    return op(a_shard, weight, out, **options)
-
-
-def poison(op: AllGatherGemm) -> None:
-    """Fill the gather buffer with NaN, elements and scales, so that what is read too early shows."""
-    op._gather.local.fill_(255)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
 
 
 def compared(op: AllGatherGemm, m: int, n: int, lane: str, *, plainly: bool = False) -> float:
@@ -65,7 +30,7 @@ def compared(op: AllGatherGemm, m: int, n: int, lane: str, *, plainly: bool = Fa
     ending = (None, None) if plainly else (torch.randn(n, device=device()), "silu")
     full, scales = gathered_by_torch(a_shard), gathered_by_torch(scale_a)
     out = torch.full((full.shape[0], n), float("nan"), dtype=torch.bfloat16, device=device())
-    assert call(op, a_shard, weight, out, Epilogue(*ending, scale_a, scale_weight), lane) is out
+    assert call_in_lane(op, a_shard, weight, out, Epilogue(*ending, scale_a, scale_weight), lane) is out
     if lane != "as captured":
         assert torch.equal(op.gathered.view(torch.uint8), full.view(torch.uint8))
     return error_ratio(out, full, weight, Epilogue(*ending, scales, scale_weight.T))
@@ -73,7 +38,7 @@ def compared(op: AllGatherGemm, m: int, n: int, lane: str, *, plainly: bool = Fa
 
 def every_call(rank, way, lane):
     begin(rank)
-    with opened(19, 48, lane, **WAYS[way]) as op:
+    with opened(19, 48, FP8, lane, **WAYS[way]) as op:
         poison(op)
         return [compared(op, m, 20 + 8 * rank, lane, plainly=m == 7) for m in (19, 7, 19)]
 
@@ -91,7 +56,7 @@ def without_scales(rank, way):
     """Rank 1 passes no scales, and again none behind a call with them: its rows count as they are."""
     begin(rank)
     errors = []
-    with opened(16, 32, "pull", **WAYS[way]) as op:
+    with opened(16, 32, FP8, "pull", **WAYS[way]) as op:
         for passes in (False, True, False):
             (a_shard, scale_a), (weight, _) = quantized(16, 32, device()), quantized(20, 32, device())
             scale_a = scale_a if passes or rank == 0 else None
@@ -114,7 +79,7 @@ def test_rows_of_a_rank_that_passes_no_scales_count_as_they_are():
 
 @pytest.fixture
 def op():
-    with left_as_before(all_gather_gemm), opened(16, 32, "pull", consumer="plain") as opened_one:
+    with left_as_before(all_gather_gemm), opened(16, 32, FP8, "pull", consumer="plain") as opened_one:
         all_gather_gemm.configs = CANDIDATES[:1]
         yield opened_one
 
@@ -163,10 +128,10 @@ def test_torch_scales_at_once_only_what_it_gets_right(monkeypatch):
 
 
 def test_scales_are_for_fp8_alone_and_its_rows_are_whole_16_bytes():
-    assert message_of(lambda: opened(16, 40, "pull")).startswith(
+    assert message_of(lambda: opened(16, 40, FP8, "pull")).startswith(
         "ValueError: k=40: rows of torch.float8_e4m3fn are whole 16 bytes; pad K to 48"
     )
-    with AllGatherGemm(16, 32, torch.float16, timeout_s=PATIENCE_S) as of_halves:
+    with AllGatherGemm(16, 32, torch.float16, timeout_s=60.0) as of_halves:
         a, weight = torch.zeros(16, 32).half(), torch.zeros(20, 32).half()
         text = message_of(lambda: of_halves(a, weight, scale_weight=torch.ones(20)))
     assert text.startswith("ValueError: scale_a and scale_weight are for torch.float8_e4m3fn")
@@ -182,13 +147,12 @@ def every_way_on_gpus(rank, backend):
     all_gather_gemm.configs = CANDIDATES[rank : rank + 1]
 
     def errors(way: dict[str, object], lane: str) -> list[float]:
-        with opened(333, 528, lane, backend=backend, **way) as op:
+        with opened(333, 528, FP8, lane, backend=backend, **way) as op:
             return [compared(op, m, 272 + 128 * rank, lane, plainly=m == 256) for m in (333, 256)]
 
-    ways = {"specialized": {"consumer": "specialized"}, **WAYS}
     return {
         f"{name}, {lane}": lambda way=way, lane=lane: errors(way, lane)
-        for (name, way), lane in itertools.product(ways.items(), LANES)
+        for (name, way), lane in itertools.product(WAYS_ON_GPUS.items(), LANES)
     }
 
 

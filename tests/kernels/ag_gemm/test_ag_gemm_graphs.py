@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from ag_gemm_graphs import HALF, PATIENCE_S, Captured, errors_of, graph_of, replays_among_eager_calls
+from ag_gemm_graphs import HALF, PATIENCE_S, Captured, errors_of, graph_of
 from ag_gemm_runs import (
     begin,
     call_and_compare,
@@ -30,8 +28,6 @@ from operation_runs import (
     INTERPRETER,
     assert_cases,
     cases_of,
-    delay_copies,
-    device,
     hold_launch,
     message_of,
     results,
@@ -59,35 +55,6 @@ def pushed_calls(rank, m, n, k, capacity, backend="auto"):
         return [pushed(op, m, n, in_place=call == 1) for call in range(3)]
 
 
-def mixed(rank, seed, calls=14, backend="auto"):
-    """Mix both kinds of calls at random; no rank waits for another, results are looked at in the end."""
-    begin(rank)
-    order, k, kept = random.Random(seed), 16, []
-    with AllGatherGemm(24, k, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
-        poison(op)
-        for _ in range(calls):
-            m, n = order.choice((24, 7, 16)), order.choice((24, 33))
-            kind, copied = order.choice((call_pushed, AllGatherGemm.__call__)), order.random() < 0.5
-            if order.randrange(op.world_size) == rank:
-                time.sleep(random.random() / 10)
-            a_shard, weight = tensors(m, n, k, HALF)
-            given = a_shard if copied else op.shard[:m].copy_(a_shard)
-            out = torch.full((m * op.world_size, n), float("nan"), dtype=HALF, device=device())
-            kept.append((kind(op, given, weight, out), a_shard, weight))
-        op.check()
-        kept = [(out.clone(), a_shard, weight) for out, a_shard, weight in kept]
-    return [error_ratio(out, gathered_by_torch(a_shard), weight) for out, a_shard, weight in kept]
-
-
-def late_pushes(rank):
-    begin(rank)
-    with AllGatherGemm(16, 16, torch.float32) as op:
-        poison(op)
-        if rank == 0:
-            delay_copies(op, lambda: time.sleep(0.2))
-        return [pushed(op, 16, 16) for _ in range(3)]
-
-
 def last_gathered(rank):
     begin(rank)
     right = []
@@ -106,17 +73,16 @@ def last_gathered(rank):
 
 def in_the_lane_of_captured_calls(rank, world):
     cases = {"different candidates": lambda: pushed_calls(rank, 19, 24, 16, 24)}
-    cases["mixed with eager calls"] = lambda: mixed(rank, world, 11)
     if world == 2:
         for m, capacity in ((64, 64), (1, 1), (5, 64)):
             sizes = m, 40, 32, capacity
             cases[f"{m} of {capacity} rows"] = lambda sizes=sizes: pushed_calls(rank, *sizes)
         return cases
-    return cases | cases_of((late_pushes, last_gathered), rank)
+    return cases | cases_of((last_gathered,), rank)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_captured_calls_are_right_among_eager_ones_late_or_not_whatever_candidates_ranks_run(world):
+def test_captured_calls_are_right_whatever_candidates_ranks_run(world):
     assert_cases(in_the_lane_of_captured_calls, world, world)
 
 
@@ -163,17 +129,6 @@ def test_a_dead_peer_is_named_and_later_replays_do_not_wait_for_it(world):
         assert f"did not push chunk {world - 1} in time" in message
         assert message.count("did not push") == 1
         assert again
-
-
-def different_rows(rank):
-    op = AllGatherGemm(8, 16, HALF)
-    return message_of(lambda: call_pushed(op, *tensors(4 if rank == 0 else 7, 16, 16, HALF)))
-
-
-def test_different_rows_raise_on_every_rank():
-    first, second = values(different_rows, 2)
-    assert first.startswith("ValueError: AllGatherGemm, rank 0: rank 1 pushed 7 rows")
-    assert second.startswith("ValueError: AllGatherGemm, rank 1: rank 0 pushed 4 rows")
 
 
 # ---- graphs
@@ -268,10 +223,8 @@ def cases_on_gpus(rank, backend):
     return run_cases(
         {
             "pushed, called eagerly": lambda: pushed_calls(rank, 19, 24, 16, 24, backend),
-            "pushed, mixed with eager calls": lambda: mixed(rank, 5, 40, backend),
             "replays in place": lambda: replays(rank, backend, in_place=True),
             "replays, copied": lambda: replays(rank, backend, in_place=False),
-            "replays among eager calls": lambda: replays_among_eager_calls(rank, backend),
             "gathered": lambda: gathered_from_outside(rank, backend),
             "two operations in one graph": lambda: two_operations_in_one_graph(rank, backend),
             "settled and captured": lambda: settled_and_captured(rank, backend),

@@ -392,15 +392,7 @@ def test_a_wait_that_does_not_cover_the_load_is_found(monkeypatch, pushed, wait)
 
 
 def test_a_poll_that_acquires_nothing_is_found(monkeypatch):
-    signals = importlib.import_module("kernels_in_the_model.signals")
-    add = signals.tl.atomic_add
-    relaxed = type("tl", (), {**vars(signals.tl)})
-
-    def add_relaxed(pointer, value, *, sem, scope):
-        return add(pointer, value, sem="relaxed", scope=scope)
-
-    relaxed.atomic_add = staticmethod(add_relaxed)
-    monkeypatch.setattr(signals, "tl", relaxed)
+    gluon_model.poll_without_acquiring(monkeypatch)
     assert "has not arrived" in fails()
 
 

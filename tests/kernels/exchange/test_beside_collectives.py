@@ -16,26 +16,20 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import ag_gemm_graphs
-import gemm_rs_runs
-import moe_runs
 import pytest
 import torch
 import torch.distributed as dist
-from ag_moe_runs import GATHERING
+from every_operation import WITH_COLLECTIVES, each
+from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING
-from moe_runs import HALF
 from operation_runs import GPU_BACKENDS, INTERPRETER, device, message_of, values
+from operations import HALF, Runs, replays_among_eager_calls
 from triton.runtime import interpreter
 
 from dist_autotune.kernels.exchange.flags import DONE
-from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
-from dist_autotune.kernels.moe_rs import MoEReduceScatter
 
 pytestmark = INTERPRETER
 
@@ -43,50 +37,15 @@ PROGRAMS = 3
 PATIENCE_S = 20.0
 
 
-@dataclass(frozen=True)
-class Sums:
-    """How an operation that scatters is opened, with several programs, called and checked."""
-
-    name: str
-
-    def open(self, group: dist.ProcessGroup | None = None, *, large: bool = False) -> Any:
-        rows, n = (4096, 4096) if large else (64, 48)
-        if self.name == "gemm_rs":
-            gemm_rs_runs.begin(dist.get_rank(), 0 if large else None)
-            op: Any = GemmReduceScatter(rows, n, HALF, group, timeout_s=PATIENCE_S)
-            if not large:
-                op._sms = PROGRAMS
-            return op
-        SCATTERING.begin(dist.get_rank(), 0 if large else None)
-        op = MoEReduceScatter(rows // 2, n, HALF, group, timeout_s=PATIENCE_S)
-        if not large:
-            op._sms = PROGRAMS
-        return op
-
-    @property
-    def kernel(self) -> Any:
-        return gemm_reduce_scatter if self.name == "gemm_rs" else SCATTERING.kernel
-
-    def inputs(self, op: Any, tokens: list[int], group: Any = None) -> tuple[torch.Tensor, ...]:
-        """Return fresh operands; `tokens`, of each rank, count for experts alone."""
-        k = 1024 if device() != "cpu" else 32
-        if self.name == "gemm_rs":
-            return gemm_rs_runs.operands(op._m, op._n, k, HALF)
-        return SCATTERING.operands(op, tokens, k, 3, 2, group=group)
-
-    def call(self, op: Any, given: Any, tokens: list[int], *, in_steps: bool = False) -> torch.Tensor:
-        """Call; in_steps: as a captured call does."""
-        if self.name == "gemm_rs":
-            return op._call(*given, None, in_steps=True) if in_steps else op(*given)
-        return op._call(*given, None, tokens, in_steps=True) if in_steps else op(*given, tokens=tokens)
-
-    def error(self, out: torch.Tensor, given: tuple[torch.Tensor, ...], group: Any = None) -> float:
-        ratio = gemm_rs_runs.error_ratio if self.name == "gemm_rs" else SCATTERING.error_ratio
-        return ratio(out, *given, group=group)
+EACH = pytest.mark.parametrize("runs", [SCATTERING_SUMS, SCATTERING], ids=["gemm_rs", "moe_rs"])
 
 
-OPERATIONS = [Sums("gemm_rs"), Sums("moe_rs")]
-EACH = pytest.mark.parametrize("sums", OPERATIONS, ids=[each.name for each in OPERATIONS])
+def opened(rank: int, runs: Runs, group: dist.ProcessGroup | None = None) -> Any:
+    """Return an operation whose kernel has several programs."""
+    runs.begin(rank)
+    op = runs.open(32, 48, HALF, group, timeout_s=PATIENCE_S)
+    op._sms = PROGRAMS
+    return op
 
 
 @contextlib.contextmanager
@@ -116,54 +75,56 @@ def last_program_held_until(kernel: Any, until: Callable[[], object], started: l
         yield
 
 
-def in_a_mesh(rank, sums):
+def in_a_mesh(rank, runs):
     across = [dist.new_group(pair) for pair in ([0, 1], [2, 3])][rank // 2]
     beside = [dist.new_group(pair) for pair in ([0, 2], [1, 3])][rank % 2]
-    op, tokens = sums.open(across), [24, 17]
+    op, tokens = opened(rank, runs, across), [24, 17]
     held, started = torch.ones(1), []
-    given = sums.inputs(op, tokens, across)
+    given = runs.operands(op, tokens, 32, group=across)
+    out = runs.new_out(op, tokens, given)
     if rank in (0, 3):
         collective = dist.all_reduce(held, group=beside, async_op=True)
-        with last_program_held_until(sums.kernel, collective.wait, started):
-            out = sums.call(op, given, tokens)
+        with last_program_held_until(runs.kernel, collective.wait, started):
+            runs.call(op, given, out, tokens)
     else:
-        out = sums.call(op, given, tokens)
+        runs.call(op, given, out, tokens)
         dist.all_reduce(held, group=beside)
-    error = sums.error(out, given, across)
+    error = runs.error_ratio(out, *given, group=across)
     op.close()
     return error, float(held), started
 
 
 @EACH
-def test_nobody_waits_for_a_program_that_a_collective_of_the_other_dimension_keeps_out(sums):
-    for rank, (error, held, started) in enumerate(values(in_a_mesh, 4, sums)):
+def test_nobody_waits_for_a_program_that_a_collective_of_the_other_dimension_keeps_out(runs):
+    for rank, (error, held, started) in enumerate(values(in_a_mesh, 4, runs)):
         assert error < 1
         assert held == 2
         assert started == ([0, 1, 2] if rank in (0, 3) else [])
 
 
-def late_programs(rank, sums):
+def late_programs(rank, runs):
     """Let the peer's call return before the last program of this rank's launch starts, three times."""
-    op, tokens = sums.open(), [24, 17]
+    op, tokens = opened(rank, runs), [24, 17]
     store = dist.distributed_c10d._get_default_store()
     errors, started = [], []
     for call in range(3):
-        given = sums.inputs(op, tokens)
+        given = runs.operands(op, tokens, 32)
+        out = runs.new_out(op, tokens, given)
         if rank == 0:
             until = functools.partial(store.wait, [f"ended {call}"])
-            with last_program_held_until(sums.kernel, until, started):
-                out = sums.call(op, given, tokens)
+            with last_program_held_until(runs.kernel, until, started):
+                runs.call(op, given, out, tokens)
         else:
-            out = sums.call(op, given, tokens)
+            runs.call(op, given, out, tokens)
             store.set(f"ended {call}", "")
-        errors.append(sums.error(out, given))
+        errors.append(runs.error_ratio(out, *given))
     op.close()
     return errors, started
 
 
 @EACH
-def test_a_program_that_starts_when_the_peer_has_ended_its_call_disturbs_no_later_call(sums):
-    for rank, (errors, started) in enumerate(values(late_programs, 2, sums)):
+def test_a_program_that_starts_when_the_peer_has_ended_its_call_disturbs_no_later_call(runs):
+    for rank, (errors, started) in enumerate(values(late_programs, 2, runs)):
         assert max(errors) < 1
         assert started == ([0, 1, 2] * 3 if rank == 0 else [])
 
@@ -171,9 +132,9 @@ def test_a_program_that_starts_when_the_peer_has_ended_its_call_disturbs_no_late
 # ---- captured calls: what a graph enqueues has no order but that of its edges
 
 
-def calls_in_steps(rank, sums):
+def calls_in_steps(rank, runs):
     """Return errors of calls, in steps by turns, and for how many DONE a stream waited in each."""
-    op, world = sums.open(), dist.get_world_size()
+    op, world = opened(rank, runs), dist.get_world_size()
     done = {flag.data_ptr() for flag in op._flags.local[DONE.value]}
     waits, wait_signal = [], op._memory.wait_signal
 
@@ -185,33 +146,36 @@ def calls_in_steps(rank, sums):
     errors, waited = [], []
     for call in range(4):
         tokens = [(24, 17, 0, 5)[(p + call) % 4] for p in range(world)]
-        given = sums.inputs(op, tokens)
+        given = runs.operands(op, tokens, 32)
+        out = runs.new_out(op, tokens, given)
         waits.clear()
-        out = sums.call(op, given, tokens, in_steps=call % 2 == 0)
+        (runs.call, runs.call_as_captured)[call % 2 == 0](op, given, out, tokens)
         waited.append(len(done.intersection(waits)))
-        errors.append(sums.error(out, given))
+        errors.append(runs.error_ratio(out, *given))
     op.close()
     return errors, waited
 
 
 @EACH
 @pytest.mark.parametrize("world", [1, 4])
-def test_no_stream_of_a_captured_call_waits_for_its_own_kernel(sums, world):
-    for errors, waited in values(calls_in_steps, world, sums):
+def test_no_stream_of_a_captured_call_waits_for_its_own_kernel(runs, world):
+    for errors, waited in values(calls_in_steps, world, runs):
         assert max(errors) < 1
         assert waited == [0, world - 1] * 2
 
 
-def forsaken_in_steps(rank, sums):
+def forsaken_in_steps(rank, runs):
     """Call as captured calls do, with a peer that never comes; and once more, as a replay would."""
-    op = sums.open()
+    op = opened(rank, runs)
     if rank == 1:
         op.abandon()
         return "", 0, ""
     op._patience_ticks = 2
     waits, wait_signal = [], op._memory.wait_signal
     op._memory.wait_signal = lambda *wait: (waits.append(wait), wait_signal(*wait))
-    call = functools.partial(sums.call, op, sums.inputs(op, [24, 17]), [24, 17], in_steps=True)
+    given = runs.operands(op, [24, 24], 32)
+    out = runs.new_out(op, [24, 24], given)
+    call = functools.partial(runs.call_as_captured, op, given, out, [24, 24])
     first = message_of(call)
     op._errors.zero_()  # a replay does not look at what went wrong before
     op._patience_ticks = 10**7
@@ -221,7 +185,7 @@ def forsaken_in_steps(rank, sums):
 
 
 def test_a_peer_that_does_not_permit_a_captured_push_is_named_and_later_replays_do_not_wait():
-    (first, waits, again), _ = values(forsaken_in_steps, 2, OPERATIONS[0])
+    (first, waits, again), _ = values(forsaken_in_steps, 2, SCATTERING_SUMS)
     assert first.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1, or one that it waits for")
     assert "did not come to the call in time" in first
     assert waits == 0  # what waited was a kernel, and kernels have patience
@@ -233,23 +197,25 @@ def test_a_peer_that_does_not_permit_a_captured_push_is_named_and_later_replays_
 REPEATS, REDUCTIONS, CALLS = 6, 100, 8
 
 
-def beside_an_all_reduce(rank, sums, captured):
+def beside_an_all_reduce(rank, runs, captured):
     """Call while another communicator's all-reduces follow each other on another stream without a pause.
 
     By turns one rank enqueues its all-reduces first and the other its calls: the first all-reduce holds SMs
     of one GPU until the calls of the other leave it some.
     """
-    op, tokens = sums.open(large=True), [2048, 1900]
+    runs.begin(rank, 0)
+    op, tokens = runs.open(2048, 4096, timeout_s=PATIENCE_S), [2048, 1900]
     torch.set_deterministic_debug_mode("default")
-    given = sums.inputs(op, tokens)
+    given = runs.operands(op, tokens, 1024)
+    out = runs.new_out(op, tokens, given)
     beside, stream = dist.new_group([0, 1], backend="nccl"), torch.cuda.Stream()
     field = torch.ones(1 << 22, device=device())
     dist.all_reduce(field, group=beside)
-    out = sums.call(op, given, tokens)  # loads the kernels
+    runs.call(op, given, out, tokens)  # loads the kernels
     graph = torch.cuda.CUDAGraph()
     if captured:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            out = sums.call(op, given, tokens)
+            runs.call(op, given, out, tokens)
 
     def reduce() -> None:
         with torch.cuda.stream(stream):
@@ -257,12 +223,11 @@ def beside_an_all_reduce(rank, sums, captured):
                 dist.all_reduce(field, group=beside)
 
     def call() -> None:
-        nonlocal out
         for _ in range(CALLS):
             if captured:
                 graph.replay()
             else:
-                out = sums.call(op, given, tokens)
+                runs.call(op, given, out, tokens)
 
     errors = []
     for repeat in range(REPEATS):
@@ -271,7 +236,7 @@ def beside_an_all_reduce(rank, sums, captured):
         for enqueue in (reduce, call) if repeat % 2 == rank else (call, reduce):
             enqueue()
         op.check()  # a PeerTimeout where the calls have not ended within their patience
-        errors.append(sums.error(out, given))
+        errors.append(runs.error_ratio(out, *given))
     op.close()
     return errors
 
@@ -279,28 +244,19 @@ def beside_an_all_reduce(rank, sums, captured):
 @EACH
 @pytest.mark.gpu(devices=2, seconds=25)
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_calls_end_beside_all_reduces_that_never_pause(sums, captured):
-    for errors in values(beside_an_all_reduce, 2, sums, captured, timeout_s=240):
+def test_calls_end_beside_all_reduces_that_never_pause(runs, captured):
+    for errors in values(beside_an_all_reduce, 2, runs, captured, timeout_s=240):
         assert len(errors) == REPEATS
         assert max(errors) < 1
 
 
-REPLAYS = {
-    "ag_gemm": (ag_gemm_graphs.replays_among_eager_calls, ()),
-    "gemm_rs": (gemm_rs_runs.replays_among_eager_calls, ()),
-    "ag_moe": (moe_runs.replays_among_eager_calls, (GATHERING,)),
-    "moe_rs": (moe_runs.replays_among_eager_calls, (SCATTERING,)),
-}
-
-
 @pytest.mark.gpu(devices=2, seconds=25)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
-@pytest.mark.parametrize("name", REPLAYS)
+@each(WITH_COLLECTIVES)
 def test_replays_among_eager_calls_are_right_where_all_streams_share_a_hardware_queue(
-    name, backend, monkeypatch
+    runs, backend, monkeypatch
 ):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of the ranks: before they start CUDA
-    replays, given = REPLAYS[name]
-    for errors in values(replays, 2, *given, backend, timeout_s=240):
+    for errors in values(replays_among_eager_calls, 2, runs, backend, timeout_s=240):
         assert errors
         assert max(errors) < 1

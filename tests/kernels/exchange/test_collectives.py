@@ -1,4 +1,4 @@
-"""That a call is made by a collective on all ranks or on none, right either way.
+"""That calls are made by collectives on all ranks or on none, right either way, and what is told of failures.
 
 Under pytest the ranks are CPU processes, whose collectives are gloo's; tests marked `gpu` repeat on GPUs.
 """
@@ -6,232 +6,186 @@ Under pytest the ranks are CPU processes, whose collectives are gloo's; tests ma
 from __future__ import annotations
 
 import functools
+import os
 import random
+import signal
 import time
 import types
 
-import ag_gemm_runs
 import gemm_rs_runs
 import pytest
 import torch
 import torch.distributed as dist
 from ag_gemm_graphs import Captured, errors_of, graph_of
-from ag_gemm_runs import call_pushed, gathered_by_torch, tensors
-from collective_runs import HALF, PATIENCE_S, begin, launches_of, note_agreements, prefer
-from gemm_rs_runs import graph_call
-from gpu_cases import kept_from_replays_among_eager_calls
+from ag_gemm_runs import begin
+from collective_runs import ALWAYS, PATIENCE_S, SHORT_S, launches_of, note_agreements, prefer
+from every_operation import PRODUCERS, WITH_COLLECTIVES, each
+from moe_rs_runs import SCATTERING, captured_layer, routed_layers
 from operation_runs import (
     GPU_BACKENDS,
     INTERPRETER,
     assert_cases,
     assert_right,
-    cases_of,
-    device,
-    left_as_before,
+    message_of,
+    results,
+    tuned_in_context,
     values,
+)
+from operations import (
+    HALF,
+    SHAPES,
+    DenseRuns,
+    in_a_subset,
+    in_odd_places,
+    replays_among_eager_calls,
+    three_calls,
 )
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.exchange import collective
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.launch.tunable import CHOICES
+from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER
+PUSHES = "AllGatherGemm, push"
 
 
-# ---- every call by the collective
+# ---- every call by collectives
 
 
-def every_call(rank, backend="auto"):
-    begin(rank)
-    errors = []
-    with (
-        AllGatherGemm(24, 40, HALF, backend=backend, collective=True, timeout_s=PATIENCE_S) as gather,
-        GemmReduceScatter(24 * dist.get_world_size(), 33, HALF, backend=backend, collective=True) as scatter,
-    ):
-        launched = launches_of(gather) + launches_of(scatter)
-        for m in (24, 7, 1, 24):
-            for in_place in (True, False):
-                errors.append(ag_gemm_runs.call_and_compare(gather, m, 20 + 8 * rank, in_place=in_place))
-            errors.append(gemm_rs_runs.call_and_compare(scatter, m * scatter.world_size, 16 + rank))
-        errors += [in_odd_places(gather), *summed_in_odd_places(scatter)]
-        for op in (gather, scatter):
-            op.check()
-    return [*errors, float(len(launched))]
-
-
-def in_odd_places(op):
-    """Multiply by a weight by columns, into columns of a matrix; return the error, 9 if beside them."""
-    a_shard, weight = tensors(9, 24, 80, HALF)
-    out = torch.full((9 * op.world_size, 50), float("nan"), dtype=HALF, device=device())
-    op(a_shard[:, 3:43], weight[:, 5:45].T.contiguous().T, out[:, 1:25])
-    if not (out[:, 0].isnan().all() and out[:, 25:].isnan().all()):
-        return 9.0
-    full = gathered_by_torch(a_shard[:, 3:43])
-    return ag_gemm_runs.error_ratio(out[:, 1:25], full, weight[:, 5:45])
-
-
-def summed_in_odd_places(op):
-    """Do the same for sums, and once more with an addend."""
-    m, n = 6 * op.world_size, 33
-    a, weight = gemm_rs_runs.operands(m, n, 80, HALF)
-    a, weight, addend = a[:, 3:43], weight[:, 5:45], torch.randn(m, n, device=device()).to(HALF)
-    out = torch.full((6, 50), float("nan"), dtype=HALF, device=device())
-    op(a, weight.T.contiguous().T, out[:, 1 : n + 1])
-    beside = bool(out[:, 0].isnan().all() and out[:, n + 1 :].isnan().all())
-    wide = torch.cat([a, addend], 1), torch.cat([weight, torch.eye(n, dtype=HALF, device=device())], 1)
-    plain = gemm_rs_runs.error_ratio(out[:, 1 : n + 1], a, weight)
-    return [plain if beside else 9.0, gemm_rs_runs.error_ratio(op(a, weight, addend=addend), *wide)]
-
-
-def test_one_rank_needs_no_process_group():
-    with left_as_before(all_gather_gemm), left_as_before(gemm_reduce_scatter):
-        begin(0)
-        with AllGatherGemm(20, 16, HALF, backend="shm", collective=True) as gather:
-            a_shard, weight = tensors(9, 24, 16, HALF)
-            assert ag_gemm_runs.error_ratio(gather(a_shard, weight), a_shard, weight) < 1
-            assert torch.equal(gather.gathered, a_shard)
-        with GemmReduceScatter(20, 24, HALF, backend="shm", collective=True) as scatter:
-            assert gemm_rs_runs.call_and_compare(scatter, 20, 16) < 1
-
-
-def other_types_and_groups(rank):
-    begin(rank)
-    group = dist.new_group([0, 2])
-    if rank == 1:
-        return [0.0]
-    errors = []
-    for dtype in (torch.bfloat16, torch.float32):
-        with AllGatherGemm(8, 16, dtype, group, collective=True, timeout_s=PATIENCE_S) as gather:
-            errors.append(ag_gemm_runs.call_and_compare(gather, 5, 24, group=group))
-        with GemmReduceScatter(18, 16, dtype, group, collective=True, timeout_s=PATIENCE_S) as scatter:
-            errors.append(gemm_rs_runs.call_and_compare(scatter, 18, 16, group=group))
-    return errors
-
-
-def test_products_and_sums_are_right_and_no_kernel_of_ours_is_launched():
-    assert_cases(functools.partial(cases_of, (every_call, other_types_and_groups)), 3)
-
-
-# ---- some calls by the collective
-
-
-def some_calls(rank, seed, producer="pull", calls=14, backend="auto"):
-    """Want it at random on each rank, mixed with captured calls' lane; results are looked at in the end."""
-    begin(rank)
-    order, own, kept = random.Random(seed), random.Random(f"{seed}, {rank}"), []
-    with (
-        AllGatherGemm(24, 16, HALF, backend=backend, producer=producer, timeout_s=PATIENCE_S) as gather,
-        GemmReduceScatter(24 * dist.get_world_size(), 16, HALF, backend=backend) as scatter,
-    ):
-        made = []
-        for op in (gather, scatter):
-            prefer(op, lambda: shared or own.random() < 0.5)
-            note_agreements(op, made)
-        for _ in range(calls):
-            shared, m, n = order.random() < 0.4, order.choice((24, 7, 16)), own.choice((16, 24, 33))
-            kind, copied = order.choice((call_pushed, AllGatherGemm.__call__)), own.random() < 0.5
-            if order.randrange(gather.world_size) == rank:
-                time.sleep(own.random() / 20)
-            a_shard, weight = tensors(m, n, 16, HALF)
-            given = a_shard if copied else gather.shard[:m].copy_(a_shard)
-            product = kind(gather, given, weight)
-            a, b = gemm_rs_runs.operands(m * scatter.world_size, 16, 16, HALF)
-            kept.append((product, gather.gathered.clone(), a_shard, weight, scatter(a, b), a, b))
-        for op in (gather, scatter):
-            op.check()
-    errors = [0.0 if 0 < sum(made) < 2 * calls == len(made) else 9.0]
-    for product, gathered, a_shard, weight, sums, a, b in kept:
-        full = gathered_by_torch(a_shard)
-        errors.append(0.0 if torch.equal(gathered, full) else 9.0)
-        errors += [ag_gemm_runs.error_ratio(product, full, weight), gemm_rs_runs.error_ratio(sums, a, b)]
-    return errors
-
-
-@pytest.mark.parametrize(("world", "seed", "producer"), [(2, 1, "pull"), (3, 2, "push")])
-def test_ranks_may_want_it_differently_in_each_call(world, seed, producer):
-    assert_right(values(some_calls, world, seed, producer))
-
-
-def captures(rank):
-    """Pretend to capture; on the CPU that runs what a replay would."""
-    begin(rank)
-    found = []
-    with AllGatherGemm(16, 16, HALF, timeout_s=PATIENCE_S) as op:
+def launches_nothing(rank, runs):
+    runs.begin(rank)
+    with runs.open(8, 16, **ALWAYS) as op:
         launched = launches_of(op)
-        for wanted, captured, m in (
-            (True, False, 16),
-            (False, True, 16),  # as the last eager call
-            (True, True, 8),  # of which there was no eager call
-            (False, False, 16),
-            (True, True, 16),
-            (True, False, 9),
-            (True, True, 9),
-        ):
+        return runs.call_and_compare(op, [8] * op.world_size, 16) < 1 and not launched
+
+
+def of_three_ranks(rank, runs):
+    shapes = {
+        "ragged, a rank without tokens": ((13, 0, 5), 24, 40, 5, 3, HALF),
+        "no tokens": ((0, 0, 0), 16, 16, 3, 2, torch.float32),
+        "bfloat16": ((5, 9, 2), 16, 33, 3, 2, torch.bfloat16),
+    }
+    cases = {
+        name: lambda shape=shape: three_calls(rank, runs, *shape, **ALWAYS) for name, shape in shapes.items()
+    }
+    cases["odd places"] = lambda: in_odd_places(rank, runs, **ALWAYS)
+    cases["a subset"] = lambda: in_a_subset(rank, runs, **ALWAYS)
+    if isinstance(runs, DenseRuns):
+        cases["no launch of ours"] = lambda: launches_nothing(rank, runs)
+    return cases
+
+
+@each(WITH_COLLECTIVES)
+def test_every_call_is_right_and_no_kernel_multiplies_matrices(runs):
+    assert_cases(of_three_ranks, 3, runs)
+
+
+# ---- some calls by collectives
+
+
+def some_calls(rank, runs, seed, calls=10, backend="auto"):
+    """Want them at random on each rank, mixed with captured calls' lane; results are looked at in the end."""
+    runs.begin(rank)
+    order, own, kept, made = random.Random(seed), random.Random(f"{seed}, {rank}"), [], []
+    world, (of_operation, _) = dist.get_world_size(), runs.sizes(16, 24)
+    mixes_lanes = runs.name == "AllGatherGemm"
+    with runs.open(24, of_operation, backend=backend, timeout_s=PATIENCE_S) as op:
+        prefer(op, lambda: shared or own.random() < 0.5)
+        note_agreements(op, made)
+        for _ in range(calls):
+            shared, told, captured = (order.random() < chance for chance in (0.4, 0.5, 0.5 * mixes_lanes))
+            rows = [order.choice((24, 7, 0, 16)) for _ in range(world)]
+            in_place = runs.can_be_in_place and own.random() < 0.5
+            if order.randrange(world) == rank:
+                time.sleep(own.random() / 20)
+            operands = runs.operands(op, rows, own.choice((16, 24, 33)))
+            out = runs.new_out(op, rows, operands)
+            given = runs.given(op, operands, told=told, in_place=in_place)
+            if captured:
+                runs.call_as_captured(op, given, out, rows)
+            else:
+                runs.call(op, given, out, rows, told=told)
+            kept.append((out, *operands))
+        op.check()
+    errors = [0.0 if 0 < sum(made) < calls == len(made) else 9.0]
+    return errors + [runs.error_ratio(*one) for one in kept]
+
+
+@each(WITH_COLLECTIVES | {PUSHES: PRODUCERS[PUSHES]})
+def test_ranks_may_want_it_differently_in_each_call(runs):
+    assert_right(values(some_calls, 2 + (runs.name in ("AllGatherMoE", "GemmReduceScatter")), runs, 2))
+
+
+CAPTURES = {  # whether this rank wants it, is capturing, rows of each rank and choices a token; what is done
+    "AllGatherGemm": [
+        ((True, False, [16, 16], 2), True),
+        ((False, True, [16, 16], 2), True),  # as the last eager call
+        ((True, True, [8, 8], 2), False),  # of which there was no eager call
+        ((False, False, [16, 16], 2), False),
+        ((True, True, [16, 16], 2), False),
+        ((True, False, [9, 9], 2), True),
+        ((True, True, [9, 9], 2), True),
+    ],
+    "AllGatherMoE": [
+        ((True, False, [16, 9], 2), True),
+        ((False, True, [16, 9], 2), True),
+        ((False, True, [9, 16], 2), True),  # of the same size class
+        ((True, True, [2, 1], 2), False),
+        ((True, True, [16, 9], 3), False),
+        ((False, False, [16, 9], 2), False),
+        ((True, True, [16, 9], 2), False),
+    ],
+}
+
+
+def captures(rank, runs):
+    """Pretend to capture; on the CPU that runs what a replay would."""
+    runs.begin(rank)
+    found, made = [], []
+    with runs.open(16, 16, timeout_s=PATIENCE_S) as op:
+        note_agreements(op, made)
+        for (wanted, captured, rows, topk), _ in CAPTURES[runs.name]:
             prefer(op, lambda wanted=wanted: wanted)
             op._is_capturing = lambda captured=captured: captured
-            launched.clear()
-            a_shard, weight = tensors(m, 24, 16, HALF)
-            out, full = op(a_shard, weight), gathered_by_torch(a_shard)
-            right = ag_gemm_runs.error_ratio(out, full, weight) < 1
-            inside = torch.equal(op.gathered, full)
+            error = runs.call_and_compare(op, rows, 24, 3, topk, told=True)
+            found.append((error < 1, made[-1]))
             op._is_capturing = lambda: False
-            found.append((right and inside and torch.equal(op.gathered, full), not launched))
-        return found
+    return found
 
 
-def test_a_captured_call_does_what_the_last_eager_one_with_as_many_rows_did():
-    by_collective = [True, True, False, False, False, True, True]
-    assert values(captures, 2) == [[(True, made) for made in by_collective]] * 2
+@each({name: WITH_COLLECTIVES[name] for name in CAPTURES})
+def test_a_captured_call_does_what_the_last_eager_one_of_as_many_rows_or_their_class_did(runs):
+    assert values(captures, 2, runs) == [[(True, done) for _, done in CAPTURES[runs.name]]] * 2
 
 
 # ---- who decides
 
 
-def tuned(rank, columns_of_rank):
-    from dist_autotune import contextual_autotune
-
-    begin(rank, 0)
-    errors, ways = [], []
-    with (
-        AllGatherGemm(16, 16, HALF, timeout_s=PATIENCE_S) as gather,
-        GemmReduceScatter(32, 24, HALF, timeout_s=PATIENCE_S) as scatter,
-    ):
-        made = []
-        for op in (gather, scatter):
-            note_agreements(op, made)
-
-        @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None)
-        def step():
-            made.clear()
-            errors.append(ag_gemm_runs.call_and_compare(gather, 16, columns_of_rank[rank]))
-            errors.append(gemm_rs_runs.call_and_compare(scatter, 32, 16))
-            ways.append(tuple(made))
-
+def tuned(rank, runs):
+    """Tune with a size of each rank's own, then call outside of the session."""
+    runs.begin(rank, 0)
+    made, rows, (of_operation, _) = [], [16, 9], runs.sizes(16, 24)
+    with runs.open(16, of_operation, timeout_s=PATIENCE_S) as op:
+        note_agreements(op, made)
+        size = 24 + 16 * rank
+        step, errors = tuned_in_context(lambda: runs.call_and_compare(op, rows, size, told=True))
         step()
-        winners = {c.kernel: c.config for c in step.report.contexts if c.kernel.endswith(" way")}
-        last = ways[-1]
-        step()
-        ways.append(ways.pop() == last)
-        made.clear()
-        ag_gemm_runs.call_and_compare(gather, 16, columns_of_rank[rank])
-        gemm_rs_runs.call_and_compare(scatter, 32, 16)
-    outside = tuple(made)
-    return errors, winners, ways, last, outside
+        (winner,) = (found.config for found in step.report.contexts if found.kernel.endswith(" way"))
+        tried, settled = sorted(set(made)), made[-1]
+        # As many to a power of two, so not tuned again, and outside of the session too.
+        errors.append(runs.call_and_compare(op, [16, 12], size, told=True))
+    return errors, winner, tried, [settled, made[-1]]
 
 
-@pytest.mark.parametrize("columns", [(24, 24), (24, 40)], ids=["equal N", "N that differs"])
-def test_a_session_tries_it_on_all_ranks_in_the_same_runs_and_the_winner_stands(columns):
-    (errors, winners, ways, last, outside), other = values(tuned, 2, columns)
+@each(WITH_COLLECTIVES)
+def test_a_session_tries_it_on_all_ranks_in_the_same_runs_and_the_winner_stands(runs):
+    (errors, winner, tried, ways), other = values(tuned, 2, runs)
     assert max(errors + other[0]) < 1
-    assert (winners, ways, last, outside) == other[1:]
-    assert winners.keys() == {"ag_gemm way", "gemm_rs way"}
-    assert {way[0] for way in ways[:-1]} == {way[1] for way in ways[:-1]} == {True, False}
-    assert ways[-1] is True
-    wanted = tuple(winners[name] == "collective" for name in ("ag_gemm way", "gemm_rs way"))
-    assert last == outside == wanted
+    assert (winner, tried, ways) == other[1:]
+    assert tried == [False, True]
+    assert ways == [winner == "collective"] * 2
 
 
 def tuned_alone(rank):
@@ -278,6 +232,74 @@ def test_it_is_tried_up_to_a_number_of_rows(monkeypatch):
     assert asked == [(collective.MOST_ROWS, 1, "k")]
 
 
+# ---- what goes wrong
+
+
+def opened_differently(rank):
+    return [
+        message_of(lambda runs=runs: runs.open(8, 16, collective=(True, None)[rank]))
+        for runs in WITH_COLLECTIVES.values()
+    ]
+
+
+def test_ranks_that_fix_it_differently_are_told_so_when_they_open():
+    text = "ValueError: the ranks pass different values of collective: rank 0: 'True'; rank 1: 'None'."
+    for messages in values(opened_differently, 2):
+        assert [message[: len(text)] for message in messages] == [text] * len(WITH_COLLECTIVES)
+
+
+def without_nccl(rank, backends):
+    dist.get_backend_config = lambda group: backends
+    message = message_of(lambda: GemmReduceScatter(8, 16, HALF, collective=True, timeout_s=PATIENCE_S))
+    with GemmReduceScatter(8, 16, HALF, timeout_s=PATIENCE_S) as op:
+        return message, op._collective.wants(8, ()), gemm_rs_runs.call_and_compare(op, 8, 16)
+
+
+def test_a_group_that_cannot_make_it_is_refused_where_it_is_fixed():
+    for message, wants, error in values(without_nccl, 2, "cuda:nccl,xcpu:gloo"):
+        assert message == (
+            "ValueError: collective=True needs a backend on cpu; the group has cuda:nccl,xcpu:gloo"
+        )
+        assert not wants
+        assert error < 1
+
+
+def peer_that_does_not_come(rank, how):
+    """Leave rank 0 alone in the second calls: rank 1 makes none, dies, or fails behind its ballots."""
+    found = []
+    for runs in WITH_COLLECTIVES.values():
+        runs.begin(rank)
+        op = runs.open(8, 16, collective=True, timeout_s=SHORT_S)
+        runs.fresh_call(op, [4, 4])
+        found.append((op, functools.partial(runs.fresh_call, op, [4, 4])))
+    meet()
+    if rank == 1 and how == "dies":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        for op, _ in found:
+            op._collective._make = None
+    comes = rank == 0 or how != "makes none"
+    messages = [(message_of(call), message_of(op.close)) for op, call in found] if comes else []
+    if how != "dies":
+        meet()
+    return messages
+
+
+@pytest.mark.parametrize("how", ["makes none", "dies", "fails behind its ballot"])
+def test_a_peer_that_does_not_come_is_named_and_the_wait_ends(how):
+    waiting, other = results(peer_that_does_not_come, 2, how)
+    if how == "dies":
+        assert_killed(other)
+        other = waiting
+    of_all, _ = assert_all_ok([waiting, other])
+    for (first, at_close), name in zip(of_all, WITH_COLLECTIVES, strict=True):
+        assert first.startswith(
+            f"PeerTimeout: {name}: all ranks agreed on a collective, and one did not take part"
+        )
+        assert at_close.startswith(f"RuntimeError: {name}, rank 0: ")
+        assert "was not carried out: PeerTimeout" in at_close
+
+
 # ---- on GPUs
 
 
@@ -307,34 +329,39 @@ def replayed_products(rank, backend, fixed):
         return errors_of(kept)
 
 
-def replayed_sums(rank, backend):
-    begin(rank)
-    with GemmReduceScatter(256, 200, HALF, backend=backend, timeout_s=PATIENCE_S, collective=True) as op:
-        calls = [graph_call(op, m, k) for m, k in ((256, 128), (140, 72))]
-        kept = kept_from_replays_among_eager_calls(rank, op, calls, lambda: gemm_rs_runs.poison(op))
-        return [gemm_rs_runs.error_ratio(*one) for one in kept]
-
-
-def cases_on_gpus(rank, backend):
-    return {
-        "every call": lambda: every_call(rank, backend),
-        "some calls": lambda: some_calls(rank, 5, "pull", 40, backend),
-        "some calls, pushed": lambda: some_calls(rank, 6, "push", 40, backend),
-        "replayed products": lambda: replayed_products(rank, backend, True),
-        "replayed beside overlapped ones": lambda: replayed_products(rank, backend, None),
-        "replayed sums": lambda: replayed_sums(rank, backend),
+def cases_on_gpus(rank, runs, backend):
+    options = {"backend": backend, **ALWAYS}
+    cases = {
+        name: lambda shape=shape: three_calls(rank, runs, *shape, torch.bfloat16, **options)
+        for name, shape in SHAPES.items()
     }
+    cases["some calls"] = lambda: some_calls(rank, runs, 5, 40, backend)
+    cases["replays"] = lambda: replays_among_eager_calls(rank, runs, backend, collective=True)
+    cases["a session"] = lambda: tuned(rank, runs)[0]
+    if runs.name == "AllGatherGemm":
+        cases["some calls, pushed"] = lambda: some_calls(rank, PRODUCERS[PUSHES], 6, 40, backend)
+        for fixed in (True, None):
+            cases[f"replayed products, {fixed}"] = lambda fixed=fixed: replayed_products(rank, backend, fixed)
+    if runs is SCATTERING:
+        cases["a layer"] = lambda: routed_layers(rank, [700, 333], "any", **options)
+        cases["a layer, captured"] = lambda: captured_layer(rank, [700, 333], **options)
+    return cases
 
 
-@pytest.mark.gpu(devices=2, seconds=25)
+@each(WITH_COLLECTIVES)
+@pytest.mark.gpu(devices=2, seconds=40)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_all_of_the_above_is_so_on_gpus(backend):
-    assert_cases(cases_on_gpus, 2, backend, timeout_s=240)
+def test_all_of_the_above_is_so_on_gpus(runs, backend):
+    assert_cases(cases_on_gpus, 2, runs, backend, timeout_s=300)
 
 
-@pytest.mark.gpu(devices=2)
-@pytest.mark.parametrize("columns", [(24, 24), (24, 40)], ids=["equal N", "N that differs"])
-def test_a_session_tries_it_on_gpus(columns):
-    (errors, winners, ways, last, outside), other = values(tuned, 2, columns, timeout_s=240)
-    assert max(errors + other[0]) < 1
-    assert (winners, ways, last, outside) == other[1:]
+def cases_on_one_gpu(rank):
+    errors = []
+    for runs in WITH_COLLECTIVES.values():
+        errors += three_calls(rank, runs, (300,), 264, 520, 8, 2, torch.bfloat16, **ALWAYS)
+    return errors + routed_layers(rank, [300], "any", **ALWAYS) + captured_layer(rank, [300], **ALWAYS)
+
+
+@pytest.mark.gpu(devices=1)
+def test_what_stands_between_the_collectives_is_right_on_one_gpu():
+    assert_right(values(cases_on_one_gpu, 1))

@@ -13,8 +13,8 @@ import gemm_rs_runs
 import pytest
 import torch
 import torch.distributed as dist
-from moe_runs import HALF
 from operation_runs import INTERPRETER, device, synchronize, values
+from operations import HALF
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter

@@ -2,64 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from pathlib import Path
 
-import collective_runs
-import gemm_ar_runs
 import pytest
 import torch
 import torch.distributed as dist
-from ag_gemm_runs import error_ratio, gathered_by_torch, tensors
-from ag_moe_runs import GATHERING
-from moe_rs_runs import SCATTERING
+from ag_gemm_runs import GATHERING_ROWS, error_ratio, gathered_by_torch, tensors
+from every_operation import EVERY, PRODUCERS, each
 from operation_runs import INTERPRETER, device, message_of, synchronize, values
 from rank_programs import wait_for
 from tp_runs import workspaces
 
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_moe import AllGatherMoE
-from dist_autotune.kernels.gemm_ar import GemmAllReduce
-from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tp.registry import WORKSPACES
 from ranks import meet
 
 pytestmark = INTERPRETER
-HALF, M, N, K, EXPERTS, TOPK = torch.float16, 16, 32, 16, 2, 2
+HALF, ROWS = torch.float16, 16
+MEETING = PRODUCERS | {name: runs for name, runs in EVERY.items() if name != "AllGatherGemm"}
 
 
-def begin(rank):
-    for each in (collective_runs, gemm_ar_runs, GATHERING, SCATTERING):
-        each.begin(rank)
-
-
-def random(*shape):
-    return (torch.randn(shape, device=device()) / 4).to(HALF)
-
-
-def opened(kind):
+def opened(rank, runs):
     """Open an operation of two ranks; return it and a call of it."""
-    ids = torch.arange(M * TOPK, device=device()).view(M, TOPK) % EXPERTS
-    factors, known = torch.rand(M, TOPK, device=device()), {"tokens": [M, M]}
-    if kind in ("pull", "push"):
-        op, given = AllGatherGemm(M, K, HALF, producer=kind, collective=False), (random(M, K), random(N, K))
-        return op, lambda: op(*given)
-    if kind == "GemmReduceScatter":
-        op, given = GemmReduceScatter(2 * M, N, HALF, collective=False), (random(2 * M, K), random(N, K))
-        return op, lambda: op(*given)
-    if kind == "GemmAllReduce":
-        op, given = GemmAllReduce(M, N, HALF), (random(M, K), random(N, K))
-        return op, lambda: op(*given)
-    if kind == "AllGatherMoE":
-        op = AllGatherMoE(M, K, HALF, collective=False)
-        given = random(M, K), random(EXPERTS, N, K), ids
-    else:
-        op = MoEReduceScatter(M, N, HALF, collective=False)
-        given = random(2 * M * TOPK, K), random(EXPERTS, N, K), ids, factors
-    return op, lambda: op(*given, **known)
+    runs.begin(rank)
+    overlapped = {} if runs.name == "GemmAllReduce" else {"collective": False}
+    op, rows = runs.open(ROWS, 32, **overlapped), [ROWS, ROWS]
+    operands = runs.operands(op, rows, 32)
+    return op, functools.partial(runs.call, op, operands, runs.new_out(op, rows, operands), rows)
 
 
 def noted(events, op, name, event):
@@ -77,10 +50,9 @@ def noted(events, op, name, event):
     setattr(op, name, called)
 
 
-def late_peer(rank, kind, meets):
+def late_peer(rank, runs, meets):
     """Let rank 1 come when rank 0 has; return whether rank 0 saw it before its launches, and is right."""
-    begin(rank)
-    op, call = opened(kind)
+    op, call = opened(rank, runs)
     with op:
         expected, came, events = call().clone(), Path("came"), []
         if meets:
@@ -89,7 +61,7 @@ def late_peer(rank, kind, meets):
         noted(
             events,
             op,
-            "_exchange" if kind == "GemmAllReduce" else "_launch",
+            "_exchange" if runs.name == "GemmAllReduce" else "_launch",
             lambda: (came.exists(), Path(f"launched {rank}").touch())[0],
         )
         meet()
@@ -107,12 +79,9 @@ def late_peer(rank, kind, meets):
         return events[:2], torch.equal(result, expected)
 
 
-KINDS = ["pull", "push", "GemmReduceScatter", "GemmAllReduce", "AllGatherMoE", "MoEReduceScatter"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_kernels_begin_when_all_peers_have_come(kind):
-    (events, is_right), (_, is_right_too) = values(late_peer, 2, kind, True)
+@each(MEETING)
+def test_kernels_begin_when_all_peers_have_come(runs):
+    (events, is_right), (_, is_right_too) = values(late_peer, 2, runs, True)
     assert events
     assert all(events)
     assert is_right
@@ -120,12 +89,11 @@ def test_kernels_begin_when_all_peers_have_come(kind):
 
 
 def test_without_it_they_begin_at_once():
-    assert values(late_peer, 2, "pull", False)[0] == ([False, False], True)
+    assert values(late_peer, 2, GATHERING_ROWS, False)[0] == ([False, False], True)
 
 
-def absent_peer(rank, kind, meets):
-    begin(rank)
-    op, call = opened(kind)
+def absent_peer(rank, runs, meets):
+    op, call = opened(rank, runs)
     if meets:
         op.meet_first()
     call()
@@ -138,17 +106,16 @@ def absent_peer(rank, kind, meets):
     return messages
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_peer_that_does_not_come_is_named(kind):
-    message, again = values(absent_peer, 2, kind, True)[0]
-    name = "AllGatherGemm" if kind in ("pull", "push") else kind
-    told = f"PeerTimeout: {name}, rank 0: rank 1 did not come to the call in time. Find out what that rank is"
-    assert message == f"{told} doing. Close it on all ranks and open another"
+@each(MEETING)
+def test_a_peer_that_does_not_come_is_named(runs):
+    message, again = values(absent_peer, 2, runs, True)[0]
+    told = f"PeerTimeout: {runs.name}, rank 0: rank 1 did not come to the call in time. Find out what that"
+    assert message == f"{told} rank is doing. Close it on all ranks and open another"
     assert again == message
 
 
 def test_without_it_a_wait_that_ends_says_what_may_help():
-    message, _ = values(absent_peer, 2, "pull", False)[0]
+    message, _ = values(absent_peer, 2, GATHERING_ROWS, False)[0]
     assert "If it waits for a send of this rank, call meet_first()." in message
 
 
@@ -173,18 +140,14 @@ def test_all_layers_of_a_group_meet_first_also_in_workspaces_that_are_opened_lat
 
 
 def test_one_rank_has_nobody_to_meet():
-    def alone(rank):
-        op, call = AllGatherGemm(M, K, HALF), (random(M, K), random(N, K))
-        with op:
-            op.meet_first()
-            return message_of(lambda: op(*call))
-
-    assert values(alone, 1) == ["nothing was raised"]
+    with GATHERING_ROWS.alone(ROWS, 16) as op:
+        op.meet_first()
+        assert GATHERING_ROWS.call_and_compare(op, [ROWS], 32) < 1
 
 
 def sends_behind_a_call(rank):
     """Rank 1 comes to the call behind a receive, for whose send rank 0's kernel, on every SM, leaves none."""
-    begin(rank)
+    GATHERING_ROWS.begin(rank)
     sms = torch.cuda.get_device_properties(device()).multi_processor_count
     rows = torch.ones(2**20, device=device())
     exchange = dist.send if rank == 0 else dist.recv

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import ag_gemm_runs
-import gemm_ar_runs
-import gemm_rs_runs
 import pytest
 import torch
+from ag_gemm_runs import GATHERING_ROWS
 from ag_moe_runs import GATHERING
+from gemm_ar_runs import REDUCING
+from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING
-from operation_runs import INTERPRETER, left_as_before, message_of, values
+from operation_runs import INTERPRETER, message_of, values
+from operations import HALF, Runs
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
-from dist_autotune.kernels.gemm_ar.low_latency import exchange_rows
-from dist_autotune.kernels.gemm_ar.pull import add_rows
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
 
 pytestmark = INTERPRETER
-HALF = torch.float16
 Wrong = dict[str, tuple[Callable[[Any], Any], str]]  # a call, and what it is told
 
 
@@ -35,23 +33,28 @@ Wrong = dict[str, tuple[Callable[[Any], Any], str]]  # a call, and what it is to
 class Refusing:
     """One of the operations."""
 
-    kind: Any
-    sizes: dict[str, int]  # of one rank's
-    right: Callable[[Any], float]  # the error of a call
+    runs: Runs
+    sizes: tuple[int, int]  # rows of a rank, and the operation's own size
     wrong: Wrong
     unopened: dict[str, tuple[dict[str, Any], str]]
     uses: tuple[Callable[[Any], Any], ...]  # what a closed one refuses
-    call: Callable[[Any], Any]  # one of two ranks, opened for 8 rows of 16
-    kernels: tuple[Any, ...]
     waits: bool  # a call ends when the peer has come with its part
-    runs: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return self.kind.__name__
+        return self.runs.name
 
     def open(self, **changed: Any) -> Any:
-        return self.kind(**{**self.sizes, "dtype": HALF, "backend": "shm"} | changed)
+        names = list(inspect.signature(KINDS[self.name]).parameters)[:2]
+        given = dict(zip(names, self.sizes, strict=True)) | {"dtype": HALF, "backend": "shm"}
+        return KINDS[self.name](**given | self.options | changed)
+
+
+KINDS = {
+    kind.__name__: kind
+    for kind in (AllGatherGemm, GemmReduceScatter, GemmAllReduce, AllGatherMoE, MoEReduceScatter)
+}
 
 
 def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
@@ -80,26 +83,31 @@ OF_GATHER: Wrong = {
 }  # fmt: skip
 
 
-def right_gather(op):
-    a_shard, weight = ag_gemm_runs.tensors(4, 6, 8, HALF)
-    return ag_gemm_runs.error_ratio(op(a_shard, weight), a_shard, weight)
-
-
 GATHER = Refusing(
-    AllGatherGemm,
-    {"m_per_rank": 4, "k": 8},
-    right_gather,
+    GATHERING_ROWS,
+    (4, 8),
     OF_GATHER,
     {
         "m_per_rank": ({"m_per_rank": 0}, "m_per_rank=0 rows and k=8 columns: both must be at least 1"),
         "k": ({"k": 0}, "m_per_rank=4 rows and k=0 columns: both must be at least 1"),
         "dtype": ({"dtype": torch.float64}, "torch.float64 is not supported on cpu; use one of"),
+        "producer": ({"producer": "shove"}, "producer is 'shove'; it is one of pull, push"),
+        "consumer": (
+            {"consumer": "fast"}, "consumer is 'fast'; it is one of specialized, plain, matmul, or None"
+        ),
+        "pieces": ({"pieces": 0}, "pieces is 0; it is at least 1, or None"),
+        "programs": ({"programs": -1}, "programs is -1; it is at least 1, or None"),
+        "collective": (
+            {"collective": "auto"}, "collective is 'auto'; it is True, False, or None, which tunes it"
+        ),
+        "a consumer of a collective": (
+            {"collective": True, "consumer": "plain"},
+            "consumer is 'plain', but collective=True leaves the",
+        ),
     },
     (lambda op: op(A, W), lambda op: op.shard, lambda op: op.gathered, lambda op: op.check()),
-    lambda op: op(*ag_gemm_runs.tensors(8, 16, 16, HALF)),
-    (all_gather_gemm,),
     waits=False,
-)
+)  # fmt: skip
 
 # ---- GemmReduceScatter and GemmAllReduce
 
@@ -153,21 +161,10 @@ OF_REDUCED: Wrong = OF_SUMS | {
     "middle of op.part": (lambda op: op.all_reduce(op.part[2:4]), r"overlaps op.part .*; pass op.part\[:M\]"),
 }  # fmt: skip
 EMPTY = {name: ({name: 0}, "both must be at least 1") for name in ("m", "n")}
-SCATTER = Refusing(
-    GemmReduceScatter,
-    {"m": 8, "n": 6},
-    lambda op: gemm_rs_runs.call_and_compare(op, 8, 16),
-    OF_SUMS,
-    EMPTY,
-    (lambda op: op(*FACTORS),),
-    lambda op: op(*gemm_rs_runs.operands(8, 16, 16, HALF)),
-    (gemm_reduce_scatter,),
-    waits=True,
-)
+SCATTER = Refusing(SCATTERING_SUMS, (8, 6), OF_SUMS, EMPTY, (lambda op: op(*FACTORS),), waits=True)
 REDUCE = Refusing(
-    GemmAllReduce,
-    {"m": 8, "n": 6},
-    lambda op: gemm_ar_runs.call_and_compare(op, 8, 16),
+    REDUCING[None],
+    (8, 6),
     OF_REDUCED,
     EMPTY
     | {
@@ -178,8 +175,6 @@ REDUCE = Refusing(
         ),
     },
     (lambda op: op(*FACTORS),),
-    lambda op: op(*gemm_ar_runs.operands(8, 16, 16, HALF)),
-    (add_rows, exchange_rows),
     waits=True,
 )
 
@@ -239,28 +234,22 @@ OF_EXPERTS |= {
     for tokens in (0, 2**24)
 }
 DISPATCH = Refusing(
-    AllGatherMoE,
-    {"tokens_per_rank": 8, "k": 6, "max_topk": 3},
-    lambda op: GATHERING.call_and_compare(op, [4], 5, 3, 2),
+    GATHERING,
+    (8, 6),
     OF_DISPATCH,
     OF_EXPERTS | {"dtype": ({"dtype": torch.float64}, "torch.float64 is not supported on cpu")},
     (lambda op: op(X, UP, IDS), lambda op: op.shard, lambda op: op.check()),
-    lambda op: GATHERING.fresh_call(op, [4, 4]),
-    (GATHERING.kernel,),
     waits=False,
-    runs=GATHERING,
+    options={"max_topk": 3},
 )
 COMBINE = Refusing(
-    MoEReduceScatter,
-    {"tokens_per_rank": 8, "n": 6, "max_topk": 3},
-    lambda op: SCATTERING.call_and_compare(op, [4], 5, 3, 2),
+    SCATTERING,
+    (8, 6),
     OF_COMBINE,
     OF_EXPERTS | {"n": ({"n": 0}, "n=0 columns; it must be at least 1")},
     (lambda op: op(Y, DOWN, IDS, WEIGHTS),),
-    lambda op: SCATTERING.fresh_call(op, [4, 4]),
-    (SCATTERING.kernel,),
     waits=True,
-    runs=SCATTERING,
+    options={"max_topk": 3},
 )
 
 ALL = [GATHER, SCATTER, REDUCE, DISPATCH, COMBINE]
@@ -272,13 +261,10 @@ EACH = pytest.mark.parametrize("of", ALL, ids=lambda of: of.name)
 )
 def test_a_wrong_argument_raises_with_its_values_and_the_operation_stays_usable(of, name):
     call, text = of.wrong[name]
-    with left_as_before(of.kernels[0]):
-        if of.runs is not None:
-            of.runs.begin(0)
-        with of.open() as op:
-            with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
-                call(op)
-            assert of.right(op) < 1
+    with of.runs.begun(), of.open() as op:
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
+            call(op)
+        assert of.runs.call_and_compare(op, [4], 5) < 1
 
 
 @pytest.mark.parametrize(
@@ -302,17 +288,17 @@ def test_a_closed_operation_says_so_and_closes_twice(of):
 
 def failing_launch(rank, of):
     """Break rank 1's launch after its peer has heard of the call."""
-    if of.runs is not None:
-        of.runs.begin(rank)
-    op = of.kind(8, 16, HALF)
+    of.runs.begin(rank)
+    op = of.runs.open(8, 16)
+    call = functools.partial(of.runs.fresh_call, op, [4, 4])
     if of.waits:
         op._patience_ticks = as_patience(1.0)
     if rank == 1:
-        for kernel in of.kernels:
+        for kernel, _ in of.runs.kernels:
             kernel.configs = []
-    first = message_of(lambda: of.call(op))
+    first = message_of(call)
     op._patience_ticks = as_patience(1.0)
-    return first, message_of(lambda: of.call(op)), message_of(op.close)
+    return first, message_of(call), message_of(op.close)
 
 
 @EACH

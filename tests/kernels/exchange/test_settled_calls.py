@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from every_operation import WITH_COLLECTIVES
 from operation_runs import INTERPRETER, ON_GPUS, device, run_cases, values
 from tp_runs import workspaces
 
 from dist_autotune.kernels import tp
-from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.exchange.operation import Operation
-from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.moe_rs import MoEReduceScatter
 
 pytestmark = INTERPRETER
 HALF, EXPERTS, TOPK = torch.float16, 3, 2
@@ -37,35 +35,30 @@ def random(*shape: int, grad: bool = False) -> torch.Tensor:
 
 
 @contextmanager
-def operations(collective: bool | None, **options: Any) -> Iterator[Calls]:
+def operations(collective: bool | None) -> Iterator[Calls]:
     """Open all operations; yield a call of each."""
-    world = dist.get_world_size()
-    options |= {"collective": collective, "timeout_s": 60.0}
-    all_rows, tokens = world * ROWS, [ROWS] * world
-    ids = torch.arange(ROWS * TOPK, device=device()).view(ROWS, TOPK) % EXPERTS
-    factors = torch.rand(ROWS, TOPK, device=device())
-    x, up, down = random(ROWS, FEATURES), random(HIDDEN, FEATURES), random(FEATURES, HIDDEN)
-    ups, downs = random(EXPERTS, HIDDEN, FEATURES), random(EXPERTS, FEATURES, HIDDEN)
-    h, y = random(all_rows, HIDDEN), random(all_rows * TOPK, HIDDEN)
-    with (
-        AllGatherGemm(ROWS + 1, FEATURES, HALF, **options) as gather,
-        GemmReduceScatter(all_rows, FEATURES, HALF, **options) as scatter,
-        AllGatherMoE(ROWS, FEATURES, HALF, **options) as dispatch,
-        MoEReduceScatter(ROWS, FEATURES, HALF, **options) as combine,
-    ):
+    rows = [ROWS] * dist.get_world_size()
+    calls: Calls = {}
+    with ExitStack() as stack:
+        opened = {}
+        for name, runs in WITH_COLLECTIVES.items():
+            of_operation, of_call = runs.sizes(FEATURES, HIDDEN)
+            op = runs.open(ROWS, of_operation, collective=collective, timeout_s=60.0)
+            opened[name] = stack.enter_context(op)
+            operands = runs.operands(op, rows, of_call)
+            calls[name] = partial(runs.call, op, operands, runs.new_out(op, rows, operands), rows)
+        gather, _, dispatch, combine = opened.values()
+        x, up, ups = random(ROWS, FEATURES), random(HIDDEN, FEATURES), random(EXPERTS, HIDDEN, FEATURES)
+        downs = random(EXPERTS, HIDDEN, HIDDEN)
+        ids = torch.arange(ROWS * TOPK, device=device()).view(ROWS, TOPK) % EXPERTS
+        factors = torch.rand(ROWS, TOPK, device=device())
 
         def routed() -> tuple[torch.Tensor, torch.Tensor]:
-            rows, routing = dispatch.route(x, ups, ids, factors, tokens=tokens)
-            return dispatch.by_expert(x, ups, routing), combine.by_expert(rows, downs, routing)
+            hidden, routing = dispatch.route(x, ups, ids, factors, tokens=rows)
+            return dispatch.by_expert(x, ups, routing), combine.by_expert(hidden, downs, routing)
 
-        yield {
-            "AllGatherGemm": lambda: gather(x, up),
-            "with what it gathered": lambda: gather.with_gathered(x, up),
-            "GemmReduceScatter": lambda: scatter(h, down),
-            "AllGatherMoE": lambda: dispatch(x, ups, ids, tokens=tokens),
-            "MoEReduceScatter": lambda: combine(y, downs, ids, factors, tokens=tokens),
-            "a shared sorting": routed,
-        }
+        calls["with what it gathered"] = lambda: gather.with_gathered(x, up)
+        yield calls | {"a shared sorting": routed}
 
 
 @contextmanager

@@ -14,13 +14,9 @@ from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
 from dist_autotune.kernels.gemm.pruning import (
     BETWEEN_LINES,
     BETWEEN_SECTORS,
-    L2_BYTES_PER_CLOCK,
     MOST_TRIALS,
-    SEEN_OVER_NOMINAL,
     estimated_clocks,
     load_clocks,
-    memory_clocks,
-    multiply_clocks,
     prune,
 )
 from dist_autotune.kernels.matrices import LINE_BYTES
@@ -107,50 +103,14 @@ def test_where_there_is_tensor_memory_nothing_is_estimated():
     assert tried == [config for config in GLUON_CANDIDATES if config in tried]
 
 
-def loaded(rows: float) -> Any:
-    """Return what it takes to load so many rows of 64 elements."""
-    return pytest.approx(rows * 128 / L2_BYTES_PER_CLOCK)
-
-
-def test_a_k_block_takes_what_tensor_cores_or_shared_memory_take():
-    assert multiply_clocks(tile(128, 256)) == pytest.approx(SEEN_OVER_NOMINAL * 1024)
-    assert 8 * 320 * 32 / 128 + 384 == 1024  # shared memory takes no longer
-    assert multiply_clocks(tile(128, 128, 64)) == 8 * (192 + 128) * 32 / 128 + 320
-    assert SEEN_OVER_NOMINAL * 768 < 960  # tensor cores do not
-    assert multiply_clocks(tile(256, 128, 64)) == pytest.approx(SEEN_OVER_NOMINAL * 1536)
-    assert multiply_clocks(tile(64, 256, BLOCK_K=128)) == 2 * multiply_clocks(tile(64, 256))
-
-
-def test_rows_that_begin_between_lines_or_sectors_take_longer():
+def test_loads_slow_down_between_lines_and_sectors_and_of_rows_beyond_the_edge_there_are_none():
     args = call(4096, 4096, 4096)
-    assert load_clocks(tile(128, 256), args) == loaded(384)
+    loaded = load_clocks(tile(128, 256), args) / 384  # a row
     for alignment, slowed in ((64, BETWEEN_LINES), (32, BETWEEN_LINES), (16, BETWEEN_SECTORS)):
         a, b = ({name: alignment} for name in ALIGNMENTS)
-        assert load_clocks(tile(128, 256), args | a) == loaded(128 * slowed + 256)
-        assert load_clocks(tile(128, 256), args | a | b) == loaded(384 * slowed)
-
-
-def test_rows_beyond_the_edge_are_not_loaded():
-    assert load_clocks(tile(64, 128), call(16, 8192, 8192)) == loaded(16 + 128)
-
-
-def test_one_instruction_for_all_columns_reads_the_rows_once():
-    assert multiply_clocks(tile(128, 128, 48, JOINED=True)) == pytest.approx(SEEN_OVER_NOMINAL * 8 * 176 / 2)
-    assert multiply_clocks(tile(64, 128, 48, JOINED=True)) == 4 * (64 + 176) * 32 / 128 + 240
-    assert multiply_clocks(tile(128, 128, 64, JOINED=True)) < multiply_clocks(tile(128, 128, 64))
-
-
-def test_as_many_columns_are_loaded_as_a_tile_has():
-    args = call(4096, 4096, 4096)
-    for extra_n in (8, 32, 48):
-        assert load_clocks(tile(128, 128, extra_n, JOINED=True), args) == loaded(128 + 128 + extra_n)
-
-
-def test_memory_is_as_fast_as_there_are_bytes_in_flight():
-    args = call(16, 8192, 8192)
-    slow, fast = memory_clocks(tile(64, 64), args, 30), memory_clocks(tile(64, 64), args, 60)
-    assert slow == pytest.approx(2 * fast)
-    assert memory_clocks(tile(64, 64, NUM_BUFFERS=99), args, 132) < fast
+        assert load_clocks(tile(128, 256), args | a) == pytest.approx(loaded * (128 * slowed + 256))
+        assert load_clocks(tile(128, 256), args | a | b) == pytest.approx(loaded * 384 * slowed)
+    assert load_clocks(tile(64, 128), call(16, 8192, 8192)) == pytest.approx(loaded * (16 + 128))
 
 
 @pytest.mark.parametrize(
@@ -165,6 +125,8 @@ def test_memory_is_as_fast_as_there_are_bytes_in_flight():
         pytest.param(
             (8192, 8192, 512), tile(128, 128), tile(128, 128, VARIANT="persistent"), id="loads are hidden"
         ),
+        pytest.param((16, 8192, 8192), tile(64, 64, NUM_BUFFERS=8), tile(64, 64), id="bytes in flight"),
+        pytest.param((4096, 4096, 4096), tile(128, 128, 64, JOINED=True), tile(128, 128, 64), id="read once"),
         pytest.param(
             (2112, 2112, 2112), tile(128, 128, 48, JOINED=True), tile(128, 128), id="two waves, not three"
         ),

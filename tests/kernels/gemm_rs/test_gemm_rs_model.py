@@ -308,14 +308,7 @@ def test_sums_that_nobody_waits_for_are_found(monkeypatch):
 
 
 def test_a_wait_that_acquires_nothing_is_found(monkeypatch):
-    add = SIGNALS.tl.atomic_add
-    relaxed = type("tl", (), {**vars(SIGNALS.tl)})
-
-    def add_relaxed(pointer, value, *, sem, scope):
-        return add(pointer, value, sem="relaxed", scope=scope)
-
-    relaxed.atomic_add = staticmethod(add_relaxed)
-    monkeypatch.setattr(SIGNALS, "tl", relaxed)
+    gluon_model.poll_without_acquiring(monkeypatch)
     assert "before it is known to be there" in fails()
 
 

@@ -1,27 +1,22 @@
-"""What is AllGatherMoE's own: strided operands, wrong arguments, ranks that differ.
+"""What AllGatherMoE tells when ranks differ or die.
 
-What it promises as MoEReduceScatter does is in `test_moe.py` and `test_moe_failures.py`.
+What it promises as MoEReduceScatter does is in `test_moe_failures.py`.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 
-import torch
 from ag_moe_runs import GATHERING as runs
-from moe_runs import HALF, delay_pushes, random_choices, randoms
 from operation_runs import (
     INTERPRETER,
-    assert_cases,
-    cases_of,
-    device,
     ends,
     message_of,
     results,
     values,
 )
+from operations import HALF
 
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.signals import as_patience
@@ -29,44 +24,6 @@ from ranks import assert_all_ok, assert_killed, meet
 
 pytestmark = INTERPRETER
 HOST_PATIENCE_S = 3.0  # where a host waits for one that does not come, and for others that do
-
-
-def pushes_that_no_tile_needs(rank):
-    """Push late from rank 1, whose chunk nobody needs in the first call, and everybody in the second."""
-    runs.begin(rank)
-    with AllGatherMoE(16, 16, HALF) as op:
-        runs.poison(op)
-        if rank == 1:
-            delay_pushes(op, 1.0)
-        return [runs.call_and_compare(op, tokens, 16, 3, 2) for tokens in ([9, 0], [9, 12])]
-
-
-def two_operations(rank):
-    runs.begin(rank)
-    errors = []
-    with AllGatherMoE(12, 24, HALF) as first, AllGatherMoE(20, 16, torch.bfloat16) as second:
-        for _ in range(2):
-            errors += [
-                runs.call_and_compare(first, [12, 5], 16, 3, 2),
-                runs.call_and_compare(second, [3, 20], 24, 2, 4),
-            ]
-    return errors
-
-
-def strided_operands(rank):
-    runs.begin(rank)
-    with AllGatherMoE(8, 32, HALF) as op:
-        x, weight = randoms(8, 50)[:, 3:35], randoms(3, 24, 50)[:, 2:22, 5:37]  # rows at odd addresses
-        ids = random_choices(8, 3, 4)[:, 1:3]
-        out = torch.full((32, 50), float("nan"), dtype=HALF, device=device())
-        op(x, weight, ids, out[:, 1:21])
-        beside = out[:, 0].isnan().all() and out[:, 21:].isnan().all()
-        return [runs.error_ratio(out[:, 1:21], x, weight, ids), 0.0 if beside else 9.0]
-
-
-def test_pushes_and_operations_are_told_apart_and_nothing_beside_slices_is_written():
-    functions = (pushes_that_no_tile_needs, two_operations, strided_operands)
-    assert_cases(functools.partial(cases_of, functions), 2)
 
 
 # ---- what goes wrong between ranks

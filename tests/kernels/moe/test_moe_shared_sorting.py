@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 
 import pytest
 import torch
 from ag_moe_runs import GATHERING as gathering
+from collective_runs import ALWAYS
 from moe_rs_runs import SCATTERING as scattering
 from moe_rs_runs import routed_layers, sorted_rows
-from moe_runs import GIVEN_OTHERS, HALF, random_choices, randoms
+from moe_runs import GIVEN_OTHERS, random_choices, randoms
 from operation_runs import INTERPRETER, assert_right, device, message_of, results, values
+from operations import HALF
 
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
@@ -21,12 +24,16 @@ pytestmark = INTERPRETER
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kind"),
-    [((11,), "any"), ((0, 9, 30), "any"), ((5, 12), "one"), ((7, 9), "none")],
+    ("tokens", "kind", "options"),
+    [
+        *(((11,), "any", {}), ((0, 9, 30), "any", {}), ((5, 12), "one", {}), ((7, 9), "none", {})),
+        ((0, 9, 14), "any", ALWAYS),
+    ],
     ids=str,
 )
-def test_both_operations_of_a_layer_may_share_a_sorting(tokens, kind):
-    assert_right(values(routed_layers, len(tokens), tokens, kind, torch.float32))
+def test_both_operations_of_a_layer_may_share_a_sorting(tokens, kind, options):
+    layers = functools.partial(routed_layers, **options)
+    assert_right(values(layers, len(tokens), tokens, kind, torch.float32))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,322 @@
+"""One protocol for all operations over symmetric memory, and what tests of all of them do on a rank."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
+from operation_runs import (
+    delay_copies,
+    device,
+    left_as_before,
+    seed_and_leave_one,
+    synchronize,
+    tuned_in_context,
+)
+
+from dist_autotune.kernels.signals import as_patience
+
+HALF = torch.float16
+Given = tuple[torch.Tensor, ...]
+
+SHAPES = {  # rows, or tokens, of each rank, K, N, experts, topk
+    "whole tiles": ((32, 32), 32, 32, 2, 2),
+    "ragged tokens, K, N and experts": ((13, 20), 24, 40, 5, 3),
+    "a rank without tokens": ((0, 9), 16, 16, 3, 2),
+    "no tokens anywhere": ((0, 0), 16, 16, 3, 2),
+    "more experts than choices": ((2, 1), 16, 24, 17, 2),
+    "one choice, one expert, one column": ((5, 4), 16, 1, 1, 1),
+    "rows that TMA cannot address": ((7, 11), 7, 21, 4, 2),
+}
+
+OF_EXPERTS_ALONE = ("no tokens anywhere", "more experts than choices")
+DENSE_SHAPES = {name: shape for name, shape in SHAPES.items() if name not in OF_EXPERTS_ALONE}
+
+
+class Runs(abc.ABC):
+    """What is done with one of the operations on a rank.
+
+    A call multiplies by weights [N, K], or [experts, N, K]. One of N and K is the operation's, the other the
+    call's: `sizes` says which. `rows` are those of each rank; where all must pass as many, the first counts.
+    """
+
+    name: str
+    kernel: Any
+    candidates: list[Any]
+    shapes = SHAPES
+    can_be_in_place = False
+    most_choices: int | None = None  # how many ranks or indices have candidates of their own; all
+    own_operands: int | None = None  # so many differ from rank to rank; all
+    result_of_peer: Any = slice(None)  # what of a result on rank 0 needs rank 1
+
+    @property
+    def kernels(self) -> list[tuple[Any, list[Any]]]:
+        """Return what is tuned, each with its candidates."""
+        return [(self.kernel, self.candidates)]
+
+    def begin(self, rank: int, candidate: int | None = None) -> None:
+        """Seed this rank and leave its kernels one candidate: by default another one on each rank."""
+        seed_and_leave_one(rank, self.kernel, self.candidates, candidate)
+
+    @abc.abstractmethod
+    def sizes(self, k: int, n: int) -> tuple[int, int]:
+        """Return the size that the operation is opened with, and that of a call."""
+
+    @abc.abstractmethod
+    def open(self, rows: int, size: int, dtype: torch.dtype = HALF, group: Any = None, **named: Any) -> Any:
+        """Return the operation for up to so many rows of each rank; collective."""
+
+    @abc.abstractmethod
+    def buffers(self, op: Any) -> Sequence[torch.Tensor]:
+        """Return what is written before it is read."""
+
+    @abc.abstractmethod
+    def operands(
+        self,
+        op: Any,
+        rows: Sequence[int],
+        size: int,
+        experts: int = 3,
+        topk: int = 2,
+        kind: str = "any",
+        group: Any = None,
+    ) -> Given:
+        """Return fresh inputs of a call, in its order; the weight is the second."""
+
+    @abc.abstractmethod
+    def new_out(self, op: Any, rows: Sequence[int], operands: Given) -> torch.Tensor:
+        """Return an output for that call, full of NaN."""
+
+    @abc.abstractmethod
+    def error_ratio(self, out: torch.Tensor, *operands: torch.Tensor, group: Any = None) -> float:
+        """Return the relative error against float32 as a multiple of what the arithmetic explains."""
+
+    def call(
+        self, op: Any, operands: Given, out: torch.Tensor, rows: Sequence[int], *, told: bool = True
+    ) -> torch.Tensor:
+        """Make the call; told: with the rows of each rank, where it takes them."""
+        assert op(*operands, out) is out
+        return out
+
+    def call_as_captured(
+        self, op: Any, operands: Given, out: torch.Tensor, rows: Sequence[int]
+    ) -> torch.Tensor:
+        """Do eagerly what a captured call does at each replay."""
+        raise NotImplementedError
+
+    def given(self, op: Any, operands: Given, *, told: bool, in_place: bool) -> Given:
+        """Return the operands as the call is given them."""
+        return operands
+
+    def forsake(self, op: Any, timeout_s: float) -> None:
+        """Let the next calls give up soon; those that are to succeed have had minutes."""
+        op._patience_ticks = as_patience(timeout_s)
+
+    def poison(self, op: Any) -> None:
+        """Fill the buffers with NaN, so that whatever is read before it arrives shows."""
+        for buffer in self.buffers(op):
+            buffer.fill_(float("nan"))
+        synchronize()
+
+    def fresh_call(self, op: Any, rows: Sequence[int], size: int = 16, *, told: bool = True) -> torch.Tensor:
+        """Return the result of a call with fresh inputs, though the ranks may not agree on `rows`."""
+        operands = self.operands(op, rows, size)
+        return self.call(op, operands, self.new_out(op, rows, operands), rows, told=told)
+
+    def call_and_compare(
+        self, op: Any, rows: Sequence[int], size: int, experts: int = 3, topk: int = 2,
+        *, kind: str = "any", told: bool = False, in_place: bool = False, group: Any = None,
+    ) -> float:  # fmt: skip
+        """Return the error of one call with fresh inputs and an output full of NaN."""
+        operands = self.operands(op, rows, size, experts, topk, kind, group)
+        out = self.new_out(op, rows, operands)
+        self.call(op, self.given(op, operands, told=told, in_place=in_place), out, rows, told=told)
+        return self.error_ratio(out, *operands, group=group)
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Do as `begin` in this process, of which later ranks are forks; undo it at the end."""
+        with ExitStack() as stack:
+            for kernel, _ in self.kernels:
+                stack.enter_context(left_as_before(kernel))
+            self.begin(0)
+            yield
+
+    @contextmanager
+    def alone(self, rows: int, size: int, dtype: torch.dtype = HALF, **named: Any) -> Iterator[Any]:
+        """Open it for one rank, in this process."""
+        with self.begun(), self.open(rows, size, dtype, backend="shm", **named) as op:
+            yield op
+
+
+class DenseRuns(Runs):
+    """An operation whose weight is a matrix, and of which all ranks pass as many rows."""
+
+    shapes = DENSE_SHAPES
+
+    def rows_of(self, rows: Sequence[int]) -> int:
+        return max(1, rows[0])
+
+
+# ---- on a rank
+
+
+def rows_of_call(rows: Sequence[int], call: int) -> list[int]:
+    """Return the numbers of rows, moved on by a rank in each call."""
+    return [rows[(rank + call) % len(rows)] for rank in range(len(rows))]
+
+
+def three_calls(rank, runs, rows, k, n, experts, topk, dtype=HALF, kind="any", **options):
+    """Let the host ask for the tokens, then be told, then (where that is possible) call in place."""
+    runs.begin(rank)
+    of_operation, of_call = runs.sizes(k, n)
+    with runs.open(max(*rows, 1), of_operation, dtype, **options) as op:
+        runs.poison(op)
+        return [
+            runs.call_and_compare(
+                op, rows_of_call(rows, call), of_call, experts, topk,
+                kind=kind, told=call == 1, in_place=call == 2 and runs.can_be_in_place,
+            )
+            for call in range(3 if runs.can_be_in_place else 2)
+        ]  # fmt: skip
+
+
+def many_calls(rank, runs, delays, **options):
+    """Keep every result until the end; no rank waits for another between calls, save the hosts for counts."""
+    runs.begin(rank)
+    world, kept = dist.get_world_size(), []
+    of_operation, _ = runs.sizes(16, 33)
+    with runs.open(24, of_operation, **options) as op:
+        runs.poison(op)
+        for call in range(6):
+            rows = [(24, 7, 0, 5)[(p + call) % 4] for p in range(world)]
+            size = (24, 16)[call % 2]
+            operands = runs.operands(op, rows, size, (3, 5)[call % 2], (2, 1, 3)[call % 3])
+            if delays == "one" and rank == call % world:
+                time.sleep(0.1)
+            if delays == "random":
+                time.sleep(random.random() / 20)
+            out = runs.call(op, operands, runs.new_out(op, rows, operands), rows, told=call != 3)
+            kept.append((out, *operands))
+        op.check()
+    return [runs.error_ratio(*one) for one in kept]
+
+
+def one_candidate(rank, runs, index, rows=(40, 33), k=40, n=72, experts=3, **options):
+    runs.begin(rank, index)
+    of_operation, of_call = runs.sizes(k, n)
+    with runs.open(rows[0], of_operation, **options) as op:
+        runs.poison(op)
+        return [runs.call_and_compare(op, rows_of_call(rows, call), of_call, experts, 2) for call in range(2)]
+
+
+def unequal_inner_parts(rank, runs):
+    """Let each rank have a size of its own: of K, or where that is the operation's, of N."""
+    runs.begin(rank)
+    with runs.open(9, 16) as op:
+        return [runs.call_and_compare(op, [9, 4], 8 + 30 * rank) for _ in range(2)]
+
+
+def by_columns(rank, runs, index, k):
+    runs.begin(rank, index)
+    rows, (of_operation, of_call) = [13, 20], runs.sizes(k, k)
+    with runs.open(20, of_operation) as op:
+        runs.poison(op)
+        operands = left, weight, *rest = runs.operands(op, rows, of_call, 5, 3)
+        given = (left, weight.mT.contiguous().mT, *rest)
+        return [runs.error_ratio(runs.call(op, given, runs.new_out(op, rows, operands), rows), *operands)]
+
+
+def two_operations(rank, runs):
+    runs.begin(rank)
+    with runs.open(12, 24) as first, runs.open(20, 16, torch.bfloat16) as second:
+        sizes = ((first, [12, 5], 16, 3, 2), (second, [3, 20], 24, 2, 3))
+        return [runs.call_and_compare(*each) for each in sizes * 2]
+
+
+def in_odd_places(rank, runs, **options):
+    """Pass slices of larger tensors, whose rows begin at odd addresses; nothing beside `out` is written."""
+    runs.begin(rank)
+    of_operation, of_call = runs.sizes(32, 20)
+    rows = [8] * dist.get_world_size()
+    with runs.open(8, of_operation, **options) as op:
+        operands = runs.operands(op, rows, of_call)
+        out = runs.new_out(op, rows, operands)
+        room = torch.full((*out.shape[:-1], out.shape[-1] + 30), float("nan"), dtype=HALF, device=device())
+        columns = slice(1, 1 + out.shape[-1])
+        runs.call(op, tuple(map(in_a_larger_one, operands)), room[..., columns], rows, told=False)
+        beside = room[..., 0].isnan().all() and room[..., columns.stop :].isnan().all()
+        return [runs.error_ratio(room[..., columns], *operands), 0.0 if beside else 9.0]
+
+
+def in_a_larger_one(tensor):
+    """Return the tensor as a slice; float32, of weights of choices, as float64."""
+    if tensor.dim() < 2:
+        return tensor
+    dtype = torch.float64 if tensor.dtype == torch.float32 else tensor.dtype
+    *batch, rows, columns = tensor.shape
+    room = torch.zeros((*batch, rows + 4, columns + 18), dtype=dtype, device=tensor.device)
+    return room[..., 2 : 2 + rows, 3 : 3 + columns].copy_(tensor)
+
+
+def late_pushes(rank, runs):
+    """Copy late from rank 0: its peers' kernels are waiting for its rows by then."""
+    runs.begin(rank)
+    with runs.open(16, 16, torch.float32) as op:
+        runs.poison(op)
+        if rank == 0:
+            delay_copies(op, lambda: time.sleep(0.2))
+        return [runs.call_and_compare(op, [16, 9, 12], 16) for _ in range(2)]
+
+
+def in_a_subset(rank, runs, **options):
+    runs.begin(rank)
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return [0.0]
+    with runs.open(9, 16, HALF, group, **options) as op:
+        return [runs.call_and_compare(op, [9, 4], 16, group=group) for _ in range(2)]
+
+
+def tuned_with_other_row_counts(rank, runs, rows=(40, 31), k=32, n=40):
+    """Return the errors of all runs, winners, how many runs it took, and what is known after one more."""
+    runs.begin(rank)
+    for kernel, candidates in runs.kernels:
+        kernel.configs = candidates
+    (of_operation, of_call), rows = runs.sizes(k, n), [*rows]
+    with runs.open(64, of_operation) as op:
+        step, errors = tuned_in_context(lambda: runs.call_and_compare(op, rows, of_call))
+        step()
+        taken, contexts = step.report.runs, step.report.contexts
+        winners = {context.kernel: str(context.config) for context in contexts}
+        rows[1] += 1  # another number of rows, to be run as it was tuned
+        step()
+        return errors, winners, taken, step.settled and len(step.report.contexts) == len(contexts)
+
+
+def graph_call(runs, op, rows, size, topk=2):
+    operands = runs.operands(op, rows, size, 8, topk)
+    out = runs.new_out(op, rows, operands)
+
+    def refresh():
+        for operand in operands[: runs.own_operands]:
+            operand.normal_() if operand.is_floating_point() else operand.random_(-1, 8)
+
+    return GraphCall(functools.partial(runs.call, op, operands, out, rows), refresh, (out, *operands))
+
+
+def replays_among_eager_calls(rank, runs, backend, **options):
+    runs.begin(rank)
+    of_operation, of_call = runs.sizes(128, 200)
+    with runs.open(256, of_operation, backend=backend, timeout_s=60.0, **options) as op:
+        calls = [graph_call(runs, op, rows, of_call, topk) for rows, topk in (([256, 200], 2), ([70, 0], 3))]
+        kept = kept_from_replays_among_eager_calls(rank, op, calls, lambda: runs.poison(op))
+        return [runs.error_ratio(*one) for one in kept]

@@ -1,0 +1,124 @@
+"""That each operation computes the right numbers, whatever its ranks choose and do meanwhile.
+
+Here the ranks are CPU processes in Triton's interpreter. What is an operation's own is in its folder.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+import torch
+from every_operation import EVERY, OF_ONE_WAY, WITH_COLLECTIVES, each
+from operation_runs import INTERPRETER, assert_cases, cases_of, values
+from operations import (
+    HALF,
+    SHAPES,
+    by_columns,
+    in_a_subset,
+    in_odd_places,
+    late_pushes,
+    many_calls,
+    one_candidate,
+    three_calls,
+    tuned_with_other_row_counts,
+    two_operations,
+    unequal_inner_parts,
+)
+
+pytestmark = INTERPRETER
+
+
+def of_two_ranks(rank, runs):
+    """Have the shapes by turns in each type and with each kind of choices."""
+    turns = zip(
+        runs.shapes.items(), cycle((HALF, torch.bfloat16, torch.float32)), cycle(("any", "one", "same"))
+    )
+    cases = {
+        f"{name}, {kind}, {dtype}": lambda given=(*shape, dtype, kind): three_calls(rank, runs, *given)
+        for (name, shape), dtype, kind in turns
+    }
+    if runs.shapes is SHAPES:
+        cases["no choice at all"] = lambda: three_calls(rank, runs, (17, 6), 16, 24, 4, 3, HALF, "none")
+    cases["K of one"] = lambda: three_calls(rank, runs, (6, 3), 1, 16, 3, 2)
+    for index in range(len(runs.candidates))[: runs.most_choices]:
+        cases[f"candidate {index}"] = lambda index=index: one_candidate(rank, runs, index)
+    cases["late ranks"] = lambda: many_calls(rank, runs, "random")
+    return cases | cases_of((unequal_inner_parts, two_operations, in_odd_places), rank, runs)
+
+
+@each(WITH_COLLECTIVES | OF_ONE_WAY)
+def test_any_shape_type_layout_choice_and_candidate_is_right_and_nothing_beside_it_is_written(runs):
+    assert_cases(of_two_ranks, 2, runs)
+
+
+def of_columns(rank, runs):
+    sizes = enumerate((64, 40, 64, 40)[: runs.most_choices])  # as TMA takes it, ragged
+    return {
+        f"candidate {index}, {k}": lambda index=index, k=k: by_columns(rank, runs, index, k)
+        for index, k in sizes
+    }
+
+
+@each({name: runs for name, runs in EVERY.items() if name != "GemmReduceScatter"})  # see its own tests
+def test_a_weight_may_lie_by_columns(runs):
+    assert_cases(of_columns, 2, runs)
+
+
+def of_more_ranks(rank, runs, world):
+    rows = (5, 12, 0, 8)[:world]
+    cases = {"different candidates": lambda: three_calls(rank, runs, rows, 16, 24, 3, 2)}
+    if world == 4:
+        return cases
+    cases["late ranks"] = lambda: many_calls(rank, runs, "one")
+    return cases | cases_of((late_pushes, in_a_subset), rank, runs)
+
+
+OF_WORLDS = {f"{name}, 3 ranks": (runs, 3) for name, runs in EVERY.items()}
+OF_WORLDS |= {f"{name}, 4 ranks": (runs, 4) for name, runs in WITH_COLLECTIVES.items()}
+OF_WORLDS |= {
+    f"{name}, {world} ranks": (runs, world)
+    for (name, runs), world in zip(OF_ONE_WAY.items(), (3, 4, 4, 3), strict=True)
+}
+
+
+@pytest.mark.parametrize(("runs", "world"), OF_WORLDS.values(), ids=OF_WORLDS)
+def test_ranks_of_different_candidates_may_be_late_and_the_group_a_subset(runs, world):
+    assert_cases(of_more_ranks, world, runs, world)
+
+
+ALONE = {name: (runs, {}) for name, runs in (EVERY | OF_ONE_WAY).items()}
+ALONE |= {f"{name}, by collectives": (runs, {"collective": True}) for name, runs in WITH_COLLECTIVES.items()}
+
+
+@pytest.mark.parametrize(("runs", "options"), ALONE.values(), ids=ALONE)
+def test_one_rank_needs_no_process_group(runs, options):
+    with runs.alone(20, 16, **options) as op:
+        runs.poison(op)
+        for rows, told in (([20], False), ([7], True)):
+            assert runs.call_and_compare(op, rows, 24, told=told) < 1
+
+
+TUNED = {
+    "AllGatherGemm": {
+        "all_gather_gemm",
+        *(f"ag_gemm {choice}" for choice in ("way", "consumer", "pieces", "programs")),
+    },
+    "GemmReduceScatter": {"gemm_reduce_scatter", "gemm_rs way"},
+    "GemmAllReduce": {"add_rows", "exchange_rows", "gemm_ar way"},
+    "AllGatherMoE": {"all_gather_moe", "ag_moe way"},
+    "MoEReduceScatter": {"moe_reduce_scatter", "moe_rs way"},
+}
+
+
+@each(EVERY)
+def test_tuned_in_context_every_run_is_right_ranks_agree_and_other_row_counts_are_no_new_context(runs):
+    rows = (8, 6) if runs.name == "GemmAllReduce" else (40, 31)  # few enough for each way
+    (errors, winners, taken, is_settled), *others = values(tuned_with_other_row_counts, 2, runs, rows)
+    assert winners.keys() == TUNED[runs.name]
+    assert len(errors) == taken + 1 > len(runs.candidates)
+    assert max(errors) < 1
+    assert is_settled
+    for other_errors, *other in others:
+        assert max(other_errors) < 1
+        assert other == [winners, taken, is_settled]

@@ -1,0 +1,202 @@
+"""What each operation tells when ranks differ or one dies, that every wait ends, and what results are then.
+
+Cases marked `gpu` repeat on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+import torch.distributed as dist
+from ag_gemm_runs import GATHERING_ROWS, GatheringRows
+from every_operation import EVERY, EXPERTS, OF_ONE_WAY, each
+from gemm_ar_runs import REDUCING
+from gemm_rs_runs import SCATTERING_SUMS
+from operation_runs import INTERPRETER, TWO, ends, message_of, results, values
+
+from dist_autotune.kernels.exchange.operation import PeerTimeout
+from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
+from ranks import assert_all_ok, assert_killed, meet
+
+pytestmark = INTERPRETER
+
+OF_KERNELS = {way: REDUCING[way] for way in (ONE_SHOT, TWO_SHOT, LOW_LATENCY)}
+
+
+# ---- ranks that differ
+
+OPENED = {  # what each of two ranks opens, and what both are told
+    "sizes": (
+        lambda rank: GATHERING_ROWS.open(8, 16 + rank),
+        "ValueError: the ranks allocate different tensors: ",
+        "rank 0: [3, 8, 16] torch.float16; rank 1: [3, 8, 17] torch.float16",
+    ),
+    "producers": (
+        lambda rank: GATHERING_ROWS.open(8, 16, producer=("pull", "push")[rank]),
+        "ValueError: the ranks pass different values of producer: ",
+        "rank 0: 'pull'; rank 1: 'push'.",
+    ),
+    "ways": (
+        lambda rank: REDUCING[(ONE_SHOT, TWO_SHOT)[rank]].open(4, 4),
+        "ValueError: the ranks pass different values of way: ",
+        "rank 0: 'one-shot'; rank 1: 'two-shot'",
+    ),
+}
+
+
+def opened_differently(rank):
+    return [message_of(lambda opens=opens: opens(rank)) for opens, *_ in OPENED.values()]
+
+
+def test_operations_opened_differently_raise_on_every_rank():
+    for messages in values(opened_differently, 2):
+        for message, (_, begin, text) in zip(messages, OPENED.values(), strict=True):
+            assert message.startswith(begin)
+            assert text in message
+
+
+def rows_of_reduce(rank, peer, rows):
+    return f"rank {peer} has {rows} rows, not as many as this rank. Every rank must pass as many rows."
+
+
+def rows_of_scatter(rank, peer, rows):
+    return f"rank {peer} has {rows} rows for each rank"
+
+
+def rows_of_gather(rank, peer, rows):
+    return f"in call 1 rank {peer} passed {rows} rows"
+
+
+OTHER_ROWS = {
+    "AllGatherGemm, by a collective": (GATHERING_ROWS, {"collective": True}, rows_of_gather),
+    "GemmReduceScatter": (SCATTERING_SUMS, {}, rows_of_scatter),
+    "GemmReduceScatter, by a collective": (SCATTERING_SUMS, {"collective": True}, rows_of_scatter),
+    "GemmAllReduce": (REDUCING[None], {}, rows_of_reduce),
+} | {f"GemmAllReduce, {way}": (runs, {}, rows_of_reduce) for way, runs in OF_KERNELS.items()}
+
+
+def different_rows(rank, runs, options):
+    op = runs.open(8, 16, **options)
+    rows = [4 if rank == 0 else 8] * op.world_size
+    operands = runs.operands(op, rows, 16)
+    out = runs.new_out(op, rows, operands).zero_()
+    told = ends(op, lambda: runs.call(op, operands, out, rows))
+    return told, bool(out[runs.result_of_peer].isnan().all())
+
+
+@pytest.mark.parametrize("case", OTHER_ROWS)
+@pytest.mark.parametrize("world", TWO)
+def test_different_rows_raise_on_every_rank(world, case):
+    runs, options, told = OTHER_ROWS[case]
+    for rank, ((message, again, at_close), is_nan) in enumerate(values(different_rows, world, runs, options)):
+        peer, rows = (1, 8) if rank == 0 else (0, 4)
+        assert message.startswith(f"ValueError: {runs.name}, rank {rank}: {told(rank, peer, rows)}")
+        assert again
+        assert at_close
+        # The first launch of two has raised on the CPU.
+        assert is_nan or runs.name != "GemmAllReduce" or runs.way == TWO_SHOT
+
+
+# ---- ranks that die or stay away
+
+
+LOST = {"GemmReduceScatter": "push its sums"}
+LOST |= {f"GemmAllReduce, {way}": "offer its rows in time" for way in OF_KERNELS}
+LOST |= {f"GemmAllReduce, {LOW_LATENCY}": "send its rows in time"}
+LOST |= dict.fromkeys(EXPERTS, "send its choices in time")
+
+
+def dead_peer(rank, runs, last):
+    runs.begin(rank)
+    op = runs.open(8, 16)
+    rows = [4] * op.world_size
+    runs.fresh_call(op, rows)
+    op.check()
+    meet()
+    if rank == last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    runs.forsake(op, 1.0)
+    return ends(op, lambda: runs.fresh_call(op, rows))
+
+
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("world", [3, *TWO[1:]])
+def test_a_dead_peer_is_named_and_the_wait_ends(world, name):
+    runs = (EVERY | OF_ONE_WAY)[name]
+    *survivors, dead = results(dead_peer, world, runs, world - 1)
+    assert_killed(dead)
+    for rank, (message, again, at_close) in enumerate(assert_all_ok(survivors)):
+        assert message.startswith(f"PeerTimeout: {runs.name}, rank {rank}: ")
+        assert f"rank {world - 1}, or one that it waits for, did not {LOST[name]}" in message
+        assert again
+        assert at_close
+
+
+def absent_host(rank):
+    """Have rank 1 stay away from a call that rank 0 would make by a collective."""
+    runs = REDUCING[COLLECTIVE]
+    op = runs.open(8, 16, timeout_s=1.5)
+    text = message_of(lambda: runs.fresh_call(op, [8, 8])) if rank == 0 else ""
+    meet()
+    op.abandon()
+    return text
+
+
+def test_a_host_that_does_not_come_is_named_before_a_collective():
+    text, _ = values(absent_host, 2)
+    assert text.startswith(
+        "PeerTimeout: GemmAllReduce, rank 0: rank 1 did not come to eager call 1 within 1.5 s"
+    )
+
+
+# ---- results without a peer
+
+
+class WithRelu(GatheringRows):
+    def call(self, op, operands, out, rows, *, told=True):
+        return op(*operands, out, activation="relu")
+
+
+SPOILED = {
+    "fetched": WithRelu(consumer="plain", producer="pull"),
+    "pushed": WithRelu(consumer="plain", producer="push"),
+    "fetched, cuBLAS": WithRelu(consumer="matmul", producer="pull"),
+    "pushed, cuBLAS": WithRelu(consumer="matmul", producer="push"),
+    "scattered": SCATTERING_SUMS,
+    **OF_KERNELS,
+    **EXPERTS,
+}
+
+
+def without_a_peer(rank, runs):
+    """Call twice; then rank 0 alone, whose buffers hold what rank 1 sent before, and again."""
+    runs.begin(rank)
+    rows = [8, 8]
+    op = runs.open(8, 16)
+    operands = runs.operands(op, rows, 24)
+    out = runs.new_out(op, rows, operands)
+    for _ in range(2):
+        runs.call(op, operands, out, rows)
+    before = bool(out.isfinite().all())
+    dist.barrier()
+    spoiled = []
+    if rank == 0:
+        runs.forsake(op, 0.5)
+        check, op._check_usable = op._check_usable, lambda: None  # of replays, which ask no host
+        for _ in range(2):
+            with contextlib.suppress(PeerTimeout):
+                runs.call(op, operands, out, rows)
+            spoiled.append(bool(out[runs.result_of_peer].isnan().all()))
+            out.zero_()
+        op._check_usable = check
+    meet()
+    op.abandon()
+    return before, spoiled
+
+
+@each(SPOILED)
+def test_a_result_without_a_peer_is_nan_now_and_later(runs):
+    assert values(without_a_peer, 2, runs) == [(True, [True, True]), (True, [])]
