@@ -71,6 +71,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 
+from ..configs import INTERPRETED
 from ..symm import Copy, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from ..tensors import remember
 from .flags import AFTER, ARRIVED, DONE, FREE, TOLD
@@ -79,6 +80,7 @@ from .pull import piece_ends
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # to where, from where
 RISEN = slice(TOLD.value, ARRIVED.value + 1)  # rows of flags that peers raise
 FOLLOWING = slice(AFTER.value, AFTER.value + 2)  # what becomes of them after a call
+PIECES, LEAST_BYTES = 4, 0 if INTERPRETED else 4 << 20  # of a peer's sums: less is there in 15 us
 
 
 class Pushes:
@@ -205,11 +207,6 @@ class ChunkPusher:
         return torch.cat([self._gather[slot, :rows] for slot in slots])
 
 
-def _rows(there: torch.Tensor, here: torch.Tensor, rows: int) -> Copies:
-    """Return the copy of so many rows, if there are any."""
-    return [(there[:rows], here[:rows])] if rows else []
-
-
 class SumPusher:
     """Pushes sums to the peers they are for, rank + 1 first.
 
@@ -228,34 +225,54 @@ class SumPusher:
         pushes.warm_up((there, here) for _, there, here in self._sums)
 
     def run(
-        self, launch: Callable[..., None], rows: tuple[int, ...], arrived: int, *, in_steps: bool
+        self,
+        launch: Callable[..., None],
+        rows: tuple[int, ...],
+        *,
+        in_pieces: bool,
+        in_steps: bool,
+        at_once: bool,
     ) -> None:
         """Enqueue the launches of one call, and the pushes of `rows[p]` for rank p.
 
-        in_steps: `launch(step)` for each chunk, which waits for the permits, and its push behind it, which
-        waits for nothing. Otherwise one `launch()`; on the CPU, where that returns when the kernel has ended,
-        behind the pushes.
+        in_pieces: TOLD[r] of p becomes the number of its rows, and ARRIVED[r] how many are there so far; else
+        ARRIVED[r] becomes 1. in_steps: `launch(step)` for each chunk, which waits for the permits, and its
+        push behind it, which waits for nothing. Otherwise one `launch()`; on the CPU, where that returns when
+        the kernel has ended, behind the pushes. at_once: see `Pushes.run`.
         """
         if in_steps:
             for step, (peer, there, here) in enumerate(self._sums):
                 launch(step)
                 self._pushes.stream.fork()
-                steps = self._pushes.sending(peer, _rows(there, here, rows[peer]), ARRIVED.value, arrived)
-                self._pushes.run(peer, steps, at_once=False)
+                steps = self._sending(peer, there, here, rows[peer], in_pieces)
+                self._pushes.run((peer, rows[peer]), steps, at_once=at_once)
             launch(len(self._sums))
         elif self._pushes.memory.device.type == "cpu":
-            self._push(rows, arrived)
+            self._push(rows, in_pieces)
             launch()
         else:
             launch()
-            self._push(rows, arrived)
+            self._push(rows, in_pieces)
 
-    def _push(self, rows: tuple[int, ...], arrived: int) -> None:
-        self._pushes.run(("sums", rows, arrived), self._steps(rows, arrived), at_once=True)
+    def _push(self, rows: tuple[int, ...], in_pieces: bool) -> None:
+        self._pushes.run(("sums", rows), self._steps(rows, in_pieces), at_once=True)
 
-    def _steps(self, rows: tuple[int, ...], arrived: int) -> Iterator[Step]:
+    def _steps(self, rows: tuple[int, ...], in_pieces: bool) -> Iterator[Step]:
         for peer, there, here in self._sums:
             if self._takes_permits:
                 yield from self._pushes.taking(peer, FREE.value)
             yield from self._pushes.taking(peer, DONE.value)
-            yield from self._pushes.sending(peer, _rows(there, here, rows[peer]), ARRIVED.value, arrived)
+            yield from self._sending(peer, there, here, rows[peer], in_pieces)
+
+    def _sending(
+        self, peer: int, there: torch.Tensor, here: torch.Tensor, rows: int, in_pieces: bool
+    ) -> Iterator[Step]:
+        """Give the copies of one peer's sums and what it is told of them."""
+        if not in_pieces:
+            copies = [(there[:rows], here[:rows])] if rows else []
+            yield from self._pushes.sending(peer, copies, ARRIVED.value, 1)
+            return
+        yield self._pushes.raising(peer, TOLD.value, rows)
+        pieces = PIECES if rows * here.shape[1] * here.element_size() >= LEAST_BYTES else 1
+        for begin, end in itertools.pairwise((0, *piece_ends(rows, pieces))):
+            yield from self._pushes.sending(peer, [(there[begin:end], here[begin:end])], ARRIVED.value, end)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..exchange.flags import ARRIVED, DONE
-from ..exchange.peers import free_side_stream, is_given_up, take_permit, wait_for_flag
-from ..signals import count_up, notify, record_failure
+from ..exchange.flags import ARRIVED, DONE, TOLD
+from ..exchange.peers import free_side_stream, give_up_peer, is_given_up, take_permit, wait_for_flag
+from ..signals import GIVEN_UP, count_up, notify, poll_until, record_failure
 
 # What a failure record says about a peer.
 NOT_PUSHED = tl.constexpr(1)
@@ -39,10 +39,42 @@ def _is_last(chunk, counts_ptr, tiles_per_chunk):
 
 
 @triton.jit
+def await_sums(rows, peers, WORLD: tl.constexpr):
+    """Return how many rows of every peer's sums are here, at least `rows`.
+
+    Of a peer that is given up, or has told of fewer rows, no more are waited for: `part_from` records that.
+    """
+    here = max(rows, GIVEN_UP)
+    for peer in range(0, WORLD):
+        if peer != peers.rank:
+            arrived = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
+            told = tl.load(peers.flags_ptr + TOLD * WORLD + peer)  # it is there before the first piece
+            if (arrived >= 1) & (arrived < rows) & (told >= rows):
+                arrived = _await_rows(rows, peer, peers, WORLD)
+            here = min(here, max(arrived, rows))
+    return here
+
+
+@triton.jit
+def _await_rows(rows, peer, peers, WORLD: tl.constexpr):
+    """Return how many of the rows that the peer has told of are here, at least `rows`; or give it up."""
+    arrived = poll_until(peers.flags_ptr + ARRIVED * WORLD + peer, rows, peers.patience_ticks, False)
+    if arrived < rows:
+        record_failure(peers.errors_ptr + peer, NOT_PUSHED, 0, arrived)
+        give_up_peer(peer, peers, WORLD)
+    return arrived
+
+
+@triton.jit
 def part_from(peer, m, peers, WORLD: tl.constexpr):
-    """Compare the peer's number of rows with ours, and let our side stream go on if the peer is given up."""
-    value = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
-    if is_given_up(value):
+    """Compare the peer's number of rows with ours and return once all are here, or it is given up."""
+    arrived = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
+    if not is_given_up(arrived):
+        told = tl.load(peers.flags_ptr + TOLD * WORLD + peer)
+        if told != m:
+            record_failure(peers.errors_ptr + peer, OTHER_ROWS, 0, told)
+        # All of them, were they more than ours: behind this call nobody expects a piece of this push.
+        there = _await_rows(told, peer, peers, WORLD)
+        arrived = tl.where(there < told, 0, arrived)
+    if is_given_up(arrived):  # in each call the side stream waits for the peer's permit
         free_side_stream(peer, peers.flags_ptr, WORLD)
-    elif value != m:
-        record_failure(peers.errors_ptr + peer, OTHER_ROWS, 0, value)

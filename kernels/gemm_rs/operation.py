@@ -15,9 +15,10 @@ A call in one launch on rank r:
     GEMM, one persistent kernel:              for p = r + 1, r + 2, ... (mod W):
         chunk p, its last tile sets DONE[p]       wait until FREE[p] >= 1, FREE[p] := 0
         ...                                       wait until DONE[p] >= 1, DONE[p] := 0
-        chunk r, once all ARRIVED[p] >= 1         our sums for p to their slot on rank p
-                                                  ARRIVED[r] of rank p := rows
-    fork                               -->    ARRIVED := AFTER
+        chunk r: a tile once all ARRIVED[p]       TOLD[r] of rank p := rows
+        have come to its last row,                our sums for p to their slot on rank p, in pieces, and
+        all of them before it ends                    ARRIVED[r] of rank p := the last row of each
+    fork                               -->    TOLD, ARRIVED := AFTER
     join                               <--
 
 A call of a launch for each chunk, whose side stream waits for no flag; so is each that is captured:
@@ -26,9 +27,9 @@ A call of a launch for each chunk, whose side stream waits for no flag; so is ea
     for p = r + 1, r + 2, ...:
         GEMM of chunk p, whose last tile
         waits for FREE[p] >= 1, FREE[p] := 0
-        fork                           -->    our sums for p to rank p, ARRIVED[r] of rank p := rows
+        fork                           -->    our sums for p to rank p, as above
     GEMM of chunk r, as above
-    fork, join                                ARRIVED := AFTER
+    fork, join                                TOLD, ARRIVED := AFTER
 
 **It ends.** Programs claim tiles one by one from a counter, in the order of the chunks. A program that waits
 for its peers' sums is in the own chunk: all tiles for peers have been claimed by programs that have started
@@ -245,9 +246,10 @@ class GemmReduceScatter(Operation):
             if self._collective.agree(size_class, all_rows, wants=wants, is_capturing=is_capturing):
                 self._run_collective(a, weight, out, addend)
                 return out
-            self._pushes.give_permits(at_once=not in_steps)
+            self._pushes.give_permits(at_once=not is_capturing)
             launch = functools.partial(self._launch, body, operands)
-            self._pusher.run(launch, (rows,) * self.world_size, arrived=rows, in_steps=in_steps)
+            of_call = {"in_pieces": True, "in_steps": in_steps, "at_once": not is_capturing}
+            self._pusher.run(launch, (rows,) * self.world_size, **of_call)
             if not isinstance(body, PlainBody):  # which knows what it has given up
                 spoil_all(out, self._flags.local, self.rank, self.world_size)
             self._pushes.finish()

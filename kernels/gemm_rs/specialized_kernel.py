@@ -4,7 +4,7 @@
     work      multiplies and stores. A tile for a peer goes by TMA to the partial sums. To a tile of the own
               chunk it adds what the peers have sent, in float32, before that is rounded
     notify    counts the tiles for peers that are in memory and hands over what is complete. In the own chunk
-              it waits for the peers and lets `work` go on
+              it waits for the peers' sums, a part of the rows at a time, and lets `work` go on
     ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. What two
               tiles compute gets the same sums, to the bit, from both
 
@@ -18,7 +18,8 @@ chunk's last tile. That one sets DONE, at system scope, behind which the copy en
 **It ends.** Numbers rise with visits, so a program has all its tiles for peers before those of the own
 chunk. `work` waits for the peers' sums in an own tile only, after it has told of all tiles before. So
 `notify` counts all tiles for peers without waiting for another program; then it alone waits for the peers,
-for each as long as its patience. Nobody else waits for anything outside the program.
+for each part of each as long as its patience. Nobody else waits for anything outside the program. It visits
+tiles in the order in which `work` does, and waits for no more than the rows of the tile that it visits.
 
 `stored` is a ring with a slot for each visit that may be published. A storing partition is no further than
 the loader, who is no more visits than that ahead of `notify`: no phase passes before `notify` has seen it.
@@ -34,8 +35,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..compat import aggregate, partition_barrier
-from ..exchange.flags import ARRIVED
-from ..exchange.peers import Peers, wait_for_all
+from ..exchange.peers import Peers
 from ..gemm.any_width import piece_start
 from ..gemm.epilogue import Pointwise, complete_stores
 from ..gemm.operands import Config, allocate_mbarriers
@@ -43,7 +43,9 @@ from ..gemm.problem import end_steps_of, slots_of_visits
 from ..gemm.roles import run
 from ..rings import ring_phase, ring_slot
 from ..tiles import grouped_tile, rotated_chunk
-from .handover import NOT_PUSHED, count_tile, part_from
+from .handover import await_sums, count_tile, part_from
+
+PARTS = gl.constexpr(4)  # of the own rows, which `work` is let through to one by one
 
 
 @aggregate
@@ -94,7 +96,7 @@ class ScatteredChunks:
     pointers: gl.tuple  # to this rank's addend, or None; to staged sums
     counts_ptr: gl.tensor
     stored: gl.shared_memory_descriptor  # mbarriers, see above
-    arrived: gl.shared_memory_descriptor  # an mbarrier: the peers' sums are here
+    arrived: gl.shared_memory_descriptor  # an mbarrier for each part of the own rows
     m: gl.tensor
     N: gl.tensor
     k: gl.tensor
@@ -156,12 +158,12 @@ class ScatteredChunks:
 
     @gluon.jit
     def store(self, number, epilogue, accumulator, row, col, STORER: gl.constexpr):
-        """Start the stores of a tile; of the own chunk, once the peers' sums are here."""
+        """Start the stores of a tile; of the own chunk, once the peers' sums of its rows are here."""
         if number < self.first_own():
             part = self.with_sums(accumulator, number, row, col, 0)
             epilogue.into(self.partial_desc).store(part, row, col, STORER)
         else:
-            mbarrier.wait(self.arrived.index(0), 0)
+            mbarrier.wait(self.arrived.index(self.parts_until(row) - 1), 0)
             sums = self.with_sums(accumulator, number, row, col, self.WORLD - 1)
             epilogue.store(sums, row, col, STORER)
 
@@ -180,19 +182,31 @@ class ScatteredChunks:
         return Summed((accumulator,), (addend_ptr, staged_ptr), between, col, pitch, WIDTH, PEERS)
 
     @gluon.jit
+    def parts_until(self, row):
+        """Return how many parts of the own rows a tile needs that begins there."""
+        rows = gl.cdiv(self.m, PARTS)
+        part = 1
+        for before in gl.static_range(1, PARTS):  # no division, which takes registers of `work`
+            part += (row + self.config.BLOCK_M > before * rows).to(gl.int32)
+        return part
+
+    @gluon.jit
     def notify(self, number, visit, known):
-        """Count a tile for a peer once it is in memory; at the first own one, wait for the peers' sums."""
+        """Count a tile for a peer once it is in memory; at an own one, wait for what peers add to it."""
+        chunk, row, _col = self.find(number)
         if number < self.first_own():
             following = visit + self.STORERS  # that of the same partition
             slot = ring_slot(following, self.SLOTS)
             mbarrier.wait(self.stored.index(slot), ring_phase(following, self.SLOTS))
-            chunk, _row, _col = self.find(number)
             tiles_per_chunk = self.tiles_m * self.tiles_n
             count_tile(chunk, self.counts_ptr, tiles_per_chunk, self.chunks, self.peers, self.WORLD)
-        elif known == 0:
-            wait_for_all(ARRIVED, NOT_PUSHED, self.peers, self.WORLD)
-            mbarrier.arrive(self.arrived.index(0), count=1)
-            known += 1
+        else:
+            needed = self.parts_until(row)
+            while known < needed:
+                rows = min((known + 1) * gl.cdiv(self.m, PARTS), self.m)
+                await_sums(rows, self.peers, self.WORLD)
+                mbarrier.arrive(self.arrived.index(known), count=1)
+                known += 1
         return known
 
     @gluon.jit
@@ -257,8 +271,9 @@ def specialized_gemm_reduce_scatter(
     stored = allocate_mbarriers(SLOTS)
     for i in gl.static_range(SLOTS):
         mbarrier.init(stored.index(i), count=1)
-    arrived = allocate_mbarriers(1)
-    mbarrier.init(arrived.index(0), count=1)
+    arrived = allocate_mbarriers(PARTS)
+    for part in gl.static_range(PARTS):
+        mbarrier.init(arrived.index(part), count=1)
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)

@@ -290,7 +290,7 @@ class MoEReduceScatter(ExpertOperation):
             self._reduce(functools.partial(self._launch, y, weight), out, products, choices)
             return
         launch = functools.partial(self._launch, y, weight, out, products, choices)
-        self._pusher.run(launch, choices.tokens, arrived=1, in_steps=in_steps)
+        self._pusher.run(launch, choices.tokens, in_pieces=False, in_steps=in_steps, at_once=not in_steps)
         self._pushes.finish()
 
     def _reduce(

@@ -32,7 +32,8 @@ def test_sums_are_loaded_behind_the_poll_and_handed_over_behind_the_stores(confi
     compiled = SCATTER.compile(config)
     order = of_tiles(compiled.asm["ttgir"])
     halves = 2 if config.kwargs["EPILOGUE_SUBTILE"] else 1
-    own_rows = ["poll", "poll", *["load", "store"] * halves]  # one poll in front of its loop, one in it
+    polls = ["poll"] * 2  # one in front of its loop, one in it
+    own_rows = [*polls, *polls, *["load", "store"] * halves]  # for the first row, then for those of the tile
     handed_over = [*["store"] * halves, "barrier", "count", "barrier", "signal"]
     assert order[: order.index("signal") + 1] == ["multiply", *own_rows, *handed_over]
     # Of a TMA store the program does not know when it is done.

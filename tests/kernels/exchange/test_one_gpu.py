@@ -401,9 +401,14 @@ def sums_of_a_candidate(body: str, captured: bool, calls: int) -> list[tuple[flo
             there = op._flags.peers[1][:, 0]
             peer.take(there[flags.FREE.value])
             peer.take(there[flags.ARRIVED.value])  # while the kernel still waits for the peer's sums
-            time.sleep(LATE_S)
-            memory.copy(op._staged.local[0, :rows], theirs, peer.stream)
-            peer.write(here[flags.ARRIVED.value, 1], rows)
+            peer.take(there[flags.TOLD.value])
+            peer.write(here[flags.TOLD.value, 1], rows)
+            begin = 0
+            for end in (128, rows):
+                time.sleep(LATE_S)
+                memory.copy(op._staged.local[0, begin:end], theirs[begin:end], peer.stream)
+                peer.write(here[flags.ARRIVED.value, 1], end)
+                begin = end
             op.check()
             product = a.float() @ weight.float().T + (addend.float() if adds else 0)
             wanted = product[:rows] + theirs.to(DEVICE).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -103,9 +104,15 @@ class Scene:
         here = slice(first, first + self.m * self.n)
         clocks = machine().published.setdefault(id(self.staged), np.full(self.staged.shape, -1.0))
         self.staged[here], clocks[here] = self.theirs[slot].reshape(-1), np.inf
-        self.wait_a_while()
-        clocks[here] = machine().turns  # who reads must have acquired what follows
-        self.raise_late("ARRIVED", peer, self.rows_of.get(peer, self.m))
+        rows = self.rows_of.get(peer, self.m)
+        self.raise_late("TOLD", peer, rows)
+        ends = [0, *sorted({self.random.randint(1, rows) for _ in range(2)} - {rows}), rows]
+        for begin, end in itertools.pairwise(ends):
+            self.wait_a_while()
+            behind = self.m if end == rows else min(end, self.m)  # of too few rows the rest is read, too
+            piece = slice(first + begin * self.n, first + behind * self.n)
+            clocks[piece] = machine().turns  # who reads must have acquired what follows
+            self.raise_late("ARRIVED", peer, end)
 
     def raise_late(self, row: str, peer: int, value: int) -> None:
         self.wait_a_while()
@@ -244,7 +251,7 @@ def test_every_chunk_is_complete_when_it_leaves_and_the_sums_are_right(
 @CALLS
 def test_a_peer_that_does_not_come_is_given_up_and_everything_ends(variant, tensor_memory, captured):
     for seed in range(3):
-        scene = Scene(3, 1, 9, 14, 3, seed=seed, captured=captured, dead=(2, 0, 2)[seed], patience_ticks=1)
+        scene = Scene(3, 1, 9, 14, 3, seed=seed, captured=captured, dead=(2, 0, 2)[seed], patience_ticks=4)
         reduce_scatter(scene, variant, tensor_memory=tensor_memory)
 
 
@@ -303,7 +310,7 @@ def test_a_count_before_the_next_visit_is_found(monkeypatch, variant, every):
 
 
 def test_sums_that_nobody_waits_for_are_found(monkeypatch):
-    monkeypatch.setattr(KERNEL, "wait_for_all", lambda *args: None)
+    monkeypatch.setattr(KERNEL, "await_sums", lambda *args: None)
     assert "before it is known to be there" in fails()
 
 
