@@ -184,11 +184,7 @@ class ScatteredChunks:
     @gluon.jit
     def parts_until(self, row):
         """Return how many parts of the own rows a tile needs that begins there."""
-        rows = gl.cdiv(self.m, PARTS)
-        part = 1
-        for before in gl.static_range(1, PARTS):  # no division, which takes registers of `work`
-            part += (row + self.config.BLOCK_M > before * rows).to(gl.int32)
-        return part
+        return gl.cdiv(row + self.config.BLOCK_M, gl.cdiv(self.m, PARTS))
 
     @gluon.jit
     def notify(self, number, visit, known):
