@@ -1,4 +1,4 @@
-"""What the candidates of all kernels share: how one is written, what fits the device, how a CPU times it."""
+"""Candidates of all plain kernels: their form, pruning by device and size, and timing without a GPU."""
 
 from __future__ import annotations
 
@@ -60,6 +60,14 @@ def pipeline_bytes(config: triton.Config, itemsize: int) -> int:
     return int(stages * (kwargs["BLOCK_M"] + kwargs["BLOCK_N"]) * kwargs["BLOCK_K"] * itemsize)
 
 
+def fitting(configs: list[triton.Config], itemsize: int) -> list[triton.Config]:
+    """Return the configs of plain kernels whose tiles in flight fit the device; all where none does."""
+    if INTERPRETED:
+        return configs
+    limit = shared_memory_bytes()
+    return [config for config in configs if pipeline_bytes(config, itemsize) <= limit] or configs
+
+
 def not_too_large(configs: list[triton.Config], **sizes: int) -> list[triton.Config]:
     """Leave out tiles more than twice as large as the matrix, which only add work; never all configs.
 
@@ -82,11 +90,8 @@ def prune_overlapped(
     args = {**named_args, **kwargs}
     usable = [config for config in configs if args["TMA_LEGAL"] or not config.kwargs["TMA"]]
     usable = usable or configs  # without TMA_LEGAL the kernel uses pointers whatever the config says
-    if not INTERPRETED:
-        limit, itemsize = shared_memory_bytes(), args["a_ptr"].element_size()
-        usable = [config for config in usable if pipeline_bytes(config, itemsize) <= limit] or usable
     rows = args["size_class"] if "size_class" in args else args["M"] // args["WORLD"]
-    return not_too_large(usable, BLOCK_M=rows, BLOCK_N=args["N"])
+    return not_too_large(fitting(usable, args["a_ptr"].element_size()), BLOCK_M=rows, BLOCK_N=args["N"])
 
 
 def _time_once(kernel_call: Callable[[], Any], quantiles: tuple[float, ...]) -> list[float]:

@@ -1,4 +1,4 @@
-"""What becomes of a product's float32 sums before they are rounded and stored.
+"""Epilogues: applied to a product's float32 sums before they are rounded and stored.
 
     activation(sums * row_scale * column_scale + bias)
 
@@ -96,7 +96,7 @@ def _in_blocks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Epilogue(NamedTuple):
-    """What a call does to the sums of its product, [M, N]. Made in each call: no dataclass.
+    """The epilogue of one call, for sums [M, N]. Made in each call: no dataclass.
 
     It multiplies them by the scale of their row, [M] or [M, 1], and of their column, [N] or [1, N], adds bias
     [N], then applies the activation. A gated one leaves [M, N / 2].
@@ -158,7 +158,7 @@ class Epilogue(NamedTuple):
 
 
 class EpilogueKind(NamedTuple):
-    """What epilogues with the same code have in common."""
+    """The part of an epilogue that its compiled code depends on."""
 
     bias_dtype: torch.dtype | None = None
     activation: str = NO_ACTIVATION

@@ -50,7 +50,7 @@ class Matrix(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What one TMA operation moves."""
+    """The block that one TMA operation moves."""
 
     rows: int
     columns: int

@@ -1,4 +1,4 @@
-"""Which slot of a ring of buffers a step uses, and what its mbarriers are waited for with.
+"""Slots and mbarrier phases of a ring of buffers, by step.
 
 Step s of a ring of `size` slots uses slot s % size, for the (s // size)-th time. `full` completes a phase
 when the slot has been filled, `empty` when it has been read:

@@ -39,7 +39,7 @@ MOST_PATIENCE_TICKS = 100_000_000  # 29 hours; the rounds of twice as many fit a
 
 @dataclass(frozen=True)
 class Failure:
-    """What a kernel wrote to an error word."""
+    """A failure that a kernel wrote to an error word."""
 
     kind: int  # the caller's own code, 1 to 7; 0: the peer did not come to a meeting
     epoch: int  # modulo 2**28

@@ -85,6 +85,26 @@ def check_tensor(
     raise ValueError(f"{which} of {name} {verb} contiguous (strides {tensor.stride()}); call .contiguous()")
 
 
+def check_rows(name: str, rows: int, limit: str, most: int) -> None:
+    """Raise ValueError unless an operation that was opened with `limit` takes so many rows."""
+    if not 1 <= rows <= most:
+        raise ValueError(f"{name} has {rows} rows; this operation takes 1 to {limit}={most}")
+
+
+def check_factors(
+    a: torch.Tensor, weight: torch.Tensor, m: int, n: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise unless a @ weight.T is [up to m, n]; weights in fp8 lie by rows."""
+    check_tensor("a", a, dtype, device)
+    check_tensor("weight", weight, dtype, device, may_lie_by_columns=dtype != FP8)
+    check_rows("a", a.shape[0], "m", m)
+    if weight.shape[0] != n or weight.shape[1] != a.shape[1] or a.shape[1] == 0:
+        given = f"a {list(a.shape)} and weight {list(weight.shape)}"
+        raise ValueError(f"{given} must be [M, K] and [n={n}, K] with the same K, at least 1")
+    if dtype == FP8:
+        check_inner_of_fp8(a.shape[1])
+
+
 def lies_by_columns(tensor: torch.Tensor) -> bool:
     """Return whether the rows of a checked tensor are not contiguous: then its columns are."""
     return tensor.stride(-1) != 1 and tensor.shape[-1] > 1

@@ -1,4 +1,4 @@
-"""What an `AllGatherGemm` knows of a call and of how its tensors lie; no tensor is kept."""
+"""One call of `AllGatherGemm`, and what is cached for tensors of one layout; no tensor is kept."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Consumer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class GatherLayout:
-    """What calls share whose weights and results lie alike, and whose epilogues are of one kind."""
+    """Cached for calls with tensors of one layout and epilogues of one kind."""
 
     rows: int  # of each rank
     options: CallOptions
@@ -56,9 +56,9 @@ class GatherLayout:
 
 
 class Product(NamedTuple):
-    """What a call multiplies all rows by, where to, and how it ends. Made in each call: no dataclass."""
+    """The weight, result and epilogue of a call. Made in each call: no dataclass."""
 
     weight: torch.Tensor
     out: torch.Tensor
     epilogue: Epilogue
-    layout: GatherLayout  # what is known of these
+    layout: GatherLayout  # of these tensors

@@ -1,4 +1,4 @@
-"""What a rank may choose in a call of `AllGatherGemm` as it likes, whatever its peers choose.
+"""The choices of a call of `AllGatherGemm` that ranks make independently of each other.
 
     consumer     who multiplies: "specialized" or "plain", which wait inside a persistent GEMM, or "matmul",
                  which waits first and leaves the product to cuBLAS
@@ -28,7 +28,7 @@ T = TypeVar("T", int, str)
 
 
 class Choice(NamedTuple):
-    """What a call has chosen. Made in each call: no dataclass."""
+    """The choices of one call. Made in each call: no dataclass."""
 
     consumer: str
     pieces: int
@@ -37,7 +37,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the caller of `AllGatherGemm` has chosen for all calls; None: left to each call."""
+    """Choices that the caller has fixed for all calls; None: left to each call."""
 
     consumer: str | None = None
     pieces: int | None = None
@@ -54,7 +54,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What calls of one shape may choose from; the first of each unless a tuner knows better."""
+    """The options of calls of one shape; untuned calls take the first of each."""
 
     consumers: tuple[str, ...]
     pieces: tuple[int, ...]

@@ -17,7 +17,16 @@ import triton
 
 from ..epilogues import Epilogue, result_columns
 from ..symm.base import SymmetricMemory, SymmetricTensor
-from ..tensors import FP8, check_inner_of_fp8, check_out, check_overlap, check_scales, check_tensor, layout_of
+from ..tensors import (
+    FP8,
+    check_inner_of_fp8,
+    check_out,
+    check_overlap,
+    check_rows,
+    check_scales,
+    check_tensor,
+    layout_of,
+)
 from ..tiles import on_host
 
 SCALE = torch.float32
@@ -112,8 +121,7 @@ class GatherBuffer:
         check_tensor("a_shard", a_shard, row.dtype, device)
         check_tensor("weight", weight, row.dtype, device, may_lie_by_columns=not row.is_scaled)
         rows, columns = a_shard.shape[0], weight.shape[0]
-        if not 1 <= rows <= capacity:
-            raise ValueError(f"a_shard has {rows} rows; this operation takes 1 to m_per_rank={capacity}")
+        check_rows("a_shard", rows, "m_per_rank", capacity)
         if a_shard.shape[1] != row.k or weight.shape[1] != row.k:
             given = f"a_shard {list(a_shard.shape)} and weight {list(weight.shape)}"
             raise ValueError(f"{given} must both have K={row.k} columns; the weight is [N, K], not [K, N]")

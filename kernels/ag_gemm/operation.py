@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ from .matmul import MatmulConsumer, multiply_into, wait_for_all
 from .plain import PlainConsumer
 
 PRODUCERS = ("pull", "push")
+NOTHING = nullcontext()
 
 
 class AllGatherGemm(Operation):
@@ -109,7 +111,7 @@ class AllGatherGemm(Operation):
         self._fetches = 0  # calls that fetched: their epoch
         self._has_pusher = graphs or self._pushes
         # Of the last call that the pusher was told of, 0 while there is none; below 0 if by the collective.
-        self._told_rows = 0
+        self._told_rows = self._told_before = 0
         self._came = ""  # how the last call's chunks did
         self._key = k, str(dtype), producer  # of the choice: equal on all ranks, unlike N
         self._open_collective = functools.partial(
@@ -225,24 +227,21 @@ class AllGatherGemm(Operation):
             epilogue = epilogue._replace(scale_a=self._buffer.scales)
         if layout is None:
             layout = remember(self._layouts, key, self._new_layout(weight, out, rows, epilogue.kind()))
-        told_rows = self._told_rows
-        try:
-            with self._carrying_out(meets=False):
-                self._exchange_and_multiply(Product(weight, out, epilogue, layout), pushed=pushed)
-        except BaseException:
-            self._told_rows = told_rows  # of what is captured nothing has happened
-            raise
+        product = Product(weight, out, epilogue, layout)
+        self._calls, self._told_before = self._calls + 1, self._told_rows
+        self._came = "by the collective"
+        if not self._run_collective(product):
+            self._came = "pushed" if pushed else "fetched"
+            choice = self._choose(layout)
+            self._load(product, choice, pushed=pushed)
+            (self._run_pushed if pushed else self._run)(product, choice)
+        if self.device.type == "cpu":
+            self._check_usable()
         return out
 
-    def _exchange_and_multiply(self, product: Product, *, pushed: bool) -> None:
-        self._came = "by the collective"
-        if self._run_collective(product):
-            return
-        self._came = "pushed" if pushed else "fetched"
-        choice = self._choose(product.layout)
-        self._load(product, choice, pushed=pushed)
-        self._meet()
-        (self._run_pushed if pushed else self._run)(product, choice)
+    def _fail(self, error: BaseException) -> None:
+        self._told_rows = self._told_before  # of what is captured nothing has happened
+        super()._fail(error)
 
     def _new_out(self, rows: int, weight: torch.Tensor, activation: str | None = None) -> torch.Tensor:
         shape = self.world_size * rows, result_columns(activation, weight.shape[0])
@@ -339,25 +338,33 @@ class AllGatherGemm(Operation):
         epoch, base = as_epoch(self._fetches), as_epoch(self._fetched_rows)
         self._fetched_rows += rows
         call = self._call_of(product, choice, self._flags.local, epoch, base)
-        with self._telling(0), self._exchanging(call, self._producer.join):
-            self._producer.start(rows, epoch, base, choice.pieces)
-            self._launch(product, choice, call)
+        start = functools.partial(self._producer.start, rows, epoch, base, choice.pieces)
+        with self._telling(0):
+            self._exchange(product, choice, call, start, self._producer.join)
 
     def _run_pushed(self, product: Product, choice: Choice) -> None:
         assert self._pusher is not None
         self._told_rows = rows = product.layout.rows
         call = self._call_of(product, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
-        with self._exchanging(call, self._pusher.finish):
-            self._pusher.start(rows, choice.pieces)
-            self._launch(product, choice, call)
+        start = functools.partial(self._pusher.start, rows, choice.pieces)
+        self._exchange(product, choice, call, start, self._pusher.finish)
 
-    @contextlib.contextmanager
-    def _exchanging(self, call: GatherCall, finish: Callable[[], None]) -> Iterator[None]:
-        """Finish the exchange of the block; also where it fails, so that peers get their signals."""
+    def _exchange(
+        self,
+        product: Product,
+        choice: Choice,
+        call: GatherCall,
+        start: Callable[[], None],
+        finish: Callable[[], None],
+    ) -> None:
+        """Launch beside an exchange; where that fails it is finished too, so that peers get their signals."""
         try:
-            yield
+            self._meet()
+            start()
+            self._launch(product, choice, call)
             finish()
-        except BaseException:
+        except BaseException as error:
+            self._fail(error)
             if not self._is_capturing():
                 with contextlib.suppress(Exception):  # this is the way out of an error that says more
                     wait_for_all(call)
@@ -371,27 +378,28 @@ class AllGatherGemm(Operation):
         of_all = self.world_size * rows
         size_class = class_of_rows(of_all)
         wants = self._fixed.consumer is None and self._collective.wants(size_class, self._key)
-        if not self._collective.agree(size_class, of_all, wants=wants, is_capturing=is_capturing):
-            return False
-        gathered, own = self._buffer.room(rows)
-        with self._telling(-rows if is_capturing else 0):
-            self._collective.all_gather(gathered, own)
-            epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
-            multiply_into(out.detach(), self._format.rows_in(gathered), weight.detach().T, epilogue)
+        try:
+            if not self._collective.agree(size_class, of_all, wants=wants, is_capturing=is_capturing):
+                return False
+            gathered, own = self._buffer.room(rows)
+            with self._telling(-rows if is_capturing else 0):
+                self._collective.all_gather(gathered, own)
+                epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
+                multiply_into(out.detach(), self._format.rows_in(gathered), weight.detach().T, epilogue)
+        except BaseException as error:
+            self._fail(error)
+            raise
         if not is_capturing:
             self._gathered = gathered
         return True
 
-    @contextlib.contextmanager
-    def _telling(self, rows: int) -> Iterator[None]:
-        """Tell the pusher of a call that it does not make; 0: an eager one, if it knows of others."""
+    def _telling(self, rows: int) -> AbstractContextManager[None]:
+        """Return what tells the pusher of a call that it does not make; 0: eager, if it knows of others."""
         if self._pusher is None or not (rows or self._told_rows):
-            yield
-            return
+            return NOTHING
         if rows:
             self._told_rows = rows
-        with self._pusher.noting(rows):
-            yield
+        return self._pusher.noting(rows)
 
     def _call_of(
         self, product: Product, choice: Choice, flags: torch.Tensor, epoch: int, base: int, pushed: int = 0
@@ -418,7 +426,8 @@ class AllGatherGemm(Operation):
         self._consumer(choice, product).launch(self._buffer.a, product.weight, product.out, call)
 
     def _consumer(self, choice: Choice, product: Product) -> Consumer:
-        known, name = product.layout.consumers, choice.consumer
-        if name not in known:
-            known[name] = self._consumers[name](self._buffer.a, product.weight, product.out)
-        return known[name]
+        name, known = choice.consumer, product.layout.consumers
+        found = known.get(name)
+        if found is None:
+            found = known[name] = self._consumers[name](self._buffer.a, product.weight, product.out)
+        return found

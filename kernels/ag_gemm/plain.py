@@ -16,7 +16,7 @@ import triton.language as tl
 from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
 from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import ChunkExchange, is_lost, part_from, slot_of, wait_for_rows
-from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
+from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile, store_rows
 from ..gemm.configs import class_of_rows
 from ..gemm.pruning import ChunkShape
 from ..launch import SettledLaunches, Tensors
@@ -157,7 +157,8 @@ def all_gather_gemm(
         if USE_TMA:
             _store_tma(acc, c_desc, chunk, row, col // SUMS, SUBTILE)
         else:
-            _store(acc, c_ptr, stride_cm, chunk, row, m, col // SUMS, N // SUMS)
+            c_rows_ptr = c_ptr + tl.cast(chunk * m + rows, tl.int64) * stride_cm
+            store_rows(acc, c_rows_ptr, rows < m, col // SUMS, N // SUMS, False)
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
@@ -173,17 +174,6 @@ def _store_tma(tile, c_desc, chunk, row, col, SUBTILE: tl.constexpr):
         _store_tma(right, c_desc, chunk, row, col + left.shape[1], False)
     else:
         c_desc.store([chunk, row, col], tile.to(c_desc.dtype)[None, :, :])
-
-
-@triton.jit
-def _store(tile, c_ptr, stride_cm, chunk, row, m, col, N):
-    """Store what of a tile lies within the chunk's m rows and the N columns."""
-    rows = row + tl.arange(0, tile.shape[0])
-    cols = col + tl.arange(0, tile.shape[1])
-    c_rows = tl.cast(chunk * m + rows, tl.int64)
-    mask = (rows < m)[:, None] & (cols < N)[None, :]
-    c_ptrs = c_ptr + c_rows[:, None] * stride_cm + cols[None, :]
-    tl.store(c_ptrs, tile.to(c_ptr.dtype.element_ty), mask=mask)
 
 
 CONSTANTS = ("TMA_LEGAL", "BY_COLUMNS", "FENCE", "UPCAST", "ACTIVATION")

@@ -1,5 +1,5 @@
-"""What overlapped operations share: owning symmetric memory, pulling and pushing beside a kernel, waiting,
-and leaving a call to a collective.
+"""Base of the overlapped operations: owning symmetric memory, pulling and pushing beside a kernel, waiting,
+and agreeing on a collective instead.
 
 May import `symm` and the modules beside the rooms.
 """

@@ -1,19 +1,19 @@
-"""What each rank's host says of a call before it is made, where all ranks must decide alike.
+"""Host-side agreement, in shared memory, on the way in which all ranks run a call.
 
 Each rank has a ring of int64 words in a file that its peers map. The ballot of call c is word c % RING: c,
-which way the rank would take, and on which terms; 0 for the way that needs nobody's word. No device is
-involved.
+the way that the rank votes for, and the call's terms. Way 0 needs no agreement. No device is involved.
 
-**All ranks decide alike.** Calls of one key have a way that stands: the one that all ranks last named in one
-call, on the same terms; at first 0. Who names it takes it, unread. Who names another reads the ballots of
-all: if one names the way that stands, whose host may be gone with it, it stands; if all name the same way and
-terms, that stands from now on; else 0 does. So a way that does not stand is taken only where all have read
-that, and one that stands is given up only where all have.
+**All ranks decide alike.** Each key has a standing way: the one that all ranks last voted for in one call, on
+the same terms; at first 0. A rank that votes for it takes it without reading its peers' ballots. A rank that
+votes for another reads all ballots. If one of them is for the standing way, that is taken: its host may have
+gone on. If all are for the same way and terms, it becomes the standing way; otherwise way 0 does. So a new
+way is taken only where all ranks have read that all vote for it, and the standing way is given up only where
+all have read that none votes for it.
 
 **It ends.** A rank writes its ballot before it waits for anything of that call. So where hosts make the same
 calls in the same order all ballots are written. Every wait has a bound.
 
-**Other terms** of a peer in a call that took the way that stands are found in a later call, or by `check`.
+**Other terms** of a peer in a call that took the standing way are found in a later call, or by `check`.
 
 **No ballot is overwritten before it is read.** Before a rank begins a half of its ring it waits until all
 peers have begun the half before. So none is a whole ring ahead of another.
@@ -65,8 +65,8 @@ class Ballots:
     def agree(self, key: Hashable, way: int, terms: int) -> int:
         """Count a call; return the way that all ranks take in it.
 
-        key: of the calls that have one way, the same on all ranks. way: the one that this rank would take, 0
-        to 15. It waits for the peers if that does not stand. Raises PeerTimeout, and ValueError where a peer
+        key: calls of one key share a standing way; the same on all ranks. way: this rank's vote, 0 to 15.
+        Waits for the peers unless it is the standing way. Raises PeerTimeout, and ValueError where a peer
         made an earlier call on other terms.
         """
         standing, word = self.standing(key), way << TERMS_BITS | terms % 2**TERMS_BITS if way else 0
@@ -86,17 +86,17 @@ class Ballots:
         return remember(self._standing, key, way)
 
     def standing(self, key: Hashable) -> int:
-        """Return the way that stands for calls of that key."""
+        """Return the standing way of that key."""
         return self._standing.get(key, 0)
 
     def check(self) -> None:
-        """Wait for the ballots of calls that have been made unread; raise what `agree` would."""
+        """Wait for all ballots of calls that took the standing way; raise what `agree` would."""
         for call, _ in self._unread:
             self._read_all(call)
         self._verify()
 
     def _verify(self) -> None:
-        """Compare the ballots that are there by now with those of this rank; wait for none."""
+        """Compare the ballots that have come with this rank's; wait for none."""
         while self._unread:
             call, word = self._unread[0]
             for peer, ring in enumerate(self._rings):

@@ -14,7 +14,7 @@ from dist_autotune.launch.step_checks import register_step_check
 
 
 class Caller(Protocol):
-    """What has made calls that may have failed."""
+    """Has made calls that may have failed."""
 
     def raise_known_failure(self) -> None:
         """Raise what the host can see now."""

@@ -20,7 +20,7 @@ from .flags import AFTER, ARRIVED, FREE, TOLD
 
 
 class Peers(NamedTuple):
-    """What a kernel needs to wait for its peers."""
+    """Flags, error records and patience of a kernel that waits for its peers."""
 
     flags_ptr: Any  # int32 [FLAGS, WORLD]
     errors_ptr: Any  # int64 [WORLD], in memory that the host reads without waiting

@@ -82,6 +82,26 @@ def halves(tile):
 
 
 @triton.jit
+def store_rows(
+    tile,
+    rows_ptr,  # [BLOCK_M]: where each row of C begins
+    real,  # [BLOCK_M]: which rows there are
+    col,
+    N,
+    SUBTILE: tl.constexpr,
+):
+    """Store a tile, rounded, to rows that lie anywhere; SUBTILE: one half of its columns after the other."""
+    if SUBTILE:
+        left, right = halves(tile)
+        store_rows(left, rows_ptr, real, col, N, False)
+        store_rows(right, rows_ptr, real, col + left.shape[1], N, False)
+    else:
+        cols = col + tl.arange(0, tile.shape[1])
+        mask = real[:, None] & (cols < N)[None, :]
+        tl.store(rows_ptr[:, None] + cols[None, :], tile.to(rows_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def multiply_tma(
     a_desc,  # of A [.., K], blocks of [BLOCK_M, BLOCK_K]
     b_desc,  # of B [N, K], blocks of [BLOCK_N, BLOCK_K]; BY_COLUMNS: of B.T [K, N], [BLOCK_K, BLOCK_N]

@@ -84,7 +84,7 @@ PIECES, LEAST_BYTES = 4, 0 if INTERPRETED else 4 << 20  # of a peer's sums: less
 
 
 class Pushes:
-    """What one side stream does in a call's pushes: asks for permits and gives them, copies, raises flags.
+    """The pushes of one side stream: permits, copies and flags.
 
     flags: [FLAGS, W], see `flags`.
     """

@@ -1,4 +1,4 @@
-"""When a call may begin: behind the last one, on whichever stream; if asked for, once all peers have come.
+"""Orders a call behind the last one on any stream, and on request behind the arrival of all peers.
 
 **Beside a pipeline.** A kernel that waits for a peer may hold every SM. Where that peer waits for an NCCL
 send of this rank, which finds no SM, neither goes on until patience ends. Behind a `Meeting` all ranks have

@@ -1,8 +1,8 @@
-"""Which matrices of a product on Hopper pass through scratch memory, where the estimate says so.
+"""Copies matrices of a product on Hopper to scratch memory, where the estimate says that this pays.
 
 The rows of a copy begin at multiples of cache lines:
 
-source   |aaaaaaa|bbbbbbb|ccccccc|           rows one behind the other, or any strides
+    source   |aaaaaaa|bbbbbbb|ccccccc|           rows one behind the other, or any strides
     scratch  |aaaaaaa.|bbbbbbb.|ccccccc.|        `.`: never written and never read
 
 As many elements are moved at a time as addresses, rows and their lengths are multiples of, up to 16 bytes.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +30,7 @@ import triton.language as tl
 from ..epilogues import result_columns
 from ..launch import PreparedLaunch
 from ..matrices import LINE_BYTES, TMA_BYTES, Matrix, matrix_of_rows
+from ..tensors import remember
 from .configs import GLUON_CANDIDATES, in_words
 from .pruning import MEMORY_BYTES_PER_CLOCK, GemmShape, estimated_clocks, prune
 
@@ -39,9 +39,8 @@ WARPS = 4
 # Of a program: 32 elements of a thread, and 16 where each has a register and an address of its own.
 BLOCK_ELEMENTS, NARROW_BLOCK_ELEMENTS = 4096, 2048
 WIDEST_BLOCK = 256  # a block is as wide as rows are long, up to that
-LAUNCHES_KEPT = 512
 
-_LAUNCHES: OrderedDict[tuple[Any, ...], PreparedLaunch] = OrderedDict()
+_LAUNCHES: dict[tuple[Any, ...], PreparedLaunch] = {}
 CLOCKS_PER_US = 1980  # of an H200's SMs
 # 4 TB/s, read and written bytes together, where 16 bytes are moved at a time; else a little less.
 COPY_BYTES_PER_CLOCK, NARROW_COPY_BYTES_PER_CLOCK = 2020, 1600
@@ -101,9 +100,7 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     grid = (triton.cdiv(rows, block_rows) * triton.cdiv(columns * vector, block_columns), 1, 1)
     launched = copy_rows[grid](source, target, *numbers, num_warps=WARPS)
     if hasattr(launched, "packed_metadata"):  # compiled for a GPU, not interpreted
-        _LAUNCHES[key] = PreparedLaunch(launched, grid, (), (), numbers)
-        if len(_LAUNCHES) > LAUNCHES_KEPT:
-            _LAUNCHES.popitem(last=False)
+        remember(_LAUNCHES, key, PreparedLaunch(launched, grid, (), (), numbers))
 
 
 def _numbers(source: torch.Tensor, target: torch.Tensor, addresses: int) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ def _elements(pointer, first, end, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @aggregate
 class Pointwise:
-    """What becomes of the sums of a product [M, N] before they are rounded, see `epilogues`."""
+    """The pointwise epilogue of the sums of a product [M, N], see `epilogues`."""
 
     scales: gl.tuple  # pointers to float32 [M] and [N], or None, and how far apart the former are
     biases: gl.tuple  # pointers to [M] and [N], or None

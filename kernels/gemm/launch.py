@@ -1,4 +1,4 @@
-"""How the Gluon body computes a product: what TMA reads, what goes through scratch memory, what is launched.
+"""Plans and launches the Gluon body for one product: TMA descriptors, scratch memory, the tuned kernel.
 
 A `LaunchPlan` depends on how tensors lie, so it is made once and executed by later calls with tensors that
 lie alike. A shape is tuned at first, then launched straight from what the tuning left. Nothing here keeps a
@@ -97,7 +97,7 @@ def counter_of(device: torch.device, *, counts: bool) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LaunchPlan:
-    """What to launch for tensors that lie so; TMA can address those matrices that are not None.
+    """The launch for tensors of one layout; TMA can address those matrices that are not None.
 
     Their addresses are of the tensors that it was made for.
     """

@@ -1,4 +1,4 @@
-"""Which configs a call of the persistent GEMM can use, and which of those are worth a trial.
+"""Prunes the configs of the persistent GEMM to those that a call can use and that are worth a trial.
 
 An estimate says how long a config takes on Hopper. A k block of a tile costs what takes longest, in clocks
 of an SM:
@@ -30,7 +30,7 @@ import torch
 import triton
 
 from ..compat import HAS_INLINE_PTX
-from ..configs import INTERPRETED, not_too_large, pipeline_bytes, shared_memory_bytes
+from ..configs import fitting, not_too_large, shared_memory_bytes
 from ..epilogues import GATE_BLOCK, NO_EPILOGUE, EpilogueKind, sums_of_a_result
 from .configs import (
     MOST_ACCUMULATOR_REGISTERS,
@@ -228,10 +228,7 @@ def prune_plain(
 ) -> list[triton.Config]:
     """Return the candidates of the plain body that this call can use."""
     args = {**named_args, **kwargs}
-    usable = configs
-    if not INTERPRETED:
-        limit, itemsize = shared_memory_bytes(), args["a_ptr"].element_size()
-        usable = [config for config in configs if pipeline_bytes(config, itemsize) <= limit] or configs
+    usable = fitting(configs, args["a_ptr"].element_size())
     return not_too_large(usable, BLOCK_M=args["M"], BLOCK_N=args["N"], BLOCK_K=args["K"])
 
 
@@ -269,7 +266,7 @@ def prune_chunks(
 
 
 class ChunkShape(NamedTuple):
-    """What the choice of a config, the compiled kernel and its grid depend on, of a product over chunks.
+    """Key of the settled launches of a product over chunks: config, compiled kernel and grid depend on it.
 
     Each call hashes one: no dataclass.
     """
@@ -304,7 +301,7 @@ class ChunkShape(NamedTuple):
 
 @dataclass(frozen=True)
 class GemmShape:
-    """What the choice of a config and the compiled kernel depend on."""
+    """Key of the settled launches of `gemm`: config and compiled kernel depend on it."""
 
     m: int
     n: int

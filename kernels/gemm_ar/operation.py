@@ -28,7 +28,7 @@ import triton
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..signals import Failure
 from ..symm import SymmetricTensor
-from ..tensors import check_no_gradient, check_out, check_overlap, check_tensor
+from ..tensors import check_factors, check_no_gradient, check_out, check_overlap, check_rows, check_tensor
 from . import low_latency, pull
 from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS
 from .rows import MOST_COLUMNS_OF_NORM, Place, RowEnding
@@ -150,7 +150,7 @@ class GemmAllReduce(Operation):
         self._check_usable()
         given = {"a": a, "weight": weight, "out": out, "residual": residual, "norm_weight": norm_weight}
         check_no_gradient("GemmAllReduce", **given)
-        self._check_factors(a, weight)
+        check_factors(a, weight, self._m, self._n, self._dtype, self.device)
         self._check_ending(a.shape[0], out, residual, norm_weight)
         self._check_device()
         multiply = functools.partial(torch.mm, a.detach(), weight.detach().T)
@@ -194,7 +194,7 @@ class GemmAllReduce(Operation):
         check_tensor("part", part, self._dtype, self.device)
         if part.shape[1] != self._n:
             raise ValueError(f"part has shape {list(part.shape)}; it must be [M, n={self._n}]")
-        self._check_rows("part", part.shape[0])
+        check_rows("part", part.shape[0], "m", self._m)
         check_overlap("part", part, self._parts.local, "M", "op.part")
         self._check_ending(part.shape[0], out, residual, norm_weight)
         self._check_device()
@@ -204,18 +204,6 @@ class GemmAllReduce(Operation):
                 out.copy_(part.detach())
 
         return self._call(lambda *, out: put(out), part.shape[0], out, residual, norm_weight, eps)
-
-    def _check_factors(self, a: torch.Tensor, weight: torch.Tensor) -> None:
-        check_tensor("a", a, self._dtype, self.device)
-        check_tensor("weight", weight, self._dtype, self.device, may_lie_by_columns=True)
-        self._check_rows("a", a.shape[0])
-        if weight.shape[0] != self._n or weight.shape[1] != a.shape[1] or a.shape[1] == 0:
-            given = f"a {list(a.shape)} and weight {list(weight.shape)}"
-            raise ValueError(f"{given} must be [M, K] and [n={self._n}, K] with the same K, at least 1")
-
-    def _check_rows(self, name: str, rows: int) -> None:
-        if not 1 <= rows <= self._m:
-            raise ValueError(f"{name} has {rows} rows; this operation takes 1 to m={self._m}")
 
     def _check_ending(
         self,

@@ -1,4 +1,4 @@
-"""What a `GemmReduceScatter` tells the body that multiplies; no tensor is kept."""
+"""One launch of `GemmReduceScatter`: its operands, memory and numbers; no tensor is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of `GemmReduceScatter` do about chunks: hand over the peers', and part from the peers."""
+"""Device side of `GemmReduceScatter`'s chunks: count tiles, hand over peers' chunks, part from the peers."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ from ..gemm.configs import class_of_rows
 from ..signals import Failure
 from ..tensors import (
     FP8,
+    check_factors,
     check_fp8,
-    check_inner_of_fp8,
     check_no_gradient,
     check_out,
     check_scales,
@@ -264,25 +264,16 @@ class GemmReduceScatter(Operation):
         out: torch.Tensor | None,
         addend: torch.Tensor | None,
     ) -> None:
-        check_tensor("a", a, self._dtype, self.device)
-        is_fp8 = self._dtype == FP8
-        check_tensor("weight", weight, self._dtype, self.device, may_lie_by_columns=not is_fp8)
+        check_factors(a, weight, self._m, self._n, self._dtype, self.device)
         rows, world = a.shape[0], self.world_size
-        if not 1 <= rows <= self._m:
-            raise ValueError(f"a has {rows} rows; this operation takes 1 to m={self._m}")
         if rows % world:
             padded = rows + -rows % world
             raise ValueError(
                 f"a has {rows} rows, which {world} ranks cannot share evenly; pad it to {padded}"
             )
-        if weight.shape[0] != self._n or weight.shape[1] != a.shape[1] or a.shape[1] == 0:
-            given = f"a {list(a.shape)} and weight {list(weight.shape)}"
-            raise ValueError(f"{given} must be [M, K] and [n={self._n}, K] with the same K, at least 1")
-        if is_fp8:
-            check_inner_of_fp8(a.shape[1])
         check_out(out, [rows // world, self._n], self._out_dtype, self.device)
         if addend is not None:
-            if is_fp8:
+            if self._dtype == FP8:
                 raise ValueError(f"addend is given, and operands are {FP8}; add it to the result of one rank")
             check_tensor("addend", addend, self._dtype, self.device)
             if addend.shape != (rows, self._n) or not addend.is_contiguous():

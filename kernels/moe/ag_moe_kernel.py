@@ -13,10 +13,11 @@ import triton.language as tl
 from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..exchange.flags import ARRIVED
 from ..exchange.peers import Peers, release_if_given_up, wait_for_flag
+from ..exchange.products import store_rows
 from ..tiles import grouped_tile
 from .flags import NOT_PUSHED
 from .launch import CPU_TILES, GPU_TILES, ordered
-from .products import Weight, describe_weight, multiply_rows, store_rows, table_of
+from .products import Weight, describe_weight, multiply_rows, table_of
 from .routing import ENTRY
 
 # Expert by expert is for short gathers: nearly all tiles wait for all of it, and each weight is read once.

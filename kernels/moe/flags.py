@@ -1,4 +1,4 @@
-"""What ranks tell each other about choices of experts, and codes of what may be wrong with them."""
+"""Encoding of the choices that ranks announce, and the codes of their failures."""
 
 from __future__ import annotations
 

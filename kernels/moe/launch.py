@@ -62,7 +62,7 @@ def size_class(choices: int) -> int:
 
 
 class ExpertShape(NamedTuple):
-    """What the choice of a config, the compiled kernel and its grid depend on."""
+    """Key of the settled launches: config, compiled kernel and grid depend on it."""
 
     choices: int  # as far as the grid depends on them, see `counted`
     size_class: int

@@ -16,6 +16,7 @@ import triton.language as tl
 from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..exchange.flags import ARRIVED, DONE
 from ..exchange.peers import Peers, is_any_lost, release_if_given_up, wait_for_all, wait_for_flag
+from ..exchange.products import store_rows
 from ..signals import count_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
 from .flags import NOT_COMPUTED, NOT_PUSHED
@@ -26,7 +27,6 @@ from .products import (
     describe_weight,
     multiply_neighbours,
     multiply_rows,
-    store_rows,
     table_of,
 )
 from .routing import ENTRY
@@ -39,7 +39,7 @@ COMBINE_M = tl.constexpr(16)  # tokens of a block that is combined
 
 
 class Products(NamedTuple):
-    """What is multiplied of the choices, and where it goes; see the kernel's parameters."""
+    """Operands and result of the grouped GEMM; see the kernel's parameters."""
 
     a_ptr: Any
     a_desc: Any  # as `describe_neighbours` returns it, if A_BY_TMA
@@ -51,7 +51,7 @@ class Products(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What is added up of the products, and where it goes."""
+    """Operands and results of combining a token's products."""
 
     c_ptr: Any
     stride_cm: Any

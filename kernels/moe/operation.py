@@ -1,4 +1,4 @@
-"""What the operations over experts share: who passes how many tokens, the choices of all, what went wrong."""
+"""Base class of the operations over experts: token counts, choices of all ranks, failures."""
 
 from __future__ import annotations
 
@@ -308,28 +308,16 @@ class ExpertOperation(Operation):
         aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
         key = choices, layout_of(weight), strides, aligned, is_sorted, is_gathered
         shape = self._shapes.get(key)
-        if shape is None:
-            kind = {"is_sorted": is_sorted, "is_gathered": is_gathered}
-            shape = remember(self._shapes, key, self._new_shape(choices, weight, strides, aligned, **kind))
-        return shape
-
-    def _new_shape(
-        self,
-        choices: int,
-        weight: torch.Tensor,
-        strides: tuple[int, ...],
-        aligned: tuple[bool, ...],
-        *,
-        is_sorted: bool,
-        is_gathered: bool,
-    ) -> ExpertShape:
+        if shape is not None:
+            return shape
         experts, columns, k = weight.shape
         programs = self._sms or INTERPRETED_PROGRAMS
         sizes = (counted(choices, programs), size_class(choices), columns, k, experts)
         layout = (self._has_tma and lies_for_tma(weight), lies_by_columns(weight))
         place = (weight.dtype, weight.device, aligned, *layout)
         ranks = 1 if is_gathered else self.world_size
-        return ExpertShape(*sizes, strides, ranks, programs, *place, self._upcasts, is_sorted)
+        made = ExpertShape(*sizes, strides, ranks, programs, *place, self._upcasts, is_sorted)
+        return remember(self._shapes, key, made)
 
     # ---- what went wrong
 

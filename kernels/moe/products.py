@@ -1,4 +1,4 @@
-"""One tile of A @ B.T where the rows of A lie anywhere or by expert, and those that are written anywhere."""
+"""One tile of A @ B.T where the rows of A lie anywhere or by expert."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..exchange.products import add_product, halves, multiply
+from ..exchange.products import add_product, multiply
 
 
 class Weight(NamedTuple):
@@ -112,26 +112,6 @@ def _load_weight(b_desc, weight, expert, col, inner, BY_COLUMNS: tl.constexpr):
     else:  # the last columns of an expert's last tile belong to the next one, and are not stored
         b = b_desc.load([expert * weight.N + col, inner]).T
     return b
-
-
-@triton.jit
-def store_rows(
-    tile,
-    rows_ptr,  # [BLOCK_M]: where each row of C begins
-    real,  # [BLOCK_M]: which rows there are
-    col,
-    N,
-    SUBTILE: tl.constexpr,
-):
-    """Store a tile, rounded, to rows that lie anywhere; SUBTILE: one half of its columns after the other."""
-    if SUBTILE:
-        left, right = halves(tile)
-        store_rows(left, rows_ptr, real, col, N, False)
-        store_rows(right, rows_ptr, real, col + left.shape[1], N, False)
-    else:
-        cols = col + tl.arange(0, tile.shape[1])
-        mask = real[:, None] & (cols < N)[None, :]
-        tl.store(rows_ptr[:, None] + cols[None, :], tile.to(rows_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What every kind of symmetric memory offers: the same allocation on each rank, visible to all of them."""
+"""The protocol of symmetric memory: the same allocation on each rank, mapped by all of them."""
 
 from __future__ import annotations
 

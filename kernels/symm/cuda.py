@@ -1,4 +1,4 @@
-"""What the CUDA backends share: streams, copies by the copy engine and stream memory operations."""
+"""Base of the CUDA backends: streams, copies by the copy engine, stream memory operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH = 255  # operations that one cuStreamBatchMemOp takes
 WITH_BARRIER = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: a system-scope barrier comes before the write
 
 
-# What was abandoned, and is never given back: kernels and streams, also of peers, may still write there.
+# Abandoned memory is never given back: kernels and streams, also of peers, may still write to it.
 _abandoned: list[SymmetricTensor | torch.Tensor] = []
 _abandoned_streams: list[CudaStream] = []
 

@@ -1,8 +1,8 @@
-"""What each rank's host says of a call of tensor parallelism before it is made: how many rows it has.
+"""Announces the rows of each call of tensor parallelism to the peers' hosts, in shared memory.
 
-A rank whose workspace is large enough waits for nobody. One that must open a larger one, which takes all
-ranks, first reads whether all come with as many rows: otherwise it would wait in a collective for a rank that
-is in a kernel, and with NCCL meet that rank's next collective.
+A rank whose workspace is large enough waits for nobody. One that must open a larger one, which is collective,
+first compares the rows of all ranks: if they differ it would wait in a collective for a rank that is in a
+kernel, and with NCCL meet that rank's next collective.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 class _SequenceParallel(nn.Module):
-    """What `sequence_parallel` puts before the class of a module."""
+    """Mixin that `sequence_parallel` puts before the class of a module."""
 
     group_name: str
 

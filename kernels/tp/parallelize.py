@@ -1,4 +1,4 @@
-"""Which modules of a model are parallel, and how: plans in the manner of torch's `parallelize_module`."""
+"""Plans that name the parallel modules of a model, in the manner of torch's `parallelize_module`."""
 
 from __future__ import annotations
 

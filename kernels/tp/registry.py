@@ -30,7 +30,7 @@ TIMEOUT_S = 300.0
 
 
 class Key(NamedTuple):
-    """What one workspace serves, in calls of up to its number of rows."""
+    """Identifies the calls that share a workspace, up to its number of rows."""
 
     kind: type[Operation]
     group_name: str
@@ -179,7 +179,6 @@ def reserve(
     """Open what calls of up to so many tokens, of all ranks together, with so many features need.
 
     all_reduce: what `matmul_all_reduce` needs, and nothing else.
-
 
     Without it the first call opens as much as it needs, and a larger one half as much again, which a captured
     call cannot. `MoE` opens its own at its first call. timeout_s: how long a kernel waits for a peer.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from gluon_plan import multiply
 from launch_path import CompilingDevice, arguments, only_compiling
 from settled_path import matrix
 
+from dist_autotune.kernels import tensors
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
@@ -79,7 +79,7 @@ COPY_ARGUMENTS = len(copies.copy_rows.arg_names)
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilingDevice]:
-    monkeypatch.setattr(copies, "_LAUNCHES", OrderedDict())
+    monkeypatch.setattr(copies, "_LAUNCHES", {})
     copies.copy_rows.device_caches.clear()
     copies.plan_copies.cache_clear()
     with only_compiling(monkeypatch, launching, launching.tuned_gemm, PIPELINED) as made:
@@ -175,7 +175,7 @@ def test_copies_of_one_place_to_another_are_told_apart(device):
 
 
 def test_what_is_kept_of_copies_is_bounded(device, monkeypatch):
-    monkeypatch.setattr(copies, "LAUNCHES_KEPT", 3)
+    monkeypatch.setattr(tensors, "KEPT", 3)
     for rows in range(1, 8):
         copies.padded_copy(matrix(rows, 64, torch.float16), transposed=False)
     assert [key[4][0] for key in copies._LAUNCHES] == [5, 6, 7]
