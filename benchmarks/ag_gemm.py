@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,20 +39,17 @@ from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks, run_on_ranks
 from benchmarks.common.tuned import Prepare, Tuned, in_both_ways
 from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
 from benchmarks.operations.peers import QUACK, all_gather, fused_by_torch, quack_all_gather_gemm
+from benchmarks.operations.products import (
+    BLOCK,
+    Shape,
+    explained_error,
+    product_arm,
+    relative_error,
+    relative_error_of_blocks,
+)
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 from dist_autotune.kernels.symm import SymmetricMemory, open_symmetric_memory
-
-
-@dataclass(frozen=True)
-class Shape:
-    m: int  # rows of all ranks
-    n: int  # columns of each rank
-    k: int
-
-    def __str__(self) -> str:
-        return f"{self.m} x {self.n} x {self.k}"
-
 
 PUBLIC = (
     Shape(8192, 14336, 8192),
@@ -101,9 +97,7 @@ class Problem:
         self.reference = torch.empty_like(self.gathered)  # the shards of all ranks, of the present inputs
         self.out = torch.empty(shape.m, shape.n, **options)
         self.places: list[torch.Tensor] = []  # where else the shard of this rank is wanted
-        # Rounding the result costs at most eps; adding K products in float32 about sqrt(K) of its eps.
-        explained = shape.k**0.5 * torch.finfo(torch.float32).eps
-        self.limit = torch.finfo(dtype).eps + explained
+        self.limit = explained_error(dtype, shape.k)
         self.gigaflop = 2e-9 * shape.m * shape.n * shape.k
         self.fetched_mb = 1e-6 * (shape.m - self.rows) * shape.k * dtype.itemsize
 
@@ -114,36 +108,22 @@ class Problem:
             place.copy_(self.a)
         all_gather(self.reference, self.a)
 
-    def gather_error(self, result: torch.Tensor) -> float:
-        return float((result.float() - self.reference.float()).norm() / self.reference.float().norm())
-
     def product_error(self, result: torch.Tensor) -> float:
-        """Return the error against float32, block by block: the whole could be too large."""
         weight = self.weight.float()
-        squares = torch.zeros(2, dtype=torch.float64, device=result.device)
-        for block, wanted in zip(result.split(1024), self.reference.split(1024), strict=True):
-            right = wanted.float() @ weight.T
-            squares += torch.stack([(block.float() - right).square().sum(), right.square().sum()]).double()
-        return float((squares[0] / squares[1]).sqrt())
+        blocks = zip(result.split(BLOCK), self.reference.split(BLOCK), strict=True)
+        return relative_error_of_blocks((found, rows.float() @ weight.T) for found, rows in blocks)
 
     def product(self, name: str, prepare: Prepare) -> Arm:
         """Return an arm that computes the product, into `out` or into a tensor of its own."""
-        return Arm(
-            name=name,
-            prepare=prepare,
-            error=self.product_error,
-            limit=self.limit,
-            work=self.gigaflop,
-            rate="TFLOP/s",
-            poison=lambda: self.out.fill_(math.nan),
-        )
+        of_product = {"error": self.product_error, "limit": self.limit, "gigaflop": self.gigaflop}
+        return product_arm(name, prepare, self.out, **of_product)
 
     def gather(self, name: str, prepare: Prepare, poison: Callable[[], object]) -> Arm:
         """Return an arm that gathers, and no more."""
         return Arm(
             name=name,
             prepare=prepare,
-            error=self.gather_error,
+            error=lambda result: relative_error(result, self.reference),
             limit=0.0,
             work=self.fetched_mb,
             rate="GB/s",

@@ -46,6 +46,7 @@ from benchmarks.operations.moe_problem import (
     run_benchmark,
 )
 from benchmarks.operations.peers import all_gather
+from benchmarks.operations.products import explained_error, product_arm, relative_error
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 
 SEQUENCE, OWN_SEQUENCE = f"{COLLECTIVES} + {GROUPED}", f"{COLLECTIVES} + own GEMM"
@@ -62,7 +63,7 @@ class Problem:
         self.x, self.all_x = self._x[: self.choices.own], self._all_x[: shape.tokens]
         self.weight = torch.randn(shape.experts, shape.ffn // ranks.world_size, shape.hidden, **options)
         self.out = torch.empty(shape.tokens * shape.topk, self.weight.shape[1], **options)
-        self.limit = torch.finfo(dtype).eps + shape.hidden**0.5 * torch.finfo(torch.float32).eps
+        self.limit = explained_error(dtype, shape.hidden)
         self.gigaflop = 2e-9 * self.out.numel() * shape.hidden
         self.received_mb = 1e-6 * (self.all_x.numel() - self.x.numel()) * dtype.itemsize
 
@@ -77,23 +78,11 @@ class Problem:
         tokens = self.choices.sample().to(result.device)
         rows = self.all_x[tokens].repeat_interleave(topk, dim=0)
         right = products(rows, self.weight, self.choices.all_ids[tokens].reshape(-1))
-        found = result.unflatten(0, (-1, topk))[tokens].flatten(0, 1).float()
-        return float((found - right).norm() / right.norm())
+        return relative_error(result.unflatten(0, (-1, topk))[tokens].flatten(0, 1), right)
 
     def arm(self, name: str, prepare: Prepare, *poisoned: torch.Tensor) -> Arm:
-        def poison() -> None:
-            for tensor in (self.out, *poisoned):
-                tensor.fill_(math.nan)
-
-        return Arm(
-            name=name,
-            prepare=prepare,
-            error=self.error,
-            limit=self.limit,
-            work=self.gigaflop,
-            rate="TFLOP/s",
-            poison=poison,
-        )
+        of_product = {"error": self.error, "limit": self.limit, "gigaflop": self.gigaflop}
+        return product_arm(name, prepare, self.out, *poisoned, **of_product)
 
     # ---- baselines
 

@@ -20,7 +20,7 @@ import torch
 from benchmarks.common.arms import Arm, Plan, measure
 from benchmarks.common.cases import Benchmark, Ratio, case_record
 from benchmarks.common.options import new_parser
-from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.records import add_run_options
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.elementwise_add import elementwise_add
@@ -86,20 +86,14 @@ def run_case(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -
 
 def main() -> None:
     options = parse()
-
-    def body(ranks: Ranks) -> int:
-        benchmark = Benchmark(
-            op="elementwise_add",
-            title="Elementwise add",
-            case_title="shape",
-            ratios=[Ratio(of=TORCH, to=OURS)],
-            limit_s=LIMIT_S,
-            needed=(OURS,),
-        )
-        name = f"{options.rows} x {options.columns}"
-        return benchmark.run(options, ranks, [name], lambda case, plan: run_case(case, options, plan, ranks))
-
-    run_on_ranks(body)
+    Benchmark(
+        op="elementwise_add",
+        title="Elementwise add",
+        case_title="shape",
+        ratios=[Ratio(of=TORCH, to=OURS)],
+        limit_s=LIMIT_S,
+        needed=(OURS,),
+    ).start(options, [f"{options.rows} x {options.columns}"], run_case)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,7 @@ Protocol and traps: `common/arms.py`. Without GPUs a tiny shape runs on CPU rank
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,25 +28,16 @@ import torch.distributed as dist
 
 from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
-from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks
 from benchmarks.common.tuned import Tuned, in_both_ways
 from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
 from benchmarks.operations.peers import fused_by_torch
+from benchmarks.operations.products import Shape, explained_error, product_arm, relative_error
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.gemm_ar.ways import WAYS
 
 EPS = 1e-5
 Call = Callable[[], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    m: int
-    n: int
-    k: int  # of all ranks
-
-    def __str__(self) -> str:
-        return f"{self.m} x {self.n} x {self.k}"
 
 
 DECODE = tuple(Shape(m, 8192, k) for k in (28672, 8192) for m in (1, 8, 64, 256))
@@ -89,9 +78,7 @@ class Problem:
             dist.broadcast(equal, 0)
         # Each rank's part is rounded once and the sum once; a ring adds in `dtype`, rounding at every hop.
         # With residual, norm and product with the weight there are three roundings more.
-        roundings = max(2, ranks.world_size) + 3
-        explained = shape.k**0.5 * torch.finfo(torch.float32).eps
-        self.limit = roundings * torch.finfo(dtype).eps + explained
+        self.limit = explained_error(dtype, shape.k, roundings=max(2, ranks.world_size) + 3)
         self.gigaflop = 2e-9 * shape.m * shape.n * k
 
     def sum_of_all(self) -> torch.Tensor:
@@ -101,28 +88,19 @@ class Problem:
         return right
 
     def sum_error(self, result: torch.Tensor) -> float:
-        right = self.sum_of_all()
-        return float((result.float() - right).norm() / right.norm())
+        return relative_error(result, self.sum_of_all())
 
     def norm_error(self, result: torch.Tensor) -> float:
         sums = self.sum_of_all() + self.residual.float()
         right = torch.nn.functional.rms_norm(sums, sums.shape[-1:], self.norm_weight.float(), EPS)
-        return float((result.float() - right).norm() / right.norm())
+        return relative_error(result, right)
 
     def product_error(self, result: torch.Tensor) -> float:
-        right = self.a.float() @ self.weight.float().T
-        return float((result.float() - right).norm() / right.norm())
+        return relative_error(result, self.a.float() @ self.weight.float().T)
 
     def arm(self, name: str, prepare: Callable[[], Call], error: Callable[[torch.Tensor], float]) -> Arm:
-        return Arm(
-            name=name,
-            prepare=prepare,
-            error=error,
-            limit=self.limit,
-            work=self.gigaflop,
-            rate="TFLOP/s",
-            poison=lambda: self.out.fill_(math.nan),
-        )
+        of_product = {"limit": self.limit, "gigaflop": self.gigaflop}
+        return product_arm(name, prepare, self.out, error=error, **of_product)
 
 
 # ---- what is timed
@@ -225,12 +203,7 @@ def main() -> None:
     lists = {"decode": DECODE, "prefill": PREFILL}
     options = parse(__doc__, SIZES, lists=lists, default=DEFAULT, shared=("k",))
 
-    def body(ranks: Ranks) -> int:
-        return BENCHMARK.run(
-            options, ranks, options.shapes, lambda shape, plan: run_shape(shape, options, plan, ranks)
-        )
-
-    run_on_ranks(body)
+    BENCHMARK.start(options, options.shapes, run_shape)
 
 
 if __name__ == "__main__":

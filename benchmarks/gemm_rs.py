@@ -22,16 +22,14 @@ Protocol and traps: `common/arms.py`. Without GPUs a tiny shape runs on CPU rank
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
-from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks
 from benchmarks.common.tuned import Tuned, in_both_ways
 from benchmarks.operations.harness import (
     DTYPES,
@@ -43,21 +41,18 @@ from benchmarks.operations.harness import (
     parse,
 )
 from benchmarks.operations.peers import QUACK, fused_by_torch, quack_gemm, reduce_scatter
+from benchmarks.operations.products import (
+    BLOCK,
+    Shape,
+    explained_error,
+    product_arm,
+    relative_error,
+    relative_error_of_blocks,
+)
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 from dist_autotune.kernels.tensors import FP8
 from dist_autotune.kernels.tp.operators import rows_in_fp8
-
-
-@dataclass(frozen=True)
-class Shape:
-    m: int
-    n: int
-    k: int  # of all ranks
-
-    def __str__(self) -> str:
-        return f"{self.m} x {self.n} x {self.k}"
-
 
 PUBLIC = (
     Shape(8192, 8192, 28672),
@@ -105,9 +100,7 @@ class Problem:
         self.product = torch.empty(shape.m, shape.n, **options)
         self.out = torch.empty(shape.m // ranks.world_size, shape.n, **options)
         # Each rank's part is rounded once and the sum once; a ring adds in `dtype`, rounding at every hop.
-        roundings = max(2, ranks.world_size)
-        explained = shape.k**0.5 * torch.finfo(torch.float32).eps
-        self.limit = roundings * torch.finfo(dtype).eps + explained
+        self.limit = explained_error(dtype, shape.k, roundings=max(2, ranks.world_size))
         self.gigaflop = 2e-9 * shape.m * shape.n * k
         self.sent_mb = 1e-6 * (shape.m - self.out.shape[0]) * shape.n * dtype.itemsize
 
@@ -117,17 +110,16 @@ class Problem:
         torch.matmul(self.a, self.weight.T, out=self.product)
 
     def sum_error(self, result: torch.Tensor) -> float:
-        """Return the error against float32, a block of columns at a time: the whole could be too large."""
-        squares = torch.zeros(2, dtype=torch.float64, device=result.device)
-        for block, weight in zip(result.split(1024, dim=1), self.weight.split(1024), strict=True):
-            right = torch.empty(block.shape, device=block.device)
+        def wanted(weight: torch.Tensor) -> torch.Tensor:
+            right = torch.empty(len(self.out), len(weight), device=weight.device)
             reduce_scatter(right, self.a.float() @ weight.float().T)
-            squares += torch.stack([(block.float() - right).square().sum(), right.square().sum()]).double()
-        return float((squares[0] / squares[1]).sqrt())
+            return right
+
+        blocks = zip(result.split(BLOCK, dim=1), self.weight.split(BLOCK), strict=True)
+        return relative_error_of_blocks((found, wanted(weight)) for found, weight in blocks)
 
     def product_error(self, result: torch.Tensor) -> float:
-        right = self.a[:256].float() @ self.weight.float().T
-        return float((result[:256].float() - right).norm() / right.norm())
+        return relative_error(result[:256], self.a[:256].float() @ self.weight.float().T)
 
     def arm(
         self,
@@ -138,16 +130,9 @@ class Problem:
         more_error: float = 0.0,
     ) -> Arm:
         """Return an arm that computes this rank's rows of the sum, or of the product alone."""
-        written = self.product if of_product else self.out
-        return Arm(
-            name=name,
-            prepare=prepare,
-            error=self.product_error if of_product else self.sum_error,
-            limit=self.limit + more_error,
-            work=self.gigaflop,
-            rate="TFLOP/s",
-            poison=lambda: written.fill_(math.nan),
-        )
+        written, error = (self.product, self.product_error) if of_product else (self.out, self.sum_error)
+        checked = {"error": error, "limit": self.limit + more_error}
+        return product_arm(name, prepare, written, **checked, gigaflop=self.gigaflop)
 
 
 class InFp8(Tuned):
@@ -269,12 +254,7 @@ def main() -> None:
 
     options = parse(__doc__, SIZES, lists=LISTS, default=DEFAULT, shared=("m", "k"), add_more=add_fp8)
 
-    def body(ranks: Ranks) -> int:
-        return BENCHMARK.run(
-            options, ranks, options.shapes, lambda shape, plan: run_shape(shape, options, plan, ranks)
-        )
-
-    run_on_ranks(body)
+    BENCHMARK.start(options, options.shapes, run_shape)
 
 
 if __name__ == "__main__":

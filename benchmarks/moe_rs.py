@@ -22,7 +22,6 @@ Protocol and traps: `common/arms.py`. Without GPUs a tiny shape runs on CPU rank
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +46,7 @@ from benchmarks.operations.moe_problem import (
     run_benchmark,
 )
 from benchmarks.operations.peers import reduce_scatter
+from benchmarks.operations.products import explained_error, product_arm, relative_error
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 
 SEQUENCE, OWN_SEQUENCE = f"{GROUPED} + {COLLECTIVES}", f"own GEMM + {COLLECTIVES}"
@@ -67,8 +67,7 @@ class Problem:
         self.combined, self.out = self._combined[: shape.tokens], self._out[: self.choices.own]
         # A product, a rank's part and the sum are rounded once each; a ring rounds its sum at every hop.
         roundings = 2 + max(1, ranks.world_size - 1)
-        explained = (shape.ffn * shape.topk) ** 0.5 * torch.finfo(torch.float32).eps
-        self.limit = roundings * torch.finfo(dtype).eps + explained
+        self.limit = explained_error(dtype, shape.ffn * shape.topk, roundings)
         self.gigaflop = 2e-9 * self.products.numel() * inner
         self.sent_mb = 1e-6 * (self._combined.numel() - self._out.numel()) * dtype.itemsize
 
@@ -93,28 +92,20 @@ class Problem:
         if not self.choices.own:
             return 0.0
         right = right.chunk(self.choices.filled)[self.ranks.rank]
-        found = result[: len(right)].float()
-        return float((found - right).norm() / right.norm())
+        return relative_error(result[: len(right)], right)
 
     def part_error(self, result: torch.Tensor) -> float:
         right = self.part()
-        found = result.reshape(-1, right.shape[1])[self.choices.sample().to(right.device)].float()
-        return float((found - right).norm() / right.norm())
+        found = result.reshape(-1, right.shape[1])[self.choices.sample().to(right.device)]
+        return relative_error(found, right)
 
     def arm(
         self, name: str, prepare: Callable[[], Callable[[], torch.Tensor]], *, of_part: bool = False
     ) -> Arm:
         """Return an arm that computes this rank's rows of the sum, or its part of all of them."""
-        written = self.combined if of_part else self.out
-        return Arm(
-            name=name,
-            prepare=prepare,
-            error=self.part_error if of_part else self.sum_error,
-            limit=self.limit,
-            work=self.gigaflop,
-            rate="TFLOP/s",
-            poison=lambda: written.fill_(math.nan),
-        )
+        written, error = (self.combined, self.part_error) if of_part else (self.out, self.sum_error)
+        of_product = {"limit": self.limit, "gigaflop": self.gigaflop}
+        return product_arm(name, prepare, written, error=error, **of_product)
 
     # ---- baselines
 

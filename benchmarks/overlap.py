@@ -22,7 +22,6 @@ Protocol and traps: `common/arms.py`. Without GPUs a tiny shape runs on CPU rank
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +33,10 @@ from benchmarks.common.arms import Arm, Plan, measure
 from benchmarks.common.cases import Benchmark, Ratio, case_record
 from benchmarks.common.examples import load_example
 from benchmarks.common.options import new_parser
-from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
+from benchmarks.operations.products import explained_error, product_arm, relative_error
 
 LIMIT_S = 600.0  # for everything about one case, tuning and compiling included
 PICKS = ("alone", "kernel", "run")  # the kernel's three tunings of the example, in its order
@@ -61,25 +61,16 @@ DEFAULT = PUBLISHED[0] if ON_GPU else Case(48, 40, 32, 0.25)
 def product(step: Any, name: str, call: Callable[[], object]) -> Arm:
     """Return the arm of a call that leaves the product in the step's `c`."""
     m, n, k = *step.c.shape, step.a.shape[1]
-    explained = torch.finfo(step.c.dtype).eps + k**0.5 * torch.finfo(torch.float32).eps
 
     def error(result: torch.Tensor) -> float:
-        expected = step.a.float() @ step.b.float().T
-        return float((result.float() - expected).norm() / expected.norm())
+        return relative_error(result, step.a.float() @ step.b.float().T)
 
     def run() -> torch.Tensor:
         call()
         return step.c
 
-    return Arm(
-        name=name,
-        prepare=lambda: run,
-        error=error,
-        limit=explained,
-        work=2e-9 * m * n * k,
-        rate="TFLOP/s",
-        poison=lambda: step.c.fill_(math.nan),
-    )
+    of_product = {"limit": explained_error(step.c.dtype, k), "gigaflop": 2e-9 * m * n * k}
+    return product_arm(name, lambda: run, step.c, error=error, **of_product)
 
 
 def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
@@ -116,8 +107,9 @@ def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
     ]
 
 
-def run_case(case: Case, example: Any, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+def run_case(case: Case, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """Return the record of one case."""
+    example = load_example("overlap")
     step = example.Step(case.m, case.n, case.k, case.mib, ranks.device)
 
     def refresh() -> None:
@@ -152,27 +144,19 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-
-    def body(ranks: Ranks) -> int:
-        benchmark = Benchmark(
-            op="overlap",
-            title="A GEMM beside an all-reduce",
-            case_title="M x N x K, all-reduce",
-            ratios=[
-                Ratio(name="step: alone / run", of="alone, step", to="run, step"),
-                Ratio(name="step: kernel / run", of="kernel, step", to="run, step"),
-                Ratio(name="step: alone / collective", of="alone, step", to="collective, step"),
-                Ratio(name="step: alone / both", of="alone, step", to="both, step"),
-                Ratio(name="GEMM: run / alone", of="run, GEMM", to="alone, GEMM"),
-            ],
-            limit_s=LIMIT_S,
-        )
-        example = load_example("overlap")
-        return benchmark.run(
-            options, ranks, options.cases, lambda case, plan: run_case(case, example, plan, ranks)
-        )
-
-    run_on_ranks(body)
+    Benchmark(
+        op="overlap",
+        title="A GEMM beside an all-reduce",
+        case_title="M x N x K, all-reduce",
+        ratios=[
+            Ratio(name="step: alone / run", of="alone, step", to="run, step"),
+            Ratio(name="step: kernel / run", of="kernel, step", to="run, step"),
+            Ratio(name="step: alone / collective", of="alone, step", to="collective, step"),
+            Ratio(name="step: alone / both", of="alone, step", to="both, step"),
+            Ratio(name="GEMM: run / alone", of="run, GEMM", to="alone, GEMM"),
+        ],
+        limit_s=LIMIT_S,
+    ).start(options, options.cases, run_case)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ tiny pair runs on CPU ranks in Triton's interpreter.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import itertools
 from collections.abc import Callable
@@ -30,9 +31,10 @@ from torch import Tensor
 from benchmarks.common.arms import Arm, Plan, measure
 from benchmarks.common.cases import Benchmark, Ratio, case_record
 from benchmarks.common.options import new_parser
-from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
+from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported
 from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import Tuned, in_both_ways
+from benchmarks.operations.products import product_arm, relative_error
 from benchmarks.operations.sequences import (
     OWN_GEMM,
     PLAIN,
@@ -129,7 +131,7 @@ class Pair:
         leaves = [each.detach().float().requires_grad_() for each in (self.x, *self.weights)]
         expected = self._call(self.in_sequence, leaves, self.grad.float())
         pairs = zip(got, expected, strict=True)
-        return max(float((one.float() - other).norm() / other.norm()) for one, other in pairs)
+        return max(relative_error(*pair) for pair in pairs)
 
     def in_sequence(self, *leaves: Tensor, product: Product = torch_product) -> Tensor:
         """Return the result without overlap."""
@@ -167,22 +169,13 @@ def arms_of(pair: Pair, ours: Tuned, own: Tuned) -> list[Arm]:
         *in_both_ways(OWN_GEMM, own.eager),
         ("async TP", pair.compiled),
     ]
-    return [
-        Arm(
-            name=name,
-            prepare=prepare,
-            error=pair.error,
-            limit=LIMIT,
-            work=1e-9 * pair.flops,
-            rate="TFLOP/s",
-        )
-        for name, prepare in prepared
-    ]
+    of_pair = {"error": pair.error, "limit": LIMIT, "gigaflop": 1e-9 * pair.flops}
+    return [product_arm(*way, **of_pair) for way in prepared]
 
 
-def run_case(case: Case, plan: Plan, ranks: Ranks, *, has_gradients: bool) -> dict[str, Any]:
+def run_case(case: Case, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """Return the record of one case."""
-    pair = Pair(case, ranks, has_gradients=has_gradients)
+    pair = Pair(case, ranks, has_gradients=not options.forward)
     pair.refresh()
     ours = pair.tuned("ours", pair.overlapped)
     own = pair.tuned(OWN_GEMM, functools.partial(pair.in_sequence, product=own_product))
@@ -206,27 +199,17 @@ def main() -> None:
     models, tokens = LISTS[options.shapes] if options.shapes else (options.models, options.tokens)
     cases = [Case(*each) for each in itertools.product(options.layers, models, tokens)]
     way = "forward" if options.forward else "forward and backward"
-
-    def body(ranks: Ranks) -> int:
-        benchmark = Benchmark(
-            op="parallel_layers",
-            title=f"Pairs of tensor-parallel layers, {way}",
-            case_title="layer, tokens",
-            ratios=[
-                *(Ratio(of=other, to="ours") for other in (PLAIN, OWN_GEMM, "async TP")),
-                Ratio(of=f"{PLAIN}, graph", to="ours, graph", name=f"graph: {PLAIN} / ours"),
-            ],
-            limit_s=LIMIT_S,
-            needed=("ours",),
-        )
-        return benchmark.run(
-            options,
-            ranks,
-            cases,
-            lambda case, plan: run_case(case, plan, ranks, has_gradients=not options.forward),
-        )
-
-    run_on_ranks(body)
+    Benchmark(
+        op="parallel_layers",
+        title=f"Pairs of tensor-parallel layers, {way}",
+        case_title="layer, tokens",
+        ratios=[
+            *(Ratio(of=other, to="ours") for other in (PLAIN, OWN_GEMM, "async TP")),
+            Ratio(of=f"{PLAIN}, graph", to="ours, graph", name=f"graph: {PLAIN} / ours"),
+        ],
+        limit_s=LIMIT_S,
+        needed=("ours",),
+    ).start(options, cases, run_case)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ columns. Without a GPU a tiny shape runs in Triton's interpreter.
 from __future__ import annotations
 
 import argparse
-import math
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +28,18 @@ import torch
 from benchmarks.common.arms import Arm, Plan, measure
 from benchmarks.common.cases import Benchmark, Ratio, case_record
 from benchmarks.common.options import new_parser
-from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.records import add_run_options
-from benchmarks.common.tuned import in_both_ways, in_graph
+from benchmarks.common.tuned import Tuned, in_both_ways, in_graph, tuned_record
 from benchmarks.operations.peers import QUACK, quack_gemm
-from dist_autotune import ContextualAutotuner, contextual_autotune
+from benchmarks.operations.products import (
+    BLOCK,
+    Shape,
+    explained_error,
+    product_arm,
+    relative_error_of_blocks,
+)
+from dist_autotune import ContextualAutotuner
 from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import as_matrix
 from dist_autotune.kernels.persistent_gemm import PARTS, VARIANTS, persistent_matmul
@@ -42,19 +48,8 @@ FP8 = torch.float8_e4m3fn
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8}
 LIMIT_S = 1800.0  # for everything about one shape, tuning and compiling included
 CUBLAS, OURS, WAYS = "cuBLAS", "ours", ("", ", graph")
-BLOCK_ROWS = 1024  # of the float32 reference at a time
 
 Call = Callable[[], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Shape:
-    m: int
-    n: int
-    k: int
-
-    def __str__(self) -> str:
-        return f"{self.m} x {self.n} x {self.k}"
 
 
 TABLE = tuple(Shape(8192, 8192, k) for k in (512, 1024, 2048, 4096, 8192, 16384))
@@ -108,8 +103,7 @@ class Problem:
             torch.ones(1, shape.n, device=device),
         )
         self.scales = {"scale_a": self.scale_a, "scale_b": self.scale_b} if is_fp8 else {}
-        # Rounding the result costs at most eps; adding K products in float32 about sqrt(K) of its eps.
-        self.limit = torch.finfo(self.out.dtype).eps + shape.k**0.5 * torch.finfo(torch.float32).eps
+        self.limit = explained_error(self.out.dtype, shape.k)
         if is_fp8:  # each instruction, of 32 products, cuts off what is behind 13 bits
             self.limit += shape.k / 32 * 2**-13
         self.gigaflop = 2e-9 * shape.m * shape.n * shape.k
@@ -123,25 +117,15 @@ class Problem:
             scale.uniform_(0.5, 2)
 
     def error(self, result: torch.Tensor) -> float:
-        """Return the error against float32, block by block: the whole could be too large."""
         columns = self.b.float() * self.scale_b
-        squares = torch.zeros(2, dtype=torch.float64, device=result.device)
-        blocks = (tensor.split(BLOCK_ROWS) for tensor in (result, self.a, self.scale_a))
-        for block, rows, scales in zip(*blocks, strict=True):
-            right = rows.float() @ columns * scales
-            squares += torch.stack([(block.float() - right).square().sum(), right.square().sum()]).double()
-        return float((squares[0] / squares[1]).sqrt())
+        blocks = zip(*(tensor.split(BLOCK) for tensor in (result, self.a, self.scale_a)), strict=True)
+        return relative_error_of_blocks(
+            (found, rows.float() @ columns * scales) for found, rows, scales in blocks
+        )
 
     def arm(self, name: str, prepare: Callable[[], Call]) -> Arm:
-        return Arm(
-            name=name,
-            prepare=prepare,
-            error=self.error,
-            limit=self.limit,
-            work=self.gigaflop,
-            rate="TFLOP/s",
-            poison=lambda: self.out.fill_(math.nan),
-        )
+        of_product = {"error": self.error, "limit": self.limit, "gigaflop": self.gigaflop}
+        return product_arm(name, prepare, self.out, **of_product)
 
     def cublas(self) -> Call:
         if self.scales:
@@ -155,15 +139,10 @@ class Problem:
         def call() -> torch.Tensor:
             return persistent_matmul(self.a, self.b, self.out, variant, scheduler, **self.scales)
 
-        tune = contextual_autotune(call, name=f"persistent_gemm benchmark {variant} {scheduler}")
-        if retune:
-            tune.retune()
-        for _ in range(3):  # a session may leave candidates for the next one
-            tune()
-            if tune.settled:
-                break
-        self.tuned.append(tune)
-        return call
+        name = f"persistent_gemm benchmark {variant} {scheduler}"
+        tuned = Tuned(call, check=lambda: None, name=name, retune=retune)
+        self.tuned.append(tuned.call)
+        return tuned.then(call)()
 
 
 def arms_of(problem: Problem, options: argparse.Namespace) -> list[Arm]:
@@ -204,22 +183,12 @@ def what_was_copied(kernel: str, key: tuple[Any, ...], problem: Problem) -> list
 def what_was_tuned(problem: Problem) -> dict[str, Any]:
     """Return what the record says of the tuning of all arms of a shape."""
     reports = [each.report for each in problem.tuned if each.report is not None]
-    contexts = [
-        {
-            "kernel": context.kernel,
-            "key": [str(part) for part in context.key],
-            "config": str(context.config),
-            "ms": context.ms if context.ms is not None and math.isfinite(context.ms) else None,
-            "status": context.status,
-            "timed": len(context.timings),
-            "banned": len(context.banned),
-            "copied": what_was_copied(context.kernel, context.key, problem),
-        }
-        for report in reports
-        for context in report.contexts
-    ]
-    seconds = round(sum(report.seconds for report in reports), 1)
-    return {"contexts": contexts, "runs": sum(report.runs for report in reports), "seconds": seconds}
+    contexts = [context for report in reports for context in report.contexts]
+    record = tuned_record(reports, [(context, str(context.config)) for context in contexts])
+    for told, context in zip(record["contexts"], contexts, strict=True):
+        told["key"] = [str(part) for part in context.key]
+        told["copied"] = what_was_copied(context.kernel, context.key, problem)
+    return record
 
 
 def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
@@ -251,30 +220,22 @@ def parse() -> argparse.Namespace:
         parser.error("--dtype fp8 --b-rows: operands in fp8 lie along K")
     if options.shapes and not ON_GPU:
         parser.error(f"--shapes {options.shapes} needs a GPU: the interpreter would take days")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error("this benchmark is for one GPU: ./launch.sh --nproc 1 ...")
     options.shapes = LISTS[options.shapes] if options.shapes else (Shape(options.m, options.n, options.k),)
     return options
 
 
 def main() -> None:
     options = parse()
-
-    def body(ranks: Ranks) -> int:
-        if ranks.world_size > 1:
-            ranks.say(f"this benchmark is for one GPU, not {ranks.world_size}: ./launch.sh --nproc 1 ...")
-            return 2
-        benchmark = Benchmark(
-            op="persistent_gemm",
-            title="Persistent GEMM",
-            case_title="M x N x K",
-            ratios=[Ratio(of=f"{of}{way}", to=f"{OURS}{way}") for of in (CUBLAS, QUACK) for way in WAYS],
-            limit_s=LIMIT_S,
-            needed=(OURS,),
-        )
-        return benchmark.run(
-            options, ranks, options.shapes, lambda shape, plan: run_shape(shape, options, plan, ranks)
-        )
-
-    run_on_ranks(body)
+    Benchmark(
+        op="persistent_gemm",
+        title="Persistent GEMM",
+        case_title="M x N x K",
+        ratios=[Ratio(of=f"{of}{way}", to=f"{OURS}{way}") for of in (CUBLAS, QUACK) for way in WAYS],
+        limit_s=LIMIT_S,
+        needed=(OURS,),
+    ).start(options, options.shapes, run_shape)
 
 
 if __name__ == "__main__":

@@ -43,10 +43,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common.options import add_record_options, new_parser
+from benchmarks.common.options import NOT_MEASURED, add_record_options, kept_arguments, new_parser
 from benchmarks.common.processes import end, environment_without_torchrun, run_limited, with_benchmarks
 from benchmarks.fresh_sessions.sessions import Sessions, torchrun
 
@@ -193,13 +192,7 @@ def _caches_of_timing(options: argparse.Namespace) -> dict[str, str]:
 
 def _command(options: argparse.Namespace) -> str:
     """Return the command that starts the same again from the root of the tree."""
-    left_out, kept = ("--json", "--commit", "--directory", "--nproc"), []
-    arguments: Iterator[str] = iter(sys.argv[1:])
-    for argument in arguments:
-        if argument in left_out:
-            next(arguments, None)
-        elif argument.partition("=")[0] not in left_out:
-            kept.append(argument)
+    kept = kept_arguments(sys.argv[1:], (*NOT_MEASURED, "--directory", "--nproc"))
     return shlex.join(["python", "-m", "benchmarks.regret", *kept, "--nproc", str(options.nproc)])
 
 

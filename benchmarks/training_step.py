@@ -49,9 +49,10 @@ from benchmarks.common.cases import Benchmark, Ratio, case_record
 from benchmarks.common.examples import load_example
 from benchmarks.common.launched import autotuners
 from benchmarks.common.options import new_parser
-from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.records import add_run_options
 from benchmarks.common.tuned import tuned_record
+from benchmarks.operations.products import relative_error
 from benchmarks.operations.sequences import PLAIN, gather_and_multiply, multiply_and_scatter
 from benchmarks.operations.step_bounds import bounds, enqueued_ms, gain_found_percent, profiled
 from benchmarks.operations.step_plans import (
@@ -133,7 +134,7 @@ class Step:
             mesh, placements = parameter.device_mesh, parameter.placements
             sizes = {"shape": parameter.shape, "stride": parameter.stride()}
             whole = DTensor.from_local(own, mesh, placements, **sizes).full_tensor()
-            errors.append(float((whole - expected).norm() / expected.norm()))
+            errors.append(relative_error(whole, expected))
         return max(errors)
 
 
@@ -204,7 +205,7 @@ def arms_of(step: Step, picks: dict[str, Picks]) -> list[Arm]:
     ]
 
 
-def run(options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
+def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dict[str, Any]:
     """Return the record of the case."""
     step = Step(options.tokens, ranks, options.dp)
     step.refresh()
@@ -283,22 +284,18 @@ def main() -> None:
     add_run_options(parser, warm_ups=30)
     options = parser.parse_args()
 
-    def body(ranks: Ranks) -> int:
-        tuned, others = "by step", ("first configs", "stock", "by launches", PLAIN, "async TP")
-        if options.dp > 1:
-            tuned = "both"
-            others = ("first configs", "by launches", "collective alone", "best of families", PLAIN)
-        benchmark = Benchmark(
-            op="training_step",
-            title="A tensor-parallel training step",
-            case_title="layers, tokens, DP x TP",
-            ratios=[Ratio(of=other, to=tuned) for other in others],
-            limit_s=LIMIT_S,
-            needed=("first configs", "stock", "best of families", *TUNINGS, *LIMITED),
-        )
-        return benchmark.run(options, ranks, ["the step"], lambda _, plan: run(options, plan, ranks))
-
-    run_on_ranks(body)
+    tuned, others = "by step", ("first configs", "stock", "by launches", PLAIN, "async TP")
+    if options.dp > 1:
+        tuned = "both"
+        others = ("first configs", "by launches", "collective alone", "best of families", PLAIN)
+    Benchmark(
+        op="training_step",
+        title="A tensor-parallel training step",
+        case_title="layers, tokens, DP x TP",
+        ratios=[Ratio(of=other, to=tuned) for other in others],
+        limit_s=LIMIT_S,
+        needed=("first configs", "stock", "best of families", *TUNINGS, *LIMITED),
+    ).start(options, ["the step"], run)
 
 
 if __name__ == "__main__":

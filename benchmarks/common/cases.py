@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from benchmarks.common.arms import Plan
-from benchmarks.common.ranks import Ranks
+from benchmarks.common.ranks import Ranks, run_on_ranks
 from benchmarks.common.records import clocks_seen, describe_run, leave_record
 
 AnyCase = TypeVar("AnyCase")
@@ -34,6 +34,19 @@ class Benchmark:
     ratios: Sequence[Ratio]
     limit_s: float  # for everything about one case, tuning and compiling included
     needed: Sequence[str] | None = None  # arms without whose times a run has failed; None: all
+
+    def start(
+        self,
+        options: argparse.Namespace,
+        cases: Sequence[AnyCase],
+        run_case: Callable[[AnyCase, argparse.Namespace, Plan, Ranks], dict[str, Any]],
+    ) -> None:
+        """Be a rank of this program: run all cases, then leave the process."""
+        run_on_ranks(
+            lambda ranks: self.run(
+                options, ranks, cases, lambda case, plan: run_case(case, options, plan, ranks)
+            )
+        )
 
     def run(
         self,

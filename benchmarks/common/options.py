@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 NOT_MEASURED = ("--json", "--commit")  # options, each with a value, that a record's command leaves out
+
+
+def kept_arguments(arguments: Iterable[str], left_out: Collection[str]) -> list[str]:
+    """Return the arguments of a command without these options, each of which has a value."""
+    kept, given = [], iter(arguments)
+    for argument in given:
+        if argument in left_out:
+            next(given, None)
+        elif argument.partition("=")[0] not in left_out:
+            kept.append(argument)
+    return kept
 
 
 def new_parser(description: str | None) -> argparse.ArgumentParser:

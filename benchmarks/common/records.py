@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.common.arms import QUANTILES, Plan
-from benchmarks.common.options import NOT_MEASURED, add_record_options
+from benchmarks.common.options import NOT_MEASURED, add_record_options, kept_arguments
 from benchmarks.common.processes import ROOT
 from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.render import summary
@@ -95,13 +95,7 @@ def _command(ranks: Ranks) -> str:
     program, *arguments = sys.argv
     path = Path(program).resolve().with_suffix("")
     module = ".".join(path.relative_to(ROOT).parts) if path.is_relative_to(ROOT) else program
-    kept: list[str] = []
-    for argument in arguments:
-        if kept and kept[-1] in NOT_MEASURED:
-            kept.pop()
-        elif argument.partition("=")[0] not in NOT_MEASURED or "=" not in argument:
-            kept.append(argument)
-    cpu = [] if ON_GPU else ["--cpu"]
+    kept, cpu = kept_arguments(arguments, NOT_MEASURED), [] if ON_GPU else ["--cpu"]
     return shlex.join(["./launch.sh", *cpu, "--nproc", str(ranks.world_size), "-m", module, *kept])
 
 

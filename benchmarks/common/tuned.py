@@ -57,6 +57,22 @@ class Tuned:
         )
 
 
+def tune_online(step: Callable[[], object], most_steps: int, **options: Any) -> tuple[TuningReport, int]:
+    """Tune a step from nothing, one trial a call; return the report, and after how many calls it was settled.
+
+    Calls that waited for a compiler, with the first configs, do not count.
+    """
+    tuned = contextual_autotune(step, is_dist=True, mode="online", share=False, **options)
+    tuned.retune()
+    calls = held = 0
+    while not tuned.settled and calls - held < most_steps:
+        tuned()
+        calls += 1
+        outlook = tuned.report.outlook
+        held = held if outlook is None else outlook.held
+    return tuned.report, calls - held
+
+
 def in_graph(prepare: Prepare) -> Prepare:
     """Return what prepares the same call as a CUDA graph of it, if the driver lets us capture it."""
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
-from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported, run_on_ranks
+from benchmarks.common.ranks import ON_GPU, Ranks, Unsupported
 from benchmarks.common.tuned import Tuned
 from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
 from benchmarks.operations.peers import all_gather
@@ -229,7 +229,7 @@ def run_benchmark(
     filled = int(os.environ.get("WORLD_SIZE", "1")) - options.empty_ranks
     if options.empty_ranks < 0 or filled < 1 or any(shape.tokens % filled for shape in options.shapes):
         sys.exit(f"--empty-ranks {options.empty_ranks}: the tokens are shared by {filled} ranks, evenly")
-    benchmark = Benchmark(
+    Benchmark(
         op=op,
         title=title,
         case_title="tokens x hidden x ffn, experts",
@@ -242,11 +242,4 @@ def run_benchmark(
         ],
         limit_s=LIMIT_S,
         needed=(OURS,),
-    )
-
-    def body(ranks: Ranks) -> int:
-        return benchmark.run(
-            options, ranks, options.shapes, lambda shape, plan: run_shape(shape, options, plan, ranks)
-        )
-
-    run_on_ranks(body)
+    ).start(options, options.shapes, run_shape)

@@ -18,7 +18,7 @@ from unittest import mock
 from benchmarks.common.arms import GpuClock, WallClock
 from benchmarks.common.launched import Held, name_of
 from benchmarks.common.ranks import ON_GPU
-from dist_autotune import contextual_autotune
+from benchmarks.common.tuned import tune_online
 from dist_autotune.launch.tunable import CHOICES
 from dist_autotune.triton_api.identity import key_text
 
@@ -78,28 +78,10 @@ def tune_all(
 def tune(
     step: Step, tuners: list[Any], name: str, objective: str, budget_s: float | None
 ) -> tuple[Picks, Any, int]:
-    """Tune the step from nothing; return the picks, the report and how many steps it took.
-
-    Steps that waited for a compiler, with the first configs, do not count.
-    """
-    tuned = contextual_autotune(
-        lambda: step(),
-        is_dist=True,
-        mode="online",
-        objective=objective,
-        share=False,
-        name=f"step, {name}",
-        budget_s=budget_s,
-    )
+    """Tune the step from nothing; return the picks, the report and how many steps it took."""
     clear(tuners)
-    tuned.retune()
-    calls = held = 0
-    while not tuned.settled and calls - held < MOST_STEPS:
-        tuned()
-        calls += 1
-        outlook = tuned.report.outlook
-        held = held if outlook is None else outlook.held
-    report = tuned.report
+    options = {"objective": objective, "name": f"step, {name}", "budget_s": budget_s}
+    report, steps = tune_online(lambda: step(), MOST_STEPS, **options)
     names = {name_of(tuner) for tuner in tuners}
     choices = {
         (context.kernel, key_text(context.key)): context.config
@@ -108,7 +90,7 @@ def tune(
     }
     with Picks(Held(tuners), choices).in_use():
         step()  # keys of a tuning that has not ended
-    return Picks(Held(tuners), choices), report, calls - held
+    return Picks(Held(tuners), choices), report, steps
 
 
 def tune_with_stock(step: Step, tuners: list[Any]) -> tuple[Picks, int, int]:

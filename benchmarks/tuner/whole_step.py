@@ -32,11 +32,11 @@ from benchmarks.common.arms import Arm, Plan, measure
 from benchmarks.common.cases import Benchmark, Ratio, case_record
 from benchmarks.common.examples import load_example
 from benchmarks.common.options import new_parser
-from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
+from benchmarks.common.ranks import ON_GPU, Ranks
 from benchmarks.common.records import add_run_options
-from benchmarks.common.tuned import tuned_record
+from benchmarks.common.tuned import tune_online, tuned_record
+from benchmarks.operations.products import explained_error, relative_error
 from benchmarks.operations.step_bounds import bounds, enqueued_ms, gain_found_percent
-from dist_autotune import contextual_autotune
 
 LIMIT_S = 300.0
 MOST_STEPS = 1000  # of one tuning
@@ -75,11 +75,7 @@ class Step:
 
     def error(self) -> float:
         """Return the largest relative error of all products, against float32."""
-        errors = []
-        for layer in self.layers:
-            expected = layer.a.float() @ layer.b.float().T
-            errors.append(float((layer.c.float() - expected).norm() / expected.norm()))
-        return max(errors)
+        return max(relative_error(each.c, each.a.float() @ each.b.float().T) for each in self.layers)
 
     def refresh(self) -> None:
         for layer in self.layers:
@@ -92,24 +88,11 @@ class Step:
 
 
 def tune(step: Step, objective: str) -> tuple[Configs, Any, int]:
-    """Tune the step, one trial a call; return the configs, the report and how many calls it took.
-
-    Calls that waited for a compiler, with the first configs, do not count.
-    """
-    tuned = contextual_autotune(
-        step, is_dist=True, mode="online", objective=objective, share=False, name=f"step by {objective}"
-    )
-    tuned.retune()
-    calls = held = 0
-    while not tuned.settled and calls - held < MOST_STEPS:
-        tuned()
-        calls += 1
-        outlook = tuned.report.outlook
-        held = held if outlook is None else outlook.held
-    report = tuned.report
+    """Tune the step; return the configs, the report and how many calls it took."""
+    report, calls = tune_online(step, MOST_STEPS, objective=objective, name=f"step by {objective}")
     configs = {tuple(map(int, context.key[:3])): context.config for context in report.contexts}
     step.example.persistent_gemm.cache.clear()  # where Triton keeps results, which the next would respect
-    return configs, report, calls - held
+    return configs, report, calls
 
 
 def explained_by(measured: dict[str, Any], host_ms: float) -> dict[str, Any]:
@@ -140,13 +123,12 @@ def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dic
     for config in kernel.configs:
         plans[f"all: {step.example.label(config)}"] = {step.shape_of(layer): config for layer in step.layers}
     first_layer = step.layers[0]
-    explained = torch.finfo(first_layer.c.dtype).eps + INNER**0.5 * torch.finfo(torch.float32).eps
     arms = [
         Arm(
             name=name,
             prepare=lambda configs=configs: lambda: step(configs),
             error=lambda _: step.error(),
-            limit=explained,
+            limit=explained_error(first_layer.c.dtype, INNER),
             work=sum(2e-9 * math.prod(step.shape_of(layer)) for layer in step.layers),
             rate="TFLOP/s",
             poison=step.poison,
@@ -190,18 +172,13 @@ def main() -> None:
     add_run_options(parser, warm_ups=60)
     options = parser.parse_args()
 
-    def body(ranks: Ranks) -> int:
-        benchmark = Benchmark(
-            op="whole_step",
-            title="A step of many kernels beside all-reduces",
-            case_title="layers, all-reduce",
-            ratios=[Ratio(of="default", to="run"), Ratio(of="launches", to="run")],
-            limit_s=LIMIT_S,
-        )
-        name = f"{options.layers} layers, {options.mib:g} MiB each"
-        return benchmark.run(options, ranks, [name], lambda case, plan: run(case, options, plan, ranks))
-
-    run_on_ranks(body)
+    Benchmark(
+        op="whole_step",
+        title="A step of many kernels beside all-reduces",
+        case_title="layers, all-reduce",
+        ratios=[Ratio(of="default", to="run"), Ratio(of="launches", to="run")],
+        limit_s=LIMIT_S,
+    ).start(options, [f"{options.layers} layers, {options.mib:g} MiB each"], run)
 
 
 if __name__ == "__main__":
