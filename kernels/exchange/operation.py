@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..configs import INTERPRETED
 from ..signals import Failure, as_patience, read_failure
 from ..symm import SymmetricMemoryError, open_symmetric_memory
+from ..symm.base import Shared
 from ..tensors import FP8
 from .calls import watch
 from .streams import NOT_COME, Meeting, StreamOrder
@@ -31,7 +32,7 @@ class PeerTimeout(TimeoutError):
     """A peer did not do its part of a call in time; the message names rank, chunk and call."""
 
 
-class Operation(abc.ABC):
+class Operation(Shared):
     """An operation of all ranks of a group that owns symmetric memory; a context manager.
 
     A kernel waits `timeout_s` for a peer: seconds on NVIDIA GPUs, elsewhere polls that last about as long.
@@ -180,17 +181,6 @@ class Operation(abc.ABC):
             self._memory.abandon()  # which keeps what kernels that still run may write
             self._end()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()  # the peers may be anywhere in their work
-
     def refuse(self, reason: str) -> None:
         """Take no more calls: peers have made one that this rank could not, and will report it."""
         self._broken_by = reason
@@ -239,6 +229,10 @@ class Operation(abc.ABC):
 
     def _is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _in_steps(self) -> bool:
+        """Return whether a call that scatters launches its kernel chunk by chunk, as captured ones do."""
+        return self._is_capturing()
 
 
 class _CarryingOut(AbstractContextManager[None]):

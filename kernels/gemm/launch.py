@@ -174,15 +174,8 @@ def execute(
     shape, copies = plan.shape, plan.copies
     first, second = (b, a) if plan.exchanged else (a, b)
     left, right, c = _at(plan.a, first), _at(plan.b, second), _at(plan.out, out)
-    if copies == NOTHING:
-        assert left is not None
-        assert right is not None
-        assert c is not None
-        launch(left, right, c, shape, epilogue)
-        return
-    if plan.exchanged:
+    if copies != NOTHING and plan.exchanged:
         a, b, out = b.mT, a.mT, out.mT
-    # On copies, too: all that TMA cannot address are among those.
     room = out
     if copies.a:
         left, a = padded_copy(a, transposed=shape.trans_a)
@@ -191,6 +184,7 @@ def execute(
     if copies.out:
         room = room_for(out.shape[0], out.shape[1], out.dtype, out.device)
         c = matrix_of_rows(room)
+    # What TMA cannot address is among the copies.
     assert left is not None
     assert right is not None
     assert c is not None

@@ -207,20 +207,6 @@ class GemmReduceScatter(Operation):
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
-        return self._call(a, weight, out, addend, scale_a, scale_weight)
-
-    def _call(
-        self,
-        a: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor | None,
-        addend: torch.Tensor | None = None,
-        scale_a: torch.Tensor | None = None,
-        scale_weight: torch.Tensor | None = None,
-        *,
-        in_steps: bool | None = None,
-    ) -> torch.Tensor:
-        """Carry out a call; in_steps: whether by a launch for each chunk, None leaves that to the body."""
         self._check_usable()
         scales = {"scale_a": scale_a, "scale_weight": scale_weight}
         check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out, addend=addend, **scales)
@@ -238,14 +224,13 @@ class GemmReduceScatter(Operation):
         if body is None:
             body = remember(self._bodies, lie, self._make_body(operands))
         all_rows, is_capturing = a.shape[0], self._is_capturing()
-        if in_steps is None:
-            in_steps = is_capturing or body.in_steps
         size_class = class_of_rows(all_rows)
         wants = self._collective.wants(size_class, self._key)
         with self._carrying_out():
             if self._collective.agree(size_class, all_rows, wants=wants, is_capturing=is_capturing):
                 self._run_collective(a, weight, out, addend)
                 return out
+            in_steps = self._in_steps() or body.in_steps
             self._pushes.give_permits(at_once=not is_capturing)
             launch = functools.partial(self._launch, body, operands)
             of_call = {"in_pieces": True, "in_steps": in_steps, "at_once": not is_capturing}

@@ -168,20 +168,6 @@ class MoEReduceScatter(ExpertOperation):
         `tokens=`. A failure of the call itself is raised at its end on the CPU, and on a GPU by a later call,
         `check` or `close`.
         """
-        in_steps = self._is_capturing()
-        return self._call(y, weight, topk_ids, topk_weights, out, tokens, in_steps=in_steps)
-
-    def _call(
-        self,
-        y: torch.Tensor,
-        weight: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        out: torch.Tensor | None,
-        tokens: Sequence[int] | None,
-        *,
-        in_steps: bool,
-    ) -> torch.Tensor:
         self._check_usable()
         check_no_gradient("MoEReduceScatter", y=y, weight=weight, topk_weights=topk_weights, out=out)
         given = (y, weight, topk_ids, topk_weights, out)
@@ -202,7 +188,7 @@ class MoEReduceScatter(ExpertOperation):
             plan = self._sort(topk_ids, weight.shape[0], first=self.rank + 1, is_gathered=is_gathered)
             listed = (plan.offsets_of_all, plan.ends_of_all) if is_gathered else (plan.offsets, plan.ends)
             read = (plan, self._weights.local, *listed, plan.tables, plan.counters, counts, topk)
-            self._scatter(y, weight, out, _Choices(*read, is_gathered=is_gathered), in_steps=in_steps)
+            self._scatter(y, weight, out, _Choices(*read, is_gathered=is_gathered))
         return out
 
     def by_expert(
@@ -217,7 +203,6 @@ class MoEReduceScatter(ExpertOperation):
 
         weights: float32 [T * topk], of all ranks' choices, as sorted; None: those that were routed.
         """
-        in_steps = self._is_capturing()
         self._check_usable()
         check_no_gradient("MoEReduceScatter", y=y, weight=weight, weights=weights, out=out)
         factors = routing.weights if weights is None else weights.detach()
@@ -234,7 +219,7 @@ class MoEReduceScatter(ExpertOperation):
             self._counters.zero_()
             is_gathered = self._tell("by_expert", weight.shape[0], routing.topk)
             choices = self._routed(routing, factors, is_gathered)
-            self._scatter(y, weight, out, choices, in_steps=in_steps)
+            self._scatter(y, weight, out, choices)
         return out
 
     # ---- one call
@@ -281,8 +266,6 @@ class MoEReduceScatter(ExpertOperation):
         weight: torch.Tensor,
         out: torch.Tensor,
         choices: _Choices,
-        *,
-        in_steps: bool,
     ) -> None:
         """Enqueue kernel and pushes of one call, behind its permits, and its end; or its collective."""
         products = y.new_empty((y.shape[0], self._n))
@@ -290,7 +273,8 @@ class MoEReduceScatter(ExpertOperation):
             self._reduce(functools.partial(self._launch, y, weight), out, products, choices)
             return
         launch = functools.partial(self._launch, y, weight, out, products, choices)
-        self._pusher.run(launch, choices.tokens, in_pieces=False, in_steps=in_steps, at_once=not in_steps)
+        ways = {"in_steps": self._in_steps(), "at_once": not self._is_capturing()}
+        self._pusher.run(launch, choices.tokens, in_pieces=False, **ways)
         self._pushes.finish()
 
     def _reduce(

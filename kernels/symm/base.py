@@ -57,7 +57,30 @@ class Wait(NamedTuple):
 Step = Copy | Write | Wait
 
 
-class SymmetricMemory(abc.ABC):
+class Shared(abc.ABC):
+    """A thing that all ranks of a group have opened; a context manager."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Meet the peers and give it back."""
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Stop using it without meeting the peers: the way out of a rank that has failed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()  # the peers may be anywhere: a rank that fails must not wait for them
+
+
+class SymmetricMemory(Shared):
     """Memory of all ranks of a group, and the operations that order them against each other.
 
     `allocate`, `barrier` and `close` are collective. A step that fails on one rank raises on all; a peer that
@@ -182,17 +205,6 @@ class SymmetricMemory(abc.ABC):
     def _check_open(self) -> None:
         if self._is_closed:
             raise SymmetricMemoryError(f"this {self.name} memory of {self._ranks} is closed; open another")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()  # the peers may be anywhere: a rank that fails must not wait for them
 
 
 def value_of(step: Write | Wait, numbers: Sequence[int]) -> int:

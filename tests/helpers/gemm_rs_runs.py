@@ -80,8 +80,5 @@ class ScatteringSums(DenseRuns):
         shape = len(operands[0]) // op.world_size, op._n
         return torch.full(shape, float("nan"), dtype=op._dtype, device=device())
 
-    def call_as_captured(self, op, operands, out, rows):
-        return op._call(*operands, out, in_steps=True)
-
 
 SCATTERING_SUMS = ScatteringSums()

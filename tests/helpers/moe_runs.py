@@ -34,9 +34,6 @@ class ExpertRuns(Runs):
         assert op(*operands, out, tokens=list(rows) if told else None) is out
         return out
 
-    def call_as_captured(self, op, operands, out, rows):
-        return op._call(*operands, out, list(rows), in_steps=True)
-
 
 def delay_pushes(op: Any, delay_s: float) -> None:
     """Let this rank's side stream, a thread, sleep before it pushes rows to rank 0 and before it says so."""
