@@ -97,7 +97,7 @@ class RankRun:
         parts = state.registry.report_run(waits=self._waits)
         whole, judged = Part(), state.search.judged_run
         if judged is not None or self._whole.report is not None:
-            whole = self._whole.report_run("|".join(judged or ()), waits=self._waits)
+            whole = self._whole.report_run(judged or "", waits=self._waits)
         state.guard.end_run()
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}

@@ -298,9 +298,7 @@ class Session:
         may_go_on = search.rules.tunes and search.rules.mode == "replay"
         self.wants_another = self.has_failed or (may_go_on and is_cut_short)
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
-        left = [
-            context for context in launched if context.provisional and context.name not in search.outside_plan
-        ]
+        left = [context for context in launched if context.provisional and not context.is_left_out]
         if error is not None:
             outcome = outcome or type(error).__name__
         elif not all(context.status for context in launched):

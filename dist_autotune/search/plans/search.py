@@ -37,6 +37,8 @@ class AskedPlan:
 
     plan: Plan
     label: str
+    is_warmup: bool = False  # the run is no sample
+    may_bring: bool = False  # an option in the plan may bring kernels
 
 
 Search: TypeAlias = Generator[AskedPlan, float, Plan]
