@@ -15,10 +15,10 @@ from ..search.context import Context
 from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
 from ..search.expectation.order import best_start
-from ..search.messages import Claim, Part, Upgrade
+from ..search.messages import Claim, Part, Upgrade, femtoseconds
 from ..search.rules import BY_LAUNCH
 from ..storage.known_results import ContextIdentity, KnownOfKernel
-from ..timing.samples import Samples
+from ..timing.samples import Reading, Samples
 from ..triton_api.launch import Key
 
 SETTLED_FAILURES = 3  # in a row, of a settled config: then it is no longer tried, and the ranks are asked
@@ -230,7 +230,8 @@ class RankContext:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
         if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
             return None
-        return self.samples.report_earlier_runs(self.search.digests[self.search.trial])
+        earlier = self.samples.report_earlier_runs(self.search.digests[self.search.trial])
+        return None if earlier is None else part_of(earlier)
 
     def footprint(self, ran: str | None) -> tuple[int, int]:
         """Return what a report tells of launches that still judge: their share of the SMs, and how many."""
@@ -290,3 +291,12 @@ class RankContext:
         """Return the config of a candidate, or the option of a `tunable`; None where this rank has none."""
         holders = (binding.configs for binding in self.bindings if candidate in binding.configs)
         return next(holders, {}).get(candidate)
+
+
+def part_of(reading: Reading) -> Part:
+    """Return what one rank has measured as its part of a run's report."""
+    ms = reading.ms
+    if ms is None:
+        pending, unmeasured = int(reading.is_pending), int(reading.is_timed)
+        return Part(reading.ran, pending=pending, unmeasured=unmeasured)
+    return Part(reading.ran, ms, ms, femtoseconds(ms), gap_ms=reading.gap_ms, measured=1)

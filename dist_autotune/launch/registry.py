@@ -25,7 +25,7 @@ from ..triton_api import identity
 from ..triton_api.identity import KernelIdentity, family_of
 from ..triton_api.launch import Key, Launch, config_texts
 from .kernel_names import KernelNames
-from .rank_context import Binding, Phase, RankContext
+from .rank_context import Binding, Phase, RankContext, part_of
 
 
 class Registry:
@@ -179,7 +179,7 @@ class Registry:
         chosen = []
         for context in list(self.by_name.values()):
             report = context.samples.report  # of the run that is waited for, which may be an earlier one
-            candidate = report.ran if report is not None and report.pending else context.run.choice
+            candidate = report.ran if report is not None and report.is_pending else context.run.choice
             if candidate is not None:
                 text = config_label(context.texts.get(candidate, "several configs"))
                 chosen.append((context, f"{context.title} with {text}"))
@@ -204,8 +204,9 @@ class Registry:
             # While a peer has not read its sample yet, this run's launches are no part of the trial.
             is_waiting = context.search is not None and context.search.waiting
             if is_repeated or (run.ran and not is_waiting):
-                ran = None if not run.ran else MIXED if len(run.ran) > 1 else next(iter(run.ran))
-                part = context.samples.report_run(ran, waits=waits)
+                is_mixed = len(run.ran) > 1
+                ran = MIXED if is_mixed else next(iter(run.ran), None)
+                part = part_of(context.samples.report_run(ran, waits=waits, is_mixed=is_mixed))
             else:
                 part = earlier or Part()
             announcement = None if context.announced else self._announcement(context, place)
