@@ -261,24 +261,14 @@ def _counts(context: ContextHistory, shown: int) -> str:
 
 
 def candidates_note(context: ContextHistory) -> str:
-    """Return what all candidates have in common, and how the search came to its winner."""
+    """Return what all candidates have in common, and how times and ranks stand to the winner."""
     shared = shared_parts(context)
     notes = [f"All: {', '.join(shared)}."] if shared else []
     if [choice for choice, _ in ranks_by_choice(context)] == [context.winner]:
         notes.append("Each rank alone would choose the winner.")
     if context.winner is not None and in_order(context.candidates)[0] is not context.winner:
         notes.append("A time above the winner's in the list is of fewer samples, or equal within the noise.")
-    return " ".join([*notes, _convergence(context)]).strip()
-
-
-def _convergence(context: ContextHistory) -> str:
-    """Return when the search first knew a time, and when it first knew its best one."""
-    best_ms = context.convergence
-    if not best_ms:
-        return ""
-    first, best, last = min(best_ms), min(best_ms, key=lambda run: best_ms[run]), max(best_ms)
-    known = f"Best agreed time: {format_ms(best_ms[first])} ms after run {first}"
-    return f"{known}, {format_ms(best_ms[best])} ms after run {best}; last trial in run {last}."
+    return " ".join(notes)
 
 
 def ranks_by_choice(context: ContextHistory) -> list[tuple[CandidateHistory, list[int]]]:
