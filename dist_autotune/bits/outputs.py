@@ -1,4 +1,4 @@
-"""Finds what a function has put out, in its result and in what is named, and hashes it without waiting."""
+"""Finds a function's outputs, in its result and in named tensors, and hashes them without waiting."""
 
 from __future__ import annotations
 

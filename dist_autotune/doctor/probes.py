@@ -1,4 +1,4 @@
-"""What the doctor tries out in helper processes: each probe is a sequence of stages, which return facts."""
+"""The doctor's probes, run in helper processes: each is a sequence of stages that return facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Candidates that are compiled in another process while runs go on, and loaded between runs, a few a time."""
+"""Compiles candidates in another process while runs go on, and loads a few of them between two runs."""
 
 from __future__ import annotations
 

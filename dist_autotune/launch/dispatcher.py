@@ -118,7 +118,7 @@ class Dispatcher:
         return self.run_under_way is not None and self.run_under_way is not call
 
     def _stays(self, call: CallUnderWay, context: RankContext) -> bool:
-        """Return whether later calls launch what this one has launched: where nothing is tried, all do."""
+        """Return whether later calls may launch the same config without asking: it stands."""
         return not call.tunes and (context.phase is Phase.SETTLED or not self._function.tunes)
 
     def _candidate(
@@ -291,7 +291,7 @@ class Dispatcher:
         return CallUnderWay(settled, *makes, tunes, self._function.is_alone, written)
 
     def _begin_anew(self) -> None:
-        """Let the first launch of each context choose; settled calls under way keep what they know."""
+        """Let each context choose its config anew; settled calls under way keep theirs."""
         self._model = self._new_call(tunes=False)
         self._known_choices.clear()
         self._registry.begin_run()

@@ -42,7 +42,7 @@ class Registry:
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
-        """Return how the key was launched through the Autotuner before; None: it was not."""
+        """Return the binding of a launch's key; None: this Autotuner has not launched it."""
         key = launch.key()  # raises for an Autotuner that was never seen, too
         binding = self._bindings.get(launch.tuner, {}).get(key)
         if binding is not None:
@@ -50,7 +50,7 @@ class Registry:
         return binding
 
     def admit(self, launch: Launch) -> Binding:
-        """Return the binding of a launch that `find` does not know, from now on known."""
+        """Bind a launch that is new to its context, and register both."""
         binding = self.look(launch, admits=True)
         context = binding.rank_context
         self.by_name[context.name] = context
@@ -59,7 +59,7 @@ class Registry:
         return binding
 
     def look(self, launch: Launch, *, admits: bool = False) -> Binding:
-        """Return what `admit` would, and admit nothing."""
+        """Return the binding that `admit` would register. admits: its kernel takes its name."""
         configs, key, tuner = launch.candidates(), launch.key(), launch.tuner
         about = ContextIdentity(
             self.names.name_of(tuner, launches=admits),
@@ -144,7 +144,7 @@ class Registry:
             self.on_ban(context, candidate, reason)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call contexts as the peers do: their kernels are one, though their candidates differ."""
+        """Take the names that the ranks have agreed on, where kernels differ in their candidates alone."""
         for old, new in names.items():
             if (context := self.by_name.pop(old, None)) is not None:
                 context.name = new
@@ -188,7 +188,7 @@ class Registry:
         return running or trials or [text for _, text in chosen]
 
     def report_run(self, *, waits: bool) -> dict[str, Part]:
-        """Return what to tell the peers of this run. `waits`: read every clock now; see `Samples`."""
+        """Return this rank's parts of the run's report, by context. waits: read every clock now."""
         reports = {}
         for place, context in enumerate(self.by_name.values()):
             run = context.run
@@ -243,7 +243,7 @@ class Registry:
         )
 
     def reported(self) -> list[RankContext]:
-        """Return the contexts of which the peers hear at the end of this run."""
+        """Return the contexts in this run's report."""
         return [context for context in self.by_name.values() if context.run.report is not None]
 
     def announced_now(self) -> list[RankContext]:

@@ -312,7 +312,7 @@ class _Connection(asyncio.Protocol):
 
     def _reply(self, message: HubMessage) -> None:
         if self.rank == self._hub.rank and "merged" in (message.get("end") or {}):
-            self._hub.send_last(self, message, time.monotonic() + SEND_S)
+            self._hub.loop.call_soon(self._hub.send_last, self, message, time.monotonic() + SEND_S)
         else:
             self.send(message)
 

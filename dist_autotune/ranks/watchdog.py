@@ -1,4 +1,4 @@
-"""A thread that acts for a rank whose own thread is busy: with compiling, or in the user's function."""
+"""A thread that sends heartbeats while a rank compiles, and reports a rank that is stuck."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 10  # a rank that compiles extends its deadline at most this many tim
 
 @dataclass(frozen=True)
 class Watch:
-    """What to do when the peers have gone on without a run, or it lasts longer than `timeout_s`."""
+    """How one run is watched: its name, its limit, and who hears that it is stuck."""
 
     what: str  # names the run
     timeout_s: float

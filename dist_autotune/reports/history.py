@@ -1,4 +1,4 @@
-"""What a log directory tells: agreed times, spread over ranks, what each rank alone would choose."""
+"""Histories read from a log directory: agreed times, spread over ranks, each rank's own choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one tuned function knows before a launch: results in memory and on disk, and those of other keys."""
+"""Known results of one tuned function: in memory, on disk, and those of other keys."""
 
 from __future__ import annotations
 

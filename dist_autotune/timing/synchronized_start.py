@@ -1,4 +1,4 @@
-"""When the ranks of one host begin a run together.
+"""Lets the ranks of one host begin a run at one moment.
 
 A rank that begins a run early waits for its peers in the first kernel that needs them, and that wait is in
 what is timed. So each rank keeps its device busy until one moment, which all compute alike: when the last
