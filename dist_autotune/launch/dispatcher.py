@@ -21,7 +21,7 @@ from ..triton_api.footprint import RecordedGrid
 from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
 from .backlog import Backlog
 from .fast_path import CallUnderWay, Settled
-from .rank_context import NONE_FAILED, Binding, Phase, RankContext
+from .rank_context import NONE_FAILED, Binding, RankContext, Stage
 from .registry import Registry
 from .tunable import CHOICES, KnownChoices, Ranks, option_texts
 from .written_tensors import WrittenTensors
@@ -119,14 +119,14 @@ class Dispatcher:
 
     def _stays(self, call: CallUnderWay, context: RankContext) -> bool:
         """Return whether later calls may launch the same config without asking: it stands."""
-        return not call.tunes and (context.phase is Phase.SETTLED or not self._function.tunes)
+        return not call.tunes and (context.stage is Stage.SETTLED or not self._function.tunes)
 
     def _candidate(
         self, call: CallUnderWay, binding: Binding, failed: Mapping[str, str] = NONE_FAILED
     ) -> str:
         context = binding.rank_context
         candidate = context.chosen(binding, failed)
-        if not call.tunes and context.phase is not Phase.SETTLED:
+        if not call.tunes and context.stage is not Stage.SETTLED:
             self._note_new(call, context)
         return candidate
 
@@ -202,7 +202,7 @@ class Dispatcher:
             return {}
         call.settled.clear()
         with self._lock:  # threads may launch it at once; its replacement has not failed
-            if not call.tunes or (context.phase is Phase.SETTLED and is_out_of_memory(error)):
+            if not call.tunes or (context.stage is Stage.SETTLED and is_out_of_memory(error)):
                 self._excuse(call, context, candidate, reason, counts=not is_out_of_memory(error))
                 return {candidate: reason}
             if candidate not in context.bans:

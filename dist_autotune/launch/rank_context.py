@@ -26,7 +26,7 @@ FORMS = 8  # of a context: the candidates are compiled for so many; further ones
 NONE_FAILED: Mapping[str, str] = {}
 
 
-class Phase(enum.Enum):
+class Stage(enum.Enum):
     """How far a context is on this rank. `Registry.forget` drops one, and a launch meets it as a new one.
 
     NEW: a launch has met it. `Registry` chooses in each run anew what it begins with.
@@ -128,10 +128,10 @@ class RankContext:
     is_recorded: bool = False  # on disk, as one that waits for a result
 
     @property
-    def phase(self) -> Phase:
+    def stage(self) -> Stage:
         if self.search is None:
-            return Phase.NEW if self.claim is None else Phase.CLAIMED
-        return Phase.SETTLED if self.search.stands else Phase.SHARED
+            return Stage.NEW if self.claim is None else Stage.CLAIMED
+        return Stage.SETTLED if self.search.stands else Stage.SHARED
 
     @property
     def title(self) -> str:
@@ -155,7 +155,7 @@ class RankContext:
     def measures(self) -> bool:
         """Return whether launches of this run are samples."""
         if self.search is None:
-            return self.phase is Phase.NEW and not self.identity.is_choice
+            return self.stage is Stage.NEW and not self.identity.is_choice
         return self.search.judge == BY_LAUNCH and self.search.is_on_trial
 
     @property
@@ -168,7 +168,7 @@ class RankContext:
         """Return whether its candidates are to be compiled before they are tried, in more forms too."""
         if self.compile.is_preflighted and not self.compile.left:
             return False
-        return self.phase is Phase.NEW if self.search is None else self.search.is_tuned_by_launches
+        return self.stage is Stage.NEW if self.search is None else self.search.is_tuned_by_launches
 
     @property
     def failing(self) -> dict[str, str]:
@@ -180,7 +180,7 @@ class RankContext:
         if len(self.texts) == 1 or candidate not in self.texts:
             return False
         if self.search is None:
-            return self.phase is Phase.NEW
+            return self.stage is Stage.NEW
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
     def begin_with(self, known: KnownOfKernel, *, tries_few: bool) -> None:

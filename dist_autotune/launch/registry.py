@@ -25,7 +25,7 @@ from ..triton_api import identity
 from ..triton_api.identity import KernelIdentity, family_of
 from ..triton_api.launch import Key, Launch, config_texts
 from .kernel_names import KernelNames
-from .rank_context import Binding, Phase, RankContext, part_of
+from .rank_context import Binding, RankContext, Stage, part_of
 
 
 class Registry:
@@ -133,7 +133,7 @@ class Registry:
 
         Anew in each run, by its first launch: ranks that announce it together know the same results.
         """
-        if context.phase is Phase.NEW and context.run.choice is None and len(context.texts) > 1:
+        if context.stage is Stage.NEW and context.run.choice is None and len(context.texts) > 1:
             known = self.results.of_kernel(context.identity, self.names.alias(context.identity.kernel))
             context.begin_with(known, tries_few=self.results.search.rules.expects)
 
@@ -192,7 +192,7 @@ class Registry:
         reports = {}
         for place, context in enumerate(self.by_name.values()):
             run = context.run
-            if run.count and context.phase is not Phase.SETTLED:
+            if run.count and context.stage is not Stage.SETTLED:
                 context.launches_per_run = run.count
             earlier = context.report_earlier_runs()
             bans = {

@@ -1,5 +1,4 @@
-"""Finds subclasses of Autotuner whose `run` never calls that of a base class: tuned calls miss them.
-"""
+"""Finds subclasses of Autotuner whose `run` never calls that of a base class: tuned calls miss them."""
 
 from __future__ import annotations
 
