@@ -48,7 +48,6 @@ class Dispatcher:
         self.run_under_way: CallUnderWay | None = None  # of a session
         self._function = registry.results.function
         self._model = self._new_call(tunes=False)  # of settled calls
-        self._is_fresh = True  # no session has run since choices were made anew
         # A launch of each new form of a context: their arguments are held no longer than the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self._known_choices = KnownChoices()
@@ -262,10 +261,9 @@ class Dispatcher:
     def settled_call(self) -> CallUnderWay:
         """Return a call without trials. It takes no lock while one settled call follows another."""
         names = self._registry.names
-        if self.run_under_way is None and (self._registry.has_news or not self._is_fresh):
+        if self.run_under_way is None and self._registry.has_news:
             with self._lock:
                 self._begin_anew()
-                self._is_fresh = True
         names.begin_run()
         return self._model.another()
 
@@ -274,7 +272,7 @@ class Dispatcher:
         self._registry.names.begin_run()
         with self._lock:
             self._begin_anew()
-            self._is_fresh = False
+            self._registry.has_news = True  # to the settled call after it
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
         self.run_under_way = self._new_call(tunes=tunes, written=self._written)

@@ -35,7 +35,7 @@ class Registry:
         self, names: KernelNames, options: Options, clock: Clock, rank: int, results: KnownResults
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
-        self.has_news = False  # the ranks have agreed on something since the last run began
+        self.has_news = False  # since the last run began: to a settled call, whose contexts choose anew
         self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self.names, self.results = names, results
         self._options, self._clock, self._rank = options, clock, rank
