@@ -204,7 +204,7 @@ class Backlog:
 
 
 def _run_ms(context: RankContext, entry: _Entry) -> tuple[float, float]:
-    """Return what a run's launches of a context take on the device, at least and at most; zeros: not known.
+    """Return a context's device time in a run, at least and at most, in ms; zeros: not known.
 
     At least, as in a host-bound run the time of every small kernel is the host's.
     """

@@ -234,7 +234,7 @@ class RankContext:
         return None if earlier is None else part_of(earlier)
 
     def footprint(self, ran: str | None) -> tuple[int, int]:
-        """Return what a report tells of launches that still judge: their share of the SMs, and how many."""
+        """Return the launches' share of the SMs and their number, for a report; 0 and 1 once they judge no more."""
         judges = self.search is None or self.search.is_tuned_by_launches
         if ran is None or not judges or ran not in self.shares:
             return 0, 1
@@ -294,7 +294,7 @@ class RankContext:
 
 
 def part_of(reading: Reading) -> Part:
-    """Return what one rank has measured as its part of a run's report."""
+    """Return one rank's reading as its part of a run's report."""
     ms = reading.ms
     if ms is None:
         pending, unmeasured = int(reading.is_pending), int(reading.is_timed)

@@ -171,7 +171,7 @@ class Registry:
             context.begin_run()
 
     def launched(self) -> list[str]:
-        """Return what this run has launched, as `kernel[key] with config`; any thread may ask.
+        """Return the launches of this run, as `kernel[key] with config`; any thread may ask.
 
         Only what runs on the device at this moment, or is being launched, where the clock can tell; else only
         what is on trial, if anything is.

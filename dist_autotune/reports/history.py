@@ -162,7 +162,7 @@ class SessionHistory:
 
     @cached_property
     def closed(self) -> SessionClosed:
-        """Return how it closed; `unfinished`: it, or its process, ended without."""
+        """Return the record of its end; `unfinished`: there is none."""
         runs = max((record.run for record in of_kind(self.records, RunStarted)), default=-1) + 1
         unfinished = SessionClosed(runs=runs, contexts=0, outcome="unfinished")
         return next(iter(of_kind(self.records, SessionClosed)), unfinished)

@@ -200,7 +200,7 @@ def _compiling_table(session: SessionHistory) -> Table:
 
 
 def shared_parts(context: ContextHistory) -> tuple[str, ...]:
-    """Return what all candidates of a context have in common."""
+    """Return the parts of a config that all candidates of a context share."""
     parts = [config_parts(each.config) for each in context.candidates]
     if len(parts) < 2:
         return ()
@@ -252,7 +252,7 @@ def _candidates_table(context: ContextHistory, most: int | None) -> Table:
 
 
 def _counts(context: ContextHistory, shown: int) -> str:
-    """Return how many candidates are shown, and how many of all have which fate."""
+    """Return the numbers of candidates shown, timed, banned and not tried."""
     count, timed = len(context.candidates), sum(each.agreed_ms is not None for each in context.candidates)
     banned = sum(bool(each.banned) for each in context.candidates)
     fates = {"timed": timed, "banned": banned, "not tried": max(count - timed - banned, 0)}
@@ -261,7 +261,7 @@ def _counts(context: ContextHistory, shown: int) -> str:
 
 
 def candidates_note(context: ContextHistory) -> str:
-    """Return what all candidates have in common, and how times and ranks stand to the winner."""
+    """Return the note below the candidates: shared parts, and why the winner is not the first."""
     shared = shared_parts(context)
     notes = [f"All: {', '.join(shared)}."] if shared else []
     if [choice for choice, _ in ranks_by_choice(context)] == [context.winner]:

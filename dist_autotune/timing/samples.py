@@ -94,7 +94,7 @@ class Samples:
             self.sample = None
 
     def report_run(self, ran: str | None, *, waits: bool, is_mixed: bool = False) -> Reading:
-        """Return what the run that launched `ran` has measured.
+        """Return the reading of the run that launched `ran`.
 
         waits: read the clock now; else when the device is done, or has the work of two more runs.
         is_mixed: it launched several candidates, so its time is no sample of one.
