@@ -234,7 +234,7 @@ class RankContext:
         return None if earlier is None else part_of(earlier)
 
     def footprint(self, ran: str | None) -> tuple[int, int]:
-        """Return the launches' share of the SMs and their number, for a report; 0 and 1 once they judge no more."""
+        """Return the launches' share of the SMs, and their number; 0 and 1 once they judge no more."""
         judges = self.search is None or self.search.is_tuned_by_launches
         if ran is None or not judges or ran not in self.shares:
             return 0, 1
