@@ -185,6 +185,7 @@ def test_a_rank_that_does_not_read_holds_up_nobody_and_gets_whole_messages_when_
         wait_for(lambda: len(hub.state))
         began = time.monotonic()
         root.send("publish", 0, end=end)
+        wait_for(lambda: any(each.transport.get_write_buffer_size() for each in hub.connections.copy()))
         assert client.receive(client.send("look", 1), 20)["end"] is None
         assert time.monotonic() - began < hub_module.SEND_S  # while that rank has taken in next to nothing
         rank.send("look")
