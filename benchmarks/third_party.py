@@ -1,6 +1,6 @@
 """A training script that knows nothing of dist_autotune, started five ways, each from empty caches.
 
-    python -m benchmarks.third_party [--nproc N] [--steps N] [--arms NAME...] [--json FILE]
+    python -m benchmarks.third_party [--nproc N] [--steps N] [--arms NAME...] [--search NAME] [--json FILE]
                                      [-- SCRIPT ...]
 
     untuned      through `dist_autotune run`, DIST_AUTOTUNE_MODE=cached, no results: first configs, no trial
@@ -11,7 +11,8 @@
 
 SCRIPT (default: examples/train_third_party.py) prints `step I loss HEX ms T` on rank 0. Every arm begins with
 no compiled kernel. First steps hold the compilation of what they launch. A step counts as slow when it takes
-more than three times the median of the settled ones. Losses of `restarted` and `pinned` run with the same
+more than three times the median of the settled ones; "meanwhile" is the median step of the sessions over the
+settled one, "runs" the steps until all was settled. Losses of `restarted` and `pinned` run with the same
 configs: they must be equal in every bit. With several ranks the picks of `stock` are compared by kernel, in
 the order of their keys.
 
@@ -50,7 +51,9 @@ PICK = re.compile(  # what TRITON_PRINT_AUTOTUNING=1 prints of one key
 RUN = ("-m", "dist_autotune", "run")
 ARMS = ("untuned", "stock", "tuned", "restarted", "pinned")
 SHORT_STEPS = 40  # of arms in which nothing is tuned
-COLUMNS = ("arm", "first step s", "settled ms", "slowest ms", "slow steps", "contexts", "tried", "runs")
+COLUMNS = (
+    "arm", "first step s", "settled ms", "meanwhile", "slowest ms", "slow steps", "contexts", "tried", "runs"
+)  # fmt: skip
 SLOW = 3.0  # times the median of the settled steps
 
 
@@ -112,7 +115,7 @@ class Arms:
         return self._script(), {}
 
     def _prepare_tuned(self, place: Path) -> tuple[list[str], dict[str, str]]:
-        return [*RUN, *self._script(is_long=True)], {}
+        return [*RUN, "--search", self.options.search, *self._script(is_long=True)], {}
 
     def _prepare_untuned(self, place: Path) -> tuple[list[str], dict[str, str]]:
         return [*RUN, *self._script()], {"DIST_AUTOTUNE_MODE": "cached"}
@@ -121,7 +124,7 @@ class Arms:
         bundle = self.directory / "bundle.json"
         cache("export", str(bundle), results=self.directory / "tuned/cache")
         cache("import", str(bundle), results=place / "cache")
-        return [*RUN, *self._script()], {}
+        return [*RUN, "--search", self.options.search, *self._script()], {}
 
     def _prepare_pinned(self, place: Path) -> tuple[list[str], dict[str, str]]:
         cache("export", "--format", "triton", str(place / "triton"), results=self.directory / "tuned/cache")
@@ -193,16 +196,19 @@ def row(name: str, ended: Ended) -> tuple[str, ...]:
     later = ended.ms[1:] or ended.ms
     reports = [session["report"] for session in ended.sessions]
     contexts = [context for report in reports for context in report["contexts"]]
+    runs = sum(report["runs"] for report in reports)
+    meanwhile = statistics.median(ended.ms[1:runs] or [ended.settled_ms])
     trials = sum(len(context["timings"]) > 1 for context in contexts)
     return (
         name,
         f"{ended.ms[0] / 1e3:.2f}",
         f"{ended.settled_ms:.2f}",
+        f"{meanwhile / ended.settled_ms:.2f}",
         f"{max(later):.0f}",
         str(ended.slow_steps()),
         str(len(contexts)),
         str(trials),
-        str(sum(report["runs"] for report in reports)),
+        str(runs),
     )
 
 
@@ -225,6 +231,7 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=1, help="ranks of each arm")
     parser.add_argument("--steps", type=int, default=3000, help="of tuned; the other arms make 40 at most")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="in this order")
+    parser.add_argument("--search", default="auto", help="of tuned and restarted: auto, racing or expected")
     parser.add_argument("--limit-s", type=float, default=900.0, help="for each arm")
     parser.add_argument("script", nargs="*", help="and its arguments, after --")
     add_record_options(parser)

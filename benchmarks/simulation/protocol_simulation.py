@@ -104,12 +104,12 @@ class Simulation:
         context = self.tuning.contexts.get(name)
         return self.contexts[name][0] if context is None else context.digests[context.planned]
 
-    def _report(self, run: int, rank: int, judged: str | None) -> RunReport:
+    def _report(self, run: int, rank: int, judged: tuple[str, str] | None) -> RunReport:
         names = [name for name in self.contexts if self.launches(run, rank, name)]
         plan = {name: self._candidate(name) for name in names}
         whole = Part()
         if judged is not None:
-            whole = self._timed(judged, self._whole_ms(plan, rank), ("run", rank, judged))
+            whole = self._timed("|".join(judged), self._whole_ms(plan, rank), ("run", rank, judged))
         parts = {name: self._part(run, rank, name, plan[name]) for name in names}
         for name in self.contexts:
             if (left := self.compiling(run, rank, name)) and (rank, name) in self._announced:

@@ -6,7 +6,7 @@ Each function is tuned with search="exhaustive" at each of its sizes; the table 
 bans of all its contexts, as the log has them.
 
 Subjects: a blocked matrix product with 72 configs at 30 shapes; the same kernel with 300 configs drawn from
-4,800 at 6 shapes; RMSNorm by rows with 20 configs at 24 shapes; relu by blocks with 35 configs at 20 sizes;
+4,800 at 6 shapes; RMSNorm by rows with 20 configs at 24 shapes;
 persistent_matmul with its own candidates at 20 shapes. On a GPU, where they are installed: layers of
 flash-linear-attention, forward and backward, at 6 sizes.
 
@@ -20,7 +20,7 @@ import importlib.util
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def many_matmul_configs() -> list[triton.Config]:
     ]
 
 
-def matmul_calls(configs: list[triton.Config], shapes: list[tuple[int, int, int]]) -> Iterator[Call]:
+def matmul_calls(configs: Sequence[triton.Config], shapes: list[tuple[int, int, int]]) -> Iterator[Call]:
     kernel = triton.autotune(configs, key=["m", "n", "k"])(blocked_matmul)
     for m, n, k in shapes:
         a, b, c = tensor(m, k), tensor(n, k), torch.empty(m, n, device=DEVICE, dtype=DTYPE)
@@ -146,32 +146,6 @@ def norm_calls() -> Iterator[Call]:
         yield norm
 
 
-@triton.autotune(
-    [
-        triton.Config({"BLOCK": block}, num_warps=warps)
-        for block in (128, 256, 512, 1024, 2048, 4096, 8192)
-        for warps in (1, 2, 4, 8, 16)
-    ],
-    key=["n"],
-)
-@triton.jit
-def relu(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + offs, tl.maximum(tl.load(x_ptr + offs, mask=offs < n), 0.0), mask=offs < n)
-
-
-def relu_calls() -> Iterator[Call]:
-    for power in range(14, 26) if ON_GPU else (6, 7):
-        x = tensor(2**power + 16 * (power % 3))
-
-        def rectify(x: torch.Tensor = x) -> torch.Tensor:
-            y = torch.empty_like(x)
-            relu[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel())
-            return y
-
-        yield rectify
-
-
 # -- this project's product, and layers of another package ---------------------------------------------------
 
 
@@ -201,7 +175,6 @@ def subjects() -> dict[str, Callable[[], Iterator[Call]]]:
     """Return what can be tuned here."""
     few = 30 if ON_GPU else 2
     found: dict[str, Callable[[], Iterator[Call]]] = {
-        "relu": relu_calls,
         "norm": norm_calls,
         "matmul": lambda: matmul_calls(matmul_configs(), shapes(few)),
         "many": lambda: matmul_calls(many_matmul_configs(), shapes(6 if ON_GPU else 1)),

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 
-from benchmarks.tuner import compile_time
 from dist_autotune.compilation import compiler_child, pool
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.compilation.pool import PoolOptions
@@ -199,19 +195,3 @@ def test_options_follow_torchrun_and_what_the_peers_wait(monkeypatch):
     assert options.until - time.monotonic() == pytest.approx(80.0, abs=5.0)
     monkeypatch.delenv("LOCAL_RANK")
     assert PoolOptions.of_rank("s", position=11, ranks=16, patience_s=100.0).local_ranks == 16
-
-
-def test_the_benchmark_compares_the_arms(monkeypatch, capsys):
-    x = torch.empty(16, dtype=torch.float16)
-    small = compile_time.Kernel(kernel(GOOD, 64), lambda device: ((x, x), {"grid": (1,)}), is_pruned=True)
-    monkeypatch.setitem(compile_time.KERNELS, "ag_gemm", small)
-    options = ["--candidates", "1", "--rounds", "1", "--json", "times.json"]
-    monkeypatch.setattr(sys, "argv", ["compile_time.py", *options])
-    compile_time.main()
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
-        "one after another",
-        "threads",
-        "shared",
-    ]
-    rows = {row["arm"]: sum(row["compiled"]) for row in json.loads(Path("times.json").read_text())["rows"]}
-    assert rows == {"one after another": 2, "threads": 2, "shared": 1}

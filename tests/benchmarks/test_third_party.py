@@ -39,7 +39,17 @@ def test_a_script_is_tuned_and_its_bundle_leaves_nothing_to_try(tmp_path: Path) 
     script, record = tmp_path / "train.py", tmp_path / "record.json"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "benchmarks.third_party", "--steps", "30", "--limit-s", "60"]
-    command += ["--arms", "tuned", "restarted", "--json", str(record), "--", str(script)]
+    command += [
+        "--search",
+        "expected",
+        "--arms",
+        "tuned",
+        "restarted",
+        "--json",
+        str(record),
+        "--",
+        str(script),
+    ]
     ended = subprocess.run(
         command, env={**with_benchmarks(os.environ), "TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
