@@ -150,7 +150,7 @@ class Options:
             object.__setattr__(self, "cache", Path(self.cache).absolute())
 
     def rules(self) -> dict[str, Any]:
-        """Return the options that steer decisions, as `Rules` and the log name them."""
+        """Return what steers decisions, as `Rules` and the log name it."""
         names = ("mode", "objective", "rank_reduce", "max_runs", "budget_s")
         n_repeat = DEFAULT_N_REPEAT if self.n_repeat is None else self.n_repeat
         n_warmup = DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
@@ -223,7 +223,7 @@ class Options:
         return directory
 
     def agreed_fields(self) -> dict[str, str]:
-        """Return the options that must be equal on all ranks, as text."""
+        """Return what must be equal on all ranks, as text."""
         fields = {name: repr(getattr(self, name)) for name, about in ABOUT.items() if about.is_agreed}
         return {**fields, "search": self.search_name, "bits": self.resolved_bits()}
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
+from ..combinations import drawn
 from ..triton_api import identity
 from ..triton_api.identity import family_of
 
@@ -41,8 +42,8 @@ class KernelNames:
             kernel, ordinal = self._ordinals[tuner]
         else:
             family = digest(f"{identity.kernel_identity(tuner).digest}|{','.join(tuner.keys)}")
-            identity.tell_apart(tuner.configs)
-            kernel = _kernel(family, (identity.config_digest(each) for each in tuner.configs))
+            identity.tell_apart(configs := drawn(tuner.configs))
+            kernel = _kernel(family, map(identity.config_digest, configs))
             ordinal = next(n for n in itertools.count() if (kernel, n) not in self._taken)
             if launches:
                 self._families.setdefault(family, set()).add(kernel)

@@ -14,11 +14,12 @@ from ..formatting import config_label
 from ..search.context import Context
 from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
+from ..search.expectation.model import Told
 from ..search.expectation.order import best_start
-from ..search.messages import Claim, Part, Upgrade, femtoseconds
+from ..search.messages import Claim, Part, Upgrade
 from ..search.rules import BY_LAUNCH
 from ..storage.known_results import ContextIdentity, KnownOfKernel
-from ..timing.samples import Reading, Samples
+from ..timing.samples import Samples
 from ..triton_api.launch import Key
 
 SETTLED_FAILURES = 3  # in a row, of a settled config: then it is no longer tried, and the ranks are asked
@@ -26,7 +27,7 @@ FORMS = 8  # of a context: the candidates are compiled for so many; further ones
 NONE_FAILED: Mapping[str, str] = {}
 
 
-class Stage(enum.Enum):
+class Phase(enum.Enum):
     """How far a context is on this rank. `Registry.forget` drops one, and a launch meets it as a new one.
 
     NEW: a launch has met it. `Registry` chooses in each run anew what it begins with.
@@ -62,7 +63,7 @@ class Beginning:
     like: str = ""  # the nearest tuned key, if `first` is its winner
     upgrade: Upgrade | None = None  # what is raced after an upgrade, as this rank's disk has it
     expected: str = ""  # the candidate expected to be the fastest ...
-    expected_from: Mapping[str, int] = field(default_factory=dict)  # ... from so many times of other keys
+    told: Told | None = None  # ... from these times of other keys
     unlikely: Collection[str] = ()  # candidates that the search leaves out, as other keys expect them slower
 
 
@@ -80,7 +81,8 @@ class RunLaunches:
 class CompileState:
     """How far the candidates of one context are compiled."""
 
-    is_preflighted: bool = False  # all are, or a backlog has them
+    is_preflighted: bool = False  # all are, or a backlog has them ...
+    waves: int = 0  # ... as many as the search had named when it had named more so often
     left: int = 0  # candidates that a backlog has still to compile or load
     forms: set[Any] = field(default_factory=set)  # met until all is compiled; see `keep_form`
     is_varied: bool = False  # the context was launched in several forms
@@ -128,10 +130,10 @@ class RankContext:
     is_recorded: bool = False  # on disk, as one that waits for a result
 
     @property
-    def stage(self) -> Stage:
+    def phase(self) -> Phase:
         if self.search is None:
-            return Stage.NEW if self.claim is None else Stage.CLAIMED
-        return Stage.SETTLED if self.search.stands else Stage.SHARED
+            return Phase.NEW if self.claim is None else Phase.CLAIMED
+        return Phase.SETTLED if self.search.stands else Phase.SHARED
 
     @property
     def title(self) -> str:
@@ -155,7 +157,7 @@ class RankContext:
     def measures(self) -> bool:
         """Return whether launches of this run are samples."""
         if self.search is None:
-            return self.stage is Stage.NEW and not self.identity.is_choice
+            return self.phase is Phase.NEW and not self.identity.is_choice
         return self.search.judge == BY_LAUNCH and self.search.is_on_trial
 
     @property
@@ -166,9 +168,10 @@ class RankContext:
     @property
     def is_to_preflight(self) -> bool:
         """Return whether its candidates are to be compiled before they are tried, in more forms too."""
-        if self.compile.is_preflighted and not self.compile.left:
+        has_all = self.search is None or self.compile.waves == self.search.waves
+        if self.compile.is_preflighted and has_all and not self.compile.left:
             return False
-        return self.stage is Stage.NEW if self.search is None else self.search.is_tuned_by_launches
+        return self.phase is Phase.NEW if self.search is None else self.search.is_tuned_by_launches
 
     @property
     def failing(self) -> dict[str, str]:
@@ -180,7 +183,7 @@ class RankContext:
         if len(self.texts) == 1 or candidate not in self.texts:
             return False
         if self.search is None:
-            return self.stage is Stage.NEW
+            return self.phase is Phase.NEW
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
     def begin_with(self, known: KnownOfKernel, *, tries_few: bool) -> None:
@@ -197,14 +200,13 @@ class RankContext:
         key, texts = self.identity.key_text, self.texts
         usable = {key: winner for key, winner in known.winners.items() if winner in texts}
         like = next(iter(by_distance(key, usable)), "")
-        sizes = {key: len(times) for key, times in known.told.items()}
-        expected, is_new = before.expected, before.expected_from != sizes
+        expected, is_new = before.expected, before.told != known.told
         if is_new:
             text = best_start(key, texts.values(), known.told)
             expected = next((each for each, own in texts.items() if text and own == text), "")
         first = expected or usable.get(like, "")
         like = like if first == usable.get(like) else ""
-        self.beginning = Beginning(first, like, None, expected, sizes, before.unlikely)
+        self.beginning = Beginning(first, like, None, expected, known.told, before.unlikely)
         if is_new and tries_few:
             candidates = self.candidates
             order = order_of(key, [*candidates.values()], known.told)
@@ -220,9 +222,9 @@ class RankContext:
 
     @property
     def outside_race(self) -> set[str]:
-        """Return the candidates that are not to be tried: others were, or are expected to be, better."""
+        """Return the candidates that are not to be compiled: others were, or are expected to be, better."""
         if self.search is not None:
-            return {*self.search.digests[self.search.raced :], *self.beginning.unlikely}
+            return self.search.outside_race
         upgrade, unlikely = self.beginning.upgrade, self.beginning.unlikely
         return {*unlikely} if upgrade is None else self.texts.keys() - set(upgrade[2])
 
@@ -230,11 +232,10 @@ class RankContext:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
         if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
             return None
-        earlier = self.samples.report_earlier_runs(self.search.digests[self.search.trial])
-        return None if earlier is None else part_of(earlier)
+        return self.samples.report_earlier_runs(self.search.digests[self.search.trial])
 
     def footprint(self, ran: str | None) -> tuple[int, int]:
-        """Return the launches' share of the SMs, and their number; 0 and 1 once they judge no more."""
+        """Return what a report tells of launches that still judge: their share of the SMs, and how many."""
         judges = self.search is None or self.search.is_tuned_by_launches
         if ran is None or not judges or ran not in self.shares:
             return 0, 1
@@ -291,12 +292,3 @@ class RankContext:
         """Return the config of a candidate, or the option of a `tunable`; None where this rank has none."""
         holders = (binding.configs for binding in self.bindings if candidate in binding.configs)
         return next(holders, {}).get(candidate)
-
-
-def part_of(reading: Reading) -> Part:
-    """Return one rank's reading as its part of a run's report."""
-    ms = reading.ms
-    if ms is None:
-        pending, unmeasured = int(reading.is_pending), int(reading.is_timed)
-        return Part(reading.ran, pending=pending, unmeasured=unmeasured)
-    return Part(reading.ran, ms, ms, femtoseconds(ms), gap_ms=reading.gap_ms, measured=1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
+from ..combinations import Combinations, drawn
 from ..errors import InvalidOption
 from ..ranks.group import ranks_of
 from ..triton_api import identity
@@ -14,6 +16,7 @@ from ..triton_api.interception import INTERCEPTION
 
 T = TypeVar("T")
 Ranks: TypeAlias = tuple[int, ...]  # global ranks that take the same option; (): each takes its own
+MOST_KNOWN = 4096  # choices found without their texts: a program may give other keys or options in each call
 
 
 class KnownChoices:
@@ -25,17 +28,40 @@ class KnownChoices:
     def find(self, name: str, options: Sequence[Any], key: tuple[Any, ...], among: Ranks) -> int | None:
         """Return the place of the option that stands; None: not known."""
         try:
-            # With their types: 1, 1.0 and True are equal, and different options.
-            return self._places[name, key, among, tuple(options), tuple(map(type, options))]
+            return self._places[name, key, among, *_told_apart(options)]
         except (KeyError, TypeError):  # new, or options or a key that cannot be hashed
             return None
 
     def add(self, name: str, options: Sequence[Any], key: tuple[Any, ...], among: Ranks, place: int) -> None:
+        if len(self._places) >= MOST_KNOWN:
+            self.clear()
         with contextlib.suppress(TypeError):
-            self._places[name, key, among, tuple(options), tuple(map(type, options))] = place
+            self._places[name, key, among, *_told_apart(options)] = place
 
     def clear(self) -> None:
         self._places.clear()
+
+
+def _told_apart(options: Sequence[Any]) -> tuple[Any, ...]:
+    """Return what tells options apart, with their types: 1, 1.0 and True are equal, and different options."""
+    return (options,) if isinstance(options, Drawn) else (tuple(options), tuple(map(type, options)))
+
+
+class Drawn(tuple[Any, ...]):
+    """The options drawn from `Combinations`; equal to itself alone, so it is found without a look at them."""
+
+    texts: list[str]
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@functools.lru_cache(maxsize=64)
+def _drawn(name: str, options: Combinations[Any]) -> Drawn:
+    found = Drawn(drawn(options))
+    found.texts = option_texts(name, [*found])
+    return found
 
 
 class Choices:
@@ -53,7 +79,7 @@ class Choices:
         self._known.clear()
 
     def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...], among: Ranks) -> T:
-        """Return the option that all of `among` settled last, or the first."""
+        """Return the one of `options` that was settled last, by all of `among`, or the first."""
         if (place := self._known.find(name, options, key, among)) is None:
             texts = option_texts(name, options)
             settled = self._settled.get((name, identity.key_text(key)), {}).items()
@@ -81,6 +107,8 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
     """
     if not isinstance(key, (tuple, list)):
         raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
+    if isinstance(options, Combinations):
+        options = _drawn(name, options)
     call = INTERCEPTION.call_here()
     choose: Callable[..., T] = CHOICES.recall if call is None else call.choose
     return choose(name, options, tuple(key), () if among is None else ranks_of(among))
@@ -88,6 +116,8 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
 
 def option_texts(name: str, options: Sequence[Any]) -> list[str]:
     """Return the text of each option of a `tunable`, which tells them apart; raises InvalidOption."""
+    if isinstance(options, Drawn):
+        return options.texts
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise InvalidOption(f"tunable({name!r}): options={options!r}: give a list of at least one option")
     texts = []

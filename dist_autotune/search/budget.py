@@ -95,7 +95,7 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
     """Return how many runs the session plans for these contexts, the final one included."""
     together, in_turn, kernels = 0, 0, 0
     for context in searched:
-        runs, first_run = rules.planned_runs(context.raced), context.began or 0
+        runs, first_run = rules.planned_runs(context.most_tried), context.began or 0
         judges = rules.judges(is_choice=context.is_choice)
         together = max(together, first_run + (runs if BY_LAUNCH in judges else 1))
         if BY_RUN in judges:

@@ -11,8 +11,7 @@ from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
 from .agreed_times import AgreedTimes
 from .expectation.flow import expected, order_of
-from .expectation.model import Told
-from .expectation.order import Order
+from .expectation.order import MANY, Order
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
 from .strategies import Asked, RunningFlow, Winner, least
@@ -61,11 +60,13 @@ class Context:
         self.shares: dict[int, float] = {}  # of the device, by candidate that was launched; see `Part.share`
         self.launches = 1  # in a run
         self.launch_winner: int | None = None  # of them, where the whole run is still to judge
+        order_texts = [text for _, text in announcement.order]
+        self._told = {  # by other keys, by the config's text
+            key: {order_texts[int(place)]: ms for place, ms in times.items()}
+            for key, times in announcement.told.items()
+        }
         self._rules = rules
-        judges = rules.judges(is_choice=announcement.is_choice)
-        self.judge, self.final_judge = judges[0], judges[-1]  # of its candidates now, and of its result
-        self.is_decided = False  # the whole run has judged it
-        self.is_left_out = False  # the best plan does not launch it, and so it may starve
+        self._judges = list(rules.judges(is_choice=announcement.is_choice))
         self._flow: RunningFlow | None = None
         self._order: Order | None = None  # in which candidates are tried; None: all are
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
@@ -88,9 +89,24 @@ class Context:
         return self.settled and not self.provisional
 
     @property
+    def judge(self) -> str:
+        """Return the judge of its candidates now: their launches or the whole run."""
+        return self._judges[0]
+
+    @property
+    def final_judge(self) -> str:
+        """Return the judge of its result: the launches or the whole run."""
+        return self._judges[-1]
+
+    @property
     def is_tuned_by_launches(self) -> bool:
         """Return whether its search by launches is under way."""
         return self.judge == BY_LAUNCH and not self.settled
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether it is a choice of too many options for plans: the whole run judges it alone."""
+        return self.is_choice and len(self.digests) > MANY and self._rules.tries_few(len(self.digests))
 
     @property
     def title(self) -> str:
@@ -135,6 +151,24 @@ class Context:
         return self._flow is not None and self._flow.is_warmup
 
     @property
+    def waves(self) -> int:
+        """Return how often its search has named more candidates to compile."""
+        return 0 if self._flow is None else self._flow.pauses
+
+    @property
+    def most_tried(self) -> int:
+        """Return how many candidates its search tries at most."""
+        return self.raced if self._order is None else self._order.most
+
+    @property
+    def outside_race(self) -> set[str]:
+        """Return the digests of the candidates that are not to be compiled now: not tried, or before."""
+        if self._order is None:
+            return {*self.digests[self.raced :]}
+        wanted = self._order.likely - self._ran
+        return {digest for index, digest in enumerate(self.digests) if index not in wanted}
+
+    @property
     def is_launch_bound(self) -> bool:
         """Return whether a host's part may be in the incumbent's time, or in the fastest."""
         judges = (self.incumbent, self.times.fastest(self.banned))
@@ -150,14 +184,14 @@ class Context:
         """Candidates that may still win, and the runs of its search to come: at least, at most."""
         if self.settled:
             return 1, 0, 0
-        usable = sum(index not in self.banned for index in range(self.raced))
-        planned = self._rules.planned_runs(self.raced)
+        usable = min(sum(index not in self.banned for index in range(self.raced)), self.most_tried)
+        planned = self._rules.planned_runs(self.most_tried)
         if self._flow is None:
             return usable, 1, planned
         if isinstance(asked := self._flow.asked, Asked):
             return asked.left, asked.least, asked.most
         most = max(planned - self._flow.made, 1)
-        least = self.raced - self._flow.made if self._rules.races else most
+        least = self.most_tried - self._flow.made if self._rules.races else most
         return usable, max(min(least, most), 1), most
 
     @property
@@ -207,10 +241,8 @@ class Context:
         """Return the index of a candidate's digest; None: not a candidate of this context."""
         return self.digests.index(digest) if digest in self.digests else None
 
-    def apply(self, part: Part) -> None:
-        """Apply what ranks say of a run, whatever it was for: failures, launches, share of the device."""
-        self.apply_bans(part.bans)
-        self.ranks = max(self.ranks, part.measured + part.unmeasured)
+    def record_footprint(self, part: Part) -> None:
+        """Keep how much of the device a launch took, and how many launches a run had."""
         index = self.index_of(part.ran)
         self.launches = max(self.launches, part.launches)
         if index is not None and part.share:
@@ -246,20 +278,19 @@ class Context:
         """Ban a candidate between two runs: its search goes on with another."""
         self.ban(index, rank, reason)
         if self.trial == index:
-            self.drop_trial()
+            self._resume(math.inf)
 
-    def start(self, told: Told | None = None) -> None:
-        """Begin the search, or go on where an earlier session left it.
-
-        told: the times of other keys, where they decide which candidates are tried.
-        """
+    def start(self) -> None:
+        """Begin the search, or go on where an earlier session left it."""
         self.status, self.waiting = "", False
         if self._flow is None:
             if sum(index not in self.banned for index in range(self.raced)) < 2:
                 self.raced, self.upgrade = len(self.digests), ""
             self._order = None
-            if told and self.raced == len(self.digests):  # else it races again after an upgrade
-                self._order = order_of(self.key, self.texts, told)
+            if self._rules.tries_few(len(self.texts)) and self.raced == len(
+                self.digests
+            ):  # else it races after an upgrade
+                self._order = order_of(self.key, self.texts, self._told)
             strategy = self._rules.strategy
             if self._order is not None:
                 strategy = functools.partial(expected, order=self._order)
@@ -270,32 +301,28 @@ class Context:
         if self.trial in self.banned:  # since then
             self._resume(math.inf)
 
-    def advance(self, part: Part) -> Outcome:
-        """Record one run of all ranks, in which its launches are judged if it is on trial."""
+    def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
+        """Record a run of all ranks, `judged` by `part` or the whole run; unless it `counts`, repeat it."""
+        self.apply_bans(part.bans)
+        self.ranks = max(self.ranks, part.measured + part.unmeasured)
         was_held = self.compiling and not self.waiting  # else the report is of a trial before
-        self.waiting = bool(part.pending) and self.trial is not None
+        self.waiting = bool(part.pending or judged.pending) and self.trial is not None
         index = self.trial
+        if index is None and self._flow is not None and self._flow.is_paused:
+            if part.ran is not None and not part.compiling:
+                self._resume(math.nan)
+            return Outcome()
         if index is None or self.waiting:
             return Outcome()
         if index in self.banned:
-            self.drop_trial()
+            self._resume(math.inf)
             return Outcome(index=index)
         if part.ran is None or was_held:
             return Outcome()
-        if part.ran != self.digests[index]:
-            return Outcome(index=index)
-        return self.record(part)
-
-    def drop_trial(self) -> None:
-        """Go on without the candidate on trial, which is banned."""
-        self._resume(math.inf)
-
-    def record(self, judged: Part) -> Outcome:
-        """Record a run of the trial, in which `judged` tells its time; the flow asks for the next."""
-        index = self.trial
-        assert index is not None
-        assert self._flow is not None
+        if not counts or part.ran != self.digests[index]:
+            return Outcome(index=index if counts else None)
         self._ran.add(index)
+        assert self._flow is not None
         kind, planned = "sample", self._rules.planned_asks(is_warmup=self.is_warmup)
         if self.is_warmup:
             kind, ms = "warm-up", self.times.record_warmup(index, judged)
@@ -340,8 +367,10 @@ class Context:
         self._flow = None
         if self.judge == BY_LAUNCH:
             self.launch_ms = self.times.without_spikes()
-        if self.judge != self.final_judge:
-            self.judge, self.launch_winner, self.status = self.final_judge, self.winner, ""
+        if len(self._judges) > 1:
+            self.launch_winner = self.winner
+            del self._judges[0]
+            self.status = ""
             self.times.drop_samples()  # candidates are judged by something else now
             self._ran.clear()
 

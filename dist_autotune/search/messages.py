@@ -1,4 +1,4 @@
-"""What ranks tell each other: two messages that merge in any order, as JSON between processes."""
+"""What ranks tell each other: three messages that merge in any order, as JSON between processes."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ class Offer(Struct, frozen=True, order=True):
     ms: float
     relatives: str  # the same for entries of other keys, see `EntryKey.relatives`
     key: str
+    times: tuple[tuple[str, float], ...] = ()  # ms by the config's text; of one rank alone, or the first
 
     @property
     def claim(self) -> Claim:
@@ -107,6 +108,7 @@ class Announcement(Struct, frozen=True, omit_defaults=True):
     like: str = ""  # the tuned key whose winner stands first in `order`
     default: str = ""  # the candidate that `rank` launches untuned; "": the first
     upgrade: Upgrade | None = None  # the lowest rank's that has one
+    told: dict[str, dict[str, float]] = {}  # ms by other key and by place in `order`, where they decide
 
     def merged(self, other: Announcement) -> Announcement:
         first, second = sorted((self, other), key=lambda announcement: announcement.rank)
@@ -252,8 +254,15 @@ class RunReport(Message, frozen=True, tag="run"):
         return data
 
 
+class Vote(Message, frozen=True, tag="vote"):
+    """At the end of a settled call."""
+
+    sent_at: ClassVar[str] = "the end of a settled call"
+    wants_session: Annotated[bool, operator.or_] = False
+
+
 M = TypeVar("M", bound=Message)
-AnyMessage: TypeAlias = Message | Opening | RunReport
+AnyMessage: TypeAlias = Message | Opening | RunReport | Vote
 
 
 def decode(data: bytes) -> AnyMessage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from .expectation.order import MANY
 from .strategies import RunningFlow, Strategy, racing_runs
 
 BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate
@@ -35,6 +36,10 @@ class Rules:
     def expects(self) -> bool:
         """Return whether what other keys tell decides which candidates are tried."""
         return self.search == "expected" and self.objective == "kernel" and self.bits == "any"
+
+    def tries_few(self, candidates: int) -> bool:
+        """Return whether a search tries a few of so many candidates, if it can tell which."""
+        return self.expects or (candidates > MANY and self.races and self.bits == "any")
 
     def flow_of(self, candidates: int, strategy: Strategy | None = None) -> RunningFlow:
         """Return a search among so many candidates, by another strategy than that of the option if given."""

@@ -26,6 +26,11 @@ class Warmup:
     index: int
 
 
+@dataclass(frozen=True)
+class Pause:
+    """Ask for a run that tries nothing: ranks compile in it what is tried next. It is answered by nan."""
+
+
 class Asked(int):
     """The candidate to measure next, and how far the race is.
 
@@ -42,7 +47,7 @@ class Asked(int):
         return asked
 
 
-Flow: TypeAlias = Generator["int | Warmup", float, int]
+Flow: TypeAlias = Generator["int | Warmup | Pause", float, int]
 
 
 class Strategy(Protocol):
@@ -95,8 +100,9 @@ class RunningFlow:
     def __init__(
         self, strategy: Strategy, candidates: int, *, name: str, n_warmup: int, n_repeat: int
     ) -> None:
-        self.index: int | None = None  # of the candidate asked for; None: it has not begun
-        self.is_warmup = False
+        self.index: int | None = None  # of the candidate asked for; None: it has not begun, or pauses
+        self.is_warmup = self.is_paused = False
+        self.pauses = 0
         self._name = name
         self._candidates = candidates
         self.asked: int = 0  # as the flow gave it: an `Asked` tells more
@@ -121,7 +127,10 @@ class RunningFlow:
             except StopIteration as stop:
                 winner = self._checked(stop.value, "returned")
                 return stop.value if isinstance(stop.value, Winner) else winner
-            self.is_warmup = isinstance(asked, Warmup)
+            self.is_warmup, self.is_paused = isinstance(asked, Warmup), isinstance(asked, Pause)
+            if isinstance(asked, Pause):
+                self.index, self.pauses = None, self.pauses + 1
+                return None
             self.asked = asked.index if isinstance(asked, Warmup) else asked
             self.index = self._checked(self.asked, "asked for")
             self._times_asked[self.index, self.is_warmup] += 1

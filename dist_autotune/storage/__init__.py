@@ -1,1 +1,1 @@
-"""Known results, winners and crash guards on disk. May import triton_api, search and ranks; never logs."""
+"""Winners and crash guards on disk. May import triton_api; never logs."""

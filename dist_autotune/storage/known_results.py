@@ -1,4 +1,4 @@
-"""Known results of one tuned function: in memory, on disk, and those of other keys."""
+"""What one tuned function knows before a launch: results in memory and on disk, and those of other keys."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from .device import Device
 from .winners import IMPORTED, Entry, EntryKey, Winners, safe_name
 
 LISTED_KEYS = 3  # tuned keys that an error names
+TELLING = 16  # keys on disk, the nearest, whose times tell what to expect of a new one
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +84,14 @@ class FunctionScope:
         """Return the scope of kernels: a launch's time and the whole run's answer different questions."""
         by_run = self.options.objective != "kernel"
         return f"{self.scope} by the whole run".strip() if by_run else self.scope
+
+    @property
+    def tells_times(self) -> bool:
+        """Return whether its offers tell all times: of several ranks the first one's, where they decide."""
+        options, is_first = self.options, self.group.rank == self.group.ranks[0]
+        return options.objective == "kernel" and (
+            self.is_alone or (is_first and options.search == "expected")
+        )
 
     @property
     def keys_teach(self) -> bool:
@@ -207,7 +216,12 @@ class KnownResults:
         scopes = function.scope, function.kernel_scope
         return {
             entry.key.digest: Offer(
-                function.group.rank, entry.winner, entry.ms, entry.key.relatives, entry.key.key
+                function.group.rank,
+                entry.winner,
+                entry.ms,
+                entry.key.relatives,
+                entry.key.key,
+                tuple(sorted(entry.timings.items())) if function.tells_times else (),
             )
             for entry in entries
             if entry.key.scope in scopes and conditions <= asdict(entry.key).items() and self._may_use(entry)
@@ -260,29 +274,38 @@ class KnownResults:
         upgrade = self._find_upgrade(context)
         if not self.function.keys_teach:
             return KnownOfKernel({}, {}, upgrade)
-        return KnownOfKernel(self.winners(context, kernel_id), self.search.told_times(kernel_id), upgrade)
+        return KnownOfKernel(self.winners(context, kernel_id), self._told(context, kernel_id), upgrade)
+
+    def _told(self, context: ContextIdentity, kernel_id: str) -> Told:
+        """Return the times, by key and config, of this process and of the nearest keys on disk."""
+        if context.is_choice:
+            return {}
+        times = {offer.key: dict(offer.times) for offer in self._related(context) if offer.times}
+        nearest = by_distance(context.key_text, times)[:TELLING]
+        return {**{key: times[key] for key in nearest}, **self.search.told_times(kernel_id)}
 
     def winners(self, context: ContextIdentity, kernel_id: str) -> dict[str, str]:
         """Return the winners, by key, of other keys of a context's kernel: only what all ranks know."""
-        return {**self._stored_winners(context), **self.search.tuned_keys(kernel_id)}
+        stored = {offer.key: offer.winner for offer in self._related(context)}
+        return {**stored, **self.search.tuned_keys(kernel_id)}
 
-    def _stored_winners(self, context: ContextIdentity) -> dict[str, str]:
-        """Return the entries that all ranks have agreed to use; one rank alone reads the kernel's, once."""
+    def _related(self, context: ContextIdentity) -> list[Offer]:
+        """Return the entries of the kernel that all ranks have agreed to use; one alone reads them, once."""
         if self.ignores_known:
-            return {}
+            return []
         kernel, offers = context.source.short_name, self._offers
         if self.function.is_alone and self.looks_on_disk:
             if kernel not in self._of_kernels:
                 self._of_kernels[kernel] = self._offers_of(self.disk.entries(kernel))
             offers = self._of_kernels[kernel]
         relatives = self.entry_key(context).relatives
-        return {offer.key: offer.winner for offer in offers.values() if offer.relatives == relatives}
+        return [offer for offer in offers.values() if offer.relatives == relatives]
 
     def _find_upgrade(self, context: ContextIdentity) -> Upgrade | None:
-        """Return the candidates to race again after an upgrade: the best of an old entry, and new ones.
+        """Return what is raced again of an entry from before an upgrade: its best, and what it did not have.
 
-        None where fewer than two of the best are candidates here, and where bits are compared: the candidates
-        must not depend on what was tuned before.
+        None where fewer than two of its best are candidates here; where bits are compared: which candidates
+        are, must not depend on what was tuned before.
         """
         function = self.function
         if self.ignores_known or not (self.looks_on_disk and function.tunes and function.bits == "any"):
@@ -298,9 +321,9 @@ class KnownResults:
         return function.group.rank, found_with + added, (*best, *new)
 
     def _old_entry(self, context: ContextIdentity) -> tuple[str, Entry] | None:
-        """Return the latest entry of another Triton, driver or source, after the versions that differ.
+        """Return the latest entry of another Triton, driver or source, and what it was found with.
 
-        A function made by another one has entries of its own source only: others may be other kernels.
+        Of functions made by functions only those of the same source: others may be other kernels.
         """
         if not (full_name := context.source.full_name):
             return None
@@ -354,13 +377,13 @@ class KnownResults:
 
 
 def _found_with(old: EntryKey, new: EntryKey, is_same_source: bool) -> str:
-    """Return the versions in which an old entry differs from a new one; empty: in none."""
+    """Return what an old entry was found with and a new one would not be; empty: both are of one time."""
     parts = [f"Triton {old.triton_version}"] if old.triton_version != new.triton_version else []
     parts += [f"driver {old.driver or 'unknown'}"] if old.driver != new.driver else []
     return " and ".join(parts if is_same_source else [*parts, "an earlier source"])
 
 
 def _likeness(entry: Entry, key: EntryKey) -> tuple[bool, str, str]:
-    """Return a sort key: greatest for the latest entry with the same configs."""
+    """Return what is greatest for the latest entry of the same Autotuner among those of one function."""
     configs = [each.kernel_digest.partition(".")[2] for each in (entry.key, key)]
     return configs[0] == configs[1], entry.created_at, entry.key.digest

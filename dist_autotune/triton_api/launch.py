@@ -15,6 +15,7 @@ import torch
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import AutotunerError
 
+from ..combinations import drawn
 from ..errors import TuningError
 from . import identity
 
@@ -76,7 +77,7 @@ class Launch:
         tuner.nargs = self._named()
         try:
             # Pruning may return a generator, as stock Triton reads its result once.
-            pruned = list(tuner.prune_configs(self.kwargs) if len(tuner.configs) > 1 else tuner.configs)
+            pruned = drawn(tuner.prune_configs(self.kwargs) if len(tuner.configs) > 1 else tuner.configs)
         except AutotunerError as error:
             raise AutotunerError(f"{self}: {error.error_message}") from None
         finally:

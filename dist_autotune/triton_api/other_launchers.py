@@ -1,4 +1,7 @@
-"""Finds subclasses of Autotuner whose `run` never calls that of a base class: tuned calls miss them."""
+"""Subclasses of Autotuner whose `run` launches what nobody else chooses: a tuned call does not see it.
+
+One whose `run` ends up in that of a base class is tuned as an Autotuner is.
+"""
 
 from __future__ import annotations
 

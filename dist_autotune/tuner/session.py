@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import hashlib
 import time
 import uuid
@@ -35,23 +34,6 @@ FIRST_FORECAST = 50  # runs of an online session after which its log says what i
 T = TypeVar("T")
 
 
-class SessionStage(enum.Enum):
-    """Where a session is on this rank. `Session` alone changes it, on the thread that has the turn.
-
-    BETWEEN_RUNS: nothing of a run is under way, or the session is not open yet.
-    IN_FUNCTION: the user's function runs; what it raises is its caller's (`_one_run`).
-    APPLYING: the merged reports of a run are applied; an error leaves half a step (`_step`).
-    INTERRUPTED: a run failed on some rank; the next call goes on if all ranks can (`_leave`, `resume`).
-    OVER: only the report is left (`close`).
-    """
-
-    BETWEEN_RUNS = enum.auto()
-    IN_FUNCTION = enum.auto()
-    APPLYING = enum.auto()
-    INTERRUPTED = enum.auto()
-    OVER = enum.auto()
-
-
 class Session:
     """One session on this rank: opens with an exchange, ends when every context is settled."""
 
@@ -60,8 +42,7 @@ class Session:
         self._is_of_program = is_of_program
         self.state, self.function = state, function
         self.executions, self.warning = 0, ""
-        self.has_failed = self.wants_another = False
-        self._stage = SessionStage.BETWEEN_RUNS
+        self.is_over = self.has_failed = self.wants_another = False
         self._log_dir = None if log_dir is None else str(log_dir)
         self._began, self._ended = time.monotonic(), 0.0
         self._recorder = Recorder(function, SessionLog(log_dir, function.group.rank))
@@ -70,15 +51,13 @@ class Session:
         is_first = function.group.rank == function.group.ranks[0]
         self._progress = Progress(function.name, function.options.progress, is_first=is_first)
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
-        self._interrupted_by = ""  # the failure of the run that left it INTERRUPTED
+        self._interrupted_by: str | None = None  # the failure that has left the session between two calls
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
+        self._is_in_function = False
         self._has_put_back = False  # something that a kernel has changed
         self._may_resume = state.search.compare_bits is None  # another call has other inputs, and other bits
+        self._is_stepping = False  # the state is between two runs
         self._next_forecast = FIRST_FORECAST
-
-    @property
-    def is_over(self) -> bool:
-        return self._stage is SessionStage.OVER
 
     @property
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
@@ -164,9 +143,9 @@ class Session:
 
     def resume(self) -> None:
         """After a run that failed on some rank: go on if all ranks have one state, else drop it on all."""
-        if self._stage is not SessionStage.INTERRUPTED:
+        failure, self._interrupted_by = self._interrupted_by, None
+        if failure is None:
             return
-        failure, self._stage = self._interrupted_by, SessionStage.BETWEEN_RUNS
         point = f"{self._recorder.session} {self.state.search.runs} {self._history.hexdigest()}"
         with self._reporting_failures():
             received = self._exchange(self.state.opening(point), Opening.sent_at)
@@ -190,10 +169,10 @@ class Session:
                 INTERCEPTION.entered(launches, as_program=self._is_of_program),
                 state.time_spent.adding("runs_s"),
             ):
-                self._stage = SessionStage.IN_FUNCTION
+                self._is_in_function = True
                 with self._run.timed():
                     yield
-                self._stage = SessionStage.BETWEEN_RUNS
+                self._is_in_function = False
         finally:
             state.dispatcher.end_run()
         with as_launch_failed(if_reported=True):
@@ -204,7 +183,7 @@ class Session:
         """Apply the merged reports of the run, publish the results it settles, and record both."""
         search = self.state.search
         run = search.runs
-        self._stage = SessionStage.APPLYING
+        self._is_stepping = True
         with self._dropping_searches():
             merged = self.state.check_run(received)
             self._recorder.write(Merged(run=run, payload=merged.decisive()))
@@ -228,7 +207,7 @@ class Session:
             self._next_forecast *= 2
             self._recorder.write(Note(text=str(forecast), is_outlook=True))
         self._progress.update(forecast, lambda: step_times(self._contexts()))
-        self._stage = SessionStage.BETWEEN_RUNS
+        self._is_stepping = False
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)
@@ -257,20 +236,19 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if self._stage not in (SessionStage.OVER, SessionStage.INTERRUPTED):
+            if not self.is_over and self._interrupted_by is None:
                 self._fail(error, self._diagnosis.of_error(error))
             raise
 
     def _fail(self, error: BaseException, reported: BaseException) -> None:
         """Leave a run that raised: the peers learn of `reported`, the next call goes on or starts anew."""
-        group, stage = self.function.group, self._stage
-        self._stage = SessionStage.BETWEEN_RUNS
+        group = self.function.group
         self.state.guard.record_error()
         self._diagnosis.record_failure(reported, group.rank)
-        is_ours = isinstance(error, TuningError)
-        is_of_function = stage is SessionStage.IN_FUNCTION and not is_ours and reported is error
+        is_of_function = self._is_in_function and not isinstance(error, TuningError) and reported is error
+        self._is_in_function = False
         self._run.abandon()
-        if self.function.is_alone and not (is_ours or stage is SessionStage.APPLYING):
+        if self.function.is_alone and not (isinstance(error, TuningError) or self._is_stepping):
             if not self._may_resume:
                 self._drop(error)
             return
@@ -284,7 +262,6 @@ class Session:
         """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
         registry = self.state.registry
         registry.forget([name for name, context in registry.by_name.items() if not context.announced])
-        self._stage = SessionStage.INTERRUPTED
         self._interrupted_by = described(error)  # not the error: it holds the function's variables
 
     @contextlib.contextmanager
@@ -311,7 +288,7 @@ class Session:
         """End the session and record how. outcome: of an error, where its class does not say it."""
         if self.is_over:
             return
-        self._ended, self._stage = time.monotonic(), SessionStage.OVER
+        self._ended, self.is_over = time.monotonic(), True
         self.has_failed = error is not None
         state, search = self.state, self.state.search
         state.known.close()
@@ -321,7 +298,9 @@ class Session:
         may_go_on = search.rules.tunes and search.rules.mode == "replay"
         self.wants_another = self.has_failed or (may_go_on and is_cut_short)
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
-        left = [context for context in launched if context.provisional and not context.is_left_out]
+        left = [
+            context for context in launched if context.provisional and context.name not in search.outside_plan
+        ]
         if error is not None:
             outcome = outcome or type(error).__name__
         elif not all(context.status for context in launched):

@@ -25,7 +25,7 @@ LEVELS = (
     ("ranks",),
 )
 LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
-BESIDE = {"codec", "errors", "formatting", "options", "regular_files", "settings", "version"}
+BESIDE = {"codec", "combinations", "errors", "formatting", "options", "regular_files", "settings", "version"}
 ENTRANCES = {"__init__", "__main__"}  # they may import every room
 FOREIGN = {"torch", "triton", "numpy"}
 WITHOUT = {

@@ -9,7 +9,9 @@ import torch
 from kernels_for_tests import block_of, double, entries, launch, no_bench, numbers, only, records
 
 from dist_autotune import tunable
+from dist_autotune.cli.replay import verify
 from dist_autotune.logs.records import ContextAdmitted
+from dist_autotune.reports.history import load_history
 from dist_autotune.storage.known_results import KnownResults
 
 # BLOCK -> ms: 32 wins for few numbers, 64 for many.
@@ -185,6 +187,29 @@ def test_expected_tries_what_four_other_keys_let_expect_something_of(bench, sear
     assert told.startswith("tried 3 of 14; the rest was expected at least") == (search == "expected")
     assert told in str(tuned.report)
     assert told in Path(".autotune_logs/rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("search", ["expected", "auto"])
+def test_the_next_process_expects_of_a_new_key_what_the_entries_on_disk_tell(bench, search):
+    """What all keys tell is left out of the one that is the nearest: its own winner is another."""
+    odd = {
+        block: lambda launch, ms=ms: 0.9 if launch.n == 900 and launch.block == 8 else ms
+        for block, ms in MANY.items()
+    }
+    kernels = bench.kernel(odd), bench.kernel(odd)  # one of each process
+    sizes = (64, 128, 256, 512, 900)
+    options = {"n_repeat": None, "n_warmup": None}
+    first = bench.tune(lambda n: launch(kernels[0], numbers(n)), search="racing", **options)
+    for n in sizes:
+        first(n)
+    bench.forget()
+    tuned = bench.tune(lambda n: launch(kernels[1], numbers(n)), search=search, **options)
+    tuned(1024)
+    context = only(tuned.report)
+    assert (bench.blocks()[0], block_of(context.config)) == (64, 64)
+    assert len(context.timings) == (3 if search == "expected" else 14)
+    (verdict,) = verify(load_history(Path(".autotune_logs")).sessions[len(sizes) :])
+    assert not verdict.differences
 
 
 def block_of_text(text):

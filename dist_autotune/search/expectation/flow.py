@@ -5,30 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..strategies import PAIR_FACTOR, Flow, Warmup, faster_of_two, least, racing_runs, rounds, within
+from ..strategies import PAIR_FACTOR, Flow, Pause, Warmup, faster_of_two, least, racing_runs, rounds, within
 from .model import Expectation, Told
-from .order import KEYS, Order
+from .order import KEYS, MANY, Order, Waves
 
 FEWEST = 12  # candidates: fewer are all tried
 
 
 def order_of(key: str, texts: Sequence[str], told: Told) -> Order | None:
     """Return the order of trials of a key's candidates, the first one first; None: all are to be tried."""
-    if len(texts) < FEWEST or len(told) < KEYS:
-        return None
-    expectation = Expectation(key, texts, told)
-    return Order(expectation, first=0) if expectation.keys >= KEYS else None
+    if len(texts) >= FEWEST and len(told) >= KEYS:
+        expectation = Expectation(key, texts, told)
+        if expectation.keys >= KEYS:
+            return Order(expectation, first=0)
+    return Waves(key, texts, told) if len(texts) > MANY else None
 
 
 def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: Order) -> Flow:
     """Try candidates in their order, until the untried ones cannot pay; race those near the best.
 
     One warm-up run and two samples each, then rounds as in `racing`, with the same budget of runs for those
-    that were tried. It uses no `n_warmup`, `n_repeat`.
+    that were tried. Before more than the first ones are tried, a `Pause`. It uses no `n_warmup`, `n_repeat`.
     """
     agreed_ms: dict[int, float] = {}
     made = 0
-    while (index := order.next()) is not None:
+    while True:
+        if (index := order.next()) is None:
+            if not order.widen():
+                break
+            yield Pause()
+            continue
         ms = yield Warmup(index)
         made += 1
         if ms != math.inf:

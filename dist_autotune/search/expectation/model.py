@@ -32,7 +32,9 @@ _LEAST_REST = 0.05  # standard deviation of a rest, at least
 _NOISE = 0.02  # of one observed time
 _LEVEL_VARIANCE = 16.0  # of a key's level, in squared logarithms: nothing is known of it
 
-_FIELD = re.compile(r"(\w+): ((?:'[^']*'|\([^)]*\)|\[[^\]]*\]|[^,])*)")
+_FIELD = re.compile(
+    r"""(\w+)"?: ((?:'[^']*'|\([^)]*\)|\[[^\]]*\]|[^,}])*)"""
+)  # of a config's text, or of JSON
 
 
 class Expectation:
@@ -40,9 +42,11 @@ class Expectation:
 
     means, variances: by candidate, given what `observe` has told. An observation takes time in the number of
     candidates times that of told keys and observations. Keys that `distance` cannot compare tell nothing.
+
+    own: times of the key itself, by place: the effects of fields are fitted to them too.
     """
 
-    def __init__(self, key: str, texts: Sequence[str], told: Told) -> None:
+    def __init__(self, key: str, texts: Sequence[str], told: Told, own: Mapping[int, float] = {}) -> None:
         places = {text: index for index, text in enumerate(texts)}
         pairs: _Weighted = []
         for other in sorted(told):
@@ -52,9 +56,13 @@ class Expectation:
                 pairs.append((_weight(far), logs))
         self.keys = len(pairs)  # that have told something of these candidates
         self.told = {index for _, logs in pairs for index in logs}  # candidates that some key has told of
+        if own:
+            pairs.append((1.0, {index: log(ms) for index, ms in own.items()}))
         self._fields = _fields(texts)
         self._fit(pairs)
         self._factors: list[list[float]] = []  # of the observations, as in a Cholesky decomposition
+        for index, ms in own.items():
+            self.observe(index, ms)
 
     def _fit(self, told: _Weighted) -> None:
         """Set the means, and what `_covariance` takes: the rests of the told keys from them."""
@@ -106,6 +114,8 @@ _Weighted: TypeAlias = list[tuple[float, dict[int, float]]]  # of each told key:
 def _smoothed(told: _Weighted, fields: Sequence[Sequence[Value]]) -> tuple[list[float], _Weighted]:
     """Return the effects of the fields by candidate, and what they and the levels leave of told times."""
     smooth, rests = [0.0] * len(fields), told
+    if not told:
+        return smooth, rests
     effects = _Effects(fields)
     for _ in range(_FITS):
         levels = [math.fsum(ms - smooth[index] for index, ms in logs.items()) / len(logs) for _, logs in told]

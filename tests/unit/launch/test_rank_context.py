@@ -49,6 +49,16 @@ def test_samples_of_a_context_are_checked_for_their_form_in_its_first_run_and_if
     assert not context.checks_form
 
 
+def test_what_the_search_names_later_is_compiled_once_too(context):
+    context.search = search = SimpleNamespace(is_tuned_by_launches=True, waves=0)
+    context.compile.is_preflighted = True
+    assert not context.is_to_preflight
+    search.waves = 1
+    assert context.is_to_preflight
+    context.compile.waves = 1
+    assert not context.is_to_preflight
+
+
 TEXTS = {
     f"d{warps}{block}": f"BLOCK: {16 << block}, num_warps: {1 << warps}"
     for warps in range(4)

@@ -169,11 +169,11 @@ def test_ranks_whose_states_differ_are_found(monkeypatch):
 
     genuine, calls = Context.advance, []
 
-    def differs(self, part):
+    def differs(self, part, judged, *, counts):
         calls.append(None)
         if len(calls) == 6:
             self.times.ms[0] = 0.001
-        return genuine(self, part)
+        return genuine(self, part, judged, counts=counts)
 
     monkeypatch.setattr(Context, "advance", differs)
     with pytest.raises(AssertionError, match="another state"):

@@ -38,8 +38,7 @@ def timed(ran: str, ms: float, **fields) -> Part:
 
 
 def advance(made: Context, part: Part) -> Outcome:
-    made.apply(part)
-    return made.advance(part)
+    return made.advance(part, part)
 
 
 def finish(made: Context, ms: dict[str, float]) -> list[str]:

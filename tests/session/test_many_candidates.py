@@ -1,0 +1,159 @@
+"""Thousands of candidates as a product of values: a few are compiled and tried, in kernels and in choices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import triton
+from kernels_for_tests import Bench, launch, no_bench, numbers, only, records
+from rank_programs import blocks_of, tune
+
+from dist_autotune import tunable
+from dist_autotune.cli.replay import verify
+from dist_autotune.combinations import DRAWN, Combinations, drawn
+from dist_autotune.logs.records import ContextAdmitted
+from dist_autotune.reports.history import load_history
+from dist_autotune.search.expectation.order import MOST_COMPILED
+from ranks import assert_all_ok, run_ranks
+
+VALUES = {  # 2,000
+    "BLOCK": [8 << power for power in range(8)],
+    "GROUP": (1, 2, 4, 8, 16),
+    "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": range(1, 11),
+}
+
+
+def config(BLOCK, GROUP, num_warps, num_stages):
+    return triton.Config({"BLOCK": BLOCK, "GROUP": GROUP}, num_warps=num_warps, num_stages=num_stages)
+
+
+def takes_ms(block, group, warps, stages):
+    """Return what a launch takes: 128, 4, 4 and 3 are the fastest."""
+    parts = (
+        0.3 * math.log2(block / 128),
+        0.1 * math.log2(group / 4),
+        0.2 * math.log2(warps / 4),
+        0.05 * (stages - 3),
+    )
+    return math.prod(1 + abs(part) for part in parts)
+
+
+def many(bench, **options):
+    """Return a kernel with 2,000 configs."""
+    kernel = bench.kernel(dict.fromkeys(VALUES["BLOCK"], lambda each: takes_ms(*shape(each))), **options)
+    kernel.configs = Combinations(config, **VALUES)
+    return kernel
+
+
+def shape(launch):
+    return launch.block, *(launch.meta[name] for name in ("GROUP", "num_warps", "num_stages"))
+
+
+def shapes(launches):
+    return {shape(each) for each in launches}
+
+
+def test_a_product_is_all_combinations_in_order_and_makes_one_at_a_time():
+    made = []
+
+    def make(**values):
+        made.append(values)
+        return tuple(values.values())
+
+    product = Combinations(make, a=(1, 2, 3), b="xy")
+    assert (len(product), product[-1], product[1:3]) == (6, (3, "y"), [(1, "y"), (2, "x")])
+    assert len(made) == 3
+    assert drawn(product) == list(itertools.product((1, 2, 3), "xy"))
+    with pytest.raises(IndexError):
+        product[6]
+
+
+@pytest.mark.parametrize(
+    "many", [lambda: Combinations(lambda n: n, n=range(5000)), lambda: iter(range(5000))]
+)
+def test_of_more_than_a_context_holds_the_first_and_others_are_drawn_the_same_each_time(many):
+    found = drawn(many())
+    assert (found[0], len(found)) == (0, DRAWN)
+    assert found == drawn(many())
+    assert len({*found}) == DRAWN
+    assert 2300 < sum(found) / DRAWN < 2700
+    assert drawn([*range(5000)]) == [*range(5000)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "mode"), [("kernel", "replay"), ("thunk", "replay"), ("kernel", "online")]
+)
+def test_a_few_of_a_kernels_candidates_are_tried_and_the_report_tells_the_rest(bench, objective, mode):
+    kernel = many(bench)
+    options = {"n_warmup": None, "n_repeat": None, "objective": objective, "mode": mode}
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), **options)
+    tuned(64)
+    while not tuned.settled:
+        tuned(64)
+    context = only(tuned.report)
+    found = *context.config.kwargs.values(), context.config.num_warps, context.config.num_stages
+    assert takes_ms(*found) <= 1.03
+    tried = shapes(bench.launches)
+    assert len(tried) <= MOST_COMPILED
+    assert context.untried.startswith(f"tried {len(tried)} of 2000; ")
+    (verdict,) = verify(load_history(Path(".autotune_logs")).sessions)
+    assert not verdict.differences
+    bench.forget()
+    again = many(bench, do_bench=no_bench)
+    bench.tune(lambda n: launch(again, numbers(n)), objective=objective)(64)
+    assert shapes(bench.launches) == {found}
+
+
+def test_a_kernel_judges_all_that_is_drawn_where_every_candidate_is_to_be_tried(bench):
+    kernel = many(bench)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), search="exhaustive", max_runs=20)
+    tuned(64)
+    (admitted,) = records(ContextAdmitted)
+    assert len(admitted.candidates) == 2000
+    assert only(tuned.report).untried == ""
+
+
+PARTS = [1 << power for power in range(10)]
+
+
+def spends_ms(parts, way, depth):
+    return 1 + 0.5 * abs(math.log2(parts / 16)) + 0.3 * (way != 2) + 0.03 * abs(depth - 7)
+
+
+def test_a_choice_of_many_options_is_searched_before_the_plans(bench):
+    options = Combinations(dict, parts=PARTS, way=range(4), depth=range(20))
+    kernel, chosen = bench.kernel({16: 1.0, 32: 2.0}), []
+
+    def thunk():
+        launch(kernel, numbers())
+        chosen.append(tunable("split", options))
+        order = tunable("order", ["rows", "columns"])
+        spent = spends_ms(**chosen[-1])
+        bench.spend(spent + {"rows": 1.0, "columns": 0.0}[order])
+        return chosen[-1], order
+
+    tuned = bench.tune(thunk, n_warmup=None, n_repeat=None)
+    best, order = tuned()
+    assert order == "columns"
+    assert spends_ms(**best) <= 1.03
+    assert len({tuple(each.values()) for each in chosen}) <= MOST_COMPILED
+    assert tuned() == (best, order)
+    assert tunable("split", options) == best
+    assert tunable("split", Combinations(dict, parts=PARTS, way=range(4), depth=range(20))) == best
+
+
+def test_ranks_try_the_same_few_of_many():
+    def program(rank):
+        bench = Bench()
+        kernel = many(bench)
+        step = tune(bench, lambda: launch(kernel, numbers()), n_warmup=None, n_repeat=None)
+        step()
+        return shapes(bench.launches), step.report.runs, blocks_of(step)
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert len(zero[0]) <= MOST_COMPILED
