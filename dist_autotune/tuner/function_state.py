@@ -205,6 +205,9 @@ class FunctionState:
         by_name = self.registry.by_name
         unshared = {name for name, rank_context in by_name.items() if rank_context.search is None}
         self.registry.forget(self.search.drop_unsettled() | unshared)
+        for rank_context in by_name.values():  # what a settled one's peers have not heard of is found again
+            for candidate in rank_context.bans.keys() - rank_context.reported_bans:
+                del rank_context.bans[candidate]
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return the new contexts."""

@@ -225,23 +225,6 @@ def test_a_group_of_the_same_name_and_store_after_a_restart_is_another():
     assert one == [32, 32]
 
 
-def test_env_init_and_a_host_that_leaves_first(monkeypatch):
-    # Rank 0 serves torch's store and the hub, and ends its process right after its last exchange.
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-
-    def program(rank):
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=3)
-        for _ in range(5):
-            step, _ = tuned_step({16: 1.0 + rank, 32: 1.5})
-            step()
-        return blocks_of(step)
-
-    assert assert_all_ok(run_ranks(program, 3, init="none")) == [{"add64": 32}] * 3
-
-
 def test_an_outsider_is_told_what_to_do():
     def program(rank):
         group = dist.new_group([0])

@@ -39,17 +39,6 @@ def test_keys_of_some_ranks_are_agreed_among_those():
     assert others == [(3, {"add64": 16, "add16": 32}, [16, 32, 32], [16, 32, 16])] * 2
 
 
-def test_a_rank_with_nothing_to_launch_makes_the_same_runs():
-    def program(rank):
-        bench, x, runs = Bench(), numbers(), []
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda: runs.append(launch(kernel, x) if rank else None))
-        step()
-        return step.report.runs, len(runs), blocks_of(step)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(3, 3, {}), (3, 3, {"add64": 32})]
-
-
 def test_ranks_may_launch_in_different_order_and_number():
     def program(rank):
         bench, x = Bench(), numbers()
@@ -67,19 +56,6 @@ def test_ranks_may_launch_in_different_order_and_number():
         return step.report.runs, blocks_of(step)
 
     assert assert_all_ok(run_ranks(program, 2)) == [(3, {"add64": 32, "double64": 32})] * 2
-
-
-def test_autotuners_of_one_function_are_told_apart_in_any_order():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        small = bench.kernel({4: 1.0, 8: 2.0}, name="small")
-        large = bench.kernel({32: 2.0, 64: 1.0}, name="large")
-        order = [small, large] if rank else [large, small]
-        step = tune(bench, lambda: [launch(kernel, x) for kernel in order])
-        step()
-        return step.report.runs, bench.blocks("small"), bench.blocks("large")
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(3, [4, 8, 4], [32, 64, 64])] * 2
 
 
 def test_an_autotuner_that_only_one_rank_launches_does_not_confuse_another_of_its_function():

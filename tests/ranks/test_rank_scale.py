@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import tune
 
@@ -69,27 +68,6 @@ def test_the_merged_payload_is_as_large_as_that_of_one_rank(first):
     # Ranks and counts have more digits, and a ban appears when any of the ranks has one.
     assert len(merged) < 1.5 * len(sent[0]) + 4 * 3 * 80
     assert len(merge(*payloads(8, first))) < 2.2 * len(merged)
-
-
-def test_messages_of_real_ranks_do_not_grow_with_their_number():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 1.0 + rank, 32: 1.5, 64: 2.0})
-        logs = f"logs-{dist.get_world_size()}"
-        tune(bench, lambda: launch(kernel, x), log_dir=logs)()
-        return [
-            (e.sent_bytes, e.received_bytes)
-            for e in records(directory=logs, rank=rank)
-            if e.event == "exchanged"
-        ]
-
-    of_two = assert_all_ok(run_ranks(program, 2))
-    of_eight = assert_all_ok(run_ranks(program, 8))
-    assert {len(exchanged) for exchanged in (*of_two, *of_eight)} == {5}  # the opening and four runs
-    for exchanged in of_eight:
-        for (sent, received), (sent_of_two, received_of_two) in zip(exchanged, of_two[0], strict=True):
-            assert sent <= sent_of_two + 64
-            assert received <= received_of_two + 64
 
 
 def formula(what):

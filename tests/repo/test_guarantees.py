@@ -8,8 +8,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parents[1]
 GUARANTEES = (TESTS.parent / "docs" / "guarantees.md").read_text()
 ROW = re.compile(r"^\| ([A-Z]\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -34,7 +32,6 @@ class Row:
 
 
 ROWS = [Row(*cells) for cells in ROW.findall(GUARANTEES)]
-BY_NUMBER = pytest.mark.parametrize("row", ROWS, ids=[row.number for row in ROWS])
 
 
 @functools.cache
@@ -78,28 +75,27 @@ def test_the_rows_are_numbered_without_a_gap():
     assert {number[0] for number in numbers} == set(sections)
 
 
-@BY_NUMBER
-def test_a_guarantee_has_a_test_that_needs_no_gpu_or_says_that_it_needs_one(row):
-    assert row.on_cpus or row.on_gpus or re.search(r"\bGPU\b.*\bno test\b", row.tests)
+def test_a_guarantee_has_a_test_that_needs_no_gpu_or_says_that_it_needs_one():
+    without = [row for row in ROWS if not (row.on_cpus or row.on_gpus)]
+    assert [row.number for row in without if not re.search(r"\bGPU\b.*\bno test\b", row.tests)] == []
 
 
-@BY_NUMBER
-def test_the_tests_of_a_guarantee_exist(row):
-    missing = [
-        f"{file}::{name}" for file, name in row.on_cpus | row.on_gpus if name not in functions_of(file)
-    ]
-    assert missing == []
-    assert "`" not in NAMED.sub("", row.tests)  # everything in backticks was understood as a name
+def test_the_tests_of_a_guarantee_exist():
+    for row in ROWS:
+        named = row.on_cpus | row.on_gpus
+        assert [f"{file}::{name}" for file, name in named if name not in functions_of(file)] == [], row.number
+        assert "`" not in NAMED.sub("", row.tests), row.number  # everything in backticks is a name
 
 
-@BY_NUMBER
-def test_marks_fit_what_the_table_says(row):
-    for file, name in row.on_cpus:
-        assert not needs_a_gpu(file, name), f"{name} needs a GPU, and the table does not say so"
-    for file, name in row.on_gpus:
-        assert needs_a_gpu(file, name), f"{name} runs without a GPU, and the table says GPU"
-    for file, name in row.on_cpus | row.on_gpus:
-        assert not any(re.match(r"pytest\.mark\.(xfail|skip)\b", mark) for mark in decorators_of(file, name))
+def test_marks_fit_what_the_table_says():
+    for row in ROWS:
+        for file, name in row.on_cpus:
+            assert not needs_a_gpu(file, name), f"{name} needs a GPU, and the table does not say so"
+        for file, name in row.on_gpus:
+            assert needs_a_gpu(file, name), f"{name} runs without a GPU, and the table says GPU"
+        for file, name in row.on_cpus | row.on_gpus:
+            marks = decorators_of(file, name)
+            assert not any(re.match(r"pytest\.mark\.(xfail|skip)\b", mark) for mark in marks), name
 
 
 def test_nothing_but_rows_names_a_test():

@@ -76,22 +76,6 @@ def test_a_new_key_in_every_run_ends_with_incumbents(bench):
     assert bench.blocks()[-1] == 16
 
 
-def test_a_key_first_seen_in_a_settled_call_runs_its_incumbent_and_is_tuned_by_that_call(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
-    tuned(64)
-    assert tuned.settled
-    bench.forget()
-    marks = bench.clock.marks
-    assert torch.equal(tuned(128), numbers(128) + 1)
-    assert bench.blocks() == [32, 32, 16, 32]  # met, two trials, the final run
-    assert bench.clock.marks == marks + 2
-    assert tuned.settled
-    assert (tuned.report.runs, winner(only(tuned.report))) == (3, 32)
-    tuned(128)
-    assert bench.blocks() == [32, 32, 16, 32, 32]
-
-
 def test_a_sweep_over_shapes_tunes_every_shape(bench, tmp_cache):
     kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
     tuned = bench.tune(lambda n: launch(kernel, numbers(n)))

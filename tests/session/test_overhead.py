@@ -21,11 +21,7 @@ from triton.runtime.autotuner import Autotuner
 from dist_autotune import contextual_autotune
 from dist_autotune.triton_api.interception import INTERCEPTION
 
-LAUNCHES = 100
-
-# The promise is 4 us a call and 0.3 us a launch, on an idle core; slower ones and busy ones need room.
-CALL_US_ALLOWED = 20.0
-LAUNCH_US_ALLOWED = 2.0
+CALL_US_ALLOWED = 20.0  # the promise is 4 us on an idle core; slower ones and busy ones need room
 
 
 # ---- one dispatcher, which stays
@@ -184,32 +180,6 @@ def test_a_settled_call_costs_little_more_than_the_bare_function(capsys, request
     assert added_us < CALL_US_ALLOWED
 
 
-@pytest.mark.parametrize(
-    ("mode", "blocks"),
-    [("tune", (16, 32)), ("cached", (16, 32)), ("tune", (16,))],
-    ids=["tuned", "mode cached, unknown", "one config"],
-)
-def test_a_settled_launch_costs_little_more_than_a_stock_launch(capsys, monkeypatch, request, mode, blocks):
-    kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], ["n"])(Nothing())
-    x, y = numbers(), numbers()
-
-    def thunk():
-        for _ in range(LAUNCHES):
-            kernel[(4,)](x, y, 64)
-
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-    tuned = contextual_autotune(thunk, progress=False, n_warmup=0, n_repeat=1)
-    tuned()
-    assert tuned.settled
-    assert len(kernel.cache) == (len(blocks) > 1)  # so the bare function's launches are stock's fastest
-    pairs = [(best_us(tuned, 10), best_us(thunk, 10)) for _ in range(3)]
-    added_us = statistics.median(decorated - bare for decorated, bare in pairs) / LAUNCHES
-    stock_us = min(bare for _, bare in pairs) / LAUNCHES
-    text = f"adds {added_us:.2f} us to stock's {stock_us:.2f} us; promised: 0.3 us"
-    report(capsys, f"a settled launch ({request.node.callspec.id}) {text}")
-    assert added_us < LAUNCH_US_ALLOWED
-
-
 def bytecodes(function: Callable[[], Any]) -> int:
     """Return how many instructions of Python one call executes: the same on every machine, busy or not."""
     executed = 0
@@ -229,8 +199,13 @@ def bytecodes(function: Callable[[], Any]) -> int:
     return executed
 
 
-@pytest.mark.parametrize("blocks", [(16, 32), (16,)], ids=["tuned", "one config"])
-def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch(blocks):
+@pytest.mark.parametrize(
+    ("mode", "blocks"),
+    [("tune", (16, 32)), ("cached", (16, 32)), ("tune", (16,))],
+    ids=["tuned", "mode cached, unknown", "one config"],
+)
+def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch(monkeypatch, mode, blocks):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
     kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], ["n"])(Nothing())
     x, y = numbers(), numbers()
 
@@ -241,6 +216,7 @@ def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch(blocks)
     tuned = contextual_autotune(thunk, progress=False, n_warmup=0, n_repeat=1, log_dir=None)
     tuned(1)
     tuned(1)
+    assert len(kernel.cache) == (len(blocks) > 1)  # so the bare function's launches are stock's fastest
 
     def of_a_launch(function: Callable[[int], None]) -> float:
         return (bytecodes(lambda: function(11)) - bytecodes(lambda: function(1))) / 10

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import triton
-import triton.language as tl
 from kernels_for_tests import (
-    EMULATIONS,
     F32,
     KEY,
     Probe,
@@ -83,25 +81,6 @@ def test_an_entry_is_one_readable_file(bench, tmp_cache):
     assert path.name.endswith(".json")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [b"", b"{", b"not json", b'{"schema": 999}', b"[]"],
-    ids=["empty", "truncated", "garbage", "other schema", "list"],
-)
-def test_a_damaged_entry_is_a_warning_with_its_path_and_a_miss(bench, tmp_cache, damage):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    (path,) = tmp_cache.glob("*.json")
-    path.write_bytes(damage)
-    bench.forget()
-    fresh = bench.kernel({16: 3.0, 32: 1.0})
-    with pytest.warns(CacheWarning, match=path.name):
-        bench.tune(lambda: launch(fresh, numbers()))()
-    assert bench.blocks() == [16, 32, 32]
-    (entry,) = entries(tmp_cache)
-    assert "BLOCK: 32" in entry["config"]
-
-
 def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(bench, tmp_path):
     (tmp_path / "file").write_text("")
     kernel = bench.kernel({16: 3.0, 32: 1.0})
@@ -123,12 +102,6 @@ def test_the_cache_can_be_elsewhere_or_nowhere(bench, tmp_cache, tmp_path, cache
     bench.tune(lambda: launch(kernel, numbers()), cache=cache)()
     assert not tmp_cache.exists()
     assert bool(list((tmp_path / "chosen").glob("*.json"))) is (cache == "chosen")
-
-
-def test_only_tuned_results_are_written(bench, tmp_cache):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    bench.tune(lambda: launch(kernel, numbers()), max_runs=2)()
-    assert not tmp_cache.exists() or entries(tmp_cache) == []
 
 
 def test_a_result_without_a_time_is_not_written(bench, tmp_cache):
@@ -153,60 +126,6 @@ def test_an_entry_is_not_used_when_the_kernel_changes(bench, change):
         changed.keys = ["n", "n"]  # as a list of keys it is another, as a key it can be hashed
     bench.tune(lambda: launch(changed, numbers()))()
     assert len(bench.blocks()) == len(changed.configs) + 1
-
-
-@triton.jit
-def plus_one(x):
-    return x + 1
-
-
-@triton.jit
-def plus_also_one(x):
-    return x + 2 - 1
-
-
-def applying(helper):
-    @triton.jit
-    def apply(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(y_ptr + offs, helper(tl.load(x_ptr + offs, mask=offs < n)), mask=offs < n)
-
-    return apply
-
-
-def applying_otherwise(helper):
-    @triton.jit
-    def apply(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
-        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        mask = offs < n
-        tl.store(y_ptr + offs, helper(tl.load(x_ptr + offs, mask=mask)), mask=mask)
-
-    return apply
-
-
-@pytest.mark.parametrize(
-    ("changed", "is_used"),
-    [
-        (lambda: applying(plus_one), True),
-        (lambda: applying(plus_also_one), False),
-        (lambda: applying_otherwise(plus_one), False),
-    ],
-    ids=["the same", "another helper", "another body"],
-)
-def test_an_entry_is_not_used_when_the_source_changes_under_the_same_name(
-    bench, monkeypatch, changed, is_used
-):
-    first, second = applying(plus_one), changed()
-    for function in (first, second):
-        monkeypatch.setitem(EMULATIONS, function, lambda x, y: x + 1)
-    known = bench.kernel({16: 3.0, 32: 1.0}, first)
-    bench.tune(lambda: launch(known, numbers()))()
-    bench.forget()
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, second)
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    assert bench.blocks() == ([32] if is_used else [16, 32, 32])
-    assert only(tuned.report).status == ("cached" if is_used else "tuned")
 
 
 def test_the_order_of_the_configs_does_not_matter(bench):

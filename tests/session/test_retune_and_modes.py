@@ -66,17 +66,6 @@ def test_retune_from_inside_a_call_tunes_anew_at_the_next_call(bench, run):
     assert tuned.settled
 
 
-def test_retune_of_a_function_that_was_never_called_ignores_the_disk(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    bench.forget()
-    fresh = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(fresh, numbers()))
-    tuned.retune()
-    tuned()
-    assert bench.blocks() == [16, 32, 32]
-
-
 def test_retune_that_fails_is_still_to_be_done(bench):
     ms = {16: 3.0, 32: 1.0}
     kernel = bench.kernel(ms)

@@ -144,18 +144,6 @@ def test_one_function_may_call_itself(bench):
 # ---- other shapes
 
 
-@pytest.mark.parametrize("agree", ["key", "ordinal"])
-def test_alone_both_ways_to_agree_find_the_same(bench, agree):
-    def start():
-        kernel = bench.kernel({16: lambda made: 1.0 * made.n, 32: lambda made: 100.0})
-        tuned = bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 256)], agree=agree)
-        tuned()
-        return {context.key[0]: winner(context) for context in tuned.report.contexts}, tuned.report.runs
-
-    assert start() == ({64: 16, 256: 32}, 3)
-    assert start() == ({64: 16, 256: 32}, 1)
-
-
 @pytest.mark.parametrize("objective", ["kernel", "thunk"])
 def test_all_defaults_work_in_the_interpreter(bench, objective):
     kernel = bench.kernel({16: 1.0, 32: 1.0}, interpreted=True)

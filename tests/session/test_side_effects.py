@@ -371,10 +371,3 @@ def test_online_training_is_bit_equal_to_the_same_configs_without_a_tuner(bench)
     plain = BlockSum()
     assert [plain.train(block) for block in bench.blocks()] == losses
     assert_equal(dict(plain.model.state_dict()), dict(tuned_job.model.state_dict()))
-
-
-def test_online_a_step_is_executed_once_per_call(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    batches = iter(range(100))
-    tuned = bench.tune(lambda: (launch(kernel, numbers()), next(batches))[1], mode="online")
-    assert [tuned() for _ in range(6)] == list(range(6))

@@ -48,17 +48,6 @@ def test_a_tunable_outside_a_tuned_function_is_the_settled_choice_or_the_first_o
     assert tunable("transport", ["copy engine"], key=(64,)) == "copy engine"
 
 
-def test_a_tunable_has_a_context_for_each_key(bench):
-    def thunk():
-        chosen = [tunable("depth", [1, 2], key=(size,)) for size in (64, 128)]
-        bench.spend({1: 1.0, 2: 2.0}[chosen[0]] + {1: 2.0, 2: 1.0}[chosen[1]])
-        return chosen
-
-    tuned = bench.tune(thunk)
-    assert tuned() == [1, 2]
-    assert {context.key: context.config for context in tuned.report.contexts} == {(64,): 1, (128,): 2}
-
-
 def test_a_tunable_with_one_option_needs_no_trial(bench):
     tuned = bench.tune(lambda: tunable("only", ["this"]))
     assert tuned() == "this"

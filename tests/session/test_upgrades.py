@@ -170,18 +170,6 @@ def test_cached_launches_untuned_and_tries_nothing(tmp_cache, monkeypatch):
     assert bench.blocks() == [16, 16]
 
 
-@pytest.mark.parametrize("search", ["racing", "exhaustive"])
-def test_online_trials_are_of_the_best_alone(tmp_cache, monkeypatch, search):
-    start(OLD_MS)[0]()
-    upgrade_triton(monkeypatch)
-    tuned, bench, _ = start(NEW_MS, mode="online", search=search, n_repeat=None)
-    for _ in range(60):
-        tuned()
-    assert tuned.settled
-    assert set(bench.blocks()) == {32, 64, 128}
-    assert block_of(only(tuned.report).config) == 64
-
-
 def test_an_old_entry_is_found_without_reading_any_of_thousands(tmp_cache, monkeypatch):
     start(OLD_MS)[0]()
     (path,) = tmp_cache.glob("*.json")

@@ -18,11 +18,10 @@ pytestmark = pytest.mark.usefixtures("one_core")  # virtual ranks are threads th
 ALWAYS = Pattern()
 
 
-@pytest.mark.parametrize("first", [0, 2000], ids=str)
-def test_whatever_ranks_do_they_agree_and_end(first):
+def test_whatever_ranks_do_they_agree_and_end():
     counts: Counter[str] = Counter()
-    play_sessions("protocol", first, 40, counts)
-    assert counts["sessions"] >= 40
+    play_sessions("protocol", 2000, 50, counts)
+    assert counts["sessions"] >= 50
     assert counts["tuned"] > 15
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dist_autotune.errors import NoValidConfig, TuningError
+from dist_autotune.errors import TuningError
 from dist_autotune.search.context import Context, Outcome
 from dist_autotune.search.messages import MIXED, Announcement, Part, femtoseconds
 from dist_autotune.search.rules import BY_LAUNCH, Rules
@@ -210,16 +210,6 @@ def test_a_banned_winner_is_replaced_by_the_next_fastest():
     made.ban(1, 0, "OutOfResources")
     assert winner(made) == "c"
     assert made.digests[made.planned] == "c"
-
-
-def test_when_all_are_banned_the_error_names_kernel_key_and_every_reason():
-    made = context(("a", "b"))
-    with pytest.raises(NoValidConfig) as caught:
-        advance(made, Part(ran="a", bans={"a": (0, "OutOfResources: smem"), "b": (3, "PTXASError: x")}))
-    assert str(caught.value) == (
-        "matmul[64]: all 2 configs failed on some rank. "
-        "Rank 0, BLOCK=a: OutOfResources: smem. Rank 3, BLOCK=b: PTXASError: x."
-    )
 
 
 # ---- results that are there already, and searches that go on

@@ -266,11 +266,14 @@ def kernel(x_ptr, n, BLOCK: tl.constexpr):
     tl.store(x_ptr + offs, outer(tl.load(x_ptr + offs)) * SCALE, mask=offs < LIMIT)
 
 tuned = triton.autotune([triton.Config({{"BLOCK": b}}) for b in {blocks}], ["n"])(kernel)
+def one(args):
+    return 1
+
 with_heuristics = triton.autotune([triton.Config({{"BLOCK": b}}) for b in {blocks}], ["n"])(
-    triton.heuristics({{"n": lambda args: 1}})(kernel)
+    triton.heuristics({{"n": one}})(kernel)
 )
 """
-WITH_3_6_AND_3_9 = ["10258905a69a3e6f", "9b5f1dd401aca753", "bc73202d79658b0f"]  # two kernels, a config
+WITH_3_6_AND_3_9 = ["10258905a69a3e6f", "a4620218190efbd9", "bc73202d79658b0f"]  # two kernels, a config
 DEFAULTS = {"limit": 8, "unused": 1, "scale": 2, "helper": "+ 1", "comment": "", "blocks": (16, 32)}
 
 
