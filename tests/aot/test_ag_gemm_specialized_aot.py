@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import re
 import weakref
@@ -10,131 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-import triton
-from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, compiled_on, events, resources
-from gemm_compiled import descriptor_type, in_parallel
+from compiled import BLACKWELL, HOPPER, events, resources
 from launch_path import arguments, only_compiling
+from specialized_kernels import GATHER, TARGETS, candidate
 
 from dist_autotune.kernels.ag_gemm import specialized
 from dist_autotune.kernels.ag_gemm.call import GatherCall
-from dist_autotune.kernels.ag_gemm.specialized import CANDIDATES
-from dist_autotune.kernels.ag_gemm.specialized_kernel import specialized_all_gather_gemm
-from dist_autotune.kernels.epilogues import NO_ACTIVATION, Epilogue
-from dist_autotune.kernels.gemm import pruning
-from dist_autotune.kernels.gemm.configs import blocks_of, shared_bytes
-from dist_autotune.kernels.gemm.pruning import fewest_rows, prune_chunks
+from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 
 pytestmark = pytest.mark.aot
 
-TARGETS = pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
-SCALARS = ("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks", "size_class")
-
-
-def candidate(variant: str, blocks: tuple[int, int, int], warps: int) -> triton.Config:
-    """Return the first candidate like that."""
-
-    def values(config: triton.Config) -> tuple[Any, ...]:
-        kwargs = config.kwargs
-        return kwargs["VARIANT"], kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["BLOCK_K"], config.num_warps
-
-    return next(config for config in CANDIDATES if values(config) == (variant, *blocks, warps))
-
-
-LARGE = candidate("cooperative", (128, 256, 64), 8)
-BLACKWELL_S = candidate("cooperative", (128, 256, 64), 4)
-PINGPONG = candidate("pingpong", (128, 128, 64), 4)
-SMALL = candidate("pingpong", (64, 128, 64), 4)
-SMALL_DEEP = candidate("cooperative", (64, 128, 128), 4)
-
-
-def compile_candidate(
-    config: triton.Config,
-    target: Any,
-    *,
-    trace: bool = False,
-    dtype: str = "bf16",
-    by_columns: bool = False,
-    bias: str | None = None,
-    activation: str = NO_ACTIVATION,
-    scaled: bool = False,
-) -> Any:
-    constants = {"WORLD": 4, "TENSOR_MEMORY": target is BLACKWELL, "DTYPE": dtype, "TRACE": trace}
-    constants |= {"TRANS_B": not by_columns, "ACTIVATION": activation}
-    constants |= config.kwargs
-    out = "bf16" if scaled else dtype
-    types = {
-        name: descriptor_type(out if name == "c_desc" else dtype, block)
-        for name, block in blocks_of(constants).items()
-    }
-    types |= {
-        "flags_ptr": "*i32",
-        "errors_ptr": "*i64",
-        "trace_ptr": "*i64",
-        **dict.fromkeys(SCALARS, "i32"),
-    }
-    for name in ("row_scale_ptr", "column_scale_ptr"):
-        (types if scaled else constants)[name] = "*fp32" if scaled else None
-    (constants if bias is None else types)["bias_ptr"] = bias
-    kernel = specialized_all_gather_gemm
-    return compile_for(target, kernel, types, constants, any_value=tuple(types), num_warps=config.num_warps)
-
-
-def usable_on(target: Any, rows: int, monkeypatch: pytest.MonkeyPatch, n: int = 8192) -> list[triton.Config]:
-    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: SHARED_BYTES[target])
-    args = {"M": 4 * rows, "N": n, "K": 8192}
-    return prune_chunks(CANDIDATES, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
-
-
-@functools.cache
-def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
-    """Return candidates of a large call with what they compile to."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        configs = compiled_on(target, usable_on(target, 2048, monkeypatch), "num_warps")
-    jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
-    return list(zip(configs, in_parallel(jobs), strict=True))
-
-
-@TARGETS
-def test_candidates_fit_the_device_without_spills(target):
-    assert compiled_for(target)
-    for config, compiled in compiled_for(target):
-        used = resources(compiled, target)
-        assert used["spilled"] == 0, config
-        assert used["registers"] <= REGISTERS[target], config
-        assert used["shared_bytes"] <= SHARED_BYTES[target], config
-        estimate = shared_bytes(config.kwargs, 2, tensor_memory=target is BLACKWELL)
-        assert 0 <= estimate - used["shared_bytes"] <= 1024, config
-        assert compiled.metadata.global_scratch_size == 0, config  # descriptors come from the host
-
-
-FURTHER = {
-    "a weight by columns": (PINGPONG, HOPPER, {"by_columns": True}),
-    "a weight by columns, Blackwell": (BLACKWELL_S, BLACKWELL, {"by_columns": True}),
-    "GELU": (LARGE, HOPPER, {"bias": "*fp32", "activation": "gelu"}),
-    "SwiGLU in float16": (PINGPONG, HOPPER, {"activation": "swiglu", "dtype": "fp16"}),
-    # Four warps spill 24 bytes of a gelu of 128 x 256 sums; eight do not.
-    "GELU, Blackwell": (LARGE, BLACKWELL, {"bias": "*fp32", "activation": "gelu"}),
-}
-
-
-@pytest.mark.parametrize(("config", "target", "options"), FURTHER.values(), ids=FURTHER)
-def test_what_a_call_may_add_fits_beside_the_accumulator(config, target, options):
-    used = resources(compile_candidate(config, target, **options), target)
-    assert used["spilled"] == 0
-    assert used["shared_bytes"] <= SHARED_BYTES[target]
-
-
-@pytest.mark.parametrize("config", [PINGPONG, SMALL_DEEP], ids=["pingpong", "small"])
-def test_in_fp8_with_scales_it_multiplies_bytes_without_spills(config):
-    compiled = compile_candidate(config, HOPPER, dtype="fp8e4nv", scaled=True, bias="*bf16")
-    used = resources(compiled, HOPPER)
-    assert used["spilled"] == 0
-    assert 0 <= shared_bytes(config.kwargs, 2, tensor_memory=False) - used["shared_bytes"] <= 1024
-    assert re.search(r"wgmma\.mma_async\S*k32\.f32\.e4m3\.e4m3", compiled.asm["ptx"])
-    assert (
-        "ld.global.nc" not in compiled.asm["ptx"]
-    )  # scales that peers write, and a cache that no acquire empties
+BLACKWELL_S = candidate(GATHER, "cooperative", (128, 256, 64), 4)
+PINGPONG = candidate(GATHER, "pingpong", (128, 128, 64), 4)
+SMALL = candidate(GATHER, "pingpong", (64, 128, 64), 4)
 
 
 def load_partition(ttgir: str) -> str:
@@ -146,7 +34,7 @@ def load_partition(ttgir: str) -> str:
 
 @TARGETS
 def test_the_load_warp_polls_and_fences_in_the_loop_over_tiles_before_it_loads(target):
-    for config, compiled in compiled_for(target):
+    for config, compiled in GATHER.compiled_for(target):
         partition = load_partition(compiled.asm["ttgir"])
         before, tiles = partition.split("scf.while", 1)
         assert [name for _, name in events(before) if name != "loop"] == [], config
@@ -161,14 +49,14 @@ def test_the_load_warp_polls_and_fences_in_the_loop_over_tiles_before_it_loads(t
 
 @TARGETS
 def test_nobody_else_polls(target):
-    for config, compiled in compiled_for(target):
+    for config, compiled in GATHER.compiled_for(target):
         ttgir = compiled.asm["ttgir"]
         assert ttgir.count("atomic_rmw") == load_partition(ttgir).count("atomic_rmw") > 0, config
 
 
 @TARGETS
 def test_a_poll_is_a_load_and_the_machine_code_has_its_fence(target):
-    for config, compiled in compiled_for(target):
+    for config, compiled in GATHER.compiled_for(target):
         ptx, sass = compiled.asm["ptx"], compiled.asm["sass"]
         assert "ld.global.sys.acquire" in ptx, config
         assert "vote.sync.any" in ptx, config  # on the time, in the load warp; the others never come
@@ -182,7 +70,7 @@ def test_a_poll_is_a_load_and_the_machine_code_has_its_fence(target):
 
 @TARGETS
 def test_the_load_warp_lives_on_the_registers_that_it_keeps(target):
-    for config, compiled in compiled_for(target):
+    for config, compiled in GATHER.compiled_for(target):
         parts = re.split(r"USETMAXREG", compiled.asm["sass"])
         (loading,) = [part for part in parts if "UTMALDG" in part]
         assert max(map(int, re.findall(r"\bR(\d+)\b", loading))) < LOADER_REGISTERS.value, config
@@ -194,33 +82,11 @@ def test_the_load_warp_lives_on_the_registers_that_it_keeps(target):
 def test_a_trace_costs_nothing_where_it_is_off_and_fits_where_it_is_on(target, config):
     # A wait has its own way to read the clock, into `now`.
     stamp = r"mov\.u64 \s*%\w+, %globaltimer"
-    assert not re.search(stamp, compile_candidate(config, target).asm["ptx"])
-    traced = compile_candidate(config, target, trace=True)
+    assert not re.search(stamp, GATHER.compile(config, target).asm["ptx"])
+    traced = GATHER.compile(config, target, TRACE=True)
     consumers = 2 if config.kwargs["VARIANT"] == "pingpong" else 1
     assert len(re.findall(stamp, traced.asm["ptx"])) == 2 + consumers
     assert resources(traced, target)["spilled"] == 0
-
-
-# ---- candidates
-
-
-@TARGETS
-@pytest.mark.parametrize("rows", [64, 100, 127, 128, 200, 4096])
-def test_no_tile_is_higher_than_a_chunk_and_one_is_left_where_the_family_runs(target, rows, monkeypatch):
-    usable = usable_on(target, rows, monkeypatch)
-    assert all(config.kwargs["BLOCK_M"] <= rows for config in usable)
-    assert bool(usable) == (rows >= fewest_rows(CANDIDATES, tensor_memory=target is BLACKWELL))
-
-
-@TARGETS
-@pytest.mark.parametrize("n", [8, 64, 1792])
-def test_a_narrow_weight_leaves_a_candidate(target, n, monkeypatch):
-    assert usable_on(target, 128, monkeypatch, n=n)
-
-
-def test_two_candidates_are_never_the_same():
-    texts = [str(config) for config in CANDIDATES]
-    assert len(set(texts)) == len(texts) <= 16
 
 
 # ---- the launch path, on a device that compiles and does not run

@@ -2,94 +2,25 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-import triton
-from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, compiled_on, resources
-from gemm_compiled import descriptor_type, in_parallel
+from compiled import HOPPER
 from launch_path import CompilingDevice, arguments, count_asking, only_compiling
+from specialized_kernels import SCATTER, TARGETS
 
-from dist_autotune.kernels.compat import HAS_INLINE_PTX
-from dist_autotune.kernels.gemm import pruning
-from dist_autotune.kernels.gemm.configs import shared_bytes
-from dist_autotune.kernels.gemm.pruning import fewest_rows, prune_chunks
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 from dist_autotune.kernels.gemm_rs import specialized
 from dist_autotune.kernels.gemm_rs.call import ScatterCall, ScatterMemory, ScatterOperands
-from dist_autotune.kernels.gemm_rs.specialized import CANDIDATES, blocks_of_all
-from dist_autotune.kernels.gemm_rs.specialized_kernel import specialized_gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.specialized import blocks_of_all
 from dist_autotune.kernels.launch import SettledLaunches
 
 pytestmark = pytest.mark.aot
 
-TARGETS = pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+SMALL = next(config for config in SCATTER.candidates if config.kwargs["BLOCK_M"] == 64)
 SCALARS = ("M", "N", "K", "capacity", "first", "chunks", "rank", "patience_ticks", "size_class")
-# Of four warps that share a tile: numbers that are needed once a tile.
-SPILLED_BYTES = 16 if HAS_INLINE_PTX else 8
-SMALL = next(config for config in CANDIDATES if config.kwargs["BLOCK_M"] == 64)
-
-
-def compile_candidate(
-    config: triton.Config, target: Any, *, addend: bool = False, by_columns: bool = False
-) -> Any:
-    constants = {"WORLD": 4, "TENSOR_MEMORY": target is BLACKWELL, "DTYPE": "bf16", "TRANS_B": not by_columns}
-    constants |= config.kwargs
-    types = {name: descriptor_type("bf16", block) for name, block in blocks_of_all(constants).items()}
-    types |= {"staged_ptr": "*bf16", "flags_ptr": "*i32", "counts_ptr": "*i32", "errors_ptr": "*i64"}
-    types |= dict.fromkeys(SCALARS, "i32")
-    if addend:
-        types["addend_ptr"] = "*bf16"
-    else:
-        constants["addend_ptr"] = None
-    aligned = ("staged_ptr", "addend_ptr", "counts_ptr", "N")
-    any_value = tuple(name for name in types if name not in aligned)
-    kernel = specialized_gemm_reduce_scatter
-    return compile_for(target, kernel, types, constants, any_value=any_value, num_warps=config.num_warps)
-
-
-def usable_on(target: Any, rows: int, n: int = 8192, *, by_rows: bool = True) -> list[triton.Config]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: SHARED_BYTES[target])
-        args = {"M": 4 * rows, "N": n, "K": 8192, "TRANS_B": by_rows}
-        return prune_chunks(CANDIDATES, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
-
-
-@functools.cache
-def compiled_for(target: Any) -> list[tuple[triton.Config, Any]]:
-    """Return candidates of a large call with what they compile to."""
-    configs = compiled_on(target, usable_on(target, 2048), "num_warps")
-    jobs = [lambda config=config: compile_candidate(config, target) for config in configs]
-    return list(zip(configs, in_parallel(jobs), strict=True))
-
-
-def check_resources(config: triton.Config, compiled: Any, target: Any) -> None:
-    used = resources(compiled, target)
-    shares = target is HOPPER and config.kwargs["VARIANT"] == "cooperative" and config.num_warps == 4
-    assert used["spilled"] <= (SPILLED_BYTES if shares else 0), config
-    assert used["registers"] <= REGISTERS[target], config
-    assert used["shared_bytes"] <= SHARED_BYTES[target], config
-    estimate = shared_bytes(config.kwargs, 2, tensor_memory=target is BLACKWELL)
-    assert 0 <= estimate - used["shared_bytes"] <= 1024, config
-    assert compiled.metadata.global_scratch_size == 0, config  # descriptors come from the host
-
-
-@TARGETS
-def test_candidates_fit_the_device_without_spills(target):
-    assert compiled_for(target)
-    for config, compiled in compiled_for(target):
-        check_resources(config, compiled, target)
-
-
-def test_an_addend_and_a_weight_by_columns_fit_beside_the_accumulator():
-    usable = usable_on(HOPPER, 2048, by_rows=False)
-    for variant in ("cooperative", "pingpong"):
-        config = next(config for config in usable if config.kwargs["VARIANT"] == variant)
-        check_resources(config, compile_candidate(config, HOPPER, addend=True, by_columns=True), HOPPER)
 
 
 @TARGETS
@@ -98,7 +29,7 @@ def test_stores_are_complete_before_a_barrier_and_the_arrival_that_tells_of_them
     order = re.compile(
         r"cp\.async\.bulk\.wait_group 0;(?P<between>.*?)mbarrier\.arrive\.shared::cta\.b64", re.DOTALL
     )
-    for config, compiled in compiled_for(target):
+    for config, compiled in SCATTER.compiled_for(target):
         found = order.findall(compiled.asm["ptx"])
         storers = 2 if config.kwargs["VARIANT"] == "pingpong" and target is HOPPER else 1
         assert len(found) == 2 * storers, config  # at each tile, and at the end
@@ -115,7 +46,7 @@ def partition_that_polls(sass: str) -> str:
 
 @TARGETS
 def test_one_warp_counts_and_waits_for_peers_and_nobody_else_does(target):
-    for config, compiled in compiled_for(target):
+    for config, compiled in SCATTER.compiled_for(target):
         ptx = compiled.asm["ptx"]
         assert "ld.global.sys.acquire" in ptx, config
         assert "vote.sync.any" in ptx, config  # on the time, in one warp
@@ -131,30 +62,10 @@ def test_one_warp_counts_and_waits_for_peers_and_nobody_else_does(target):
 
 def test_what_the_peers_have_sent_is_loaded_two_elements_at_a_time():
     """A thread has two neighbours of a row; so the compiler must know that pairs begin at 4 bytes."""
-    (_config, compiled), *_ = compiled_for(HOPPER)
+    (_config, compiled), *_ = SCATTER.compiled_for(HOPPER)
     loads = re.findall(r"ld\.global\.(\w+) ", compiled.asm["ptx"])
     assert loads.count("b32") > 8
     assert "b16" not in loads
-
-
-# ---- candidates
-
-
-@TARGETS
-@pytest.mark.parametrize("rows", [64, 100, 128, 4096])
-def test_no_tile_is_higher_than_a_chunk_and_one_is_left_where_the_body_runs(target, rows):
-    usable = usable_on(target, rows)
-    assert all(config.kwargs["BLOCK_M"] <= rows for config in usable)
-    assert bool(usable) == (rows >= fewest_rows(CANDIDATES, tensor_memory=target is BLACKWELL))
-
-
-def test_a_weight_by_columns_leaves_out_what_cannot_read_it():
-    assert not any(config.kwargs["JOINED"] for config in usable_on(HOPPER, 2048, by_rows=False))
-
-
-def test_two_candidates_are_never_the_same():
-    texts = [str(config) for config in CANDIDATES]
-    assert len(set(texts)) == len(texts)
 
 
 # ---- the launch path, on a device that compiles and does not run

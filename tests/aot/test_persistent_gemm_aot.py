@@ -27,7 +27,6 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "pingpong, 192 wide": (candidate("pingpong", EXTRA_N=64), {"trans_b": False}),
     "256 x 192": (candidate("cooperative", BLOCK_M=256, EXTRA_N=64), {"dtype": "fp16", "out": "fp16"}),
     "rows through registers, alone": (candidate("pipelined", EXTRA_N=32), {"dtype": "fp16", "trans_a": True}),
-    "256 x 160": (candidate("cooperative", BLOCK_M=256, EXTRA_N=32), {"trans_b": False}),
     "144 wide": (candidate("cooperative", EXTRA_N=16), {"trans_b": False, "dtype": "fp16", "out": "fp16"}),
     "bias and GELU": (candidate("cooperative"), {"bias": "bf16", "activation": "gelu"}),
     "bias of rows": (

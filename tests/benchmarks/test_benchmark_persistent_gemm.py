@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from operation_runs import INTERPRETER
 from programs import run_program, torchrun
 
 from benchmarks import persistent_gemm as benchmark
@@ -27,7 +26,6 @@ def arms_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return record, {arm["name"]: arm for arm in case["arms"]}
 
 
-@INTERPRETER
 def test_without_a_gpu_it_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path):
     printed = run_program(PROGRAM, "--json", "record.json", "--commit", "0ff1ce", "--parts", ranks=1)
     assert INTERPRETER_NOTE in printed
@@ -45,7 +43,6 @@ def test_without_a_gpu_it_ends_with_a_table_and_a_record_that_becomes_a_page(tmp
     assert f"**{INTERPRETER_NOTE}**" in page
 
 
-@INTERPRETER
 def test_without_a_gpu_the_sums_are_compared_bit_by_bit_and_timed(tmp_path):
     run_program(ADD, "--json", "record.json", "--commit", "0ff1ce", ranks=1)
     record, arms = arms_of(tmp_path / "record.json")

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from operation_runs import INTERPRETER
 from programs import environment_of_rank, run_program, torchrun
 
 from benchmarks import ag_moe, moe_rs
@@ -39,7 +38,6 @@ def case_of(name: str, *arguments: str) -> dict[str, Any]:
     return case
 
 
-@INTERPRETER
 def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Path) -> None:
     printed = run_program(AG_GEMM, *QUICK, "--m", "96")
     lines = printed.splitlines()
@@ -63,7 +61,6 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
     render_page(tmp_path, record)
 
 
-@INTERPRETER
 @pytest.mark.slow
 def test_training_step_checks_the_gradients_of_all_arms_and_counts_what_ranks_disagree_on() -> None:
     case = case_of("training_step")
@@ -75,7 +72,6 @@ def test_training_step_checks_the_gradients_of_all_arms_and_counts_what_ranks_di
     assert set(case["steps"]) == {"by launches", "by step"}
 
 
-@INTERPRETER
 @pytest.mark.slow
 def test_training_step_beside_fsdp2_tells_what_the_best_plan_of_families_gains() -> None:
     case = case_of("training_step", "--dp", "2")
@@ -94,7 +90,6 @@ def test_training_step_beside_fsdp2_tells_what_the_best_plan_of_families_gains()
     assert case["bound_by"] == "host"  # a profile needs a GPU
 
 
-@INTERPRETER
 @pytest.mark.parametrize(("layer", "options"), [("mlp", ()), ("attention", ("--forward",))])
 def test_parallel_layers_checks_result_and_gradients_of_a_pair(layer: str, options: tuple[str, ...]) -> None:
     case = case_of("parallel_layers", "--layers", layer, *options)
@@ -105,7 +100,6 @@ def test_parallel_layers_checks_result_and_gradients_of_a_pair(layer: str, optio
     assert max(arms[name]["error"] for name in timed) < 2e-3  # three products in float16
 
 
-@INTERPRETER
 def test_ag_gemm_host_times_every_consumer_on_a_pretended_gpu(tmp_path: Path) -> None:
     # It compiles, so it is a process without the interpreter.
     command = [sys.executable, "-m", "benchmarks.operations.ag_gemm_host", "--json", "record.json"]
@@ -139,7 +133,6 @@ def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
     assert json.loads((tmp_path / "pages" / f"{stem}.json").read_text()) == record
 
 
-@INTERPRETER
 def test_overlap_times_every_pick_in_the_step_and_alone() -> None:
     case = case_of("overlap")
     picks = ("alone", "kernel", "run", "collective", "both")
@@ -153,7 +146,6 @@ def test_overlap_times_every_pick_in_the_step_and_alone() -> None:
     assert sorted(contexts[4:]) == [limit, kernel]
 
 
-@INTERPRETER
 def test_gemm_rs_times_what_is_right() -> None:
     case = case_of("gemm_rs", "--fp8")
     arms = {arm["name"]: arm for arm in case["arms"]}
@@ -169,7 +161,6 @@ def test_gemm_rs_times_what_is_right() -> None:
     assert tuned == {"gemm_reduce_scatter": "tuned", "gemm_rs way": "tuned"}
 
 
-@INTERPRETER
 def test_gemm_ar_times_sums_and_norms_that_are_right() -> None:
     case = case_of("gemm_ar")
     arms = {arm["name"]: arm for arm in case["arms"]}
@@ -183,7 +174,6 @@ def test_gemm_ar_times_sums_and_norms_that_are_right() -> None:
     assert tuned == dict.fromkeys(("add_rows", "exchange_rows", "gemm_ar way"), "tuned")
 
 
-@INTERPRETER
 @pytest.mark.parametrize(
     ("name", "others"),
     [

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from operation_runs import INTERPRETER
 from programs import run_program
 
 from benchmarks import regret
@@ -219,7 +218,6 @@ def replayed(rank: int, directory: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@INTERPRETER
 def test_a_pick_loaded_from_the_cache_of_its_session_is_what_is_launched(tmp_path):
     zero, one = assert_all_ok(run_ranks(replayed, 2, tmp_path))
     assert zero == one
@@ -255,7 +253,6 @@ def collective_of(rank: int, name: str) -> tuple[bool, tuple[str, ...]]:
     return is_right, alternative.choices
 
 
-@INTERPRETER
 @pytest.mark.filterwarnings("ignore:.*has not been tuned")
 @pytest.mark.parametrize("name", ["ag_gemm", "gemm_rs", "ag_moe", "moe_rs"])
 def test_a_collective_is_an_alternative_that_computes_what_the_operation_does(name):
@@ -263,7 +260,6 @@ def test_a_collective_is_an_alternative_that_computes_what_the_operation_does(na
     assert outcomes == [(True, (f'{name} way "collective"',))] * 2
 
 
-@INTERPRETER
 def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Path) -> None:
     common = ("--op", "ag_gemm", "--shapes", TINY, "--sessions", "2", "--directory", str(tmp_path / "kept"))
     common += ("--warm-ups", "1", "--iterations", "2", "--json", "record.json", "--commit", "0ff1ce")
@@ -306,7 +302,6 @@ def timed_overlap(rank: int, directory: Path) -> dict[str, Any]:
     return time_overlap(DEFAULT, options, Ranks(), directory / "own")
 
 
-@INTERPRETER
 def test_every_config_of_the_step_beside_an_all_reduce_is_timed(tmp_path):
     (case,) = assert_all_ok(run_ranks(timed_overlap, 1, tmp_path))
     assert case["trouble"] == []

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from operation_runs import INTERPRETER, device, values
+from operation_runs import device, values
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 
-pytestmark = [INTERPRETER]
 TOKENS, FEATURES, COLUMNS, EXPERTS, TOPK = 512, 512, 640, 8, 2
 CANARY, FENCE = 123.0, 4096  # elements in front of a result and behind it
 ROUNDS = 20

@@ -22,11 +22,10 @@ from ranks import Result, assert_all_ok, run_ranks
 
 Cases = dict[str, Callable[[], Any]]
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
+DEVICE = "cuda" if ON_GPUS else "cpu"  # of a test that has no ranks
 TWO = [2, pytest.param(2, marks=pytest.mark.gpu(devices=2), id="2 GPUs")]
 # There a skip is a failure; that nvshmem4py is missing is told by test_symm.
 GPU_BACKENDS = ["torch", "nvshmem"] if importlib.util.find_spec("nvshmem") or not ON_GPUS else ["torch"]
-# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
-INTERPRETER = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
 
 def results(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Result]:

@@ -6,10 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from operation_runs import INTERPRETER
 from triton.runtime.errors import InterpreterError
-
-pytestmark = INTERPRETER
 
 ROOM = 64  # elements of the memory, of which a launch is given those from 16 to 32
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from documents import blocks, page
-from operation_runs import INTERPRETER
 from torch.nn.functional import relu, rms_norm
 from tp_runs import assert_close, workspaces
 
@@ -79,21 +78,17 @@ def run_moe(rank: int) -> None:
         assert_close(y, summed_part(expected, rank))
 
 
-@INTERPRETER
 def test_the_program_of_allgather_gemm() -> None:
     assert_all_ok(run_ranks(run_ag_gemm, WORLD))
 
 
-@INTERPRETER
 def test_the_program_of_gemm_reduce_scatter() -> None:
     assert_all_ok(run_ranks(run_gemm_rs, WORLD))
 
 
-@INTERPRETER
 def test_the_program_of_gemm_all_reduce() -> None:
     assert_all_ok(run_ranks(run_gemm_ar, WORLD))
 
 
-@INTERPRETER
 def test_the_program_of_experts() -> None:
     assert_all_ok(run_ranks(run_moe, WORLD))

@@ -8,10 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from operation_runs import INTERPRETER
 from triton.runtime.errors import InterpreterError
-
-pytestmark = INTERPRETER
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import pytest
 import torch
 from documents import ROOT, blocks, page, without_blocks
 from kernels_for_tests import Bench, launch, numbers
-from operation_runs import INTERPRETER
 from shown_commands import assert_prints, commands_of
 from torch.distributed.device_mesh import init_device_mesh
 from tp_runs import assert_close, workspaces
@@ -60,7 +59,6 @@ def test_the_step_of_the_page_keeps_its_bits() -> None:
     assert context.bit_class == 0
 
 
-@INTERPRETER
 def test_the_layers_of_the_readme_are_parallel() -> None:
     assert_all_ok(run_ranks(_run_layers, 2))
 

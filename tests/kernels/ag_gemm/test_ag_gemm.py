@@ -10,13 +10,11 @@ import itertools
 import pytest
 import torch
 from ag_gemm_runs import begin, call_and_compare, error_ratio, gathered_by_torch, poison, tensors
-from operation_runs import INTERPRETER, assert_cases, cases_of
+from operation_runs import assert_cases, cases_of
 from operations import HALF
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
-
-pytestmark = INTERPRETER
 
 
 def outside_any_tuner(rank):

@@ -21,7 +21,6 @@ from ag_gemm_runs import (
 )
 from operation_runs import (
     GPU_BACKENDS,
-    INTERPRETER,
     assert_cases,
     assert_right,
     cases_of,
@@ -39,7 +38,6 @@ from dist_autotune.kernels.ag_gemm.matmul import runs_of
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, piece_counts, piece_ends
 
-pytestmark = INTERPRETER
 CONSUMERS = ["plain", "matmul"]
 PRODUCERS = ["pull", "push"]
 PATIENCE_S = 60.0  # less than a test has

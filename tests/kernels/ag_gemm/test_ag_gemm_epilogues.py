@@ -22,14 +22,12 @@ from ag_gemm_runs import (
     poison,
     tensors,
 )
-from operation_runs import GPU_BACKENDS, INTERPRETER, assert_cases, device, left_as_before, message_of, values
+from operation_runs import GPU_BACKENDS, assert_cases, device, left_as_before, message_of, values
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import GATED, ONLY_SUMS, Epilogue, result_columns
-
-pytestmark = INTERPRETER
 
 HALF = torch.float16
 ENDINGS = [

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from ag_gemm_runs import begin, call_and_compare, call_pushed, force, tensors
-from operation_runs import INTERPRETER, TWO, hold_launch, message_of, results, values
+from operation_runs import TWO, hold_launch, message_of, results, values
 from operations import HALF
 from rank_programs import wait_for
 
@@ -16,8 +16,6 @@ from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.exchange.flags import ARRIVED, READY
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
-
-pytestmark = INTERPRETER
 
 
 def lose_patience(op: AllGatherGemm) -> None:

@@ -11,14 +11,12 @@ import pytest
 import torch
 from ag_gemm_runs import LANES, WAYS, WAYS_ON_GPUS, begin, call_in_lane, gathered_by_torch, opened, poison
 from fp8_runs import error_ratio, quantized
-from operation_runs import GPU_BACKENDS, INTERPRETER, assert_cases, device, left_as_before, message_of
+from operation_runs import GPU_BACKENDS, assert_cases, device, left_as_before, message_of
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, matmul, specialized
 from dist_autotune.kernels.ag_gemm.gather_buffer import RowFormat
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import Epilogue
-
-pytestmark = INTERPRETER
 
 FP8 = torch.float8_e4m3fn
 

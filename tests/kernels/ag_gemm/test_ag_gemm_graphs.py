@@ -25,7 +25,6 @@ from ag_gemm_runs import (
 )
 from operation_runs import (
     GPU_BACKENDS,
-    INTERPRETER,
     assert_cases,
     cases_of,
     hold_launch,
@@ -44,7 +43,6 @@ from dist_autotune.kernels.exchange.flags import ARRIVED
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 
-pytestmark = INTERPRETER
 pushed = functools.partial(call_and_compare, call=call_pushed)
 
 

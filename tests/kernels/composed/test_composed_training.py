@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 from composed_training import piped, trained
-from operation_runs import INTERPRETER, values
+from operation_runs import values
 
 pytestmark = [
-    INTERPRETER,
     pytest.mark.filterwarnings("ignore:.* has not been tuned"),  # at first they have not
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
     # Dynamo looks at `grad` of what a norm's parameters are made for the call, in a module of FSDP2.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),

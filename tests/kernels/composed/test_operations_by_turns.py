@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from composed_runs import Sizes, by_turns, on_two_streams
-from operation_runs import INTERPRETER, values
+from operation_runs import values
 
 # At first they have not.
-pytestmark = [INTERPRETER, pytest.mark.filterwarnings("ignore:.* has not been tuned")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* has not been tuned")
 
 SMALL = Sizes(rows=12, k=16, n=24, of_all=4, experts=3)
 LARGE = Sizes(rows=512, k=512, n=640, of_all=16, experts=8)

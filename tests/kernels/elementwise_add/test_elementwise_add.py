@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
+from operation_runs import DEVICE
 
 from dist_autotune.kernels.elementwise_add import VARIANTS, elementwise_add
 
-DEVICE = "cuda" if os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1" else "cpu"
-# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 SHAPES = [(1000, 20), (40, 120), (7,), (), (1, 1), (3, 5, 7), (256, 3)]
 
 

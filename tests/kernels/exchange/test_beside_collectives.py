@@ -25,13 +25,11 @@ import torch.distributed as dist
 from every_operation import WITH_COLLECTIVES, each
 from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING
-from operation_runs import GPU_BACKENDS, INTERPRETER, device, message_of, values
+from operation_runs import GPU_BACKENDS, device, message_of, values
 from operations import HALF, Runs, replays_among_eager_calls
 from triton.runtime import interpreter
 
 from dist_autotune.kernels.exchange.flags import DONE
-
-pytestmark = INTERPRETER
 
 PROGRAMS = 3
 PATIENCE_S = 20.0

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from gemm_rs_runs import begin, operands
-from operation_runs import INTERPRETER, message_of, values
+from operation_runs import message_of, values
 
 from dist_autotune import StepTuner
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
@@ -16,8 +16,6 @@ from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tp import check_calls
 from dist_autotune.script.boundaries import OptimizerSteps
 from ranks import meet
-
-pytestmark = INTERPRETER
 
 
 @contextlib.contextmanager

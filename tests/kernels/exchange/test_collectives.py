@@ -23,7 +23,6 @@ from every_operation import PRODUCERS, WITH_COLLECTIVES, each
 from moe_rs_runs import SCATTERING, captured_layer, routed_layers
 from operation_runs import (
     GPU_BACKENDS,
-    INTERPRETER,
     assert_cases,
     assert_right,
     message_of,
@@ -47,7 +46,6 @@ from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.launch.tunable import CHOICES
 from ranks import assert_all_ok, assert_killed, meet
 
-pytestmark = INTERPRETER
 PUSHES = "AllGatherGemm, push"
 
 

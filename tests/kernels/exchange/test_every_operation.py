@@ -10,7 +10,7 @@ from itertools import cycle
 import pytest
 import torch
 from every_operation import EVERY, OF_ONE_WAY, WITH_COLLECTIVES, each
-from operation_runs import INTERPRETER, assert_cases, cases_of, values
+from operation_runs import assert_cases, cases_of, values
 from operations import (
     HALF,
     SHAPES,
@@ -25,8 +25,6 @@ from operations import (
     two_operations,
     unequal_inner_parts,
 )
-
-pytestmark = INTERPRETER
 
 
 def of_two_ranks(rank, runs):
@@ -43,7 +41,6 @@ def of_two_ranks(rank, runs):
     cases["K of one"] = lambda: three_calls(rank, runs, (6, 3), 1, 16, 3, 2)
     for index in range(len(runs.candidates))[: runs.most_choices]:
         cases[f"candidate {index}"] = lambda index=index: one_candidate(rank, runs, index)
-    cases["late ranks"] = lambda: many_calls(rank, runs, "random")
     return cases | cases_of((unequal_inner_parts, two_operations, in_odd_places), rank, runs)
 
 
@@ -68,9 +65,9 @@ def test_a_weight_may_lie_by_columns(runs):
 def of_more_ranks(rank, runs, world):
     rows = (5, 12, 0, 8)[:world]
     cases = {"different candidates": lambda: three_calls(rank, runs, rows, 16, 24, 3, 2)}
+    cases["late ranks"] = lambda: many_calls(rank, runs, "random" if world == 4 else "one")
     if world == 4:
         return cases
-    cases["late ranks"] = lambda: many_calls(rank, runs, "one")
     return cases | cases_of((late_pushes, in_a_subset), rank, runs)
 
 

@@ -15,13 +15,11 @@ from ag_gemm_runs import GATHERING_ROWS, GatheringRows
 from every_operation import EVERY, EXPERTS, OF_ONE_WAY, each
 from gemm_ar_runs import REDUCING
 from gemm_rs_runs import SCATTERING_SUMS
-from operation_runs import INTERPRETER, TWO, ends, message_of, results, values
+from operation_runs import TWO, ends, message_of, results, values
 
 from dist_autotune.kernels.exchange.operation import PeerTimeout
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
 from ranks import assert_all_ok, assert_killed, meet
-
-pytestmark = INTERPRETER
 
 OF_KERNELS = {way: REDUCING[way] for way in (ONE_SHOT, TWO_SHOT, LOW_LATENCY)}
 

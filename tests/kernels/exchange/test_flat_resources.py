@@ -13,14 +13,12 @@ import gemm_rs_runs
 import pytest
 import torch
 import torch.distributed as dist
-from operation_runs import INTERPRETER, device, synchronize, values
+from operation_runs import device, synchronize, values
 from operations import HALF
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
-
-pytestmark = INTERPRETER
 
 CALLS, WARM_UPS = 10_000, 1_000
 MOST_GROWN_BYTES = 3 * 2**20  # of 9,000 calls: 350 bytes a call would show

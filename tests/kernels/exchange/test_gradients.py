@@ -8,13 +8,11 @@ import pytest
 import torch
 from every_operation import WITH_COLLECTIVES
 from moe_rs_runs import SCATTERING
-from operation_runs import INTERPRETER, message_of, values
+from operation_runs import message_of, values
 from operations import HALF
 
 from dist_autotune.kernels.elementwise_add import elementwise_add
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
-
-pytestmark = INTERPRETER
 
 
 def told(name: str, *asking: str) -> str:

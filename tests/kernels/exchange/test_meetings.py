@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ag_gemm_runs import GATHERING_ROWS, error_ratio, gathered_by_torch, tensors
 from every_operation import EVERY, PRODUCERS, each
-from operation_runs import INTERPRETER, device, message_of, synchronize, values
+from operation_runs import device, message_of, synchronize, values
 from rank_programs import wait_for
 from tp_runs import workspaces
 
@@ -21,7 +21,6 @@ from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tp.registry import WORKSPACES
 from ranks import meet
 
-pytestmark = INTERPRETER
 HALF, ROWS = torch.float16, 16
 MEETING = PRODUCERS | {name: runs for name, runs in EVERY.items() if name != "AllGatherGemm"}
 

@@ -15,7 +15,7 @@ from ag_moe_runs import GATHERING
 from gemm_ar_runs import REDUCING
 from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING
-from operation_runs import INTERPRETER, message_of, values
+from operation_runs import message_of, values
 from operations import HALF, Runs
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
@@ -25,7 +25,6 @@ from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
 
-pytestmark = INTERPRETER
 Wrong = dict[str, tuple[Callable[[Any], Any], str]]  # a call, and what it is told
 
 

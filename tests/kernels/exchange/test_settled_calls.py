@@ -16,13 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from every_operation import WITH_COLLECTIVES
-from operation_runs import INTERPRETER, ON_GPUS, device, run_cases, values
+from operation_runs import ON_GPUS, device, run_cases, values
 from tp_runs import workspaces
 
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.exchange.operation import Operation
 
-pytestmark = INTERPRETER
 HALF, EXPERTS, TOPK = torch.float16, 3, 2
 ROWS, FEATURES, HIDDEN = (16, 64, 32) if ON_GPUS else (8, 16, 16)
 BUSY_CYCLES = 200_000_000  # a tenth of a second

@@ -8,15 +8,13 @@ import gemm_rs_runs
 import pytest
 import torch
 from moe_rs_runs import SCATTERING
-from operation_runs import INTERPRETER, left_as_before
+from operation_runs import left_as_before
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
 from dist_autotune.kernels.launch import UntunedWarning
-
-pytestmark = INTERPRETER
 
 N, K = 40, 24
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-import os
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from gluon_products import change, fails, multiply
 from gpu_cases import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operation_runs import DEVICE
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.epilogues import ACTIVATIONS, BIAS_DTYPES, GATED, Epilogue
@@ -22,11 +22,6 @@ from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATE
 from dist_autotune.kernels.gemm.operation import OUT_DTYPES, plain_gemm
 from dist_autotune.kernels.gemm.pruning import fits, suits
 from dist_autotune.kernels.persistent_gemm import interleave_gate_up, persistent_matmul, split_gate_up
-
-ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
-DEVICE = "cuda" if ON_GPU else "cpu"
-# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
 ENDINGS = [
     *[*itertools.product((None, *BIAS_DTYPES), (None, *ACTIVATIONS))][1:],

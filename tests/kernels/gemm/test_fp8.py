@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-import os
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from gluon_products import change, fails, multiply
 from gpu_cases import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operation_runs import DEVICE
 
 from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import launch as launching
@@ -26,12 +26,8 @@ from dist_autotune.kernels.gemm.pruning import fits, prune
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 from dist_autotune.kernels.tensors import check_fp8
 
-ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
-DEVICE = "cuda" if ON_GPU else "cpu"
 FP8 = torch.float8_e4m3fn
 LARGEST = 4  # so that sums that are not scaled are no infinite halves
-# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
 
 @pytest.fixture(autouse=True)

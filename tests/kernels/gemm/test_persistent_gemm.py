@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_cases import covering
+from operation_runs import DEVICE
 from padded_rooms import poison_rooms
 
 from dist_autotune import contextual_autotune
@@ -24,11 +24,6 @@ from dist_autotune.kernels.gemm.operation import plain_gemm
 from dist_autotune.kernels.gemm.pruning import GemmShape, fits, is_wanted
 from dist_autotune.kernels.matrices import as_matrix
 from dist_autotune.kernels.persistent_gemm import PARTS, SCHEDULERS, VARIANTS, persistent_matmul
-
-ON_GPU = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
-DEVICE = "cuda" if ON_GPU else "cpu"
-# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 
 KINDS = [name for name in VARIANTS if name != "auto"]
 HALVES = [torch.float16, torch.bfloat16]

@@ -22,8 +22,6 @@ from dist_autotune.kernels.gemm.copies import NOTHING, Copies, copied, copy_cloc
 from dist_autotune.kernels.gemm.pruning import GemmShape
 from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
 
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
 TYPES = [torch.float16, torch.bfloat16, torch.float32]
 # The strides of a matrix, made of fresh memory: (rows, columns, type) -> tensor.
 LAYOUTS = {

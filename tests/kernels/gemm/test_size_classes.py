@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operation_runs import INTERPRETER
 from test_persistent_gemm import error_ratio, matrix
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
@@ -16,8 +15,6 @@ from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import specialized as rs_specialized
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
-
-pytestmark = INTERPRETER
 
 
 def test_classes_of_rows_end_at_the_bounds_that_are_documented():

@@ -25,9 +25,6 @@ from dist_autotune.kernels.tiles import (
     strided_number,
 )
 
-# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
 sizes = st.integers(1, 40)
 
 

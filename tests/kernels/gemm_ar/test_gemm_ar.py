@@ -18,13 +18,12 @@ from gemm_ar_runs import (
     of_all,
     operands,
 )
-from operation_runs import INTERPRETER, assert_cases, device, values
+from operation_runs import assert_cases, device, values
 from operations import HALF
 
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
 
-pytestmark = INTERPRETER
 OURS = (ONE_SHOT, TWO_SHOT, LOW_LATENCY)  # those with candidates
 
 

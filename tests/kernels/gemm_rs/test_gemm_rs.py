@@ -8,13 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 from gemm_rs_runs import begin, call_and_compare, error_ratio, operands, poison
-from operation_runs import INTERPRETER, assert_cases, message_of, values
+from operation_runs import assert_cases, message_of, values
 from operations import HALF
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
-
-pytestmark = INTERPRETER
 
 
 def by_columns_with_addend(rank, index, n, k, collective):

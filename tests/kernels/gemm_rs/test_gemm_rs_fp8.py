@@ -11,7 +11,6 @@ from fp8_runs import quantized
 from gemm_rs_runs import begin, poison
 from operation_runs import (
     GPU_BACKENDS,
-    INTERPRETER,
     assert_cases,
     device,
     left_as_before,
@@ -20,8 +19,6 @@ from operation_runs import (
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
-
-pytestmark = INTERPRETER
 
 FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 

@@ -10,7 +10,6 @@ import signal
 
 from ag_moe_runs import GATHERING as runs
 from operation_runs import (
-    INTERPRETER,
     ends,
     message_of,
     results,
@@ -22,7 +21,6 @@ from dist_autotune.kernels.ag_moe import AllGatherMoE
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 
-pytestmark = INTERPRETER
 HOST_PATIENCE_S = 3.0  # where a host waits for one that does not come, and for others that do
 
 

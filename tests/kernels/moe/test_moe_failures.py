@@ -14,12 +14,12 @@ import torch
 from collective_runs import ALWAYS
 from every_operation import EXPERTS, each
 from moe_runs import GIVEN_OTHERS, delay_pushes, random_choices
-from operation_runs import INTERPRETER, TWO, assert_right, delay_copies, ends, message_of, results, values
+from operation_runs import TWO, assert_right, delay_copies, ends, message_of, results, values
 
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed
 
-pytestmark = [INTERPRETER, each(EXPERTS)]
+pytestmark = each(EXPERTS)
 WAYS = pytest.mark.parametrize("options", [{}, ALWAYS], ids=["overlapped", "by collectives"])
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operation_runs import INTERPRETER
 
 from dist_autotune.kernels.exchange.flags import FLAGS, GIVEN, TOLD
 from dist_autotune.kernels.moe import plan as plans
@@ -18,7 +17,6 @@ from dist_autotune.kernels.moe.plan import LOWEST, Plan
 from dist_autotune.kernels.moe.routing import digest_of
 from dist_autotune.kernels.signals import Failure, read_failure
 
-pytestmark = INTERPRETER
 CAPACITY = 24  # tokens of a rank
 
 

@@ -11,7 +11,6 @@ from forked_programs import forked_programs, share_errors
 from moe_rs_runs import SCATTERING as runs
 from moe_rs_runs import same_call_twice
 from operation_runs import (
-    INTERPRETER,
     assert_right,
     message_of,
     values,
@@ -20,8 +19,6 @@ from operations import HALF, rows_of_call
 
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
-
-pytestmark = INTERPRETER
 
 
 def several_programs(rank, programs):

@@ -13,14 +13,12 @@ from collective_runs import ALWAYS
 from moe_rs_runs import SCATTERING as scattering
 from moe_rs_runs import routed_layers, sorted_rows
 from moe_runs import GIVEN_OTHERS, random_choices, randoms
-from operation_runs import INTERPRETER, assert_right, device, message_of, results, values
+from operation_runs import assert_right, device, message_of, results, values
 from operations import HALF
 
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
-
-pytestmark = INTERPRETER
 
 
 @pytest.mark.parametrize(

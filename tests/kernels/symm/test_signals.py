@@ -26,9 +26,6 @@ from dist_autotune.kernels.signals import (
 )
 from ranks import assert_all_ok, run_ranks
 
-# Triton 3.6 turns one-element arrays into loop bounds the way NumPy 1.25 deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
-
 FOREVER = 2**31 - 1
 LAST_EPOCH, FIRST_EPOCH = 2**31 - 1, -(2**31)  # of an int32 that wraps around
 

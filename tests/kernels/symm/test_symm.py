@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from operation_runs import ON_GPUS, assert_cases, cases_of, values
 
 from dist_autotune.kernels import symm
 from dist_autotune.kernels.symm import Copy, SymmetricMemoryError, Wait, Write, nvshmem, open_symmetric_memory
@@ -21,44 +22,29 @@ from dist_autotune.kernels.symm import shm as shm_module
 from dist_autotune.kernels.symm.ranks import SharingRanks
 from ranks import assert_all_ok, assert_killed, meet, run_ranks
 
-ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
-PROCESS_GROUP = "cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
-
 BACKENDS = ["shm", pytest.param("torch", marks=pytest.mark.gpu(devices=2))]
 if importlib.util.find_spec("nvshmem") or not ON_GPUS:  # there a skip is a failure; its absence has a test
     BACKENDS.append(pytest.param("nvshmem", marks=pytest.mark.gpu(devices=2)))
 
 
-def ranks(fn, world, *args, **options):
-    return assert_all_ok(run_ranks(fn, world, *args, backend=PROCESS_GROUP, **options))
-
-
 # ---- what every backend does
 
 
-def write_to_all(rank, backend):
-    """Return what this rank finds in its own tensor after every rank has written its number there."""
+def each_rank_reaches_the_memory_of_all(rank, backend):
     with open_symmetric_memory(backend=backend) as memory:
         tensor = memory.allocate((memory.world_size, 3), torch.float16)
-        before = tensor.local.clone().cpu()
+        assert not tensor.local.any()
         memory.barrier()
         for peer in tensor.peers:
             peer[rank] = rank + 1
         memory.barrier()
-        own = tensor.peers[rank] is tensor.local
-        return before, tensor.local.clone().cpu(), own, memory.rank == rank, memory.name
+        assert tensor.peers[rank] is tensor.local
+        assert (memory.rank, memory.name) == (rank, backend)
+        return tensor.local.tolist() == [[1, 1, 1], [2, 2, 2]]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_each_rank_reaches_the_memory_of_all(backend):
-    for before, after, own, same_rank, name in ranks(write_to_all, 2, backend):
-        assert torch.equal(before, torch.zeros(2, 3, dtype=torch.float16))
-        assert after.tolist() == [[1, 1, 1], [2, 2, 2]]
-        assert (own, same_rank, name) == (True, True, backend)
-
-
-def pass_data_on(rank, backend):
-    """Return what rank 1 copied from rank 0, which is late on purpose, in three epochs."""
+def a_stream_copies_only_after_the_peer_has_signalled(rank, backend):
+    """Copy on rank 1 from rank 0, which is late on purpose, in three epochs."""
     with open_symmetric_memory(backend=backend) as memory:
         data = memory.allocate((4,), torch.int32)
         ready = memory.allocate((1,), torch.int32)
@@ -76,17 +62,11 @@ def pass_data_on(rank, backend):
                 stream.join()
                 got.append(data.local.clone())
             memory.barrier()
-        return [part.tolist() for part in got]
+        return [part.tolist() for part in got] == ([] if rank == 0 else [[1] * 4, [2] * 4, [3] * 4])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_stream_copies_only_after_the_peer_has_signalled(backend):
-    _, got = ranks(pass_data_on, 2, backend)
-    assert got == [[epoch] * 4 for epoch in (1, 2, 3)]
-
-
-def pass_data_on_prepared(rank, backend):
-    """As `pass_data_on`, in both directions at once, with steps that are prepared once."""
+def steps_that_are_prepared_happen_in_order_in_each_run(rank, backend):
+    """Pass data on in both directions at once, with steps that are prepared once."""
     with open_symmetric_memory(backend=backend) as memory:
         peer = 1 - rank
         data, words = memory.allocate((4,), torch.int32), memory.allocate((3,), torch.int32)
@@ -115,18 +95,11 @@ def pass_data_on_prepared(rank, backend):
         run(3, 2**31)  # numbers wrap
         stream.join()
         memory.barrier()
-        return found, int(words.local[1])
+        assert found == [[10 * peer + epoch] * 4 + [epoch, 100 * epoch + 5, 9] for epoch in (1, 2, 3)]
+        return int(words.local[1]) == 5 - 2**31
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_that_are_prepared_happen_in_order_in_each_run(backend):
-    for rank, (found, wrapped) in enumerate(ranks(pass_data_on_prepared, 2, backend)):
-        theirs = [10 * (1 - rank) + epoch for epoch in (1, 2, 3)]
-        assert found == [[data] * 4 + [epoch, 100 * epoch + 5, 9] for epoch, data in enumerate(theirs, 1)]
-        assert wrapped == 5 - 2**31
-
-
-def wait_across_the_wrap(rank, backend):
+def signals_compare_across_the_end_of_int32(rank, backend):
     with open_symmetric_memory(backend=backend) as memory:
         words = memory.allocate((2,), torch.int32)
         stream = memory.side_stream()
@@ -134,15 +107,11 @@ def wait_across_the_wrap(rank, backend):
         memory.wait_signal(words.local[0], 2**31 - 1, stream)
         memory.write_signal(words.local[1], 1, stream)
         stream.join()
-        return words.local.tolist()
+        return words.local.tolist() == [-(2**31), 1]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_signals_compare_across_the_end_of_int32(backend):
-    assert ranks(wait_across_the_wrap, 2, backend) == [[-(2**31), 1]] * 2
-
-
-def come_late(rank, backend, note):
+def a_barrier_waits_for_the_last_rank(rank, backend):
+    note = Path("rank 1 has come")
     with open_symmetric_memory(backend=backend) as memory:
         if rank == 1:
             time.sleep(0.2)  # on purpose: the other is to wait
@@ -151,57 +120,53 @@ def come_late(rank, backend, note):
         return note.exists()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_barrier_waits_for_the_last_rank(backend, tmp_path):
-    assert ranks(come_late, 2, backend, tmp_path / "rank 1 has come") == [True, True]
-
-
-def use_after_close(rank, backend):
+def a_closed_memory_says_so(rank, backend):
     memory = open_symmetric_memory(backend=backend)
     memory.allocate((4,), torch.int32)
     memory.close()
     memory.close()
-    errors = []
+    told = f"this {backend} memory of rank {rank} of 2 is closed; open another"
     for use in (lambda: memory.allocate((4,), torch.int32), memory.barrier, memory.side_stream):
-        with pytest.raises(SymmetricMemoryError) as caught:
+        with pytest.raises(SymmetricMemoryError, match=told):
             use()
-        errors.append(str(caught.value))
-    return errors
+    return True
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_closed_memory_says_so(backend):
-    for rank, errors in enumerate(ranks(use_after_close, 2, backend)):
-        assert errors == [f"this {backend} memory of rank {rank} of 2 is closed; open another"] * 3
-
-
-def reopen(rank, backend):
+def memory_can_be_opened_again_and_is_zero_again(rank, backend):
     sums = []
     for _ in range(3):
         with open_symmetric_memory(backend=backend) as memory:
             tensor = memory.allocate((1000,), torch.float32)
             sums.append(float(tensor.local.sum()))
             tensor.local.fill_(1)
-    return sums
+    return sums == [0.0] * 3
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_memory_can_be_opened_again_and_is_zero_again(backend):
-    assert ranks(reopen, 2, backend) == [[0.0] * 3] * 2
-
-
-def allocate_differently(rank, backend):
+def different_shapes_raise_on_every_rank_and_leave_the_memory_usable(rank, backend):
     with open_symmetric_memory(backend=backend) as memory:
         with pytest.raises(ValueError, match="different") as caught:
             memory.allocate((4, rank + 1), torch.float32)
-        return str(caught.value), memory.allocate((2,), torch.int32).local.tolist()
+        assert "rank 0: [4, 1] torch.float32; rank 1: [4, 2] torch.float32" in str(caught.value)
+        return memory.allocate((2,), torch.int32).local.tolist() == [0, 0]
+
+
+def of_every_backend(rank, backend):
+    functions = (
+        each_rank_reaches_the_memory_of_all,
+        a_stream_copies_only_after_the_peer_has_signalled,
+        steps_that_are_prepared_happen_in_order_in_each_run,
+        signals_compare_across_the_end_of_int32,
+        a_barrier_waits_for_the_last_rank,
+        a_closed_memory_says_so,
+        memory_can_be_opened_again_and_is_zero_again,
+        different_shapes_raise_on_every_rank_and_leave_the_memory_usable,
+    )
+    return cases_of(functions, rank, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_different_shapes_raise_on_every_rank_and_leave_the_memory_usable(backend):
-    for message, after in ranks(allocate_differently, 2, backend):
-        assert "rank 0: [4, 1] torch.float32; rank 1: [4, 2] torch.float32" in message
-        assert after == [0, 0]
+def test_ranks_share_memory_and_signals(backend):
+    assert_cases(of_every_backend, 2, backend)
 
 
 def leave_by_exception(rank, backend):
@@ -216,9 +181,8 @@ def leave_by_exception(rank, backend):
     return None
 
 
-@pytest.mark.parametrize("backend", [BACKENDS[0]])
-def test_a_rank_that_fails_leaves_without_its_peers(backend):
-    _, elapsed_s = ranks(leave_by_exception, 2, backend)
+def test_a_rank_that_fails_leaves_without_its_peers():
+    _, elapsed_s = values(leave_by_exception, 2, "shm")
     assert elapsed_s < 30  # its patience is that of the default, 300 s
 
 
@@ -240,7 +204,7 @@ def use_a_subset(rank):
 
 
 def test_a_group_may_be_a_subset_of_the_world():
-    assert ranks(use_a_subset, 3) == [(0, [10, 12]), None, (1, [10, 12])]
+    assert values(use_a_subset, 3) == [(0, [10, 12]), None, (1, [10, 12])]
 
 
 def test_without_a_process_group_there_is_one_rank():
@@ -261,7 +225,7 @@ def live_on_another_host(rank, directory):
 
 
 def test_a_group_across_hosts_is_refused_on_every_rank(tmp_path):
-    for message in ranks(live_on_another_host, 2, tmp_path):
+    for message in values(live_on_another_host, 2, tmp_path):
         assert message.startswith("the group spans several hosts (rank 0 on ")
 
 
@@ -279,7 +243,7 @@ def stay_away(rank, done):
 
 
 def test_a_peer_that_does_not_come_ends_the_wait(tmp_path):
-    (message, elapsed_s), _ = ranks(stay_away, 2, tmp_path / "done")
+    (message, elapsed_s), _ = values(stay_away, 2, tmp_path / "done")
     assert elapsed_s < 30, message
 
 
@@ -369,7 +333,7 @@ def run_out_of_space(rank):
 
 
 def test_a_rank_without_space_fails_the_allocation_on_every_rank(shm_directory):
-    for message in ranks(run_out_of_space, 2):
+    for message in values(run_out_of_space, 2):
         assert "failed on 1 of 2 ranks: rank 1: OSError: [Errno 28] No space left on device" in message
     assert list(shm_directory.glob("symmetric-*")) == []
 
@@ -398,7 +362,7 @@ def wait_for_a_signal_that_never_comes(rank):
 
 
 def test_a_cpu_stream_ends_its_wait_and_drops_what_follows():
-    ((errors, ran),) = ranks(wait_for_a_signal_that_never_comes, 1)
+    ((errors, ran),) = values(wait_for_a_signal_that_never_comes, 1)
     assert errors == ["rank 0 of 1 waited 0.5 s for a signal to reach 3; its value is 0"] * 2
     assert ran == []
 
@@ -413,5 +377,5 @@ def close_while_waiting(rank):
 
 
 def test_abandoning_ends_the_threads_that_wait():
-    (elapsed_s,) = ranks(close_while_waiting, 1)
+    (elapsed_s,) = values(close_while_waiting, 1)
     assert elapsed_s < 30  # its patience is five times 300 s

@@ -10,14 +10,12 @@ import weakref
 
 import pytest
 import torch
-from operation_runs import INTERPRETER, values
+from operation_runs import values
 
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.symm import SymmetricTensor, cuda, open_symmetric_memory
 from dist_autotune.kernels.symm.ranks import SharingRanks
-
-pytestmark = INTERPRETER
 
 NON_BLOCKING, LOWEST, HIGHEST = 1, 0, -5
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from operation_runs import INTERPRETER, message_of, values
+from operation_runs import message_of, values
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,10 +18,7 @@ from tp_runs import assert_close, tensor_of, workspaces
 
 from dist_autotune.kernels import tp
 
-pytestmark = [
-    INTERPRETER,
-    pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning:torch"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning:torch")
 
 EXPERTS, FEATURES, HIDDEN = 3, 16, 24
 MIXTRAL = ("gate", "w1", "w3", "w2")

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from operation_runs import INTERPRETER, message_of, values
+from operation_runs import message_of, values
 from torch import Tensor, nn
 from tp_runs import tensor_of, workspaces
 
@@ -16,12 +16,7 @@ from dist_autotune.kernels import tp
 from dist_autotune.kernels.tp import ColumnParallel, RowParallel, parallelize
 from dist_autotune.kernels.tp.operators import rows_in_fp8
 
-pytestmark = [
-    INTERPRETER,
-    pytest.mark.usefixtures("compiler"),
-    # torch._dynamo makes an instance of every torch.autograd.Function.
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("compiler")
 
 BF16, TOKENS, WIDTH, HIDDEN = torch.bfloat16, 6, 32, 64
 # Between a few roundings to the 8 bits of bf16, and one of both factors to fp8's 4.

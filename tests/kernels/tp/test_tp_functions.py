@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operation_runs import INTERPRETER, message_of, values
+from operation_runs import message_of, values
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from tp_runs import assert_close, block, tensor_of, tensors_of_all, workspaces
 
 from dist_autotune.kernels import tp
-
-pytestmark = INTERPRETER
-
 
 # ---- against plain torch
 

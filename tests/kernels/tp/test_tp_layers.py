@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from operation_runs import INTERPRETER, message_of, values
+from operation_runs import message_of, values
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,12 +28,6 @@ from tp_runs import assert_close, tensor_of, workspaces
 
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.tp import ColumnParallel, RowParallel, SequenceParallel, parallelize
-
-pytestmark = [
-    INTERPRETER,
-    # torch._dynamo makes an instance of every torch.autograd.Function.
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
-]
 
 VOCABULARY, WIDTH, LAYERS, SEQUENCES, LENGTH = 20, 16, 1, 4, 4
 

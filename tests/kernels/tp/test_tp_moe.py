@@ -8,18 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from operation_runs import INTERPRETER, message_of, values
+from operation_runs import message_of, values
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from tp_runs import assert_close, tensor_of, tensors_of_all, workspaces
 
 from dist_autotune.kernels import tp
-
-pytestmark = [
-    INTERPRETER,
-    # torch._dynamo makes an instance of every torch.autograd.Function.
-    pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning"),
-]
 
 EXPERTS, TOPK, FEATURES, TOKENS = 4, 2, 16, 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from operation_runs import INTERPRETER, values
+from operation_runs import values
 from torch.fx.experimental.proxy_tensor import make_fx
 from tp_runs import assert_close, block, tensor_of, workspaces
 
@@ -16,9 +16,7 @@ from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES as OF_SCATTER
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 
-pytestmark = [INTERPRETER, pytest.mark.usefixtures("compiler")]
-# torch._dynamo makes an instance of every torch.autograd.Function.
-INSTANTIATED = pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+pytestmark = pytest.mark.usefixtures("compiler")
 
 
 def compiled(rank, save_gathered):
@@ -42,7 +40,6 @@ def compiled(rank, save_gathered):
         return all(found), len(found)
 
 
-@INSTANTIATED
 @pytest.mark.parametrize("save_gathered", [True, False], ids=["saved", "gathered again"])
 def test_a_compiled_layer_is_one_graph_with_the_same_bits(save_gathered):
     assert values(compiled, 2, save_gathered) == [(True, 18)] * 2
@@ -69,7 +66,6 @@ def tuned_while_compiled(rank):
         return tuned.settled, sorted(set(found) - {each for each in found if each[0].startswith("ag_gemm ")})
 
 
-@INSTANTIATED
 @pytest.mark.filterwarnings("ignore:.* has not been tuned")  # at first they have not
 def test_kernels_of_a_compiled_forward_and_backward_are_tuned_in_context():
     of_both = [(name, "tuned") for name in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_rs way")]
@@ -112,7 +108,6 @@ def unread_on_one_rank(rank, backend, grad):
         return list(function(tensor_of(rank, 4, 8, grad=grad)).shape)
 
 
-@INSTANTIATED
 @pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
 def test_a_compiled_rank_that_reads_no_result_still_meets_its_peers(grad):
     assert values(unread_on_one_rank, 2, "aot_eager", grad) == [[4, 8]] * 2

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from operation_runs import INTERPRETER, message_of, values
+from operation_runs import message_of, values
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from tp_runs import assert_close, tensor_of, workspaces
@@ -14,8 +14,6 @@ from tp_runs import assert_close, tensor_of, workspaces
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.tp.registry import WORKSPACES
-
-pytestmark = INTERPRETER
 
 WIDTH = 16
 PLAN = {

@@ -9,15 +9,12 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from operation_runs import INTERPRETER, message_of, values
+from operation_runs import message_of, values
 from tp_runs import block, tensor_of, workspaces
 
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.tp import registry
 from dist_autotune.kernels.tp.registry import WORKSPACES
-
-pytestmark = INTERPRETER
-
 
 LAYERS = 20
 
