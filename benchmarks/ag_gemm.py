@@ -12,6 +12,7 @@ no overlap is best. In place means that the caller has written `op.shard`.
     ours, push           in place, eager, chunks pushed by their owners
     ours, no overlap     in place, eager: our exchange, then torch.matmul
     ours, graph          in place, as a CUDA graph; and copied
+    ours, by replays     the same, tuned with objective="graph" in a session of its own
     NCCL + GEMM          all_gather_into_tensor, then torch.matmul (gloo on CPU ranks)
     NCCL + own GEMM      the same with `persistent_matmul`, tuned in this sequence
     torch fused          torch.ops.symm_mem.fused_all_gather_matmul
@@ -36,7 +37,7 @@ import torch
 from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
 from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks, run_on_ranks
-from benchmarks.common.tuned import Prepare, Tuned, in_both_ways
+from benchmarks.common.tuned import BY_REPLAYS, Prepare, Tuned, in_both_ways
 from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
 from benchmarks.operations.peers import QUACK, all_gather, fused_by_torch, quack_all_gather_gemm
 from benchmarks.operations.products import (
@@ -77,6 +78,7 @@ BENCHMARK = Benchmark(
         Ratio(of="torch fused", to=OURS, name="fused / ours"),
         Ratio(of=QUACK, to=OURS),
         Ratio(of=f"{QUACK}, graph", to="ours, graph", name=f"graph: {QUACK} / ours"),
+        Ratio(of="ours, graph", to=f"ours, {BY_REPLAYS}", name="graph: judged eagerly / by replays"),
         Ratio(of=OURS, to="GEMM"),
         Ratio(of="ours, graph", to="GEMM", name="graph / GEMM"),
     ],
@@ -271,6 +273,7 @@ def run_shape(
         problem.product("ours, push", lambda: pushing.eager(pushing.op.shard)),
         problem.product("ours, no overlap", lambda: waiting.eager(waiting.op.shard)),
         problem.product("ours, graph", lambda: captured.graph(captured.op.shard)),
+        problem.product(f"ours, {BY_REPLAYS}", lambda: captured.by_replays(captured.op.shard)),
         problem.product("ours, copied, graph", lambda: captured.graph(problem.a)),
         *(problem.product(*way) for way in baselines_of(problem, own, ranks)),
         problem.product("GEMM", lambda: matmul_alone(problem)),

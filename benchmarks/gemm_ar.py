@@ -7,6 +7,7 @@ M is the number of rows, K the inner dimension of all ranks together: each multi
 [K / W, N]. Ours is `GemmAllReduce`, tuned first, inside `contextual_autotune(is_dist=True)`.
 
     ours                        eager; and as a CUDA graph
+    ours, by replays            as a graph, tuned with objective="graph" in a session of its own
     ours, WAY, graph            the same with a way that is fixed; its kernel tuned
     GEMM + NCCL                 torch.matmul, then all_reduce (gloo on CPU ranks)
     torch one-shot, two-shot    torch.matmul into symmetric memory, then torch.ops.symm_mem's all-reduce
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
 from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks
-from benchmarks.common.tuned import Tuned, in_both_ways
+from benchmarks.common.tuned import BY_REPLAYS, Tuned, in_both_ways
 from benchmarks.operations.harness import DTYPES, LIMIT_S, OURS, PATIENCE_S, measured_case, parse
 from benchmarks.operations.peers import fused_by_torch
 from benchmarks.operations.products import Shape, explained_error, product_arm, relative_error
@@ -57,6 +58,14 @@ BENCHMARK = Benchmark(
         for norm in ("", ", norm")
         for graph in ("", ", graph")
         if graph or of == SEQUENCE
+    ]
+    + [
+        Ratio(
+            of=f"{OURS}{norm}, graph",
+            to=f"{OURS}{norm}, {BY_REPLAYS}",
+            name=f"graph{norm}: judged eagerly / by replays",
+        )
+        for norm in ("", ", norm")
     ],
     limit_s=LIMIT_S,
     needed=(OURS,),
@@ -174,6 +183,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
             tuned[name] = one
             if way is None:
                 arms.append(problem.arm(name, one.eager, error))
+                arms.append(problem.arm(f"{name}, {BY_REPLAYS}", one.by_replays, error))
             arms.append(problem.arm(f"{name}, graph", one.graph, error))
         baselines: dict[str, Callable[[], Call]] = {
             SEQUENCE: lambda: then_all_reduce(problem),

@@ -7,6 +7,7 @@ M is the number of rows, K the inner dimension of all ranks together: each multi
 [K / W, N]. Ours is `GemmReduceScatter`, tuned first, inside `contextual_autotune(is_dist=True)`.
 
     ours                 eager; and as a CUDA graph
+    ours, by replays     as a graph, tuned with objective="graph" in a session of its own
     ours, fp8            with --fp8: the same of rows in fp8 with scales; the rounding is not timed
     GEMM + NCCL          torch.matmul, then reduce_scatter_tensor (gloo on CPU ranks)
     own GEMM + NCCL      the same with `persistent_matmul`, tuned in this sequence
@@ -30,7 +31,7 @@ import torch
 from benchmarks.common.arms import Arm, Plan
 from benchmarks.common.cases import Benchmark, Ratio
 from benchmarks.common.ranks import COLLECTIVES, ON_GPU, Ranks
-from benchmarks.common.tuned import Tuned, in_both_ways
+from benchmarks.common.tuned import BY_REPLAYS, Tuned, in_both_ways
 from benchmarks.operations.harness import (
     DTYPES,
     LIMIT_S,
@@ -78,6 +79,7 @@ BENCHMARK = Benchmark(
     ratios=[
         Ratio(of=SEQUENCE, to=OURS),
         Ratio(of=f"{SEQUENCE}, graph", to="ours, graph", name=f"graph: {SEQUENCE} / ours"),
+        Ratio(of="ours, graph", to=f"ours, {BY_REPLAYS}", name="graph: judged eagerly / by replays"),
         Ratio(of=OWN_GEMM, to=OURS),
         Ratio(of=WITH_QUACK, to=OURS),
         Ratio(of="torch fused", to=OURS, name="fused / ours"),
@@ -225,6 +227,7 @@ def run_shape(shape: Shape, options: argparse.Namespace, plan: Plan, ranks: Rank
     arms = [
         problem.arm(OURS, ours.eager),
         problem.arm("ours, graph", ours.graph),
+        problem.arm(f"ours, {BY_REPLAYS}", ours.by_replays),
         *(in_fp8.arms() if in_fp8 else ()),
         *(problem.arm(*way) for baseline in baselines.items() for way in in_both_ways(*baseline)),
         problem.arm("GEMM", lambda: matmul_alone(problem), of_product=True),

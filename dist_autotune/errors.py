@@ -56,6 +56,10 @@ class LaunchFailed(TuningError, RuntimeError):
     """The device reported an error during a run; the message names what the run had launched."""
 
 
+class CaptureFailed(TuningError, RuntimeError):
+    """objective="graph": this rank could not capture a run of the function into a CUDA graph."""
+
+
 class FlowFailed(TuningError):
     """A function given as `search=` raised, or did what no flow may; perhaps on this rank only."""
 

@@ -42,7 +42,7 @@ ABOUT = {
     ),
     "objective": About(
         "kernel: judge a config by its launches; thunk: by the time of the whole step.",
-        values=("kernel", "thunk"),
+        values=("kernel", "thunk", "graph"),
         is_agreed=True,
     ),
     "statistic": About(
@@ -146,6 +146,10 @@ class Options:
             )
         if self.preserve and self.mode == "online":
             raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
+        if self.objective == "graph" and self.mode == "online":
+            raise InvalidOption(
+                "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it"
+            )
         if not isinstance(self.cache, bool):  # a later os.chdir does not move it
             object.__setattr__(self, "cache", Path(self.cache).absolute())
 

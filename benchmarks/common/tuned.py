@@ -15,25 +15,41 @@ from dist_autotune import TunedContext, TuningReport, contextual_autotune
 Prepare: TypeAlias = Callable[[], Callable[[], torch.Tensor]]
 
 
+BY_REPLAYS = "by replays, graph"  # an arm that a session of its own has judged so
+
+
 class Tuned:
     """A call that all ranks tune together; `check` waits for the device and raises what went wrong."""
 
     def __init__(
         self, call: Callable[..., torch.Tensor], *, check: Callable[[], None], name: str, retune: bool
     ) -> None:
-        self.call = contextual_autotune(is_dist=True, watch=False, name=name)(call)
+        self.call, self._by_replays = (
+            contextual_autotune(is_dist=True, watch=False, name=name, objective=objective)(call)
+            for objective in ("kernel", "graph")
+        )
         self._check = check
         if retune:
             self.call.retune()
+            self._by_replays.retune()
 
     def eager(self, *args: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Tune what is not tuned yet; return the call."""
+        return self._settled(self.call, args)
+
+    def by_replays(self, *args: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Return the replay of a call that a session of its own has judged by replays."""
+        return in_graph(lambda: self._settled(self._by_replays, args))()
+
+    def _settled(
+        self, function: Callable[..., torch.Tensor], args: tuple[torch.Tensor, ...]
+    ) -> Callable[[], torch.Tensor]:
         for _ in range(3):  # a session may leave candidates for the next one
-            self.call(*args)
-            if self.call.settled:
+            function(*args)
+            if function.settled:
                 break
         self._check()
-        return lambda: self.call(*args)
+        return lambda: function(*args)
 
     def graph(self, *args: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Return the replay of a settled call: the candidate that eager calls run, its binary loaded."""

@@ -46,6 +46,7 @@ class Dispatcher:
         written: WrittenTensors,
     ) -> None:
         self.run_under_way: CallUnderWay | None = None  # of a session
+        self.repeats_run = False  # the run under way is made once more, to be replayed: the same is launched
         self._function = registry.results.function
         self._model = self._new_call(tunes=False)  # of settled calls
         self._is_fresh = True  # no session has run since choices were made anew
@@ -66,8 +67,9 @@ class Dispatcher:
         """
         if launch.kwargs.get("warmup"):
             return launch.run(self._quiet_config(launch))
-        if self._is_beside_session(call) or interception.is_capturing() or interception.is_async_compiling():
-            config = self._quiet_config(launch, failed, runs=True)
+        is_repeated = self._repeats(call)
+        if is_repeated or self._is_quiet(call) or interception.is_async_compiling():
+            config = self._quiet_config(launch, failed, runs=True, is_repeated=is_repeated)
             launch.run_pre_hook(config)
             return launch.run(config)
         binding = self._binding(call, launch)
@@ -102,7 +104,7 @@ class Dispatcher:
         with self._lock:
             by_text = dict(zip(texts, options, strict=True))
             context = self._registry.choice(name, key, by_text, is_joint=bool(among))
-        is_quiet = self._is_beside_session(call) or interception.is_capturing()
+        is_quiet = self._is_quiet(call) and not self._repeats(call)
         candidate = context.stand_in() if is_quiet else self._candidate(call, context.bindings[0])
         self._check_tuned(context, candidate)
         place = texts.index(context.texts[candidate])
@@ -116,6 +118,12 @@ class Dispatcher:
     def _is_beside_session(self, call: CallUnderWay) -> bool:
         """Return whether another thread makes a run of a session meanwhile: this call leaves it alone."""
         return self.run_under_way is not None and self.run_under_way is not call
+
+    def _is_quiet(self, call: CallUnderWay) -> bool:
+        return self._is_beside_session(call) or interception.is_capturing()
+
+    def _repeats(self, call: CallUnderWay) -> bool:
+        return self.repeats_run and self.run_under_way is call
 
     def _stays(self, call: CallUnderWay, context: RankContext) -> bool:
         """Return whether later calls launch what this one has launched: where nothing is tried, all do."""
@@ -228,13 +236,24 @@ class Dispatcher:
             self._note_new(call, context)
 
     def _quiet_config(
-        self, launch: Launch, failed: Mapping[str, str] = NONE_FAILED, *, runs: bool = False
+        self,
+        launch: Launch,
+        failed: Mapping[str, str] = NONE_FAILED,
+        *,
+        runs: bool = False,
+        is_repeated: bool = False,
     ) -> Any:
-        """Return the incumbent's config without admitting a context; `runs`: it is to be launched."""
+        """Return the incumbent's config without admitting a context.
+
+        runs: it is to be launched. is_repeated: the config that the run under way has launched.
+        """
         binding = self._registry.find(launch) or self._registry.look(launch)
-        candidate = binding.rank_context.stand_in(binding.configs, failed)
+        context = binding.rank_context
+        candidate = (
+            context.chosen(binding, failed) if is_repeated else context.stand_in(binding.configs, failed)
+        )
         if runs:
-            self._check_tuned(binding.rank_context, candidate)
+            self._check_tuned(context, candidate)
         return binding.configs[candidate]
 
     def _check_tuned(self, context: RankContext, candidate: str) -> None:
@@ -282,7 +301,7 @@ class Dispatcher:
 
     def end_run(self) -> None:
         """End what `begin_run` has begun."""
-        self.run_under_way = None
+        self.run_under_way, self.repeats_run = None, False
 
     def _new_call(self, *, tunes: bool, written: WrittenTensors | None = None) -> CallUnderWay:
         settled: Settled = {}

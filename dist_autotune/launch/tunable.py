@@ -71,9 +71,16 @@ class Choices:
         self._settled: dict[tuple[str, str], dict[Ranks, str]] = {}  # the last one last
         self._known = KnownChoices()
 
-    def remember(self, name: str, key_text: str, option_text: str, agreed_by: Ranks) -> None:
-        """Keep a settled option; agreed_by: the ranks that took it together, () of a choice of one rank."""
+    def remember(
+        self, name: str, key_text: str, option_text: str, agreed_by: Ranks, *, replaces: bool = True
+    ) -> None:
+        """Keep a settled option; agreed_by: the ranks that took it together, () of a choice of one rank.
+
+        replaces: in place of another one.
+        """
         settled = self._settled.setdefault((name, key_text), {})
+        if agreed_by in settled and not replaces:
+            return
         settled.pop(agreed_by, None)
         settled[agreed_by] = option_text
         self._known.clear()

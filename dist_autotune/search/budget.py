@@ -104,7 +104,7 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
     if rules.races and in_turn:
         choices = {context.name: len(context.digests) for context in searched if context.is_choice}
         in_turn = race_runs.runs_at_most(choices, kernels, keeps_kernels=rules.objective == "kernel")
-    if rules.objective == "thunk":  # a third plan needs a third candidate, or a second context
+    if rules.objective != "kernel":  # a third plan needs a third candidate, or a second context
         plans = math.prod(len(context.digests) for context in searched)
         in_turn += DUEL_RUNS if plans <= 2 else MOST_RUNS
     if rules.bits != "any":

@@ -1,4 +1,4 @@
-"""The final comparison of `objective="thunk"`: the tuned plan, the default one, that by launches."""
+"""The final comparison where whole runs judge kernels: the tuned plan, the default, that by launches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FinalComparison(RunPhase):
         """Return the contexts whose winners have yet to beat the default plan or the plan by launch times."""
         if not self.is_over:
             return list(self._compared.values())
-        if self._rules.objective != "thunk":
+        if self._rules.objective == "kernel":
             return []
         tuned = [c for c in self._contexts.values() if c.began is not None and c.status == "tuned"]
         rivals = {c.name: {self.defaults.get(c.name), c.launch_winner} - {None, c.winner} for c in tuned}
@@ -53,7 +53,7 @@ class FinalComparison(RunPhase):
 
     def begin(self) -> None:
         """Compare the plans of what was searched, where they differ."""
-        if self._rules.objective != "thunk" or not self.defaults:
+        if self._rules.objective == "kernel" or not self.defaults:
             return
         self._set_plans()
         self._is_left, self.defaults = False, {}

@@ -62,4 +62,4 @@ class Rules:
         """Return the judges of a context, in order."""
         if is_choice:
             return (BY_RUN,)
-        return (BY_LAUNCH, BY_RUN) if self.objective == "thunk" else (BY_LAUNCH,)
+        return (BY_LAUNCH,) if self.objective == "kernel" else (BY_LAUNCH, BY_RUN)

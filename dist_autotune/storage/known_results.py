@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest, to_json
@@ -78,11 +78,14 @@ class FunctionScope:
         self.scope = "" if options.share else options.name or f"{name}#{source_digest}"
         if self.bits == "same":  # the best of fewer candidates: others would get less than they could
             self.scope = f"{self.scope} with equal bits".strip()
+        self.eager_scope, self.is_replayed = self.scope, options.objective == "graph"
+        if self.is_replayed:
+            self.scope = f"{self.scope} in a graph".strip()
 
     @property
     def kernel_scope(self) -> str:
         """Return the scope of kernels: a launch's time and the whole run's answer different questions."""
-        by_run = self.options.objective != "kernel"
+        by_run = self.options.objective == "thunk"
         return f"{self.scope} by the whole run".strip() if by_run else self.scope
 
     @property
@@ -120,6 +123,13 @@ def mark_origin(tuner: Autotuner, key: Key, origin: Origin) -> None:
     _origins.setdefault(tuner, {})[key] = origin
 
 
+def holds_other_result(tuner: Autotuner, key: Key, scope: str) -> bool:
+    """Return whether `Autotuner.cache` holds a result, but none of this scope."""
+    origin = _origins.get(tuner, {}).get(key)
+    is_own = origin is not None and (origin.scope == scope or origin.provisional)
+    return key in tuner.cache and not is_own
+
+
 @dataclass(frozen=True)
 class KnownOfKernel:
     """What other keys and older entries tell of a context's candidates, the same on all ranks."""
@@ -153,9 +163,11 @@ class KnownResults:
             "world_size": len(function.group.ranks),
             "agree": function.options.agree,
         }
-        name = f"{function.name}#{function.source_digest}"
-        facts = [name, *self._conditions.values(), function.scope, function.kernel_scope]
-        self.folder = f"{safe_name(name)}-{digest(to_json(facts))}"  # of what the function launches
+        self.folder = self._folder(function.scope, function.kernel_scope)  # of what the function launches
+
+    def _folder(self, *scopes: str) -> str:
+        name = f"{self.function.name}#{self.function.source_digest}"
+        return f"{safe_name(name)}-{digest(to_json([name, *self._conditions.values(), *scopes]))}"
 
     def entry_key(self, context: ContextIdentity) -> EntryKey:
         """Return all that a result of this context depends on."""
@@ -183,7 +195,10 @@ class KnownResults:
             return {}
         if self.function.is_strict:
             return self._offers_of(self.disk.entries())
-        known = map(self.disk.launched_by, (IMPORTED, self.folder))
+        folders, eager = [IMPORTED, self.folder], self.function.eager_scope
+        if self.function.is_replayed:  # its contexts begin with what eager calls have found
+            folders.append(self._folder(eager, eager))
+        known = map(self.disk.launched_by, folders)
         return self._offers_of(itertools.chain.from_iterable(known))
 
     def offered_after(self, announced: Iterable[ContextIdentity]) -> Offers:
@@ -213,7 +228,7 @@ class KnownResults:
 
     def _offers_of(self, entries: Iterable[Entry]) -> Offers:
         function, conditions = self.function, self._conditions.items()
-        scopes = function.scope, function.kernel_scope
+        scopes = function.scope, function.kernel_scope, function.eager_scope
         return {
             entry.key.digest: Offer(
                 function.group.rank,
@@ -298,8 +313,11 @@ class KnownResults:
             if kernel not in self._of_kernels:
                 self._of_kernels[kernel] = self._offers_of(self.disk.entries(kernel))
             offers = self._of_kernels[kernel]
-        relatives = self.entry_key(context).relatives
-        return [offer for offer in offers.values() if offer.relatives == relatives]
+        keys, function = [self.entry_key(context)], self.function
+        if function.is_replayed:  # last, its own
+            keys.insert(0, replace(keys[0], scope=function.eager_scope))
+        known = offers.values()
+        return [offer for key in keys for offer in known if offer.relatives == key.relatives]
 
     def _find_upgrade(self, context: ContextIdentity) -> Upgrade | None:
         """Return what is raced again of an entry from before an upgrade: its best, and what it did not have.

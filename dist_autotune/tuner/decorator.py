@@ -104,7 +104,8 @@ def contextual_autotune(
         n_repeat: measured runs per config; 5 when None. Giving it, or n_warmup, selects `exhaustive`.
         n_warmup: unmeasured runs before them; 3 when None.
         search: `exhaustive`, `racing`, `expected`, `auto`, or a function returning a flow (docs/options.md).
-        objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run.
+        objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run, `graph` by
+            replays of the whole run, captured into a CUDA graph (docs/search.md).
         statistic: over the samples of one rank: `median`, `mean` or `min`.
         rank_reduce: over ranks: `max` or `mean`.
         agree: contexts of ranks belong together by `key`, or as the n-th of a kernel (`ordinal`).

@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from typing import Any
 
 from msgspec.structs import replace
 
 from ..bits.outputs import OutputComparison
 from ..compilation.pool import CompileCounts, PoolOptions
+from ..errors import CaptureFailed, TuningError
+from ..formatting import described
 from ..launch.backlog import Backlog
 from ..launch.fast_path import CallUnderWay
 from ..launch.rank_context import RankContext
@@ -21,6 +24,8 @@ from ..ranks.watchdog import PATIENCE
 from ..search.context import Outcome
 from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
+from ..timing.device_errors import as_launch_failed
+from ..timing.graph_replays import GraphReplays
 from ..timing.samples import Samples
 from ..timing.stream_filler import LONGEST_MS, StreamFiller
 from ..timing.synchronized_start import SynchronizedStart
@@ -38,6 +43,8 @@ class RankRun:
         self.has_sample = self.has_time = False  # a run was a sample here, and one of them gave a time
         self.shares_clock = False  # all ranks read one monotonic clock
         self._whole = Samples(clock, options.statistic)  # of whole runs
+        self._replays = GraphReplays()
+        self.is_replayed = False  # replays judge the run under way
         self._state, self._log = state, log
         self._waits = options.mode == "replay"  # for the device, after each run
         named, is_needed = (*options.preserve, *options.outputs), state.search.compare_bits is not None
@@ -66,7 +73,11 @@ class RankRun:
         """Let the block run behind a filler if it is a trial; time it as a whole if it is judged so."""
         search, time_spent = self._state.search, self._state.time_spent
         is_timed = search.judged_run is not None and self._whole.report is None
-        filler = self._filler if search.tries and not interception.is_capturing() else None
+        self.is_replayed = is_timed and self._state.function.is_replayed
+        is_timed = is_timed and not self.is_replayed
+        self._late_ms = 0.0 if self.is_replayed else self._late_ms  # replays are queued ahead
+        is_filled = search.tries and not (self.is_replayed or interception.is_capturing())
+        filler = self._filler if is_filled else None
         compiled_s = time_spent.seconds.compiling_s
         if filler is None:
             self._start.lead_ms(0.0)  # peers learn how late this rank comes in any case
@@ -81,6 +92,24 @@ class RankRun:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
         if self.outputs is not None:
             self.outputs.hash_result()
+
+    def capture(self, function: Callable[[], Any]) -> None:
+        """Capture the run, made once more; raises CaptureFailed."""
+        try:
+            self._replays.capture(function)
+        except TuningError:
+            raise
+        except Exception as error:
+            setup, launched = self._state.function, ", ".join(self._state.registry.launched())
+            raise CaptureFailed(
+                f"objective='graph': rank {setup.group.rank} cannot capture {setup.name} "
+                f"into a CUDA graph ({launched}): {described(error)}"
+            ) from error
+
+    def replay(self) -> None:
+        """Replay what is captured, and keep the times as the run's sample."""
+        with as_launch_failed():
+            self._replays.replay(self._whole)
 
     def report(self, elapsed_s: float) -> RunReport:
         """Compile new candidates, read the clocks that are ready, and return this rank's report on the run.
@@ -165,10 +194,12 @@ class RankRun:
             self.outputs.abandon_run()
         self._state.dispatcher.abandon_run()
         self._whole.abandon_run()
+        self._replays.close()
         if self._backlog is not None:
             self._backlog.drop_unannounced()
 
     def close(self) -> None:
-        """End compiling in the background."""
+        """End compiling in the background; keep no graph."""
+        self._replays.close()
         if self._backlog is not None:
             self._backlog.close()

@@ -13,7 +13,7 @@ from ..launch.rank_context import RankContext
 from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
-from ..storage.known_results import KnownResults, Origin, mark_origin
+from ..storage.known_results import KnownResults, Origin, holds_other_result, mark_origin
 from ..storage.waiting import WaitingContexts
 from ..storage.winners import BEST, Entry, Evidence
 from ..triton_api import identity, stock_results
@@ -41,7 +41,8 @@ class Results:
         winner = context.digests[index]
         if about.is_choice:
             ranks = function.group.ranks if about.is_joint else ()
-            CHOICES.remember(context.kernel, about.key_text, about.texts[winner], ranks)
+            text, replaces = about.texts[winner], not function.is_replayed
+            CHOICES.remember(context.kernel, about.key_text, text, ranks, replaces=replaces)
         self._to_memory(context, rank_context, seconds)
         if len(context.digests) == 1:
             return
@@ -78,6 +79,7 @@ class Results:
         known = {**context.times.ms, **dict.fromkeys(context.banned, math.inf)}
         by_digest = {context.digests[index]: ms for index, ms in known.items()}
         winner, is_cached = context.digests[context.incumbent], context.status == "cached"
+        function = self._function
         for binding in rank_context.bindings:
             tuner, config = binding.tuner(), binding.configs.get(winner)
             if tuner is None or config is None or len(tuner.configs) == 1:
@@ -85,10 +87,12 @@ class Results:
             standing = tuner.cache.get(binding.key) if is_cached else None
             if standing is not None and identity.config_digest(standing) == winner:
                 continue  # and so does all that belongs to it
+            if function.is_replayed and holds_other_result(tuner, binding.key, function.scope):
+                continue  # that of eager calls stays
             configs = binding.configs.items()
             by_config = [(own, by_digest[digest]) for digest, own in configs if digest in by_digest]
             stock_results.publish(tuner, binding.key, config, by_config, seconds)
-            origin = Origin(self._function.group, self._function.scope, context.provisional)
+            origin = Origin(function.group, function.scope, context.provisional)
             mark_origin(tuner, binding.key, origin)
             if not context.provisional:
                 stock_results.announce(tuner, binding.key, cache_hit=is_cached)

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
 from ..formatting import counted, described
+from ..launch.fast_path import CallUnderWay
 from ..logs import decisions
 from ..logs.progress import Progress
 from ..logs.records import Merged, Note, SessionClosed
 from ..logs.writer import SessionLog
-from ..search.messages import Message, Opening, RunReport, decode, merge
+from ..ranks.watchdog import Watch
+from ..search.messages import Message, Opening, RunReport, checked, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
 from ..triton_api import other_launchers
@@ -75,7 +77,7 @@ class Session:
             snapshot = Snapshot(preserve)
             self.state.written.begin_runs(beside)
             while True:
-                with self._one_run():
+                with self._one_run(thunk):
                     result = thunk()
                     if self._run.outputs is not None:
                         self._run.outputs.take_result(result)
@@ -157,27 +159,50 @@ class Session:
             self._drop(TuningError(failure), outcome=failure.partition(":")[0])
 
     @contextlib.contextmanager
-    def _one_run(self) -> Iterator[None]:
-        """Make the block one run, and agree on what follows from it."""
+    def _one_run(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
+        """Make the block one run, and agree on what follows from it.
+
+        again: what the block calls, for runs that are judged by replays.
+        """
         state = self.state
         launches = self._run.begin()
         self.executions += 1
         watch = self._diagnosis.watch()
         try:
-            with (
-                self.function.group.running(watch),
-                INTERCEPTION.entered(launches, as_program=self._is_of_program),
-                state.time_spent.adding("runs_s"),
-            ):
+            with self._under_way(launches, watch):
                 self._is_in_function = True
                 with self._run.timed():
                     yield
                 self._is_in_function = False
+            if again is not None and self._run.is_replayed:
+                self._replay_graph(again, launches, watch)
         finally:
             state.dispatcher.end_run()
         with as_launch_failed(if_reported=True):
             report = self._run.report(self.elapsed_s)
         self._step(self._exchange(report, watch.what))
+
+    @contextlib.contextmanager
+    def _under_way(self, launches: CallUnderWay, watch: Watch) -> Iterator[None]:
+        with (
+            self.function.group.running(watch),
+            INTERCEPTION.entered(launches, as_program=self._is_of_program),
+            self.state.time_spent.adding("runs_s"),
+        ):
+            yield
+
+    def _replay_graph(self, function: Callable[[], Any], launches: CallUnderWay, watch: Watch) -> None:
+        """Capture the run once more; once all ranks have, time replays of it."""
+        self.state.dispatcher.repeats_run = True
+        with self._under_way(launches, watch):
+            self._run.capture(function)
+        # A rank without a graph replays nothing: its peers' kernels would wait for it.
+        opening = Opening(self.function.group.rank, self.function.facts({}))
+        received = self._exchange(opening, f"the capture of {watch.what}")
+        with self._dropping_searches():
+            checked(received, Opening)
+        with self._under_way(launches, watch):
+            self._run.replay()
 
     def _step(self, received: Message) -> None:
         """Apply the merged reports of the run, publish the results it settles, and record both."""

@@ -16,9 +16,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 from typer.testing import CliRunner
 
-from dist_autotune import ContextualAutotuner, EventClock, contextual_autotune, is_tuning
+from dist_autotune import ContextualAutotuner, EventClock, contextual_autotune, is_tuning, tunable
 from dist_autotune.cli.commands import app
 from dist_autotune.errors import LaunchTimeout
+from dist_autotune.timing.stream_filler import CYCLES_PER_MS
 from ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -319,7 +320,7 @@ def test_a_kernel_on_an_idle_stream_is_timed_without_the_hosts_part() -> None:
 @TIMES
 @pytest.mark.parametrize("length_ms", [0.05, 1.0, 20.0])
 def test_a_filler_is_as_long_as_it_says(length_ms: float) -> None:
-    from dist_autotune.timing.stream_filler import CYCLES_PER_MS, LONGEST_MS, StreamFiller
+    from dist_autotune.timing.stream_filler import LONGEST_MS, StreamFiller
 
     torch.cuda._sleep(0)  # loads the kernel
     filler = StreamFiller({0}, LONGEST_MS["replay"])
@@ -418,3 +419,38 @@ def test_stock_triton_reads_the_exported_winner_and_benchmarks_nothing(
     stock = make_scale(cache_results=True, do_bench=no_bench)
     assert torch.equal(launch(stock, x), 2 * x)
     assert stock.best_config.kwargs == kernel.best_config.kwargs
+
+
+# ---- replays as the judge
+
+WAYS_MS = {"pull": (0.1, 0.4), "push": (0.2, 0.2)}  # eager, captured
+
+
+@TIMES
+def test_what_wins_in_replays_is_captured_and_no_memory_is_left() -> None:
+    x = torch.ones(1 << 24, device="cuda")
+
+    def step() -> torch.Tensor:
+        way = tunable("way of a step", [*WAYS_MS])
+        torch.cuda._sleep(int(WAYS_MS[way][torch.cuda.is_current_stream_capturing()] * CYCLES_PER_MS))
+        chosen.append(way)
+        return x + 1
+
+    chosen: list[str] = []
+    eager, replayed = (tuned(step, objective=objective) for objective in ("kernel", "graph"))
+    eager()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    replayed()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+    found = []
+    for function in (eager, replayed):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = function()
+        found.append(chosen[-1])
+        x.fill_(2.0)
+        graph.replay()
+        assert torch.equal(y, x + 1)
+    assert found == ["pull", "push"]

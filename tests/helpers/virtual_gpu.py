@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -158,6 +159,36 @@ class VirtualEvent:
         return end.at_ms - self.at_ms + self.gpu.event_cost_ms
 
 
+class VirtualGraph:
+    """A `torch.cuda.CUDAGraph` of work on one stream, without flags."""
+
+    def __init__(self, gpu: VirtualGpu) -> None:
+        self.gpu, self.place = gpu, len(gpu.replays)
+        self.work: list[float | Flag] = []
+        gpu.graphs.add(self)
+        gpu.replays.append(0)
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        assert self.gpu.graph is None
+        assert pool is None or pool in self.gpu.graphs, "the memory has gone with its graph"
+        self.gpu.graph = self
+
+    def capture_end(self) -> None:
+        assert self.gpu.graph is self
+        self.gpu.graph = None
+
+    def pool(self) -> VirtualGraph:
+        return self
+
+    def replay(self) -> None:
+        assert self in self.gpu.graphs
+        self.gpu.replays[self.place] += 1
+        self.gpu.launch(*self.work)
+
+    def reset(self) -> None:
+        self.gpu.graphs.discard(self)
+
+
 @dataclass(eq=False)
 class VirtualGpu:
     """One GPU and the host of its rank. Times are ms."""
@@ -172,6 +203,9 @@ class VirtualGpu:
     awaits: Command | None = None  # the host waits for its end
     trouble: Callable[[], BaseException] | None = None  # raised by every question and command ...
     breaks_ms: float = 0.0  # ... from this time of the host's on
+    graph: VirtualGraph | None = None  # the graph that the current stream is captured into
+    graphs: weakref.WeakSet[VirtualGraph] = field(default_factory=weakref.WeakSet)  # those that live
+    replays: list[int] = field(default_factory=list)  # of each graph so far
 
     def __post_init__(self) -> None:
         self.streams: list[VirtualStream] = []
@@ -230,6 +264,9 @@ class VirtualGpu:
         sets: Sequence[Flag] = (),
     ) -> Command:
         self._check()
+        if self.graph is not None:
+            self.graph.work += work
+            return Command((), 0.0, [], begin_ms=0.0, end_ms=0.0)
         stream = on or self.stream
         command = Command(tuple(work), self.host_ms, [stream.last, *after], tuple(sets))
         stream.last = command
@@ -238,6 +275,7 @@ class VirtualGpu:
 
     def has_done(self, command: Command) -> bool:
         """Ask, at a cost, whether the device has come so far."""
+        assert self.graph is None, "operation not permitted when stream is capturing"
         self.call()
         self._check()
         if command.end_ms is None:
@@ -368,6 +406,9 @@ class VirtualGpus(list[VirtualGpu]):
             ("Event", lambda enable_timing=False, **options: VirtualEvent(self.here)),
             ("_sleep", lambda cycles: self.here.sleep(cycles)),
             ("synchronize", lambda device=None: self.here.synchronize()),
+            ("CUDAGraph", lambda: VirtualGraph(self.here)),
+            ("is_current_stream_capturing", lambda: self.here.graph is not None),
+            ("empty_cache", lambda: None),
         ):
             monkeypatch.setattr(torch.cuda, name, value)
 

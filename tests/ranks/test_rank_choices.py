@@ -12,6 +12,7 @@ from rank_programs import ending, own_cache, tune
 
 from dist_autotune import tunable
 from dist_autotune.storage.winners import LAUNCHED
+from dist_autotune.timing.graph_replays import REPLAYS
 from ranks import assert_all_ok, run_ranks
 
 OPTIONS = [None, 4, 8]
@@ -48,6 +49,17 @@ def test_ranks_take_the_same_option_in_every_run_and_settle_on_that_of_the_slowe
     assert first == second
     assert first[:2] == (8, 8)
     assert set(first[2]) == {None, 4, 8}
+
+
+def test_without_a_gpu_ranks_call_the_function_in_place_of_replays_and_agree():
+    def program(rank):
+        choosing = Choosing(times_of(rank), objective="graph")
+        result, runs = choosing.tuned(), choosing.tuned.report.runs
+        return result, choosing.taken, (len(choosing.taken) - runs) % (1 + REPLAYS)
+
+    first, second = assert_all_ok(run_ranks(program, 2))
+    assert first == second
+    assert first[::2] == (8, 0)
 
 
 @pytest.mark.parametrize("holder", [0, 1])
