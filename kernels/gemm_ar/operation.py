@@ -1,6 +1,6 @@
 """`sum over ranks a @ weight.T` on all ranks, and what follows it in a transformer: residual and RMSNorm.
 
-A call is a product, by cuBLAS, and an exchange of its rows. What a rank holds, W ranks:
+A call is a product, by torch or `persistent_matmul`, and an exchange of rows. What a rank holds, W ranks:
 
     parts    [m, N], symmetric: this rank's product, which its peers read
     sums     [m / W, N], symmetric: the sums of the rows that this rank owns, in two-shot calls
@@ -10,6 +10,7 @@ A call is a product, by cuBLAS, and an exchange of its rows. What a rank holds, 
     one-shot     product to parts | add rows of all parts, end them
     two-shot     product to parts | add the own rows of all parts, to sums | read all sums, end them
     collective   product to parts, or to the result | all-reduce | end them
+    overlapped   GemmReduceScatter to sums | read all sums, end them
 
 A low-latency call is one launch of `low_latency.exchange_rows`; every other kernel behind a bar is one of
 `pull.add_rows`. Why they end, and read no row too early or too late, is said there; why all ranks take the
@@ -25,16 +26,22 @@ import torch
 import torch.distributed as dist
 import triton
 
+from dist_autotune import tunable
+
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
+from ..gemm.operation import persistent_matmul
+from ..gemm_rs import GemmReduceScatter
 from ..signals import Failure
 from ..symm import SymmetricTensor
 from ..tensors import check_factors, check_no_gradient, check_out, check_overlap, check_rows, check_tensor
 from . import low_latency, pull
 from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS
 from .rows import MOST_COLUMNS_OF_NORM, Place, RowEnding
-from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS, Ways
+from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, OVERLAPPED_FROM, TWO_SHOT, WAYS, Ways
 
 EPS = 1e-6
+PRODUCTS = ("torch", "own")
+OWN_FROM = 257  # rows, as a choice: below, reading the weight bounds a product, and cuBLAS reads as fast
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -49,7 +56,8 @@ class GemmAllReduce(Operation):
     the inner dimension and may differ. The weight's rows are contiguous, or its columns, as those of `w.T`. A
     rank's product is rounded to `dtype`; the products are added in float32, in the order of the ranks, and
     the residual behind them; the sum is rounded, once, and the norm is that of the rounded sum, in float32.
-    With a collective the process group adds the products, in its own order and precision.
+    With a collective the process group adds the products, in its own order and precision. An overlapped call
+    does not round the product of the rank that adds, and rounds the sum before the residual, too.
 
     Calls need no host synchronisation between them, and may be captured in CUDA graphs and replayed any
     number of times among eager calls, in the same order on all ranks; before the capture, call once with the
@@ -57,12 +65,14 @@ class GemmAllReduce(Operation):
     it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
     `way` is "low-latency" (up to 32 rows and an even n; other calls are one-shot then), "one-shot",
-    "two-shot" or "collective" for all calls, or None, which tunes it for each M; all ranks pass the same.
+    "two-shot", "collective" or "overlapped" (with a product, and rows that the ranks share evenly; other
+    calls are two-shot then) for all calls, or None, which tunes it for each M; all ranks pass the same.
     Where this rank would take another than the last call with as many rows did, its host waits for the peers
     to come to the call. A captured call takes the way of the last eager one with as many rows.
 
     Each rank holds m * (1 + 1 / W) * n elements of symmetric memory beside its operands, and for low-latency
-    calls 4 W * min(m, 32) * n elements more.
+    calls 4 W * min(m, 32) * n elements more; where calls may be overlapped, from m = 1024 on, what
+    `GemmReduceScatter` holds.
     """
 
     _wrong_calls = (OTHER_ROWS.value,)
@@ -86,6 +96,10 @@ class GemmAllReduce(Operation):
             raise ValueError(f"way is {way!r}; it is one of {', '.join(WAYS)}, or None, which tunes it")
         self._m, self._n, self._dtype = m, n, dtype
         self._has_low_latency = way in (None, LOW_LATENCY) and low_latency.can_take(1, n, dtype)
+        self._overlaps = way == OVERLAPPED or (way is None and m >= OVERLAPPED_FROM)
+        self._open_scatter = functools.partial(
+            GemmReduceScatter, m, n, dtype, group, backend, timeout_s=timeout_s, collective=False
+        )
         self._open_ways = functools.partial(
             Ways, group, fixed=way, timeout_s=timeout_s, has_low_latency=self._takes_low_latency
         )
@@ -107,6 +121,7 @@ class GemmAllReduce(Operation):
         if self._has_low_latency and world > 1:
             self._mail = self._open_mail()
         self._ways = self._open_ways(memory)
+        self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
 
     def _open_mail(self) -> low_latency.MailMemory:
         memory, length = self._memory, self._n // low_latency.elements_of_word(self._dtype)
@@ -122,6 +137,31 @@ class GemmAllReduce(Operation):
 
     def _check_peers(self) -> None:
         self._ways.check()
+
+    def _check_usable(self) -> None:
+        if not self._is_closed and self._scatter is not None:
+            self._scatter.raise_known_failure()  # which says more than that the call was not carried out
+        super()._check_usable()
+
+    def _end(self) -> None:
+        if self._scatter is not None:
+            self._scatter.abandon()  # unless it is closed
+        super()._end()
+
+    def meet_first(self) -> None:
+        super().meet_first()
+        if self._scatter is not None:
+            self._scatter.meet_first()
+
+    def close(self) -> None:
+        """Meet the peers, give the memory back and raise what went wrong; a second call does nothing."""
+        if not self._is_closed and self._scatter is not None:
+            try:
+                self._scatter.close()
+            except BaseException:
+                self.abandon()
+                raise
+        super().close()
 
     # ---- what the caller may use
 
@@ -153,8 +193,20 @@ class GemmAllReduce(Operation):
         check_factors(a, weight, self._m, self._n, self._dtype, self.device)
         self._check_ending(a.shape[0], out, residual, norm_weight)
         self._check_device()
-        multiply = functools.partial(torch.mm, a.detach(), weight.detach().T)
-        return self._call(multiply, a.shape[0], out, residual, norm_weight, eps)
+        a, weight = a.detach(), weight.detach()
+        scatter = None
+        if self._scatter is not None and a.shape[0] % self.world_size == 0:
+            scatter = functools.partial(self._scatter, a, weight)
+        multiply = functools.partial(self._multiply, a, weight)
+        return self._call(multiply, a.shape[0], out, residual, norm_weight, eps, scatter)
+
+    def _multiply(self, a: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
+        product = PRODUCTS[0]
+        if a.shape[0] >= OWN_FROM and a.dtype != torch.float32:
+            key = (a.shape[0], self._n, a.shape[1], str(a.dtype))
+            product = tunable("gemm_ar product", PRODUCTS, key=key)
+        multiply = persistent_matmul if product == "own" else torch.mm
+        multiply(a, weight.T, out=out)
 
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum over ranks of `part` [M, N], its rows contiguous; `out` as above.
@@ -237,39 +289,44 @@ class GemmAllReduce(Operation):
         residual: torch.Tensor | None,
         norm_weight: torch.Tensor | None,
         eps: float,
+        scatter: Callable[..., object] | None = None,
     ) -> Result:
-        """Have `multiply(out=)` write this rank's rows, and exchange them."""
+        """Have `multiply(out=)` write this rank's rows, and exchange them; or `scatter` write its sums."""
         like = self._parts.local
         out = like.new_empty((rows, self._n)) if out is None else out
         result = out.detach()
         sums = None if residual is None else like.new_empty((rows, self._n))
         ending = RowEnding(residual, norm_weight, sums, float(eps))
-        wanted = self._ways.choose(rows, (self._n, str(self._dtype), sums is not None))
+        key, can_overlap = (self._n, str(self._dtype), sums is not None), scatter is not None
+        wanted = self._ways.choose(rows, key, can_overlap=can_overlap)
         with self._carrying_out():
             way = self._ways.settle(wanted, rows, is_capturing=self._is_capturing())
             part = self._parts.local[:rows]
             if way == COLLECTIVE and sums is None and result.is_contiguous():
                 part = result
-            multiply(out=part)
-            self._exchange(way, part, result, ending)
+            if way == OVERLAPPED and scatter is not None:
+                scatter(self._sums.local[: rows // self.world_size])
+                self._gather(result, ending, rows)
+            else:
+                multiply(out=part)
+                self._exchange(way, part, result, ending)
         return out if sums is None else (out, sums)
 
     def _exchange(self, way: str, part: torch.Tensor, out: torch.Tensor, ending: RowEnding) -> None:
         """Enqueue what adds up the ranks' parts, and ends the sums."""
         rows, chunk = part.shape[0], triton.cdiv(part.shape[0], self.world_size)
-        place = Place(self.rank, self.world_size, self._sms or INTERPRETED_PROGRAMS, self._patience_ticks)
+        place = self._place
         if way == LOW_LATENCY:
             assert self._mail is not None
             low_latency.launch(place, part, self._mail, out, ending)
         elif way == ONE_SHOT:
             pull.launch(place, self._table_of_parts, self._held, out, ending, rows=rows, m=rows)
-        elif way == TWO_SHOT:
+        elif way in (TWO_SHOT, OVERLAPPED):  # as the last eager call was, which had a product
             first = min(self.rank * chunk, rows)
             own = {"first": first, "rows": min(chunk, rows - first), "m": rows}
             sums = self._sums.local
             pull.launch(place, self._table_of_parts, self._held, sums, RowEnding(ending.residual), **own)
-            ended, of_all = ending._replace(residual=None), {"rows": rows, "m": rows, "chunk": chunk}
-            pull.launch(place, self._table_of_sums, self._held, out, ended, **of_all)
+            self._gather(out, ending._replace(residual=None), rows)
         else:
             self._ways.all_reduce(part)
             if ending.sums is not None:  # as one rank of one, which waits for nobody
@@ -277,6 +334,15 @@ class GemmAllReduce(Operation):
                 pull.launch(alone, self._own_table, self._held, out, ending, rows=rows, m=rows)
             elif part is not out:
                 out.copy_(part)
+
+    @property
+    def _place(self) -> Place:
+        return Place(self.rank, self.world_size, self._sms or INTERPRETED_PROGRAMS, self._patience_ticks)
+
+    def _gather(self, out: torch.Tensor, ending: RowEnding, rows: int) -> None:
+        """Enqueue what reads the sums of all ranks, and ends them."""
+        of_all = {"rows": rows, "m": rows, "chunk": triton.cdiv(rows, self.world_size)}
+        pull.launch(self._place, self._table_of_sums, self._held, out, ending, **of_all)
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:

@@ -4,6 +4,7 @@
     one-shot     each rank reads the rows of all ranks and adds them
     two-shot     each rank adds the rows it owns, then reads the others' sums
     collective   the process group's all-reduce
+    overlapped   `GemmReduceScatter`, which sends rows while it multiplies; then all read the others' sums
 
 It is one choice of all ranks, as none ends alone: fixed by the caller; or a `tunable` among the group's
 ranks, judged by the time of the whole run. In an eager call each rank says on its ballot which way it would
@@ -24,7 +25,9 @@ from ..symm import SymmetricMemory
 
 ONE_SHOT, TWO_SHOT, COLLECTIVE = "one-shot", "two-shot", "collective"
 LOW_LATENCY = "low-latency"
-WAYS = (ONE_SHOT, TWO_SHOT, COLLECTIVE, LOW_LATENCY)  # by their numbers on ballots
+OVERLAPPED = "overlapped"
+WAYS = (ONE_SHOT, TWO_SHOT, COLLECTIVE, LOW_LATENCY, OVERLAPPED)  # by their numbers on ballots
+OVERLAPPED_FROM = 1024  # rows, as a choice: the product of fewer is too short to hide what is sent
 MOST_ROWS_OF_SHOTS = 2048  # above, the collective is what an untuned call takes
 
 
@@ -49,17 +52,24 @@ class Ways(Collective):
         made = {COLLECTIVE: True, ONE_SHOT: False, TWO_SHOT: False}.get(str(fixed))
         super().__init__("GemmAllReduce", "gemm_ar way", group, memory, fixed=made, timeout_s=timeout_s)
 
-    def choose(self, rows: int, key: tuple[Hashable, ...]) -> str:
-        """Return the way that this rank would take; key: what it depends on besides, equal on all ranks."""
+    def choose(self, rows: int, key: tuple[Hashable, ...], *, can_overlap: bool) -> str:
+        """Return the way that this rank would take; key: what it depends on besides, equal on all ranks.
+
+        can_overlap: there is a product, whose rows all ranks share evenly.
+        """
         if self._world_size == 1:
             return COLLECTIVE  # of which nothing is left
         can_be_low = self._has_low_latency(rows)
         if self._way is not None or self._ballots is None:
             way = self._way or ONE_SHOT
+            if way == OVERLAPPED and not can_overlap:
+                return TWO_SHOT
             return ONE_SHOT if way == LOW_LATENCY and not can_be_low else way
         ways = [COLLECTIVE, *WAYS[:2]] if rows > MOST_ROWS_OF_SHOTS else [*WAYS[:3]]
         if can_be_low:
             ways.insert(0, LOW_LATENCY)
+        if can_overlap and rows >= OVERLAPPED_FROM:
+            ways.append(OVERLAPPED)
         key, ranks = (rows, self._world_size, *key), self._group or dist.group.WORLD
         return tunable(self._choice, ways, key=key, among=ranks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import gemm_rs_runs
 import torch
 import torch.distributed as dist
 from operation_runs import device, seed_and_leave_one, synchronize
@@ -11,6 +12,7 @@ from operations import HALF, DenseRuns
 
 from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, WAYS
+from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 
 EPS = 1e-5
 
@@ -21,6 +23,7 @@ KERNELS |= {"exchange_rows": (low_latency.exchange_rows, low_latency.CANDIDATES)
 
 def begin(rank: int, candidate: int | None = None) -> None:
     """Seed this rank and leave its kernels one candidate of each kind: by default another on each rank."""
+    gemm_rs_runs.begin(rank, candidate)
     for kernel, candidates in KERNELS.values():
         seed_and_leave_one(rank, kernel, candidates, candidate)
         kinds: dict[int, list] = {}  # of sums; of norms, one for each number of warps
@@ -137,7 +140,7 @@ class Reducing(DenseRuns):
 
     @property
     def kernels(self):
-        return list(KERNELS.values())
+        return [*KERNELS.values(), (gemm_reduce_scatter, gemm_rs_runs.CANDIDATES)]
 
     def sizes(self, k, n):
         return n, k
@@ -168,6 +171,8 @@ class Reducing(DenseRuns):
 
     def forsake(self, op, timeout_s):
         super().forsake(op, timeout_s)
+        if op._scatter is not None:
+            super().forsake(op._scatter, timeout_s)
         if self.way == LOW_LATENCY:
             op._ways._ballots.agree = lambda key, way, terms: way  # the peer is lost behind its ballot
 

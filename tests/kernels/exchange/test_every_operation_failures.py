@@ -18,7 +18,7 @@ from gemm_rs_runs import SCATTERING_SUMS
 from operation_runs import TWO, ends, message_of, results, values
 
 from dist_autotune.kernels.exchange.operation import PeerTimeout
-from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT
+from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, TWO_SHOT
 from ranks import assert_all_ok, assert_killed, meet
 
 OF_KERNELS = {way: REDUCING[way] for way in (ONE_SHOT, TWO_SHOT, LOW_LATENCY)}
@@ -104,13 +104,14 @@ def test_different_rows_raise_on_every_rank(world, case):
 LOST = {"GemmReduceScatter": "push its sums"}
 LOST |= {f"GemmAllReduce, {way}": "offer its rows in time" for way in OF_KERNELS}
 LOST |= {f"GemmAllReduce, {LOW_LATENCY}": "send its rows in time"}
+LOST |= {f"GemmAllReduce, {OVERLAPPED}": "push its sums"}
 LOST |= dict.fromkeys(EXPERTS, "send its choices in time")
 
 
 def dead_peer(rank, runs, last):
     runs.begin(rank)
     op = runs.open(8, 16)
-    rows = [4] * op.world_size
+    rows = [6] * op.world_size
     runs.fresh_call(op, rows)
     op.check()
     meet()
@@ -127,7 +128,8 @@ def test_a_dead_peer_is_named_and_the_wait_ends(world, name):
     *survivors, dead = results(dead_peer, world, runs, world - 1)
     assert_killed(dead)
     for rank, (message, again, at_close) in enumerate(assert_all_ok(survivors)):
-        assert message.startswith(f"PeerTimeout: {runs.name}, rank {rank}: ")
+        lost_by = "GemmReduceScatter" if name.endswith(OVERLAPPED) else runs.name
+        assert message.startswith(f"PeerTimeout: {lost_by}, rank {rank}: ")
         assert f"rank {world - 1}, or one that it waits for, did not {LOST[name]}" in message
         assert again
         assert at_close
