@@ -16,6 +16,7 @@ KEYS = 4  # other keys that have told times; with fewer all candidates are tried
 LIKELY = 3  # times as many as are tried may be tried: what is observed changes what is expected
 MANY = 256  # candidates: of more, a few are tried even if no other key tells anything
 FIRST_WAVE, WAVE, MOST_COMPILED = 48, 24, 144  # of them: spread ones, then by what these let expect
+FAILED = 2.0  # times the slowest of them
 IDLE_WAVES = 2  # in a row that find nothing faster by more than GAIN: then no more are compiled
 _MANY, _SHARE, _SHARE_OF_MANY = 100, 0.25, 0.07
 
@@ -55,13 +56,13 @@ class Order:
         self._failed: set[int] = set()
         self._first, self._best = first, math.inf
 
-    def next(self, banned: Collection[int] = ()) -> int | None:
+    def next(self) -> int | None:
         """Return the candidate of the greatest chance to win; None: no untried one is worth a trial."""
-        if not (self.tried or self._first in self._failed or self._first in banned):
+        if not (self.tried or self._first in self._failed):
             return self._first
         if len(self.tried) >= self.most:
             return None
-        ordered, none_wins = self._promising(self.likely - {*banned})
+        ordered, none_wins = self._promising(self.likely)
         if not ordered or (len(self.tried) >= AT_LEAST and 1 - none_wins < CHANCE):
             return None
         return ordered[0]
@@ -125,12 +126,12 @@ class Waves(Order):
         self._own: dict[int, float] = {}
         self._best_of_waves: list[float] = []
         self.most = MOST_COMPILED
-        spread = sorted(range(1, len(texts)), key=lambda index: digest(texts[index]))
-        self._wave = [0, *spread[: FIRST_WAVE - 1]]
+        self._spread = [0, *sorted(range(1, len(texts)), key=lambda index: digest(texts[index]))]
+        self._wave = self._spread[:FIRST_WAVE]
         self.likely = frozenset(self._wave)
 
-    def next(self, banned: Collection[int] = ()) -> int | None:
-        out = {*self.tried, *self._failed, *banned}
+    def next(self) -> int | None:
+        out = {*self.tried, *self._failed}
         return next((index for index in self._wave if index not in out), None)
 
     def tell(self, index: int, ms: float) -> None:
@@ -145,8 +146,10 @@ class Waves(Order):
         is_idle = bool(earlier) and earlier[-1] - self._best < GAIN
         if len(self.likely) >= self.most or is_idle:
             return False
-        self.expectation = Expectation(self._key, self._texts, self._told, self._own)
-        ordered, _ = self._promising(range(len(self._texts)))
-        self._wave = ordered[:WAVE]
+        # What fails counts as slow: so do its fields, and the next wave has fewer that do not fit the device.
+        failed = dict.fromkeys(sorted(self._failed), FAILED * max(self._own.values(), default=1.0))
+        self.expectation = Expectation(self._key, self._texts, self._told, {**self._own, **failed})
+        ordered = self._promising(range(len(self._texts)))[0] if self._own else self._spread
+        self._wave = [index for index in ordered if index not in self.likely][:WAVE]
         self.likely |= {*self._wave}
         return bool(self._wave)

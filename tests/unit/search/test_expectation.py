@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from dist_autotune.search.expectation.arithmetic import decay, log, normal_below
 from dist_autotune.search.expectation.model import Expectation
-from dist_autotune.search.expectation.order import AT_LEAST, KEYS, Order, best_start, most_tried
+from dist_autotune.search.expectation.order import (
+    AT_LEAST,
+    FIRST_WAVE,
+    KEYS,
+    WAVE,
+    Order,
+    Waves,
+    best_start,
+    most_tried,
+)
 
 TEXTS = [
     f"BLOCK: {block}, SPLIT: {split}, num_warps: {warps}, num_ctas: 1"
@@ -101,8 +110,8 @@ def test_a_quarter_is_tried_at_most_and_of_hundreds_7_percent(candidates, most):
 
 
 def tried(order: Order, size: int, banned: frozenset[int] = frozenset()) -> list[int]:
-    while (index := order.next(banned)) is not None:
-        order.tell(index, ms_of(index, size))
+    while (index := order.next()) is not None:
+        order.tell(index, math.inf if index in banned else ms_of(index, size))
     return order.tried
 
 
@@ -115,12 +124,23 @@ def test_the_incumbent_and_two_more_are_tried_and_then_what_may_pay():
     assert ms_of(best, 256) == min(ms_of(index, 256) for index in found)
 
 
-def test_banned_candidates_are_not_asked_for_and_one_that_fails_is_passed_over():
+def test_candidates_that_fail_are_passed_over():
     order = Order(Expectation("256, 'fp16'", TEXTS, told(64, 128, 512, 1024)), first=0)
-    usable = (20, 21, 22)
-    banned = frozenset(range(len(TEXTS))) - set(usable)
+    banned = frozenset(range(len(TEXTS))) - {20, 21, 22}
     order.tell(21, math.inf)
     assert sorted(tried(order, 256, banned)) == [20, 22]
+
+
+def test_where_all_of_a_wave_fail_the_next_one_is_spread_too():
+    texts = [f"BLOCK: {block}, STAGES: {stages}" for block in range(100) for stages in range(3)]
+    waves = Waves("256", texts, {})
+    first = waves.likely
+    while (index := waves.next()) is not None:
+        waves.tell(index, math.inf)
+    assert waves.widen()
+    second = waves.likely - first
+    assert (len(first), len(second)) == (FIRST_WAVE, WAVE)
+    assert max(second) - min(second) > 200
 
 
 def test_what_was_not_tried_is_told():
