@@ -27,7 +27,7 @@ def to_json(value: object, *, indent: bool = False) -> str:
 
 
 def to_builtins(value: object) -> Any:
-    """Return what holds structs as the types that JSON has."""
+    """Return structs as dicts, lists and the other types that JSON has."""
     return msgspec.to_builtins(value, enc_hook=_builtin)
 
 

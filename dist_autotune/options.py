@@ -154,7 +154,7 @@ class Options:
             object.__setattr__(self, "cache", Path(self.cache).absolute())
 
     def rules(self) -> dict[str, Any]:
-        """Return what steers decisions, as `Rules` and the log name it."""
+        """Return the options that steer decisions, as `Rules` and the log name them."""
         names = ("mode", "objective", "rank_reduce", "max_runs", "budget_s")
         n_repeat = DEFAULT_N_REPEAT if self.n_repeat is None else self.n_repeat
         n_warmup = DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
@@ -227,7 +227,7 @@ class Options:
         return directory
 
     def agreed_fields(self) -> dict[str, str]:
-        """Return what must be equal on all ranks, as text."""
+        """Return the options that must be equal on all ranks, as text."""
         fields = {name: repr(getattr(self, name)) for name, about in ABOUT.items() if about.is_agreed}
         return {**fields, "search": self.search_name, "bits": self.resolved_bits()}
 

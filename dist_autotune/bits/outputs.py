@@ -1,4 +1,4 @@
-"""Finds what a function has put out, in its result and in what is named, and hashes it without waiting."""
+"""Finds a function's outputs, in its result and in named tensors, and hashes them without waiting."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class OutputComparison:
         self._clock.stop(self._mark)
 
     def report_run(self) -> Bits:
-        """Return what the run put out; waits for it."""
+        """Return the digest of the run's outputs; waits for the device."""
         assert self._digests is not None
         self._clock.read_ms(self._mark)  # polls: a device that is stuck is an error in time
         digests, tensors, unseen = self._digests.read(), self._digests.tensors, self._digests.unseen

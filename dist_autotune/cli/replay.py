@@ -158,7 +158,7 @@ class WhatIf:
 
 
 def what_if(sessions: Iterable[SessionHistory], options: Mapping[str, Any], seed: int = 0) -> list[WhatIf]:
-    """Return what each session's searches would have found with `options` changed."""
+    """Search each session's contexts again with `options` changed, on the recorded samples."""
     changed = Options(**options)
     named = {"search": changed.search_name} if "search" in options else {}
     found = []

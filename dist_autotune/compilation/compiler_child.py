@@ -82,7 +82,7 @@ class CompilerChild:
         self._forked = time.monotonic()
 
     def poll(self) -> Ending | None:
-        """Return how the child has ended; None while it works. One that is late is ended here."""
+        """Return the child's ending; None while it works. A late child is killed."""
         assert self._pid is not None
         elapsed_s = time.monotonic() - self._forked
         is_late = elapsed_s > self._lasts_s or (elapsed_s > START_S and not self._reported_bytes)

@@ -1,4 +1,4 @@
-"""What an examination of a machine means: what works, what does not, and the next step."""
+"""Judges an examination of a machine: what works, what does not, and the next step."""
 
 from __future__ import annotations
 

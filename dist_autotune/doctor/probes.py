@@ -1,4 +1,4 @@
-"""What the doctor tries out in helper processes: each probe is a sequence of stages, which return facts."""
+"""The doctor's probes, run in helper processes: each is a sequence of stages that return facts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from ..formatting import counted
 from ..ranks.group import ProcessGroup
-from ..search.messages import Vote, merge
+from ..search.messages import Opening, merge
 from ..storage.device import Device
 from .examination import REPORT
 
@@ -79,8 +79,8 @@ def _join(helper: Helper) -> None:
 
 
 def _exchange(helper: Helper) -> None:
-    vote = Vote(helper.rank).encode()
-    ProcessGroup(dist.group.WORLD).exchange(vote, merge, EXCHANGE_LIMIT_S, "the doctor's exchange")
+    sent = Opening(helper.rank).encode()
+    ProcessGroup(dist.group.WORLD).exchange(sent, merge, EXCHANGE_LIMIT_S, "the doctor's exchange")
 
 
 def _describe_devices(helper: Helper) -> dict[str, Any]:

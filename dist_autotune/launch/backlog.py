@@ -1,4 +1,4 @@
-"""Candidates that are compiled in another process while runs go on, and loaded between runs, a few a time."""
+"""Compiles candidates in another process while runs go on, and loads a few of them between two runs."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ class Backlog:
 
 
 def _run_ms(context: RankContext, entry: _Entry) -> tuple[float, float]:
-    """Return what a run's launches of a context take on the device, at least and at most; zeros: not known.
+    """Return a context's device time in a run, at least and at most, in ms; zeros: not known.
 
     At least, as in a host-bound run the time of every small kernel is the host's.
     """

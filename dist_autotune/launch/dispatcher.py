@@ -21,7 +21,7 @@ from ..triton_api.footprint import RecordedGrid
 from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
 from .backlog import Backlog
 from .fast_path import CallUnderWay, Settled
-from .rank_context import NONE_FAILED, Binding, Phase, RankContext
+from .rank_context import NONE_FAILED, Binding, RankContext, Stage
 from .registry import Registry
 from .tunable import CHOICES, KnownChoices, Ranks, option_texts
 from .written_tensors import WrittenTensors
@@ -49,7 +49,6 @@ class Dispatcher:
         self.repeats_run = False  # the run under way is made once more, to be replayed: the same is launched
         self._function = registry.results.function
         self._model = self._new_call(tunes=False)  # of settled calls
-        self._is_fresh = True  # no session has run since choices were made anew
         # A launch of each new form of a context: their arguments are held no longer than the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self._known_choices = KnownChoices()
@@ -126,15 +125,15 @@ class Dispatcher:
         return self.repeats_run and self.run_under_way is call
 
     def _stays(self, call: CallUnderWay, context: RankContext) -> bool:
-        """Return whether later calls launch what this one has launched: where nothing is tried, all do."""
-        return not call.tunes and (context.phase is Phase.SETTLED or not self._function.tunes)
+        """Return whether later calls may launch the same config without asking: it stands."""
+        return not call.tunes and (context.stage is Stage.SETTLED or not self._function.tunes)
 
     def _candidate(
         self, call: CallUnderWay, binding: Binding, failed: Mapping[str, str] = NONE_FAILED
     ) -> str:
         context = binding.rank_context
         candidate = context.chosen(binding, failed)
-        if not call.tunes and context.phase is not Phase.SETTLED:
+        if not call.tunes and context.stage is not Stage.SETTLED:
             self._note_new(call, context)
         return candidate
 
@@ -210,7 +209,7 @@ class Dispatcher:
             return {}
         call.settled.clear()
         with self._lock:  # threads may launch it at once; its replacement has not failed
-            if not call.tunes or (context.phase is Phase.SETTLED and is_out_of_memory(error)):
+            if not call.tunes or (context.stage is Stage.SETTLED and is_out_of_memory(error)):
                 self._excuse(call, context, candidate, reason, counts=not is_out_of_memory(error))
                 return {candidate: reason}
             if candidate not in context.bans:
@@ -281,10 +280,9 @@ class Dispatcher:
     def settled_call(self) -> CallUnderWay:
         """Return a call without trials. It takes no lock while one settled call follows another."""
         names = self._registry.names
-        if self.run_under_way is None and (self._registry.has_news or not self._is_fresh):
+        if self.run_under_way is None and self._registry.has_news:
             with self._lock:
                 self._begin_anew()
-                self._is_fresh = True
         names.begin_run()
         return self._model.another()
 
@@ -293,7 +291,7 @@ class Dispatcher:
         self._registry.names.begin_run()
         with self._lock:
             self._begin_anew()
-            self._is_fresh = False
+            self._registry.has_news = True  # to the settled call after it
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
         self.run_under_way = self._new_call(tunes=tunes, written=self._written)
@@ -310,7 +308,7 @@ class Dispatcher:
         return CallUnderWay(settled, *makes, tunes, self._function.is_alone, written)
 
     def _begin_anew(self) -> None:
-        """Let the first launch of each context choose; settled calls under way keep what they know."""
+        """Let each context choose its config anew; settled calls under way keep theirs."""
         self._model = self._new_call(tunes=False)
         self._known_choices.clear()
         self._registry.begin_run()

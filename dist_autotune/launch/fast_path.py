@@ -21,7 +21,7 @@ Settled: TypeAlias = "dict[int, Known]"  # by the id of a living Autotuner
 
 
 class Known:
-    """The settled keys of one Autotuner, and the last call that launched it here. It goes when that goes."""
+    """The settled keys of one Autotuner, and the last call that launched it. Dropped with the Autotuner."""
 
     __slots__ = ("by_key", "call", "configs", "only", "tuner")
 
@@ -38,11 +38,10 @@ class Known:
 class CallUnderWay:
     """The launches of one call of a tuned function, or of one run of a session, from any thread.
 
-    settled: the keys whose configs are launched at once; none of a run of a session. launch: makes every
-    other launch; it leaves out what has failed in a launch. failure: the candidate that has failed by an
-    exception, with the reason; {}: that is the user's. choose: answers `tunable`. passes_single: leave a
-    kernel with one config to stock. written: copies the tensors that launches change; None: nothing does.
-    Measured costs: docs/benchmarks.
+    settled: keys whose config is launched at once; empty in a run of a session. launch: makes every other
+    launch. failure: returns the candidate that an exception bans, with the reason, or {} for a user's error.
+    choose: answers `tunable`. passes_single: leave a kernel with one config to stock Triton. written: copies
+    the tensors that launches change; None: no copies. Measured costs: docs/benchmarks.
     """
 
     def __init__(

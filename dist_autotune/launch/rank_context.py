@@ -16,10 +16,10 @@ from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
 from ..search.expectation.model import Told
 from ..search.expectation.order import best_start
-from ..search.messages import Claim, Part, Upgrade
+from ..search.messages import Claim, Part, Upgrade, femtoseconds
 from ..search.rules import BY_LAUNCH
 from ..storage.known_results import ContextIdentity, KnownOfKernel
-from ..timing.samples import Samples
+from ..timing.samples import Reading, Samples
 from ..triton_api.launch import Key
 
 SETTLED_FAILURES = 3  # in a row, of a settled config: then it is no longer tried, and the ranks are asked
@@ -27,7 +27,7 @@ FORMS = 8  # of a context: the candidates are compiled for so many; further ones
 NONE_FAILED: Mapping[str, str] = {}
 
 
-class Phase(enum.Enum):
+class Stage(enum.Enum):
     """How far a context is on this rank. `Registry.forget` drops one, and a launch meets it as a new one.
 
     NEW: a launch has met it. `Registry` chooses in each run anew what it begins with.
@@ -130,10 +130,10 @@ class RankContext:
     is_recorded: bool = False  # on disk, as one that waits for a result
 
     @property
-    def phase(self) -> Phase:
+    def stage(self) -> Stage:
         if self.search is None:
-            return Phase.NEW if self.claim is None else Phase.CLAIMED
-        return Phase.SETTLED if self.search.stands else Phase.SHARED
+            return Stage.NEW if self.claim is None else Stage.CLAIMED
+        return Stage.SETTLED if self.search.stands else Stage.SHARED
 
     @property
     def title(self) -> str:
@@ -157,7 +157,7 @@ class RankContext:
     def measures(self) -> bool:
         """Return whether launches of this run are samples."""
         if self.search is None:
-            return self.phase is Phase.NEW and not self.identity.is_choice
+            return self.stage is Stage.NEW and not self.identity.is_choice
         return self.search.judge == BY_LAUNCH and self.search.is_on_trial
 
     @property
@@ -171,7 +171,7 @@ class RankContext:
         has_all = self.search is None or self.compile.waves == self.search.waves
         if self.compile.is_preflighted and has_all and not self.compile.left:
             return False
-        return self.phase is Phase.NEW if self.search is None else self.search.is_tuned_by_launches
+        return self.stage is Stage.NEW if self.search is None else self.search.is_tuned_by_launches
 
     @property
     def failing(self) -> dict[str, str]:
@@ -183,7 +183,7 @@ class RankContext:
         if len(self.texts) == 1 or candidate not in self.texts:
             return False
         if self.search is None:
-            return self.phase is Phase.NEW
+            return self.stage is Stage.NEW
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
     def begin_with(self, known: KnownOfKernel, *, tries_few: bool) -> None:
@@ -232,10 +232,11 @@ class RankContext:
         """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
         if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
             return None
-        return self.samples.report_earlier_runs(self.search.digests[self.search.trial])
+        earlier = self.samples.report_earlier_runs(self.search.digests[self.search.trial])
+        return None if earlier is None else part_of(earlier)
 
     def footprint(self, ran: str | None) -> tuple[int, int]:
-        """Return what a report tells of launches that still judge: their share of the SMs, and how many."""
+        """Return the launches' share of the SMs, and their number; 0 and 1 once they judge no more."""
         judges = self.search is None or self.search.is_tuned_by_launches
         if ran is None or not judges or ran not in self.shares:
             return 0, 1
@@ -292,3 +293,12 @@ class RankContext:
         """Return the config of a candidate, or the option of a `tunable`; None where this rank has none."""
         holders = (binding.configs for binding in self.bindings if candidate in binding.configs)
         return next(holders, {}).get(candidate)
+
+
+def part_of(reading: Reading) -> Part:
+    """Return one rank's reading as its part of a run's report."""
+    ms = reading.ms
+    if ms is None:
+        pending, unmeasured = int(reading.is_pending), int(reading.is_timed)
+        return Part(reading.ran, pending=pending, unmeasured=unmeasured)
+    return Part(reading.ran, ms, ms, femtoseconds(ms), gap_ms=reading.gap_ms, measured=1)

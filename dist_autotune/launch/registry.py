@@ -25,7 +25,7 @@ from ..triton_api import identity
 from ..triton_api.identity import KernelIdentity, family_of
 from ..triton_api.launch import Key, Launch, config_texts
 from .kernel_names import KernelNames
-from .rank_context import Binding, Phase, RankContext
+from .rank_context import Binding, RankContext, Stage, part_of
 
 
 class Registry:
@@ -35,14 +35,14 @@ class Registry:
         self, names: KernelNames, options: Options, clock: Clock, rank: int, results: KnownResults
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
-        self.has_news = False  # the ranks have agreed on something since the last run began
+        self.has_news = False  # since the last run began: to a settled call, whose contexts choose anew
         self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self.names, self.results = names, results
         self._options, self._clock, self._rank = options, clock, rank
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
-        """Return how the key was launched through the Autotuner before; None: it was not."""
+        """Return the binding of a launch's key; None: this Autotuner has not launched it."""
         key = launch.key()  # raises for an Autotuner that was never seen, too
         binding = self._bindings.get(launch.tuner, {}).get(key)
         if binding is not None:
@@ -50,7 +50,7 @@ class Registry:
         return binding
 
     def admit(self, launch: Launch) -> Binding:
-        """Return the binding of a launch that `find` does not know, from now on known."""
+        """Bind a launch that is new to its context, and register both."""
         binding = self.look(launch, admits=True)
         context = binding.rank_context
         self.by_name[context.name] = context
@@ -59,7 +59,7 @@ class Registry:
         return binding
 
     def look(self, launch: Launch, *, admits: bool = False) -> Binding:
-        """Return what `admit` would, and admit nothing."""
+        """Return the binding that `admit` would register. admits: its kernel takes its name."""
         configs, key, tuner = launch.candidates(), launch.key(), launch.tuner
         about = ContextIdentity(
             self.names.name_of(tuner, launches=admits),
@@ -133,7 +133,7 @@ class Registry:
 
         Anew in each run, by its first launch: ranks that announce it together know the same results.
         """
-        if context.phase is Phase.NEW and context.run.choice is None and len(context.texts) > 1:
+        if context.stage is Stage.NEW and context.run.choice is None and len(context.texts) > 1:
             known = self.results.of_kernel(context.identity, self.names.alias(context.identity.kernel))
             context.begin_with(known, tries_few=self._tries_few(context))
 
@@ -147,7 +147,7 @@ class Registry:
             self.on_ban(context, candidate, reason)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call contexts as the peers do: their kernels are one, though their candidates differ."""
+        """Take the names that the ranks have agreed on, where kernels differ in their candidates alone."""
         for old, new in names.items():
             if (context := self.by_name.pop(old, None)) is not None:
                 context.name = new
@@ -174,7 +174,7 @@ class Registry:
             context.begin_run()
 
     def launched(self) -> list[str]:
-        """Return what this run has launched, as `kernel[key] with config`; any thread may ask.
+        """Return the launches of this run, as `kernel[key] with config`; any thread may ask.
 
         Only what runs on the device at this moment, or is being launched, where the clock can tell; else only
         what is on trial, if anything is.
@@ -182,7 +182,7 @@ class Registry:
         chosen = []
         for context in list(self.by_name.values()):
             report = context.samples.report  # of the run that is waited for, which may be an earlier one
-            candidate = report.ran if report is not None and report.pending else context.run.choice
+            candidate = report.ran if report is not None and report.is_pending else context.run.choice
             if candidate is not None:
                 text = config_label(context.texts.get(candidate, "several configs"))
                 chosen.append((context, f"{context.title} with {text}"))
@@ -191,11 +191,11 @@ class Registry:
         return running or trials or [text for _, text in chosen]
 
     def report_run(self, *, waits: bool) -> dict[str, Part]:
-        """Return what to tell the peers of this run. `waits`: read every clock now; see `Samples`."""
+        """Return this rank's parts of the run's report, by context. waits: read every clock now."""
         reports = {}
         for place, context in enumerate(self.by_name.values()):
             run = context.run
-            if run.count and context.phase is not Phase.SETTLED:
+            if run.count and context.stage is not Stage.SETTLED:
                 context.launches_per_run = run.count
             earlier = context.report_earlier_runs()
             bans = {
@@ -207,8 +207,9 @@ class Registry:
             # While a peer has not read its sample yet, this run's launches are no part of the trial.
             is_waiting = context.search is not None and context.search.waiting
             if is_repeated or (run.ran and not is_waiting):
-                ran = None if not run.ran else MIXED if len(run.ran) > 1 else next(iter(run.ran))
-                part = context.samples.report_run(ran, waits=waits)
+                is_mixed = len(run.ran) > 1
+                ran = MIXED if is_mixed else next(iter(run.ran), None)
+                part = part_of(context.samples.report_run(ran, waits=waits, is_mixed=is_mixed))
             else:
                 part = earlier or Part()
             announcement = None if context.announced else self._announcement(context, place)
@@ -250,7 +251,7 @@ class Registry:
         )
 
     def reported(self) -> list[RankContext]:
-        """Return the contexts of which the peers hear at the end of this run."""
+        """Return the contexts in this run's report."""
         return [context for context in self.by_name.values() if context.run.report is not None]
 
     def announced_now(self) -> list[RankContext]:

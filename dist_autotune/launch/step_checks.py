@@ -1,4 +1,4 @@
-"""What is asked before a step takes what kernels have computed: whether they have failed.
+"""Checks before an optimizer's step: whether kernels that wait for peers have failed.
 
 A kernel that waits for a peer ends without it once its patience has ended, and its host learns of that later.
 Who owns such kernels registers a check; `StepTuner` and `dist-autotune run` ask all of them before each step

@@ -86,7 +86,7 @@ class Choices:
         self._known.clear()
 
     def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...], among: Ranks) -> T:
-        """Return the one of `options` that was settled last, by all of `among`, or the first."""
+        """Return the option that all of `among` settled last, or the first."""
         if (place := self._known.find(name, options, key, among)) is None:
             texts = option_texts(name, options)
             settled = self._settled.get((name, identity.key_text(key)), {}).items()

@@ -1,8 +1,8 @@
-"""Tensors that kernels change in place, by Triton's own sign of it: put back between the runs of a call.
+"""Copies of the tensors that kernels change in place, put back between the runs of a call.
 
-The sign is an argument's name in `restore_value` or `reset_to_zero` of `triton.autotune`. A tensor is copied
-before the first launch of the call that names it. Storages are held by weak references. Put back is what was
-there before the call and still is; what a run allocates belongs to that run.
+A kernel says what it changes: `restore_value` and `reset_to_zero` of `triton.autotune` name the arguments. A
+tensor is copied before the first launch of the call that names it. Storages are held by weak references. Only
+tensors from before the call are put back; what a run allocates belongs to that run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Copy:
 
 
 class WrittenTensors:
-    """The tensors that launches of one call change, as they were before. Any thread may launch."""
+    """Copies of what launches of one call change, from before the call. Any thread may launch."""
 
     def __init__(self) -> None:
         self._copies: dict[_Region, _Copy] = {}  # in the order of the first launches

@@ -11,7 +11,7 @@ from .records import Agreed, Banned, ContextAdmitted, ContextSettled
 
 
 def plan_of(search: SearchState) -> dict[str, int]:
-    """Return what the next run tries: context -> index of the candidate on trial."""
+    """Return the trials of the next run: context -> index of the candidate."""
     return {context.name: context.planned for context in search.unsettled if context.is_on_trial}
 
 

@@ -132,7 +132,7 @@ class LogLines:
         return record.event if run is None else "opening" if run < 0 else f"run {run}"
 
     def _text(self, record: Record) -> str:
-        """Return what the record says."""
+        """Return the text of a record after its subject."""
         match record:
             case records.ConfigRecord():
                 return self._of_config(self._context(record), record)

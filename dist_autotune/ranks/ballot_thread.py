@@ -1,4 +1,4 @@
-"""A thread that listens to the hub for the ballots of one rank, and tells it their words."""
+"""A rank's thread for ballots: receives the hub's letters, and posts the words that it asks for."""
 
 from __future__ import annotations
 

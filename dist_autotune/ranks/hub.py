@@ -27,7 +27,8 @@ from .ballots import BallotBox
 from .wire import TOKEN_BYTES, End, HubMessage, Reply, pack, unpack
 
 TICK_S = 0.5
-SEND_S = 5.0  # a rank that takes nothing in for so long is shut out; it may connect anew
+SEND_S = 5.0  # the longest wait for the other side to take a message in
+SEND_POLL_S = 0.01  # between two looks whether it has
 STRANGERS = 256  # connections at once that have not shown the token; the oldest makes room for the next
 STRANGERS_S = 10.0  # how long one may take to show it
 RETURN_S = 2.0  # in which a rank that has closed its connections comes back, unless its process has ended
@@ -180,10 +181,8 @@ class Hub:
         self.loop = asyncio.SelectorEventLoop()
         self.connections: set[_Connection] = set()
         self.strangers: dict[_Connection, None] = {}  # have not shown the token; the oldest first
-        self.backlogged: set[_Connection] = set()  # have not taken in all that was sent to them
         self.absent = set(ranks)  # have not sent anything yet
         self.closed: set[int] = set()  # have closed all their connections
-        self.held: list[tuple[_Connection, HubMessage]] = []  # results for this rank
         self._was_away = False
         self._ticked_at, self._woke_at = time.monotonic(), 0.0  # the second: long ago
         self._servers: list[asyncio.Server] = []
@@ -213,20 +212,19 @@ class Hub:
             self.ballots.handle(message, reply)
             return
         self.state.handle(message, reply)
-        self.release()
 
-    def release(self) -> None:
-        """Give this rank its result if all others have theirs: it may end its process."""
-        if self.held and not self.backlogged:
-            held, self.held = self.held, []
-            for connection, message in held:
-                connection.send(message)
+    def send_last(self, connection: _Connection, message: HubMessage, until: float) -> None:
+        """Send this rank its result once all others have taken theirs in: it may end its process."""
+        is_unsent = any(other.transport.get_write_buffer_size() for other in self.connections)
+        if is_unsent and time.monotonic() < until:
+            self.loop.call_later(SEND_POLL_S, self.send_last, connection, message, until)
+        else:
+            connection.send(message)
 
     def look_for(self, rank: int) -> None:
         """Give up a rank that has not come back. When the hub has been away, living ones have closed too."""
         if rank in self.closed and time.monotonic() - self._woke_at > 2 * RETURN_S:
             self.state.lose(self.closed)
-            self.release()
 
     def was_away(self) -> bool:
         """Return, once, whether this process has been stopped: peers may have gone on without it."""
@@ -276,19 +274,16 @@ class _Connection(asyncio.Protocol):
         self.rank: int | None = None  # None: it has not sent anything yet
         self._is_shut_out = False  # by the hub
         self._received = bytearray()
-        self._unsent_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None  # ends it unless it is stopped in time
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         hub, self.transport = self._hub, cast("asyncio.Transport", transport)
-        self.transport.set_write_buffer_limits(0)  # `pause_writing` when the rank does not take in all
         hub.connections.add(self)
         if len(hub.strangers) >= STRANGERS:
             oldest = next(iter(hub.strangers))
             del hub.strangers[oldest]
             oldest.transport.abort()
         hub.strangers[self] = None
-        self._timer = hub.loop.call_later(STRANGERS_S, self.transport.abort)
+        self._timer = hub.loop.call_later(STRANGERS_S, self.transport.abort)  # unless it shows the token
 
     def data_received(self, data: bytes) -> None:
         """Take in what has come; close the connection whatever goes wrong."""
@@ -301,7 +296,7 @@ class _Connection(asyncio.Protocol):
                 if not hmac.compare_digest(self._received[:TOKEN_BYTES], self._hub.token):
                     self.transport.abort()
                     return
-                self._stop_timer()
+                self._timer.cancel()
                 del self._received[:TOKEN_BYTES], self._hub.strangers[self]
                 self.transport.write(self._hub.answer)
             for message in unpack(self._received):
@@ -309,46 +304,23 @@ class _Connection(asyncio.Protocol):
                 self._hub.handle(message, self._reply)
         except Exception:
             logger.warning("The hub of this group has closed a connection.", exc_info=True)
-            self._shut_out()
+            self._is_shut_out = True
+            self.transport.abort()
 
     def send(self, message: HubMessage) -> None:
         self.transport.write(pack(message))
 
     def _reply(self, message: HubMessage) -> None:
         if self.rank == self._hub.rank and "merged" in (message.get("end") or {}):
-            self._hub.held.append((self, message))
+            self._hub.loop.call_soon(self._hub.send_last, self, message, time.monotonic() + SEND_S)
         else:
             self.send(message)
 
-    def pause_writing(self) -> None:
-        self._hub.backlogged.add(self)
-        self._unsent_bytes = self.transport.get_write_buffer_size()
-        self._timer = self._hub.loop.call_later(SEND_S, self._check_progress)
-
-    def resume_writing(self) -> None:
-        self._stop_timer()
-        self._hub.backlogged.discard(self)
-        self._hub.release()
-
     def connection_lost(self, error: Exception | None) -> None:
+        self._timer.cancel()
         self._hub.connections.discard(self)
         self._hub.strangers.pop(self, None)
         is_left = all(other.rank != self.rank for other in self._hub.connections)
         if self.rank is not None and is_left and not self._is_shut_out:
             self._hub.closed.add(self.rank)
             self._hub.loop.call_later(RETURN_S, self._hub.look_for, self.rank)
-        self.resume_writing()
-
-    def _check_progress(self) -> None:
-        if self.transport.get_write_buffer_size() < self._unsent_bytes:
-            self.pause_writing()
-        else:
-            self._shut_out()
-
-    def _shut_out(self) -> None:
-        self._is_shut_out = True
-        self.transport.abort()
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()

@@ -1,4 +1,4 @@
-"""A thread that acts for a rank whose own thread is busy: with compiling, or in the user's function."""
+"""A thread that sends heartbeats while a rank compiles, and reports a rank that is stuck."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE = 10  # a rank that compiles extends its deadline at most this many tim
 
 @dataclass(frozen=True)
 class Watch:
-    """What to do when the peers have gone on without a run, or it lasts longer than `timeout_s`."""
+    """How one run is watched: its name, its limit, and who hears that it is stuck."""
 
     what: str  # names the run
     timeout_s: float
@@ -38,7 +38,7 @@ class _Run:
     began: float
     compiled_s: float = 0.0
     is_overdue: bool = False  # and reported
-    abandoned_at: float | None = None  # when it was reported that the peers have gone on
+    is_abandoned: bool = False  # the peers have gone on, and `follow` reports it
 
 
 class Watchdog:
@@ -78,7 +78,7 @@ class Watchdog:
             self._run = None
 
     def follow(self, watch: Watch, reason: str, is_stuck: Callable[[], bool]) -> None:
-        """Report once that this rank stays in a call which a peer has left; later, maybe, end the process."""
+        """Report once that this rank stays in a run that peers have left; later, if asked, end it."""
 
         def serve() -> None:
             time.sleep(self._heartbeat_s)
@@ -121,7 +121,7 @@ class Watchdog:
                 client = client or self._new_client()
                 if client is not None and compiling is not None:
                     client.notify("beat", compiling[0])
-                if client is not None and run is not None:
+                if client is not None and run is not None and not run.is_abandoned:
                     self._check_peers(run, client)
             except (StoreLost, HubLost, HubSilent):
                 client = None
@@ -129,18 +129,14 @@ class Watchdog:
             client.close()
 
     def _check_peers(self, run: _Run, client: Client) -> None:
-        """Report once that the peers have gone on without this rank; later, if asked, end the process."""
-        if run.abandoned_at is None:
-            reply = client.receive(client.send("look", run.sequence), self._heartbeat_s)
-            if reply is not None and (end := reply["end"]) is not None and self._run is run:
-                run.abandoned_at = time.monotonic()
-                reason = "its peers timed out and went on without it"
-                if "failed" in end:
-                    reason = f"rank {end['failed']} has failed ({end['error']})"
-                finding = f"is still in {run.watch.what}, but {reason}"
-                self._report(run.watch, finding, "If it waits in one of your collectives")
-        elif time.monotonic() - run.abandoned_at > run.watch.timeout_s:
-            self._abort(run.watch, lambda: self._run is run)
+        """See whether the peers have gone on without this rank."""
+        reply = client.receive(client.send("look", run.sequence), self._heartbeat_s)
+        if reply is not None and (end := reply["end"]) is not None:
+            run.is_abandoned = True
+            reason = "its peers timed out and went on without it"
+            if "failed" in end:
+                reason = f"rank {end['failed']} has failed ({end['error']})"
+            self.follow(run.watch, reason, lambda: self._run is run)
 
     def _check_duration(self, run: _Run) -> None:
         """Report once that a run lasts longer than its time-out, whatever the peers do; later, maybe end it.
@@ -148,7 +144,7 @@ class Watchdog:
         Time in which this rank compiles does not count, up to `PATIENCE` times the time-out.
         """
         watch, compiling = run.watch, self._compiling
-        if watch.whereabouts is None or run.abandoned_at is not None:
+        if watch.whereabouts is None or run.is_abandoned:
             return
         lasted_s = time.monotonic() - run.began
         compiled_s = run.compiled_s + (0.0 if compiling is None else time.monotonic() - compiling[1])

@@ -1,4 +1,4 @@
-"""What a log directory tells: agreed times, spread over ranks, what each rank alone would choose."""
+"""Histories read from a log directory: agreed times, spread over ranks, each rank's own choice."""
 
 from __future__ import annotations
 
@@ -122,16 +122,6 @@ class ContextHistory:
             for index, text in sorted(texts.items())
         )
 
-    @cached_property
-    def convergence(self) -> dict[int, float]:
-        """Return run -> the best of the latest agreed times. It can rise: first samples may be lucky."""
-        latest_ms: dict[int, float] = {}
-        best_ms: dict[int, float] = {}
-        for record, ms in self._agreed():
-            latest_ms[record.config_id] = ms
-            best_ms[record.run] = min(latest_ms.values())
-        return best_ms
-
     def choices_alone(self) -> dict[int, CandidateHistory]:
         """Return, for each rank, the candidate that is fastest by this rank's own statistic."""
         timed: defaultdict[int, list[CandidateHistory]] = defaultdict(list)
@@ -140,15 +130,12 @@ class ContextHistory:
                 timed[rank].append(candidate)
         return {rank: min(timed[rank], key=lambda each: each.rank_ms[rank]) for rank in sorted(timed)}
 
-    def _agreed(self) -> list[tuple[Agreed, float]]:
-        agreed = sorted(of_kind(self.records, Agreed), key=lambda record: record.run)
-        return [(record, ms) for record in agreed if record.counted and is_time(ms := record.ms)]
-
     def _agreed_ms(self) -> Mapping[str, float]:
         """Return config -> agreed ms: as settled, else the latest; of a rank alone, its own."""
         known = self.settled.timings
         if self.settled is NOT_SETTLED:
-            known = {record.config: ms for record, ms in self._agreed()}
+            agreed = sorted(of_kind(self.records, Agreed), key=lambda record: record.run)
+            known = {each.config: ms for each in agreed if each.counted and is_time(ms := each.ms)}
         if not known and self.is_alone:
             samples = filter(is_sample, of_kind(self.records, Trial))
             known = {trial.config: ms for trial in samples if (ms := trial.statistic_ms) is not None}
@@ -175,7 +162,7 @@ class SessionHistory:
 
     @cached_property
     def closed(self) -> SessionClosed:
-        """Return how it closed; `unfinished`: it, or its process, ended without."""
+        """Return the record of its end; `unfinished`: there is none."""
         runs = max((record.run for record in of_kind(self.records, RunStarted)), default=-1) + 1
         unfinished = SessionClosed(runs=runs, contexts=0, outcome="unfinished")
         return next(iter(of_kind(self.records, SessionClosed)), unfinished)

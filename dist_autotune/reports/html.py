@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -29,8 +28,6 @@ from .timeline import COMPILING, EXCHANGE, RUN, Span, spans_of
 
 MOST_OPEN = 3  # contexts, and sessions, that are shown unfolded
 MOST_RANKS = 16  # drawn one by one
-MOST_BARS = 400  # in the picture of the runs
-LONGEST_RUN = 4  # times the median: where a run's bar is cut
 LONGEST_SHOWN = 2.0  # times the fastest candidate, and beyond the winner's slowest rank: where lines end
 BEYOND = 1.05  # times that rank's time
 SPENT = ("runs", "compiling", "exchanges", "rest")
@@ -88,9 +85,8 @@ def _session(shown: SessionReport) -> Iterator[Html]:
         yield element("p", note, class_="note")
     spans = spans_of(session)
     cards = [] if report.step is None else [_step_card(report.step)]
-    first = session.ranks[0]
-    if runs := [span for span in spans[first] if span.kind == RUN]:
-        cards += [_time_card(spans), _runs_card(first, runs)]
+    if any(span.kind == RUN for span in spans[session.ranks[0]]):
+        cards.append(_time_card(spans))
     yield element("div", *cards, class_="cards")
     if shown.contexts:
         yield element("h3", "Contexts, the largest share of a run's launches first")
@@ -159,26 +155,6 @@ def _seconds(spans: Sequence[Span]) -> dict[str, float]:
     own_s = max(total[RUN] - sum(span.seconds for span in inside), 0.0)
     rest_s = max((s.end_s for s in spans), default=0.0) - own_s - total[COMPILING] - total[EXCHANGE]
     return dict(zip(SPENT, (own_s, total[COMPILING], total[EXCHANGE], max(rest_s, 0.0)), strict=True))
-
-
-def _runs_card(rank: int, runs: Sequence[Span]) -> Html:
-    """Return a picture with a bar per run: how long it took, marked where something was on trial."""
-    several = math.ceil(len(runs) / MOST_BARS)
-    groups = [runs[start : start + several] for start in range(0, len(runs), several)]
-    longest = [max(group, key=lambda span: span.seconds) for group in groups]
-    limit_s = LONGEST_RUN * statistics.median(span.seconds for span in longest) or 1.0
-    bars = []
-    for place, span in enumerate(longest):
-        height = 100 * min(span.seconds / limit_s, 1.0)
-        title = element("title", f"{span.name}: {1e3 * span.seconds:.2f} ms, {span.facts['trials']} on trial")
-        box = {"x": f"{place}.1", "y": f"{100 - height:.2f}", "width": "0.8", "height": f"{height:.2f}"}
-        bars.append(element("rect", title, class_="trial" if span.facts["trials"] else "plain", **box))
-    frame = {"viewBox": f"0 0 {len(bars)} 100", "preserveAspectRatio": "none", "role": "img"}
-    picture = element("svg", *bars, class_="runs", aria_label="time of each run", **frame)
-    legend = _legend({"trial": "with trials", "plain": "without"})
-    each = f" A bar for every {several}, as long as the longest." if several > 1 else ""
-    note = f"{counted(len(runs), 'run')} of rank {rank}, with exchanges; cut at {1e3 * limit_s:.1f} ms.{each}"
-    return _card("Runs", picture, legend, note=note)
 
 
 # -- one context ---------------------------------------------------------------------------------------------

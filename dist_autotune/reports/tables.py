@@ -200,7 +200,7 @@ def _compiling_table(session: SessionHistory) -> Table:
 
 
 def shared_parts(context: ContextHistory) -> tuple[str, ...]:
-    """Return what all candidates of a context have in common."""
+    """Return the parts of a config that all candidates of a context share."""
     parts = [config_parts(each.config) for each in context.candidates]
     if len(parts) < 2:
         return ()
@@ -252,7 +252,7 @@ def _candidates_table(context: ContextHistory, most: int | None) -> Table:
 
 
 def _counts(context: ContextHistory, shown: int) -> str:
-    """Return how many candidates are shown, and how many of all have which fate."""
+    """Return the numbers of candidates shown, timed, banned and not tried."""
     count, timed = len(context.candidates), sum(each.agreed_ms is not None for each in context.candidates)
     banned = sum(bool(each.banned) for each in context.candidates)
     fates = {"timed": timed, "banned": banned, "not tried": max(count - timed - banned, 0)}
@@ -261,24 +261,14 @@ def _counts(context: ContextHistory, shown: int) -> str:
 
 
 def candidates_note(context: ContextHistory) -> str:
-    """Return what all candidates have in common, and how the search came to its winner."""
+    """Return the note below the candidates: shared parts, and why the winner is not the first."""
     shared = shared_parts(context)
     notes = [f"All: {', '.join(shared)}."] if shared else []
     if [choice for choice, _ in ranks_by_choice(context)] == [context.winner]:
         notes.append("Each rank alone would choose the winner.")
     if context.winner is not None and in_order(context.candidates)[0] is not context.winner:
         notes.append("A time above the winner's in the list is of fewer samples, or equal within the noise.")
-    return " ".join([*notes, _convergence(context)]).strip()
-
-
-def _convergence(context: ContextHistory) -> str:
-    """Return when the search first knew a time, and when it first knew its best one."""
-    best_ms = context.convergence
-    if not best_ms:
-        return ""
-    first, best, last = min(best_ms), min(best_ms, key=lambda run: best_ms[run]), max(best_ms)
-    known = f"Best agreed time: {format_ms(best_ms[first])} ms after run {first}"
-    return f"{known}, {format_ms(best_ms[best])} ms after run {best}; last trial in run {last}."
+    return " ".join(notes)
 
 
 def ranks_by_choice(context: ContextHistory) -> list[tuple[CandidateHistory, list[int]]]:

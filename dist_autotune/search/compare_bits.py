@@ -14,7 +14,7 @@ from ..errors import TuningError
 from ..formatting import config_label
 from .context import Context
 from .messages import Bits, RunReport
-from .phase import Phase
+from .phase import NEW_KEYS_RUNS, Phase
 from .rules import BY_RUN
 
 Plan = dict[str, int]  # context -> candidate
@@ -58,6 +58,7 @@ class CompareBits(Phase):
         self._digests: list[str] = []  # of the runs of the batch
         self._references: dict[tuple[tuple[str, int], ...], str] = {}  # digest of the base plan, by `beside`
         self._base_runs = self._misses = 0
+        self._bringing_runs = 0  # in a row that announced contexts
         self._is_back = True  # the last run was beside the base plan's options
         for context in self._contexts.values():
             context.output_digests = {}
@@ -72,11 +73,18 @@ class CompareBits(Phase):
         """Return whether the run under way has an option that may bring kernels."""
         return bool(self._beside) or any(self._contexts[name].is_choice for name in self._batch)
 
+    @property
+    def admits(self) -> bool:
+        """Return whether a new kernel is tuned: the option that is launched may have brought it."""
+        return self.is_choosing and self._bringing_runs <= NEW_KEYS_RUNS
+
     # -- one run -------------------------------------------------------------------------------------------
 
     def record(self, merged: RunReport) -> None:
         """Compare the outputs of one run of all ranks. Raises TuningError if `same` cannot be kept."""
         self.remark, self.new_bans = "", []
+        is_new = any(part.announcement for part in merged.parts.values())
+        self._bringing_runs = self._bringing_runs + 1 if is_new else 0
         self._meet(merged)
         if (bits := merged.bits) is None or self._has_given_up:
             return
@@ -251,7 +259,7 @@ class CompareBits(Phase):
             for n, i in self.compared.items()
             if n in self._contexts and i not in self._contexts[n].banned
         }
-        return {**self._trials(), **compared}
+        return {**super().plan(), **compared}
 
     def _check(self, plan: Plan) -> None:
         self.compared = {name: index for name, index in plan.items() if name in self._contexts}

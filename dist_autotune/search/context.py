@@ -66,7 +66,10 @@ class Context:
             for key, times in announcement.told.items()
         }
         self._rules = rules
-        self._judges = list(rules.judges(is_choice=announcement.is_choice))
+        judges = rules.judges(is_choice=announcement.is_choice)
+        self.judge, self.final_judge = judges[0], judges[-1]  # of its candidates now, and of its result
+        self.is_decided = False  # the whole run has judged it
+        self.is_left_out = False  # the best plan does not launch it, and so it may starve
         self._flow: RunningFlow | None = None
         self._order: Order | None = None  # in which candidates are tried; None: all are
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
@@ -87,16 +90,6 @@ class Context:
         if self._rules.mode == "online" and self.status == "partial":
             return True  # left to another process, or `retune()`: its runs or time would be spent again
         return self.settled and not self.provisional
-
-    @property
-    def judge(self) -> str:
-        """Return the judge of its candidates now: their launches or the whole run."""
-        return self._judges[0]
-
-    @property
-    def final_judge(self) -> str:
-        """Return the judge of its result: the launches or the whole run."""
-        return self._judges[-1]
 
     @property
     def is_tuned_by_launches(self) -> bool:
@@ -241,8 +234,10 @@ class Context:
         """Return the index of a candidate's digest; None: not a candidate of this context."""
         return self.digests.index(digest) if digest in self.digests else None
 
-    def record_footprint(self, part: Part) -> None:
-        """Keep how much of the device a launch took, and how many launches a run had."""
+    def apply(self, part: Part) -> None:
+        """Apply what ranks say of a run, whatever it was for: failures, launches, share of the device."""
+        self.apply_bans(part.bans)
+        self.ranks = max(self.ranks, part.measured + part.unmeasured)
         index = self.index_of(part.ran)
         self.launches = max(self.launches, part.launches)
         if index is not None and part.share:
@@ -278,7 +273,7 @@ class Context:
         """Ban a candidate between two runs: its search goes on with another."""
         self.ban(index, rank, reason)
         if self.trial == index:
-            self._resume(math.inf)
+            self.drop_trial()
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
@@ -301,12 +296,10 @@ class Context:
         if self.trial in self.banned:  # since then
             self._resume(math.inf)
 
-    def advance(self, part: Part, judged: Part, *, counts: bool = True) -> Outcome:
-        """Record a run of all ranks, `judged` by `part` or the whole run; unless it `counts`, repeat it."""
-        self.apply_bans(part.bans)
-        self.ranks = max(self.ranks, part.measured + part.unmeasured)
+    def advance(self, part: Part) -> Outcome:
+        """Record one run of all ranks, in which its launches are judged if it is on trial."""
         was_held = self.compiling and not self.waiting  # else the report is of a trial before
-        self.waiting = bool(part.pending or judged.pending) and self.trial is not None
+        self.waiting = bool(part.pending) and self.trial is not None
         index = self.trial
         if index is None and self._flow is not None and self._flow.is_paused:
             if part.ran is not None and not part.compiling:
@@ -315,14 +308,24 @@ class Context:
         if index is None or self.waiting:
             return Outcome()
         if index in self.banned:
-            self._resume(math.inf)
+            self.drop_trial()
             return Outcome(index=index)
         if part.ran is None or was_held:
             return Outcome()
-        if not counts or part.ran != self.digests[index]:
-            return Outcome(index=index if counts else None)
-        self._ran.add(index)
+        if part.ran != self.digests[index]:
+            return Outcome(index=index)
+        return self.record(part)
+
+    def drop_trial(self) -> None:
+        """Go on without the candidate on trial, which is banned."""
+        self._resume(math.inf)
+
+    def record(self, judged: Part) -> Outcome:
+        """Record a run of the trial, in which `judged` tells its time; the flow asks for the next."""
+        index = self.trial
+        assert index is not None
         assert self._flow is not None
+        self._ran.add(index)
         kind, planned = "sample", self._rules.planned_asks(is_warmup=self.is_warmup)
         if self.is_warmup:
             kind, ms = "warm-up", self.times.record_warmup(index, judged)
@@ -367,10 +370,8 @@ class Context:
         self._flow = None
         if self.judge == BY_LAUNCH:
             self.launch_ms = self.times.without_spikes()
-        if len(self._judges) > 1:
-            self.launch_winner = self.winner
-            del self._judges[0]
-            self.status = ""
+        if self.judge != self.final_judge:
+            self.judge, self.launch_winner, self.status = self.final_judge, self.winner, ""
             self.times.drop_samples()  # candidates are judged by something else now
             self._ran.clear()
 

@@ -7,7 +7,8 @@ import random
 from collections.abc import Mapping
 
 from .context import Context
-from .phase import Plan, RunPhase
+from .phase import RunPhase
+from .plans.search import AskedPlan, Plan, Search
 from .rules import Rules
 
 ROUNDS = 6  # of all sides; the first one warms up
@@ -26,8 +27,6 @@ class FinalComparison(RunPhase):
         self.defaults: dict[str, int] = {}  # the plan before this search, of undecided contexts
         self._rules = rules
         self._plans: dict[str, Plan] = {}  # those that differ; `tuned` first
-        self._ms: dict[str, float] = {}
-        self._run = 0
         self._compared_defaults: dict[str, int] = {}  # outlive the plan before the next session's search
         self._is_left = False  # an earlier session has not finished it
 
@@ -71,41 +70,41 @@ class FinalComparison(RunPhase):
         for side, plan in ((DEFAULT, default), (BY_LAUNCHES, by_launches)):
             if plan not in plans.values():
                 plans[side] = plan
-        if not self._is_left or plans != self._plans:
-            self._plans, self._run, self._ms = plans, 0, dict.fromkeys(plans, math.nan)
         self._compared_defaults, self.remark = dict(self.defaults), ""
         self.waiting, self._was_launched, self._idle_runs = False, True, 0
-        self._ask()
+        self.is_over = len(plans) < 2
+        if not self._is_left or plans != self._plans:
+            self._plans, self._ms = plans, {}
+            if not self.is_over:
+                self._begin(self._rounds())
 
-    def _ask(self) -> None:
-        sides = list(self._plans)
-        number, place = divmod(self._run, len(sides))
-        if number:
-            random.Random(f"round {number}").shuffle(sides)
-        self.is_over, self.is_warmup = len(sides) < 2 or number >= ROUNDS, number == 0
-        self.label = "" if self.is_over else sides[place]
-        self._plan = {} if self.is_over else self._plans[self.label]
+    def _rounds(self) -> Search:
+        for number in range(ROUNDS):
+            sides = list(self._plans)
+            if number:
+                random.Random(f"round {number}").shuffle(sides)
+            for side in sides:
+                yield AskedPlan(self._plans[side], side, is_warmup=number == 0)
+        return {}
 
-    def _record(self, ms: float) -> None:
-        if not self.is_warmup:
-            self._ms[self.label] = ms
-        self._run += 1
-        self._ask()
+    def _finish(self, plan: Plan) -> None:
         winner = self._winner
-        if not self.is_over or winner == TUNED:
+        if winner == TUNED:
             return
         for name, context in self._compared.items():
             if self._plans[winner][name] not in context.banned:
                 context.settle("tuned", self._plans[winner][name])
         kept = "the default plan" if winner == DEFAULT else "the plan by launch times"
-        self.remark = f"{kept} is kept: it took {self._ms[winner]} ms, the tuned one {self._ms[TUNED]} ms"
+        self.remark = f"{kept} is kept: it took {self._time(winner)} ms, the tuned one {self._time(TUNED)} ms"
 
     @property
     def _winner(self) -> str:
         """Return the plan that won: the tuned one has to be faster than the others, and to have a time."""
-        others = [side for side in self._plans if side != TUNED]
-        best = min(others, key=lambda side: (math.isnan(self._ms[side]), self._ms[side]))
-        return TUNED if self._ms[TUNED] < self._ms[best] else best
+        best = min((side for side in self._plans if side != TUNED), key=self._time)
+        return TUNED if self._time(TUNED) < self._time(best) else best
+
+    def _time(self, side: str) -> float:
+        return self._ms[side][1] if side in self._ms else math.inf
 
     def leave(self) -> None:
         """Leave the comparison to the next session; contexts take the leading plan as provisional."""
@@ -114,7 +113,7 @@ class FinalComparison(RunPhase):
         if self.is_over:
             self._set_plans()
         self.defaults.update(self._compared_defaults)
-        winner = TUNED if any(map(math.isnan, self._ms.values())) else self._winner
+        winner = TUNED if len(self._ms) < len(self._plans) else self._winner
         for name, context in self._compared.items():
             context.settle("partial", self._plans[winner][name])
         self.is_over, self._is_left = True, True

@@ -1,4 +1,4 @@
-"""What ranks tell each other: three messages that merge in any order, as JSON between processes."""
+"""What ranks tell each other: two messages that merge in any order, as JSON between processes."""
 
 from __future__ import annotations
 
@@ -254,15 +254,8 @@ class RunReport(Message, frozen=True, tag="run"):
         return data
 
 
-class Vote(Message, frozen=True, tag="vote"):
-    """At the end of a settled call."""
-
-    sent_at: ClassVar[str] = "the end of a settled call"
-    wants_session: Annotated[bool, operator.or_] = False
-
-
 M = TypeVar("M", bound=Message)
-AnyMessage: TypeAlias = Message | Opening | RunReport | Vote
+AnyMessage: TypeAlias = Message | Opening | RunReport
 
 
 def decode(data: bytes) -> AnyMessage:

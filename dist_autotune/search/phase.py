@@ -1,6 +1,6 @@
 """The phases of a search: the one under way alone says what the next run launches, and what the last told.
 
-CompareBits -> RaceLaunches -> RaceRuns -> FinalComparison
+CompareBits -> RaceLaunches -> RaceRuns, or TakeTurns -> FinalComparison
 """
 
 from __future__ import annotations
@@ -10,62 +10,62 @@ import math
 from collections.abc import Mapping
 
 from .context import Context, Outcome
-from .messages import RunReport
-from .rules import BY_LAUNCH
+from .messages import Part, RunReport
+from .plans.search import AskedPlan, Plan, Search
+from .rules import BY_RUN
 from .strategies import interval
 
-Plan = Mapping[str, int]  # context -> candidate; other contexts launch their incumbents
+NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
 
 
-class Phase(abc.ABC):
+class Phase:
     """`plan()` of the next run, `record(merged)` of the last one."""
 
     def __init__(self, contexts: Mapping[str, Context]) -> None:
         self._contexts = contexts
 
-    @abc.abstractmethod
-    def plan(self) -> Plan:
-        """Return what the next run launches beside incumbents."""
-
-    def _trials(self) -> dict[str, int]:
-        """Return the candidates that contexts try by themselves."""
+    def plan(self) -> Mapping[str, int]:
+        """Return what the next run launches beside incumbents: here what contexts try by themselves."""
         races = ((c.name, c.trial) for c in self._contexts.values() if c.is_racing)
         return {name: index for name, index in races if index is not None}
 
 
 class RaceLaunches(Phase):
-    """Each context races alone, all at once: kernels judged by launches, or the one that has its turn."""
-
-    def plan(self) -> Plan:
-        return self._trials()
+    """All kernels race, each judged by its launches."""
 
     @property
     def is_over(self) -> bool:
         return not any(context.is_tuned_by_launches for context in self._contexts.values())
 
-    def record(self, name: str, merged: RunReport, *, judges_runs: bool) -> Outcome:
-        """Record one run of all ranks for one context. judges_runs: the time of the whole run counts."""
-        context, part = self._contexts[name], merged.parts[name]
-        by_launch = context.judge == BY_LAUNCH
-        context.record_footprint(part)
-        return context.advance(part, part if by_launch else merged.run, counts=by_launch or judges_runs)
 
+class RunPhase(Phase, abc.ABC):
+    """Asks for plans, each judged by the agreed time of the runs that launch it.
 
-class RunPhase(Phase):
-    """Asks for plans, each judged by the agreed time of the runs that launch it."""
+    Kernels that come meanwhile are tuned by their launches first; runs judge nothing else then.
+    """
 
-    def __init__(self, contexts: Mapping[str, Context], rank_reduce: str) -> None:
+    def __init__(self, contexts: Mapping[str, Context], rank_reduce: str, name: str = "") -> None:
         super().__init__(contexts)
-        self.label = ""  # tells what the next run is a sample of
-        self.is_warmup = False  # the next run is no sample
         self.is_over = False
         self.waiting = False  # online: some rank has not read the last run's time
         self.has_counted = False  # the last run was a sample
+        self.outcomes: dict[str, Outcome] = {}  # what it was for contexts, where one is judged at a time
         self.remark = ""  # for the log
-        self._plan: Plan = {}
-        self._rank_reduce = rank_reduce
+        self._rank_reduce, self._name = rank_reduce, name
+        self._ms: dict[str, tuple[Plan, float]] = {}  # by label: plans and their agreed times
+        self._search: Search = iter(())  # type: ignore[assignment]  # none yet
+        self._asked = AskedPlan({}, "")
+        self._run = Part()  # the last run as a whole, of all ranks
+        self._launched: frozenset[str] = frozenset()  # in it
+        self._was_held = False  # it had a kernel on trial
         self._was_launched = True  # the timed run launched a context of the plan
         self._idle_runs = 0  # in a row that launched none of them
+        self._asked_runs = 0  # since the plan was asked for
+
+    @property
+    def label(self) -> str:
+        """Return what the next run is a sample of."""
+        return self._name + self._asked.label
 
     @property
     def is_on_trial(self) -> bool:
@@ -75,23 +75,33 @@ class RunPhase(Phase):
     @property
     def holds(self) -> bool:
         """Return whether the next run judges nothing: kernels are tuned by their launches first."""
-        return False
+        return any(context.is_tuned_by_launches for context in self._contexts.values())
 
-    def plan(self) -> Plan:
+    @property
+    def admits(self) -> bool:
+        """Return whether a new kernel is tuned: the option that is launched may have brought it."""
+        return self._asked.may_bring and self._asked_runs <= NEW_KEYS_RUNS
+
+    def explains_absence(self, context: Context) -> bool:
+        """Return whether a context may be launched again though it was not: the phase ends its wait."""
+        return context.judge == BY_RUN
+
+    def plan(self) -> Mapping[str, int]:
         """Return its plan, none while a time is due; kernels that launches still judge go on with that."""
-        plan = {} if self.is_over or self.waiting else self._plan
+        plan = {} if self.is_over or self.waiting else self._asked.plan
         kept = {name: i for name, i in plan.items() if not self._contexts[name].is_tuned_by_launches}
-        return {**kept, **self._trials()}
-
-    @abc.abstractmethod
-    def _record(self, ms: float) -> None:
-        """Record the agreed time so far of the plan, nan without one; ask for the next plan."""
+        return {**kept, **super().plan()}
 
     def record(self, merged: RunReport, *, patience: int) -> None:
         """Record one run of all ranks; of runs without a launch of the plan, only each `patience`-th."""
-        self.has_counted = False
+        self.has_counted, self.outcomes = False, {}
+        self._run, self._launched = merged.run, merged.launched
+        self._asked_runs += 1
+        was_held, self._was_held = self._was_held, self.holds
+        if self._was_held or was_held or not self._ran_as_planned(merged):
+            return
         if not self.waiting:  # else the report is of an earlier run
-            self._was_launched = any(merged.ran(name) is not None for name in self._plan)
+            self._was_launched = any(merged.ran(name) is not None for name in self._asked.plan)
         self.waiting = bool(merged.run.pending)
         if self.waiting:
             return
@@ -100,43 +110,104 @@ class RunPhase(Phase):
             if self._idle_runs < patience:
                 return
         self._idle_runs = 0
-        self.has_counted = not self.is_warmup
+        self.has_counted = not self._asked.is_warmup
         ms = merged.run.agreed_ms(self._rank_reduce)
-        self._record(math.nan if ms is None else interval(ms, merged.run.gap_ms))
+        self._resume(math.nan if ms is None else interval(ms, merged.run.gap_ms))
+
+    def _ran_as_planned(self, merged: RunReport) -> bool:
+        if self.waiting:
+            return True  # the report is of an earlier run
+        for name, index in self._asked.plan.items():
+            context = self._contexts[name]
+            if merged.ran(name) not in (None, context.digests[index]):
+                return index in context.banned
+        return True
+
+    def _begin(self, search: Search) -> None:
+        self._search, self.is_over = search, False
+        self._resume(None)
+
+    def _resume(self, ms: float | None) -> None:
+        """Send the time of the plan, inf if a candidate of it is banned; ask for the next one."""
+        self._asked_runs = 0
+        try:
+            self._asked = next(self._search) if ms is None else self._send(ms)
+            while self._is_banned(self._asked.plan):
+                self._launched = frozenset()
+                self._asked = self._send(math.inf)
+        except StopIteration as stop:
+            self.is_over = True
+            self._finish(stop.value)
+
+    def _send(self, ms: float) -> AskedPlan:
+        asked = self._asked
+        if self._is_banned(asked.plan):  # in this run: another candidate stood in
+            ms = math.inf
+        if math.isfinite(ms) and not asked.is_warmup:
+            self._ms[asked.label] = asked.plan, ms
+        return self._search.send(ms)
+
+    def _is_banned(self, plan: Plan) -> bool:
+        return any(index in self._contexts[name].banned for name, index in plan.items())
+
+    @abc.abstractmethod
+    def _finish(self, plan: Plan) -> None:
+        """Settle what the search was about; plan: what it has returned."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Stop early, with what is known."""
 
 
-class Turns:
+class TakeTurns(RunPhase):
     """One context after another: kernels, then choices of the host, each in the order of first launch.
 
     A context that the best plan so far does not launch waits for one that does, or starves.
+    launched: in the last run; None: not known. only_alone: of choices whose options are too many for plans.
     """
 
-    def __init__(self) -> None:
-        self.context: Context | None = None  # whose turn it is
-        self._launched: dict[int, frozenset[str]] = {}  # its candidate -> contexts of the last run with it
-        self._last: frozenset[str] | None = None  # contexts of the last run; None: there was none
+    def __init__(
+        self,
+        contexts: Mapping[str, Context],
+        rank_reduce: str,
+        launched: frozenset[str] | None,
+        *,
+        only_alone: bool = False,
+    ) -> None:
+        super().__init__(contexts, rank_reduce)
+        self._only_alone = only_alone
+        self._begin(self._turns(launched))
 
-    def record_launches(self, merged: RunReport) -> None:
-        """Keep what a run launched."""
-        self._last, context = merged.launched, self.context
-        if context is not None and not context.waiting:  # else the report is of an earlier run
-            index = context.index_of(merged.ran(context.name))
-            if index is not None:
-                self._launched[index] = self._last
+    def explains_absence(self, context: Context) -> bool:
+        return context.name in self._asked.plan  # others wait, as long as contexts do
 
-    def pass_on(self, contexts: Mapping[str, Context]) -> None:
-        """Let the next context begin if the last one is settled, and no kernel is judged by its launches."""
-        turn = self.context
-        if turn is not None and not turn.settled:
-            return
-        of_plan = self._last  # contexts that the best plan launches; None: unknown
-        if turn is not None and turn.status == "tuned":
-            of_plan = self._launched.get(turn.incumbent)
-        self.context, self._launched = None, {}
-        if any(context.is_tuned_by_launches for context in contexts.values()):
-            return
-        waiting = [context for context in contexts.values() if not context.settled]
-        able = [context for context in waiting if of_plan is None or context.name in of_plan]
-        self.context = min(able, key=lambda context: context.is_choice, default=None)
-        if self.context is not None:
-            self.context.start()
+    def _turns(self, of_plan: frozenset[str] | None) -> Search:
+        seen: set[str] = set()  # launched in some turn
+        while able := [c for c in self._waiting() if of_plan is None or c.name in of_plan]:
+            context, launched = min(able, key=lambda c: c.is_choice), {}
+            context.start()
+            while not context.settled and (index := context.trial) is not None:
+                label, is_warmup = f"{context.name}|{context.digests[index]}", context.is_warmup
+                yield AskedPlan({context.name: index}, label, is_warmup, may_bring=context.is_choice)
+                if index in context.banned:
+                    context.drop_trial()
+                elif context.name in self._launched:
+                    launched[index] = self._launched
+                    seen |= self._launched
+                    self.outcomes = {context.name: context.record(self._run)}
+                else:
+                    context.settle("starved")
+            of_plan = launched.get(context.incumbent) if context.status == "tuned" else self._launched
+            for other in self._waiting():
+                other.is_left_out = other.name in seen - (of_plan or frozenset())
+        return {}
+
+    def _waiting(self) -> list[Context]:
+        waiting = (context for context in self._contexts.values() if not context.settled)
+        return [context for context in waiting if context.is_alone or not self._only_alone]
+
+    def _finish(self, plan: Plan) -> None:
+        """Each context is settled at the end of its turn."""
+
+    def leave(self) -> None:
+        self._search.close()

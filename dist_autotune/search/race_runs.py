@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Iterable, Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping
 
 from .context import Context
 from .messages import RunReport
-from .phase import Plan, RunPhase
+from .phase import RunPhase
 from .plans import search as plan_search
-from .plans.search import AskedPlan
+from .plans.search import AskedPlan, Plan, Search
 from .plans.space import SHARE_STEP, PlanSpace, levels_of
 from .rules import BY_RUN, Rules
 
 FAMILY, OWN_SAY = 3, 1.15  # contexts of a kernel that steady each other; how far one may differ from them
 EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses cost the host
-NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
 HOST_SHARE = 0.95  # of the device's time of a run: a host that takes longer bounds it
-
-Search: TypeAlias = Generator[AskedPlan, float, dict[str, int]]
 
 
 def runs_at_most(choices: Mapping[str, int], kernels: int, *, keeps_kernels: bool) -> int:
@@ -32,91 +28,35 @@ def runs_at_most(choices: Mapping[str, int], kernels: int, *, keeps_kernels: boo
 class RaceRuns(RunPhase):
     """The search over all that the whole run judges, and the kernels launched with it.
 
-    number: of the search in its session. decided: gets the contexts that it has judged.
+    number: of the search in its session.
     """
 
-    def __init__(self, contexts: Mapping[str, Context], rules: Rules, number: int, decided: set[str]) -> None:
-        super().__init__(contexts, rules.rank_reduce)
-        self._objective, self._number, self._decided = rules.objective, number, decided
-        self._search = self._searched()
-        self._ms: dict[str, tuple[Plan, float]] = {}  # by label: the raced plans and their agreed times
+    def __init__(self, contexts: Mapping[str, Context], rules: Rules, number: int) -> None:
+        super().__init__(contexts, rules.rank_reduce, f"{number}: ")
+        self._objective = rules.objective
         self._host_ms = 0.0  # of the slowest rank, in the last run
-        self._explored_runs = 0
-        self._option_runs = 0  # since the option that is explored was first launched
-        self._launched: frozenset[str] = frozenset()  # in the last run
-        self._was_held = False  # the last run had a kernel on trial
         self._seen: frozenset[str] | None = None  # launched under some option; None: there are no options
         self._members = {c.name for c in contexts.values() if not c.settled}  # settled by this search
-        self._resume(None)
-
-    @property
-    def admits(self) -> bool:
-        """Return whether a new kernel is tuned: the option that is explored may have brought it."""
-        return self.is_warmup and self._option_runs <= NEW_KEYS_RUNS
-
-    @property
-    def holds(self) -> bool:
-        return any(context.is_tuned_by_launches for context in self._contexts.values())
+        self._begin(self._searched())
 
     def explains_absence(self, context: Context) -> bool:
-        """Return whether a context may be launched again though it was not: under other options."""
-        return context.judge == BY_RUN and bool(self._choices())
+        return super().explains_absence(context) and bool(self._choices())
 
     def record(self, merged: RunReport, *, patience: int) -> None:
-        """Record one run of all ranks. One with a kernel on trial judges nothing."""
-        self.has_counted = False
-        self._launched, self._host_ms = merged.launched, merged.host_ms
-        self._option_runs += 1
-        was_held, self._was_held = self._was_held, self.holds
-        if not (self._was_held or was_held) and self._ran_as_planned(merged):
-            super().record(merged, patience=patience)
+        self._host_ms = merged.host_ms
+        super().record(merged, patience=patience)
 
-    def _ran_as_planned(self, merged: RunReport) -> bool:
-        if self.waiting:
-            return True  # the report is of an earlier run
-        for name, index in self._plan.items():
-            context = self._contexts[name]
-            if merged.ran(name) not in (None, context.digests[index]):
-                return index in context.banned
-        return True
-
-    def _record(self, ms: float) -> None:
-        if self.is_warmup:
-            self._explored_runs += 1
-            if self._explored_runs >= EXPLORED_RUNS:
-                self._resume(ms)
-            return
-        if self._is_banned(self._plan):  # in this run: another candidate stood in
-            ms = math.inf
-        self._ms[self.label] = self._plan, ms if math.isfinite(ms) else math.inf
-        self._resume(ms)
-
-    def _resume(self, ms: float | None) -> None:
-        self._explored_runs = self._option_runs = 0
-        try:
-            while True:
-                asked = next(self._search) if ms is None else self._search.send(ms)
-                self._plan, self.label = asked.plan, f"{self._number}: {asked.label}"
-                if not self._is_banned(self._plan):
-                    break
-                self._launched, ms = frozenset(), math.inf
-        except StopIteration as stop:
-            self.is_over = True
-            self._settle(self._best_so_far() if self._is_banned(stop.value) else stop.value, "tuned")
+    def _finish(self, plan: Plan) -> None:
+        self._settle(self._best_so_far() if self._is_banned(plan) else plan, "tuned")
 
     def leave(self) -> None:
         """Stop early: each context takes the best candidate so far, as partial."""
         self._search.close()
         self._settle(self._best_so_far(), "partial")
 
-    def _is_banned(self, plan: Plan) -> bool:
-        return any(index in self._contexts[name].banned for name, index in plan.items())
-
     def _timed(self) -> list[tuple[float, Plan]]:
         """Return the timed plans without a banned candidate, the fastest first."""
-        timed = [
-            (ms, plan) for plan, ms in self._ms.values() if math.isfinite(ms) and not self._is_banned(plan)
-        ]
+        timed = [(ms, plan) for plan, ms in self._ms.values() if not self._is_banned(plan)]
         return sorted(timed, key=lambda each: each[0])
 
     def _best_so_far(self) -> Plan:
@@ -132,8 +72,7 @@ class RaceRuns(RunPhase):
             timed = [(ms, plan[context.name]) for ms, plan in raced if context.name in plan]
             if context.name in plan:
                 context.settle(status, plan[context.name])
-                if status == "tuned":
-                    self._decided.add(context.name)
+                context.is_decided = status == "tuned"
             elif is_member:
                 is_gone = self._seen is not None and context.name not in self._seen
                 winner = timed[0][1] if timed else context.incumbent
@@ -155,16 +94,15 @@ class RaceRuns(RunPhase):
         """Explore the options; then search the plans."""
         launched: dict[tuple[str, int], frozenset[str]] = {}  # under each option of each choice
         met_under: dict[str, dict[str, int]] = {}  # the options under which a choice is asked for
-        self.is_warmup = True
         while group := self._unexplored(launched, met_under):
             name, index = group[0]
             plan = {**met_under.setdefault(name, {}), **dict(group)}
             before = set(self._choices())
-            yield AskedPlan(plan, f"explored {name} {index}")
+            for _ in range(EXPLORED_RUNS):
+                yield AskedPlan(plan, f"explored {name} {index}", is_warmup=True, may_bring=True)
             launched.update(dict.fromkeys(group, self._launched))
             self._seen = (self._seen or frozenset()) | self._launched
             met_under.update(dict.fromkeys(set(self._choices()) - before, plan))
-        self.is_warmup = False
         self._members |= {c.name for c in self._contexts.values() if not c.settled}
         keeps_kernels = self._objective == "kernel"
         return (yield from plan_search.fastest_plan(self._space(launched), keeps_kernels=keeps_kernels))
@@ -175,7 +113,7 @@ class RaceRuns(RunPhase):
         judged = [
             c
             for c in self._contexts.values()
-            if c.name in seen and not c.is_choice and c.launch_ms and c.name not in self._decided
+            if c.name in seen and not c.is_choice and c.launch_ms and not c.is_decided
         ]
         ratios = _family_ratios(judged)
         kernels = [

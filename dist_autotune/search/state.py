@@ -19,7 +19,7 @@ from .context import Context, Outcome
 from .final_comparison import FinalComparison
 from .kernel_families import KernelFamilies
 from .messages import Announcement, Ban, CrashBans, Part, RunReport
-from .phase import Phase, RaceLaunches, RunPhase, Turns
+from .phase import Phase, RaceLaunches, RunPhase, TakeTurns
 from .race_runs import RaceRuns
 from .rules import BY_LAUNCH, BY_RUN, Rules
 
@@ -35,8 +35,7 @@ class SearchState:
         self.rules = rules
         self.contexts: dict[str, Context] = {}  # by name, in the order in which they were admitted
         self.kernels = KernelFamilies()
-        self.race_runs: RaceRuns | None = None  # the search for the fastest plan, under way
-        self.outside_plan: set[str] = set()  # starved as the best plan does not launch them
+        self.race_runs: RaceRuns | TakeTurns | None = None  # what the whole run judges, under way
         self.runs = 0
         self.done = False
         self.closing = not rules.tunes
@@ -47,15 +46,11 @@ class SearchState:
         compares = rules.bits != "any" and rules.tunes
         self.compare_bits = CompareBits(self.contexts, rules.bits) if compares else None
         self._race_launches = RaceLaunches(self.contexts)
-        self._decided: set[str] = set()  # contexts that the whole run has judged
         self._searches = 0  # by whole runs, in the session
         self._comparison = FinalComparison(self.contexts, rules)
-        self._turns = Turns()
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
-        self._is_judging = True  # the time of the run under way may count
-        self._bringing_runs = 0  # in a row that announced kernels
         self._trials_made = self._waits = self._held = 0  # runs of the session
 
     @property
@@ -92,14 +87,9 @@ class SearchState:
         return list(self.contexts.values()) if self.run_phase is None else [self.run_phase]
 
     @property
-    def judged_run(self) -> tuple[str, str] | None:
-        """Return (context, candidate) that the whole next run is timed for; None: it is not timed."""
-        if self.run_phase is not None:
-            return None if self.run_phase.holds else ("", self.run_phase.label)
-        context = self._turns.context
-        if context is None or context.trial is None or not context.is_on_trial:
-            return None
-        return context.name, context.digests[context.trial]
+    def judged_run(self) -> str | None:
+        """Return what the whole next run is a sample of; None: it is not timed."""
+        return None if self.run_phase is None or self.run_phase.holds else self.run_phase.label
 
     @property
     def _searched(self) -> list[Context]:  # by this session; any thread may ask
@@ -132,7 +122,7 @@ class SearchState:
         """Return whether the context's result stands: no whole run is still to judge it."""
         if not context.settled or context in self._comparison.undecided:
             return False
-        is_searched = self.rules.races and context.began is not None and context.name not in self._decided
+        is_searched = self.rules.races and context.began is not None and not context.is_decided
         return not (is_searched and any(other.judge == BY_RUN for other in self.unsettled))
 
     def tuned_keys(self, kernel_id: str) -> dict[str, str]:
@@ -174,8 +164,7 @@ class SearchState:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
-        self._comparison.is_over, self.race_runs, self._turns = True, None, Turns()
-        self._searches = 0
+        self._comparison.is_over, self.race_runs, self._searches = True, None, 0
         if self.compare_bits is not None:
             self.compare_bits.open()
         for context in self.contexts.values():
@@ -185,7 +174,7 @@ class SearchState:
             elif not self.closing and self.rules.mode == "replay":
                 self._begin(context, 0)
         if not any(self.unsettled):
-            self._begin_next()
+            self._begin_next(None)
         self._close_if_spent(0.0)
         self._apply_plan()
 
@@ -197,8 +186,7 @@ class SearchState:
             del self.contexts[name]
             self._comparison.defaults.pop(name, None)
         self._comparison.drop()
-        self.race_runs, self._turns = None, Turns()
-        self._decided -= dropped
+        self.race_runs = None
         self._apply_plan()
         return dropped
 
@@ -219,18 +207,17 @@ class SearchState:
         had_trial, was_closing, bits = self.has_trial, self.closing, self.compare_bits
         run_phase = self.run_phase if bits is None or bits.is_over else None
         self._count_run(merged)
-        self._turns.record_launches(merged)
         merged = _with_late_hosts(merged)
-        self._is_judging = not self._brings_kernels(merged)
         outcomes = {name: self._apply_part(name, merged) for name in merged.in_order(self.contexts)}
         had_trial |= self.has_trial  # a search that begins with this run, and may end with it
         for name, context in self.contexts.items():
             context.compiling = merged.parts[name].compiling if name in merged.parts else 0
         patience = STARVED_RUNS[self.rules.mode]
-        self.has_counted_run = any(o.judge == BY_RUN and o.kind == "sample" for o in outcomes.values())
+        self.has_counted_run = False
         if run_phase is not None:
             run_phase.record(merged, patience=patience)
-            self.has_counted_run |= run_phase.has_counted
+            self.has_counted_run = run_phase.has_counted
+            outcomes |= run_phase.outcomes
             self.remark = run_phase.remark or self.remark
         if bits is not None:
             bits.record(merged)
@@ -238,7 +225,7 @@ class SearchState:
         self._close_if_spent(merged.elapsed_s)
         if bits is not None:
             bits.plan_run(closing=self.closing)
-        self._begin_next()
+        self._begin_next(merged.launched)
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
         self._end_if_idle(merged, is_idle=is_idle, was_closing=was_closing)
         self._apply_plan()
@@ -288,36 +275,20 @@ class SearchState:
                 context.apply_bans(part.bans)
                 self._begin(context, max(self.runs - 1, 0))  # launched again, but this run was no trial
                 return Outcome()
-        outcome = self._race_launches.record(name, merged, judges_runs=self._is_judging)
+        context.apply(part)
+        outcome = context.advance(part) if context.judge == BY_LAUNCH else Outcome()
         context.incumbent  # noqa: B018  raises NoValidConfig, settled or not, when nothing works any more
         if context.status == "cached" and context.winner is None:  # it does not work on some rank
             self._search_or_leave(context)
         return outcome
 
-    def _brings_kernels(self, merged: RunReport) -> bool:
-        """Return whether a run launched kernels that are new or on trial: then it judges nothing else."""
-        announced = [part.announcement for part in merged.parts.values() if part.announcement is not None]
-        is_new = any(not each.is_choice and len(each.order) > 1 for each in announced)
-        self._bringing_runs = self._bringing_runs + 1 if is_new else 0
-        return is_new or not self._race_launches.is_over
-
     def _starve(self, patience: int) -> None:
         """Settle contexts that no rank has launched for `patience` runs, unless a plan leaves them out."""
         for context in self.unsettled:
-            searches = (self.race_runs, self.compare_bits)
-            if any(search is not None and search.explains_absence(context) for search in searches):
+            if any(phase.explains_absence(context) for phase in (self.race_runs, self.compare_bits) if phase):
                 continue
             if self.runs - context.last_run >= patience:
-                if self._is_outside_plan(context):
-                    self.outside_plan.add(context.name)
                 context.settle("starved")
-
-    def _is_outside_plan(self, context: Context) -> bool:
-        """Return whether a winner keeps the context from being launched: it has had no turn yet."""
-        defaults = self._comparison.defaults
-        others = (other for other in self.contexts.values() if other is not context)
-        has_changed = any(o.incumbent != defaults.get(o.name, o.incumbent) for o in others)
-        return context.judge == BY_RUN and context is not self._turns.context and has_changed
 
     def _admit(self, name: str, announcement: Announcement, bans: dict[str, Ban]) -> Context:
         """Return a new context. Raises NoValidConfig when nothing works on every rank."""
@@ -344,43 +315,40 @@ class SearchState:
         is_late = self.runs > ADMISSION_RUNS
         if self.rules.mode == "online":  # shapes come as the data does: the runs count that brought any
             is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
-        if self.race_runs is not None:
-            return is_late and not self.race_runs.admits
-        turn, bits = self._turns.context, self.compare_bits
-        is_choosing = (turn is not None and turn.is_choice) or (bits is not None and bits.is_choosing)
-        return is_late and not (is_choosing and self._bringing_runs <= ADMISSION_RUNS)
+        return is_late and not any(phase.admits for phase in (self.race_runs, self.compare_bits) if phase)
 
     def _begin(self, context: Context, run: int) -> None:
         """Start a search in a run, from 0; one that is judged by the whole run waits for its turn."""
         context.began = run
         if self._comparison.enter(context):
             return
-        context.status = ""
-        self.outside_plan.discard(context.name)
-        self._decided.discard(context.name)
+        context.status, context.is_decided, context.is_left_out = "", False, False
         if context.judge == BY_LAUNCH and self.compare_bits is None:  # else it comes behind the comparison
             context.start()
 
-    def _begin_next(self) -> None:
+    def _begin_next(self, launched: frozenset[str] | None) -> None:
         """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""
         if not self._comparison.is_over:
             return  # new searches wait: a whole run is timed for one thing
         if self.compare_bits is not None and not self.compare_bits.is_over:
             return
-        if not self.rules.races:
-            self._turns.pass_on(self.contexts)
-        elif self.race_runs is None or self.race_runs.is_over:
+        if self.race_runs is not None and self.race_runs.is_over:
             self.race_runs = None
-            if self._race_launches.is_over:
-                self._turns.pass_on({n: c for n, c in self.contexts.items() if c.is_alone})
-            has_turn = self._turns.context is not None and not self._turns.context.settled
-            waits = has_turn or not self._race_launches.is_over or self.closing
-            while not (waits or self.race_runs) and any(not c.is_alone for c in self.unsettled):
-                self._searches += 1
-                search = RaceRuns(self.contexts, self.rules, self._searches, self._decided)
-                self.race_runs = None if search.is_over else search
+        while not (self.race_runs or self.closing) and self._race_launches.is_over and any(self.unsettled):
+            self._searches += 1
+            search = self._search_by_runs(launched)
+            self.race_runs = None if search.is_over else search
+            if not self.rules.races:
+                break  # contexts that the best plan does not launch wait
         if not (self.closing or any(self.unsettled)):
             self._comparison.begin()
+
+    def _search_by_runs(self, launched: frozenset[str] | None) -> RaceRuns | TakeTurns:
+        if self.rules.races:
+            if any(context.is_alone for context in self.unsettled):
+                return TakeTurns(self.contexts, self.rules.rank_reduce, None, only_alone=True)
+            return RaceRuns(self.contexts, self.rules, self._searches)
+        return TakeTurns(self.contexts, self.rules.rank_reduce, launched)
 
 
 def _with_late_hosts(merged: RunReport) -> RunReport:

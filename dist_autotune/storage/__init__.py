@@ -1,1 +1,1 @@
-"""Winners and crash guards on disk. May import triton_api; never logs."""
+"""Known results, winners and crash guards on disk. May import triton_api, search and ranks; never logs."""

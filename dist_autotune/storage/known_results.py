@@ -1,4 +1,4 @@
-"""What one tuned function knows before a launch: results in memory and on disk, and those of other keys."""
+"""Known results of one tuned function: in memory, on disk, and those of other keys."""
 
 from __future__ import annotations
 
@@ -320,10 +320,10 @@ class KnownResults:
         return [offer for key in keys for offer in known if offer.relatives == key.relatives]
 
     def _find_upgrade(self, context: ContextIdentity) -> Upgrade | None:
-        """Return what is raced again of an entry from before an upgrade: its best, and what it did not have.
+        """Return the candidates to race again after an upgrade: the best of an old entry, and new ones.
 
-        None where fewer than two of its best are candidates here; where bits are compared: which candidates
-        are, must not depend on what was tuned before.
+        None where fewer than two of the best are candidates here, and where bits are compared: the candidates
+        must not depend on what was tuned before.
         """
         function = self.function
         if self.ignores_known or not (self.looks_on_disk and function.tunes and function.bits == "any"):
@@ -339,9 +339,9 @@ class KnownResults:
         return function.group.rank, found_with + added, (*best, *new)
 
     def _old_entry(self, context: ContextIdentity) -> tuple[str, Entry] | None:
-        """Return the latest entry of another Triton, driver or source, and what it was found with.
+        """Return the latest entry of another Triton, driver or source, after the versions that differ.
 
-        Of functions made by functions only those of the same source: others may be other kernels.
+        A function made by another one has entries of its own source only: others may be other kernels.
         """
         if not (full_name := context.source.full_name):
             return None
@@ -395,13 +395,13 @@ class KnownResults:
 
 
 def _found_with(old: EntryKey, new: EntryKey, is_same_source: bool) -> str:
-    """Return what an old entry was found with and a new one would not be; empty: both are of one time."""
+    """Return the versions in which an old entry differs from a new one; empty: in none."""
     parts = [f"Triton {old.triton_version}"] if old.triton_version != new.triton_version else []
     parts += [f"driver {old.driver or 'unknown'}"] if old.driver != new.driver else []
     return " and ".join(parts if is_same_source else [*parts, "an earlier source"])
 
 
 def _likeness(entry: Entry, key: EntryKey) -> tuple[bool, str, str]:
-    """Return what is greatest for the latest entry of the same Autotuner among those of one function."""
+    """Return a sort key: greatest for the latest entry with the same configs."""
     configs = [each.kernel_digest.partition(".")[2] for each in (entry.key, key)]
     return configs[0] == configs[1], entry.created_at, entry.key.digest

@@ -62,11 +62,11 @@ class EntryKey(Struct, frozen=True):
 
     @property
     def relatives(self) -> str:
-        """Return what stands for all fields but `key` and `candidates`."""
+        """Return a digest of all fields but `key` and `candidates`."""
         return replace(self, key="", candidates=()).digest
 
     def lineage(self, full_name: str) -> str:
-        """Return what stands for all that an upgrade of Triton, driver or source leaves as it is."""
+        """Return a name that an upgrade of Triton, driver or source does not change."""
         kept = replace(self, kernel_digest=full_name, candidates=(), triton_version="", driver="")
         return f"{safe_name(self.kernel)}@{kept.digest}"
 

@@ -1,1 +1,1 @@
-"""Times launches and runs on this rank, and keeps the times true. May import search."""
+"""Times launches and runs on this rank, and keeps the times true. Returns numbers, not messages."""

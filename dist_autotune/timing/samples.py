@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
 from ..errors import InvalidOption
-from ..search.messages import MIXED, Part, femtoseconds
 
 if TYPE_CHECKING:
     from .clock import Clock  # imports torch, which readers of logs do not need
@@ -34,11 +30,22 @@ class Sample:
     gap_ms: float  # how much of that may be the host's
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What this rank has measured of a candidate so far."""
+
+    ran: str | None  # the candidate; None: what this rank launched in earlier runs only
+    is_pending: bool = False  # the last run's clock is not read yet
+    is_timed: bool = False  # it is read; False: nothing was timed
+    ms: float | None = None  # the statistic so far; None: no sample
+    gap_ms: float = 0.0  # how much of it may be the host's
+
+
 class Samples:
     """What one context, or the whole run, is judged by.
 
     `start` and `stop` time launches, `report_run` reads the clock, and `apply_outcome` keeps the sample if
-    the ranks agree that it counts. Until every rank has read its own (online), exchanges repeat one report.
+    the ranks agree that it counts. Until every rank has read its own (online), exchanges repeat one reading.
 
     flags_gaps: ask how much of a launch may be the host's. A whole run may keep the device waiting always.
     """
@@ -46,8 +53,9 @@ class Samples:
     def __init__(self, clock: Clock, statistic: str, *, flags_gaps: bool = False) -> None:
         self.by_candidate: dict[str, list[Sample]] = {}  # those that count
         self.sample: Sample | None = None  # of the run that is reported
-        self.report: Part | None = None  # None: the ranks have agreed on the last one
+        self.report: Reading | None = None  # None: the ranks have agreed on the last one
         self._reports = 0  # how often it was given
+        self._is_mixed = False
         self._clock, self._statistic = clock, STATISTICS[statistic]
         self._marks: list[Any] = []
         self._is_launching = False
@@ -76,7 +84,7 @@ class Samples:
 
     @property
     def is_read(self) -> bool:
-        return self.report is not None and not self.report.pending
+        return self.report is not None and not self.report.is_pending
 
     def begin_run(self) -> None:
         """Forget the last run, unless its report is to be repeated."""
@@ -85,26 +93,28 @@ class Samples:
             self._marks.clear()
             self.sample = None
 
-    def report_run(self, ran: str | None, *, waits: bool) -> Part:
-        """Return this rank's part of the report on the run that launched `ran`.
+    def report_run(self, ran: str | None, *, waits: bool, is_mixed: bool = False) -> Reading:
+        """Return the reading of the run that launched `ran`.
 
-        `waits`: read the clock now; otherwise when the device is done, or has the work of two more runs.
+        waits: read the clock now; else when the device is done, or has the work of two more runs.
+        is_mixed: it launched several candidates, so its time is no sample of one.
         """
         if self.report is None:
-            self.report, self._reports = Part(ran=ran, pending=int(bool(self._marks))), 0
+            self.report, self._reports = Reading(ran, is_pending=bool(self._marks)), 0
+            self._is_mixed = is_mixed
         is_due = waits or self._reports >= READ_WITHIN_RUNS
         self._reports += 1
-        if self.report.pending and (is_due or all(map(self._is_ready, self._marks))):
+        if self.report.is_pending and (is_due or all(map(self._is_ready, self._marks))):
             known = self.by_candidate.setdefault(str(self.report.ran), [])
-            self.sample = self._read_sample(self.report.ran)
+            self.sample = self._read_sample()
             new = [] if self.sample is None else [self.sample]
-            self.report = self._with_statistic(replace(self.report, pending=0), [*known, *new])
+            self.report = self._reading(self.report.ran, [*known, *new])
         return self.report
 
-    def report_earlier_runs(self, candidate: str) -> Part | None:
+    def report_earlier_runs(self, candidate: str) -> Reading | None:
         """Return the statistic of a candidate that this rank launched in earlier runs only; None: never."""
         known = self.by_candidate.get(candidate)
-        return None if known is None else self._with_statistic(Part(), known)
+        return None if known is None else self._reading(None, known)
 
     def apply_outcome(self, *, waiting: bool, counts: bool, late_ms: float = 0.0) -> None:
         """Keep the reported sample if it `counts`; `waiting`: the report is to be repeated.
@@ -114,7 +124,7 @@ class Samples:
         if self.report is None or waiting:
             return
         if (sample := self.sample) is not None and counts:
-            self.sample = dataclasses.replace(sample, gap_ms=max(sample.gap_ms, min(late_ms, sample.ms)))
+            self.sample = replace(sample, gap_ms=max(sample.gap_ms, min(late_ms, sample.ms)))
             self.by_candidate[str(self.report.ran)].append(self.sample)
         self.report = None
 
@@ -123,14 +133,14 @@ class Samples:
         self.report = None
         self.begin_run()
 
-    def _read_sample(self, ran: str | None) -> Sample | None:
+    def _read_sample(self) -> Sample | None:
         times = [(self._clock.read_ms(mark), self._gap_ms(mark)) for mark in self._marks]
         self._marks.clear()
         numbers = [
             (self._number("read_ms", ms), self._number("gap_ms", gap)) for ms, gap in times if ms is not None
         ]
         usable = [(ms, gap_ms) for ms, gap_ms in numbers if math.isfinite(ms) and ms > 0]
-        if not usable or ran == MIXED:
+        if not usable or self._is_mixed:
             return None
         gap_ms = statistics.fmean(min(gap_ms, ms) for ms, gap_ms in usable)
         return Sample(statistics.fmean(ms for ms, _ in usable), gap_ms)
@@ -145,11 +155,11 @@ class Samples:
             ) from None
         return float(value)
 
-    def _with_statistic(self, report: Part, samples: list[Sample]) -> Part:
+    def _reading(self, ran: str | None, samples: list[Sample]) -> Reading:
         if not samples:
-            return replace(report, unmeasured=1)
+            return Reading(ran, is_timed=True)
         exact = [sample.ms for sample in samples if sample.gap_ms <= GAP_SHARE * sample.ms]
         # Samples without the host's part say the kernel's time, and the others add nothing.
         ms = self._statistic(exact or [sample.ms for sample in samples])
         gap_ms = 0.0 if exact else min(ms, statistics.median(sample.gap_ms for sample in samples))
-        return replace(report, worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), gap_ms=gap_ms, measured=1)
+        return Reading(ran, is_timed=True, ms=ms, gap_ms=gap_ms)

@@ -55,7 +55,7 @@ class StreamFiller:
 
     @property
     def host_ms(self) -> float:
-        """Return what the host takes to enqueue a run; 0.0: not known, as it waits for the device."""
+        """Return the ms that the host takes to enqueue a run; 0.0: not known, as it waits for the device."""
         return round(statistics.median(self._enqueued_ms), 3) if self._enqueued_ms else 0.0
 
     def length_ms(self, wanted_ms: float) -> float:

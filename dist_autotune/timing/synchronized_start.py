@@ -1,4 +1,4 @@
-"""When the ranks of one host begin a run together.
+"""Lets the ranks of one host begin a run at one moment.
 
 A rank that begins a run early waits for its peers in the first kernel that needs them, and that wait is in
 what is timed. So each rank keeps its device busy until one moment, which all compute alike: when the last
@@ -12,10 +12,6 @@ import socket
 import time
 from collections import deque
 from pathlib import Path
-
-from msgspec.structs import replace
-
-from ..search.messages import RunReport
 
 REMEMBERED = 5  # runs
 MARGIN = 1.25  # of the longest lag of those
@@ -38,15 +34,15 @@ class SynchronizedStart:
         self._told_ns = 0  # when the last rank sent its part of the last exchange; 0: not known
         self._lags_ns: deque[int] = deque(maxlen=REMEMBERED)  # of the slowest rank in each run
 
-    def stamp(self, report: RunReport) -> RunReport:
-        """Return what this rank sends now, with the time and its lag."""
-        return replace(report, told_ns=time.monotonic_ns(), lag_ns=self._lag_ns)
+    def stamp(self) -> dict[str, int]:
+        """Return the time, when this rank sends its part, and its lag, as a run's report names them."""
+        return {"told_ns": time.monotonic_ns(), "lag_ns": self._lag_ns}
 
-    def apply_exchange(self, merged: RunReport) -> None:
+    def apply_exchange(self, told_ns: int, lag_ns: int) -> None:
         """Keep when the last rank sent its part, and the slowest rank's lag."""
-        self._told_ns = merged.told_ns
-        if merged.lag_ns:
-            self._lags_ns.append(merged.lag_ns)
+        self._told_ns = told_ns
+        if lag_ns:
+            self._lags_ns.append(lag_ns)
 
     def lead_ms(self, filler_ms: float) -> float:
         """Return how long to keep the device busy from now on, where `filler_ms` covers this rank's host.

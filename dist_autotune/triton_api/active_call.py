@@ -1,4 +1,4 @@
-"""Whose turn it is: one session is active in a process, with the threads that work for its call."""
+"""The turn of sessions: one is active in a process, with the threads that work for its call."""
 
 from __future__ import annotations
 

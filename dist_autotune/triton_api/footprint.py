@@ -29,7 +29,7 @@ class Multiprocessors:
 
 @functools.cache
 def multiprocessors(device: int) -> Multiprocessors | None:
-    """Return what torch knows of the device; None: torch has no devices, though Triton may have."""
+    """Return the device's SMs; None: torch has no devices, though Triton may have."""
     if not torch.cuda.is_available():
         return None
     known = torch.cuda.get_device_properties(device)
@@ -81,7 +81,7 @@ class RecordedGrid:
 
     @property
     def grid(self) -> Any | Callable[[Any], Any]:
-        """Return what to launch with in place of the grid."""
+        """Return the grid to launch with."""
         return self if callable(self._grid) else self._grid
 
 

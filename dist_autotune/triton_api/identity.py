@@ -44,7 +44,7 @@ class KernelIdentity:
 
 
 def family_of(kernel: str) -> str:
-    """Return what an Autotuner's identity has in common with others of the same source and keys."""
+    """Return the part of a kernel's identity that stands for its source and keys."""
     return kernel.partition(".")[0]
 
 

@@ -119,11 +119,6 @@ class Interception:
                 yield calls.pop(key)
         yield from reversed(list(calls.values()))
 
-    @property
-    def active(self) -> bool:
-        """Whether any call is under way, on any thread."""
-        return bool(self.calls)
-
     def is_within(self) -> bool:
         """Return whether this thread is in a call, or autograd runs on it for one."""
         return bool(self.calls) and (get_ident() in self.calls or self._call_of_caller() is not None)

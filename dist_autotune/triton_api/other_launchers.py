@@ -1,7 +1,4 @@
-"""Subclasses of Autotuner whose `run` launches what nobody else chooses: a tuned call does not see it.
-
-One whose `run` ends up in that of a base class is tuned as an Autotuner is.
-"""
+"""Finds subclasses of Autotuner whose `run` never calls that of a base class: tuned calls miss them."""
 
 from __future__ import annotations
 

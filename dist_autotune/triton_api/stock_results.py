@@ -1,4 +1,4 @@
-"""Results where stock Triton keeps them: in the Autotuner, for other launches, and in files of its own."""
+"""Writes results where stock Triton keeps them: in the Autotuner; and names the files of its own cache."""
 
 from __future__ import annotations
 

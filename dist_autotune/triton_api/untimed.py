@@ -1,4 +1,4 @@
-"""What a launch outside tuned calls does where stock Triton cannot time it: without a device."""
+"""Launches outside tuned calls where stock Triton cannot benchmark: without a device."""
 
 from __future__ import annotations
 

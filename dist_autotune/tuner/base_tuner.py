@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BaseTuner:
-    """Takes its turn for each call, and keeps what its calls have found.
+    """Serialises the sessions of one function or loop, and keeps their report.
 
     function: its source text names the results that are not shared; None: there is none.
     """

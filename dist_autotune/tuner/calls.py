@@ -47,7 +47,7 @@ class SettledCall:
 
     def __init__(self, launches: CallUnderWay, may_tune: bool, is_quiet: bool) -> None:
         self.launches, self.may_tune, self.is_quiet = launches, may_tune, is_quiet
-        self.wants_session = False  # all ranks have met a new key in it
+        self.wants_session = False  # all ranks have met a new key in it, and tune it now
 
 
 class Calls:
@@ -272,16 +272,13 @@ class Calls:
         function, new = state.function, call.launches.new
         if not new and (function.is_alone or not call.may_tune):
             return
-        call.wants_session = bool(new) and not call.is_quiet
-        is_now = call.may_tune
-        if is_now and not function.is_alone and (ballot := state.ballot) is not None:
-            is_now = ballot.end(has_new_key=call.wants_session)
-            call.wants_session |= is_now
-        if not call.wants_session:
+        has_new_key, opens = bool(new) and not call.is_quiet, call.may_tune
+        if opens and not function.is_alone and (ballot := state.ballot) is not None:
+            opens = ballot.end(has_new_key=has_new_key)
+        if not (has_new_key or opens):
             return
-        call.wants_session = is_now
-        if is_now:
-            self._wants_session = True
+        call.wants_session = opens
+        self._wants_session |= opens
         for name in new or () if function.tunes else ():
             state.results.record_waiting(state.registry.by_name[name])
         if not call.may_tune:

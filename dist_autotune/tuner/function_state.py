@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ..codec import digest
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
-from ..launch.rank_context import Phase, RankContext
+from ..launch.rank_context import RankContext, Stage
 from ..launch.registry import Registry
 from ..launch.written_tensors import WrittenTensors
 from ..options import Options
@@ -177,7 +177,7 @@ class FunctionState:
         self.search.crash_bans = bans_for_crashes(merged)
         self.guard.begin_session(session, self.search.crash_bans)
         for rank_context in self.registry.by_name.values():
-            if rank_context.phase is Phase.NEW:  # met in a settled call
+            if rank_context.stage is Stage.NEW:  # met in a settled call
                 rank_context.claim = self.known.claim_on_disk(rank_context.identity)
                 rank_context.holds_claim_back = self.known.holds_back(rank_context.identity)
         return remarks
@@ -235,7 +235,7 @@ def _waits(rank_context: RankContext, runs: int) -> bool:
     if len(rank_context.texts) == 1:
         return False
     if context is None:  # met in a settled call, and in no run of a session
-        return rank_context.phase is Phase.NEW
+        return rank_context.stage is Stage.NEW
     if context.settled:
         return context.status == "starved"
     return runs - context.last_run >= WAITS_AFTER_RUNS

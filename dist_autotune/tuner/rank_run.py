@@ -17,7 +17,7 @@ from ..errors import CaptureFailed, TuningError
 from ..formatting import described
 from ..launch.backlog import Backlog
 from ..launch.fast_path import CallUnderWay
-from ..launch.rank_context import RankContext
+from ..launch.rank_context import RankContext, part_of
 from ..logs import decisions
 from ..logs.records import Note, Preflighted, RunStarted
 from ..ranks.watchdog import PATIENCE
@@ -126,7 +126,7 @@ class RankRun:
         parts = state.registry.report_run(waits=self._waits)
         whole, judged = Part(), state.search.judged_run
         if judged is not None or self._whole.report is not None:
-            whole = self._whole.report_run("|".join(judged or ()), waits=self._waits)
+            whole = part_of(self._whole.report_run(judged or "", waits=self._waits))
         state.guard.end_run()
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
@@ -134,7 +134,7 @@ class RankRun:
         offers = state.known.offered_after(each.identity for each in state.registry.announced_now())
         report = RunReport(rank, facts, offers=offers, parts=parts, run=whole, elapsed_s=elapsed_s)
         if self._waits and self.shares_clock and not function.is_alone:
-            report = self._start.stamp(report)
+            report = replace(report, **self._start.stamp())
         if self._filler is not None:
             filler = self._filler
             report = replace(
@@ -166,7 +166,7 @@ class RankRun:
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Keep the timing of the merged report, and rename contexts as the ranks have agreed."""
-        self._start.apply_exchange(merged)
+        self._start.apply_exchange(merged.told_ns, merged.lag_ns)
         self._wanted_ms = merged.wanted_ms
         self._state.registry.rename(names)
         self.launched = {names.get(name, name) for name in self.launched}

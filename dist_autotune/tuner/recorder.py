@@ -110,7 +110,7 @@ class Recorder:
         self.write(
             Trial(
                 **{**several, **decisions.fields_of(run, context, index)},
-                **_times(samples, report if by_launch else samples.report),
+                **_times(samples, report if by_launch else None),
                 kind=outcome.kind,
                 k=outcome.k,
                 n=outcome.n,
@@ -123,8 +123,7 @@ class Recorder:
     def record_whole_run(self, run: int, whole: Samples, *, counts: bool) -> None:
         """Write what a run took as a whole on this rank."""
         assert whole.report is not None
-        times = _times(whole, whole.report)
-        self.write(RunTimed(run=run, judged=str(whole.report.ran), counts=counts, **times))
+        self.write(RunTimed(run=run, judged=str(whole.report.ran), counts=counts, **_times(whole, None)))
 
     def record_outcomes(
         self, run: int, search: SearchState, merged: RunReport, outcomes: Mapping[str, Outcome]
@@ -139,8 +138,9 @@ class Recorder:
                 self.write(decisions.agreed(run, context, outcome))
 
 
-def _times(samples: Samples, report: Part | None) -> dict[str, Any]:
-    """Return the time of the run that is reported, and the statistic so far."""
-    assert report is not None
+def _times(samples: Samples, part: Part | None) -> dict[str, Any]:
+    """Return the time of the run that is reported, and the statistic so far: of a part, or of whole runs."""
     ms = None if samples.sample is None else samples.sample.ms
-    return {"ms": ms, "statistic_ms": report.worst_ms if report.measured else None}
+    if part is not None:
+        return {"ms": ms, "statistic_ms": part.worst_ms if part.measured else None}
+    return {"ms": ms, "statistic_ms": None if samples.report is None else samples.report.ms}

@@ -214,7 +214,7 @@ def missing_gains(contexts: Iterable[TunedContext]) -> Iterator[str]:
 
 
 def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:
-    """Return what one run takes without and with tuning; None where no context has both times."""
+    """Return the time of one run without and with tuning; None where no context has both times."""
     of = {BY_RUN: _Sides(), BY_LAUNCH: _Sides()}
     for context in contexts:
         best_ms = context.ms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import hashlib
 import time
 import uuid
@@ -36,6 +37,23 @@ FIRST_FORECAST = 50  # runs of an online session after which its log says what i
 T = TypeVar("T")
 
 
+class SessionStage(enum.Enum):
+    """Where a session is on this rank. `Session` alone changes it, on the thread that has the turn.
+
+    BETWEEN_RUNS: nothing of a run is under way, or the session is not open yet.
+    IN_FUNCTION: the user's function runs; what it raises is its caller's (`_one_run`).
+    APPLYING: the merged reports of a run are applied; an error leaves half a step (`_step`).
+    INTERRUPTED: a run failed on some rank; the next call goes on if all ranks can (`_leave`, `resume`).
+    OVER: only the report is left (`close`).
+    """
+
+    BETWEEN_RUNS = enum.auto()
+    IN_FUNCTION = enum.auto()
+    APPLYING = enum.auto()
+    INTERRUPTED = enum.auto()
+    OVER = enum.auto()
+
+
 class Session:
     """One session on this rank: opens with an exchange, ends when every context is settled."""
 
@@ -44,7 +62,8 @@ class Session:
         self._is_of_program = is_of_program
         self.state, self.function = state, function
         self.executions, self.warning = 0, ""
-        self.is_over = self.has_failed = self.wants_another = False
+        self.has_failed = self.wants_another = False
+        self._stage = SessionStage.BETWEEN_RUNS
         self._log_dir = None if log_dir is None else str(log_dir)
         self._began, self._ended = time.monotonic(), 0.0
         self._recorder = Recorder(function, SessionLog(log_dir, function.group.rank))
@@ -53,13 +72,15 @@ class Session:
         is_first = function.group.rank == function.group.ranks[0]
         self._progress = Progress(function.name, function.options.progress, is_first=is_first)
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
-        self._interrupted_by: str | None = None  # the failure that has left the session between two calls
+        self._interrupted_by = ""  # the failure of the run that left it INTERRUPTED
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
-        self._is_in_function = False
         self._has_put_back = False  # something that a kernel has changed
         self._may_resume = state.search.compare_bits is None  # another call has other inputs, and other bits
-        self._is_stepping = False  # the state is between two runs
         self._next_forecast = FIRST_FORECAST
+
+    @property
+    def is_over(self) -> bool:
+        return self._stage is SessionStage.OVER
 
     @property
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
@@ -145,9 +166,9 @@ class Session:
 
     def resume(self) -> None:
         """After a run that failed on some rank: go on if all ranks have one state, else drop it on all."""
-        failure, self._interrupted_by = self._interrupted_by, None
-        if failure is None:
+        if self._stage is not SessionStage.INTERRUPTED:
             return
+        failure, self._stage = self._interrupted_by, SessionStage.BETWEEN_RUNS
         point = f"{self._recorder.session} {self.state.search.runs} {self._history.hexdigest()}"
         with self._reporting_failures():
             received = self._exchange(self.state.opening(point), Opening.sent_at)
@@ -170,10 +191,10 @@ class Session:
         watch = self._diagnosis.watch()
         try:
             with self._under_way(launches, watch):
-                self._is_in_function = True
+                self._stage = SessionStage.IN_FUNCTION
                 with self._run.timed():
                     yield
-                self._is_in_function = False
+                self._stage = SessionStage.BETWEEN_RUNS
             if again is not None and self._run.is_replayed:
                 self._replay_graph(again, launches, watch)
         finally:
@@ -208,7 +229,7 @@ class Session:
         """Apply the merged reports of the run, publish the results it settles, and record both."""
         search = self.state.search
         run = search.runs
-        self._is_stepping = True
+        self._stage = SessionStage.APPLYING
         with self._dropping_searches():
             merged = self.state.check_run(received)
             self._recorder.write(Merged(run=run, payload=merged.decisive()))
@@ -232,7 +253,7 @@ class Session:
             self._next_forecast *= 2
             self._recorder.write(Note(text=str(forecast), is_outlook=True))
         self._progress.update(forecast, lambda: step_times(self._contexts()))
-        self._is_stepping = False
+        self._stage = SessionStage.BETWEEN_RUNS
 
     def _exchange(self, message: Message, what: str) -> Message:
         group, is_run = self.function.group, isinstance(message, RunReport)
@@ -261,19 +282,20 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if not self.is_over and self._interrupted_by is None:
+            if self._stage not in (SessionStage.OVER, SessionStage.INTERRUPTED):
                 self._fail(error, self._diagnosis.of_error(error))
             raise
 
     def _fail(self, error: BaseException, reported: BaseException) -> None:
         """Leave a run that raised: the peers learn of `reported`, the next call goes on or starts anew."""
-        group = self.function.group
+        group, stage = self.function.group, self._stage
+        self._stage = SessionStage.BETWEEN_RUNS
         self.state.guard.record_error()
         self._diagnosis.record_failure(reported, group.rank)
-        is_of_function = self._is_in_function and not isinstance(error, TuningError) and reported is error
-        self._is_in_function = False
+        is_ours = isinstance(error, TuningError)
+        is_of_function = stage is SessionStage.IN_FUNCTION and not is_ours and reported is error
         self._run.abandon()
-        if self.function.is_alone and not (isinstance(error, TuningError) or self._is_stepping):
+        if self.function.is_alone and not (is_ours or stage is SessionStage.APPLYING):
             if not self._may_resume:
                 self._drop(error)
             return
@@ -287,6 +309,7 @@ class Session:
         """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
         registry = self.state.registry
         registry.forget([name for name, context in registry.by_name.items() if not context.announced])
+        self._stage = SessionStage.INTERRUPTED
         self._interrupted_by = described(error)  # not the error: it holds the function's variables
 
     @contextlib.contextmanager
@@ -313,7 +336,7 @@ class Session:
         """End the session and record how. outcome: of an error, where its class does not say it."""
         if self.is_over:
             return
-        self._ended, self.is_over = time.monotonic(), True
+        self._ended, self._stage = time.monotonic(), SessionStage.OVER
         self.has_failed = error is not None
         state, search = self.state, self.state.search
         state.known.close()
@@ -323,9 +346,7 @@ class Session:
         may_go_on = search.rules.tunes and search.rules.mode == "replay"
         self.wants_another = self.has_failed or (may_go_on and is_cut_short)
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
-        left = [
-            context for context in launched if context.provisional and context.name not in search.outside_plan
-        ]
+        left = [context for context in launched if context.provisional and not context.is_left_out]
         if error is not None:
             outcome = outcome or type(error).__name__
         elif not all(context.status for context in launched):

@@ -45,7 +45,7 @@ def winner(made: Context, ms: dict[str, float], gap_ms: dict[str, float]) -> str
     while not made.settled:
         name = made.digests[made.planned]
         told = part(name, ms[name], gap_ms[name])
-        made.advance(told, told)
+        made.advance(told)
     return made.digests[made.incumbent]
 
 
@@ -79,7 +79,7 @@ def test_what_the_hosts_part_may_account_for_leaves_the_incumbent_in_place(
 def test_what_the_device_takes_at_least_is_known_from_the_first_run_on(search):
     made = context("ab", search)
     assert made.device_ms == (0.0, 0.0)
-    made.advance(told := part("a", 0.06, 0.05), told)
+    made.advance(part("a", 0.06, 0.05))
     assert made.device_ms == (pytest.approx(0.01), 0.06)
     assert made.known_ms() == [(0, 0.06)]
 

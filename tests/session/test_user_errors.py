@@ -246,7 +246,7 @@ def test_ctrl_c_between_any_two_lines_leaves_nothing_patched_and_tuning_on(bench
             tuned()
         assert is_outside()
         assert threading.Thread.start is before
-        assert (is_tuning(), INTERCEPTION.active) == (False, False)
+        assert (is_tuning(), INTERCEPTION.calls) == (False, {})
         bench.forget()
         tuned()
         assert only(tuned.report).status == "tuned"

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ..strategies import faster_of_two, racing_runs, rounds
 from . import screening
 from .screening import Factor
-from .space import MOST_CANDIDATES, KernelLevels, PlanSpace, spread
+from .space import MOST_CANDIDATES, PlanSpace, spread
 
 MOST_PLANS = 64  # of one race
 RUNS_PER_PLAN = 2.7
@@ -37,6 +37,8 @@ class AskedPlan:
 
     plan: Plan
     label: str
+    is_warmup: bool = False  # the run is no sample
+    may_bring: bool = False  # an option in the plan may bring kernels
 
 
 Search: TypeAlias = Generator[AskedPlan, float, Plan]
@@ -54,7 +56,7 @@ def runs_at_most(kernels: int, choices: Sequence[int], *, keeps_kernels: bool) -
     effects = 5 * (0 if keeps_kernels else kernels) + sum(choices)
     finalists = math.ceil(racing_runs(screening.MOST_FINALISTS + 1)) + MORE_RUNS
     apart = screening.AGAIN * screening.runs_at_most(effects) + finalists
-    return max(race + (race if choices else 0), 2 * together + apart)
+    return max(race + (race if choices else 0), together + apart)
 
 
 def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
@@ -71,8 +73,7 @@ def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
         return best
     if keeps_kernels:
         space = space.with_incumbents()
-    best = yield from together(space, space.incumbents, space.kernels, "together")
-    return (yield from apart(space, best))
+    return (yield from apart(space, (yield from together(space))))
 
 
 def race_of(plans: Sequence[object]) -> float:
@@ -108,25 +109,26 @@ def wider_plans(space: PlanSpace, timed: Timed, best: Plan) -> list[Plan]:
     return found[:MOST_PLANS]
 
 
-def together(space: PlanSpace, base: Plan, members: Sequence[KernelLevels], name: str) -> Search:
-    """Return the fastest of the plans in which all members leave the same room, beside each joint option."""
-    options, rooms = space.joint_options(base), space.rooms(members)
+def together(space: PlanSpace) -> Search:
+    """Return the fastest of the plans in which all kernels leave the same room, beside each joint option."""
+    base, options, rooms = space.incumbents, space.joint_options(), space.rooms()
     if len(options) * (len(rooms) + 1) > MOST_PLANS:
         rooms = [rooms[place] for place in spread(range(len(rooms)), FEW_ROOMS)]
     plans = [base]
     for chosen, room in itertools.product(options, [None, *rooms]):
-        moved = {} if room is None else {k.name: k.within(room) for k in members if k.leaves_room}
-        plan = space.with_kernels(chosen, {**space.incumbents, **base, **moved})
+        moved = {} if room is None else {k.name: k.within(room) for k in space.kernels if k.leaves_room}
+        plan = space.with_kernels(chosen, {**base, **moved})
         if plan not in plans:
             plans.append(plan)
     plans = plans[:MOST_PLANS]
-    best, timed = yield from raced(name, plans, max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * len(plans)), 0)
+    runs = max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * len(plans))
+    best, timed = yield from raced("together", plans, runs, 0)
     if best != base:  # whose few samples may have been spikes
-        best, _ = yield from raced(f"{name} confirmed", [base, best], CONFIRMING_RUNS, CONFIRMING_RUNS)
+        best, _ = yield from raced("together, confirmed", [base, best], CONFIRMING_RUNS, CONFIRMING_RUNS)
     if best == base:
         return base
     near = [best, *(plan for ms, plan in timed if ms <= NEAR * timed[0][0] and plan not in (base, best))]
-    best, _ = yield from raced(f"{name}, near", near[:MOST_NEAR], NEAR_RUNS, 0)
+    best, _ = yield from raced("together, near", near[:MOST_NEAR], NEAR_RUNS, 0)
     return best
 
 
@@ -139,11 +141,8 @@ def apart(space: PlanSpace, best: Plan) -> Search:
     is_known = all(kernel.share for kernel in space.kernels)
     found = yield from _screened(best, factors, may_end=is_known and not is_moved)
     plans = [best, *({**best, **each} for each in found[1:])]
-    new, _ = yield from raced("apart", plans, racing_runs(len(plans)), MORE_RUNS)
-    members = [k for k in space.launched_by(new) if k.leaves_room and new[k.name] != k.incumbent]
-    if new == best or not members:
-        return new
-    return (yield from together(space, new, members, "again"))
+    best, _ = yield from raced("apart", plans, racing_runs(len(plans)), MORE_RUNS)
+    return best
 
 
 def _factors(space: PlanSpace, best: Plan, *, is_moved: bool) -> list[Factor]:

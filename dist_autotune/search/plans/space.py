@@ -173,8 +173,8 @@ class PlanSpace:
             for indices in itertools.product(*(kernel.thinned(most) for kernel in kernels)):
                 yield {**options, **{k.name: i for k, i in zip(kernels, indices, strict=True)}}
 
-    def joint_options(self, base: Plan) -> list[dict[str, int]]:
-        """Return the options of `base`, then those in which choices that are alike take the same one."""
+    def joint_options(self) -> list[dict[str, int]]:
+        """Return the first options, then those in which choices that are alike take the same one."""
         kinds = list(dict.fromkeys(self._alike.get(name, name) for name in self.choices))
         of_kind = {kind: [n for n in self.choices if self._alike.get(n, n) == kind] for kind in kinds}
         firsts = [self.choices[names[0]] for names in of_kind.values()]
@@ -182,15 +182,13 @@ class PlanSpace:
             {name: index for kind, index in zip(kinds, indices, strict=True) for name in of_kind[kind]}
             for indices in itertools.product(*firsts)
         ]
-        own = {name: base.get(name, options[0]) for name, options in self.choices.items()}
+        own = {name: options[0] for name, options in self.choices.items()}
         return [own, *(each for each in found if each != own)]
 
-    @staticmethod
-    def rooms(kernels: Sequence[KernelLevels]) -> list[float]:
-        """Return the shares of the device that these kernels may keep to, the largest first."""
-        shares = {
-            round(kernel.share[i] / SHARE_STEP) for kernel in kernels if kernel.leaves_room for i in kernel.ms
-        }
+    def rooms(self) -> list[float]:
+        """Return the shares of the device that kernels may keep to, the largest first."""
+        able = [kernel for kernel in self.kernels if kernel.leaves_room]
+        shares = {round(kernel.share[i] / SHARE_STEP) for kernel in able for i in kernel.ms}
         ordered = sorted(shares, reverse=True)[1:]  # the largest leaves no room
         places = spread(range(len(ordered)), MOST_ROOMS)
         return [ordered[place] * SHARE_STEP for place in places]

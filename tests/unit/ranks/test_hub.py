@@ -185,29 +185,24 @@ def test_a_rank_that_does_not_read_holds_up_nobody_and_gets_whole_messages_when_
         wait_for(lambda: len(hub.state))
         began = time.monotonic()
         root.send("publish", 0, end=end)
-        wait_for(lambda: hub.backlogged)
+        wait_for(lambda: any(each.transport.get_write_buffer_size() for each in hub.connections.copy()))
         assert client.receive(client.send("look", 1), 20)["end"] is None
         assert time.monotonic() - began < hub_module.SEND_S  # while that rank has taken in next to nothing
         rank.send("look")
         assert [rank.message()["end"] == end for _ in range(2)] == [True, True]
 
 
-def test_a_rank_that_reads_nothing_for_long_is_shut_out_and_gets_its_answer_on_a_new_connection(
-    hub, root, monkeypatch
-):
-    monkeypatch.setattr(hub_module, "SEND_S", 0.2)
-    monkeypatch.setattr(hub_module, "TICK_S", 0.05)
+def test_a_rank_that_reads_nothing_holds_up_the_hubs_own_rank_for_a_while(hub, root, monkeypatch):
+    monkeypatch.setattr(hub_module, "SEND_S", 0.5)
     end = {"merged": "x" * (16 << 20)}
     with RawRank(hub) as rank:
         rank.send("post", payload="two")
         wait_for(lambda: len(hub.state))
+        began = time.monotonic()
         published = root.send("publish", 0, end=end)
-        # The hub's own rank hears of the end last, as it may end its process; but not after this one.
+        # The hub's own rank hears of the end last, as it may end its process; but it does not wait for ever.
         assert root.receive(published, 20)["end"] == end
-        with any_end():
-            assert len(rank.read(16 << 20)) < 16 << 20
-    with RawRank(hub) as rank:
-        rank.send("post", payload="two")
+        assert time.monotonic() - began > 0.5
         assert rank.message()["end"] == end
 
 

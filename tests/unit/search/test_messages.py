@@ -20,7 +20,6 @@ from dist_autotune.search.messages import (
     Opening,
     Part,
     RunReport,
-    Vote,
     checked,
     decode,
     femtoseconds,
@@ -53,10 +52,8 @@ def parts(draw: Any, rank: int) -> Part:
 
 @st.composite
 def messages(draw: Any, rank: int) -> Message:
-    kind = draw(st.sampled_from([RunReport, RunReport, RunReport, Opening, Vote]))
+    kind = draw(st.sampled_from([RunReport, RunReport, RunReport, Opening]))
     facts = {"version": {draw(st.sampled_from(["1", "2"])): rank}}
-    if kind is Vote:
-        return Vote(rank, facts, wants_session=draw(st.booleans()))
     offers = {name: Offer(rank, name, draw(times), "r", "k") for name in draw(st.sets(digests))}
     if kind is Opening:
         sessions = draw(st.sets(digests))

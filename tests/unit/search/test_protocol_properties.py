@@ -168,11 +168,11 @@ def test_ranks_whose_states_differ_are_found(monkeypatch):
 
     genuine, calls = Context.advance, []
 
-    def differs(self, part, judged, *, counts):
+    def differs(self, part):
         calls.append(None)
         if len(calls) == 6:
             self.times.ms[0] = 0.001
-        return genuine(self, part, judged, counts=counts)
+        return genuine(self, part)
 
     monkeypatch.setattr(Context, "advance", differs)
     with pytest.raises(AssertionError, match="another state"):

@@ -38,7 +38,8 @@ def timed(ran: str, ms: float, **fields) -> Part:
 
 
 def advance(made: Context, part: Part) -> Outcome:
-    return made.advance(part, part)
+    made.apply(part)
+    return made.advance(part)
 
 
 def finish(made: Context, ms: dict[str, float]) -> list[str]:

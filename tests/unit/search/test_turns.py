@@ -89,7 +89,7 @@ def test_a_choice_that_the_best_plan_does_not_ask_for_gets_no_turn(mode):
         simulation.run()
         assert len(simulation.plans) < 100
     assert simulation.statuses() == {"way": "tuned", "detail": "starved", "other": "tuned"}
-    assert "detail" in simulation.tuning.outside_plan
+    assert simulation.tuning.contexts["detail"].is_left_out
     assert "detail1" not in columns(simulation.plans, "detail")
     # The first run, those of `way` and `other`; then, as long as a run that asks for it may still come.
     last_asked = max(number for number, plan in enumerate(simulation.plans) if plan["way"] == "way0")
@@ -124,7 +124,7 @@ def test_a_choice_asked_for_in_the_first_run_only_is_told_of():
     )
     simulation.session()
     assert simulation.statuses() == {"once": "starved", "other": "tuned"}
-    assert "once" not in simulation.tuning.outside_plan
+    assert not simulation.tuning.contexts["once"].is_left_out
 
 
 def test_a_choice_that_the_best_plan_asks_for_has_its_turn_though_its_rival_s_run_was_last():

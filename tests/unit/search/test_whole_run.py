@@ -35,7 +35,7 @@ def consumers(run_ms, **options):
 def explored(simulation):
     """Run on until options have been explored; return the plans up to there."""
     tuning = simulation.tuning
-    while tuning.race_runs is None or tuning.race_runs.is_warmup:
+    while tuning.race_runs is None or tuning.race_runs.admits:
         simulation.run()
         assert len(simulation.plans) < 500
     return simulation.plans

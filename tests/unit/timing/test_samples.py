@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from dist_autotune.errors import InvalidOption
-from dist_autotune.search.messages import MIXED, Part, RunReport, decode, femtoseconds
-from dist_autotune.timing.samples import Samples
+from dist_autotune.launch.rank_context import part_of
+from dist_autotune.search.messages import RunReport, decode
+from dist_autotune.timing.samples import Reading, Samples
 
 
 class ListClock:
@@ -37,14 +38,14 @@ class ListClock:
         return mark
 
 
-def run(samples: Samples, launches: int = 1, ran: str = "a", *, waits: bool = True) -> Part:
+def run(samples: Samples, launches: int = 1, ran: str = "a", **given: bool) -> Reading:
     samples.begin_run()
     for _ in range(launches):
         samples.stop(samples.start())
-    return samples.report_run(ran, waits=waits)
+    return samples.report_run(ran, **{"waits": True, **given})
 
 
-def sample(samples: Samples, launches: int = 1, ran: str = "a") -> Part:
+def sample(samples: Samples, launches: int = 1, ran: str = "a") -> Reading:
     report = run(samples, launches, ran)
     samples.apply_outcome(waiting=False, counts=True)
     return report
@@ -54,8 +55,8 @@ def kept(samples: Samples) -> dict[str, list[float]]:
     return {ran: [sample.ms for sample in samples] for ran, samples in samples.by_candidate.items()}
 
 
-def told(ms: float) -> Part:
-    return Part("a", ms, ms, femtoseconds(ms), measured=1)
+def told(ms: float) -> Reading:
+    return Reading("a", is_timed=True, ms=ms)
 
 
 def test_marks_are_read_at_the_end_of_the_run_only():
@@ -76,7 +77,7 @@ def test_a_sample_is_the_mean_of_the_launches_of_its_run():
 )
 def test_what_is_told_is_the_statistic_of_the_samples_so_far(statistic, expected):
     samples = Samples(ListClock(5.0, 1.0, 2.0), statistic)
-    assert [sample(samples).worst_ms for _ in range(3)] == expected
+    assert [sample(samples).ms for _ in range(3)] == expected
 
 
 @pytest.mark.parametrize(
@@ -84,20 +85,20 @@ def test_what_is_told_is_the_statistic_of_the_samples_so_far(statistic, expected
 )
 def test_a_clock_may_read_any_kind_of_number_and_it_can_be_told(kind):
     samples = Samples(ListClock(kind(2), kind(4)), "mean")
-    payload = RunReport(parts={"context": sample(samples, launches=2)})
+    payload = RunReport(parts={"context": part_of(sample(samples, launches=2))})
     assert decode(payload.encode()).parts["context"].worst_ms == 3.0
 
 
 def test_each_candidate_has_samples_of_its_own():
     samples = Samples(ListClock(1.0, 9.0, 3.0), "mean")
-    told = [sample(samples, ran=ran).worst_ms for ran in ("a", "b", "a")]
+    told = [sample(samples, ran=ran).ms for ran in ("a", "b", "a")]
     assert told == [1.0, 9.0, 2.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0, None])
 def test_a_time_that_cannot_be_is_left_out(bad):
     samples = Samples(ListClock(bad, 2.0, 4.0), "median")
-    assert sample(samples, launches=3).worst_ms == 3.0
+    assert sample(samples, launches=3).ms == 3.0
 
 
 @pytest.mark.parametrize("bad", ["1.0", b"1", [1.0], 1j], ids=repr)
@@ -113,19 +114,19 @@ def test_what_is_no_number_is_an_error_with_the_method_and_the_value(bad):
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
 def test_a_rank_without_a_usable_time_says_so(bad):
     samples = Samples(ListClock(bad, bad), "median")
-    assert sample(samples, launches=2) == Part("a", unmeasured=1)
+    assert sample(samples, launches=2) == Reading("a", is_timed=True)
     assert kept(samples) == {"a": []}
 
 
 def test_an_unusable_run_leaves_earlier_samples_standing():
     samples = Samples(ListClock(2.0, math.nan), "median")
-    assert [sample(samples).worst_ms for _ in range(2)] == [2.0, 2.0]
+    assert [sample(samples).ms for _ in range(2)] == [2.0, 2.0]
     assert kept(samples) == {"a": [2.0]}
 
 
 def test_a_run_of_several_candidates_is_no_sample_of_any():
     samples = Samples(ListClock(2.0, 3.0), "median")
-    assert run(samples, launches=2, ran=MIXED).unmeasured == 1
+    assert run(samples, launches=2, is_mixed=True) == Reading("a", is_timed=True)
     samples.apply_outcome(waiting=False, counts=False)
     assert not any(samples.by_candidate.values())
 
@@ -135,29 +136,31 @@ def test_a_run_that_does_not_count_is_not_kept():
     run(samples)
     samples.apply_outcome(waiting=False, counts=False)
     assert kept(samples) == {"a": []}
-    assert sample(samples).worst_ms == 1.0
+    assert sample(samples).ms == 1.0
 
 
 def test_a_run_that_raised_leaves_nothing():
     samples = Samples(ListClock(9.0, 1.0), "median")
     samples.stop(samples.start())
     samples.abandon_run()
-    assert sample(samples).worst_ms == 1.0
+    assert sample(samples).ms == 1.0
     assert kept(samples) == {"a": [1.0]}
 
 
 def test_a_run_without_a_timed_launch_has_nothing_to_read():
     samples = Samples(ListClock(), "median")
-    assert run(samples, launches=0) == Part("a")
+    assert run(samples, launches=0) == Reading("a")
 
 
 def test_without_waiting_a_sample_is_read_once_the_clock_is_ready():
     clock = ListClock(2.0, ready=False)
     samples = Samples(clock, "median")
-    assert run(samples, waits=False) == Part("a", pending=1)
+    assert run(samples, waits=False) == Reading("a", is_pending=True)
     samples.apply_outcome(waiting=True, counts=False)
     samples.begin_run()
-    assert samples.report_run("b", waits=False) == Part("a", pending=1)  # the same report until it is read
+    assert samples.report_run("b", waits=False) == Reading(
+        "a", is_pending=True
+    )  # the same report until it is read
     samples.apply_outcome(waiting=True, counts=False)
     assert "read" not in clock.events
     clock.is_ready = True
@@ -178,4 +181,4 @@ def test_a_sample_that_is_read_is_told_again_while_a_peer_is_late():
 
 
 def test_a_clock_that_does_not_say_whether_it_is_ready_is_read_at_once():
-    assert run(Samples(ListClock(2.0), "median"), waits=False).measured == 1
+    assert run(Samples(ListClock(2.0), "median"), waits=False) == told(2.0)
