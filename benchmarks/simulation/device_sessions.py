@@ -77,7 +77,7 @@ def settle(step: DeviceStep, random: Random, **options: Any) -> Settled:
 
 
 Make = Callable[[Random], DeviceStep]
-COUNTS, CHOICES = (1, 8, 24, 48), (0, 1, 3)
+COUNTS, CHOICES = (1, 8, 24, 48), (0, 1, 2, 3)
 BESIDE: dict[str, Make] = {
     f"{kernels} kernels, {choices} choices": lambda random, k=kernels, c=choices: beside_collectives(
         random, k, c

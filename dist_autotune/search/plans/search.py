@@ -19,7 +19,6 @@ from .space import MOST_CANDIDATES, PlanSpace, spread
 
 MOST_PLANS = 64  # of one race
 RUNS_PER_PLAN = 2.7
-FEW_KERNELS, FEWEST = 1, 3  # of so many kernels, so many candidates each are worth a race of all plans
 FEW_ROOMS = 4  # beside many options
 MORE_RUNS = 40  # of the best plan and that of the incumbents, where they are near
 NEAR = 1.06  # of the best plan: plans that race again
@@ -48,7 +47,7 @@ def runs_at_most(kernels: int, choices: Sequence[int], *, keeps_kernels: bool) -
     """Return how many runs the search takes at most, for so many kernels, and options of each choice."""
     plans = MOST_PLANS if kernels or len(choices) > 1 else min(math.prod(choices), MOST_PLANS)
     race = math.ceil(race_of(range(plans))) + MORE_RUNS
-    if kernels <= FEW_KERNELS and len(choices) < 2:
+    if kernels < 2 and len(choices) < 2:
         return race
     together = (
         math.ceil(max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * MOST_PLANS)) + NEAR_RUNS + 2 * CONFIRMING_RUNS
@@ -83,9 +82,7 @@ def race_of(plans: Sequence[object]) -> float:
 
 def few_plans(space: PlanSpace, *, keeps_kernels: bool) -> tuple[int, list[Plan]]:
     """Return all plans with at most so many candidates of each kernel, if they are few enough for a race."""
-    fewest = MOST_CANDIDATES
-    if keeps_kernels or len(space.kernels) <= FEW_KERNELS:
-        fewest = 1 if keeps_kernels else FEWEST
+    fewest = 1 if keeps_kernels else MOST_CANDIDATES
     for most in range(MOST_CANDIDATES, fewest - 1, -1):
         plans = list(itertools.islice(space.all_plans(most), MOST_PLANS + 1))
         if len(plans) <= MOST_PLANS:
@@ -100,7 +97,7 @@ def wider_plans(space: PlanSpace, timed: Timed, best: Plan) -> list[Plan]:
     for ms, plan in timed:
         options = {name: index for name, index in plan.items() if name in space.choices}
         kernels = space.launched_by(options)
-        if ms > NEAR * timed[0][0] or len(kernels) > FEW_KERNELS:
+        if ms > NEAR * timed[0][0] or len(kernels) > 1:
             break
         for indices in itertools.product(*(kernel.ms for kernel in kernels)):
             wider = {**options, **{k.name: i for k, i in zip(kernels, indices, strict=True)}}
