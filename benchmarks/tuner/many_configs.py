@@ -60,9 +60,10 @@ def tuned(configs: Sequence[triton.Config], shape: tuple[int, int, int], **optio
 
 def main() -> None:
     parser = new_parser(__doc__)
-    parser.add_argument("--shape", type=int, nargs=3, default=(4096, 4096, 4096) if ON_GPU else (32, 32, 32))
+    default = (4096, 4096, 4096) if ON_GPU else (32, 32, 32)
+    parser.add_argument("--shape", type=int, nargs=3, default=default, help="rows, columns and depth")
     parser.add_argument("--others", type=int, default=1000 if ON_GPU else 4, help="timed, to compare with")
-    parser.add_argument("--search", choices=("auto", "racing", "expected"), default="auto")
+    parser.add_argument("--search", choices=("auto", "expected"), default="auto", help="of the sessions")
     options = parser.parse_args()
     shape = tuple(options.shape)
 
