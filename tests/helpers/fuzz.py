@@ -152,3 +152,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(
+        0
+    )  # torch's thread-local objects take the interpreter's lock when a thread ends, and abort at its end
