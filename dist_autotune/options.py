@@ -160,6 +160,7 @@ class Options:
         n_warmup = DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
         given = {name: getattr(self, name) for name in names}
         given |= {"n_repeat": n_repeat, "n_warmup": n_warmup, "bits": self.resolved_bits()}
+        given["tries_all"] = self.search == "racing"
         return {**given, "search": self.search_name}
 
     @property

@@ -52,6 +52,7 @@ class SessionOpened(Record, frozen=True, kw_only=True, tag="session_opened"):
     max_runs: int | None = None
     budget_s: float | None = None
     bits: str = "any"  # | "same" | "check": see `dist_autotune.contextual_autotune`
+    tries_all: bool = False  # search="racing", where auto would try a few of many candidates
     tunes: bool = True  # False: nothing is tried (DIST_AUTOTUNE_MODE=cached)
 
 

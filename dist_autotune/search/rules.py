@@ -25,6 +25,7 @@ class Rules:
     max_runs: int | None = None
     budget_s: float | None = None
     bits: str = "any"  # | "same" | "check": see `bit_classes`
+    tries_all: bool = False  # search="racing", as the user has asked
     tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
 
     @property
@@ -39,7 +40,9 @@ class Rules:
 
     def tries_few(self, candidates: int) -> bool:
         """Return whether a search tries a few of so many candidates, if it can tell which."""
-        return self.expects or (candidates > MANY and self.races and self.bits == "any")
+        if self.tries_all or self.bits != "any":
+            return False
+        return self.expects or (candidates > MANY and self.races)
 
     def flow_of(self, candidates: int, strategy: Strategy | None = None) -> RunningFlow:
         """Return a search among so many candidates, by another strategy than that of the option if given."""

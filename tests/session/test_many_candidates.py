@@ -108,6 +108,13 @@ def test_a_few_of_a_kernels_candidates_are_tried_and_the_report_tells_the_rest(b
     assert shapes(bench.launches) == {found}
 
 
+def test_who_asks_for_a_race_has_all_candidates_tried(bench):
+    kernel = many(bench)
+    kernel.configs = kernel.configs[:260]
+    bench.tune(lambda n: launch(kernel, numbers(n)), n_warmup=None, n_repeat=None, search="racing")(64)
+    assert len(shapes(bench.launches)) == 260
+
+
 def test_a_kernel_judges_all_that_is_drawn_where_every_candidate_is_to_be_tried(bench):
     kernel = many(bench)
     tuned = bench.tune(lambda n: launch(kernel, numbers(n)), search="exhaustive", max_runs=20)
