@@ -316,6 +316,12 @@ class Context:
             return Outcome(index=index)
         return self.record(part)
 
+    def next_trial(self) -> int | None:
+        """Return the candidate to try, without a pause for compilers: options are not compiled."""
+        while self._flow is not None and self._flow.is_paused:
+            self._resume(math.nan)
+        return self.trial
+
     def drop_trial(self) -> None:
         """Go on without the candidate on trial, which is banned."""
         self._resume(math.inf)

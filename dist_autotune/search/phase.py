@@ -186,7 +186,7 @@ class TakeTurns(RunPhase):
         while able := [c for c in self._waiting() if of_plan is None or c.name in of_plan]:
             context, launched = min(able, key=lambda c: c.is_choice), {}
             context.start()
-            while not context.settled and (index := context.trial) is not None:
+            while not context.settled and (index := context.next_trial()) is not None:
                 label, is_warmup = f"{context.name}|{context.digests[index]}", context.is_warmup
                 yield AskedPlan({context.name: index}, label, is_warmup, may_bring=context.is_choice)
                 if index in context.banned:
