@@ -11,6 +11,7 @@ from rank_programs import SHORT_S, blocks_of, ending, run_until_settled, tune, t
 from dist_autotune import PeerFailed, StepTuner, tunable
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
+from dist_autotune.triton_api import interception
 from ranks import assert_all_ok, run_ranks
 
 
@@ -168,6 +169,28 @@ def test_retune_on_one_rank_is_taken_up_by_all_in_one_call(mode):
     assert zero == one
     assert zero[0] >= 3
     assert zero[1:] == ([16, 32], {"add64": 32})
+
+
+def test_captured_calls_of_one_rank_do_not_count_where_ranks_take_up_together(monkeypatch):
+    def program(rank):
+        step, bench = tuned_step({16: 3.0, 32: 1.0}, timeout_s=SHORT_S)
+        run_until_settled(step)
+        step()
+        before = len(bench.blocks())
+        if rank == 0:
+            with monkeypatch.context() as capturing:
+                capturing.setattr(interception, "is_capturing", lambda: True)
+                for _ in range(3):
+                    step()
+        captured = bench.blocks()[before:]
+        dist.barrier()
+        if rank == 1:
+            step.retune()
+        return captured, call_until_taken_up(step), sorted(set(bench.blocks()[before:]))
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == ([32] * 3, zero[1], [16, 32])
+    assert one == ([], zero[1], [16, 32])
 
 
 def test_retune_beside_a_rank_that_is_late_delays_learning_and_raises_nothing():
