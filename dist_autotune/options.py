@@ -230,7 +230,9 @@ class Options:
     def agreed_fields(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks, as text."""
         fields = {name: repr(getattr(self, name)) for name, about in ABOUT.items() if about.is_agreed}
-        return {**fields, "search": self.search_name, "bits": self.resolved_bits()}
+        # Of many candidates auto tries a few, racing all.
+        search = "auto" if self.search == "auto" and self.search_name == "racing" else self.search_name
+        return {**fields, "search": search, "bits": self.resolved_bits()}
 
 
 def _is_mesh(group: Any) -> bool:

@@ -282,9 +282,8 @@ class Context:
             if sum(index not in self.banned for index in range(self.raced)) < 2:
                 self.raced, self.upgrade = len(self.digests), ""
             self._order = None
-            if self._rules.tries_few(len(self.texts)) and self.raced == len(
-                self.digests
-            ):  # else it races after an upgrade
+            races_all = self.raced == len(self.digests)  # else some, after an upgrade
+            if races_all and self._rules.tries_few(len(self.texts)):
                 self._order = order_of(self.key, self.texts, self._told)
             strategy = self._rules.strategy
             if self._order is not None:

@@ -2,8 +2,8 @@
 
 The phases: where bits matter, candidates are compared (`compare_bits`); all kernels race together, each
 judged by its launches (`phase`); what the whole run judges is searched from these winners, as plans
-(`race_runs`) or, without racing, one context after another (`turns`); with `objective="thunk"`, the plan must
-beat the default one, and that by launches (`final_comparison`).
+(`race_runs`) or one context after another (`TakeTurns`: without racing, and choices of many options); with
+`objective="thunk"`, the plan must beat the default one, and that by launches (`final_comparison`).
 """
 
 from __future__ import annotations

@@ -18,14 +18,21 @@ from ranks import assert_all_ok, run_ranks
 MS = {16: 1.0, 32: 3.0, 64: 2.0}
 
 
-def test_options_that_differ():
+@pytest.mark.parametrize(
+    ("name", "options", "values"),
+    [
+        ("n_repeat", ({}, {"n_repeat": 2}), ("1", "2")),
+        ("search", ({"n_repeat": None, "n_warmup": None}, {"search": "racing"}), ("auto", "racing")),
+    ],
+)
+def test_options_that_differ(name, options, values):
     def program(rank):
-        return ending(lambda: tune_on_disk(rank, MS, n_repeat=2 if rank == 2 else 1))
+        changed = options[0] | (options[1] if rank == 2 else {})
+        return ending(lambda: tune_on_disk(rank, MS, **{"n_repeat": 1, **changed}))
 
     for text in assert_all_ok(run_ranks(program, 3)):
-        assert text.startswith(
-            "RankMismatch: ranks differ in the option n_repeat: rank 0: 1; rank 2: 2. All ranks must run"
-        )
+        told = f"ranks differ in the option {name}: rank 0: {values[0]}; rank 2: {values[1]}. All ranks must"
+        assert text.startswith(f"RankMismatch: {told} run")
 
 
 @pytest.mark.parametrize(
