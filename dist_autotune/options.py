@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,70 +20,64 @@ DEFAULT_N_WARMUP = 3
 LONGEST_FILLER_MS = 1000.0
 
 
-@dataclass(frozen=True)
-class About:
-    """What there is to say of an option beside its type, its default and its meaning."""
-
-    of_program: str = ""  # its help in `dist-autotune run`; empty: a program cannot be given it
-    values: tuple[str, ...] = ()  # the texts that it takes; (): it takes something else
-    is_agreed: bool = False  # it must be equal on all ranks
-
-
-# Checks, the comparison of ranks and the options of `run` are made from this table.
-ABOUT = {
-    "is_dist": About("All ranks of the default process group agree on each config; default: yes."),
-    "n_repeat": About(
-        "Measured steps per config. Giving it, or --n-warmup, selects the exhaustive search.", is_agreed=True
-    ),
-    "n_warmup": About("Unmeasured steps before them.", is_agreed=True),
-    "mode": About(values=("replay", "online"), is_agreed=True),
-    "search": About(
-        "exhaustive, racing, expected or auto.",
-        values=("auto", "exhaustive", "racing", "expected"),
-        is_agreed=True,
-    ),
-    "objective": About(
-        "kernel: judge a config by its launches; thunk: by the time of the whole step.",
-        values=("kernel", "thunk", "graph"),
-        is_agreed=True,
-    ),
-    "statistic": About(
-        "Over the samples of one rank: median, mean or min.", values=("median", "mean", "min"), is_agreed=True
-    ),
-    "rank_reduce": About("Over ranks: max or mean.", values=("max", "mean"), is_agreed=True),
-    "agree": About(
-        "Contexts of ranks belong together by key, or as the n-th of a kernel: ordinal.",
-        values=("key", "ordinal"),
-        is_agreed=True,
-    ),
-    "share": About("--no-share: results belong to this program alone.", is_agreed=True),
-    "name": About("Of the program in logs, reports and cache; default: its file or module."),
-    "watch": About(
-        "With several ranks, vote after each settled step whether some rank met a new key.", is_agreed=True
-    ),
-    "cache": About("Directory of the results; 'off': none."),
-    "log_dir": About("Directory of the logs; 'off': none."),
-    "timeout_s": About("Seconds that a rank waits for its peers."),
-    "on_stuck": About("abort: end the process when a peer is stuck in a step.", values=("raise", "abort")),
-    "max_runs": About("Steps of a session at most.", is_agreed=True),
-    "budget_s": About("Seconds after which the best so far stays.", is_agreed=True),
-    "compile_jobs": About("Candidates that a rank compiles at a time, behind the steps."),
-    "filler_ms": About(
-        "How much later a trial may begin, in ms, for kernels to be timed without the host's part.",
-        is_agreed=True,
-    ),
-    "progress": About("On rank 0's stderr: a bar on a terminal, else a line every 5 s."),
-    "bits": About(values=settings.BIT_RULES, is_agreed=True),
+VALUES = {  # the texts that an option takes; what is not here takes something else
+    "mode": ("replay", "online"),
+    "search": ("auto", "exhaustive", "racing", "expected"),
+    "objective": ("kernel", "thunk", "graph"),
+    "statistic": ("median", "mean", "min"),
+    "rank_reduce": ("max", "mean"),
+    "agree": ("key", "ordinal"),
+    "on_stuck": ("raise", "abort"),
+    "bits": settings.BIT_RULES,
 }
+AGREED = (  # what must be equal on all ranks
+    *("n_repeat", "n_warmup", "mode", "search", "objective", "statistic", "rank_reduce", "agree", "share"),
+    *("watch", "max_runs", "budget_s", "filler_ms", "bits"),
+)
+OF_FUNCTIONS = ("mode", "group", "preserve", "clock", "bits", "outputs")  # `dist-autotune run` lacks them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `contextual_autotune`, checked; its docstring says what each means."""
+    """The options of `contextual_autotune`, checked: its signature and help, and those of `run`, are these.
 
-    is_dist: bool = False
-    n_repeat: int | None = None
-    n_warmup: int | None = None
+    Args:
+        is_dist: all ranks of `group` agree on each config; every rank must call the function. run: yes.
+        n_repeat: measured runs per config; 5 when None. Giving it, or n_warmup, selects `exhaustive`.
+        n_warmup: unmeasured runs before them; 3 when None.
+        mode: `replay` repeats the function in one call until all is tuned, `online` makes one trial a call.
+        search: `exhaustive`, `racing`, `expected`, `auto`, or a function returning a flow (docs/options.md).
+        objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run, `graph` by
+            replays of the whole run, captured into a CUDA graph (docs/search.md).
+        statistic: over the samples of one rank: `median`, `mean` or `min`.
+        rank_reduce: over ranks: `max` or `mean`.
+        agree: contexts of ranks belong together by `key`, or as the n-th of a kernel (`ordinal`).
+        group: torch.distributed process group, or a DeviceMesh of one dimension; None: the default group.
+        share: False: results belong to this function alone.
+        name: of the function in logs, reports and cache; None: its qualified name, or the program's file.
+        watch: with is_dist, vote after a settled call whether some rank met a new key.
+        preserve: tensors or objects with state_dict() to put back before each further run (replay).
+        cache: True: the user's cache directory; a path: that directory; False, or `off` of `run`: none.
+        log_dir: directory of `rank-N.log` and `rank-N.jsonl`; None, or `off` of `run`: no files.
+        clock: how a launch is timed; None: CUDA events on a GPU, the wall clock without one.
+        timeout_s: seconds that a rank waits for peers or for its device; a longer run is reported as stuck.
+        on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck (in a collective).
+        max_runs: runs of a session, the final one included; None: 4 x what the search plans.
+        budget_s: seconds since the session's first call, all included, after which the best so far wins.
+        compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share of the
+            host, online on half of them.
+        filler_ms: the longest that a trial may begin later for its kernels to be timed without the host's
+            part; None: 20, online 1.
+        progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
+            line every 5 s. False shows nothing.
+        bits: `same`: only configs whose outputs equal those of the first config, bit for bit, on all ranks;
+            `check`: which do is reported; both ban configs that do not repeat themselves (replay).
+        outputs: what is compared beside the result and `preserve`: tensors or objects with state_dict().
+    """
+
+    is_dist: bool = field(default=False, kw_only=False)
+    n_repeat: int | None = field(default=None, kw_only=False)
+    n_warmup: int | None = field(default=None, kw_only=False)
     mode: str = "replay"
     search: str | Callable[..., Any] = "auto"
     objective: str = "kernel"
@@ -108,9 +104,9 @@ class Options:
 
     def __post_init__(self) -> None:
         settings.check_names()
-        for name, about in ABOUT.items():
-            if about.values and not (name == "search" and callable(self.search)):
-                _one_of(name, getattr(self, name), about.values)
+        for name, values in VALUES.items():
+            if not (name == "search" and callable(self.search)):
+                _one_of(name, getattr(self, name), values)
         _at_least("n_repeat", self.n_repeat, 1)
         _at_least("n_warmup", self.n_warmup, 0)
         _at_least("max_runs", self.max_runs, 1)
@@ -229,10 +225,17 @@ class Options:
 
     def agreed_fields(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks, as text."""
-        fields = {name: repr(getattr(self, name)) for name, about in ABOUT.items() if about.is_agreed}
+        fields = {name: repr(getattr(self, name)) for name in AGREED}
         # Of many candidates auto tries a few, racing all.
         search = "auto" if self.search == "auto" and self.search_name == "racing" else self.search_name
         return {**fields, "search": search, "bits": self.resolved_bits()}
+
+
+def help_texts() -> dict[str, str]:
+    """Return what the docstring of `Options` says of each option, on one line."""
+    args = inspect.cleandoc(Options.__doc__ or "").partition("Args:\n")[2]
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def _is_mesh(group: Any) -> bool:

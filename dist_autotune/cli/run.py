@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from .. import settings
-from ..options import ABOUT, Options
+from ..options import OF_FUNCTIONS, Options, help_texts
 from ..script.boundaries import NamedCalls, OptimizerSteps
 from ..script.program import Program
 from ..script.tuned_program import TunedProgram
 from . import terminal
 
 # Options of `contextual_autotune` that a program can be given; their types and their checks are `Options`'.
-OPTIONS = {name: about.of_program for name, about in ABOUT.items() if about.of_program}
+OPTIONS = {name: text for name, text in help_texts().items() if name not in OF_FUNCTIONS}
 OFF: dict[str, Any] = {"cache": False, "log_dir": None}
 
 

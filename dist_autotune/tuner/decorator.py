@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from .. import settings
 from ..errors import InvalidOption
 from ..options import Options
-from ..search.strategies import Strategy
-from ..timing.clock import Clock
 from ..triton_api.interception import INTERCEPTION
 from .base_tuner import BaseTuner
 from .snapshot import check_outputs, check_preserved
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Q = ParamSpec("Q")  # of the options
 
 
 class ContextualAutotuner(BaseTuner, Generic[P, R]):
@@ -64,77 +62,36 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
 
-def contextual_autotune(
-    fn: Callable[..., Any] | None = None,
-    is_dist: bool = False,
-    n_repeat: int | None = None,
-    n_warmup: int | None = None,
-    *,
-    mode: str = "replay",
-    search: str | Strategy = "auto",
-    objective: str = "kernel",
-    statistic: str = "median",
-    rank_reduce: str = "max",
-    agree: str = "key",
-    group: Any = None,
-    share: bool = True,
-    name: str | None = None,
-    watch: bool = True,
-    preserve: Sequence[Any] = (),
-    cache: bool | str | os.PathLike[str] = True,
-    log_dir: str | os.PathLike[str] | None = settings.DEFAULT_LOG_DIR,
-    clock: Clock | None = None,
-    timeout_s: float = settings.DEFAULT_TIMEOUT_S,
-    on_stuck: str = "raise",
-    max_runs: int | None = None,
-    budget_s: float | None = None,
-    compile_jobs: int | None = None,
-    filler_ms: float | None = None,
-    progress: bool | None = None,
-    bits: str = settings.DEFAULT_BITS,
-    outputs: Sequence[Any] = (),
-) -> Any:
+class _WithOptions(Protocol[Q]):
+    def __call__(
+        self, fn: Callable[..., Any] | None = ..., /, *by_position: Q.args, **by_name: Q.kwargs
+    ) -> Any: ...
+
+
+def _with_options(kind: Callable[Q, Options]) -> Callable[[Callable[..., Any]], _WithOptions[Q]]:
+    """Give a function that takes `fn` and options the signature and the help of `Options`."""
+
+    def decorate(function: Callable[..., Any]) -> _WithOptions[Q]:
+        options = inspect.signature(kind).parameters.values()
+        parameters = [inspect.signature(function).parameters["fn"], *options]
+        vars(function)["__signature__"] = inspect.Signature(parameters)
+        _, heading, args = (inspect.getdoc(kind) or "").partition("Args:")
+        function.__doc__ = f"{inspect.getdoc(function)}\n\n{heading}{args}"
+        return function
+
+    return decorate
+
+
+@_with_options(Options)
+def contextual_autotune(fn: Callable[..., Any] | None = None, *by_position: Any, **by_name: Any) -> Any:
     """Tune the `triton.autotune` kernels that a function launches, inside that function.
 
     A call runs the function with one config per kernel and key, again and again until each has its winner,
     and returns the result of the last run (`mode="replay"`); or makes one trial (`"online"`, for training).
 
-    Args:
-        is_dist: all ranks of `group` agree on each config; every rank must call the function.
-        n_repeat: measured runs per config; 5 when None. Giving it, or n_warmup, selects `exhaustive`.
-        n_warmup: unmeasured runs before them; 3 when None.
-        search: `exhaustive`, `racing`, `expected`, `auto`, or a function returning a flow (docs/options.md).
-        objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run, `graph` by
-            replays of the whole run, captured into a CUDA graph (docs/search.md).
-        statistic: over the samples of one rank: `median`, `mean` or `min`.
-        rank_reduce: over ranks: `max` or `mean`.
-        agree: contexts of ranks belong together by `key`, or as the n-th of a kernel (`ordinal`).
-        group: torch.distributed process group, or a DeviceMesh of one dimension; None: the default group.
-        share: False: results belong to this function alone.
-        name: of the function in logs, reports and cache; None: its qualified name.
-        watch: with is_dist, vote after a settled call whether some rank met a new key.
-        preserve: tensors or objects with state_dict() to put back before each further run (replay).
-        cache: True: the user's cache directory; a path: that directory; False: none.
-        log_dir: directory of `rank-N.log` and `rank-N.jsonl`; None: no files.
-        clock: how a launch is timed; None: CUDA events on a GPU, the wall clock without one.
-        timeout_s: seconds that a rank waits for peers or for its device; a longer run is reported as stuck.
-        on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck (in a collective).
-        max_runs: runs of a session, the final one included; None: 4 x what the search plans.
-        budget_s: seconds since the session's first call, all included, after which the best so far wins.
-        compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share of the
-            host, online on half of them.
-        filler_ms: the longest that a trial may begin later for its kernels to be timed without the host's
-            part; None: 20, online 1.
-        progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
-            line every 5 s. False shows nothing.
-        bits: `same`: only configs whose outputs equal those of the first config, bit for bit, on all ranks;
-            `check`: which do is reported; both ban configs that do not repeat themselves (replay).
-        outputs: what is compared beside the result and `preserve`: tensors or objects with state_dict().
-
-    Raises:
-        TuningError: for an option that cannot be used; see `dist_autotune.errors` for what a call raises.
+    Raises TuningError for an option that cannot be used; see `dist_autotune.errors` for what a call raises.
     """
-    options = Options(**{key: value for key, value in locals().items() if key != "fn"})
+    options = Options(*by_position, **by_name)
     check_preserved(options.preserve)
     check_outputs(options.outputs)
     if fn is None:
