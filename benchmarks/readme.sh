@@ -16,7 +16,7 @@
 #   tp           pairs of tensor-parallel layers, and a training step, forward and backward
 #   agreement    on how many keys the picks of stock Triton differ; the cost of one exchange
 #   regret       picks of fresh sessions of allgather-GEMM, against the best fixed alternative
-#   soak         random calls for five minutes, half of them with each backend, closing included
+#   soak         random calls of all operations for five minutes, half of them with each backend, closing included
 #
 # Every benchmark checks its results before it times them. A part has a time limit, at which it ends with all its
 # processes; one that no longer fits into --limit-s does not begin. The last line names both, for the next
@@ -84,7 +84,7 @@ record_alone() { nproc=1 record "$@"; }
 
 part_check() {
   if ((nproc >= 2)); then
-    launch tests/helpers/soak_ag_gemm.py --calls "$calls" || return
+    launch tests/helpers/soak.py --calls "$calls" || return
   fi
   python3 -m dist_autotune doctor
 }
@@ -115,7 +115,7 @@ part_regret() {
 part_soak() {
   local backend
   for backend in "${backends[@]}"; do
-    launch tests/helpers/soak_ag_gemm.py --seconds "$seconds" --backend "$backend" || return
+    launch tests/helpers/soak.py --seconds "$seconds" --backend "$backend" || return
   done
 }
 

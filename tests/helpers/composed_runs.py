@@ -27,6 +27,7 @@ from dist_autotune.kernels.symm import SymmetricTensor
 from dist_autotune.kernels.symm.base import SymmetricMemory
 
 FENCE_BYTES, CANARY = 4096, 0xA5
+PATIENCE_S = 60.0  # of a rank for its peers
 KINDS = ("any", "one", "same", "none")  # of choices: one expert has all, no expert has any
 
 
@@ -92,6 +93,10 @@ class Sizes:
         """Return the tokens of each rank: none on the last one, or on all, at times."""
         counts = [self.part_of(number + rank) for rank in range(world)]
         return [0] * world if number % 7 == 3 else [*counts[:-1], 0 if number % 3 == 1 else counts[-1]]
+
+
+SMALL = Sizes(rows=12, k=16, n=24, of_all=4, experts=3)
+LARGE = Sizes(rows=512, k=512, n=640, of_all=16, experts=8)
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ def nans(*shape: int) -> Tensor:
     return torch.full(shape, math.nan, dtype=HALF, device=device())
 
 
-def parts_of(rank: int, sizes: Sizes, world: int) -> list[Part]:
+def parts_of(rank: int, sizes: Sizes, world: int, backend: str) -> list[Part]:
     """Open all operations; those kernels that a session tunes keep two candidates, the others one."""
     every = {"ag_gemm, plain": GatheringRows(consumer="plain")}
     if device() != "cpu":  # the warp-specialised kernel, where the GPU has one, and pushes
@@ -192,7 +197,8 @@ def parts_of(rank: int, sizes: Sizes, world: int) -> list[Part]:
     for name, runs in every.items():
         rows = sizes.of_all if isinstance(runs, Reducing) else sizes.rows
         of_operation, _ = runs.sizes(sizes.k, sizes.n)
-        parts.append(Part(name, runs, runs.open(rows, of_operation, timeout_s=60.0), sizes, world))
+        op = runs.open(rows, of_operation, timeout_s=PATIENCE_S, backend=backend)
+        parts.append(Part(name, runs, op, sizes, world))
     return parts
 
 
@@ -255,24 +261,27 @@ class Turns:
 
 
 @contextlib.contextmanager
-def opened(rank: int, sizes: Sizes) -> Iterator[Turns]:
+def opened(rank: int, sizes: Sizes, backend: str = "auto") -> Iterator[Turns]:
     """Open the operations between canaries; close them once all ranks are here."""
     fences, world = Fences(), dist.get_world_size()
     with fences.around_operations():
-        turns = Turns(parts_of(rank, sizes, world), fences)
+        turns = Turns(parts_of(rank, sizes, world, backend), fences)
         yield turns
     for part in turns.parts:
         if part.op is not None:
             part.op.close()
 
 
-def by_turns(rank: int, sizes: Sizes, turns: int, captured: bool) -> list[str]:
+def by_turns(
+    rank: int, sizes: Sizes, turns: int, captured: bool, seed: int = 7, backend: str = "auto"
+) -> list[str]:
     """Call and replay in a random order, the same on all ranks, with a session of the tuner in the middle.
 
     Ranks wait for each other where choices of all are needed for operands, and in torch's all-reduce.
     """
-    order = random.Random(7)
-    with opened(rank, sizes) as every:
+    order = random.Random(seed)
+    with opened(rank, sizes, backend) as every:
+        torch.manual_seed((seed << 8) + rank)
         tuned = [part for part in every.parts if part.name in ("gemm_rs", GATHERING.name)]
 
         @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)

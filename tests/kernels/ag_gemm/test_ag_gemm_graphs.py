@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +32,6 @@ from operation_runs import (
     run_cases,
     values,
 )
-from programs import run_program
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.call import Product
@@ -234,8 +232,3 @@ def cases_on_gpus(rank, backend):
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_graphs_replay_right_products(backend):
     assert values(cases_on_gpus, 2, backend, timeout_s=200) == [[], []]
-
-
-def test_the_soak_finds_nothing_wrong_on_cpu_ranks():
-    soak = Path(__file__).parents[2] / "helpers" / "soak_ag_gemm.py"
-    assert "calls=16 wrong=0 hung=0 seconds=" in run_program(soak, "--calls", "16")

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from composed_runs import Sizes, by_turns, on_two_streams
+from composed_runs import LARGE, SMALL, by_turns, on_two_streams
+from documents import ROOT
 from operation_runs import values
+from programs import run_program
 
 # At first they have not.
 pytestmark = pytest.mark.filterwarnings("ignore:.* has not been tuned")
 
-SMALL = Sizes(rows=12, k=16, n=24, of_all=4, experts=3)
-LARGE = Sizes(rows=512, k=512, n=640, of_all=16, experts=8)
-
 
 def test_all_operations_by_turns_are_right_and_write_only_what_is_theirs():
     assert values(by_turns, 2, SMALL, 28, False) == [[], []]
+
+
+def test_the_soak_opens_calls_and_closes_them_again_and_again():
+    printed = run_program(ROOT / "tests/helpers/soak.py", "--calls", "26")
+    assert printed.splitlines()[-1].startswith("calls=26 wrong=0 hung=0 seconds=")
 
 
 @pytest.mark.gpu(devices=1, seconds=30)
