@@ -11,7 +11,7 @@ from operation_runs import device, seed_and_leave_one, synchronize
 from operations import HALF, DenseRuns
 
 from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull
-from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, WAYS
+from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, OVERLAPPED, WAYS
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 
 EPS = 1e-5
@@ -173,7 +173,7 @@ class Reducing(DenseRuns):
         super().forsake(op, timeout_s)
         if op._scatter is not None:
             super().forsake(op._scatter, timeout_s)
-        if self.way == LOW_LATENCY:
+        if self.way in (LOW_LATENCY, OVERLAPPED):
             op._ways._ballots.agree = lambda key, way, terms: way  # the peer is lost behind its ballot
 
 

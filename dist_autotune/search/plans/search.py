@@ -114,7 +114,7 @@ def together(space: PlanSpace) -> Search:
     plans = [base]
     for chosen, room in itertools.product(options, [None, *rooms]):
         moved = {} if room is None else {k.name: k.within(room) for k in space.kernels if k.leaves_room}
-        plan = space.with_kernels(chosen, {**base, **moved})
+        plan = space.with_kernels(chosen, moved)
         if plan not in plans:
             plans.append(plan)
     plans = plans[:MOST_PLANS]
@@ -136,8 +136,8 @@ def apart(space: PlanSpace, best: Plan) -> Search:
     if not factors:
         return best
     is_known = all(kernel.share for kernel in space.kernels)
-    found = yield from _screened(best, factors, may_end=is_known and not is_moved)
-    plans = [best, *({**best, **each} for each in found[1:])]
+    found = yield from _screened(space, best, factors, may_end=is_known and not is_moved)
+    plans = [best, *(space.moved(best, each) for each in found[1:])]
     best, _ = yield from raced("apart", plans, racing_runs(len(plans)), MORE_RUNS)
     return best
 
@@ -159,12 +159,12 @@ def _factors(space: PlanSpace, best: Plan, *, is_moved: bool) -> list[Factor]:
 
 
 def _screened(
-    best: Plan, factors: Sequence[Factor], *, may_end: bool
+    space: PlanSpace, best: Plan, factors: Sequence[Factor], *, may_end: bool
 ) -> Generator[AskedPlan, float, list[Plan]]:
     flow = screening.screened(factors, may_end=may_end)
     plan = next(flow)
     for number in itertools.count():
-        ms = yield AskedPlan({**best, **plan}, f"apart, run {number}")
+        ms = yield AskedPlan(space.moved(best, plan), f"apart, run {number}")
         try:
             plan = flow.send(ms)
         except StopIteration as stop:

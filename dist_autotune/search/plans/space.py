@@ -141,7 +141,7 @@ class PlanSpace:
     @property
     def incumbents(self) -> dict[str, int]:
         options = {name: each[0] for name, each in self.choices.items()}
-        return self.with_kernels(options, {kernel.name: kernel.incumbent for kernel in self.kernels})
+        return self.with_kernels(options, {})
 
     def with_incumbents(self) -> PlanSpace:
         """Return the space in which kernels have their incumbents only."""
@@ -152,9 +152,14 @@ class PlanSpace:
         return [kernel for kernel in self.kernels if self._is_launched(kernel.name, options)]
 
     def with_kernels(self, options: Plan, candidates: Plan) -> dict[str, int]:
-        """Return the plan of these options, with the candidates of the kernels that they launch."""
+        """Return the plan of these options, with candidates, or else the incumbents, of what they launch."""
         asked = {name: index for name, index in options.items() if self._is_launched(name, options)}
-        return {**asked, **{k.name: candidates[k.name] for k in self.launched_by(options)}}
+        return {**asked, **{k.name: candidates.get(k.name, k.incumbent) for k in self.launched_by(options)}}
+
+    def moved(self, plan: Plan, others: Plan) -> dict[str, int]:
+        """Return the plan with other candidates and options, and with what these options launch."""
+        options = {name: others.get(name, plan.get(name, each[0])) for name, each in self.choices.items()}
+        return self.with_kernels(options, {**plan, **others})
 
     def option_plans(self) -> Iterator[dict[str, int]]:
         """Yield the options of all choices together, the incumbents' first, each combination once."""

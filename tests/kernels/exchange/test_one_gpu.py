@@ -243,11 +243,10 @@ def test_a_captured_call_waits_for_what_is_pushed_and_pushes_itself(consumer: st
         assert is_pushed
 
 
-def watch(op: AllGatherGemm | GemmReduceScatter) -> list[bool]:
-    """Keep the device busy before each further call; return a list of whether they came back before it."""
-    call, came_back = op._call, []
+def watched(call: Callable[..., torch.Tensor], came_back: list[bool]) -> Callable[..., torch.Tensor]:
+    """Return the call behind a busy device; it adds to the list whether it came back before that."""
 
-    def watched(*args: Any, **options: Any) -> torch.Tensor:
+    def call_behind(*args: Any, **options: Any) -> torch.Tensor:
         busy = torch.cuda.Event()
         torch.cuda._sleep(BUSY_CYCLES)
         busy.record()
@@ -258,8 +257,7 @@ def watch(op: AllGatherGemm | GemmReduceScatter) -> list[bool]:
             torch.cuda.set_sync_debug_mode("default")
             came_back.append(not busy.query())
 
-    op._call = watched
-    return came_back
+    return call_behind
 
 
 def settled_calls(rank: int) -> list[bool]:
@@ -273,7 +271,8 @@ def settled_calls(rank: int) -> list[bool]:
             one_call(op, peer, SHAPES[0], how, 2)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             op(op.shard, weight)
-        came_back = watch(op)
+        came_back: list[bool] = []
+        op._call = watched(op._call, came_back)
         for how in ("pull", "push", "pull"):
             graph.replay()
             peer.push(op, torch.randn(rows, k).to(DTYPE).pin_memory(), 2)
@@ -291,9 +290,7 @@ def settled_sums(rank: int) -> list[bool]:
         a, weight = (torch.randn(size, device=DEVICE).to(DTYPE) for size in ((m, k), (n, k)))
         out = torch.empty(m // 2, n, dtype=DTYPE, device=DEVICE)
         for call in range(5):
-            op(a, weight, out)
-            if call == 0:
-                came_back = watch(op)
+            (watched(op, came_back) if call else op)(a, weight, out)
             for row, value in ((flags.FREE, 1), (flags.ARRIVED, m // 2)):
                 peer.write(here[row.value, 1], value)
             for row in (flags.FREE, flags.ARRIVED):
