@@ -16,17 +16,18 @@ from ..exchange.peers import Peers, release_if_given_up, wait_for_flag
 from ..exchange.products import store_rows
 from ..tiles import grouped_tile
 from .flags import NOT_PUSHED
-from .launch import CPU_TILES, GPU_TILES, ordered
+from .launch import CPU_TILES, GPU_TILES, with_fields
 from .products import Weight, describe_weight, multiply_rows, table_of
 from .routing import ENTRY
 
-# Expert by expert is for short gathers: nearly all tiles wait for all of it, and each weight is read once.
+# BY_ARRIVAL: tiles as chunks arrive. Expert by expert is for short gathers: nearly all tiles wait for all of
+# it, and each weight is read once.
 GPU_CANDIDATES = [
-    *(ordered(config, by_arrival=True) for config in GPU_TILES),
-    *(ordered(config, by_arrival=False) for config in (*GPU_TILES[:4], *GPU_TILES[9:12])),
+    *(with_fields(config, BY_ARRIVAL=True) for config in GPU_TILES),
+    *(with_fields(config, BY_ARRIVAL=False) for config in (*GPU_TILES[:4], *GPU_TILES[9:12])),
 ]
 CPU_CANDIDATES = [
-    ordered(config, by_arrival=by_arrival)
+    with_fields(config, BY_ARRIVAL=by_arrival)
     for config, by_arrival in zip(CPU_TILES, (True, True, False, False), strict=True)
 ]
 

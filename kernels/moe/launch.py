@@ -49,11 +49,10 @@ LONGEST_K = max(config.kwargs["BLOCK_K"] for config in (CPU_TILES if INTERPRETED
 HEIGHTS = (HIGHEST_HEIGHT // LOWEST_HEIGHT).bit_length()
 
 
-def ordered(config: triton.Config, *, by_arrival: bool) -> triton.Config:
-    """Return the config with an order of tiles: as chunks arrive; or by expert, which overlaps little."""
-    kwargs = {**config.kwargs, "BY_ARRIVAL": by_arrival}
+def with_fields(config: triton.Config, **fields: Any) -> triton.Config:
+    """Return the config with fields that one of the kernels has alone."""
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return triton.Config(kwargs, **options, pre_hook=config.pre_hook)
+    return triton.Config({**config.kwargs, **fields}, **options, pre_hook=config.pre_hook)
 
 
 def size_class(choices: int) -> int:

@@ -18,9 +18,9 @@ A call on rank r:
         it tokens of r + 1, r + 2, ..., r         ids, weights, GIVEN[r], TOLD[r] to rank p
     grouped GEMM, one persistent kernel:      for p = r + 1, r + 2, ...:
         products of stage 0, 1, ...               wait until DONE[p] >= 1, DONE[p] := 0
-        a stage's tokens combined as soon         our sums for p to their slot on rank p
-        as they are stored, its last              ARRIVED[r] of rank p := 1
-        block sets DONE[p];
+        a stage's tokens combined behind          our sums for p to their slot on rank p
+        AHEAD rounds of the next one's            ARRIVED[r] of rank p := 1
+        tiles, its last block sets DONE[p];
         the own chunk last, once all
         ARRIVED[p] >= 1
     fork                               -->    TOLD, ARRIVED := AFTER
@@ -40,7 +40,7 @@ kernels end. A kernel of another stream that holds SMs until it has met its like
 out, as in `GemmReduceScatter`: it must leave room for one.
 
 **Where streams share a hardware queue** the order is that of `GemmReduceScatter`. A captured call launches
-the kernel once for each stage.
+the kernel once for each stage, with that stage's part of the list.
 
 **Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
 its stores; who combines stage s has acquired the counts of stages 0 to s. What follows DONE is as in
@@ -314,7 +314,7 @@ class MoEReduceScatter(ExpertOperation):
         world, rank, flags = self.world_size, self.rank, self._flags.local
         if choices.is_gathered:
             world, rank, flags = 1, 0, self._arrived
-        first_part, parts = (0, world + 1) if step is None else (step, 1)
+        first_part, parts = (0, world) if step is None else (step, 1)
         sums = (products, self._partial, self._staged.local, choices.weights)
         plan = choices.plan
         planned = (plan.rows, plan.sources, choices.offsets, choices.ends, choices.tables, choices.counters)

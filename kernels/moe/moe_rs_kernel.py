@@ -1,9 +1,9 @@
 """The device side of `MoEReduceScatter`: a persistent grouped GEMM that combines and hands over chunks.
 
-Programs claim items from a list: tiles of products, then parts of tokens to be combined, stage by stage.
-Tiles are counted at their stage; who combines waits for the counts, and the last to end a peer's stage sets
-DONE, behind which the side stream pushes. Measured (one H200, 2026-11-24): rows that are sorted come by TMA
-3 to 11 % faster, at four shapes, than by pointers.
+Programs claim items from a list: tiles of products, stage by stage, and in between blocks of tokens to be
+combined. Tiles are counted at their stage; who combines waits for the counts, and the last to end a peer's
+stage sets DONE, behind which the side stream pushes. Measured (one H200, 2026-11-24): rows that are sorted
+come by TMA 3 to 11 % faster, at four shapes, than by pointers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..exchange.products import store_rows
 from ..signals import count_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
 from .flags import NOT_COMPUTED, NOT_PUSHED
-from .launch import CPU_TILES, GPU_TILES
+from .launch import CPU_TILES, GPU_TILES, with_fields
 from .products import (
     Weight,
     describe_neighbours,
@@ -31,11 +31,22 @@ from .products import (
 )
 from .routing import ENTRY
 
-GPU_CANDIDATES = GPU_TILES
-CANDIDATES = CPU_TILES if INTERPRETED else GPU_CANDIDATES
+# AHEAD: rounds of the next stage's tiles, one tile a program each, in front of the combining of a stage. With
+# few, who combines may wait for the stage's last tiles; with all, two ranks push when all is computed.
+ALL = tl.constexpr(1 << 16)
+BEHIND_ALL = {"AHEAD": ALL.value, "COMBINE_M": 16}
 
-
-COMBINE_M = tl.constexpr(16)  # tokens of a block that is combined
+GPU_CANDIDATES = [
+    *(with_fields(config, **BEHIND_ALL) for config in GPU_TILES),
+    *(with_fields(config, AHEAD=1, COMBINE_M=64) for config in GPU_TILES[:6]),
+    with_fields(GPU_TILES[2], AHEAD=1, COMBINE_M=16),
+    with_fields(GPU_TILES[2], AHEAD=2, COMBINE_M=64),
+]
+CPU_CANDIDATES = [
+    with_fields(config, AHEAD=ahead, COMBINE_M=rows)
+    for config, ahead, rows in zip(CPU_TILES, (ALL.value, 1, 0, 2), (16, 16, 32, 8), strict=True)
+]
+CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 
 class Products(NamedTuple):
@@ -71,7 +82,7 @@ class Items(NamedTuple):
     counters_ptr: Any
     ends_ptr: Any  # of the table that the kernel reads
     tiles_n: Any
-    parts: Any
+    is_whole: Any  # whether a launch has all of it
 
 
 @triton.autotune(
@@ -122,7 +133,7 @@ def moe_reduce_scatter(
     stride_b,
     stride_cm,
     first_part,
-    parts,  # WORLD + 1, or one in a call that is captured
+    parts,  # WORLD, or one in a call that is captured
     rank,
     patience_ticks,
     WORLD: tl.constexpr,
@@ -137,13 +148,15 @@ def moe_reduce_scatter(
     GROUP_M: tl.constexpr,
     EPILOGUE_SUBTILE: tl.constexpr,  # store half a tile at a time, with half the registers for it
     TMA: tl.constexpr,
+    AHEAD: tl.constexpr,
+    COMBINE_M: tl.constexpr,  # tokens of a block that is combined
 ):
     """Multiply the rows of stage 0, 1, ...; combine the tokens of each stage once its products are stored.
 
     Stage s is the chunk of rank + 1 + s, the own one the last. The work is one list, whose items the programs
-    claim one by one: tiles of stage 0, tiles of stage 1, blocks to combine of stage 0, tiles of stage 2,
-    blocks to combine of stage 1, ... In a call that is captured each launch has a list for one stage: its
-    tiles, then its blocks to combine. So what an item waits for has been claimed by a program that runs.
+    claim one by one. It has a part for each stage: its tiles, as far as the part before does not have them;
+    the first tiles of the next stage, AHEAD rounds of them; the stage's blocks to combine. In a call that is
+    captured each launch has one part. So what an item waits for has been claimed by a program that runs.
     """
     weight = Weight(b_ptr, experts, N, K, stride_be, stride_b)
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
@@ -159,48 +172,63 @@ def moe_reduce_scatter(
     table_ptr = tables_ptr + table * capacity * ENTRY
     tiles_n = tl.cdiv(N, BLOCK_N)
 
-    behind = tl.where(parts > 1, 1, 0)  # how many parts a stage is combined behind its tiles
     claims_ptr = counters_ptr + 2 * WORLD + first_part
-    items = Items(claims_ptr, counters_ptr, ends_ptr + table * WORLD, tiles_n, parts)
+    ends_ptr += table * WORLD
+    items = Items(claims_ptr, counters_ptr, ends_ptr, tiles_n, parts > 1)
     products = Products(a_ptr, a_desc, stride_am, rows_ptr, sources_ptr, weights_ptr, products_ptr)
     sums = Sums(
         c_ptr, stride_cm, products_ptr, partial_ptr, staged_ptr, offsets_ptr, N, topk, tokens_per_rank
     )
     peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     item = claim_number(claims_ptr)
-    if (item == 0) & (parts > 1):  # one program, which runs: the first that came
+    if (item == 0) & items.is_whole:  # one program, which runs: the first that came
         for peer in range(0, WORLD):
             if (peer != rank) & (tl.load(offsets_ptr + peer) == tl.load(offsets_ptr + peer + 1)):
                 notify(flags_ptr + DONE * WORLD + peer, 1)  # there is nothing to compute for it
 
-    listed = 0  # items in front of the next part of the list
+    # Where a push stands behind a launch, with none of all tiles in front it has the next launch beside it.
+    rounds = tl.where(items.is_whole | (AHEAD < ALL), AHEAD, 0)
+    most_ahead = rounds * tl.num_programs(0)
     first_block = 0  # of the stage
+    shift = 0  # from an item's number to that of its tile, among those of all stages
     if first_part > 0:
-        first_block = tl.load(ends_ptr + table * WORLD + first_part - 1)
+        first_block = tl.load(ends_ptr + first_part - 1)
+        shift = _end_of_part(first_part - 1, most_ahead, items, WORLD)
     for part in tl.range(first_part, first_part + parts):
-        last_block = tl.load(ends_ptr + table * WORLD + tl.minimum(part, WORLD - 1))
-        blocks = last_block - first_block
-        end = listed + blocks * tiles_n
-        while item < end:
-            block, pid_n = grouped_tile(item - listed, blocks, tiles_n, GROUP_M)
-            entry_ptr, col = table_ptr + (first_block + block) * ENTRY, pid_n * BLOCK_N
+        last_block = tl.load(ends_ptr + part)
+        last_tile = _end_of_part(part, most_ahead, items, WORLD)
+        while item + shift < last_tile:
+            tile = item + shift
+            is_ahead = tl.where(tile >= last_block * tiles_n, 1, 0)
+            begin = tl.where(is_ahead == 1, last_block, first_block)
+            blocks = tl.load(ends_ptr + part + is_ahead) - begin
+            block, pid_n = grouped_tile(tile - begin * tiles_n, blocks, tiles_n, GROUP_M)
+            entry_ptr, col = table_ptr + (begin + block) * ENTRY, pid_n * BLOCK_N
             _multiply_block(
                 *(entry_ptr, col, products, weight, b_desc),
                 *(BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE_SUBTILE, USE_TMA, A_BY_TMA, BY_COLUMNS, UPCAST, SORTED),
             )
-            count_up(counters_ptr + part, "release")
+            count_up(counters_ptr + part + is_ahead, "release")
             item = claim_number(claims_ptr)
-        listed = end
         first_block = last_block
-        if part >= behind:
-            item, listed = _combine_stage(part - behind, item, listed, items, sums, peers, WORLD, BLOCK_N)
+        listed = last_tile - shift  # items in front of those that combine the stage
+        item, listed = _combine_stage(part, item, listed, items, sums, peers, WORLD, COMBINE_M, BLOCK_N)
+        shift = last_tile - listed
 
-    if first_part + parts >= WORLD:
+    if first_part + parts == WORLD:
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
             if peer != rank:  # its push is a part of this call, whether this rank has tokens or not
                 value = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
                 if SORTED:  # a call has no other kernel
                     release_if_given_up(value, peer, peers, WORLD)
+
+
+@triton.jit
+def _end_of_part(part, most_ahead, items, WORLD: tl.constexpr):
+    """Return how many tiles, of all stages together, there are up to the end of a part of the list."""
+    of_stage = tl.load(items.ends_ptr + part) * items.tiles_n
+    of_next = tl.load(items.ends_ptr + tl.minimum(part + 1, WORLD - 1)) * items.tiles_n - of_stage
+    return of_stage + tl.minimum(of_next, most_ahead)
 
 
 @triton.jit
@@ -260,6 +288,7 @@ def _combine_stage(
     sums,
     peers,
     WORLD: tl.constexpr,
+    COMBINE_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Add up the products of each token of a stage, in blocks; return the next claim and the items so far."""
@@ -282,7 +311,7 @@ def _combine_stage(
         _combine_block(rows, cols, tokens, offset, stage, chunk == rank, lost, sums, WORLD)
         if chunk != rank:
             before = count_up(items.counters_ptr + WORLD + chunk, "acq_rel")
-            if (before == blocks - 1) & (items.parts > 1):
+            if (before == blocks - 1) & items.is_whole:
                 notify(peers.flags_ptr + DONE * WORLD + chunk, 1)
         item = claim_number(items.claims_ptr)
     return item, end

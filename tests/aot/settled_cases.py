@@ -17,7 +17,7 @@ from dist_autotune.kernels.gemm_rs.operation import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.moe import ag_moe, moe_rs
 from dist_autotune.kernels.moe.ag_moe_kernel import all_gather_moe
-from dist_autotune.kernels.moe.launch import HEIGHTS, ordered
+from dist_autotune.kernels.moe.launch import HEIGHTS, with_fields
 from dist_autotune.kernels.moe.moe_rs_kernel import moe_reduce_scatter
 
 
@@ -293,15 +293,16 @@ def _of_experts(
     plain_case = Choices()
     changes = CHANGES_OF_CHOICES | (OF_Y if names is SCATTERED else {})
     changes |= {f"alignment of {each}": {"shifted": frozenset({each})} for each in names}
-    gathers = names is GATHERED
+    fields = {"BY_ARRIVAL": True} if names is GATHERED else {"AHEAD": 1, "COMBINE_M": 16}
+    changed = {"BY_ARRIVAL": False} if names is GATHERED else {"AHEAD": 2}
     odd = {"size_class": 256, "N": 192, "K": 104, "experts": 4, "topk": 2, "capacity": 77, "stride_b": 112}
     odd |= {"stride_be": 192 * 112, "stride_cm": 216, "rank": 1, "patience_ticks": 99, "SORTED": False}
     odd |= {"WORLD": 2, "TMA_LEGAL": True, "BY_COLUMNS": False, "UPCAST": False}
     return Launches(
         kernel,
         module,
-        [ordered(each, by_arrival=True) for each in TILES] if gathers else TILES,
-        ordered(OTHER_TILES, by_arrival=False) if gathers else OTHER_TILES,
+        [with_fields(each, **fields) for each in TILES],
+        with_fields(OTHER_TILES, **fields | changed),
         lambda case: ChoicesCaller(names, case),
         plain_case,
         _cases(plain_case, changes),
@@ -318,7 +319,7 @@ SCATTER = _of_experts(
     moe_reduce_scatter,
     moe_rs,
     SCATTERED,
-    {"tokens_per_rank": 64, "stride_am": 120, "first_part": 0, "parts": 3, "A_TMA_LEGAL": False},
+    {"tokens_per_rank": 64, "stride_am": 120, "first_part": 0, "parts": 2, "A_TMA_LEGAL": False},
     own=OWN | {"tokens_per_rank": 32},
     unlike=("products_ptr",),
 )
