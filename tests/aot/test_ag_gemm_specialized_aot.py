@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import re
-import weakref
 from typing import Any
 
 import pytest
@@ -153,17 +151,6 @@ def test_a_settled_launch_is_the_first_one_again_with_the_numbers_of_its_own_cal
     assert [launched[:3] for launched in device.launched] == [(tiles, 1, 1)] * 3
 
 
-def test_other_tensors_take_the_short_way_with_their_own_addresses(device, ask_no_tuner):
-    launch(*tensors(), a_call())
-    ask_no_tuner()
-    gather, weight, out = tensors()
-    call = a_call()
-    launch(gather, weight, out, call)
-    launched = arguments(device.launched[-1])
-    assert [value[0] for value in launched[:4]] == [t.data_ptr() for t in (gather, weight, weight, out)]
-    assert launched[4:7] == [call.flags.data_ptr(), call.errors.data_ptr(), call.errors.data_ptr()]
-
-
 def test_a_weight_by_columns_is_described_as_its_rows_lie_and_is_another_kernel(device):
     gather, weight, out = tensors()
     across = torch.zeros(K, N, dtype=torch.bfloat16).T
@@ -176,13 +163,6 @@ def test_a_weight_by_columns_is_described_as_its_rows_lie_and_is_another_kernel(
     assert of_b == [(N, K, K, 1, 128, 64), by_columns, by_columns]
     tiles = WORLD * (ROWS // 64) * (N // 128)
     assert [launched[0] for launched in device.launched] == [tiles] * 3
-
-
-def test_the_program_count_is_the_call_s(device):
-    operands = tensors()
-    for programs in (7, 5, 132):
-        launch(*operands, a_call(programs=programs))
-    assert [launched[0] for launched in device.launched] == [7, 5, 24]
 
 
 def test_a_trace_is_another_kernel_with_the_same_tuning(device):
@@ -207,18 +187,6 @@ def test_calls_that_differ_in_their_epilogue_alone_share_no_choice_and_no_launch
     seen = [tuple(arguments(launched)[place] for place in at) for launched in device.launched]
     wanted = [(e.bias.data_ptr() if e.bias is not None else None, e.activation or "none") for e in endings]
     assert seen == [each for each in wanted for _ in range(2)]
-
-
-def test_nothing_keeps_the_callers_tensors(device):
-    operands, call = [*tensors()], a_call()
-    for _ in range(2):
-        launch(*operands, call)
-    kept = [weakref.ref(tensor) for tensor in (*operands, call.flags, call.errors)]
-    device.launched.clear()
-    operands.clear()
-    del call
-    gc.collect()
-    assert [ref() for ref in kept] == [None] * 5
 
 
 def test_there_is_room_for_the_trace_of_every_tile_of_every_config():

@@ -15,8 +15,6 @@ import torch
 import triton
 from compiled import HOPPER, REGISTERS, SHARED_BYTES, resources
 from gemm_compiled import OUT_BYTES, compile_gemm, describe, in_parallel
-from gluon_plan import multiply
-from launch_path import arguments, only_compiling
 
 from dist_autotune.compilation import pre_hooks
 from dist_autotune.kernels.compat import HAS_INLINE_PTX
@@ -120,12 +118,6 @@ def test_it_fits_the_device_without_spills_and_takes_what_is_said_of_it(kernels,
     assert compiled.metadata.global_scratch_size == 0  # descriptors come from the host
 
 
-def test_all_types_are_compiled():
-    types = [kinds for _, kinds in CHOSEN.values()]
-    assert {kinds["dtype"] for kinds in types} == {"bf16", "fp16", "fp8e4nv"}
-    assert {kinds["out"] for kinds in types} == {"bf16", "fp16", "fp32"}
-
-
 # ---- what they are compiled to
 
 
@@ -225,22 +217,6 @@ def test_all_columns_of_a_k_block_are_waited_for_on_one_mbarrier(kernels, code):
 
 
 # ---- the path to a launch
-
-
-def test_swapped_tiles_are_launched_with_a_as_the_further_columns(monkeypatch):
-    swapped = next(config for config, _ in CHOSEN.values() if config.kwargs["SWAP_AB"])
-    kwargs = swapped.kwargs
-    m, n, width = 1000, 2048, width_of(swapped)
-    a, weight, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((m, 64), (n, 64), (m, n)))
-    with only_compiling(monkeypatch, launching, launching.tuned_gemm, swapped) as device:
-        for _ in range(2):  # asked of the tuner, then the short way
-            assert multiply(a, weight.T, out)
-    first, settled = device.launched
-    assert arguments(first) == arguments(settled)
-    assert first[0] == min(132, -(-n // kwargs["BLOCK_M"]) * -(-m // width))
-    described = [argument[:3] for argument in arguments(first)[:4]]  # address, rows, columns
-    places = [(tensor.data_ptr(), *tensor.shape) for tensor in (a, weight, a, out)]
-    assert described == places
 
 
 def test_what_a_config_makes_of_the_descriptors_is_known_before_its_launch():

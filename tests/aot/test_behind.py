@@ -18,7 +18,6 @@ import pytest
 import torch
 from candidates import ABORTS, ASSERTED, GOOD, HELPED, TOO_LARGE, Compiler, arrive, kernel
 
-from benchmarks.tuner import compile_behind
 from dist_autotune import AgreementTimeout, contextual_autotune
 from dist_autotune.cli import replay
 from dist_autotune.codec import from_json
@@ -126,17 +125,6 @@ def test_a_process_that_compiles_and_is_killed_costs_no_candidate(device, compil
     assert banned(step) == {}
     assert set(blocks(device)) == {GOOD, 64}
     assert compiler.processes_left() == []
-
-
-def test_where_no_child_may_compile_a_step_compiles_one(device, compiler, monkeypatch):
-    monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "0")
-    step = stepping(kernel(GOOD, 64, TOO_LARGE))
-    compiled = []
-    while not step.settled:
-        step()
-        compiled.append(len(compiler.compilations()))
-    assert compiled[:4] == [1, 2, 3, 3]
-    assert compiler.pids() == {os.getpid()}
 
 
 def test_a_hook_is_rehearsed_and_what_it_makes_of_the_launch_is_compiled_elsewhere(device, compiler):
@@ -382,20 +370,3 @@ def test_ranks_of_a_host_compile_each_candidate_once(device, compiler, tmp_path)
     assert assert_all_ok(run_ranks(program, 2)) == [[ABORTS]] * 2
     compiled = compiler.compilations()
     assert (compiled.count(64), compiled.count(ABORTS)) == (1, 1)
-
-
-def test_the_benchmark_times_the_first_step_and_those_while_candidates_are_compiled(device, monkeypatch):
-    monkeypatch.setattr(compile_behind, "CONFIGS", compile_behind.CONFIGS[:2])
-    monkeypatch.setattr(compile_behind, "LATER_STEPS", 5)
-
-    def program(rank: int) -> dict[str, Any]:
-        return compile_behind.steps_of("tuned", STEP_S, 1, cuda=False)
-
-    (row,) = assert_all_ok(run_ranks(program, 1, init="none"))
-    assert row["first_s"] > 0
-    assert len(row["while_compiling_ms"]) > 0
-    assert len(row["later_ms"]) == 5
-    assert row["steps"] > len(row["while_compiling_ms"])
-    text = compile_behind.line_of("tuned", [row])
-    assert text.startswith("tuned     first step")
-    assert "all compiled after" in text

@@ -10,9 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -98,11 +96,6 @@ def test_the_telling_line_of_what_the_compiler_said_is_the_reason(capfd):
     assert "a remark" in capfd.readouterr().err
 
 
-def test_what_a_good_compilation_says_is_passed_on(capfd):
-    assert ending(lambda: print("a warning", file=sys.stderr)) == Ending()
-    assert capfd.readouterr().err == "a warning\n"
-
-
 def test_text_that_waits_in_a_buffer_is_written_once(capfd):
     sys.stdout.write("ours ")
     ending(lambda: print("the child's"))
@@ -156,27 +149,6 @@ def test_a_child_reaped_by_somebody_else_has_still_told_its_end():
         signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_fork_beside_other_threads_is_no_warning():
-    waits = threading.Event()
-    thread = threading.Thread(target=waits.wait)
-    thread.start()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert ending(lambda: None) == Ending()
-    finally:
-        waits.set()
-        thread.join()
-
-
-def test_a_child_may_be_forked_on_any_thread():
-    ends: list[Ending] = []
-    thread = threading.Thread(target=lambda: ends.append(ending(os.abort)))
-    thread.start()
-    thread.join()
-    assert [end.reason for end in ends] == ["the compiler was ended by SIGABRT"]
-
-
 def test_nothing_of_a_child_stays_open():
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -186,10 +158,6 @@ def test_nothing_of_a_child_stays_open():
     ending(os.abort)
     CompilerChild(signal.pause, 60.0).close()
     assert descriptors() == before
-
-
-def test_a_text_of_any_length_reaches_the_rank():
-    assert ending(lambda: "é" * 300_000, is_cut_off=True).result == "é" * 300_000
 
 
 def test_one_that_is_cut_off_has_no_file_and_no_socket_but_its_report(tmp_path, capfd):

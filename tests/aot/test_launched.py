@@ -88,17 +88,6 @@ def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(
     assert not triton.knobs.runtime.launch_enter_hook.calls
 
 
-def test_another_config_is_held_for_every_key(device) -> None:
-    observer, caller = Observer([gemm_reduce_scatter]), SumCaller(PLAIN_SUM)
-    call = Plan(observer, caller, 1)
-    held = Held(observer.tuners).with_config("gemm_reduce_scatter", str(BY_POINTERS))
-    held.put_back()
-    assert observer.launches_of(caller.call) == (Launched("gemm_reduce_scatter", str(BY_POINTERS)),)
-    assert config_of(launched(device, call)) is BY_TMA_OTHERS
-    with pytest.raises(ValueError, match="gemm_reduce_scatter has 0 configs 'BLOCK_M: 1'"):
-        held.with_config("gemm_reduce_scatter", "BLOCK_M: 1")
-
-
 def test_the_kernels_of_all_operations_are_found() -> None:
     import dist_autotune.kernels.ag_gemm
     import dist_autotune.kernels.moe_rs  # noqa: F401 - is it found

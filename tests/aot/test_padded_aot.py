@@ -15,7 +15,6 @@ from gluon_plan import multiply
 from launch_path import CompilingDevice, arguments, only_compiling
 from settled_path import matrix
 
-from dist_autotune.kernels import tensors
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
@@ -74,7 +73,6 @@ def test_the_copy_compiles_for_amd():
 PIPELINED = next(
     c for c in GLUON_CANDIDATES if c.kwargs["VARIANT"] == "pipelined" and c.kwargs["BLOCK_N"] == 64
 )
-COPY_ARGUMENTS = len(copies.copy_rows.arg_names)
 
 
 @pytest.fixture
@@ -163,22 +161,6 @@ def test_how_many_elements_are_moved_at_a_time(device, make, vector):
     names = copies.copy_rows.arg_names
     assert len(given) == len(names)
     assert dict(zip(names, given, strict=True))["VECTOR"] == vector
-
-
-def test_copies_of_one_place_to_another_are_told_apart(device):
-    """One shape, but an address that allows for less: the same binary must not be taken."""
-    for shift in (0, 1, 0, 4, 1):
-        copies.padded_copy(matrix(64, 520, torch.float16, shift=shift), transposed=False)
-    place = copies.copy_rows.arg_names.index("VECTOR")
-    assert [arguments(launched)[place] for launched in device.launched] == [8, 1, 8, 4, 1]
-    assert len(copies._LAUNCHES) == 3
-
-
-def test_what_is_kept_of_copies_is_bounded(device, monkeypatch):
-    monkeypatch.setattr(tensors, "KEPT", 3)
-    for rows in range(1, 8):
-        copies.padded_copy(matrix(rows, 64, torch.float16), transposed=False)
-    assert [key[4][0] for key in copies._LAUNCHES] == [5, 6, 7]
 
 
 def test_nothing_keeps_scratch_memory(device, all_copied, rooms):

@@ -20,8 +20,6 @@ from dist_autotune.kernels import tensors
 from dist_autotune.kernels.epilogues import Epilogue, EpilogueKind
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm import operation
-from dist_autotune.kernels.gemm.configs import blocks_of
-from dist_autotune.kernels.launch import SettledLaunches
 from dist_autotune.kernels.matrices import LINE_BYTES
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
@@ -66,25 +64,6 @@ def test_other_tensors_of_the_same_shape_take_the_short_way_with_their_own_addre
     multiply(a, b, out)
     launched = arguments(device.launched[-1])
     assert [descriptor[0] for descriptor in launched[:4]] == [tensor.data_ptr() for tensor in (a, b, b, out)]
-
-
-def test_nothing_keeps_the_callers_tensors(device):
-    tensors = [*operands(256, 192, 64), zeros(1, 192)[0]]
-    for _ in range(2):
-        multiply(*tensors[:3], epilogue=Epilogue(tensors[3]))
-    kept = [weakref.ref(tensor) for tensor in tensors]
-    device.launched.clear()
-    tensors.clear()
-    gc.collect()
-    assert [ref() for ref in kept] == [None] * 4
-
-
-def test_what_is_kept_is_bounded(device, monkeypatch):
-    monkeypatch.setattr(launching, "_SETTLED", SettledLaunches(launching.tuned_gemm, blocks_of))
-    monkeypatch.setattr(tensors, "KEPT", 2)
-    for m in (64, 128, 192, 256):
-        multiply(*operands(m, 192, 64))
-    assert [shape.m for shape in launching._SETTLED._of] == [192, 256]
 
 
 def test_a_result_contiguous_along_columns_is_the_transposed_product(device):
@@ -258,14 +237,6 @@ def test_what_is_wrong_is_refused_for_known_tensors_too(device, on_gpu, change, 
     assert len(device.launched) == 1
 
 
-def test_what_the_plain_body_computes_has_no_route(on_gpu):
-    a, b, out = operands(256, 192, 60)
-    for _ in range(2):
-        persistent_matmul(a[:, 1:], b[1:], out)
-    assert len(on_gpu) == 2
-    assert operation._PLANS == {}
-
-
 def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
     monkeypatch.setattr(tensors, "KEPT", 2)
     calls = [operands(256, 192, 64 * size) for size in range(1, 5)]
@@ -287,15 +258,6 @@ def test_a_known_route_leads_to_the_tuner_while_a_launch_may_be_a_trial(on_gpu, 
     monkeypatch.setattr(launches, "is_tuning", lambda: True)
     persistent_matmul(a, b, out)
     assert (len(asked), len(on_gpu)) == (1, 1)
-
-
-def test_another_choice_of_the_tuner_is_followed_on_a_known_route(device, on_gpu, monkeypatch):
-    a, b, out = operands(256, 192, 64)
-    persistent_matmul(a, b, out)
-    monkeypatch.setattr(launching.tuned_gemm, "configs", [candidate("pipelined", BLOCK_M=64, BLOCK_N=128)])
-    persistent_matmul(a, b, out)
-    assert [launched[0] for launched in device.launched] == [4 * 3, 4 * 2]
-    assert len(on_gpu) == 1
 
 
 @pytest.mark.parametrize(("current", "entered"), [(1, []), (0, [1])], ids=["current", "another"])

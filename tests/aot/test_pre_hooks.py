@@ -160,16 +160,6 @@ def test_a_compiler_that_aborts_for_a_config_with_a_hook_costs_only_that_config(
     assert {constants["BLOCK"] for constants in fresh.launched} == {FIRST, GOOD}
 
 
-def test_a_hook_may_change_a_list_in_place(fresh, compiler):
-    def hook(nargs: dict[str, Any]) -> None:
-        nargs["x_desc"].block_shape[:] = [nargs["BLOCK"]] * 2
-
-    descriptor, y = arguments()
-    assert preflight(kernel(GOOD, hooks={GOOD: hook}), descriptor, y).reasons == {}
-    assert compiler.compilations() == [GOOD]
-    assert descriptor.block_shape == SMALLEST
-
-
 def test_a_hook_may_go_by_shape_type_device_and_address(fresh, compiler):
     def hook(nargs: dict[str, Any]) -> None:
         y, x = nargs["y_ptr"], nargs["x_desc"].base
@@ -180,19 +170,6 @@ def test_a_hook_may_go_by_shape_type_device_and_address(fresh, compiler):
 
     found = preflight(kernel(GOOD, hooks={GOOD: hook}))
     assert (found.reasons, found.counts.compiled, found.counts.remark) == ({}, 1, "")
-
-
-def test_an_argument_that_is_passed_twice_is_one_object_to_the_hook():
-    descriptor, y = arguments()
-    tuner = kernel(GOOD)
-    config = tuner.configs[0]
-    found = pre_hooks.rehearse(Launch(tuner, (descriptor, (y, descriptor)), {}), {"one": config}, 60.0)
-    args = found["one"].args
-    assert args[0] is args[1][1]
-    assert args[0] is not descriptor
-    assert args[0].base is descriptor.base
-    assert args[1][0] is y
-    assert args[0].block_shape == [GOOD, GOOD]
 
 
 def test_a_hook_may_set_a_layout():
@@ -351,13 +328,6 @@ def test_a_config_whose_hook_cannot_be_told_is_tuned_at_its_launch(fresh, compil
     assert not Path("calls").exists()
 
 
-def test_a_hook_that_cannot_be_told_costs_the_others_nothing(fresh, compiler):
-    hooks = {FIRST: then_set(lambda nargs: nargs["y_ptr"].tolist())}
-    counts = preflight(kernel(FIRST, GOOD, hooks=hooks)).counts
-    assert compiler.compilations() == [GOOD]
-    assert "1 candidate left to the first launch" in counts.remark
-
-
 def test_a_config_whose_own_hook_raises_out_of_resources_is_banned_by_its_launch_alone(fresh):
     def hook(nargs: dict[str, Any]) -> None:
         raise OutOfResources(2, 1, "patience")
@@ -367,18 +337,6 @@ def test_a_config_whose_own_hook_raises_out_of_resources_is_banned_by_its_launch
     function = tuned(kernel(FIRST, GOOD, hooks={GOOD: hook}), arguments())
     function()
     assert "patience" in banned(function)[GOOD]
-
-
-@pytest.mark.parametrize("why", ["no limit", "no fork"])
-def test_without_children_such_configs_are_left_to_their_launch(fresh, compiler, monkeypatch, why):
-    def no_fork() -> int:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    if why == "no fork":
-        monkeypatch.setattr(os, "fork", no_fork)
-    counts = preflight(kernel(GOOD), limit_s=60.0 if why == "no fork" else 0.0).counts
-    assert compiler.compilations() == []
-    assert "1 candidate left to the first launch" in counts.remark
 
 
 # ---- several ranks

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from launch_path import count_asking, leave_out_machine_code
+from launch_path import leave_out_machine_code
 from triton import knobs
 from triton.runtime.driver import driver
 
@@ -221,42 +221,6 @@ def test_descriptors_are_encoded_once_for_each_address(device):
     assert device.encoded[4:] == [gather, weight, weight, out]
 
 
-def maps_in(handed: Any) -> Iterator[int]:
-    """Yield the addresses of the descriptors that the driver was handed."""
-    for each in handed if isinstance(handed, tuple) else ():
-        if isinstance(each, tuple) and each[:1] == ("tensor map",):
-            yield each[1]
-        else:
-            yield from maps_in(each)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that grows with each launch with descriptors that is prepared."""
-    made: list[int] = []
-    prepare = launches.PreparedLaunch.__init__
-    monkeypatch.setattr(
-        launches.PreparedLaunch, "__init__", lambda *args: (args[3] and made.append(1), prepare(*args))[1]
-    )
-    return made
-
-
-@NEEDS_BARE
-def test_weights_of_many_layers_share_a_launch_and_are_encoded_once(device, monkeypatch):
-    caller, made = Caller(SpecializedConsumer), counted(monkeypatch)
-    gather, _, out = caller.tensors
-    weights = torch.zeros((100, N, K), dtype=torch.bfloat16)
-    calls(device, caller, 2)
-    device.encoded.clear()
-    for _ in range(2):
-        for caller.tensors[1] in weights:
-            calls(device, caller, 1)
-    assert len(made) == 1
-    assert device.encoded == [weight.data_ptr() for weight in weights for _ in range(2)]  # B is there twice
-    for weight, handed in zip(weights, device.handed[-100:], strict=True):
-        b = weight.data_ptr()
-        assert list(maps_in(handed)) == [gather.data_ptr(), b, b, out.data_ptr()]
-
-
 @NEEDS_BARE
 def test_descriptors_of_ever_new_addresses_are_bounded(device, monkeypatch):
     monkeypatch.setattr(launches, "DESCRIPTORS_KEPT", 3)
@@ -303,18 +267,6 @@ def test_hooks_are_handed_over_while_there_are_any(device, consumer, name):
         chain.remove(hook)
     calls(device, caller, 1)
     assert device.hooked == [True, False, True, True, False]  # the first launch is the tuner's
-
-
-@NEEDS_BARE
-def test_a_hook_that_is_no_chain_is_a_hook_too(device, monkeypatch):
-    caller = Caller(SpecializedConsumer)
-    calls(device, caller, 2)
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda told: None)
-    calls(device, caller, 1)
-    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", None)
-    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", None)
-    calls(device, caller, 1)
-    assert device.hooked == [True, False, True, False]
 
 
 class Counter:
@@ -373,22 +325,3 @@ def test_where_the_way_below_is_not_known_triton_s_own_is_taken(device, monkeypa
     assert first[:3] == second[:3] == third[:3]
     assert device.hooked == [True] * 3
     assert len(device.encoded) == 12
-
-
-def test_another_choice_of_the_tuner_is_followed_at_once(device, monkeypatch):
-    caller = Caller(SpecializedConsumer)
-    calls(device, caller, 2)
-    other = specialized.CANDIDATES[-1]
-    monkeypatch.setattr(specialized.tuned, "configs", [other])
-    device.encoded.clear()
-    after = calls(device, caller, 2)
-    assert len({handed[:3] for handed in after}) == 1
-    assert settled_configs() == [other]
-    monkeypatch.setattr(launches, "is_tuning", lambda: True)
-    asked = count_asking(monkeypatch, specialized.tuned)
-    calls(device, caller, 2)
-    assert asked == [1, 1]
-
-
-def settled_configs() -> list[triton.Config]:
-    return [settled.config for settled in specialized._SETTLED._of.values()]

@@ -21,7 +21,6 @@ from settled_path import (
     allocator_of_the_caller,
     launched,
     launching,
-    microseconds,
 )
 
 from dist_autotune import contextual_autotune
@@ -86,25 +85,6 @@ def test_no_call_takes_what_was_remembered_of_another_and_each_is_launched_as_th
     assert len(asked) == 2 * len(callers)
     for label in callers:
         assert again[label] == first[label] == long[label], label
-
-
-@pytest.mark.parametrize("world", [SUMS], indirect=True)
-def test_the_check_above_sees_kernels_grids_and_arguments_that_differ(world):
-    """What is compared is not the same for all: the changes lead to other code, grids and arguments."""
-    plain = world.launched(world.caller())
-    others = {name: world.launched(world.caller(case)) for name, case in world.of.cases.items()}
-    code = {name for name, other in others.items() if other.received[4] != plain.received[4]}
-    assert {
-        *("inner dimension that TMA cannot address", "float16", "world size", "out's stride, 1 more"),
-        *("columns that are no multiple of 16", "a's alignment", "out's alignment"),
-        *("alignment of partial", "alignment of staged", "no TMA"),
-        *("scales of rows", "scales of columns", "scales of both"),
-    } <= code
-    grids = {name for name, other in others.items() if other.received[:3] != plain.received[:3]}
-    assert {"columns", "number of programs"} <= grids
-    by_pointers = {name for name, other in others.items() if not world.named(other)["TMA"]}
-    assert {"no TMA", "a's alignment", "weight's stride, 1 more"} <= by_pointers
-    assert "out's alignment" not in by_pointers  # no descriptor is made of it
 
 
 def test_every_argument_is_where_the_kernel_expects_it(world, asked):
@@ -175,16 +155,6 @@ def test_a_launch_is_on_the_stream_that_is_current_as_in_a_capture(world):
         streams.append(world.launched(caller).received[3])
     assert streams == [0, 0, 7, 0]
     assert [stream for _, _, stream in world.device.allocated] == [0, 0, 7, 0]
-
-
-@pytest.mark.parametrize("world", [SUMS], indirect=True)
-def test_a_tensor_that_needs_a_gradient_is_launched_like_any(world, asked):
-    caller = world.caller()
-    plain = world.launched(caller)
-    for tensor in caller.operands[:2]:
-        tensor.requires_grad_()
-    assert world.launched(caller) == plain
-    assert asked == [1]
 
 
 # ---- scratch memory
@@ -263,16 +233,3 @@ def test_nothing_keeps_the_callers_tensors(world):
     del caller
     gc.collect()
     assert [ref() for ref in kept] == [None] * len(kept)
-
-
-def test_the_short_way_is_less_python_than_the_long_one(world, monkeypatch):
-    """With -s it prints how much."""
-    caller = world.caller()
-    world.device.writes_down = False
-    caller.call()
-    short_us = microseconds(caller.call)
-    monkeypatch.setattr(launches, "is_tuning", lambda: True)
-    long_us = microseconds(caller.call)
-    name = world.of.kernel.base_fn.__name__
-    print(f"{name}: Python above Triton's launcher: {short_us:.1f} us, the long way {long_us:.1f} us")
-    assert short_us < long_us

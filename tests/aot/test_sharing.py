@@ -12,7 +12,7 @@ import pytest
 import torch
 from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
 
-from dist_autotune.compilation import compiler_child, pool
+from dist_autotune.compilation import pool
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.preflight import Preflight
@@ -57,13 +57,6 @@ def test_two_processes_compile_each_binary_once_in_total(device, compiler, tmp_p
     assert not list((tmp_path / "triton" / "dist_autotune-claims").glob("*/*"))
 
 
-@pytest.mark.parametrize(("rank", "first"), [(0, 16), (1, 64)])
-def test_ranks_begin_at_different_candidates(device, compiler, monkeypatch, rank, first):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    preflight(16, 64, local_rank=rank, local_ranks=2)
-    assert compiler.compilations() == [first, {16: 64, 64: 16}[first]]
-
-
 def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     assert [PoolOptions(local_rank=rank, local_ranks=8).workers for rank in range(8)] == [2] * 8
@@ -76,15 +69,6 @@ def test_while_runs_go_on_half_of_a_rank_s_cores_are_left_to_it(monkeypatch, cor
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     assert PoolOptions(local_ranks=ranks, in_background=True).workers == jobs
     assert PoolOptions(local_ranks=ranks, in_background=True, jobs=5).workers == 5
-
-
-def test_binaries_that_are_there_cost_no_process(device, compiler, monkeypatch):
-    assert preflight(16, 64).counts.compiled == 2
-    device.forget()
-    monkeypatch.setattr(pool, "CompilerChild", lambda *args: pytest.fail("forked"))
-    counts = preflight(16, 64).counts
-    assert (counts.compiled, counts.cached) == (0, 2)
-    assert len(compiler.compilations()) == 2
 
 
 def test_a_killed_rank_stops_neither_its_peer_nor_leaves_its_compiler(device, compiler):
@@ -115,15 +99,6 @@ def test_a_candidate_without_end_costs_two_ranks_one_limit(device, compiler, tmp
     assert compiler.compilations() == [ENDLESS]
 
 
-def test_a_failure_of_an_earlier_session_is_forgotten(device, compiler):
-    compiler.behaves({64: "exit"})
-    assert len(preflight(64).reasons) == 1
-    assert len(preflight(64).reasons) == 1
-    assert compiler.compilations() == [64]  # the second time it was known
-    compiler.behaves({})
-    assert preflight(64, session="two").reasons == {}
-
-
 def test_ctrl_c_leaves_no_process_and_no_claim(device, compiler):
     def program(rank: int) -> int:
         compiler.behaves({64: "spin"})
@@ -144,28 +119,6 @@ def test_a_rank_that_cannot_write_claims_compiles_for_itself(device, compiler, t
     assert found.reasons == {}
     assert found.counts.compiled == 2
     assert "no locks in" in found.counts.remark
-
-
-def test_where_nothing_can_be_forked_this_process_compiles(device, compiler, monkeypatch):
-    def no_fork() -> int:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(os, "fork", no_fork)
-    found = preflight(16, 64)
-    assert found.reasons == {}
-    assert found.counts.compiled == 2
-    assert "no child (Resource temporarily unavailable)" in found.counts.remark
-    assert compiler.pids() == {os.getpid()}
-
-
-def test_where_no_child_comes_to_begin_this_process_compiles(device, compiler, monkeypatch):
-    monkeypatch.setattr(compiler_child, "START_S", 0.2)
-    monkeypatch.setattr(compiler_child, "_settle_in", lambda *args: signal.pause())
-    found = preflight(16, 64)
-    assert found.reasons == {}
-    assert found.counts.compiled == 2
-    assert "without a limit: child processes do not start" in found.counts.remark
-    assert compiler.pids() == {os.getpid()}
 
 
 def test_a_claim_whose_owner_is_stopped_is_not_respected_for_ever(device, compiler, monkeypatch):

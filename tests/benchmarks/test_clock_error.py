@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from programs import torchrun
 
 from benchmarks.common import render
 from benchmarks.tuner import clock_error
 from benchmarks.tuner.clock_error import Row
-from dist_autotune import TunedContext, TuningReport
 
 
 def row(clock_us: float, gpu_us: float, *, launch_bound: bool = False, feeds: bool = True) -> Row:
@@ -58,54 +55,6 @@ def test_the_profilers_durations_are_those_of_the_kernel_alone():
         clock_error.median_us(events, "spend", 4)
 
 
-def test_every_duration_is_measured_in_both_functions_fed_and_not_and_profiled_after_all(monkeypatch):
-    out: list[str] = []
-    numbers = torch.zeros(1)
-    monkeypatch.setattr(torch, "randn", lambda *size, device: numbers)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: out.append("wait"))
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: out.append("sleep"))
-
-    class Kernel:
-        fn = property(lambda self: self)
-
-        def __getitem__(self, grid):
-            return lambda x, iterations, **options: out.append(f"launch {iterations}")
-
-    monkeypatch.setattr(clock_error, "make_kernel", Kernel)
-    times = iter([(0.0), (0.0), 10.0, 100.0, 1.5])
-
-    def event_us(call):
-        call()
-        return next(times)
-
-    def tune(function, feeds, repeats):
-        out.append(f"tune {'fed' if feeds else 'not fed'}")
-        function()
-        context = TunedContext("spend", (1,), None, ms=0.02 if feeds else 0.06, launch_bound=not feeds)
-        return function, TuningReport(runs=1, contexts=(context,))
-
-    def gpu_us(function, repeats):
-        out.append("profile")
-        return 20.0
-
-    for name, stand_in in (("event_us", event_us), ("tune", tune), ("gpu_us", gpu_us)):
-        monkeypatch.setattr(clock_error, name, stand_in)
-    rows, nothing_us = clock_error.measure([20], 3)
-    assert nothing_us == 1.5
-    idle = ["launch 20000", "wait"]
-    busy = ["sleep", "launch 20000", "wait"]
-    assert out[4:] == [
-        *("tune not fed", *idle, "tune fed", *idle, "tune not fed", *busy, "tune fed", *busy),
-        *["profile"] * 4,
-    ]
-    assert [(row.function, row.feeds, row.verdict) for row in rows] == [
-        ("idle", False, "flagged"),
-        ("idle", True, "ok"),
-        ("busy", False, "flagged"),
-        ("busy", True, "ok"),
-    ]
-
-
 def test_the_record_becomes_a_table_for_the_terminal_and_a_page(tmp_path):
     rows = [row(60.0, 10.0, launch_bound=True, feeds=False), row(10.1, 10.0), row(120.0, 100.0)]
     record = {
@@ -132,17 +81,6 @@ def test_the_record_becomes_a_table_for_the_terminal_and_a_page(tmp_path):
     ):
         assert part in page
     assert render.file_stem(record) == "clock_error_1xH200_2026-01-02"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "told"), [(["--help"], 0, "--microseconds"), ([], 2, "needs a GPU")]
-)
-def test_it_tells_its_options_and_refuses_to_time_an_interpreter(arguments, code, told, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["clock_error", *arguments])
-    with pytest.raises(SystemExit) as end:
-        clock_error.main()
-    assert end.value.code == code
-    assert told in "".join(capsys.readouterr())
 
 
 @pytest.mark.gpu(alone=True, seconds=20)

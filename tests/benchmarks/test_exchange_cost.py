@@ -20,10 +20,6 @@ def test_a_fit_finds_the_coefficients_and_tells_what_it_cannot_explain():
     assert exchange_cost.fit(rows, [values[0] + 50, *values[1:]])["largest_error"] > 10
 
 
-def test_the_quietest_tenth_is_below_the_median():
-    assert exchange_cost.median_and_quiet([float(n) for n in range(100)]) == {"median": 49.5, "quiet": 9.1}
-
-
 @pytest.mark.parametrize("size", [2, 33, 40])
 def test_simulated_ranks_exchange_what_real_ones_do(size):
     payload = RunReport(facts={"the tuned function": {"f": 0}}).encode()

@@ -26,11 +26,9 @@ from benchmarks.fresh_sessions.plans import (
     ranked_configs,
     tuned,
 )
-from benchmarks.fresh_sessions.ranks import time_overlap
 from benchmarks.fresh_sessions.sessions import Found, Pick, Sessions
 from benchmarks.fresh_sessions.subjects import OPERATIONS, open_ag_gemm
 from benchmarks.fresh_sessions.table import Regret, arms_table, table
-from benchmarks.overlap import DEFAULT
 from ranks import assert_all_ok, run_ranks
 
 PROGRAM = "benchmarks.regret"
@@ -48,11 +46,6 @@ def test_regret_is_what_a_pick_takes_longer_than_the_least_of_all_arms():
     assert found.percent == {1: pytest.approx(2.0), 2: pytest.approx(50.0), 3: pytest.approx(2.0)}
     assert found.median_percent == pytest.approx(2.0)
     assert found.worst_percent == pytest.approx(50.0)
-
-
-def test_a_pick_that_is_the_best_arm_has_no_regret_and_without_picks_there_is_none_to_tell():
-    assert Regret.of({"pick A": 1.0, "plain": 1.5}, {1: "pick A"}).percent == {1: 0.0}
-    assert Regret.of({"plain": 1.5}, {}).worst_percent is None
 
 
 def test_the_table_has_a_column_for_each_session_and_tells_what_is_missing():
@@ -141,15 +134,6 @@ def test_with_a_directory_only_sessions_that_did_not_end_well_are_run_again(monk
     assert "kept holds sessions of" in capfd.readouterr().err
 
 
-def test_no_session_begins_when_their_time_is_spent_and_a_failed_timing_is_an_error(monkeypatch, capfd):
-    started = programs(monkeypatch, "import sys; sys.exit(1)")
-    assert start(monkeypatch, "--sessions", "3", "--sessions-budget-s", "0") == 1
-    assert ["--timing" in arguments for arguments in started] == [True]
-    said = capfd.readouterr()
-    assert said.out.startswith("sessions 1 to 3 are left out: ")
-    assert said.err == "the timing ended with 1\n"
-
-
 def test_a_session_s_processes_have_empty_caches_and_nothing_of_this_torchrun(monkeypatch):
     for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "DIST_AUTOTUNE_MODE"):
         monkeypatch.setenv(name, "1")
@@ -161,17 +145,6 @@ def test_a_session_s_processes_have_empty_caches_and_nothing_of_this_torchrun(mo
     assert found[0]["TRITON_CACHE_DIR"] == found[1]["TRITON_CACHE_DIR"]
     cold = [sessions.environment(number, cold=True)["TRITON_CACHE_DIR"] for number in (1, 2)]
     assert cold[0] != cold[1]
-
-
-def test_under_torchrun_the_first_rank_starts_the_sessions_and_the_others_end(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    started = programs(monkeypatch, "", "")
-    monkeypatch.setenv("RANK", "1")
-    assert start(monkeypatch, "--sessions", "1") == 0
-    assert started == []
-    monkeypatch.setenv("RANK", "0")
-    assert start(monkeypatch, "--sessions", "1") == 0
-    assert started[-1][-1].endswith("--nproc 4")
 
 
 # ---- picks
@@ -295,17 +268,3 @@ def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Pat
     ):
         assert part in page
     assert "they show behaviour, not speed" in page
-
-
-def timed_overlap(rank: int, directory: Path) -> dict[str, Any]:
-    options = Namespace(directory=directory, sessions=1, warm_ups=1, iterations=1, shape_limit_s=60.0)
-    return time_overlap(DEFAULT, options, Ranks(), directory / "own")
-
-
-def test_every_config_of_the_step_beside_an_all_reduce_is_timed(tmp_path):
-    (case,) = assert_all_ok(run_ranks(timed_overlap, 1, tmp_path))
-    assert case["trouble"] == []
-    assert len(case["plans"]) >= 4
-    assert [arm["name"] for arm in case["arms"] if "unavailable" in arm] == []
-    assert all(regret["best_ms"] > 0 for regret in case["regrets"].values())
-    assert len(case["regrets"]) == 4

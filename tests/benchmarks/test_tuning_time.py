@@ -22,15 +22,6 @@ def start(settled_s: float, runs: int = 20) -> Start:
     return Start(settled_s, 4.0, 0.5, 0.25, settled_s - 4.75, 1.0, 2.0, 0.125, runs)
 
 
-def test_the_table_has_the_medians_of_all_rounds():
-    rounds = [{arm: start(seconds) for arm in ARMS} for seconds in (9.0, 7.0, 8.0)]
-    table = tuning_time.table(rounds)
-    assert [row[0] for row in table["rows"]] == list(ARMS)
-    for row in table["rows"]:
-        assert row[1:] == ("8.00", "4.00", "0.50", "0.25", "3.25", "1.00", "2.00", "0.12", "20")
-        assert len(row) == len(table["columns"])
-
-
 def start_forked(
     arguments: list[str], ranks: int, directory: Path, environment: dict[str, str]
 ) -> list[dict[str, Any]]:
@@ -60,8 +51,3 @@ def test_a_warm_start_tries_nothing_and_the_parts_explain_the_whole(tmp_path, mo
     assert "| cold |" in page
     assert "commit 0ff1ce" in page
     assert "all warm" in capsys.readouterr().out
-
-
-def test_a_rank_that_fails_ends_the_benchmark(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="ended with"):
-        tuning_time.start_ranks(["--no-such-option"], 1, tmp_path, {})

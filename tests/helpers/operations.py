@@ -192,13 +192,16 @@ def three_calls(rank, runs, rows, k, n, experts, topk, dtype=HALF, kind="any", *
 
 
 def many_calls(rank, runs, delays, **options):
-    """Keep every result until the end; no rank waits for another between calls, save the hosts for counts."""
+    """Have each rank run another candidate and keep every result until the end.
+
+    No rank waits for another between calls, save the hosts for counts.
+    """
     runs.begin(rank)
     world, kept = dist.get_world_size(), []
     of_operation, _ = runs.sizes(16, 33)
     with runs.open(24, of_operation, **options) as op:
         runs.poison(op)
-        for call in range(6):
+        for call in range(4):
             rows = [(24, 7, 0, 5)[(p + call) % 4] for p in range(world)]
             size = (24, 16)[call % 2]
             operands = runs.operands(op, rows, size, (3, 5)[call % 2], (2, 1, 3)[call % 3])
@@ -212,7 +215,7 @@ def many_calls(rank, runs, delays, **options):
     return [runs.error_ratio(*one) for one in kept]
 
 
-def one_candidate(rank, runs, index, rows=(40, 33), k=40, n=72, experts=3, **options):
+def one_candidate(rank, runs, index, rows=(34, 17), k=24, n=40, experts=3, **options):
     runs.begin(rank, index)
     of_operation, of_call = runs.sizes(k, n)
     with runs.open(rows[0], of_operation, **options) as op:

@@ -5,33 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
-import ranks
-from ranks import Result, assert_all_ok, assert_killed, describe, meet, run_ranks
-
-
-def sum_of_ranks(rank):
-    total = torch.tensor([rank])
-    dist.all_reduce(total)
-    return total.item()
-
-
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    [(1, {}), (2, {"init": "tcp"}), (4, {}), (2, {"fresh": True})],
-    ids=["alone", "tcp", "file", "new interpreters"],
-)
-def test_ranks_share_a_process_group_and_return_values(world_size, options):
-    results = run_ranks(sum_of_ranks, world_size, **options)
-    assert assert_all_ok(results) == [sum(range(world_size))] * world_size
-    assert [result.rank for result in results] == list(range(world_size))
+from ranks import assert_all_ok, describe, meet, run_ranks
 
 
 def test_an_exception_on_one_rank_is_reported_and_the_other_returns():
@@ -48,20 +28,6 @@ def test_an_exception_on_one_rank_is_reported_and_the_other_returns():
         assert_all_ok([zero, one])
 
 
-@pytest.mark.parametrize(
-    ("leave", "exitcode", "error"),
-    [
-        (lambda: sys.exit(3), 3, "SystemExit: 3"),
-        (lambda: sys.exit("bye"), 1, "SystemExit: bye"),
-        (lambda: os._exit(4), 4, None),
-    ],
-    ids=["sys.exit", "sys.exit with text", "os._exit"],
-)
-def test_leaving_early_gives_the_exit_code(leave, exitcode, error):
-    (result,) = run_ranks(lambda rank: leave(), 1, init="none")
-    assert (result.exitcode, result.error, result.ok) == (exitcode, error, False)
-
-
 def test_a_killed_rank_is_reported_by_its_signal_and_its_peer_hears_of_it():
     def die_in_the_middle(rank):
         meet()
@@ -74,24 +40,6 @@ def test_a_killed_rank_is_reported_by_its_signal_and_its_peer_hears_of_it():
     assert zero.error_type is not None
     assert zero.exitcode == 1
     assert zero.elapsed_s < 20  # run_ranks would end it after 30
-
-
-@pytest.mark.parametrize("init", ["file", "tcp"])
-def test_the_store_outlives_rank_0(init):
-    def outlive_rank_0(rank, note):
-        if rank == 0:
-            note.write_text(str(os.getpid()))
-        meet()
-        if rank == 0:
-            os._exit(0)
-        while _is_alive(int(note.read_text())):
-            time.sleep(0.001)
-        store = dist.distributed_c10d._get_default_store()
-        store.set("still", "here")
-        return store.get("still")
-
-    _, one = run_ranks(outlive_rank_0, 2, Path.cwd() / "pid", init=init)
-    assert assert_all_ok([one]) == [b"here"]
 
 
 def test_a_rank_that_never_ends_is_killed_at_the_deadline_and_says_where_it_stood():
@@ -130,53 +78,6 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def test_stderr_and_a_crash_are_captured():
-    def write_and_crash(rank):
-        print("before", file=sys.stderr)
-        os.write(2, b"from C\n")
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-    (result,) = run_ranks(write_and_crash, 1, init="none")
-    assert result.signal == signal.SIGSEGV
-    assert result.stderr.startswith("before\nfrom C\nFatal Python error: Segmentation fault")
-
-
-class Unwilling:
-    """An object that one end of the journey cannot pickle."""
-
-    def __init__(self, end):
-        self.end = end
-
-    def __reduce__(self):
-        if self.end == "rank":
-            raise TypeError("not from here")
-        return int, ("not a number",)
-
-
-@pytest.mark.parametrize("end", ["rank", "parent"])
-def test_a_value_that_cannot_be_pickled_is_an_error_not_a_hang(end):
-    (result,) = run_ranks(lambda rank: Unwilling(end), 1, init="none")
-    assert not result.ok
-    assert result.error_type == {"rank": "TypeError", "parent": "UnpicklingError"}[end]
-
-
-def test_an_open_process_group_in_the_parent_is_refused(monkeypatch):
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(RuntimeError, match="a process group is open here"):
-        run_ranks(sum_of_ranks, 2)
-
-
-def test_an_interrupted_call_leaves_no_rank_behind(monkeypatch):
-    def interrupt(pid):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(ranks, "_has_ended", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run_ranks(lambda rank: signal.pause(), 2, init="none")
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
-
-
 def test_nobody_leaves_a_meeting_before_the_last_has_come():
     def program(rank, directory):
         complete = []
@@ -207,23 +108,3 @@ def test_ctrl_c_reaches_a_rank_whatever_pytest_was_started_with():
     finally:
         signal.signal(signal.SIGINT, before)
     assert result.error_type == "KeyboardInterrupt", describe(result)
-
-
-def test_a_result_says_how_it_ended():
-    with pytest.raises(AssertionError, match=r"rank 0: killed after 2\.0 s without an end\nstderr:\nhere"):
-        assert_all_ok([Result(rank=0, signal=signal.SIGKILL, timed_out=True, elapsed_s=2.0, stderr="here")])
-    with pytest.raises(AssertionError, match="rank 1: ended by SIGSEGV"):
-        assert_all_ok([Result(rank=1, signal=signal.SIGSEGV)])
-    with pytest.raises(AssertionError, match="rank 2: exit code 7"):
-        assert_all_ok([Result(rank=2, exitcode=7)])
-    assert describe(Result(rank=3, exitcode=0, value=[1, 2])) == "rank 3: returned [1, 2]"
-
-
-def test_a_rank_that_was_not_killed_by_the_test_is_described():
-    assert_killed(Result(rank=0, signal=signal.SIGKILL))
-    for other in (
-        Result(rank=0, exitcode=1, error="ValueError: no"),
-        Result(rank=0, signal=signal.SIGKILL, timed_out=True),
-    ):
-        with pytest.raises(AssertionError, match="not ended by SIGKILL from the test:\nrank 0: "):
-            assert_killed(other)

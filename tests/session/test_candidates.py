@@ -29,16 +29,6 @@ def test_a_kernel_pruned_to_one_config_needs_no_trial(bench):
     assert tuned.report.contexts == ()
 
 
-@pytest.mark.parametrize("kind", [iter, tuple, dict.fromkeys], ids=["generator", "tuple", "dict"])
-def test_pruning_may_return_any_iterable(bench, kind):
-    kernel = bench.kernel(
-        {16: 1.0, 32: 3.0, 64: 2.0},
-        prune_configs_by={"early_config_prune": lambda configs, args, **kw: kind(configs[1:])},
-    )
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert bench.blocks() == [32, 64, 64]
-
-
 def test_pruning_sees_the_arguments_of_the_launch(bench):
     seen = []
 

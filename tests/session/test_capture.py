@@ -113,16 +113,6 @@ def test_a_launch_and_its_capture_in_one_run_are_one_sample(bench, capture):
     assert list(only(tuned.report).timings.values()) == [3.0, 1.0]
 
 
-def test_the_hook_of_a_captured_launch_runs(bench, capture):
-    hooked = []
-    hooks = {16: lambda arguments: hooked.append(arguments["BLOCK"])}
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks=hooks)
-    with capture:
-        bench.tune(lambda: launch(kernel, numbers()))()
-    assert hooked == [16]
-    assert kernel.best_config is kernel.configs[0]
-
-
 def test_the_host_choices_of_a_captured_call_are_the_settled_ones(bench, capture):
     def thunk():
         chosen = tunable("slices", [1, 2])

@@ -41,20 +41,6 @@ def test_compiling_only_between_trials_advances_nothing(bench):
     assert bench.clock.marks == 2
 
 
-def test_compiling_only_takes_the_incumbent(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    compiled = []
-
-    def thunk():
-        compiled.append(run_warmup(kernel))
-        launch(kernel, numbers())
-
-    tuned = bench.tune(thunk)
-    tuned()
-    tuned()
-    assert compiled == ["compiled 16", "compiled 16", "compiled 32", "compiled 32"]
-
-
 def test_compiling_only_takes_the_winner_found_on_disk(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     bench.tune(lambda: launch(kernel, numbers()))()

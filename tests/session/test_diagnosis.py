@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,6 @@ from dist_autotune.ranks.watchdog import Watch, Watchdog
 from dist_autotune.timing.device_errors import is_reported
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.tuner import calls
-from dist_autotune.tuner.diagnosis import LISTED, listed
 from ranks import assert_all_ok, run_ranks
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
@@ -126,20 +124,6 @@ def watched(timeout_s: float, told: list[str]) -> Any:
     watchdog = Watchdog(0, 0.02, lambda: None)
     watch = Watch("run 7 of step", timeout_s, "raise", told.append, lambda: "At matmul. ")
     return watchdog, watchdog.watching(0, watch)
-
-
-def test_time_in_which_a_rank_compiles_does_not_count():
-    told: list[str] = []
-    watchdog, watching = watched(0.4, told)
-    with watching:
-        with watchdog.beating(0):
-            time.sleep(0.6)
-        assert told == []
-        wait_for(lambda: told)
-    (text,) = told
-    found = re.match(r"Rank 0 has been in run 7 of step for ([\d.]+) s. At matmul. If it never ends", text)
-    assert found
-    assert float(found[1]) > 0.9  # both
 
 
 def test_compiling_for_ever_does_not_count_as_compiling_for_ever():
@@ -371,9 +355,3 @@ def test_an_error_of_the_device_that_the_function_raises_is_left_alone_and_told_
 )
 def test_errors_of_the_device_are_told_from_the_users(error, expected):
     assert is_reported(error) is expected
-
-
-def test_a_run_names_only_the_first_of_many_launches():
-    assert listed([]) == "nothing"
-    assert listed(["a", "b"]) == "a; b"
-    assert listed(["x"] * (LISTED + 3)).endswith("x and 3 more")

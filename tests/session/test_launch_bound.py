@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from dist_autotune.reports.report import reports_of
 from dist_autotune.reports.tables import contexts_table
 from dist_autotune.search.agreed_times import HOST_SHARE
 from dist_autotune.search.context import Context
-from dist_autotune.search.messages import Announcement, Part, RunReport, decode, femtoseconds
+from dist_autotune.search.messages import Announcement, Part, femtoseconds
 from dist_autotune.search.rules import Rules
 from dist_autotune.search.strategies import STRATEGIES
 from dist_autotune.timing.clock import PAIRS
@@ -75,32 +74,6 @@ def test_what_the_hosts_part_may_account_for_leaves_the_incumbent_in_place(
     assert (made.is_launch_bound, made.status) == (is_bound, "tuned")
 
 
-@pytest.mark.parametrize("search", sorted(STRATEGIES))
-def test_what_the_device_takes_at_least_is_known_from_the_first_run_on(search):
-    made = context("ab", search)
-    assert made.device_ms == (0.0, 0.0)
-    made.advance(part("a", 0.06, 0.05))
-    assert made.device_ms == (pytest.approx(0.01), 0.06)
-    assert made.known_ms() == [(0, 0.06)]
-
-
-def test_the_rank_with_the_largest_part_counts_in_whatever_order_ranks_are_merged():
-    parts = [part("a", 0.5), part("a", 0.6, 0.2), part("a", 0.4, 0.3)]
-    merged = set()
-    for one, two, three in itertools.permutations(parts):
-        payloads = [RunReport(parts={"ctx": each}) for each in (one, two, three)]
-        for result in (
-            payloads[0].merged(payloads[1]).merged(payloads[2]),
-            payloads[0].merged(payloads[1].merged(payloads[2])),
-        ):
-            merged.add(decode(result.encode()).parts["ctx"].gap_ms)
-    assert merged == {0.3}
-
-
-def test_a_rank_whose_device_never_waited_sends_no_more_bytes_than_before():
-    assert "gap_ms" not in json.loads(RunReport(parts={"ctx": part("a", 1.0)}).encode())["parts"]["ctx"]
-
-
 # ---- in a session
 
 
@@ -144,15 +117,6 @@ def test_it_is_in_the_report_in_the_log_and_in_what_is_read_back(tmp_path):
     table = contexts_table(shown)
     assert "tuned, launch-bound" in table.rows[0]
     assert "launch-bound: the device waited" in table.note
-
-
-def test_a_context_that_is_not_launch_bound_says_nothing_of_it():
-    bench = GappedBench(0.0)
-    tuned = bench.tuned({16: 1.0, 32: 0.9})
-    tuned()
-    assert not only(tuned.report).launch_bound
-    assert "aunch-bound" not in str(tuned.report)
-    assert "host" not in Path(".autotune_logs/rank-0.log").read_text()
 
 
 def test_one_launch_bound_rank_keeps_all_ranks_from_deciding_by_its_host():
@@ -254,31 +218,10 @@ def test_without_fillers_the_same_function_is_flagged_and_keeps_its_incumbent(de
     assert len(device.fillers_ms) == 1 + 2 * PAIRS  # to know what events cost, before the first run
 
 
-def test_settled_calls_have_no_filler_and_make_no_events(device):
-    _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04)
-    tuned()
-    assert tuned.settled
-    assert device.fillers_ms
-    device.trouble = None
-    before = len(device.fillers_ms), device.events
-    for _ in range(3):
-        tuned()
-    assert (len(device.fillers_ms), device.events) == before
-
-
 def test_nothing_is_fed_where_nothing_may_be_tried(device, monkeypatch):
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
     _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04)
     tuned()
-    assert (device.fillers_ms, device.events) == ([], 0)
-
-
-def test_nothing_is_fed_under_capture(device, monkeypatch):
-    bench, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04)
-    device.capturing = True  # a filler would fail the test
-    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-    tuned()
-    assert bench.blocks() == [16]
     assert (device.fillers_ms, device.events) == ([], 0)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 from kernels_for_tests import FAILURES, Bench, is_outside, launch, numbers, only, records
 from triton.runtime._async_compile import active_mode
 
@@ -123,13 +122,3 @@ def test_an_error_of_another_kind_while_compiling_is_the_users(bench, compiler, 
     with pytest.raises(KeyError, match="user's own"):
         tuned()
     assert is_outside()
-
-
-def test_pruned_configs_are_not_compiled(bench, compiler):
-    kernel = compiler(
-        {16: 3.0, 32: 1.0, 64: 2.0},
-        prune_configs_by={"early_config_prune": lambda configs, args, **kwargs: configs[:2]},
-    )
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert 64 not in kernel.compiled
-    assert isinstance(kernel.configs[2], triton.Config)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import triton
-from kernels_for_tests import Bench, launch, no_bench, numbers, only, records
+from kernels_for_tests import Bench, launch, no_bench, numbers, only
 from rank_programs import blocks_of, tune
 
 from dist_autotune import tunable
 from dist_autotune.cli.replay import verify
 from dist_autotune.combinations import DRAWN, Combinations, drawn
-from dist_autotune.logs.records import ContextAdmitted
 from dist_autotune.reports.history import load_history
 from dist_autotune.search.expectation.order import MOST_COMPILED
 from ranks import assert_all_ok, run_ranks
@@ -113,15 +112,6 @@ def test_who_asks_for_a_race_has_all_candidates_tried(bench):
     kernel.configs = kernel.configs[:260]
     bench.tune(lambda n: launch(kernel, numbers(n)), n_warmup=None, n_repeat=None, search="racing")(64)
     assert len(shapes(bench.launches)) == 260
-
-
-def test_a_kernel_judges_all_that_is_drawn_where_every_candidate_is_to_be_tried(bench):
-    kernel = many(bench)
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), search="exhaustive", max_runs=20)
-    tuned(64)
-    (admitted,) = records(ContextAdmitted)
-    assert len(admitted.candidates) == 2000
-    assert only(tuned.report).untried == ""
 
 
 PARTS = [1 << power for power in range(10)]

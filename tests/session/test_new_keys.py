@@ -64,18 +64,6 @@ def test_another_dtype_or_kernel_is_no_neighbour(bench):
     assert (bench.blocks("add")[0], bench.blocks("double")[0]) == (16, 16)
 
 
-def test_a_winner_that_is_pruned_away_for_the_new_key_leaves_it_to_the_next_nearest(bench):
-    def prune(configs, named, **_):
-        return [each for each in configs if each.kwargs["BLOCK"] != 64 or named["n"] >= 1000]
-
-    kernel = bench.kernel(SMALL_OR_LARGE, prune_configs_by={"early_config_prune": prune})
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
-    tuned(64), tuned(1024)
-    bench.forget()
-    tuned(900)
-    assert bench.blocks()[0] == 32
-
-
 @pytest.mark.parametrize("mode", ["tune", "cached"])
 def test_the_next_process_begins_with_what_is_on_disk(bench, tuned, mode, monkeypatch):
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
@@ -88,13 +76,6 @@ def test_the_next_process_begins_with_what_is_on_disk(bench, tuned, mode, monkey
         assert bench.blocks() == [64, 32]
 
 
-def test_what_is_kept_apart_is_no_neighbour(bench, tuned):
-    fresh = bench.kernel(SMALL_OR_LARGE)
-    bench.tune(lambda n: launch(fresh, numbers(n)), share=False)(100)
-    bench.tune(lambda n: launch(fresh, numbers(n)), objective="thunk", share=False, name="other")(100)
-    assert bench.blocks()[0] == 16
-
-
 def test_provisional_results_are_no_neighbours(bench, tmp_cache):
     kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
     tuned = bench.tune(lambda n: launch(kernel, numbers(n)), max_runs=3)
@@ -104,12 +85,6 @@ def test_provisional_results_are_no_neighbours(bench, tmp_cache):
     tuned(128)
     assert bench.blocks(n=128)[0] == 16
     assert not entries(tmp_cache)
-
-
-def test_retune_forgets_neighbours_too(bench, tuned):
-    tuned.retune()
-    tuned(100)
-    assert bench.blocks()[0] == 16
 
 
 def test_a_choice_of_the_host_begins_with_that_of_the_nearest_key(bench):

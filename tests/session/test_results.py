@@ -15,7 +15,6 @@ from kernels_for_tests import (
     no_bench,
     numbers,
     only,
-    out_of_resources,
 )
 from thread_switches import beside, frequent_switches
 from triton import knobs
@@ -46,14 +45,6 @@ def test_a_launch_outside_the_function_uses_the_result(bench):
     bench.forget()
     assert torch.equal(launch(kernel, numbers()), numbers() + 1)
     assert bench.blocks() == [32]
-
-
-def test_a_kernel_pruned_to_one_config_has_it_in_the_cache(bench):
-    pruning = {"early_config_prune": lambda configs, args, **kwargs: configs[1:]}
-    kernel = bench.kernel({16: 1.0, 32: 2.0}, prune_configs_by=pruning, do_bench=no_bench)
-    bench.tune(lambda: launch(kernel, numbers()))()
-    launch(kernel, numbers())
-    assert bench.blocks() == [32, 32]
 
 
 def test_a_config_of_the_users_own_in_the_cache_is_respected(bench):
@@ -172,12 +163,6 @@ def test_a_result_is_printed_as_stock_does(bench, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_nothing_is_printed_unless_asked_for(bench, capsys):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert capsys.readouterr().out == ""
-
-
 @NEEDS_LISTENER
 def test_the_listener_hears_of_every_final_result(bench, monkeypatch):
     heard = []
@@ -211,21 +196,6 @@ def test_the_listener_hears_nothing_of_what_is_provisional_or_was_known(bench, m
 
 
 # ---- the report and what is settled
-
-
-def test_the_report_says_what_was_found(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    kernel.fn.failures[64] = out_of_resources
-    tuned = bench.tune(lambda: launch(kernel, numbers()), n_repeat=2)
-    tuned()
-    assert tuned.report.runs == 2 + 2 + 1 + 1
-    context = only(tuned.report)
-    assert (context.kernel, context.key, context.config) == ("add", KEY, kernel.configs[1])
-    assert (context.ms, context.status) == (1.0, "tuned")
-    texts = [str(config) for config in kernel.configs]
-    assert dict(context.timings) == {texts[0]: 3.0, texts[1]: 1.0}
-    assert list(context.banned) == [texts[2]]
-    assert isinstance(tuned.report.contexts, tuple)
 
 
 def test_the_report_can_be_read_while_the_session_is_under_way(bench):

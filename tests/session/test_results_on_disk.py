@@ -96,14 +96,6 @@ def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(benc
     assert bench.blocks(n=128) == [32, 32, 16, 32, 32]  # the call that meets it tunes it
 
 
-@pytest.mark.parametrize("cache", [False, "chosen"], ids=["no cache", "a directory"])
-def test_the_cache_can_be_elsewhere_or_nowhere(bench, tmp_cache, tmp_path, cache):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()), cache=cache)()
-    assert not tmp_cache.exists()
-    assert bool(list((tmp_path / "chosen").glob("*.json"))) is (cache == "chosen")
-
-
 def test_a_result_without_a_time_is_not_written(bench, tmp_cache):
     tuned = bench.tuned({16: float("nan"), 32: float("nan")})
     with pytest.warns(UserWarning, match="returned only times that are not finite"):
@@ -126,15 +118,6 @@ def test_an_entry_is_not_used_when_the_kernel_changes(bench, change):
         changed.keys = ["n", "n"]  # as a list of keys it is another, as a key it can be hashed
     bench.tune(lambda: launch(changed, numbers()))()
     assert len(bench.blocks()) == len(changed.configs) + 1
-
-
-def test_the_order_of_the_configs_does_not_matter(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    bench.forget()
-    turned = bench.kernel({32: 1.0, 16: 3.0})
-    bench.tune(lambda: launch(turned, numbers()))()
-    assert bench.blocks() == [32]
 
 
 @triton.jit

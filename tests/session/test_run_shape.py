@@ -20,29 +20,12 @@ from dist_autotune.search.strategies import STRATEGIES
 # ---- the schedule
 
 
-def test_warm_up_runs_are_run_and_not_measured(bench):
-    tuned = bench.tuned(
-        {16: lambda _: 100.0 if len(bench.blocks()) < 2 else 1.0, 32: 2.0}, n_warmup=2, n_repeat=3
-    )
-    tuned()
-    assert bench.blocks() == [16] * 5 + [32] * 5 + [16]
-    assert list(only(tuned.report).timings.values()) == [1.0, 2.0]
-
-
 def test_by_default_it_races(bench):
     tuned = bench.tuned({16: 1.0, 32: 100.0, 64: 1.5}, n_warmup=None, n_repeat=None)
     tuned()
     assert bench.blocks()[:3] == [16, 32, 64]
     assert bench.blocks().count(32) == 1
     assert bench.blocks()[-1] == winner(only(tuned.report)) == 16
-
-
-@pytest.mark.parametrize("search", sorted(STRATEGIES))
-@pytest.mark.parametrize("best", [16, 32, 64])
-def test_every_strategy_ends_on_the_fastest_config(bench, search, best):
-    tuned = bench.tuned({block: 1.0 if block == best else 2.0 for block in (16, 32, 64)}, search=search)
-    assert torch.equal(tuned(), numbers() + 1)
-    assert bench.blocks()[-1] == winner(only(tuned.report)) == best
 
 
 def test_the_arguments_of_the_call_reach_every_run_and_its_last_result_comes_back(bench):

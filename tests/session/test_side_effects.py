@@ -76,16 +76,6 @@ def test_no_tensor_of_a_run_outlives_it(bench):
     assert not any(tensor() is not None for tensor in earlier)
 
 
-def test_no_argument_of_a_call_outlives_it(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda x: launch(kernel, x).sum())
-    x = numbers()
-    gone = weakref.ref(x)
-    tuned(x)
-    del x
-    assert gone() is None
-
-
 def test_the_arguments_of_a_call_that_raised_are_let_go(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
 
@@ -103,24 +93,6 @@ def test_the_arguments_of_a_call_that_raised_are_let_go(bench):
 
 
 # ---- state that is put back between the runs of one call
-
-
-def test_preserved_tensors_are_as_if_only_the_final_run_had_happened(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, accumulate)
-    total, other = torch.ones(64), torch.ones(64)
-    address = total.data_ptr()
-
-    def thunk():
-        launch(kernel, numbers(), total)
-        launch(kernel, numbers(), other)
-
-    tuned = bench.tune(thunk, preserve=[total])
-    tuned()
-    assert torch.equal(total, 1 + numbers())
-    assert torch.equal(other, 1 + numbers() * tuned.report.runs)
-    assert total.data_ptr() == address
-    tuned()
-    assert torch.equal(total, 1 + 2 * numbers())
 
 
 class Step:

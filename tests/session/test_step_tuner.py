@@ -142,18 +142,6 @@ def test_a_step_closed_on_another_thread_is_an_error_and_leaves_nothing_locked(
     assert winner(only(step_tuner.report)) == 32
 
 
-def test_what_a_step_closed_on_another_thread_raises_reaches_the_caller(bench, step_tuner):
-    def steps():
-        with step_tuner.step():
-            yield
-
-    opened, error = steps(), Mine("mine")
-    next(opened)
-    assert on_thread("closer", lambda: opened.throw(error)) is error
-    assert is_outside()
-    assert on_thread("another", lambda: next(steps())) is None
-
-
 def test_with_the_mode_off_a_step_is_nothing(bench, step_tuner, monkeypatch):
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
     with step_tuner.step():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels_for_tests import KEY, grid_of, is_outside, launch, no_bench, numbers, out_of_resources
+from kernels_for_tests import grid_of, is_outside, launch, no_bench, numbers, out_of_resources
 
 from dist_autotune import NotTuned, StepTuner, TuningError, tunable
 
@@ -57,19 +57,6 @@ def test_without_a_cache_the_message_says_so(bench, strict):
     tuned = bench.tuned({16: 3.0, 32: 1.0}, cache=False)
     with pytest.raises(NotTuned, match=r"in memory, and there is no cache\. Nearest tuned keys: none\."):
         tuned()
-
-
-@pytest.mark.parametrize("origin", ["this process", "stock Triton"])
-def test_results_in_memory_count(bench, strict, origin):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
-    if origin == "this process":
-        bench.tune(lambda: launch(kernel, numbers()), cache=False)()
-        bench.forget()
-    else:
-        kernel.cache[KEY] = kernel.configs[1]
-    strict()
-    bench.tune(lambda: launch(kernel, numbers()), cache=False)()
-    assert bench.blocks() == [32]
 
 
 def test_a_provisional_result_does_not_count(bench, strict):
@@ -140,12 +127,6 @@ def test_launches_outside_are_stocks(bench, strict):
         tuned()
     assert is_outside()
     assert torch.equal(launch(kernel, numbers()), numbers() + 1)
-
-
-def test_configs_that_a_result_is_none_of_are_an_error(bench, shipped):
-    fresh = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    with pytest.raises(NotTuned, match="there is no result"):
-        bench.tune(lambda: launch(fresh, numbers()))()
 
 
 def test_steps_of_a_loop_are_strict_too(bench, shipped):

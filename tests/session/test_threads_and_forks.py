@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import Bench, double, is_outside, launch, no_bench, numbers, only, records
+from kernels_for_tests import Bench, double, is_outside, launch, no_bench, numbers, records
 
 from dist_autotune import TuningError, is_tuning, tunable
 from dist_autotune.logs.records import SessionClosed, SessionOpened
@@ -46,20 +46,6 @@ def test_what_autograd_s_threads_are_told_is_never_freed(monkeypatch):
     uncounted = given()
     on_thread(propagate_to_autograd)
     assert given() == uncounted + 1
-
-
-def test_launches_of_many_threads_at_once_share_the_config_of_the_run(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-
-    def thunk():
-        with ThreadPoolExecutor(8) as pool:
-            return list(pool.map(lambda n: launch(kernel, numbers(n)), [64] * 16))
-
-    tuned = bench.tune(thunk)
-    assert all(torch.equal(y, numbers() + 1) for y in tuned())
-    runs = [set(bench.blocks()[begin : begin + 16]) for begin in range(0, 64, 16)]
-    best = only(tuned.report).config.kwargs["BLOCK"]  # any: the scripted times of launches at once add up
-    assert runs == [{16}, {32}, {64}, {best}]
 
 
 class Backward(torch.autograd.Function):
@@ -350,16 +336,6 @@ def test_a_thread_without_a_call_launches_what_a_settled_call_knows_and_benchmar
     assert known == ([32], [16])
 
 
-def test_one_function_called_by_many_threads_is_tuned_once(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda x: launch(kernel, x))
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(tuned, [numbers() + i for i in range(12)]))
-    assert all(torch.equal(y, numbers() + i + 1) for i, y in enumerate(results))
-    assert bench.blocks() == [16, 32, 64] + [32] * 12
-    assert len(records(SessionClosed)) == 1
-
-
 # ---- forked children
 
 
@@ -433,18 +409,6 @@ def test_a_child_writes_no_logs_of_the_session(bench):
     sessions.append(tuned)
     tuned()
     assert [record.outcome for record in records(SessionClosed)] == ["settled"]
-
-
-def test_a_child_may_call_while_its_parent_is_in_the_middle_of_a_call(bench):
-    kernel, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 2.0}, double)
-    second = bench.tune(lambda: launch(other, numbers()), name="second")
-
-    def child():
-        result = on_thread(second)  # on any thread: the turn that the parent holds is not the child's
-        return torch.equal(result, numbers() * 2), is_outside()
-
-    assert fork_in_first_run(bench, kernel, child)[0] == (True, True)
-    assert second.report is None
 
 
 def test_a_fork_while_another_thread_is_in_a_call_leaves_the_child_free(bench):

@@ -152,7 +152,6 @@ def test_the_tile_that_is_best_when_data_comes_late_wins(monkeypatch):
 # ---- options and the kernels that only they launch
 
 OWN_MS = {16: 2.0, 32: 0.8, 64: 1.5}
-ROUNDS_OF_A_SLOW_PLAN = 4  # of whole runs, before it is dropped
 
 
 def choosing(gpus: VirtualGpus, extra_ms: Mapping[str, float], **options: Any) -> tuple[Any, Counter[int]]:
@@ -188,18 +187,6 @@ def test_an_option_is_compared_with_the_kernel_that_only_it_launches_tuned(gpus,
     assert context(report, "consumer").config == "plain"
     assert block_of(context(report, "double").config) == 32
     assert {found.status for found in report.contexts} == {"tuned"}
-
-
-def test_options_that_launch_the_same_kernel_share_its_tuning(gpus, monkeypatch):
-    one, launches_of_one = choosing(gpus, {"matmul": 1.0, "push": 0.1})
-    gpus = VirtualGpus(1).install(monkeypatch)
-    two, launches_of_two = choosing(gpus, {"matmul": 1.0, "push": 0.1, "pull": 0.0})
-    assert context(one, "consumer").config == "push"
-    assert context(two, "consumer").config == "pull"
-    slow = [block for block in OWN_MS if block != 32]
-    for block in slow:  # in the plans of one more option, and no more
-        assert 0 <= launches_of_two[block] - launches_of_one[block] <= ROUNDS_OF_A_SLOW_PLAN
-    assert all(launches_of_one[block] for block in slow)
 
 
 # ---- ties

@@ -48,12 +48,6 @@ def test_a_tunable_outside_a_tuned_function_is_the_settled_choice_or_the_first_o
     assert tunable("transport", ["copy engine"], key=(64,)) == "copy engine"
 
 
-def test_a_tunable_with_one_option_needs_no_trial(bench):
-    tuned = bench.tune(lambda: tunable("only", ["this"]))
-    assert tuned() == "this"
-    assert tuned.report.runs == 1
-
-
 @pytest.mark.parametrize(
     "options",
     [[], None, 3, "ab", iter([1]), [object()], [{1, 2}], [1.0, float("nan")], [float("inf")]],
@@ -99,11 +93,6 @@ def test_settled_each_call_of_a_tunable_gets_one_of_its_own_options(bench):
             chosen = tuned()
         assert all(any(choice is option for option in own) for choice, own in zip(chosen, given, strict=True))
         assert chosen == [2] * len(given)
-
-
-@pytest.mark.parametrize("option", [None, True, 1.5, "text", [1, 2], {"a": 1}], ids=repr)
-def test_any_json_option_comes_back_as_it_was_given(bench, option):
-    assert bench.tune(lambda: tunable("any", [option]))() is option
 
 
 @pytest.mark.parametrize("text", ["", "a\nb", "[/red]", "\x1b[31m", "\udc80", "x" * 5000], ids=ascii)

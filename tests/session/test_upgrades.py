@@ -10,7 +10,6 @@ import triton
 from kernels_for_tests import (
     Bench,
     block_of,
-    double,
     entries,
     launch,
     numbers,
@@ -124,31 +123,6 @@ def test_where_the_best_fail_now_all_candidates_race(tmp_cache, monkeypatch):
     context = only(tuned.report)
     assert block_of(context.config) in (16, 256)
     assert (context.status, context.ms, context.again) == ("tuned", 0.5, "")
-
-
-def test_a_change_of_configs_alone_is_no_upgrade(tmp_cache):
-    start(OLD_MS)[0]()
-    tuned, bench, _ = start({**NEW_MS, 512: 0.1})
-    tuned()
-    assert len(set(bench.blocks())) == 6
-
-
-def test_a_retuned_function_ignores_old_entries(tmp_cache, monkeypatch):
-    start(OLD_MS)[0]()
-    upgrade_triton(monkeypatch)
-    tuned, bench, _ = start(NEW_MS)
-    tuned.retune()
-    tuned()
-    assert len(set(bench.blocks())) == 5
-
-
-def test_another_kernel_of_the_same_shape_has_no_part_in_it(tmp_cache, monkeypatch):
-    start(OLD_MS)[0]()
-    upgrade_triton(monkeypatch)
-    bench = Bench()
-    kernel = bench.kernel(NEW_MS, double)
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert len(set(bench.blocks())) == 5
 
 
 def test_strict_says_what_an_upgrade_has_made_of_the_result(tmp_cache, monkeypatch):

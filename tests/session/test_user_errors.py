@@ -19,11 +19,9 @@ from kernels_for_tests import (
     launch,
     numbers,
     only,
-    out_of_resources,
     records,
     winner,
 )
-from triton.runtime.errors import OutOfResources
 
 import dist_autotune.triton_api.interception
 from dist_autotune import is_tuning
@@ -166,20 +164,6 @@ def test_after_an_error_of_the_users_the_next_call_goes_on(bench):
     kernel.fn.failures.clear()
     assert torch.equal(tuned(), numbers() + 1)
     assert bench.blocks() == [16, 32, 64, 32]
-
-
-def test_the_only_config_of_a_kernel_fails_as_it_does_without_the_tuner(bench):
-    kernel = bench.kernel({16: 1.0})
-    kernel.fn.failures[16] = out_of_resources
-    with pytest.raises(OutOfResources):
-        bench.tune(lambda: launch(kernel, numbers()))()
-
-
-def test_an_allocation_that_fails_in_a_hook_is_the_users(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks={32: out_of_memory})
-    with pytest.raises(torch.OutOfMemoryError):
-        bench.tune(lambda: launch(kernel, numbers()))()
-    assert records(Banned) == []
 
 
 # ---- from the grid

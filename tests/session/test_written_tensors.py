@@ -45,13 +45,6 @@ def test_a_call_that_tunes_changes_them_as_one_run_does(bench, sign, search, obj
     assert torch.equal(y, 2 * ones(50))
 
 
-def test_every_trial_of_it_sees_what_was_there_before(bench):
-    kernel, y, seen = in_place(bench), torch.zeros(64), []
-    bench.tune(lambda: seen.append(launch(kernel, ones(), y).clone()))()
-    assert len(seen) == 4
-    assert all(torch.equal(each, ones()) for each in seen)
-
-
 def test_the_log_says_once_what_is_put_back(bench):
     kernel, y = in_place(bench), torch.zeros(64)
     bench.tune(lambda: launch(kernel, ones(), y))()
@@ -60,25 +53,6 @@ def test_the_log_says_once_what_is_put_back(bench):
         text
         == "put back before each further run, as restore_value or reset_to_zero names it: accumulate.y_ptr"
     )
-
-
-def test_nothing_is_said_and_nothing_copied_where_no_kernel_names_any(bench, monkeypatch):
-    kernel, y = bench.kernel(MS, accumulate), torch.zeros(64)
-    tuned = bench.tune(lambda: launch(kernel, ones(), y))
-    tuned()
-    assert torch.equal(y, tuned.report.runs * ones())
-    assert not [note for note in records(Note) if "put back" in note.text]
-
-
-def test_a_tensor_in_several_launches_is_what_it_was_before_the_first(bench):
-    kernel, other, y = in_place(bench), in_place(bench, key=()), torch.zeros(64)
-
-    def thunk():
-        for each in (kernel, other, kernel):
-            launch(each, ones(), y)
-
-    bench.tune(thunk)()
-    assert torch.equal(y, 3 * ones())
 
 
 def test_parts_of_a_storage_are_put_back_and_nothing_beside_them(bench):
@@ -176,15 +150,6 @@ def test_putting_back_is_no_change_that_autograd_counts(bench):
     del loss
 
 
-def test_an_expanded_tensor_is_put_back(bench):
-    kernel, one, written = in_place(bench), torch.zeros(1), written_tensors.WrittenTensors()
-    written.begin_runs()
-    written.keep(Launch(kernel, (ones(), one.expand(64), 64), {}))
-    one.fill_(7)
-    assert written.restore() == "accumulate.y_ptr"
-    assert torch.equal(one, torch.zeros(1))
-
-
 @pytest.mark.parametrize("given", [None, 3, torch.zeros(0), torch.eye(2).to_sparse()], ids=str)
 def test_what_has_no_memory_to_put_back_is_passed_over(bench, given):
     kernel, written = in_place(bench), written_tensors.WrittenTensors()
@@ -230,22 +195,6 @@ def test_neither_tensors_nor_copies_outlive_the_call(bench):
     assert gone() is None
     written = tuned._calls.state.written
     assert (written._copies, written._there_before) == ({}, None)
-
-
-def test_a_tensor_that_only_a_run_holds_dies_in_it(bench):
-    kernel, held, alive = in_place(bench), [torch.zeros(64)], []
-
-    def thunk():
-        if held:
-            y = held.pop()
-            alive.append(weakref.ref(y))
-            launch(kernel, ones(), y)
-            del y
-            alive.append(alive[0]())
-        launch(kernel, ones())
-
-    bench.tune(thunk)()
-    assert alive[1:] == [None]
 
 
 def test_it_holds_beside_choices_of_the_host_and_preserved_state(bench):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from dist_autotune.kernels import tensors
 from dist_autotune.kernels.exchange.flags import FETCHED, FLAGS, READY, ROWS
 from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, ChunkProducer
 from dist_autotune.kernels.symm import SymmetricMemory, SymmetricMemoryError, SymmetricTensor
@@ -219,20 +218,6 @@ def test_the_exchange_is_in_the_order_that_the_proof_is_about(memory_of, world, 
 
 
 @MEMORIES
-def test_pieces_and_rows_may_change_from_call_to_call(memory_of):
-    memory = memory_of(2)
-    exchange = producer_of(memory)
-    for epoch, pieces in ((1, 1), (2, PIECES), (3, 1), (4, PIECES)):
-        memory.written.log.clear()
-        exchange.start(ROWS_OF_CHUNK, epoch, 0, pieces)
-        assert memory.written.log == in_order(2, pieces, epoch, 0, announces=epoch < 3)
-    memory.written.log.clear()
-    exchange.start(5, 5, 0, 1)
-    assert memory.written.log[1:4] == ["ROWS' on 0 := 5", "READY on 0 := 5", "wait READY of 0 >= 5"]
-    assert memory.written.log[4:6] == ["copy 0..5 from 0", "ARRIVED of 0 := 5"]
-
-
-@MEMORIES
 def test_numbers_wrap_as_int32(memory_of):
     memory = memory_of(2)
     producer_of(memory).start(ROWS_OF_CHUNK, 2**31 - 1, 2**31 - 1, 1)
@@ -250,15 +235,6 @@ def test_with_one_peer_a_settled_exchange_is_three_calls_of_the_driver():
         memory._driver.calls.clear()
         exchange.start(ROWS_OF_CHUNK, epoch, 0, 1)
     assert memory._driver.calls == ["batch of 2", "copy", "batch of 2"]
-
-
-def test_signals_between_two_copies_are_one_call_of_the_driver():
-    memory = Batched(3)
-    exchange = producer_of(memory)
-    for epoch in (1, 2, 3):
-        memory._driver.calls.clear()
-        exchange.start(ROWS_OF_CHUNK, epoch, 0, 1)
-    assert memory._driver.calls == ["batch of 3", "copy", "batch of 3", "copy", "batch of 2"]
 
 
 def test_a_batch_has_no_more_operations_than_the_driver_takes():
@@ -288,13 +264,3 @@ def test_what_cannot_be_prepared_is_told_before_anything_is_enqueued(monkeypatch
     with pytest.raises(ZeroDivisionError):
         exchange.start(ROWS_OF_CHUNK, 1, 0, 1)
     assert memory.written.log == []
-
-
-def test_what_is_prepared_is_bounded(monkeypatch):
-    monkeypatch.setattr(tensors, "KEPT", 2)
-    memory = OneByOne(2)
-    exchange = producer_of(memory)
-    for rows in (1, 2, 3, 1):
-        exchange.start(rows, rows, 0, 1)
-    assert list(exchange._exchanges) == [(3, 1), (1, 1)]
-    assert memory.written.log[-3:] == ["copy 0..1 from 0", "ARRIVED of 0 := 1", "FETCHED on 0 := 1"]

@@ -63,9 +63,7 @@ def test_a_weight_may_lie_by_columns(runs):
 
 
 def of_more_ranks(rank, runs, world):
-    rows = (5, 12, 0, 8)[:world]
-    cases = {"different candidates": lambda: three_calls(rank, runs, rows, 16, 24, 3, 2)}
-    cases["late ranks"] = lambda: many_calls(rank, runs, "random" if world == 4 else "one")
+    cases = {"late ranks": lambda: many_calls(rank, runs, "random" if world == 4 else "one")}
     if world == 4:
         return cases
     return cases | cases_of((late_pushes, in_a_subset), rank, runs)

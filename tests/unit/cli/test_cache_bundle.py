@@ -42,16 +42,6 @@ def exported(tmp_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return export
 
 
-def test_entries_are_carried_over(exported: Any, tmp_path: Path) -> None:
-    other = exported(here(key="1"), here(key="2"))
-    result = run("import", "all.json")
-    none_differ = "0 with another winner or other bits\n"
-    assert result.stdout == f"Imported into {tmp_path / 'other'}: 2 new, 0 as there, {none_differ}"
-    assert (result.stderr, result.exit_code) == ("", 0)
-    assert sorted(each.key.key for each in other.entries()) == ["1", "2"]
-    assert run("import", "all.json").stdout.endswith(f": 0 new, 2 as there, {none_differ}")
-
-
 def test_where_winners_differ_that_of_the_cache_stays_and_both_are_named(exported: Any) -> None:
     other = exported(here())
     ours = structs.replace(here("c0"), config="BLOCK=64", created_at="2025-12-31")

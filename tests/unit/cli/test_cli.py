@@ -66,13 +66,6 @@ def test_report_lists_every_session_and_shows_the_newest_or_all(tmp_path: Path) 
     assert "\ns1  " in newest
 
 
-def test_report_says_which_lines_it_could_not_read(tmp_path: Path) -> None:
-    write_session(tmp_path / "logs")
-    with (tmp_path / "logs" / "rank-0.jsonl").open("a") as file:
-        file.write("{torn\n")
-    assert "rank-0.jsonl: skipped 1 line: 1 x damaged" in run("report", "logs").stdout
-
-
 HOSTILE = {
     "nesting": b"[" * 5000 + b"\n",
     "nesting in a record": b'{"schema":1,"event":"merged","session":"s1","rank":0,"run":0,"payload":{"kind":'
@@ -108,20 +101,6 @@ def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(
         assert "damaged" in shown
     elif command[0] == "report":
         assert "a \\udcff b" in shown
-
-
-def test_report_writes_html(tmp_path: Path) -> None:
-    write_session(tmp_path / "logs")
-    result = run("report", "logs", "--html", "report.html")
-    assert (result.exit_code, result.stdout) == (0, "Wrote report.html\n")
-    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
-
-
-def test_report_writes_a_trace(tmp_path: Path) -> None:
-    write_session(tmp_path / "logs")
-    result = run("report", "logs", "--trace", "trace.json")
-    assert (result.exit_code, result.stdout.partition(":")[0]) == (0, "Wrote trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
 def test_report_as_json_holds_what_the_program_can_ask_for(tmp_path: Path) -> None:
@@ -186,12 +165,6 @@ def test_a_mistyped_setting_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # ---- cache
-
-
-def test_cache_list_shows_one_row_per_entry(tmp_cache: Path) -> None:
-    Winners(tmp_cache).put(entry())
-    rows = [" ".join(line.split()) for line in run("cache", "list").stdout.splitlines()]
-    assert f"{KEY.digest[:8]} 0.2500 test device 2 2026-01-02 03:04 matmul[4096, fp16] BLOCK=128" in rows
 
 
 def test_cache_list_shows_the_class_of_bits_within_80_columns(

@@ -207,11 +207,6 @@ def logs_of_two_ranks() -> None:
     assert_all_ok(run_ranks(two_ranks, 2))
 
 
-@pytest.mark.usefixtures("logs_of_two_ranks")
-def test_what_two_ranks_recorded_follows_from_what_they_said() -> None:
-    assert_as_recorded(sessions=1)
-
-
 def changed_winner(record: dict[str, Any]) -> bool:
     if record["kernel"] != "add":
         return False
@@ -281,17 +276,6 @@ def test_a_run_whose_payloads_are_lost_ends_the_replay_there() -> None:
     assert [(d.run, d.what, d.recorded) for d in verdict.differences] == [(2, "merged", "nothing")]
 
 
-def test_of_a_rank_that_died_the_rest_replays() -> None:
-    assert_all_ok(run_ranks(two_ranks, 2))
-    path = LOGS / "rank-1.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[: len(lines) // 2]))
-    path = LOGS / "rank-0.jsonl"
-    lines = [x for x in path.read_text().splitlines(keepends=True) if "session_closed" not in x]
-    path.write_text("".join(lines))
-    assert verdicts()[0].differences == []
-
-
 # ---- directories that cannot be replayed
 
 
@@ -356,33 +340,10 @@ def test_the_same_search_on_the_same_samples_picks_the_same_in_as_many_runs() ->
 
 
 @pytest.mark.usefixtures("noisy_logs")
-def test_samples_are_dealt_in_recorded_order() -> None:
-    found = tried(n_repeat=1)  # first samples: 2 and 1 on rank 0
-    assert (found.runs, found.resampled) == (2, 0)
-    assert found.pick.config.startswith("BLOCK: 32")
-    assert found.pick.regret_percent == pytest.approx(100 / 3)  # by all of them: 4 against 3
-
-
-@pytest.mark.usefixtures("noisy_logs")
 def test_the_statistic_and_the_reduction_can_be_others() -> None:
     assert tried(statistic="min").pick.config.startswith("BLOCK: 32")
     assert tried(statistic="min").pick.ms == 2.0
     assert tried(statistic="min", rank_reduce="mean").pick.ms == 1.5
-
-
-@pytest.mark.usefixtures("noisy_logs")
-def test_runs_beyond_the_recorded_ones_are_drawn_again_by_the_seed() -> None:
-    found = tried(n_repeat=20, n_warmup=1)
-    assert (found.runs, found.resampled) == (42, 30)  # 15 samples of each
-    assert found == tried(n_repeat=20, n_warmup=1)
-    assert "resampled" in run("--search", "racing", "--seed", "3").stdout
-
-
-def test_banned_candidates_are_not_tried_and_starved_ones_do_not_stop_it() -> None:
-    banned(Bench())
-    found = tried(search="racing")
-    assert found.candidates == 3
-    assert found.pick.config.startswith("BLOCK: 64")
 
 
 def test_kernels_are_searched_by_their_launches_and_tunables_by_whole_runs() -> None:
@@ -395,13 +356,6 @@ def test_kernels_are_searched_by_their_launches_and_tunables_by_whole_runs() -> 
         (2, 2, 0),
     }
     assert [each.pick.ms for each in found if each.candidates == 3] == [1.0]
-
-
-def test_a_candidate_that_was_left_after_its_warm_up_is_searched_by_that() -> None:
-    kernel = (bench := Bench()).kernel({16: 1.0, 32: 2.0, 64: 30.0})
-    bench.tune(lambda: launch(kernel, numbers()), search="racing")()
-    found = tried(search="exhaustive", n_repeat=1, n_warmup=1)
-    assert (found.runs, found.resampled, found.pick.ms) == (6, 0, 1.0)
 
 
 @pytest.mark.parametrize(

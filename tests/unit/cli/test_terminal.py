@@ -93,12 +93,6 @@ def test_options_at_their_defaults_and_what_all_candidates_share_are_said_once_a
     assert "All: BLOCK_M: 64, BLOCK_N: 65" in text
 
 
-def test_a_value_stays_beside_its_name(tmp_path: Path) -> None:
-    write_session(tmp_path)
-    write_hard_session(tmp_path)
-    assert not [line for line in printed(tmp_path) if line.rstrip().endswith(":") and "BLOCK_" in line]
-
-
 def test_a_log_of_an_older_version_shows_what_it_says(tmp_path: Path) -> None:
     write_session(tmp_path)
     added = ("fastest_rank_ms", "default_ms", "banned", "judge", "launches", "seconds")

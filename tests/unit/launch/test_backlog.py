@@ -170,21 +170,6 @@ def test_a_candidate_that_fails_in_one_form_is_not_waited_for_in_another(world):
     assert world.bans["a"] == {"a1": "too large", "a2": "too large, too"}
 
 
-def test_what_takes_most_of_a_run_is_compiled_first(world):
-    world.add("once", "o1", "o2")
-    world.add("often", "f1", "f2", launches=12)
-    world.advance()
-    assert world.process.keys == ["f1", "f2", "o1", "o2"]
-
-
-def test_ranks_of_a_host_begin_at_different_candidates_of_the_same_context(world):
-    world.backlog._options = PoolOptions(in_background=True, local_rank=1, local_ranks=2)
-    world.add("a", "a1", "a2", launches=2)
-    world.add("b", "b1", "b2", "b3", "b4")
-    world.advance()
-    assert world.process.keys == ["a2", "a1", "b3", "b4", "b1", "b2"]
-
-
 @pytest.mark.parametrize("search", ["not announced yet", "its time is not read yet"])
 def test_compiling_begins_when_the_times_of_the_first_runs_are_known(world, search):
     context = world.add("a", "a1")
@@ -232,13 +217,6 @@ def test_what_a_failed_run_has_brought_is_dropped(world):
     assert (world.process.keys, known.compile.left, new.compile.is_preflighted) == (["a1"], 1, False)
 
 
-def test_closing_ends_the_process_and_drops_all(world):
-    context = world.add("a", "a1")
-    world.advance()
-    world.backlog.close()
-    assert (world.processes[0].is_closed, context.compile.left, bool(world.backlog)) == (True, 0, False)
-
-
 def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in_any_case(world):
     context = world.add("a", *"abcdefgh", load_s=0.01)
     world.advance()
@@ -254,15 +232,6 @@ def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in
     world.seconds += 10.0
     world.advance()
     assert context.compile.left == 0
-
-
-def test_a_process_that_is_gone_is_followed_by_another_with_what_is_left(world):
-    world.add("a", "a1", "a2")
-    world.advance()
-    world.process.tell("a1")
-    world.process.has_ended = True
-    world.advance()
-    assert (len(world.processes), world.process.keys, world.bans["a"]) == (2, ["a2"], {})
 
 
 @pytest.mark.parametrize("how", ["ends", "never begins"])

@@ -25,28 +25,12 @@ def new_context(key: tuple[int, ...], texts: dict[str, str]) -> RankContext:
     return RankContext("k[]", "[]", about, nothing, rank=0)
 
 
-def test_a_form_is_kept_once(context):
-    assert [context.compile.keep_form(form) for form in ("a", "a", "b", "a")] == [True, False, True, False]
-
-
 def test_forms_are_kept_up_to_the_bound_and_a_remark_says_that_there_are_more(context):
     assert all(context.compile.keep_form(form) for form in range(FORMS))
     assert context.compile.remark == ""
     assert [context.compile.keep_form(form) for form in (FORMS, FORMS + 1, 0)] == [False] * 3
     assert context.compile.remark == f"forms after the first {FORMS} left to their launches"
     assert len(context.compile.forms) == FORMS + 1
-
-
-def test_samples_of_a_context_are_checked_for_their_form_in_its_first_run_and_if_it_has_several(context):
-    assert context.checks_form
-    context.search = SimpleNamespace(judge="launch", is_on_trial=True)
-    context.compile.keep_form("a")
-    assert context.measures
-    assert not context.checks_form
-    context.compile.keep_form("b")
-    assert context.checks_form
-    context.search.is_on_trial = False
-    assert not context.checks_form
 
 
 def test_what_the_search_names_later_is_compiled_once_too(context):

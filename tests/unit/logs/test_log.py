@@ -14,20 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_files import CONFIGS, session_records, write_session
-from msgspec import structs
+from example_files import session_records, write_session
 
-from dist_autotune.codec import from_json, to_builtins, to_json
+from dist_autotune.codec import from_json, to_json
 from dist_autotune.logs import records
 from dist_autotune.logs.records import describe_skipped, read_records
 from dist_autotune.logs.writer import LogLines, SessionLog
 
 fork = multiprocessing.get_context("fork")
-
-TRIAL = records.Trial(
-    session="s1", rank=0, elapsed_s=12.4, run=7, context="c0ffee", kernel="matmul", key="4096", config_id=1,
-    config=CONFIGS[1], kind="sample", k=2, n=5, launches=1, ms=0.3124, statistic_ms=0.3101,
-)  # fmt: skip
 
 
 def note(text: str, rank: int = 0) -> records.Note:
@@ -55,28 +49,6 @@ def test_both_files_hold_every_event_in_order(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "rank-0.log")) == len(expected)
 
 
-def test_a_trial_line_names_context_config_sample_and_best_so_far() -> None:
-    out = LogLines()
-    for record in session_records("s1", 0, "layer", "EventClock"):
-        out.line(record)
-    assert out.line(structs.replace(TRIAL, key="4096, 'fp16'")) == (
-        "[  12.4s] rank 0   matmul[4096, fp16]        config 1/4  BLOCK=128  sample 2/5      0.3124 ms"
-        "  (best 2.000, #1)"
-    )
-
-
-def test_lines_of_one_context_are_aligned() -> None:
-    out = LogLines()
-    out.line(
-        records.ContextAdmitted(run=0, context="c", kernel="f", key="1", candidates=CONFIGS, incumbent=0)
-    )
-    trials = [
-        structs.replace(TRIAL, context="c", kernel="f", key="1", config_id=i, config=CONFIGS[i], ms=ms)
-        for i, ms in enumerate((0.31, 12.0, 3.5))
-    ]
-    assert len({out.line(trial).index(" ms") for trial in trials}) == 1
-
-
 @pytest.mark.parametrize("kind", typing.get_args(records.AnyRecord), ids=lambda kind: kind.__name__)
 def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Record]) -> None:
     known = {type(record): record for record in session_records("s1", 0, "layer", "EventClock")}
@@ -102,14 +74,6 @@ def test_figures_of_a_session_without_a_gpu_are_labelled() -> None:
         line = out.line(record)
         if isinstance(record, records.Trial | records.Agreed | records.ContextSettled):
             assert "ms (wall clock)" in line
-
-
-def test_nothing_is_created_before_the_first_event(tmp_path: Path) -> None:
-    log = SessionLog(tmp_path / "logs", 0)
-    assert not (tmp_path / "logs").exists()
-    log.write(note("first"))
-    log.close()
-    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-0.jsonl", "rank-0.log"]
 
 
 def test_without_a_directory_only_the_logger_hears(caplog: pytest.LogCaptureFixture) -> None:
@@ -276,9 +240,3 @@ def test_lines_that_cannot_be_used_are_left_out_and_counted(tmp_path: Path) -> N
     assert "schema 99, expected 1" in describe_skipped(skipped)
     assert "Expected `str`, got `int` - at `$.text`" in describe_skipped(skipped)
     assert describe_skipped(skipped).startswith("skipped 7 lines: 1 x damaged JSON")
-
-
-def test_a_field_of_a_newer_version_is_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "rank-0.jsonl"
-    path.write_text(to_json({**to_builtins(note("good")), "added_later": 1}) + "\n")
-    assert read(path) == [note("good")]

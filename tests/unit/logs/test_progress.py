@@ -85,11 +85,6 @@ def test_it_is_shown_by_the_first_rank_alone_and_not_if_unwanted(wanted, is_firs
     assert shown(wanted, is_first=is_first, stderr=kind()) == ""
 
 
-def test_a_short_session_writes_no_line(capsys):
-    tune()()
-    assert capsys.readouterr().err == ""
-
-
 def test_a_reader_that_is_gone_stops_nothing(monkeypatch):
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
@@ -144,24 +139,6 @@ def tune(thunk: Any = lambda: None, **options: Any) -> Any:
     return bench.tune(lambda: (launch(kernel, numbers()), thunk()), **chosen)
 
 
-def test_it_is_full_and_gone_at_the_end(terminal):
-    with contextlib.redirect_stderr(terminal):
-        tune()()
-    drawn = terminal.getvalue()
-    assert "tuning step" in drawn
-    assert "settled" in drawn
-    assert drawn.endswith("\x1b[2K")  # the last thing written clears the line
-
-
-def test_what_the_function_prints_goes_where_it_always_went(terminal, capsys):
-    streams = []
-    with contextlib.redirect_stderr(terminal):
-        tune(lambda: streams.append((sys.stdout, sys.stderr)) or print("from the function"))()
-    assert streams == [(sys.stdout, terminal)] * 3
-    assert capsys.readouterr().out == "from the function\n" * 3
-    assert "from the function" not in terminal.getvalue()
-
-
 def test_it_has_no_thread(terminal):
     tune(cache=False)()  # starts the thread that watches how long a run takes
     before, seen = threading.active_count(), []
@@ -184,13 +161,3 @@ def test_a_session_that_fails_leaves_no_bar(terminal, mode):
         while not tuned.settled:
             tuned()
     assert terminal.getvalue().endswith("\x1b[2K")
-
-
-def test_settled_calls_show_nothing(terminal):
-    tuned = tune()
-    with contextlib.redirect_stderr(terminal):
-        tuned()
-        drawn = terminal.getvalue()
-        tuned()
-    assert drawn
-    assert terminal.getvalue() == drawn

@@ -1,7 +1,6 @@
 """The sockets of the hub: who is served, who is turned away, and that nobody holds up others."""
 
 import _thread
-import asyncio
 import os
 import signal
 import socket
@@ -17,10 +16,6 @@ from dist_autotune.ranks.hub import Hub
 from dist_autotune.ranks.wire import LENGTH, TOKEN_BYTES, pack, unpack
 
 MERGED = {"merged": b"all"}
-
-
-def joined(payloads):
-    return {"merged": b" ".join(payloads)}
 
 
 def framed(body):
@@ -253,18 +248,6 @@ def test_a_rank_that_closes_and_does_not_come_back_is_missing_at_once(hub, root,
     assert hub.state.lost == {2}
 
 
-def test_a_hub_can_be_made_where_an_event_loop_runs():
-    async def make():  # as in a notebook
-        hub = Hub(range(1))
-        client = client_of(hub, 0)
-        found = client.receive(client.send("look", 0), 20)["end"]
-        client.close()
-        hub.close()
-        return found
-
-    assert asyncio.run(make()) is None
-
-
 def test_a_program_that_answers_in_place_of_the_hub_is_not_believed(hub):
     with socket.create_server(("127.0.0.1", 0)) as server:
         client = Client(server.getsockname(), hub.address().token, 1)
@@ -283,39 +266,3 @@ def test_a_hub_that_is_gone_is_told_apart_from_one_that_is_slow(hub, client):
         client.receive(request, 10)
     with pytest.raises(HubLost):
         client.send("look", 0)
-
-
-def test_an_address_that_nobody_listens_at():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # so that nobody else comes to listen there
-        port = taken.getsockname()[1]
-        with pytest.raises(HubLost):
-            Client(("127.0.0.1", port), "token", 1).send("look", 0)
-
-
-def test_a_client_connects_anew_after_it_was_closed(client):
-    client.send("post", 0, payload="x")
-    client.close()
-    assert client.receive(client.send("look", 0), 10)["end"] is None
-
-
-def test_many_ranks_at_once():
-    size = 24
-    hub = Hub(range(size))
-    hub.state.merges.update(dict.fromkeys(range(20), joined))
-    ends = [None] * size
-
-    def run(rank):
-        client = client_of(hub, rank)
-        for sequence in range(20):
-            ends[rank] = client.receive(client.send("post", sequence, payload=b"1"), 20)["end"]
-        client.close()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert ends == [joined([b"1"] * size)] * size
-    assert len(hub.state) == 0
-    hub.close()

@@ -9,7 +9,6 @@ from dist_autotune.ranks.hub import HubState
 from dist_autotune.ranks.wire import LENGTH, pack, unpack
 
 MERGED = {"merged": b"all"}
-PARTS = (b"zero", b"one", b"two")
 
 
 def joined(payloads):
@@ -39,18 +38,6 @@ class Ranks:
 # ---- the state
 
 
-@pytest.mark.parametrize("last", [0, 2])
-def test_when_all_have_come_everybody_is_told_what_their_payloads_make(last):
-    ranks = Ranks(3)
-    order = [rank for rank in range(3) if rank != last]
-    for rank in order:
-        ranks.send(rank, "post", payload=b"%d" % rank)
-    assert not any(ranks.told.values())
-    ranks.send(last, "post", payload=b"%d" % last)
-    assert list(ranks.told.values()) == [[{"id": 1, "end": {"merged": b"0 1 2"}}]] * 3
-    assert len(ranks.state) == 0
-
-
 def test_the_first_end_stands_and_is_kept_until_everybody_knows():
     ranks = Ranks(3)
     ranks.send(2, "publish", end={"failed": 2})
@@ -77,15 +64,6 @@ def test_who_asks_again_when_everybody_has_been_told_gets_the_same_end(end):
     assert len(ranks.state) == 0
 
 
-@pytest.mark.parametrize(("here", "missing"), [((0, 2), [1]), ((1, 2), [0]), ((), [0, 1, 2])], ids=str)
-def test_who_is_missing(here, missing):
-    ranks = Ranks(3)
-    for rank in here:
-        ranks.send(rank, "post")
-    ranks.give_up(2)
-    assert ranks.told[2][-1]["end"] == {"by": 2, "missing": missing}
-
-
 def test_beats_of_a_missing_rank_buy_patience_once_each():
     ranks = Ranks(3)
     ranks.send(0, "post")
@@ -96,17 +74,6 @@ def test_beats_of_a_missing_rank_buy_patience_once_each():
     assert ranks.told[1] == [{"id": 1, "wait": True}]
     ranks.give_up(0)
     assert ranks.told[0][-1]["end"]["missing"] == [1, 2]
-
-
-def test_patience_has_an_end_and_beats_of_those_present_buy_none():
-    ranks = Ranks(3)
-    ranks.send(2, "beat")
-    ranks.give_up(0, is_patient=False)
-    assert "end" in ranks.told[0][-1]
-    ranks.send(1, "beat", 1)
-    ranks.send(1, "post", 1)
-    ranks.give_up(0, 1)
-    assert ranks.told[0][-1]["end"]["missing"] == [0, 2]
 
 
 def test_a_rank_whose_process_has_ended_is_missing_at_once_wherever_others_wait_for_it():
@@ -122,18 +89,6 @@ def test_a_rank_whose_process_has_ended_is_missing_at_once_wherever_others_wait_
     assert ranks.told[0][-1]["end"] == {"merged": b"x x x"}
     ranks.send(1, "post", 2)
     assert ranks.told[1][-1]["end"]["missing"] == [2]
-
-
-def test_a_rank_that_asks_anew_is_answered_by_its_latest_connection():
-    ranks = Ranks(3)
-    ranks.send(0, "post")
-    ranks.send(1, "post")
-    dead, ranks.told[1] = ranks.told[1], []
-    ranks.replies[1] = ranks.told[1].append
-    ranks.send(1, "post")
-    ranks.send(2, "post")
-    assert dead == []
-    assert list(ranks.told.values()) == [[{"id": 1, "end": {"merged": b"x x x"}}]] * 3
 
 
 def test_a_rank_whose_connection_was_lost_when_the_others_were_told_may_still_ask():
@@ -172,13 +127,6 @@ def test_messages_are_taken_apart_wherever_they_are_cut():
 
 def chunks(data, step):
     return (data[at : at + step] for at in range(0, len(data), step))
-
-
-def test_payloads_of_any_bytes_travel_as_they_are():
-    every = bytes(range(256))
-    message = {"id": 3, "payloads": [every, b"", every * 3], "end": {"merged": every, "by": [1, {"a": None}]}}
-    buffer = bytearray(pack(message))
-    assert list(unpack(buffer)) == [message]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"a":{"bytes":0}}', b"[]"])

@@ -183,13 +183,6 @@ def test_a_key_of_one_rank_is_taken_up_by_all_two_calls_after_the_last_has_heard
         assert {how for rank in ranks for how, _ in rank.opened} <= {"together"}
 
 
-def test_ranks_that_are_all_to_tune_anew_do_it_before_they_make_the_call():
-    for seed in range(100):
-        ranks = World(seed, 3, [set()] * 3, retunes_in=[{4}] * 3).run()
-        assert [rank.opened for rank in ranks] == [[("at once", 4)]] * 3
-        assert [rank.ballot.ended for rank in ranks] == [3] * 3
-
-
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_whichever_ranks_are_to_tune_anew_nobody_waits_for_a_call_to_end_that_waits_for_it(size):
     opened = 0

@@ -8,10 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from example_files import CONFIGS, session_records, write_session
+from example_files import session_records, write_session
 from msgspec import structs
 
-from dist_autotune.formatting import WALL_CLOCK_NOTE
 from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports import html
@@ -69,25 +68,6 @@ def test_the_page_loads_nothing_and_is_well_formed(tmp_path: Path) -> None:
     assert 'name="viewport"' in written
 
 
-def test_it_shows_the_winner_the_banned_the_ranks_and_what_each_alone_would_take(tmp_path: Path) -> None:
-    write_session(tmp_path)
-    page = Page(write_page(tmp_path))
-    for text in (
-        "matmul[4096, fp16]",
-        CONFIGS[1],
-        "banned by rank 1: out of resource: | shared memory <48>",
-        "-50.0 % against the first config",
-        "chosen by one rank alone: up to +100.0 %",
-        "rank 0 alone",
-        "All tuned launches of a step: -50.0 %",
-        "Where the time went",
-        "Stragglers",
-    ):
-        assert text in page.text
-    titles = [value for name, value in page.attributes if name == "title"]
-    assert {"rank 0: 1.000 ms", "rank 1: 2.000 ms"} <= set(titles)
-
-
 @pytest.mark.parametrize(
     "text", ["<script>alert(1)</script>", "\"'><i onload=x>", "{style} {0}", "\u6838\x1b[31m"]
 )
@@ -121,11 +101,6 @@ def test_widths_and_places_are_percentages_between_0_and_100(tmp_path: Path, ms:
     numbers = [float(number) for style in found for number in re.findall(r":([^;%]*)%", style)]
     assert numbers
     assert all(0 <= number <= 100 for number in numbers)
-
-
-def test_wall_clock_figures_are_labelled(tmp_path: Path) -> None:
-    write_session(tmp_path, clock="WallClock")
-    assert WALL_CLOCK_NOTE in Page(write_page(tmp_path)).text
 
 
 @pytest.mark.parametrize("kept", range(1, 12))

@@ -16,7 +16,7 @@ from rank_programs import tune
 
 from dist_autotune import tunable
 from dist_autotune.errors import LaunchTimeout
-from dist_autotune.formatting import WALL_CLOCK_NOTE, Table
+from dist_autotune.formatting import Table
 from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports import tables
@@ -83,11 +83,6 @@ def test_what_the_cache_holds_and_what_is_under_way_needs_no_reason_for_its_gain
     assert "No gain" not in str(TuningReport(runs=1, contexts=contexts))
 
 
-def test_a_report_labels_wall_clock_figures() -> None:
-    assert WALL_CLOCK_NOTE in str(TuningReport(runs=1, contexts=(CONTEXT,), clock="WallClock"))
-    assert WALL_CLOCK_NOTE not in str(TuningReport(runs=1, contexts=(CONTEXT,), clock="EventClock"))
-
-
 # ---- what the logs tell
 
 
@@ -120,29 +115,6 @@ def test_a_run_that_did_not_count_changes_nothing(tmp_path: Path) -> None:
     assert [candidate.agreed_ms for candidate in context.candidates] == [4.0, None, 3.3, None]
 
 
-def test_a_run_with_several_configs_is_no_candidate_of_its_own(tmp_path: Path) -> None:
-    write_session(tmp_path)
-    before = shown(tmp_path)
-    for rank in (0, 1):
-        with SessionLog(tmp_path, rank) as log:
-            log.write(
-                records.Trial(
-                    session="s1", rank=rank, run=9, context="c0ffee", kernel="matmul", key="4096, 'fp16'",
-                    config_id=-1, config="several configs in one run", kind="sample", k=1, n=1, launches=2,
-                    ms=9.0 + rank, statistic_ms=9.0,
-                )
-            )  # fmt: skip
-    assert shown(tmp_path) == before
-
-
-def test_one_rank_alone_has_neither_spread_nor_stragglers(tmp_path: Path) -> None:
-    write_session(tmp_path, ranks=(0,))
-    session = load_one(tmp_path)
-    assert session.stragglers() == []
-    assert [candidate.spread_percent for candidate in load_context(tmp_path).candidates] == [None] * 4
-    assert any("No records of ranks [1]" in note for note in tables.session_notes(session))
-
-
 def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path) -> None:
     with SessionLog(tmp_path, 0) as log:
         for record in session_records("s1", 0, "layer", "EventClock")[:10]:
@@ -153,12 +125,6 @@ def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path)
     assert session.contexts[0].settled.status == "unfinished"
     assert session.remarks() == ["Run 2 failed on rank 1: ValueError: no"]
     assert shown(tmp_path)
-
-
-def test_a_record_from_before_the_session_had_a_name_belongs_to_none(tmp_path: Path) -> None:
-    with SessionLog(tmp_path, 0) as log:
-        log.write(records.Exchanged(run=-1, sent_bytes=1, received_bytes=1, ms=0.1))
-    assert load_history(tmp_path).sessions == ()
 
 
 def test_a_session_whose_opening_is_lost_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -286,20 +252,6 @@ def test_the_report_and_the_command_line_give_the_same_figures_of_two_ranks() ->
     assert zero == reported_in_logs()
     of_rank = ("seconds", "spent")
     assert {**one, **{name: zero[name] for name in of_rank}} == zero
-
-
-def test_a_candidate_that_only_some_ranks_have_is_banned_in_both() -> None:
-    def program(rank: int) -> dict[str, Any]:
-        bench = Bench()
-        kernel = bench.kernel({16: 3.0, 32: 1.0, 64 + rank: 2.0})
-        tuned = tune(bench, lambda: launch(kernel, numbers()), n_warmup=0, n_repeat=1)
-        tuned()
-        return tuned.report.to_dict()
-
-    zero, _ = assert_all_ok(run_ranks(program, 2))
-    (context,) = zero["contexts"]
-    assert set(context["banned"].values()) == {"rank 0: not a candidate on every rank"}
-    assert zero == reported_in_logs()
 
 
 def test_a_gain_is_over_the_first_config_though_another_was_tried_first(bench: Bench) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,18 +56,6 @@ def test_runs_trials_and_exchanges_are_events_of_their_rank(tmp_path: Path) -> N
     trials = [e for e in events if e["ph"] == "X" and e["cat"] == TRIAL and e["pid"] == 1]
     assert [e["args"]["config"] for e in trials] == ["BLOCK=64"] * 2 + ["BLOCK=128"] * 2 + ["BLOCK=256"] * 2
     assert all(e["args"]["ms"] for e in trials)
-
-
-def test_sessions_follow_one_another(tmp_path: Path) -> None:
-    write_session(tmp_path, "s1")
-    write_session(tmp_path, "s2")
-    spans = sorted(
-        (e["ts"], e["ts"] + e["dur"])
-        for e in trace_of(tmp_path)
-        if e.get("cat") == "session" and e["pid"] == 0
-    )
-    assert len(spans) == 2
-    assert all(first[1] <= second[0] for first, second in pairwise(spans))
 
 
 def test_a_real_session_nests_and_fills_its_time(bench: Bench) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from kernels_for_tests import Bench, launch, numbers, records
 from rank_programs import tune
 
@@ -26,13 +25,6 @@ def test_runs_that_wait_for_a_compiler_say_nothing_of_how_long_trials_take():
     )
     assert outlook.more_runs == 40
     assert str(outlook).startswith("4 of 16 candidates timed (7 still compiling), 10 of")
-
-
-@pytest.mark.parametrize(("runs", "trials"), [(0, 0), (3, 0), (40, 40)])
-def test_there_is_always_something_left_while_a_session_is_under_way(runs, trials):
-    outlook = Forecast(timed=0, candidates=1, planned_trials=30, runs=runs, trials=trials)
-    assert outlook.more_runs >= (1 if runs else 0)
-    assert str(outlook)
 
 
 def test_the_report_tells_it_until_all_is_settled():
@@ -65,16 +57,6 @@ def test_the_log_of_a_long_session_tells_it_now_and_then():
         "2 of 3 candidates timed, 100 of at most 240 trials in 100 runs; about 140 runs to go",
         "3 of 3 candidates timed, 200 of at most 240 trials in 200 runs; about 40 runs to go",
     ]
-
-
-def test_a_replay_that_is_over_has_none_and_says_where_its_time_went():
-    bench = Bench()
-    tuned = bench.tuned({16: 3.0, 32: 1.0})
-    tuned()
-    report = tuned.report
-    assert report.outlook is None
-    assert 0 < report.spent.runs_s <= report.seconds
-    assert report.spent.exchanges_s <= report.seconds
 
 
 def test_all_ranks_tell_the_same():

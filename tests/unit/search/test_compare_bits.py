@@ -40,16 +40,6 @@ def named(*names, candidates=3):
     return {name: [f"{name}{number}" for number in range(candidates)] for name in names}
 
 
-def test_all_kernels_are_compared_at_once_where_no_bit_changes():
-    contexts = named("a", "b", "c")
-    simulated = simulation(contexts, Outputs())
-    plans = simulated.session()
-    compared = [set(plan.values()) for plan in plans[:6]]
-    assert compared == [{f"{name}{i}" for name in contexts} for i in (0, 0, 1, 1, 2, 2)]
-    assert simulated.winners() == {name: f"{name}2" for name in contexts}
-    assert len(plans) == 6 + 3 + 1
-
-
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 def test_the_most_runs_are_what_the_docs_say(count):
     contexts = named(*"abcdefgh"[:count])
@@ -61,21 +51,6 @@ def test_the_most_runs_are_what_the_docs_say(count):
     assert compare_bits.runs_at_most(len(names) for names in contexts.values()) >= len(plans) - 1
 
 
-def test_check_numbers_the_classes_of_each_kernel():
-    outputs = Outputs(changing={"a1", "a3"})
-    simulated = simulation(named("a", "b", candidates=4), outputs, bits="check")
-    simulated.session()
-    classes = {name: context.bit_classes for name, context in simulated.tuning.contexts.items()}
-    assert classes == {"a": {0: 0, 1: 1, 2: 0, 3: 2}, "b": {0: 0, 1: 0, 2: 0, 3: 0}}
-    assert simulated.winners() == {"a": "a3", "b": "b3"}
-
-
-def test_equal_outputs_are_one_class():
-    twice = simulation({"a": ["a0", "a1", "a2"]}, lambda plan, rank: str(plan["a"] == "a0"), bits="check")
-    twice.session()
-    assert twice.tuning.contexts["a"].bit_classes == {0: 0, 1: 1, 2: 1}
-
-
 @pytest.mark.parametrize("bits", ["same", "check"])
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_an_unsteady_config_is_banned_whichever_rank_sees_it(bits, rank):
@@ -85,31 +60,10 @@ def test_an_unsteady_config_is_banned_whichever_rank_sees_it(bits, rank):
     assert simulated.winners() == {"a": "a2", "b": "b1"}
 
 
-def test_an_unsteady_first_config_refuses_the_function():
-    with pytest.raises(
-        TuningError, match=r"two runs with the same configs \(a\[k\] a0\).*does not repeat itself"
-    ):
-        simulation(named("a"), Outputs(unsteady={"a0"})).session()
-    simulated = simulation(named("a"), Outputs(unsteady={"a0"}), bits="check")
-    simulated.session()
-    assert simulated.winners() == {"a": "a2"}
-    assert simulated.tuning.contexts["a"].bit_classes == {0: 0}
-
-
 def test_of_many_configs_that_do_not_repeat_themselves_some_are_named():
     names = {name: [f"{name}0", f"{name}1"] for name in "abcd"}
     with pytest.raises(TuningError, match=r"\(a\[k\] a0; b\[k\] b0; and those of 2 more contexts\)"):
         simulation(names, Outputs(unsteady={"a0"})).session()
-
-
-def test_a_config_that_fails_while_it_is_compared_is_left_out():
-    failed = {"b1": "out of resources"}
-    simulated = simulation(
-        named("a", "b"), Outputs(), bans=lambda run, rank, name: failed if (run, name) == (2, "b") else {}
-    )
-    simulated.session()
-    assert simulated.winners() == {"a": "a2", "b": "b2"}
-    assert simulated.tuning.contexts["b"].banned == {1: (0, "out of resources")}
 
 
 @pytest.mark.parametrize("run", range(9))

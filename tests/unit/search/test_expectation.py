@@ -16,7 +16,6 @@ from dist_autotune.search.expectation.model import Expectation
 from dist_autotune.search.expectation.order import (
     AT_LEAST,
     FIRST_WAVE,
-    KEYS,
     WAVE,
     Order,
     Waves,
@@ -124,13 +123,6 @@ def test_the_incumbent_and_two_more_are_tried_and_then_what_may_pay():
     assert ms_of(best, 256) == min(ms_of(index, 256) for index in found)
 
 
-def test_candidates_that_fail_are_passed_over():
-    order = Order(Expectation("256, 'fp16'", TEXTS, told(64, 128, 512, 1024)), first=0)
-    banned = frozenset(range(len(TEXTS))) - {20, 21, 22}
-    order.tell(21, math.inf)
-    assert sorted(tried(order, 256, banned)) == [20, 22]
-
-
 def test_where_all_of_a_wave_fail_the_next_one_is_spread_too():
     texts = [f"BLOCK: {block}, STAGES: {stages}" for block in range(100) for stages in range(3)]
     waves = Waves("256", texts, {})
@@ -161,9 +153,3 @@ def test_a_new_key_starts_where_several_keys_say():
     start = best_start("256, 'fp16'", shuffled, told(64, 128, 512, 1024))
     assert start == best_start("256, 'fp16'", TEXTS, told(64, 128, 512, 1024))
     assert ms_of(TEXTS.index(start), 256) == min(ms_of(index, 256) for index in range(len(TEXTS)))
-
-
-def test_too_few_other_keys_say_nothing():
-    sizes = (64, 128, 512, 1024)[: KEYS - 1]
-    assert best_start("256, 'fp16'", TEXTS, told(*sizes, 256)) == ""
-    assert best_start("256, 'fp16'", ["other: 1"], told(*sizes, 1024)) == ""

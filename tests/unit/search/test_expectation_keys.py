@@ -27,12 +27,6 @@ def test_the_distance_is_the_same_both_ways_and_zero_only_of_equal_keys(one, oth
         assert (there == 0) == (one == other)
 
 
-@given(integers, integers, integers)
-def test_no_detour_is_shorter(one, two, three):
-    way = distance(key(one), key(two)) + distance(key(two), key(three))
-    assert distance(key(one), key(three)) <= way * (1 + 1e-12)
-
-
 @given(integers, st.lists(integers, max_size=6), st.randoms())
 def test_the_order_depends_on_the_keys_alone(one, others, random):
     texts = list(map(key, others))
@@ -41,11 +35,6 @@ def test_the_order_depends_on_the_keys_alone(one, others, random):
     assert by_distance(key(one), texts) == ordered
     assert sorted(ordered) == sorted(set(texts))
     assert [distance(key(one), each) for each in ordered] == sorted(distance(key(one), t) for t in ordered)
-
-
-def test_a_size_that_doubles_is_one_apart_whatever_the_size():
-    assert distance("1023", "2047") == distance("7", "3") == 1.0
-    assert distance("1023, 7", "2047, 3") == 2.0
 
 
 def test_ties_go_to_the_smaller_key():
@@ -76,16 +65,8 @@ def test_text_in_quotes_holds_no_integers():
     assert distance('"it\'s 5", 8', '"it\'s 5", 8') == 0
 
 
-def test_nested_integers_count_as_others_do():
-    assert distance("(3, 7), 1", "(7, 3), 1") == 2.0
-
-
 def test_what_python_reads_as_no_integer_is_none():
     assert by_distance("1", ["9" * 5000, "4"]) == ["4"]
-
-
-def test_signs_are_far_apart():
-    assert by_distance("-3", ["3", "-1023", "0"]) == ["0", "3", "-1023"]
 
 
 def test_a_key_is_named_as_another_one_is():

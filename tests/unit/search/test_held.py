@@ -57,17 +57,6 @@ def test_what_fails_to_compile_on_one_rank_never_runs():
     assert columns(plans, "a") == ["a0"] * 5 + ["a2", "a2"]
 
 
-def test_when_all_others_fail_the_incumbent_is_the_winner():
-    def bans(run: int, rank: int, name: str) -> dict[str, str]:
-        return {"a1": "x", "a2": "x"} if run == 3 else {}
-
-    simulation = Simulation(
-        CANDIDATES, MS, mode="online", bans=bans, compiling=lambda run, rank, name: int(run < 3)
-    )
-    assert columns(simulation.session(), "a") == ["a0"] * 5
-    assert simulation.winners() == {"a": "a0"}
-
-
 def test_a_context_that_is_not_launched_while_it_is_compiled_starves_as_any():
     simulation = Simulation(
         CANDIDATES,

@@ -140,8 +140,3 @@ def test_facts_that_differ_are_named_with_the_ranks_that_say_so():
     other = Opening(5, {"the version of Triton": {"3.9.0": 5}})
     with pytest.raises(RankMismatch, match=r"the version of Triton: rank 0: 3\.6\.0; rank 5: 3\.9\.0"):
         checked(one.merged(other), Opening)
-
-
-def test_ranks_at_different_exchanges_are_a_mismatch():
-    with pytest.raises(RankMismatch, match="different points"):
-        checked(Opening(0).merged(RunReport(1)), RunReport)

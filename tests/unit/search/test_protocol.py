@@ -47,10 +47,6 @@ def test_a_context_that_appears_later_starts_then_and_all_end_before_the_final_r
     assert columns(plans, "b") == [None, "b0", "b1", "b1"]
 
 
-def test_a_single_candidate_needs_no_trial():
-    assert Simulation({"a": ["a0"]}, {"a0": 1.0}).session() == [{"a": "a0"}]
-
-
 def test_a_session_without_launches_ends_after_three_runs():
     assert len(Simulation({}, {}).session()) <= 3
 
@@ -129,18 +125,6 @@ def test_a_context_that_is_no_longer_launched_starves(mode, patience):
     assert simulation.winners() == {"a": "a0"}
 
 
-def test_a_starved_context_does_not_keep_the_others_from_settling():
-    simulation = Simulation(
-        {"a": ["a0", "a1"], "b": ["b0", "b1"]},
-        {"a0": 1.0, "a1": 2.0, "b0": 2.0, "b1": 1.0},
-        launches=lambda run, rank, name: name == "b" or run == 0,
-        n_repeat=4,
-    )
-    simulation.session()
-    assert simulation.statuses() == {"a": "starved", "b": "tuned"}
-    assert simulation.winners()["b"] == "b1"
-
-
 @pytest.mark.parametrize(("first_run", "status"), [(ADMISSION_RUNS - 1, ""), (ADMISSION_RUNS, "partial")])
 def test_contexts_are_admitted_in_the_first_sixteen_runs(first_run, status):
     contexts = {"a": ["a0", "a1"], "b": ["b0", "b1"]}
@@ -171,13 +155,6 @@ def test_a_late_context_is_tuned_by_the_next_session():
     assert simulation.winners() == {"a": "a0", "b": "b1"}
 
 
-def test_seconds_can_be_spent_too():
-    ms = {"a0": 3.0, "a1": 1.0, "a2": 2.0, "a3": 0.5}
-    simulation = Simulation({"a": list(ms)}, ms, budget_s=3.0, second=1.0)
-    assert columns(simulation.session(), "a") == ["a0", "a1", "a2", "a1"]
-    assert simulation.statuses() == {"a": "partial"}
-
-
 def test_a_search_without_an_end_is_cut_at_four_times_what_is_planned():
     def endless(candidates, *, n_warmup, n_repeat):
         for index in itertools.cycle(candidates):  # noqa: UP028  a cycle has no send()
@@ -191,28 +168,7 @@ def test_a_search_without_an_end_is_cut_at_four_times_what_is_planned():
     assert (simulation.statuses(), simulation.winners()) == ({"a": "partial"}, {"a": "a1"})
 
 
-def test_nothing_is_tried_when_only_cached_results_may_be_used():
-    simulation = Simulation({"a": ["a0", "a1"]}, {"a0": 2.0, "a1": 1.0}, tunes=False)
-    assert simulation.session() == [{"a": "a0"}]
-    assert simulation.statuses() == {"a": "partial"}
-
-
 # ---- bans
-
-
-@pytest.mark.parametrize("search", sorted(STRATEGIES))
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("bad", ["a0", "a1", "a2"], ids=["first", "middle", "last"])
-def test_a_ban_by_one_rank_holds_for_all_from_the_next_run_on(search, rank, bad):
-    def bans(run: int, by: int, name: str) -> dict[str, str]:
-        return {bad: "OutOfResources"} if by == rank and simulation.plans[-1:] == [{"a": bad}] else {}
-
-    ms = {"a0": 2.0, "a1": 2.0, "a2": 2.0, bad: 1.0}
-    simulation = Simulation({"a": sorted(ms)}, ms, ranks=2, bans=bans, search=search, n_repeat=3)
-    plans = columns(simulation.session(), "a")
-    assert 0 < plans.count(bad) <= 2  # it is banned by the payload of the run after its first
-    assert simulation.winners() == {"a": "a0" if bad != "a0" else "a1"}
-    assert simulation.tuning.contexts["a"].banned[sorted(ms).index(bad)] == (rank, "OutOfResources")
 
 
 def test_a_settled_context_that_loses_its_last_candidate_ends_the_session_and_is_forgotten():

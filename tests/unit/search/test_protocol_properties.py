@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from fuzz import play, play_sessions
 from msgspec import structs
-from random_programs import BLOCKS, Choice, Event, Kernel, Pattern, Program
+from random_programs import BLOCKS, Event, Kernel, Pattern, Program
 from virtual_ranks import VirtualGroup
 from virtual_tuners import VirtualClock
 
@@ -88,14 +88,6 @@ def test_a_rank_that_missed_the_last_trial_has_its_say_when_a_peer_reads_its_clo
     assert winners(play(program, Random(0), Counter())) == [{(0, 64): 16}] * 2
 
 
-def test_ranks_agree_after_the_first_call_even_if_nothing_may_be_tried():
-    # In the first run each rank launches its own first config; then all know what they share.
-    program = program_of(kernel_of((16, 32), (32, 64)), events=(Event("cached", 0),), calls=3)
-    ranks = play(program, Random(0), Counter())
-    assert winners(ranks) == [{(0, 64): 32}] * 2
-    assert [rank.clock.launched_last for rank in ranks] == [32, 32]
-
-
 @pytest.mark.parametrize("at_run", range(1, 20))
 def test_a_rank_that_raises_in_any_run_leaves_a_state_from_which_the_next_call_tunes(at_run):
     # Nine runs tune, then two plans are compared in alternation; run 19 is a settled call.
@@ -135,14 +127,6 @@ def test_a_kernel_for_which_nothing_works_does_not_keep_other_calls_from_running
         assert rank.endings[-1].winners[1, 64] == 64
 
 
-def test_a_rank_that_leaves_is_named_by_all_others():
-    program = program_of(kernel_of((16, 32), (16, 32), (16, 32)), events=(Event("leave", -1, 2, 1),), calls=2)
-    counts: Counter[str] = Counter()
-    ranks = play(program, Random(0), counts)
-    for rank in ranks[:2]:
-        assert [ending.error.missing_ranks for ending in rank.endings] == [(2,), (2,)]
-
-
 @pytest.mark.parametrize("first_run", [1, 2, 5])
 def test_kernels_taken_for_one_stay_two_on_a_rank_that_comes_to_have_both(first_run):
     # In the first run each rank has launched one Autotuner of the function, with configs of its own.
@@ -152,12 +136,6 @@ def test_kernels_taken_for_one_stay_two_on_a_rank_that_comes_to_have_both(first_
     program = program_of(one, replace(other, launches=late), agree="ordinal", n_repeat=3, calls=3)
     first, _ = play(program, Random(0), Counter())
     assert {n: block for (_, n), block in first.endings[-1].winners.items()} == {64: 32, 96: 64}
-
-
-def test_a_choice_is_tuned_with_the_kernels():
-    choice = Choice("split", ("a", "b"), {"a": 2.0, "b": 1.0}, (ALWAYS, ALWAYS))
-    ranks = play(program_of(kernel_of((16, 32), (16, 32)), choices=(choice,)), Random(0), Counter())
-    assert winners(ranks) == [{(0, 64): 32}] * 2
 
 
 # ---- the checks see what they are there for

@@ -8,19 +8,6 @@ from benchmarks.simulation.protocol_simulation import Simulation, columns
 from dist_autotune.search.final_comparison import DUEL_RUNS
 
 
-def test_choices_are_tuned_after_the_kernels_by_the_time_of_the_run():
-    simulation = Simulation(
-        {"split": ["1", "2"], "a": ["a0", "a1"]},
-        {"a0": 2.0, "a1": 1.0},
-        choices={"split"},
-        run_ms=lambda plan: {"1": 5.0, "2": 3.0}[plan["split"]],
-    )
-    plans = simulation.session()
-    assert columns(plans, "a") == ["a0", "a1", "a1", "a1", "a1"]
-    assert columns(plans, "split") == ["1", "1", "1", "2", "2"]
-    assert simulation.winners() == {"split": "2", "a": "a1"}
-
-
 def test_objective_thunk_takes_contexts_in_turn_from_their_kernel_time_winners():
     simulation = Simulation(
         {"a": ["a0", "a1"], "b": ["b0", "b1"]},
@@ -97,37 +84,6 @@ def test_a_default_that_is_banned_during_the_comparison_is_not_taken_up_again(at
     simulation.session()
     assert simulation.tuning.contexts["a"].winner == 2
     assert simulation.winners() == {"a": "a2"}
-
-
-def test_there_is_no_comparison_when_the_tuned_plan_is_the_default_plan():
-    simulation = Simulation({"a": ["a0", "a1"]}, {"a0": 1.0, "a1": 2.0}, objective="thunk")
-    assert columns(simulation.session(), "a") == ["a0", "a1", "a0", "a1", "a0"]
-
-
-def test_objective_thunk_is_judged_by_the_slowest_rank():
-    simulation = Simulation(
-        {"a": ["a0", "a1"]},
-        lambda candidate, rank: {"a0": (3.0, 3.0), "a1": (1.0, 4.0)}[candidate][rank],
-        ranks=2,
-        objective="thunk",
-        rank_reduce="max",
-    )
-    simulation.session()
-    assert simulation.winners() == {"a": "a0"}
-
-
-@pytest.mark.parametrize("max_runs", range(1, 25))
-def test_max_runs_holds_for_run_times_and_the_final_comparison(max_runs):
-    simulation = Simulation(
-        {"a": ["a0", "a1"], "s": ["x", "y"]},
-        {"a0": 2.0, "a1": 1.0},
-        choices={"s"},
-        objective="thunk",
-        max_runs=max_runs,
-    )
-    plans = simulation.session()
-    assert len(plans) <= max_runs
-    assert plans[-1] == simulation.winners()
 
 
 @pytest.mark.parametrize("mode", ["replay", "online"])

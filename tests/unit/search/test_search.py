@@ -140,14 +140,6 @@ def test_a_tie_that_the_flow_tells_of_goes_to_the_incumbent(incumbent, expected)
     assert winner(made) == expected
 
 
-def test_a_tie_without_an_incumbent_of_its_own_goes_to_the_first_viable():
-    made = context(start=False)
-    made.ban(0, 1, "out of resource")
-    made.start()
-    finish(made, dict.fromkeys("abc", 1.0))
-    assert winner(made) == "b"
-
-
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_a_candidate_that_some_rank_never_timed_cannot_win(strategy):
     made = context(strategy=STRATEGIES[strategy], search=strategy, n_repeat=2)
@@ -157,15 +149,6 @@ def test_a_candidate_that_some_rank_never_timed_cannot_win(strategy):
         advance(made, part)
     assert winner(made) == "b"
     assert set(made.times.ms) == {1}
-
-
-def test_a_missing_first_sample_does_not_end_a_candidate():
-    made = context(("a", "b"), n_repeat=2)
-    advance(made, Part(ran="a", unmeasured=1))
-    assert made.digests[made.planned] == "a"
-    advance(made, timed("a", 1.0))
-    finish(made, {"b": 2.0})
-    assert winner(made) == "a"
 
 
 def test_without_any_sample_the_incumbent_stays():
@@ -198,13 +181,6 @@ def test_a_ban_in_the_middle_of_a_trial_moves_on_to_the_next_candidate():
     assert 0 not in made.times.ms
 
 
-def test_a_ban_of_a_candidate_that_is_not_on_trial_keeps_it_from_ever_being_tried():
-    made = context()
-    advance(made, timed("a", 2.0, bans={"b": (0, "PTXASError")}))
-    assert finish(made, {"c": 1.0}) == ["c"]
-    assert winner(made) == "c"
-
-
 def test_a_banned_winner_is_replaced_by_the_next_fastest():
     made = context()
     finish(made, {"a": 3.0, "b": 1.0, "c": 2.0})
@@ -231,18 +207,6 @@ def test_a_claim_is_adopted_when_every_rank_can_use_it(claim, adopted):
 # ---- strategies of the user's own
 
 
-def test_a_strategy_of_the_users_own_decides_what_is_tried():
-    def backwards(candidates, *, n_warmup, n_repeat):
-        ms = {}
-        for index in reversed(candidates):
-            ms[index] = yield index
-        return min(ms, key=ms.__getitem__)
-
-    made = context(strategy=backwards, search="backwards")
-    assert finish(made, {"a": 2.0, "b": 1.0, "c": 3.0}) == ["c", "b", "a"]
-    assert winner(made) == "b"
-
-
 def test_a_strategy_is_told_the_time_so_far_and_inf_for_a_ban():
     told = []
 
@@ -257,20 +221,6 @@ def test_a_strategy_is_told_the_time_so_far_and_inf_for_a_ban():
     advance(made, timed("a", 3.0))
     advance(made, Part(ran="a", bans={"b": (0, "PTXASError")}))
     assert told == [2.0, 2.0, 3.0, math.inf]
-
-
-def test_numpy_integers_are_indices_too():
-    numpy = pytest.importorskip("numpy")
-
-    def with_numpy(candidates, *, n_warmup, n_repeat):
-        ms = []
-        for index in numpy.arange(len(candidates)):
-            ms.append((yield index))
-        return numpy.argmin(ms)
-
-    made = context(strategy=with_numpy, search="with_numpy")
-    finish(made, {"a": 2.0, "b": 1.0, "c": 3.0})
-    assert winner(made) == "b"
 
 
 def yields(*requests):

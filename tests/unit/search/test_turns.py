@@ -32,12 +32,6 @@ def announced(names, rank, is_choice=True):
     return RunReport(rank, parts=parts)
 
 
-@pytest.mark.parametrize("names", list(itertools.permutations("zam")), ids="".join)
-def test_choices_take_turns_in_the_order_of_first_launch(names):
-    simulation = Simulation({name: [f"{name}0", f"{name}1"] for name in names}, {}, choices=set(names))
-    assert turns_of(simulation.session(), names) == list(names)
-
-
 def test_of_ranks_that_differ_the_lowest_one_s_order_counts_however_payloads_are_merged():
     told = [announced("zam", 0), announced("maz", 1), announced("azmq", 2)]
     for order in itertools.permutations(told):
@@ -112,25 +106,6 @@ def test_a_choice_that_is_asked_for_now_and_then_has_its_turn(mode, every):
         simulation.run()
         assert len(simulation.plans) < 100
     assert simulation.statuses() == {"always": "tuned", "seldom": "tuned"}
-
-
-def test_a_choice_asked_for_in_the_first_run_only_is_told_of():
-    simulation = Simulation(
-        {"once": ["once0", "once1"], "other": ["other0", "other1"]},
-        {},
-        choices={"once", "other"},
-        run_ms=lambda plan: {"other0": 1.0, "other1": 2.0}[plan["other"]],
-        launches=lambda run, rank, name: name == "other" or run == 0,
-    )
-    simulation.session()
-    assert simulation.statuses() == {"once": "starved", "other": "tuned"}
-    assert not simulation.tuning.contexts["once"].is_left_out
-
-
-def test_a_choice_that_the_best_plan_asks_for_has_its_turn_though_its_rival_s_run_was_last():
-    simulation = only_with({"way0": 1.0, "way1": 2.0}, lambda way: way == "way0")
-    simulation.session()
-    assert simulation.statuses() == {"way": "tuned", "detail": "tuned", "other": "tuned"}
 
 
 def test_a_choice_that_a_later_winner_asks_for_has_its_turn_after_that():

@@ -103,19 +103,6 @@ def test_options_that_pay_only_together_are_found():
     assert simulation.winners() == {"a": "a1", "b": "b1"}
 
 
-def test_a_choice_asked_for_in_the_first_run_only_is_starved_and_the_others_are_tuned():
-    simulation = racing(
-        named("once", "other"),
-        {},
-        choices={"once", "other"},
-        run_ms=lambda plan: {"other0": 2.0, "other1": 1.0}[plan["other"]],
-        launches=lambda run, rank, name: name == "other" or run == 0,
-    )
-    simulation.session()
-    assert simulation.statuses() == {"once": "starved", "other": "tuned"}
-    assert simulation.winners() == {"once": "once0", "other": "other1"}
-
-
 @pytest.mark.parametrize("at_run", [0, 2, 3, 8, 10, 11, 12])
 def test_an_option_that_is_banned_on_the_way_is_in_no_later_plan(at_run):
     simulation = racing(
@@ -202,16 +189,6 @@ def test_online_each_time_is_that_of_the_plan_that_ran_however_late_it_is_read(r
     assert times == at_once.tuning.contexts["way"].times.ms == {0: 3.0, 1: 1.0, 2: 2.0}
     assert late.statuses() == {"way": "tuned"}
     assert len(late.plans) > 2 * len(at_once.plans)  # the runs between were no samples
-
-
-def test_all_ranks_launch_the_same_plans_and_the_slowest_one_decides():
-    def ms(candidate, rank):
-        return {"left0": 2.0, "left1": 1.0, "right0": 3.0, "right1": 1.5}[candidate] + 0.2 * rank
-
-    alone, together = consumers(lambda plan: 1.0), consumers(lambda plan: 1.0, ranks=2)
-    together.ms = ms
-    assert together.session() == alone.session()
-    assert together.winners() == alone.winners()
 
 
 class Hosted(Simulation):

@@ -44,15 +44,6 @@ def test_entries_come_back_with_all_their_evidence(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_that_is_there_is_replaced_only_when_asked_for(tmp_path: Path) -> None:
-    path = written(tmp_path / "all.json", entry())
-    with pytest.raises(FileExistsError, match=r"all\.json is there already: --replace writes over it"):
-        bundle.write(path, [entry(key="2")], replaces=False)
-    assert bundle.read(path) == [entry()]
-    bundle.write(path, [entry(key="2")], replaces=True)
-    assert bundle.read(path) == [entry(key="2")]
-
-
 def test_merging_adds_what_is_missing_and_keeps_what_is_there(tmp_path: Path) -> None:
     cache = Winners(tmp_path)
     cache.put(entry(key="same"), entry("c0", key="other"))
@@ -72,19 +63,6 @@ def test_merging_takes_the_bundles_winners_when_asked_for(tmp_path: Path) -> Non
     merged = bundle.merge(cache, [entry()], replaces=True)
     assert merged.conflicts == ((entry("c0"), entry()),)
     assert cache.get(KEY) == entry()
-
-
-def test_every_function_is_shown_what_was_imported(tmp_path: Path) -> None:
-    cache = Winners(tmp_path)
-    bundle.merge(cache, [entry()], replaces=False)
-    assert list(cache.launched_by("imported")) == [entry()]
-
-
-def test_what_cannot_be_stored_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.warns(match="Cannot write the cache"):
-        merged = bundle.merge(Winners(tmp_path / "file"), [entry()], replaces=False)
-    assert (merged.added, merged.missing) == (0, 1)
 
 
 def changed(data: dict[str, Any], *path: Any, value: Any) -> None:

@@ -58,11 +58,6 @@ def test_experts_become_a_file_by_sizes_and_device_with_a_config_for_each_number
     }
 
 
-def test_a_dtype_in_the_key_is_in_the_files_name():
-    (path,) = files_of([moe(1, dtype="fp8_w8a8")], "vllm").contents
-    assert path == "E=8,N=7168,device_name=NVIDIA_H100_80GB_HBM3,dtype=fp8_w8a8.json"
-
-
 REFUSED = {
     "no experts": (known({"M": 1, "N": 2}, plain(BLOCKS)), "no fused MoE: its key has no integer E"),
     "a size that is none": (moe(1, E="8"), "no fused MoE: its key has no integer E"),

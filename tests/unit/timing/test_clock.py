@@ -9,9 +9,9 @@ import pytest
 import torch
 from fake_device import CALL_MS, FakeDevice
 
-from dist_autotune import Clock, EventClock, TuningError, WallClock
+from dist_autotune import EventClock, TuningError, WallClock
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
-from dist_autotune.timing.clock import EMPTY_KERNEL_MS, EventCost, EventMark
+from dist_autotune.timing.clock import EMPTY_KERNEL_MS, EventCost
 from dist_autotune.timing.samples import Samples
 from dist_autotune.timing.stream_filler import FIRST_MS
 
@@ -80,11 +80,6 @@ def prepare(clock: EventClock) -> None:
 def samples_of(clock: EventClock) -> Samples:
     prepare(clock)
     return Samples(clock, "median", flags_gaps=True)
-
-
-def test_the_clocks_are_clocks():
-    assert isinstance(EventClock(), Clock)
-    assert isinstance(WallClock(), Clock)
 
 
 # ---- whose time it is
@@ -193,18 +188,6 @@ def test_what_two_events_cost_is_taken_off(device, kernel_ms, feeds):
     assert clock.read_ms(mark) == pytest.approx(kernel_ms + EMPTY_KERNEL_MS, abs=EXACT)
 
 
-def test_no_reading_falls_below_an_empty_kernel(device):
-    device.event_cost_ms = 0.0028
-    clock = EventClock()
-    clock.prepare()
-    device.event_cost_ms = 0.001
-    device.queue(1.0)
-    mark = clock.start()
-    clock.stop(mark)
-    finish(device)
-    assert clock.read_ms(mark) == EMPTY_KERNEL_MS
-
-
 def test_a_device_that_does_not_come_to_the_measurement_costs_a_second_once(device, monkeypatch):
     device.event_cost_ms = 0.0028
     device.queue(10_000.0)
@@ -223,12 +206,6 @@ def test_nothing_waits_for_the_device_before_the_run_ends(device):
         timed(device, samples, ms=1000.0)
     assert device.host_ms < 50 * (0.03 + 8 * CALL_MS)
     assert device.synchronized == 0
-
-
-def test_the_wall_clock_is_never_flagged():
-    samples = Samples(WallClock(), "median", flags_gaps=True)
-    samples.stop(samples.start())
-    assert samples.report_run("a", waits=True).gap_ms == 0.0
 
 
 @pytest.mark.parametrize(
@@ -258,17 +235,6 @@ def test_where_the_host_had_no_part_in_some_runs_only_these_count(gaps, told):
         part = samples.report_run("a", waits=True)
         samples.apply_outcome(waiting=False, counts=True)
     assert (part.ms, part.gap_ms) == pytest.approx(told)
-
-
-def test_events_are_used_again(device):
-    clock = EventClock()
-    marks: list[EventMark] = []
-    for _ in range(3):
-        marks.append(clock.start())
-        clock.stop(marks[-1])
-        finish(device)
-        clock.read_ms(marks[-1])
-    assert len({id(mark.begin) for mark in marks} | {id(mark.end) for mark in marks}) == 2
 
 
 # ---- trouble on the device

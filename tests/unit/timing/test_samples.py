@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from fractions import Fraction
 
-import numpy as np
 import pytest
-import torch
 
 from dist_autotune.errors import InvalidOption
-from dist_autotune.launch.rank_context import part_of
-from dist_autotune.search.messages import RunReport, decode
 from dist_autotune.timing.samples import Reading, Samples
 
 
@@ -65,12 +60,6 @@ def test_marks_are_read_at_the_end_of_the_run_only():
     assert clock.events == ["start", "stop", "start", "stop", "read", "read"]
 
 
-def test_a_sample_is_the_mean_of_the_launches_of_its_run():
-    samples = Samples(ListClock(1.0, 2.0, 6.0), "median")
-    assert sample(samples, launches=3) == told(3.0)
-    assert kept(samples) == {"a": [3.0]}
-
-
 @pytest.mark.parametrize(
     ("statistic", "expected"),
     [("median", [5.0, 3.0, 2.0]), ("mean", [5.0, 3.0, 8 / 3]), ("min", [5.0, 1.0, 1.0])],
@@ -78,21 +67,6 @@ def test_a_sample_is_the_mean_of_the_launches_of_its_run():
 def test_what_is_told_is_the_statistic_of_the_samples_so_far(statistic, expected):
     samples = Samples(ListClock(5.0, 1.0, 2.0), statistic)
     assert [sample(samples).ms for _ in range(3)] == expected
-
-
-@pytest.mark.parametrize(
-    "kind", [np.float32, np.int64, torch.tensor, Fraction], ids=lambda kind: kind.__name__
-)
-def test_a_clock_may_read_any_kind_of_number_and_it_can_be_told(kind):
-    samples = Samples(ListClock(kind(2), kind(4)), "mean")
-    payload = RunReport(parts={"context": part_of(sample(samples, launches=2))})
-    assert decode(payload.encode()).parts["context"].worst_ms == 3.0
-
-
-def test_each_candidate_has_samples_of_its_own():
-    samples = Samples(ListClock(1.0, 9.0, 3.0), "mean")
-    told = [sample(samples, ran=ran).ms for ran in ("a", "b", "a")]
-    assert told == [1.0, 9.0, 2.0]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 0.0, -1.0, None])
@@ -118,25 +92,11 @@ def test_a_rank_without_a_usable_time_says_so(bad):
     assert kept(samples) == {"a": []}
 
 
-def test_an_unusable_run_leaves_earlier_samples_standing():
-    samples = Samples(ListClock(2.0, math.nan), "median")
-    assert [sample(samples).ms for _ in range(2)] == [2.0, 2.0]
-    assert kept(samples) == {"a": [2.0]}
-
-
 def test_a_run_of_several_candidates_is_no_sample_of_any():
     samples = Samples(ListClock(2.0, 3.0), "median")
     assert run(samples, launches=2, is_mixed=True) == Reading("a", is_timed=True)
     samples.apply_outcome(waiting=False, counts=False)
     assert not any(samples.by_candidate.values())
-
-
-def test_a_run_that_does_not_count_is_not_kept():
-    samples = Samples(ListClock(9.0, 1.0), "median")
-    run(samples)
-    samples.apply_outcome(waiting=False, counts=False)
-    assert kept(samples) == {"a": []}
-    assert sample(samples).ms == 1.0
 
 
 def test_a_run_that_raised_leaves_nothing():
@@ -145,11 +105,6 @@ def test_a_run_that_raised_leaves_nothing():
     samples.abandon_run()
     assert sample(samples).ms == 1.0
     assert kept(samples) == {"a": [1.0]}
-
-
-def test_a_run_without_a_timed_launch_has_nothing_to_read():
-    samples = Samples(ListClock(), "median")
-    assert run(samples, launches=0) == Reading("a")
 
 
 def test_without_waiting_a_sample_is_read_once_the_clock_is_ready():
@@ -178,7 +133,3 @@ def test_a_sample_that_is_read_is_told_again_while_a_peer_is_late():
     assert samples.report_run(None, waits=False) == first
     samples.apply_outcome(waiting=False, counts=True)
     assert kept(samples) == {"a": [2.0]}
-
-
-def test_a_clock_that_does_not_say_whether_it_is_ready_is_read_at_once():
-    assert run(Samples(ListClock(2.0), "median"), waits=False) == told(2.0)

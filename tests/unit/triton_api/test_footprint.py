@@ -29,16 +29,6 @@ def test_small_programs_hold_half_of_each_sm_until_they_are_many():
     assert share(132 * 16, small, H200) == 1000
 
 
-def test_registers_and_threads_count_as_shared_memory_does():
-    assert share(132, kernel(warps=4, shared=0, registers=255), H200) == 500
-    assert share(132, kernel(warps=8, shared=0, registers=255), H200) == 1000
-    assert share(132, kernel(warps=32, shared=0, registers=32), H200) == 500
-
-
-def test_a_cluster_takes_an_sm_for_each_of_its_blocks():
-    assert share(33, kernel(ctas=2), H200) == 500
-
-
 @pytest.mark.parametrize(
     "unknown", [None, object(), SimpleNamespace(metadata=SimpleNamespace())], ids=["none", "object", "empty"]
 )

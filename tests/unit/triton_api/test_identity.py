@@ -31,7 +31,7 @@ from dist_autotune.triton_api.identity import (
     kernel_source,
     key_text,
 )
-from dist_autotune.triton_api.launch import Launch, config_texts, key_of
+from dist_autotune.triton_api.launch import Launch, key_of
 
 
 class Layout(enum.Enum):
@@ -113,12 +113,6 @@ def test_numbers_that_are_one_key_of_a_dict_have_one_text(equal):
 )
 def test_keys_that_differ_have_texts_that_differ(one, other):
     assert key_text((one,)) != key_text((other,))
-
-
-def test_a_function_is_named_and_digested_not_located():
-    text = key_text((relu,))
-    assert text.startswith(f"{__name__}.relu#")
-    assert "0x" not in text
 
 
 @pytest.mark.parametrize(
@@ -225,22 +219,6 @@ def test_any_value_of_a_config_can_be_matched(options):
     assert len(candidate_digest(options)) == 16
 
 
-def test_equal_configs_are_one_candidate():
-    configs = [triton.Config({"BLOCK": b}, num_warps=w) for b, w in ((16, 4), (16, 4), (32, 4), (16, 8))]
-    kernel = Bench().kernel({}, configs=configs)
-    assert list(Launch(kernel, (numbers(), numbers(), 64), {}).candidates().values()) == [
-        configs[0],
-        *configs[2:],
-    ]
-
-
-def test_the_texts_of_different_candidates_differ():
-    configs = [triton.Config({"BLOCK": value}) for value in (16, "16")]
-    texts = config_texts(configs)
-    assert len(set(texts)) == 2
-    assert texts[0] == str(configs[0])
-
-
 # ---- the source of kernels
 
 MODULE = """
@@ -324,12 +302,6 @@ def test_an_entry_of_another_triton_has_the_digests_of_this_one(module):
 def test_the_digest_covers_what_the_kernel_is_made_of(module, change, same_digest, same_texts):
     one, other = kernel_source(module().tuned.base_fn), kernel_source(module(**change).tuned.base_fn)
     assert ((one.digest == other.digest), (one.texts == other.texts)) == (same_digest, same_texts)
-
-
-def test_heuristics_between_do_not_hide_the_kernel(module):
-    loaded = module()
-    assert kernel_source(loaded.with_heuristics.base_fn) == kernel_source(loaded.tuned.base_fn)
-    assert kernel_source(loaded.tuned.base_fn).short_name == "kernel"
 
 
 def test_a_closure_is_told_apart_by_what_it_captures():

@@ -51,14 +51,6 @@ def test_an_unknown_mode_is_an_error(monkeypatch):
         decorated()
 
 
-@pytest.mark.parametrize("value", ["", None], ids=["empty", "unset"])
-def test_without_a_mode_it_tunes(monkeypatch, value):
-    monkeypatch.delenv("DIST_AUTOTUNE_MODE", raising=False)
-    if value is not None:
-        monkeypatch.setenv("DIST_AUTOTUNE_MODE", value)
-    assert run_mode() == "tune"
-
-
 def test_arguments_come_before_variables_and_variables_before_defaults(monkeypatch, tmp_path):
     monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "from-variable"))
     monkeypatch.setenv("DIST_AUTOTUNE_LOG_DIR", str(tmp_path / "logs-from-variable"))
@@ -71,11 +63,6 @@ def test_arguments_come_before_variables_and_variables_before_defaults(monkeypat
     assert given.resolved_cache_dir() == tmp_path / "given"
     assert given.resolved_log_dir() == tmp_path / "logs"
     assert given.resolved_timeout_s() == 3
-
-
-def test_a_cache_and_logs_can_be_left_out():
-    nothing = Options(cache=False, log_dir=None)
-    assert (nothing.resolved_cache_dir(), nothing.resolved_log_dir()) == (None, None)
 
 
 def test_arguments_at_their_defaults_win_over_variables_too(monkeypatch, tmp_path):
@@ -151,13 +138,6 @@ def test_a_value_that_is_no_such_number_is_an_error(monkeypatch, name, read, val
         monkeypatch.setenv(name, value)
         with pytest.raises(TuningError, match=f"{name}="):
             read()
-
-
-@pytest.mark.parametrize(("value", "seconds"), [("7.5", 7.5), ("0", 0.0), (None, 120.0)])
-def test_a_compile_timeout_comes_from_its_variable(monkeypatch, value, seconds):
-    if value is not None:
-        monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", value)
-    assert settings.compile_timeout_s() == seconds
 
 
 @pytest.mark.parametrize(

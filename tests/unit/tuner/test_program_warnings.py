@@ -50,15 +50,6 @@ def test_several_ranks_without_is_dist_are_told_once_what_that_means(options, ex
         assert others == [[]] * 3
 
 
-def test_one_rank_is_told_nothing():
-    def program(rank: int) -> list[str]:
-        bench = Bench()
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        return said(bench.tune(lambda: launch(kernel, numbers()), cache=False))
-
-    assert assert_all_ok(run_ranks(program, 1)) == [[]]
-
-
 def stepping(bench: Bench, **options: Any) -> Any:
     weight = torch.nn.Parameter(numbers())
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -81,12 +72,6 @@ def test_a_replayed_function_that_steps_an_optimizer_and_preserves_nothing_is_to
     assert "preserve=[model, optimizer]" in text
     tuned.retune()
     assert said(tuned) == []
-
-
-@pytest.mark.parametrize("options", [{"mode": "online"}, {"preserves": True}, {"max_runs": 1}], ids=str)
-def test_a_function_whose_step_is_made_once_or_put_back_is_told_nothing(bench, options):
-    tuned = stepping(bench, **options)
-    assert said(tuned) == said(tuned) == []
 
 
 def test_no_hook_of_the_optimizers_outlives_the_call(bench):
@@ -131,10 +116,3 @@ def test_a_clock_that_returns_text_is_an_error_with_the_clock_and_the_text(bench
     ):
         tuned()
     assert is_outside()
-
-
-def test_a_clock_that_gives_one_usable_time_is_not_complained_of(bench):
-    kernel = bench.kernel({16: math.nan, 32: 1.0})
-    assert said(bench.tune(lambda: launch(kernel, numbers()))) == []
-    kernel = bench.kernel({16: 1.0, 32: 2.0})
-    assert said(bench.tune(lambda: launch(kernel, numbers(8)), n_warmup=5, max_runs=2)) == []
