@@ -1,6 +1,6 @@
-"""A pool in a process of its own, forked from the rank once, so that runs go on while it compiles.
+"""A pool in a process of its own, forked from the rank once, so that runs can go on while it compiles.
 
-It forks a child for each candidate, as a rank does that waits for them, and tells of each as it ends. It has
+It forks a child for each candidate, and tells of each as it ends. It has
 none of the rank's files: a pipe that the rank closes is closed, and a device is free when the rank has ended.
 """
 
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NoReturn
 
-from .binaries import has_binary
 from .compiler_child import PR_SET_DUMPABLE, close_files, fork, leave_job, prctl, reaped
 from .pool import Compilation, Pool, PoolOptions, Task
 
@@ -34,6 +33,7 @@ class CompileOutcome:
     place: int  # among the process's compilations
     ending: str  # COMPILED, FROM_PEERS, CACHED or FAILED
     reason: str  # why it failed
+    remark: str = ""  # on all that follow
 
 
 class PoolProcess:
@@ -94,7 +94,7 @@ def _end(pid: int, report: int, parent: int) -> None:
 
 def _serve(compilations: Sequence[Compilation], options: PoolOptions, parent: int, report: int) -> NoReturn:
     def tell(task: Task) -> None:
-        outcome = CompileOutcome(pool.tasks.index(task), task.ending, task.reason)
+        outcome = CompileOutcome(pool.tasks.index(task), task.ending, task.reason, pool.remark)
         os.write(report, json.dumps(astuple(outcome)).encode() + b"\n")
 
     try:
@@ -102,9 +102,10 @@ def _serve(compilations: Sequence[Compilation], options: PoolOptions, parent: in
         leave_job(parent, signal.SIGTERM, leads_session=True)
         close_files(report)
         os.write(report, b"\n")
-        _yield_cores()
+        if options.in_background:
+            _yield_cores()
         prctl(PR_SET_DUMPABLE, 0)  # from here on /proc/self cannot be written
-        with Pool(compilations, options, _find, tell) as pool:
+        with Pool(compilations, options, tell) as pool:
             pool.run()
     except Exception:
         traceback.print_exc()
@@ -126,9 +127,3 @@ def _yield_cores() -> None:
 def _leave(number: int, frame: Any) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)
     sys.exit()
-
-
-def _find(compilation: Compilation) -> None:
-    """Compile a candidate that no child could; the rank loads the binary, or meets the user's error."""
-    if not has_binary(compilation.key):
-        compilation.compile()

@@ -1,16 +1,28 @@
-"""Compiles candidates in another process while runs go on, and loads a few of them between two runs."""
+"""Compiles candidates in another process; loads all while this rank waits, or a few between two runs."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ..compilation import preflight
+from ..compilation.binaries import has_binary
 from ..compilation.compiler_child import START_S
-from ..compilation.pool import COMPILED, Compilation, CompileCounts, PoolOptions, why_no_child
+from ..compilation.pool import (
+    BY_RANK,
+    CACHED,
+    COMPILED,
+    POLL_S,
+    Compilation,
+    CompileCounts,
+    PoolOptions,
+    why_no_child,
+)
 from ..compilation.pool_process import CompileOutcome, PoolProcess
 from ..compilation.preflight import keeping_reason
 from ..triton_api.launch import Launch, load_kernel
@@ -45,6 +57,7 @@ class _Entry:
         if (compilation := self.to_compile.pop(work, None)) is None:
             return  # its candidate has failed in another form
         self.counts.add(outcome.ending)
+        self.counts.remark = self.counts.remark or outcome.remark
         if outcome.reason:
             self.reasons[work[0]] = outcome.reason
             self.drop_failed()
@@ -77,7 +90,7 @@ class Backlog:
         self._asked: list[tuple[_Entry, Work]] = []  # of the process
         self._started = 0.0
         self._failed_starts = 0  # processes in a row that told of no candidate
-        self._no_child_because = why_no_child(options)  # this process compiles, a candidate a run
+        self._no_child_because = why_no_child(options)  # this process compiles
         self._advanced: float | None = None  # when `advance` has last ended
 
     def __bool__(self) -> bool:
@@ -91,27 +104,40 @@ class Backlog:
         if (entry := self._entries.get(context)) is None:
             counts, device = CompileCounts(workers=self._options.workers), preflight.current_device()
             entry = self._entries[context] = _Entry(counts, time.monotonic(), context.run.count, device)
-        planned = preflight.plan(launch, configs, self._options.limit_s)
+        limit_s = min(self._options.limit_s, self._options.until - time.monotonic())
+        planned = preflight.plan(launch, configs, limit_s)
         entry.counts.remark = entry.counts.remark or planned.remark
         entry.reasons.update(planned.reasons)
         for candidate, kernel in planned.kernels.items():
             with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
                 load_kernel(kernel)
         for candidate, compilation in self._options.in_turn(list(planned.compilations.items())):
-            entry.to_compile[candidate, entry.forms] = compilation
+            if not self._no_child_because and has_binary(compilation.key):
+                entry.counts.add(CACHED)
+                entry.to_load[candidate, entry.forms] = compilation
+            else:
+                entry.to_compile[candidate, entry.forms] = compilation
         entry.forms += 1
         entry.drop_failed()
 
-    def advance(self) -> Iterator[tuple[RankContext, CompileCounts]]:
-        """Load some compiled candidates, ban those that failed; yield the contexts that are done.
+    def finish(self) -> Iterator[tuple[RankContext, CompileCounts]]:
+        """Wait until all is compiled and loaded; yield the contexts."""
+        while self._entries:
+            yield from self.advance(waits=True)
+            if self._process is not None:
+                time.sleep(POLL_S[self._options.in_background])
 
-        What no context waits for any more is dropped.
+    def advance(self, *, waits: bool = False) -> Iterator[tuple[RankContext, CompileCounts]]:
+        """Load compiled candidates, ban those that failed; yield the contexts that are done.
+
+        Some of them, unless this rank waits. What no context waits for any more is dropped.
         """
         now = time.monotonic()
         until = now if self._advanced is None else now + LOADING_SHARE * (now - self._advanced)
+        until = math.inf if waits else until
         self._drop(lambda context: context.search is None or context.search.is_tuned_by_launches)
         self._read()
-        self._start()
+        self._start(waits=waits)
         may_load = True
         for context, entry in self._in_order():
             while entry.to_load and may_load:
@@ -123,6 +149,9 @@ class Backlog:
             if not entry.left:
                 del self._entries[context]
                 entry.counts.seconds = time.monotonic() - entry.began
+                remarks = entry.counts.remark, context.compile.remark
+                entry.counts.remark = "; ".join(filter(None, remarks))
+                context.compile.forms.clear()
                 yield context, entry.counts
         self._advanced = time.monotonic()
 
@@ -173,11 +202,12 @@ class Backlog:
             self._failed_starts += any(work in entry.to_compile for entry, work in self._asked)
             self._stop()
 
-    def _start(self) -> None:
+    def _start(self, *, waits: bool) -> None:
         """Start a process for the work left, in order; end one that lacks some of it."""
         wanted = [(entry, work) for _, entry in self._in_order() for work in entry.to_compile]
         # What takes most of a run is known when the times of the first runs are read.
-        is_due = all(context.search is not None and not context.search.waiting for context in self._entries)
+        contexts = self._entries
+        is_due = waits or all(each.search is not None and not each.search.waiting for each in contexts)
         if not (wanted and is_due) or (self._process is not None and set(wanted) <= set(self._asked)):
             return
         self._stop()
@@ -192,10 +222,14 @@ class Backlog:
             else:
                 self._asked, self._started = wanted, time.monotonic()
                 return
-        remark = f"compiled in this process, without a limit: {self._no_child_because}"
+        executor = ThreadPoolExecutor(self._options.workers)
         for entry, work in wanted:
-            entry.counts.remark = remark
-            entry.end(work, CompileOutcome(0, COMPILED, ""))
+            if waits:  # else each is compiled where it is loaded
+                compilation = entry.to_compile[work]
+                compiles = executor.submit(compilation.compile).result
+                entry.to_compile[work] = replace(compilation, compile=compiles)
+            entry.end(work, CompileOutcome(0, COMPILED, "", f"{BY_RANK}: {self._no_child_because}"))
+        executor.shutdown(wait=False)
 
     def _stop(self) -> None:
         if self._process is not None:

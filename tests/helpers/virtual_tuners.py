@@ -26,7 +26,7 @@ import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
 from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOptions
 from dist_autotune.compilation.pool_process import CompileOutcome
-from dist_autotune.compilation.preflight import Planned, Preflight
+from dist_autotune.compilation.preflight import Planned
 from dist_autotune.launch import backlog
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.ranks.group import GROUPS
@@ -349,9 +349,6 @@ FLOWS = {"shuffled": shuffled, "endless": endless, "stubborn": stubborn, "raisin
 def virtual_world() -> Iterator[None]:
     """Let every rank of this process have its own turn, disk, log, mode and preflight."""
 
-    def preflight(launch: Launch, configs: dict[str, Any], *rest: Any) -> Preflight:
-        return Preflight(HERE.rank.preflight(launch.tuner, configs))
-
     def plan(launch: Launch, configs: dict[str, Any], hooks_s: float) -> Planned:
         reasons = HERE.rank.preflight(launch.tuner, configs)
         return Planned({digest: Compilation(reasons.get(digest, ""), lambda: None, id) for digest in configs})
@@ -368,9 +365,9 @@ def virtual_world() -> Iterator[None]:
             (identity, "function_digest", lambda function: "the same on all ranks"),
             (interception, "is_interpreted", lambda: False),
             (dist_autotune.compilation.preflight, "current_device", lambda: -1),
-            (dist_autotune.compilation.preflight, "preflight", preflight),
             (dist_autotune.compilation.preflight, "plan", plan),
             (backlog, "PoolProcess", VirtualPoolProcess),
+            (backlog, "POLL_S", {False: 0.0}),
             (Session, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
