@@ -202,7 +202,7 @@ class Context:
             "ms": self.times.ms.get(best),
             "fastest_rank_ms": self.times.fastest_ms.get(best),
             "default_ms": self.default_ms,
-            "judge": self.final_judge,
+            "judge": self.judge if self.status in ("", "partial") else self.final_judge,
             "launch_bound": best >= 0 and self.is_launch_bound,
             "timings": {self.texts[index]: ms for index, ms in self.known_ms()},
             "banned": {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans},
