@@ -122,16 +122,23 @@ class Task:
 
 
 class Pool:
-    """Compiles in `run`, the first first. Leaving its block leaves no child and no lock.
+    """Compiles in `run`. Leaving its block leaves no child and no lock.
 
     on_end: called for each task that has an ending. The rank finds the binary then; without one, it compiles
     itself, so that the user's error shows.
+    priority: of a compilation by its place, the greatest first; 0: it is not compiled now.
     """
 
     def __init__(
-        self, compilations: Sequence[Compilation], options: PoolOptions, on_end: Callable[[Task], None]
+        self,
+        compilations: Sequence[Compilation],
+        options: PoolOptions,
+        on_end: Callable[[Task], None],
+        priority: Callable[[int], int] = lambda place: 1,
     ) -> None:
         self.tasks = [Task(compilation) for compilation in compilations]
+        self._places = {task: place for place, task in enumerate(self.tasks)}
+        self._priority = priority
         self.remark = ""
         self._options, self._on_end = options, on_end
         self._waiting = [*self.tasks]
@@ -153,9 +160,11 @@ class Pool:
 
     def _begin(self) -> bool:
         """Start or end each task that can be; return whether any was."""
-        before = len(self._waiting)
-        self._waiting = [task for task in self._waiting if not self._is_begun(task)]
-        return len(self._waiting) < before
+        priorities = {task: self._priority(self._places[task]) for task in self._waiting}
+        in_order = sorted(self._waiting, key=lambda task: -priorities[task])
+        begun = {task for task in in_order if priorities[task] and self._is_begun(task)}
+        self._waiting = [task for task in self._waiting if task not in begun]
+        return bool(begun)
 
     def _is_begun(self, task: Task) -> bool:
         """Start or end a task; False: it has to wait. To take over a peer's result needs no free worker."""

@@ -11,6 +11,7 @@ from typing import Any
 from ..compilation import preflight
 from ..compilation.config_failures import config_failure, is_out_of_memory
 from ..formatting import config_label
+from ..search.expectation.order import MANY
 from ..search.messages import MIXED
 from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
@@ -318,19 +319,26 @@ class Dispatcher:
         self.to_preflight.clear()
         self._registry.abandon_run()
 
-    def preflight(self, backlog: Backlog) -> None:
-        """Let the candidates of new contexts be compiled and loaded."""
+    def preflight(self, backlog: Backlog, *, knows_all: bool) -> None:
+        """Let the candidates of new contexts be compiled and loaded.
+
+        knows_all: the backlog outlasts the run, and is given those too that the search does not name yet.
+        """
         launches, self.to_preflight = self.to_preflight, {}
         for context, by_form in launches.items():
             context.compile.is_preflighted = True
             context.compile.waves = 0 if context.search is None else context.search.waves
+            context.compile.has_all = knows_all and len(context.texts) <= MANY
             for binding, launch in by_form.values():
-                if configs := _untried(binding):
+                if configs := _untried(binding, also_unlikely=context.compile.has_all):
                     backlog.add(context, launch, configs)
 
 
-def _untried(binding: Binding) -> dict[str, Any]:
-    """Return the configs that may be tried and the run has not launched, by candidate."""
+def _untried(binding: Binding, *, also_unlikely: bool = False) -> dict[str, Any]:
+    """Return the configs that may be tried and the run has not launched, by candidate.
+
+    also_unlikely: those too that the search does not name now.
+    """
     context = binding.rank_context
-    left = {context.run.choice, *context.bans, *context.outside_race}
+    left = {context.run.choice, *context.bans, *(() if also_unlikely else context.outside_race)}
     return {c: config for c, config in binding.configs.items() if c not in left}

@@ -154,7 +154,7 @@ class RankRun:
         if not self._waits:
             self._backlog = backlog
         with contextlib.closing(backlog) if self._waits else contextlib.nullcontext():
-            state.dispatcher.preflight(backlog)
+            state.dispatcher.preflight(backlog, knows_all=not self._waits)
             yield from backlog.finish() if self._waits else backlog.advance()
 
     def _pool_options(self) -> PoolOptions:
