@@ -18,8 +18,7 @@ from .model import Told, Value
 # Chosen on tables of real kernels: tests/unit/search/test_expectation_tables.py.
 _ADDITIVE = 0.5  # of the variance: what the fields add up; the rest is of all fields together
 _LEVEL = 100.0  # variance of a key's level, over that of the rest: nothing is known of it
-_NOISE = 1e-3  # of one time, over that of the rest
-_DEVIATION, _WEIGHT = 0.35, 3.0  # of the rest from the level, expected; weighs as so many times
+_WEIGHT = 3.0  # times, that the expected deviation of the rest weighs as much as
 _SHARED = 0.9  # of the variance of the rest that a key has in common with another of the same sizes
 _NEAR = 16.0  # doublings of sizes at which it shares 1/e of that
 _DOUBT = 1.5  # variances count as so many times what is fitted: few times seem surer than they are
@@ -29,31 +28,23 @@ _KIN, _MOST_ROWS = 6, 120  # other keys that count, and times: fitting takes the
 class GaussianProcess:
     """The expected log ms of each candidate of one key.
 
-    fields: of the candidates. own: times of the key itself, by place. kin: times of other keys, by the
-    config's text. texts: of the candidates.
+    fields: of the candidates. own: times of the key itself, by place. kin: how much of the rest other keys
+    share, and their times. deviation: of the rest, expected. noise: of a time, over the variance of the rest.
     """
 
     def __init__(
         self,
-        key: str,
-        texts: Sequence[str],
         fields: Sequence[Sequence[Value]],
         own: Mapping[int, float],
-        kin: Told,
+        kin: Sequence[tuple[float, Mapping[int, float]]] = (),
+        *,
+        deviation: float = 0.35,
+        noise: float = 1e-3,
     ) -> None:
-        self._fields = fields
-        self._groups = [(1.0, dict(own))]
-        places = {text: index for index, text in enumerate(texts)}
-        rows = len(own)
-        for other in by_distance(key, kin.keys() - {key})[:_KIN]:
-            known = {places[text]: ms for text, ms in sorted(kin[other].items()) if text in places}
-            rows += len(known)
-            if rows > _MOST_ROWS:
-                break
-            near = math.sqrt(_SHARED * decay(2 * min(distance(key, other), 100.0) / _NEAR))
-            self._groups.append((near, known))
+        self._fields, self._deviation, self._noise = fields, deviation, noise
+        self._groups = [(1.0, own), *kin]
         self.means, self.variances = [0.0] * len(fields), [1 + _LEVEL] * len(fields)
-        if rows:
+        if any(known for _, known in self._groups):
             self._fit()
 
     def _fit(self) -> None:
@@ -71,16 +62,29 @@ class GaussianProcess:
             return likeness + _LEVEL if row[0] == group else likeness * near[row[0]] * near[group]
 
         matrix = [
-            [shared(row, *other) + (_NOISE if row is other else 0.0) for other in rows[: place + 1]]
+            [shared(row, *other) + (self._noise if row is other else 0.0) for other in rows[: place + 1]]
             for place, row in enumerate(rows)
         ]
         lower = cholesky(matrix)
         weights = forward(lower, rests)
-        variance = (_WEIGHT * _DEVIATION**2 + _square(weights)) / (_WEIGHT + len(rows))
+        variance = (_WEIGHT * self._deviation**2 + _square(weights)) / (_WEIGHT + len(rows))
         for candidate in range(len(self._fields)):
             column = forward(lower, [shared(row, 0, candidate) for row in rows])
             self.means[candidate] = levels[0] + math.fsum(map(operator.mul, column, weights))
-            self.variances[candidate] = _DOUBT * variance * max(1 + _LEVEL - _square(column), _NOISE)
+            self.variances[candidate] = _DOUBT * variance * max(1 + _LEVEL - _square(column), self._noise)
+
+
+def kin_of(key: str, texts: Sequence[str], told: Told) -> list[tuple[float, dict[int, float]]]:
+    """Return how much the nearest told keys share with a key, and their times by place."""
+    places, rows = {text: index for index, text in enumerate(texts)}, 0
+    kin: list[tuple[float, dict[int, float]]] = []
+    for other in by_distance(key, told.keys() - {key})[:_KIN]:
+        known = {places[text]: ms for text, ms in sorted(told[other].items()) if text in places}
+        rows += len(known)
+        if rows > _MOST_ROWS:
+            break
+        kin.append((math.sqrt(_SHARED * decay(2 * min(distance(key, other), 100.0) / _NEAR)), known))
+    return kin
 
 
 def _square(values: Sequence[float]) -> float:
