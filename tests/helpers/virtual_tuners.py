@@ -91,8 +91,11 @@ class VirtualDisk:
 class VirtualPoolProcess:
     """Stands in for the process that compiles behind the runs: how far it is at a look is scripted."""
 
-    def __init__(self, compilations: Sequence[Compilation], options: PoolOptions) -> None:
-        self._left = list(enumerate(compilations))
+    def __init__(
+        self, compilations: Sequence[Compilation], options: PoolOptions, priorities: Sequence[int]
+    ) -> None:
+        self._left = dict(enumerate(compilations))
+        self.prefer(priorities)
         self._looks = 0
         self.has_begun = True
         HERE.rank.compilers.append(self)
@@ -105,11 +108,15 @@ class VirtualPoolProcess:
     def read(self) -> list[CompileOutcome]:
         self._looks += 1
         count = self._drawn("compiled") % (COMPILED_AT_A_LOOK + 1)
-        told, self._left = self._left[:count], self._left[count:]
+        in_order = sorted(self._left, key=lambda place: -self._priorities[place])
+        told = [(place, self._left.pop(place)) for place in in_order[:count] if self._priorities[place]]
         return [
             CompileOutcome(place, FAILED if compilation.key else COMPILED, compilation.key)
             for place, compilation in told
         ]
+
+    def prefer(self, priorities: Sequence[int]) -> None:
+        self._priorities = priorities
 
     def close(self) -> None:
         HERE.rank.compilers.remove(self)
