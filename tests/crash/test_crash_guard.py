@@ -4,13 +4,11 @@ import json
 import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from crash_programs import EXHAUSTIVE, MS, alone, die, guards, program, scripted, summary, value_of
+from crash_programs import EXHAUSTIVE, MS, alone, die, guards, program, summary, value_of
 from kernels_for_tests import Bench, double, launch, numbers, records
 from rank_programs import blocks_of, raise_, wait_for
-from thread_switches import frequent_switches
 from typer.testing import CliRunner
 
 from dist_autotune import CacheWarning
@@ -54,13 +52,6 @@ def test_the_candidate_whose_first_launch_killed_the_process_is_banned(tmp_cache
     assert reason.endswith(" UTC)")
     assert second["winners"] == {"add64": 64}
     assert guards(tmp_cache) == []
-
-
-def test_a_crash_in_the_first_run_bans_the_first_config(tmp_cache):
-    assert alone(program, {(16, 1): kill}).signal == signal.SIGKILL
-    second = value_of(program)
-    assert list(second["banned"]) == ["add BLOCK: 16"]
-    assert second["blocks"] == [32] * 3 + [64] * 4
 
 
 def test_a_candidate_that_has_completed_a_run_is_not_suspected_again(tmp_cache):
@@ -160,22 +151,6 @@ def test_a_death_between_two_runs_bans_nothing(tmp_cache):
     assert value_of(online, 9)["banned"] == {}
 
 
-def test_other_kernels_and_retune_know_of_no_crash(tmp_cache):
-    def retuned(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel(scripted(bench, MS, {}))
-        step = bench.tune(lambda: launch(kernel, x), **EXHAUSTIVE, name="program")
-        step.retune()
-        step()
-        return summary(bench, step)
-
-    assert alone(program, {(64, 1): kill}).signal == signal.SIGKILL
-    second = value_of(program, None, EXHAUSTIVE, MS, double)
-    assert (second["banned"], second["blocks"], second["warning"]) == ({}, EVERYTHING, "")
-    assert alone(program, {(64, 1): kill}).signal == signal.SIGKILL
-    assert value_of(retuned)["blocks"] == EVERYTHING
-
-
 # ---- whose guard is whose
 
 
@@ -216,25 +191,6 @@ def test_a_forked_child_that_outlives_the_owner_does_not_keep_the_guard(tmp_path
     os.close(reading)
 
 
-def test_a_forked_child_leaves_the_guard_as_it_is(tmp_path):
-    guard = open_guard(tmp_path)
-    guard.begin_session("abc", {})
-    guard.begin_run(0, {"c" * 16: "on trial"})
-    (file,) = guards(tmp_path)
-    written = file.read_bytes()
-    child = os.fork()
-    if child == 0:
-        try:
-            guard.begin_run(1, {"c" * 16: "another"})
-            guard.close()
-        finally:
-            os._exit(0)
-    assert os.waitpid(child, 0) == (child, 0)
-    assert file.read_bytes() == written
-    guard.close()
-    assert not file.exists()
-
-
 def test_a_candidate_that_kills_the_process_as_it_is_loaded_is_the_one_to_blame(tmp_path):
     def owner(rank):
         written = open_guard(tmp_path)
@@ -255,39 +211,7 @@ def test_a_candidate_that_kills_the_process_as_it_is_loaded_is_the_one_to_blame(
     found.close()
 
 
-def test_what_many_threads_launch_first_at_once_is_all_suspected(tmp_path):
-    contexts = [f"{context:016}" for context in range(16)]
-
-    def launched(guard, name):
-        with guard.launching(name, "d"):
-            pass
-
-    with frequent_switches(), ThreadPoolExecutor(8) as pool:
-        for session in range(20):
-            directory = tmp_path / str(session)
-            guard = open_guard(directory)
-            guard.begin_session("abc", {})
-            guard.begin_run(0, {})
-            list(pool.map(lambda name, guard=guard: launched(guard, name), contexts))
-            (path,) = guards(directory)
-            crash = only_crash(path)
-            assert sorted(crash["suspects"]) == contexts
-            guard.close()
-            assert guards(directory) == []
-
-
 # ---- files
-
-
-@pytest.mark.parametrize("options", [{"cache": False}, {}], ids=["no cache", "cached mode"])
-def test_without_a_cache_or_without_trials_nothing_is_written(tmp_cache, tmp_path, monkeypatch, options):
-    if not options:
-        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    bench, x, seen = Bench(), numbers(), []
-    kernel = bench.kernel({16: lambda _: seen.append(guards(tmp_cache)) or 1.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, x), **options)()
-    assert seen
-    assert not any(seen)
 
 
 def test_a_full_disk_is_one_warning_and_no_guard_is_left_that_accuses_anyone(tmp_cache, monkeypatch):

@@ -84,17 +84,6 @@ def test_ranks_that_are_killed_because_another_raised_ban_nothing(tmp_cache, tmp
         assert found["blocks"] == [16] * 3 + [32] * 3 + [64] * 4
 
 
-def test_a_rank_whose_guard_is_lost_bans_with_the_others(tmp_cache):
-    run_ranks(ranks_program, 2, tmp_cache, (1, (64, 1)), 3.0, init="tcp")
-    (path,) = [path for path in guards(tmp_cache) if "-rank-0." in path.name]
-    path.unlink()
-    zero, one = assert_all_ok(run_ranks(ranks_program, 2, tmp_cache))
-    assert zero["winners"] == one["winners"] == {"add64": 32}
-    for found in (zero, one):
-        assert list(found["banned"]) == ["add BLOCK: 64"]
-    assert guards(tmp_cache) == []
-
-
 def twice(rank, cache, event, timeout_s):
     """Call a tuned function, and once more where the first call raised; `event` happens on one rank."""
     bench, x = Bench(), numbers()

@@ -29,15 +29,6 @@ def test_every_rank_gets_every_payload_once(init, world_size):
     assert assert_all_ok(run_ranks(program, world_size, init=init)) == [expected] * world_size
 
 
-def test_payloads_of_any_bytes_and_of_a_megabyte_arrive():
-    def program(rank):
-        payload = bytes(range(256)) * 4096 if rank else b""
-        merged = GROUPS.of(None).exchange(payload, lambda *all_: b"".join(all_), TIMEOUT_S, "bytes")
-        return merged == bytes(range(256)) * 4096
-
-    assert assert_all_ok(run_ranks(program, 2)) == [True, True]
-
-
 @pytest.mark.parametrize("init", ["file", "tcp"])
 def test_nothing_grows_over_500_exchanges(init):
     def program(rank):

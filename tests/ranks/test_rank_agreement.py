@@ -33,21 +33,6 @@ def test_the_slowest_rank_decides():
     assert results == [(4, 64, [16, 32, 64, 64])] * 2
 
 
-def test_the_agreed_time_is_in_the_report_and_in_stock_places_of_every_rank():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 1.0 + rank, 32: 2.5 - rank})
-        step = tune(bench, lambda: launch(kernel, x))
-        step()
-        (context,) = step.report.contexts
-        stock = {config.kwargs["BLOCK"]: ms for config, ms in kernel.configs_timings.items()}
-        return context.ms, sorted(context.timings.values()), kernel.cache[context.key].kwargs, stock
-
-    ms = [2.0, 2.5]
-    expected = (2.0, ms, {"BLOCK": 16}, {16: [2.0] * 3, 32: [2.5] * 3})
-    assert assert_all_ok(run_ranks(program, 2)) == [expected] * 2
-
-
 def test_ranks_expect_alike_what_other_keys_tell_and_try_the_same_few():
     blocks = range(8, 120, 8)
 
@@ -70,23 +55,6 @@ def test_ranks_expect_alike_what_other_keys_tell_and_try_the_same_few():
         zero, one, two = assert_all_ok(run_ranks(lambda rank, sizes=sizes: program(rank, sizes), 3))
         assert zero == one == two
         assert zero[0] == 3
-
-
-@pytest.mark.parametrize(
-    ("statistic", "winner"), [("median", 16), ("mean", 32), ("min", 64)], ids=lambda value: str(value)
-)
-def test_each_rank_tells_its_own_statistic(statistic, winner):
-    samples = {16: [2, 2, 9], 32: [3, 3, 3], 64: [1, 8, 8]}
-
-    def program(rank):
-        bench, x = Bench(), numbers()
-        taken = {block: iter([*values, values[0]]) for block, values in samples.items()}
-        kernel = bench.kernel({block: lambda launch: next(taken[launch.block]) for block in samples})
-        step = tune(bench, lambda: launch(kernel, x), n_repeat=3, statistic=statistic)
-        step()
-        return blocks_of(step)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [{"add64": winner}] * 2
 
 
 def test_ties_go_to_the_incumbent_the_same_on_every_rank():

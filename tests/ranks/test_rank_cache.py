@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from msgspec import structs
-from rank_programs import blocks_of, ending, own_cache, statuses_of, tune, tune_on_disk
+from rank_programs import blocks_of, own_cache, statuses_of, tune, tune_on_disk
 
 from dist_autotune import CacheWarning
 from dist_autotune.regular_files import read_bounded
@@ -31,13 +31,6 @@ def entries(rank) -> list[Path]:
 
 # Times under which 16 would win, were anything timed at all.
 OTHER = {16: 1.0, 32: 3.0, 64: 2.0}
-
-
-def test_every_rank_stores_the_winner_and_the_next_processes_start_from_it():
-    fill(2)
-    assert [len(entries(rank)) for rank in range(2)] == [1, 1]
-    again = run_ranks(lambda rank: tune_on_disk(rank, OTHER), 2)
-    assert assert_all_ok(again) == [(1, 32, "cached", [32])] * 2
 
 
 def test_one_directory_for_all_ranks_holds_one_entry(tmp_cache):
@@ -117,14 +110,6 @@ def test_a_damaged_entry_on_one_rank_is_a_warning_there(damaged):
             return tune_on_disk(rank, OTHER)
 
     assert assert_all_ok(run_ranks(program, 2)) == [(1, 32, "cached", [32])] * 2
-
-
-def test_a_warning_that_is_an_error_on_one_rank_releases_the_other():
-    fill(2)
-    entries(1)[0].write_text("{")
-    zero, one = assert_all_ok(run_ranks(lambda rank: ending(lambda: tune_on_disk(rank, OTHER)), 2))
-    assert one.startswith("CacheWarning: Ignored")
-    assert zero.startswith("PeerFailed: rank 1 failed, so this call ends on rank 0 too: CacheWarning")
 
 
 def test_another_number_of_ranks_tunes_anew():
@@ -224,19 +209,6 @@ def test_without_votes_keys_of_later_calls_find_the_entries_of_any_rank(without_
 
 
 # ---- in memory
-
-
-def test_a_second_function_takes_over_what_the_first_has_agreed():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 1.0 + rank, 32: 1.5})
-        tune(bench, lambda: launch(kernel, x))()
-        bench.forget()
-        second = tune(bench, lambda: launch(kernel, x))
-        second()
-        return second.report.runs, statuses_of(second), bench.blocks()
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(1, {"add64": "cached"}, [32])] * 2
 
 
 @pytest.mark.parametrize("without", [0, 1])

@@ -67,19 +67,6 @@ def test_the_first_failure_is_known_before_a_slow_rank_has_come():
         assert "Boom: early" in text
 
 
-def test_an_exception_on_all_ranks_is_everybodys_own():
-    def program(rank):
-        fail = lambda: raise_(Boom(f"rank {rank}"))  # noqa: E731
-        step, _, x = failing_step(rank, fails={0: fail, 1: fail, 2: fail}, at_run=2)
-        began = time.monotonic()
-        assert ending(step) == f"Boom: rank {rank}"
-        assert time.monotonic() - began < SOON_S
-        return assert_next_call_works(step, x)
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero == one == two
-
-
 def flow_failing_on(ranks, rank):
     """Return a search that raises on some ranks once it has a time."""
 
@@ -276,16 +263,3 @@ def test_an_exception_of_ours_outside_the_thunk_is_told_too(what, monkeypatch):
     assert one == "MemoryError: no room"
     assert zero == "PeerFailed: rank 1 failed, so this call ends on rank 0 too: MemoryError: no room"
     assert first == second
-
-
-def test_the_logs_say_who_failed_and_what_was_tried():
-    def program(rank):
-        step, _, _ = failing_step(rank, fails={1: lambda: raise_(Boom("no more"))}, at_run=2)
-        ending(step)
-        return [(event.event, getattr(event, "by_rank", None)) for event in records(rank=rank)][-2:], [
-            event.error for event in records(rank=rank) if event.event == "run_failed"
-        ]
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == ([("run_started", None), ("run_failed", 1)], ["rank 1: Boom: no more"])
-    assert one == ([("run_started", None), ("run_failed", 1)], ["Boom: no more"])

@@ -1,6 +1,5 @@
 """Which ranks tune together: groups, subsets, none at all, one after another."""
 
-import socket
 import threading
 import warnings
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, double, launch, numbers, records
-from rank_programs import SHORT_S, blocks_of, ending, statuses_of, tune, tuned_step, wait_for
+from rank_programs import SHORT_S, blocks_of, ending, statuses_of, tune, tuned_step
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_autotune import TuningError, contextual_autotune
@@ -145,16 +144,6 @@ def test_functions_called_in_different_order_are_a_mismatch_not_a_wrong_answer()
         assert then == ["returned tensor"] * 4
 
 
-def test_settled_functions_may_be_called_in_any_order():
-    def program(rank):
-        first, _ = tuned_step({16: 1.0, 32: 2.0}, name="first")
-        second, _ = tuned_step({16: 1.0, 32: 2.0}, double, name="second")
-        first(), second()
-        return [ending(step).partition("(")[0] for step in ((first, second) if rank else (second, first))]
-
-    assert assert_all_ok(run_ranks(program, 2)) == [["returned tensor"] * 2] * 2
-
-
 def test_the_process_group_may_end_and_begin_again():
     def program(rank, directory):
         winners = []
@@ -174,31 +163,6 @@ def test_the_process_group_may_end_and_begin_again():
 
     zero, one = assert_all_ok(run_ranks(program, 2, Path.cwd()))
     assert zero == one == ([16, 32, 32], 1)
-
-
-def test_a_group_at_the_same_address_after_the_first_has_ended(monkeypatch):
-    # Rank 0 serves torch's store: it could not serve it again if something held on to the first.
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-
-    def program(rank, directory):
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        step, _ = tuned_step({16: 1.0 + rank, 32: 1.5})
-        for n in range(3):
-            dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2)
-            step()
-            step()
-            if rank == 1:  # or it would find the first store still there
-                (directory / f"{n} may end").touch()
-                wait_for((directory / f"{n} has ended").exists)
-            else:  # no barrier: rank 0 could close its connections while rank 1 is still in it
-                wait_for((directory / f"{n} may end").exists)
-            dist.destroy_process_group()
-            (directory / f"{n} has ended").touch()
-        return blocks_of(step)
-
-    assert assert_all_ok(run_ranks(program, 2, Path.cwd(), init="none")) == [{"add64": 32}] * 2
 
 
 def test_a_group_of_the_same_name_and_store_after_a_restart_is_another():

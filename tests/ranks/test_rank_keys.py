@@ -58,19 +58,6 @@ def test_ranks_may_launch_in_different_order_and_number():
     assert assert_all_ok(run_ranks(program, 2)) == [(3, {"add64": 32, "double64": 32})] * 2
 
 
-def test_an_autotuner_that_only_one_rank_launches_does_not_confuse_another_of_its_function():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        small = bench.kernel({4: 1.0, 8: 2.0}, name="small")
-        large = bench.kernel({32: 2.0 + 3 * rank, 64: 4.0}, name="large")
-        order = [large] if rank else [small, large]
-        step = tune(bench, lambda: [launch(kernel, x) for kernel in order])
-        step()
-        return step.report.runs, bench.blocks("small"), bench.blocks("large")
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(3, [4, 8, 4], [32, 64, 64]), (3, [], [32, 64, 64])]
-
-
 def test_a_key_met_in_a_settled_call_joins_the_plan_that_peers_have_made_for_it_meanwhile():
     def program(rank):
         bench, calls, runs = Bench(), [], []

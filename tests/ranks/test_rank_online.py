@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from kernels_for_tests import Bench, ScriptedClock, double, launch, numbers, out_of_resources, records
-from rank_programs import SHORT_S, blocks_of, ending, run_until_settled, tune, tuned_step
+from kernels_for_tests import Bench, ScriptedClock, launch, numbers, records
+from rank_programs import SHORT_S, blocks_of, run_until_settled, tune, tuned_step
 
-from dist_autotune import PeerFailed, StepTuner, tunable
+from dist_autotune import PeerFailed, StepTuner
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.triton_api import interception
@@ -17,22 +17,6 @@ from ranks import assert_all_ok, run_ranks
 
 def exchanges(rank):
     return [event for event in records(rank=rank) if event.event == "exchanged"]
-
-
-def test_one_run_and_one_exchange_a_call():
-    def program(rank):
-        bench, x, counts = Bench(), numbers(), []
-        kernel = bench.kernel({16: 1.0 + rank, 32: 1.5, 64: 9.0})
-        step = tune(bench, lambda: launch(kernel, x), mode="online")
-        for _ in range(6):
-            assert torch.equal(step(), x + 1)
-            counts.append((len(bench.blocks()), step.settled))
-        return counts, bench.blocks(), len(exchanges(rank)), step.report.runs
-
-    for counts, blocks, exchanged, runs in assert_all_ok(run_ranks(program, 2)):
-        assert counts == [(1, False), (2, False), (3, True), (4, True), (5, True), (6, True)]
-        assert blocks == [16, 32, 64, 32, 32, 32]
-        assert (exchanged, runs) == (4, 3)  # the opening, then one for each trial
 
 
 class LateClock(ScriptedClock):
@@ -255,17 +239,6 @@ def test_a_key_that_is_launched_seldom_takes_its_result_from_disk_and_waits_for_
         assert ended == ([32, 32, 32], (), [])
 
 
-def test_without_the_vote_ranks_need_not_call_equally_often():
-    def program(rank):
-        step, bench = tuned_step({16: 3.0, 32: 1.0}, watch=False)
-        step()
-        for _ in range(5 * rank):
-            step()
-        return len(bench.blocks())
-
-    assert assert_all_ok(run_ranks(program, 2)) == [3, 8]
-
-
 def test_a_sweep_over_shapes_tunes_every_shape_on_all_ranks():
     def program(rank):
         bench = Bench()
@@ -276,31 +249,6 @@ def test_a_sweep_over_shapes_tunes_every_shape_on_all_ranks():
         return bench.blocks(), [config.kwargs["BLOCK"] for config in kernel.cache.values()]
 
     assert assert_all_ok(run_ranks(program, 2)) == [([16, 32, 32] + [32, 32, 16, 32] * 3, [32] * 4)] * 2
-
-
-def test_a_failing_config_and_a_failing_rank_in_between():
-    def program(rank):
-        bench, x, calls = Bench(), numbers(), []
-        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-        if rank == 1:
-            kernel.fn.failures[32] = out_of_resources
-
-        def thunk():
-            calls.append(None)
-            y = launch(kernel, x)
-            if len(calls) == 3 and rank == 0:
-                raise ValueError("boom")
-            return y
-
-        step = tune(bench, thunk, mode="online")
-        endings = [ending(step).partition("(")[0].partition(":")[0] for _ in range(8)]
-        return endings, blocks_of(step), step.settled, bench.blocks()[-1]
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    fine = "returned tensor"
-    assert zero[0] == [fine, fine, "ValueError", *[fine] * 5]
-    assert one[0] == [fine, fine, "PeerFailed", *[fine] * 5]
-    assert zero[1:] == one[1:] == ({"add64": 64}, True, 64)
 
 
 def test_training_is_bit_equal_to_the_same_configs_without_the_tuner():
@@ -336,40 +284,6 @@ def test_training_is_bit_equal_to_the_same_configs_without_the_tuner():
     assert zero[1] == one[1] == [16, 32, 64, *[32] * 5]
     assert zero == zero_bare
     assert one == one_bare
-
-
-@pytest.mark.parametrize("objective", ["kernel", "thunk"])
-def test_kernels_and_choices_together(objective):
-    def program(rank):
-        bench, x = Bench(), numbers()
-        first = bench.kernel({16: 3.0, 32: 1.0})
-        second = bench.kernel({16: 1.0, 32: 2.0 + rank}, double)
-
-        def thunk():
-            launch(first, x), launch(second, x)
-            bench.spend({1: 2.0, 2: 1.0 + 5 * rank}[tunable("chunks", [1, 2])])
-
-        step = tune(bench, thunk, mode="online", objective=objective)
-        calls = 0
-        while not step.settled:
-            step()
-            calls += 1
-            assert calls < 60
-        return calls, statuses_of_all(step), bench.blocks()
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
-    assert zero[1] == {"add": ("tuned", 32), "double": ("tuned", 16), "chunks": ("tuned", 1)}
-
-
-def statuses_of_all(step):
-    return {
-        context.kernel: (
-            context.status,
-            getattr(context.config, "kwargs", {"BLOCK": context.config})["BLOCK"],
-        )
-        for context in step.report.contexts
-    }
 
 
 def test_steps_of_all_ranks_are_one_run_and_one_that_raises_is_made_again():

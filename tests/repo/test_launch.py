@@ -112,12 +112,6 @@ def test_only_visible_gpus_count(machine, visible, ranks):
     assert f"--nproc-per-node {ranks} " in result.stdout
 
 
-@pytest.mark.parametrize("visible", ["", "-1", "-1,0,1"])
-def test_hidden_gpus_do_not_count(machine, visible):
-    result = machine.run("program.py", gpus=8, CUDA_VISIBLE_DEVICES=visible)
-    assert "no GPU: 2 CPU ranks" in result.stderr
-
-
 @pytest.mark.parametrize(
     "options",
     [["--nnodes", "2", "--rdzv-endpoint", "host0:29500"], ["--nnodes=2", "--rdzv_endpoint=host0"]],
@@ -135,11 +129,6 @@ def test_torchrun_options_pass_through_for_several_hosts(machine, gpus, options)
 def test_a_cpu_build_of_torch_leaves_the_gpus_alone(machine):
     result = machine.run("program.py", gpus=8, CPU_BUILD="1")
     assert "the installed torch is a CPU build: 2 CPU ranks" in result.stderr
-
-
-def test_other_torchrun_options_leave_the_ranks_on_one_host(machine):
-    result = machine.run("--tee", "3", "program.py", gpus=2)
-    assert "--tee 3 --standalone --nproc-per-node 2 -- program.py" in result.stdout
 
 
 def test_a_module_is_run_by_its_name(machine):

@@ -190,18 +190,6 @@ def test_a_breach_is_found(room: str, source: str, breach: str) -> None:
     assert breaches(source, room) == [breach]
 
 
-@pytest.mark.parametrize(
-    ("room", "source"),
-    [
-        ("search", "from .messages import Payload\nfrom ..errors import TuningError"),
-        ("tuner", "from ..ranks.group import Group\nimport torch"),
-        ("cli", "from ..doctor import findings"),
-    ],
-)
-def test_what_stands_below_may_be_imported(room: str, source: str) -> None:
-    assert breaches(source, room) == []
-
-
 def test_no_two_classes_of_the_kernels_have_one_name(tmp_path: Path) -> None:
     assert named_twice(KERNELS.rglob("*.py")) == []
     for name in ("here", "there"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-import zipfile
 
 import pytest
 import torch
@@ -108,37 +106,6 @@ def test_a_run_ends_when_the_named_function_has_returned(module, path, call):
     assert call(stepping)
     assert len(ended) == 1
     assert "forward" not in before  # put back as it was: inherited
-
-
-def test_a_function_of_a_module_that_is_imported_already_is_watched_too(module):
-    import stepping
-
-    ended: list[None] = []
-    with NamedCalls("stepping:works").watched(lambda: ended.append(None)):
-        stepping.works()
-    assert len(ended) == 1
-    assert stepping.works.__name__ == "works"
-
-
-def test_a_module_in_an_archive_is_not_taken_for_one_that_it_imports(tmp_path, monkeypatch):
-    archive = tmp_path / "program.zip"  # its modules share a loader
-    with zipfile.ZipFile(archive, "w") as file:
-        file.writestr("zipped_steps.py", "import zipped_inner\n\ndef works():\n    return 1\n")
-        file.writestr("zipped_helper.py", "")
-        file.writestr("zipped_inner.py", "")
-    monkeypatch.syspath_prepend(archive)
-    ended: list[None] = []
-    try:
-        with NamedCalls("zipped_steps:works").watched(lambda: ended.append(None)):
-            assert importlib.util.find_spec("zipped_steps") is not None  # as programs ask for what is there
-            import zipped_helper  # noqa: F401
-            import zipped_steps
-
-            zipped_steps.works()
-    finally:
-        for name in ("zipped_steps", "zipped_helper", "zipped_inner"):
-            sys.modules.pop(name, None)
-    assert len(ended) == 1
 
 
 def test_a_call_that_raises_ends_no_run(module):

@@ -74,14 +74,6 @@ def test_a_program_finds_the_arguments_and_modules_that_it_would(tmp_path, is_mo
     assert (run.returncode, run.stdout) == (bare.returncode, bare.stdout)
 
 
-def test_a_script_in_another_directory_finds_the_modules_beside_it(tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "beside.py").write_text("found = 5")
-    (tmp_path / "there" / "script.py").write_text("import beside; print(beside.found)")
-    bare, run = run_both("there/script.py")
-    assert run.stdout == bare.stdout == "5\n"
-
-
 def test_modules_of_the_script_can_be_imported_by_children_that_are_spawned(tmp_path):
     (tmp_path / "parent.py").write_text(
         "import multiprocessing as mp\n\ndef f(x):\n    return x + 1\n\n"

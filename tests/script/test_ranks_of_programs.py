@@ -89,11 +89,6 @@ def test_a_rank_that_goes_on_alone_keeps_what_was_agreed():
     assert printed(0) == printed(1) == f"{config.split()[1].rstrip(',')}\n"
 
 
-def test_exit_codes_are_the_ranks_own():
-    results = start("train(3)\nsys.exit(3 + rank)")
-    assert [result.error for result in results] == ["SystemExit: 3", "SystemExit: 4"]
-
-
 def test_a_rank_without_a_launch_has_a_part_in_all_runs():
     results = start("if rank == 0:\n    train(9)\nelse:\n    for _ in range(9):\n        optimizer.step()\n")
     assert_all_ok(results)
@@ -185,25 +180,6 @@ def test_with_the_mode_cached_nothing_is_tried():
     assert not any(plans)
 
 
-def test_with_the_mode_off_nothing_is_replaced():
-    text = "from triton.runtime.autotuner import Autotuner\nprint(Autotuner.run.__module__)\ntrain(6)"
-    results = start(text, BLOCKS="16", DIST_AUTOTUNE_MODE="off")
-    assert_all_ok(results)
-    assert printed(0) == "triton.runtime.autotuner\n"
-    assert results[0].stderr == ""
-    assert not Path(".autotune_logs").exists()
-
-
-def test_the_second_start_takes_everything_from_the_cache():
-    first = start("train(9)")
-    assert_all_ok(first)
-    assert_agreed()
-    second = start("train(2)")
-    assert_all_ok(second)
-    assert "1 context in 1 run on 2 ranks" in second[0].stderr
-    assert " cached " in second[0].stderr
-
-
 def test_in_the_strict_mode_one_process_launches_what_is_tuned_and_nothing_else():
     text = "train(9)\nprint('trained')\nscale(torch.zeros(12), 2.0)"
     (new,) = start("train(9)", ranks=1, DIST_AUTOTUNE_MODE="strict")
@@ -226,12 +202,6 @@ def test_in_the_strict_mode_a_rank_without_a_result_in_the_second_run_ends_all()
         "PeerFailed: rank 1 failed, so this call ends on rank 0 too: NotTuned: "
     )
     assert time.monotonic() - began < 2 * SOON_S
-
-
-def test_in_the_strict_mode_several_ranks_ask_from_their_second_run_on():
-    results = start("train(1)\nprint('one', rank)\ntrain(1)", DIST_AUTOTUNE_MODE="strict")
-    assert [printed(rank) for rank in range(2)] == ["one 0\n", "one 1\n"]
-    assert all(str(each.error).startswith(("NotTuned: ", "PeerFailed: ")) for each in results)
 
 
 def test_without_an_optimizer_a_named_function_ends_the_runs():

@@ -162,33 +162,7 @@ def test_what_outputs_names_is_compared(bench):
     assert "item 0 of preserve= and outputs=" in only_reason(context, FAST)
 
 
-def test_gradients_of_a_preserved_module_are_compared(bench):
-    function, model = Function(bench), torch.nn.Linear(64, 1)
-
-    def step():
-        model(function()).sum().backward()
-
-    tuned = bench.tune(step, bits="same", preserve=[model])
-    tuned()
-    assert winner(only(tuned.report)) == SLOW
-    assert ".grad['weight']" in only_reason(only(tuned.report), FAST)
-
-
 # ---- several kernels
-
-
-def test_kernels_are_compared_together_and_by_halves_where_bits_differ(bench):
-    first, second = Function(bench), Function(bench, change={}, kernel=double)
-    tuned = bench.tune(lambda: (first(), second()), bits="same")
-    tuned()
-    contexts = {context.kernel: context for context in tuned.report.contexts}
-    assert {name: len(c.banned) for name, c in contexts.items()} == {"add": 1, "double": 0}
-    launched = list(zip(bench.blocks("add"), bench.blocks("double"), strict=True))
-    assert launched[:9] == [
-        (BASE, BASE), (BASE, BASE), (SLOW, SLOW), (SLOW, SLOW),
-        (FAST, FAST),  # other bits: whose?
-        (FAST, BASE), (FAST, BASE), (BASE, FAST), (BASE, FAST),
-    ]  # fmt: skip
 
 
 def test_winners_that_change_bits_only_together_are_not_kept_together(bench):

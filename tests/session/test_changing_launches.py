@@ -88,17 +88,6 @@ def test_a_sweep_over_shapes_tunes_every_shape(bench, tmp_cache):
     assert [record.status for record in records(ContextSettled)] == ["tuned"] * len(shapes)
 
 
-def test_a_new_key_is_tuned_in_a_call_in_which_a_tuned_function_calls_another(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    inner = bench.tune(lambda n: launch(kernel, numbers(n)), name="inner")
-    outer = bench.tune(lambda n: inner(n), name="outer")
-    outer(64)
-    bench.forget()
-    outer(128)
-    assert bench.blocks() == [32, 32, 16, 32]
-    assert inner.report is None
-
-
 def test_a_call_that_raises_after_a_new_key_tunes_nothing_and_the_next_one_does(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     fails = [False]
@@ -116,18 +105,5 @@ def test_a_call_that_raises_after_a_new_key_tunes_nothing_and_the_next_one_does(
         tuned(128)
     assert bench.blocks() == [32]
     fails[0] = False
-    tuned(128)
-    assert bench.blocks() == [32, 32, 32, 16, 32]
-
-
-def test_a_new_key_under_capture_is_launched_once_and_tuned_by_the_next_call(bench, monkeypatch):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
-    tuned(64)
-    bench.forget()
-    with monkeypatch.context() as capturing:
-        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        tuned(128)
-    assert bench.blocks() == [32]
     tuned(128)
     assert bench.blocks() == [32, 32, 32, 16, 32]

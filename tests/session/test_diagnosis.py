@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
-from kernels_for_tests import Bench, ScriptedClock, double, is_outside, launch, numbers, only, records
+from kernels_for_tests import Bench, double, is_outside, launch, numbers, only, records
 from rank_programs import ending, tune, wait_for
 
 from dist_autotune import EventClock, PeerFailed, TuningError, is_tuning
@@ -118,19 +118,6 @@ def test_a_settled_call_may_take_as_long_as_it_likes(quick_heartbeats):
     results = run_ranks(program, 2)
     assert_all_ok(results)
     assert not any("has been in" in result.stderr for result in results)
-
-
-def watched(timeout_s: float, told: list[str]) -> Any:
-    watchdog = Watchdog(0, 0.02, lambda: None)
-    watch = Watch("run 7 of step", timeout_s, "raise", told.append, lambda: "At matmul. ")
-    return watchdog, watchdog.watching(0, watch)
-
-
-def test_compiling_for_ever_does_not_count_as_compiling_for_ever():
-    told: list[str] = []
-    watchdog, watching = watched(0.05, told)
-    with watching, watchdog.beating(0):
-        wait_for(lambda: told)
 
 
 def test_a_device_that_cannot_be_asked_does_not_silence_the_diagnosis():
@@ -263,33 +250,6 @@ def test_an_error_of_the_device_found_at_the_end_of_a_run_names_what_was_launche
     assert "start it again" in text
     assert (is_outside(), is_tuning(), tuned.settled) == (True, False, False)
     assert_named(records(RunFailed)[-1].error + f"{Path('.autotune_logs').absolute()}/rank-0.log")
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), LaunchFailed),
-        (RuntimeError("boom"), RuntimeError),
-        (KeyError("mine"), KeyError),
-    ],
-    ids=["the device's", "a RuntimeError of one's own", "another error"],
-)
-def test_what_else_fails_between_two_runs_is_named_if_it_is_the_devices(error, kind):
-    class Broken(ScriptedClock):
-        def read_ms(self, mark: list[int]) -> float:
-            if bench.blocks()[-1] == 32:
-                raise error
-            return 1.0
-
-    bench = Bench()
-    tuned = bench.tuned({16: 1.0, 32: 1.0}, clock=Broken(), name="step")
-    with pytest.raises(kind) as caught:
-        tuned()
-    if kind is LaunchFailed:
-        assert_named(str(caught.value))
-        assert caught.value.__cause__ is error
-    else:
-        assert caught.value is error
 
 
 def test_all_ranks_end_when_one_ranks_device_breaks_and_all_name_the_config(quick_heartbeats):

@@ -110,29 +110,6 @@ def test_a_config_that_fails_once_in_a_while_is_banned_by_its_first_failure(benc
     assert block_of(only(tuned.report).config) == 16
 
 
-def test_a_config_that_fails_in_a_later_launch_of_a_run_is_replaced_there(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, key=())
-    run = kernel.fn.run
-
-    def fails_for_large(x, y, n, **kwargs):
-        if kwargs["BLOCK"] == 32 and n > 100:
-            raise out_of_resources()
-        return run(x, y, n, **kwargs)
-
-    kernel.fn.run = fails_for_large
-    outputs = []
-
-    def thunk():
-        outputs.extend((n, launch(kernel, numbers(n))) for n in (64, 128, 64))
-
-    tuned = bench.tune(thunk)
-    tuned()
-    assert all(torch.equal(y, numbers(n) + 1) for n, y in outputs)
-    assert bench.blocks()[:6] == [16] * 3 + [32, 16, 16]
-    assert block_of(only(tuned.report).config) == 16
-    assert list(only(tuned.report).timings.values()) == [3.0]
-
-
 @pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
 def test_a_config_that_fails_on_two_threads_at_once_is_the_only_one_banned(bench, is_settled):
     kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
@@ -300,16 +277,3 @@ def test_where_nothing_can_be_agreed_a_config_that_always_fails_is_tried_three_t
     for _ in range(6):
         assert torch.equal(tuned(), numbers() + 1)
     assert len(attempts) == 3
-
-
-def test_when_all_fail_in_a_settled_launch_each_reason_is_given(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    kernel.fn.failures.update(dict.fromkeys((16, 32), lambda: torch.OutOfMemoryError("CUDA out of memory")))
-    with pytest.raises(NoValidConfig, match=r"BLOCK: 16.*out of memory.*BLOCK: 32.*out of memory"):
-        tuned()
-    kernel.fn.failures.clear()
-    bench.forget()
-    tuned()
-    assert bench.blocks() == [32]

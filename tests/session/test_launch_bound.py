@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,22 +190,6 @@ def test_online_a_host_slower_than_the_filler_decides_nothing_until_a_longer_fil
     assert all(ms <= (filler_ms or 1.0) for ms in fillers_ms)
 
 
-def test_one_launch_that_was_not_fed_keeps_no_incumbent_whose_other_samples_say_it_is_slower(device):
-    hosts_ms = itertools.chain([0.04, 0.04, 6.0], itertools.repeat(0.04))  # 6.0: longer than the filler
-    _, tuned = on_device(
-        device,
-        {16: 0.084, 32: 0.058},
-        hosts_ms.__next__,
-        search="exhaustive",
-        n_warmup=1,
-        n_repeat=2,
-    )
-    tuned()
-    gaps_ms = [trial.gap_ms for trial in records(Trial) if trial.config.startswith("BLOCK: 16,")][:3]
-    assert [gap_ms > 0 for gap_ms in gaps_ms] == [False, False, True]
-    assert only(tuned.report).config.kwargs["BLOCK"] == 32
-
-
 def test_without_fillers_the_same_function_is_flagged_and_keeps_its_incumbent(device):
     clock = EventClock(feeds=False)
     clock.prepare()
@@ -223,23 +206,3 @@ def test_nothing_is_fed_where_nothing_may_be_tried(device, monkeypatch):
     _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04)
     tuned()
     assert (device.fillers_ms, device.events) == ([], 0)
-
-
-def test_a_capture_inside_a_run_is_not_fed_either(device, monkeypatch):
-    bench = Bench()
-    kernel = bench.kernel(dict.fromkeys((16, 32), lambda launched: device.launch(0.01) or 0.0))
-    fed: list[int] = []
-
-    def thunk():
-        with monkeypatch.context() as patch:
-            patch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
-            device.capturing = True
-            before = device.events, len(device.fillers_ms)
-            launch(kernel, numbers())
-            fed.append((device.events, len(device.fillers_ms)) != before)
-            device.capturing = False
-        launch(kernel, numbers())
-
-    tuned = bench.tune(thunk, clock=EventClock(), cache=False)
-    tuned()
-    assert fed == [False] * tuned.report.runs

@@ -76,14 +76,6 @@ def test_the_launches_of_one_run_are_one_sample_their_mean(bench):
     assert list(only(tuned.report).timings.values()) == [3.0, 2.0]
 
 
-def test_kernels_of_the_same_source_with_other_configs_are_told_apart(bench):
-    one, other = bench.kernel({16: 1.0, 32: 2.0}), bench.kernel({64: 2.0, 128: 1.0})
-    tuned = bench.tune(lambda: (launch(one, numbers()), launch(other, numbers())))
-    tuned()
-    assert [c.config.kwargs["BLOCK"] for c in tuned.report.contexts] in ([16, 128], [128, 16])
-    assert (one.best_config.kwargs["BLOCK"], other.best_config.kwargs["BLOCK"]) == (16, 128)
-
-
 @pytest.mark.parametrize("first_run", [0, 1, 3, 4, 5, 6], ids="run {}".format)  # the third is the final one
 def test_a_kernel_that_shares_everything_with_its_twin_is_a_kernel_of_its_own(bench, first_run):
     one, other = bench.kernel({16: 1.0, 32: 2.0}), bench.kernel({16: 2.0, 32: 1.0})
@@ -210,15 +202,6 @@ def test_an_argument_with_a_default_makes_the_key_that_stock_triton_makes(bench,
     bench.tune(lambda: ours[grid_of(64)](x, y.zero_(), 64, *call), clock=WallClock())()
     assert list(ours.cache) == list(stock.cache)
     assert torch.equal(y, x + (call[0] if call else 1.0))
-
-
-def test_launch_options_reach_the_kernel_with_those_of_the_config(bench):
-    configs = [triton.Config({"BLOCK": 16}, num_warps=w, num_stages=s) for w, s in ((4, 2), (8, 3))]
-    kernel = bench.kernel({16: 1.0}, configs=configs)
-    bench.tune(lambda: kernel[grid_of(64)](numbers(), torch.zeros(64), 64, debug=True))()
-    first, second, _ = bench.launches
-    assert first.meta == {"num_warps": 4, "num_ctas": 1, "num_stages": 2, "debug": True}
-    assert (second.meta["num_warps"], second.meta["num_stages"]) == (8, 3)
 
 
 def test_an_argument_that_a_config_sets_too_is_stocks_value_error(bench):

@@ -5,20 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from kernels_for_tests import double, launch, numbers, only, records, winner
 
 from dist_autotune.logs.records import RunStarted
 from dist_autotune.search.state import ADMISSION_RUNS
-
-
-def test_online_makes_one_run_per_call_and_returns_its_result(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda x: launch(kernel, x), mode="online")
-    for call, settled in enumerate([False, False, True, True, True]):
-        assert torch.equal(tuned(numbers() + call), numbers() + call + 1)
-        assert tuned.settled is settled
-    assert bench.blocks() == [16, 32, 64, 32, 32]
 
 
 @pytest.mark.parametrize("limit", [{"max_runs": 4}, {"budget_s": 1e-9}], ids=str)

@@ -115,27 +115,6 @@ def test_without_sharing_each_function_has_its_own_winner(bench):
     assert bench.blocks() == [16, 32]
 
 
-def test_without_sharing_functions_of_one_name_are_told_apart_by_their_source(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    one = bench.tune(lambda: launch(kernel, numbers()), share=False)
-    other = bench.tune(lambda: [launch(kernel, numbers())], share=False)
-    assert one.__qualname__ == other.__qualname__
-    one()
-    other()
-    assert bench.blocks() == [16, 32, 32] * 2
-
-
-@pytest.mark.parametrize("shares_first", [True, False], ids=["shared first", "own first"])
-def test_what_belongs_to_one_function_alone_is_neither_given_nor_taken(bench, shares_first):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    for share in (shares_first, not shares_first):
-        bench.forget()
-        tuned = bench.tune(lambda: launch(kernel, numbers()), share=share, name="one")
-        tuned()
-        assert only(tuned.report).status == "tuned"
-        assert bench.blocks() == [16, 32, 32]
-
-
 def test_a_kernel_whose_results_triton_would_store_is_tuned_and_its_own_store_left_alone(bench, monkeypatch):
     monkeypatch.setattr(Autotuner, "check_disk_cache", no_bench)  # there stock Triton reads and writes them
     kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)

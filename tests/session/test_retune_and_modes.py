@@ -134,16 +134,3 @@ def test_mode_off_is_the_bare_function(bench, monkeypatch):
     assert tuned.report is None
     assert tuned.settled
     assert not Path(".autotune_logs").exists()
-
-
-def test_the_mode_may_change_between_calls(bench, monkeypatch):
-    tuned = bench.tuned({16: 3.0, 32: 1.0})
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    tuned()
-    assert bench.blocks() == [16]
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "tune")
-    tuned()
-    assert bench.blocks() == [16, 16, 32, 32]
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    tuned()
-    assert bench.blocks()[-1] == 32

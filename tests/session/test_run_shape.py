@@ -111,19 +111,6 @@ def test_a_tuned_function_inside_a_tuned_function_joins_its_session(bench):
     assert only(inner.report).status == "cached"
 
 
-def test_one_function_may_call_itself(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-    def recursive(depth):
-        launch(kernel, numbers())
-        if depth:
-            tuned(depth - 1)
-
-    tuned = bench.tune(recursive)
-    tuned(2)
-    assert bench.blocks() == [16] * 3 + [32] * 3 + [32] * 3
-
-
 # ---- other shapes
 
 
@@ -161,17 +148,3 @@ def test_a_kernel_launched_again_by_backward_has_one_config_in_the_run(bench):
 
     assert torch.equal(bench.tune(thunk)(), torch.ones(64))
     assert bench.blocks() == [16, 16, 32, 32, 32, 32]
-
-
-# ---- strategies of the user's
-
-
-def test_the_winner_of_a_users_strategy_stands_though_only_the_first_run_has_launched_it(bench):
-    def flow(candidates, *, n_warmup, n_repeat):
-        yield 1
-        return 0
-
-    tuned = bench.tuned({16: 3.0, 32: 1.0}, search=flow)
-    tuned()
-    assert bench.blocks() == [16, 32, 16]
-    assert winner(only(tuned.report)) == 16

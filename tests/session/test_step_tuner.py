@@ -191,17 +191,6 @@ def test_a_key_that_is_launched_too_seldom_is_named_and_recorded(bench, step_tun
     assert step_tuner.settled
 
 
-def test_a_key_waits_while_others_are_tuned(bench):
-    tuner = StepTuner(clock=bench.clock, n_warmup=0, n_repeat=40, progress=False)
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    for step in range(20):
-        with tuner.step():
-            launch(kernel, numbers())
-            if step == 1:
-                launch(kernel, numbers(96))
-        assert tuner.report.waiting == (("add[96, float32, float32]",) if step >= 17 else ())
-
-
 class Subclass(StepTuner):
     def __init__(self, **options):
         super().__init__(**options)

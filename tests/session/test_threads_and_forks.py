@@ -80,14 +80,6 @@ def test_a_kernel_that_backward_launches_is_tuned(bench, threaded):
     assert bench.blocks() == [16, 32, 32]
 
 
-def test_a_tuned_function_that_backward_calls_on_its_own_thread_joins_the_call(bench):
-    inner = bench.tuned({16: 3.0, 32: 1.0}, name="inner")
-    outer = bench.tune(lambda: on_thread(lambda: backward(inner)), name="outer")
-    outer()
-    assert bench.blocks() == [16, 32, 32]
-    assert [record.thunk for record in records(SessionOpened)] == ["outer"]
-
-
 def test_a_choice_asked_for_on_another_thread_is_that_of_the_run(bench):
     def thunk():
         chosen = on_thread(lambda: tunable("slices", [1, 2]))
@@ -178,31 +170,6 @@ def test_a_call_that_waits_for_an_unknown_thread_in_an_unseen_way_ends_with_the_
         bench.tune(thunk, name="outer")()
     thread.join()
     assert torch.equal(inner(), numbers() + 1)  # the turn is free
-
-
-def test_a_thread_that_a_call_has_started_waits_its_turn_in_later_calls(bench):
-    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 3.0}, double)
-    order: list[str] = []
-    second = bench.tune(lambda: order.append("second") or launch(other, numbers()), name="second")
-    in_later, about_to_call = threading.Event(), threading.Event()
-
-    def call_second():
-        assert in_later.wait(LONG_S)
-        about_to_call.set()
-        second()
-
-    thread = threading.Thread(target=call_second)
-    bench.tune(lambda: thread.start(), name="first")()
-
-    def later_thunk():
-        in_later.set()
-        assert about_to_call.wait(LONG_S)
-        order.append("later")
-        return launch(one, numbers())
-
-    bench.tune(later_thunk, name="later")()
-    thread.join(LONG_S)
-    assert order == ["later"] * 3 + ["second"] * 3
 
 
 # ---- threads that have calls of their own

@@ -96,15 +96,6 @@ def rewrite(path, cache, **changes):
     bundle.merge(Winners(cache), bundle.read(bundle_file), replaces=False)
 
 
-def test_configs_that_an_old_entry_did_not_have_are_raced_with_its_best(tmp_cache, monkeypatch):
-    start(OLD_MS)[0]()
-    upgrade_triton(monkeypatch)
-    tuned, bench, _ = start({**NEW_MS, 512: 0.1})
-    tuned()
-    assert bench.blocks() == [32, 128, 64, 512, 512]
-    assert only(tuned.report).again.startswith("4 of 6 candidates, the best with Triton")
-
-
 def test_where_fewer_than_two_of_the_best_are_left_all_candidates_race(tmp_cache, monkeypatch):
     start(OLD_MS)[0]()
     upgrade_triton(monkeypatch)
@@ -133,15 +124,6 @@ def test_strict_says_what_an_upgrade_has_made_of_the_result(tmp_cache, monkeypat
     with pytest.raises(NotTuned, match="from before an upgrade"):
         tuned()
     assert bench.blocks() == []
-
-
-def test_cached_launches_untuned_and_tries_nothing(tmp_cache, monkeypatch):
-    start(OLD_MS)[0]()
-    upgrade_triton(monkeypatch)
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    tuned, bench, _ = start(NEW_MS)
-    tuned(), tuned()
-    assert bench.blocks() == [16, 16]
 
 
 def test_an_old_entry_is_found_without_reading_any_of_thousands(tmp_cache, monkeypatch):

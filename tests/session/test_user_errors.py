@@ -85,29 +85,6 @@ def test_an_exception_that_cannot_say_its_text_reaches_the_caller(bench, is_sett
     assert tuned.settled
 
 
-def test_an_exception_of_an_inner_function_ends_only_the_run(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    failures = iter([False, True])
-
-    def body():
-        launch(kernel, numbers())
-        if next(failures, False):
-            raise Mine
-
-    inner = bench.tune(body)
-
-    def outer():
-        try:
-            inner()
-        except Mine:
-            return "caught"
-        return "fine"
-
-    tuned = bench.tune(outer)
-    assert tuned() == "fine"
-    assert bench.blocks() == [16, 32, 32]
-
-
 def out_of_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
 

@@ -9,12 +9,11 @@ import weakref
 
 import pytest
 import torch
-from kernels_for_tests import Mine, accumulate, launch, only, records, winner
+from kernels_for_tests import Mine, accumulate, launch, only, winner
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dist_autotune import TuningError, tunable
+from dist_autotune import TuningError
 from dist_autotune.launch import written_tensors
-from dist_autotune.logs.records import Note
 from dist_autotune.triton_api.launch import Launch
 
 MS = {16: 3.0, 32: 1.0, 64: 2.0}
@@ -43,16 +42,6 @@ def test_a_call_that_tunes_changes_them_as_one_run_does(bench, sign, search, obj
     assert y.data_ptr() == address
     tuned()
     assert torch.equal(y, 2 * ones(50))
-
-
-def test_the_log_says_once_what_is_put_back(bench):
-    kernel, y = in_place(bench), torch.zeros(64)
-    bench.tune(lambda: launch(kernel, ones(), y))()
-    (text,) = [note.text for note in records(Note) if "put back" in note.text]
-    assert (
-        text
-        == "put back before each further run, as restore_value or reset_to_zero names it: accumulate.y_ptr"
-    )
 
 
 def test_parts_of_a_storage_are_put_back_and_nothing_beside_them(bench):
@@ -119,20 +108,6 @@ def test_memory_that_is_free_again_is_not_written(bench):
     assert torch.equal(held[0], torch.zeros(64))
 
 
-def test_a_storage_that_has_shrunk_is_left_alone(bench):
-    kernel, y, runs = in_place(bench), torch.zeros(64), itertools.count()
-
-    def thunk():
-        if next(runs) == 0:
-            launch(kernel, ones(), y)
-            y.untyped_storage().resize_(0)
-        else:
-            launch(kernel, ones(), torch.zeros(64))
-
-    bench.tune(thunk)()
-    assert y.untyped_storage().nbytes() == 0
-
-
 def test_a_gradient_that_autograd_has_made_is_put_back(bench):
     kernel, weight = in_place(bench), torch.ones(64, requires_grad=True)
     weight.sum().backward()
@@ -195,22 +170,6 @@ def test_neither_tensors_nor_copies_outlive_the_call(bench):
     assert gone() is None
     written = tuned._calls.state.written
     assert (written._copies, written._there_before) == ({}, None)
-
-
-def test_it_holds_beside_choices_of_the_host_and_preserved_state(bench):
-    kernel, y, kept = in_place(bench), torch.zeros(64), torch.zeros(64)
-
-    def thunk():
-        bench.spend(tunable("rest", [3, 1]))
-        y.add_(1)  # before the launch: `preserve` alone can put this back
-        launch(kernel, ones(), y)
-        kept.add_(1)
-
-    tuned = bench.tune(thunk, preserve=[y, kept])
-    tuned()
-    assert tuned.report.runs > 4
-    assert torch.equal(y, 2 * ones())
-    assert torch.equal(kept, ones())
 
 
 # ---- new keys of a settled function

@@ -26,7 +26,6 @@ from operation_runs import (
     cases_of,
     delay_copies,
     device,
-    message_of,
     values,
 )
 from operations import HALF
@@ -38,7 +37,6 @@ from dist_autotune.kernels.ag_gemm.matmul import runs_of
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, piece_counts, piece_ends
 
-CONSUMERS = ["plain", "matmul"]
 PRODUCERS = ["pull", "push"]
 PATIENCE_S = 60.0  # less than a test has
 
@@ -217,27 +215,6 @@ def test_the_runs_of_chunks_are_all_chunks_in_their_slots(world, pushed):
         assert found == dict(enumerate(slots))
 
 
-# ---- who copies
-
-
-def gathered_by_pushes(rank):
-    begin(rank)
-    right = []
-    with AllGatherGemm(20, 16, HALF, producer="push", graphs=False) as op:
-        before = message_of(lambda: op.gathered)
-        for m in (20, 9, 20):
-            a_shard, weight = tensors(m, 8, 16, HALF)
-            op(a_shard, weight)
-            right.append(torch.equal(op.gathered, gathered_by_torch(a_shard)))
-    return before, right
-
-
-def test_chunks_that_were_pushed_are_gathered_too():
-    for before, right in values(gathered_by_pushes, 3):
-        assert before.startswith("RuntimeError: nothing has been gathered yet")
-        assert right == [True] * 3
-
-
 # ---- what the caller fixes
 
 
@@ -279,30 +256,7 @@ def test_a_consumer_that_cannot_run_here_says_what_it_needs():
                 call(a_shard, weight)
 
 
-def test_only_the_specialized_consumer_can_be_traced():
-    with AllGatherGemm(8, 16, HALF, backend="shm") as op:
-        a_shard, weight = tensors(8, 24, 16, HALF)
-        with pytest.raises(
-            ValueError, match="consumer is None; to trace, open an operation with 'specialized'"
-        ):
-            op.trace(a_shard, weight)
-        assert op(a_shard, weight).shape == (8, 24)
-
-
 # ---- tuned
-
-
-def test_a_choice_with_one_option_asks_no_tuner(monkeypatch):
-    asked = []
-    monkeypatch.setattr(choices, "tunable", lambda name, options, *, key: asked.append(name) or options[-1])
-    options = options_for(BLOCK_ROWS, 0, world_size=1, specialized=False, key=())
-    chosen = options.choose()
-    assert (chosen.consumer, chosen.pieces) == ("matmul", 1)
-    assert "ag_gemm pieces" not in asked
-    options = options_for(4 * BLOCK_ROWS, 0, world_size=2, specialized=True, key=())
-    assert options.consumers == ("specialized", "plain", "matmul")
-    assert options.choose().pieces == 4
-    assert asked.count("ag_gemm pieces") == 1
 
 
 def tune(rank, producer, columns_of_rank):

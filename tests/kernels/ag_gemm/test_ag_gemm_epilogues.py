@@ -138,17 +138,6 @@ def test_calls_in_the_same_places_with_other_endings_are_each_their_own(op):
         assert torch.equal(returned, out)
 
 
-def test_kinds_of_epilogues_share_no_options_and_load_their_own_kernels(op):
-    a_shard, weight = tensors(16, 20, 24, HALF)
-    out, bias = torch.empty(16, 20, dtype=HALF), torch.randn(20)
-    endings = [ONLY_SUMS, Epilogue(bias), Epilogue(bias.half()), Epilogue(activation="gelu")]
-    found = [op._new_layout(weight, out, 16, each.kind()) for each in endings]
-    assert len({operands.options.key for operands in found}) == len(endings)
-    for epilogue in (*endings, Epilogue(bias + 1)):
-        call_in_lane(op, a_shard, weight, out, epilogue, "pull")
-    assert len(op._layouts) == len(endings)
-
-
 def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
     monkeypatch.setattr(all_gather_gemm, "configs", CANDIDATES)
     monkeypatch.setattr(all_gather_gemm, "cache", {})

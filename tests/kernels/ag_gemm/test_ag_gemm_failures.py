@@ -168,28 +168,6 @@ def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come(consume
     assert unharmed == "nothing was raised"
 
 
-def never_comes(rank, consumer, producer):
-    begin(rank)
-    op = AllGatherGemm(16, 16, HALF, producer=producer)
-    force(op, consumer=consumer)
-    call_and_compare(op, 16, 16)
-    if rank == 1:
-        return "stayed away"
-    lose_patience(op)
-    a_shard, weight = tensors(16, 16, 16, HALF)
-    message = message_of(lambda: op(a_shard, weight))
-    return message if message_of(op.close) == message else "closed"
-
-
-@pytest.mark.parametrize(("consumer", "producer"), [("plain", "push"), ("matmul", "pull")])
-def test_a_peer_that_never_comes_is_named_by_every_consumer(consumer, producer):
-    message, away = values(never_comes, 2, consumer, producer)
-    what = "did not push chunk 1" if producer == "push" else "rank 1 did not offer chunk 1 of call 2"
-    assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: ")
-    assert what in message
-    assert away == "stayed away"
-
-
 def different_rows_in_pieces(rank, consumers, call, rows):
     """No rank has the patience to wait for what does not come: patience outlasts the test."""
     begin(rank)

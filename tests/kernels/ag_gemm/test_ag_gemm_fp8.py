@@ -13,8 +13,7 @@ from ag_gemm_runs import LANES, WAYS, WAYS_ON_GPUS, begin, call_in_lane, gathere
 from fp8_runs import error_ratio, quantized
 from operation_runs import GPU_BACKENDS, assert_cases, device, left_as_before, message_of
 
-from dist_autotune.kernels.ag_gemm import AllGatherGemm, matmul, specialized
-from dist_autotune.kernels.ag_gemm.gather_buffer import RowFormat
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import Epilogue
 
@@ -89,12 +88,6 @@ def test_the_shard_may_be_written_in_place(op):
     assert torch.equal(op(op.shard, weight, scale_a=scale_a), op(a, weight, scale_a=scale_a[:, 0]))
 
 
-def test_rows_begin_at_lines_and_have_room_for_a_scale():
-    for k, pitch in ((32, 128), (112, 128), (128, 256), (4096, 4224)):
-        assert RowFormat(k, FP8).memory == (pitch, torch.uint8)
-    assert RowFormat(100, torch.float16).memory == (100, torch.float16)
-
-
 def test_what_cannot_be_scaled_is_told_with_its_values(op):
     a, weight = torch.zeros(16, 32).to(FP8), torch.zeros(20, 32).to(FP8)
     scale = torch.ones(20)
@@ -110,19 +103,6 @@ def test_what_cannot_be_scaled_is_told_with_its_values(op):
     by_columns = message_of(lambda: op(a, weight.T.contiguous().T))
     assert by_columns.startswith("ValueError: the rows of weight are not contiguous")
     assert op._calls == 0
-
-
-def test_torch_scales_at_once_only_what_it_gets_right(monkeypatch):
-    """Its product with scales of rows and columns overlooks how far apart the rows of `out` are."""
-    monkeypatch.setattr(matmul, "capability", lambda device: 9)
-    out, bias = torch.empty(4, 48), torch.zeros(48)
-    assert matmul._can_scale_at_once(out, Epilogue())
-    assert not matmul._can_scale_at_once(out[:, :32], Epilogue())
-    assert not matmul._can_scale_at_once(torch.empty(4, 40), Epilogue())
-    assert not matmul._can_scale_at_once(out, Epilogue(bias))
-    assert not matmul._can_scale_at_once(out, Epilogue(activation="relu"))
-    monkeypatch.setattr(matmul, "capability", lambda device: 8)
-    assert not matmul._can_scale_at_once(out, Epilogue())
 
 
 def test_scales_are_for_fp8_alone_and_its_rows_are_whole_16_bytes():

@@ -321,13 +321,6 @@ def test_a_weight_by_columns_gives_the_same_sums(variant, tensor_memory):
         gather_and_multiply(scene, variant, extra_n=extra_n, tensor_memory=tensor_memory, by_columns=True)
 
 
-@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
-def test_a_tile_of_two_widths_and_programs_without_a_tile(variant):
-    for seed in range(8):
-        scene = Scene(2, 1, 9, 29, 5, pushed=bool(seed % 2), seed=seed, programs=15)
-        gather_and_multiply(scene, variant, extra_n=4)
-
-
 @KINDS
 def test_a_trace_tells_of_each_tile_when_it_waited_and_when_it_was_stored(variant, tensor_memory):
     scene = Scene(3, 1, 10, 20, 5, pushed=False, seed=3)
@@ -340,11 +333,6 @@ def test_a_trace_tells_of_each_tile_when_it_waited_and_when_it_was_stored(varian
     own = slice(0, len(trace) // 3)
     assert (before[own] == after[own]).all()  # no turn of anybody else's: no wait
     assert (after - before).max() > 0
-
-
-def test_without_a_trace_nothing_is_written():
-    scene = Scene(2, 0, 5, 9, 3, pushed=False, seed=1)
-    assert (gather_and_multiply(scene) == -1).all()
 
 
 # ---- that the model finds what it is there to find

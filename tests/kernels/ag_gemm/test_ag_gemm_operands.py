@@ -10,7 +10,6 @@ import pytest
 import torch
 from ag_gemm_runs import error_ratio
 
-from dist_autotune.kernels import tensors
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer, room_like
 
@@ -111,24 +110,6 @@ def test_kernels_are_loaded_once_for_all_tensors_that_are_alike(op, monkeypatch)
     assert len(loaded) == 2
 
 
-def test_weight_and_result_that_swap_their_alignment_are_not_alike(op, monkeypatch):
-    """A kernel may be compiled for the alignment of either: another one is not loaded with it."""
-    loaded, a_shard = count_loading(monkeypatch), torch.randn(8, K)
-    for weight_shift, out_shift in ((0, 1), (1, 0), (0, 1), (1, 1), (0, 0)):
-        weight = torch.randn(N * K + 1)[weight_shift:][: N * K].view(N, K)
-        out = torch.empty(8 * N + 1)[out_shift:][: 8 * N].view(8, N)
-        assert is_right(op, a_shard, weight, out=out)
-    assert len(loaded) == 4
-
-
-def test_a_call_that_is_traced_has_a_kernel_of_its_own_to_load(op, monkeypatch):
-    loaded, tensors = count_loading(monkeypatch), (torch.randn(8, K), weight_of(), torch.empty(8, N))
-    for trace in (torch.empty(0), None, torch.empty(0), None):
-        op._trace = trace  # as `trace` does
-        op(*tensors)
-    assert len(loaded) == 2
-
-
 @pytest.mark.parametrize("shift", range(8))
 def test_room_for_a_result_that_is_thrown_away_lies_as_the_result_does(shift):
     for out in (
@@ -149,11 +130,3 @@ def test_no_tensor_of_a_caller_is_kept(op):
     tensors.clear()
     gc.collect()
     assert [ref() for ref in kept] == [None] * 3
-
-
-def test_what_is_known_is_bounded(op, monkeypatch):
-    monkeypatch.setattr(tensors, "KEPT", 2)
-    a_shard, weights = torch.randn(8, K), [weight_of(columns) for columns in (8, 16, 24, 32)]
-    for weight in (*weights, weights[-1], weights[0]):
-        assert is_right(op, a_shard, weight, out=torch.empty(8, len(weight)))
-        assert len(op._layouts) <= 2

@@ -233,19 +233,6 @@ def test_it_is_tried_up_to_a_number_of_rows(monkeypatch):
 # ---- what goes wrong
 
 
-def opened_differently(rank):
-    return [
-        message_of(lambda runs=runs: runs.open(8, 16, collective=(True, None)[rank]))
-        for runs in WITH_COLLECTIVES.values()
-    ]
-
-
-def test_ranks_that_fix_it_differently_are_told_so_when_they_open():
-    text = "ValueError: the ranks pass different values of collective: rank 0: 'True'; rank 1: 'None'."
-    for messages in values(opened_differently, 2):
-        assert [message[: len(text)] for message in messages] == [text] * len(WITH_COLLECTIVES)
-
-
 def without_nccl(rank, backends):
     dist.get_backend_config = lambda group: backends
     message = message_of(lambda: GemmReduceScatter(8, 16, HALF, collective=True, timeout_s=PATIENCE_S))

@@ -14,7 +14,6 @@ from dist_autotune.kernels.gemm.configs import (
     GLUON_CANDIDATES,
     accumulator_registers,
     blocks_of,
-    deepest_ring,
     in_boxes,
     operand_bytes,
     set_blocks,
@@ -74,12 +73,6 @@ def test_an_instruction_of_any_width_reads_both_operands_along_k(trans_a, trans_
     assert suits(JOINED.kwargs, call())
 
 
-def test_swapped_tiles_are_of_one_product_of_two_operands_along_k():
-    for trans_a, trans_b in ((True, True), (True, False), (False, False)):
-        assert not suits(SWAPPED.kwargs, call(TRANS_A=trans_a, TRANS_B=trans_b))
-    assert suits(SWAPPED.kwargs, call())
-
-
 @pytest.mark.parametrize(
     ("m", "n", "tried"),
     [
@@ -113,10 +106,6 @@ def test_the_candidates_of_a_call(changed, joined, monkeypatch):
     tried = prune(GLUON_CANDIDATES, call(**changed))
     assert any(config.kwargs["JOINED"] for config in tried) == joined
     assert len(tried) > len(new_of(tried))
-
-
-def test_before_triton_3_9_there_are_none():
-    assert bool(new_of(GLUON_CANDIDATES)) == HAS_INLINE_PTX
 
 
 def test_tensor_memory_has_none():
@@ -165,14 +154,6 @@ def test_boxes_fill_a_slot_of_the_ring(width):
     assert one_slot == width * 64 * 2
 
 
-@pytest.mark.parametrize(
-    ("width", "boxes"),
-    [(176, (128, 48)), (120, (96, 24)), (200, (192, 8)), (216, (192, 24)), (144, (128, 16)), (256, (256, 0))],
-)
-def test_boxes_are_as_few_as_can_be(width, boxes):
-    assert in_boxes(width) == boxes
-
-
 def test_swapped_tiles_have_rows_of_b_and_are_stored_by_columns():
     sizes = {"TRANS_A": False, "TRANS_B": True, "M": 2040, "N": 4104}
     blocks = blocks_of({**SWAPPED.kwargs, **sizes})
@@ -203,16 +184,6 @@ def test_the_further_columns_of_swapped_tiles_are_rows_of_a_and_of_the_next_conf
         assert [args[name].block_shape for name in names] == [list(blocks[name][:2]) for name in names]
 
 
-def test_a_kernel_without_sizes_loads_whole_blocks():
-    kwargs = {"BLOCK_M": 128, "BLOCK_N": 128, "EXTRA_N": 64, "BLOCK_K": 64, "STORE_N": 64}
-    assert blocks_of(kwargs) == {
-        "a_desc": Block(128, 64),
-        "b_desc": Block(128, 64),
-        "extra_desc": Block(64, 64),
-        "c_desc": Block(128, 64),
-    }
-
-
 # ---- shared memory, registers, the grid
 
 
@@ -221,15 +192,6 @@ def test_bytes_and_registers_of_a_config():
     assert shared_bytes(JOINED.kwargs, 2, tensor_memory=False) == 152 * KIB + 128 * 64 * 2 + KIB
     assert accumulator_registers(JOINED) == 88
     assert accumulator_registers(config_of((128, 128, 64))) == 64
-
-
-@pytest.mark.parametrize("width", [80, 112, 200, 240])
-@pytest.mark.parametrize(("rows", "store_bytes"), [(64, 8 * KIB), (128, 16 * KIB), (128, 32 * KIB)])
-def test_the_deepest_ring_leaves_no_room_for_another_slot(rows, store_bytes, width):
-    slots = deepest_ring(rows, width, store_bytes=store_bytes)
-    slot = (rows + width) * 128
-    taken = slots * slot + store_bytes + KIB
-    assert taken <= LIMIT < taken + slot
 
 
 # ---- which widths are tried

@@ -18,11 +18,9 @@ from operation_runs import DEVICE
 
 from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm import pruning
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES
-from dist_autotune.kernels.gemm.copies import copy
 from dist_autotune.kernels.gemm.operation import OUT_DTYPES, plain_gemm
-from dist_autotune.kernels.gemm.pruning import fits, prune
+from dist_autotune.kernels.gemm.pruning import fits
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 from dist_autotune.kernels.tensors import check_fp8
 
@@ -64,11 +62,6 @@ def test_scales_come_before_the_bias_and_the_activation(scaled, out_dtype):
     bias = torch.randn(45, device=DEVICE)
     for ending in ((None, None), (bias, "gelu")):
         check(a, b, Epilogue(*ending, scale_a, scale_b), out_dtype=out_dtype)
-
-
-def test_the_result_is_bf16_unless_it_is_said():
-    a, b, scale_a, scale_b = operands(8, 16, 32)
-    assert persistent_matmul(a, b, scale_a=scale_a, scale_b=scale_b).dtype == torch.bfloat16
 
 
 def test_scales_are_vectors_too_and_also_of_halves():
@@ -130,25 +123,6 @@ def test_a_gpu_without_such_tensor_cores_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(TypeError, match=r"cuda:1 has \(8, 0\): convert the operands to torch"):
         check_fp8(torch.device("cuda:1"))
-
-
-def test_rows_in_fp8_are_copied_for_the_tensor_cores():
-    rows = quantized(9, 30, DEVICE)[0][:, 1:]
-    room = torch.zeros(9, 32, device=DEVICE).to(FP8)[:, :29]
-    copy(rows, room)
-    assert torch.equal(rows.float(), room.float())
-
-
-# ---- which configs are tried
-
-
-def test_a_product_in_fp8_is_tried_as_one_of_half_as_many_halves(monkeypatch):
-    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
-    args = {"M": 4096, "N": 4096, "m_class": 4096, "n_class": 4096, "wanted": 0, "programs": 132}
-    args |= {"a_alignment": 128, "b_alignment": 128, "TRANS_A": False, "TRANS_B": True}
-    args |= {"TENSOR_MEMORY": False, "SCHEDULE": "grouped", "OUT": "bf16"}
-    in_fp8, in_halves = args | {"K": 8192, "DTYPE": "fp8e4nv"}, args | {"K": 4096, "DTYPE": "fp16"}
-    assert prune(GLUON_CANDIDATES, in_fp8) == prune(GLUON_CANDIDATES, in_halves)
 
 
 # ---- the Gluon body, in the model

@@ -169,12 +169,6 @@ def test_a_tile_is_moved_only_to_where_tma_can_begin(size, inside_rows, expected
     assert PROBLEM.last_start(size, 256, inside_rows) == expected
 
 
-@pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
-@pytest.mark.parametrize("schedule", ["grouped", "dynamic"])
-def test_no_k_block_at_all_means_no_tile(variant, tensor_memory, schedule):
-    multiply(variant, 9, 17, 0, schedule=schedule, tensor_memory=tensor_memory)
-
-
 @pytest.mark.parametrize(("variant", "tensor_memory"), [kind for kind in KINDS if kind[0] != "pipelined"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_programs_without_a_tile_end_as_well(variant, tensor_memory, schedule):
@@ -316,19 +310,3 @@ def test_a_fault_is_found(monkeypatch, name, variant):
     failure = fails(variant=variant, **options)
     assert failure
     assert found.lower() in failure.lower()
-
-
-@pytest.mark.parametrize(
-    ("k", "steps"), [(8, {1}), (16, {1}), (24, {2}), (40, {4}), (128, {4}), (136, {4, 1})]
-)
-def test_of_zeros_behind_k_few_are_multiplied(monkeypatch, k, steps):
-    seen = set()
-    noted = lambda *args: (seen.add(int(args[-1])), START(*args))[1]  # noqa: E731
-    change(monkeypatch, "any_width", "AnyWidthAccumulator.start", noted)
-    multiply("cooperative", **WIDE_TILE | {"k": k})
-    assert seen == steps
-
-
-def test_only_tiles_of_any_width_have_columns_of_c_as_rows():
-    with pytest.raises(AssertionError, match="only tiles of any width have been exchanged"):
-        multiply("cooperative", **WIDE_TILE | {"joined": False, "swap_ab": True})

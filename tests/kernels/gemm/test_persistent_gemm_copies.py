@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from padded_rooms import poison_rooms
 from dist_autotune.kernels.gemm import copies, pruning
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
-from dist_autotune.kernels.gemm.copies import NOTHING, Copies, copied, copy_clocks, what_to_copy
+from dist_autotune.kernels.gemm.copies import NOTHING, Copies, copied, what_to_copy
 from dist_autotune.kernels.gemm.pruning import GemmShape
 from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
 
@@ -83,16 +82,6 @@ def test_a_copy_back_writes_the_result_s_own_places_only(size, dtype):
         assert surroundings.isnan().all()
 
 
-def test_scratch_memory_is_as_large_as_is_said(monkeypatch):
-    monkeypatch.undo()
-    for (rows, columns), dtype in itertools.product(((5, 64), (3, 65), (1, 1)), TYPES):
-        room = copies.room_for(rows, columns, dtype, torch.device("cpu"))
-        pitch_bytes = -(-columns * dtype.itemsize // 128) * 128
-        assert (room.shape, room.stride(1)) == ((rows, columns), 1)
-        assert room.stride(0) * dtype.itemsize == pitch_bytes
-        assert room.untyped_storage().nbytes() <= rows * pitch_bytes
-
-
 @pytest.fixture
 def any_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave only candidates that every version of Triton has."""
@@ -121,7 +110,6 @@ def a_shape(m: int, n: int, k: int, **changed: Any) -> GemmShape:
 
 
 SIZES = st.integers(1, 1500).map(lambda eighths: 8 * eighths)
-ALIGNMENTS = st.sampled_from([16, 32, 64, 128])
 
 
 @settings(max_examples=25)
@@ -129,19 +117,6 @@ ALIGNMENTS = st.sampled_from([16, 32, 64, 128])
 def test_nothing_is_copied_where_all_rows_begin_with_lines_of_cache(m, n, k, trans_a, trans_b):
     shape = a_shape(m, n, k, trans_a=trans_a, trans_b=trans_b, a_alignment=128, b_alignment=128)
     assert what_to_copy(shape, out=False) == NOTHING
-
-
-@settings(max_examples=25)
-@given(m=SIZES, n=SIZES, k=SIZES, a_alignment=ALIGNMENTS, b_alignment=ALIGNMENTS)
-def test_the_dearer_copies_are_the_less_is_copied(m, n, k, a_alignment, b_alignment):
-    shape = a_shape(m, n, k, a_alignment=a_alignment, b_alignment=b_alignment)
-    spent = []
-    with pytest.MonkeyPatch.context() as patched:
-        for price in (0.0, 0.3, 1.0, 3.0, 30.0):
-            patched.setattr(copies, "copy_clocks", lambda *args, price=price: price * copy_clocks(*args))
-            chosen = what_to_copy(shape, out=False)
-            spent.append(copy_clocks(shape, chosen))
-    assert spent == sorted(spent, reverse=True)
 
 
 @settings(max_examples=25)
@@ -203,21 +178,6 @@ def test_what_is_copied(sizes, expected, any_triton):
 )
 def test_what_becomes_of_odd_sizes(sizes, expected):
     assert what_to_copy(a_shape(*sizes), out=True) == expected
-
-
-def test_a_gpu_that_no_config_fits_copies_nothing(monkeypatch):
-    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 1000)
-    assert what_to_copy(a_shape(4100, 4104, 4104), out=False) == NOTHING
-    assert what_to_copy(a_shape(4001, 2003, 999), out=True) is None
-
-
-def test_copied_operands_have_a_shape_of_their_own_for_the_tuner():
-    shape = a_shape(4100, 4104, 4104)
-    assert (shape.a_alignment, shape.b_alignment) == (16, 16)
-    of_b = copied(shape, Copies(b=True))
-    assert (of_b.a_alignment, of_b.b_alignment) == (16, 128)
-    assert of_b != shape
-    assert of_b == a_shape(4100, 4104, 4104, b_alignment=128)
 
 
 # ---- the way to the launch, which here is done as TMA would
@@ -304,18 +264,6 @@ def test_the_small_operand_goes_through_scratch_memory_and_the_large_one_does_no
         assert (right.rows, right.columns, right.pitch, right.transposed) == (1032, 2056, 2112, True)
         assert (shape.a_alignment, shape.b_alignment) == (16, 128)
     assert noted[0][3] == noted[1][3]
-
-
-def test_the_choice_is_made_once_for_a_shape(noted, monkeypatch):
-    tensors = operands(12345, 1032, 2056)
-    copies.plan_copies.cache_clear()
-    asked = []
-    monkeypatch.setattr(
-        copies, "what_to_copy", lambda shape, *, out: asked.append(shape) or what_to_copy(shape, out=out)
-    )
-    for _ in range(3):
-        multiply(*tensors)
-    assert len(asked) == 1
 
 
 def test_no_choice_is_made_where_all_rows_begin_with_lines_of_cache(noted, monkeypatch):

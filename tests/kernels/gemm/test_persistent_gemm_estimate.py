@@ -12,11 +12,8 @@ import pytest
 from dist_autotune.kernels.gemm import configs, pruning
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
 from dist_autotune.kernels.gemm.pruning import (
-    BETWEEN_LINES,
-    BETWEEN_SECTORS,
     MOST_TRIALS,
     estimated_clocks,
-    load_clocks,
     prune,
 )
 from dist_autotune.kernels.matrices import LINE_BYTES
@@ -80,14 +77,6 @@ def test_no_config_that_has_won_is_left_out(args, winner):
     assert is_among(winner, prune(GLUON_CANDIDATES, args))
 
 
-def test_a_swapped_config_takes_as_long_as_the_same_one_does_for_the_transposed_product():
-    kwargs = tile(128, 128, 48, JOINED=True, VARIANT="pingpong")
-    args = call(2040, 4104, 1368, a_alignment=128, b_alignment=16)
-    transposed = call(4104, 2040, 1368, a_alignment=16, b_alignment=128)
-    swapped = estimated_clocks(kwargs | {"SWAP_AB": True}, args)
-    assert swapped == estimated_clocks(kwargs, transposed) < estimated_clocks(kwargs, args)
-
-
 @pytest.mark.parametrize("sizes", [(8192, 8192, 8192), (4100, 4104, 4104), (304, 5120, 5120), (64, 64, 64)])
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
 def test_no_call_tries_more_than_a_few_dozen_configs_and_the_most_promising_comes_first(sizes, out):
@@ -101,16 +90,6 @@ def test_no_call_tries_more_than_a_few_dozen_configs_and_the_most_promising_come
 def test_where_there_is_tensor_memory_nothing_is_estimated():
     tried = prune(GLUON_CANDIDATES, call(8192, 8192, 8192, TENSOR_MEMORY=True))
     assert tried == [config for config in GLUON_CANDIDATES if config in tried]
-
-
-def test_loads_slow_down_between_lines_and_sectors_and_of_rows_beyond_the_edge_there_are_none():
-    args = call(4096, 4096, 4096)
-    loaded = load_clocks(tile(128, 256), args) / 384  # a row
-    for alignment, slowed in ((64, BETWEEN_LINES), (32, BETWEEN_LINES), (16, BETWEEN_SECTORS)):
-        a, b = ({name: alignment} for name in ALIGNMENTS)
-        assert load_clocks(tile(128, 256), args | a) == pytest.approx(loaded * (128 * slowed + 256))
-        assert load_clocks(tile(128, 256), args | a | b) == pytest.approx(loaded * 384 * slowed)
-    assert load_clocks(tile(64, 128), call(16, 8192, 8192)) == pytest.approx(loaded * (16 + 128))
 
 
 @pytest.mark.parametrize(

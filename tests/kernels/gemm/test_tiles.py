@@ -19,25 +19,12 @@ from dist_autotune.kernels.tiles import (
     on_host,
     reset_counter,
     rotated_chunk,
-    row_major_tile,
     scheduled_number,
     scheduled_tile,
     strided_number,
 )
 
 sizes = st.integers(1, 40)
-
-
-@given(tiles_m=sizes, tiles_n=sizes)
-def test_row_major_visits_every_tile_once_row_after_row(tiles_m, tiles_n):
-    visited = [on_host(row_major_tile)(tile, tiles_n) for tile in range(tiles_m * tiles_n)]
-    assert visited == list(itertools.product(range(tiles_m), range(tiles_n)))
-
-
-@given(tiles_m=sizes, tiles_n=sizes, group_m=sizes)
-def test_grouped_visits_every_tile_once(tiles_m, tiles_n, group_m):
-    visited = [on_host(grouped_tile)(tile, tiles_m, tiles_n, group_m) for tile in range(tiles_m * tiles_n)]
-    assert sorted(visited) == list(itertools.product(range(tiles_m), range(tiles_n)))
 
 
 def test_grouped_goes_down_a_group_before_the_next_column():
@@ -96,16 +83,6 @@ def test_programs_visit_every_tile_once_whatever_divides_what(
         ):
             visited.append(on_host(scheduled_tile)(number, tiles_m, tiles_n, schedule, group_m))
     assert sorted(visited) == list(itertools.product(range(tiles_m), range(tiles_n)))
-
-
-@given(tiles=st.integers(0, 2000), programs=st.integers(1, 300))
-def test_a_program_that_has_no_tile_left_never_gets_one_again(tiles, programs):
-    for number_at in (on_host(contiguous_number), on_host(chiplet_number)):
-        options = (8, 4) if number_at.__name__ == "chiplet_number" else ()
-        for program in {0, programs // 2, programs - 1}:
-            last = len(numbers_of(lambda visit: number_at(visit, program, programs, tiles, *options), tiles))  # noqa: B023 - called at once
-            later = (number_at(last + more, program, programs, tiles, *options) for more in range(5))
-            assert min(later) >= tiles
 
 
 @given(tiles=st.integers(0, 2000), programs=st.integers(1, 300))
@@ -168,29 +145,3 @@ def test_a_kernel_visits_every_tile_once_and_leaves_its_counter_at_zero(schedule
         count_scheduled_visits[(4,)](visits, counter, 5, 7, SCHEDULE=schedule, CHUNK=3, GROUP_M=2)
     assert torch.equal(visits, torch.full_like(visits, 2))
     assert torch.equal(counter, torch.zeros_like(counter))
-
-
-# ---- chunks, in a kernel
-
-
-@triton.jit
-def count_visits(visits_ptr, tiles_m, tiles_n, rank, WORLD: tl.constexpr, GROUP_M: tl.constexpr):
-    for tile in tl.range(tl.program_id(0), WORLD * tiles_m * tiles_n, tl.num_programs(0)):
-        chunk, inner = rotated_chunk(tile, tiles_m * tiles_n, WORLD, rank)
-        pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
-        tl.atomic_add(visits_ptr + (chunk * tiles_m + pid_m) * tiles_n + pid_n, 1)
-
-
-@pytest.mark.parametrize(
-    ("tiles_m", "tiles_n", "world", "rank", "group_m", "programs"),
-    [
-        pytest.param(1, 1, 1, 0, 1, 1, id="one tile"),
-        pytest.param(5, 3, 2, 1, 2, 4, id="last group lower"),
-        pytest.param(2, 7, 3, 2, 8, 5, id="group higher than a chunk"),
-        pytest.param(3, 2, 4, 1, 1, 64, id="more programs than tiles"),
-    ],
-)
-def test_programs_of_a_kernel_share_out_all_tiles(tiles_m, tiles_n, world, rank, group_m, programs):
-    visits = torch.zeros(world * tiles_m, tiles_n, dtype=torch.int32)
-    count_visits[(programs,)](visits, tiles_m, tiles_n, rank, WORLD=world, GROUP_M=group_m)
-    assert torch.equal(visits, torch.ones_like(visits))

@@ -18,11 +18,10 @@ from gemm_ar_runs import (
     of_all,
     operands,
 )
-from operation_runs import assert_cases, device, tuned_in_context, values
+from operation_runs import assert_cases, device, values
 from operations import HALF
 
-from dist_autotune.kernels.gemm.operation import plain_gemm
-from dist_autotune.kernels.gemm_ar import GemmAllReduce, operation, ways
+from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
 
 OURS = (ONE_SHOT, TWO_SHOT, LOW_LATENCY)  # those with candidates
@@ -96,25 +95,6 @@ def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_c
     expected = [ONE_SHOT, TWO_SHOT, TWO_SHOT, COLLECTIVE, COLLECTIVE, ONE_SHOT]
     for taken, errors in values(ways_of_ranks, 2, wanted):
         assert taken == expected
-        assert max(errors) < 1
-
-
-def tuned_for_many_rows(rank):
-    """Return the errors of a session in which few rows have the choices of many, and what was tried."""
-    begin(rank, 0)
-    ways.OVERLAPPED_FROM = operation.OVERLAPPED_FROM = operation.OWN_FROM = 8
-    plain_gemm.configs = plain_gemm.configs[:1]
-    with GemmAllReduce(8, 40, HALF) as op:
-        step, errors = tuned_in_context(lambda: max(call_and_compare(op, 8, 16), call_with_norm(op, 8, 16)))
-        step()
-    options = {each.kernel: {*each.timings} for each in step.report.contexts}
-    return errors, options["gemm_ar way"], options["gemm_ar product"]
-
-
-def test_calls_of_many_rows_may_be_overlapped_or_multiply_themselves():
-    for errors, of_way, of_product in values(tuned_for_many_rows, 2):
-        assert '"overlapped"' in of_way
-        assert of_product == {'"torch"', '"own"'}
         assert max(errors) < 1
 
 

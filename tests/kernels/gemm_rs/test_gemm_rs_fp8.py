@@ -126,26 +126,6 @@ def test_what_cannot_be_scaled_is_told_with_its_values_before_the_call(op):
     assert op._calls == 0
 
 
-def test_scales_and_another_type_of_results_are_for_fp8_alone():
-    with GemmReduceScatter(16, 20, FP16, backend="shm") as of_halves:
-        a, weight = torch.zeros(16, 32).half(), torch.zeros(20, 32).half()
-        text = message_of(lambda: of_halves(a, weight, scale_weight=torch.ones(20)))
-    assert text.startswith("ValueError: scale_a and scale_weight are for torch.float8_e4m3fn")
-    wrong = {
-        "ValueError: out_dtype is torch.bfloat16; results of operands in torch.float16 are torch.float16": {
-            "dtype": FP16,
-            "out_dtype": BF16,
-        },
-        "ValueError: out_dtype is torch.float32; results of operands in torch.float8_e4m3fn are": {
-            "dtype": FP8,
-            "out_dtype": torch.float32,
-        },
-        "ValueError: collective=True: no call in torch.float8_e4m3fn": {"dtype": FP8, "collective": True},
-    }
-    for text, options in wrong.items():
-        assert message_of(lambda options=options: GemmReduceScatter(16, 20, **options)).startswith(text)
-
-
 # ---- on GPUs
 
 

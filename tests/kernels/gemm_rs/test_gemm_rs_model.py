@@ -13,7 +13,7 @@ from typing import Any
 import gluon_model
 import numpy as np
 import pytest
-from gluon_machine import Task, machine, now
+from gluon_machine import machine, now
 from gluon_memory import Descriptor, Pointer
 from gluon_model import Deadlock
 from hypothesis import given, settings
@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
 KERNEL = gluon_model.load_kernel_module("gemm_rs.specialized_kernel")
-HANDOVER = importlib.import_module("kernels_in_the_model.gemm_rs.handover")
 FLAGS = importlib.import_module("kernels_in_the_model.exchange.flags")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
 BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
@@ -122,10 +121,6 @@ class Scene:
     def wait_a_while(self) -> None:
         for _ in range(self.random.choice([0, 4, 60])):
             now().pause()
-
-
-def kernel_tasks() -> list[Task]:
-    return [task for task in machine().tasks if task.program >= 0]
 
 
 def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **options: Any) -> None:
@@ -261,12 +256,6 @@ def test_a_peer_with_other_rows_is_recorded():
     assert scene.errors[2] & 0xFFFFFFFF == 7
 
 
-@pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
-def test_a_tile_of_two_widths_and_programs_without_a_tile(variant):
-    for seed in range(2):
-        reduce_scatter(Scene(2, 1, 9, 29, 5, seed=seed, addend=True), variant, extra_n=4, programs=13)
-
-
 @pytest.mark.parametrize(("variant", "warps"), [("cooperative", 8), ("pingpong", 4)])
 def test_a_tile_of_any_width_is_added_up(variant, warps):
     options = {"blocks": (128, 64, 64), "extra_n": 16, "joined": True, "store": (32, 1), "warps": warps}
@@ -325,13 +314,6 @@ def test_a_tile_that_is_told_of_behind_the_own_ones_is_a_deadlock(monkeypatch):
     monkeypatch.setattr(KERNEL.ScatteredChunks, "stored_before", lambda self, visit: None)
     monkeypatch.setattr(KERNEL.ScatteredChunks, "notified", lambda self: told(self, 0))
     assert fails() == "deadlock"
-
-
-def test_tiles_that_are_dealt_out_instead_of_claimed_are_refused(monkeypatch):
-    config = KERNEL.Config
-    monkeypatch.setattr(KERNEL, "Config", lambda *values: config(*values[:8], "grouped", *values[9:]))
-    with pytest.raises(AssertionError, match="takes what a loader claims"):
-        reduce_scatter(Scene(2, 0, 5, 9, 3, seed=0))
 
 
 def test_a_kernel_that_does_not_part_from_its_peers_is_found(monkeypatch):

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_autotune.kernels.exchange.flags import FLAGS, GIVEN, TOLD
-from dist_autotune.kernels.moe import plan as plans
 from dist_autotune.kernels.moe.flags import GIVEN_OTHERS, TOPK_SPAN
-from dist_autotune.kernels.moe.launch import HEIGHTS, LOWEST_HEIGHT
+from dist_autotune.kernels.moe.launch import HEIGHTS
 from dist_autotune.kernels.moe.plan import LOWEST, Plan
 from dist_autotune.kernels.moe.routing import digest_of
 from dist_autotune.kernels.signals import Failure, read_failure
@@ -200,15 +199,3 @@ def test_a_peer_whose_host_was_given_other_tokens_is_recorded():
     none, recorded = route(ids, 2, peers_told=(6, 3)).failures
     assert none is None
     assert recorded.kind == GIVEN_OTHERS.value
-
-
-def test_several_programs_share_the_work(monkeypatch):
-    torch.manual_seed(1)
-    monkeypatch.setattr(plans, "PROGRAMS", 3)
-    monkeypatch.setattr(plans, "BLOCK", 16)
-    ids = [torch.randint(-1, 20, (tokens, 3)) for tokens in (CAPACITY, 0, 17)]
-    check(route(ids, 20, rank=1, first=1), ids, 20, first=1, by_first=False)
-
-
-def test_the_tables_are_for_the_heights_that_candidates_have():
-    assert LOWEST == LOWEST_HEIGHT

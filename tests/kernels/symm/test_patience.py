@@ -14,7 +14,7 @@ from gluon_instructions import TURN_NS
 from gluon_machine import machine
 from gluon_memory import Pointer
 
-from dist_autotune.kernels.signals import as_patience, poll_until, wait_until
+from dist_autotune.kernels.signals import as_patience, poll_until
 from ranks import assert_all_ok, run_ranks
 
 SIGNALS = gluon_model.load_kernel_module("signals")
@@ -71,10 +71,6 @@ def test_a_clock_that_stands_still_does_not_make_a_wait_endless():
     assert (wait.value, wait.polls) == (0, 1 + 2 * MOST_ROUNDS_PER_TICK * ROUND)
 
 
-def test_without_patience_there_is_one_poll():
-    assert Wait(patience_ticks=0).polls == 1
-
-
 # ---- on a GPU
 
 
@@ -82,11 +78,6 @@ def test_without_patience_there_is_one_poll():
 def poll_alone(signal_ptr, seen_ptr, patience_ticks):
     """Each program waits for itself: nobody lets the others pass."""
     tl.store(seen_ptr + tl.program_id(0), poll_until(signal_ptr, 5, patience_ticks, False))
-
-
-@triton.jit
-def wait_alone(signal_ptr, seen_ptr, error_ptr, patience_ticks):
-    tl.store(seen_ptr, wait_until(signal_ptr, 5, error_ptr, 1, patience_ticks, False).to(tl.int32))
 
 
 class Clock:
@@ -121,29 +112,6 @@ def test_a_wait_for_what_never_comes_lasts_as_long_as_was_said(programs, warps):
     ((took_s, seen),) = assert_all_ok(ends)
     assert timeout_s <= took_s <= 1.3 * timeout_s + 1
     assert seen == 0
-
-
-def waits_again(rank: int) -> list[tuple[bool, float]]:
-    """Return of two waits in a row for what never comes whether they saw it, and how long they took."""
-    signal, seen = torch.zeros(2, dtype=torch.int32, device="cuda").split(1)
-    error = torch.zeros(1, dtype=torch.int64, device="cuda")
-    found = []
-    for signal_is_new in (True, True, False):  # the first compiles
-        if signal_is_new:
-            signal.zero_()
-        with Clock() as clock:
-            wait_alone[(1,)](signal, seen, error, as_patience(2.0))
-        found.append((bool(seen), clock.took_s))
-    return found[1:]
-
-
-@pytest.mark.gpu(alone=True)
-def test_the_next_wait_for_what_was_given_up_takes_no_patience():
-    ((first, second),) = assert_all_ok(run_ranks(waits_again, 1, init="none", timeout_s=60.0))
-    assert not first[0]
-    assert first[1] >= 2.0
-    assert second[0]
-    assert second[1] < 1.0
 
 
 def is_woken(rank: int) -> tuple[float, int]:

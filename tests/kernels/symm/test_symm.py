@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import logging
 import os
 import signal
 import sys
@@ -207,14 +206,6 @@ def test_a_group_may_be_a_subset_of_the_world():
     assert values(use_a_subset, 3) == [(0, [10, 12]), None, (1, [10, 12])]
 
 
-def test_without_a_process_group_there_is_one_rank():
-    with open_symmetric_memory(backend="shm") as memory:
-        tensor = memory.allocate((2, 2), torch.bfloat16)
-        memory.barrier()
-        assert (memory.rank, memory.world_size) == (0, 1)
-        assert tensor.peers[0] is tensor.local
-
-
 def live_on_another_host(rank, directory):
     if rank == 1:
         symm.BOOT_ID = Path(directory, "boot")
@@ -278,13 +269,6 @@ def test_nvshmem_that_is_not_installed_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     reason = nvshmem.why_unusable(SharingRanks())
     assert reason == "nvshmem4py is not installed; " + nvshmem.INSTALL
-
-
-def test_the_choice_is_explained_and_logged(caplog):
-    with caplog.at_level(logging.INFO, logger="dist_autotune"), open_symmetric_memory() as memory:
-        assert memory.name == "shm"
-        assert memory.reason == "CPU processes of one host share files"
-    assert "rank 0 of 1: symmetric memory shm on cpu: CPU processes" in caplog.text
 
 
 # ---- shm
@@ -365,17 +349,3 @@ def test_a_cpu_stream_ends_its_wait_and_drops_what_follows():
     ((errors, ran),) = values(wait_for_a_signal_that_never_comes, 1)
     assert errors == ["rank 0 of 1 waited 0.5 s for a signal to reach 3; its value is 0"] * 2
     assert ran == []
-
-
-def close_while_waiting(rank):
-    memory = open_symmetric_memory(backend="shm")
-    word = memory.allocate((1,), torch.int32).local
-    memory.wait_signal(word, 3, memory.side_stream())
-    started = time.monotonic()
-    memory.abandon()
-    return time.monotonic() - started
-
-
-def test_abandoning_ends_the_threads_that_wait():
-    (elapsed_s,) = values(close_while_waiting, 1)
-    assert elapsed_s < 30  # its patience is five times 300 s

@@ -111,15 +111,6 @@ def test_a_call_that_does_not_return_is_named_and_nothing_more_is_asked(
     core.peers_come.set()
 
 
-def test_what_nvshmem_raises_on_its_thread_is_raised(devices, monkeypatch):
-    core = PretendedNvshmem()
-    memory, _ = opened(monkeypatch, core)
-    monkeypatch.setattr(core, "free_tensor", lambda tensor: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        memory.close()
-    assert len(cuda._abandoned) == 2
-
-
 # ---- the interpreter's lock
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from documents import blocks, page
 from kernels_for_tests import Bench
 from operation_runs import values
-from rank_programs import SOON_S, ending, own_cache, tune
+from rank_programs import SOON_S, ending, tune
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -76,31 +76,6 @@ def test_a_step_takes_one_limit_on_all_ranks_and_settles_on_that_of_the_slowest(
     assert sums == {2.0}
     assert (made, kept, left) == (2, 1, 0)
     assert outside == (8, None)
-
-
-def test_a_process_that_finds_the_result_makes_one_communicator():
-    def program(rank):
-        with CollectiveGroups(max_ctas=LIMITS, make=copy_of) as limits:
-            before = number_of_groups()
-            step = Step(limits, ms_of(rank), cache=own_cache(rank))
-            return step.tuned(), step.taken, number_of_groups() - before
-
-    assert_all_ok(run_ranks(program, 2))
-    assert assert_all_ok(run_ranks(program, 2)) == [(2.0, [8], 1)] * 2
-
-
-def test_pairs_of_ranks_have_communicators_of_their_own():
-    def program(rank):
-        pairs = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
-        with CollectiveGroups(pairs[rank % 2], max_ctas=LIMITS, make=copy_of) as limits:
-            step = Step(limits, ms_of(rank))
-            step.run = step.tuned
-            return step.tuned(), step.taken
-
-    results = assert_all_ok(run_ranks(program, 4))
-    assert results == [results[0]] * 4
-    assert results[0][0] == 2.0
-    assert results[0][1][-1] == 8
 
 
 def test_without_nccl_every_call_gets_the_group_and_nothing_is_tuned():
@@ -210,22 +185,6 @@ def test_communicators_are_made_again_and_among_ranks_with_other_numbers_of_grou
 def test_limits_that_are_none_are_refused_before_anybody_waits(max_ctas, text):
     with pytest.raises(ValueError, match=text):
         CollectiveGroups(max_ctas=max_ctas)
-
-
-def test_closed_limits_say_so_and_close_again():
-    def program(rank):
-        limits = CollectiveGroups(max_ctas=(4,), make=copy_of)
-        limits.group()
-        limits.close()
-        limits.close()
-        unmade = CollectiveGroups(max_ctas=(4,), make=copy_of, name="unmade")
-        unmade.group()
-        dist.destroy_process_group()
-        unmade.close()
-        return ending(limits.group)
-
-    told = "ValueError: max CTAs of collectives: the limits of ranks [0, 1] are closed"
-    assert assert_all_ok(run_ranks(program, 2)) == [told] * 2
 
 
 def test_a_capture_makes_no_communicator(monkeypatch):

@@ -134,15 +134,6 @@ def test_report_of_what_is_not_there_says_what_is(tmp_path: Path) -> None:
     assert_one_line_error(run("report", "logs", "--kernel", "add"), "No kernel 'add'", "matmul")
 
 
-def test_a_page_a_trace_and_json_may_be_asked_for_together(tmp_path: Path) -> None:
-    write_session(tmp_path / "logs", "aa1")
-    result = run("report", "logs", "--html", "a.html", "--trace", "a.trace", "--json")
-    assert [each["report"]["session"] for each in json.loads(result.stdout)["sessions"]] == ["aa1"]
-    assert result.stderr.splitlines()[0] == "Wrote a.html"
-    assert "aa1" in (tmp_path / "a.html").read_text()
-    assert json.loads((tmp_path / "a.trace").read_text())["traceEvents"]
-
-
 def test_the_command_says_its_version() -> None:
     assert run("--version").stdout == f"dist-autotune {__version__}\n"
 
@@ -246,11 +237,6 @@ def test_cache_clear_asks_first(tmp_cache: Path) -> None:
     assert agreed.exit_code == 0
     assert "Deleted 1 entry" in agreed.stdout
     assert list(Winners(tmp_cache).entries()) == []
-
-
-def test_cache_clear_yes_does_not_ask(tmp_cache: Path) -> None:
-    Winners(tmp_cache).put(entry())
-    assert run("cache", "clear", "--yes").stdout == f"Deleted 1 entry in {tmp_cache}\n"
 
 
 @pytest.mark.parametrize("command", ["run", "report", "replay", "doctor", "cache list", "cache export"])

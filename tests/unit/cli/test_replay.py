@@ -149,23 +149,6 @@ def test_a_session_goes_on_from_the_contexts_that_earlier_ones_have_settled() ->
     assert_as_recorded(sessions=3)
 
 
-def test_a_run_that_raised_and_was_made_again_is_no_difference() -> None:
-    bench, calls = Bench(), []
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-
-    def thunk() -> None:
-        calls.append(None)
-        launch(kernel, numbers())
-        if len(calls) == 2:
-            raise ValueError("boom")
-
-    tuned = bench.tune(thunk)
-    with pytest.raises(ValueError, match="boom"):
-        tuned()
-    tuned()
-    assert_as_recorded(sessions=1)
-
-
 def test_a_search_of_the_users_own_is_said_to_be_out_of_reach() -> None:
     def mine(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
         yield candidates[0]
@@ -262,20 +245,6 @@ def test_a_missing_rank_is_named_and_the_decisions_are_recomputed_without_it() -
     assert run().exit_code == 1
 
 
-@pytest.mark.usefixtures("logs_of_two_ranks")
-def test_a_run_whose_payloads_are_lost_ends_the_replay_there() -> None:
-    for rank in (0, 1):
-        path = LOGS / f"rank-{rank}.jsonl"
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text(
-            "".join(
-                x for x in lines if not (json.loads(x)["event"] == "merged" and json.loads(x)["run"] == 2)
-            )
-        )
-    (verdict,) = verdicts()
-    assert [(d.run, d.what, d.recorded) for d in verdict.differences] == [(2, "merged", "nothing")]
-
-
 # ---- directories that cannot be replayed
 
 
@@ -337,13 +306,6 @@ def test_the_same_search_on_the_same_samples_picks_the_same_in_as_many_runs() ->
     assert (found.runs, found.recorded_runs, found.resampled) == (10, 10, 0)
     assert found.pick == found.recorded
     assert (found.pick.config.split(",")[0], found.pick.ms) == ("BLOCK: 16", 3.0)
-
-
-@pytest.mark.usefixtures("noisy_logs")
-def test_the_statistic_and_the_reduction_can_be_others() -> None:
-    assert tried(statistic="min").pick.config.startswith("BLOCK: 32")
-    assert tried(statistic="min").pick.ms == 2.0
-    assert tried(statistic="min", rank_reduce="mean").pick.ms == 1.5
 
 
 def test_kernels_are_searched_by_their_launches_and_tunables_by_whole_runs() -> None:

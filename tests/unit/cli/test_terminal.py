@@ -230,13 +230,6 @@ def test_of_200_candidates_the_ten_fastest_are_listed(tmp_path: Path, width: int
     assert len(every) >= len(lines) + 188
 
 
-def test_while_a_session_is_under_way_its_last_outlook_is_shown(tmp_path: Path) -> None:
-    write_many_candidates(tmp_path, settled=False)
-    text = "\n".join(printed(tmp_path))
-    assert ("40 of 200" in text, "80 of 200" in text) == (False, True)
-    assert "Not finished: unfinished, 1 context still open." in " ".join(text.split())
-
-
 @pytest.mark.parametrize(
     ("settling", "verdict", "reason"),
     [

@@ -27,7 +27,7 @@ from dist_autotune.doctor.examination import (
     ProbeResult,
     run_helpers,
 )
-from dist_autotune.doctor.findings import Finding, as_dict, is_healthy, judge
+from dist_autotune.doctor.findings import Finding, is_healthy, judge
 from dist_autotune.doctor.probes import why_unwritable
 
 HANG = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -70,18 +70,6 @@ def test_versions_are_those_of_packages_that_matter_whatever_else_has_such_a_nam
 
     installed = examination.versions().keys() - {"python", "dist_autotune", "torch", "CUDA", "triton"}
     assert installed == {"numpy", "nvshmem4py-cu13", "nvidia-nccl-cu13"}
-
-
-def test_probes_that_hang_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination, "command", lambda probe, about: HANG)
-    monkeypatch.setattr(examination, "GPU_LIMIT_S", 0.5)
-    monkeypatch.setattr(examination, "RANKS_LIMIT_S", 0.5)
-    result = run("--json")
-    assert result.exit_code == 1
-    problems = [each for each in json.loads(result.stdout)["findings"] if each["level"] == "problem"]
-    assert [problem["check"] for problem in problems] == ["this host", "two CPU ranks"]
-    for problem in problems:
-        assert re.fullmatch(r"cut off after \d+ s \(in the start\)", problem["seen"])
 
 
 @pytest.mark.gpu(devices=2)
@@ -189,14 +177,6 @@ def machine(gpus: int = 0, **changes: Any) -> Examination:
 
 def findings_of(seen: Examination, level: str) -> list[Finding]:
     return [finding for finding in judge(seen) if finding.level == level]
-
-
-def test_a_healthy_machine_with_gpus_has_nothing_to_do() -> None:
-    seen = machine(gpus=2)
-    assert {finding.level for finding in judge(seen)} == {"ok"}
-    assert seen.world == "gpu"
-    assert "on 2 GPUs (NVIDIA H200)" in [finding.seen for finding in judge(seen)]
-    assert as_dict(seen, judge(seen))["gpus"] == ["NVIDIA H200", "NVIDIA H200"]
 
 
 def test_gpus_that_cannot_read_each_other_are_a_remark() -> None:

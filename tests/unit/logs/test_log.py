@@ -68,14 +68,6 @@ def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Rec
     assert from_json(kind, json.loads(to_json(record))) == record
 
 
-def test_figures_of_a_session_without_a_gpu_are_labelled() -> None:
-    out = LogLines()
-    for record in session_records("s1", 0, "layer", "WallClock"):
-        line = out.line(record)
-        if isinstance(record, records.Trial | records.Agreed | records.ContextSettled):
-            assert "ms (wall clock)" in line
-
-
 def test_without_a_directory_only_the_logger_hears(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "dist_autotune")
     with SessionLog(None, 0) as log:
@@ -94,20 +86,6 @@ def test_logs_stay_in_one_place_when_the_working_directory_changes(
         log.write(note("here"))
     assert (tmp_path / "logs" / "rank-0.jsonl").exists()
     assert list(elsewhere.iterdir()) == []
-
-
-def test_winners_bans_and_notes_are_info_trials_debug_a_closing_warning_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.DEBUG, "dist_autotune")
-    with SessionLog(tmp_path, 0) as log:
-        for record in session_records("s1", 0, "layer", "EventClock"):
-            log.write(record)
-        log.write(records.SessionClosed(runs=1, contexts=0, outcome="settled", warning="no launches seen"))
-    levels = Counter(record.levelname for record in caplog.records)
-    assert levels["INFO"] == 3  # the ban, the winner, the end
-    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.endswith("no launches seen")
 
 
 # ---- several writers, and writers that die

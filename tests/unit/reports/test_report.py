@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,8 @@ import pytest
 from example_files import session_records, write_session
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 from kernels_for_tests import records as records_of
-from msgspec import structs
 from rank_programs import tune
 
-from dist_autotune import tunable
 from dist_autotune.errors import LaunchTimeout
 from dist_autotune.formatting import Table
 from dist_autotune.logs import records
@@ -78,11 +75,6 @@ def test_a_report_without_contexts_says_so_and_why() -> None:
     assert text == "0 contexts in 1 run on 1 rank, 0.0 s\nWarning: no launches seen"
 
 
-def test_what_the_cache_holds_and_what_is_under_way_needs_no_reason_for_its_gain() -> None:
-    contexts = tuple(dataclasses.replace(CONTEXT, status=status) for status in ("cached", "tuning"))
-    assert "No gain" not in str(TuningReport(runs=1, contexts=contexts))
-
-
 # ---- what the logs tell
 
 
@@ -102,17 +94,6 @@ def test_a_session_is_put_together_from_the_logs_of_its_ranks(tmp_path: Path) ->
     assert [candidate.banned for candidate in context.candidates][:3] == ["", "", ""]
     assert context.candidates[3].banned.startswith("rank 1: out of resource")
     assert (context.candidates[0].rank_ms, context.candidates[0].samples) == ({0: 1.0, 1: 4.0}, 4)
-
-
-def test_a_run_that_did_not_count_changes_nothing(tmp_path: Path) -> None:
-    with SessionLog(tmp_path, 0) as log:
-        for record in session_records("s1", 0, "layer", "EventClock")[
-            :-2
-        ]:  # not settled: the latest times hold
-            lucky = isinstance(record, records.Agreed) and record.config_id == 1
-            log.write(structs.replace(record, ms=0.001, counted=False) if lucky else record)
-    context = load_context(tmp_path)
-    assert [candidate.agreed_ms for candidate in context.candidates] == [4.0, None, 3.3, None]
 
 
 def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path) -> None:
@@ -254,16 +235,6 @@ def test_the_report_and_the_command_line_give_the_same_figures_of_two_ranks() ->
     assert {**one, **{name: zero[name] for name in of_rank}} == zero
 
 
-def test_a_gain_is_over_the_first_config_though_another_was_tried_first(bench: Bench) -> None:
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
-    tuned(64)
-    tuned(128)  # begins with 32, which won
-    (context,) = tuned.report.contexts
-    assert (next(iter(context.timings)).partition(",")[0], context.default_ms) == ("BLOCK: 32", 3.0)
-    assert tuned.report.to_dict() == reported_in_logs()
-
-
 def test_every_figure_is_documented() -> None:
     empty = TuningReport(runs=0, contexts=(TunedContext("matmul", (), None),), outlook=Forecast(0, 0, 1, 0))
     data = empty.to_dict()
@@ -288,16 +259,6 @@ def test_what_a_report_says_can_be_computed_from_its_figures(bench: Bench) -> No
     assert (report.step.before_ms, report.step.after_ms) == (13.0, 7.0)
     assert "Tuned: launches 13.00 -> 7.000 ms a step (-46.2 %)" in str(report)
     assert report.to_dict() == reported_in_logs()
-
-
-def test_a_choice_is_judged_by_the_whole_run_and_has_no_share(bench: Bench) -> None:
-    kernel = bench.kernel({16: 3.0, 32: 2.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers(64 * tunable("rows", [2, 1]))), n_warmup=0, n_repeat=1)
-    tuned()
-    (choice,) = [context for context in tuned.report.contexts if context.kernel == "rows"]
-    assert (choice.judge, choice.run_ms, tuned.report.share_percent(choice)) == ("run", None, None)
-    assert tuned.report.step.judge == "run"
-    assert tuned.report.to_dict() == reported_in_logs()
 
 
 def test_a_session_under_way_reports_what_is_left(bench: Bench) -> None:

@@ -51,15 +51,6 @@ def test_the_most_runs_are_what_the_docs_say(count):
     assert compare_bits.runs_at_most(len(names) for names in contexts.values()) >= len(plans) - 1
 
 
-@pytest.mark.parametrize("bits", ["same", "check"])
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_an_unsteady_config_is_banned_whichever_rank_sees_it(bits, rank):
-    simulated = simulation(named("a", "b"), Outputs(unsteady={"b2"}, on_rank=rank), bits=bits, ranks=3)
-    simulated.session()
-    assert {name: set(c.banned) for name, c in simulated.tuning.contexts.items()} == {"a": set(), "b": {2}}
-    assert simulated.winners() == {"a": "a2", "b": "b1"}
-
-
 def test_of_many_configs_that_do_not_repeat_themselves_some_are_named():
     names = {name: [f"{name}0", f"{name}1"] for name in "abcd"}
     with pytest.raises(TuningError, match=r"\(a\[k\] a0; b\[k\] b0; and those of 2 more contexts\)"):
@@ -83,17 +74,6 @@ def test_where_the_first_config_fails_the_next_one_stands_for_it(run):
 def banned(simulated, name):
     context = simulated.tuning.contexts[name]
     return {context.digests[index]: reason for index, (_, reason) in context.banned.items()}
-
-
-def test_a_session_that_goes_on_compares_the_base_plan_anew():
-    contexts = named("a", "b")
-    simulated = simulation(contexts, Outputs(pairs=[("a2", "b2")]), max_runs=8)
-    simulated.session()
-    assert set(simulated.statuses().values()) == {"partial"}
-    plans = simulated.session()
-    assert [set(plan.values()) for plan in plans[:2]] == [{"a0", "b0"}] * 2
-    assert {"a2", "b2"} in map(set, (plan.values() for plan in plans))
-    assert set(plans[-1].values()) != {"a2", "b2"}
 
 
 def test_launches_that_no_plan_decides_are_refused():
@@ -131,16 +111,6 @@ def test_kernels_of_an_option_that_changes_bits_are_left_alone():
     assert simulated.winners()["way"] == "way0"
     assert simulated.winners()["left"] == "left2"
     assert simulated.statuses()["right"] == "starved"
-
-
-def test_runs_that_are_over_revert_everything_at_once():
-    contexts = named("a", "b", "c", candidates=2)
-    pairs = [("a1", "b1"), ("b1", "c1"), ("a1", "c1")]
-    free = simulation(contexts, Outputs(pairs=pairs)).session()
-    bounded = simulation(contexts, Outputs(pairs=pairs), max_runs=7)
-    plans = bounded.session()
-    assert len(plans) <= 8 < len(free)
-    assert Outputs(pairs=pairs)(plans[-1], 0) == Outputs(pairs=pairs)({}, 0)
 
 
 def test_digests_of_ranks_merge_in_any_order_and_name_the_lowest_rank():

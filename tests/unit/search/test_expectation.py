@@ -85,13 +85,6 @@ def test_an_observation_narrows_what_is_like_it_most():
     assert abs(expectation.means[1] - math.log(3 * ms_of(1, 256))) < 0.5
 
 
-def test_rows_in_another_order_give_the_same_expectations():
-    told_times = told(64, 128, 512, 1024)
-    turned = {key: dict(reversed(times.items())) for key, times in reversed(told_times.items())}
-    one, other = (Expectation("256, 'fp16'", TEXTS, each) for each in (told_times, turned))
-    assert (one.means, one.variances) == (other.means, other.variances)
-
-
 @pytest.mark.parametrize("texts", [["a"], ["a", "b"], TEXTS])
 def test_without_anything_told_nothing_is_expected(texts):
     expectation = Expectation("256, 'fp16'", texts, {})

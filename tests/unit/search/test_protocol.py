@@ -104,27 +104,6 @@ def test_sessions_end_with_the_final_run_on_winners_whatever_is_measured(search,
 # ---- ends that come early
 
 
-@pytest.mark.parametrize(
-    ("mode", "patience"), [("replay", 3), ("online", 64)], ids=["replay: 3 runs", "online: 64 runs"]
-)
-def test_a_context_that_is_no_longer_launched_starves(mode, patience):
-    simulation = Simulation(
-        {"a": ["a0", "a1"]},
-        {"a0": 1.0, "a1": 2.0},
-        launches=lambda run, rank, name: run == 0,
-        mode=mode,
-        n_repeat=5,
-    )
-    simulation.tuning.open()
-    simulation.run()
-    for _ in range(patience - 1):
-        simulation.run()
-        assert simulation.statuses() == {"a": ""}
-    simulation.run()
-    assert simulation.statuses() == {"a": "starved"}
-    assert simulation.winners() == {"a": "a0"}
-
-
 @pytest.mark.parametrize(("first_run", "status"), [(ADMISSION_RUNS - 1, ""), (ADMISSION_RUNS, "partial")])
 def test_contexts_are_admitted_in_the_first_sixteen_runs(first_run, status):
     contexts = {"a": ["a0", "a1"], "b": ["b0", "b1"]}
@@ -139,20 +118,6 @@ def test_contexts_are_admitted_in_the_first_sixteen_runs(first_run, status):
         simulation.run()
     assert simulation.statuses()["b"] == status
     assert simulation.winners()["b"] == "b0"
-
-
-def test_a_late_context_is_tuned_by_the_next_session():
-    simulation = Simulation(
-        {"a": ["a0", "a1"], "b": ["b0", "b1"]},
-        {"a0": 1.0, "a1": 2.0, "b0": 2.0, "b1": 1.0},
-        launches=lambda run, rank, name: name == "a" or len(simulation.plans) >= ADMISSION_RUNS,
-        n_repeat=10,
-    )
-    simulation.session()
-    assert simulation.statuses() == {"a": "tuned", "b": "partial"}
-    simulation.session()
-    assert simulation.statuses() == {"a": "tuned", "b": "tuned"}
-    assert simulation.winners() == {"a": "a0", "b": "b1"}
 
 
 def test_a_search_without_an_end_is_cut_at_four_times_what_is_planned():

@@ -70,15 +70,6 @@ def test_a_plain_program_has_the_winner_that_its_script_says():
     assert [rank.endings[0].runs for rank in ranks] == [4, 4]
 
 
-def test_a_rank_that_launches_only_while_a_peer_reads_its_clock_does_not_hold_up_the_search(monkeypatch):
-    # Rank 0's sample is always read one run late, and in that run rank 1 launches: the incumbent, no trial.
-    monkeypatch.setattr(VirtualClock, "lateness", lambda self, rank, mark: 1 - rank)
-    kernel = kernel_of((16, 32, 64), (16, 32, 64), patterns=(ALWAYS, Pattern("odd")))
-    ranks = play(program_of(kernel, mode="online", calls=12), Random(0), Counter())
-    assert winners(ranks) == [{(0, 64): 64}] * 2
-    assert all(rank.endings[-1].is_settled for rank in ranks)
-
-
 def test_a_rank_that_missed_the_last_trial_has_its_say_when_a_peer_reads_its_clock_late(monkeypatch):
     # Both launch the first sample of each candidate, rank 0 alone the second, which it reads one run later.
     monkeypatch.setattr(VirtualClock, "lateness", lambda self, rank, mark: 1 - rank)

@@ -36,19 +36,6 @@ def test_objective_thunk_ends_with_an_alternating_comparison_with_the_default_pl
     assert simulation.statuses() == {"a": "tuned"}
 
 
-def test_a_forecast_tells_of_what_the_last_runs_compare():
-    told = []
-
-    def run_ms(plan: dict[str, str]) -> float:
-        forecast = simulation.tuning.forecast
-        told.append((forecast.contexts, forecast.settled, forecast.timed))
-        return 0.0
-
-    simulation = Simulation({"a": ["a0", "a1"]}, {"a0": 2.0, "a1": 1.0}, run_ms=run_ms, objective="thunk")
-    assert len(simulation.session()) == 2 + 2 + DUEL_RUNS + 1
-    assert told[-DUEL_RUNS:] == [(1, 1, 2)] * DUEL_RUNS
-
-
 def test_the_default_plan_is_kept_and_said_so_when_the_tuned_one_is_not_faster():
     def run_ms(plan: dict[str, str]) -> float:  # the gain is gone by the time of the final comparison
         return 5.0 if plan["a"] == "a1" and len(simulation.plans) > 4 else 0.0
@@ -58,18 +45,6 @@ def test_the_default_plan_is_kept_and_said_so_when_the_tuned_one_is_not_faster()
     assert plans[-1] == "a0"
     assert simulation.winners() == {"a": "a0"}
     assert "the default plan is kept" in simulation.tuning.remark
-
-
-def test_a_default_that_was_banned_on_the_way_is_no_plan_to_compare_with():
-    simulation = Simulation(
-        {"a": ["a0", "a1", "a2"]},
-        {"a0": 3.0, "a1": 2.0, "a2": 1.0},
-        bans=lambda run, rank, name: {"a0": "no smem"} if run == 1 else {},
-        objective="thunk",
-    )
-    plans = columns(simulation.session(), "a")
-    assert len(plans) < DUEL_RUNS
-    assert simulation.winners() == {"a": "a2"}
 
 
 @pytest.mark.parametrize("at_run", range(6, 16))

@@ -12,7 +12,6 @@ import pytest
 from dist_autotune.search.plans.screening import (
     AGAIN,
     FIRST_LOOK,
-    STRETCHES,
     Factor,
     runs_at_most,
     screened,
@@ -28,12 +27,6 @@ def alone(contexts=6, candidates=4, scale=0.1):
         [scale * (1 + k / 4) * (1 + 0.03 * index) for index in range(candidates)] for k in range(contexts)
     ]
     return [Factor(f"k{k}", range(candidates), ms, place=k) for k, ms in enumerate(times)]
-
-
-def alike(contexts=24, slower=0.15):
-    """Return contexts of one family that leave room now, and were faster alone without."""
-    times = [0.1 * (1 + k % 5 / 5) for k in range(contexts)]
-    return [Factor(f"k{k}", [3, 0], [ms * (1 + slower), ms], "gemm", k) for k, ms in enumerate(times)]
 
 
 def asked_and_found(factors, ms_of, **options):
@@ -66,28 +59,6 @@ def test_candidates_that_are_like_no_others_meet_each_other_evenly():
             met = Counter((plan[one], plan[other]) for plan in asked[begin : begin + 49])
             assert set(met.values()) == {1}
             assert len(met) == 49
-
-
-def test_of_a_family_one_stretch_at_a_time_differs_from_what_it_does_together():
-    asked, _ = asked_and_found(alike(24), lambda plan, number: 1.0)
-    lengths = Counter()
-    for plan in asked:
-        kinds = [plan[f"k{k}"] for k in range(24)]
-        turns = sum(kinds[k] != kinds[k - 1] for k in range(24))
-        assert turns == 2
-        lengths[kinds.count(0)] += 1
-    assert set(lengths) == {24 // parts for parts in STRETCHES}
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_stretch_that_needs_no_room_gets_the_fastest_back(seed):
-    factors = alike()
-    plans = found(
-        factors, lambda plan, number: 0.1 * sum(plan[f"k{k}"] == 0 for k in range(12, 24)), seed, 0.02
-    )
-    kinds = [[plan[f"k{k}"] for k in range(24)] for plan in plans]
-    assert kinds[0] == [3] * 24
-    assert any(each[:10].count(0) >= 9 and each[14:].count(3) == 10 for each in kinds)
 
 
 def test_it_ends_at_the_first_look_where_nothing_gains():

@@ -158,14 +158,6 @@ def test_without_any_sample_the_incumbent_stays():
     assert (winner(made), made.status, made.times.ms) == ("a", "tuned", {})
 
 
-@pytest.mark.parametrize(("rank_reduce", "best"), [("max", "a"), ("mean", "b")])
-def test_ranks_are_reduced_by_their_slowest_or_their_mean(rank_reduce, best):
-    made = context(("a", "b"), rank_reduce=rank_reduce)
-    advance(made, Part(ran="a", worst_ms=3.0, best_ms=3.0, total_fs=femtoseconds(6.0), measured=2))
-    advance(made, Part(ran="b", worst_ms=4.0, best_ms=1.0, total_fs=femtoseconds(5.0), measured=2))
-    assert winner(made) == best
-
-
 # ---- candidates that do not work everywhere
 
 
@@ -187,21 +179,6 @@ def test_a_banned_winner_is_replaced_by_the_next_fastest():
     made.ban(1, 0, "OutOfResources")
     assert winner(made) == "c"
     assert made.digests[made.planned] == "c"
-
-
-# ---- results that are there already, and searches that go on
-
-
-@pytest.mark.parametrize(
-    ("claim", "adopted"),
-    [((0, "b", 1.5), "b"), ((0, "b", None), "b"), ((0, "z", 1.0), None), ((0, "c", 1.0), None)],
-    ids=["with its time", "without a time", "of no candidate", "of a banned one"],
-)
-def test_a_claim_is_adopted_when_every_rank_can_use_it(claim, adopted):
-    made = context(start=False)
-    made.ban(2, 1, "does not load")
-    assert made.adopt(claim) is (adopted is not None)
-    assert (made.winner is not None and winner(made)) == (adopted or False)
 
 
 # ---- strategies of the user's own

@@ -90,22 +90,17 @@ def test_a_choice_that_the_best_plan_does_not_ask_for_gets_no_turn(mode):
     assert len(simulation.plans) == max(1 + 2 + 2, last_asked + 1 + STARVED_RUNS[mode])
 
 
-@pytest.mark.parametrize(("mode", "every"), [("replay", 2), ("online", 2), ("online", 4)])
-def test_a_choice_that_is_asked_for_now_and_then_has_its_turn(mode, every):
-    names = ["always", "seldom"]
+def test_a_choice_asked_for_in_the_first_run_only_is_told_of():
     simulation = Simulation(
-        {name: [f"{name}0", f"{name}1"] for name in names},
+        {"once": ["once0", "once1"], "other": ["other0", "other1"]},
         {},
-        choices=set(names),
-        run_ms=lambda plan: 1.0,
-        launches=lambda run, rank, name: name == "always" or run % every == 0,
-        mode=mode,
+        choices={"once", "other"},
+        run_ms=lambda plan: {"other0": 1.0, "other1": 2.0}[plan["other"]],
+        launches=lambda run, rank, name: name == "other" or run == 0,
     )
-    simulation.tuning.open()
-    while any(simulation.tuning.unsettled) or not simulation.plans:
-        simulation.run()
-        assert len(simulation.plans) < 100
-    assert simulation.statuses() == {"always": "tuned", "seldom": "tuned"}
+    simulation.session()
+    assert simulation.statuses() == {"once": "starved", "other": "tuned"}
+    assert not simulation.tuning.contexts["once"].is_left_out
 
 
 def test_a_choice_that_a_later_winner_asks_for_has_its_turn_after_that():
@@ -122,27 +117,6 @@ def test_a_choice_that_a_later_winner_asks_for_has_its_turn_after_that():
     plans = simulation.session()
     assert turns_of(plans, ["detail", "way"]) == ["way", "detail"]
     assert simulation.statuses() == {"kernel": "tuned", "detail": "tuned", "way": "tuned"}
-
-
-@pytest.mark.parametrize("max_runs", [None, 10], ids=["in one session", "cut short"])
-def test_a_choice_that_is_new_while_plans_are_compared_waits_for_the_end_of_that(bench, max_runs):
-    kernel, chosen = bench.kernel({16: 2.0, 32: 1.0}), []
-    cost = {"first": 3.0, "second": 1.0, "third": 2.0}
-
-    def step():
-        launch(kernel, numbers())
-        if len(bench.blocks()) > 8:  # by launches: 2 runs; by whole runs: 2; then the comparison
-            chosen.append(tunable("late", list(cost)))
-            bench.spend(cost[chosen[-1]])
-
-    tuned = bench.tune(step, objective="thunk", max_runs=max_runs, cache=False)
-    for _ in range(6):
-        tuned()
-    assert tuned.settled
-    if max_runs is None:
-        assert chosen[:11] == ["first"] * 9 + ["second", "third"]  # the comparison's last runs, and one trial
-    assert chosen[-1] == "second"
-    assert kernel.best_config is kernel.configs[1]
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -103,22 +103,6 @@ def test_options_that_pay_only_together_are_found():
     assert simulation.winners() == {"a": "a1", "b": "b1"}
 
 
-@pytest.mark.parametrize("at_run", [0, 2, 3, 8, 10, 11, 12])
-def test_an_option_that_is_banned_on_the_way_is_in_no_later_plan(at_run):
-    simulation = racing(
-        named("way", candidates=3),
-        {},
-        choices={"way"},
-        run_ms=lambda plan: {"way0": 3.0, "way1": 1.0, "way2": 2.0}[plan["way"]],
-        bans=lambda run, rank, name: {"way1": "does not fit"} if run == at_run else {},
-    )
-    plans = simulation.session()
-    assert len(plans) > at_run + 1
-    assert "way1" not in [plan["way"] for plan in plans[at_run + 1 :]]
-    assert simulation.winners() == {"way": "way2"}
-    assert simulation.statuses() == {"way": "tuned"}
-
-
 def test_a_kernel_whose_fastest_candidate_is_banned_while_plans_are_raced_loses_with_its_option():
     simulation = consumers(
         lambda plan: 0.9 if plan["way"] == "way0" else 0.0,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from example_files import KEY, entry
+from example_files import entry
 from msgspec import structs
 
 from dist_autotune.storage import bundle
@@ -55,14 +55,6 @@ def test_merging_adds_what_is_missing_and_keeps_what_is_there(tmp_path: Path) ->
         "other": "c0",
         "new": "c1",
     }
-
-
-def test_merging_takes_the_bundles_winners_when_asked_for(tmp_path: Path) -> None:
-    cache = Winners(tmp_path)
-    cache.put(entry("c0"))
-    merged = bundle.merge(cache, [entry()], replaces=True)
-    assert merged.conflicts == ((entry("c0"), entry()),)
-    assert cache.get(KEY) == entry()
 
 
 def changed(data: dict[str, Any], *path: Any, value: Any) -> None:

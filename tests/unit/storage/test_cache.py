@@ -63,16 +63,6 @@ def test_a_step_that_stores_a_winner_waits_for_no_disk(
     assert Winners(tmp_path).get(KEY) == entry()
 
 
-def test_the_same_winner_is_not_written_again_another_one_is(tmp_path: Path) -> None:
-    cache = Winners(tmp_path)
-    cache.put(entry())
-    before = (tmp_path / KEY.file_name).stat().st_ino
-    cache.put(structs.replace(entry(), ms=0.5))
-    assert (tmp_path / KEY.file_name).stat().st_ino == before
-    cache.put(entry(winner="c0"))
-    assert cache.get(KEY) == entry(winner="c0")
-
-
 def test_clear_deletes_entries_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("{}")
     cache = Winners(tmp_path)
@@ -248,17 +238,6 @@ def test_what_a_writer_killed_mid_write_leaves_is_invisible_and_cleaned_up_later
     Winners(tmp_path).put(entry(key="1"))
     assert list(tmp_path.glob("*.tmp")) == []
     assert len(all_of(Winners(tmp_path))) == 2
-
-
-def test_a_link_in_place_of_the_temporary_file_is_replaced_and_not_followed(tmp_path: Path) -> None:
-    cache, mine = tmp_path / "cache", tmp_path / "mine"
-    cache.mkdir()
-    mine.write_text("precious")
-    (cache / "entry.tmp").symlink_to(mine)
-    Winners(cache).put(entry())
-    assert mine.read_text() == "precious"
-    assert files(cache) == [KEY.file_name]
-    assert not (cache / KEY.file_name).is_symlink()
 
 
 # ---- directories that cannot be used

@@ -11,7 +11,7 @@ from fake_device import CALL_MS, FakeDevice
 
 from dist_autotune import EventClock, TuningError, WallClock
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
-from dist_autotune.timing.clock import EMPTY_KERNEL_MS, EventCost
+from dist_autotune.timing.clock import EventCost
 from dist_autotune.timing.samples import Samples
 from dist_autotune.timing.stream_filler import FIRST_MS
 
@@ -142,14 +142,6 @@ def test_the_filler_is_loaded_before_the_run_and_elsewhere_there_is_none(device)
 # ---- whole runs
 
 
-@pytest.mark.parametrize("host_ms", [0.05, 0.4, 0.9])
-def test_a_whole_run_behind_a_filler_reads_the_devices_time(device, host_ms):
-    runs = Runs(device, EventClock(), times="runs")
-    found = [runs.sample(host_ms=host_ms) for _ in range(3)]
-    assert found == [(pytest.approx(KERNEL_MS, abs=EXACT), 0.0)] * 3
-    assert len(device.fillers_ms) == 3
-
-
 def test_a_whole_run_that_always_keeps_the_host_busy_longer_is_timed_as_it_comes_and_not_flagged(device):
     """The first, whose filler is too short, is no later than the others."""
     runs = Runs(device, EventClock(), times="runs")
@@ -160,32 +152,7 @@ def test_a_whole_run_that_always_keeps_the_host_busy_longer_is_timed_as_it_comes
     assert device.fillers_ms == [FIRST_MS]
 
 
-def test_a_whole_run_whose_host_was_later_than_usual_is_an_interval(device):
-    runs = Runs(device, EventClock(), times="runs")
-    for _ in range(3):
-        runs.sample(host_ms=0.3)
-    ms, gap_ms = runs.sample(host_ms=5.0)
-    assert ms > 4.0
-    assert ms - gap_ms <= KERNEL_MS
-    assert runs.watch.report_run("a", waits=True).gap_ms == 0.0  # of all four: three hold no host
-
-
 # ---- what the events cost
-
-
-@pytest.mark.parametrize("kernel_ms", [0.001, 0.01, 5.0])
-@pytest.mark.parametrize("feeds", [True, False])
-def test_what_two_events_cost_is_taken_off(device, kernel_ms, feeds):
-    device.event_cost_ms = 0.0028
-    clock = EventClock(feeds=feeds)
-    clock.prepare()
-    device.queue(1.0)  # so that nothing waits for the host
-    mark = clock.start()
-    device.queue(kernel_ms)
-    clock.stop(mark)
-    finish(device)
-    # An empty kernel's own time is in what was measured between two events.
-    assert clock.read_ms(mark) == pytest.approx(kernel_ms + EMPTY_KERNEL_MS, abs=EXACT)
 
 
 def test_a_device_that_does_not_come_to_the_measurement_costs_a_second_once(device, monkeypatch):

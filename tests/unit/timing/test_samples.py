@@ -85,26 +85,11 @@ def test_what_is_no_number_is_an_error_with_the_method_and_the_value(bad):
         run(Samples(clock, "median", flags_gaps=True))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
-def test_a_rank_without_a_usable_time_says_so(bad):
-    samples = Samples(ListClock(bad, bad), "median")
-    assert sample(samples, launches=2) == Reading("a", is_timed=True)
-    assert kept(samples) == {"a": []}
-
-
 def test_a_run_of_several_candidates_is_no_sample_of_any():
     samples = Samples(ListClock(2.0, 3.0), "median")
     assert run(samples, launches=2, is_mixed=True) == Reading("a", is_timed=True)
     samples.apply_outcome(waiting=False, counts=False)
     assert not any(samples.by_candidate.values())
-
-
-def test_a_run_that_raised_leaves_nothing():
-    samples = Samples(ListClock(9.0, 1.0), "median")
-    samples.stop(samples.start())
-    samples.abandon_run()
-    assert sample(samples).ms == 1.0
-    assert kept(samples) == {"a": [1.0]}
 
 
 def test_without_waiting_a_sample_is_read_once_the_clock_is_ready():

@@ -7,7 +7,6 @@ import pwd
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import dist_autotune
 from dist_autotune import (
@@ -16,10 +15,8 @@ from dist_autotune import (
     contextual_autotune,
     settings,
 )
-from dist_autotune.cli import commands
-from dist_autotune.doctor import examination
 from dist_autotune.options import Options
-from dist_autotune.settings import KNOWN_VARIABLES, process_rank, run_mode
+from dist_autotune.settings import KNOWN_VARIABLES, run_mode
 
 
 def thunk() -> str:
@@ -117,13 +114,6 @@ def test_without_a_home_directory_there_is_a_warning_and_no_cache(no_home, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_home_directory_the_commands_say_what_to_set(no_home):
-    listed = CliRunner().invoke(commands.app, ["cache", "list"])
-    assert listed.exit_code == 2
-    assert "Set HOME, or DIST_AUTOTUNE_CACHE_DIR" in listed.output
-    assert examination.directories_in_force()[1] == settings.NO_HOME
-
-
 @pytest.mark.parametrize(
     ("name", "read", "values"),
     [
@@ -170,14 +160,6 @@ def test_directories_are_resolved_when_the_function_is_decorated(tmp_path, monke
     assert (tmp_path / ".autotune_logs" / "rank-0.log").exists()
     assert list((tmp_path / "winners").glob("add-*.json"))
     assert list(elsewhere.iterdir()) == []
-
-
-@pytest.mark.parametrize(("value", "rank"), [("3", 3), ("", 0), ("three", 0), (None, 0)])
-def test_the_rank_of_a_process_is_what_torchrun_says(monkeypatch, value, rank):
-    monkeypatch.delenv("RANK", raising=False)
-    if value is not None:
-        monkeypatch.setenv("RANK", value)
-    assert process_rank() == rank
 
 
 def test_the_environment_is_read_in_one_module_only():
