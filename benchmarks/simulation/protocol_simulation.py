@@ -129,10 +129,11 @@ class Simulation:
             announcement = Announcement(
                 rank,
                 self._family(name),
-                "k",
+                self._key(name),
                 order,
                 tuple(sorted(self.contexts[name])),
                 is_choice=name in self.choices,
+                kernel_id=self._family(name),
                 place=list(self.contexts).index(name),
             )
         context = self.tuning.contexts.get(name)
@@ -158,6 +159,9 @@ class Simulation:
     def _family(self, name: str) -> str:
         """Return the name of a context's kernel."""
         return name
+
+    def _key(self, name: str) -> str:
+        return "k"
 
     def _share(self, name: str, candidate: str) -> int:
         """Return the thousandths of the device that a candidate holds; 0: not known."""

@@ -10,7 +10,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,11 +24,7 @@ LOCK_GRACE_S = 10.0  # a lock held this much longer than two children may take i
 # Of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23).
 BACKGROUND_SHARE = 0.5
 T = TypeVar("T")
-_POLL_S = {False: 5e-3, True: 50e-3}  # between looks at children and peers; behind the runs
-
-
-class NotCompiled(Exception):
-    """A candidate whose compilation crashed, took too long or failed, in a child; the text says why."""
+POLL_S = {False: 5e-3, True: 50e-3}  # between looks at children and peers; behind the runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +76,7 @@ class PoolOptions:
         return [*candidates[first:], *candidates[:first]]
 
 
+BY_RANK = "compiled in this process, without a limit"
 COMPILED, FROM_PEERS, CACHED, FAILED = "compiled", "from_peers", "cached", "failed"
 
 
@@ -95,15 +91,6 @@ class CompileCounts:
     seconds: float = 0.0
     workers: int = 0
     remark: str = ""
-
-    def __add__(self, other: CompileCounts) -> CompileCounts:
-        """Return the counts of the binaries of both."""
-        sums = ("compiled", "from_peers", "cached", "failed", "seconds")
-        return CompileCounts(
-            **{name: getattr(self, name) + getattr(other, name) for name in sums},
-            workers=max(self.workers, other.workers),
-            remark="; ".join(dict.fromkeys(filter(None, (self.remark, other.remark)))),
-        )
 
     def add(self, ending: str) -> None:
         """Add a binary: COMPILED, FROM_PEERS, CACHED or FAILED."""
@@ -120,20 +107,10 @@ class Task:
     refused_at: float | None = None  # when a peer was first seen to compile it
     ending: str = ""  # COMPILED, FROM_PEERS, CACHED or FAILED; empty: not yet
     reason: str = ""  # why it failed
-    kernel: Any = None
-    error: Exception | None = None  # which the user is to see
 
     @property
     def key(self) -> str:
         return self.compilation.key
-
-    def result(self) -> Any:
-        """Return the kernel; raises NotCompiled, or the user's own error."""
-        if self.error is not None:
-            raise self.error
-        if self.reason:
-            raise NotCompiled(self.reason)
-        return self.kernel
 
     def give_up(self) -> None:
         """Leave no child and no lock."""
@@ -145,25 +122,28 @@ class Task:
 
 
 class Pool:
-    """Compiles in `run`, the first first. Leaving its block leaves no child and no lock.
+    """Compiles in `run`. Leaving its block leaves no child and no lock.
 
-    finish: called here for each binary that is there, or that no child can compile; returns the kernel.
-    on_end: called for each task that has an ending.
+    on_end: called for each task that has an ending. The rank finds the binary then; without one, it compiles
+    itself, so that the user's error shows.
+    priority: of a compilation by its place, the greatest first; 0: it is not compiled now.
     """
 
     def __init__(
         self,
         compilations: Sequence[Compilation],
         options: PoolOptions,
-        finish: Callable[[Compilation], Any] = lambda compilation: compilation.compile(),
-        on_end: Callable[[Task], None] = lambda task: None,
+        on_end: Callable[[Task], None],
+        priority: Callable[[int], int] = lambda place: 1,
     ) -> None:
         self.tasks = [Task(compilation) for compilation in compilations]
+        self._places = {task: place for place, task in enumerate(self.tasks)}
+        self._priority = priority
         self.remark = ""
-        self._options, self._finish_here, self._on_end = options, finish, on_end
-        self._waiting: list[Task] = []
+        self._options, self._on_end = options, on_end
+        self._waiting = [*self.tasks]
         self._running: list[Task] = []
-        self._no_child_because = ""  # why no child can compile: this process compiles the rest
+        self._has_children = True  # False: they do not start, and the rank compiles the rest
 
     def __enter__(self) -> Pool:
         return self
@@ -174,36 +154,17 @@ class Pool:
 
     def run(self) -> None:
         """Give every task its ending."""
-        self._no_child_because = why_no_child(self._options)
-        if self._no_child_because:
-            with ThreadPoolExecutor(self._options.workers) as executor:
-                list(executor.map(lambda task: self._finish(task, COMPILED), self.tasks))
-        else:
-            self._run_children()
-        if self._no_child_because:
-            self.remark = f"compiled in this process, without a limit: {self._no_child_because}"
-
-    def counts(self) -> CompileCounts:
-        counts = CompileCounts(workers=self._options.workers, remark=self.remark)
-        for task in self.tasks:
-            counts.add(task.ending)
-        return counts
-
-    def _run_children(self) -> None:
-        for task in self.tasks:
-            if has_binary(task.key):
-                self._finish(task, CACHED)
-            else:
-                self._waiting.append(task)
         while self._waiting or self._running:
             if not (self._collect() or self._begin()):
-                time.sleep(_POLL_S[self._options.in_background])
+                time.sleep(POLL_S[self._options.in_background])
 
     def _begin(self) -> bool:
         """Start or end each task that can be; return whether any was."""
-        before = len(self._waiting)
-        self._waiting = [task for task in self._waiting if not self._is_begun(task)]
-        return len(self._waiting) < before
+        priorities = {task: self._priority(self._places[task]) for task in self._waiting}
+        in_order = sorted(self._waiting, key=lambda task: -priorities[task])
+        begun = {task for task in in_order if priorities[task] and self._is_begun(task)}
+        self._waiting = [task for task in self._waiting if task not in begun]
+        return bool(begun)
 
     def _is_begun(self, task: Task) -> bool:
         """Start or end a task; False: it has to wait. To take over a peer's result needs no free worker."""
@@ -239,17 +200,19 @@ class Pool:
         return True
 
     def _start(self, task: Task) -> None:
-        if not self._no_child_because:
+        if self._has_children:
+            options = self._options
             try:
-                limit_s = min(self._options.limit_s, self._options.until - time.monotonic())
-                task.child = CompilerChild(
-                    task.compilation.compile, limit_s, yields=self._options.in_background
-                )
+                limit_s = min(options.limit_s, options.until - time.monotonic())
+                task.child = CompilerChild(task.compilation.compile, limit_s, yields=options.in_background)
                 self._running.append(task)
                 return
             except OSError as error:
-                self._no_child_because = f"no child ({error.strerror})"
+                self._leave_to_rank(f"no child ({error.strerror})")
         self._finish(task, COMPILED)
+
+    def _leave_to_rank(self, why: str) -> None:
+        self._has_children, self.remark = False, f"{BY_RANK}: {why}"
 
     def _collect(self) -> bool:
         """End the tasks whose children have ended; return whether any has."""
@@ -265,16 +228,11 @@ class Pool:
                 self._refuse(task, ending.reason)
             else:
                 if not ending.has_begun:
-                    self._no_child_because = "child processes do not start"
+                    self._leave_to_rank("child processes do not start")
                 self._finish(task, COMPILED)
         return len(self._running) < before
 
     def _finish(self, task: Task, ending: str) -> None:
-        """Find the binary of a child or a peer; without one, compile here, so that the user's error shows."""
-        try:
-            task.kernel = self._finish_here(task.compilation)
-        except Exception as error:
-            task.error = error
         if task.lock is not None:
             task.lock.release(is_compiled=True)
             task.lock = None

@@ -1,6 +1,6 @@
-"""A pool in a process of its own, forked from the rank once, so that runs go on while it compiles.
+"""A pool in a process of its own, forked from the rank once, so that runs can go on while it compiles.
 
-It forks a child for each candidate, as a rank does that waits for them, and tells of each as it ends. It has
+It forks a child for each candidate, and tells of each as it ends. It has
 none of the rank's files: a pipe that the rank closes is closed, and a device is free when the rank has ended.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import signal
 import sys
@@ -18,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NoReturn
 
-from .binaries import has_binary
 from .compiler_child import PR_SET_DUMPABLE, close_files, fork, leave_job, prctl, reaped
 from .pool import Compilation, Pool, PoolOptions, Task
 
@@ -34,16 +34,23 @@ class CompileOutcome:
     place: int  # among the process's compilations
     ending: str  # COMPILED, FROM_PEERS, CACHED or FAILED
     reason: str  # why it failed
+    remark: str = ""  # on all that follow
 
 
 class PoolProcess:
-    """Compiles candidates in order in a forked process; raises OSError where the system allows no fork.
+    """Compiles candidates in a forked process; raises OSError where the system allows no fork.
 
     It ends, and what it has started, when it has compiled all, when it is closed, and with the thread that
     made it.
+
+    priorities: of the compilations, from 0 to 255; see `prefer`.
     """
 
-    def __init__(self, compilations: Sequence[Compilation], options: PoolOptions) -> None:
+    def __init__(
+        self, compilations: Sequence[Compilation], options: PoolOptions, priorities: Sequence[int]
+    ) -> None:
+        self._priorities = mmap.mmap(-1, max(len(compilations), 1))  # shared with the process
+        self.prefer(priorities)
         report = os.memfd_create("compiled")  # an empty line when it begins, then one for each candidate
         parent = os.getpid()
         try:
@@ -52,9 +59,13 @@ class PoolProcess:
             os.close(report)
             raise
         if pid == 0:
-            _serve(compilations, options, parent, report)
+            _serve(compilations, options, self._priorities, parent, report)
         self._report, self._read_bytes, self._pid = report, 0, pid
         self.close = weakref.finalize(self, _end, pid, report, parent)  # at exit, at the latest
+
+    def prefer(self, priorities: Sequence[int]) -> None:
+        """Let what has the greatest priority be compiled next, and nothing that has 0."""
+        self._priorities[: len(priorities)] = bytes(priorities)
 
     def read(self) -> list[CompileOutcome]:
         """Return the compilations that have ended since this was last called."""
@@ -92,9 +103,15 @@ def _end(pid: int, report: int, parent: int) -> None:
 # ---- in the process
 
 
-def _serve(compilations: Sequence[Compilation], options: PoolOptions, parent: int, report: int) -> NoReturn:
+def _serve(
+    compilations: Sequence[Compilation],
+    options: PoolOptions,
+    priorities: mmap.mmap,
+    parent: int,
+    report: int,
+) -> NoReturn:
     def tell(task: Task) -> None:
-        outcome = CompileOutcome(pool.tasks.index(task), task.ending, task.reason)
+        outcome = CompileOutcome(pool.tasks.index(task), task.ending, task.reason, pool.remark)
         os.write(report, json.dumps(astuple(outcome)).encode() + b"\n")
 
     try:
@@ -102,9 +119,10 @@ def _serve(compilations: Sequence[Compilation], options: PoolOptions, parent: in
         leave_job(parent, signal.SIGTERM, leads_session=True)
         close_files(report)
         os.write(report, b"\n")
-        _yield_cores()
+        if options.in_background:
+            _yield_cores()
         prctl(PR_SET_DUMPABLE, 0)  # from here on /proc/self cannot be written
-        with Pool(compilations, options, _find, tell) as pool:
+        with Pool(compilations, options, tell, priorities.__getitem__) as pool:
             pool.run()
     except Exception:
         traceback.print_exc()
@@ -126,9 +144,3 @@ def _yield_cores() -> None:
 def _leave(number: int, frame: Any) -> NoReturn:
     signal.signal(number, signal.SIG_IGN)
     sys.exit()
-
-
-def _find(compilation: Compilation) -> None:
-    """Compile a candidate that no child could; the rank loads the binary, or meets the user's error."""
-    if not has_binary(compilation.key):
-        compilation.compile()

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,20 +19,10 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 from ..formatting import counted
 from ..triton_api import interception
-from ..triton_api.launch import Launch, keep, load_kernel
+from ..triton_api.launch import Launch, keep
 from .config_failures import config_failure
-from .pool import Compilation, CompileCounts, NotCompiled, Pool, PoolOptions
+from .pool import Compilation
 from .pre_hooks import rehearse
-
-Loading = Callable[[str], AbstractContextManager[None]]
-
-
-@dataclass(frozen=True)
-class Preflight:
-    """What compiling and loading the candidates of a context has shown."""
-
-    reasons: Mapping[str, str] = field(default_factory=dict)  # of those that failed, by digest
-    counts: CompileCounts | None = None  # None: there was nothing to compile
 
 
 @dataclass(frozen=True)
@@ -54,37 +43,6 @@ def current_device() -> int:
 def on_device(device: int) -> AbstractContextManager[Any]:
     """Return a block in which Triton loads on a device of `current_device`."""
     return nullcontext() if device == current_device() else torch.cuda.device(device)
-
-
-def preflight(
-    launch: Launch,
-    configs: Mapping[str, Any],
-    options: PoolOptions,
-    loading: Loading = lambda digest: nullcontext(),
-) -> Preflight:
-    """Compile all `configs` in child processes, together with the other ranks of this host; load each here.
-
-    loading: entered around the loading of each candidate.
-    """
-    if interception.is_interpreted() or not configs:
-        return Preflight()
-    began = time.monotonic()
-    planned = plan(launch, configs, min(options.limit_s, options.until - began))
-    reasons, kernels = dict(planned.reasons), dict(planned.kernels)
-    with Pool(options.in_turn(list(dict.fromkeys(planned.compilations.values()))), options) as pool:
-        pool.run()
-        tasks = {task.compilation: task for task in pool.tasks}
-    for digest, compilation in planned.compilations.items():
-        with keeping_reason(reasons, digest):
-            kernels[digest] = compilation.keep(tasks[compilation].result())
-    for digest, kernel in kernels.items():
-        if digest not in reasons:
-            with keeping_reason(reasons, digest), loading(digest):
-                load_kernel(kernel)
-    counts = pool.counts()
-    counts.seconds = time.monotonic() - began
-    counts.remark = "; ".join(filter(None, (counts.remark, planned.remark)))
-    return Preflight(reasons, counts)
 
 
 def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
@@ -126,7 +84,7 @@ class _RecordingExecutor:
     def __init__(self) -> None:
         self._work: dict[Future[Any], Callable[[], Any]] = {}
         self._compilations: dict[Future[Any], Compilation] = {}
-        self.left = NotCompiled("not compiled yet")  # the mode finds it for all its requests
+        self.left = CancelledError("not compiled yet")  # the mode finds it for all its requests
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -157,7 +115,7 @@ def keeping_reason(reasons: dict[str, str], digest: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error) if isinstance(error, NotCompiled) else config_failure(error)
+        reason = config_failure(error)
         if reason is None:
             raise
         reasons[digest] = reason

@@ -1,16 +1,28 @@
-"""Compiles candidates in another process while runs go on, and loads a few of them between two runs."""
+"""Compiles candidates in another process; loads all while this rank waits, or a few between two runs."""
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ..compilation import preflight
+from ..compilation.binaries import has_binary
 from ..compilation.compiler_child import START_S
-from ..compilation.pool import COMPILED, Compilation, CompileCounts, PoolOptions, why_no_child
+from ..compilation.pool import (
+    BY_RANK,
+    CACHED,
+    COMPILED,
+    POLL_S,
+    Compilation,
+    CompileCounts,
+    PoolOptions,
+    why_no_child,
+)
 from ..compilation.pool_process import CompileOutcome, PoolProcess
 from ..compilation.preflight import keeping_reason
 from ..triton_api.launch import Launch, load_kernel
@@ -19,6 +31,7 @@ from .rank_context import RankContext
 Work: TypeAlias = tuple[str, int]  # a candidate, and the form of launch that it is compiled for
 
 LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
+MOST_PRIORITY = 255
 MOST_FAILED_STARTS = 3  # of processes that end and tell of no candidate; then this one compiles
 
 
@@ -34,17 +47,26 @@ class _Entry:
     to_compile: dict[Work, Compilation] = field(default_factory=dict)
     to_load: dict[Work, Compilation] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)  # of candidates that failed and are not banned yet
+    unwanted: Collection[str] = ()  # candidates that are not tried now, and may never be
+    is_waited_for: bool = True  # trials wait for candidates
+    is_new: bool = True  # no process has been asked for any
 
     @property
     def left(self) -> int:
-        """Return how many candidates lack something."""
-        return len({candidate for candidate, _ in (*self.to_compile, *self.to_load)})
+        """Return how many candidates lack something, of those that are tried next."""
+        works = (*self.to_compile, *self.to_load)
+        return len({candidate for candidate, _ in works if candidate not in self.unwanted})
+
+    @property
+    def loadable(self) -> Work | None:
+        return next((work for work in self.to_load if work[0] not in self.unwanted), None)
 
     def end(self, work: Work, outcome: CompileOutcome) -> None:
         """Record how a compilation ended."""
         if (compilation := self.to_compile.pop(work, None)) is None:
             return  # its candidate has failed in another form
         self.counts.add(outcome.ending)
+        self.counts.remark = self.counts.remark or outcome.remark
         if outcome.reason:
             self.reasons[work[0]] = outcome.reason
             self.drop_failed()
@@ -59,7 +81,9 @@ class _Entry:
 
 
 class Backlog:
-    """The contexts that wait for their candidates, the one with the most device time in a run first.
+    """The contexts that wait for candidates, the one first that may gain most device time in a run.
+
+    A process knows all candidates of a context, and compiles those that are tried next.
 
     ban: called with the reasons of the candidates of a context that failed here.
     loading: entered around the loading of a candidate of a context.
@@ -77,7 +101,7 @@ class Backlog:
         self._asked: list[tuple[_Entry, Work]] = []  # of the process
         self._started = 0.0
         self._failed_starts = 0  # processes in a row that told of no candidate
-        self._no_child_because = why_no_child(options)  # this process compiles, a candidate a run
+        self._no_child_because = why_no_child(options)  # this process compiles
         self._advanced: float | None = None  # when `advance` has last ended
 
     def __bool__(self) -> bool:
@@ -91,39 +115,65 @@ class Backlog:
         if (entry := self._entries.get(context)) is None:
             counts, device = CompileCounts(workers=self._options.workers), preflight.current_device()
             entry = self._entries[context] = _Entry(counts, time.monotonic(), context.run.count, device)
-        planned = preflight.plan(launch, configs, self._options.limit_s)
+        limit_s = min(self._options.limit_s, self._options.until - time.monotonic())
+        planned = preflight.plan(launch, configs, limit_s)
         entry.counts.remark = entry.counts.remark or planned.remark
         entry.reasons.update(planned.reasons)
+        unwanted = context.outside_race
         for candidate, kernel in planned.kernels.items():
+            if candidate in unwanted:
+                entry.to_load[candidate, entry.forms] = _there(kernel)
+                continue
             with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
                 load_kernel(kernel)
         for candidate, compilation in self._options.in_turn(list(planned.compilations.items())):
-            entry.to_compile[candidate, entry.forms] = compilation
+            if not self._no_child_because and has_binary(compilation.key):
+                if candidate not in unwanted:
+                    entry.counts.add(CACHED)
+                entry.to_load[candidate, entry.forms] = compilation
+            else:
+                entry.to_compile[candidate, entry.forms] = compilation
         entry.forms += 1
         entry.drop_failed()
 
-    def advance(self) -> Iterator[tuple[RankContext, CompileCounts]]:
-        """Load some compiled candidates, ban those that failed; yield the contexts that are done.
+    def finish(self) -> Iterator[tuple[RankContext, CompileCounts]]:
+        """Wait until all is compiled and loaded; yield the contexts."""
+        while self._entries:
+            yield from self.advance(waits=True)
+            if self._process is not None:
+                time.sleep(POLL_S[self._options.in_background])
 
-        What no context waits for any more is dropped.
+    def advance(self, *, waits: bool = False) -> Iterator[tuple[RankContext, CompileCounts]]:
+        """Load compiled candidates, ban those that failed; yield the contexts that are done.
+
+        Some of them, unless this rank waits. What no context waits for any more is dropped.
         """
         now = time.monotonic()
         until = now if self._advanced is None else now + LOADING_SHARE * (now - self._advanced)
+        until = math.inf if waits else until
         self._drop(lambda context: context.search is None or context.search.is_tuned_by_launches)
+        for context, entry in self._entries.items():
+            entry.unwanted = context.outside_race
+            if entry.left and not entry.is_waited_for:
+                entry.is_waited_for, entry.began = True, now
         self._read()
-        self._start()
+        self._start(waits=waits)
         may_load = True
         for context, entry in self._in_order():
-            while entry.to_load and may_load:
-                self._load(context, entry)
+            while may_load and (work := entry.loadable) is not None:
+                self._load(context, entry, work)
                 may_load = time.monotonic() < until
             self._ban(context, entry.reasons)
             entry.reasons = {}
             context.compile.left = entry.left
-            if not entry.left:
-                del self._entries[context]
-                entry.counts.seconds = time.monotonic() - entry.began
-                yield context, entry.counts
+            if entry.is_waited_for and not entry.left:
+                counts, entry.counts = entry.counts, CompileCounts(workers=self._options.workers)
+                counts.seconds, entry.is_waited_for = time.monotonic() - entry.began, False
+                counts.remark = "; ".join(filter(None, (counts.remark, context.compile.remark)))
+                if not (entry.to_compile or entry.to_load):
+                    del self._entries[context]
+                    context.compile.forms.clear()
+                yield context, counts
         self._advanced = time.monotonic()
 
     def drop_unannounced(self) -> None:
@@ -141,16 +191,16 @@ class Backlog:
                 del self._entries[context]
                 context.compile.left, context.compile.is_preflighted = 0, False
                 context.compile.forms.clear()
-                if entry.to_compile:
-                    self._stop()  # it starts anew with what is left
+                entry.to_compile.clear()
+        if not self._entries:
+            self._stop()
 
     def _in_order(self) -> list[tuple[RankContext, _Entry]]:
-        """Return the contexts by device time in a run, the longest first, where it is known."""
-        return sorted(self._entries.items(), key=lambda waiting: _run_ms(*waiting), reverse=True)
+        """Return the contexts by what they may gain in a run, the most first, where it is known."""
+        return sorted(self._entries.items(), key=lambda waiting: _gain_ms(*waiting), reverse=True)
 
-    def _load(self, context: RankContext, entry: _Entry) -> None:
-        candidate, form = next(iter(entry.to_load))
-        compilation = entry.to_load.pop((candidate, form))
+    def _load(self, context: RankContext, entry: _Entry, work: Work) -> None:
+        compilation, candidate = entry.to_load.pop(work), work[0]
         with keeping_reason(entry.reasons, candidate), preflight.on_device(entry.device):
             kernel = compilation.keep(compilation.compile())
             with self._loading(context.name, candidate):
@@ -173,29 +223,54 @@ class Backlog:
             self._failed_starts += any(work in entry.to_compile for entry, work in self._asked)
             self._stop()
 
-    def _start(self) -> None:
-        """Start a process for the work left, in order; end one that lacks some of it."""
-        wanted = [(entry, work) for _, entry in self._in_order() for work in entry.to_compile]
+    def _start(self, *, waits: bool) -> None:
+        """Let the process compile what is tried next, in order; start another where it lacks some of that."""
+        entries = [entry for _, entry in self._in_order()]
+        wanted = [(e, work) for e in entries for work in e.to_compile if work[0] not in e.unwanted]
         # What takes most of a run is known when the times of the first runs are read.
-        is_due = all(context.search is not None and not context.search.waiting for context in self._entries)
-        if not (wanted and is_due) or (self._process is not None and set(wanted) <= set(self._asked)):
-            return
-        self._stop()
+        new = [context for context, entry in self._entries.items() if entry.is_new]
+        is_due = waits or all(context.search is not None and not context.search.waiting for context in new)
+        if wanted and is_due and not (self._process and set(wanted) <= set(self._asked)):
+            self._stop()
+            known = [(entry, work) for entry in entries for work in entry.to_compile]
+            self._make_process(wanted, known, waits=waits)
+        if self._process is not None:
+            self._process.prefer(self._priorities(entries))
+
+    def _priorities(self, entries: list[_Entry]) -> list[int]:
+        place = {id(entry): min(place, MOST_PRIORITY - 1) for place, entry in enumerate(entries)}
+        return [
+            MOST_PRIORITY - place[id(entry)]
+            if work in entry.to_compile and work[0] not in entry.unwanted
+            else 0
+            for entry, work in self._asked
+        ]
+
+    def _make_process(
+        self, wanted: list[tuple[_Entry, Work]], known: list[tuple[_Entry, Work]], *, waits: bool
+    ) -> None:
         if self._failed_starts >= MOST_FAILED_STARTS:
             self._no_child_because = "child processes do not start, or do not last"
         if not self._no_child_because:
-            compilations = [entry.to_compile[work] for entry, work in wanted]
+            self._asked, self._started = known, time.monotonic()
+            compilations = [entry.to_compile[work] for entry, work in known]
+            priorities = self._priorities([entry for _, entry in self._in_order()])
             try:
-                self._process = PoolProcess(compilations, self._options)
+                self._process = PoolProcess(compilations, self._options, priorities)
             except OSError as error:
                 self._no_child_because = f"no child ({error.strerror})"
             else:
-                self._asked, self._started = wanted, time.monotonic()
+                for entry, _ in known:
+                    entry.is_new = False
                 return
-        remark = f"compiled in this process, without a limit: {self._no_child_because}"
+        executor = ThreadPoolExecutor(self._options.workers)
         for entry, work in wanted:
-            entry.counts.remark = remark
-            entry.end(work, CompileOutcome(0, COMPILED, ""))
+            if waits:  # else each is compiled where it is loaded
+                compilation = entry.to_compile[work]
+                compiles = executor.submit(compilation.compile).result
+                entry.to_compile[work] = replace(compilation, compile=compiles)
+            entry.end(work, CompileOutcome(0, COMPILED, "", f"{BY_RANK}: {self._no_child_because}"))
+        executor.shutdown(wait=False)
 
     def _stop(self) -> None:
         if self._process is not None:
@@ -203,10 +278,18 @@ class Backlog:
             self._process = None
 
 
-def _run_ms(context: RankContext, entry: _Entry) -> tuple[float, float]:
-    """Return a context's device time in a run, at least and at most, in ms; zeros: not known.
+def _there(kernel: Any) -> Compilation:
+    """Return what is left to do for a kernel that was compiled before."""
+    return Compilation("", lambda: kernel, lambda found: found)
+
+
+def _gain_ms(context: RankContext, entry: _Entry) -> tuple[float, float]:
+    """Return what a context may gain in a run, from its device time at least and at most; zeros: not known.
 
     At least, as in a host-bound run the time of every small kernel is the host's.
     """
-    at_least, at_most = (0.0, 0.0) if context.search is None else context.search.device_ms
-    return entry.launches * at_least, entry.launches * at_most
+    if (search := context.search) is None:
+        return 0.0, 0.0
+    at_least, at_most = search.device_ms
+    chance = entry.launches * search.promise
+    return chance * at_least, chance * at_most

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from ..compilation import preflight
 from ..compilation.config_failures import config_failure, is_out_of_memory
-from ..compilation.pool import CompileCounts, PoolOptions
 from ..formatting import config_label
+from ..search.expectation.order import MANY
 from ..search.messages import MIXED
 from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
@@ -320,44 +319,26 @@ class Dispatcher:
         self.to_preflight.clear()
         self._registry.abandon_run()
 
-    def preflight(self, options: PoolOptions) -> Iterator[tuple[RankContext, CompileCounts]]:
-        """Compile and load the candidates of new contexts, ban what fails, and yield how it went."""
-        for context, launches in self._take_launches():
-            loading, all_counts = functools.partial(self._guard.launching, context.name, loads=True), []
-            for binding, launch in launches:
-                found = preflight.preflight(launch, _untried(binding), options, loading)
-                self._registry.ban(context, found.reasons)
-                all_counts += [] if found.counts is None else [found.counts]
-            if all_counts:
-                yield context, _with_remark(sum(all_counts, CompileCounts()), context)
-            context.compile.forms.clear()
+    def preflight(self, backlog: Backlog, *, knows_all: bool) -> None:
+        """Let the candidates of new contexts be compiled and loaded.
 
-    def preflight_in_background(self, backlog: Backlog) -> Iterator[tuple[RankContext, CompileCounts]]:
-        """Let candidates of new contexts be compiled while runs go on; yield the contexts that are done."""
-        for context, launches in self._take_launches():
-            for binding, launch in launches:
-                if configs := _untried(binding):
-                    backlog.add(context, launch, configs)
-        for context, counts in backlog.advance():
-            yield context, _with_remark(counts, context)
-            context.compile.forms.clear()
-
-    def _take_launches(self) -> Iterator[tuple[RankContext, list[tuple[Binding, Launch]]]]:
-        """Yield each context of the run with one launch of each new form."""
+        knows_all: the backlog outlasts the run, and is given those too that the search does not name yet.
+        """
         launches, self.to_preflight = self.to_preflight, {}
         for context, by_form in launches.items():
             context.compile.is_preflighted = True
             context.compile.waves = 0 if context.search is None else context.search.waves
-            yield context, list(by_form.values())
+            context.compile.has_all = knows_all and len(context.texts) <= MANY
+            for binding, launch in by_form.values():
+                if configs := _untried(binding, also_unlikely=context.compile.has_all):
+                    backlog.add(context, launch, configs)
 
 
-def _untried(binding: Binding) -> dict[str, Any]:
-    """Return the configs that may be tried and the run has not launched, by candidate."""
+def _untried(binding: Binding, *, also_unlikely: bool = False) -> dict[str, Any]:
+    """Return the configs that may be tried and the run has not launched, by candidate.
+
+    also_unlikely: those too that the search does not name now.
+    """
     context = binding.rank_context
-    left = {context.run.choice, *context.bans, *context.outside_race}
+    left = {context.run.choice, *context.bans, *(() if also_unlikely else context.outside_race)}
     return {c: config for c, config in binding.configs.items() if c not in left}
-
-
-def _with_remark(counts: CompileCounts, context: RankContext) -> CompileCounts:
-    counts.remark = "; ".join(filter(None, (counts.remark, context.compile.remark)))
-    return counts

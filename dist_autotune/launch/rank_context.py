@@ -83,6 +83,7 @@ class CompileState:
 
     is_preflighted: bool = False  # all are, or a backlog has them ...
     waves: int = 0  # ... as many as the search had named when it had named more so often
+    has_all: bool = False  # a backlog knows all candidates, whichever the search names
     left: int = 0  # candidates that a backlog has still to compile or load
     forms: set[Any] = field(default_factory=set)  # met until all is compiled; see `keep_form`
     is_varied: bool = False  # the context was launched in several forms
@@ -168,7 +169,7 @@ class RankContext:
     @property
     def is_to_preflight(self) -> bool:
         """Return whether its candidates are to be compiled before they are tried, in more forms too."""
-        has_all = self.search is None or self.compile.waves == self.search.waves
+        has_all = self.search is None or self.compile.has_all or self.compile.waves == self.search.waves
         if self.compile.is_preflighted and has_all and not self.compile.left:
             return False
         return self.stage is Stage.NEW if self.search is None else self.search.is_tuned_by_launches

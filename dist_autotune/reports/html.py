@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -18,19 +17,18 @@ from ..formatting import (
     one_line,
     status_label,
 )
+from ..logs.records import SessionClosed
 from ..search.budget import StepTimes
 from ..search.rules import BY_LAUNCH
 from ..tuner.report import TunedContext
 from . import tables
-from .history import CandidateHistory, ContextHistory, History, is_time, percent_over
+from .history import CandidateHistory, ContextHistory, History, is_time, of_kind, percent_over
 from .report import SessionReport, cost_alone_percent
-from .timeline import COMPILING, EXCHANGE, RUN, Span, spans_of
 
 MOST_OPEN = 3  # contexts, and sessions, that are shown unfolded
 MOST_RANKS = 16  # drawn one by one
 LONGEST_SHOWN = 2.0  # times the fastest candidate, and beyond the winner's slowest rank: where lines end
 BEYOND = 1.05  # times that rank's time
-SPENT = ("runs", "compiling", "exchanges", "rest")
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -83,10 +81,10 @@ def _session(shown: SessionReport) -> Iterator[Html]:
     yield element("p", f"{tables.session_place(session)}. {heading}, started {started} UTC", class_="dim")
     for note in tables.session_notes(session):
         yield element("p", note, class_="note")
-    spans = spans_of(session)
+    endings = [each for each in of_kind(session.records, SessionClosed) if is_time(each.seconds)]
     cards = [] if report.step is None else [_step_card(report.step)]
-    if any(span.kind == RUN for span in spans[session.ranks[0]]):
-        cards.append(_time_card(spans))
+    if endings:
+        cards.append(_time_card(endings))
     yield element("div", *cards, class_="cards")
     if shown.contexts:
         yield element("h3", "Contexts, the largest share of a run's launches first")
@@ -130,31 +128,23 @@ def _step_card(step: StepTimes) -> Html:
     return _card("A step", element("dl", *bars, class_="bars"), note=note)
 
 
-def _time_card(spans: Mapping[int, Sequence[Span]]) -> Html:
-    """Return where the time of each rank went, up to its last record."""
-    spent = {rank: _seconds(own) for rank, own in spans.items()}
-    longest_s = max(sum(seconds.values()) for seconds in spent.values()) or 1.0
+def _time_card(endings: Sequence[SessionClosed]) -> Html:
+    """Return where the time of each rank went."""
+    spent = [
+        {kind: s if is_time(s) else 0.0 for kind, s in tables.seconds_by_kind(each).items()}
+        for each in endings
+    ]
+    longest_s = max(sum(seconds.values()) for seconds in spent) or 1.0
     bars = []
-    for rank, seconds in list(spent.items())[:MOST_RANKS]:
-        title = ", ".join(f"{kind} {seconds[kind]:.1f} s" for kind in SPENT)
-        shares = {kind: seconds[kind] / longest_s for kind in SPENT}
-        bars.append(_bar(f"rank {rank}", shares, f"{sum(seconds.values()):.1f} s", title))
-    first, seconds = next(iter(spent.items()))
-    legend = _legend({kind: f"{kind} {seconds[kind]:.1f} s" for kind in SPENT})
-    more = len(spans) - len(bars)
-    note = f"Seconds of rank {first}. Rest: between runs."
+    for ending, seconds in list(zip(endings, spent, strict=True))[:MOST_RANKS]:
+        title = ", ".join(f"{kind} {s:.1f} s" for kind, s in seconds.items())
+        shares = {kind: s / longest_s for kind, s in seconds.items()}
+        bars.append(_bar(f"rank {ending.rank}", shares, f"{sum(seconds.values()):.1f} s", title))
+    legend = _legend({kind: f"{kind} {s:.1f} s" for kind, s in spent[0].items()})
+    more = len(endings) - len(bars)
+    note = f"Seconds of rank {endings[0].rank}. Rest: the tuner's own, and between calls."
     note += f" {counted(more, 'more rank')} not drawn." if more else ""
     return _card("Where the time went", element("dl", *bars, class_="bars"), legend, note=note)
-
-
-def _seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the seconds of one rank by what they went to."""
-    total = {kind: sum(s.seconds for s in spans if s.kind == kind) for kind in (RUN, COMPILING, EXCHANGE)}
-    first_s = next((span.begin_s for span in spans if span.kind == RUN), math.inf)
-    inside = [s for s in spans if s.kind in (COMPILING, EXCHANGE) and s.begin_s >= first_s]
-    own_s = max(total[RUN] - sum(span.seconds for span in inside), 0.0)
-    rest_s = max((s.end_s for s in spans), default=0.0) - own_s - total[COMPILING] - total[EXCHANGE]
-    return dict(zip(SPENT, (own_s, total[COMPILING], total[EXCHANGE], max(rest_s, 0.0)), strict=True))
 
 
 # -- one context ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from ..formatting import (
     format_percent,
     status_label,
 )
-from ..logs.records import Preflighted
+from ..logs.records import Preflighted, SessionClosed
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
 from ..tuner.report import missing_gains
@@ -98,12 +98,15 @@ def session_facts(shown: SessionReport) -> list[str]:
     """Return where and with what the session ran, and where its time went."""
     report, facts = shown.report, [session_place(shown.session)]
     if report.spent != SecondsSpent():
-        spent = report.spent
-        rest_s = report.seconds - spent.compiling_s - spent.runs_s - spent.exchanges_s
-        parts = f"runs {spent.runs_s:.1f}, compiling {spent.compiling_s:.1f}"
-        parts += f", exchanges {spent.exchanges_s:.1f}, rest {rest_s:.1f}"
+        parts = ", ".join(f"{kind} {s:.1f}" for kind, s in seconds_by_kind(shown.session.closed).items())
         facts.append(f"{report.seconds:.1f} s on rank {shown.session.ranks[0]}: {parts}")
     return facts
+
+
+def seconds_by_kind(closed: SessionClosed) -> dict[str, float]:
+    """Return where the time of a rank went, in seconds. The rest: the tuner's own, and between calls."""
+    spent = {"runs": closed.runs_s, "compiling": closed.compiling_s, "exchanges": closed.exchanges_s}
+    return {**spent, "rest": closed.seconds - sum(spent.values())}
 
 
 def session_notes(session: SessionHistory) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
 from .agreed_times import AgreedTimes
 from .expectation.flow import expected, order_of
-from .expectation.order import MANY, Order
+from .expectation.order import MANY, Meanwhile, Order
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
 from .strategies import Asked, RunningFlow, Winner, least
@@ -29,9 +30,19 @@ class Outcome:
 
 
 class Context:
-    """The state of one context, the same on every rank. Candidates are indices of `digests` and `texts`."""
+    """The state of one context, the same on every rank. Candidates are indices of `digests` and `texts`.
 
-    def __init__(self, name: str, announcement: Announcement, rules: Rules, run: int) -> None:
+    meanwhile: returns what the session knows by now.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        announcement: Announcement,
+        rules: Rules,
+        run: int,
+        meanwhile: Callable[[], Meanwhile] = Meanwhile,
+    ) -> None:
         self.name = name
         self.kernel = announcement.kernel
         self.key = announcement.key
@@ -65,7 +76,7 @@ class Context:
             key: {order_texts[int(place)]: ms for place, ms in times.items()}
             for key, times in announcement.told.items()
         }
-        self._rules = rules
+        self._rules, self._meanwhile = rules, meanwhile
         judges = rules.judges(is_choice=announcement.is_choice)
         self.judge, self.final_judge = judges[0], judges[-1]  # of its candidates now, and of its result
         self.is_decided = False  # the whole run has judged it
@@ -172,6 +183,11 @@ class Context:
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, float(ms)) for index, ms in known.items() if index not in self.banned)
 
+    def told_ms(self) -> dict[str, float]:
+        """Return the times by its launches, by the config's text: of its search, or so far."""
+        so_far = {index: least(self.times.agreed_ms(index)) for index in self.times.ms}
+        return {self.texts[index]: ms for index, ms in (self.launch_ms or so_far).items() if ms > 0}
+
     @property
     def standing(self) -> tuple[int, int, int]:
         """Candidates that may still win, and the runs of its search to come: at least, at most."""
@@ -193,6 +209,11 @@ class Context:
         ms = self.times.agreed_ms(self.incumbent)
         return least(ms), float(ms)
 
+    @property
+    def promise(self) -> float:
+        """Return the chance that a candidate wins that is still to be compiled."""
+        return 1.0 if self._order is None else self._order.promise
+
     def result(self) -> dict[str, Any]:
         """Return the figures of its result so far, by the names that they have in logs and reports."""
         best = -1 if self.is_spent else self.incumbent
@@ -202,7 +223,7 @@ class Context:
             "ms": self.times.ms.get(best),
             "fastest_rank_ms": self.times.fastest_ms.get(best),
             "default_ms": self.default_ms,
-            "judge": self.final_judge,
+            "judge": self.judge if self.status in ("", "partial") else self.final_judge,
             "launch_bound": best >= 0 and self.is_launch_bound,
             "timings": {self.texts[index]: ms for index, ms in self.known_ms()},
             "banned": {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans},
@@ -284,7 +305,7 @@ class Context:
             self._order = None
             races_all = self.raced == len(self.digests)  # else some, after an upgrade
             if races_all and self._rules.tries_few(len(self.texts)):
-                self._order = order_of(self.key, self.texts, self._told)
+                self._order = order_of(self.key, self.texts, self._told, self._meanwhile)
             strategy = self._rules.strategy
             if self._order is not None:
                 strategy = functools.partial(expected, order=self._order)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from .context import Context
 from .messages import RunReport
 from .phase import RunPhase
+from .plans import predicted
 from .plans import search as plan_search
 from .plans.search import AskedPlan, Plan, Search
 from .plans.space import SHARE_STEP, PlanSpace, levels_of
@@ -105,7 +106,10 @@ class RaceRuns(RunPhase):
             met_under.update(dict.fromkeys(set(self._choices()) - before, plan))
         self._members |= {c.name for c in self._contexts.values() if not c.settled}
         keeps_kernels = self._objective == "kernel"
-        return (yield from plan_search.fastest_plan(self._space(launched), keeps_kernels=keeps_kernels))
+        space = self._space(launched)
+        if plans := predicted.plans_of(space):
+            return (yield from predicted.predicted(space, plans))
+        return (yield from plan_search.fastest_plan(space, keeps_kernels=keeps_kernels))
 
     def _space(self, launched: dict[tuple[str, int], frozenset[str]]) -> PlanSpace:
         seen = frozenset().union(*launched.values()) if launched else frozenset(self._contexts)

@@ -8,6 +8,9 @@ judged by its launches (`phase`); what the whole run judges is searched from the
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections import deque
 from collections.abc import Iterator
 
 from msgspec.structs import replace
@@ -16,6 +19,7 @@ from . import budget
 from .budget import Forecast
 from .compare_bits import CompareBits
 from .context import Context, Outcome
+from .expectation.order import Meanwhile
 from .final_comparison import FinalComparison
 from .kernel_families import KernelFamilies
 from .messages import Announcement, Ban, CrashBans, Part, RunReport
@@ -25,6 +29,7 @@ from .rules import BY_LAUNCH, BY_RUN, Rules
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
+LAST_RUNS = 9  # of which the fastest tells what a run takes
 IDLE_RUNS = 3  # runs without a trial that end a session even if ranks still launch different configs
 
 
@@ -51,6 +56,7 @@ class SearchState:
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
+        self._elapsed_s: deque[float] = deque(maxlen=LAST_RUNS)  # at the ends of the last runs
         self._trials_made = self._waits = self._held = 0  # runs of the session
 
     @property
@@ -136,14 +142,25 @@ class SearchState:
             and not (context.provisional or context.is_spent)
         }
 
-    def told_times(self, kernel_id: str) -> dict[str, dict[str, float]]:
-        """Return the agreed times of a kernel's launches, by key and config, of searches that are over."""
+    def told_times(self, kernel_id: str, *, so_far: bool = False) -> dict[str, dict[str, float]]:
+        """Return the agreed times of a kernel's launches, by key and config, of searches that are over.
+
+        so_far: of those under way, too.
+        """
         aliases = self.kernels.aliases
+        kernel_id = aliases.get(kernel_id, kernel_id)
         return {
-            context.key: {context.texts[index]: ms for index, ms in context.launch_ms.items()}
+            context.key: context.told_ms()
             for context in self.contexts.values()
-            if aliases.get(context.kernel_id, context.kernel_id) == kernel_id and context.launch_ms
+            if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
+            and (context.launch_ms or (so_far and context.is_tuned_by_launches))
         }
+
+    def _meanwhile(self, name: str) -> Meanwhile:
+        """Return what the session knows by now, for the search of a context."""
+        context, run_ms = self.contexts[name], self._run_ms
+        part = context.launches * context.device_ms[1] / run_ms if run_ms else 1.0
+        return Meanwhile(self.told_times(context.kernel_id, so_far=True), min(part, 1.0))
 
     def newly_final(self) -> list[Context]:
         """Return the contexts whose result stands and is new since this was last asked."""
@@ -163,6 +180,7 @@ class SearchState:
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
         self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
+        self._elapsed_s.clear()
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
         self._comparison.is_over, self.race_runs, self._searches = True, None, 0
         if self.compare_bits is not None:
@@ -238,9 +256,21 @@ class SearchState:
         for name, context in self.contexts.items():
             context.forced, context.is_compared = plan.get(name), name in compared
 
+    @property
+    def _run_ms(self) -> float:
+        """Return what a run takes, with all that is between runs; 0.0: not known.
+
+        In replay mode compilers and the exchange are between them.
+        """
+        if self.rules.mode != "online":
+            return 0.0
+        lasted = (1e3 * (after - before) for before, after in itertools.pairwise(self._elapsed_s))
+        return min(lasted, default=0.0)
+
     def _count_run(self, merged: RunReport) -> None:
         """Count a run as a trial, as a wait for a trial's time, or as held until candidates are compiled."""
         self.runs += 1
+        self._elapsed_s.append(merged.elapsed_s)
         is_new = any(part.announcement for part in merged.parts.values())
         if is_new or any(each.is_on_trial for each in self._trials):
             self._trials_made += 1
@@ -292,7 +322,8 @@ class SearchState:
 
     def _admit(self, name: str, announcement: Announcement, bans: dict[str, Ban]) -> Context:
         """Return a new context. Raises NoValidConfig when nothing works on every rank."""
-        context = self.contexts[name] = Context(name, announcement, self.rules, self.runs)
+        known = functools.partial(self._meanwhile, name)
+        context = self.contexts[name] = Context(name, announcement, self.rules, self.runs, known)
         context.apply_bans(bans)
         self._comparison.defaults[name] = context.incumbent
         if announcement.claim is not None and context.adopt(announcement.claim):

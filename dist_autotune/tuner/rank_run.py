@@ -147,14 +147,15 @@ class RankRun:
         return report
 
     def _preflight(self) -> Iterator[tuple[RankContext, CompileCounts]]:
-        """Compile the candidates of new contexts; yield the contexts that are complete."""
-        dispatcher = self._state.dispatcher
-        if self._waits:
-            return dispatcher.preflight(self._pool_options())
-        if self._backlog is None:
-            loading = functools.partial(self._state.guard.launching, loads=True)
-            self._backlog = Backlog(self._pool_options(), self._state.registry.ban, loading)
-        return dispatcher.preflight_in_background(self._backlog)
+        """Compile the candidates of new contexts, online while runs go on; yield those that are complete."""
+        state = self._state
+        loading = functools.partial(state.guard.launching, loads=True)
+        backlog = self._backlog or Backlog(self._pool_options(), state.registry.ban, loading)
+        if not self._waits:
+            self._backlog = backlog
+        with contextlib.closing(backlog) if self._waits else contextlib.nullcontext():
+            state.dispatcher.preflight(backlog, knows_all=not self._waits)
+            yield from backlog.finish() if self._waits else backlog.advance()
 
     def _pool_options(self) -> PoolOptions:
         """Return how this rank compiles; online nobody waits for it."""

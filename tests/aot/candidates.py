@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import triton
 import triton.language as tl
 from triton.compiler.compiler import ASTSource
+
+from dist_autotune.compilation.pool import CompileCounts, PoolOptions
+from dist_autotune.launch.backlog import Backlog
+from dist_autotune.launch.rank_context import CompileState, RunLaunches
+from dist_autotune.triton_api.launch import Launch
 
 GOOD, ASSERTED, TOO_LARGE, ABORTS = 16, 32, 128, 256
 HELPED = 0  # what a helper of the compiler is noted as
@@ -49,6 +56,34 @@ def kernel(*blocks: int) -> Any:
 def kernel_of_forms(*blocks: int) -> Any:
     """Return a kernel whose key has neither `shift` nor `FORM`."""
     return triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], [])(shifted)
+
+
+@dataclass
+class Preflight:
+    """What compiling and loading the candidates of a launch has shown."""
+
+    reasons: dict[str, str]
+    counts: CompileCounts
+
+
+@dataclass(eq=False)
+class _Context:
+    """What a backlog asks of a context."""
+
+    name: str = "a"
+    search: None = None
+    run: RunLaunches = field(default_factory=RunLaunches)
+    compile: CompileState = field(default_factory=CompileState)
+
+
+def preflight(launch: Launch, options: PoolOptions) -> Preflight:
+    """Compile and load all candidates of a launch, as a rank does that waits for them."""
+    found: dict[str, str] = {}
+    no_guard = lambda context, candidate: contextlib.nullcontext()  # noqa: E731
+    with contextlib.closing(Backlog(options, lambda context, bans: found.update(bans), no_guard)) as backlog:
+        backlog.add(_Context(), launch, launch.candidates())  # type: ignore[arg-type]
+        ((_, counts),) = backlog.finish()
+    return Preflight(found, counts)
 
 
 def arrive(directory: Path, rank: int, ranks: int, deadline_s: float = 60.0) -> None:

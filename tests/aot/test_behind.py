@@ -255,7 +255,9 @@ def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(device, comp
     tuner, x, y = kernel(GOOD, 64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
     launch = Launch(tuner, (x, y), {"grid": (1,)})
     planned = plan(launch, launch.candidates(), 0.0)
-    process = PoolProcess(list(planned.compilations.values()), PoolOptions(in_background=True))
+    process = PoolProcess(
+        [*planned.compilations.values()], PoolOptions(in_background=True), [1] * len(planned.compilations)
+    )
     compiler.wait_for(64)
     pid = os.fork()
     if pid == 0:
@@ -273,7 +275,7 @@ def test_configs_that_make_one_binary_are_told_of_each(device, compiler):
     tuner, x, y = kernel(64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
     launch = Launch(tuner, (x, y), {"grid": (1,)})
     (compilation,) = plan(launch, launch.candidates(), 0.0).compilations.values()
-    process, told = PoolProcess([compilation, compilation], PoolOptions(in_background=True, jobs=2)), []
+    process, told = PoolProcess([compilation] * 2, PoolOptions(in_background=True, jobs=2), [1, 1]), []
     deadline = time.monotonic() + DEADLINE_S
     while len(told) < 2:
         assert time.monotonic() < deadline

@@ -16,7 +16,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from candidates import arrive
+from candidates import Preflight, arrive
+from candidates import preflight as preflight_launch
 from gluon_plan import multiply
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
@@ -29,7 +30,6 @@ from dist_autotune import contextual_autotune
 from dist_autotune.compilation import pre_hooks
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.compilation.pool import PoolOptions
-from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.kernels.compat import GluonASTSource
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.matrices import Block, set_block
@@ -100,8 +100,7 @@ def forget() -> None:
 def preflight(tuner: Any, *args: Any, **options: Any) -> Preflight:
     args = args or arguments()
     launch = Launch(tuner, args, {"grid": (1,), "warmup": False})
-    options = PoolOptions(**{"session": "one", "limit_s": 60.0} | options)
-    return compiling.preflight(launch, launch.candidates(), options)
+    return preflight_launch(launch, PoolOptions(**{"session": "one", "limit_s": 60.0} | options))
 
 
 def tuned(tuner: Any, args: tuple[Any, ...], **options: Any) -> Any:

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from candidates import ENDLESS, GOOD, Compiler, arrive, kernel
+from candidates import ENDLESS, GOOD, Compiler, Preflight, arrive, kernel
+from candidates import preflight as preflight_launch
 
 from dist_autotune.compilation import pool
-from dist_autotune.compilation import preflight as compiling
 from dist_autotune.compilation.pool import PoolOptions
-from dist_autotune.compilation.preflight import Preflight
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
@@ -28,7 +27,7 @@ def preflight(*blocks: int, **options: Any) -> Preflight:
     tuner = kernel(*blocks)
     x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
     launch = Launch(tuner, (x, y), {"grid": (1,)})
-    return compiling.preflight(launch, launch.candidates(), PoolOptions(**{"session": "one"} | options))
+    return preflight_launch(launch, PoolOptions(**{"session": "one"} | options))
 
 
 def once_it_compiles(compiler: Compiler, block: int, action: Any) -> None:

@@ -26,7 +26,7 @@ import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
 from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOptions
 from dist_autotune.compilation.pool_process import CompileOutcome
-from dist_autotune.compilation.preflight import Planned, Preflight
+from dist_autotune.compilation.preflight import Planned
 from dist_autotune.launch import backlog
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.ranks.group import GROUPS
@@ -91,8 +91,11 @@ class VirtualDisk:
 class VirtualPoolProcess:
     """Stands in for the process that compiles behind the runs: how far it is at a look is scripted."""
 
-    def __init__(self, compilations: Sequence[Compilation], options: PoolOptions) -> None:
-        self._left = list(enumerate(compilations))
+    def __init__(
+        self, compilations: Sequence[Compilation], options: PoolOptions, priorities: Sequence[int]
+    ) -> None:
+        self._left = dict(enumerate(compilations))
+        self.prefer(priorities)
         self._looks = 0
         self.has_begun = True
         HERE.rank.compilers.append(self)
@@ -105,11 +108,15 @@ class VirtualPoolProcess:
     def read(self) -> list[CompileOutcome]:
         self._looks += 1
         count = self._drawn("compiled") % (COMPILED_AT_A_LOOK + 1)
-        told, self._left = self._left[:count], self._left[count:]
+        in_order = sorted(self._left, key=lambda place: -self._priorities[place])
+        told = [(place, self._left.pop(place)) for place in in_order[:count] if self._priorities[place]]
         return [
             CompileOutcome(place, FAILED if compilation.key else COMPILED, compilation.key)
             for place, compilation in told
         ]
+
+    def prefer(self, priorities: Sequence[int]) -> None:
+        self._priorities = priorities
 
     def close(self) -> None:
         HERE.rank.compilers.remove(self)
@@ -349,9 +356,6 @@ FLOWS = {"shuffled": shuffled, "endless": endless, "stubborn": stubborn, "raisin
 def virtual_world() -> Iterator[None]:
     """Let every rank of this process have its own turn, disk, log, mode and preflight."""
 
-    def preflight(launch: Launch, configs: dict[str, Any], *rest: Any) -> Preflight:
-        return Preflight(HERE.rank.preflight(launch.tuner, configs))
-
     def plan(launch: Launch, configs: dict[str, Any], hooks_s: float) -> Planned:
         reasons = HERE.rank.preflight(launch.tuner, configs)
         return Planned({digest: Compilation(reasons.get(digest, ""), lambda: None, id) for digest in configs})
@@ -368,9 +372,9 @@ def virtual_world() -> Iterator[None]:
             (identity, "function_digest", lambda function: "the same on all ranks"),
             (interception, "is_interpreted", lambda: False),
             (dist_autotune.compilation.preflight, "current_device", lambda: -1),
-            (dist_autotune.compilation.preflight, "preflight", preflight),
             (dist_autotune.compilation.preflight, "plan", plan),
             (backlog, "PoolProcess", VirtualPoolProcess),
+            (backlog, "POLL_S", {False: 0.0}),
             (Session, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
         ):
             stack.enter_context(mock.patch.object(place, name, value))

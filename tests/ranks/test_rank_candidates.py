@@ -157,18 +157,13 @@ def test_all_configs_fail(failing):
 def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(monkeypatch):
     # Nothing loads in the interpreter: the place where it would is made to fail on one rank.
     def program(rank):
-        def preflight(launch, configs, terms, loading):
-            return dispatcher.preflight.Preflight(
-                {
-                    digest: "no room"
-                    for digest, config in configs.items()
-                    if config.kwargs["BLOCK"] == 32 and rank
-                }
-            )
+        def plan(launch, configs, hooks_s):
+            failing = [c for c, config in configs.items() if config.kwargs["BLOCK"] == 32 and rank]
+            return dispatcher.preflight.Planned(reasons=dict.fromkeys(failing, "no room"))
 
         monkeypatch.setattr(dispatcher.interception, "is_interpreted", lambda: False)
         monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: -1)
-        monkeypatch.setattr(dispatcher.preflight, "preflight", preflight)
+        monkeypatch.setattr(dispatcher.preflight, "plan", plan)
         step, bench = tuned_step({16: 3.0, 32: 1.0, 64: 2.0})
         step()
         return bench.blocks(), list(step.report.contexts[0].banned.values())

@@ -165,12 +165,12 @@ def test_a_rank_that_compiles_is_not_given_up(where, monkeypatch, quick_heartbea
         def compiles(*args, **kwargs):
             time.sleep(2 * SHORT_S if rank == 1 and not slow else 0)
             slow.append(None)
-            return dispatcher.preflight.Preflight()
+            return dispatcher.preflight.Planned()
 
         slow = []
         if where == "preflight":
             monkeypatch.setattr(dispatcher.interception, "is_interpreted", lambda: False)
-            monkeypatch.setattr(dispatcher.preflight, "preflight", compiles)
+            monkeypatch.setattr(dispatcher.preflight, "plan", compiles)
             monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: -1)
         else:
             monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: 0)

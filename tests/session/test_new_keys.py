@@ -132,8 +132,9 @@ def test_expected_tries_what_four_other_keys_let_expect_something_of(bench, sear
     tuned = bench.tune(lambda n: launch(kernel, numbers(n)), search=search, n_repeat=None, n_warmup=None)
     for n in (64, 128, 256, 512):
         tuned(n)
-        assert len(only(tuned.report).timings) == 14
-        assert only(tuned.report).untried == ""
+        context = only(tuned.report)
+        assert block_of(context.config) == 64
+        assert (len(context.timings) == 14) == (context.untried == "") == (search != "expected")
     bench.forget()
     tuned(1024)
     context = only(tuned.report)

@@ -46,6 +46,23 @@ def test_objective_thunk_keeps_the_default_plan_when_it_is_not_beaten_and_says_s
     assert kernel.best_config.kwargs["BLOCK"] == 16
 
 
+def test_until_the_run_judges_the_report_tells_times_of_launches_as_such(bench):
+    """A launch takes 2.0 and 1.0 ms of a run of 10: the time of a launch is none of the run."""
+    kernel, judged = bench.kernel({16: 2.0, 32: 1.0}), []
+
+    def thunk():
+        launch(kernel, numbers())
+        bench.spend(9.0)
+
+    tuned = bench.tune(thunk, objective="thunk", mode="online", cache=False)
+    while not tuned.settled:
+        tuned()
+        judged += [(context.judge, context.ms) for context in tuned.report.contexts if context.ms]
+    assert 2.0 in {ms for judge, ms in judged if judge == "launch"} <= {2.0, 1.0}
+    assert {ms for judge, ms in judged if judge == "run"} <= {11.0, 10.0}
+    assert judged[-1][0] == "run"
+
+
 def plans_that_only_seem_fast(bench, **options):
     """Return a tuned function whose default plan (16, 16) is best, though each step away from it pays."""
     first, second = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0}, double)

@@ -6,6 +6,8 @@ Ranks decide alike only where they compute alike; a C library's logarithm may di
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 
 _LN2 = 0.6931471805599453
 _TERMS = 24  # of the series: the last is below 2^-60
@@ -44,3 +46,24 @@ def normal_below(z: float) -> float:
     for _ in range(4):
         total *= total  # to the power of 16
     return 0.5 / total if z < 0 else 1 - 0.5 / total
+
+
+def cholesky(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Return L of a positive definite matrix = L L^T, row by row up to the diagonal."""
+    lower: list[list[float]] = []
+    for row in matrix:
+        new: list[float] = []
+        for value, known in zip(row, lower, strict=False):
+            new.append((value - sum(map(operator.mul, new, known))) / known[-1])
+        rest = row[len(new)] - sum(map(operator.mul, new, new))
+        new.append(math.sqrt(max(rest, 1e-12 * row[len(new)])))
+        lower.append(new)
+    return lower
+
+
+def forward(lower: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """Return x of L x = right."""
+    solved: list[float] = []
+    for row, value in zip(lower, right, strict=True):
+        solved.append((value - sum(map(operator.mul, solved, row))) / row[-1])
+    return solved

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from ..strategies import PAIR_FACTOR, Flow, Pause, Warmup, faster_of_two, least, racing_runs, rounds, within
+from ..strategies import PAIR_FACTOR, Flow, Pause, Warmup, Winner, faster_of_two, racing_runs, rounds, within
 from .model import Expectation, Told
-from .order import KEYS, MANY, Order, Waves
-
-FEWEST = 12  # candidates: fewer are all tried
+from .order import AT_LEAST, FEWEST, KEYS, Meanwhile, Order, Waves
 
 
-def order_of(key: str, texts: Sequence[str], told: Told) -> Order | None:
-    """Return the order of trials of a key's candidates, the first one first; None: all are to be tried."""
+def order_of(
+    key: str, texts: Sequence[str], told: Told, meanwhile: Callable[[], Meanwhile] = Meanwhile
+) -> Order | None:
+    """Return the order of trials of a key's candidates, the first one first; None: all are to be tried.
+
+    told: by other keys before the first trial. meanwhile: returns what the session knows later on.
+    """
     if len(texts) >= FEWEST and len(told) >= KEYS:
         expectation = Expectation(key, texts, told)
         if expectation.keys >= KEYS:
             return Order(expectation, first=0)
-    return Waves(key, texts, told) if len(texts) > MANY else None
+    return Waves(key, texts, told, meanwhile) if len(texts) > AT_LEAST else None
 
 
 def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: Order) -> Flow:
@@ -42,6 +45,8 @@ def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: 
             ms = faster_of_two(one, (yield index))
             made += 2
         agreed_ms[index] = ms
-        order.tell(index, least(ms))
+        order.tell(index, ms)
+    if order.leaves_first:
+        return Winner(candidates[0], {candidates[0]})
     alive = within(agreed_ms, order.tried or list(candidates[:1]), PAIR_FACTOR)
     return (yield from rounds(alive, candidates[0], racing_runs(len(order.tried)) - made))

@@ -58,7 +58,7 @@ class Expectation:
         self.told = {index for _, logs in pairs for index in logs}  # candidates that some key has told of
         if own:
             pairs.append((1.0, {index: log(ms) for index, ms in own.items()}))
-        self._fields = _fields(texts)
+        self._fields = fields_of(texts)
         self._fit(pairs)
         self._factors: list[list[float]] = []  # of the observations, as in a Cholesky decomposition
         for index, ms in own.items():
@@ -179,7 +179,7 @@ def _weight(doublings: float) -> float:
     return max(decay(min(doublings, 100.0) / _NEAR), _FAR)
 
 
-def _fields(texts: Sequence[str]) -> list[list[Value]]:
+def fields_of(texts: Sequence[str]) -> list[list[Value]]:
     """Return the values of the fields in which candidates differ; integers as doublings."""
     found = [dict(_FIELD.findall(text)) or {"": text} for text in texts]
     names = sorted({name for fields in found for name in fields})

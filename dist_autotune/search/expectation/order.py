@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from ...codec import digest
+from ..strategies import least
 from .arithmetic import log, normal_below
-from .model import Expectation, Told
+from .gaussian import GaussianProcess, kin_of
+from .model import Expectation, Told, fields_of
 
-GAIN = 0.01  # an untried candidate must win by more
+GAIN = 0.01  # an untried candidate must win by more ...
+GAIN_OF_RUN = 0.003  # ... and by more of a run, where it is known what that takes
 CHANCE = 0.05  # that any untried one does so, below which the search ends
 AT_LEAST = 3  # candidates: the incumbent and two more
-KEYS = 4  # other keys that have told times; with fewer all candidates are tried
+KEYS = 4  # other keys that have told times; with fewer, waves of candidates say what to expect
+FEWEST = 12  # candidates: fewer are all tried, but for what the host hides
 LIKELY = 3  # times as many as are tried may be tried: what is observed changes what is expected
-MANY = 256  # candidates: of more, a few are tried even if no other key tells anything
+MANY = 256  # candidates: of more, a few are tried by search="auto" too
 FIRST_WAVE, WAVE, MOST_COMPILED = 48, 24, 144  # of them: spread ones, then by what these let expect
 FAILED = 2.0  # times the slowest of them
-IDLE_WAVES = 2  # in a row that find nothing faster by more than GAIN: then no more are compiled
+IDLE_WAVES = 3  # in a row that find nothing faster by more than GAIN: then no more are compiled
 _MANY, _SHARE, _SHARE_OF_MANY = 100, 0.25, 0.07
 
 
@@ -38,6 +43,14 @@ def best_start(key: str, texts: Collection[str], told: Told) -> str:
     return ordered[min(expectation.told, key=lambda index: (expectation.means[index], index))]
 
 
+@dataclass(frozen=True)
+class Meanwhile:
+    """What the session knows by now."""
+
+    told: Told = field(default_factory=dict)  # by the kernel's keys, this one too
+    part: float = 1.0  # of a run, that this key takes
+
+
 class Order:
     """Which candidate to try next, one after another; the first ones are given.
 
@@ -46,15 +59,18 @@ class Order:
     most: how many are tried at most.
     """
 
-    def __init__(self, expectation: Expectation, first: int) -> None:
+    def __init__(self, expectation: Expectation | GaussianProcess, first: int) -> None:
         self.expectation = expectation
         means = expectation.means
         self.most = most_tried(len(means))
         ordered = sorted(range(len(means)), key=lambda index: (means[index], index))
         self.likely = frozenset({first, *ordered[: min(LIKELY * self.most, MOST_COMPILED)]})
         self.tried: list[int] = []
+        self.ms: dict[int, float] = {}  # of those tried that have a time
+        self.is_hidden = False  # nothing untried can be seen to win, whatever it takes
+        self.promise = 1.0  # the chance that some untried one wins
         self._failed: set[int] = set()
-        self._first, self._best = first, math.inf
+        self._first, self._gain = first, GAIN
 
     def next(self) -> int | None:
         """Return the candidate of the greatest chance to win; None: no untried one is worth a trial."""
@@ -77,79 +93,143 @@ class Order:
             self._failed.add(index)
             return
         self.tried.append(index)
-        if ms > 0:
-            self.expectation.observe(index, ms)
-            self._best = min(self._best, log(ms))
+        if least(ms) > 0:
+            self.ms[index] = ms
+            self._observe(index, least(ms))
+
+    def _observe(self, index: int, ms: float) -> None:
+        assert isinstance(self.expectation, Expectation)
+        self.expectation.observe(index, ms)
 
     def untried_text(self) -> str:
         """Return what was not tried, and why; "": nothing."""
         out, means = {*self.tried, *self._failed}, self.expectation.means
         left = [mean for index, mean in enumerate(means) if index not in out]
-        if not left or self._best == math.inf:
+        if not (left and self.ms):
             return ""
-        percent = int(100 * (math.exp(min(left) - self._best) - 1))
+        percent = int(100 * (math.exp(min(left) - log(min(map(least, self.ms.values())))) - 1))
         why = f"the rest was expected at least {percent} % slower"
-        if percent < 1:
+        if self._gain > GAIN:
+            why = f"the rest was not expected to gain {100 * GAIN_OF_RUN:g} % of a run"
+        elif self.is_hidden:
+            why = "what the rest may gain, the host's part of these launches hides"
+        elif percent < 1:
             why = "more is not allowed, though some of the rest may be faster"
         return f"tried {len(means) - len(left)} of {len(means)}; {why}"
 
+    @property
+    def leaves_first(self) -> bool:
+        """Return whether none of those tried can be seen to beat the first one either."""
+        if not self.is_hidden or self._first not in self.ms:
+            return False
+        bar_ms = least(self.ms[self._first]) * (1 - GAIN) - min(ms - least(ms) for ms in self.ms.values())
+        return all(least(ms) >= bar_ms for ms in self.ms.values())
+
+    def _bar_ms(self) -> float:
+        """Return what an untried candidate must take less than to be seen to win; none can below 0.
+
+        Where every time holds a part of the host's, its own would too, and the first one counts without it.
+        """
+        host_ms = min((ms - least(ms) for ms in self.ms.values()), default=0.0)
+        best_ms = min(map(float, self.ms.values()), default=math.inf)
+        if host_ms > 0 and self._first in self.ms:
+            best_ms = min(best_ms, least(self.ms[self._first]))
+        return best_ms * (1 - self._gain) - host_ms
+
     def _promising(self, among: Collection[int]) -> tuple[list[int], float]:
         """Return the untried candidates, the likeliest winner first, and the chance that none wins."""
-        chances, means = dict(self._chances(among)), self.expectation.means
+        bar_ms = self._bar_ms()
+        self.is_hidden = bar_ms <= 0
+        chances, means = dict(self._chances(among, bar_ms)), self.expectation.means
         none_wins = 1.0
         for chance in chances.values():
             none_wins *= 1 - chance
+        self.promise = 1 - none_wins
         return sorted(chances, key=lambda index: (-chances[index], means[index], index)), none_wins
 
-    def _chances(self, among: Collection[int]) -> Iterator[tuple[int, float]]:
-        """Yield the untried candidates, each with its chance to win by more than GAIN."""
-        limit, means, variances = (
-            self._best + log(1 - GAIN),
-            self.expectation.means,
-            self.expectation.variances,
-        )
+    def _chances(self, among: Collection[int], bar_ms: float) -> Iterator[tuple[int, float]]:
+        """Yield the untried candidates, each with its chance to be below the bar."""
+        means, variances = self.expectation.means, self.expectation.variances
         for index in sorted({*among}.difference(self.tried, self._failed)):
-            known = self._best < math.inf
-            z = (limit - means[index]) / math.sqrt(max(variances[index], 1e-8)) if known else -means[index]
-            yield index, normal_below(z)
+            if bar_ms == math.inf:  # nothing is known yet
+                yield index, normal_below(-means[index])
+            elif bar_ms <= 0:
+                yield index, 0.0
+            else:
+                z = (log(bar_ms) - means[index]) / math.sqrt(max(variances[index], 1e-8))
+                yield index, normal_below(z)
 
 
 class Waves(Order):
-    """The order of many candidates of which other keys tell too little.
+    """The order of candidates of which other keys told too little before the first trial.
 
-    FIRST_WAVE of them are spread over all; their times let expect which WAVE to try next, and so on.
+    The first wave is spread over all, or what the few told keys expect to be the fastest; its times, and
+    those of the kernel's keys that are tried meanwhile, let expect which to try next, and so on.
+
+    meanwhile: returns what the session knows by now.
     """
 
-    def __init__(self, key: str, texts: Sequence[str], told: Told) -> None:
-        super().__init__(Expectation(key, texts, told), first=0)
-        self._key, self._texts, self._told = key, texts, told
-        self._own: dict[int, float] = {}
+    def __init__(
+        self, key: str, texts: Sequence[str], told: Told, meanwhile: Callable[[], Meanwhile] = Meanwhile
+    ) -> None:
+        self._told, self._key, self._texts, self._meanwhile = told, key, texts, meanwhile
+        self._fields = fields_of(texts)
+        super().__init__(GaussianProcess(self._fields, {}, kin_of(key, texts, told)), first=0)
         self._best_of_waves: list[float] = []
-        self.most = MOST_COMPILED
-        self._spread = [0, *sorted(range(1, len(texts)), key=lambda index: digest(texts[index]))]
-        self._wave = self._spread[:FIRST_WAVE]
+        self.most, first, self._wave_size = _sizes(len(texts))
+        # Keys met in the same run try different ones, where nothing is told.
+        means = [round(mean, 9) for mean in self.expectation.means]
+        others = sorted(range(1, len(texts)), key=lambda index: (means[index], digest(key + texts[index])))
+        self._spread = [0, *others]
+        self._wave = self._spread[:first]
         self.likely = frozenset(self._wave)
 
     def next(self) -> int | None:
         out = {*self.tried, *self._failed}
         return next((index for index in self._wave if index not in out), None)
 
-    def tell(self, index: int, ms: float) -> None:
-        if 0 < ms < math.inf:
-            self._own[index], self._best = ms, min(self._best, log(ms))
-        super().tell(index, math.nan if ms < math.inf else ms)  # `widen` takes them all in at once
+    def _observe(self, index: int, ms: float) -> None:
+        """`widen` takes all times in at once."""
 
     def widen(self) -> bool:
-        # What times of one key alone say of chances is too sure of itself: waves that find nothing say more.
-        self._best_of_waves.append(self._best)
-        earlier = self._best_of_waves[:-IDLE_WAVES]
-        is_idle = bool(earlier) and earlier[-1] - self._best < GAIN
-        if len(self.likely) >= self.most or is_idle:
+        if len(self.likely) >= min(self.most, len(self._texts)) or self._is_idle():
             return False
+        own = {index: least(ms) for index, ms in self.ms.items()}
         # What fails counts as slow: so do its fields, and the next wave has fewer that do not fit the device.
-        failed = dict.fromkeys(sorted(self._failed), FAILED * max(self._own.values(), default=1.0))
-        self.expectation = Expectation(self._key, self._texts, self._told, {**self._own, **failed})
-        ordered = self._promising(range(len(self._texts)))[0] if self._own else self._spread
-        self._wave = [index for index in ordered if index not in self.likely][:WAVE]
+        failed = dict.fromkeys(sorted(self._failed), FAILED * max(own.values(), default=1.0))
+        times = {**own, **failed} if own else {}
+        meanwhile = self._meanwhile()
+        self._gain = max(GAIN, GAIN_OF_RUN / max(meanwhile.part, GAIN_OF_RUN))
+        kin = kin_of(self._key, self._texts, {**self._told, **meanwhile.told})
+        self.expectation = GaussianProcess(self._fields, times, kin)
+        ordered, none_wins = self._promising(range(len(self._texts)))
+        if own and len(self.tried) >= AT_LEAST and self._cannot_pay(1 - none_wins):
+            return False
+        ordered = [index for index in (ordered if own else self._spread) if index not in self.likely]
+        self._wave = ordered[: min(self._wave_size, self.most - len(self.likely))]
         self.likely |= {*self._wave}
         return bool(self._wave)
+
+    def _cannot_pay(self, chance: float) -> bool:
+        """Return whether no untried one is worth a trial, by the chance that some wins."""
+        if self.is_hidden or len(self._texts) > MANY:
+            return self.is_hidden  # of so many, chances that follow from one key are too sure of themselves
+        has_exact = any(ms == least(ms) for ms in self.ms.values())  # without a part of the host's
+        tries_all = len(self._texts) < FEWEST and has_exact and self._gain == GAIN
+        return chance < CHANCE and not tries_all
+
+    def _is_idle(self) -> bool:
+        """Return whether the last waves of many candidates have found nothing faster."""
+        self._best_of_waves.append(log(min(map(least, self.ms.values()))) if self.ms else math.inf)
+        earlier = self._best_of_waves[:-IDLE_WAVES]
+        is_many = len(self._texts) > MANY
+        return is_many and bool(earlier) and earlier[-1] - self._best_of_waves[-1] < GAIN
+
+
+def _sizes(candidates: int) -> tuple[int, int, int]:
+    """Return how many of so many candidates are tried at most, in the first wave, and in each further one."""
+    if candidates > MANY:
+        return MOST_COMPILED, FIRST_WAVE, WAVE
+    if candidates < FEWEST:
+        return candidates, AT_LEAST, candidates
+    return candidates, AT_LEAST, max(2, candidates // 8)

@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..expectation.arithmetic import cholesky, forward
 from ..strategies import least
 
 LEAST_RUNS, RUNS_PER_EFFECT, MOST_RUNS = 36, 4, 156
@@ -181,7 +182,7 @@ class _Model:
         for where, e in place_of.items():
             column = [row[e] for row in of_runs]
             self._mean_ms[where] = expected[e] + math.fsum(map(operator.mul, column, fit.weights))
-            known = math.fsum(value * value for value in _forward(fit.lower, column))
+            known = math.fsum(value * value for value in forward(fit.lower, column))
             self._error_ms[where] = math.sqrt(max(prior[e][e] - known, 0.0))
 
     def best(self, errors: float) -> Plan:
@@ -232,7 +233,7 @@ class _Fit:
     def __init__(self, between: list[list[float]], times: Sequence[float], noise_ms: float) -> None:
         self._between, self.noise_ms = between, noise_ms
         noisy = [[v + noise_ms**2 * (i == j) for j, v in enumerate(row)] for i, row in enumerate(between)]
-        self.lower = _cholesky(noisy)
+        self.lower = cholesky(noisy)
         self._set(times)
 
     def with_times(self, times: Sequence[float]) -> _Fit:
@@ -240,7 +241,7 @@ class _Fit:
         return self
 
     def _set(self, times: Sequence[float]) -> None:
-        half = _forward(self.lower, times)
+        half = forward(self.lower, times)
         self.log_likelihood = -math.fsum(v * v for v in half) / 2 - math.fsum(
             math.log(row[-1]) for row in self.lower
         )
@@ -259,27 +260,6 @@ def _covariance(one: tuple[Factor, int], other: tuple[Factor, int], run_ms: floa
         near = OF_NEIGHBOURS**2 * 0.5 ** (abs(a.place - b.place) / NEIGHBOURS)
         covariance += (OF_FAMILY**2 * (a.family == b.family) + near) * a.ms[0] * b.ms[0]
     return covariance
-
-
-def _cholesky(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Return L of a positive definite matrix = L L^T, row by row up to the diagonal."""
-    lower: list[list[float]] = []
-    for row in matrix:
-        new: list[float] = []
-        for value, known in zip(row, lower, strict=False):
-            new.append((value - sum(map(operator.mul, new, known))) / known[-1])
-        rest = row[len(new)] - sum(map(operator.mul, new, new))
-        new.append(math.sqrt(max(rest, 1e-12 * row[len(new)])))
-        lower.append(new)
-    return lower
-
-
-def _forward(lower: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """Return x of L x = right."""
-    solved: list[float] = []
-    for row, value in zip(lower, right, strict=True):
-        solved.append((value - sum(map(operator.mul, solved, row))) / row[-1])
-    return solved
 
 
 def _backward(lower: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:

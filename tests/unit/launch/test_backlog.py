@@ -22,13 +22,23 @@ from dist_autotune.launch.rank_context import CompileState, RunLaunches
 class FakeProcess:
     """Compiles nothing; a test says what it tells."""
 
-    def __init__(self, compilations: list[Compilation], options: PoolOptions) -> None:
-        self.keys = [compilation.key for compilation in compilations]
+    def __init__(self, compilations: list[Compilation], options: PoolOptions, priorities: list[int]) -> None:
+        self.known = [compilation.key for compilation in compilations]
+        self.prefer(priorities)
         self.has_begun, self.has_ended, self.is_closed = True, False, False
         self.told: list[CompileOutcome] = []
 
+    def prefer(self, priorities: list[int]) -> None:
+        self._priorities = priorities
+
+    @property
+    def keys(self) -> list[str]:
+        """Return what is still compiled, in order."""
+        by_priority = sorted(zip(self._priorities, self.known, strict=True), key=lambda each: -each[0])
+        return [key for priority, key in by_priority if priority]
+
     def tell(self, key: str, ending: str = COMPILED, reason: str = "") -> None:
-        self.told.append(CompileOutcome(self.keys.index(key), ending, reason))
+        self.told.append(CompileOutcome(self.known.index(key), ending, reason))
 
     def read(self) -> list[CompileOutcome]:
         told, self.told = self.told, []
@@ -46,9 +56,10 @@ class FakeContext:
     run: RunLaunches
     search: Any = field(
         default_factory=lambda: SimpleNamespace(
-            waiting=False, is_tuned_by_launches=True, device_ms=(1.0, 1.0)
+            waiting=False, is_tuned_by_launches=True, device_ms=(1.0, 1.0), promise=1.0
         )
     )
+    outside_race: set[str] = field(default_factory=set)
     announced: bool = True
     compile: CompileState = field(default_factory=lambda: CompileState(is_preflighted=True))
 
@@ -97,8 +108,8 @@ class World:
         """Return the contexts that are done, with their counts."""
         return [(context.name, counts) for context, counts in self.backlog.advance()]
 
-    def _make(self, compilations: list[Compilation], options: PoolOptions) -> FakeProcess:
-        self.processes.append(FakeProcess(compilations, options))
+    def _make(self, *about: Any) -> FakeProcess:
+        self.processes.append(FakeProcess(*about))
         return self.processes[-1]
 
     def _ban(self, context: Any, reasons: dict[str, str]) -> None:
@@ -200,13 +211,33 @@ def test_a_context_that_is_tuned_no_more_stops_asking(world):
     world.advance()
     starved.search.is_tuned_by_launches = False
     world.advance()
-    assert world.processes[0].is_closed
-    assert world.process.keys == ["b1"]
+    assert world.process.keys == ["b1"]  # what is compiled now goes on
     assert (starved.compile.left, starved.compile.is_preflighted, other.compile.left) == (0, False, 1)
     assert "a" not in [name for name, _ in world.advance()]
     other.search.is_tuned_by_launches = False
     world.advance()
-    assert (len(world.processes), all(each.is_closed for each in world.processes)) == (2, True)
+    assert [each.is_closed for each in world.processes] == [True]
+
+
+def test_what_the_search_names_later_is_compiled_by_the_same_process(world):
+    context, other = world.add("a", "a1", "a2", "a3"), world.add("b", "b1", "b2")
+    context.outside_race, other.search.device_ms = {"a2", "a3"}, (0.5, 0.5)
+    world.advance()
+    assert (world.process.keys, context.compile.left) == (["a1", "b1", "b2"], 1)
+    world.process.tell("a1")
+    assert [name for name, _ in world.advance()] == ["a"]
+    assert (context.compile.left, world.events) == (0, ["load a1"])
+    context.outside_race = {"a1", "a3"}
+    assert world.advance() == []
+    assert (world.process.keys, context.compile.left) == (["a2", "b1", "b2"], 1)
+    context.search.promise = 0.1
+    world.advance()
+    assert world.process.keys == ["b1", "b2", "a2"]
+    world.process.tell("a2")
+    world.process.tell("a3")  # nobody waits for it: it is not loaded
+    ((name, counts),) = world.advance()
+    assert (name, counts.compiled, world.events) == ("a", 2, ["load a1", "load a2"])
+    assert len(world.processes) == 1
 
 
 def test_what_a_failed_run_has_brought_is_dropped(world):

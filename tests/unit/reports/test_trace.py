@@ -14,8 +14,7 @@ from dist_autotune import tunable
 from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports.history import load_history
-from dist_autotune.reports.timeline import BEHIND, COMPILING, EXCHANGE, RUN, TRIAL, spans_of
-from dist_autotune.reports.trace import write_trace
+from dist_autotune.reports.trace import BEHIND, COMPILING, EXCHANGE, RUN, TRIAL, spans_of, write_trace
 
 
 def trace_of(directory: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,98 @@
+"""The search among plans of which some are launched: what they take lets expect which others may win.
+
+For kernels that hold the same share of the device with every candidate, so that what a candidate gains by its
+launches, it gains in the run; what options add to that is learned.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Generator, Mapping, Sequence
+
+from ...codec import digest
+from ..expectation.arithmetic import log, normal_below
+from ..expectation.gaussian import GaussianProcess
+from ..strategies import faster_of_two, least
+from .search import MORE_RUNS, AskedPlan, Plan, Search, raced
+from .space import MOST_CANDIDATES, SHARE_STEP, KernelLevels, PlanSpace
+
+FEWEST_PLANS, MOST_PLANS = 12, 200
+FIRST_WAVE, WAVE, MOST_TRIED = 8, 3, 48  # plans, of two runs each
+LIKELY = 0.03  # of the run, that the first ones are expected to lose at most by their launches
+GAIN, CHANCE = 0.01, 0.05  # it ends when the chance that an untried plan wins by more is below
+NEAR, FINALISTS, NEAR_RUNS = 1.02, 3, 24  # of the best: plans that race with the first one
+_DEVIATION, _NOISE = 0.05, 0.2  # of what options add, expected; of two runs, over the variance of that
+
+
+def plans_of(space: PlanSpace) -> list[Plan]:
+    """Return the plans to search among; none where a race of all, or rooms, are to decide."""
+    if not space.kernels or not all(map(_holds_one_share, space.kernels)):
+        return []
+    for most in range(MOST_CANDIDATES, 0, -1):
+        plans = list(itertools.islice(space.all_plans(most), MOST_PLANS + 1))
+        if len(plans) <= MOST_PLANS:
+            return plans if len(plans) >= FEWEST_PLANS else []
+    return []
+
+
+def _holds_one_share(kernel: KernelLevels) -> bool:
+    """Return whether all candidates hold the same share; the incumbent's is that under any option."""
+    shares = {round(each / SHARE_STEP) for index, each in kernel.share.items() if index != kernel.incumbent}
+    return bool(kernel.share) and len(shares) < 2
+
+
+def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
+    """Return the fastest of the plans, of which the first wins ties."""
+    names = sorted({name for plan in plans for name in plan})
+    fields = [[str(plan.get(name)) for name in names] for plan in plans]
+    ms: dict[int, float] = {}  # of the plans that were tried
+    first_ms = yield from _timed(plans, 0)
+    if not 0 < least(first_ms) < math.inf:
+        best, _ = yield from raced("all", plans, 2.0 * len(plans), MORE_RUNS)
+        return best
+    ms[0] = first_ms
+    by_launches = [least(first_ms) + _slower_ms(space, plan) for plan in plans]
+    limit_ms = by_launches[0] * (1 + LIKELY)
+    spread = sorted(range(1, len(plans)), key=lambda i: (by_launches[i] > limit_ms, digest(repr(fields[i]))))
+    wave, expected = spread[: FIRST_WAVE - 1], [log(each) for each in by_launches]
+    while wave:
+        for index in wave:
+            ms[index] = yield from _timed(plans, index)
+        expected, wave = _next_wave(fields, by_launches, ms)
+    limit = min(expected[index] for index in ms) + log(NEAR)
+    near = [i for i in sorted(ms, key=lambda i: (expected[i], i)) if i and expected[i] <= limit][:FINALISTS]
+    finalists = [plans[index] for index in (0, *near)]
+    best, _ = yield from raced("predicted, near", finalists, NEAR_RUNS, MORE_RUNS)
+    return best
+
+
+def _timed(plans: Sequence[Plan], index: int) -> Generator[AskedPlan, float, float]:
+    """Return the faster one of two runs: one of them may be a spike."""
+    asked = AskedPlan(plans[index], f"predicted, plan {index}")
+    first_ms = yield asked
+    return faster_of_two(first_ms, (yield asked))
+
+
+def _slower_ms(space: PlanSpace, plan: Plan) -> float:
+    """Return what the plan's launches take longer than the fastest candidates'."""
+    launched = [kernel for kernel in space.kernels if kernel.name in plan]
+    return math.fsum(k.launches * (k.ms[plan[k.name]] - min(k.ms.values())) for k in launched)
+
+
+def _next_wave(
+    fields: Sequence[Sequence[str]], by_launches: Sequence[float], ms: Mapping[int, float]
+) -> tuple[list[float], list[int]]:
+    """Return the expected log ms of each plan, and the plans to try next; none when that cannot pay."""
+    added = {i: least(each) / by_launches[i] for i, each in ms.items() if 0 < least(each) < math.inf}
+    process = GaussianProcess(fields, added, deviation=_DEVIATION, noise=_NOISE)
+    expected = [mean + log(each) for mean, each in zip(process.means, by_launches, strict=True)]
+    bar, none_wins = min(expected[index] for index in added) + log(1 - GAIN), 1.0
+    chances = {}
+    for index in range(len(fields)):
+        if index not in ms:
+            chances[index] = normal_below((bar - expected[index]) / math.sqrt(process.variances[index]))
+            none_wins *= 1 - chances[index]
+    if 1 - none_wins < CHANCE or len(ms) >= MOST_TRIED:
+        return expected, []
+    return expected, sorted(chances, key=lambda i: (-chances[i], expected[i], i))[:WAVE]
