@@ -291,9 +291,9 @@ def settled_sums(rank: int) -> list[bool]:
         out = torch.empty(m // 2, n, dtype=DTYPE, device=DEVICE)
         for call in range(5):
             (watched(op, came_back) if call else op)(a, weight, out)
-            for row, value in ((flags.FREE, 1), (flags.ARRIVED, m // 2)):
+            for row, value in ((flags.FREE, 1), (flags.TOLD, m // 2), (flags.ARRIVED, m // 2)):
                 peer.write(here[row.value, 1], value)
-            for row in (flags.FREE, flags.ARRIVED):
+            for row in (flags.FREE, flags.ARRIVED, flags.TOLD):
                 peer.take(op._flags.peers[1][row.value, 0])
             op.check()
             if call == 2:
