@@ -138,7 +138,7 @@ class Backlog:
 
     def finish(self) -> Iterator[tuple[RankContext, CompileCounts]]:
         """Wait until all is compiled and loaded; yield the contexts."""
-        while self._entries:
+        while any(entry.is_waited_for for entry in self._entries.values()):
             yield from self.advance(waits=True)
             if self._process is not None:
                 time.sleep(POLL_S[self._options.in_background])
