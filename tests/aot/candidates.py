@@ -72,6 +72,7 @@ class _Context:
 
     name: str = "a"
     search: None = None
+    outside_race: frozenset[str] = frozenset()
     run: RunLaunches = field(default_factory=RunLaunches)
     compile: CompileState = field(default_factory=CompileState)
 
