@@ -49,8 +49,7 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     ms: dict[int, float] = {}  # of the plans that were tried
     first_ms = yield from _timed(plans, 0)
     if not 0 < least(first_ms) < math.inf:
-        best, _ = yield from raced("all", plans, 2.0 * len(plans), MORE_RUNS)
-        return best
+        return (yield from raced("all", plans, 2.0 * len(plans), MORE_RUNS)).winner
     ms[0] = first_ms
     by_launches = [least(first_ms) + _slower_ms(space, plan) for plan in plans]
     limit_ms = by_launches[0] * (1 + LIKELY)
@@ -63,8 +62,7 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     limit = min(expected[index] for index in ms) + log(NEAR)
     near = [i for i in sorted(ms, key=lambda i: (expected[i], i)) if i and expected[i] <= limit][:FINALISTS]
     finalists = [plans[index] for index in (0, *near)]
-    best, _ = yield from raced("predicted, near", finalists, NEAR_RUNS, MORE_RUNS)
-    return best
+    return (yield from raced("predicted, near", finalists, NEAR_RUNS, MORE_RUNS)).winner
 
 
 def _timed(plans: Sequence[Plan], index: int) -> Generator[AskedPlan, float, float]:

@@ -20,8 +20,9 @@ from ..expectation.arithmetic import cholesky, forward
 from ..strategies import least
 
 LEAST_RUNS, RUNS_PER_EFFECT, MOST_RUNS = 36, 4, 156
-FIRST_LOOK = 36  # runs after which it ends if nothing seems to gain
+FIRST_LOOK = 32  # runs after which it ends if nothing seems to gain
 GAIN = 0.01  # of a run: less is no gain
+DOUBT = 1.5  # standard deviations by which a gain must be more than that, at the first look
 MOST_FINALISTS = 8
 ERRORS = (0.0, 1.0, 2.0)  # standard deviations that an effect must have to be one, in a plan each
 PAIR_ERRORS, PAIR_RUNS, MOST_PAIRS = 2.0, 2, 3  # by which a pair must beat the model, in so many runs
@@ -60,12 +61,11 @@ def runs_at_most(effects: int) -> int:
     return min(LEAST_RUNS + RUNS_PER_EFFECT * effects, MOST_RUNS)
 
 
-def screened(factors: Sequence[Factor], *, may_end: bool) -> Screening:
-    """Yield plans, receive the agreed ms of each; return the plans to race, the first candidates' first.
+def screened(factors: Sequence[Factor], first: Plan, *, may_end: bool) -> Screening:
+    """Yield plans, receive the agreed ms of each; return the plans to race, `first` first.
 
-    may_end: after FIRST_LOOK runs if no plan promises a gain.
+    first: the plan that stays unless another promises a gain. may_end: after FIRST_LOOK runs if none does.
     """
-    first: Plan = {factor.name: factor.candidates[0] for factor in factors}
     runs = runs_at_most(sum(len(factor.effects) for factor in factors))
     looks = {runs, FIRST_LOOK} if may_end else {runs}
     timed: list[tuple[Plan, float]] = []
@@ -78,17 +78,22 @@ def screened(factors: Sequence[Factor], *, may_end: bool) -> Screening:
         if math.isfinite(ms):
             timed.append((plan, ms))
         if number in looks:
-            plans = [first] if len(timed) < number // 2 else _finalists(factors, first, timed)
+            plans = (
+                [first] if len(timed) < number // 2 else _finalists(factors, first, timed, DOUBT * may_end)
+            )
             if plans == [first]:
                 break
     return plans
 
 
-def _finalists(factors: Sequence[Factor], first: Plan, timed: Sequence[tuple[Plan, float]]) -> list[Plan]:
-    """Return the plans worth a race, `first` first; only that if no other promises a gain."""
+def _finalists(
+    factors: Sequence[Factor], first: Plan, timed: Sequence[tuple[Plan, float]], doubt: float
+) -> list[Plan]:
+    """Return the plans worth a race, `first` first; only that if none promises a gain by `doubt` errors."""
     model = _Model(factors, timed)
-    found = [model.best(errors) for errors in ERRORS]
-    promised_ms = model.gain_ms(found[1])
+    found = [model.best(first, errors) for errors in ERRORS]
+    gains = (model.gain(plan, first) for plan in found)
+    promised_ms = max(gain_ms - doubt * error_ms for gain_ms, error_ms in gains)
     pairs = model.pairs(found[1])[:MOST_PAIRS]
     if not pairs and promised_ms < GAIN * statistics.median(ms for _, ms in timed):
         return [first]
@@ -175,6 +180,7 @@ class _Model:
             far = FAR * fit.noise_ms
             kept = [own + min(max(ms - own, -far), far) for own, ms in zip(fit.fitted, seen, strict=True)]
             fit = fit.with_times(kept)
+        self._place_of, self._prior, self._of_runs, self._lower = place_of, prior, of_runs, fit.lower
         self._left = [ms - own for ms, own in zip(kept, fit.fitted, strict=True)]
         self._noise_ms = fit.noise_ms
         self._mean_ms: dict[tuple[str, int], float] = {}
@@ -185,20 +191,29 @@ class _Model:
             known = math.fsum(value * value for value in forward(fit.lower, column))
             self._error_ms[where] = math.sqrt(max(prior[e][e] - known, 0.0))
 
-    def best(self, errors: float) -> Plan:
-        """Return of each context the candidate that adds least: not the first, if by so many deviations."""
+    def best(self, first: Plan, errors: float) -> Plan:
+        """Return of each context what adds least, by so many deviations; else the candidate of `first`."""
         plan = {}
         for factor in self._factors:
-            first = factor.candidates[0]
-            wheres = [(factor.name, factor.candidates[kind]) for kind in factor.effects]
-            added = {w[1]: self._mean_ms[w] + errors * self._error_ms[w] for w in wheres}
-            fastest = min(added, key=lambda index: (added[index], index), default=first)
-            plan[factor.name] = fastest if added.get(fastest, 0.0) < 0 else first
+            own = first[factor.name]
+            own_error_ms = self._error_ms.get((factor.name, own), 0.0)
+            added = {own: self._added_ms(factor.name, own)}
+            for index in factor.candidates:
+                error_ms = max(own_error_ms, self._error_ms.get((factor.name, index), 0.0))
+                added.setdefault(index, self._added_ms(factor.name, index) + errors * error_ms)
+            plan[factor.name] = min(added, key=added.__getitem__)
         return plan
 
-    def gain_ms(self, plan: Plan) -> float:
-        """Return by how much less a run takes than with all first candidates."""
-        return -math.fsum(self._mean_ms.get(where, 0.0) for where in plan.items())
+    def gain(self, plan: Plan, first: Plan) -> tuple[float, float]:
+        """Return by how much less a run takes than with `first`, and the deviation of that."""
+        changed = [(1, each) for each in plan.items() - first.items() if each in self._place_of]
+        changed += [(-1, each) for each in first.items() - plan.items() if each in self._place_of]
+        signs = {self._place_of[each]: sign for sign, each in changed}
+        between = [math.fsum(sign * row[e] for e, sign in signs.items()) for row in self._of_runs]
+        known = math.fsum(value * value for value in forward(self._lower, between))
+        prior = math.fsum(v * w * self._prior[e][f] for e, v in signs.items() for f, w in signs.items())
+        gain_ms = -math.fsum(sign * self._mean_ms[each] for sign, each in changed)
+        return gain_ms, math.sqrt(max(prior - known, 0.0))
 
     def pairs(self, base: Plan) -> list[Plan]:
         """Return the pairs of candidates that beat `base` only together, the most gainful first."""

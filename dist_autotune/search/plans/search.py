@@ -21,13 +21,13 @@ MOST_PLANS = 64  # of one race
 RUNS_PER_PLAN = 2.7
 FEW_ROOMS = 4  # beside many options
 MORE_RUNS = 40  # of the best plan and that of the incumbents, where they are near
+GAIN = 0.03  # of the time of the incumbents' plan, for another to be faster
 NEAR = 1.06  # of the best plan: plans that race again
 TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN = 30, 2.0
-CONFIRMING_RUNS = 14
+CONFIRMING_RUNS = 12
 NEAR_RUNS, MOST_NEAR = 45, 12  # of those near the best
 
 Plan: TypeAlias = dict[str, int]
-Timed: TypeAlias = list[tuple[float, Plan]]  # the plans of a race by their times
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,27 @@ class AskedPlan:
 Search: TypeAlias = Generator[AskedPlan, float, Plan]
 
 
+@dataclass(frozen=True)
+class Raced:
+    """What a race of plans has found. timed: plans by their times, the fastest first."""
+
+    winner: Plan
+    timed: Sequence[tuple[float, Plan]] = ()
+
+    @property
+    def fastest(self) -> Plan:
+        return self.timed[0][1] if self.timed else self.winner
+
+    @property
+    def near(self) -> list[Plan]:
+        return [plan for ms, plan in self.timed if ms <= NEAR * self.timed[0][0]]
+
+    def gain(self, base: Plan) -> float:
+        """Return by what part of the base plan's time the fastest is faster."""
+        base_ms = next((ms for ms, plan in self.timed if plan == base), math.inf)
+        return 1 - self.timed[0][0] / base_ms if self.timed else 0.0
+
+
 def runs_at_most(kernels: int, choices: Sequence[int], *, keeps_kernels: bool) -> int:
     """Return how many runs the search takes at most, for so many kernels, and options of each choice."""
     plans = MOST_PLANS if kernels or len(choices) > 1 else min(math.prod(choices), MOST_PLANS)
@@ -50,7 +71,7 @@ def runs_at_most(kernels: int, choices: Sequence[int], *, keeps_kernels: bool) -
     if kernels < 2 and len(choices) < 2:
         return race
     together = (
-        math.ceil(max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * MOST_PLANS)) + NEAR_RUNS + 2 * CONFIRMING_RUNS
+        math.ceil(max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * MOST_PLANS)) + NEAR_RUNS + CONFIRMING_RUNS
     )
     effects = 5 * (0 if keeps_kernels else kernels) + sum(choices)
     finalists = math.ceil(racing_runs(screening.MOST_FINALISTS + 1)) + MORE_RUNS
@@ -65,14 +86,15 @@ def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
     """
     most, plans = few_plans(space, keeps_kernels=keeps_kernels)
     if plans:
-        best, timed = yield from raced("all", plans, race_of(plans), MORE_RUNS)
-        wider = wider_plans(space, timed, best) if most < MOST_CANDIDATES else []
+        race = yield from raced("all", plans, race_of(plans), MORE_RUNS)
+        wider = wider_plans(space, race) if most < MOST_CANDIDATES else []
         if len(wider) > 1:
-            best, _ = yield from raced("wider", wider, race_of(wider), MORE_RUNS)
-        return best
+            race = yield from raced("wider", wider, race_of(wider), MORE_RUNS)
+        return race.winner
     if keeps_kernels:
         space = space.with_incumbents()
-    return (yield from apart(space, (yield from together(space))))
+    moved, is_faster = yield from together(space)
+    return (yield from apart(space, moved, is_faster=is_faster))
 
 
 def race_of(plans: Sequence[object]) -> float:
@@ -91,13 +113,13 @@ def few_plans(space: PlanSpace, *, keeps_kernels: bool) -> tuple[int, list[Plan]
     return 0, []
 
 
-def wider_plans(space: PlanSpace, timed: Timed, best: Plan) -> list[Plan]:
+def wider_plans(space: PlanSpace, race: Raced) -> list[Plan]:
     """Return the best plan, and the options near it with all candidates of their kernel, if it is one."""
-    found = [best]
-    for ms, plan in timed:
+    found = [race.winner]
+    for plan in race.near:
         options = {name: index for name, index in plan.items() if name in space.choices}
         kernels = space.launched_by(options)
-        if ms > NEAR * timed[0][0] or len(kernels) > 1:
+        if len(kernels) > 1:
             break
         for indices in itertools.product(*(kernel.ms for kernel in kernels)):
             wider = {**options, **{k.name: i for k, i in zip(kernels, indices, strict=True)}}
@@ -106,62 +128,74 @@ def wider_plans(space: PlanSpace, timed: Timed, best: Plan) -> list[Plan]:
     return found[:MOST_PLANS]
 
 
-def together(space: PlanSpace) -> Search:
-    """Return the fastest of the plans in which all kernels leave the same room, beside each joint option."""
+def together(space: PlanSpace) -> Generator[AskedPlan, float, tuple[Plan, bool]]:
+    """Return the fastest plan in which all kernels leave the same room, and whether it gains.
+
+    If none gains over the incumbents' plan: the fastest that leaves room, as some contexts may gain by it.
+    """
     base, options, rooms = space.incumbents, space.joint_options(), space.rooms()
     if len(options) * (len(rooms) + 1) > MOST_PLANS:
         rooms = [rooms[place] for place in spread(range(len(rooms)), FEW_ROOMS)]
-    plans = [base]
+    plans, roomy = [base], []
     for chosen, room in itertools.product(options, [None, *rooms]):
         moved = {} if room is None else {k.name: k.within(room) for k in space.kernels if k.leaves_room}
         plan = space.with_kernels(chosen, moved)
         if plan not in plans:
             plans.append(plan)
+            roomy += [plan] if moved else []
     plans = plans[:MOST_PLANS]
     runs = max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * len(plans))
-    best, timed = yield from raced("together", plans, runs, 0)
-    if best != base:  # whose few samples may have been spikes
-        best, _ = yield from raced("together, confirmed", [base, best], CONFIRMING_RUNS, CONFIRMING_RUNS)
-    if best == base:
-        return base
-    near = [best, *(plan for ms, plan in timed if ms <= NEAR * timed[0][0] and plan not in (base, best))]
-    best, _ = yield from raced("together, near", near[:MOST_NEAR], NEAR_RUNS, 0)
-    return best
+    race = yield from raced("together", plans, runs, 0)
+    if race.gain(base) >= GAIN:
+        again = yield from raced("together, confirmed", [base, race.fastest], CONFIRMING_RUNS, 0)
+        if again.gain(base) >= GAIN:  # and not by a few samples of which some were spikes
+            near = [plan for plan in race.near if plan != base]
+            last = yield from raced("together, near", near[:MOST_NEAR], NEAR_RUNS, 0)
+            return last.fastest, True
+    return next((plan for _, plan in race.timed if plan in roomy), base), False
 
 
-def apart(space: PlanSpace, best: Plan) -> Search:
-    """Return the best plan in which contexts and choices may differ from what they do together."""
-    is_moved = best != space.incumbents
-    factors = _factors(space, best, is_moved=is_moved)
+def apart(space: PlanSpace, moved: Plan, *, is_faster: bool) -> Search:
+    """Return the best plan in which some contexts do as in `moved`, others as in the incumbents' plan.
+
+    is_faster: `moved` is, and stays unless another plan gains; else the incumbents' does.
+    """
+    kept = moved if is_faster else space.incumbents
+    factors = _factors(space, moved, is_faster=is_faster)
     if not factors:
-        return best
-    is_known = all(kernel.share for kernel in space.kernels)
-    found = yield from _screened(space, best, factors, may_end=is_known and not is_moved)
-    plans = [best, *(space.moved(best, each) for each in found[1:])]
-    best, _ = yield from raced("apart", plans, racing_runs(len(plans)), MORE_RUNS)
-    return best
+        return kept
+    first = {factor.name: kept.get(factor.name, moved[factor.name]) for factor in factors}
+    may_end = not is_faster and all(kernel.share for kernel in space.kernels)
+    found = yield from _screened(space, moved, factors, first, may_end=may_end)
+    plans = [kept, *(space.moved(moved, each) for each in found[1:])]
+    race = yield from raced("apart", plans, racing_runs(len(plans)), MORE_RUNS)
+    return race.winner
 
 
-def _factors(space: PlanSpace, best: Plan, *, is_moved: bool) -> list[Factor]:
-    """Return what may differ from the best plan. Choices that gained nothing together are left alone."""
+def _factors(space: PlanSpace, moved: Plan, *, is_faster: bool) -> list[Factor]:
+    """Return what may differ from what contexts do together.
+
+    Choices only where they gained together, and where no kernel leaves room: what options of single choices
+    add to a run would hide what stretches of kernels do.
+    """
+    moves_choices = is_faster and len(space.choices) > 1 and not any(k.leaves_room for k in space.kernels)
     factors = []
     kernels = {kernel.name: kernel for kernel in space.kernels}
-    for place, (name, index) in enumerate(best.items()):
+    for place, (name, index) in enumerate(moved.items()):
         if (kernel := kernels.get(name)) is not None:
-            kinds = kernel.kinds(index, is_moved=is_moved)
+            kinds = kernel.kinds(index)
             times = [kernel.launches * kernel.ms[each] for each in kinds]
-            family = kernel.family if kernel.leaves_room else ""
-            factors.append(Factor(name, kinds, times, family, place))
-        elif is_moved and len(space.choices) > 1:
+            factors.append(Factor(name, kinds, times, kernel.family if kernel.leaves_room else "", place))
+        elif moves_choices:
             others = [option for option in space.choices[name] if option != index]
             factors.append(Factor(name, [index, *others]))
     return factors if any(factor.effects for factor in factors) else []
 
 
 def _screened(
-    space: PlanSpace, best: Plan, factors: Sequence[Factor], *, may_end: bool
+    space: PlanSpace, best: Plan, factors: Sequence[Factor], first: Plan, *, may_end: bool
 ) -> Generator[AskedPlan, float, list[Plan]]:
-    flow = screening.screened(factors, may_end=may_end)
+    flow = screening.screened(factors, first, may_end=may_end)
     plan = next(flow)
     for number in itertools.count():
         ms = yield AskedPlan(space.moved(best, plan), f"apart, run {number}")
@@ -174,13 +208,13 @@ def _screened(
 
 def raced(
     name: str, plans: Sequence[Plan], runs: float, more_runs: int
-) -> Generator[AskedPlan, float, tuple[Plan, Timed]]:
-    """Race the plans, of which the first wins ties; return the best, and all by their times.
+) -> Generator[AskedPlan, float, Raced]:
+    """Race the plans, of which the first wins ties.
 
     Of a plan with two samples the faster one counts: the other may be a spike.
     """
     if len(plans) < 2:
-        return plans[0], []
+        return Raced(plans[0])
     ms_of: dict[int, float] = {}
     first_ms: dict[int, tuple[float, int]] = {}  # and how many samples there are
     flow = rounds(list(range(len(plans))), 0, runs, more_runs)
@@ -194,4 +228,4 @@ def raced(
             index = flow.send(ms)
         except StopIteration as stop:
             timed = sorted((ms, each) for each, ms in ms_of.items() if math.isfinite(ms))
-            return plans[int(stop.value)], [(ms, plans[each]) for ms, each in timed]
+            return Raced(plans[int(stop.value)], [(ms, plans[each]) for ms, each in timed])

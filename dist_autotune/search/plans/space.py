@@ -59,19 +59,11 @@ class KernelLevels:
             others = spread(sorted(others, key=lambda index: -self.share[index]), most - 1)
         return [self.incumbent, *others][:most]
 
-    def kinds(self, index: int, *, is_moved: bool) -> list[int]:
-        """Return `index`, then what to compare it with: as many for each kernel that can leave room.
-
-        is_moved: kernels leave room together; then it is compared with the incumbent, else with more room.
-        """
-        if not self.leaves_room:
-            return list(dict.fromkeys([index, *self.thinned(MOST_LEVELS)]))[:MOST_LEVELS]
-        if is_moved:
+    def kinds(self, index: int) -> list[int]:
+        """Return `index`, then what to compare it with: of a kernel that can leave room the incumbent."""
+        if self.leaves_room:
             return [index, self.incumbent]
-        others = spread(
-            [each for each in sorted(self.ms, key=lambda each: -self.share[each]) if each != index], 2
-        )
-        return [index, *others, *[index] * (2 - len(others))]
+        return list(dict.fromkeys([index, *self.thinned(MOST_LEVELS)]))[:MOST_LEVELS]
 
     def within(self, share: float) -> int:
         """Return the candidate that takes most of the device, at most this share; else that with least."""

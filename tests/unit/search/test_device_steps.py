@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from benchmarks.simulation.device_sessions import BESIDE, NOTHING, settle
+from benchmarks.simulation.device_sessions import BESIDE, NOTHING, OTHERS, settle
 from benchmarks.simulation.device_steps import (
     Candidate,
     Collective,
@@ -56,11 +56,14 @@ def test_no_plan_of_whole_families_beats_the_best_one(seed):
 
 # Several seeds where neighbours' trials are in each other's way most: launches alone misjudge tiles.
 CASES = [(name, 0) for name in BESIDE] + [("24 kernels, 1 choices", seed) for seed in range(1, 6)]
+# What all kernels do together is then a compromise, and hardly faster than what each wants alone.
+CASES += [("24 kernels, 1 choice, half of them beside collectives", seed) for seed in (0, 3, 6, 8)]
+CASES += [("48 kernels, 3 choices, half, a quarter small", seed) for seed in (0, 3)]
 
 
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_the_plan_is_near_the_best_after_a_bounded_number_of_runs(name, seed):
-    settled = settle(BESIDE[name](Random(f"{name} {seed}")), Random(f"noise {seed}"))
+    settled = settle({**BESIDE, **OTHERS}[name](Random(f"{name} {seed}")), Random(f"noise {seed}"))
     assert settled.gain > 0.1
     assert settled.regret <= 0.02
     assert settled.runs <= (700 if name.startswith("48") else 500)
