@@ -44,7 +44,8 @@ def prepare(
     settings.check_variables()
     if not is_module and not os.path.isfile(target):
         terminal.fail(f"There is no file {target}. To run a module: dist-autotune run -m {target}")
-    chosen = {name: _given(name, value) for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen |= {name: off for name, off in OFF.items() if chosen.get(name) == "off"}
     options = Options(**{"is_dist": True, **chosen, "mode": "online"})
     boundary = OptimizerSteps() if step is None else NamedCalls(step)
     program = Program(target, tuple(arguments or ()), is_module)
@@ -65,24 +66,14 @@ def execute(program: Program, options: Options, boundary: Any) -> None:
                 terminal.print_ending(program.name, tuned.report, tuned.remark)
 
 
-def _given(name: str, text: Any) -> Any:
-    """Return the value of an option's text; text that does not parse stays: `Options` refuses it by name."""
-    if name in OFF and text == "off":
-        return OFF[name]
-    with contextlib.suppress(TypeError, ValueError):
-        return KINDS[name](text)
-    return text
-
-
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command` a parameter for each of OPTIONS in place of `given`."""
     parameters = [
         each for each in inspect.signature(command, eval_str=True).parameters.values() if each.name != "given"
     ]
+    hints = typing.get_type_hints(Options)
     for name, text in OPTIONS.items():
-        kind = KINDS[name]
-        option = typer.Option(help=text, metavar=None if kind is bool else f"<{kind.__name__}>")
-        annotation: Any = Annotated[bool | None if kind is bool else str | None, option]
+        annotation: Any = Annotated[_kind(hints[name]) | None, typer.Option(help=text)]
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -96,5 +87,4 @@ def _kind(hint: Any) -> type:
     return next(kind for kind in (str, bool, int, float) if kind in kinds)
 
 
-KINDS = {name: _kind(hint) for name, hint in typing.get_type_hints(Options).items() if name in OPTIONS}
 _with_options(prepare)

@@ -101,7 +101,7 @@ def test_the_variable_off_runs_the_program_alone(tmp_path):
             "statistic='worst': expected one of 'median', 'mean', 'min'",
         ),
         (["--n-repeat", "0", "program.py"], "n_repeat=0: expected an int of at least 1"),
-        (["--n-repeat", "few", "program.py"], "n_repeat='few': expected an int of at least 1"),
+        (["--n-repeat", "few", "program.py"], "Invalid value for '--n-repeat'"),
         (["--timeout-s", "-1", "program.py"], "timeout_s=-1.0"),
         (["--step", "nowhere", "program.py"], "--step 'nowhere': expected module:function"),
         (["--unknown", "program.py"], "--unknown"),
