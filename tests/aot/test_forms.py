@@ -108,35 +108,6 @@ def test_a_form_that_comes_while_candidates_are_compiled_is_compiled_with_them(d
     assert launched(device) == {(form, block) for form in ("first", "second") for block in (GOOD, 64)}
 
 
-@pytest.mark.parametrize("after", ["the first run", "other runs"])
-def test_a_form_of_a_run_that_fails_is_compiled_ahead_once_a_run_with_it_ends(device, compiler, after):
-    fails, forms = [], [(None, "first")]
-    if after == "the first run":
-        forms.append((None, "second"))
-    compiler.behaves({64: "wait"})
-    tuner, x, y = kernel_of_forms(GOOD, 64), torch.zeros(1), torch.zeros(1)
-
-    def step() -> None:
-        for shift, form in forms:
-            tuner[(1,)](x, y, shift, form)
-        if fails:
-            raise RuntimeError(fails.pop())
-
-    function = contextual_autotune(step, mode="online", log_dir=None, cache=False, progress=False)
-    if after == "other runs":
-        function()
-        function()
-        forms.append((None, "second"))
-    fails.append("of the user's")
-    with pytest.raises(RuntimeError, match="of the user's"):
-        function()
-    function()
-    compiler.let_go()
-    settle(function)
-    assert compiler.compiled_here() == [GOOD, GOOD]
-    assert launched(device) == {(form, block) for form in ("first", "second") for block in (GOOD, 64)}
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["one form", "another form in a trial"])
 def test_a_run_whose_timed_launch_has_compiled_is_made_again(device, compiler, late):
     runs: list[int] = []

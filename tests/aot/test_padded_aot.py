@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import re
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,39 +137,6 @@ def test_a_settled_call_copies_to_new_scratch_memory_and_asks_nobody(device, all
     for number in range(4):
         assert launches[number][2:] == launches[4 + number][2:] or number == 2
         assert device.launched[number][:3] == device.launched[4 + number][:3]  # the grid
-
-
-@pytest.mark.parametrize(
-    ("make", "vector"),
-    [
-        pytest.param(lambda: matrix(64, 520, torch.float16), 8, id="16 bytes"),
-        pytest.param(lambda: matrix(64, 520, torch.float16, pad=8), 8, id="16 bytes, a slice"),
-        pytest.param(lambda: matrix(64, 522, torch.float16, pad=6), 2, id="a row's end"),
-        pytest.param(lambda: matrix(64, 520, torch.float16, pad=4), 4, id="the distance of rows"),
-        pytest.param(lambda: matrix(64, 520, torch.float16, shift=2), 2, id="the address"),
-        pytest.param(lambda: matrix(64, 521, torch.float16), 1, id="odd"),
-        pytest.param(lambda: matrix(64, 520, torch.float32), 4, id="fp32"),
-        pytest.param(lambda: matrix(64, 1040, torch.float16)[:, ::2], 1, id="every second element"),
-    ],
-)
-def test_how_many_elements_are_moved_at_a_time(device, make, vector):
-    source = make()
-    copies.padded_copy(source, transposed=False)
-    given = arguments(device.launched[-1])
-    names = copies.copy_rows.arg_names
-    assert len(given) == len(names)
-    assert dict(zip(names, given, strict=True))["VECTOR"] == vector
-
-
-def test_nothing_keeps_scratch_memory(device, all_copied, rooms):
-    for _ in range(2):
-        multiply(*operands(250, 333, 67))
-    kept = [weakref.ref(room) for room in rooms]
-    device.launched.clear()
-    rooms.clear()
-    gc.collect()
-    assert len(kept) == 6
-    assert {ref() for ref in kept} == {None}
 
 
 def test_the_tuner_keeps_copied_and_other_operands_apart(device, all_copied, monkeypatch):

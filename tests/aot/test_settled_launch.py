@@ -5,8 +5,6 @@ The tuner and Triton's IR are real, the device is pretended: what reaches the la
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from launch_path import DESCRIPTOR_BYTES, count_asking
-from settled_cases import ALL, GATHER, PLAIN_SUM, SCATTER, SUMS, Caller, Launches
+from settled_cases import ALL, GATHER, SCATTER, SUMS, Caller, Launches
 from settled_path import (
     Launched,
     LaunchingDevice,
@@ -218,18 +216,3 @@ def test_it_is_tuned_in_context_and_then_settles(world, monkeypatch):
     for values in map(world.named, after):
         assert {name: values[name] for name in choice.kwargs} == choice.kwargs
     assert world.compared(after[0]) == world.compared(after[1])
-
-
-# ---- what it keeps, and what it costs
-
-
-@pytest.mark.parametrize("world", [SUMS], indirect=True)
-def test_nothing_keeps_the_callers_tensors(world):
-    caller = world.caller(PLAIN_SUM)
-    for _ in range(2):
-        caller.call()
-    kept = [weakref.ref(tensor) for tensor in caller.tensors.values()]
-    world.device.launches.clear()
-    del caller
-    gc.collect()
-    assert [ref() for ref in kept] == [None] * len(kept)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from programs import torchrun
 
-from benchmarks.common import render
 from benchmarks.tuner import clock_error
 from benchmarks.tuner.clock_error import Row
 
@@ -36,12 +34,6 @@ def test_a_kernel_of_ten_microseconds_is_right_or_flagged_or_missed(measured, ve
     assert measured.verdict == verdict
 
 
-def test_iterations_follow_from_two_durations():
-    few, many = (1000, 12.0), (11_000, 32.0)  # 2 us for each thousand, and 10 us to begin with
-    assert clock_error.iterations_for(50.0, few, many) == 20_000
-    assert clock_error.iterations_for(2.0, few, many) == 1
-
-
 def event(name: str, us: float) -> Any:
     return SimpleNamespace(name=lambda: name, duration_ns=lambda: us * 1e3)
 
@@ -53,34 +45,6 @@ def test_the_profilers_durations_are_those_of_the_kernel_alone():
         RuntimeError, match=r"3 of 4 launches of spend in the profile: \['spend', 'spin_kernel'\]"
     ):
         clock_error.median_us(events, "spend", 4)
-
-
-def test_the_record_becomes_a_table_for_the_terminal_and_a_page(tmp_path):
-    rows = [row(60.0, 10.0, launch_bound=True, feeds=False), row(10.1, 10.0), row(120.0, 100.0)]
-    record = {
-        "op": "clock_error", "title": "The clock", "figures": "CUDA events", "date": "2026-01-02T03:04:05",
-        "hardware": {"world_size": 1, "device": "NVIDIA H200"}, "versions": {"torch": "2.11.0"},
-        "variables": {}, "commit": "abc", "command": "./launch.sh x", "warm_ups": 3, "iterations": 15,
-        "clocks": {"clocks.sm": "1980 MHz"}, "measured": [asdict(each) for each in rows],
-        "table": clock_error.table(rows, 1.25),
-    }  # fmt: skip
-    record = json.loads(json.dumps(record))
-    text = render.summary(record)
-    assert text.splitlines()[2].split() == [
-        *("10", "idle", "not", "fed", "60.00", "10.00", "+500.0", "+50.00", "flagged")
-    ]
-    page = render.page(record)
-    for part in (
-        "# The clock, 1 x NVIDIA H200",
-        "`./launch.sh x`, commit abc.",
-        "| 10 | idle | fed | 10.10 | 10.00 | +1.0 | +0.10 | ok |",
-        "| 100 | idle | fed | 120.00 | 100.00 | +20.0 | +20.00 | MISSED |",
-        "Two events with nothing between them, on a busy stream, read 1.25 us",
-        "Of 3 rows of at least 10 us, 1 are further off than 3 % and not flagged",
-        "At the end: clocks.sm 1980 MHz.",
-    ):
-        assert part in page
-    assert render.file_stem(record) == "clock_error_1xH200_2026-01-02"
 
 
 @pytest.mark.gpu(alone=True, seconds=20)

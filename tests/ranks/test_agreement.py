@@ -29,28 +29,6 @@ def test_every_rank_gets_every_payload_once(init, world_size):
     assert assert_all_ok(run_ranks(program, world_size, init=init)) == [expected] * world_size
 
 
-@pytest.mark.parametrize("init", ["file", "tcp"])
-def test_nothing_grows_over_500_exchanges(init):
-    def program(rank):
-        def kept() -> tuple[int, int]:
-            dist.barrier()
-            store = dist.distributed_c10d._get_default_store()
-            hub = GROUPS.of(None).rendezvous.hub
-            counts = store.num_keys(), 0 if hub is None else len(hub.state)
-            dist.barrier()
-            return counts
-
-        exchange(rank)
-        before = kept()
-        for n in range(500):
-            exchange(n)
-        return before, kept()
-
-    for before, after in assert_all_ok(run_ranks(program, 3, init=init)):
-        assert after == before
-        assert after[1] == 0
-
-
 def test_nothing_is_left_after_failures_and_long_waits():
     def program(rank):
         for slow in range(7):

@@ -307,3 +307,19 @@ def test_steps_of_all_ranks_are_one_run_and_one_that_raises_is_made_again():
     assert zero[:3] == one[:3] == ([16, 32, 32, 64, 32], {"add64": 32}, True)
     assert zero[3] == ["fine", "ValueError", "fine", "fine", "fine"]
     assert one[3] == ["fine", "PeerFailed", "fine", "fine", "fine"]
+
+
+def test_one_run_and_one_exchange_a_call():
+    def program(rank):
+        bench, x, counts = Bench(), numbers(), []
+        kernel = bench.kernel({16: 1.0 + rank, 32: 1.5, 64: 9.0})
+        step = tune(bench, lambda: launch(kernel, x), mode="online")
+        for _ in range(6):
+            assert torch.equal(step(), x + 1)
+            counts.append((len(bench.blocks()), step.settled))
+        return counts, bench.blocks(), len(exchanges(rank)), step.report.runs
+
+    for counts, blocks, exchanged, runs in assert_all_ok(run_ranks(program, 2)):
+        assert counts == [(1, False), (2, False), (3, True), (4, True), (5, True), (6, True)]
+        assert blocks == [16, 32, 64, 32, 32, 32]
+        assert (exchanged, runs) == (4, 3)  # the opening, then one for each trial

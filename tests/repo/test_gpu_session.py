@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from documents import ROOT
 from gpu_cases import covering, covering_indices, shapes_and_candidates
-from gpu_schedule import Job, Placed, Schedule, jobs_at_once, jobs_of, part_of
+from gpu_schedule import Job, Placed, Schedule, jobs_of, part_of
 
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
 
@@ -45,24 +45,11 @@ def test_tests_of_one_function_share_a_process_but_not_those_that_run_alone_or_o
     ]
 
 
-def test_what_needs_more_devices_begins_first_and_the_rest_goes_to_the_emptiest():
-    schedule = Schedule([Job(("a",)), Job(("b",)), Job(("both",), 2), Job(("c",))], devices=2, at_once=2)
-    assert texts(begun(schedule)) == [("both", (0, 1)), ("a", (0,)), ("b", (1,))]
-    assert schedule.waiting() == ["c"]
-    schedule.end(schedule.running[1])
-    assert texts(begun(schedule)) == [("c", (0,))]
-
-
 def test_half_of_what_shares_a_device_spans_devices_at_most():
     jobs = [Job((f"pair {index}",), 2, seconds=9.0) for index in range(3)]
     schedule = Schedule([*jobs, Job(("a",)), Job(("b",))], devices=2, at_once=4)
     assert [name for name, _ in texts(begun(schedule))] == ["pair 0", "pair 1", "a", "b"]
     assert texts(begun(Schedule(jobs, devices=2, at_once=1))) == [("pair 0", (0, 1))]
-
-
-def test_of_those_with_as_many_devices_the_longest_begins_first():
-    jobs = [Job((name,), devices, seconds=s) for name, devices, s in (("a", 1, 9), ("b", 2, 3), ("c", 2, 7))]
-    assert [name for name, _ in texts(begun(Schedule(jobs, devices=2, at_once=4)))] == ["c", "b", "a"]
 
 
 def test_what_runs_alone_waits_for_all_others_and_has_its_device_for_itself():
@@ -74,14 +61,6 @@ def test_what_runs_alone_waits_for_all_others_and_has_its_device_for_itself():
     assert texts(begun(schedule)) == [("alone 0", (0,))]
     schedule.end(second)
     assert texts(begun(schedule)) == [("alone 1", (1,))]
-
-
-def test_near_the_end_what_runs_alone_goes_first():
-    alone = [Job((f"alone {index}",), is_alone=True, seconds=5.0) for index in range(4)]
-    schedule = Schedule([Job(("a",)), *alone], devices=1, at_once=4, limit_s=100.0)
-    assert schedule.reserved_s() == 20.0
-    assert texts(begun(schedule, now_s=81.0)) == [("alone 0", (0,))]
-    assert Schedule(alone, devices=1, at_once=4, limit_s=40.0).reserved_s() == 10.0
 
 
 def test_what_a_process_did_not_come_to_is_run_by_another_one():
@@ -100,10 +79,6 @@ def test_parts_are_all_tests_once():
 def test_a_part_that_does_not_exist_is_refused(part):
     with pytest.raises(ValueError, match="expected i/n"):
         part_of([1], part)
-
-
-def test_as_many_tests_share_a_device_as_there_are_cores_for():
-    assert [jobs_at_once(*each) for each in ((16, 1), (32, 2), (2, 1), (1, 1), (4, 8))] == [14, 14, 1, 1, 1]
 
 
 def test_some_candidates_have_every_value_of_every_field():
@@ -252,40 +227,3 @@ def test_sleeps(number):
     assert [each["test"][-3:] for each in record["not_run"]] == ["[1]", "[2]"]
     assert record["not_run"][0]["stopped_after_s"] > 1
     assert "not run in 3 s: 2" in printed
-
-
-def test_a_part_of_the_tests_is_run(tmp_path):
-    tests = (
-        "import pytest\n\n@pytest.mark.gpu\n@pytest.mark.parametrize('n', range(5))\ndef test_it(n): pass\n"
-    )
-    code, _, record = session(tmp_path, tests, "--part", "2/2")
-    assert code == 0
-    assert [each["test"][-3:] for each in record["tests"]] == ["[1]", "[3]"]
-
-
-def test_the_times_of_the_last_run_order_the_next_one_and_before_that_those_of_marks(tmp_path):
-    tests = """
-import pathlib, pytest
-
-@pytest.mark.gpu(devices=2)
-@pytest.mark.parametrize("number", range(3))
-def test_it(number):
-    with pathlib.Path("order").open("a") as file:
-        file.write(f"{number} ")
-
-@pytest.mark.gpu(devices=2, seconds=20)
-def test_long():
-    with pathlib.Path("order").open("a") as file:
-        file.write("long ")
-"""
-    path, order = tmp_path / "out/results.json", tmp_path / "order"
-    _, _, record = session(tmp_path, tests, "--at-once", "1")
-    assert order.read_text() == "long 0 1 2 "
-    order.unlink()
-    for each in record["tests"]:
-        each["seconds"] = {"[2]": 9.0, "ong": 1.0}.get(each["test"][-3:], 5.0)
-    path.write_text(json.dumps(record))
-    session(tmp_path, tests, "--at-once", "1")
-    assert order.read_text() == "2 0 1 long "
-    path.write_text("cut off")
-    assert session(tmp_path, tests, "--at-once", "1")[0] == 0

@@ -53,14 +53,6 @@ def test_a_config_that_changes_a_bit_never_wins(bench, search):
     assert len(context.output_digest) == 32
 
 
-def test_the_comparison_takes_two_runs_of_each_config_before_any_is_timed(bench):
-    tuned = bench.tune(Function(bench), bits="same")
-    tuned()
-    compared = [BASE, BASE, SLOW, SLOW, FAST, FAST]
-    assert bench.blocks() == [*compared, BASE, SLOW, SLOW]
-    assert tuned.report.runs == 9
-
-
 def test_check_reports_classes_and_restricts_nothing(bench):
     tuned = bench.tune(Function(bench), bits="check")
     tuned()
@@ -147,19 +139,6 @@ def test_a_function_that_launches_nothing_to_tune_or_is_traced_is_left_alone(ben
     with FakeTensorMode():
         traced = bench.tune(lambda: torch.ones(4) + 1, bits="same")
         assert traced().shape == (4,)
-
-
-def test_what_outputs_names_is_compared(bench):
-    function, written = Function(bench), torch.zeros(64)
-
-    def step():
-        written.copy_(function())
-
-    tuned = bench.tune(step, bits="same", outputs=[written])
-    tuned()
-    context = only(tuned.report)
-    assert winner(context) == SLOW
-    assert "item 0 of preserve= and outputs=" in only_reason(context, FAST)
 
 
 # ---- several kernels

@@ -76,19 +76,6 @@ def test_the_launches_of_one_run_are_one_sample_their_mean(bench):
     assert list(only(tuned.report).timings.values()) == [3.0, 2.0]
 
 
-@pytest.mark.parametrize("first_run", [0, 1, 3, 4, 5, 6], ids="run {}".format)  # the third is the final one
-def test_a_kernel_that_shares_everything_with_its_twin_is_a_kernel_of_its_own(bench, first_run):
-    one, other = bench.kernel({16: 1.0, 32: 2.0}), bench.kernel({16: 2.0, 32: 1.0})
-    runs = itertools.count()
-    tuned = bench.tune(
-        lambda: [launch(kernel, numbers()) for kernel in (one, other)[: 1 + (next(runs) >= first_run)]]
-    )
-    for _ in range(8):
-        tuned()
-    assert len(tuned.report.contexts) == 2
-    assert (one.best_config.kwargs["BLOCK"], other.best_config.kwargs["BLOCK"]) == (16, 32)
-
-
 def test_an_autotuner_that_has_pruned_the_planned_config_away_launches_another(bench):
     runs = itertools.count()
 

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels_for_tests import block_of, entries, launch, no_bench, numbers, only, records
+from kernels_for_tests import block_of, launch, no_bench, numbers, only, records
 
-from dist_autotune import tunable
 from dist_autotune.cli.replay import verify
 from dist_autotune.logs.records import ContextAdmitted
 from dist_autotune.reports.history import load_history
@@ -55,31 +54,6 @@ def test_the_next_process_begins_with_what_is_on_disk(bench, tuned, mode, monkey
     assert (bench.blocks(n=2048)[0], bench.blocks(n=100)[0]) == (64, 32)
     if mode == "cached":
         assert bench.blocks() == [64, 32]
-
-
-def test_provisional_results_are_no_neighbours(bench, tmp_cache):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), max_runs=3)
-    tuned(64)
-    assert only(tuned.report).status == "partial"
-    bench.forget()
-    tuned(128)
-    assert bench.blocks(n=128)[0] == 16
-    assert not entries(tmp_cache)
-
-
-def test_a_choice_of_the_host_begins_with_that_of_the_nearest_key(bench):
-    chosen = []
-
-    def thunk(n):
-        chosen.append(tunable("slices", [1, 2], key=(n,)))
-        bench.spend({1: 2.0, 2: 1.0}[chosen[-1]])
-
-    tuned = bench.tune(thunk)
-    tuned(64)
-    chosen.clear()
-    tuned(128)
-    assert chosen[0] == 2
 
 
 def test_keys_that_are_launched_no_more_cost_no_search_for_neighbours_in_later_runs(bench, monkeypatch):

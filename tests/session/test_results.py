@@ -177,25 +177,6 @@ def test_the_listener_hears_nothing_of_what_is_provisional_or_was_known(bench, m
 # ---- the report and what is settled
 
 
-def test_the_report_can_be_read_while_the_session_is_under_way(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    seen = []
-
-    def thunk():
-        report = tuned.report
-        seen.append((report.runs, [(c.status, dict(c.timings)) for c in report.contexts], tuned.settled))
-        launch(kernel, numbers())
-
-    tuned = bench.tune(thunk)
-    tuned()
-    first, second, final = seen
-    texts = [str(config) for config in kernel.configs]
-    assert first == (1, [], False)
-    assert second == (2, [("tuning", {texts[0]: 3.0})], False)
-    assert final == (3, [("tuned", {texts[0]: 3.0, texts[1]: 1.0})], False)
-    assert tuned.settled
-
-
 def test_any_thread_may_read_the_report_at_any_moment(bench):
     tuned = bench.tuned({block: float(block) for block in range(16, 16 * 120, 16)}, cache=False, log_dir=None)
     is_over, errors = threading.Event(), []

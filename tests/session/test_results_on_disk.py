@@ -96,14 +96,6 @@ def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(benc
     assert bench.blocks(n=128) == [32, 32, 16, 32, 32]  # the call that meets it tunes it
 
 
-def test_a_result_without_a_time_is_not_written(bench, tmp_cache):
-    tuned = bench.tuned({16: float("nan"), 32: float("nan")})
-    with pytest.warns(UserWarning, match="returned only times that are not finite"):
-        tuned()
-    assert (only(tuned.report).ms, block_of(only(tuned.report).config)) == (None, 16)
-    assert not tmp_cache.exists() or entries(tmp_cache) == []
-
-
 @pytest.mark.parametrize(
     "change",
     [{"ms": {16: 3.0, 32: 1.0, 64: 2.0}}, {"function": double}, {"key": ("n", "x_ptr")}],

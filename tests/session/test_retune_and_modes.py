@@ -100,23 +100,6 @@ def test_mode_cached_uses_what_is_known_and_never_tries(bench, monkeypatch):
     assert tuned.settled
 
 
-def test_mode_cached_puts_off_a_retune(bench, monkeypatch):
-    ms = {16: 3.0, 32: 1.0}
-    kernel = bench.kernel(ms)
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    ms[32] = 9.0
-    tuned.retune()
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    bench.forget()
-    tuned()
-    tuned()
-    assert bench.blocks() == [32, 32]
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "tune")
-    tuned()
-    assert bench.blocks() == [32, 32, 16, 32, 16]
-
-
 def test_mode_off_is_the_bare_function(bench, monkeypatch):
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
     stock = Autotuner.run

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernels_for_tests import grid_of, is_outside, launch, no_bench, numbers, out_of_resources
 
-from dist_autotune import NotTuned, StepTuner, TuningError, tunable
+from dist_autotune import NotTuned, TuningError, tunable
 
 
 @pytest.fixture
@@ -127,16 +127,3 @@ def test_launches_outside_are_stocks(bench, strict):
         tuned()
     assert is_outside()
     assert torch.equal(launch(kernel, numbers()), numbers() + 1)
-
-
-def test_steps_of_a_loop_are_strict_too(bench, shipped):
-    fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
-    tuner = StepTuner(clock=bench.clock, progress=False)
-    for n in (64, 1024, 64):
-        with tuner.step():
-            launch(fresh, numbers(n))
-    with pytest.raises(NotTuned, match=r"add\[n=100"), tuner.step():
-        launch(fresh, numbers(100))
-    with tuner.step():
-        launch(fresh, numbers(64))
-    assert bench.blocks() == [32] * 4

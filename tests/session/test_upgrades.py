@@ -96,15 +96,6 @@ def rewrite(path, cache, **changes):
     bundle.merge(Winners(cache), bundle.read(bundle_file), replaces=False)
 
 
-def test_where_fewer_than_two_of_the_best_are_left_all_candidates_race(tmp_cache, monkeypatch):
-    start(OLD_MS)[0]()
-    upgrade_triton(monkeypatch)
-    tuned, bench, _ = start({block: NEW_MS[block] for block in (16, 32, 256)})
-    tuned()
-    assert bench.blocks()[:3] == [16, 32, 256]
-    assert only(tuned.report).again == ""
-
-
 def test_where_the_best_fail_now_all_candidates_race(tmp_cache, monkeypatch):
     start(OLD_MS)[0]()
     upgrade_triton(monkeypatch)

@@ -255,12 +255,3 @@ def test_what_the_driver_refuses_is_told():
         with pytest.raises(SymmetricMemoryError, match="rank 1 of 2, cpu: the CUDA driver reports 700"):
             exchange.start(ROWS_OF_CHUNK, 3, 0, 1)
         assert len(memory._driver.calls) == refused + 1
-
-
-def test_what_cannot_be_prepared_is_told_before_anything_is_enqueued(monkeypatch):
-    memory = Batched(2)
-    exchange = producer_of(memory)
-    monkeypatch.setattr(cuda_module, "_operation", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        exchange.start(ROWS_OF_CHUNK, 1, 0, 1)
-    assert memory.written.log == []

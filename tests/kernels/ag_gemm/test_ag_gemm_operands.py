@@ -11,7 +11,7 @@ import torch
 from ag_gemm_runs import error_ratio
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer, room_like
+from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
 
 CAPACITY, K, N = 16, 32, 24
 
@@ -66,13 +66,6 @@ def test_what_lies_in_the_same_place_in_another_way_is_checked(op, change, error
             op(a_shard, change(weight))
 
 
-def test_columns_in_the_place_of_rows_are_no_longer_the_same_weight(op):
-    a_shard, weight = torch.randn(8, K), weight_of()
-    for _ in range(2):
-        assert is_right(op, a_shard, weight)
-        assert is_right(op, a_shard, weight.as_strided((N, K), (1, N)))
-
-
 def test_a_result_that_is_no_tensor_is_told_though_the_call_without_one_is_known(op):
     a_shard, weight = torch.randn(8, K), weight_of()
     op(a_shard, weight)
@@ -108,18 +101,6 @@ def test_kernels_are_loaded_once_for_all_tensors_that_are_alike(op, monkeypatch)
     assert len(loaded) == 1
     op(a_shard, weight_of(40))
     assert len(loaded) == 2
-
-
-@pytest.mark.parametrize("shift", range(8))
-def test_room_for_a_result_that_is_thrown_away_lies_as_the_result_does(shift):
-    for out in (
-        torch.zeros(200, dtype=torch.float16)[shift:].as_strided((6, 5), (24, 1)),
-        torch.zeros(200, dtype=torch.float16)[shift:].as_strided((1, 5), (1, 1)),
-    ):
-        room = room_like(out)
-        assert (room.shape, room.stride(), room.dtype) == (out.shape, out.stride(), out.dtype)
-        assert room.data_ptr() % 16 == out.data_ptr() % 16
-        assert room.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
 
 
 def test_no_tensor_of_a_caller_is_kept(op):

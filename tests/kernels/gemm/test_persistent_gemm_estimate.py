@@ -35,13 +35,6 @@ def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:
     return args | changed
 
 
-def tile(m: int, n: int, extra_n: int = 0, **changed: Any) -> dict[str, Any]:
-    """Return the kwargs of a config."""
-    kwargs = {"VARIANT": "cooperative", "BLOCK_M": m, "BLOCK_N": n, "EXTRA_N": extra_n, "BLOCK_K": 64}
-    kwargs |= {"NUM_BUFFERS": 4, "JOINED": False, "SWAP_AB": False}
-    return kwargs | changed
-
-
 def is_among(winner: str, configs: list[Any]) -> bool:
     """Return whether a config of a record is one of these, which may have more arguments.
 
@@ -85,32 +78,3 @@ def test_no_call_tries_more_than_a_few_dozen_configs_and_the_most_promising_come
     clocks = [estimated_clocks(config.kwargs, args) for config in tried]
     assert 0 < len(tried) <= MOST_TRIALS
     assert clocks == sorted(clocks)
-
-
-def test_where_there_is_tensor_memory_nothing_is_estimated():
-    tried = prune(GLUON_CANDIDATES, call(8192, 8192, 8192, TENSOR_MEMORY=True))
-    assert tried == [config for config in GLUON_CANDIDATES if config in tried]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "better", "worse"),
-    [
-        pytest.param((8192, 8192, 8192), tile(128, 256), tile(64, 64), id="large tiles load less"),
-        pytest.param((720, 3072, 3072), tile(128, 128, 32), tile(128, 128), id="one wave, not two"),
-        pytest.param((4100, 4104, 4104), tile(256, 128, 64), tile(128, 256), id="rows between lines"),
-        pytest.param(
-            (8192, 8192, 512), tile(128, 128, VARIANT="pingpong"), tile(128, 128), id="stores are hidden"
-        ),
-        pytest.param(
-            (8192, 8192, 512), tile(128, 128), tile(128, 128, VARIANT="persistent"), id="loads are hidden"
-        ),
-        pytest.param((16, 8192, 8192), tile(64, 64, NUM_BUFFERS=8), tile(64, 64), id="bytes in flight"),
-        pytest.param((4096, 4096, 4096), tile(128, 128, 64, JOINED=True), tile(128, 128, 64), id="read once"),
-        pytest.param(
-            (2112, 2112, 2112), tile(128, 128, 48, JOINED=True), tile(128, 128), id="two waves, not three"
-        ),
-    ],
-)
-def test_which_of_two_configs_is_put_first(sizes, better, worse):
-    args = call(*sizes)
-    assert estimated_clocks(better, args) < estimated_clocks(worse, args)

@@ -66,11 +66,6 @@ def test_patience_ends_by_the_clock_and_never_early(patience_ticks):
     assert wait.readings == wait.polls // ROUND
 
 
-def test_a_clock_that_stands_still_does_not_make_a_wait_endless():
-    wait = Wait(patience_ticks=2, clock_stands=True)
-    assert (wait.value, wait.polls) == (0, 1 + 2 * MOST_ROUNDS_PER_TICK * ROUND)
-
-
 # ---- on a GPU
 
 

@@ -271,6 +271,17 @@ def test_parts_of_a_nested_tensor_are_outputs_of_their_own():
     assert list(digests(nested)) == ["the result[0]", "the result[1]"]
 
 
+def test_named_state_counts_with_its_gradients():
+    model, tensor = torch.nn.Linear(2, 1), torch.zeros(2)
+    before = digests(None, [model, tensor])
+    assert digests(None, [model, tensor]) == before
+    model(torch.ones(2)).backward()
+    assert {path for path, digest in digests(None, [model, tensor]).items() if before[path] != digest} == {
+        "item 0 of preserve= and outputs=.grad['weight']",
+        "item 0 of preserve= and outputs=.grad['bias']",
+    }
+
+
 def test_a_result_that_holds_itself_or_cannot_be_seen_ends():
     ring = [torch.ones(1)]
     ring.append(ring)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -116,25 +115,6 @@ def test_what_a_cached_result_leads_to_is_recomputed_too(tmp_path: Path) -> None
         kernel = bench.kernel({16: 3.0, 32: 1.0})
         bench.tune(lambda kernel=kernel: launch(kernel, numbers()), cache=tmp_path / "cache")()
     assert_as_recorded(sessions=2)
-
-
-def test_a_late_reading_that_is_no_sample_is_no_difference() -> None:
-    bench, calls = Bench(), itertools.count()
-    kernel, every = (
-        bench.kernel({16: 3.0, 32: float("nan"), 64: 2.0}),
-        bench.kernel({16: 1.0, 32: 2.0}, double),
-    )
-    bench.clock.ready = lambda mark: False  # type: ignore[attr-defined]  # of every run, two runs later
-
-    def thunk() -> None:
-        launch(every, numbers())
-        if next(calls) % 3 == 0:
-            launch(kernel, numbers())
-
-    tuned = bench.tune(thunk, mode="online")
-    while not tuned.settled:
-        tuned()
-    assert_as_recorded(sessions=1)
 
 
 def test_a_session_goes_on_from_the_contexts_that_earlier_ones_have_settled() -> None:
@@ -306,18 +286,6 @@ def test_the_same_search_on_the_same_samples_picks_the_same_in_as_many_runs() ->
     assert (found.runs, found.recorded_runs, found.resampled) == (10, 10, 0)
     assert found.pick == found.recorded
     assert (found.pick.config.split(",")[0], found.pick.ms) == ("BLOCK: 16", 3.0)
-
-
-def test_kernels_are_searched_by_their_launches_and_tunables_by_whole_runs() -> None:
-    whole_runs(Bench())
-    found = replay.what_if(
-        load_history(LOGS).sessions, {"search": "exhaustive", "n_repeat": 1, "n_warmup": 0}
-    )
-    assert {(each.candidates, each.runs, each.pick.regret_percent) for each in found} == {
-        (3, 3, 0),
-        (2, 2, 0),
-    }
-    assert [each.pick.ms for each in found if each.candidates == 3] == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import namedtuple
 from collections.abc import Callable
@@ -29,10 +28,6 @@ class Descriptor:
     base: Any
     block: list[int]
     layout: str = "rows"
-
-
-class Colour(enum.Enum):
-    RED = 1
 
 
 class Tuner:
@@ -103,23 +98,6 @@ def test_what_owns_something_and_what_has_no_name_are_not_copied():
     args = rehearsed(hook, owner, local, (lock, len)).args
     assert (args[0] is owner, args[1:], local) == (True, (Local(4), (lock, len)), Local(2))
     assert ended == []
-
-
-def test_changes_are_made_to_copies_of_what_was_changed():
-    def hook(arguments: dict[str, Any]) -> None:
-        first = arguments["one"]
-        assert first is arguments["again"]
-        first.block[1] = 64
-        del first.layout
-
-    tensor = torch.zeros(4)
-    one, two = Descriptor(tensor, [1, 1], "columns"), Descriptor(tensor, [2, 2])
-    changed, pair, colour = rehearsed(hook, one, Pair(two, tensor), Colour.RED, again=one).args
-    assert changed.base is pair.right is one.base is tensor
-    assert (changed.block, changed.layout) == ([1, 64], "rows")
-    assert (pair.left.base, pair.left.block, pair.left.layout) == (tensor, two.block, two.layout)
-    assert colour is Colour.RED
-    assert (one.block, one.layout) == ([1, 1], "columns")
 
 
 @pytest.mark.parametrize(

@@ -196,16 +196,6 @@ def test_compiling_begins_when_the_times_of_the_first_runs_are_known(world, sear
     assert world.process.keys == ["a1"]
 
 
-def test_what_comes_later_joins_the_rest_of_what_came_before(world):
-    world.add("a", "a1", "a2")
-    world.advance()
-    world.processes[0].tell("a1")
-    world.add("b", "b1", launches=3)
-    world.advance()
-    assert world.processes[0].is_closed
-    assert world.process.keys == ["b1", "a2"]
-
-
 def test_a_context_that_is_tuned_no_more_stops_asking(world):
     starved, other = world.add("a", "a1", "a2"), world.add("b", "b1")
     world.advance()
@@ -238,14 +228,6 @@ def test_what_the_search_names_later_is_compiled_by_the_same_process(world):
     ((name, counts),) = world.advance()
     assert (name, counts.compiled, world.events) == ("a", 2, ["load a1", "load a2"])
     assert len(world.processes) == 1
-
-
-def test_what_a_failed_run_has_brought_is_dropped(world):
-    known, new = world.add("a", "a1"), world.add("b", "b1")
-    new.announced = False
-    world.backlog.drop_unannounced()
-    world.advance()
-    assert (world.process.keys, known.compile.left, new.compile.is_preflighted) == (["a1"], 1, False)
 
 
 def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in_any_case(world):

@@ -38,17 +38,6 @@ class Ranks:
 # ---- the state
 
 
-def test_the_first_end_stands_and_is_kept_until_everybody_knows():
-    ranks = Ranks(3)
-    ranks.send(2, "publish", end={"failed": 2})
-    ranks.send(1, "publish", end={"failed": 1})
-    assert ranks.told[1][-1]["end"] == ranks.told[2][-1]["end"] == {"failed": 2}
-    assert len(ranks.state) == 1
-    ranks.send(0, "post")
-    assert ranks.told[0] == [{"id": 1, "end": {"failed": 2}}]
-    assert len(ranks.state) == 0
-
-
 @pytest.mark.parametrize("end", [MERGED, {"failed": 0}], ids=["merged", "failed"])
 def test_who_asks_again_when_everybody_has_been_told_gets_the_same_end(end):
     # A rank may be interrupted, or give up, in the moment in which it is told.

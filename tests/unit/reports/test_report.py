@@ -117,17 +117,6 @@ def test_a_session_whose_opening_is_lost_is_left_out_and_counted(tmp_path: Path)
     assert history.skipped == {"rank-0.jsonl": "skipped 3 lines: 3 x of a session whose opening is lost"}
 
 
-def test_the_newest_session_that_tried_something_stands_for_its_function(tmp_path: Path) -> None:
-    write_session(tmp_path, "s1")
-    write_session(tmp_path, "s2")
-    write_session(tmp_path, "s3", thunk="step")
-    with SessionLog(tmp_path, 0) as log:  # everything from the cache: nothing to look at
-        log.write(session_records("s4", 0, "layer", "EventClock")[0])
-    loaded = load_history(tmp_path)
-    assert [session.opened.session for session in loaded.sessions] == ["s1", "s2", "s3", "s4"]
-    assert [session.opened.session for session in loaded.newest()] == ["s2", "s3"]
-
-
 # ---- the report in the program and that of the command line
 
 
@@ -259,14 +248,3 @@ def test_what_a_report_says_can_be_computed_from_its_figures(bench: Bench) -> No
     assert (report.step.before_ms, report.step.after_ms) == (13.0, 7.0)
     assert "Tuned: launches 13.00 -> 7.000 ms a step (-46.2 %)" in str(report)
     assert report.to_dict() == reported_in_logs()
-
-
-def test_a_session_under_way_reports_what_is_left(bench: Bench) -> None:
-    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online")
-    tuned()
-    data = tuned.report.to_dict()
-    (context,) = data["contexts"]
-    assert (data["outlook"]["contexts"], data["outlook"]["settled"], context["status"]) == (1, 0, "tuning")
-    assert data["outlook"]["more_runs"] > 0
-    tuned()
-    assert (tuned.report.step.before_ms, tuned.report.step.after_ms) == (3.0, 1.0)  # the best so far

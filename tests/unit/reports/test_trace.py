@@ -14,7 +14,7 @@ from dist_autotune import tunable
 from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports.history import load_history
-from dist_autotune.reports.trace import BEHIND, COMPILING, EXCHANGE, RUN, TRIAL, spans_of, write_trace
+from dist_autotune.reports.trace import BEHIND, RUN, TRIAL, spans_of, write_trace
 
 
 def trace_of(directory: Path) -> list[dict[str, Any]]:
@@ -71,23 +71,6 @@ def test_a_real_session_nests_and_fills_its_time(bench: Bench) -> None:
     assert len(runs) == tuned.report.runs
     assert any(span.name.startswith("whole run") for span in spans)
     assert max(span.end_s for span in spans) <= tuned.report.seconds
-
-
-def test_compilations_lie_before_the_exchange_of_their_run(tmp_path: Path) -> None:
-    with SessionLog(tmp_path, 0) as log:
-        log.write(session_records("s1", 0, "layer", "EventClock")[0])
-        log.write(records.RunStarted(session="s1", run=0, plan={}, elapsed_s=1.0))
-        counts = {"compiled": 3, "from_peers": 0, "cached": 1, "failed": 0, "workers": 2}
-        log.write(
-            records.Preflighted(
-                session="s1", run=0, kernel="matmul", key="1", seconds=2.0, elapsed_s=4.0, **counts
-            )
-        )
-        exchange = {"sent_bytes": 1, "received_bytes": 2, "ms": 500.0}
-        log.write(records.Exchanged(session="s1", run=0, elapsed_s=5.0, **exchange))
-    (session,) = load_history(tmp_path).sessions
-    found = [(span.kind, span.begin_s, span.end_s) for span in spans_of(session)[0]]
-    assert found == [(RUN, 1.0, 5.0), (COMPILING, 2.0, 4.0), (EXCHANGE, 4.5, 5.0)]
 
 
 def test_compilations_behind_several_runs_have_rows_of_their_own(tmp_path: Path) -> None:

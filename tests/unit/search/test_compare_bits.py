@@ -92,27 +92,6 @@ def test_a_kernel_that_is_not_launched_any_more_starves_and_the_others_go_on():
     assert simulated.winners() == {"a": "a2", "b": "b0"}
 
 
-def test_kernels_of_an_option_that_changes_bits_are_left_alone():
-    contexts = {"way": ["way0", "way1"], **named("left", "right")}
-    simulated = simulation(
-        contexts,
-        Outputs(changing={"way1"}),
-        search="racing",
-        choices={"way"},
-        ms={
-            **dict.fromkeys(["way0", "way1"], 0.0),
-            **{f"{k}{i}": 3.0 - i for k in ("left", "right") for i in range(3)},
-        },
-        launches=lambda run, rank, name: (
-            name == "way" or (name == "left") == (simulated._candidate("way") == "way0")
-        ),
-    )
-    simulated.session()
-    assert simulated.winners()["way"] == "way0"
-    assert simulated.winners()["left"] == "left2"
-    assert simulated.statuses()["right"] == "starved"
-
-
 def test_digests_of_ranks_merge_in_any_order_and_name_the_lowest_rank():
     parts = [Bits(f"{i:032x}", 1, (i, "the result") if i else None) for i in (0, 1, (1 << 128) - 1)]
     reports = [RunReport(rank, bits=bits) for rank, bits in enumerate(parts)]

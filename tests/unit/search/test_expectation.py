@@ -15,10 +15,7 @@ from dist_autotune.search.expectation.arithmetic import decay, log, normal_below
 from dist_autotune.search.expectation.model import Expectation
 from dist_autotune.search.expectation.order import (
     AT_LEAST,
-    FIRST_WAVE,
-    WAVE,
     Order,
-    Waves,
     best_start,
     most_tried,
 )
@@ -74,17 +71,6 @@ def test_candidates_that_nobody_has_told_of_take_what_their_fields_tell():
     assert expectation.variances[new] > max(expectation.variances[i] for i in expectation.told)
 
 
-def test_an_observation_narrows_what_is_like_it_most():
-    expectation = Expectation("256, 'fp16'", TEXTS, told(64, 128, 512, 1024))
-    expectation.observe(0, ms_of(0, 256))
-    before = list(expectation.variances)
-    expectation.observe(1, 3 * ms_of(1, 256))  # it surprises
-    narrowed = [1 - expectation.variances[index] / before[index] for index in (1, 2, len(TEXTS) - 1)]
-    assert narrowed == sorted(narrowed, reverse=True)
-    assert narrowed[0] > narrowed[2] >= 0
-    assert abs(expectation.means[1] - math.log(3 * ms_of(1, 256))) < 0.5
-
-
 @pytest.mark.parametrize("texts", [["a"], ["a", "b"], TEXTS])
 def test_without_anything_told_nothing_is_expected(texts):
     expectation = Expectation("256, 'fp16'", texts, {})
@@ -114,18 +100,6 @@ def test_the_incumbent_and_two_more_are_tried_and_then_what_may_pay():
     assert AT_LEAST <= len(found) == len(set(found)) <= most_tried(len(TEXTS))
     best = min(range(len(TEXTS)), key=lambda index: ms_of(index, 256))
     assert ms_of(best, 256) == min(ms_of(index, 256) for index in found)
-
-
-def test_where_all_of_a_wave_fail_the_next_one_is_spread_too():
-    texts = [f"BLOCK: {block}, STAGES: {stages}" for block in range(100) for stages in range(3)]
-    waves = Waves("256", texts, {})
-    first = waves.likely
-    while (index := waves.next()) is not None:
-        waves.tell(index, math.inf)
-    assert waves.widen()
-    second = waves.likely - first
-    assert (len(first), len(second)) == (FIRST_WAVE, WAVE)
-    assert max(second) - min(second) > 200
 
 
 def test_what_was_not_tried_is_told():

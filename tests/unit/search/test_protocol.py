@@ -133,9 +133,6 @@ def test_a_search_without_an_end_is_cut_at_four_times_what_is_planned():
     assert (simulation.statuses(), simulation.winners()) == ({"a": "partial"}, {"a": "a1"})
 
 
-# ---- bans
-
-
 def test_a_settled_context_that_loses_its_last_candidate_ends_the_session_and_is_forgotten():
     simulation = Simulation(
         {"a": ["a0"], "b": ["b0", "b1"]},

@@ -64,12 +64,6 @@ def winners(ranks):
     return [rank.endings[-1].winners for rank in ranks]
 
 
-def test_a_plain_program_has_the_winner_that_its_script_says():
-    ranks = play(program_of(kernel_of((16, 64, 32), (16, 64, 32))), Random(0), Counter())
-    assert winners(ranks) == [{(0, 64): 64}] * 2
-    assert [rank.endings[0].runs for rank in ranks] == [4, 4]
-
-
 def test_a_rank_that_missed_the_last_trial_has_its_say_when_a_peer_reads_its_clock_late(monkeypatch):
     # Both launch the first sample of each candidate, rank 0 alone the second, which it reads one run later.
     monkeypatch.setattr(VirtualClock, "lateness", lambda self, rank, mark: 1 - rank)
@@ -97,25 +91,6 @@ def test_a_candidate_banned_between_two_sessions_is_not_tried_by_the_second():
     program = program_of(kernel, n_repeat=2, max_runs=3, calls=5)
     ranks = play(program, Random(0), Counter())
     assert winners(ranks) == [{(0, 64): 64}] * 2
-
-
-def test_a_kernel_for_which_nothing_works_does_not_keep_other_calls_from_running():
-    # Both ranks launch it in the first run only, and have no config in common that works.
-    bad = kernel_of(
-        (16, 32),
-        (16, 32),
-        patterns=(Pattern("until", 1),) * 2,
-        failures={(0, 16): "launch", (1, 32): "preflight"},
-    )
-    good = replace(kernel_of((16, 64), (16, 64)), function=1)
-    ranks = play(program_of(bad, good, calls=3), Random(0), Counter())
-    for rank in ranks:
-        assert [type(ending.error).__name__ for ending in rank.endings] == [
-            "NoValidConfig",
-            "NoneType",
-            "NoneType",
-        ]
-        assert rank.endings[-1].winners[1, 64] == 64
 
 
 @pytest.mark.parametrize("first_run", [1, 2, 5])

@@ -61,26 +61,6 @@ def test_a_default_that_is_banned_during_the_comparison_is_not_taken_up_again(at
     assert simulation.winners() == {"a": "a2"}
 
 
-@pytest.mark.parametrize("mode", ["replay", "online"])
-def test_a_run_that_launches_nothing_of_what_is_compared_is_no_part_of_the_comparison(mode):
-    simulation = Simulation(
-        {"k": ["k0", "k1"]},
-        {"k0": 2.0, "k1": 1.0},
-        run_ms=lambda plan: 5.0,
-        launches=lambda run, rank, name: run % 2 == 0,
-        objective="thunk",
-        mode=mode,
-    )
-    simulation.tuning.open()
-    while any(simulation.tuning.unsettled) or simulation.tuning.run_phase is not None or not simulation.plans:
-        simulation.run()
-        assert len(simulation.plans) < 100
-    assert (simulation.statuses(), simulation.tuning.remark) == ({"k": "tuned"}, "")
-    assert simulation.winners() == {"k": "k1"}
-    launched = [plan["k"] for plan in simulation.plans if "k" in plan]
-    assert launched[-DUEL_RUNS:] == ["k1", "k0"] * (DUEL_RUNS // 2)
-
-
 @pytest.mark.parametrize("fails", ["k0", "k1"])
 def test_a_comparison_left_to_the_next_session_outlives_a_candidate_that_fails_there(fails):
     sessions = 0

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from kernels_for_tests import Bench, launch, numbers
 from rank_programs import tune
 
 from benchmarks.simulation.protocol_simulation import Simulation, columns
 from dist_autotune import tunable
-from dist_autotune.search.messages import Announcement, Part, RunReport, decode
 from dist_autotune.search.state import STARVED_RUNS
 from ranks import assert_all_ok, run_ranks
 
@@ -20,26 +17,6 @@ def turns_of(plans, names):
     firsts = {name: next(c for c in columns(plans, name) if c is not None) for name in names}
     tried = [name for plan in plans for name in names if plan.get(name, firsts[name]) != firsts[name]]
     return list(dict.fromkeys(tried))
-
-
-def announced(names, rank, is_choice=True):
-    parts = {}
-    for place, name in enumerate(names):
-        order = ((f"{name}0", f"{name}0"), (f"{name}1", f"{name}1"))
-        shared = (f"{name}0", f"{name}1")
-        told = Announcement(rank, name, "k", order, shared, is_choice=is_choice, place=place)
-        parts[name] = Part(ran=f"{name}0", announcement=told)
-    return RunReport(rank, parts=parts)
-
-
-def test_of_ranks_that_differ_the_lowest_one_s_order_counts_however_payloads_are_merged():
-    told = [announced("zam", 0), announced("maz", 1), announced("azmq", 2)]
-    for order in itertools.permutations(told):
-        merged = order[0].merged(order[1]).merged(order[2])
-        tuning = Simulation({}, {}).tuning
-        tuning.open()
-        tuning.step(decode(merged.encode()))
-        assert list(tuning.contexts) == ["z", "a", "m", "q"]  # q: as rank 2 alone has met it
 
 
 def test_kernels_take_their_turns_before_choices():

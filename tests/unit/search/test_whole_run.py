@@ -103,17 +103,6 @@ def test_options_that_pay_only_together_are_found():
     assert simulation.winners() == {"a": "a1", "b": "b1"}
 
 
-def test_a_kernel_whose_fastest_candidate_is_banned_while_plans_are_raced_loses_with_its_option():
-    simulation = consumers(
-        lambda plan: 0.9 if plan["way"] == "way0" else 0.0,
-        bans=lambda run, rank, name: {"right1": "does not fit"} if (name, run) == ("right", 18) else {},
-    )
-    plans = simulation.session()
-    assert "right1" in [plan.get("right") for plan in plans[17:19]]  # the race was under way
-    assert {plan.get("right") for plan in plans[19:]} <= {None, "right0"}
-    assert simulation.winners() == {"way": "way0", "left": "left1", "right": "right0"}
-
-
 @pytest.mark.parametrize("max_runs", [2, 5, 9, 13, 19])
 def test_a_session_without_runs_left_keeps_to_them_and_leaves_partial_results(max_runs):
     simulation = consumers(lambda plan: 0.9 if plan["way"] == "way0" else 0.0, max_runs=max_runs)

@@ -17,7 +17,6 @@ from example_files import KEY, entry
 from msgspec import structs
 
 from dist_autotune.errors import CacheWarning
-from dist_autotune.settings import cache_directory
 from dist_autotune.storage import winners as cache_module
 from dist_autotune.storage.winners import Entry, EntryKey, Winners
 
@@ -61,25 +60,6 @@ def test_a_step_that_stores_a_winner_waits_for_no_disk(
         monkeypatch.setattr(os, call, lambda *_: pytest.fail("waited for the disk"))
     Winners(tmp_path).put(entry())
     assert Winners(tmp_path).get(KEY) == entry()
-
-
-def test_clear_deletes_entries_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "settings.json").write_text("{}")
-    cache = Winners(tmp_path)
-    cache.put(entry())
-    (tmp_path / f"damaged-{KEY.digest}.json").write_text("")
-    cache.record_launch("layer", KEY)
-    assert list(cache.launched_by("layer")) == [entry()]
-    assert cache.clear() == 2
-    assert files(tmp_path) == ["settings.json"]
-
-
-def test_the_default_directory_is_the_users_cache_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("DIST_AUTOTUNE_CACHE_DIR", raising=False)
-    assert cache_directory() == tmp_path / "dist_autotune"
 
 
 # ---- damaged files

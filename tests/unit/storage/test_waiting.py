@@ -7,7 +7,7 @@ from pathlib import Path
 from example_files import entry
 
 from dist_autotune.storage.waiting import WaitingContexts
-from dist_autotune.storage.winners import WAITING, Winners
+from dist_autotune.storage.winners import Winners
 
 
 def titles(directory: Path) -> list[str]:
@@ -30,15 +30,6 @@ def test_the_first_launch_of_another_source_takes_the_place_of_the_old_one(tmp_p
         WaitingContexts(tmp_path).add(entry(kernel_digest=digest).key, "train.py")
     WaitingContexts(tmp_path).add(entry(world_size=8).key, "train.py")
     assert [each.world_size for each in WaitingContexts(tmp_path).all()] == [2, 8]
-
-
-def test_what_cannot_be_read_or_written_is_left_out(tmp_path: Path) -> None:
-    WaitingContexts(None).add(entry().key, "train.py")
-    (tmp_path / "file").write_text("")
-    WaitingContexts(tmp_path / "file").add(entry().key, "train.py")
-    WaitingContexts(tmp_path).add(entry().key, "train.py")
-    (tmp_path / WAITING / "matmul-0000000000000000.json").write_text("{")
-    assert titles(tmp_path) == [entry().title]
 
 
 def test_clearing_the_cache_forgets_them(tmp_path: Path) -> None:

@@ -95,30 +95,11 @@ def test_behind_a_filler_a_launch_reads_the_kernels_own_time(device, kernel_ms, 
     assert (found[0] == settled[0]) == (host_ms < FIRST_MS)  # else its host was not known yet
 
 
-@pytest.mark.parametrize("kernel_ms", [0.002, 0.01, 0.1, 5.0])
-@pytest.mark.parametrize("host_ms", [0.01, 0.05, 1.0])
-def test_an_idle_stream_without_a_filler_is_charged_with_the_host_and_says_how_much_at_most(
-    device, kernel_ms, host_ms
-):
-    ms, gap_ms = Runs(device, EventClock(feeds=False)).sample(ms=kernel_ms, host_ms=host_ms)
-    assert ms >= kernel_ms + host_ms - EXACT
-    assert ms - gap_ms <= kernel_ms + EXACT
-    assert device.fillers_ms == []
-
-
 def test_a_stream_that_runs_dry_before_a_launch_is_found_out(device):
     runs = Runs(device, EventClock())
     ms, gap_ms = runs.sample(busy_ms=0.012)  # at work when the run begins, done before it is queued
     assert ms > KERNEL_MS + EXACT
     assert ms - gap_ms <= KERNEL_MS + EXACT
-
-
-def test_a_host_that_takes_longer_than_any_filler_stays_flagged_and_gets_none(device):
-    runs = Runs(device, EventClock())
-    for _ in range(5):
-        ms, gap_ms = runs.sample(host_ms=1.5 * LONGEST_MS)
-        assert gap_ms == pytest.approx(ms, rel=1e-3)  # all of it may be the host's
-    assert device.fillers_ms == [FIRST_MS]  # when that was not known
 
 
 def test_the_filler_is_loaded_before_the_run_and_elsewhere_there_is_none(device):
@@ -272,22 +253,3 @@ def test_the_mean_of_a_runs_launches_holds_the_mean_of_their_gaps(device):
     part = samples.report_run("a", waits=True)
     first_gap_ms = 0.5 + 2 * CALL_MS
     assert part.gap_ms == pytest.approx(statistics.fmean([first_gap_ms, 0.0]), abs=EXACT)
-
-
-def test_threads_that_start_at_once_get_events_of_their_own(device, monkeypatch):
-    clock = EventClock()
-    mark = clock.start()
-    clock.stop(mark)
-    finish(device)
-    clock.read_ms(mark)
-
-    class Emptied(list):
-        """A list of free events that another thread empties between a look at it and what follows."""
-
-        def __bool__(self):
-            self.clear()
-            return True
-
-    clock._free[mark.device] = Emptied(clock._free[mark.device])
-    begin, end = (getattr(clock.start(), name) for name in ("begin", "end"))
-    assert begin is not end

@@ -189,26 +189,13 @@ def test_the_key_is_the_one_stock_triton_computes(args, kwargs):
     assert key_of(kernel, args, kwargs) == stock_key(kernel, args, kwargs)
 
 
-def test_a_key_argument_that_is_not_passed_is_left_out_as_stock_does():
-    kernel = Bench().kernel({16: 1.0, 32: 1.0}, key=("n",))
-    assert key_of(kernel, (numbers(), numbers()), {}) == ("torch.float32", "torch.float32")
-
-
-def test_a_dtype_of_somebody_elses_is_in_the_key():
-    class Descriptor:
-        dtype = "fp8"
-
-    kernel = Bench().kernel({16: 1.0, 32: 1.0})
-    assert key_of(kernel, (Descriptor(), numbers(), 64), {}) == (64, "fp8", "torch.float32")
-
-
-# ---- candidates
-
-
 def test_candidates_are_matched_by_content_not_by_the_order_of_their_options():
     one = candidate_digest({"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 4})
     assert one == candidate_digest({"num_warps": 4, "BLOCK_N": 32, "BLOCK_M": 64})
     assert one != candidate_digest({"num_warps": 8, "BLOCK_N": 32, "BLOCK_M": 64})
+
+
+# ---- candidates
 
 
 @pytest.mark.parametrize(
