@@ -14,7 +14,6 @@ from ..codec import to_builtins, to_json
 from ..formatting import Table, bits_label, config_label, counted, format_ms
 from ..storage import bundle, other_formats
 from ..storage.crash_guard import remove_abandoned
-from ..storage.waiting import WaitingContexts
 from ..storage.winners import Entry, Winners
 from . import terminal
 
@@ -153,12 +152,10 @@ def export_entries(
 def _report_waiting(cache: Winners, kernels: list[str] | None, device: str, *, refuses: bool) -> None:
     """Name the keys that were launched and have no winner: what starts from the export lacks them."""
     waiting = [
-        each
-        for each in WaitingContexts(cache.directory).all()
-        if _is_named(each.kernel, kernels) and device in each.device
+        each for each in cache.waiting() if _is_named(each.key.kernel, kernels) and device in each.key.device
     ]
     for each in waiting:
-        ranks = counted(each.world_size, "rank")
+        ranks = counted(each.key.world_size, "rank")
         since = each.since[:16].replace("T", " ")
         terminal.echo(
             f"Not tuned yet: {each.title}, launched by {each.function} on {ranks} since {since}", err=True

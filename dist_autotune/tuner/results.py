@@ -14,7 +14,6 @@ from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
 from ..storage.known_results import KnownResults, Origin, holds_other_result, mark_origin
-from ..storage.waiting import WaitingContexts
 from ..storage.winners import BEST, Entry, Evidence
 from ..triton_api import identity, stock_results
 from ..triton_api.launch import Key
@@ -31,7 +30,6 @@ class Results:
 
     def __init__(self, known: KnownResults) -> None:
         self._known, self._function = known, known.function
-        self._waiting = WaitingContexts(known.disk.directory)
 
     def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
@@ -65,7 +63,7 @@ class Results:
         if context.provisional:
             self.record_waiting(rank_context)
         elif context.status in ("tuned", "cached"):
-            self._waiting.remove(key)
+            known.disk.remove_waiting(key)
             if not function.is_alone:
                 known.disk.record_launch(known.folder, key)
 
@@ -73,7 +71,8 @@ class Results:
         """Record on disk, once, that a context was launched and has no result yet."""
         if self._function.tunes and len(rank_context.texts) > 1 and not rank_context.is_recorded:
             rank_context.is_recorded = True
-            self._waiting.add(self._known.entry_key(rank_context.identity), self._function.name)
+            known = self._known
+            known.disk.record_waiting(known.entry_key(rank_context.identity), self._function.name)
 
     def _to_memory(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         known = {**context.times.ms, **dict.fromkeys(context.banned, math.inf)}

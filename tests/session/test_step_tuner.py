@@ -13,7 +13,7 @@ from dist_autotune.errors import InvalidOption, TuningError
 from dist_autotune.formatting import WAITING_NOTE
 from dist_autotune.logs.records import RunFailed, SessionOpened
 from dist_autotune.settings import cache_directory
-from dist_autotune.storage.waiting import WaitingContexts
+from dist_autotune.storage.winners import Winners
 
 
 @pytest.fixture
@@ -181,13 +181,13 @@ def test_a_key_that_is_launched_too_seldom_is_named_and_recorded(bench, step_tun
     assert f"{WAITING_NOTE}: {title}" in str(step_tuner.report)
     (warning,) = caplog.messages
     assert warning.startswith(f"{title} waits for launches: test_step_tuner.py launches it too seldom")
-    assert [each.title for each in WaitingContexts(cache_directory()).all()] == [title]
+    assert [each.title for each in Winners(cache_directory()).waiting()] == [title]
 
     evaluate = bench.tune(lambda: launch(kernel, numbers(96)))
     evaluate()
     train(evaluates=True)
     train(evaluates=False)
-    assert (step_tuner.report.waiting, WaitingContexts(cache_directory()).all()) == ((), [])
+    assert (step_tuner.report.waiting, Winners(cache_directory()).waiting()) == ((), [])
     assert step_tuner.settled
 
 

@@ -14,7 +14,6 @@ from msgspec import structs
 from typer.testing import CliRunner, Result
 
 from dist_autotune.cli.commands import app
-from dist_autotune.storage.waiting import WaitingContexts
 from dist_autotune.storage.winners import Entry, Winners
 
 HERE = {"device": "interpreter", "capability": "", "driver": "", "triton_version": triton.__version__}
@@ -227,7 +226,7 @@ def test_from_a_bundle_the_next_machine_tries_nothing(bench: Any, tmp_path: Path
 
 def test_keys_without_a_winner_are_named_and_can_be_refused(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry(key="1"))
-    WaitingContexts(tmp_cache).add(entry(key="2").key, "train.py")
+    Winners(tmp_cache).record_waiting(entry(key="2").key, "train.py")
     refused = run("export", "all.json", "--require-settled")
     assert (refused.exit_code, Path("all.json").exists()) == (2, False)
     named, why = refused.stderr.splitlines()

@@ -6,34 +6,33 @@ from pathlib import Path
 
 from example_files import entry
 
-from dist_autotune.storage.waiting import WaitingContexts
 from dist_autotune.storage.winners import Winners
 
 
 def titles(directory: Path) -> list[str]:
-    return [each.title for each in WaitingContexts(directory).all()]
+    return [each.title for each in Winners(directory).waiting()]
 
 
 def test_a_context_waits_until_it_has_a_winner(tmp_path: Path) -> None:
-    waiting = WaitingContexts(tmp_path)
-    waiting.add(entry(key="8").key, "train.py")
-    waiting.add(entry(key="4").key, "train.py")
+    cache = Winners(tmp_path)
+    cache.record_waiting(entry(key="8").key, "train.py")
+    cache.record_waiting(entry(key="4").key, "train.py")
     assert titles(tmp_path) == ["matmul[4]", "matmul[8]"]
-    waiting.remove(entry(key="4").key)
+    cache.remove_waiting(entry(key="4").key)
     assert titles(tmp_path) == ["matmul[8]"]
-    Winners(tmp_path).put(entry(key="8"))  # as an import does
+    cache.put(entry(key="8"))  # as an import does
     assert titles(tmp_path) == []
 
 
 def test_the_first_launch_of_another_source_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     for digest in ("k1", "k2"):
-        WaitingContexts(tmp_path).add(entry(kernel_digest=digest).key, "train.py")
-    WaitingContexts(tmp_path).add(entry(world_size=8).key, "train.py")
-    assert [each.world_size for each in WaitingContexts(tmp_path).all()] == [2, 8]
+        Winners(tmp_path).record_waiting(entry(kernel_digest=digest).key, "train.py")
+    Winners(tmp_path).record_waiting(entry(world_size=8).key, "train.py")
+    assert [each.key.world_size for each in Winners(tmp_path).waiting()] == [2, 8]
 
 
 def test_clearing_the_cache_forgets_them(tmp_path: Path) -> None:
     Winners(tmp_path).put(entry(key="1"))
-    WaitingContexts(tmp_path).add(entry(key="2").key, "train.py")
+    Winners(tmp_path).record_waiting(entry(key="2").key, "train.py")
     Winners(tmp_path).clear()
     assert titles(tmp_path) == []
