@@ -322,7 +322,7 @@ class Context:
         self.waiting = bool(part.pending) and self.trial is not None
         index = self.trial
         if index is None and self._flow is not None and self._flow.is_paused:
-            if part.ran is not None and not part.compiling:
+            if part.ran is not None and not (part.compiling or self.settled):  # in its last run, as partial
                 self._resume(math.nan)
             return Outcome()
         if index is None or self.waiting:
