@@ -174,6 +174,8 @@ class Backlog:
                     del self._entries[context]
                     context.compile.forms.clear()
                 yield context, counts
+        if not self._entries:
+            self._stop()
         self._advanced = time.monotonic()
 
     def drop_unannounced(self) -> None:

@@ -150,7 +150,8 @@ class RankRun:
         """Compile the candidates of new contexts, online while runs go on; yield those that are complete."""
         state = self._state
         loading = functools.partial(state.guard.launching, loads=True)
-        backlog = self._backlog or Backlog(self._pool_options(), state.registry.ban, loading)
+        if (backlog := self._backlog) is None:  # an empty one still knows whether child processes start
+            backlog = Backlog(self._pool_options(), state.registry.ban, loading)
         if not self._waits:
             self._backlog = backlog
         with contextlib.closing(backlog) if self._waits else contextlib.nullcontext():

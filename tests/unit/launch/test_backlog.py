@@ -179,6 +179,7 @@ def test_a_candidate_that_fails_in_one_form_is_not_waited_for_in_another(world):
     ((_, counts),) = world.advance()
     assert (counts.compiled, counts.failed, world.events) == (1, 2, [])
     assert world.bans["a"] == {"a1": "too large", "a2": "too large, too"}
+    assert world.processes[0].is_closed  # what waits later gets another one
 
 
 @pytest.mark.parametrize("search", ["not announced yet", "its time is not read yet"])
