@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from ag_gemm_runs import begin, call_and_compare, call_pushed, force, tensors
-from operation_runs import TWO, hold_launch, message_of, results, values
+from operation_runs import hold_launch, message_of, results, values
 from operations import HALF
 from rank_programs import wait_for
 
@@ -15,7 +15,7 @@ from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.exchange.flags import ARRIVED, READY
 from dist_autotune.kernels.signals import as_patience
-from ranks import assert_all_ok, assert_killed, meet
+from ranks import assert_all_ok, assert_killed
 
 
 def lose_patience(op: AllGatherGemm) -> None:
@@ -37,61 +37,6 @@ def test_nothing_is_gathered_before_the_first_call():
 def have_offered(op: AllGatherGemm, call: int, *peers: int) -> bool:
     """Return whether these peers have told this rank that they have come to the call."""
     return all(int(op._flags.local[READY.value, peer]) >= call for peer in peers)
-
-
-def different_rows(rank):
-    op = AllGatherGemm(8, 16, HALF)
-    call_and_compare(op, 4, 16)
-    m = 4 if rank == 0 else 7
-
-    def call():
-        op(*tensors(m, 16, 16, HALF))
-        op.check()
-
-    first = message_of(call)
-    again = message_of(call)
-    return first, again == first, message_of(op.close) == first
-
-
-@pytest.mark.parametrize("world", [3, *TWO[1:]])
-def test_different_rows_raise_on_every_rank(world):
-    for rank, (message, again, at_close) in enumerate(values(different_rows, world)):
-        peer, rows = (1, 7) if rank == 0 else (0, 4)
-        wanted = f"ValueError: AllGatherGemm, rank {rank}: in call 2 rank {peer} passed {rows} rows"
-        assert message.startswith(wanted)
-        assert "Close it on all ranks and open another" in message
-        assert again
-        assert at_close
-
-
-def dead_peer(rank, last):
-    op = AllGatherGemm(8, 16, HALF)
-    call_and_compare(op, 8, 16)
-    meet()
-    if rank == last:
-        os.kill(os.getpid(), signal.SIGKILL)
-    lose_patience(op)
-    hold_launch(op, lambda: have_offered(op, 2, *(peer for peer in range(last) if peer != rank)))
-
-    def call():
-        op(*tensors(8, 16, 16, HALF))
-        op.check()
-
-    message = message_of(call)
-    return message, message_of(call) == message, message_of(op.close) == message
-
-
-@pytest.mark.parametrize("world", [3, *TWO[1:]])
-def test_a_dead_peer_is_named_and_the_wait_ends(world):
-    *survivors, dead = results(dead_peer, world, world - 1)
-    assert_killed(dead)
-    for rank, (message, again, at_close) in enumerate(assert_all_ok(survivors)):
-        lost = f"rank {world - 1} did not offer chunk {world - 1} of call 2 in time (its last: call 1)"
-        assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: ")
-        assert lost in message
-        assert message.count("did not offer") == 1
-        assert again
-        assert at_close
 
 
 # ---- what goes wrong in the middle of a chunk, whatever the ranks choose

@@ -69,6 +69,7 @@ def rows_of_gather(rank, peer, rows):
 
 
 OTHER_ROWS = {
+    "AllGatherGemm": (GATHERING_ROWS, {}, rows_of_gather),
     "AllGatherGemm, by a collective": (GATHERING_ROWS, {"collective": True}, rows_of_gather),
     "GemmReduceScatter": (SCATTERING_SUMS, {}, rows_of_scatter),
     "GemmReduceScatter, by a collective": (SCATTERING_SUMS, {"collective": True}, rows_of_scatter),
@@ -101,11 +102,13 @@ def test_different_rows_raise_on_every_rank(world, case):
 # ---- ranks that die or stay away
 
 
-LOST = {"GemmReduceScatter": "push its sums"}
-LOST |= {f"GemmAllReduce, {way}": "offer its rows in time" for way in OF_KERNELS}
-LOST |= {f"GemmAllReduce, {LOW_LATENCY}": "send its rows in time"}
-LOST |= {f"GemmAllReduce, {OVERLAPPED}": "push its sums"}
-LOST |= dict.fromkeys(EXPERTS, "send its choices in time")
+OR_ANOTHER = "rank {0}, or one that it waits for, did not "
+LOST = {"AllGatherGemm": "rank {0} did not offer chunk {0} of call 2 in time (its last: call 1)"}
+LOST |= {"GemmReduceScatter": OR_ANOTHER + "push its sums"}
+LOST |= {f"GemmAllReduce, {way}": OR_ANOTHER + "offer its rows in time" for way in OF_KERNELS}
+LOST |= {f"GemmAllReduce, {LOW_LATENCY}": OR_ANOTHER + "send its rows in time"}
+LOST |= {f"GemmAllReduce, {OVERLAPPED}": OR_ANOTHER + "push its sums"}
+LOST |= dict.fromkeys(EXPERTS, OR_ANOTHER + "send its choices in time")
 
 
 def dead_peer(rank, runs, last):
@@ -130,7 +133,7 @@ def test_a_dead_peer_is_named_and_the_wait_ends(world, name):
     for rank, (message, again, at_close) in enumerate(assert_all_ok(survivors)):
         lost_by = "GemmReduceScatter" if name.endswith(OVERLAPPED) else runs.name
         assert message.startswith(f"PeerTimeout: {lost_by}, rank {rank}: ")
-        assert f"rank {world - 1}, or one that it waits for, did not {LOST[name]}" in message
+        assert LOST[name].format(world - 1) in message
         assert again
         assert at_close
 
