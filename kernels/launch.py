@@ -26,7 +26,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar
 
 import torch
 import triton
@@ -49,7 +49,7 @@ FORMAT_OF_3_6 = "iiiKKppOOOOOO"  # as its launchers parse what is before the ker
 IS_3_9 = triton.__version__.startswith("3.9.")
 PLAIN = frozenset({int, float, bool, type(None)})  # arguments that are no tensors
 
-Launch = Callable[[int, list[Any]], None]  # on a stream, with all arguments but the last ones
+Launch = Callable[[int, Sequence[Any]], None]  # on a stream, with all arguments but the last ones
 Expand = Callable[[Any], Sequence[Any]]  # from a descriptor to what the launcher is given for it
 Tensors = tuple[torch.Tensor | None, ...]
 OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
@@ -182,6 +182,14 @@ class PreparedLaunch:
         arguments += [each if each.__class__ in PLAIN else each.data_ptr() for each in middle]
         bare.launch(driver.get_current_stream(driver.get_current_device()), arguments)
 
+    def at(self, arguments: Sequence[float]) -> None:
+        """Launch a kernel without descriptors, whose tensors are given by their addresses."""
+        bare, driver = self._bare, self._driver
+        if bare is None or _are_watched():
+            self._own_way(*arguments, *self._last)
+        else:
+            bare.launch(driver.get_current_stream(driver.get_current_device()), arguments)
+
     def _describe(self, place: int, address: int) -> Any:
         return describe(self._matrices[place]._replace(address=address), self._blocks[place])
 
@@ -228,7 +236,7 @@ class PlainLaunches:
         prepared = self._of.get(kind)
         if prepared is not None:
             if not only_load:
-                prepared((), *[tensor.data_ptr() for tensor in tensors], *numbers)
+                prepared.at([*[tensor.data_ptr() for tensor in tensors], *numbers])
             return
         grid, constants = (programs, 1, 1), {**constants, **self._options}
         arguments = (*[tensor.detach() for tensor in tensors], *numbers)
@@ -306,9 +314,11 @@ class SettledLaunches(Generic[Shape]):
     def find(self, shape: Shape) -> Settled | None:
         """Return how to launch the shape the short way; None if this launch must ask the tuner."""
         settled = self._of.get(shape)
-        if settled is None or is_tuning() or self._choice(settled.key) is not settled.config:
-            return None
-        return settled
+        return settled if self.is_current(settled) else None
+
+    def is_current(self, settled: Settled | None) -> TypeGuard[Settled]:
+        """Return whether it still is how its shape is to be launched."""
+        return settled is not None and not is_tuning() and self._choice(settled.key) is settled.config
 
     def launch(self, shape: Shape, tensors: Tensors, scalars: tuple[float, ...], **constants: Any) -> None:
         """Enqueue a kernel that makes its own descriptors; the arguments are in the order of its parameters.

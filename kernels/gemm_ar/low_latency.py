@@ -43,7 +43,7 @@ import triton.language as tl
 from ..configs import take_first
 from ..launch import SettledLaunches
 from ..signals import poll_words, record_failure
-from .rows import Place, RowEnding, RowsShape, Tail, candidate, end_row, launch_rows, prune, with_norms
+from .rows import Ends, Place, RowsLaunch, RowsShape, Tail, candidate, end_row, prune, with_norms
 
 MOST_ROWS = 32  # more are many words
 MOST_COLUMNS = 2**18
@@ -221,10 +221,8 @@ def can_take(rows: int, columns: int, dtype: torch.dtype) -> bool:
     return rows <= MOST_ROWS and columns < MOST_COLUMNS and columns % elements_of_word(dtype) == 0
 
 
-def launch(
-    place: Place, part: torch.Tensor, memory: MailMemory, out: torch.Tensor, ending: RowEnding
-) -> None:
-    """Enqueue the exchange of `part` [M, N], contiguous, on the current stream; as `pull.launch`."""
+def prepare(place: Place, part: torch.Tensor, memory: MailMemory, ends: Ends) -> RowsLaunch:
+    """Return the exchange of `part` [M, N], contiguous, which is kept; as `pull.prepare`."""
     rows, tensors, pack = len(part), (part.view(torch.int32), *memory), elements_of_word(part.dtype)
     sizes = (rows, memory.mail.shape[2])
-    launch_rows(_SETTLED, place, tensors, sizes, out, ending, rows=rows, of_all=rows, PACK=pack)
+    return RowsLaunch(_SETTLED, place, tensors, sizes, ends, rows=rows, of_all=rows, PACK=pack)

@@ -20,7 +20,8 @@ same way, in `ways`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,16 +34,37 @@ from ..gemm.operation import persistent_matmul
 from ..gemm_rs import GemmReduceScatter
 from ..signals import Failure
 from ..symm import SymmetricTensor
-from ..tensors import check_factors, check_no_gradient, check_out, check_overlap, check_rows, check_tensor
+from ..tensors import (
+    check_factors,
+    check_no_gradient,
+    check_out,
+    check_overlap,
+    check_rows,
+    check_tensor,
+    layout_of,
+    remember,
+)
 from . import low_latency, pull
 from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS
-from .rows import MOST_COLUMNS_OF_NORM, Place, RowEnding
+from .rows import MOST_COLUMNS_OF_NORM, Ends, RowsLaunch
 from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, OVERLAPPED_FROM, TWO_SHOT, WAYS, Ways
 
 EPS = 1e-6
 PRODUCTS = ("torch", "own")
 OWN_FROM = 257  # rows, as a choice: below, reading the weight bounds a product, and cuBLAS reads as fast
+GATHER = "gather"  # the second launch of two shots
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+class RowsLayout(NamedTuple):
+    """What is the same in all calls whose tensors lie alike."""
+
+    rows: int
+    ways: tuple[str, ...]  # that it may take
+    key: tuple[Hashable, ...]  # of the choice among them, equal on all ranks
+    key_of_product: tuple[Hashable, ...] | None  # None: the product is torch's
+    part: torch.Tensor  # what this rank adds, of the operation's memory
+    launches: dict[str, RowsLaunch]
 
 
 class GemmAllReduce(Operation):
@@ -122,6 +144,7 @@ class GemmAllReduce(Operation):
             self._mail = self._open_mail()
         self._ways = self._open_ways(memory)
         self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
+        self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
 
     def _open_mail(self) -> low_latency.MailMemory:
         memory, length = self._memory, self._n // low_latency.elements_of_word(self._dtype)
@@ -187,33 +210,14 @@ class GemmAllReduce(Operation):
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`; its results are NaN.
         """
-        self._check_usable()
-        given = {"a": a, "weight": weight, "out": out, "residual": residual, "norm_weight": norm_weight}
-        check_no_gradient("GemmAllReduce", **given)
-        check_factors(a, weight, self._m, self._n, self._dtype, self.device)
-        self._check_ending(a.shape[0], out, residual, norm_weight)
-        self._check_device()
-        a, weight = a.detach(), weight.detach()
-        scatter = None
-        if self._scatter is not None and a.shape[0] % self.world_size == 0:
-            scatter = functools.partial(self._scatter, a, weight)
-        multiply = functools.partial(self._multiply, a, weight)
-        return self._call(multiply, a.shape[0], out, residual, norm_weight, eps, scatter)
-
-    def _multiply(self, a: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> None:
-        product = PRODUCTS[0]
-        if a.shape[0] >= OWN_FROM and a.dtype != torch.float32:
-            key = (a.shape[0], self._n, a.shape[1], str(a.dtype))
-            product = tunable("gemm_ar product", PRODUCTS, key=key)
-        multiply = persistent_matmul if product == "own" else torch.mm
-        multiply(a, weight.T, out=out)
+        return self._call(a, weight, out, residual, norm_weight, eps)
 
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum over ranks of `part` [M, N], its rows contiguous; `out` as above.
 
         Rows of `op.part` are not copied, and may be overwritten.
         """
-        result = self._reduce(part, out, None, None, EPS)
+        result = self._call(part, None, out, None, None, EPS, multiplies=False)
         assert isinstance(result, torch.Tensor)
         return result
 
@@ -226,36 +230,17 @@ class GemmAllReduce(Operation):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pair for s = sum over ranks of `part` [M, N] + residual, as above, without a product."""
-        result = self._reduce(part, out, residual, norm_weight, eps)
+        result = self._call(part, None, out, residual, norm_weight, eps, multiplies=False)
         assert isinstance(result, tuple)
         return result
 
     # ---- one call
 
-    def _reduce(
-        self,
-        part: torch.Tensor,
-        out: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        norm_weight: torch.Tensor | None,
-        eps: float,
-    ) -> Result:
-        self._check_usable()
-        given = {"part": part, "out": out, "residual": residual, "norm_weight": norm_weight}
-        check_no_gradient("GemmAllReduce", **given)
+    def _check_part(self, part: torch.Tensor) -> None:
         check_tensor("part", part, self._dtype, self.device)
         if part.shape[1] != self._n:
             raise ValueError(f"part has shape {list(part.shape)}; it must be [M, n={self._n}]")
         check_rows("part", part.shape[0], "m", self._m)
-        check_overlap("part", part, self._parts.local, "M", "op.part")
-        self._check_ending(part.shape[0], out, residual, norm_weight)
-        self._check_device()
-
-        def put(out: torch.Tensor) -> None:
-            if out.data_ptr() != part.data_ptr():
-                out.copy_(part.detach())
-
-        return self._call(lambda *, out: put(out), part.shape[0], out, residual, norm_weight, eps)
 
     def _check_ending(
         self,
@@ -281,68 +266,114 @@ class GemmAllReduce(Operation):
         if self._n > MOST_COLUMNS_OF_NORM:
             raise ValueError(f"n={self._n}: the norm takes up to {MOST_COLUMNS_OF_NORM} columns")
 
+    def _new_layout(self, rows: int, k: int, *, multiplies: bool, has_norm: bool) -> RowsLayout:
+        dtype = str(self._dtype)
+        can_overlap = self._scatter is not None and multiplies and rows % self.world_size == 0
+        ways = self._ways.options(rows, can_overlap=can_overlap)
+        key = (rows, self.world_size, self._n, dtype, has_norm)
+        may_multiply = multiplies and rows >= OWN_FROM and self._dtype != torch.float32
+        key_of_product = (rows, self._n, k, dtype) if may_multiply else None
+        return RowsLayout(rows, ways, key, key_of_product, self._parts.local[:rows], {})
+
     def _call(
         self,
-        multiply: Callable[..., object],
-        rows: int,
+        a: torch.Tensor,
+        weight: torch.Tensor | None,
         out: torch.Tensor | None,
         residual: torch.Tensor | None,
         norm_weight: torch.Tensor | None,
         eps: float,
-        scatter: Callable[..., object] | None = None,
+        *,
+        multiplies: bool = True,
     ) -> Result:
-        """Have `multiply(out=)` write this rank's rows, and exchange them; or `scatter` write its sums."""
-        like = self._parts.local
-        out = like.new_empty((rows, self._n)) if out is None else out
-        result = out.detach()
-        sums = None if residual is None else like.new_empty((rows, self._n))
-        ending = RowEnding(residual, norm_weight, sums, float(eps))
-        key, can_overlap = (self._n, str(self._dtype), sums is not None), scatter is not None
-        wanted = self._ways.choose(rows, key, can_overlap=can_overlap)
+        """Add up the ranks' a @ weight.T, or what they have as `a`."""
+        self._check_usable()
+        if torch.is_grad_enabled():
+            given = {"a" if multiplies else "part": a, "weight": weight, "out": out}
+            check_no_gradient("GemmAllReduce", **given, residual=residual, norm_weight=norm_weight)
+        of_ending = layout_of(out), layout_of(residual), layout_of(norm_weight)
+        lie = multiplies, layout_of(a), layout_of(weight), of_ending
+        layout = self._layouts.get(lie)
+        if layout is None:
+            if multiplies:
+                check_factors(a, weight, self._m, self._n, self._dtype, self.device)  # type: ignore[arg-type]
+            else:
+                self._check_part(a)
+        if not multiplies:
+            check_overlap("part", a, self._parts.local, "M", "op.part")
+        if layout is None:
+            self._check_ending(a.shape[0], out, residual, norm_weight)
+            made = self._new_layout(*a.shape, multiplies=multiplies, has_norm=residual is not None)
+            layout = remember(self._layouts, lie, made)
+        self._check_device()
+        like, shape = layout.part, (layout.rows, self._n)
+        result = like.new_empty(shape) if out is None else out
+        sums = None if residual is None else like.new_empty(shape)
+        self._run(layout, a, weight, (residual, norm_weight, result, sums), float(eps))
+        return result if sums is None else (result, sums)
+
+    def _run(
+        self, layout: RowsLayout, a: torch.Tensor, weight: torch.Tensor | None, ends: Ends, eps: float
+    ) -> None:
+        wanted, rows = self._ways.choose(layout.ways, layout.key), layout.rows
         with self._carrying_out():
             way = self._ways.settle(wanted, rows, is_capturing=self._is_capturing())
-            part = self._parts.local[:rows]
-            if way == COLLECTIVE and sums is None and result.is_contiguous():
-                part = result
-            if way == OVERLAPPED and scatter is not None:
-                scatter(self._sums.local[: rows // self.world_size])
-                self._gather(result, ending, rows)
+            if way == OVERLAPPED and way in layout.ways:
+                assert self._scatter is not None
+                assert weight is not None
+                self._scatter(a, weight, self._sums.local[: rows // self.world_size])
+                self._launch(OVERLAPPED, layout, ends, eps)
+                return
+            _, _, out, sums = ends
+            part = out if way == COLLECTIVE and sums is None and out.is_contiguous() else layout.part
+            key = layout.key_of_product
+            if weight is None:
+                if part.data_ptr() != a.data_ptr():
+                    part.copy_(a)
+            elif key is not None and tunable("gemm_ar product", PRODUCTS, key=key) == "own":
+                persistent_matmul(a, weight.T, out=part)
             else:
-                multiply(out=part)
-                self._exchange(way, part, result, ending)
-        return out if sums is None else (out, sums)
+                torch.mm(a, weight.T, out=part)
+            self._exchange(way, layout, part, ends, eps)
 
-    def _exchange(self, way: str, part: torch.Tensor, out: torch.Tensor, ending: RowEnding) -> None:
+    def _exchange(self, way: str, layout: RowsLayout, part: torch.Tensor, ends: Ends, eps: float) -> None:
         """Enqueue what adds up the ranks' parts, and ends the sums."""
-        rows, chunk = part.shape[0], triton.cdiv(part.shape[0], self.world_size)
-        place = self._place
-        if way == LOW_LATENCY:
-            assert self._mail is not None
-            low_latency.launch(place, part, self._mail, out, ending)
-        elif way == ONE_SHOT:
-            pull.launch(place, self._table_of_parts, self._held, out, ending, rows=rows, m=rows)
+        residual, norm_weight, out, sums = ends
+        if way in (LOW_LATENCY, ONE_SHOT):
+            self._launch(way, layout, ends, eps)
         elif way in (TWO_SHOT, OVERLAPPED):  # as the last eager call was, which had a product
-            first = min(self.rank * chunk, rows)
-            own = {"first": first, "rows": min(chunk, rows - first), "m": rows}
-            sums = self._sums.local
-            pull.launch(place, self._table_of_parts, self._held, sums, RowEnding(ending.residual), **own)
-            self._gather(out, ending._replace(residual=None), rows)
+            self._launch(TWO_SHOT, layout, (residual, None, self._sums.local, None), eps)
+            self._launch(GATHER, layout, (None, norm_weight, out, sums), eps)
         else:
             self._ways.all_reduce(part)
-            if ending.sums is not None:  # as one rank of one, which waits for nobody
-                alone = place._replace(rank=0, world_size=1)
-                pull.launch(alone, self._own_table, self._held, out, ending, rows=rows, m=rows)
+            if sums is not None:
+                self._launch(COLLECTIVE, layout, ends, eps)
             elif part is not out:
                 out.copy_(part)
 
-    @property
-    def _place(self) -> Place:
-        return Place(self.rank, self.world_size, self._sms or INTERPRETED_PROGRAMS, self._patience_ticks)
+    def _launch(self, what: str, layout: RowsLayout, ends: Ends, eps: float) -> None:
+        launch = layout.launches.get(what)
+        if launch is None:
+            launch = layout.launches[what] = self._prepare(what, layout, ends)
+        launch(ends, self._patience_ticks, eps)
 
-    def _gather(self, out: torch.Tensor, ending: RowEnding, rows: int) -> None:
-        """Enqueue what reads the sums of all ranks, and ends them."""
-        of_all = {"rows": rows, "m": rows, "chunk": triton.cdiv(rows, self.world_size)}
-        pull.launch(self._place, self._table_of_sums, self._held, out, ending, **of_all)
+    def _prepare(self, what: str, layout: RowsLayout, ends: Ends) -> RowsLaunch:
+        """Return the launch of a way, or the last one of it; of a collective, what ends its sums."""
+        rows, chunk = layout.rows, triton.cdiv(layout.rows, self.world_size)
+        sms = self._sms or INTERPRETED_PROGRAMS
+        place = (self.rank, self.world_size, sms)
+        if what == LOW_LATENCY:
+            assert self._mail is not None
+            return low_latency.prepare(place, layout.part, self._mail, ends)
+        of_all = functools.partial(pull.prepare, memory=self._held, ends=ends, m=rows)
+        if what == TWO_SHOT:  # the sums of the own rows
+            first = min(self.rank * chunk, rows)
+            return of_all(place, self._table_of_parts, first=first, rows=min(chunk, rows - first))
+        if what in (GATHER, OVERLAPPED):  # what reads the sums of all ranks, and ends them
+            return of_all(place, self._table_of_sums, rows=rows, chunk=chunk)
+        if what == COLLECTIVE:  # as one rank of one, which waits for nobody
+            return of_all((0, 1, sms), self._own_table, rows=rows)
+        return of_all(place, self._table_of_parts, rows=rows)
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:

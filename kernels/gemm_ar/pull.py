@@ -56,13 +56,13 @@ from ..launch import SettledLaunches
 from ..signals import notify, poll_until, record_failure
 from .rows import (
     MOST_PROGRAMS,
+    Ends,
     Place,
-    RowEnding,
+    RowsLaunch,
     RowsShape,
     Tail,
     candidate,
     end_row,
-    launch_rows,
     prune,
     with_norms,
 )
@@ -259,21 +259,21 @@ class PullMemory(NamedTuple):
 _SETTLED: SettledLaunches[RowsShape] = SettledLaunches(add_rows, operation="GemmAllReduce")
 
 
-def launch(
+def prepare(
     place: Place,
     table: torch.Tensor,
     memory: PullMemory,
-    out: torch.Tensor,
-    ending: RowEnding,
+    ends: Ends,
     *,
     rows: int,
     m: int,
     first: int = 0,
     chunk: int = 0,
-) -> None:
-    """Enqueue one exchange on the current stream: `rows` rows of the sum to `out`, or their norm.
+) -> RowsLaunch:
+    """Return one exchange, of `rows` rows, for calls whose tensors lie as those of `ends`.
 
     chunk: how many rows a rank owns, if they are read where their owner has them.
     """
     sizes = (first, rows, m, max(chunk, 1))
-    launch_rows(_SETTLED, place, (table, *memory), sizes, out, ending, rows=rows, of_all=m, OWNER=chunk > 0)
+    held = (table, *memory)
+    return RowsLaunch(_SETTLED, place, held, sizes, ends, rows=rows, of_all=m, OWNER=chunk > 0)

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..configs import INTERPRETED
 from ..gemm.configs import class_of_rows
-from ..launch import SettledLaunches
+from ..launch import Settled, SettledLaunches
 
 WARPS_OF_NORM = (1, 2, 4, 8, 16, 32)
 MOST_COLUMNS_OF_NORM = 32768  # above half of it registers spill
@@ -26,17 +26,13 @@ VALUES_OF_THREAD = 8  # of a row whose norm is taken
 MOST_PROGRAMS = 1 << 12  # of a launch
 
 
-class RowEnding(NamedTuple):
-    """What becomes of sums; the norm's weight and where the sums go are both given, or neither."""
-
-    residual: torch.Tensor | None = None
-    norm_weight: torch.Tensor | None = None
-    sums: torch.Tensor | None = None
-    eps: float = 0.0
+Place = tuple[int, int, int]  # the rank, the number of ranks, that of SMs
+# Of a call: residual; the norm's weight; where the norm goes, or else the sum; where the sum goes beside it.
+Ends = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
 
 
 class Tail(NamedTuple):
-    """The same, as a kernel knows it."""
+    """What becomes of sums, as a kernel knows it."""
 
     residual_ptr: Any  # [m, N], rows stride_residual apart, if HAS_RESIDUAL
     stride_residual: Any
@@ -103,15 +99,6 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
     return [each for each in wanted if each.kwargs["BLOCK_N"] <= most] or configs
 
 
-class Place(NamedTuple):
-    """Where a launch runs: what is the same in all calls of an operation."""
-
-    rank: int
-    world_size: int
-    sms: int
-    patience_ticks: int
-
-
 class RowsShape(NamedTuple):
     """What the choice of a config, the compiled kernel and its grid depend on, and the kernel's arguments."""
 
@@ -143,38 +130,61 @@ class RowsShape(NamedTuple):
         return max(1, min(self.rows * blocks, meta["PER_SM"] * self.sms, MOST_PROGRAMS)), 1, 1
 
 
-def launch_rows(
-    settled: SettledLaunches[RowsShape],
-    place: Place,
-    held: tuple[torch.Tensor, ...],
-    sizes: tuple[int, ...],
-    out: torch.Tensor,
-    ending: RowEnding,
-    *,
-    rows: int,
-    of_all: int,
-    **own: Any,
-) -> None:
-    """Enqueue one launch, on the current stream, that ends `rows` rows of `out`, tuned as `of_all` rows are.
+class RowsLaunch:
+    """Launches, on the current stream, that end `rows` rows and are tuned as `of_all` rows are.
 
-    held, sizes: the kernel's own tensors and numbers; own: its constant.
+    held, sizes: the kernel's own tensors and numbers; own: its constant. `ends` are a call's, of which none
+    is kept: others that lie alike may be launched with.
     """
-    residual, weight, sums = (out if each is None else each.detach() for each in ending[:3])
-    tensors = (*held, residual, weight, out, sums)
-    (constant,) = own.items()
-    shape = RowsShape(
-        size_class=class_of_rows(of_all),
-        n=out.shape[1],
-        rows=rows,
-        strides=(residual.stride(0), out.stride(0)),
-        world_size=place.world_size,
-        own=constant,
-        has_residual=ending.residual is not None,
-        has_norm=ending.norm_weight is not None,
-        sms=place.sms,
-        dtype=out.dtype,
-        device=out.device,
-        aligned=tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
-    )
-    of_shape = (shape.size_class, shape.n, *shape.strides)
-    settled.launch(shape, tensors, (*sizes, *of_shape, place.rank, place.patience_ticks, ending.eps))
+
+    def __init__(
+        self,
+        launches: SettledLaunches[RowsShape],
+        place: Place,
+        held: tuple[torch.Tensor, ...],
+        sizes: tuple[int, ...],
+        ends: Ends,
+        *,
+        rows: int,
+        of_all: int,
+        **own: Any,
+    ) -> None:
+        (rank, world_size, sms), (residual, norm_weight, out, _) = place, ends
+        strides = ((out if residual is None else residual).stride(0), out.stride(0))
+        (constant,) = own.items()
+        tensors = (*held, *_filled(ends))
+        self._shape = RowsShape(
+            size_class=class_of_rows(of_all),
+            n=out.shape[1],
+            rows=rows,
+            strides=strides,
+            world_size=world_size,
+            own=constant,
+            has_residual=residual is not None,
+            has_norm=norm_weight is not None,
+            sms=sms,
+            dtype=out.dtype,
+            device=out.device,
+            aligned=tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
+        )
+        of_shape = (self._shape.size_class, self._shape.n, *strides)
+        self._numbers = (*sizes, *of_shape, rank)
+        self._launches, self._held = launches, held
+        self._held_at = [tensor.data_ptr() for tensor in held]
+        self._settled: Settled | None = None
+
+    def __call__(self, ends: Ends, patience_ticks: int, eps: float) -> None:
+        settled, launches = self._settled, self._launches
+        if launches.is_current(settled):
+            at = ends[2].data_ptr()
+            addresses = [at if tensor is None else tensor.data_ptr() for tensor in ends]
+            settled.prepared(()).at([*self._held_at, *addresses, *self._numbers, patience_ticks, eps])
+            return
+        tensors = (*self._held, *(tensor.detach() for tensor in _filled(ends)))
+        launches.launch(self._shape, tensors, (*self._numbers, patience_ticks, eps))
+        self._settled = launches.find(self._shape)
+
+
+def _filled(ends: Ends) -> list[torch.Tensor]:
+    """Return one tensor for each pointer of the kernel, which reads or writes none that is not given."""
+    return [ends[2] if tensor is None else tensor for tensor in ends]

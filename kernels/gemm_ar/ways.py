@@ -52,26 +52,31 @@ class Ways(Collective):
         made = {COLLECTIVE: True, ONE_SHOT: False, TWO_SHOT: False}.get(str(fixed))
         super().__init__("GemmAllReduce", "gemm_ar way", group, memory, fixed=made, timeout_s=timeout_s)
 
-    def choose(self, rows: int, key: tuple[Hashable, ...], *, can_overlap: bool) -> str:
-        """Return the way that this rank would take; key: what it depends on besides, equal on all ranks.
+    def options(self, rows: int, *, can_overlap: bool) -> tuple[str, ...]:
+        """Return the ways that a call with so many rows may take, first the one that nobody tuned.
 
         can_overlap: there is a product, whose rows all ranks share evenly.
         """
         if self._world_size == 1:
-            return COLLECTIVE  # of which nothing is left
+            return (COLLECTIVE,)  # of which nothing is left
         can_be_low = self._has_low_latency(rows)
         if self._way is not None or self._ballots is None:
             way = self._way or ONE_SHOT
             if way == OVERLAPPED and not can_overlap:
-                return TWO_SHOT
-            return ONE_SHOT if way == LOW_LATENCY and not can_be_low else way
+                return (TWO_SHOT,)
+            return (ONE_SHOT if way == LOW_LATENCY and not can_be_low else way,)
         ways = [COLLECTIVE, *WAYS[:2]] if rows > MOST_ROWS_OF_SHOTS else [*WAYS[:3]]
         if can_be_low:
             ways.insert(0, LOW_LATENCY)
         if can_overlap and rows >= OVERLAPPED_FROM:
             ways.append(OVERLAPPED)
-        key, ranks = (rows, self._world_size, *key), self._group or dist.group.WORLD
-        return tunable(self._choice, ways, key=key, among=ranks)
+        return tuple(ways)
+
+    def choose(self, options: tuple[str, ...], key: tuple[Hashable, ...]) -> str:
+        """Return the way of these that this rank would take; key: what it depends on, equal on all ranks."""
+        if len(options) == 1:
+            return options[0]
+        return tunable(self._choice, options, key=key, among=self._group or dist.group.WORLD)
 
     def settle(self, way: str, rows: int, *, is_capturing: bool) -> str:
         """Return the way of this call, the same on all ranks. To be asked once in each.

@@ -6,11 +6,14 @@ import types
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy
 import torch
 import triton
 from settled_path import matrix
 
 from dist_autotune.kernels.configs import candidate
+from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull, rows
+from dist_autotune.kernels.gemm_ar.ways import LOW_LATENCY, ONE_SHOT
 from dist_autotune.kernels.gemm_rs import plain
 from dist_autotune.kernels.gemm_rs.call import ScatterMemory, ScatterOperands
 from dist_autotune.kernels.gemm_rs.operation import GemmReduceScatter
@@ -323,4 +326,112 @@ SCATTER = _of_experts(
     own=OWN | {"tokens_per_rank": 32},
     unlike=("products_ptr",),
 )
-ALL = {"GemmReduceScatter": SUMS, "AllGatherMoE": GATHER, "MoEReduceScatter": SCATTER}
+
+# ---- GemmAllReduce
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a call depends on; pads, in elements, are of residual and out, `shifted` names unaligned ones."""
+
+    m: int = 8
+    n: int = 256
+    dtype: torch.dtype = torch.bfloat16
+    world: int = 2
+    programs: int = 132
+    pads: tuple[int, int] = (0, 0)
+    shifted: frozenset[str] = frozenset()
+    has_norm: bool = True
+    rank: int = 1
+    patience_ticks: int = 99
+
+
+MAIL = ["part", "table", "mail", "ticket", "lost", "errors"]
+PULLED = ["table", "words_table", "words", "ticket", "errors"]
+ENDS = ["residual", "weight", "out"]
+CHANGES_OF_ROWS = {
+    "rows": {"m": 5},
+    "columns": {"n": 192, "pads": (64, 64)},
+    "columns that are no multiple of 16": {"n": 250},
+    "float16": {"dtype": torch.float16},
+    "world size": {"world": 4},
+    "number of programs": {"programs": 3},
+    "no norm": {"has_norm": False},
+    "a stride of the residual": {"pads": (64, 0)},
+    "a stride of out": {"pads": (0, 64)},
+    "a stride of out, no multiple of 16": {"pads": (0, 1)},
+}
+
+
+class RowsCaller:
+    """Calls an operation, all of it but the agreement on a way; each call adds up a product of zeros."""
+
+    def __init__(self, way: str, case: Rows) -> None:
+        held = MAIL if way == LOW_LATENCY else PULLED
+        op = self.operation = object.__new__(GemmAllReduce)
+        op.rank, op.world_size, op._patience_ticks, op._sms = (
+            case.rank, case.world, case.patience_ticks, case.programs
+        )  # fmt: skip
+        op._m, op._n, op._dtype, op.device = 16, case.n, case.dtype, torch.device("cpu")
+        op._is_closed, op._broken_by, op._calls, op._meeting, op._scatter = False, "", 0, None, None
+        op._error_records, op._no_errors, op._layouts = numpy.zeros(1), bytes(8), {}
+        op._ways = types.SimpleNamespace(
+            options=lambda rows, **can: (way,), choose=lambda ways, key: way, settle=lambda way, *a, **b: way
+        )
+        self.tensors = {
+            name: matrix(1, 512, torch.int64, shift=int(name in case.shifted)) for name in held
+        } | {
+            "residual": matrix(case.m, case.n, case.dtype, case.pads[0], int("residual" in case.shifted)),
+            "weight": matrix(1, case.n, case.dtype, shift=int("weight" in case.shifted))[0],
+            "out": matrix(case.m, case.n, case.dtype, case.pads[1], int("out" in case.shifted)),
+        }
+        parts = torch.zeros(16, case.n, dtype=case.dtype)
+        op._parts = types.SimpleNamespace(local=parts)
+        if way == LOW_LATENCY:
+            self.tensors["part"] = parts
+            table, *others = [self.tensors[name] for name in held[1:]]
+            mail = others[0].as_strided((2, case.world, 16, case.n // 2), (0, 0, 0, 1))
+            op._mail = low_latency.MailMemory(table, mail, *others[1:])
+        else:
+            op._table_of_parts, *others = [self.tensors[name] for name in held]
+            op._held = pull.PullMemory(*others)
+        self.factors = torch.zeros(case.m, 8, dtype=case.dtype), torch.zeros(case.n, 8, dtype=case.dtype)
+        self.has_norm = case.has_norm
+        if not case.has_norm:
+            del self.tensors["residual"], self.tensors["weight"]
+
+    def call(self) -> None:
+        ending = [self.tensors.get(name) for name in ("out", "residual", "weight")]
+        self.operation(*self.factors, *ending, eps=0.5)
+
+
+def _of_rows(kernel: Any, module: Any, way: str, by_kind: dict[str, Any], held: list[str]) -> Launches:
+    plain_case = Rows()
+    changes = CHANGES_OF_ROWS | {
+        f"alignment of {each}": {"shifted": frozenset({each})} for each in (*held, *ENDS) if each != "part"
+    }
+    return Launches(
+        kernel,
+        module,
+        [rows.candidate(64, 1, 4), rows.candidate(32, 2, 4)],
+        rows.candidate(128, 1, 4),
+        lambda case: RowsCaller(way, case),
+        plain_case,
+        _cases(plain_case, changes),
+        descriptors=0,
+        own={"rank": 0, "patience_ticks": 7},
+        unlike=("sum_ptr",),
+        odd=(
+            replace(plain_case, m=5, n=192, pads=(8, 24)),
+            {"rows": 5, "size_class": 16, "N": 192, "stride_residual": 200, "stride_out": 216, "rank": 1}
+            | {"patience_ticks": 99, "eps": 0.5, "WORLD": 2, "HAS_RESIDUAL": True, "NORM": True, "ROW": 256}
+            | by_kind,
+        ),
+        odd_grid=5 * 3,  # rows, blocks of columns
+    )
+
+
+STAMPED = _of_rows(low_latency.exchange_rows, low_latency, LOW_LATENCY, {"capacity": 16, "PACK": 2}, MAIL)
+PULLING = _of_rows(pull.add_rows, pull, ONE_SHOT, {"first": 0, "m": 5, "chunk": 1, "OWNER": False}, PULLED)
+WITH_DESCRIPTORS = {"GemmReduceScatter": SUMS, "AllGatherMoE": GATHER, "MoEReduceScatter": SCATTER}
+ALL = WITH_DESCRIPTORS | {"GemmAllReduce, low-latency": STAMPED, "GemmAllReduce, one-shot": PULLING}

@@ -1,4 +1,4 @@
-"""Launches settled calls of `persistent_matmul` through Triton's C on `pretended_cuda.c`; prints what comes.
+"""Launches settled calls through Triton's C on `pretended_cuda.c`; prints what comes.
 
 python tests/aot/settled_on_pretended_cuda.py DIRECTORY     where libcuda.so.1 is to be compiled
 
@@ -15,12 +15,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from settled_cases import STAMPED
 from settled_path import microseconds
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
@@ -31,7 +32,7 @@ from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
 ABOVE = Path(__file__).parent
-BYTES = {"i32": 4, "i64": 8, "u32": 4, "u64": 8}
+BYTES = {"i32": 4, "i64": 8, "u32": 4, "u64": 8, "fp32": 4}
 OF_DESCRIPTOR = (128, 4, 4, 8, 8)  # the tensor map, rows, columns and strides
 
 
@@ -144,7 +145,8 @@ def taken_for_a_gpu(case: Case) -> Iterator[None]:
 
 
 def compiled_kernels() -> list[Any]:
-    return [kernel for each in (body.gemm, copies.copy_rows) for kernel in each.device_caches[0][0].values()]
+    kernels = (body.gemm, copies.copy_rows, STAMPED.kernel.fn)
+    return [compiled for kernel in kernels for compiled in kernel.device_caches[0][0].values()]
 
 
 def functions_called(call: Callable[[], Any]) -> int:
@@ -166,22 +168,33 @@ def compare(cuda: PretendedCuda, case: Case) -> dict[str, Any]:
     def call() -> None:
         persistent_matmul(a, b.T, out, scheduler=case.scheduler, bias=case.bias)
 
-    found: dict[str, Any] = {}
     with taken_for_a_gpu(case):
-        for _ in range(2):
-            call()
-        for compiled in compiled_kernels():
-            cuda.describe(compiled)
-        for way, watched in (("prepared", False), ("own", True)):
-            with mock.patch.object(launches, "_are_watched", lambda watched=watched: watched):
-                written, encoded = cuda.written_by(call)
-                found[way] = {
-                    "written": written.hex(),
-                    "encoded": encoded,
-                    "functions": functions_called(call),
-                    "us": microseconds(call),
-                }
+        return by_both_ways(cuda, call)
+
+
+def by_both_ways(cuda: PretendedCuda, call: Callable[[], None]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for _ in range(2):
+        call()
+    for compiled in compiled_kernels():
+        cuda.describe(compiled)
+    for way, watched in (("prepared", False), ("own", True)):
+        with mock.patch.object(launches, "_are_watched", lambda watched=watched: watched):
+            written, encoded = cuda.written_by(call)
+            found[way] = {
+                "written": written.hex(),
+                "encoded": encoded,
+                "functions": functions_called(call),
+                "us": microseconds(call),
+            }
     return found
+
+
+def reduced(cuda: PretendedCuda) -> dict[str, Any]:
+    """Return the same of a call of `GemmAllReduce`, product included."""
+    STAMPED.kernel.configs = STAMPED.tiles[:1]
+    caller = STAMPED.make(replace(STAMPED.plain, has_norm=False))
+    return by_both_ways(cuda, caller.call)
 
 
 def main(directory: str) -> None:
@@ -189,6 +202,7 @@ def main(directory: str) -> None:
     cuda.install()
     for name, case in CASES.items():
         print(json.dumps({"case": name, **compare(cuda, case)}))
+    print(json.dumps({"case": "rows of all ranks", **reduced(cuda)}))
 
 
 if __name__ == "__main__":
