@@ -201,7 +201,7 @@ class Session:
             state.dispatcher.end_run()
         with as_launch_failed(if_reported=True):
             report = self._run.report(self.elapsed_s)
-        self._step(self._exchange(report, watch.what))
+        self._step(self._exchange(report, watch.what, of_run=True))
 
     @contextlib.contextmanager
     def _under_way(self, launches: CallUnderWay, watch: Watch) -> Iterator[None]:
@@ -219,7 +219,7 @@ class Session:
             self._run.capture(function)
         # A rank without a graph replays nothing: its peers' kernels would wait for it.
         opening = Opening(self.function.group.rank, self.function.facts({}))
-        received = self._exchange(opening, f"the capture of {watch.what}")
+        received = self._exchange(opening, f"the capture of {watch.what}", of_run=True)
         with self._dropping_searches():
             checked(received, Opening)
         with self._under_way(launches, watch):
@@ -255,21 +255,22 @@ class Session:
         self._progress.update(forecast, lambda: step_times(self._contexts()))
         self._stage = SessionStage.BETWEEN_RUNS
 
-    def _exchange(self, message: Message, what: str) -> Message:
-        group, is_run = self.function.group, isinstance(message, RunReport)
+    def _exchange(self, message: Message, what: str, *, of_run: bool = False) -> Message:
+        """Return the merged messages; of_run: where a peer's run has failed, the next call goes on."""
+        group = self.function.group
         sent, began = message.encode(), time.perf_counter()
         try:
             received = group.exchange(sent, merge, self.function.timeout_s, what)
         except BaseException as error:
             self._diagnosis.record_failed_exchange(error)
             self._run.abandon()
-            if is_run and type(error) is PeerFailed and self._may_resume:
+            if of_run and type(error) is PeerFailed and self._may_resume:
                 self._leave(error)
             else:
                 self._drop(error)
             raise
         seconds, run = time.perf_counter() - began, -1
-        if is_run:
+        if isinstance(message, RunReport):
             self._history.update(received)
             run = self.state.search.runs
         self.state.time_spent.add("exchanges_s", seconds)

@@ -7,10 +7,11 @@ compares how the calls ended.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter, defaultdict
 from typing import Any
 
-from random_programs import Kernel, Program, having, true_winners, viable_blocks
+from random_programs import OF_THE_PACKAGE, Kernel, Program, having, true_winners, viable_blocks
 from virtual_ranks import Gone, VirtualAgreement
 from virtual_tuners import FUNCTIONS, Boom, Ending, VirtualRank
 
@@ -19,7 +20,7 @@ from dist_autotune.launch.rank_context import Binding
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
 from dist_autotune.search.context import Context
 from dist_autotune.search.messages import Message, Opening, RunReport, decode, merge
-from dist_autotune.search.rules import BY_LAUNCH
+from dist_autotune.search.rules import BY_LAUNCH, BY_RUN
 from dist_autotune.search.state import ADMISSION_RUNS, SearchState
 from dist_autotune.tuner.function_state import SESSION_STATE
 
@@ -82,6 +83,9 @@ class Witness:
         self.counts["runs"] += kinds == {RunReport}
         if all("True" not in payload.facts.get("retune", {}) for payload in told):  # or all start anew
             self._check_states()
+        if kinds == {Opening} and SESSION_STATE not in told[0].facts:
+            self.counts["captures"] += 1  # of a run that replays judge
+            return
         if kinds == {Opening}:
             states = {state for payload in told for state in payload.facts[SESSION_STATE]}
             goes_on = len(states) == 1 and states != {""}  # with the session that a failed run has left
@@ -161,7 +165,8 @@ class Witness:
         tuning, options = self.ranks[0].state.search, self.program.options
         made = tuning.runs + 1  # with the one that is being told
         since = {rank.runs - before for rank, before in zip(self.ranks, self._runs_at_open, strict=True)}
-        assert since == {made}, f"ranks have made {since} runs of this session, {made} are known"
+        if len(self.ranks) > 1 or not self.program.events_of("raise"):  # alone, a session goes on unasked
+            assert since == {made}, f"ranks have made {since} runs of this session, {made} are known"
         if options["max_runs"] is not None:
             allowed = options["max_runs"] + (tuning.rules.bits == "same")  # one more if the last changed bits
             assert made <= allowed, f"{made} runs, {allowed} allowed"
@@ -251,6 +256,8 @@ def check_endings(program: Program, ranks: list[VirtualRank], counts: Counter[st
         endings = {rank.agreement.rank: r[call] for rank in ranks if len(r := rank.endings) > call}
         if len(endings) < len(ranks):
             counts["calls after a departure"] += 1
+        for ending in endings.values():
+            check_figures(program, ending.report, counts)
         _check_call(program, call, endings, counts)
 
 
@@ -307,6 +314,40 @@ def _check_call(program: Program, call: int, endings: dict[int, Ending], counts:
     }
     if not own and not faults and any(isinstance(error, NoValidConfig) for error in others.values()):
         assert all(isinstance(error, NoValidConfig) for error in others.values()), f"not alike: {others}"
+
+
+def check_figures(program: Program, report: Any, counts: Counter[str]) -> None:
+    """Check that each time of a report is one of what it is said to be, and no gain a loss."""
+    if report is None or any(kernel.bad_samples for kernel in program.kernels):
+        return
+    noise = 1.5 if program.is_noisy else 1.0
+    shortest, most_ms = defaultdict[Any, float](lambda: math.inf), defaultdict[Any, float](float)
+    run_ms = sum(max(choice.ms) * max(p.count for p in choice.launches) for choice in program.choices)
+    for kernel in program.kernels:
+        slowest_ms = noise * max(kernel.ms.values())
+        for n in kernel.keys:
+            about = FUNCTIONS[kernel.function].__name__, n
+            shortest[about] = min(shortest[about], *kernel.ms.values())
+            most_ms[about] = max(most_ms[about], slowest_ms)
+            run_ms += slowest_ms * max(dict(own)[n].count for own in kernel.launches if n in dict(own))
+    patterns = {pattern.kind for kernel in program.kernels for own in kernel.launches for _, pattern in own}
+    patterns |= {pattern.kind for choice in program.choices for pattern in choice.launches}
+    is_steady = patterns <= {"always"} and not (program.is_noisy or program.events)
+    for context in report.contexts:
+        about = context.kernel, context.key[0]
+        least, most = 0.0, 1e-9 + (run_ms if context.judge == BY_RUN else most_ms[about])
+        is_of_all = patterns <= {"always"} and program.options.get("rank_reduce", "max") == "max"
+        if context.judge == BY_LAUNCH or is_of_all:  # else a run without it may count
+            least = shortest.get(about, 0.0) - 1e-9
+        for ms in (context.ms, context.default_ms, *context.timings.values()):
+            assert ms is None or least <= ms <= most, f"{context.label}: {ms} ms by {context.judge}"
+            counts["times in reports"] += ms is not None
+        if is_steady and context.status == "tuned" and program.search in OF_THE_PACKAGE:
+            gain = context.gain_percent
+            assert gain is None or gain >= -1.0, f"{context.label} is {gain} % faster than its default"
+    if (step := report.step) is not None:
+        assert 0 < step.after_ms <= run_ms + 1e-9, f"a step takes {step}"
+        assert not is_steady or report.outlook or step.gain_percent >= -1.0, f"a step takes {step}"
 
 
 def _is_expected(program: Program, call: int, error: TuningError) -> bool:

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
+from dist_autotune.combinations import Combinations
+
 BLOCKS = (16, 32, 64, 128, 256)
+MANY_BLOCKS = (range(1, 15), range(1, 15), range(1, 41), range(1, 301))
 KEYS = (64, 80, 96)
-RANKS = range(2, 9)
-SEARCHES = ("exhaustive",) * 3 + ("racing",) * 3 + ("shuffled", "endless", "stubborn", "raising")
+MANY_KEYS = tuple(range(64, 240, 16))
+RANKS = (1, 2, 2, 2, 3, 3, 4, 4, 6, 8)
+OF_THE_PACKAGE = ("exhaustive", "racing", "auto", "expected")
+SEARCHES = ("exhaustive",) * 2 + OF_THE_PACKAGE[1:] * 3 + ("shuffled", "endless", "stubborn", "raising")
+SHARES = (1000, 900, 750, 500, 250)
 BAD_SAMPLES = (math.nan, math.inf, -1.0, 0.0, None)
 
 
@@ -40,6 +47,11 @@ class Pattern:
         return self.count if comes else 0
 
 
+Under = Mapping[str, tuple[int, ...]]  # choice -> its options, modulo SPREAD, that lead to a launch
+SPREAD = 4
+COLUMNS = 100
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One autotuned kernel; each field is by rank, or by (rank, BLOCK)."""
@@ -51,6 +63,8 @@ class Kernel:
     bad_samples: dict[tuple[int, int], float | None]
     is_sometimes_bad: bool
     launches: tuple[tuple[tuple[int, Pattern], ...], ...]  # (n, pattern) of each rank
+    under: Under = field(default_factory=dict)
+    shares: Mapping[int, int] = field(default_factory=dict)  # BLOCK -> thousandths of the device
 
     @property
     def keys(self) -> list[int]:
@@ -66,19 +80,29 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Choice:
-    """A `tunable`."""
+    """A `tunable`; its options are 0, 1, ..."""
 
-    name: str
-    options: tuple[str, ...]
-    ms: dict[str, float]
+    number: int
+    options: Sequence[int]
+    ms: tuple[float, ...]  # of the options in turn
     launches: tuple[Pattern, ...]
+    under: Under = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"choice-{self.number}"
+
+    def ms_of(self, option: int) -> float:
+        return self.ms[option % len(self.ms)]
 
 
 @dataclass(frozen=True)
 class Event:
     """What happens before a call, or in the n-th run or exchange of a rank."""
 
-    kind: str  # "retune" | "retune some" | "restart" | "cached" | "raise" | "leave" | "late"
+    kind: (
+        str  # "retune" | "retune some" | "retune inside" | "restart" | "cached" | "raise" | "leave" | "late"
+    )
     at: int
     rank: int = 0
     number: int = 0
@@ -101,6 +125,7 @@ class Program:
     is_plain: bool = False
     lost_disks: tuple[int, ...] = field(default=())  # ranks that a restart finds without their entries
     changed_disks: tuple[int, ...] = field(default=())  # and those that find another winner in them
+    loses_some: bool = False  # a restart finds a part of the entries on no disk
 
     @property
     def is_online(self) -> bool:
@@ -148,21 +173,30 @@ def true_winners(kernel: Kernel, n: int, rank_reduce: str) -> list[int]:
 def draw_program(random: Random) -> Program:
     """Return a program."""
     world_size = random.choice(RANKS)
-    is_plain = random.random() < 0.3  # then the winners are known beforehand
-    search = "exhaustive" if is_plain else random.choice(SEARCHES)
+    is_plain = random.random() < 0.2  # then the winners are known beforehand
+    is_large = not is_plain and random.random() < 0.3  # as functions are: many contexts, of few kernels
+    search = "exhaustive" if is_plain else random.choice(OF_THE_PACKAGE if is_large else SEARCHES)
     options = _options(random, search, is_plain=is_plain)
-    kernels = tuple(
-        draw_kernel(random, world_size, is_plain=is_plain) for _ in range(random.choice((1, 1, 2, 3)))
-    )
-    choices = tuple(_choice(random, world_size, n) for n in range(random.choice((0, 0, 0, 1, 2))))
+    counts = (3, 4, 6, 8) if is_large else (1, 1, 2, 3)
+    kernels = [
+        draw_kernel(random, world_size, is_plain=is_plain, is_large=is_large)
+        for _ in range(random.choice(counts))
+    ]
+    choices: list[Choice] = []
+    if not is_plain:
+        for number in range(random.choice((0, 1, 2, 3, 4) if is_large else (0, 0, 0, 1, 2))):
+            choices.append(_choice(random, world_size, number, choices))
+        kernels = [replace(kernel, under=_under(random, choices, 0.6)) for kernel in kernels]
     is_online = options["mode"] == "online"
     calls = random.randrange(4, 60) if is_online else random.randrange(1, 6)
+    if is_online and is_large:
+        calls = random.randrange(60, 400)
     return Program(
         world_size=world_size,
         options=options,
         search=search,
-        kernels=kernels,
-        choices=() if is_plain else choices,
+        kernels=tuple(kernels),
+        choices=tuple(choices),
         events=() if is_plain else _events(random, world_size, calls, watches=options["watch"]),
         calls=calls,
         is_noisy=not is_plain and random.random() < 0.5,
@@ -171,35 +205,40 @@ def draw_program(random: Random) -> Program:
         is_plain=is_plain,
         lost_disks=_some(random, world_size),
         changed_disks=_some(random, world_size),
+        loses_some=random.random() < 0.5,
     )
 
 
 def _options(random: Random, search: str, *, is_plain: bool) -> dict[str, Any]:
     is_limited = not is_plain and random.random() < 0.25
+    mode = "replay" if is_plain else random.choice(("replay", "replay", "online"))
+    objectives = ("kernel", "kernel", "thunk") if mode == "online" else ("kernel", "kernel", "thunk", "graph")
+    counts = search not in OF_THE_PACKAGE[1:]
     return {
-        "mode": "replay" if is_plain else random.choice(("replay", "replay", "online")),
-        "objective": "kernel" if is_plain else random.choice(("kernel", "kernel", "thunk")),
-        "n_warmup": random.choice((0, 0, 1, 2)) if search != "racing" else None,
-        "n_repeat": random.choice((1, 1, 2, 3)) if search != "racing" else None,
+        "mode": mode,
+        "objective": "kernel" if is_plain else random.choice(objectives),
+        "n_warmup": random.choice((0, 0, 1, 2)) if counts else None,
+        "n_repeat": random.choice((1, 1, 2, 3)) if counts else None,
         "statistic": random.choice(("median", "mean", "min")),
         "rank_reduce": random.choice(("max", "max", "mean")),
         "agree": "key" if is_plain else random.choice(("key", "key", "ordinal")),
         "share": random.random() < 0.8,
         "watch": is_plain or random.random() < 0.8,
-        "max_runs": random.randrange(1, 30) if is_limited else None,
-        "budget_s": random.choice((1.0, 5.0)) if is_limited and random.random() < 0.5 else None,
+        "max_runs": random.randrange(1, random.choice((30, 300))) if is_limited else None,
+        "budget_s": random.choice((1.0, 5.0, 40.0)) if is_limited and random.random() < 0.5 else None,
     }
 
 
-def draw_kernel(random: Random, world_size: int, *, is_plain: bool) -> Kernel:
+def draw_kernel(random: Random, world_size: int, *, is_plain: bool, is_large: bool = False) -> Kernel:
     """Return a kernel; a plain one is launched in every run by all ranks that have it."""
     ranks = range(world_size)
-    shared = random.sample(BLOCKS, random.randrange(1, len(BLOCKS) + 1))
+    blocks = random.choice(MANY_BLOCKS) if not is_plain and random.random() < 0.08 else BLOCKS
+    shared = random.sample(blocks, random.randrange(len(blocks) // 2, len(blocks) + 1) or 1)
     candidates = [tuple(shared) for _ in ranks]
     if random.random() < 0.3:
         for rank in _some(random, world_size):
-            candidates[rank] = tuple(random.sample(BLOCKS, random.randrange(1, len(BLOCKS) + 1)))
-    pairs = [(rank, block) for rank in ranks for block in BLOCKS]
+            candidates[rank] = tuple(random.sample(blocks, random.randrange(1, len(blocks) + 1)))
+    pairs = [(rank, block) for rank in ranks for block in blocks]
     failures = {}
     if random.random() < 0.35:
         for pair in random.sample(pairs, random.choice((1, 1, 2, 4))):
@@ -207,14 +246,16 @@ def draw_kernel(random: Random, world_size: int, *, is_plain: bool) -> Kernel:
     bad = {}
     if not is_plain and random.random() < 0.25:
         bad = {pair: random.choice(BAD_SAMPLES) for pair in random.sample(pairs, random.choice((1, 2, 5)))}
-    times = [round(0.1 * random.randrange(1, 60), 1) for _ in BLOCKS]
+    times = [round(0.1 * random.randrange(1, 60), 1) for _ in blocks]
     by_rank = random.random() < 0.6
     ms = {
         (rank, block): round(times[at] + (0.1 * random.randrange(0, 30) if by_rank else 0.0), 1)
         for rank in ranks
-        for at, block in enumerate(BLOCKS)
+        for at, block in enumerate(blocks)
     }
     keys = random.sample(KEYS, random.choice((1, 1, 1, 2, 3)))
+    if is_large:
+        keys = random.sample(MANY_KEYS, random.choice((1, 3, 5, 8)))
     launches = tuple(tuple(_launches(random, keys, rank, is_plain=is_plain)) for rank in ranks)
     return Kernel(
         function=random.randrange(3),
@@ -224,6 +265,7 @@ def draw_kernel(random: Random, world_size: int, *, is_plain: bool) -> Kernel:
         bad_samples=bad,
         is_sometimes_bad=random.random() < 0.5,
         launches=launches,
+        shares={block: random.choice(SHARES) for block in blocks} if random.random() < 0.5 else {},
     )
 
 
@@ -236,17 +278,36 @@ def _launches(random: Random, keys: list[int], rank: int, *, is_plain: bool) -> 
         random.shuffle(own)
     kinds = ("always",) if is_plain else ("always",) * 7 + ("every", "until", "from", "sometimes", "never")
     return [
-        (n, Pattern(random.choice(kinds), random.choice((2, 3, 4, 7, 17)), random.choice((1, 1, 2))))
+        (n, Pattern(random.choice(kinds), random.choice((2, 3, 4, 7, 17, 40, 80)), random.choice((1, 1, 2))))
         for n in own
     ]
 
 
-def _choice(random: Random, world_size: int, number: int) -> Choice:
-    options = tuple("abc"[: random.randrange(1, 4)])
-    ms = {option: 0.1 * random.randrange(1, 30) for option in options}
-    kinds = ("always",) * 4 + ("every", "until", "from", "never")
+def _choice(random: Random, world_size: int, number: int, earlier: Sequence[Choice]) -> Choice:
+    options: Sequence[int] = tuple(range(random.choice((1, 2, 2, 3, 3, 4, 6, 20))))
+    if random.random() < 0.05:  # too many for a race of plans; of 60,000, some are drawn
+        options = Combinations(_option, row=range(random.choice((3, 3, 600))), column=range(COLUMNS))
+    ms = tuple(0.1 * random.randrange(1, 30) for _ in range(random.choice((2, 3, 7, 50))))
+    kinds = ("always",) * 7 + ("every", "until", "from", "never")
+    is_alike = random.random() < 0.7
     patterns = [Pattern(random.choice(kinds), random.choice((2, 3, 7))) for _ in range(world_size)]
-    return Choice(f"choice-{number}", options, ms, tuple(patterns))
+    launches = (patterns[0],) * world_size if is_alike else tuple(patterns)
+    return Choice(number, options, ms, launches, _under(random, earlier, 0.4))
+
+
+def _option(row: int, column: int) -> int:
+    return COLUMNS * row + column
+
+
+def _under(random: Random, choices: Sequence[Choice], chance: float) -> Under:
+    """Return options of one or two of the choices, or of none, by chance."""
+    if not choices or random.random() > chance:
+        return {}
+    chosen = random.sample(choices, min(random.choice((1, 1, 2)), len(choices)))
+    return {
+        choice.name: tuple(sorted(random.sample(range(SPREAD), random.choice((1, 2, 2, 3)))))
+        for choice in chosen
+    }
 
 
 def _events(random: Random, world_size: int, calls: int, *, watches: bool) -> tuple[Event, ...]:
@@ -257,6 +318,8 @@ def _events(random: Random, world_size: int, calls: int, *, watches: bool) -> tu
         if random.random() < 0.3 / max(1, calls // 6):
             kind = random.choice(kinds if watches else kinds[:1])
             events.append(Event(kind, call, random.randrange(world_size)))
+    if watches and random.random() < 0.15:
+        events.append(Event("retune inside", -1, number=random.randrange(1, 60)))
     for _ in range(random.choice((0, 0, 0, 1, 1, 2))):
         kind = random.choice(("raise", "raise", "leave", "late"))
         events.append(Event(kind, -1, random.randrange(world_size), random.randrange(40)))

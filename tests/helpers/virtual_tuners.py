@@ -19,7 +19,7 @@ from unittest import mock
 import triton
 from kernels_for_tests import accumulate, add, double, out_of_resources
 from msgspec.structs import replace
-from random_programs import Kernel, Program
+from random_programs import SPREAD, Kernel, Program, Under
 from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 
 import dist_autotune.compilation.preflight
@@ -28,10 +28,12 @@ from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOp
 from dist_autotune.compilation.pool_process import CompileOutcome
 from dist_autotune.compilation.preflight import Planned
 from dist_autotune.launch import backlog
+from dist_autotune.launch.dispatcher import Dispatcher
+from dist_autotune.launch.rank_context import RankContext
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.ranks.group import GROUPS
 from dist_autotune.search.strategies import Warmup
-from dist_autotune.storage.winners import Entry, Winners
+from dist_autotune.storage.winners import Entry, EntryKey, Winners
 from dist_autotune.triton_api import identity, interception
 from dist_autotune.triton_api.interception import INTERCEPTION
 from dist_autotune.triton_api.launch import Launch
@@ -79,13 +81,30 @@ class VirtualClock:
 
 
 class VirtualDisk:
-    """The disk entries of one rank."""
+    """The disk entries of one rank, in place of the files of `Winners`."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
+        self._launched: dict[str, dict[str, None]] = {}  # by function
 
-    def put(self, entry: Entry) -> None:
-        self.entries[entry.key.digest] = entry
+    def put(self, entry: Entry, *, replaces: bool = True) -> None:
+        if replaces or entry.key.digest not in self.entries:
+            self.entries[entry.key.digest] = entry
+
+    def of_kernel(self, kernel: str) -> list[Entry]:
+        return [entry for entry in self.entries.values() if kernel in ("", entry.key.kernel)]
+
+    def record_launch(self, function: str, key: EntryKey) -> None:
+        self._launched.setdefault(function, {})[key.digest] = None
+
+    def launched_by(self, function: str) -> list[Entry]:
+        return [self.entries[name] for name in self._launched.get(function, ()) if name in self.entries]
+
+    def lose(self, *, keeps_most: bool) -> None:
+        """Forget all entries, or every third."""
+        names = sorted(self.entries)
+        for name in names[::3] if keeps_most else names:
+            del self.entries[name]
 
 
 class VirtualPoolProcess:
@@ -144,6 +163,7 @@ class VirtualKernel:
         if failure is not None:
             raise out_of_resources()
         rank.clock.launched_last = block
+        rank.launched_share = self._kernel.shares.get(block, 0)
         rank.clock.spend(self._ms(block))
 
     def _ms(self, block: int) -> float | None:
@@ -166,6 +186,7 @@ class VirtualRank:
         self.disk = VirtualDisk()
         self.mode = "tune"
         self.runs = 0  # of the thunk, in all calls
+        self.launched_share = 0  # of the last launch
         self.call = self.exchanges = 0  # the second: before this call
         self.attempts: list[
             tuple[Kernel, int, int, bool]
@@ -263,25 +284,46 @@ class VirtualRank:
                 self.mode = "cached" if self.mode == "tune" else "tune"
             elif event.kind == "restart":
                 if rank in program.lost_disks:
-                    self.disk.entries.clear()
+                    self.disk.lose(keeps_most=False)
+                if program.loses_some:
+                    self.disk.lose(keeps_most=True)
                 if rank in program.changed_disks:
                     for name, entry in self.disk.entries.items():
                         self.disk.entries[name] = replace(entry, winner=entry.key.candidates[-1])
                 self.start_process()
 
     def _thunk(self) -> int:
-        program, rank, run = self.program, self.agreement.rank, self.runs
-        self.runs += 1
+        program, rank = self.program, self.agreement.rank
+        is_repeated = self.state is not None and self.state.dispatcher.repeats_run
+        self.runs += not is_repeated
+        run = self.runs - 1
+        if any(event.number == run for event in program.events_of("retune inside")) and not is_repeated:
+            self.tuned.retune()
         fails = [event for event in program.faults() if event.kind == "raise" and event.rank == rank]
         if any(event.number == run and run % 2 for event in fails):
             raise Boom
+        asked: dict[str, int] = {}
+
+        def is_reached(under: Under) -> bool:
+            return all(option_of(name) % SPREAD in options for name, options in under.items())
+
+        def option_of(name: str) -> int:
+            """Return the option that this run takes, asked for where it is first needed."""
+            if name not in asked:
+                choice = next(each for each in program.choices if each.name == name)
+                asked[name] = SPREAD - 1  # as the last ones
+                if is_reached(choice.under):
+                    for _ in range(choice.launches[rank].launches(run)):
+                        asked[name] = tunable("choice", choice.options, key=(choice.number,))
+                        self.clock.spend(choice.ms_of(asked[name]))
+            return asked[name]
+
         for kernel, tuner in zip(program.kernels, self.tuners, strict=True):
-            for n, pattern in kernel.launches[rank]:
+            for n, pattern in kernel.launches[rank] if is_reached(kernel.under) else ():
                 for _ in range(pattern.launches(run)):
                     tuner[(1,)](0, 0, n)
         for choice in program.choices:
-            for _ in range(choice.launches[rank].launches(run)):
-                self.clock.spend(choice.ms[tunable(choice.name, choice.options)])
+            option_of(choice.name)
         if any(event.number == run for event in fails):
             raise Boom
         return self.runs
@@ -360,6 +402,9 @@ def virtual_world() -> Iterator[None]:
         reasons = HERE.rank.preflight(launch.tuner, configs)
         return Planned({digest: Compilation(reasons.get(digest, ""), lambda: None, id) for digest in configs})
 
+    def keep_share(context: RankContext, candidate: str, *about: Any) -> None:
+        context.shares[candidate] = HERE.rank.launched_share
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".* returned only times")  # on purpose
@@ -367,7 +412,12 @@ def virtual_world() -> Iterator[None]:
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (GROUPS, "of", lambda group: group),
             (SessionLog, "write", lambda log, record: None),
-            (Winners, "put", lambda cache, entry: HERE.rank.disk.put(entry)),
+            (Winners, "put", lambda cache, *entries, **how: [HERE.rank.disk.put(e, **how) for e in entries]),
+            (Winners, "get", lambda cache, key: HERE.rank.disk.entries.get(key.digest)),
+            (Winners, "entries", lambda cache, kernel="": HERE.rank.disk.of_kernel(kernel)),
+            (Winners, "record_launch", lambda cache, *about: HERE.rank.disk.record_launch(*about)),
+            (Winners, "launched_by", lambda cache, function: HERE.rank.disk.launched_by(function)),
+            (Dispatcher, "_keep_share", staticmethod(keep_share)),
             (settings, "run_mode", lambda: HERE.rank.mode),
             (identity, "function_digest", lambda function: "the same on all ranks"),
             (interception, "is_interpreted", lambda: False),

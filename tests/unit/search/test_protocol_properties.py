@@ -73,15 +73,17 @@ def test_a_rank_that_missed_the_last_trial_has_its_say_when_a_peer_reads_its_clo
     assert winners(play(program, Random(0), Counter())) == [{(0, 64): 16}] * 2
 
 
+@pytest.mark.parametrize("objective", ["thunk", "graph"])
 @pytest.mark.parametrize("at_run", range(1, 20))
-def test_a_rank_that_raises_in_any_run_leaves_a_state_from_which_the_next_call_tunes(at_run):
+def test_a_rank_that_raises_in_any_run_leaves_a_state_from_which_the_next_call_tunes(at_run, objective):
     # Nine runs tune, then two plans are compared in alternation; run 19 is a settled call.
     kernel = kernel_of((16, 32, 64), (16, 32, 64))
     events = (Event("raise", -1, rank=1, number=at_run),)
-    program = program_of(kernel, objective="thunk", events=events, calls=4)
+    program = program_of(kernel, objective=objective, events=events, calls=4)
     ranks = play(program, Random(0), Counter())
     failed = [[type(ending.error).__name__ for ending in rank.endings if ending.error] for rank in ranks]
     assert failed == [["PeerFailed"] if at_run < 19 else [], ["Boom"]]
+    assert sum(ending.runs for ending in ranks[0].endings[:2]) == 20  # the session goes on, or was over
     assert winners(ranks) == [{(0, 64): 64}] * 2
 
 
