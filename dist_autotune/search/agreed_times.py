@@ -6,7 +6,7 @@ import math
 from collections.abc import Container
 
 from .messages import Part
-from .strategies import faster_of_two, interval
+from .strategies import interval
 
 HOST_SHARE = 0.03  # of an agreed time: a larger part of the host's counts
 
@@ -18,7 +18,6 @@ class AgreedTimes:
         self.ms: dict[int, float] = {}
         self.warmup_ms: dict[int, float] = {}  # of a warm-up run: no sample, but something known
         self.fastest_ms: dict[int, float] = {}  # the fastest rank's
-        self._first_ms: dict[int, tuple[float, int]] = {}  # of the first sample, and how many there are
         self.gap_ms: dict[int, float] = {}  # how much of the agreed ms may be a host's
         self._rank_reduce = rank_reduce
 
@@ -30,17 +29,7 @@ class AgreedTimes:
         else:
             self.ms[index], self.fastest_ms[index] = ms, judged.best_ms
             self.gap_ms[index] = judged.gap_ms
-            first, count = self._first_ms.get(index, (ms, 0))
-            self._first_ms[index] = first, count + 1
         return self._so_far(index)
-
-    def without_spikes(self) -> dict[int, float]:
-        """Return the agreed times; of two samples, the faster one: the other may be a spike."""
-        times = {}
-        for index, ms in self.ms.items():
-            first, count = self._first_ms.get(index, (ms, 0))
-            times[index] = float(faster_of_two(first, ms)) if count == 2 else ms
-        return times
 
     def record_warmup(self, index: int, judged: Part) -> float:
         """Return the agreed time so far; without samples that of the warm-up."""
@@ -57,7 +46,7 @@ class AgreedTimes:
         return interval(self.ms.get(index, math.nan), self.host_ms(index))
 
     def drop_samples(self) -> None:
-        self.ms, self.fastest_ms, self.gap_ms, self._first_ms = {}, {}, {}, {}
+        self.ms, self.fastest_ms, self.gap_ms = {}, {}, {}
 
     def fastest(self, banned: Container[int]) -> int | None:
         """Return the fastest candidate, the first of equal ones; None: none has one. Any thread may ask."""

@@ -395,7 +395,8 @@ class Context:
             self.settle("tuned", winner)
         self._flow = None
         if self.judge == BY_LAUNCH:
-            self.launch_ms = self.times.without_spikes()
+            known = chosen.ms if isinstance(chosen, Winner) else {}
+            self.launch_ms = {index: float(known.get(index, ms)) for index, ms in self.times.ms.items()}
         if self.judge != self.final_judge:
             self.judge, self.launch_winner, self.status = self.final_judge, self.winner, ""
             self.times.drop_samples()  # candidates are judged by something else now

@@ -12,7 +12,7 @@ import contextlib
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -59,14 +59,17 @@ class Strategy(Protocol):
 class Winner(int):
     """The winner's index, and those that tie with it. Of a tie, or if hosts may decide, the incumbent wins.
 
+    ms: what is known of candidates' times; of two samples the faster one, as the other may be a spike.
+
     A bare index instead is final, unless that candidate is banned, or was launched and has no sample.
     """
 
     tied: frozenset[int]
+    ms: Mapping[int, float]
 
-    def __new__(cls, index: int, tied: Collection[int]) -> Winner:
+    def __new__(cls, index: int, tied: Collection[int], ms: Mapping[int, float] = {}) -> Winner:
         winner = super().__new__(cls, index)
-        winner.tied = frozenset(tied)
+        winner.tied, winner.ms = frozenset(tied), ms
         return winner
 
 
@@ -211,13 +214,16 @@ def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
     return (yield from rounds(alive, first, racing_runs(len(candidates)) - len(candidates)))
 
 
-def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -> Generator[int, float, int]:
+def rounds(
+    alive: list[int], first: int, runs_left: float, more_runs: int = 0
+) -> Generator[int, float, Winner]:
     """Race the `alive` candidates without warm-up runs; `first` wins ties within the noise.
 
     more_runs: of the fastest and `first`, where the noise may still explain more than 1 % between them.
     """
     agreed_ms: dict[int, float] = {}
     single_ms: dict[int, float] = {}  # of the first sample
+    known_ms: dict[int, float] = {}  # of two samples the faster one
     noise = _Noise()
     samples = 0
     while samples < _RACING_ROUNDS and (runs_left >= len(alive) or not samples):
@@ -226,12 +232,13 @@ def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -
         for place, index in enumerate(alive if samples % 2 else reversed(alive)):
             agreed_ms[index] = yield Asked(index, len(alive), len(alive) - place, most - place)
         runs_left -= len(alive)
+        known_ms |= {index: agreed_ms[index] for index in alive}
         if samples == 1:
-            single_ms = {index: agreed_ms[index] for index in alive}
+            single_ms = dict(known_ms)
             alive = within(agreed_ms, alive, _SINGLE_FACTOR)
         elif samples == 2:
-            fastest_ms = {index: faster_of_two(single_ms[index], agreed_ms[index]) for index in alive}
-            alive = within(fastest_ms, alive, PAIR_FACTOR)
+            known_ms |= {index: faster_of_two(single_ms[index], agreed_ms[index]) for index in alive}
+            alive = within(known_ms, alive, PAIR_FACTOR)
         elif samples % 2:  # the median of an even number is half a spike off
             noise.learn(samples, {index: agreed_ms[index] for index in alive})
             error = noise.of_differences(samples)
@@ -243,10 +250,12 @@ def rounds(alive: list[int], first: int, runs_left: float, more_runs: int = 0) -
     tied = set(_timed_within(agreed_ms, alive, 1 + _TIE))
     best = min(tied, key=agreed_ms.__getitem__, default=first)
     if first in alive:
-        samples += yield from _duel(best, first, agreed_ms, noise, samples, more_runs)
+        made = yield from _duel(best, first, agreed_ms, noise, samples, more_runs)
+        samples += made
+        known_ms |= {index: agreed_ms[index] for index in (best, first) if made}
     tied |= {first} & set(_timed_within(agreed_ms, alive, noise.widest_tie(samples)))
     winner = first if first in tied else min(tied, default=alive[0])
-    return Winner(winner, tied or {winner})
+    return Winner(winner, tied or {winner}, known_ms)
 
 
 def _duel(

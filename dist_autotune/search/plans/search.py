@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..strategies import faster_of_two, racing_runs, rounds
+from ..strategies import racing_runs, rounds
 from . import screening
 from .screening import Factor
 from .space import MOST_CANDIDATES, PlanSpace, spread
@@ -209,23 +209,15 @@ def _screened(
 def raced(
     name: str, plans: Sequence[Plan], runs: float, more_runs: int
 ) -> Generator[AskedPlan, float, Raced]:
-    """Race the plans, of which the first wins ties.
-
-    Of a plan with two samples the faster one counts: the other may be a spike.
-    """
+    """Race the plans, of which the first wins ties."""
     if len(plans) < 2:
         return Raced(plans[0])
-    ms_of: dict[int, float] = {}
-    first_ms: dict[int, tuple[float, int]] = {}  # and how many samples there are
     flow = rounds(list(range(len(plans))), 0, runs, more_runs)
     index = next(flow)
     while True:
         ms = yield AskedPlan(plans[index], f"{name}, plan {index}")
-        first, count = first_ms.get(index, (ms, 0))
-        first_ms[index] = first, count + 1
-        ms_of[index] = faster_of_two(first, ms) if count == 1 else ms
         try:
             index = flow.send(ms)
         except StopIteration as stop:
-            timed = sorted((ms, each) for each, ms in ms_of.items() if math.isfinite(ms))
-            return Raced(plans[int(stop.value)], [(ms, plans[each]) for ms, each in timed])
+            timed = sorted((ms, each) for each, ms in stop.value.ms.items() if math.isfinite(ms))
+            return Raced(plans[stop.value], [(ms, plans[each]) for ms, each in timed])
