@@ -69,7 +69,7 @@ class Ballots:
         Waits for the peers unless it is the standing way. Raises PeerTimeout, and ValueError where a peer
         made an earlier call on other terms.
         """
-        standing, word = self.standing(key), way << TERMS_BITS | terms % 2**TERMS_BITS if way else 0
+        standing, word = self._standing.get(key, 0), way << TERMS_BITS | terms % 2**TERMS_BITS if way else 0
         self._verify()
         self.cast(word)
         if way == standing:

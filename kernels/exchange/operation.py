@@ -56,6 +56,7 @@ class Operation(Shared):
         self._memory = open_symmetric_memory(group, backend, device, timeout_s=timeout_s)
         self.rank, self.world_size = self._memory.rank, self._memory.world_size
         self.device = self._memory.device
+        self._on_gpu = self.device.type == "cuda"  # each call asks, and torch makes a string for each
         self.backend = f"{self._memory.name}: {self._memory.reason}"
         self._is_closed, self._broken_by = False, ""
         self.explain: Callable[[], str] = str  # what the owner knows of a call that peers did not make
@@ -65,8 +66,7 @@ class Operation(Shared):
         try:
             self._check_dtype(dtype)
             # Pinned, not on the device: the host looks for failures without waiting for the GPU.
-            on_gpu = self.device.type == "cuda"
-            flags = torch.zeros(self.world_size, dtype=torch.int64, pin_memory=on_gpu)
+            flags = torch.zeros(self.world_size, dtype=torch.int64, pin_memory=self._on_gpu)
             self._errors = self._memory.hold(flags)
             self._error_records = self._errors.numpy()
             self._no_errors = self._error_records.tobytes()
@@ -204,13 +204,14 @@ class Operation(Shared):
             raise RuntimeError(f"{name}, rank {self.rank}: {self._broken_by}; close it and open another")
 
     def _check_device(self) -> None:
-        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
-            here = torch.cuda.current_device()
+        if not self._on_gpu:
+            return
+        here = torch.cuda.current_device()
+        if here != self.device.index:
             raise ValueError(
                 f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
             )
-        if self.device.type == "cuda":
-            self._streams.follow(self.device)
+        self._streams.follow(self.device)
 
     def _meet(self) -> None:
         if self._meeting is not None and not self._is_capturing():
@@ -228,7 +229,7 @@ class Operation(Shared):
             raise RuntimeError(f"{type(self).__name__} cannot be captured here: {error}") from error
 
     def _is_capturing(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _in_steps(self) -> bool:
         """Return whether a call that scatters launches its kernel chunk by chunk, as captured ones do."""
@@ -256,5 +257,5 @@ class _CarryingOut(AbstractContextManager[None]):
     ) -> None:
         if error is not None:
             self._operation._fail(error)
-        elif self._operation.device.type == "cpu":
+        elif not self._operation._on_gpu:
             self._operation._check_usable()

@@ -33,16 +33,16 @@ class StreamOrder:
     def follow(self, device: torch.device) -> None:
         """Order what the current stream is given from now on behind the last call."""
         is_capturing = torch.cuda.is_current_stream_capturing()
-        stream = torch.cuda.current_stream(device)
-        before, self._last[is_capturing] = self._last.get(is_capturing), stream.cuda_stream
-        if before is None or before == stream.cuda_stream:
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        before, self._last[is_capturing] = self._last.get(is_capturing), stream
+        if before is None or before == stream:
             return
         event = torch.cuda.Event()
         with torch.cuda.stream(torch.cuda.ExternalStream(before, device)):
             if is_capturing and not torch.cuda.is_current_stream_capturing():
                 return  # that was another capture, which has ended
             event.record()
-        stream.wait_event(event)
+        torch.cuda.current_stream(device).wait_event(event)
 
 
 @triton.jit(do_not_specialize=["rank", "epoch", "patience_ticks"])

@@ -373,6 +373,7 @@ class RowsCaller:
             case.rank, case.world, case.patience_ticks, case.programs
         )  # fmt: skip
         op._m, op._n, op._dtype, op.device = 16, case.n, case.dtype, torch.device("cpu")
+        op._on_gpu = False
         op._is_closed, op._broken_by, op._calls, op._meeting, op._scatter = False, "", 0, None, None
         op._error_records, op._no_errors, op._layouts = numpy.zeros(1), bytes(8), {}
         op._ways = types.SimpleNamespace(

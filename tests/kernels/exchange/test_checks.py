@@ -70,6 +70,7 @@ class Streams:
         self.now, self.capturing, self.waits = 1, set(), []
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.now in self.capturing)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream(self.now))
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.now, raising=False)
         monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: self.stream(number))
         monkeypatch.setattr(torch.cuda, "stream", self.made_current)
         monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
