@@ -327,7 +327,7 @@ class SettledLaunches(Generic[Shape]):
         """
         settled = self.find(shape)
         if settled is not None:
-            launch(settled.launch, (), *tensors, *scalars)
+            launch(settled.prepared(()), (), *tensors, *scalars)
             return
         constants = {**shape.constants(), **constants}
         compiled = launch(self._tuner[shape.grid], *tensors, *scalars, **constants)

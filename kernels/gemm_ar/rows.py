@@ -152,7 +152,7 @@ class RowsLaunch:
         (rank, world_size, sms), (residual, norm_weight, out, _) = place, ends
         strides = ((out if residual is None else residual).stride(0), out.stride(0))
         (constant,) = own.items()
-        tensors = (*held, *_filled(ends))
+        tensors = (*held, *(out if each is None else each for each in ends))
         self._shape = RowsShape(
             size_class=class_of_rows(of_all),
             n=out.shape[1],
@@ -174,17 +174,12 @@ class RowsLaunch:
         self._settled: Settled | None = None
 
     def __call__(self, ends: Ends, patience_ticks: int, eps: float) -> None:
-        settled, launches = self._settled, self._launches
+        settled, launches, out = self._settled, self._launches, ends[2]
+        given = [out if each is None else each for each in ends]  # the kernel knows which are none
+        scalars = (*self._numbers, patience_ticks, eps)
         if launches.is_current(settled):
-            at = ends[2].data_ptr()
-            addresses = [at if tensor is None else tensor.data_ptr() for tensor in ends]
-            settled.prepared(()).at([*self._held_at, *addresses, *self._numbers, patience_ticks, eps])
-            return
-        tensors = (*self._held, *(tensor.detach() for tensor in _filled(ends)))
-        launches.launch(self._shape, tensors, (*self._numbers, patience_ticks, eps))
-        self._settled = launches.find(self._shape)
-
-
-def _filled(ends: Ends) -> list[torch.Tensor]:
-    """Return one tensor for each pointer of the kernel, which reads or writes none that is not given."""
-    return [ends[2] if tensor is None else tensor for tensor in ends]
+            addresses = [tensor.data_ptr() for tensor in given]
+            settled.prepared(()).at([*self._held_at, *addresses, *scalars])
+        else:
+            launches.launch(self._shape, (*self._held, *(tensor.detach() for tensor in given)), scalars)
+            self._settled = launches.find(self._shape)

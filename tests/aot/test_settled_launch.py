@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from launch_path import DESCRIPTOR_BYTES, count_asking
-from settled_cases import ALL, GATHER, SCATTER, SUMS, WITH_DESCRIPTORS, Caller, Launches
+from settled_cases import ALL, GATHER, PULLING, SCATTER, STAMPED, SUMS, WITH_DESCRIPTORS, Caller, Launches
 from settled_path import (
     Launched,
     LaunchingDevice,
     allocator_of_the_caller,
     launched,
     launching,
+    matrix,
 )
 
 from dist_autotune import contextual_autotune
@@ -105,6 +106,15 @@ def test_every_argument_is_where_the_kernel_expects_it(world, asked):
         assert values == wanted
         assert made.received[:4] == (world.of.odd_grid, 1, 1, 0)
     assert asked == [1]
+
+
+@pytest.mark.parametrize("world", [STAMPED, PULLING], ids=["low-latency", "one-shot"], indirect=True)
+def test_an_operation_launches_where_tensors_are_now_and_tells_apart_how_they_lie(world, asked):
+    case, caller = world.of.plain, world.caller()
+    for known, shift in ((1, 0), (1, 8), (2, 1), (2, 9), (2, 16)):  # elements of two bytes
+        out = caller.tensors["out"] = matrix(case.m, case.n, case.dtype, shift=shift)
+        assert world.named(world.launched(caller))["out_ptr"] == out.data_ptr()
+        assert len(asked) == known
 
 
 def test_a_device_is_part_of_what_is_remembered(world):
