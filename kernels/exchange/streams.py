@@ -28,21 +28,26 @@ class StreamOrder:
     """
 
     def __init__(self) -> None:
-        self._last: dict[bool, int] = {}  # the stream of the last call, by whether it was captured
+        # The stream of the last call and its handle, by whether it was captured. Of the default stream's
+        # handle, 0, ExternalStream would make another stream.
+        self._last: dict[bool, tuple[int, torch.cuda.Stream]] = {}
 
     def follow(self, device: torch.device) -> None:
         """Order what the current stream is given from now on behind the last call."""
         is_capturing = torch.cuda.is_current_stream_capturing()
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        before, self._last[is_capturing] = self._last.get(is_capturing), stream
-        if before is None or before == stream:
+        handle, before = torch._C._cuda_getCurrentRawStream(device.index), self._last.get(is_capturing)
+        if before is not None and before[0] == handle:
+            return
+        stream = torch.cuda.current_stream(device)
+        self._last[is_capturing] = handle, stream
+        if before is None:
             return
         event = torch.cuda.Event()
-        with torch.cuda.stream(torch.cuda.ExternalStream(before, device)):
+        with torch.cuda.stream(before[1]):
             if is_capturing and not torch.cuda.is_current_stream_capturing():
                 return  # that was another capture, which has ended
             event.record()
-        torch.cuda.current_stream(device).wait_event(event)
+        stream.wait_event(event)
 
 
 @triton.jit(do_not_specialize=["rank", "epoch", "patience_ticks"])

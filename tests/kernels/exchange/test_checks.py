@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 
 import pytest
@@ -71,7 +72,10 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.now in self.capturing)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream(self.now))
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.now, raising=False)
-        monkeypatch.setattr(torch.cuda, "ExternalStream", lambda number, device: self.stream(number))
+        new = itertools.count(100)  # what torch makes of the default stream's handle
+        monkeypatch.setattr(
+            torch.cuda, "ExternalStream", lambda number, device: self.stream(number or next(new))
+        )
         monkeypatch.setattr(torch.cuda, "stream", self.made_current)
         monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
 
@@ -112,7 +116,7 @@ def test_a_call_on_another_stream_waits_on_the_device_for_the_last_one(monkeypat
         made, streams.waits = streams.waits, []
         return made
 
-    assert [call(stream) for stream in (1, 1, 2, 2, 1)] == [[], [], [(2, 1)], [], [(1, 2)]]
+    assert [call(stream) for stream in (0, 0, 2, 2, 0, 1)] == [[], [], [(2, 0)], [], [(0, 2)], [(1, 0)]]
     streams.capturing = {3, 4}
     assert [call(stream) for stream in (3, 4)] == [[], [(4, 3)]], "two streams of one capture"
     streams.capturing = {5}
