@@ -46,7 +46,7 @@ class AgreedTimes:
         return interval(self.ms.get(index, math.nan), self.host_ms(index))
 
     def drop_samples(self) -> None:
-        self.ms, self.fastest_ms, self.gap_ms = {}, {}, {}
+        self.ms, self.warmup_ms, self.fastest_ms, self.gap_ms = {}, {}, {}, {}
 
     def fastest(self, banned: Container[int]) -> int | None:
         """Return the fastest candidate, the first of equal ones; None: none has one. Any thread may ask."""

@@ -321,26 +321,34 @@ def check_figures(program: Program, report: Any, counts: Counter[str]) -> None:
     if report is None or any(kernel.bad_samples for kernel in program.kernels):
         return
     noise = 1.5 if program.is_noisy else 1.0
-    shortest, most_ms = defaultdict[Any, float](lambda: math.inf), defaultdict[Any, float](float)
+    shortest, most_ms = defaultdict[str, float](lambda: math.inf), defaultdict[str, float](float)
     run_ms = sum(max(choice.ms) * max(p.count for p in choice.launches) for choice in program.choices)
     for kernel in program.kernels:
         slowest_ms = noise * max(kernel.ms.values())
+        name = FUNCTIONS[kernel.function].__name__
+        shortest[name] = min(shortest[name], *kernel.ms.values())
+        most_ms[name] = max(most_ms[name], slowest_ms)
         for n in kernel.keys:
-            about = FUNCTIONS[kernel.function].__name__, n
-            shortest[about] = min(shortest[about], *kernel.ms.values())
-            most_ms[about] = max(most_ms[about], slowest_ms)
             run_ms += slowest_ms * max(dict(own)[n].count for own in kernel.launches if n in dict(own))
     patterns = {pattern.kind for kernel in program.kernels for own in kernel.launches for _, pattern in own}
     patterns |= {pattern.kind for choice in program.choices for pattern in choice.launches}
     is_steady = patterns <= {"always"} and not (program.is_noisy or program.events)
+    least_run_ms = 0.0  # of the slowest rank, if each is in every run
+    if patterns <= {"always"} and program.options.get("rank_reduce", "max") == "max":
+        always = [kernel for kernel in program.kernels if not kernel.under]
+        least_run_ms = max(
+            sum(
+                p.count * min(k.ms[rank, b] for b in k.candidates[rank])
+                for k in always
+                for _, p in k.launches[rank]
+            )
+            for rank in range(program.world_size)
+        )
     for context in report.contexts:
-        about = context.kernel, context.key[0]
-        least, most = 0.0, 1e-9 + (run_ms if context.judge == BY_RUN else most_ms[about])
-        is_of_all = patterns <= {"always"} and program.options.get("rank_reduce", "max") == "max"
-        if context.judge == BY_LAUNCH or is_of_all:  # else a run without it may count
-            least = shortest.get(about, 0.0) - 1e-9
+        most = 1e-9 + (run_ms if context.judge == BY_RUN else most_ms[context.kernel])
+        least = shortest[context.kernel] if context.judge == BY_LAUNCH else least_run_ms
         for ms in (context.ms, context.default_ms, *context.timings.values()):
-            assert ms is None or least <= ms <= most, f"{context.label}: {ms} ms by {context.judge}"
+            assert ms is None or least - 1e-9 <= ms <= most, f"{context}: {ms} by {context.judge}"
             counts["times in reports"] += ms is not None
         if is_steady and context.status == "tuned" and program.search in OF_THE_PACKAGE:
             gain = context.gain_percent

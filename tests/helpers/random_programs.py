@@ -100,9 +100,7 @@ class Choice:
 class Event:
     """What happens before a call, or in the n-th run or exchange of a rank."""
 
-    kind: (
-        str  # "retune" | "retune some" | "retune inside" | "restart" | "cached" | "raise" | "leave" | "late"
-    )
+    kind: str  # "retune" | "retune some" | "retune inside" | "restart" | "cached", or a fault
     at: int
     rank: int = 0
     number: int = 0
@@ -174,18 +172,19 @@ def draw_program(random: Random) -> Program:
     """Return a program."""
     world_size = random.choice(RANKS)
     is_plain = random.random() < 0.2  # then the winners are known beforehand
+    is_steady = is_plain or random.random() < 0.4  # all ranks launch all in every run
     is_large = not is_plain and random.random() < 0.3  # as functions are: many contexts, of few kernels
     search = "exhaustive" if is_plain else random.choice(OF_THE_PACKAGE if is_large else SEARCHES)
     options = _options(random, search, is_plain=is_plain)
     counts = (3, 4, 6, 8) if is_large else (1, 1, 2, 3)
     kernels = [
-        draw_kernel(random, world_size, is_plain=is_plain, is_large=is_large)
+        draw_kernel(random, world_size, is_plain=is_steady, is_large=is_large)
         for _ in range(random.choice(counts))
     ]
     choices: list[Choice] = []
     if not is_plain:
         for number in range(random.choice((0, 1, 2, 3, 4) if is_large else (0, 0, 0, 1, 2))):
-            choices.append(_choice(random, world_size, number, choices))
+            choices.append(_choice(random, world_size, number, choices, is_steady=is_steady))
         kernels = [replace(kernel, under=_under(random, choices, 0.6)) for kernel in kernels]
     is_online = options["mode"] == "online"
     calls = random.randrange(4, 60) if is_online else random.randrange(1, 6)
@@ -197,7 +196,7 @@ def draw_program(random: Random) -> Program:
         search=search,
         kernels=tuple(kernels),
         choices=tuple(choices),
-        events=() if is_plain else _events(random, world_size, calls, watches=options["watch"]),
+        events=() if is_steady else _events(random, world_size, calls, watches=options["watch"]),
         calls=calls,
         is_noisy=not is_plain and random.random() < 0.5,
         late_clock=random.choice((0, 0, 1, 3)),
@@ -283,12 +282,14 @@ def _launches(random: Random, keys: list[int], rank: int, *, is_plain: bool) -> 
     ]
 
 
-def _choice(random: Random, world_size: int, number: int, earlier: Sequence[Choice]) -> Choice:
+def _choice(
+    random: Random, world_size: int, number: int, earlier: Sequence[Choice], *, is_steady: bool
+) -> Choice:
     options: Sequence[int] = tuple(range(random.choice((1, 2, 2, 3, 3, 4, 6, 20))))
     if random.random() < 0.05:  # too many for a race of plans; of 60,000, some are drawn
         options = Combinations(_option, row=range(random.choice((3, 3, 600))), column=range(COLUMNS))
     ms = tuple(0.1 * random.randrange(1, 30) for _ in range(random.choice((2, 3, 7, 50))))
-    kinds = ("always",) * 7 + ("every", "until", "from", "never")
+    kinds = ("always",) * 7 + (() if is_steady else ("every", "until", "from", "never"))
     is_alike = random.random() < 0.7
     patterns = [Pattern(random.choice(kinds), random.choice((2, 3, 7))) for _ in range(world_size)]
     launches = (patterns[0],) * world_size if is_alike else tuple(patterns)
