@@ -88,6 +88,11 @@ class FinalComparison(RunPhase):
         return {}
 
     def _finish(self, plan: Plan) -> None:
+        for compared, ms in self._ms.values():  # of each candidate, that of the best plan with it
+            for name, index in compared.items():
+                context = self._compared[name]
+                if index not in context.banned and ms < context.times.ms.get(index, math.inf):
+                    context.times.ms[index] = float(ms)
         winner = self._winner
         if winner == TUNED:
             return
