@@ -91,7 +91,11 @@ def contextual_autotune(fn: Callable[..., Any] | None = None, *by_position: Any,
 
     Raises TuningError for an option that cannot be used; see `dist_autotune.errors` for what a call raises.
     """
-    options = Options(*by_position, **by_name)
+    try:
+        options = Options(*by_position, **by_name)
+    except TypeError as error:  # whose arguments are this function's
+        text = str(error).replace("Options.__init__", "contextual_autotune")
+        raise TypeError(f"{text}; all options: docs/options.md") from None
     check_preserved(options.preserve)
     check_outputs(options.outputs)
     if fn is None:

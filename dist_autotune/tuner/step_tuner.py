@@ -37,7 +37,8 @@ class StepTuner(BaseTuner):
         try:
             checked = Options(**options)
         except TypeError as error:
-            raise InvalidOption(f"StepTuner: {error}; it takes the options of contextual_autotune") from None
+            text = str(error).replace("Options.__init__", "StepTuner")
+            raise InvalidOption(f"{text}; it takes the options of contextual_autotune") from None
         super().__init__(None, checked, checked.name or _name_of_steps(sys._getframe(1), self))
 
     @contextlib.contextmanager

@@ -73,8 +73,10 @@ def test_an_option_that_cannot_be_used_is_an_error_where_the_function_is_decorat
 
 
 def test_an_unknown_option_is_python_s_own_error():
-    with pytest.raises(TypeError, match="repeats"):
+    with pytest.raises(TypeError, match=r"^contextual_autotune\(\) got an unexpected .* 'repeats'"):
         contextual_autotune(thunk, repeats=3)
+    with pytest.raises(TypeError, match=r"^contextual_autotune\(\) takes from 1 to 4 .* but 5 were given"):
+        contextual_autotune(thunk, True, 3, 2, "online")
 
 
 def test_tuning_parameters_after_n_warmup_are_keyword_only():
