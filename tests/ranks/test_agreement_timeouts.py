@@ -98,7 +98,7 @@ def is_stopped(pid):
 @pytest.mark.parametrize("store", ["in another process", "on rank 0"])
 def test_the_timeout_holds_for_a_stopped_rank_0_and_all_go_on_when_it_wakes(store, monkeypatch):
     monkeypatch.setattr(exchange_module, "SILENCE_S", SHORT_S)  # below the time-out, as usual
-    timeout_s, here = 2 * SHORT_S, Path.cwd()
+    timeout_s, here = 3 * SHORT_S, Path.cwd()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
@@ -124,7 +124,7 @@ def test_the_timeout_holds_for_a_stopped_rank_0_and_all_go_on_when_it_wakes(stor
         wait_for(lambda: all((here / f"ended {other}").exists() for other in (1, 2)))
         if rank == 1:
             os.kill(pid, signal.SIGCONT)
-        assert timeout_s - 0.1 < waited_s < 1.6 * timeout_s
+        assert timeout_s - 0.1 < waited_s < 1.9 * timeout_s  # not twice; other tests run beside this one
         return exchange(rank)
 
     init = "tcp" if store == "in another process" else "none"
