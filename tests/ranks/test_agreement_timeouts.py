@@ -124,7 +124,7 @@ def test_the_timeout_holds_for_a_stopped_rank_0_and_all_go_on_when_it_wakes(stor
         wait_for(lambda: all((here / f"ended {other}").exists() for other in (1, 2)))
         if rank == 1:
             os.kill(pid, signal.SIGCONT)
-        assert timeout_s - 0.1 < waited_s < 1.9 * timeout_s  # not twice; other tests run beside this one
+        assert timeout_s - 0.1 < waited_s < 1.6 * timeout_s
         return exchange(rank)
 
     init = "tcp" if store == "in another process" else "none"
