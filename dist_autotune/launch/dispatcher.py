@@ -100,12 +100,11 @@ class Dispatcher:
             return options[known]
         texts = option_texts(name, options)
         with self._lock:
-            by_text = dict(zip(texts, options, strict=True))
-            context = self._registry.choice(name, key, by_text, is_joint=bool(among))
+            context = self._registry.choice(name, key, options, texts, is_joint=bool(among))
         is_quiet = self._is_quiet(call) and not self._repeats(call)
         candidate = context.stand_in() if is_quiet else self._candidate(call, context.bindings[0])
         self._check_tuned(context, candidate)
-        place = texts.index(context.texts[candidate])
+        place = texts.places[candidate]
         if not is_quiet:
             context.run.ran.add(candidate)
             context.run.count += 1

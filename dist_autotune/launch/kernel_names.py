@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from triton.runtime.autotuner import Autotuner
 
@@ -43,7 +43,8 @@ class KernelNames:
         else:
             family = digest(f"{identity.kernel_identity(tuner).digest}|{','.join(tuner.keys)}")
             identity.tell_apart(configs := drawn(tuner.configs))
-            kernel = _kernel(family, map(identity.config_digest, configs))
+            candidates = "\n".join(sorted(map(identity.config_digest, configs)))
+            kernel = f"{family}.{digest(candidates)[:8]}"
             ordinal = next(n for n in itertools.count() if (kernel, n) not in self._taken)
             if launches:
                 self._families.setdefault(family, set()).add(kernel)
@@ -57,10 +58,10 @@ class KernelNames:
         if (name := self._ordinals.get(tuner)) is not None:
             self._taken.add(name)
 
-    def name_of_choice(self, name: str, options: Iterable[str], *, is_joint: bool) -> str:
+    def name_of_choice(self, name: str, set_digest: str, *, is_joint: bool) -> str:
         """Return the identity of a `tunable`: its options are to it what configs are to a kernel."""
         family = digest(f"tunable{' of all ranks' if is_joint else ''}|{name}")
-        kernel = _kernel(family, options)
+        kernel = f"{family}.{set_digest[:8]}"
         self._families.setdefault(family, set()).add(kernel)
         return kernel
 
@@ -72,7 +73,3 @@ class KernelNames:
     def relatives(self, kernel: str) -> set[str]:
         """Return the kernels of its family that this rank has launched, without those of the same name."""
         return self._families.get(family_of(kernel), set())
-
-
-def _kernel(family: str, candidates: Iterable[str]) -> str:
-    return f"{family}.{digest(chr(10).join(sorted(candidates)))[:8]}"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 from triton.runtime.autotuner import Autotuner
 
-from ..codec import digest
 from ..formatting import config_label
 from ..options import Options
 from ..search.context import Context, Outcome
@@ -26,6 +25,7 @@ from ..triton_api.identity import KernelIdentity, family_of
 from ..triton_api.launch import Key, Launch, config_texts
 from .kernel_names import KernelNames
 from .rank_context import Binding, RankContext, Stage, part_of
+from .tunable import OptionTexts
 
 
 class Registry:
@@ -73,15 +73,16 @@ class Registry:
         context = self._known(about) or self._new(about, configs, tuner)
         return Binding(weakref.ref(tuner), key, configs, context)
 
-    def choice(self, name: str, key: Key, options: dict[str, Any], *, is_joint: bool) -> RankContext:
-        """Return the context of a `tunable`, whose options are given by their texts."""
-        kernel = self.names.name_of_choice(name, options, is_joint=is_joint)
-        texts = {digest(text): text for text in options}
-        configs = {each: options[text] for each, text in texts.items()}
+    def choice(
+        self, name: str, key: Key, options: Sequence[Any], texts: OptionTexts, *, is_joint: bool
+    ) -> RankContext:
+        """Return the context of a `tunable`."""
+        kernel = self.names.name_of_choice(name, texts.set_digest, is_joint=is_joint)
         source, text = KernelIdentity(name, digest=""), identity.key_text(key)
-        about = ContextIdentity(kernel, source, key, text, texts, is_choice=True, is_joint=is_joint)
-        context = self._known(about) or self._new(about, configs, None)
-        if not context.bindings:
+        about = ContextIdentity(kernel, source, key, text, texts.texts, is_choice=True, is_joint=is_joint)
+        if (context := self._known(about)) is None:
+            configs = {each: options[place] for each, place in texts.places.items()}
+            context = self._new(about, configs, None)
             context.bindings.append(Binding(lambda: None, key, configs, context))
             self.by_name[context.name] = context
         return context

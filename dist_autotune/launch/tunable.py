@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
+from ..codec import digest
 from ..combinations import Combinations, drawn
 from ..errors import InvalidOption
 from ..ranks.group import ranks_of
@@ -17,6 +19,8 @@ from ..triton_api.interception import INTERCEPTION
 T = TypeVar("T")
 Ranks: TypeAlias = tuple[int, ...]  # global ranks that take the same option; (): each takes its own
 MOST_KNOWN = 4096  # choices found without their texts: a program may give other keys or options in each call
+MOST_TEXTS = 64  # sets of options whose texts are kept
+PLAIN = {bool, int, float, str, type(None)}  # types of options that are equal only if their texts are
 
 
 class KnownChoices:
@@ -50,18 +54,24 @@ def _told_apart(options: Sequence[Any]) -> tuple[Any, ...]:
 class Drawn(tuple[Any, ...]):
     """The options drawn from `Combinations`; equal to itself alone, so it is found without a look at them."""
 
-    texts: list[str]
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
         return self is other
 
 
-@functools.lru_cache(maxsize=64)
-def _drawn(name: str, options: Combinations[Any]) -> Drawn:
-    found = Drawn(drawn(options))
-    found.texts = option_texts(name, [*found])
-    return found
+@functools.lru_cache(maxsize=MOST_TEXTS)
+def _drawn(options: Combinations[Any]) -> Drawn:
+    return Drawn(drawn(options))
+
+
+@dataclass(frozen=True)
+class OptionTexts:
+    """The options of a `tunable` as ranks and caches know them."""
+
+    texts: Mapping[str, str]  # by digest, in order
+    places: Mapping[str, int]  # among the options, by digest
+    set_digest: str  # of all of them, in any order
 
 
 class Choices:
@@ -72,9 +82,11 @@ class Choices:
         self._known = KnownChoices()
 
     def remember(
-        self, name: str, key_text: str, option_text: str, agreed_by: Ranks, *, replaces: bool = True
+        self, name: str, key_text: str, option: str, agreed_by: Ranks, *, replaces: bool = True
     ) -> None:
-        """Keep a settled option; agreed_by: the ranks that took it together, () of a choice of one rank.
+        """Keep the digest of a settled option.
+
+        agreed_by: the ranks that took it together, () of a choice of one rank.
 
         replaces: in place of another one.
         """
@@ -82,16 +94,16 @@ class Choices:
         if agreed_by in settled and not replaces:
             return
         settled.pop(agreed_by, None)
-        settled[agreed_by] = option_text
+        settled[agreed_by] = option
         self._known.clear()
 
     def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...], among: Ranks) -> T:
         """Return the option that all of `among` settled last, or the first."""
         if (place := self._known.find(name, options, key, among)) is None:
-            texts = option_texts(name, options)
+            places = option_texts(name, options).places
             settled = self._settled.get((name, identity.key_text(key)), {}).items()
-            usable = [text for ranks, text in settled if bool(ranks) == bool(among) and {*among} <= {*ranks}]
-            place = texts.index(usable[-1]) if usable and usable[-1] in texts else 0
+            usable = [own for ranks, own in settled if bool(ranks) == bool(among) and {*among} <= {*ranks}]
+            place = places.get(usable[-1], 0) if usable else 0
             self._known.add(name, options, key, among, place)
         return options[place]
 
@@ -115,24 +127,35 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
     if not isinstance(key, (tuple, list)):
         raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
     if isinstance(options, Combinations):
-        options = _drawn(name, options)
+        options = _drawn(options)
     call = INTERCEPTION.call_here()
     choose: Callable[..., T] = CHOICES.recall if call is None else call.choose
     return choose(name, options, tuple(key), () if among is None else ranks_of(among))
 
 
-def option_texts(name: str, options: Sequence[Any]) -> list[str]:
-    """Return the text of each option of a `tunable`, which tells them apart; raises InvalidOption."""
-    if isinstance(options, Drawn):
-        return options.texts
+def option_texts(name: str, options: Sequence[Any]) -> OptionTexts:
+    """Return the options of a `tunable` as text; raises InvalidOption. Of equal ones the texts are kept."""
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise InvalidOption(f"tunable({name!r}): options={options!r}: give a list of at least one option")
-    texts = []
-    for option in options:
+    if isinstance(options, Drawn) or PLAIN.issuperset(map(type, options)):
+        return _known_texts(name, *_told_apart(options))
+    return _texts_of(name, options)
+
+
+def _texts_of(name: str, options: Sequence[Any]) -> OptionTexts:
+    places: dict[str, int] = {}  # by text
+    for place, option in enumerate(options):
         try:
-            texts.append(json.dumps(option, sort_keys=True, allow_nan=False))
+            places.setdefault(json.dumps(option, sort_keys=True, allow_nan=False), place)
         except (TypeError, ValueError) as error:
             raise InvalidOption(
                 f"tunable({name!r}): option {option!r} is not JSON-representable ({error})"
             ) from None
-    return texts
+    texts = {digest(text): text for text in places}
+    by_digest = {each: places[text] for each, text in texts.items()}
+    return OptionTexts(texts, by_digest, digest("\n".join(sorted(places))))
+
+
+@functools.lru_cache(maxsize=MOST_TEXTS)
+def _known_texts(name: str, options: tuple[Any, ...], types: tuple[type, ...] = ()) -> OptionTexts:
+    return _texts_of(name, options)

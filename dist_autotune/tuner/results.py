@@ -39,8 +39,8 @@ class Results:
         winner = context.digests[index]
         if about.is_choice:
             ranks = function.group.ranks if about.is_joint else ()
-            text, replaces = about.texts[winner], not function.is_replayed
-            CHOICES.remember(context.kernel, about.key_text, text, ranks, replaces=replaces)
+            replaces = not function.is_replayed
+            CHOICES.remember(context.kernel, about.key_text, winner, ranks, replaces=replaces)
         self._to_memory(context, rank_context, seconds)
         if len(context.digests) == 1:
             return
