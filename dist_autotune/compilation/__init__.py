@@ -1,1 +1,1 @@
-"""Compiles and loads candidates before they are tried, in child processes. May import triton_api."""
+"""Compiles and loads candidates before they are tried, in child processes. May import search, triton_api."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..compilation import preflight
+from ..compilation.backlog import Backlog
 from ..compilation.config_failures import config_failure, is_out_of_memory
 from ..formatting import config_label
 from ..search.expectation.order import MANY
@@ -18,7 +19,6 @@ from ..timing.clock import Clock
 from ..triton_api import footprint, identity, interception
 from ..triton_api.footprint import RecordedGrid
 from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
-from .backlog import Backlog
 from .fast_path import CallUnderWay, Settled
 from .rank_context import NONE_FAILED, Binding, RankContext, Stage
 from .registry import Registry
@@ -210,8 +210,7 @@ class Dispatcher:
             if not call.tunes or (context.stage is Stage.SETTLED and is_out_of_memory(error)):
                 self._excuse(call, context, candidate, reason, counts=not is_out_of_memory(error))
                 return {candidate: reason}
-            if candidate not in context.bans:
-                self._registry.ban(context, {candidate: reason})
+            context.bans.setdefault(candidate, reason)
             if context.run.choice in (candidate, None):
                 context.run.choice = context.stand_in()
         return {candidate: reason}

@@ -9,6 +9,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Autotuner
 
+from ..compilation.backlog import CompileState
 from ..errors import NoValidConfig
 from ..formatting import config_label
 from ..search.context import Context
@@ -23,7 +24,6 @@ from ..timing.samples import Reading, Samples
 from ..triton_api.launch import Key
 
 SETTLED_FAILURES = 3  # in a row, of a settled config: then it is no longer tried, and the ranks are asked
-FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
 NONE_FAILED: Mapping[str, str] = {}
 
 
@@ -75,33 +75,6 @@ class RunLaunches:
     ran: set[str] = field(default_factory=set)
     count: int = 0
     report: Part | None = None  # to the peers
-
-
-@dataclass
-class CompileState:
-    """How far the candidates of one context are compiled."""
-
-    is_preflighted: bool = False  # all are, or a backlog has them ...
-    waves: int = 0  # ... as many as the search had named when it had named more so often
-    has_all: bool = False  # a backlog knows all candidates, whichever the search names
-    left: int = 0  # candidates that a backlog has still to compile or load
-    forms: set[Any] = field(default_factory=set)  # met until all is compiled; see `keep_form`
-    is_varied: bool = False  # the context was launched in several forms
-
-    def keep_form(self, form: Any) -> bool:
-        """Return whether a form is new and the candidates are compiled for it: the first FORMS of them.
-
-        form: the kernel that a launch has run; launches of one config that need other binaries run others.
-        """
-        if form in self.forms or len(self.forms) > FORMS:
-            return False
-        self.is_varied |= bool(self.forms)
-        self.forms.add(form)  # one more than `FORMS` tells that there were more
-        return len(self.forms) <= FORMS
-
-    @property
-    def remark(self) -> str:
-        return f"forms after the first {FORMS} left to their launches" if len(self.forms) > FORMS else ""
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -36,7 +36,6 @@ class Registry:
     ) -> None:
         self.by_name: dict[str, RankContext] = {}
         self.has_news = False  # since the last run began: to a settled call, whose contexts choose anew
-        self.on_ban: Callable[[RankContext, str, str], None] = lambda *ban: None
         self.names, self.results = names, results
         self._options, self._clock, self._rank = options, clock, rank
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
@@ -115,7 +114,7 @@ class Registry:
         context.search = results.search.contexts.get(name)
         self._choose_first(context)
         bans = {} if context.search is not None else results.search.crash_bans.get(name, {})
-        self.ban(context, {each: reason for each, (_, reason) in bans.items() if each in about.texts})
+        context.bans.update((each, reason) for each, (_, reason) in bans.items() if each in about.texts)
         return context
 
     def _slot(self, about: ContextIdentity) -> tuple[str, str]:
@@ -140,12 +139,6 @@ class Registry:
 
     def _tries_few(self, context: RankContext) -> bool:
         return self.results.search.rules.tries_few(len(context.texts))
-
-    def ban(self, context: RankContext, bans: Mapping[str, str]) -> None:
-        """Ban candidates on this rank, with reasons; the run's report tells the peers."""
-        for candidate, reason in bans.items():
-            context.bans[candidate] = reason
-            self.on_ban(context, candidate, reason)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Take the names that the ranks have agreed on, where kernels differ in their candidates alone."""

@@ -12,12 +12,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..bits.outputs import OutputComparison
+from ..compilation.backlog import Backlog, CompiledContext
 from ..compilation.pool import CompileCounts, PoolOptions
 from ..errors import CaptureFailed, TuningError
 from ..formatting import described
-from ..launch.backlog import Backlog
 from ..launch.fast_path import CallUnderWay
-from ..launch.rank_context import RankContext, part_of
+from ..launch.rank_context import part_of
 from ..logs import decisions
 from ..logs.records import Note, Preflighted, RunStarted
 from ..ranks.watchdog import PATIENCE
@@ -120,7 +120,7 @@ class RankRun:
         if state.dispatcher.to_preflight or self._backlog:
             with state.compiling(), state.guard.paused():
                 for context, counts in self._preflight():
-                    about, run = context.identity, state.search.runs
+                    about, run = state.registry.by_name[context.name].identity, state.search.runs
                     kernel, key = about.source.short_name, about.key_text
                     self._log.write(Preflighted(run=run, kernel=kernel, key=key, **asdict(counts)))
         parts = state.registry.report_run(waits=self._waits)
@@ -146,12 +146,12 @@ class RankRun:
                 self._log.write(Note(text=self.outputs.remark))
         return report
 
-    def _preflight(self) -> Iterator[tuple[RankContext, CompileCounts]]:
+    def _preflight(self) -> Iterator[tuple[CompiledContext, CompileCounts]]:
         """Compile the candidates of new contexts, online while runs go on; yield those that are complete."""
         state = self._state
         loading = functools.partial(state.guard.launching, loads=True)
         if (backlog := self._backlog) is None:  # an empty one still knows whether child processes start
-            backlog = Backlog(self._pool_options(), state.registry.ban, loading)
+            backlog = Backlog(self._pool_options(), loading)
         if not self._waits:
             self._backlog = backlog
         with contextlib.closing(backlog) if self._waits else contextlib.nullcontext():

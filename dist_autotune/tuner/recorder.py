@@ -13,7 +13,7 @@ from msgspec import structs
 
 from ..launch.rank_context import RankContext
 from ..logs import decisions
-from ..logs.records import Banned, Exchanged, Note, Record, RunTimed, SessionOpened, Trial
+from ..logs.records import Exchanged, Note, Record, RunTimed, SessionOpened, Trial
 from ..logs.writer import SessionLog
 from ..search.context import Context, Outcome
 from ..search.messages import Part, RunReport
@@ -76,21 +76,6 @@ class Recorder:
             exchange = Exchanged(run=run, sent_bytes=sent_bytes, received_bytes=received_bytes, ms=ms)
             self._exchanges.append(exchange)
 
-    def record_ban(self, run: int, rank_context: RankContext, candidate: str, reason: str) -> None:
-        """Write that a candidate failed on this rank."""
-        self.write(
-            Banned(
-                run=run,
-                context=rank_context.name,
-                kernel=rank_context.identity.source.short_name,
-                key=rank_context.identity.key_text,
-                config_id=list(rank_context.candidates).index(candidate),
-                config=rank_context.texts[candidate],
-                by_rank=self._rank,
-                reason=reason,
-            )
-        )
-
     def record_contexts(self, run: int, search: SearchState, merged: RunReport, here: Container[str]) -> None:
         """Write which contexts of a run are new; here: those that this rank launches."""
         for name, context in search.contexts.items():
@@ -128,13 +113,12 @@ class Recorder:
     def record_outcomes(
         self, run: int, search: SearchState, merged: RunReport, outcomes: Mapping[str, Outcome]
     ) -> None:
-        """Write what the ranks agreed of each context in one run; alone, the trials' records say it."""
-        for name, outcome in outcomes.items() if len(self._ranks) > 1 else ():
+        """Write the bans of one run, and what several ranks agreed on; alone, the trials' records say it."""
+        for name, outcome in outcomes.items():
             context = search.contexts[name]
             for ban in decisions.bans(run, context, merged.parts[name]):
-                if ban.by_rank != self._rank:  # else it is written already
-                    self.write(ban)
-            if outcome.index is not None:
+                self.write(ban)
+            if outcome.index is not None and len(self._ranks) > 1:
                 self.write(decisions.agreed(run, context, outcome))
 
 

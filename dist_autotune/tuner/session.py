@@ -144,7 +144,6 @@ class Session:
                 (session,) = opening.facts["session"]
                 remarks = state.open(session, opening)
             search = state.search  # the opening may have made a new one
-            state.registry.on_ban = lambda *ban: self._recorder.record_ban(search.runs, *ban)
             self._run.shares_clock = len(opening.facts["clock"]) == 1
             continues, search.session = search.session, session
             self._recorder.record_opening(session, continues=continues)

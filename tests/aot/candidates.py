@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from triton.compiler.compiler import ASTSource
 
+from dist_autotune.compilation.backlog import Backlog, CompileState
 from dist_autotune.compilation.pool import CompileCounts, PoolOptions
-from dist_autotune.launch.backlog import Backlog
-from dist_autotune.launch.rank_context import CompileState, RunLaunches
 from dist_autotune.triton_api.launch import Launch
 
 GOOD, ASSERTED, TOO_LARGE, ABORTS = 16, 32, 128, 256
@@ -73,18 +72,19 @@ class _Context:
     name: str = "a"
     search: None = None
     outside_race: frozenset[str] = frozenset()
-    run: RunLaunches = field(default_factory=RunLaunches)
+    launches_per_run: int = 0
+    bans: dict[str, str] = field(default_factory=dict)
     compile: CompileState = field(default_factory=CompileState)
 
 
 def preflight(launch: Launch, options: PoolOptions) -> Preflight:
     """Compile and load all candidates of a launch, as a rank does that waits for them."""
-    found: dict[str, str] = {}
+    context = _Context()
     no_guard = lambda context, candidate: contextlib.nullcontext()  # noqa: E731
-    with contextlib.closing(Backlog(options, lambda context, bans: found.update(bans), no_guard)) as backlog:
-        backlog.add(_Context(), launch, launch.candidates())  # type: ignore[arg-type]
+    with contextlib.closing(Backlog(options, no_guard)) as backlog:
+        backlog.add(context, launch, launch.candidates())  # type: ignore[arg-type]
         ((_, counts),) = backlog.finish()
-    return Preflight(found, counts)
+    return Preflight(context.bans, counts)
 
 
 def arrive(directory: Path, rank: int, ranks: int, deadline_s: float = 60.0) -> None:

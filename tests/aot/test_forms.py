@@ -14,7 +14,7 @@ import torch
 from candidates import GOOD, kernel_of_forms
 
 from dist_autotune import contextual_autotune
-from dist_autotune.launch.rank_context import FORMS
+from dist_autotune.compilation.backlog import FORMS
 from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dist_autotune.launch.rank_context import FORMS, RankContext
+from dist_autotune.compilation.backlog import FORMS
+from dist_autotune.launch.rank_context import RankContext
 from dist_autotune.search.expectation.order import AT_LEAST, KEYS, LIKELY, most_tried
 from dist_autotune.storage.known_results import ContextIdentity, KnownOfKernel
 

@@ -1,4 +1,7 @@
-"""Compiles candidates in another process; loads all while this rank waits, or a few between two runs."""
+"""The contexts that wait for candidates: these are compiled in another process, and loaded between runs.
+
+In replay mode the rank waits until all are loaded; online it loads a few after each run.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-from ..compilation import preflight
-from ..compilation.binaries import has_binary
-from ..compilation.compiler_child import START_S
-from ..compilation.pool import (
+from ..search.context import Context
+from ..triton_api.launch import Launch, load_kernel
+from . import preflight
+from .binaries import has_binary
+from .compiler_child import START_S
+from .pool import (
     BY_RANK,
     CACHED,
     COMPILED,
@@ -23,16 +28,57 @@ from ..compilation.pool import (
     PoolOptions,
     why_no_child,
 )
-from ..compilation.pool_process import CompileOutcome, PoolProcess
-from ..compilation.preflight import keeping_reason
-from ..triton_api.launch import Launch, load_kernel
-from .rank_context import RankContext
+from .pool_process import CompileOutcome, PoolProcess
+from .preflight import keeping_reason
 
+FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
 Work: TypeAlias = tuple[str, int]  # a candidate, and the form of launch that it is compiled for
 
 LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
 MOST_PRIORITY = 255
 MOST_FAILED_STARTS = 3  # of processes that end and tell of no candidate; then this one compiles
+
+
+@dataclass
+class CompileState:
+    """How far the candidates of one context are compiled."""
+
+    is_preflighted: bool = False  # all are, or a backlog has them ...
+    waves: int = 0  # ... as many as the search had named when it had named more so often
+    has_all: bool = False  # a backlog knows all candidates, whichever the search names
+    left: int = 0  # candidates that a backlog has still to compile or load
+    forms: set[Any] = field(default_factory=set)  # met until all is compiled; see `keep_form`
+    is_varied: bool = False  # the context was launched in several forms
+
+    def keep_form(self, form: Any) -> bool:
+        """Return whether a form is new and the candidates are compiled for it: the first FORMS of them.
+
+        form: the kernel that a launch has run; launches of one config that need other binaries run others.
+        """
+        if form in self.forms or len(self.forms) > FORMS:
+            return False
+        self.is_varied |= bool(self.forms)
+        self.forms.add(form)  # one more than `FORMS` tells that there were more
+        return len(self.forms) <= FORMS
+
+    @property
+    def remark(self) -> str:
+        return f"forms after the first {FORMS} left to their launches" if len(self.forms) > FORMS else ""
+
+
+class CompiledContext(Protocol):
+    """A context of this rank, as far as its candidates are compiled."""
+
+    name: str
+    search: Context | None  # None: no rank has announced it
+    announced: bool
+    launches_per_run: int
+    compile: CompileState
+    bans: dict[str, str]
+
+    @property
+    def outside_race(self) -> Collection[str]:
+        """Return the candidates that are not tried next."""
 
 
 @dataclass(eq=False)
@@ -41,8 +87,7 @@ class _Entry:
 
     counts: CompileCounts
     began: float
-    launches: int  # in the run that brought it
-    device: int  # which that run has launched it on
+    device: int  # on which the run that brought it has launched it
     forms: int = 0  # of launch, so far
     to_compile: dict[Work, Compilation] = field(default_factory=dict)
     to_load: dict[Work, Compilation] = field(default_factory=dict)
@@ -85,18 +130,14 @@ class Backlog:
 
     A process knows all candidates of a context, and compiles those that are tried next.
 
-    ban: called with the reasons of the candidates of a context that failed here.
     loading: entered around the loading of a candidate of a context.
     """
 
     def __init__(
-        self,
-        options: PoolOptions,
-        ban: Callable[[RankContext, Mapping[str, str]], None],
-        loading: Callable[[str, str], AbstractContextManager[None]],
+        self, options: PoolOptions, loading: Callable[[str, str], AbstractContextManager[None]]
     ) -> None:
-        self._options, self._ban, self._loading = options, ban, loading
-        self._entries: dict[RankContext, _Entry] = {}
+        self._options, self._loading = options, loading
+        self._entries: dict[CompiledContext, _Entry] = {}
         self._process: PoolProcess | None = None
         self._asked: list[tuple[_Entry, Work]] = []  # of the process
         self._started = 0.0
@@ -107,14 +148,14 @@ class Backlog:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def add(self, context: RankContext, launch: Launch, configs: Mapping[str, Any]) -> None:
+    def add(self, context: CompiledContext, launch: Launch, configs: Mapping[str, Any]) -> None:
         """Let `context` wait for `configs`, as they are compiled for a launch, which is not held.
 
         A context may wait for several forms of launch. A candidate that fails in one has failed.
         """
         if (entry := self._entries.get(context)) is None:
             counts, device = CompileCounts(workers=self._options.workers), preflight.current_device()
-            entry = self._entries[context] = _Entry(counts, time.monotonic(), context.run.count, device)
+            entry = self._entries[context] = _Entry(counts, time.monotonic(), device)
         limit_s = min(self._options.limit_s, self._options.until - time.monotonic())
         planned = preflight.plan(launch, configs, limit_s)
         entry.counts.remark = entry.counts.remark or planned.remark
@@ -136,14 +177,14 @@ class Backlog:
         entry.forms += 1
         entry.drop_failed()
 
-    def finish(self) -> Iterator[tuple[RankContext, CompileCounts]]:
+    def finish(self) -> Iterator[tuple[CompiledContext, CompileCounts]]:
         """Wait until all is compiled and loaded; yield the contexts."""
         while any(entry.is_waited_for for entry in self._entries.values()):
             yield from self.advance(waits=True)
             if self._process is not None:
                 time.sleep(POLL_S[self._options.in_background])
 
-    def advance(self, *, waits: bool = False) -> Iterator[tuple[RankContext, CompileCounts]]:
+    def advance(self, *, waits: bool = False) -> Iterator[tuple[CompiledContext, CompileCounts]]:
         """Load compiled candidates, ban those that failed; yield the contexts that are done.
 
         Some of them, unless this rank waits. What no context waits for any more is dropped.
@@ -163,7 +204,7 @@ class Backlog:
             while may_load and (work := entry.loadable) is not None:
                 self._load(context, entry, work)
                 may_load = time.monotonic() < until
-            self._ban(context, entry.reasons)
+            context.bans.update(entry.reasons)
             entry.reasons = {}
             context.compile.left = entry.left
             if entry.is_waited_for and not entry.left:
@@ -187,7 +228,7 @@ class Backlog:
         self._drop(lambda context: False)
         self._stop()
 
-    def _drop(self, stays: Callable[[RankContext], bool]) -> None:
+    def _drop(self, stays: Callable[[CompiledContext], bool]) -> None:
         for context, entry in list(self._entries.items()):
             if not stays(context):
                 del self._entries[context]
@@ -197,11 +238,11 @@ class Backlog:
         if not self._entries:
             self._stop()
 
-    def _in_order(self) -> list[tuple[RankContext, _Entry]]:
+    def _in_order(self) -> list[tuple[CompiledContext, _Entry]]:
         """Return the contexts by what they may gain in a run, the most first, where it is known."""
-        return sorted(self._entries.items(), key=lambda waiting: _gain_ms(*waiting), reverse=True)
+        return sorted(self._entries.items(), key=lambda waiting: _gain_ms(waiting[0]), reverse=True)
 
-    def _load(self, context: RankContext, entry: _Entry, work: Work) -> None:
+    def _load(self, context: CompiledContext, entry: _Entry, work: Work) -> None:
         compilation, candidate = entry.to_load.pop(work), work[0]
         with keeping_reason(entry.reasons, candidate), preflight.on_device(entry.device):
             kernel = compilation.keep(compilation.compile())
@@ -285,7 +326,7 @@ def _there(kernel: Any) -> Compilation:
     return Compilation("", lambda: kernel, lambda found: found)
 
 
-def _gain_ms(context: RankContext, entry: _Entry) -> tuple[float, float]:
+def _gain_ms(context: CompiledContext) -> tuple[float, float]:
     """Return what a context may gain in a run, from its device time at least and at most; zeros: not known.
 
     At least, as in a host-bound run the time of every small kernel is the host's.
@@ -293,5 +334,5 @@ def _gain_ms(context: RankContext, entry: _Entry) -> tuple[float, float]:
     if (search := context.search) is None:
         return 0.0, 0.0
     at_least, at_most = search.device_ms
-    chance = entry.launches * search.promise
+    chance = context.launches_per_run * search.promise
     return chance * at_least, chance * at_most

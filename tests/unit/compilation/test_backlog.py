@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from dist_autotune.compilation import preflight
+from dist_autotune.compilation import backlog, preflight
+from dist_autotune.compilation.backlog import Backlog, CompileState
 from dist_autotune.compilation.pool import COMPILED, FAILED, FROM_PEERS, Compilation, PoolOptions
 from dist_autotune.compilation.pool_process import CompileOutcome
 from dist_autotune.compilation.preflight import Planned
-from dist_autotune.launch import backlog
-from dist_autotune.launch.backlog import Backlog
-from dist_autotune.launch.rank_context import CompileState, RunLaunches
 
 
 class FakeProcess:
@@ -53,7 +51,7 @@ class FakeContext:
     """What a backlog asks of a context; its incumbent takes a millisecond."""
 
     name: str
-    run: RunLaunches
+    launches_per_run: int
     search: Any = field(
         default_factory=lambda: SimpleNamespace(
             waiting=False, is_tuned_by_launches=True, device_ms=(1.0, 1.0), promise=1.0
@@ -62,6 +60,7 @@ class FakeContext:
     outside_race: set[str] = field(default_factory=set)
     announced: bool = True
     compile: CompileState = field(default_factory=lambda: CompileState(is_preflighted=True))
+    bans: dict[str, str] = field(default_factory=dict)
 
 
 class World:
@@ -70,9 +69,8 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.processes: list[FakeProcess] = []
         self.events: list[str] = []
-        self.bans: dict[str, dict[str, str]] = {}
         self.seconds = 0.0
-        self.backlog = Backlog(PoolOptions(in_background=True, jobs=2), self._ban, self._loading)
+        self.backlog = Backlog(PoolOptions(in_background=True, jobs=2), self._loading)
         monkeypatch.setattr(backlog, "PoolProcess", self._make)
         monkeypatch.setattr(backlog, "time", SimpleNamespace(monotonic=lambda: self.seconds))
         monkeypatch.setattr(preflight, "current_device", lambda: 0)
@@ -86,7 +84,7 @@ class World:
 
     def add(self, name: str, *candidates: str, launches: int = 1, load_s: float = 0.0) -> Any:
         """Let a new context wait; loading each candidate takes `load_s`."""
-        context = FakeContext(name, RunLaunches(count=launches))
+        context = FakeContext(name, launches)
         configs = {candidate: self._compilation(candidate, load_s) for candidate in candidates}
         self.backlog.add(context, None, configs)
         return context
@@ -112,9 +110,6 @@ class World:
         self.processes.append(FakeProcess(*about))
         return self.processes[-1]
 
-    def _ban(self, context: Any, reasons: dict[str, str]) -> None:
-        self.bans.setdefault(context.name, {}).update(reasons)
-
     @contextlib.contextmanager
     def _loading(self, context: str, candidate: str) -> Iterator[None]:
         yield
@@ -132,7 +127,7 @@ def test_a_context_is_done_when_all_its_candidates_are_loaded_or_have_failed(wor
     world.process.tell("a2", FROM_PEERS)
     world.process.tell("a1", FAILED, "the compiler was ended by SIGKILL")
     assert world.advance() == []
-    assert (context.compile.left, world.bans["a"]) == (1, {"a1": "the compiler was ended by SIGKILL"})
+    assert (context.compile.left, context.bans) == (1, {"a1": "the compiler was ended by SIGKILL"})
     world.process.tell("a3")
     ((name, counts),) = world.advance()
     assert (name, context.compile.left, bool(world.backlog)) == ("a", 0, False)
@@ -162,7 +157,7 @@ def test_a_context_waits_for_its_candidates_in_all_forms_of_launch(world):
         world.process.tell(key)
         world.seconds += 10.0
     ((_, counts),) = world.advance()
-    assert (counts.compiled, context.compile.left, world.bans["a"]) == (4, 0, {})
+    assert (counts.compiled, context.compile.left, context.bans) == (4, 0, {})
     assert world.events == ["load a1", "load a1 too", "load a2 too", "load a2"]
 
 
@@ -173,12 +168,12 @@ def test_a_candidate_that_fails_in_one_form_is_not_waited_for_in_another(world):
     world.process.tell("a1")
     world.process.tell("a1 too", FAILED, "too large")
     world.advance()
-    assert (context.compile.left, world.bans["a"], world.events) == (1, {"a1": "too large"}, [])
+    assert (context.compile.left, context.bans, world.events) == (1, {"a1": "too large"}, [])
     world.process.tell("a2", FAILED, "too large, too")
     world.process.tell("a2 too")
     ((_, counts),) = world.advance()
     assert (counts.compiled, counts.failed, world.events) == (1, 2, [])
-    assert world.bans["a"] == {"a1": "too large", "a2": "too large, too"}
+    assert context.bans == {"a1": "too large", "a2": "too large, too"}
     assert world.processes[0].is_closed  # what waits later gets another one
 
 
