@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from barrier import barrier_all
 from compiled import (
     HOPPER,
     REGISTERS,
@@ -116,13 +115,10 @@ def test_in_fp8_bytes_are_multiplied_and_scaled_behind_the_loop_without_spills(k
 
 HERE = {"rank": "i32", "patience_ticks": "i32", "errors_ptr": "*i64"}
 CHUNKS = {"flags_ptr": "*i32", **HERE, **dict.fromkeys(("m", "epoch", "base", "pushed"), "i32")}
-BARRIER = {"signals_ptr": "*i64", "epoch": "i32", **HERE}
 ADD = {"a_ptr": "*fp32", "b_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
 SMALL = {  # a kernel, the types of its arguments, its constants, its warps
     "wait before a product of cuBLAS": (await_chunks, CHUNKS, {"WORLD": 8}, 1),
     "meeting": (await_peers, {"flags_ptr": "*i32", "epoch": "i32", **HERE}, {"WORLD": 8}, 1),
-    "barrier of two": (barrier_all, BARRIER, {"WORLD": 2}, 4),
-    "barrier of eight": (barrier_all, BARRIER, {"WORLD": 8}, 4),
     "elementwise add": (pipelined_add.fn, ADD, {"BLOCK": 2048, "STAGES": 4}, 4),
 } | {
     f"hash of {bits} bits, {size}": (
@@ -139,8 +135,6 @@ SMALL = {  # a kernel, the types of its arguments, its constants, its warps
 @ON_EACH
 @pytest.mark.parametrize(("kernel", "types", "constants", "warps"), SMALL.values(), ids=SMALL)
 def test_small_kernels_fit_and_spill_nothing(target, kernel, types, constants, warps):
-    if kernel is barrier_all:
-        constants = constants | {"FENCE": target.backend == "cuda"}
     scalars = tuple(name for name, kind in types.items() if kernel is not pipelined_add.fn and kind[0] == "i")
     compiled = compile_for(target, kernel, types, constants, any_value=scalars, num_warps=warps)
     used = resources(compiled, target)

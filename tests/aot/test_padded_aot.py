@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compiled import CDNA3, HOPPER, compile_for, resources
-from gluon_plan import multiply
+from gemm_runs import multiply
 from launch_path import CompilingDevice, arguments, only_compiling
 from settled_path import matrix
 

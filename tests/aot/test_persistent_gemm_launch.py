@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from gemm_compiled import candidate
-from gluon_plan import multiply
+from gemm_runs import multiply
 from launch_path import arguments, count_asking, only_compiling
 
 from dist_autotune import contextual_autotune

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from candidates import Preflight, arrive
 from candidates import preflight as preflight_launch
-from gluon_plan import multiply
+from gemm_runs import multiply
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.runtime.driver import driver

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+import types
 
 import pytest
 import torch
@@ -35,7 +37,9 @@ from dist_autotune.kernels.ag_gemm import AllGatherGemm, choices
 from dist_autotune.kernels.ag_gemm.choices import options_for
 from dist_autotune.kernels.ag_gemm.matmul import runs_of
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
-from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, piece_counts, piece_ends
+from dist_autotune.kernels.exchange.flags import ARRIVED, FETCHED, FLAGS, READY
+from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, ChunkProducer, piece_counts, piece_ends
+from dist_autotune.kernels.symm import Copy, SymmetricTensor, Wait
 
 PRODUCERS = ["pull", "push"]
 PATIENCE_S = 60.0  # less than a test has
@@ -56,6 +60,46 @@ def test_pieces_end_at_whole_blocks_and_cover_the_chunk_once(rows, pieces):
         sizes = [end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
         assert len(sizes) == pieces
         assert min(sizes) >= min(BLOCK_ROWS, rows)
+
+
+def test_a_chunk_is_told_of_piece_by_piece_in_the_order_that_the_proof_is_about():
+    """See the table at the top of `exchange.pull`."""
+    rank, world, rows = 1, 3, 3 * BLOCK_ROWS
+    gather, flags = (
+        SymmetricTensor(tensors[rank], tensors)
+        for tensors in (
+            torch.zeros(world, world, rows, 4),
+            torch.zeros(world, FLAGS, world, dtype=torch.int32),
+        )
+    )
+    memory = types.SimpleNamespace(rank=rank, world_size=world, side_stream=lambda: None)
+    places = {
+        flags.peers[at][row.value, of].data_ptr(): f"{name} of {of}" if at == rank else f"{name} on {at}"
+        for name, row in {"READY": READY, "ARRIVED": ARRIVED, "FETCHED": FETCHED}.items()
+        for at in range(world)
+        for of in range(world)
+    }
+
+    def said(step):
+        if isinstance(step, Copy):
+            begin = (step.src.data_ptr() - gather.peers[2].data_ptr()) // 16 % rows
+            assert step.dst.shape == step.src.shape
+            return f"copy {begin}..{begin + len(step.src)}"
+        number = ("e", "b")[step.plus] + (f" + {step.value}" if step.value else "")
+        return f"{'wait ' if isinstance(step, Wait) else ''}{places[step.word.data_ptr()]}: {number}"
+
+    of_each = [[f"wait READY of {peer}: e", *pieces_of(peer), f"FETCHED on {peer}: e"] for peer in (2, 0)]
+    steps = ChunkProducer(memory, gather, flags).steps(rows, 3)
+    assert [said(step) for step in steps] == ["READY on 2: e", "READY on 0: e", *of_each[0], *of_each[1]]
+
+
+def pieces_of(peer):
+    ends = [BLOCK_ROWS * piece for piece in range(4)]
+    return [
+        text
+        for begin, end in itertools.pairwise(ends)
+        for text in (f"copy {begin}..{end}", f"ARRIVED of {peer}: b + {end}")
+    ]
 
 
 def in_pieces(rank, pieces_of_rank, producer):

@@ -12,20 +12,16 @@ from dist_autotune.kernels.compat import HAS_INLINE_PTX
 from dist_autotune.kernels.gemm import configs, pruning
 from dist_autotune.kernels.gemm.configs import (
     GLUON_CANDIDATES,
-    accumulator_registers,
     blocks_of,
     in_boxes,
     operand_bytes,
     set_blocks,
-    shared_bytes,
 )
 from dist_autotune.kernels.gemm.pruning import (
-    GemmShape,
     fits,
     no_wider_than_need_be,
     prune,
     saves_tiles,
-    suits,
 )
 from dist_autotune.kernels.matrices import Block, Matrix, describe
 
@@ -34,9 +30,7 @@ KIB = 1024
 NEEDS_39 = pytest.mark.skipif(not HAS_INLINE_PTX, reason="such candidates are there since Triton 3.9")
 
 
-@pytest.fixture(autouse=True)
-def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: LIMIT)
+pytestmark = pytest.mark.usefixtures("h200")
 
 
 def config_of(
@@ -64,13 +58,6 @@ def new_of(configs: list[triton.Config]) -> list[triton.Config]:
 
 
 # ---- which calls may use them
-
-
-@pytest.mark.parametrize(("trans_a", "trans_b"), [(True, True), (True, False), (False, False)])
-def test_an_instruction_of_any_width_reads_both_operands_along_k(trans_a, trans_b):
-    args = call(TRANS_A=trans_a, TRANS_B=trans_b)
-    assert not suits(JOINED.kwargs, args)
-    assert suits(JOINED.kwargs, call())
 
 
 @pytest.mark.parametrize(
@@ -106,12 +93,6 @@ def test_the_candidates_of_a_call(changed, joined, monkeypatch):
     tried = prune(GLUON_CANDIDATES, call(**changed))
     assert any(config.kwargs["JOINED"] for config in tried) == joined
     assert len(tried) > len(new_of(tried))
-
-
-def test_tensor_memory_has_none():
-    for config in (JOINED, config_of((128, 192, 64), JOINED=True)):
-        assert not fits(config, 2, LIMIT, tensor_memory=True)
-        assert fits(config, 2, LIMIT, tensor_memory=False)
 
 
 @NEEDS_39
@@ -187,13 +168,6 @@ def test_the_further_columns_of_swapped_tiles_are_rows_of_a_and_of_the_next_conf
 # ---- shared memory, registers, the grid
 
 
-def test_bytes_and_registers_of_a_config():
-    assert operand_bytes(JOINED.kwargs) == 4 * (128 + 176) * 64 * 2
-    assert shared_bytes(JOINED.kwargs, 2, tensor_memory=False) == 152 * KIB + 128 * 64 * 2 + KIB
-    assert accumulator_registers(JOINED) == 88
-    assert accumulator_registers(config_of((128, 128, 64))) == 64
-
-
 # ---- which widths are tried
 
 
@@ -231,29 +205,3 @@ def test_tiles_of_fewer_columns_do_not_exclude_what_differs_in_something_else():
     wider = config_of((128, 64, 64), 32, JOINED=True)
     assert no_wider_than_need_be([wider, narrow], call(N=80)) == [narrow]
     assert no_wider_than_need_be([wider, narrow], call(N=96)) == [wider, narrow]
-
-
-def shape(m: int, n: int, programs: int = 132) -> GemmShape:
-    return GemmShape(
-        m=m,
-        n=n,
-        k=4096,
-        trans_a=False,
-        trans_b=True,
-        dtype=torch.bfloat16,
-        out_dtype=torch.bfloat16,
-        schedule="grouped",
-        wanted="auto",
-        programs=programs,
-        a_alignment=128,
-        b_alignment=128,
-        device=torch.device("cuda"),
-        tensor_memory=False,
-    )
-
-
-def test_no_more_programs_run_than_there_are_tiles():
-    assert shape(8192, 8192).grid(JOINED.kwargs) == (132, 1, 1)
-    assert shape(128, 352).grid(JOINED.kwargs) == (2, 1, 1)
-    assert shape(2040, 4104).grid(SWAPPED.kwargs) == (132, 1, 1)
-    assert shape(177, 385).grid(SWAPPED.kwargs) == (8, 1, 1)

@@ -1,18 +1,15 @@
-"""`persistent_matmul` with a bias and an activation: the plain body; the Gluon body, in the model."""
+"""`persistent_matmul` with a bias and an activation: the plain body, and every candidate on a GPU."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
-from gluon_products import change, fails, multiply
+from gemm_runs import fitting, poisoned
 from gpu_cases import covering
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from operation_runs import DEVICE
 
 from dist_autotune import contextual_autotune
@@ -20,19 +17,13 @@ from dist_autotune.kernels.epilogues import ACTIVATIONS, BIAS_DTYPES, GATED, Epi
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES
 from dist_autotune.kernels.gemm.operation import OUT_DTYPES, plain_gemm
-from dist_autotune.kernels.gemm.pruning import fits, suits
+from dist_autotune.kernels.gemm.pruning import suits
 from dist_autotune.kernels.persistent_gemm import interleave_gate_up, persistent_matmul, split_gate_up
 
 ENDINGS = [
     *[*itertools.product((None, *BIAS_DTYPES), (None, *ACTIVATIONS))][1:],
     *zip(itertools.cycle((None, *BIAS_DTYPES)), GATED),
 ]
-
-
-@pytest.fixture(autouse=True)
-def one_plain_candidate(monkeypatch):
-    """Without tuning: each test chooses what it runs."""
-    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES[:1])
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -172,78 +163,14 @@ def test_a_wrong_epilogue_is_told_with_its_values(name):
         persistent_matmul(zeros(2, 3), zeros(3, 5), **options)
 
 
-# ---- the Gluon body, in the model
-
-MODELLED: dict[str, tuple[str, dict[str, Any]]] = {
-    "pipelined": ("pipelined", {}),
-    "two widths": ("cooperative", {"extra_n": 4}),
-    "pingpong": ("pingpong", {}),
-    "Blackwell": ("cooperative", {"tensor_memory": True}),
-}
-
-
-@pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
-@pytest.mark.parametrize("kind", MODELLED)
-@settings(max_examples=6)
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11)),
-    bias_along=st.sampled_from(["row", "column"]),
-    activation=st.sampled_from(["none", *ACTIVATIONS]),
-    seed=st.integers(0, 10**6),
-)
-def test_every_variant_meets_the_bias_of_its_columns(kind, sizes, bias_along, activation, seed):
-    variant, options = MODELLED[kind]
-    multiply(variant, *sizes, bias_along=bias_along, activation=activation, seed=seed, **options)
-
-
-OF_GATES: dict[str, dict[str, Any]] = {
-    "pipelined": {"blocks": (4, 16, 2), "store": (16, 1)},
-    "two widths": {"blocks": (4, 32, 2), "store": (16, 2), "extra_n": 16},
-    "pingpong": {"blocks": (4, 32, 2), "store": (16, 1)},
-    "Blackwell": {"blocks": (4, 16, 2), "store": (16, 1)},
-}
-
-
-@pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("kind", MODELLED)
-@settings(max_examples=4)
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 11)),
-    bias_along=st.sampled_from([None, "column"]),
-    is_scaled=st.booleans(),
-    activation=st.sampled_from(GATED),
-    seed=st.integers(0, 10**6),
-)
-def test_every_variant_multiplies_gates_with_their_ups(kind, sizes, bias_along, is_scaled, activation, seed):
-    variant, options = MODELLED[kind]
-    options = options | OF_GATES[kind] | {"scaled": (is_scaled, is_scaled)}
-    multiply(variant, *sizes, bias_along=bias_along, activation=activation, seed=seed, **options)
-
-
-WIDE = {"blocks": (64, 64, 64), "extra_n": 8, "transposed": (False, True), "store": (32, 2), "joined": True}
-
-
-@pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("swap_ab", [False, True], ids=["as it is", "swapped"])
-@pytest.mark.parametrize("bias_along", ["row", "column"])
-def test_tiles_of_any_width_meet_it_where_pieces_overlap(bias_along, swap_ab):
-    sizes = (150, 130, 100)
-    multiply("cooperative", *sizes, bias_along=bias_along, activation="relu", swap_ab=swap_ab, **WIDE)
-    gated = WIDE if swap_ab else WIDE | {"extra_n": 16}
-    of_gates = {"bias_along": "column", "activation": "reglu", "swap_ab": swap_ab}
-    multiply("cooperative", 150, 144, 100, **of_gates, **gated)
-
-
-@pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("bias_along", ["row", "column"])
-def test_a_bias_of_other_rows_and_columns_is_found(bias_along, monkeypatch):
-    epilogue = importlib.import_module("kernels_in_the_model.gemm.epilogue")
-    apply = epilogue.Pointwise.apply
-    change(monkeypatch, "epilogue", "Pointwise.apply", lambda self, sums, *place: apply(self, sums, 0, 0, 0))
-    assert "not equal" in fails(variant="cooperative", bias_along=bias_along).lower()
-
-
 # ---- on a GPU
+
+
+def each_ends_with(monkeypatch, candidates, a, b, epilogue, out):
+    for config in covering(candidates):
+        monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
+        for _ in range(2):  # asked of the tuner, then the short way
+            check(a, b, epilogue, out=out.fill_(math.nan))
 
 
 @pytest.mark.gpu
@@ -251,31 +178,19 @@ def test_a_bias_of_other_rows_and_columns_is_found(bias_along, monkeypatch):
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
 @pytest.mark.parametrize("kind", sorted({config.kwargs["VARIANT"] for config in GLUON_CANDIDATES}))
 def test_every_candidate_ends_with_its_epilogue_on_a_gpu(kind, out_dtype, by_columns, monkeypatch):
-    major = torch.cuda.get_device_capability()[0]
-    a, b, bias = normal(1000, 520), normal(520, 1304), normal(1304)
-    of_kind = [config for config in GLUON_CANDIDATES if config.kwargs["VARIANT"] == kind]
-    bytes_out = out_dtype.itemsize
-    for config in covering([c for c in of_kind if fits(c, bytes_out, 232448, tensor_memory=major == 10)]):
-        monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
-        shape = (1304, 1000) if by_columns else (1000, 1304)
-        out = torch.full(shape, math.nan, dtype=out_dtype, device=DEVICE)
-        for _ in range(2):  # asked of the tuner, then the short way
-            check(a, b, Epilogue(bias, "gelu"), out=out.T if by_columns else out)
+    of_kind = fitting(out_dtype, lambda kwargs: kwargs["VARIANT"] == kind)
+    out = poisoned(1304, 1000, out_dtype).T if by_columns else poisoned(1000, 1304, out_dtype)
+    ending = Epilogue(normal(1304), "gelu")
+    each_ends_with(monkeypatch, of_kind, normal(1000, 520), normal(520, 1304), ending, out)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", OUT_DTYPES, ids=str)
 def test_every_candidate_multiplies_gates_with_their_ups_on_a_gpu(out_dtype, monkeypatch):
-    major = torch.cuda.get_device_capability()[0]
-    a, weight, bias = normal(1000, 520), normal(1328, 520), normal(1328)
     args = {"TRANS_A": False, "TRANS_B": True, "ACTIVATION": "swiglu"}
-    suiting = [config for config in GLUON_CANDIDATES if suits(config.kwargs, args)]
-    bytes_out = out_dtype.itemsize
-    for config in covering([c for c in suiting if fits(c, bytes_out, 232448, tensor_memory=major == 10)]):
-        monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
-        out = torch.full((1000, 664), math.nan, dtype=out_dtype, device=DEVICE)
-        for _ in range(2):  # asked of the tuner, then the short way
-            check(a, weight.T, Epilogue(bias, "swiglu"), out=out)
+    suiting, out = fitting(out_dtype, lambda kwargs: suits(kwargs, args)), poisoned(1000, 664, out_dtype)
+    ending = Epilogue(normal(1328), "swiglu")
+    each_ends_with(monkeypatch, suiting, normal(1000, 520), normal(1328, 520).T, ending, out)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,7 @@
-"""`persistent_matmul` in fp8 with scales: the plain body; the Gluon body, in the model and on a GPU."""
+"""`persistent_matmul` in fp8 with scales: the plain body, and every candidate on a GPU."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 from typing import Any
@@ -10,28 +9,18 @@ from typing import Any
 import pytest
 import torch
 from fp8_runs import error_ratio, quantized
-from gluon_products import change, fails, multiply
+from gemm_runs import fitting, poisoned
 from gpu_cases import covering
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from operation_runs import DEVICE
 
 from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, PLAIN_CANDIDATES
-from dist_autotune.kernels.gemm.operation import OUT_DTYPES, plain_gemm
-from dist_autotune.kernels.gemm.pruning import fits
+from dist_autotune.kernels.gemm.operation import OUT_DTYPES
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 from dist_autotune.kernels.tensors import check_fp8
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 4  # so that sums that are not scaled are no infinite halves
-
-
-@pytest.fixture(autouse=True)
-def one_plain_candidate(monkeypatch):
-    """Without tuning: each test chooses what it runs."""
-    monkeypatch.setattr(plain_gemm, "configs", PLAIN_CANDIDATES[:1])
 
 
 def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -125,74 +114,24 @@ def test_a_gpu_without_such_tensor_cores_is_named(monkeypatch):
         check_fp8(torch.device("cuda:1"))
 
 
-# ---- the Gluon body, in the model
-
-ALONG_K = {"transposed": (False, True), "dtype": "fp8e4nv"}
-MODELLED: dict[str, tuple[str, dict[str, Any]]] = {
-    "pipelined": ("pipelined", {}),
-    "two widths": ("cooperative", {"extra_n": 4}),
-    "rows through registers": ("cooperative", {"extra_n": 4, "warps": 8}),
-    "pingpong": ("pingpong", {}),
-    "Blackwell": ("cooperative", {"tensor_memory": True}),
-}
-
-
-@pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
-@pytest.mark.parametrize("kind", MODELLED)
-@settings(max_examples=4)
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 21)),
-    scaled=st.sampled_from([*SCALED.values()]),
-    seed=st.integers(0, 10**6),
-)
-def test_every_variant_meets_the_scales_of_its_rows_and_columns(kind, sizes, scaled, seed):
-    variant, options = MODELLED[kind]
-    multiply(variant, *sizes, scaled=scaled, bias_along="column", seed=seed, **ALONG_K, **options)
-
-
-WIDE = {"blocks": (64, 64, 64), "extra_n": 8, "store": (32, 2), "joined": True}
-
-
-@pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("swap_ab", [False, True], ids=["as it is", "swapped"])
-@pytest.mark.parametrize("k", [200, 256 + 30, 256 + 60], ids=["k", "a quarter", "half of the last block"])
-def test_tiles_of_any_width_read_a_line_of_fp8(k, swap_ab):
-    multiply("cooperative", 150, 130, k, scaled=(True, True), swap_ab=swap_ab, **ALONG_K, **WIDE)
-
-
-@pytest.mark.usefixtures("one_core")
-@pytest.mark.parametrize("scaled", [(True, False), (False, True)], ids=["rows", "columns"])
-def test_scales_of_other_rows_and_columns_are_found(scaled, monkeypatch):
-    epilogue = importlib.import_module("kernels_in_the_model.gemm.epilogue")
-    apply = epilogue.Pointwise.apply
-    change(monkeypatch, "epilogue", "Pointwise.apply", lambda self, sums, *place: apply(self, sums, 0, 0, 0))
-    assert "not equal" in fails(variant="cooperative", scaled=scaled, **ALONG_K).lower()
-
-
 # ---- on a GPU
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
 def test_every_candidate_multiplies_fp8_on_a_gpu(by_columns, monkeypatch):
-    major = torch.cuda.get_device_capability()[0]
     a, b, scale_a, scale_b = operands(1000, 1304, 528)
     epilogue = Epilogue(torch.randn(1304, device=DEVICE), "gelu", scale_a, scale_b)
-    for config in covering(
-        [each for each in GLUON_CANDIDATES if fits(each, 2, 232448, tensor_memory=major == 10)]
-    ):
+    out = poisoned(1304, 1000, torch.bfloat16).T if by_columns else poisoned(1000, 1304, torch.bfloat16)
+    for config in covering(fitting(torch.bfloat16, lambda kwargs: True)):
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
-        shape = (1304, 1000) if by_columns else (1000, 1304)
-        out = torch.full(shape, math.nan, dtype=torch.bfloat16, device=DEVICE)
         for _ in range(2):  # asked of the tuner, then the short way
-            check(a, b, epilogue, out=out.T if by_columns else out)
+            check(a, b, epilogue, out=out.fill_(math.nan))
 
 
 def choose_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls take the first candidate that has room for a float32 result: a single one is not pruned."""
-    tensor_memory = torch.cuda.get_device_capability()[0] == 10
-    fitting = (config for config in GLUON_CANDIDATES if fits(config, 4, 232448, tensor_memory=tensor_memory))
-    monkeypatch.setattr(launching.tuned_gemm, "configs", [next(fitting)])
+    monkeypatch.setattr(launching.tuned_gemm, "configs", fitting(torch.float32, lambda kwargs: True)[:1])
 
 
 @pytest.mark.gpu

@@ -14,6 +14,8 @@ from gluon_products import change, fails, multiply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dist_autotune.kernels.epilogues import ACTIVATIONS, GATED, NO_ACTIVATION
+
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
 PROBLEM = importlib.import_module("kernels_in_the_model.gemm.problem")
@@ -28,49 +30,60 @@ def narrow_tiles() -> Iterator[None]:
 
 
 HOPPER = ("pipelined", "persistent", "persistent_pipelined", "cooperative", "pingpong")
-BLACKWELL = ("pipelined", "persistent", "persistent_pipelined", "cooperative")
-KINDS = [*((name, False) for name in HOPPER), *((name, True) for name in BLACKWELL)]
+BLACKWELL = HOPPER[:-1]
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in HOPPER}
+KINDS |= {f"{name}, Blackwell": (name, {"tensor_memory": True}) for name in BLACKWELL}
+KINDS |= {f"{name}, two widths": (name, {"extra_n": 4}) for name in HOPPER if name != "persistent"}
+KINDS |= {f"{name}, through registers": (name, {"extra_n": 4, "warps": 8}) for name in BLACKWELL}
+EACH_KIND = pytest.mark.parametrize(("variant", "options"), KINDS.values(), ids=KINDS)
+SEEDS = st.integers(0, 10**6)
+BIASES = st.sampled_from([None, "row", "column"])
+SCALES = st.sampled_from([(False, False), (True, False), (False, True), (True, True)])
 
 
-@pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
-@settings(max_examples=10)
+@EACH_KIND
+@settings(max_examples=12)
 @given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 11)),
-    programs=st.integers(1, 3),
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 23)),
+    programs=st.integers(1, 5),
     buffers=st.integers(2, 5),
-    store=st.sampled_from([(4, 1), (4, 2), (8, 1), (2, 4)]),
+    store=st.sampled_from([(4, 1), (4, 2), (4, 3), (8, 1), (2, 4)]),
     schedule=st.sampled_from(SCHEDULES),
     transposed=st.tuples(st.booleans(), st.booleans()),
-    seed=st.integers(0, 10**6),
+    bias_along=BIASES,
+    activation=st.sampled_from([NO_ACTIVATION, NO_ACTIVATION, *ACTIVATIONS]),
+    scaled=SCALES,
+    seed=SEEDS,
 )
 def test_every_variant_ends_with_the_right_product(
-    variant, tensor_memory, sizes, programs, buffers, store, schedule, transposed, seed
+    variant, options, sizes, store, transposed, scaled, **drawn
 ):
-    multiply(
-        variant,
-        *sizes,
-        programs=programs,
-        buffers=buffers,
-        store=store,
-        schedule=schedule,
-        transposed=transposed,
-        tensor_memory=tensor_memory,
-        seed=seed,
-    )
+    if options.get("extra_n"):  # which a piece divides
+        store = 4, store[1]
+    if any(scaled):  # in fp8, whose operands lie along K
+        transposed, drawn = (False, True), drawn | {"dtype": "fp8e4nv"}
+    multiply(variant, *sizes, store=store, transposed=transposed, scaled=scaled, **options, **drawn)
 
 
-@pytest.mark.parametrize("variant", ["cooperative", "pingpong", "persistent_pipelined", "pipelined"])
-@settings(max_examples=10)
+OF_GATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "pipelined": ("pipelined", {"blocks": (4, 16, 2), "store": (16, 1)}),
+    "two widths": ("cooperative", {"blocks": (4, 32, 2), "store": (16, 2), "extra_n": 16}),
+    "pingpong": ("pingpong", {"blocks": (4, 32, 2), "store": (16, 1)}),
+    "Blackwell": ("cooperative", {"blocks": (4, 16, 2), "store": (16, 1), "tensor_memory": True}),
+}
+
+
+@pytest.mark.parametrize(("variant", "options"), OF_GATES.values(), ids=OF_GATES)
+@settings(max_examples=4)
 @given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 50), st.integers(1, 9)),
-    programs=st.integers(1, 3),
-    store_buffers=st.sampled_from([1, 3]),
-    transposed=st.booleans(),
-    seed=st.integers(0, 10**6),
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 6).map(lambda n: 16 * n), st.integers(1, 11)),
+    bias_along=st.sampled_from([None, "column"]),
+    is_scaled=st.booleans(),
+    activation=st.sampled_from(GATED),
+    seed=SEEDS,
 )
-def test_a_tile_of_two_widths_is_one_tile(variant, sizes, programs, store_buffers, transposed, seed):
-    store, transposed = (4, store_buffers), (False, transposed)
-    multiply(variant, *sizes, programs=programs, extra_n=4, store=store, transposed=transposed, seed=seed)
+def test_every_variant_multiplies_gates_with_their_ups(variant, options, sizes, is_scaled, **drawn):
+    multiply(variant, *sizes, scaled=(is_scaled, is_scaled), **options, **drawn)
 
 
 JOINED = {"transposed": (False, True), "store": (32, 2), "joined": True}
@@ -83,81 +96,41 @@ WIDTHS = [(64, 0), (64, 8), (128, 24), (128, 16), (32, 8)]
     sizes=st.tuples(st.integers(1, 300), st.integers(1, 300), st.integers(1, 500)),
     widths=st.sampled_from(WIDTHS),
     rows_warps=st.sampled_from([(64, 4), (128, 4), (128, 8), (256, 8)]),
+    store=st.sampled_from([(8, 1), (16, 3), (32, 1), (32, 2)]),
     programs=st.integers(1, 3),
     buffers=st.integers(2, 4),
-    store=st.sampled_from([(8, 1), (16, 3), (32, 1), (32, 2)]),
     swap_ab=st.booleans(),
-    seed=st.integers(0, 10**6),
+    bias_along=BIASES,
+    scaled=SCALES,
+    seed=SEEDS,
 )
-def test_a_tile_of_any_width_is_one_product(
-    variant, sizes, widths, rows_warps, programs, buffers, store, swap_ab, seed
-):
+def test_a_tile_of_any_width_is_one_product(variant, sizes, widths, rows_warps, store, scaled, **drawn):
     (block_n, extra_n), (block_m, warps) = widths, rows_warps
-    multiply(
-        variant,
-        *sizes,
-        programs=programs,
-        blocks=(block_m, block_n, 64),
-        extra_n=extra_n,
-        buffers=buffers,
-        swap_ab=swap_ab,
-        warps=warps,
-        seed=seed,
-        **JOINED | {"store": store},
-    )
+    of_tile = {"blocks": (block_m, block_n, 64), "extra_n": extra_n, "warps": warps, "scaled": scaled}
+    of_tile |= JOINED | {"store": store, "dtype": "fp8e4nv" if any(scaled) else "fp16"}
+    multiply(variant, *sizes, **of_tile, **drawn)
 
 
-@pytest.mark.parametrize(("variant", "tensor_memory"), KINDS)
-@settings(max_examples=7)
+@pytest.mark.parametrize(("swap_ab", "extra_n"), [(False, 16), (True, 8)], ids=["as it is", "swapped"])
+def test_a_tile_of_any_width_multiplies_gates_with_their_ups(swap_ab, extra_n):
+    of_gates = {"bias_along": "column", "activation": "reglu", "swap_ab": swap_ab}
+    multiply("cooperative", 150, 144, 100, blocks=(64, 64, 64), extra_n=extra_n, **of_gates, **JOINED)
+
+
+@EACH_KIND
+@settings(max_examples=4)
 @given(
     sizes=st.tuples(st.integers(1, 8), st.integers(1, 12), st.integers(1, 11)),
     programs=st.integers(1, 3),
-    extra_n=st.sampled_from([0, 4]),
     trans_a=st.booleans(),
     schedule=st.sampled_from(SCHEDULES),
-    seed=st.integers(0, 10**6),
+    seed=SEEDS,
 )
-def test_rows_that_a_small_matrix_has_not_need_not_be_loaded(
-    variant, tensor_memory, sizes, programs, extra_n, trans_a, schedule, seed
-):
-    (m, n, k), (block_m, block_n) = sizes, (8, 8)
-    extra_n = 0 if tensor_memory else extra_n
-    multiply(
-        variant,
-        m,
-        n,
-        k,
-        blocks=(block_m, block_n, 2),
-        loaded=(m, min(n, block_n), max(min(n - block_n, extra_n), 1) if extra_n else min(n, block_n)),
-        programs=programs,
-        extra_n=extra_n,
-        transposed=(trans_a, True),
-        schedule=schedule,
-        tensor_memory=tensor_memory,
-        seed=seed,
-    )
-
-
-@pytest.mark.parametrize("variant", ["pipelined", "persistent", "persistent_pipelined", "cooperative"])
-@settings(max_examples=7)
-@given(
-    sizes=st.tuples(st.integers(1, 20), st.integers(1, 40), st.integers(1, 23)),
-    programs=st.integers(1, 5),
-    buffers=st.integers(2, 4),
-    transposed=st.tuples(st.booleans(), st.booleans()),
-    seed=st.integers(0, 10**6),
-)
-def test_rows_that_pass_through_registers(variant, sizes, programs, buffers, transposed, seed):
-    multiply(
-        variant,
-        *sizes,
-        programs=programs,
-        buffers=buffers,
-        transposed=transposed,
-        extra_n=4,
-        warps=8,
-        seed=seed,
-    )
+def test_rows_that_a_small_matrix_has_not_need_not_be_loaded(variant, options, sizes, trans_a, **drawn):
+    (m, n, _), extra_n = sizes, options.get("extra_n", 0)
+    further = max(min(n - 8, extra_n), 1) if extra_n else min(n, 8)
+    of_block = {"blocks": (8, 8, 2), "loaded": (m, min(n, 8), further), "transposed": (trans_a, True)}
+    multiply(variant, *sizes, **of_block, **options, **drawn)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +142,10 @@ def test_a_tile_is_moved_only_to_where_tma_can_begin(size, inside_rows, expected
     assert PROBLEM.last_start(size, 256, inside_rows) == expected
 
 
-@pytest.mark.parametrize(("variant", "tensor_memory"), [kind for kind in KINDS if kind[0] != "pipelined"])
+@EACH_KIND
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_programs_without_a_tile_end_as_well(variant, tensor_memory, schedule):
-    multiply(variant, 4, 8, 5, programs=5, schedule=schedule, tensor_memory=tensor_memory)
+def test_programs_without_a_tile_end_as_well(variant, options, schedule):
+    multiply(variant, 4, 8, 5, programs=5, schedule=schedule, **options)
 
 
 # ---- that the model finds what it is there to find
@@ -195,6 +168,7 @@ def wait_for_stores_at_the_end(self: Any) -> None:
 STORE_WAIT = of("epilogue", "tma.store_wait")
 MULTIPLY, WAIT = of("mma", "warpgroup_mma"), of("mma", "warpgroup_mma_wait")
 ARRIVE, ACCUMULATOR = of("mma", "mbarrier.arrive"), of("mma", "WgmmaAccumulator")
+APPLY = of("epilogue", "Pointwise.apply")
 START, END = (of("any_width", f"AnyWidthAccumulator.{name}") for name in ("start", "end"))
 PRODUCTS = of("any_width", "_products")
 
@@ -293,6 +267,12 @@ FAULTS: dict[str, tuple[Any, ...]] = {  # what is put into the body, where; how 
     # A deadlock, or an arrival too many.
     "turns are miscounted": (("roles", "ring_phase", lambda step, size: 0), ANYHOW, {}, EITHER[1:]),
 }  # fmt: skip
+OF_ENDINGS = {f"biases of {name}s": {"bias_along": name} for name in ("row", "column")}
+for name, scaled in {"row": (True, False), "column": (False, True)}.items():
+    OF_ENDINGS[f"scales of {name}s"] = {"scaled": scaled, "transposed": (False, True), "dtype": "fp8e4nv"}
+for name, ending in OF_ENDINGS.items():
+    elsewhere = "epilogue", "Pointwise.apply", lambda self, sums, *place: APPLY(self, sums, 0, 0, 0)
+    FAULTS[f"{name} are of another place"] = elsewhere, WRONG, ending, EITHER[:1]
 for name, value in (("STEP_OFFSET", 4), ("WARPGROUP_ROWS", 0), ("WARPGROUP_ROWS", 256)):
     FAULTS[f"{name} is {value}"] = ("any_width", name, value), ANYHOW, WIDE_TILE, EITHER[:1]
 for width in (72, 128):  # columns are left out, or found behind the tile

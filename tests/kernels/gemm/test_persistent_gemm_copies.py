@@ -5,19 +5,17 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from gluon_plan import multiply
+from gemm_runs import a_shape, multiply, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from padded_rooms import poison_rooms
 
-from dist_autotune.kernels.gemm import copies, pruning
+from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
-from dist_autotune.kernels.gemm.copies import NOTHING, Copies, copied, what_to_copy
+from dist_autotune.kernels.gemm.copies import NOTHING, Copies, what_to_copy
 from dist_autotune.kernels.gemm.pruning import GemmShape
 from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
 
@@ -33,14 +31,7 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_rooms(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    return poison_rooms(monkeypatch)
+pytestmark = pytest.mark.usefixtures("h200", "poisoned_rooms")
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -97,16 +88,6 @@ def no_choice_is_kept() -> Iterator[None]:
 
 
 # ---- the choice
-
-
-def a_shape(m: int, n: int, k: int, **changed: Any) -> GemmShape:
-    """Return a product of one row behind the other: A by rows, a weight, all SMs of an H200."""
-    alignment = math.gcd(2 * k, LINE_BYTES)
-    values: dict[str, Any] = {"m": m, "n": n, "k": k, "trans_a": False, "trans_b": True, "programs": 132}
-    values |= {"dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "schedule": "grouped", "wanted": "auto"}
-    values |= {"device": torch.device("cuda"), "tensor_memory": False}
-    values |= dict.fromkeys(("a_alignment", "b_alignment"), alignment if alignment >= 16 else 0)
-    return GemmShape(**values | changed)
 
 
 SIZES = st.integers(1, 1500).map(lambda eighths: 8 * eighths)
@@ -223,14 +204,9 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
     a, b = LAYOUTS[layouts[0]](m, k, dtype), LAYOUTS[layouts[1]](k, n, dtype)
     target = LAYOUTS[out_layout](m, n, out_dtype).fill_(math.nan)
 
-    def plan(shape: GemmShape, *, out: bool) -> tuple[Copies, GemmShape]:
-        """Copy what must be, and some of the rest."""
-        chosen = Copies(further[0] or shape.a_alignment == 0, further[1] or shape.b_alignment == 0, out)
-        return chosen, copied(shape, chosen)
-
     with pytest.MonkeyPatch.context() as patched:
         shapes = launch_as_tma(patched)
-        patched.setattr(launching, "plan_copies", plan)
+        patched.setattr(launching, "plan_copies", plan_of(Copies(*further)))
         assert multiply(a, b, target)
     assert torch.equal(target.double(), a.double() @ b.double())
     assert len(shapes) == 1

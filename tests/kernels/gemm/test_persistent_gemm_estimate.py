@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dist_autotune.kernels.gemm import configs, pruning
+from dist_autotune.kernels.gemm import configs
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
 from dist_autotune.kernels.gemm.pruning import (
     MOST_TRIALS,
@@ -22,9 +22,7 @@ RECORDS = Path(__file__).parents[3] / "docs" / "benchmarks"
 ALIGNMENTS = ("a_alignment", "b_alignment")
 
 
-@pytest.fixture(autouse=True)
-def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: 232448)
+pytestmark = pytest.mark.usefixtures("h200")
 
 
 def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:

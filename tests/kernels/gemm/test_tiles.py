@@ -27,31 +27,6 @@ from dist_autotune.kernels.tiles import (
 sizes = st.integers(1, 40)
 
 
-def test_grouped_goes_down_a_group_before_the_next_column():
-    visited = [on_host(grouped_tile)(tile, 3, 3, 2) for tile in range(9)]
-    assert visited == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 0), (2, 1), (2, 2)]
-
-
-@given(tiles_m=sizes, tiles_n=sizes, group_m=sizes)
-def test_a_group_is_finished_before_the_next_begins(tiles_m, tiles_n, group_m):
-    groups = [
-        on_host(grouped_tile)(tile, tiles_m, tiles_n, group_m)[0] // group_m
-        for tile in range(tiles_m * tiles_n)
-    ]
-    assert groups == sorted(groups)
-
-
-@given(per_chunk=sizes, chunks=st.integers(1, 9), data=st.data())
-def test_chunks_come_whole_from_the_first_on_and_wrap(per_chunk, chunks, data):
-    first = data.draw(st.integers(0, chunks - 1))
-    visited = [on_host(rotated_chunk)(tile, per_chunk, chunks, first) for tile in range(chunks * per_chunk)]
-    order = [*range(first, chunks), *range(first)]
-    assert visited == list(itertools.product(order, range(per_chunk)))
-
-
-# ---- which numbers a program visits
-
-
 def numbers_of(number_at, tiles):
     """Return the numbers that a program visits, from a function of the visit, until it has no more."""
     return list(itertools.takewhile(lambda number: number < tiles, map(number_at, itertools.count())))
@@ -85,30 +60,38 @@ def test_programs_visit_every_tile_once_whatever_divides_what(
     assert sorted(visited) == list(itertools.product(range(tiles_m), range(tiles_n)))
 
 
-@given(tiles=st.integers(0, 2000), programs=st.integers(1, 300))
-def test_runs_are_contiguous_and_differ_by_one_tile_at_most(tiles, programs):
-    number_at = on_host(contiguous_number)
-    runs = [
-        numbers_of(lambda visit, program=program: number_at(visit, program, programs, tiles), tiles)
+def visits(function, programs, *args):
+    """Return the numbers of two visits of each program."""
+    return [
+        [on_host(function)(visit, program, programs, *args) for visit in (0, 1)]
         for program in range(programs)
     ]
-    assert list(itertools.chain(*runs)) == list(range(tiles))
-    assert max(map(len, runs)) - min(map(len, runs)) <= 1
 
 
-def test_a_chiplet_has_whole_chunks_of_consecutive_tiles():
-    """16 programs on 4 chiplets, chunks of 2: chiplet 0 has tiles 0, 1, then 8, 9, ..."""
-    tiles, programs, chiplets, chunk = 32, 16, 4, 2
-    of_chiplet = {chiplet: [] for chiplet in range(chiplets)}
-    for visit, program in itertools.product(range(tiles // programs), range(programs)):
-        number = on_host(chiplet_number)(visit, program, programs, tiles, chiplets, chunk)
-        of_chiplet[program % chiplets].append(number)
-    assert of_chiplet[0] == [0, 1, 8, 9, 16, 17, 24, 25]
-    assert of_chiplet[3] == [6, 7, 14, 15, 22, 23, 30, 31]
+ORDERS = {
+    "strided: neighbours in time are neighbours in number": (
+        visits(strided_number, 3),
+        [[0, 3], [1, 4], [2, 5]],
+    ),
+    "contiguous: runs that differ by one tile": (visits(contiguous_number, 3, 5), [[0, 1], [2, 3], [4, 10]]),
+    "chiplet: of four programs on two, in twos": (
+        visits(chiplet_number, 4, 8, 2, 2),
+        [[0, 4], [2, 6], [1, 5], [3, 7]],
+    ),
+    "grouped: down a group before the next column": (
+        [on_host(grouped_tile)(tile, 3, 3, 2) for tile in range(9)],
+        [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 0), (2, 1), (2, 2)],
+    ),
+    "rotated: chunks whole, from the first one on": (
+        [on_host(rotated_chunk)(tile, 2, 3, 1) for tile in range(6)],
+        [(1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1)],
+    ),
+}
 
 
-def test_strided_programs_are_neighbours_in_number():
-    assert [on_host(strided_number)(1, program, 5) for program in range(5)] == [5, 6, 7, 8, 9]
+@pytest.mark.parametrize(("found", "drawn"), ORDERS.values(), ids=ORDERS)
+def test_tiles_come_in_the_order_that_is_drawn(found, drawn):
+    assert found == drawn
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""That waits wait, end, and say why; that epochs may wrap; that no rank leaves a barrier early."""
+"""That waits wait, end, and say why; that epochs may wrap."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 import triton
 import triton.language as tl
-from barrier import addresses, barrier_all
 
 from dist_autotune.kernels.signals import (
     GIVEN_UP,
@@ -21,7 +19,6 @@ from dist_autotune.kernels.signals import (
     record_failure,
     wait_until,
 )
-from ranks import assert_all_ok, run_ranks
 
 FOREVER = 2**31 - 1
 LAST_EPOCH, FIRST_EPOCH = 2**31 - 1, -(2**31)  # of an int32 that wraps around
@@ -130,68 +127,3 @@ def test_the_first_failure_stands():
 def test_patience_is_never_shorter_than_the_seconds_and_covers_a_day():
     for seconds in (0.0012, 1.0, 300.0, 86_400.0):
         assert seconds <= as_patience(seconds) * TICK_S <= seconds + TICK_S
-
-
-def meet(rank, late, absent):
-    """Return whether every rank had come when this one left the barrier, three times, and its failures."""
-    from dist_autotune.kernels.symm import open_symmetric_memory
-
-    world = dist.get_world_size()
-    with open_symmetric_memory(backend="shm") as memory:
-        signals = memory.allocate((world,), torch.int32)
-        came = memory.allocate((world,), torch.int32)
-        errors = torch.zeros(world, dtype=torch.int64)
-        complete = []
-        for epoch in range(1, 4):
-            if rank == late:
-                time.sleep(0.1)
-            for table in came.peers:
-                table[rank] = epoch
-            if rank != absent:
-                patience_ticks = 70 if absent is not None else FOREVER
-                barrier_all[(1,)](addresses(signals), errors, rank, epoch, patience_ticks, WORLD=world)
-            complete.append(bool((came.local >= epoch).all()))
-        return complete, [read_failure(int(word)) for word in errors]
-
-
-def meet_on_gpus(rank, backend):
-    """Return whether every rank had come when this one left the barrier, each time, and its failures."""
-    from dist_autotune.kernels.symm import open_symmetric_memory
-
-    world = dist.get_world_size()
-    with open_symmetric_memory(backend=backend) as memory:
-        signals = memory.allocate((world,), torch.int32)
-        came = memory.allocate((world,), torch.int32)
-        errors = torch.zeros(world, dtype=torch.int64, device="cuda")
-        places, patience_ticks = addresses(signals), as_patience(20.0)
-        seen = torch.zeros((200, world), dtype=torch.int32, device="cuda")
-        for epoch in range(1, 201):
-            if epoch % world == rank:
-                torch.cuda._sleep(200_000)  # another rank is late at every turn
-            for table in came.peers:
-                table[rank] = epoch
-            barrier_all[(1,)](places, errors, rank, epoch, patience_ticks, WORLD=world, FENCE=True)
-            seen[epoch - 1] = came.local
-        epochs = torch.arange(1, 201, device="cuda")[:, None]
-        return bool((seen >= epochs).all()), [read_failure(int(word)) for word in errors]
-
-
-@pytest.mark.gpu(devices=2)
-@pytest.mark.parametrize("backend", ["torch", "nvshmem"])
-def test_no_gpu_leaves_a_barrier_before_the_last_has_come(backend):
-    ends = run_ranks(meet_on_gpus, 2, backend, backend="cpu:gloo,cuda:nccl", timeout_s=120)
-    for complete, failures in assert_all_ok(ends):
-        assert complete
-        assert failures == [None] * 2
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_no_rank_leaves_a_barrier_before_the_last_has_come(world):
-    for complete, failures in assert_all_ok(run_ranks(meet, world, world - 1, None)):
-        assert complete == [True] * 3
-        assert failures == [None] * world
-
-
-def test_a_barrier_names_the_rank_that_did_not_come():
-    present, _ = assert_all_ok(run_ranks(meet, 2, None, 1))
-    assert present[1] == [None, Failure(kind=1, epoch=1, seen=0)]

@@ -1,4 +1,4 @@
-"""What GPU memory keeps of what is abandoned, and whose its streams are; the driver is pretended here."""
+"""What GPU memory keeps when it is abandoned, whose its streams are, what they do, on a pretended driver."""
 
 from __future__ import annotations
 
@@ -14,20 +14,34 @@ from operation_runs import values
 
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.symm import SymmetricTensor, cuda, open_symmetric_memory
+from dist_autotune.kernels.symm import Copy, SymmetricTensor, Wait, Write, cuda, open_symmetric_memory
 from dist_autotune.kernels.symm.ranks import SharingRanks
 
 NON_BLOCKING, LOWEST, HIGHEST = 1, 0, -5
 
 
+class Signal:
+    """The driver's form of a write or a wait."""
+
+    def __init__(self) -> None:
+        self.writeValue, self.waitValue = types.SimpleNamespace(), types.SimpleNamespace()
+
+
 class PretendedDriver:
-    """Answers what the memory asks of CUDA's driver and remembers streams; nothing is copied."""
+    """Answers what the memory asks of CUDA's driver and remembers it; nothing is copied."""
 
     CUstream_flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=NON_BLOCKING)
+    CUdeviceptr = CUstream = int
+    CUstreamBatchMemOpParams = Signal
+    CUstreamBatchMemOpType = types.SimpleNamespace(
+        CU_STREAM_MEM_OP_WRITE_VALUE_32="write", CU_STREAM_MEM_OP_WAIT_VALUE_32="wait"
+    )
 
     def __init__(self) -> None:
         self.made: dict[int, tuple[int, int]] = {}  # by handle: flags and priority
         self.destroyed: list[int] = []
+        self.told: list[list[tuple[str, int, int]]] = []  # each call for a side stream: what, where, how much
+        self.refuses_at = -1
         self._handles = itertools.count(7000)
 
     def cuCtxGetStreamPriorityRange(self):
@@ -41,6 +55,19 @@ class PretendedDriver:
     def cuStreamDestroy(self, stream):
         self.destroyed.append(stream)
         return (0,)
+
+    def cuMemcpyAsync(self, dst, src, size, stream):
+        return self._tell([("copy", dst, size)])
+
+    def cuStreamBatchMemOp(self, stream, count, signals, flags):
+        assert (count, flags) == (len(signals), 0)
+        parts = [(each.operation, getattr(each, f"{each.operation}Value")) for each in signals]
+        assert all((part.operation, part.flags) == (kind, 0) for kind, part in parts)
+        return self._tell([(kind, part.address, part.value) for kind, part in parts])
+
+    def _tell(self, what):
+        self.told.append(what)
+        return (700 if len(self.told) - 1 == self.refuses_at else 0,)
 
     def __getattr__(self, name):
         return lambda *_: (0,)
@@ -133,6 +160,31 @@ def test_a_stream_that_the_driver_refuses_is_told(driver, monkeypatch):
     monkeypatch.setattr(driver, "cuStreamCreateWithPriority", lambda *_: (2, None), raising=False)
     with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 2"):
         PretendedMemory().side_stream()
+
+
+def test_prepared_steps_reach_the_driver_in_order_in_as_few_calls_as_it_takes(driver):
+    memory = PretendedMemory()
+    words, data = (memory.allocate((size,), torch.int32).local for size in (cuda.BATCH + 3, 8))
+    steps = [*(Write(word, 0, plus=0) for word in words), Copy(data[:4], data[4:])]
+    run = memory.prepare([*steps, Wait(words[0], 5, plus=1), Write(words[1], 9)], memory.side_stream())
+    for epoch, base in (
+        (1, 0),
+        (-1, 2**31 - 1),
+        (-(2**31), -6),
+    ):  # int32, which wraps; the driver's has no sign
+        driver.told.clear()
+        run(epoch, base)
+        first, second, copied, last = driver.told
+        assert [len(first), len(second)] == [cuda.BATCH, 3]
+        assert first + second == [("write", word.data_ptr(), epoch % 2**32) for word in words]
+        assert copied == [("copy", data.data_ptr(), 16)]
+        wait, write = (word.data_ptr() for word in words[:2])
+        assert last == [("wait", wait, (base + 5) % 2**32), ("write", write, 9)]
+    for driver.refuses_at in range(4):
+        driver.told.clear()
+        with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 700"):
+            run(1, 0)
+        assert len(driver.told) == driver.refuses_at + 1
 
 
 # ---- on GPUs

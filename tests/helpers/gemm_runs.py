@@ -1,0 +1,100 @@
+"""What tests of `persistent_matmul` do: matrices, the Gluon body's launches, its candidates and copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+from operation_runs import DEVICE
+
+from dist_autotune.kernels.epilogues import Epilogue
+from dist_autotune.kernels.gemm import copies
+from dist_autotune.kernels.gemm import launch as launching
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
+from dist_autotune.kernels.gemm.copies import Copies, copied
+from dist_autotune.kernels.gemm.pruning import GemmShape, fits
+from dist_autotune.kernels.matrices import LINE_BYTES
+
+SHARED_BYTES = 232448  # the most of one block on Hopper and Blackwell
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "row") -> torch.Tensor:
+    """Return fresh random numbers, contiguous along rows or columns."""
+    if layout == "column":
+        return matrix(columns, rows, dtype).T
+    return torch.randn(rows, columns, device=DEVICE).to(dtype)
+
+
+def poisoned(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full((rows, columns), math.nan, dtype=dtype, device=DEVICE)
+
+
+def a_shape(m: int, n: int, k: int, **changed: Any) -> GemmShape:
+    """Return a product of one row behind the other: A by rows, a weight, all SMs of an H200."""
+    alignment = math.gcd(2 * k, LINE_BYTES)
+    values: dict[str, Any] = {"m": m, "n": n, "k": k, "trans_a": False, "trans_b": True, "programs": 132}
+    values |= {"dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "schedule": "grouped", "wanted": "auto"}
+    values |= {"device": torch.device("cuda"), "tensor_memory": False}
+    values |= dict.fromkeys(("a_alignment", "b_alignment"), alignment if alignment >= 16 else 0)
+    return GemmShape(**values | changed)
+
+
+def fitting(out_dtype: torch.dtype, suits: Callable[[dict[str, Any]], bool]) -> list[triton.Config]:
+    """Return the candidates that suit, by their arguments, and fit this GPU."""
+    is_blackwell = torch.cuda.get_device_capability()[0] == 10
+    return [
+        config
+        for config in GLUON_CANDIDATES
+        if suits(config.kwargs) and fits(config, out_dtype.itemsize, SHARED_BYTES, tensor_memory=is_blackwell)
+    ]
+
+
+def multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    variant: str = "auto",
+    scheduler: str = "auto",
+    programs: int = 132,
+    *,
+    tensor_memory: bool = False,
+    epilogue: Epilogue = Epilogue(),  # noqa: B008  a frozen one
+) -> bool:
+    """Write the result to `out` by the Gluon body; return False, with nothing done, if it is not to."""
+    choices, kind = (variant, scheduler, programs), epilogue.kind()
+    found = launching.plan_launch(a, b, out, *choices, tensor_memory=tensor_memory, epilogue=kind)
+    if found is None:
+        return False
+    launching.execute(found, a, b, out, epilogue)
+    return True
+
+
+# ---- copies in scratch memory
+
+
+def plan_of(which: Copies) -> Callable[..., tuple[Copies, GemmShape]]:
+    """Return a plan by which what TMA cannot address is copied, and these operands."""
+
+    def plan(shape: GemmShape, *, out: bool) -> tuple[Copies, GemmShape]:
+        chosen = Copies(which.a or shape.a_alignment == 0, which.b or shape.b_alignment == 0, out)
+        return chosen, copied(shape, chosen)
+
+    return plan
+
+
+def poison_rooms(patched: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Have scratch memory full of NaN; return the list of what is made, padding included."""
+    made: list[torch.Tensor] = []
+
+    def room_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        pitch = copies.pitch_of(columns, dtype.itemsize)
+        made.append(torch.full((rows, pitch), math.nan, dtype=dtype, device=device))
+        return made[-1][:, :columns]
+
+    patched.setattr(copies, "room_for", room_for)
+    patched.setattr(launching, "room_for", room_for)
+    return made
