@@ -8,6 +8,7 @@ from __future__ import annotations
 import gpu_cases
 import pytest
 import torch
+from ag_gemm_runs import OF_SPECIALIZED_KERNEL
 from ag_moe_runs import GATHERING
 from every_operation import EVERY, OF_ONE_WAY
 from gemm_rs_runs import SCATTERING_SUMS
@@ -77,6 +78,22 @@ def cases_of_runs(rank, runs, backend):
     return cases
 
 
+def cases_of_specialized_kernel(rank, backend):
+    runs, options = OF_SPECIALIZED_KERNEL, {"backend": backend, "timeout_s": PATIENCE_S}
+    cases = gpu_cases.shapes_and_candidates(
+        rank,
+        runs.shapes,
+        lambda shape, dtype: three_calls(rank, runs, *shape, dtype, **options),
+        runs.candidates,
+        lambda index: one_candidate(rank, runs, index, (700, 333), 256, 520, **options),
+    )
+    cases["graphs among eager calls"] = lambda: replays_among_eager_calls(rank, runs, backend)
+    cases["pushed"] = lambda: three_calls(
+        rank, runs, *runs.shapes["a ragged chunk"], producer="push", **options
+    )
+    return {f"specialized, {name}": case for name, case in cases.items()}
+
+
 def cases_on_gpus(rank, name, backend):
     held = open_symmetric_memory(backend=backend)  # NVSHMEM is initialised once, not a second for each case
     every = EVERY[name]
@@ -89,6 +106,8 @@ def cases_on_gpus(rank, name, backend):
         for way, runs in OPERATIONS[name].items()
         for case, run in cases_of_runs(rank, runs, backend).items()
     }
+    if name == "AllGatherGemm" and torch.cuda.get_device_capability()[0] == 9:
+        found |= cases_of_specialized_kernel(rank, backend)
     return found | {"closing": lambda: closed(held)}
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from operation_runs import device
+from operation_runs import device, seed_and_leave_one
 from operations import HALF, DenseRuns
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
@@ -19,6 +19,7 @@ from dist_autotune.kernels.ag_gemm.choices import Choice
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.configs import take_first
 from dist_autotune.kernels.epilogues import ONLY_SUMS, Epilogue
+from dist_autotune.kernels.gemm.pruning import prune_chunks
 
 
 def tensors(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,3 +189,33 @@ class GatheringRows(DenseRuns):
 
 
 GATHERING_ROWS = GatheringRows()
+
+
+class OfSpecializedKernel(GatheringRows):
+    """Calls of the warp-specialised kernel, on GPUs; chunks are as high as its lowest tile."""
+
+    kernel = specialized.tuned
+    can_run = staticmethod(specialized.can_run)
+    shapes = {  # noqa: RUF012 - as of all operations
+        "whole tiles": ((512, 512), 1024, 1024, 1, 1),
+        "a ragged chunk": ((200, 200), 512, 1792, 1, 1),
+        "the fewest rows": ((64, 64), 256, 512, 1, 1),
+        "ragged everywhere": ((333, 333), 520, 1000, 1, 1),
+        "K below a block": ((128, 128), 8, 256, 1, 1),
+        "one tile": ((128, 128), 4096, 128, 1, 1),
+    }
+
+    @property
+    def candidates(self):
+        """Return those that a large call can take on this device."""
+        args = {"M": 1400, "N": 520, "K": 256, "WORLD": 2, "TENSOR_MEMORY": False}
+        return prune_chunks(specialized.CANDIDATES, args)
+
+    def begin(self, rank, candidate=None):
+        specialized.can_run, specialized.tuned.cache = self.can_run, {}
+        seed_and_leave_one(rank, self.kernel, self.candidates, candidate)
+        if candidate is None:  # the first that suits the call
+            self.kernel.configs = specialized.CANDIDATES
+
+
+OF_SPECIALIZED_KERNEL = OfSpecializedKernel(consumer="specialized", collective=False)

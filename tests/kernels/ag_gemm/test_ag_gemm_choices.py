@@ -33,10 +33,7 @@ from operation_runs import (
 from operations import HALF
 from rank_programs import wait_for
 
-from dist_autotune.kernels.ag_gemm import AllGatherGemm, choices
-from dist_autotune.kernels.ag_gemm.choices import options_for
-from dist_autotune.kernels.ag_gemm.matmul import runs_of
-from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
+from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.exchange.flags import ARRIVED, FETCHED, FLAGS, READY
 from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, ChunkProducer, piece_counts, piece_ends
 from dist_autotune.kernels.symm import Copy, SymmetricTensor, Wait
@@ -65,13 +62,8 @@ def test_pieces_end_at_whole_blocks_and_cover_the_chunk_once(rows, pieces):
 def test_a_chunk_is_told_of_piece_by_piece_in_the_order_that_the_proof_is_about():
     """See the table at the top of `exchange.pull`."""
     rank, world, rows = 1, 3, 3 * BLOCK_ROWS
-    gather, flags = (
-        SymmetricTensor(tensors[rank], tensors)
-        for tensors in (
-            torch.zeros(world, world, rows, 4),
-            torch.zeros(world, FLAGS, world, dtype=torch.int32),
-        )
-    )
+    chunks, words = torch.zeros(world, world, rows, 4), torch.zeros(world, FLAGS, world, dtype=torch.int32)
+    gather, flags = (SymmetricTensor(of_ranks[rank], of_ranks) for of_ranks in (chunks, words))
     memory = types.SimpleNamespace(rank=rank, world_size=world, side_stream=lambda: None)
     places = {
         flags.peers[at][row.value, of].data_ptr(): f"{name} of {of}" if at == rank else f"{name} on {at}"
@@ -170,23 +162,6 @@ def test_ranks_may_copy_in_different_numbers_of_pieces_late_and_tiles_wait_for_t
 # ---- what is asked for
 
 
-@pytest.mark.parametrize(
-    ("consumer", "asked"), [("plain", ["consumer", "pieces", "programs"]), ("matmul", ["consumer", "pieces"])]
-)
-def test_a_number_of_programs_is_asked_for_where_the_consumer_has_programs(consumer, asked, monkeypatch):
-    names = []
-
-    def choose(name, options, *, key):
-        names.append(name.removeprefix("ag_gemm "))
-        return consumer if consumer in options else options[-1]
-
-    monkeypatch.setattr(choices, "tunable", choose)
-    choice = options_for(64, 132, world_size=2, specialized=True, key=()).choose()
-    assert names == asked
-    assert choice.consumer == consumer
-    assert choice.programs == choices.INTERPRETED_PROGRAMS[-1 if consumer == "plain" else 0]
-
-
 # ---- everything at once
 
 
@@ -216,47 +191,6 @@ def anything(rank, producer, seed, calls=10, backend="auto"):
 )
 def test_ranks_may_choose_differently_in_each_call(world, seed, producer):
     assert_right(values(anything, world, producer, seed))
-
-
-def without_overlap(rank, producer, consumers, capacity):
-    begin(rank)
-    with AllGatherGemm(capacity, 40, torch.bfloat16, producer=producer, timeout_s=PATIENCE_S) as op:
-        force(op, consumer=consumers[rank])
-        poison(op)
-        errors = [call_and_compare(op, m, 24, in_place=m == 30) for m in (30, 11, 30)]
-        a_shard, weight = (tensor.requires_grad_() for tensor in tensors(9, 24, 80, torch.bfloat16))
-        out = torch.full((9 * op.world_size, 50), float("nan"), dtype=torch.bfloat16, device=device())
-        with torch.no_grad():
-            op(a_shard[:, 3:43], weight[:, 5:45], out[:, 1:25])
-        full = gathered_by_torch(a_shard.detach()[:, 3:43])
-        errors.append(error_ratio(out[:, 1:25], full, weight.detach()[:, 5:45]))
-        beside = out[:, 0].isnan().all() and out[:, 25:].isnan().all()
-        return [*errors, 0.0 if beside and not out.requires_grad else 9.0]
-
-
-@pytest.mark.parametrize(
-    ("consumers", "producer", "capacity"),  # slots are whole with a capacity of 30, and parts with 41
-    [
-        (("matmul", "plain"), "pull", 30),
-        (("matmul", "plain", "matmul"), "push", 41),
-        (("matmul",) * 3, "push", 30),
-    ],
-    ids=str,
-)
-def test_a_rank_may_wait_first_and_multiply_then_beside_peers_that_overlap(consumers, producer, capacity):
-    assert_right(values(without_overlap, len(consumers), producer, consumers, capacity))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize("pushed", [False, True])
-def test_the_runs_of_chunks_are_all_chunks_in_their_slots(world, pushed):
-    for rank in range(world):
-        found = {}
-        for slot, chunk, count in runs_of(rank, world, pushed=pushed):
-            found |= {chunk + step: slot + step for step in range(count)}
-        steps = [(chunk - rank) % world for chunk in range(world)]
-        slots = [world - 1 + step if pushed and step else chunk for chunk, step in enumerate(steps)]
-        assert found == dict(enumerate(slots))
 
 
 # ---- what the caller fixes
@@ -303,40 +237,6 @@ def test_a_consumer_that_cannot_run_here_says_what_it_needs():
 # ---- tuned
 
 
-def tune(rank, producer, columns_of_rank):
-    from dist_autotune import contextual_autotune
-
-    begin(rank)
-    all_gather_gemm.configs = CANDIDATES[:2]
-    errors = []
-    with AllGatherGemm(48, 16, HALF, producer=producer, timeout_s=PATIENCE_S) as op:
-
-        @contextual_autotune(is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None)
-        def step():
-            errors.append(call_and_compare(op, 48, columns_of_rank[rank]))
-
-        step()
-        tuned_runs = len(errors)
-        step()
-        found = sorted(context.kernel for context in step.report.contexts)
-        _, weight = tensors(48, columns_of_rank[rank], 16, HALF)
-        outside = op._choose(operands_of(op, weight, weight.new_empty(96, columns_of_rank[rank]), 48))
-        settled = {context.kernel: context.config for context in step.report.contexts}
-    mine = [settled[f"ag_gemm {name}"] for name in ("consumer", "pieces", "programs")]
-    return errors, tuned_runs, found, [outside.consumer, outside.pieces, outside.programs] == mine
-
-
-def test_the_choices_are_tuned_and_hold_outside_of_the_tuned_function_where_n_differs():
-    ends = values(tune, 2, "push", (24, 40), timeout_s=200)
-    assert len({runs for _, runs, _, _ in ends}) == 1
-    for errors, tuned_runs, found, holds in ends:
-        assert max(errors) < 1
-        assert len(errors) == tuned_runs + 1
-        choices = [f"ag_gemm {name}" for name in ("consumer", "pieces", "programs", "way")]
-        assert found == [*choices, "all_gather_gemm"]
-        assert holds
-
-
 # ---- on GPUs
 
 
@@ -350,9 +250,6 @@ def cases_on_gpus(rank, backend):
     }
     for producer in PRODUCERS:
         cases[f"{producer}, pieces"] = lambda producer=producer: in_pieces(rank, (4, 2), producer)
-        cases[f"{producer}, no overlap"] = lambda producer=producer: without_overlap(
-            rank, producer, ("matmul", "plain"), 41
-        )
     return cases
 
 

@@ -11,7 +11,6 @@ import torch
 from ag_gemm_runs import error_ratio
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
 
 CAPACITY, K, N = 16, 32, 24
 
@@ -30,17 +29,6 @@ def weight_of(columns: int = N) -> torch.Tensor:
 def is_right(op: AllGatherGemm, a_shard: torch.Tensor, weight: torch.Tensor, **options: torch.Tensor) -> bool:
     out = op(a_shard, weight, **options)
     return error_ratio(out, a_shard, weight) < 1
-
-
-def test_what_is_known_is_not_checked_again(op, monkeypatch):
-    a_shard, weight, out = torch.randn(8, K), weight_of(), torch.empty(8, N)
-    assert is_right(op, a_shard, weight, out=out)
-    assert is_right(op, a_shard, weight)
-    monkeypatch.setattr(op._buffer, "check", lambda *args: pytest.fail("checked again"))
-    for elements in (a_shard, weight):
-        elements.normal_()
-        assert is_right(op, a_shard, weight, out=out)
-        assert is_right(op, a_shard, weight)
 
 
 CHANGES = {
@@ -85,22 +73,6 @@ def test_calls_with_other_rows_weights_and_results_are_each_their_own(op):
                 assert is_right(op, a_shard, weight)
                 assert is_right(op, a_shard, weight, out=torch.empty(len(a_shard), len(weight)))
                 assert is_right(op, a_shard[:3], weight[:7])
-
-
-def count_loading(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """Return a list that grows whenever kernels of a call are loaded."""
-    loaded: list[None] = []
-    monkeypatch.setattr(MatmulConsumer, "load", lambda *args: loaded.append(None))
-    return loaded
-
-
-def test_kernels_are_loaded_once_for_all_tensors_that_are_alike(op, monkeypatch):
-    loaded, a_shard = count_loading(monkeypatch), torch.randn(8, K)
-    for _ in range(3):
-        op(a_shard, weight_of())
-    assert len(loaded) == 1
-    op(a_shard, weight_of(40))
-    assert len(loaded) == 2
 
 
 def test_no_tensor_of_a_caller_is_kept(op):

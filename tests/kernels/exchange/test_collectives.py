@@ -16,7 +16,6 @@ import gemm_rs_runs
 import pytest
 import torch
 import torch.distributed as dist
-from ag_gemm_graphs import Captured, errors_of, graph_of
 from ag_gemm_runs import begin
 from collective_runs import ALWAYS, PATIENCE_S, SHORT_S, launches_of, note_agreements, prefer
 from every_operation import PRODUCERS, WITH_COLLECTIVES, each
@@ -40,7 +39,6 @@ from operations import (
     three_calls,
 )
 
-from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.exchange import collective
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.launch.tunable import CHOICES
@@ -288,32 +286,6 @@ def test_a_peer_that_does_not_come_is_named_and_the_wait_ends(how):
 # ---- on GPUs
 
 
-def replayed_products(rank, backend, fixed):
-    """Replay a collective among overlapped calls and replays of another shape; ranks are late by turns."""
-    begin(rank)
-    order, kept = random.Random(7), []
-    with AllGatherGemm(136, 64, HALF, backend=backend, timeout_s=PATIENCE_S, collective=fixed) as op:
-        calls = []
-        for by_collective, m, in_place in ((True, 136, True), (True, 70, False), (False, 33, True)):
-            if fixed is None:
-                prefer(op, lambda by_collective=by_collective: by_collective)
-            calls.append(Captured(op, m, 200, in_place=in_place))
-        graphs = [graph_of(call) for call in calls]
-        for _ in range(40):
-            if order.randrange(4) == rank:
-                torch.cuda._sleep(1_000_000)
-            which, eager = order.randrange(3), order.random() < 0.5
-            calls[which].refresh()
-            if eager:
-                op(calls[which].a_shard, calls[which].weight, calls[which].out)
-                kept.append((*calls[which].results()[:3], op.gathered.clone()))
-            else:
-                graphs[which].replay()
-                kept.append((*calls[which].results()[:3], op.gathered.clone()))
-        op.check()
-        return errors_of(kept)
-
-
 def cases_on_gpus(rank, runs, backend):
     options = {"backend": backend, **ALWAYS}
     cases = {
@@ -325,8 +297,6 @@ def cases_on_gpus(rank, runs, backend):
     cases["a session"] = lambda: tuned(rank, runs)[0]
     if runs.name == "AllGatherGemm":
         cases["some calls, pushed"] = lambda: some_calls(rank, PRODUCERS[PUSHES], 6, 40, backend)
-        for fixed in (True, None):
-            cases[f"replayed products, {fixed}"] = lambda fixed=fixed: replayed_products(rank, backend, fixed)
     if runs is SCATTERING:
         cases["a layer"] = lambda: routed_layers(rank, [700, 333], "any", **options)
         cases["a layer, captured"] = lambda: captured_layer(rank, [700, 333], **options)
