@@ -22,10 +22,6 @@ class NotTuned(TuningError):
 class RankMismatch(TuningError, ValueError):
     """The ranks of one group do not run the same thing: versions, options, function or kernel source."""
 
-    def __init__(self, message: str, *, starts_anew: bool = False) -> None:
-        super().__init__(message)
-        self.starts_anew = starts_anew  # only some ranks take the function for settled: the next call tunes
-
 
 class AgreementTimeout(TuningError, TimeoutError):
     """Some ranks did not reach an exchange in time; `missing_ranks` names them."""

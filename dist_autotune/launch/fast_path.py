@@ -11,9 +11,8 @@ from typing import Any, TypeAlias
 
 from triton.runtime.autotuner import Autotuner
 
-from ..triton_api.interception import INTERCEPTION, Run, is_capturing, is_interpreted
+from ..triton_api.interception import INTERCEPTION, Run, is_capturing
 from ..triton_api.launch import Key, Launch, key_of
-from ..triton_api.untimed import without_benchmarks
 from .written_tensors import WrittenTensors, written_arguments
 
 _MAKE = object.__new__
@@ -116,8 +115,6 @@ def dispatcher(before: Run) -> Run:
     """Return the function to put in place of `before`, an `Autotuner.run`, for good."""
     calls, call_of, call_for = INTERCEPTION.calls, INTERCEPTION.calls.get, INTERCEPTION.call_for
     is_stock = before.__module__ == Autotuner.__module__
-    if is_interpreted():
-        before = without_benchmarks(before)
 
     def launch_unknown(call: CallUnderWay, tuner: Autotuner, args: Any, kwargs: dict[str, Any]) -> Any:
         if not call.passes_single or len(tuner.configs) > 1:

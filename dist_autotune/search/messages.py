@@ -288,8 +288,7 @@ def checked(merged: Message, kind: type[M], facts: Facts | None = None) -> M:
         raise RankMismatch(
             f"ranks are at different points of the program: not all of them are at {kind.sent_at}. "
             "All ranks must make the same calls of a tuned function, and of its retune(). The next call "
-            "starts anew.",
-            starts_anew=True,
+            "starts anew."
         )
     return merged
 

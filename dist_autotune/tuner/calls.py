@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -38,16 +38,6 @@ SELDOM = (
     "{} launches it too seldom to try its configs. Decorate the function that launches it, such as an "
     "evaluation, with @contextual_autotune: it is tuned in its first call (docs/training-scripts.md)."
 )
-
-
-class SettledCall:
-    """One call without trials, and its outcome."""
-
-    __slots__ = ("is_quiet", "launches", "may_tune", "wants_session")
-
-    def __init__(self, launches: CallUnderWay, may_tune: bool, is_quiet: bool) -> None:
-        self.launches, self.may_tune, self.is_quiet = launches, may_tune, is_quiet
-        self.wants_session = False  # all ranks have met a new key in it, and tune it now
 
 
 class Calls:
@@ -123,8 +113,9 @@ class Calls:
             state.written.end_call()
 
     def _settled_call(self, state: FunctionState, thunk: Callable[[], T]) -> T:
-        call, calls, thread = self._begin_settled(state), INTERCEPTION.calls, get_ident()
-        calls[thread] = call.launches
+        is_quiet = interception.is_capturing()
+        call, calls, thread = self._begin_settled(state, is_quiet=is_quiet), INTERCEPTION.calls, get_ident()
+        calls[thread] = call
         try:
             if state.function.is_strict:
                 with self._watched(state):
@@ -132,15 +123,15 @@ class Calls:
             else:
                 result = thunk()
         except BaseException as error:
-            self._report_failure(state, call, error)
+            self._report_failure(state, call, error, is_quiet=is_quiet)
             raise
         finally:
             del calls[thread]  # no call of a function, before which a Ctrl-C might come
-        self._end_settled(state, call)
-        if not call.wants_session or self._options.mode == "online":
+        opens = self._end_settled(state, call, is_quiet=is_quiet)
+        if not opens or self._options.mode == "online":
             return result
         # There is no copy of the state before this run. Where it matters, this stays the call's run.
-        is_kept = bool(self._options.preserve) or call.launches.changes_tensors
+        is_kept = bool(self._options.preserve) or call.changes_tensors
         with self._turn() as is_own:
             if not is_own or self.settled:  # or another thread has met it too
                 return result
@@ -165,19 +156,20 @@ class Calls:
                     with self._trial(state):
                         yield
                     return
+        is_quiet = is_quiet or interception.is_capturing()
         call, calls = self._begin_settled(state, is_quiet=is_quiet), INTERCEPTION.calls
         place = PROGRAM if self._is_of_program else get_ident()
-        calls[place] = call.launches
+        calls[place] = call
         try:
             with self._watched(state):
                 yield
         except BaseException as error:
-            self._report_failure(state, call, error)
+            self._report_failure(state, call, error, is_quiet=is_quiet)
             raise
         finally:
-            if calls.get(place) is call.launches:
+            if calls.get(place) is call:
                 del calls[place]
-        self._end_settled(state, call)
+        self._end_settled(state, call, is_quiet=is_quiet)
 
     def close(self) -> None:
         """End the session under way, if there is one; its report stays."""
@@ -255,45 +247,49 @@ class Calls:
             self._wants_session, self._ignores_known, self.retunes = True, True, False
         return self._current_state(mode)
 
-    def _begin_settled(self, state: FunctionState, *, is_quiet: bool = False) -> SettledCall:
-        """Prepare a call without trials; unless quiet, new keys in it ask for a session."""
+    def _begin_settled(self, state: FunctionState, *, is_quiet: bool) -> CallUnderWay:
+        """Return a call without trials. is_quiet: new keys in it ask for no session."""
         INTERCEPTION.install(dispatcher)
         propagate_to_autograd()
-        function, options = state.function, self._options
-        if interception.is_capturing() or is_quiet:
-            is_quiet = True
-            if not self._ignores_known:
-                state.known.looks_on_disk |= function.is_alone
-        may_tune = function.tunes and (function.is_alone or options.watch) and not is_quiet
-        return SettledCall(state.dispatcher.settled_call(), may_tune, is_quiet)
+        if is_quiet and not self._ignores_known:
+            state.known.looks_on_disk |= state.function.is_alone
+        return state.dispatcher.settled_call()
 
-    def _end_settled(self, state: FunctionState, call: SettledCall) -> None:
-        """Learn whether some rank has met a new key in the call."""
-        function, new = state.function, call.launches.new
-        if not new and (function.is_alone or not call.may_tune):
-            return
-        has_new_key, opens = bool(new) and not call.is_quiet, call.may_tune
+    def _may_tune(self, state: FunctionState, *, is_quiet: bool) -> bool:
+        """Return whether new keys of a settled call may open a session."""
+        function = state.function
+        return function.tunes and (function.is_alone or self._options.watch) and not is_quiet
+
+    def _end_settled(self, state: FunctionState, call: CallUnderWay, *, is_quiet: bool) -> bool:
+        """Learn whether some rank has met a new key in the call; return whether all tune it now."""
+        function, new = state.function, call.new or ()
+        may_tune = self._may_tune(state, is_quiet=is_quiet)
+        if not new and (function.is_alone or not may_tune):
+            return False
+        has_new_key, opens = bool(new) and not is_quiet, may_tune
         if opens and not function.is_alone and (ballot := state.ballot) is not None:
             opens = ballot.end(has_new_key=has_new_key)
         if not (has_new_key or opens):
-            return
-        call.wants_session = opens
+            return False
         self._wants_session |= opens
-        for name in new or () if function.tunes else ():
+        for name in new if function.tunes else ():
             state.results.record_waiting(state.registry.by_name[name])
-        if not call.may_tune:
-            self._note_new(state, call, "keeps the config of the nearest tuned key (watch=False)")
+        if not may_tune:
+            self._note_new(state, new)
         elif self._options.mode == "online":
-            self._note_waiting(state, call)
+            self._note_waiting(state, new)
+        return opens
 
-    def _report_failure(self, state: FunctionState, call: SettledCall, error: BaseException) -> None:
+    def _report_failure(
+        self, state: FunctionState, call: CallUnderWay, error: BaseException, *, is_quiet: bool
+    ) -> None:
         """Tell the peers of NotTuned, once: they may wait for this rank in a collective."""
         function = state.function
         if function.is_alone:
             return
-        if call.may_tune and (ballot := state.ballot) is not None:
+        if self._may_tune(state, is_quiet=is_quiet) and (ballot := state.ballot) is not None:
             ballot.report(described(error)[:2000])
-            ballot.end(has_new_key=bool(call.launches.new), waits=False)
+            ballot.end(has_new_key=bool(call.new), waits=False)
         if isinstance(error, NotTuned) and not state.has_refused:
             state.has_refused = True  # once: each time costs the peers an exchange
             function.group.fail(error)
@@ -303,16 +299,18 @@ class Calls:
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
 
-    def _note_new(self, state: FunctionState, call: SettledCall, what_happens: str) -> None:
-        """Log, once each, the keys that are new and are not tuned by this call."""
-        for name in sorted((call.launches.new or set()) - self._noted):
+    def _note_new(self, state: FunctionState, new: Iterable[str]) -> None:
+        """Log, once each, the keys that are new and that no call tunes."""
+        for name in sorted(set(new) - self._noted):
             self._noted.add(name)
-            self._note(f"{state.registry.by_name[name].title} is new to {self._name} and {what_happens}")
+            title = state.registry.by_name[name].title
+            text = "keeps the config of the nearest tuned key (watch=False)"
+            self._note(f"{title} is new to {self._name} and {text}")
 
-    def _note_waiting(self, state: FunctionState, call: SettledCall) -> None:
+    def _note_waiting(self, state: FunctionState, new: Iterable[str]) -> None:
         """Say, once each, which keys without a result ask again: the last session has not launched them."""
         by_name = state.registry.by_name
-        asking = {name for name in call.launches.new or () if by_name[name].claim is None}
+        asking = {name for name in new if by_name[name].claim is None}
         for name in sorted(asking & self._asking - self._noted):
             self._noted.add(name)
             text = f"{by_name[name].title} waits for launches: {SELDOM.format(self._name)}"
