@@ -13,9 +13,9 @@ from ..compilation.backlog import CompileState
 from ..errors import NoValidConfig
 from ..formatting import config_label
 from ..search.context import Context
+from ..search.expectation.fields import Told
 from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
-from ..search.expectation.model import Told
 from ..search.expectation.order import best_start
 from ..search.messages import Claim, Part, Upgrade, femtoseconds
 from ..search.rules import BY_LAUNCH

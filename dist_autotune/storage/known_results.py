@@ -18,8 +18,8 @@ from ..errors import NotTuned
 from ..formatting import config_label, context_label
 from ..options import Options
 from ..ranks.group import RankGroup
+from ..search.expectation.fields import Told
 from ..search.expectation.keys import by_distance, named
-from ..search.expectation.model import Told
 from ..search.messages import Claim, Offer, Offers, Upgrade
 from ..search.state import SearchState
 from ..triton_api import identity

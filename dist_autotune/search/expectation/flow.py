@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from ..strategies import PAIR_FACTOR, Flow, Pause, Warmup, Winner, faster_of_two, racing_runs, rounds, within
-from .model import Expectation, Told
+from .fields import Told
+from .model import Expectation
 from .order import AT_LEAST, FEWEST, KEYS, Meanwhile, Order, Waves
 
 

@@ -12,11 +12,10 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from .arithmetic import cholesky, decay, forward, log
+from .fields import Told, Value, likeness
 from .keys import by_distance, distance
-from .model import Told, Value
 
 # Chosen on tables of real kernels: tests/unit/search/test_expectation_tables.py.
-_ADDITIVE = 0.5  # of the variance: what the fields add up; the rest is of all fields together
 _LEVEL = 100.0  # variance of a key's level, over that of the rest: nothing is known of it
 _WEIGHT = 3.0  # times, that the expected deviation of the rest weighs as much as
 _SHARED = 0.9  # of the variance of the rest that a key has in common with another of the same sizes
@@ -54,7 +53,7 @@ class GaussianProcess:
             logs = [log(ms) for ms in known.values()]
             levels.append(math.fsum(logs) / max(len(logs), 1))
             rests += [each - levels[-1] for each in logs]
-        alike = {i: [_likeness(self._fields[i], each) for each in self._fields] for _, i in rows}
+        alike = {i: [likeness(self._fields[i], each) for each in self._fields] for _, i in rows}
         near = [near for near, _ in self._groups]
 
         def shared(row: tuple[int, int], group: int, index: int) -> float:
@@ -89,13 +88,3 @@ def kin_of(key: str, texts: Sequence[str], told: Told) -> list[tuple[float, dict
 
 def _square(values: Sequence[float]) -> float:
     return math.fsum(value * value for value in values)
-
-
-def _likeness(one: Sequence[Value], other: Sequence[Value]) -> float:
-    """Return 1 for equal fields; each counts half for an integer that doubles and a text that differs."""
-    total, product = 0.0, 1.0
-    for a, b in zip(one, other, strict=True):
-        is_number = isinstance(a, float) and isinstance(b, float)
-        like = 1.0 if a == b else 1 / (1 + abs(a - b)) if is_number else 0.5  # type: ignore[operator]
-        total, product = total + like, product * like
-    return _ADDITIVE * total / len(one) + (1 - _ADDITIVE) * product if one else 1.0

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from ...codec import digest
 from ..strategies import least
 from .arithmetic import log, normal_below
+from .fields import Told, fields_of
 from .gaussian import GaussianProcess, kin_of
-from .model import Expectation, Told, fields_of
+from .model import Expectation
 
 GAIN = 0.01  # an untried candidate must win by more ...
 GAIN_OF_RUN = 0.003  # ... and by more of a run, where it is known what that takes

@@ -53,20 +53,23 @@ def test_a_decay_is_nearly_exponential(value):
     assert decay(value) == pytest.approx(math.exp(-value), rel=5e-3)
 
 
-def test_an_additive_kernel_is_expected_as_it_is():
-    sizes = (64, 128, 512, 1024)
-    expectation = Expectation("256, 'fp16'", TEXTS, told(*sizes))
-    expectation.observe(0, ms_of(0, 256))
-    errors = [mean - math.log(ms_of(i, 256)) for i, mean in enumerate(expectation.means)]
-    assert max(map(abs, errors)) < 0.01
+def test_what_configs_add_at_all_keys_orders_them_and_more_keys_are_surer():
+    best_first = sorted(range(len(TEXTS)), key=lambda index: ms_of(index, 256))
+    deviations = []
+    for sizes in ((64, 128, 512, 1024), (64, 128, 192, 320, 384, 448, 512, 1024)):
+        expectation = Expectation("256, 'fp16'", TEXTS, told(*sizes))
+        expectation.observe(0, ms_of(0, 256))
+        means = [round(mean, 9) for mean in expectation.means]
+        assert sorted(range(len(TEXTS)), key=lambda i: (means[i], ms_of(i, 256)))[:6] == best_first[:6]
+        deviations.append(statistics.fmean(map(math.sqrt, expectation.variances)))
+    assert deviations[1] < 0.8 * deviations[0]
 
 
-def test_candidates_that_nobody_has_told_of_take_what_their_fields_tell():
+def test_candidates_that_nobody_has_told_of_are_the_least_sure():
     tried = [text for text in TEXTS if "BLOCK: 64, SPLIT: 2" not in text]
     expectation = Expectation("256, 'fp16'", TEXTS, told(64, 128, 512, 1024, texts=tried))
     expectation.observe(0, ms_of(0, 256))
     new = TEXTS.index("BLOCK: 64, SPLIT: 2, num_warps: 4, num_ctas: 1")
-    assert expectation.means[new] == pytest.approx(math.log(ms_of(new, 256)), abs=0.1)
     assert new not in expectation.told
     assert expectation.variances[new] > max(expectation.variances[i] for i in expectation.told)
 

@@ -25,7 +25,6 @@ from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune.combinations import Combinations, drawn
 from dist_autotune.search.expectation.flow import expected, order_of
 from dist_autotune.search.expectation.keys import by_distance
-from dist_autotune.search.expectation.model import Expectation
 from dist_autotune.search.expectation.order import KEYS, MOST_COMPILED, Order, best_start
 from dist_autotune.search.messages import Part
 from dist_autotune.search.strategies import RunningFlow, racing_runs
@@ -66,13 +65,18 @@ def table(subject: str) -> Table:
 
 def search(subject: Table, key: str, told: dict[str, dict[str, float]]) -> Found:
     """Search for a key as a session does that knows `told`."""
-    row, start = subject.told(key), best_start(key, subject.configs, told)
-    order = Order(Expectation(key, subject.configs, told), subject.configs.index(start))
-    while (index := order.next()) is not None:
-        order.tell(index, row.get(subject.configs[index], math.inf))
-    times = {text: row[text] for index in order.tried if (text := subject.configs[index]) in row}
+    row, start = subject.told(key), best_start(key, subject.configs, told) or subject.configs[0]
+    texts = [start, *(text for text in subject.configs if text != start)]
+    order = order_of(key, texts, told)
+    assert order is not None
+    while True:
+        if (index := order.next()) is not None:
+            order.tell(index, row.get(texts[index], math.inf))
+        elif not order.widen():
+            break
+    times = {text: row[text] for index in order.tried if (text := texts[index]) in row}
     best = min(times, key=times.__getitem__)
-    return Found(subject.regret(key, best), len(order.tried) / len(subject.configs), times)
+    return Found(subject.regret(key, best), len(order.tried) / len(texts), times)
 
 
 def check(found: list[Found], candidates: int) -> None:
@@ -93,12 +97,30 @@ def test_a_key_that_is_held_back_loses_little_where_all_others_are_told(name):
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_keys_that_come_one_after_another_learn_from_the_few_tried_before(name):
     subject = table(name)
-    told = {key: subject.told(key) for key in subject.keys[:KEYS]}
+    found = one_after_another(subject, subject.keys, dict(by_key(subject, subject.keys[:KEYS])))
+    check(found[KEYS:], len(subject.configs))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["matmul", "many"])
+def test_keys_in_any_order_lose_little_where_nothing_was_told_in_full(name, seed):
+    """A sweep over shapes from an empty cache: the first keys are tried in waves."""
+    subject = table(name)
+    keys = random.Random(seed).sample(subject.keys, len(subject.keys))
+    check(one_after_another(subject, keys, {})[KEYS:], len(subject.configs))
+
+
+def by_key(subject: Table, keys: list[str]) -> list[tuple[str, dict[str, float]]]:
+    return [(key, subject.told(key)) for key in keys]
+
+
+def one_after_another(subject: Table, keys: list[str], told: dict[str, dict[str, float]]) -> list[Found]:
+    """Search for each key with what those before it have told, in full or as far as they were tried."""
     found = []
-    for key in subject.keys[KEYS:]:
+    for key in keys:
         found.append(search(subject, key, dict(told)))
-        told[key] = found[-1].times
-    check(found, len(subject.configs))
+        told.setdefault(key, found[-1].times)
+    return found
 
 
 @dataclass(frozen=True)

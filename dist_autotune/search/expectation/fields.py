@@ -1,0 +1,43 @@
+"""Configs as fields, read from their texts: how alike two of them are."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from .arithmetic import log
+
+Told: TypeAlias = Mapping[str, Mapping[str, float]]  # ms of a kernel: by key, by the config's text
+Value: TypeAlias = "float | str"
+
+_ADDITIVE = 0.5  # of the likeness: what the fields add up; the rest is of all fields together
+
+_FIELD = re.compile(
+    r"""(\w+)"?: ((?:'[^']*'|\([^)]*\)|\[[^\]]*\]|[^,}])*)"""
+)  # of a config's text, or of JSON
+
+
+def fields_of(texts: Sequence[str]) -> list[list[Value]]:
+    """Return the values of the fields in which candidates differ; integers as doublings."""
+    found = [dict(_FIELD.findall(text)) or {"": text} for text in texts]
+    names = sorted({name for fields in found for name in fields})
+    names = [name for name in names if len({fields.get(name) for fields in found}) > 1]
+    return [[_value(fields.get(name, "")) for name in names] for fields in found]
+
+
+def likeness(one: Sequence[Value], other: Sequence[Value]) -> float:
+    """Return 1 for equal fields; each counts half for an integer that doubles and a text that differs."""
+    total, product = 0.0, 1.0
+    for a, b in zip(one, other, strict=True):
+        is_number = isinstance(a, float) and isinstance(b, float)
+        like = 1.0 if a == b else 1 / (1 + abs(a - b)) if is_number else 0.5  # type: ignore[operator]
+        total, product = total + like, product * like
+    return _ADDITIVE * total / len(one) + (1 - _ADDITIVE) * product if one else 1.0
+
+
+def _value(text: str) -> Value:
+    if not re.fullmatch(r"-?\d{1,18}", text):
+        return text
+    return math.copysign(log(1 + abs(int(text))) / log(2), int(text))
