@@ -1,4 +1,4 @@
-"""Binaries in Triton's cache, and claims by which the processes of a host compile each of them once."""
+"""Binaries in Triton's cache, and locks by which the processes of a host compile each of them once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CompileLock:
 
     def __init__(self, key: str, session: str) -> None:
         self._session = session
-        directory = Path(knobs.cache.dir) / "dist_autotune-claims" / socket.gethostname()
+        directory = Path(knobs.cache.dir) / "dist_autotune-locks" / socket.gethostname()
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / _digest(key)
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

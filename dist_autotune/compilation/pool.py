@@ -1,6 +1,6 @@
 """Compiles candidates, each in a child process, shared out over the ranks of a host.
 
-No message is sent: each rank starts at another candidate, claims what nobody compiles, and comes back later
+No message is sent: each rank starts at another candidate, locks what nobody compiles, and comes back later
 to what a peer compiles, to find the binary in Triton's cache or the reason why there is none.
 """
 
@@ -19,7 +19,7 @@ from .. import settings
 from .binaries import CompileLock, has_binary, why_not_shared
 from .compiler_child import WALL_FACTOR, CompilerChild
 
-PATIENCE_SHARE = 0.8  # of the peers' patience, for preflight; then it gives up the candidates left
+WAIT_SHARE = 0.8  # of the time that peers wait, for preflight; then it gives up the candidates left
 LOCK_GRACE_S = 10.0  # a lock held this much longer than two children may take is no longer respected
 # Of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23).
 BACKGROUND_SHARE = 0.5
@@ -48,11 +48,11 @@ class PoolOptions:
 
     @classmethod
     def of_rank(
-        cls, session: str, position: int, ranks: int, patience_s: float, **chosen: Any
+        cls, session: str, position: int, ranks: int, peers_wait_s: float, **chosen: Any
     ) -> PoolOptions:
-        """Return the options of a rank whose peers wait `patience_s`, inf without peers or behind runs."""
+        """Return the options of a rank whose peers wait `peers_wait_s`, inf without peers or behind runs."""
         local_rank, local_ranks = settings.place_on_host(position, ranks)
-        limit_s, until = settings.compile_timeout_s(), time.monotonic() + PATIENCE_SHARE * patience_s
+        limit_s, until = settings.compile_timeout_s(), time.monotonic() + WAIT_SHARE * peers_wait_s
         chosen |= {"local_rank": local_rank, "local_ranks": local_ranks}
         return cls(session=session, limit_s=limit_s, until=until, **chosen)
 

@@ -64,10 +64,10 @@ class Dispatcher:
         failed: candidates that have failed in this launch, with reasons.
         """
         if launch.kwargs.get("warmup"):
-            return launch.run(self._quiet_config(launch))
+            return launch.run(self._incumbent_config(launch))
         is_repeated = self._repeats(call)
-        if is_repeated or self._is_quiet(call) or interception.is_async_compiling():
-            config = self._quiet_config(launch, failed, runs=True, is_repeated=is_repeated)
+        if is_repeated or self._takes_incumbents(call) or interception.is_async_compiling():
+            config = self._incumbent_config(launch, failed, runs=True, is_repeated=is_repeated)
             launch.run_pre_hook(config)
             return launch.run(config)
         binding = self._binding(call, launch)
@@ -101,11 +101,11 @@ class Dispatcher:
         texts = option_texts(name, options)
         with self._lock:
             context = self._registry.choice(name, key, options, texts, is_joint=bool(among))
-        is_quiet = self._is_quiet(call) and not self._repeats(call)
-        candidate = context.stand_in() if is_quiet else self._candidate(call, context.bindings[0])
+        takes_incumbent = self._takes_incumbents(call) and not self._repeats(call)
+        candidate = context.stand_in() if takes_incumbent else self._candidate(call, context.bindings[0])
         self._check_tuned(context, candidate)
         place = texts.places[candidate]
-        if not is_quiet:
+        if not takes_incumbent:
             context.run.ran.add(candidate)
             context.run.count += 1
             if self._stays(call, context) and not is_of_session:
@@ -116,7 +116,8 @@ class Dispatcher:
         """Return whether another thread makes a run of a session meanwhile: this call leaves it alone."""
         return self.run_under_way is not None and self.run_under_way is not call
 
-    def _is_quiet(self, call: CallUnderWay) -> bool:
+    def _takes_incumbents(self, call: CallUnderWay) -> bool:
+        """Return whether the launches of this call take incumbents now, and no context is admitted."""
         return self._is_beside_session(call) or interception.is_capturing()
 
     def _repeats(self, call: CallUnderWay) -> bool:
@@ -231,7 +232,7 @@ class Dispatcher:
         if candidate in context.failing and not call.tunes:
             self._note_new(call, context)
 
-    def _quiet_config(
+    def _incumbent_config(
         self,
         launch: Launch,
         failed: Mapping[str, str] = NONE_FAILED,
@@ -243,7 +244,7 @@ class Dispatcher:
 
         runs: it is to be launched. is_repeated: the config that the run under way has launched.
         """
-        binding = self._registry.find(launch) or self._registry.look(launch)
+        binding = self._registry.find(launch) or self._registry.binding_of(launch)
         context = binding.rank_context
         candidate = (
             context.chosen(binding, failed) if is_repeated else context.stand_in(binding.configs, failed)

@@ -50,14 +50,14 @@ class Registry:
 
     def admit(self, launch: Launch) -> Binding:
         """Bind a launch that is new to its context, and register both."""
-        binding = self.look(launch, admits=True)
+        binding = self.binding_of(launch, admits=True)
         context = binding.rank_context
         self.by_name[context.name] = context
         context.bindings = [binding, *(known for known in context.bindings if known.tuner() is not None)]
         self._bindings.setdefault(launch.tuner, {})[binding.key] = binding
         return binding
 
-    def look(self, launch: Launch, *, admits: bool = False) -> Binding:
+    def binding_of(self, launch: Launch, *, admits: bool = False) -> Binding:
         """Return the binding that `admit` would register. admits: its kernel takes its name."""
         configs, key, tuner = launch.candidates(), launch.key(), launch.tuner
         about = ContextIdentity(

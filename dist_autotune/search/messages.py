@@ -225,7 +225,7 @@ class RunReport(Message, frozen=True, tag="run"):
     run: Annotated[Part, Part.merged] = Part()  # time of the whole run
     bits: Annotated[Bits | None, _if_both(Bits.merged)] = None  # None: they are not compared
     elapsed_s: Annotated[float, max] = 0.0
-    told_ns: Annotated[int, max] = 0  # when the last rank sent this, where all read one clock
+    sent_ns: Annotated[int, max] = 0  # when the last rank sent this, where all read one clock
     lag_ns: Annotated[int, max] = 0  # how long after the exchange before the last rank came to this run
     wanted_ms: Annotated[float, max] = 0.0  # the filler that the slowest host wants before the next run
     host_ms: Annotated[float, max] = 0.0  # what the slowest host takes to enqueue a run; 0.0: not known

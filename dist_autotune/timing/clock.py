@@ -144,7 +144,7 @@ EMPTY_KERNEL_MS = 0.0006  # an empty kernel's own duration by CUPTI, on an H200
 PAIRS = 9
 LEAD_MS = 0.2  # before the first pair: by then the host has queued all of them
 BETWEEN_MS = 0.02
-PATIENCE_S = 1.0
+MEASURED_WITHIN_S = 1.0
 
 
 class EventCost:
@@ -162,9 +162,9 @@ class EventCost:
                 end.record()
 
     def ms(self) -> float:
-        """Return the cost in ms, 0 if the device does not come to measuring it within `PATIENCE_S`."""
+        """Return the cost in ms, 0 if the device does not come to measuring it within `MEASURED_WITHIN_S`."""
         if self._ms is None:
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + MEASURED_WITHIN_S
             while not (is_done := self._pairs[-1][1].query()) and time.monotonic() < deadline:
                 time.sleep(POLL_INTERVAL_S)
             readings = [begin.elapsed_time(end) for begin, end in self._pairs] if is_done else [0.0]

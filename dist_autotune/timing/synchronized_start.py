@@ -31,16 +31,16 @@ class SynchronizedStart:
 
     def __init__(self) -> None:
         self._lag_ns = 0  # how late this rank came to its last run
-        self._told_ns = 0  # when the last rank sent its part of the last exchange; 0: not known
+        self._sent_ns = 0  # when the last rank sent its part of the last exchange; 0: not known
         self._lags_ns: deque[int] = deque(maxlen=REMEMBERED)  # of the slowest rank in each run
 
     def stamp(self) -> dict[str, int]:
         """Return the time, when this rank sends its part, and its lag, as a run's report names them."""
-        return {"told_ns": time.monotonic_ns(), "lag_ns": self._lag_ns}
+        return {"sent_ns": time.monotonic_ns(), "lag_ns": self._lag_ns}
 
-    def apply_exchange(self, told_ns: int, lag_ns: int) -> None:
+    def apply_exchange(self, sent_ns: int, lag_ns: int) -> None:
         """Keep when the last rank sent its part, and the slowest rank's lag."""
-        self._told_ns = told_ns
+        self._sent_ns = sent_ns
         if lag_ns:
             self._lags_ns.append(lag_ns)
 
@@ -49,10 +49,10 @@ class SynchronizedStart:
 
         It covers the slowest rank too, if that comes no later than usual; 0 on a rank that is much later.
         """
-        if not self._told_ns:
+        if not self._sent_ns:
             return filler_ms
         # Containers of one host may shift their clocks: then this is no common moment, but soon all the same.
-        self._lag_ns = max(0, time.monotonic_ns() - self._told_ns)
+        self._lag_ns = max(0, time.monotonic_ns() - self._sent_ns)
         if not self._lags_ns:
             return filler_ms
         expected_ms = min(MARGIN * max(self._lags_ns) * 1e-6, MOST_LAG_MS)

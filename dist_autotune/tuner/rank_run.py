@@ -20,7 +20,7 @@ from ..launch.fast_path import CallUnderWay
 from ..launch.rank_context import part_of
 from ..logs import decisions
 from ..logs.records import Note, Preflighted, RunStarted
-from ..ranks.watchdog import PATIENCE
+from ..ranks import watchdog
 from ..search.context import Outcome
 from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
@@ -162,13 +162,13 @@ class RankRun:
         """Return how this rank compiles; online nobody waits for it."""
         function, session = self._state.function, self._log.session
         position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
-        patience_s = PATIENCE * function.timeout_s if self._waits and count > 1 else math.inf
+        peers_wait_s = watchdog.PATIENCE * function.timeout_s if self._waits and count > 1 else math.inf
         chosen = {"jobs": function.options.resolved_compile_jobs(), "in_background": not self._waits}
-        return PoolOptions.of_rank(session, position, count, patience_s, **chosen)
+        return PoolOptions.of_rank(session, position, count, peers_wait_s, **chosen)
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Keep the timing of the merged report, and rename contexts as the ranks have agreed."""
-        self._start.apply_exchange(merged.told_ns, merged.lag_ns)
+        self._start.apply_exchange(merged.sent_ns, merged.lag_ns)
         self._wanted_ms = merged.wanted_ms
         self._state.registry.rename(names)
         self.launched = {names.get(name, name) for name in self.launched}

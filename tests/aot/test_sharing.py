@@ -53,7 +53,7 @@ def test_two_processes_compile_each_binary_once_in_total(device, compiler, tmp_p
     assert found[0].reasons == found[1].reasons
     (reason,) = found[0].reasons.values()  # of 128: compiled once, and loaded on neither rank
     assert reason.startswith("OutOfResources")
-    assert not list((tmp_path / "triton" / "dist_autotune-claims").glob("*/*"))
+    assert not list((tmp_path / "triton" / "dist_autotune-locks").glob("*/*"))
 
 
 def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores(monkeypatch):
@@ -113,7 +113,7 @@ def test_ctrl_c_leaves_no_process_and_no_claim(device, compiler):
 
 def test_a_rank_that_cannot_write_claims_compiles_for_itself(device, compiler, tmp_path):
     (tmp_path / "triton").mkdir()
-    (tmp_path / "triton" / "dist_autotune-claims").touch()  # a file where a directory is needed
+    (tmp_path / "triton" / "dist_autotune-locks").touch()  # a file where a directory is needed
     found = preflight(16, 64)
     assert found.reasons == {}
     assert found.counts.compiled == 2

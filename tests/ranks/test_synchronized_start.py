@@ -37,12 +37,12 @@ class Ranks:
         for payload in payloads[1:]:
             merged = merged.merged(payload)
         merged = decode(merged.encode())
-        told_ns, moments = self.now_ns, []
+        sent_ns, moments = self.now_ns, []
         for start, lag_ms in zip(self.starts, lags_ms, strict=True):
-            start.apply_exchange(merged.told_ns, merged.lag_ns)
-            self.now_ns = told_ns + round(lag_ms * MS)
-            moments.append((self.now_ns - told_ns) / MS + start.lead_ms(FILLER_MS))
-        self.now_ns = told_ns + 100 * MS
+            start.apply_exchange(merged.sent_ns, merged.lag_ns)
+            self.now_ns = sent_ns + round(lag_ms * MS)
+            moments.append((self.now_ns - sent_ns) / MS + start.lead_ms(FILLER_MS))
+        self.now_ns = sent_ns + 100 * MS
         return moments
 
 
@@ -80,7 +80,7 @@ def test_a_peer_whose_clock_is_far_ahead_keeps_no_device_busy_for_long(monkeypat
     ranks = Ranks(2, monkeypatch)
     ranks.run([0.3, 0.5])
     start = ranks.starts[0]
-    start.apply_exchange(told_ns=ranks.now_ns + 10**15, lag_ns=MS // 2)
+    start.apply_exchange(sent_ns=ranks.now_ns + 10**15, lag_ns=MS // 2)
     assert start.lead_ms(FILLER_MS) <= MOST_LAG_MS + FILLER_MS
     assert start.stamp()["lag_ns"] == 0
 
