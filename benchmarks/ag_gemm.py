@@ -145,7 +145,6 @@ class Ours(Tuned):
         backend: str,
         *,
         retune: bool,
-        graphs: bool = False,
         producer: str = "pull",
         consumer: str | None = None,
     ) -> None:
@@ -155,7 +154,6 @@ class Ours(Tuned):
             problem.a.dtype,
             backend=backend,
             timeout_s=PATIENCE_S,
-            graphs=graphs,
             producer=producer,
             consumer=consumer,
         )
@@ -265,7 +263,7 @@ def run_shape(
     pushing = Ours(problem, engines.backend, retune=options.retune, producer="push")
     waiting = Ours(problem, engines.backend, retune=options.retune, consumer="matmul")
     # Apart from the eager one, which a replay that fails would break too.
-    captured = Ours(problem, engines.backend, retune=False, graphs=True) if ON_GPU else ours
+    captured = Ours(problem, engines.backend, retune=False) if ON_GPU else ours
     own = gather_then_own_matmul(problem, retune=options.retune)
     arms = [
         problem.product(OURS, lambda: ours.eager(ours.op.shard)),

@@ -87,7 +87,6 @@ def open_ag_gemm(
             dtype,
             backend=options.backend,
             timeout_s=PATIENCE_S,
-            graphs=False,
             producer=producer,
             **fixed,
         )

@@ -175,7 +175,7 @@ def costs_of(consumer: str, ranks: Ranks) -> list[Cost]:
     options = {"dtype": torch.bfloat16, "device": ranks.device}
     weight, a_shard = torch.randn(COLUMNS, K, **options), torch.randn(ROWS, K, **options)
     fixed = {} if consumer == "any" else {"consumer": consumer, "pieces": 1, "programs": 132}
-    with AllGatherGemm(ROWS, K, torch.bfloat16, timeout_s=60.0, graphs=False, **fixed) as op:
+    with AllGatherGemm(ROWS, K, torch.bfloat16, timeout_s=60.0, **fixed) as op:
         op.shard.normal_()
         weights = weights_of_layers(COLUMNS, K, options)
         out = torch.empty(op.world_size * ROWS, COLUMNS, **options)

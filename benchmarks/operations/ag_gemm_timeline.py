@@ -127,7 +127,6 @@ def run(options: argparse.Namespace, ranks: Ranks, record: dict[str, Any]) -> No
     with AllGatherGemm(
         *(rows, options.k, torch.bfloat16),
         timeout_s=PATIENCE_S,
-        graphs=False,
         consumer="specialized",
         pieces=options.pieces,
     ) as op:

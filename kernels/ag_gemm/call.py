@@ -29,6 +29,11 @@ class GatherCall(NamedTuple):
     trace: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what
     epilogue: Epilogue = ONLY_SUMS
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What all kernels that look at chunks are told of the call."""
+        return self.rank, self.rows, self.epoch, self.base, self.pushed
+
 
 class Consumer(Protocol):
     """Multiplies gather [slots, capacity, K] with weight [N, K] into out [world_size * rows, N].

@@ -12,7 +12,7 @@ each other for ever. A captured call takes what eager calls of the same shape ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from dist_autotune import tunable
@@ -52,6 +52,9 @@ class Fixed:
                 raise ValueError(f"{name} is {count}; it is at least 1, or None")
 
 
+FREE = Fixed()
+
+
 @dataclass(frozen=True)
 class CallOptions:
     """The options of calls of one shape; untuned calls take the first of each."""
@@ -60,21 +63,6 @@ class CallOptions:
     pieces: tuple[int, ...]
     programs: tuple[int, ...]
     key: tuple[Any, ...]  # what the choice depends on
-
-    def narrowed(self, fixed: Fixed) -> CallOptions:
-        """Return these options without what is fixed. Raises ValueError where it is impossible."""
-        if fixed.consumer is not None and fixed.consumer not in ("matmul", *self.consumers):
-            needs = "a Hopper or Blackwell GPU, rows of weight and out that begin at multiples of 16 bytes"
-            raise ValueError(
-                f"consumer={fixed.consumer!r} cannot take this call, {' and '.join(self.consumers)} can: it "
-                f"needs {needs}, and a shard with as many rows as its smallest tile"
-            )
-        return replace(
-            self,
-            consumers=(fixed.consumer,) if fixed.consumer else self.consumers,
-            pieces=(fixed.pieces,) if fixed.pieces else self.pieces,
-            programs=(fixed.programs,) if fixed.programs else self.programs,
-        )
 
     def choose(self) -> Choice:
         """Return what this call takes; what makes no difference to its consumer is not asked for."""
@@ -89,16 +77,26 @@ class CallOptions:
 
 
 def options_for(
-    rows: int, sms: int, *, world_size: int, specialized: bool, key: tuple[Any, ...]
+    rows: int, sms: int, *, world_size: int, specialized: bool, key: tuple[Any, ...], fixed: Fixed = FREE
 ) -> CallOptions:
-    """Return the options of calls with so many rows on each rank, on a device with so many SMs (0: none)."""
+    """Return the options of calls with so many rows on each rank, on a device with so many SMs (0: none).
+
+    Raises ValueError if the fixed consumer cannot take them.
+    """
+    consumers = CONSUMERS if specialized else CONSUMERS[1:]
+    if fixed.consumer not in (None, *consumers):
+        needs = "a Hopper or Blackwell GPU, rows of weight and out that begin at multiples of 16 bytes"
+        raise ValueError(
+            f"consumer={fixed.consumer!r} cannot take this call, {' and '.join(consumers)} can: it needs "
+            f"{needs}, and a shard with as many rows as its smallest tile"
+        )
     programs = INTERPRETED_PROGRAMS
     if not INTERPRETED:
         programs = tuple(sms - spared for spared in SPARED_SMS if spared < sms)
-    consumers: tuple[str, ...] = CONSUMERS if specialized else CONSUMERS[1:]
+    pieces = piece_counts(rows) if world_size > 1 else (1,)
     return CallOptions(
-        consumers=consumers,
-        pieces=piece_counts(rows) if world_size > 1 else (1,),
-        programs=programs,
+        consumers=(fixed.consumer,) if fixed.consumer else consumers,
+        pieces=(fixed.pieces,) if fixed.pieces else pieces,
+        programs=(fixed.programs,) if fixed.programs else programs,
         key=key,
     )

@@ -62,7 +62,7 @@ def wait_for_all(call: GatherCall, *, only_load: bool = False) -> None:
     if call.world_size == 1:
         return
     flags, errors = call.flags, call.errors
-    scalars = (call.rank, call.rows, call.epoch, call.base, call.pushed, call.patience_ticks)
+    scalars = (*call.numbers, call.patience_ticks)
     kind = (call.world_size, flags.device, flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0)
     constants = {"WORLD": call.world_size}
     _AWAIT.launch(kind, call.world_size - 1, (flags, errors), scalars, constants, only_load=only_load)
@@ -74,14 +74,14 @@ class MatmulConsumer:
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         """Compute a product that is thrown away: cuBLAS loads what it chooses when it is asked first."""
         wait_for_all(call, only_load=True)
-        spoil_chunks(out, call, only_load=True)
+        spoil_chunks(out, call.flags, call.world_size, call.numbers, only_load=True)
         if gather.device.type != "cpu":  # there is nothing to load
             self._multiply(gather, weight, room_like(out), call)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         wait_for_all(call)
         self._multiply(gather, weight, out, call)
-        spoil_chunks(out, call)
+        spoil_chunks(out, call.flags, call.world_size, call.numbers)
 
     def _multiply(
         self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall

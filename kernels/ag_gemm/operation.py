@@ -77,7 +77,7 @@ class AllGatherGemm(Operation):
     contiguous.
 
     Of symmetric memory each rank holds W * m_per_rank * K elements and, for what is pushed, as many less one
-    shard again, which `graphs=False` saves where chunks are pulled.
+    shard again.
     """
 
     _further_dtypes = (FP8,)
@@ -92,7 +92,6 @@ class AllGatherGemm(Operation):
         backend: str = "auto",
         *,
         timeout_s: float = 300.0,
-        graphs: bool = True,
         producer: str = "pull",
         consumer: str | None = None,
         pieces: int | None = None,
@@ -109,7 +108,6 @@ class AllGatherGemm(Operation):
         self._pushes, self._producer_name = producer == "push", producer
         self._rows = self._fetched_rows = 0  # of the last call that fetched; of all of them
         self._fetches = 0  # calls that fetched: their epoch
-        self._has_pusher = graphs or self._pushes
         # Of the last call that the pusher was told of, 0 while there is none; below 0 if by the collective.
         self._told_rows = self._told_before = 0
         self._came = ""  # how the last call's chunks did
@@ -127,14 +125,11 @@ class AllGatherGemm(Operation):
             raise ValueError(f"producer is {self._producer_name!r}; it is one of {', '.join(PRODUCERS)}")
         if self._format.is_scaled and self.device.type == "cuda":
             check_fp8(self.device)
-        slots = ChunkPusher.slots(world) if self._has_pusher else world
-        self._buffer = GatherBuffer(memory, self._format, slots, self._capacity)
+        self._buffer = GatherBuffer(memory, self._format, ChunkPusher.slots(world), self._capacity)
         self._gather = self._buffer.symmetric
         self._flags = memory.allocate((FLAGS, world), torch.int32)
         self._producer = ChunkProducer(memory, self._gather, self._flags)
-        self._pusher: ChunkPusher | None = None
-        if self._has_pusher:
-            self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
+        self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
         self._collective = self._open_collective(memory)
         self._gathered: torch.Tensor | None = None
         self._trace: torch.Tensor | None = None  # of the call that is traced
@@ -217,8 +212,6 @@ class AllGatherGemm(Operation):
         if layout is None:
             self._buffer.check(a_shard, weight, out, epilogue)
         self._check_device()
-        if pushed and self._pusher is None:
-            raise RuntimeError("this AllGatherGemm was opened with graphs=False and cannot be captured")
         rows = a_shard.shape[0]
         if out is None:
             out = self._new_out(rows, weight, activation)
@@ -254,8 +247,9 @@ class AllGatherGemm(Operation):
         most_pieces = piece_counts(rows)[-1]  # of a class all have the same options
         shape = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
         key = (*shape, str(self._dtype), self.world_size, self._producer_name, *epilogue.key())
-        options = options_for(rows, self._sms, world_size=self.world_size, specialized=can_run, key=key)
-        return GatherLayout(rows, options.narrowed(self._fixed))
+        world, fixed = self.world_size, self._fixed
+        options = options_for(rows, self._sms, world_size=world, specialized=can_run, key=key, fixed=fixed)
+        return GatherLayout(rows, options)
 
     def _choose(self, layout: GatherLayout) -> Choice:
         return layout.options.choose()
@@ -312,14 +306,13 @@ class AllGatherGemm(Operation):
         if self._came == "by the collective":
             return self._buffer.room(rows)[0]
         if self._came == "pushed":
-            assert self._pusher is not None
             return self._pusher.gathered(rows)
         return self._gather.local[: self.world_size, :rows].flatten(0, 1)
 
     def _gathered_rows(self) -> torch.Tensor:
         """Return the rows of the last call or replay as they lie in memory."""
         self._check_usable()
-        if self._pusher is not None and self._told_rows:
+        if self._told_rows:
             rows = self._told_rows if self._is_capturing() else self._pusher.last_rows()
             if rows:
                 return self._pusher.gathered(rows) if rows > 0 else self._buffer.room(-rows)[0]
@@ -343,10 +336,10 @@ class AllGatherGemm(Operation):
             self._exchange(product, choice, call, start, self._producer.join)
 
     def _run_pushed(self, product: Product, choice: Choice) -> None:
-        assert self._pusher is not None
         self._told_rows = rows = product.layout.rows
         call = self._call_of(product, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
-        start = functools.partial(self._pusher.start, rows, choice.pieces)
+        at_once = not self._is_capturing()
+        start = functools.partial(self._pusher.start, rows, choice.pieces, at_once=at_once)
         self._exchange(product, choice, call, start, self._pusher.finish)
 
     def _exchange(
@@ -395,7 +388,7 @@ class AllGatherGemm(Operation):
 
     def _telling(self, rows: int) -> AbstractContextManager[None]:
         """Return what tells the pusher of a call that it does not make; 0: eager, if it knows of others."""
-        if self._pusher is None or not (rows or self._told_rows):
+        if not (rows or self._told_rows):
             return NOTHING
         if rows:
             self._told_rows = rows

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
+from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import ChunkExchange, is_lost, part_from, slot_of, wait_for_rows
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile, store_rows
@@ -25,32 +25,6 @@ from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
 from .call import GatherCall
 from .gather_buffer import scaled_pitch
-
-GPU_CANDIDATES = [
-    # The first is what a tuner's first run takes: on Hopper, good for large shapes.
-    candidate((128, 256, 64), 8, warps=8, stages=3, tma=True),
-    candidate((128, 256, 64), 8, warps=8, stages=4, tma=True, subtile=True),
-    candidate((128, 256, 64), 4, warps=8, stages=4, tma=True, subtile=True),
-    candidate((128, 256, 64), 16, warps=8, stages=4, tma=True, subtile=True),
-    candidate((256, 128, 64), 8, warps=8, stages=3, tma=True),
-    candidate((256, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
-    candidate((128, 128, 64), 8, warps=4, stages=4, tma=True),
-    candidate((128, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
-    candidate((128, 128, 128), 8, warps=8, stages=3, tma=True),
-    candidate((64, 256, 64), 8, warps=4, stages=4, tma=True),
-    candidate((64, 128, 64), 8, warps=4, stages=4, tma=True),
-    candidate((64, 128, 128), 8, warps=4, stages=3, tma=True),
-    candidate((64, 64, 128), 8, warps=4, stages=3, tma=True),
-    # Plain pointers: for rows that TMA cannot address and for devices without it.
-    candidate((128, 256, 64), 8, warps=8, stages=3, tma=False),
-    candidate((128, 128, 64), 8, warps=4, stages=3, tma=False),
-    candidate((128, 128, 64), 8, warps=8, stages=2, tma=False),
-    candidate((128, 128, 32), 8, warps=4, stages=3, tma=False),
-    candidate((64, 128, 64), 8, warps=4, stages=3, tma=False),
-    candidate((64, 64, 64), 8, warps=4, stages=2, tma=False),
-]
-
-CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 
 @triton.autotune(

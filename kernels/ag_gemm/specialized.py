@@ -7,9 +7,10 @@ import functools
 import torch
 import triton
 
+from ..compat import HAS_INLINE_PTX
 from ..configs import capability, take_first
 from ..exchange.spoil import spoil_chunks
-from ..gemm.configs import blocks_of, class_of_chunk, gluon_candidate
+from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
 from ..launch import SettledLaunches, Tensors
 from ..matrices import Matrix, describe_at, matrix_of_rows
@@ -17,23 +18,30 @@ from ..tensors import FP8, lies_by_columns
 from .call import GatherCall
 from .specialized_kernel import specialized_all_gather_gemm
 
+# What sessions picked in 22 contexts, tiles of further shapes, and 256 x 192, which nobody has timed here: it
+# is what sessions pick for large products alone where 128 x 256 leaves a last wave nearly empty.
 CANDIDATES = [
     # The first is what a tuner's first run takes.
     gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
     gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
     gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
-    gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
-    gluon_candidate("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
-    gluon_candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
+    gluon_candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64),
     gluon_candidate("cooperative", (128, 128, 64), 6, warps=8, store=(64, 1)),
     gluon_candidate("cooperative", (128, 256, 64), 4, warps=4, store=(64, 1)),  # Blackwell
     gluon_candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 2)),
-    gluon_candidate("pingpong", (128, 128, 64), 5, warps=4, store=(64, 1), group_m=16),
     gluon_candidate("pingpong", (128, 128, 64), 4, warps=4, store=(64, 1), extra_n=64),
     gluon_candidate("pingpong", (64, 256, 64), 5, warps=4, store=(64, 1)),
     gluon_candidate("pingpong", (64, 128, 64), 6, warps=4, store=(64, 1)),
     gluon_candidate("cooperative", (64, 128, 128), 4, warps=4, store=(64, 1)),  # few rows
 ]
+if HAS_INLINE_PTX:
+    WIDTHS = {"pingpong": (144, 160, 176), "cooperative": (208, 224)}
+    CANDIDATES += [
+        gluon_candidate(**any_width(variant, 128, width))
+        for variant, widths in WIDTHS.items()
+        for width in widths
+    ]
+
 WORDS_PER_TILE = 4  # see `empty_trace`
 
 
@@ -87,13 +95,14 @@ class SpecializedConsumer:
         tensors, scalars = self._arguments_of(shape, call)
         descriptors = describe_at(self._matrices, _addresses(gather, weight, out))
         _SETTLED.load(shape, (*descriptors, *tensors, *scalars))
-        spoil_chunks(out, call, only_load=True)
+        spoil_chunks(out, call.flags, call.world_size, call.numbers, only_load=True)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         shape = self._shape_of(call)
         addresses = _addresses(gather, weight, out)
         _SETTLED.launch_described(shape, self._matrices, addresses, *self._arguments_of(shape, call))
-        spoil_chunks(out, call)  # only the load warp knows what it has given up
+        # Only the load warp knows what it has given up.
+        spoil_chunks(out, call.flags, call.world_size, call.numbers)
 
     def _shape_of(self, call: GatherCall) -> ChunkShape:
         world, kind = call.world_size, call.epilogue.kind()

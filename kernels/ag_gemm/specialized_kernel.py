@@ -26,7 +26,7 @@ from ..compat import aggregate
 from ..exchange.chunks import ChunkExchange, part_from, slot_of, wait_for_rows
 from ..gemm.epilogue import Pointwise
 from ..gemm.operands import Config, item_bytes
-from ..gemm.problem import last_start
+from ..gemm.problem import end_steps_of, last_start
 from ..gemm.roles import run
 from ..signals import multiprocessor, nanoseconds
 from ..tiles import grouped_tile, rotated_chunk
@@ -49,11 +49,10 @@ class GatheredChunks:
     tiles_n: gl.tensor
     tiles: gl.tensor  # of all chunks
     k_blocks: gl.tensor
+    k: gl.tensor
     capacity: gl.tensor
+    config: Config
     WORLD: gl.constexpr
-    GROUP_M: gl.constexpr
-    BLOCK_M: gl.constexpr
-    WIDTH: gl.constexpr
     TRACE: gl.constexpr
 
     @gluon.jit
@@ -64,15 +63,21 @@ class GatheredChunks:
         """
         number = min(number, self.tiles - 1)
         chunk, inner = rotated_chunk(number, self.tiles_m * self.tiles_n, self.WORLD, self.exchange.rank)
-        pid_m, pid_n = grouped_tile(inner, self.tiles_m, self.tiles_n, self.GROUP_M)
-        row = min(pid_m * self.BLOCK_M, self.m - self.BLOCK_M)
-        return chunk, row, min(pid_n * self.WIDTH, self.last_col)
+        pid_m, pid_n = grouped_tile(inner, self.tiles_m, self.tiles_n, self.config.GROUP_M)
+        WIDTH: gl.constexpr = self.config.BLOCK_N + self.config.EXTRA_N
+        row = min(pid_m * self.config.BLOCK_M, self.m - self.config.BLOCK_M)
+        return chunk, row, min(pid_n * WIDTH, self.last_col)
 
     @gluon.jit
     def place(self, number):
         chunk, row, col = self.find(number)
         slot = slot_of(chunk, self.exchange.rank, self.exchange.pushed, self.WORLD)
         return slot * self.capacity + row, chunk * self.m + row, col
+
+    @gluon.jit
+    def end_steps(self):
+        """Return how many instructions along K the last k block of a tile needs."""
+        return end_steps_of(self.k, self.k_blocks, self.config)
 
     @gluon.jit
     def await_rows(self, number, known):
@@ -83,7 +88,7 @@ class GatheredChunks:
         chunk, row, _col = self.find(number)
         step = (chunk - self.exchange.rank + self.WORLD) % self.WORLD
         before = step * self.m  # rows of the chunks that are visited before this one
-        needed = row + self.BLOCK_M
+        needed = row + self.config.BLOCK_M
         if (step > 0) & (known < before + needed):
             arrived = wait_for_rows(chunk, needed, self.exchange, self.WORLD, True)
             known = before + min(arrived, self.m)
@@ -151,6 +156,7 @@ def specialized_all_gather_gemm(
     STORE_N: gl.constexpr,
     STORE_BUFFERS: gl.constexpr,
     GROUP_M: gl.constexpr,
+    JOINED: gl.constexpr,
 ):
     """Write C = activation(row_scale * (A @ B.T) * column_scale + bias), chunk `rank` first.
 
@@ -161,7 +167,7 @@ def specialized_all_gather_gemm(
     ITEM_BYTES: gl.constexpr = item_bytes(DTYPE)
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, 2 * BLOCK_K // ITEM_BYTES, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *("grouped", GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, False, ITEM_BYTES),
+        *("grouped", GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED, ITEM_BYTES),
     )
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)
@@ -169,7 +175,7 @@ def specialized_all_gather_gemm(
     problem = GatheredChunks(
         ChunkExchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks),
         *(trace_ptr, m, last_start(N, WIDTH, True), tiles_m, tiles_n, WORLD * tiles_m * tiles_n),
-        *(gl.cdiv(K, config.BLOCK_K), capacity, WORLD, GROUP_M, BLOCK_M, WIDTH, TRACE),
+        *(gl.cdiv(K, config.BLOCK_K), K, capacity, config, WORLD, TRACE),
     )
     scales = (row_scale_ptr, column_scale_ptr, scaled_pitch(K) // 4)
     pointwise = Pointwise(scales, (None, bias_ptr), M, N, ACTIVATION, False)

@@ -3,19 +3,19 @@
 Each rank has a ring of int64 words in a file that its peers map. The ballot of call c is word c % RING: c,
 the way that the rank votes for, and the call's terms. Way 0 needs no agreement. No device is involved.
 
-**All ranks decide alike.** Each key has a standing way: the one that all ranks last voted for in one call, on
-the same terms; at first 0. A rank that votes for it takes it without reading its peers' ballots. A rank that
-votes for another reads all ballots. If one of them is for the standing way, that is taken: its host may have
-gone on. If all are for the same way and terms, it becomes the standing way; otherwise way 0 does. So a new
-way is taken only where all ranks have read that all vote for it, and the standing way is given up only where
-all have read that none votes for it.
+[Note: all ranks decide alike] Each key has a standing way: the one that all ranks last voted for in one call,
+on the same terms; at first 0. A rank that votes for it takes it without reading its peers' ballots. A rank
+that votes for another reads all ballots. If one of them is for the standing way, that is taken: its host may
+have gone on. If all are for the same way and terms, it becomes the standing way; otherwise way 0 does. So a
+new way is taken only where all ranks have read that all vote for it, and the standing way is given up only
+where all have read that none votes for it.
 
-**It ends.** A rank writes its ballot before it waits for anything of that call. So where hosts make the same
-calls in the same order all ballots are written. Every wait has a bound.
+[Note: ballots end] A rank writes its ballot before it waits for anything of that call. So where hosts make
+the same calls in the same order all ballots are written. Every wait has a bound.
 
-**Other terms** of a peer in a call that took the standing way are found in a later call, or by `check`.
+Other terms of a peer in a call that took the standing way are found in a later call, or by `check`.
 
-**No ballot is overwritten before it is read.** Before a rank begins a half of its ring it waits until all
+[Note: no ballot is overwritten before it is read] Before a rank begins a half of its ring it waits until all
 peers have begun the half before. So none is a whole ring ahead of another.
 """
 
@@ -66,8 +66,8 @@ class Ballots:
         """Count a call; return the way that all ranks take in it.
 
         key: calls of one key share a standing way; the same on all ranks. way: this rank's vote, 0 to 15.
-        Waits for the peers unless it is the standing way. Raises PeerTimeout, and ValueError where a peer
-        made an earlier call on other terms.
+        Waits for the peers unless it is the standing way, see [Note: all ranks decide alike]. Raises
+        PeerTimeout, and ValueError where a peer made an earlier call on other terms.
         """
         standing, word = self._standing.get(key, 0), way << TERMS_BITS | terms % 2**TERMS_BITS if way else 0
         self._verify()
@@ -117,7 +117,7 @@ class Ballots:
     def cast(self, terms: int) -> None:
         """Count a call and name this rank's terms in it, up to 2**32 - 1."""
         self._call = call = (self._call + 1) % NUMBERS
-        if call % (RING // 2) == 0:
+        if call % (RING // 2) == 0:  # see [Note: no ballot is overwritten before it is read]
             self._read_all((call - RING // 2) % NUMBERS)
         self._rings[self._rank][call % RING] = call << 32 | terms
 
@@ -127,7 +127,10 @@ class Ballots:
         return self.read()
 
     def read(self) -> dict[int, int]:
-        """Return the terms of each rank in this call, once all have named them; raises PeerTimeout."""
+        """Return the terms of each rank in this call, once all have named them; raises PeerTimeout.
+
+        To be called behind `cast`: see [Note: ballots end].
+        """
         return self._read_all(self._call)
 
     def read_said(self) -> dict[int, int]:

@@ -1,8 +1,9 @@
 """The device side of waiting: for rows of a peer's chunk before they are read, and for the peers at the end.
 
 A chunk arrives in pieces, from its first row on. How many there are is the business of the rank that copies:
-what it counts up is rows, so no reader needs to know where a piece ends. `flags` says who writes what; `pull`
-and `push` say why it ends. Chunks that are fetched and those that are pushed are waited for by one binary.
+what it counts up is rows, so no reader needs to know where a piece ends: see [Note: pieces need no
+agreement]. `flags` says who writes what; `pull` and `push` say why it ends. Chunks that are fetched and those
+that are pushed are waited for by one binary.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def wait_for_rows(chunk, rows, exchange, WORLD: tl.constexpr, FENCE: tl.constexp
     flags_ptr, errors_ptr, base = exchange.flags_ptr, exchange.errors_ptr, exchange.base
     pushed, patience_ticks = exchange.pushed, exchange.patience_ticks
     arrived_ptr = flags_ptr + ARRIVED * WORLD + chunk
-    # A push is announced before its first row: who has that knows whether `rows` will ever be here.
+    # See [Note: ranks with other rows].
     first = tl.where(pushed != 0, 1, rows)
     arrived = poll_until(arrived_ptr, base + first, patience_ticks, FENCE) - base
     if (arrived < rows) & (arrived > 0) & (pushed != 0):
@@ -100,6 +101,7 @@ def is_lost(chunk, exchange, WORLD: tl.constexpr):
 def _blame(chunk, exchange, WORLD: tl.constexpr):
     """Record why the chunk has not arrived, and let the side stream, which nobody else watches, run through.
 
+    See [Note: a pull is given up].
     Chunks are fetched in order, so a peer that is not ready also holds up the chunks behind its own.
     """
     flags_ptr, errors_ptr, epoch = exchange.flags_ptr, exchange.errors_ptr, exchange.epoch
@@ -130,7 +132,7 @@ def part_from(peer, m, exchange, WORLD: tl.constexpr):
             announced = tl.load(flags_ptr + TOLD * WORLD + peer)
             if announced != m:
                 record_failure(errors_ptr + peer, OTHER_ROWS_PUSHED, 0, announced)
-            # All of it, were it more than ours: behind this call nobody expects a piece of this push.
+            # All of it, were it more than ours: see [Note: no stale pushes].
             arrived = wait_for_rows(peer, announced, exchange, WORLD, False)
         if arrived >= GIVEN_UP:
             # Given up, now or in an earlier call. In each call the side stream waits for the peer's permit.

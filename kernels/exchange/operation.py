@@ -156,7 +156,7 @@ class Operation(Shared):
 
         For ranks that also send to each other outside of this group, as pipelines do: a kernel that waits
         for a peer may hold all SMs, and that peer may wait for a send that finds none. It costs a launch, a
-        message and what a call does before its first wait.
+        message and what a call does before its first wait. See [Note: beside a pipeline].
         """
         self._check_usable()
         if self.world_size > 1 and self._meeting is None:

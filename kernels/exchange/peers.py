@@ -74,7 +74,10 @@ def is_given_up(value):
 
 @triton.jit
 def give_up_peer(peer, peers, WORLD: tl.constexpr):
-    """Let everybody pass who waits for the peer, now or later; to be called after recording the failure."""
+    """Let everybody pass who waits for the peer, now or later; to be called after recording the failure.
+
+    See [Note: a push is given up].
+    """
     flags_ptr = peers.flags_ptr
     give_up(flags_ptr + AFTER * WORLD + peer, 1)
     give_up(flags_ptr + (AFTER + 1) * WORLD + peer, 1)

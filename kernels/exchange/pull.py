@@ -22,27 +22,27 @@ that were fetched in all calls before. Neither is ever reset; both wrap, and are
 
 What follows holds as well for the small kernel that waits where cuBLAS multiplies.
 
-**It ends.** No operation of the side stream needs an SM, and those of call e are enqueued before the GEMM of
-call e: neither a full chip nor a shared hardware queue holds them back. They wait for the fork, that is for
-the caller's earlier work, and for the peers' READY, which follows the peers' forks; none waits for a GEMM of
-call e. So if all GEMMs of call e - 1 end, then all forks of e happen, all READY are written, all pieces are
-copied, all ARRIVED come to b + m, all FETCHED are written, and all GEMMs of call e end.
+[Note: a pull ends] No operation of the side stream needs an SM, and those of call e are enqueued before the
+GEMM of call e: neither a full chip nor a shared hardware queue holds them back. They wait for the fork, that
+is for the caller's earlier work, and for the peers' READY, which follows the peers' forks; none waits for a
+GEMM of call e. So if all GEMMs of call e - 1 end, then all forks of e happen, all READY are written, all
+pieces are copied, all ARRIVED come to b + m, all FETCHED are written, and all GEMMs of call e end.
 
-**Pieces need no agreement.** ARRIVED[p] is written and read by rank r alone, and counts rows. Whoever has
+[Note: pieces need no agreement] ARRIVED[p] is written and read by rank r alone, and counts rows. Whoever has
 seen ARRIVED[p] - b may read so many rows without another wait.
 
-**It reads no stale data.** ARRIVED[p] := b + i follows the copy of the rows up to i on one stream, and that
+[Note: no stale rows] ARRIVED[p] := b + i follows the copy of the rows up to i on one stream, and that
 follows READY. Before call e ARRIVED[p] is b, as every call ends at its own b + m, which is the next one's
 base: a value above b was written in call e.
 
-**Nothing is overwritten while it is read.** Chunk p here is written by the copies of call e + 1, behind the
-fork of e + 1, behind the GEMM of e, its only reader, and cuBLAS. Chunk r is written by the caller behind the
-GEMM of e, which does not end before every peer's FETCHED says that its last piece is copied. One gather
+[Note: no chunk is overwritten while it is read] Chunk p here is written by the copies of call e + 1, behind
+the fork of e + 1, behind the GEMM of e, its only reader, and cuBLAS. Chunk r is written by the caller behind
+the GEMM of e, which does not end before every peer's FETCHED says that its last piece is copied. One gather
 buffer is enough. ROWS has a flag for even and one for odd epochs: p writes the flag again in call e + 2,
 behind its GEMM of e + 1, behind our FETCHED of e + 1, behind our fork of e + 1, behind the GEMM of e that
 read it. A rank copies as many rows as it has itself; that a peer has others is found by ROWS in the end.
 
-**No wait is unbounded.** When the GEMM's patience ends it records the peer and the epoch in memory that the
+[Note: a pull is given up] When the GEMM's patience ends it records the peer and the epoch in memory that the
 host reads, sets ARRIVED[p] far ahead of b, and releases its side stream by setting READY[p] itself. The next
 call, `check` and `close` report that, and the operation can only be closed. A side stream that goes on after
 all lowers ARRIVED[p] again: a program may be patient once more for each piece. Where nothing is copied any
@@ -124,14 +124,15 @@ class ChunkProducer:
     def start(self, rows: int, epoch: int, base: int, pieces: int) -> None:
         """Enqueue the exchange of one call, behind what the caller has enqueued so far.
 
-        base: what ARRIVED is before this call. pieces: in how many each chunk is fetched.
+        base: what ARRIVED is before this call. pieces: in how many each chunk is fetched. To be called before
+        the kernel is launched: see [Note: a pull ends].
         """
         exchange = self._exchanges.get((rows, pieces))
         if exchange is None:
             exchange = self._memory.prepare(self.steps(rows, pieces), self._stream)
             remember(self._exchanges, (rows, pieces), exchange)
         self._stream.fork()
-        parity = epoch & 1
+        parity = epoch & 1  # see [Note: no chunk is overwritten while it is read]
         if self._announced_rows[parity] != rows:
             self._announced_rows[parity] = rows
             for peer in self._peers:
@@ -145,7 +146,7 @@ class ChunkProducer:
             steps.append(Wait(peer.ready, 0, plus=EPOCH))
             for begin, end in itertools.pairwise((0, *piece_ends(rows, pieces))):
                 steps.append(Copy(peer.chunk_here[begin:end], peer.chunk_there[begin:end]))
-                steps.append(Write(peer.arrived, end, plus=BASE))
+                steps.append(Write(peer.arrived, end, plus=BASE))  # see [Note: no stale rows]
             steps.append(Write(peer.our_fetched, 0, plus=EPOCH))
         return steps
 

@@ -10,8 +10,8 @@ p's memory for what comes from here may be written, and ARRIVED[p], above 0 once
     SumPusher      sums to the ranks they are for: `GemmReduceScatter`, `MoEReduceScatter`
     peers          what kernels do about the pushes of peers; those of chunks: `chunks`
 
-**Chunks.** They have slots and flags of their own and share with calls that fetch only `op.shard` and the
-caller's tensors.
+Chunks have slots and flags of their own and share with calls that fetch only `op.shard` and the caller's
+tensors.
 
     slots    of the gather buffer: `rank`, which is `op.shard`; W - 1 + s, the chunk of rank r + s, for s > 0
     flags    int32 [7, W], symmetric: see `flags`
@@ -32,35 +32,35 @@ Call k on rank r, with m rows:
 
 Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
 
-**It ends.** The pushes of call k wait for their fork and for the peers' FREE, which follows the peers' forks;
-none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end, then all
-forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of call k end. (CUDA does not
-promise that the branches of a graph run side by side: where they did not, the GEMM would report it.)
+[Note: a push ends] The pushes of call k wait for their fork and for the peers' FREE, which follows the peers'
+forks; none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end,
+then all forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of call k end. (CUDA does
+not promise that the branches of a graph run side by side: where they did not, the GEMM would report it.)
 
-**Ranks with different m** do not wait for rows that never come. Who waits for rows waits for the first one,
-then looks at TOLD[p]; if they are not among those, it records that and asks no more in this call. At its
-end a GEMM waits for as many as were announced, so the flags are as after any other call.
+[Note: ranks with other rows] They do not wait for rows that never come. Who waits for rows waits for the
+first one, then looks at TOLD[p]; if they are not among those, it records that and asks no more in this call.
+At its end a GEMM waits for as many as were announced, so the flags are as after any other call.
 
 What follows holds for sums and choices of experts as well, with their kernels in place of the GEMM.
 
-**Each push has one permit.** p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen the last
+[Note: one permit a push] p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen the last
 of our ARRIVED of k, which follows our FREE[p] := 0 of k.
 
-**It reads no stale data.** GEMM k ends after it has seen all of ARRIVED[p], behind which push k writes
+[Note: no stale pushes] GEMM k ends after it has seen all of ARRIVED[p], behind which push k writes
 nothing; then that is set to 0, then call k + 1 gives p its permit. So what GEMM k + 1 finds above 0 in
 ARRIVED[p] was put there by push k + 1, behind the data that it stands for.
 
-**Nothing is overwritten while it is read.** Push k + 1 of p writes here behind our fork of k + 1: behind GEMM
-k, cuBLAS, and whatever read `op.gathered` between the calls. (A permit at the end of call k would let a fast
-peer write while that is read.) What our pushes of k read is written again behind the join.
+[Note: no slot is overwritten while it is read] Push k + 1 of p writes here behind our fork of k + 1: behind
+GEMM k, cuBLAS, and whatever read `op.gathered` between the calls. (A permit at the end of call k would let a
+fast peer write while that is read.) What our pushes of k read is written again behind the join.
 
-**No wait is unbounded.** A stream's wait has no limit of its own; the GEMM's wait has. When its patience ends
-it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later replays wait no second time.
-Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other permit can
-be missing: a rank gives those of call k before it pushes its data of call k.) The host sees the record in
-`check`, `close` and the next eager call, and the operation can only be closed; replays that are enqueued
-already end with wrong results, also where a rank that was given up comes back. With three ranks or more a
-live peer may be given up too: one whose push to us stands behind its push to the dead one.
+[Note: a push is given up] A stream's wait has no limit of its own; the GEMM's wait has. When its patience
+ends it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later replays wait no second
+time. Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other
+permit can be missing: a rank gives those of call k before it pushes its data of call k.) The host sees the
+record in `check`, `close` and the next eager call, and the operation can only be closed; replays that are
+enqueued already end with wrong results, also where a rank that was given up comes back. With three ranks or
+more a live peer may be given up too: one whose push to us stands behind its push to the dead one.
 """
 
 from __future__ import annotations
@@ -116,12 +116,18 @@ class Pushes:
         prepared()
 
     def give_permits(self, *, at_once: bool = False) -> None:
-        """Let the peers write here, behind what the caller has enqueued so far."""
+        """Let the peers write here, behind what the caller has enqueued so far.
+
+        See [Note: no slot is overwritten while it is read].
+        """
         self.stream.fork()
         self.run("permits", self._permits, at_once=at_once)
 
     def taking(self, peer: int, row: int) -> list[Step]:
-        """Return a wait for a flag here, and its lowering: FREE, the peer's permit, or DONE."""
+        """Return a wait for a flag here, and its lowering: FREE, the peer's permit, or DONE.
+
+        See [Note: one permit a push].
+        """
         flag = self._here[peer][row]
         return [Wait(flag, 1), Write(flag, 0)]
 
@@ -143,7 +149,10 @@ class Pushes:
         self.stream.join()
 
     def finish(self) -> None:
-        """Enqueue what follows the kernels of a call, and order what the caller does next behind it."""
+        """Enqueue what follows the kernels of a call, and order what the caller does next behind it.
+
+        See [Note: no stale pushes].
+        """
         self.stream.fork()
         self.memory.copy(self._risen, self._following, self.stream)  # it may need an SM, free by then
         self.stream.join()
@@ -161,19 +170,19 @@ class ChunkPusher:
         self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
         slots = enumerate(self._pushes.before, memory.world_size)
         self._slots = [(peer, gather.peers[peer][slot]) for slot, peer in slots]
-        self._cut, self._steps = (0, 0), list[Step]()  # of so many rows and pieces
 
     @staticmethod
     def slots(world_size: int) -> int:
         """Return how many chunks the gather buffer has room for: those that are fetched, and those pushed."""
         return 2 * world_size - 1
 
-    def start(self, rows: int, pieces: int) -> None:
-        """Enqueue the pushes of one call behind what the caller has enqueued so far."""
-        if self._cut != (rows, pieces):
-            self._cut, self._steps = (rows, pieces), [*self._pushing(rows, pieces)]
-        self._pushes.give_permits()
-        self._pushes.run(self._cut, self._steps, at_once=False)
+    def start(self, rows: int, pieces: int, *, at_once: bool) -> None:
+        """Enqueue the pushes of one call behind what the caller has enqueued so far: see [Note: a push ends].
+
+        at_once: as in `Pushes.run`.
+        """
+        self._pushes.give_permits(at_once=at_once)
+        self._pushes.run((rows, pieces), self._pushing(rows, pieces), at_once=at_once)
         self._note_rows(rows)
 
     def _pushing(self, rows: int, pieces: int) -> Iterator[Step]:
@@ -237,8 +246,8 @@ class SumPusher:
 
         in_pieces: TOLD[r] of p becomes the number of its rows, and ARRIVED[r] how many are there so far; else
         ARRIVED[r] becomes 1. in_steps: `launch(step)` for each chunk, which waits for the permits, and its
-        push behind it, which waits for nothing. Otherwise one `launch()`; on the CPU, where that returns when
-        the kernel has ended, behind the pushes. at_once: see `Pushes.run`.
+        push behind it, which waits for nothing. Otherwise one `launch()`: see [Note: shared hardware queues].
+        at_once: as in `Pushes.run`.
         """
         if in_steps:
             for step, (peer, there, here) in enumerate(self._sums):

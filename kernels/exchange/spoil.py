@@ -7,8 +7,6 @@ has its place. It cannot be left to the host, which learns of a failure too late
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import triton
 import triton.language as tl
@@ -19,25 +17,6 @@ from .peers import Peers, is_any_lost
 
 COLUMNS = 1024  # at once
 PROGRAMS = 16  # that fill a whole result
-
-
-class ChunkCall(Protocol):
-    """A call whose result has rows of each rank's chunk."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def rows(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def base(self) -> int: ...
-    @property
-    def pushed(self) -> int: ...
-    @property
-    def flags(self) -> torch.Tensor: ...
 
 
 @triton.jit
@@ -88,10 +67,14 @@ def spoil_without_peers(
 _LOST_CHUNKS, _ALL = PlainLaunches(spoil_lost_chunks), PlainLaunches(spoil_without_peers)
 
 
-def spoil_chunks(out: torch.Tensor, call: ChunkCall, *, only_load: bool = False) -> None:
-    """Enqueue that rows of `out` are NaN whose ranks the call has given up, or load what does."""
-    numbers = (call.rank, call.rows, call.epoch, call.base, call.pushed)
-    _enqueue(_LOST_CHUNKS, call.world_size - 1, out, call.flags, call.world_size, numbers, only_load)
+def spoil_chunks(
+    out: torch.Tensor, flags: torch.Tensor, world_size: int, call: tuple[int, ...], *, only_load: bool = False
+) -> None:
+    """Enqueue that rows of `out` are NaN whose ranks a call has given up, or load what does.
+
+    call: its rank, rows of a chunk, epoch, base, and whether chunks are pushed.
+    """
+    _enqueue(_LOST_CHUNKS, world_size - 1, out, flags, world_size, call, only_load)
 
 
 def spoil_all(

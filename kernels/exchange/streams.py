@@ -1,6 +1,6 @@
 """Orders a call behind the last one on any stream, and on request behind the arrival of all peers.
 
-**Beside a pipeline.** A kernel that waits for a peer may hold every SM. Where that peer waits for an NCCL
+[Note: beside a pipeline] A kernel that waits for a peer may hold every SM. Where that peer waits for an NCCL
 send of this rank, which finds no SM, neither goes on until patience ends. Behind a `Meeting` all ranks have
 come to the call: what is left of it are copies, which need no SM, and kernels of peers, which no send of this
 rank keeps waiting. The kernel that meets has one warp a peer.

@@ -75,7 +75,7 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     extra_n = args["EXTRA_N"]
     columns = args.get("N", block_n + extra_n)
     a_rows = rows_to_load(block_m, args.get("M", block_m)) if "TRANS_A" in args else block_m
-    if args.get("JOINED"):
+    if args["JOINED"]:
         b_rows, further_n = box_of(block_n), box_of(extra_n or block_n)
     else:
         b_rows = rows_to_load(block_n, columns)
@@ -161,6 +161,7 @@ def gluon_candidate(
     store: tuple[int, int],
     extra_n: int = 0,
     group_m: int = 8,
+    joined: bool = False,
 ) -> triton.Config:
     """Return a config; `store` is how many columns a store has, and how many buffers there are for them."""
     kwargs = {
@@ -173,19 +174,15 @@ def gluon_candidate(
         "STORE_N": store[0],
         "STORE_BUFFERS": store[1],
         "GROUP_M": group_m,
+        "JOINED": joined,
     }
     return triton.Config(kwargs, num_warps=warps, num_stages=1, pre_hook=set_blocks)
 
 
-def _candidate(
-    *args: Any,
-    joined: bool = False,
-    swap_ab: bool = False,
-    **options: Any,
-) -> triton.Config:
+def _candidate(*args: Any, swap_ab: bool = False, **options: Any) -> triton.Config:
     """Return a config of `gemm`."""
     config = gluon_candidate(*args, **options)
-    config.kwargs |= {"JOINED": joined, "SWAP_AB": swap_ab}
+    config.kwargs["SWAP_AB"] = swap_ab
     return config
 
 
@@ -200,11 +197,12 @@ def any_width(variant: str, block_m: int, width: int, store_n: int = 64) -> dict
         "warps": 4 if variant == "pingpong" or block_m == 64 else 8,
         "store": (store_n, 1),
         "extra_n": extra_n,
+        "joined": True,
     }
 
 
 def _any_width(variant: str, block_m: int, width: int, *, swap_ab: bool = False) -> triton.Config:
-    return _candidate(**any_width(variant, block_m, width), joined=True, swap_ab=swap_ab)
+    return _candidate(**any_width(variant, block_m, width), swap_ab=swap_ab)
 
 
 PINGPONG_WIDTHS = tuple(width for width in WIDTHS if width <= 192)  # registers of a thread
@@ -213,16 +211,13 @@ GLUON_CANDIDATES = [
     # On Blackwell the first is what a tuner's first run takes, on Hopper that with the best estimate.
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
-    _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1)),
     _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(128, 2)),
-    _candidate("cooperative", (128, 256, 128), 2, warps=8, store=(64, 1)),
     _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
     # The fewest rows loaded for each product: what counts where rows begin between cache lines.
     _candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64),
     _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(32, 1), extra_n=32),
-    _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(64, 1), extra_n=64),
     _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
     _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32),
     _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(16, 9), extra_n=16),
@@ -251,7 +246,6 @@ GLUON_CANDIDATES = [
     _candidate("pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
     _candidate("pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
     # One wave: without another partition to start, and without waiting for a buffer of the store.
-    _candidate("pipelined", (128, 128, 64), 4, warps=8, store=(64, 3), extra_n=64),
     _candidate("pipelined", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32),
     _candidate("pipelined", (128, 128, 64), 3, warps=4, store=(64, 1)),  # two programs on an SM
     _candidate("pipelined", (64, 128, 64), 4, warps=4, store=(64, 1)),

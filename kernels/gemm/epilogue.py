@@ -137,5 +137,5 @@ class StoreBuffers:
 
     @gluon.jit
     def finish(self):
-        """Shared memory must outlive the stores that read it."""
+        """Shared memory must outlive the stores that read it: see [Note: at the end of a partition]."""
         tma.store_wait(pendings=0)

@@ -28,7 +28,8 @@ ALIGNED = gl.constexpr(8)
 def slots_of_visits(num_buffers):
     """Return how many visits the loader may publish before all partitions have taken the first of them.
 
-    A partition that loads for itself publishes up to `num_buffers` before it takes the first.
+    A partition that loads for itself publishes up to `num_buffers` before it takes the first. Fewer slots
+    would have the loader wait for takers who wait for it: see [Note: roles end].
     """
     return num_buffers + 2
 

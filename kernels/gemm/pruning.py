@@ -133,7 +133,7 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
         # 128 lanes of tensor memory; two accumulators, so ping-pong is nothing of its own.
         if kwargs["BLOCK_M"] != 128 or kwargs["EXTRA_N"] > 0 or kwargs["VARIANT"] == "pingpong":
             return False
-        if kwargs.get("JOINED"):
+        if kwargs["JOINED"]:
             return False
         # ptxas spills the float32 pieces of 8 warps that do everything (Triton 3.6 and 3.9).
         return out_bytes <= 2 or kwargs["VARIANT"] == "cooperative" or config.num_warps == 4
@@ -260,7 +260,7 @@ def prune_chunks(
         for config in configs
         if config.kwargs["BLOCK_M"] <= rows
         and fits(config, 2, limit, tensor_memory=args["TENSOR_MEMORY"])
-        and (args.get("TRANS_B", True) or not config.kwargs.get("JOINED"))
+        and (args.get("TRANS_B", True) or not config.kwargs["JOINED"])
     ]
     return not_too_large(usable, BLOCK_N=args["N"], BLOCK_K=args["K"])
 

@@ -30,8 +30,9 @@ and with `notify`, which needs a dynamic schedule:
                                   as in `await_rows`
     notified()                    `notify` has been told of all tiles
 
-**It ends.** Tiles are visited in the same order by all partitions, which count steps (k blocks) alike: the
-steps of a visit follow those of the visit before. Every wait is for an arrival that needs no waiter's help:
+[Note: roles end] Tiles are visited in the same order by all partitions, which count steps (k blocks) alike:
+the steps of a visit follow those of the visit before. Every wait is for an arrival that needs no waiter's
+help:
 
     full[s]         TMA, of a load that was started: `load` starts each step of each visit once
     empty[s]        the readers of step s - NUM_BUFFERS, who need steps up to that one only, and nothing of
@@ -50,8 +51,8 @@ steps of a visit follow those of the visit before. Every wait is for an arrival 
 No tile (more programs than tiles) means no step: `load` publishes the end and everybody stops. So does
 K = 0: no tile has a k block, nothing is visited and nothing written; zeros are the caller's to write.
 
-**At the end** of a partition its stores have been read out of shared memory, and no load is under way that
-nobody waits for: each step that is loaded is multiplied.
+[Note: at the end of a partition] Its stores have been read out of shared memory, and no load is under way
+that nobody waits for: each step that is loaded is multiplied.
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -123,7 +124,7 @@ def load(problem, schedule, operands, TAKERS: gl.constexpr):
             step += 1
         visit += 1
         number = schedule.publish(visit)
-    for further in gl.static_range(1, TAKERS):  # each of those who take turns must be told
+    for further in gl.static_range(1, TAKERS):  # who take turns must all be told: see [Note: roles end]
         schedule.publish(visit + further)
     schedule.finish()
     problem.loaded()

@@ -31,7 +31,10 @@ def count_tile(chunk, counts_ptr, tiles_per_chunk, chunks, peers, WORLD: tl.cons
 
 @triton.jit
 def _is_last(chunk, counts_ptr, tiles_per_chunk):
-    """Count a tile that is stored, and return whether it was the last one of the chunk."""
+    """Count a tile that is stored, and return whether it was the last one of the chunk.
+
+    See [Note: sums leave complete].
+    """
     is_last = count_up(counts_ptr + chunk, "acq_rel") == tiles_per_chunk - 1
     if is_last:
         tl.store(counts_ptr + chunk, 0)

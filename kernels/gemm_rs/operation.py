@@ -31,29 +31,30 @@ A call of a launch for each chunk, whose side stream waits for no flag; so is ea
     GEMM of chunk r, as above
     fork, join                                TOLD, ARRIVED := AFTER
 
-**It ends.** Programs claim tiles one by one from a counter, in the order of the chunks. A program that waits
-for its peers' sums is in the own chunk: all tiles for peers have been claimed by programs that have started
-and store them without waiting. So as soon as one program of each rank's GEMM runs, all chunks for peers are
-computed. A push waits for the peer's fork and for our GEMM's DONE, and needs no SM. So if all GEMMs and
-pushes of one call end, then all forks of the next happen, all chunks for peers are pushed, and all GEMMs end.
+[Note: a reduce-scatter ends] Programs claim tiles one by one from a counter, in the order of the chunks. A
+program that waits for its peers' sums is in the own chunk: all tiles for peers have been claimed by programs
+that have started and store them without waiting. So as soon as one program of each rank's GEMM runs, all
+chunks for peers are computed. A push waits for the peer's fork and for our GEMM's DONE, and needs no SM. So
+if all GEMMs and pushes of one call end, then all forks of the next happen, all chunks for peers are pushed,
+and all GEMMs end.
 
 A kernel of another stream may hold SMs until it has met its like on another rank, as an all-reduce does:
 nobody waits for the programs that it keeps out. It must leave room for one. What a call stands behind on one
 rank, in its stream, it must stand behind on all.
 
-**Where streams share a hardware queue**, whoever waits at its head holds up all behind. In an eager call the
+[Note: shared hardware queues] Whoever waits at its head holds up all behind. In an eager call the
 waits for DONE are enqueued behind the launch of the GEMM; on the CPU, where a launch returns when the kernel
 has ended, before it. A graph has no order but that of its edges, so in a captured call nothing on the side
 stream waits for a flag: what is pushed stands behind the kernel that computes it, which has seen the permit.
 Its wait for FREE ends, as the peer's fork precedes all kernels of that call.
 
-**Nothing is read too early.** DONE[p] is set, at system scope, by the program that counts the last tile of
+[Note: sums leave complete] DONE[p] is set, at system scope, by the program that counts the last tile of
 chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
 or in a captured call the kernel, and ARRIVED follows the copy.
 
-**Where all ranks agree on it** a call is cuBLAS and a collective instead, see `exchange.collective`.
+Where all ranks agree on it a call is cuBLAS and a collective instead, see `exchange.collective`.
 
-**Permits, what is overwritten, and patience** are as `exchange.push` says; a captured call that waits for
+Permits, what is overwritten, and patience are as `exchange.push` says; a captured call that waits for
 FREE in vain records and gives up as one that waits for sums. The partial sums are rewritten by the GEMM of
 the next call, behind the join.
 """
@@ -90,8 +91,6 @@ from .call import Body, ScatterCall, ScatterMemory, ScatterOperands
 from .handover import NO_PERMIT, OTHER_ROWS
 from .plain import PlainBody
 
-BODIES = ("auto", "plain")
-
 
 class GemmReduceScatter(Operation):
     """`op(a [M, K], weight [N, K])` returns this rank's rows of `sum over ranks a @ weight.T`, [M / W, N].
@@ -106,9 +105,9 @@ class GemmReduceScatter(Operation):
     peers, such as collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
     Tune it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
-    With `body="auto"` a warp-specialised kernel multiplies where it can: on Hopper and Blackwell, with rows
-    that TMA can address and as many for each rank as its lowest tile has; where each rank has many, it is
-    launched once for each chunk. With "plain" it never does. Ranks may differ in that.
+    A warp-specialised kernel multiplies where it can: on Hopper and Blackwell, with rows that TMA can address
+    and as many for each rank as its lowest tile has; where each rank has many, it is launched once for each
+    chunk. Ranks may differ in that.
 
     `collective` says whether calls multiply by cuBLAS and then make a reduce-scatter of the group, which adds
     the parts in its own way; None tunes that for each M up to 4096. All ranks pass the same. Where this rank
@@ -117,8 +116,8 @@ class GemmReduceScatter(Operation):
     for its peers as any collective does.
 
     With dtype float8_e4m3fn rows of a and of the weight have float32 scales, which a call is passed as
-    `scale_a` and `scale_weight`. Parts travel, and results are, in `out_dtype`: bf16 by default, or fp16. K
-    is then a multiple of 16, the weight's rows are contiguous, and the plain kernel multiplies in all calls.
+    `scale_a` and `scale_weight`. Parts travel, and results are, in bf16. K is then a multiple of 16, the
+    weight's rows are contiguous, and the plain kernel multiplies in all calls.
 
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """
@@ -135,20 +134,16 @@ class GemmReduceScatter(Operation):
         backend: str = "auto",
         *,
         timeout_s: float = 300.0,
-        body: str = "auto",
         collective: bool | None = None,
-        out_dtype: torch.dtype | None = None,
     ) -> None:
         if m < 1 or n < 1:
             raise ValueError(f"m={m} rows and n={n} columns: both must be at least 1")
-        if body not in BODIES:
-            raise ValueError(f"body is {body!r}; it is one of {', '.join(BODIES)}")
         if dtype == FP8:
             if collective:
                 raise ValueError(f"collective=True: no call in {FP8} is made by a collective; pass None")
             collective = False
-        self._m, self._n, self._dtype, self._body = m, n, dtype, body
-        self._out_dtype = _checked_out_dtype(dtype, out_dtype)
+        self._m, self._n, self._dtype = m, n, dtype
+        self._out_dtype = torch.bfloat16 if dtype == FP8 else dtype
         self._key = n, str(dtype)  # of the choice: equal on all ranks, unlike K
         self._open_collective = functools.partial(
             Collective, "GemmReduceScatter", "gemm_rs way", group, fixed=collective, timeout_s=timeout_s
@@ -284,7 +279,7 @@ class GemmReduceScatter(Operation):
         return held if len(held) == len(a) else a.new_empty((len(a), self._n))
 
     def _make_body(self, operands: ScatterOperands) -> Body:
-        if self._body == "auto" and specialized.can_run(operands, self._held):
+        if specialized.can_run(operands, self._held):
             return specialized.SpecializedBody(operands, self._held)
         return PlainBody(operands, self._held, has_tma=self._has_tma, upcasts=self._upcasts)
 
@@ -304,12 +299,3 @@ class GemmReduceScatter(Operation):
         if failure.kind == NO_PERMIT.value:
             return f"rank {peer}, or one that it waits for, did not come to the call in time"
         return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"
-
-
-def _checked_out_dtype(dtype: torch.dtype, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the type of results of operands of `dtype`; raise ValueError unless it may be what is asked."""
-    allowed = (torch.bfloat16, torch.float16) if dtype == FP8 else (dtype,)
-    if out_dtype not in (None, *allowed):
-        wanted = " or ".join(map(str, allowed))
-        raise ValueError(f"out_dtype is {out_dtype}; results of operands in {dtype} are {wanted}")
-    return out_dtype or allowed[0]

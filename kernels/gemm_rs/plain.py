@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..configs import CPU_CANDIDATES, INTERPRETED, candidate, prune_overlapped, take_first
+from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_scales
 from ..exchange.peers import Peers, is_any_lost
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
@@ -23,32 +23,6 @@ from ..tensors import lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 from .call import ScatterCall, ScatterMemory, ScatterOperands
 from .handover import await_sums, count_tile, part_from
-
-# The epilogue loads what the peers have sent beside the accumulator: large tiles do it in halves, or spill.
-GPU_CANDIDATES = [
-    # The first is what a tuner's first run takes: on Hopper, good for large shapes.
-    candidate((128, 256, 64), 8, warps=8, stages=4, tma=True, subtile=True),
-    candidate((128, 256, 64), 4, warps=8, stages=4, tma=True, subtile=True),
-    candidate((128, 256, 64), 16, warps=8, stages=4, tma=True, subtile=True),
-    candidate((128, 256, 64), 8, warps=8, stages=3, tma=True, subtile=True),
-    candidate((256, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
-    candidate((128, 128, 64), 8, warps=4, stages=4, tma=True, subtile=True),
-    candidate((128, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
-    candidate((128, 128, 128), 8, warps=8, stages=3, tma=True),
-    candidate((64, 256, 64), 8, warps=4, stages=4, tma=True, subtile=True),
-    candidate((64, 128, 64), 8, warps=4, stages=4, tma=True),
-    candidate((64, 128, 128), 8, warps=4, stages=3, tma=True),
-    candidate((64, 64, 128), 8, warps=4, stages=3, tma=True),
-    # Plain pointers: for rows that TMA cannot address and for devices without it.
-    candidate((128, 256, 64), 8, warps=8, stages=3, tma=False, subtile=True),
-    candidate((128, 128, 64), 8, warps=8, stages=3, tma=False),
-    candidate((128, 128, 64), 8, warps=8, stages=2, tma=False),
-    candidate((128, 128, 32), 8, warps=8, stages=3, tma=False),
-    candidate((64, 128, 64), 8, warps=4, stages=3, tma=False),
-    candidate((64, 64, 64), 8, warps=4, stages=2, tma=False),
-]
-
-CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 
 @triton.autotune(
@@ -102,8 +76,7 @@ def gemm_reduce_scatter(
 ):
     """Compute A @ B.T, times scales, the rows of other ranks first; add the peers' sums to the own rows.
 
-    A program claims its tiles one by one, in the order of their chunks. So whoever waits for the peers' sums,
-    in the own chunk, leaves no tile for a peer to a program that may not have started.
+    A program claims its tiles one by one, in the order of their chunks: see [Note: a reduce-scatter ends].
     """
     peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     m = M // WORLD

@@ -30,9 +30,8 @@ def _set_blocks(args: dict[str, Any]) -> None:
         set_block(args[name], block)
 
 
-def _candidate(*args: Any, joined: bool = False, **options: Any) -> triton.Config:
+def _candidate(*args: Any, **options: Any) -> triton.Config:
     config = gluon_candidate(*args, **options)
-    config.kwargs["JOINED"] = joined
     config.pre_hook = _set_blocks
     return config
 
@@ -57,7 +56,7 @@ CANDIDATES = [
 ]
 if HAS_INLINE_PTX:
     WIDTHS = (176, 192, 208, 224)
-    CANDIDATES += [_candidate(**any_width("cooperative", 128, width), joined=True) for width in WIDTHS]
+    CANDIDATES += [_candidate(**any_width("cooperative", 128, width)) for width in WIDTHS]
 
 
 OPERAND_TYPES = (torch.float16, torch.bfloat16)

@@ -8,15 +8,15 @@
     ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. What two
               tiles compute gets the same sums, to the bit, from both
 
-**Counted is what is in memory.** A thread goes on while what it stores by TMA is on its way. Before `work`
+[Note: counted is what is in memory] A thread goes on while what it stores by TMA is on its way. Before `work`
 stores its next tile, each of its threads waits until its stores are complete, which they long are by then.
 (`cp.async.bulk.wait_group` without `.read`, which would only tell that shared memory has been read. A thread
 that has waited sees what it stored, without a fence between the proxies: PTX ISA, "async proxy".) A barrier
 gathers the threads, an arrival hands that on to `notify`, and its count, at GPU scope, to whoever counts the
 chunk's last tile. That one sets DONE, at system scope, behind which the copy engine reads.
 
-**It ends.** Numbers rise with visits, so a program has all its tiles for peers before those of the own
-chunk. `work` waits for the peers' sums in an own tile only, after it has told of all tiles before. So
+[Note: notify waits alone] Numbers rise with visits, so a program has all its tiles for peers before those of
+the own chunk. `work` waits for the peers' sums in an own tile only, after it has told of all tiles before. So
 `notify` counts all tiles for peers without waiting for another program; then it alone waits for the peers,
 for each part of each as long as its patience. Nobody else waits for anything outside the program. It visits
 tiles in the order in which `work` does, and waits for no more than the rows of the tile that it visits.
@@ -152,7 +152,10 @@ class ScatteredChunks:
 
     @gluon.jit
     def stored_before(self, visit):
-        """Tell `notify` that what this partition has stored before that visit is in memory."""
+        """Tell `notify` that what this partition has stored before that visit is in memory.
+
+        See [Note: counted is what is in memory].
+        """
         complete_stores()
         partition_barrier()
         mbarrier.arrive(self.stored.index(ring_slot(visit, self.SLOTS)), count=1)
@@ -189,7 +192,10 @@ class ScatteredChunks:
 
     @gluon.jit
     def notify(self, number, visit, known):
-        """Count a tile for a peer once it is in memory; at an own one, wait for what peers add to it."""
+        """Count a tile for a peer once it is in memory; at an own one, wait for what peers add to it.
+
+        See [Note: notify waits alone].
+        """
         chunk, row, _col = self.find(number)
         if number < self.first_own():
             following = visit + self.STORERS  # that of the same partition

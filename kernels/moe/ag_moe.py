@@ -25,26 +25,27 @@ A call on rank r:
 All ids travel before any chunk, so sorting them hides behind the chunks. Tiles come in the order of their
 last chunk (`routing`).
 
-**It ends.** The side stream of a call waits for the peers' FREE alone, which follow their forks; nothing on
-it needs an SM, and it is enqueued before the kernels that wait for it. The kernels wait for the side streams
-of peers alone. So if all of call k - 1 ends, then all forks of k happen, all ids and chunks are pushed, and
-all kernels of k end.
+[Note: a gather for experts ends] The side stream of a call waits for the peers' FREE alone, which follow
+their forks; nothing on it needs an SM, and it is enqueued before the kernels that wait for it. The kernels
+wait for the side streams of peers alone. So if all of call k - 1 ends, then all forks of k happen, all ids
+and chunks are pushed, and all kernels of k end.
 
-**Permits, what is overwritten, and patience** are as `exchange.push` says, with TOLD beside ARRIVED. The
+Permits, what is overwritten, and patience are as `exchange.push` says, with TOLD beside ARRIVED. The
 acquire of a wait orders the ordinary loads of ids and of A behind it; TMA, of which that could not be said,
 loads the weight alone.
 
-**What the host must know.** The result has a row for each choice of all ranks, so its shape needs the number
-of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`Ballots`), which waits
-for the slowest host and for no device. The device uses what the peers told it, never beyond the rows the host
-allocated, and compares both: numbers that differ are an error on all ranks, which names who was given them.
+[Note: what the host must know] The result has a row for each choice of all ranks, so its shape needs the
+number of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`Ballots`), which
+waits for the slowest host and for no device. The device uses what the peers told it, never beyond the rows
+the host allocated, and compares both: numbers that differ are an error on all ranks, which names who was
+given them.
 
-**A sorting may be shared** (`Routing`): `route` tells weights beside ids, and sorts for both operations of a
+A sorting may be shared (`Routing`): `route` tells weights beside ids, and sorts for both operations of a
 layer. `by_expert`, here and in `MoEReduceScatter`, then tells no choices and sorts nothing: its side stream
 takes the permits and goes on to the rows. In such a call the grouped GEMM alone can find that a peer was
 given up earlier, so it lets the side stream through.
 
-**Where all ranks agree on it** a call is collectives and the kernel of a single rank instead, see
+Where all ranks agree on it a call is collectives and the kernel of a single rank instead, see
 `exchange.collective`. The choices come first, in a message of each rank, and are sorted beside what follows:
 as many rows of each rank as the rank with most tokens has, in place in `gather`. Ranks that agree have named
 equal tokens, so their parts of the collectives fit together, and a graph repeats them as they are.

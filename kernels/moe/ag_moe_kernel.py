@@ -1,7 +1,8 @@
 """The kernel of `AllGatherMoE`: a persistent grouped GEMM that waits for chunks before it reads them.
 
 The tables of `routing` say which rows a tile has and the last chunk that it needs. A program waits for the
-ARRIVED of each chunk once, which its rank's side stream raises; at its end one program waits for each peer.
+ARRIVED of each chunk once, which its rank's side stream raises; at its end one program waits for each peer:
+see [Note: a gather for experts ends].
 Rejected: a warp-specialised kernel in Gluon, slower in 10 of 12 cells by 1 to 9 % (one H200, 2026-11-24).
 """
 
@@ -24,7 +25,7 @@ from .routing import ENTRY
 # it, and each weight is read once.
 GPU_CANDIDATES = [
     *(with_fields(config, BY_ARRIVAL=True) for config in GPU_TILES),
-    *(with_fields(config, BY_ARRIVAL=False) for config in (*GPU_TILES[:4], *GPU_TILES[9:12])),
+    *(with_fields(config, BY_ARRIVAL=False) for config in (*GPU_TILES[:3], *GPU_TILES[7:10])),
 ]
 CPU_CANDIDATES = [
     with_fields(config, BY_ARRIVAL=by_arrival)

@@ -18,8 +18,6 @@ GPU_TILES = [
     candidate((128, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
     candidate((128, 256, 64), 8, warps=8, stages=3, tma=True, subtile=True),
     candidate((128, 256, 64), 4, warps=8, stages=4, tma=True, subtile=True),
-    candidate((128, 128, 64), 8, warps=8, stages=3, tma=True, subtile=True),
-    candidate((128, 128, 64), 16, warps=8, stages=4, tma=True, subtile=True),
     candidate((64, 256, 64), 8, warps=8, stages=4, tma=True, subtile=True),
     candidate((64, 128, 64), 8, warps=4, stages=4, tma=True, subtile=True),
     candidate((64, 128, 128), 8, warps=4, stages=3, tma=True),

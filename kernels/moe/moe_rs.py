@@ -26,30 +26,30 @@ A call on rank r:
     fork                               -->    TOLD, ARRIVED := AFTER
     join                               <--
 
-**How a sum is made.** A product is weighted in float32 and rounded to `dtype` once; the topk products of a
+[Note: how a sum is made] A product is weighted in float32 and rounded to `dtype` once; the topk products of a
 token are added in float32, in the order of its choices, and rounded for the way to its rank; there the ranks'
 parts are added in float32, the own one first, then those of r + 1, r + 2, ... So the same call gives the same
 bits, with the same config.
 
-**It ends.** The announcement waits for the peers' forks alone, and the sorting for the announcements, as in
-`AllGatherMoE`. A push waits for DONE of our own kernel. Programs claim the items of a list one by one; an
-item waits for items in front of it in the list of this rank, and, in the own chunk, behind all chunks of
-peers, for peers' pushes. Those in front of an item have been claimed by programs that have started. So as
-soon as one program of each rank's kernel runs, every chunk for a peer is computed, all are pushed, and all
-kernels end. A kernel of another stream that holds SMs until it has met its like on a peer may keep programs
-out, as in `GemmReduceScatter`: it must leave room for one.
+[Note: a scatter of experts ends] The announcement waits for the peers' forks alone, and the sorting for the
+announcements, as in `AllGatherMoE`. A push waits for DONE of our own kernel. Programs claim the items of a
+list one by one; an item waits for items in front of it in the list of this rank, and, in the own chunk,
+behind all chunks of peers, for peers' pushes. Those in front of an item have been claimed by programs that
+have started. So as soon as one program of each rank's kernel runs, every chunk for a peer is computed, all
+are pushed, and all kernels end. A kernel of another stream that holds SMs until it has met its like on a peer
+may keep programs out, as in `GemmReduceScatter`: it must leave room for one.
 
-**Where streams share a hardware queue** the order is that of `GemmReduceScatter`. A captured call launches
+Where streams share a hardware queue the order is that of `GemmReduceScatter`. A captured call launches
 the kernel once for each stage, with that stage's part of the list.
 
-**Nothing is read too early.** A tile counts at the first stage of which it has rows, with a release behind
-its stores; who combines stage s has acquired the counts of stages 0 to s. What follows DONE is as in
+[Note: stages are combined complete] A tile counts at the first stage of which it has rows, with a release
+behind its stores; who combines stage s has acquired the counts of stages 0 to s. What follows DONE is as in
 `GemmReduceScatter`.
 
-**Permits, what is overwritten, and patience** are as `exchange.push` says. The partial sums are rewritten by
+Permits, what is overwritten, and patience are as `exchange.push` says. The partial sums are rewritten by
 the kernel of the next call, behind the join.
 
-**Where all ranks agree on it** a call is collectives instead, as in `AllGatherMoE`: choices are gathered, the
+Where all ranks agree on it a call is collectives instead, as in `AllGatherMoE`: choices are gathered, the
 kernel of a single rank combines the tokens of all, and a reduce-scatter adds the ranks' parts, of as many
 rows for each rank as the rank with most tokens has.
 """

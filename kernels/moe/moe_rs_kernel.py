@@ -152,7 +152,7 @@ def moe_reduce_scatter(
     Stage s is the chunk of rank + 1 + s, the own one the last. The work is one list, whose items the programs
     claim one by one. It has a part for each stage: its tiles, as far as the part before does not have them;
     the first tiles of the next stage, AHEAD rounds of them; the stage's blocks to combine. In a call that is
-    captured each launch has one part. So what an item waits for has been claimed by a program that runs.
+    captured each launch has one part. See [Note: a scatter of experts ends].
     """
     weight = Weight(b_ptr, experts, N, K, stride_be, stride_b)
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
@@ -315,6 +315,7 @@ def _combine_stage(
 def _combine_block(rows, cols, tokens, offset, stage, is_own, lost, sums, WORLD: tl.constexpr):
     """Store the sums of some tokens, with what the peers have staged if they are this rank's own.
 
+    See [Note: how a sum is made].
     lost: how much of them is missing; they are NaN if there is something.
     """
     N = sums.N
@@ -342,6 +343,7 @@ def _combine_block(rows, cols, tokens, offset, stage, is_own, lost, sums, WORLD:
 def _wait_for_products(stage, items, error_ptr, patience_ticks):
     """Return once all tiles with rows of this stage are stored: those of its part and of earlier ones.
 
+    See [Note: stages are combined complete].
     What is returned is how many parts have tiles that were not stored in time.
     """
     missing = 0

@@ -176,7 +176,10 @@ class ExpertOperation(Operation):
         return None
 
     def _tokens_of_all(self, own: int, known: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the tokens of each rank; where they are not known this waits for the hosts of all peers."""
+        """Return the tokens of each rank; where they are not known this waits for the hosts of all peers.
+
+        See [Note: what the host must know].
+        """
         if known is None:
             assert self._hosts is not None
             known = tuple(self._hosts.exchange(own).values())

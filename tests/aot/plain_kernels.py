@@ -10,10 +10,8 @@ import torch
 from compiled import BLACKWELL, CDNA3, HOPPER, REGISTERS, SHARED_BYTES, compile_for, resources
 
 from dist_autotune.kernels import configs
-from dist_autotune.kernels.ag_gemm.plain import GPU_CANDIDATES as GATHER_CANDIDATES
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
 from dist_autotune.kernels.epilogues import NO_ACTIVATION
-from dist_autotune.kernels.gemm_rs.plain import GPU_CANDIDATES as SCATTER_CANDIDATES
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.moe.ag_moe_kernel import GPU_CANDIDATES as DISPATCH_CANDIDATES
 from dist_autotune.kernels.moe.ag_moe_kernel import all_gather_moe
@@ -82,7 +80,7 @@ OF_GEMM = {"M": 8192, "N": 8192, "K": 8192}
 OF_EXPERTS = {"size_class": 16384, "N": 4096, "K": 4096}
 GATHER = PlainKernel(
     all_gather_gemm,
-    GATHER_CANDIDATES,
+    configs.GPU_CANDIDATES,
     {
         **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16"),
         **{"flags_ptr": "*i32", "errors_ptr": "*i64"},
@@ -94,7 +92,7 @@ GATHER = PlainKernel(
 )
 SCATTER = PlainKernel(
     gemm_reduce_scatter,
-    SCATTER_CANDIDATES,
+    configs.GPU_CANDIDATES,
     {
         **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr", "partial_ptr", "staged_ptr", "addend_ptr"), "*bf16"),
         **dict.fromkeys(("flags_ptr", "counts_ptr"), "*i32"),

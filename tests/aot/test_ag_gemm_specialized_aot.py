@@ -14,6 +14,7 @@ from specialized_kernels import GATHER, TARGETS, candidate
 from dist_autotune.kernels.ag_gemm import specialized
 from dist_autotune.kernels.ag_gemm.call import GatherCall
 from dist_autotune.kernels.epilogues import Epilogue
+from dist_autotune.kernels.gemm.configs import box_of
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 
 pytestmark = pytest.mark.aot
@@ -30,6 +31,14 @@ def load_partition(ttgir: str) -> str:
     return found
 
 
+def loads_of_a_step(kwargs: dict[str, Any]) -> int:
+    """Return how many there are: of A and of B, and for tiles of any width of each box in each slot."""
+    of_b = [columns for columns in (kwargs["BLOCK_N"], kwargs["EXTRA_N"]) if columns]
+    if kwargs["JOINED"]:
+        return 1 + kwargs["NUM_BUFFERS"] * sum(columns // box_of(columns) for columns in of_b)
+    return 1 + len(of_b)
+
+
 @TARGETS
 def test_the_load_warp_polls_and_fences_in_the_loop_over_tiles_before_it_loads(target):
     for config, compiled in GATHER.compiled_for(target):
@@ -38,7 +47,7 @@ def test_the_load_warp_polls_and_fences_in_the_loop_over_tiles_before_it_loads(t
         assert [name for _, name in events(before) if name != "loop"] == [], config
         names = [name for _, name in events(tiles) if name != "loop"]
         assert names[:3] == ["poll", "poll", "fence"], config
-        loads = 2 if config.kwargs["EXTRA_N"] == 0 else 3
+        loads = loads_of_a_step(config.kwargs)
         first = names.index("load")
         assert names.count("load") == loads, config
         assert names[first : first + loads] == ["load"] * loads, config

@@ -93,7 +93,7 @@ OF_FP8 = {
     "gather, pointers": (GATHER, -1),
     "scatter, tma": (SCATTER, 0),
     "scatter, high tiles": (SCATTER, 4),
-    "scatter, pointers": (SCATTER, 12),
+    "scatter, pointers": (SCATTER, 11),
 }
 
 

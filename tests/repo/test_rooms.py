@@ -197,6 +197,15 @@ def test_no_two_classes_of_the_kernels_have_one_name(tmp_path: Path) -> None:
     assert named_twice(tmp_path.iterdir()) == ["Shape"]
 
 
+def test_each_note_of_the_kernels_stands_once_and_is_cited() -> None:
+    texts = [re.sub(r"\n\s*(# )?", "\n", path.read_text()) for path in KERNELS.rglob("*.py")]
+    notes = Counter(name for text in texts for name in re.findall(r"\n\[Note: ([^]]+)\]", text))
+    named = [name for text in texts for name in re.findall(r"[Ss]ee\s+\[Note:\s+([^]]+)\]", text)]
+    cited = {" ".join(name.split()) for name in named}
+    assert set(notes.values()) == {1}
+    assert set(notes) == cited
+
+
 def test_every_file_that_contributing_names_is_there() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = re.findall(r"`((?:\w+/)+[\w./]*|\w+\.\w+|\.ci/run)`", text) + re.findall(r"\]\(([^)#]+)", text)

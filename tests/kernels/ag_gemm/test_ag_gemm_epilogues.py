@@ -208,7 +208,7 @@ def eager_and_replayed(rank, way, backend, bias_dtype, activation):
     """Call, capture, and replay with new inputs and another bias; return the errors."""
     torch.manual_seed(1000 + rank)
     order = random.Random(rank)
-    specialized.tuned.configs = [order.choice(specialized.CANDIDATES[:7])]
+    specialized.tuned.configs = [order.choice(specialized.CANDIDATES[:5])]
     all_gather_gemm.configs = [order.choice(CANDIDATES)]
     n, errors = (272 if activation in GATED else 264) + 128 * rank, []
     with AllGatherGemm(333, 264, HALF, backend=backend, timeout_s=60.0, **WAYS_ON_GPUS[way]) as op:

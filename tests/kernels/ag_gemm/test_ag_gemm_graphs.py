@@ -81,14 +81,6 @@ def test_captured_calls_are_right_whatever_candidates_ranks_run(world):
     assert_cases(in_the_lane_of_captured_calls, world, world)
 
 
-def test_an_operation_without_graphs_needs_less_memory_and_refuses_captures():
-    with AllGatherGemm(4, 8, HALF, backend="shm", graphs=False) as op:
-        a_shard, weight = tensors(4, 6, 8, HALF)
-        assert error_ratio(op(a_shard, weight), a_shard, weight) < 1
-        with pytest.raises(RuntimeError, match="opened with graphs=False and cannot be captured"):
-            call_pushed(op, a_shard, weight)
-
-
 # ---- what goes wrong between ranks
 
 

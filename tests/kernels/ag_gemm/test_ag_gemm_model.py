@@ -43,11 +43,12 @@ class GatherBuffer(Descriptor):
 
     def may_load(self, coord: list[int]) -> None:
         slot, row = divmod(coord[0], self.scene.capacity)
-        assert row + BLOCK_M <= self.scene.m, "rows behind the chunk's last one are loaded"
+        end = row + self.block_type.shape[0]
+        assert end <= self.scene.m, "rows behind the chunk's last one are loaded"
         chunk = self.scene.chunk_in(slot)
         if chunk != self.scene.rank and not self.scene.errors[chunk]:
             seen = now().visible.get(self.scene.flag("ARRIVED", chunk).address, self.scene.base)
-            assert row + BLOCK_M <= seen - self.scene.base, f"row {row} of chunk {chunk} has not arrived"
+            assert end <= seen - self.scene.base, f"row {row} of chunk {chunk} has not arrived"
 
 
 @dataclass
@@ -154,21 +155,25 @@ def gather_and_multiply(
     bias: np.ndarray | None = None,
     activation: str = NO_ACTIVATION,
     column_scales: np.ndarray | None = None,
-    block_n: int = BLOCK_N,
+    blocks: tuple[int, int, int] = (BLOCK_M, BLOCK_N, BLOCK_K),
+    joined: bool = False,
+    warps: int = 4,
 ) -> np.ndarray:
     """Run the call to its end, check what it wrote, and return the trace; column_scales: in fp8."""
+    block_m, block_n, words_k = blocks
     width, is_fp8, sums = block_n + extra_n, column_scales is not None, sums_of_a_result(activation)
     itemsize = 1 if is_fp8 else 2
-    block_k = BLOCK_K * 2 // itemsize
-    a_desc = GatherBuffer(scene.gather, [BLOCK_M, block_k], itemsize)
+    block_k = words_k * 2 // itemsize
+    a_desc = GatherBuffer(scene.gather, [block_m, block_k], itemsize)
     a_desc.scene = scene
-    b, blocks = scene.b, [[block_n, block_k], [extra_n or block_n, block_k]]
+    widths = [box & -box if joined else box for box in (block_n, extra_n or block_n)]
+    b, of_b = scene.b, [[box, block_k] for box in widths]
     if by_columns:
-        b, blocks = scene.b.T.copy(), [block[::-1] for block in blocks]
-    b_desc, extra_desc = (Descriptor(b, block, itemsize) for block in blocks)
+        b, of_b = scene.b.T.copy(), [block[::-1] for block in of_b]
+    b_desc, extra_desc = (Descriptor(b, block, itemsize) for block in of_b)
     c = np.full((scene.world * scene.m, scene.n // sums), -99.0)
-    c_desc = Descriptor(c, [BLOCK_M, store[0] // sums])
-    tiles_m = -(-scene.m // BLOCK_M)
+    c_desc = Descriptor(c, [block_m, store[0] // sums])
+    tiles_m = -(-scene.m // block_m)
     written = np.full((scene.world * tiles_m * -(-scene.n // width), 4), -1)
     launch = functools.partial(
         gluon_model.launch,
@@ -196,6 +201,7 @@ def gather_and_multiply(
         scene.m,  # its class
         seed=scene.seed,
         beside=scene.arrivals(),
+        warps=warps,
         WORLD=scene.world,
         TENSOR_MEMORY=tensor_memory,
         DTYPE="fp8e4nv" if is_fp8 else "bf16",
@@ -203,14 +209,15 @@ def gather_and_multiply(
         TRACE=trace,
         ACTIVATION=activation,
         VARIANT=variant,
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=block_m,
         BLOCK_N=block_n,
         EXTRA_N=extra_n,
-        BLOCK_K=BLOCK_K,
+        BLOCK_K=words_k,
         NUM_BUFFERS=buffers,
         STORE_N=store[0],
         STORE_BUFFERS=store[1],
         GROUP_M=2,
+        JOINED=joined,
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(SIGNALS, "POLLS_PER_ROUND", 64)  # turns are slow
@@ -228,7 +235,7 @@ def gather_and_multiply(
         np.testing.assert_allclose(product[alive], wanted, rtol=1e-6, atol=1e-6)
     # What the last tiles share with those before them is stored twice, with the same values; nothing else.
     rows, columns = np.ones((scene.m, 1), dtype=int), np.ones((1, scene.n), dtype=int)
-    rows[scene.m - BLOCK_M : (tiles_m - 1) * BLOCK_M] = 2
+    rows[scene.m - block_m : (tiles_m - 1) * block_m] = 2
     columns[:, max(scene.n - width, 0) : (-(-scene.n // width) - 1) * width] = 2
     columns = columns[:, ::sums]
     writes = c_desc.writes.reshape(scene.world, scene.m, scene.n // sums)
@@ -290,7 +297,8 @@ def test_gates_meet_their_ups(variant, tensor_memory):
     for seed, (n, block_n, extra_n) in enumerate([(48, 16, 0), (80, 32, 16), (16, 32, 0)]):
         scene = Scene(3, seed, 9, n, 3, pushed=seed == 1, programs=2, seed=seed)
         bias = np.random.default_rng(seed).integers(-9, 10, n).astype(float)
-        of_tiles = {"block_n": block_n, "extra_n": 0 if tensor_memory else extra_n, "store": (16, 1)}
+        of_tiles = {"extra_n": 0 if tensor_memory else extra_n, "store": (16, 1)}
+        of_tiles["blocks"] = (BLOCK_M, block_n, BLOCK_K)
         of_call = {"bias": bias, "activation": "swiglu", "tensor_memory": tensor_memory}
         gather_and_multiply(scene, variant, **of_call, **of_tiles)
 
@@ -319,6 +327,14 @@ def test_a_weight_by_columns_gives_the_same_sums(variant, tensor_memory):
     for seed, extra_n in enumerate((0, 0, 0 if tensor_memory else 4)):
         scene = Scene(3, 1, 9, 29, 5, pushed=bool(seed % 2), seed=seed, programs=4)
         gather_and_multiply(scene, variant, extra_n=extra_n, tensor_memory=tensor_memory, by_columns=True)
+
+
+@LANES
+@pytest.mark.parametrize(("variant", "warps"), [("cooperative", 8), ("pingpong", 4)])
+def test_tiles_of_any_width_wait_for_their_rows(variant, warps, pushed):
+    of_tiles = {"blocks": (128, 64, 64), "extra_n": 16, "joined": True, "store": (16, 1), "warps": warps}
+    scene = Scene(2, 1, 131, 170, 70, pushed=pushed, seed=1, pieces=(40, 90))
+    gather_and_multiply(scene, variant, **of_tiles)
 
 
 @KINDS

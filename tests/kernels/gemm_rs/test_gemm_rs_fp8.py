@@ -20,7 +20,7 @@ from operation_runs import (
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
 
-FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+FP8 = torch.float8_e4m3fn
 
 
 def error_ratio(out: torch.Tensor, product: torch.Tensor, of_products: torch.Tensor, k: int) -> float:
@@ -59,11 +59,11 @@ def compared(
     return error_ratio(out, *(each * of_rows * of_columns for each in sums), k)
 
 
-def every_call(rank, candidate, out_dtype, backend="auto"):
+def every_call(rank, candidate, backend="auto"):
     """Call with ragged rows and columns, K of this rank's own, with and without each scale."""
     begin(rank, candidate)
     k = 48 + 16 * rank
-    with GemmReduceScatter(78, 40, FP8, backend=backend, timeout_s=60.0, out_dtype=out_dtype) as op:
+    with GemmReduceScatter(78, 40, FP8, backend=backend, timeout_s=60.0) as op:
         poison(op)
         return [
             compared(op, 74, k),
@@ -74,12 +74,8 @@ def every_call(rank, candidate, out_dtype, backend="auto"):
 
 
 def of_each_candidate(rank):
-    types = (None, BF16, FP16, None)
-    cases = enumerate(types[: len(CANDIDATES)])
-    return {
-        f"candidate {index}, {dtype}": lambda index=index, dtype=dtype: every_call(rank, index, dtype)
-        for index, dtype in cases
-    } | {"different candidates": lambda: every_call(rank, None, FP16)}
+    cases = {f"candidate {i}": lambda i=i: every_call(rank, i) for i in range(len(CANDIDATES))}
+    return cases | {"different candidates": lambda: every_call(rank, None)}
 
 
 def test_each_rank_scales_its_product_before_it_is_rounded_and_sent():
@@ -97,11 +93,9 @@ def op():
             yield opened
 
 
-def test_results_are_bf16_unless_fp16_is_asked_for(op):
+def test_results_are_bf16(op):
     a, weight = torch.ones(16, 32).to(FP8), torch.ones(20, 32).to(FP8)
-    assert op(a, weight).dtype == BF16
-    with GemmReduceScatter(16, 20, FP8, backend="shm", out_dtype=FP16) as of_halves:
-        assert torch.equal(of_halves(a, weight), torch.full((16, 20), 32.0, dtype=FP16))
+    assert torch.equal(op(a, weight), torch.full((16, 20), 32.0, dtype=torch.bfloat16))
 
 
 def test_what_cannot_be_scaled_is_told_with_its_values_before_the_call(op):
@@ -131,7 +125,7 @@ def test_what_cannot_be_scaled_is_told_with_its_values_before_the_call(op):
 
 def calls_on_gpus(rank, backend):
     return {
-        f"candidate {index}": lambda index=index: every_call(rank, index, (None, FP16)[index % 2], backend)
+        f"candidate {index}": lambda index=index: every_call(rank, index, backend)
         for index in range(len(CANDIDATES))
     }
 
