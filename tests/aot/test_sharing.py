@@ -142,8 +142,8 @@ def test_options_follow_torchrun_and_what_the_peers_wait(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "7")
-    options = PoolOptions.of_rank("s", position=11, ranks=16, patience_s=100.0)
+    options = PoolOptions.of_rank("s", position=11, ranks=16, peers_wait_s=100.0)
     assert (options.local_rank, options.local_ranks, options.limit_s) == (3, 4, 7.0)
     assert options.until - time.monotonic() == pytest.approx(80.0, abs=5.0)
     monkeypatch.delenv("LOCAL_RANK")
-    assert PoolOptions.of_rank("s", position=11, ranks=16, patience_s=100.0).local_ranks == 16
+    assert PoolOptions.of_rank("s", position=11, ranks=16, peers_wait_s=100.0).local_ranks == 16
