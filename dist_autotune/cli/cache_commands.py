@@ -136,9 +136,9 @@ def export_entries(
     """Write winners with their evidence to a bundle, or as files of other tools."""
     cache = _open_cache()
     entries = _chosen(cache, kernels, device)
+    _report_waiting(cache, kernels, device, refuses=require_settled)
     if not entries:
         terminal.fail(f"No such entries in {cache.directory}: `dist-autotune cache list` lists all.")
-    _report_waiting(cache, kernels, device, refuses=require_settled)
     if format_name is Format.bundle:
         try:
             bundle.write(path, entries, replaces=replace)

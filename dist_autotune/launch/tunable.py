@@ -121,9 +121,11 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
     they communicate; name, options and key are equal on them. It is tuned only where is_dist=True agrees
     with all of them. Elsewhere they get what they have settled together, or the first option.
 
-    Raises InvalidOption when there are no options, or one that JSON cannot represent, and on a rank that is
-    no member of `among`.
+    Raises InvalidOption without a name or options, for an option that JSON cannot represent, and on a rank
+    that is no member of `among`.
     """
+    if not isinstance(name, str):
+        raise InvalidOption(f"tunable({name!r}): give its name, a string, before the options")
     if not isinstance(key, (tuple, list)):
         raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
     if isinstance(options, Combinations):

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Mapping
 
+from ..formatting import format_ms
 from .context import Context
 from .phase import RunPhase
 from .plans.search import AskedPlan, Plan, Search
@@ -100,7 +101,8 @@ class FinalComparison(RunPhase):
             if self._plans[winner][name] not in context.banned:
                 context.settle("tuned", self._plans[winner][name])
         kept = "the default plan" if winner == DEFAULT else "the plan by launch times"
-        self.remark = f"{kept} is kept: it took {self._time(winner)} ms, the tuned one {self._time(TUNED)} ms"
+        took = [format_ms(self._time(side)) for side in (winner, TUNED)]
+        self.remark = f"{kept} is kept: it took {took[0]} ms, the tuned one {took[1]} ms"
 
     @property
     def _winner(self) -> str:

@@ -65,6 +65,12 @@ def test_the_key_of_a_tunable_must_be_a_tuple(bench, key):
             call()
 
 
+def test_a_choice_without_a_name_is_refused(bench):
+    for call in (lambda: tunable([1, 2], [1]), bench.tune(lambda: tunable([1, 2], [1]))):
+        with pytest.raises(ValueError, match=r"tunable\(\[1, 2\]\): give its name, a string"):
+            call()
+
+
 def test_options_that_python_takes_for_equal_are_told_apart(bench):
     def thunk():
         chosen = tunable("mixed", [1, True, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dist_autotune.reports import tables
 from dist_autotune.reports.history import ContextHistory, SessionHistory, load_history
 from dist_autotune.reports.report import SessionReport, reports_of
 from dist_autotune.search.budget import Forecast
+from dist_autotune.search.rules import BY_RUN
 from dist_autotune.tuner.report import TunedContext, TuningReport
 from ranks import assert_all_ok, run_ranks
 
@@ -73,6 +75,22 @@ def test_a_report_reads_as_a_table() -> None:
 def test_a_report_without_contexts_says_so_and_why() -> None:
     text = str(TuningReport(runs=1, contexts=(), warning="no launches seen"))
     assert text == "0 contexts in 1 run on 1 rank, 0.0 s\nWarning: no launches seen"
+
+
+@pytest.mark.parametrize(
+    ("first_option_ms", "told"),
+    [
+        (1.0, "launches 2.000 -> 0.2500 ms a step (-87.5 %)"),
+        (9.0, "whole run 9.000 -> 1.000 ms a step (-88.9 %)"),
+    ],
+    ids=["kernel", "choice"],
+)
+def test_a_step_tells_of_the_kernels_or_of_the_choices_whichever_gain_more(
+    first_option_ms: float, told: str
+) -> None:
+    kernel = replace(CONTEXT, default_ms=2.0)
+    choice = replace(CONTEXT, ms=1.0, default_ms=first_option_ms, judge=BY_RUN)
+    assert str(TuningReport(runs=9, contexts=(kernel, choice)).step) == told
 
 
 # ---- what the logs tell

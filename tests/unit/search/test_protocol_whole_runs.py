@@ -44,7 +44,7 @@ def test_the_default_plan_is_kept_and_said_so_when_the_tuned_one_is_not_faster()
     plans = columns(simulation.session(), "a")
     assert plans[-1] == "a0"
     assert simulation.winners() == {"a": "a0"}
-    assert "the default plan is kept" in simulation.tuning.remark
+    assert simulation.tuning.remark == "the default plan is kept: it took 2.000 ms, the tuned one 6.000 ms"
 
 
 @pytest.mark.parametrize("at_run", range(6, 16))
