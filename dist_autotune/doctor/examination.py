@@ -23,7 +23,6 @@ import triton
 
 from .. import settings
 from ..errors import InvalidOption
-from ..options import Options
 from ..triton_api import interception
 from ..version import __version__
 
@@ -37,7 +36,6 @@ COMPILED = {"TRITON_INTERPRET": None, "OMP_NUM_THREADS": "1"}
 CUT_OFF = "cut off after"
 STARTUP = "the start"  # the stage before the first
 REPORT = "dist_autotune doctor: "  # begins a line of JSON: the report so far
-CACHE, LOGS = "cache directory", "log directory"
 PACKAGES = re.compile(
     r"(numpy|filelock|msgspec|nvshmem4py|nvidia-nvshmem|cuda-bindings|cuda-core|nvidia-nccl)(-cu\d+)?", re.I
 )
@@ -59,7 +57,6 @@ class Examination:
     versions: dict[str, str | None]  # None: not known without a GPU
     variables: dict[str, str]
     setting_error: str
-    directories: dict[str, str]
     is_interpreted: bool  # TRITON_INTERPRET was set when Triton was imported
     host: ProbeResult
     ranks: ProbeResult
@@ -77,14 +74,12 @@ class Examination:
 
 def examine() -> Examination:
     """Look at everything; takes some seconds, and minutes only where something hangs."""
-    directories, error = directories_in_force()
-    host = run_helpers("this host", 1, GPU_LIMIT_S, COMPILED, directories=directories)
+    host = run_helpers("this host", 1, GPU_LIMIT_S, COMPILED)
     count = len(host.facts.get("names", []))
     return Examination(
         versions=versions() | {"driver": host.facts.get("driver") or None},
         variables=settings.variables(),
-        setting_error=error,
-        directories=directories,
+        setting_error=_setting_error(),
         is_interpreted=interception.is_interpreted(),
         host=host,
         ranks=run_helpers("two CPU ranks", 2, RANKS_LIMIT_S, CPU_ONLY),
@@ -92,16 +87,13 @@ def examine() -> Examination:
     )
 
 
-def directories_in_force() -> tuple[dict[str, str], str]:
-    """Return the directories that the tuner writes to, and the error in the settings."""
-    cache, logs = settings.cache_directory(), None
-    error = "" if cache is not None else settings.NO_HOME
+def _setting_error() -> str:
+    """Return why a setting cannot be used; empty: all can."""
     try:
         settings.check_variables()
-        logs = Options().resolved_log_dir()
-    except InvalidOption as invalid:
-        error = str(invalid)
-    return {name: str(path) for name, path in ((CACHE, cache), (LOGS, logs)) if path is not None}, error
+    except InvalidOption as error:
+        return str(error)
+    return "" if settings.cache_directory() is not None else settings.NO_HOME
 
 
 def versions() -> dict[str, str | None]:
@@ -117,9 +109,7 @@ def versions() -> dict[str, str | None]:
     return imported | {each.name: each.version for each in installed if PACKAGES.fullmatch(each.name or "")}
 
 
-def run_helpers(
-    probe: str, count: int, limit_s: float, environment: Mapping[str, str | None], **arguments: Any
-) -> ProbeResult:
+def run_helpers(probe: str, count: int, limit_s: float, environment: Mapping[str, str | None]) -> ProbeResult:
     """Run `probe` in `count` processes and return the result that explains the others': a failure, if any.
 
     `environment`: variables that differ from this process's; None takes one out.
@@ -132,7 +122,7 @@ def run_helpers(
                 helper = {"rank": rank, "world_size": count, "directory": directory, "limit_s": limit_s}
                 with path.open("wb") as output:
                     process = subprocess.Popen(
-                        command(probe, {**helper, **arguments}),
+                        command(probe, helper),
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,

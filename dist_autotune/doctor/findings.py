@@ -8,16 +8,13 @@ from typing import Any
 
 from torch.torch_version import TorchVersion
 
-from .. import settings
 from ..formatting import Table, counted
 from .examination import STARTUP, Examination
 
-SCHEMA_VERSION = 4  # of the JSON form
-OLDEST_TRITON = TorchVersion("3.6")
+SCHEMA_VERSION = 5  # of the JSON form
 MEMORY_STEP = "pip install 'dist-autotune[nvidia]' 'cuda-bindings>=13.0.3,<14', or see the lines above"
 STEPS = {  # by the stage at which a probe failed
     STARTUP: "Run `python -c 'import dist_autotune'` and repair what it says",
-    "directories": f"Set {settings.CACHE_DIR} and {settings.LOG_DIR} to local directories that you can write",
     "devices": "See CUDA_VISIBLE_DEVICES, if torch is a CPU build, and if `nvidia-smi` shows as new a CUDA",
     "gloo": "Set GLOO_SOCKET_IFNAME=lo, or add this host's name to /etc/hosts",
     "exchange": "Two processes of this host cannot talk over TCP: look for a firewall on localhost",
@@ -70,10 +67,7 @@ def _judge_gpus(seen: Examination) -> Iterator[Finding]:
 
 def _judge_versions(seen: Examination) -> Iterator[Finding]:
     triton, numpy = (TorchVersion(seen.versions.get(name) or "0") for name in ("triton", "numpy"))
-    if triton < OLDEST_TRITON:
-        text = f"{triton}; {OLDEST_TRITON} is the oldest that works"
-        yield Finding("problem", "triton", text, "pip install --upgrade triton")
-    if seen.world == "interpreter" and OLDEST_TRITON <= triton < "3.7" and numpy >= "2.4":
+    if seen.world == "interpreter" and triton < "3.7" and numpy >= "2.4":
         text = f"Triton 3.6's interpreter fails with numpy {numpy}"
         yield Finding("problem", "numpy", text, "pip install 'numpy<2.4'")
 
@@ -82,10 +76,6 @@ def _judge_settings(seen: Examination) -> Iterator[Finding]:
     if seen.setting_error:
         step = "Correct or unset it; docs/environment.md lists every name"
         yield Finding("problem", "variables", seen.setting_error, step)
-    for name, reason in seen.host.facts.get("directories", {}).items():
-        level, text = ("problem", reason) if reason else ("ok", "can be written")
-        step = STEPS["directories"] if reason else ""
-        yield Finding(level, name, f"{seen.directories[name]}: {text}", step)
 
 
 def _judge_results(seen: Examination) -> Iterator[Finding]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock
 
 from ..formatting import counted
 from ..ranks.group import ProcessGroup
@@ -23,19 +21,17 @@ from ..storage.device import Device
 from .examination import REPORT
 
 EXCHANGE_LIMIT_S = 20.0
-LOCK_LIMIT_S = 5.0
 WORDS = 1024  # int32, that each rank writes to each other in a trial of symmetric memory
 
 
 @dataclass(frozen=True)
 class Helper:
-    """One helper process: its rank, its directories and its time limit."""
+    """One helper process: its rank, the directory that all share, and its time limit."""
 
     rank: int
     world_size: int
     directory: str
     limit_s: float
-    directories: dict[str, str] = field(default_factory=dict)
 
 
 def main(probe: str, about: dict[str, Any]) -> None:
@@ -52,23 +48,6 @@ def main(probe: str, about: dict[str, Any]) -> None:
     except BaseException:
         traceback.print_exc()
     os._exit(code)
-
-
-def _try_directories(helper: Helper) -> dict[str, Any]:
-    return {"directories": {name: why_unwritable(Path(path)) for name, path in helper.directories.items()}}
-
-
-def why_unwritable(directory: Path) -> str:
-    """Return why files cannot be written and locked in `directory`, or in the nearest parent that exists."""
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    try:
-        with tempfile.TemporaryDirectory(prefix=".doctor-", dir=existing) as scratch:
-            Path(scratch, "file").write_text("written")
-            with FileLock(Path(scratch, "lock"), timeout=LOCK_LIMIT_S):
-                pass
-    except (OSError, NotImplementedError) as error:  # the latter: a filesystem without locks
-        return getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return ""
 
 
 def _join(helper: Helper) -> None:
@@ -123,7 +102,7 @@ def _try_memory(helper: Helper) -> dict[str, Any]:
 
 
 PROBES: dict[str, dict[str, Callable[[Helper], dict[str, Any] | None]]] = {
-    "this host": {"directories": _try_directories, "devices": _describe_devices},
+    "this host": {"devices": _describe_devices},
     "two CPU ranks": {"gloo": _join, "exchange": _exchange, "shm": _try_memory},
     "symmetric memory": {"gloo and NCCL": _join, "memory": _try_memory},
 }
