@@ -15,13 +15,11 @@ import pytest
 import torch
 from programs import environment_of_rank, run_program, torchrun
 
-from benchmarks import ag_moe, moe_rs
 from benchmarks.common import arms as arms_module
 from benchmarks.common import records, render
 from benchmarks.common.arms import Arm, Plan, Timed, measure
 from benchmarks.common.processes import with_benchmarks
 from benchmarks.common.ranks import Ranks, Unsupported
-from benchmarks.operations import moe_problem
 from ranks import assert_all_ok, run_ranks, store_server
 
 AG_GEMM = "benchmarks.ag_gemm"
@@ -176,28 +174,6 @@ def render_page(tmp_path: Path, record: dict[str, Any]) -> None:
     assert f"({stem}.svg)" in page
     assert "96 x 48 x 32" in (tmp_path / "pages" / f"{stem}.svg").read_text()
     assert json.loads((tmp_path / "pages" / f"{stem}.json").read_text()) == record
-
-
-def baselines_with_an_empty_rank(rank: int) -> list[tuple[int, int]]:
-    shape, routing = moe_problem.Shape(12, 16, 48, 4, 2), moe_problem.Routing(zipf=1.5, empty=1)
-    found = []
-    for benchmark in (ag_moe, moe_rs):
-        problem = benchmark.Problem(shape, torch.bfloat16, Ranks(), routing)
-        call = problem.torch_in_sequence()
-        for _ in range(2):
-            problem.refresh()
-            arm = problem.arm("baseline", lambda call=call: call)
-            arm.poison()
-            result = call()
-            assert arm.error(result) <= arm.limit
-        found.append((problem.choices.own, len(result)))
-    return found
-
-
-def test_a_rank_without_tokens_takes_part_in_baselines_and_checks() -> None:
-    *filled, empty = assert_all_ok(run_ranks(baselines_with_an_empty_rank, 3))
-    assert filled == [[(6, 24), (6, 6)]] * 2  # tokens, and rows of the result
-    assert empty == [(0, 24), (0, 0)]
 
 
 @pytest.mark.gpu(devices=2, seconds=25)
@@ -368,34 +344,3 @@ def test_a_page_holds_times_ratios_reasons_and_where_they_come_from() -> None:
     ):
         assert part in page
     assert render.file_stem(record()) == "ag_gemm_8xH200_2026-01-02"
-
-
-def test_the_terminal_shows_cases_side_by_side() -> None:
-    text = render.summary(
-        record(*(case(name, a_ms=3.0, b={"unavailable": "no GPU"}) for name in ("64", "32")))
-    )
-    assert text.splitlines() == [
-        "Title, 8 x NVIDIA H200, ms (median, slowest rank)",
-        "NCCL ran without NVLink multicast: these variables switch it off.",
-        "M         64     32",
-        "a      3.000  3.000",
-        "b        n/a    n/a",
-        "a / b    n/a    n/a",
-        "b: n/a: no GPU",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("variables", "ranks", "said"),
-    [
-        ({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}, 2, "NCCL and torch's symmetric"),
-        ({"NCCL_NVLS_ENABLE": "0"}, 2, "NCCL ran"),
-        ({"NCCL_NVLS_ENABLE": "0"}, 1, ""),
-        ({"NCCL_NVLS_ENABLE": "1"}, 2, ""),
-        ({}, 2, ""),
-    ],
-)
-def test_a_page_says_who_did_without_multicast(variables, ranks, said) -> None:
-    line = render.without_multicast({"variables": variables, "hardware": {"world_size": ranks}})
-    assert line.startswith(said)
-    assert bool(line) == bool(said)

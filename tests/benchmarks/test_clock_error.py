@@ -3,48 +3,11 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from programs import torchrun
 
 from benchmarks.tuner import clock_error
-from benchmarks.tuner.clock_error import Row
-
-
-def row(clock_us: float, gpu_us: float, *, launch_bound: bool = False, feeds: bool = True) -> Row:
-    return Row(gpu_us, "idle", feeds, clock_us, gpu_us, launch_bound)
-
-
-@pytest.mark.parametrize(
-    ("measured", "verdict"),
-    [
-        (row(10.29, 10.0), "ok"),
-        (row(9.71, 10.0), "ok"),
-        (row(10.31, 10.0), "MISSED"),
-        (row(9.69, 10.0), "MISSED"),
-        (row(60.0, 10.0, launch_bound=True), "flagged"),
-        (row(10.0, 10.0, launch_bound=True), "ok"),
-        (row(60.0, 9.9), ""),
-        (row(60.0, 9.9, launch_bound=True), "flagged"),
-    ],
-)
-def test_a_kernel_of_ten_microseconds_is_right_or_flagged_or_missed(measured, verdict):
-    assert measured.verdict == verdict
-
-
-def event(name: str, us: float) -> Any:
-    return SimpleNamespace(name=lambda: name, duration_ns=lambda: us * 1e3)
-
-
-def test_the_profilers_durations_are_those_of_the_kernel_alone():
-    events = [event("spin_kernel", 100.0), *(event("spend", us) for us in (9.0, 11.0, 10.0))]
-    assert clock_error.median_us(events, "spend", 3) == 10.0
-    with pytest.raises(
-        RuntimeError, match=r"3 of 4 launches of spend in the profile: \['spend', 'spin_kernel'\]"
-    ):
-        clock_error.median_us(events, "spend", 4)
 
 
 @pytest.mark.gpu(alone=True, seconds=20)

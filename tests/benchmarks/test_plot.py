@@ -51,11 +51,3 @@ def test_a_picture_has_the_shapes_the_arms_and_the_bound_and_is_the_same_each_ti
     for drawn in ("1 x 2 x 3", "ours", "NCCL + GEMM", "bound", "time / GEMM alone", "2 x NVIDIA H200"):
         assert drawn in text
     assert "torch fused" not in text
-
-
-def test_what_cannot_be_drawn_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no picture of 'softmax'; there are those of ag_gemm"):
-        draw(record("softmax"), tmp_path / "no.svg")
-    with pytest.raises(ValueError, match="no case has both 'GEMM' and one of ours"):
-        draw(record(GEMM="out of memory"), tmp_path / "no.svg")
-    assert list(tmp_path.iterdir()) == []

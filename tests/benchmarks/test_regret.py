@@ -5,35 +5,18 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from programs import run_program
 
 from benchmarks import regret
 from benchmarks.common import render
-from benchmarks.common.launched import Launched, Observer, autotuners
-from benchmarks.common.ranks import Ranks
-from benchmarks.fresh_sessions import plans as regret_plans
-from benchmarks.fresh_sessions.plans import (
-    Contender,
-    Contest,
-    Replay,
-    nothing_is_tried,
-    ranked_configs,
-    tuned,
-)
-from benchmarks.fresh_sessions.sessions import Found, Pick, Sessions
-from benchmarks.fresh_sessions.subjects import OPERATIONS, open_ag_gemm
-from benchmarks.fresh_sessions.table import Regret, arms_table, table
-from ranks import assert_all_ok, run_ranks
+from benchmarks.fresh_sessions.sessions import Sessions
+from benchmarks.fresh_sessions.table import Regret
 
 PROGRAM = "benchmarks.regret"
 TINY = "32x16x16"
-PLACES = (0, 2)  # of candidates that two sessions pick
 
 
 # ---- arithmetic
@@ -46,40 +29,6 @@ def test_regret_is_what_a_pick_takes_longer_than_the_least_of_all_arms():
     assert found.percent == {1: pytest.approx(2.0), 2: pytest.approx(50.0), 3: pytest.approx(2.0)}
     assert found.median_percent == pytest.approx(2.0)
     assert found.worst_percent == pytest.approx(50.0)
-
-
-def test_the_table_has_a_column_for_each_session_and_tells_what_is_missing():
-    answer = Regret.of({"pick A": 1.034, "plain": 1.0}, {1: "pick A", 3: "pick A"}).as_dict()
-    plan = {"arm": "pick A", "sessions": [1, 3], "choices": ["pieces 2"], "launched": ["k: BLOCK: 1"]}
-    case = {
-        "case": "64", "regrets": {"": answer}, "noise_percent": 0.1234, "plans": [plan],
-        "arms": [{"name": "pick A", "ms": 1.034}, {"name": "plain", "ms": 1.0, "host_bound": True}],
-        "trouble": ["no time of the pick of sessions 2"], "remarks": ["matmul is not timed"],
-        "tuning": {"1": {"runs": 70, "seconds": 2.0}, "3": {"runs": 61, "seconds": 2.5}},
-    }  # fmt: skip
-    made = table([case], "M", [1, 2, 3])
-    assert made["columns"] == ("M", "best", "ms", "session 1", "session 2", "session 3", "median", "worst")
-    assert made["rows"] == [("64", "plain", "1.0000", "3.40", "n/a", "3.40", "3.40", "3.40")]
-    assert made["notes"][1:] == [
-        "One pick timed as two arms differs by 0.12 %.",
-        "64: sessions tuned in 61 to 70 runs, 2.0 to 2.5 s.",
-        "64: no time of the pick of sessions 2",
-        "64: matmul is not timed",
-        "The device waited for the host in some arm of 64.",
-    ]
-    assert arms_table([case], "M")["rows"] == [("64", "pick A", "1.0340", "1, 3", "pieces 2", "k: BLOCK: 1")]
-
-
-def test_configs_are_ranked_by_what_sessions_timed_relative_to_their_own_best():
-    def pick(**timings: float) -> Pick:
-        found = Found("gemm", "1", "a", "tuned", 1.0, timings)
-        return Pick((found,), (("gemm", "a"),), runs=1, seconds=1.0)
-
-    slow_machine, fast_machine = pick(a=20.0, b=22.0, c=30.0), pick(a=1.4, b=1.0, c=1.3)
-    outlier = pick(b=9.0, c=1.0)
-    assert ranked_configs("gemm", {1: slow_machine, 2: fast_machine}) == ["b", "a", "c"]
-    assert ranked_configs("gemm", {1: slow_machine, 2: fast_machine, 3: outlier}) == ["b", "a", "c"]
-    assert ranked_configs("other", {1: slow_machine}) == []
 
 
 # ---- the process that starts the others
@@ -134,103 +83,7 @@ def test_with_a_directory_only_sessions_that_did_not_end_well_are_run_again(monk
     assert "kept holds sessions of" in capfd.readouterr().err
 
 
-def test_a_session_s_processes_have_empty_caches_and_nothing_of_this_torchrun(monkeypatch):
-    for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "DIST_AUTOTUNE_MODE"):
-        monkeypatch.setenv(name, "1")
-    sessions = Sessions(Path("kept").absolute())
-    found = [sessions.environment(number, cold=False) for number in (1, 2)]
-    assert {"RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & found[0].keys() == set()
-    assert "DIST_AUTOTUNE_MODE" not in found[0]
-    assert found[0]["DIST_AUTOTUNE_CACHE_DIR"] != found[1]["DIST_AUTOTUNE_CACHE_DIR"]
-    assert found[0]["TRITON_CACHE_DIR"] == found[1]["TRITON_CACHE_DIR"]
-    cold = [sessions.environment(number, cold=True)["TRITON_CACHE_DIR"] for number in (1, 2)]
-    assert cold[0] != cold[1]
-
-
 # ---- picks
-
-
-def searching(place: int) -> Callable[..., Any]:
-    """Return a search that tries and picks the candidate in this place."""
-
-    def search(candidates: Any, **options: Any) -> Any:
-        yield place
-        return place
-
-    return search
-
-
-def replayed(rank: int, directory: Path) -> dict[str, Any]:
-    """Pick two configs of one kernel in two sessions, replay both in turns, and one with the other's pick."""
-    ranks = Ranks()
-    options = Namespace(dtype="fp32", backend="auto", alternatives="quick")
-    shape = OPERATIONS["ag_gemm"].shape(64, 48, 32)
-    subject = open_ag_gemm(shape, options, ranks)
-    subject.refresh()
-    callee, observer = subject.alternatives["plain, 1 piece, 2 programs"].open(), Observer(autotuners())
-    picks = {}
-    for place in PLACES:
-        observer.clear()
-        picks[place] = tuned(callee, observer, "x", directory / str(place), search=searching(place))
-    contest = Contest(ranks)
-    with nothing_is_tried():
-        replays = {place: Replay(callee, directory / str(place), observer, "x") for place in picks}
-        loaded = [
-            contest.load(replays[place], picks[place], f"session {place}", contest.trouble) for place in picks
-        ]
-        turns = [(place, observer.launches_of(replays[place])) for place in (0, 2, 0, 0, 2)]
-        swapped = contest.load(replays[2], picks[0], "the other", contest.trouble)
-        timed = [replays[0].contender("own"), Contender("not its own", replays[0], replays[2].launched)]
-        measured = {"arms": [{"name": each.arm, "ms": 1.0} for each in timed]}
-        regret_plans.void_what_launched_others(measured, timed, observer, ranks, [])
-    for each in subject.operations:
-        each.close()
-    return {
-        "picked": [picks[place].launched for place in picks], "loaded": loaded, "turns": turns,
-        "swapped": swapped, "trouble": contest.trouble, "arms": measured["arms"],
-    }  # fmt: skip
-
-
-def test_a_pick_loaded_from_the_cache_of_its_session_is_what_is_launched(tmp_path):
-    zero, one = assert_all_ok(run_ranks(replayed, 2, tmp_path))
-    assert zero == one
-    kernels = [[kernel for kernel, _ in launched] for launched in zero["picked"]]
-    assert kernels == [["all_gather_gemm"]] * 2
-    assert zero["picked"][0] != zero["picked"][1]
-    assert zero["loaded"] == [True, True]
-    for place, launched in zero["turns"]:
-        picked = zero["picked"][PLACES.index(place)]
-        assert launched == tuple(Launched(*each) for each in picked)
-    assert zero["swapped"] is False
-    assert "the cache of the session does not give back its pick: all_gather_gemm[" in zero["trouble"][0]
-    own, not_its_own = zero["arms"]
-    assert own == {"name": "own", "ms": 1.0}
-    assert not_its_own["unavailable"].startswith("it launched all_gather_gemm: BLOCK_M")
-
-
-def collective_of(rank: int, name: str) -> tuple[bool, tuple[str, ...]]:
-    """Make a call of the operation by its collective; return whether it is right, and what it fixes."""
-    ranks, operation = Ranks(), OPERATIONS[name]
-    options = Namespace(dtype="fp32", backend="auto", alternatives="quick")
-    sizes = (24, 32, 32, 4, 2) if "moe" in name else (64, 48, 32)
-    subject = operation.open(operation.shape(*sizes), options, ranks)
-    subject.refresh()
-    alternative = subject.alternatives["collective"]
-    callee = alternative.open()
-    arm = subject.arm("collective", lambda: callee.call)
-    is_right = arm.error(callee.call()) <= arm.limit
-    callee.check()
-    for each in subject.operations:
-        each.close()
-    assert (len(subject.operations), alternative.has_kernel) == (2, "moe" in name)
-    return is_right, alternative.choices
-
-
-@pytest.mark.filterwarnings("ignore:.*has not been tuned")
-@pytest.mark.parametrize("name", ["ag_gemm", "gemm_rs", "ag_moe", "moe_rs"])
-def test_a_collective_is_an_alternative_that_computes_what_the_operation_does(name):
-    outcomes = assert_all_ok(run_ranks(collective_of, 2, name))
-    assert outcomes == [(True, (f'{name} way "collective"',))] * 2
 
 
 def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Path) -> None:

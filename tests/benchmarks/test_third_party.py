@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from benchmarks.common.processes import with_benchmarks
-from benchmarks.third_party import disagreements, picks_of
 
 SCRIPT = """
 import sys, time
@@ -61,15 +60,3 @@ def test_a_script_is_tuned_and_its_bundle_leaves_nothing_to_try(tmp_path: Path) 
     (session,) = arms["tuned"]["sessions"]
     assert len(session["report"]["contexts"][0]["timings"]) == 2
     assert all(not session["report"]["outlook"] for session in arms["restarted"]["sessions"])
-
-
-def test_picks_are_read_by_key_and_compared_between_ranks() -> None:
-    said = (
-        "Triton autotuning for function f,\nwith key as (1, 'bf16', with key as (1, 'bf16'),\n"
-        "finished after 1.45s,\nbest config selected: BLOCK: {size}, num_warps: 4;\n"
-    )
-    ranks = [picks_of(said.replace("{size}", size)) for size in ("16", "32")]
-
-    assert list(ranks[0].values()) == ["BLOCK: 16, num_warps: 4"]
-    assert disagreements(ranks) == (1, 1)
-    assert disagreements([ranks[0], ranks[0]]) == (0, 1)

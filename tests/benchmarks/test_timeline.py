@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.operations.timeline import draw, read, table
+from benchmarks.operations.timeline import read, table
 
 KERNEL_BEGAN_NS = 900_000  # by the clock of the stamps, 4 us after the origin of the events
 
@@ -48,20 +47,3 @@ def test_the_table_counts_the_tiles_that_waited_and_what_an_sm_lost() -> None:
         "mean of an SM us": "9.2",
         "% of the call": "15.3",
     }
-
-
-def test_a_record_without_stamps_says_so() -> None:
-    record = of_rank(rank=1) | {"stamps": [[-1, -1, -1, -1]]}
-    with pytest.raises(ValueError, match="rank 1: no tile left a stamp"):
-        read(record, world_size=2)
-
-
-def test_a_picture_shows_every_rank_and_is_the_same_each_time(tmp_path: Path) -> None:
-    timelines = [read(of_rank(rank), world_size=2) for rank in (0, 1)]
-    pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
-    for picture in pictures:
-        draw("All-gather + GEMM", timelines, picture)
-    text, again = (picture.read_text() for picture in pictures)
-    assert text == again
-    for drawn in ("rank 0", "rank 1", "copies", "own chunk", "chunk of rank + 1", "waiting"):
-        assert drawn in text

@@ -8,13 +8,11 @@ import sys
 import pytest
 from crash_programs import EXHAUSTIVE, MS, alone, die, guards, program, summary, value_of
 from kernels_for_tests import Bench, double, launch, numbers, records
-from rank_programs import blocks_of, raise_, wait_for
-from typer.testing import CliRunner
+from rank_programs import raise_
 
 from dist_autotune import CacheWarning
-from dist_autotune.cli import commands
 from dist_autotune.search.messages import EXACT
-from dist_autotune.storage.crash_guard import FOLDER, CrashGuard, remove_abandoned
+from dist_autotune.storage.crash_guard import CrashGuard, remove_abandoned
 from dist_autotune.storage.winners import Winners
 from ranks import assert_all_ok, run_ranks
 
@@ -158,19 +156,6 @@ def open_guard(directory):
     return CrashGuard(Winners(directory), {}, "f", 0)
 
 
-def test_two_living_processes_of_one_rank_number_do_not_disturb_each_other(tmp_cache, tmp_path):
-    def living(number):
-        def meet():
-            (tmp_path / f"in {number}").touch()
-            wait_for(lambda: (tmp_path / f"in {1 - number}").exists())
-
-        return program(number, {(32, 1): meet})
-
-    for found in assert_all_ok(run_ranks(living, 2, init="none")):
-        assert (found["blocks"], found["banned"]) == (EVERYTHING, {})
-    assert guards(tmp_cache) == []
-
-
 def test_a_forked_child_that_outlives_the_owner_does_not_keep_the_guard(tmp_path):
     reading, writing = os.pipe()
 
@@ -214,28 +199,6 @@ def test_a_candidate_that_kills_the_process_as_it_is_loaded_is_the_one_to_blame(
 # ---- files
 
 
-def test_a_full_disk_is_one_warning_and_no_guard_is_left_that_accuses_anyone(tmp_cache, monkeypatch):
-    bench, x = Bench(), numbers()
-    kernel = bench.kernel(MS)
-    step = bench.tune(lambda: launch(kernel, x), **EXHAUSTIVE, log_dir=None)
-    original, calls = os.pwrite, []
-
-    def full(*arguments):
-        calls.append(arguments)
-        if len(calls) >= 3:
-            raise OSError(28, "No space left on device")
-        return original(*arguments)
-
-    monkeypatch.setattr(os, "pwrite", full)
-    folder = tmp_cache / FOLDER
-    with pytest.warns(CacheWarning, match=f"Cannot write the cache in {folder}: No space") as caught:
-        step()
-    monkeypatch.undo()
-    assert len(caught) == 1
-    assert blocks_of(step) == {"add64": 64}
-    assert guards(tmp_cache) == []
-
-
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -262,22 +225,6 @@ def test_a_damaged_guard_is_a_warning_with_its_path_and_nothing_is_banned(tmp_ca
         return found["blocks"], len(caught)
 
     assert value_of(warned) == (EVERYTHING, 1)
-    assert guards(tmp_cache) == []
-
-
-def test_cache_clear_deletes_what_is_abandoned_and_leaves_a_session_that_is_under_way(tmp_cache):
-    def busy(rank):
-        texts = []
-        clear = lambda: texts.append(CliRunner().invoke(commands.app, ["cache", "clear", "-y"]).output)  # noqa: E731
-        program(rank, {(32, 1): clear})
-        return texts
-
-    assert value_of(busy) == [f"Deleted 0 entries in {tmp_cache}\n"]
-    for path in tmp_cache.glob("*.json"):
-        path.unlink()
-    assert alone(program, {(64, 1): kill}).signal == signal.SIGKILL
-    cleared = CliRunner().invoke(commands.app, ["cache", "clear", "--yes"])
-    assert cleared.output == f"Deleted 0 entries and 1 crash guard in {tmp_cache}\n"
     assert guards(tmp_cache) == []
 
 

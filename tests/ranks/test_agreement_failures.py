@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from rank_programs import TIMEOUT_S, ending, exchange, is_gone, join, wait_for
+from rank_programs import ending, exchange, is_gone, wait_for
 
 from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, describe, run_ranks
@@ -40,17 +40,3 @@ def test_a_slow_peer_still_hears_of_a_failure_when_the_failing_host_has_left():
         assert "ValueError: boom" in first
         assert second.startswith("AgreementTimeout: ")  # and it is still gone at the next
         assert "rank 0" in second
-
-
-def test_a_merge_that_raises_is_a_failure_of_the_rank_that_merges():
-    def program(rank):
-        def refuse(*payloads: bytes) -> bytes:
-            raise KeyError("payload")
-
-        merge_ = refuse if rank == 0 else join
-        return ending(lambda: GROUPS.of(None).exchange(b"x", merge_, TIMEOUT_S, "a test")), exchange(rank)
-
-    (zero, _), (one, then) = assert_all_ok(run_ranks(program, 2))
-    assert zero == "KeyError: 'payload'"
-    assert one.startswith("PeerFailed: rank 0 failed")
-    assert then == [0, 1]

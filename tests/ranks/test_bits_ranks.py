@@ -87,25 +87,3 @@ def test_a_function_that_does_not_repeat_itself_on_one_rank_is_refused_on_all():
     for text in assert_all_ok(run_ranks(program, 2)):
         assert text.startswith("TuningError: bits='same': two runs with the same configs (add[64")
         assert "different bits in the result on rank 1" in text
-
-
-def test_a_call_after_one_that_raised_begins_anew_with_its_own_inputs():
-    def program(rank):
-        bench, calls = Bench(), itertools.count()
-        kernel = bench.kernel({BASE: 3.0, FAST: 1.0})
-
-        def thunk(x):
-            if next(calls) == 3 and rank == 1:
-                raise ValueError("stop")
-            return launch(kernel, x)
-
-        step = tune(bench, thunk, bits="same")
-        first = ending(lambda: step(numbers()))
-        result = step(numbers() + 5)
-        assert torch.equal(result, numbers() + 6)
-        return first, winner(only(step.report)), only(step.report).banned
-
-    first, second = assert_all_ok(run_ranks(program, 2))
-    assert first[0].startswith("PeerFailed: rank 1") or "rank 1" in first[0]
-    assert second[0] == "ValueError: stop"
-    assert first[1:] == second[1:] == (FAST, {})

@@ -153,22 +153,6 @@ def test_wall_clocks_that_differ_by_hours_and_jump_have_no_effect(monkeypatch):
 # ---- judged by the whole run
 
 
-@pytest.mark.parametrize(("agree", "chosen"), [("key", [1, 4]), ("ordinal", [4, 4])], ids=["key", "ordinal"])
-def test_choices_of_local_sizes_agree_by_key_or_by_order(agree, chosen):
-    def program(rank):
-        bench = Bench()
-
-        def thunk():
-            chunks = tunable("chunks", [1, 4], key=(64 + rank,))
-            bench.spend({1: 9.0 if rank else 1.0, 4: 4.0}[chunks])
-            return chunks
-
-        return tune(bench, thunk, agree=agree)()
-
-    # By key they are tuned one after the other: for that of rank 0, both runs take rank 1's 9 ms.
-    assert assert_all_ok(run_ranks(program, 2)) == chosen
-
-
 def test_options_that_differ_between_ranks_meet_in_their_intersection():
     def program(rank):
         bench, chosen = Bench(), []

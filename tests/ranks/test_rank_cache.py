@@ -12,7 +12,6 @@ from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from msgspec import structs
 from rank_programs import blocks_of, own_cache, statuses_of, tune, tune_on_disk
 
-from dist_autotune import CacheWarning
 from dist_autotune.regular_files import read_bounded
 from dist_autotune.storage import winners as cache_module
 from dist_autotune.storage.winners import LAUNCHED, EntryKey
@@ -96,20 +95,6 @@ def test_a_cached_winner_that_fails_on_one_rank_is_used_by_none(failing):
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero[:3] == one[:3]
     assert zero[1:3] == (16, "tuned")
-
-
-@pytest.mark.parametrize("damaged", [0, 1])
-def test_a_damaged_entry_on_one_rank_is_a_warning_there(damaged):
-    fill(2)
-    entries(damaged)[0].write_text("{")
-
-    def program(rank):
-        if rank != damaged:
-            return tune_on_disk(rank, OTHER)
-        with pytest.warns(CacheWarning, match="damaged JSON"):
-            return tune_on_disk(rank, OTHER)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(1, 32, "cached", [32])] * 2
 
 
 def test_another_number_of_ranks_tunes_anew():
@@ -229,23 +214,6 @@ def test_a_result_that_one_rank_has_lost_is_given_to_it(without):
         assert tuple(others) == expected
 
 
-def test_a_result_that_fails_on_the_rank_it_is_given_to_is_tuned_anew():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-        tune(bench, lambda: launch(kernel, x))()
-        if rank == 1:
-            kernel.cache.clear()
-            kernel.fn.failures[32] = out_of_resources
-        second = tune(bench, lambda: launch(kernel, x))
-        second()
-        return second.report.runs, statuses_of(second), blocks_of(second), kernel.cache[numbers_key(x)].kwargs
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
-    assert zero[1:] == ({"add64": "tuned"}, {"add64": 64}, {"BLOCK": 64})
-
-
 def test_a_config_that_fails_after_all_is_settled_is_banned_on_all_ranks():
     def program(rank):
         bench, x = Bench(), numbers()
@@ -322,18 +290,3 @@ def test_what_the_ranks_of_this_group_have_not_agreed_does_not_count(by):
         return statuses_of(step), blocks_of(step), kernel.cache[numbers_key(x)].kwargs
 
     assert assert_all_ok(run_ranks(program, 4)) == [({"add64": "tuned"}, {"add64": 16}, {"BLOCK": 16})] * 4
-
-
-def test_ranks_that_remember_different_results_drop_them():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 1.0, 32: 2.0})
-        step = tune(bench, lambda n: launch(kernel, numbers(n)))
-        step(64)
-        (context,) = step._calls.state.search.contexts.values()
-        if rank:  # as after a Ctrl-C that one rank saw an exchange later than the others
-            context.winner = 1
-        step(8)  # a new key opens a session
-        return [step(64).sum().item() == (x + 1).sum().item(), bench.blocks(n=64)[-1]]
-
-    assert assert_all_ok(run_ranks(program, 2)) == [[True, 16]] * 2

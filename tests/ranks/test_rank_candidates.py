@@ -37,20 +37,6 @@ def test_different_candidates_meet_in_their_intersection(blocks_by_rank, runs, l
     assert configs_of(blocks_by_rank) == [("returned tensor", runs, blocks) for blocks in launched]
 
 
-def test_new_keys_of_a_kernel_with_one_config_ask_for_no_session_once_it_is_settled():
-    def program(rank):
-        bench = Bench()
-        kernel = bench.kernel({32: 1.0})
-        step = tune(bench, lambda n: launch(kernel, numbers(n)))
-        step(64), step(64)
-        session = step.report.session
-        for n in (8, 16, 24):
-            step(n)
-        return step.report.session == session, bench.blocks()
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(True, [32] * 5)] * 2
-
-
 @pytest.mark.parametrize("blocks", [(32, 64), (128, 256)], ids=["some in common", "none in common"])
 def test_a_rank_that_comes_later_with_other_configs(blocks):
     def program(rank):

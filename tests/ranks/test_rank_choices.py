@@ -12,7 +12,6 @@ from rank_programs import ending, own_cache, tune
 
 from dist_autotune import tunable
 from dist_autotune.storage.winners import LAUNCHED
-from dist_autotune.timing.graph_replays import REPLAYS
 from ranks import assert_all_ok, run_ranks
 
 OPTIONS = [None, 4, 8]
@@ -49,17 +48,6 @@ def test_ranks_take_the_same_option_in_every_run_and_settle_on_that_of_the_slowe
     assert first == second
     assert first[:2] == (8, 8)
     assert set(first[2]) == {None, 4, 8}
-
-
-def test_without_a_gpu_ranks_call_the_function_in_place_of_replays_and_agree():
-    def program(rank):
-        choosing = Choosing(times_of(rank), objective="graph")
-        result, runs = choosing.tuned(), choosing.tuned.report.runs
-        return result, choosing.taken, (len(choosing.taken) - runs) % (1 + REPLAYS)
-
-    first, second = assert_all_ok(run_ranks(program, 2))
-    assert first == second
-    assert first[::2] == (8, 0)
 
 
 @pytest.mark.parametrize("holder", [0, 1])
@@ -148,32 +136,3 @@ def test_a_rank_outside_the_group_is_refused_by_name():
     *members, outsider = assert_all_ok(run_ranks(program, 3))
     assert members == ["returned None"] * 2
     assert outsider == "InvalidOption: rank 2 is no member of the process group that it was given"
-
-
-def test_a_group_that_was_destroyed_is_refused_also_when_another_one_takes_its_place():
-    def program(rank):
-        settled = {}
-        for turn in range(2):
-            group = dist.new_group([0, 1])
-            settled[turn] = tunable("limit", OPTIONS, among=group)
-            dist.destroy_process_group(group)
-            settled["destroyed", turn] = ending(lambda group=group: tunable("limit", OPTIONS, among=group))
-        return settled
-
-    for settled in assert_all_ok(run_ranks(program, 2)):
-        assert (settled[0], settled[1]) == (None, None)
-        for turn in range(2):
-            assert settled["destroyed", turn].startswith("InvalidOption: among=<")
-            assert settled["destroyed", turn].endswith(" was destroyed")
-
-
-def test_what_is_no_process_group_is_refused():
-    def program(rank):
-        return [
-            ending(lambda value=value: tunable("limit", OPTIONS, among=value)) for value in (0, "", [], 7)
-        ]
-
-    for told in assert_all_ok(run_ranks(program, 2)):
-        assert [text.split(":")[:2] for text in told] == [
-            ["InvalidOption", f" among={value!r}"] for value in (0, "", [], 7)
-        ]

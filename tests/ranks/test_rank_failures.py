@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels_for_tests import Bench, double, is_outside, launch, numbers, records
+from kernels_for_tests import Bench, is_outside, launch, numbers, records
 from rank_programs import (
     SOON_S,
     Boom,
@@ -49,55 +49,6 @@ def test_an_exception_raises_where_it_was_and_PeerFailed_on_the_others(failing, 
 
     zero, one, two = assert_all_ok(run_ranks(program, 3))
     assert zero == one == two
-
-
-def test_the_first_failure_is_known_before_a_slow_rank_has_come():
-    def program(rank, note):
-        fails = {0: lambda: raise_(Boom("early")), 2: lambda: wait_for(note.exists)}
-        step, _, _ = failing_step(rank, fails=fails, at_run=2)
-        text = ending(step)
-        if rank == 1:
-            note.touch()  # rank 2 is still in its function: rank 1 did not wait for it
-        return text
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3, Path.cwd() / "told"))
-    assert zero == "Boom: early"
-    for text in (one, two):
-        assert text.startswith("PeerFailed: rank 0 failed")
-        assert "Boom: early" in text
-
-
-def flow_failing_on(ranks, rank):
-    """Return a search that raises on some ranks once it has a time."""
-
-    def flow(candidates, *, n_warmup, n_repeat):
-        yield 0
-        if rank in ranks:
-            raise Boom("in the flow")
-        yield 1
-        return 1
-
-    return flow
-
-
-def test_a_search_of_the_users_that_raises_on_one_rank_is_told_to_the_others_at_once():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        ranks = {1}
-        step = tune(bench, lambda: launch(kernel, x), search=flow_failing_on(ranks, rank))
-        began = time.monotonic()
-        text = ending(step)
-        assert time.monotonic() - began < SOON_S
-        ranks.clear()
-        return text, torch.equal(step(), x + 1), blocks_of(step)
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero[0].startswith("PeerFailed: rank 1 failed")
-    assert two[0].startswith("PeerFailed: rank 1 failed")
-    assert "Boom: in the flow" in zero[0]
-    assert one[0].startswith("FlowFailed: search=")
-    assert zero[1:] == one[1:] == two[1:] == (True, {"add64": 32})
 
 
 @pytest.mark.parametrize(
@@ -202,27 +153,6 @@ def test_a_step_that_raises_every_few_calls_and_is_caught_costs_those_runs_alone
     assert failed == [["Boom", "PeerFailed"]] * 4
     (verdict,) = replay.verify(load_history(Path(".autotune_logs")).sessions)
     assert verdict.differences == []
-
-
-def test_a_kernel_that_is_new_in_a_run_that_fails_is_new_again_in_the_next():
-    def program(rank):
-        bench, runs = Bench(), []
-        kernel, late = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0 + rank}, double)
-
-        def thunk():
-            runs.append(None)
-            launch(kernel, numbers())
-            if len(runs) > 1:
-                launch(late, numbers())
-            if len(runs) == 2 and rank == 1:
-                raise Boom
-
-        step = tune(bench, thunk)
-        return ending(step).partition(":")[0], ending(step), bench.blocks("double"), blocks_of(step)
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert (zero[0], one[0]) == ("PeerFailed", "Boom")
-    assert zero[1:] == one[1:] == ("returned None", [16, 16, 32, 32], {"add64": 32, "double64": 32})
 
 
 def test_a_rank_that_comes_back_without_the_session_makes_all_begin_anew():

@@ -9,23 +9,11 @@ import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, double, launch, numbers, records
 from rank_programs import SHORT_S, blocks_of, ending, statuses_of, tune, tuned_step
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from dist_autotune import TuningError, contextual_autotune
 from dist_autotune.errors import InvalidOption
 from ranks import assert_all_ok, meet, run_ranks
-
-
-def test_what_torch_does_not_know_as_a_group_is_an_error_with_its_value():
-    def program(rank):
-        destroyed = dist.new_group([0, 1])
-        dist.barrier(destroyed)
-        dist.destroy_process_group(destroyed)
-        for group in (3, destroyed):
-            with pytest.raises(TuningError, match=f"group={group!r}: .*not registered"):
-                tuned_step({16: 1.0, 32: 2.0}, group=group)[0]()
-
-    assert_all_ok(run_ranks(program, 2))
 
 
 @pytest.mark.parametrize("init", ["file", "tcp"])
@@ -165,30 +153,6 @@ def test_the_process_group_may_end_and_begin_again():
     assert zero == one == ([16, 32, 32], 1)
 
 
-def test_a_group_of_the_same_name_and_store_after_a_restart_is_another():
-    def program(rank):
-        endings = []
-        for n in range(3):
-            step, _ = tuned_step({16: 1.0 + rank, 32: 1.5})
-            if n == 1:  # this one ends badly: its messages are left behind
-                if rank == 0:
-                    endings.append(ending(tuned_step({16: 1.0, 32: 2.0}, timeout_s=SHORT_S)[0])[:16])
-                meet()
-            else:
-                step()
-                endings += blocks_of(step).values()
-            store = dist.distributed_c10d._get_default_store()
-            meet()
-            dist.destroy_process_group()
-            dist.init_process_group("gloo", store=dist.PrefixStore(str(n), store), rank=rank, world_size=2)
-            dist.barrier()
-        return endings
-
-    zero, one = assert_all_ok(run_ranks(program, 2, init="tcp"))
-    assert zero == [32, "AgreementTimeout", 32]
-    assert one == [32, 32]
-
-
 def test_an_outsider_is_told_what_to_do():
     def program(rank):
         group = dist.new_group([0])
@@ -220,16 +184,3 @@ def test_a_mesh_of_one_dimension_is_its_group():
     zero, one, two, three = assert_all_ok(run_ranks(program, 4))
     assert zero == one == (2, {"add64": 32}, 4, True)
     assert two == three == (2, {"add64": 16}, 4, True)
-
-
-def test_a_rank_outside_the_mesh_is_told_to_call_on_members_only():
-    def program(rank):
-        mesh = DeviceMesh("cpu", [0, 1])
-        bench = Bench()
-        kernel = bench.kernel({16: 2.0, 32: 1.0})
-        return ending(tune(bench, lambda: launch(kernel, numbers()).sum(), group=mesh))
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero == one
-    assert zero.startswith("returned")
-    assert two.startswith("TuningError: Rank 2 called a tuned function whose group= it is not a member of")

@@ -58,31 +58,6 @@ def test_ranks_may_launch_in_different_order_and_number():
     assert assert_all_ok(run_ranks(program, 2)) == [(3, {"add64": 32, "double64": 32})] * 2
 
 
-def test_a_key_met_in_a_settled_call_joins_the_plan_that_peers_have_made_for_it_meanwhile():
-    def program(rank):
-        bench, calls, runs = Bench(), [], []
-        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-
-        def thunk():
-            runs.append(len(calls))
-            launch(kernel, numbers(64))
-            is_first_run_of_session = len(calls) == 2 and runs.count(2) == 2
-            if len(calls) > 1 and not (rank == 1 and is_first_run_of_session):
-                launch(kernel, numbers(128))
-
-        step = tune(bench, thunk)
-        for call in (1, 2):
-            calls.append(call)
-            bench.forget()
-            step()
-        return bench.blocks(n=128), blocks_of(step)
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero[1] == one[1]
-    assert (zero[0][:2], one[0][:1]) == ([32, 32], [32])
-    assert zero[0][2:] == one[0][1:]  # from the run on in which rank 1 comes to it, they launch the same
-
-
 def test_what_fails_for_the_key_of_one_rank_is_not_banned_for_the_keys_of_others():
     def program(rank):
         bench = Bench()

@@ -26,21 +26,6 @@ def test_all_ranks_begin_a_new_key_with_the_winner_of_the_nearest():
     assert assert_all_ok(results) == [([32, 32, 16, 64, 32], {"add128": 32})] * 2
 
 
-def test_a_key_of_another_rank_is_a_neighbour_too():
-    def program(rank):
-        bench = Bench()
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        sizes = [[64, 1000][rank]]
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes])
-        step()
-        bench.forget()
-        sizes.append(100)
-        step()
-        return bench.blocks(n=100)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [[32, 32, 16, 32]] * 2
-
-
 @pytest.mark.parametrize("holder", [0, 1])
 def test_entries_of_one_rank_that_the_session_has_opened_are_neighbours_on_all(holder):
     assert_all_ok(run_ranks(lambda rank: sweep(rank, [64], cache=own_cache(rank)), 2))
@@ -66,16 +51,3 @@ def test_what_one_rank_has_imported_all_ranks_begin_with(size, mode, monkeypatch
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
     again = run_ranks(lambda rank: sweep(rank, [size], cache=own_cache(rank), name="another"), 2)
     assert [blocks[0] for blocks, _ in assert_all_ok(again)] == [32, 32]
-
-
-def test_keys_that_agree_by_their_order_have_no_neighbours():
-    def program(rank):
-        bench, sizes = Bench(), [64 + rank]
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], agree="ordinal")
-        step()
-        sizes.append(128 + rank)
-        step()
-        return bench.blocks(n=128 + rank)[0]
-
-    assert assert_all_ok(run_ranks(program, 2)) == [16, 16]

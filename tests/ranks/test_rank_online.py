@@ -8,7 +8,6 @@ import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers, records
 from rank_programs import SHORT_S, blocks_of, run_until_settled, tune, tuned_step
 
-from dist_autotune import PeerFailed, StepTuner
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.triton_api import interception
@@ -284,29 +283,6 @@ def test_training_is_bit_equal_to_the_same_configs_without_the_tuner():
     assert zero[1] == one[1] == [16, 32, 64, *[32] * 5]
     assert zero == zero_bare
     assert one == one_bare
-
-
-def test_steps_of_all_ranks_are_one_run_and_one_that_raises_is_made_again():
-    def program(rank):
-        bench, x, endings = Bench(), numbers(), []
-        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 2.5})
-        options = {"clock": bench.clock, "n_warmup": 0, "n_repeat": 1, "cache": False, "progress": False}
-        tuner = StepTuner(is_dist=True, **options)
-        for turn in range(5):
-            try:
-                with tuner.step():
-                    assert torch.equal(launch(kernel, x), x + 1)
-                    if (turn, rank) == (1, 0):
-                        raise ValueError("boom")
-                endings.append("fine")
-            except (ValueError, PeerFailed) as error:
-                endings.append(type(error).__name__)
-        return bench.blocks(), blocks_of(tuner), tuner.settled, endings
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero[:3] == one[:3] == ([16, 32, 32, 64, 32], {"add64": 32}, True)
-    assert zero[3] == ["fine", "ValueError", "fine", "fine", "fine"]
-    assert one[3] == ["fine", "PeerFailed", "fine", "fine", "fine"]
 
 
 def test_one_run_and_one_exchange_a_call():

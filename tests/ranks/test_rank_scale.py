@@ -50,26 +50,6 @@ def payloads(contexts, first, ban_chance=0.01):
     return tuple(simulated(rank, contexts, first, ban_chance).encode() for rank in range(RANKS))
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["any run", "first run"])
-def test_1024_payloads_merge_to_the_same_in_any_order(first, capsys):
-    sent = payloads(4, first)
-    began = time.perf_counter()
-    merged = merge(*sent)
-    merging_ms = (time.perf_counter() - began) * 1e3
-    shuffled = functools.reduce(merge, random.Random(1).sample(sent, RANKS))
-    assert decode(merged) == decode(shuffled)
-    said(capsys, f"{RANKS} ranks, 4 contexts: {merging_ms:.0f} ms of merging on the first rank")
-
-
-@pytest.mark.parametrize("first", [False, True], ids=["any run", "first run"])
-def test_the_merged_payload_is_as_large_as_that_of_one_rank(first):
-    sent = payloads(4, first)
-    merged = merge(*sent)
-    # Ranks and counts have more digits, and a ban appears when any of the ranks has one.
-    assert len(merged) < 1.5 * len(sent[0]) + 4 * 3 * 80
-    assert len(merge(*payloads(8, first))) < 2.2 * len(merged)
-
-
 def formula(what):
     """Return the coefficients that docs/how-it-works.md states for the payload of an exchange."""
     (text,) = re.findall(rf"^\| {what} \| ([^|]+) \|$", HOW_IT_WORKS, re.MULTILINE)

@@ -79,20 +79,6 @@ def test_in_a_settled_call_all_that_lack_a_result_raise_and_stay_in_step(shipped
     assert assert_all_ok(run_ranks(program, 2)) == [(["NotTuned"] * 3, "returned ", "returned ")] * 2
 
 
-def test_in_a_settled_call_peers_that_wait_for_nothing_learn_it_at_their_next_exchange(shipped):
-    def program(rank):
-        bench, step = step_of(rank)
-        step([64])
-        ends = [kind(lambda: step([100 if rank else 64]))]
-        kernel = bench.kernel({16: 3.0})
-        another = tune(bench, lambda: launch(kernel, numbers()))
-        return ends + [kind(another) for _ in range(2 - rank)]
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == ["returned ", "PeerFailed", "returned tensor"]
-    assert one == ["NotTuned", "returned tensor"]
-
-
 @pytest.mark.parametrize("settled", [False, True], ids=["first call", "settled call"])
 def test_a_peer_in_a_collective_is_released_when_asked_for(shipped, settled, quick_heartbeats):
     def program(rank, pid):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -55,29 +54,6 @@ def test_a_rank_that_never_ends_is_killed_at_the_deadline_and_says_where_it_stoo
     assert "in spin_on_one" in one.stderr
 
 
-@pytest.mark.parametrize("blocks", [False, True], ids=["rank returns", "rank is killed"])
-def test_what_a_rank_started_ends_with_it(blocks):
-    def start_a_sleeper(rank, note):
-        sleeper = subprocess.Popen(["sleep", "1000"])
-        note.write_text(str(sleeper.pid))
-        if blocks:
-            sleeper.wait()
-
-    note = Path.cwd() / "pid"
-    run_ranks(start_a_sleeper, 1, note, timeout_s=1.0, init="none")
-    deadline = time.monotonic() + 30  # init reaps it
-    while _is_alive(int(note.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_nobody_leaves_a_meeting_before_the_last_has_come():
     def program(rank, directory):
         complete = []
@@ -95,16 +71,3 @@ def test_nobody_leaves_a_meeting_before_the_last_has_come():
     for rank, (complete, without_one) in enumerate(assert_all_ok(run_ranks(program, 3, Path.cwd()))):
         assert complete == [3, 3, 3]
         assert without_one == 2 or rank == 1
-
-
-def test_ctrl_c_reaches_a_rank_whatever_pytest_was_started_with():
-    def interrupt_myself(rank):
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(30)
-
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # what a shell gives to `pytest &`
-    try:
-        (result,) = run_ranks(interrupt_myself, 1, init="none")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert result.error_type == "KeyboardInterrupt", describe(result)

@@ -62,42 +62,11 @@ def test_ranks_that_are_no_later_than_before_begin_at_one_moment_with_time_for_t
             before.append(max(lags))
 
 
-def test_before_any_run_each_rank_waits_for_its_own_host_alone(monkeypatch):
-    ranks = Ranks(2, monkeypatch)
-    assert ranks.starts[0].lead_ms(FILLER_MS) == FILLER_MS
-    assert ranks.run([0.3, 0.5]) == [0.3 + FILLER_MS, 0.5 + FILLER_MS]
-    assert ranks.run([0.3, 0.5]) == [pytest.approx(MARGIN * 0.5 + FILLER_MS)] * 2
-
-
 def test_a_rank_that_is_much_later_begins_at_once_and_nobody_waits_for_it_for_long(monkeypatch):
     ranks = Ranks(2, monkeypatch)
     ranks.run([0.3, 0.5])
     assert ranks.run([0.3, 50.0]) == [pytest.approx(MARGIN * 0.5 + FILLER_MS), 50.0]
     assert ranks.run([0.3, 0.5]) == [pytest.approx(MOST_LAG_MS + FILLER_MS)] * 2
-
-
-def test_a_peer_whose_clock_is_far_ahead_keeps_no_device_busy_for_long(monkeypatch):
-    ranks = Ranks(2, monkeypatch)
-    ranks.run([0.3, 0.5])
-    start = ranks.starts[0]
-    start.apply_exchange(sent_ns=ranks.now_ns + 10**15, lag_ns=MS // 2)
-    assert start.lead_ms(FILLER_MS) <= MOST_LAG_MS + FILLER_MS
-    assert start.stamp()["lag_ns"] == 0
-
-
-def test_a_late_run_is_forgotten(monkeypatch):
-    ranks = Ranks(2, monkeypatch)
-    ranks.run([0.3, 50.0])
-    for _ in range(synchronized_start.REMEMBERED):
-        ranks.run([0.3, 0.5])
-    assert ranks.run([0.3, 0.5]) == [pytest.approx(MARGIN * 0.5 + FILLER_MS)] * 2
-
-
-@pytest.mark.parametrize("filler_ms", [0.0, 0.5, 7.0])
-def test_where_the_clock_is_not_told_the_filler_is_as_long_as_the_host_needs(filler_ms):
-    start = SynchronizedStart()
-    start.apply_exchange(0, 0)
-    assert start.lead_ms(filler_ms) == filler_ms
 
 
 # ---- in a session

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from documents import ROOT
-from gpu_cases import covering, covering_indices, shapes_and_candidates
-from gpu_schedule import Job, Placed, Schedule, jobs_of, part_of
+from gpu_cases import covering, covering_indices
+from gpu_schedule import Job, Placed, Schedule, part_of
 
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
 
@@ -31,27 +31,6 @@ def texts(placed: list[Placed[str]]) -> list[tuple[str, tuple[int, ...]]]:
     return [(" ".join(each.job.tests), each.devices) for each in placed]
 
 
-def test_tests_of_one_function_share_a_process_but_not_those_that_run_alone_or_on_several_devices():
-    tests = [(f"a{index}", "a", 1, False, 2.0) for index in range(8)]
-    tests += [("b0", "b", 1, True, 3.0), ("b1", "b", 1, True, 4.0)]
-    tests += [("c0", "c", 2, False, 5.0), ("c1", "c", 2, False, 6.0)]
-    assert [(" ".join(job.tests), job.seconds) for job in jobs_of(tests)] == [
-        ("a0 a1 a2 a3 a4 a5", 12.0),
-        ("a6 a7", 4.0),
-        ("b0", 3.0),
-        ("b1", 4.0),
-        ("c0", 5.0),
-        ("c1", 6.0),
-    ]
-
-
-def test_half_of_what_shares_a_device_spans_devices_at_most():
-    jobs = [Job((f"pair {index}",), 2, seconds=9.0) for index in range(3)]
-    schedule = Schedule([*jobs, Job(("a",)), Job(("b",))], devices=2, at_once=4)
-    assert [name for name, _ in texts(begun(schedule))] == ["pair 0", "pair 1", "a", "b"]
-    assert texts(begun(Schedule(jobs, devices=2, at_once=1))) == [("pair 0", (0, 1))]
-
-
 def test_what_runs_alone_waits_for_all_others_and_has_its_device_for_itself():
     alone = [Job((f"alone {index}",), is_alone=True) for index in range(3)]
     schedule = Schedule([*alone, Job(("a",)), Job(("b",))], devices=2, at_once=4)
@@ -63,22 +42,9 @@ def test_what_runs_alone_waits_for_all_others_and_has_its_device_for_itself():
     assert texts(begun(schedule)) == [("alone 1", (1,))]
 
 
-def test_what_a_process_did_not_come_to_is_run_by_another_one():
-    schedule = Schedule([Job(("a0", "a1", "a2"))], devices=1, at_once=1)
-    (placed,) = begun(schedule)
-    schedule.end(placed, left=["a2"])
-    assert texts(begun(schedule)) == [("a2", (0,))]
-
-
 def test_parts_are_all_tests_once():
     parts = [part_of(range(7), f"{index}/3") for index in (1, 2, 3)]
     assert parts == [[0, 3, 6], [1, 4], [2, 5]]
-
-
-@pytest.mark.parametrize("part", ["0/2", "3/2", "1", "a/b"])
-def test_a_part_that_does_not_exist_is_refused(part):
-    with pytest.raises(ValueError, match="expected i/n"):
-        part_of([1], part)
 
 
 def test_some_candidates_have_every_value_of_every_field():
@@ -86,16 +52,6 @@ def test_some_candidates_have_every_value_of_every_field():
     assert len(some) < len(GLUON_CANDIDATES) / 2
     assert values_of(some) == values_of(GLUON_CANDIDATES)
     assert [GLUON_CANDIDATES[index] for index in covering_indices(GLUON_CANDIDATES)] == some
-
-
-def test_every_shape_is_run_in_one_type_or_with_all_candidates_in_both(monkeypatch):
-    def shapes_and_types() -> set[str]:
-        cases = shapes_and_candidates(0, dict.fromkeys("abc"), print, GLUON_CANDIDATES[:1], print)
-        return {name for name in cases if "candidate" not in name}
-
-    assert shapes_and_types() == {"a, torch.float16", "b, torch.bfloat16", "c, torch.float16"}
-    monkeypatch.setattr("gpu_cases.ALL_CANDIDATES", True)
-    assert len(shapes_and_types()) == 6
 
 
 def values_of(candidates) -> set[tuple[str, str]]:

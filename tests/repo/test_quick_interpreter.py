@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 import triton
@@ -42,47 +40,6 @@ def test_nothing_stays_prepared_after_a_launch_whether_it_fails_or_not():
         with pytest.raises(InterpreterError, match="it was to fail"):
             doubled(21, fails=True)
         assert [getattr(tl, name) for name in names] == before
-
-
-def test_a_launch_in_a_grid_function_leaves_the_outer_one_prepared():
-    inner = []
-
-    def grid(meta):
-        inner.append(doubled(3))
-        return (1,)
-
-    assert doubled(5, grid=grid) == 10
-    assert inner == [6]
-
-
-def test_a_launch_on_another_thread_during_a_launch_is_prepared_by_itself():
-    found = []
-
-    def grid(meta):
-        thread = threading.Thread(target=lambda: found.append(doubled(4)))
-        thread.start()
-        thread.join()
-        return (1,)
-
-    assert doubled(5, grid=grid) == 10
-    assert found == [8]
-
-
-def test_a_type_that_is_kept_is_taken_for_no_other():
-    made = [tl.block_type(tl.float32, [tl.constexpr(4), 8]) for _ in range(2)]
-    assert [str(each) for each in made] == ["<['4', '8'], fp32>"] * 2
-    assert made[0] == made[1]
-    assert (made[1].element_ty, made[1].numel) == (tl.float32, 32)
-    assert tl.block_type(tl.float16, [4, 8]).element_ty is tl.float16
-    for wrong in ([4.0, 8], [3, 8]):
-        with pytest.raises((TypeError, ValueError)):
-            tl.block_type(tl.float32, wrong)
-    pointers = [tl.block_type(tl.pointer_type(each, 1), [4, 8]) for each in (tl.float32, tl.float16)]
-    assert [each.element_ty.element_ty for each in pointers] == [tl.float32, tl.float16]
-    assert [str(tl.tuple(values).type) for values in ([1, 2], [True, 2])] == [
-        str(tl.core.tuple_type([tl.core.constexpr_type(value) for value in values]))
-        for values in ([1, 2], [True, 2])
-    ]
 
 
 @triton.jit

@@ -106,13 +106,6 @@ def crowded(paths: Iterable[Path]) -> list[str]:
     return [folder.name for folder, count in modules.items() if count > MOST_MODULES]
 
 
-def named_twice(paths: Iterable[Path]) -> list[str]:
-    """Return the names that more than one class of these modules has."""
-    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())))
-    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
-    return sorted(name for name, count in names.items() if count > 1)
-
-
 SOURCES = sorted(path for path in PACKAGE.glob("*/*.py") if path.parent.name != "kernels")
 SOURCES += sorted(PACKAGE.glob("*.py"))
 
@@ -188,13 +181,6 @@ def test_a_breach_in_kernels_is_found(room: str, name: str, source: str, breach:
 )
 def test_a_breach_is_found(room: str, source: str, breach: str) -> None:
     assert breaches(source, room) == [breach]
-
-
-def test_no_two_classes_of_the_kernels_have_one_name(tmp_path: Path) -> None:
-    assert named_twice(KERNELS.rglob("*.py")) == []
-    for name in ("here", "there"):
-        (tmp_path / f"{name}.py").write_text("class Shape: ...")
-    assert named_twice(tmp_path.iterdir()) == ["Shape"]
 
 
 def test_each_note_of_the_kernels_stands_once_and_is_cited() -> None:

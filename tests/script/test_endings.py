@@ -74,16 +74,6 @@ def test_a_program_finds_the_arguments_and_modules_that_it_would(tmp_path, is_mo
     assert (run.returncode, run.stdout) == (bare.returncode, bare.stdout)
 
 
-def test_modules_of_the_script_can_be_imported_by_children_that_are_spawned(tmp_path):
-    (tmp_path / "parent.py").write_text(
-        "import multiprocessing as mp\n\ndef f(x):\n    return x + 1\n\n"
-        "if __name__ == '__main__':\n    with mp.get_context('spawn').Pool(1) as pool:\n"
-        "        print(pool.map(f, [1, 2]))\n"
-    )
-    bare, run = run_both("parent.py")
-    assert (run.returncode, run.stdout) == (bare.returncode, bare.stdout) == (0, "[2, 3]\n")
-
-
 def test_the_variable_off_runs_the_program_alone(tmp_path):
     (tmp_path / "program.py").write_text(
         "import sys; print([each for each in sys.meta_path if type(each).__name__ == 'ImportHooks'])"

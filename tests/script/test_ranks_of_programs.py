@@ -81,14 +81,6 @@ def test_a_rank_that_leaves_early_does_not_keep_the_other_waiting():
     assert time.monotonic() - began < SOON_S
 
 
-def test_a_rank_that_goes_on_alone_keeps_what_was_agreed():
-    kept = "print(scale_kernel.best_config.kwargs['BLOCK'])"
-    assert_all_ok(start(f"train(6 if rank == 0 else 12)\n{kept}"))
-    assert_agreed()
-    (config,) = configs()[1]
-    assert printed(0) == printed(1) == f"{config.split()[1].rstrip(',')}\n"
-
-
 def test_a_rank_without_a_launch_has_a_part_in_all_runs():
     results = start("if rank == 0:\n    train(9)\nelse:\n    for _ in range(9):\n        optimizer.step()\n")
     assert_all_ok(results)
@@ -128,14 +120,6 @@ def test_what_forks_of_data_loaders_do_is_not_tuned():
         )
     )
     assert printed(0) == printed(1) == f"{sum(6.0 * i for i in range(8))}\n"
-
-
-def test_a_forked_child_that_ends_as_the_program_does_ends_alone():
-    text = "train(2)\nif os.fork() == 0:\n    train(2)\n    sys.exit(0)\nos.wait()\ntrain(7)\nprint('end')"
-    results = start(text, BLOCKS="16")
-    assert_all_ok(results)
-    assert printed(0) == "end\n"
-    assert results[0].stderr.count("on 2 ranks") == 1
 
 
 def test_a_program_that_ends_before_all_is_settled_says_so():
@@ -224,23 +208,6 @@ def test_a_rank_without_the_command_costs_the_others_the_time_out_once():
     assert [printed(rank) for rank in range(2)] == ["end 0\n", "end 1\n"]
     waited = r"goes on with what is tuned: Rank 0 waited [2-9]\S* s for rank 1"  # longer on a busy machine
     assert len(re.findall(waited, results[0].stderr)) == 1
-
-
-def test_a_program_that_wraps_the_autotuner_itself_is_tuned_and_ends():
-    text = (
-        "from triton.runtime.autotuner import Autotuner\n"
-        "before, seen = Autotuner.run, []\n"
-        "def run(self, *args, **kwargs):\n    seen.append(1)\n    return before(self, *args, **kwargs)\n"
-        "Autotuner.run = run\n"
-        "single = triton.autotune([triton.Config({'BLOCK': 16})], ['n'])(scale_kernel.fn)\n"
-        "def launch():\n    x = torch.ones(3)\n    single[(1,)](x, x, 3, 2.0)\n    return x\n"
-        "train(9)\n"
-        "assert launch().tolist() == [2.0] * 3\n"
-        "import atexit\natexit.register(lambda: print('at exit', launch().tolist()))\n"
-        "assert seen\n"
-    )
-    assert_all_ok(start("import triton\n" + text))
-    assert_agreed()
 
 
 # ---- afterwards

@@ -21,7 +21,6 @@ from kernels_for_tests import (
     records,
     winner,
 )
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dist_autotune import StepTuner, TuningError, tunable
 from dist_autotune.bits import outputs
@@ -131,14 +130,6 @@ def test_a_function_without_outputs_is_refused(bench):
     tuned = bench.tune(lambda: launch(kernel, numbers()).sum().item() and None, bits="same")
     with pytest.raises(TuningError, match="returns no tensor: name in outputs="):
         tuned()
-
-
-@pytest.mark.filterwarnings("ignore:.*no launches")
-def test_a_function_that_launches_nothing_to_tune_or_is_traced_is_left_alone(bench):
-    assert bench.tune(lambda: None, bits="same")() is None
-    with FakeTensorMode():
-        traced = bench.tune(lambda: torch.ones(4) + 1, bits="same")
-        assert traced().shape == (4,)
 
 
 # ---- several kernels
@@ -269,17 +260,3 @@ def test_a_training_loop_uses_what_was_tuned_with_equal_bits(bench, monkeypatch)
     bench.forget()
     bench.tune(Function(bench), mode="online")()
     assert bench.blocks() == [SLOW]
-
-
-@pytest.mark.filterwarnings("ignore:no launches")
-def test_the_variable_holds_where_bits_is_not_given(bench, monkeypatch):
-    monkeypatch.setenv("DIST_AUTOTUNE_BITS", "same")
-    tuned = bench.tune(Function(bench), cache=False)
-    tuned()
-    assert winner(only(tuned.report)) == SLOW
-    free = bench.tune(Function(bench), bits="any", cache=False)
-    free()
-    assert winner(only(free.report)) == FAST
-    monkeypatch.setenv("DIST_AUTOTUNE_BITS", "equal")
-    with pytest.raises(InvalidOption, match="DIST_AUTOTUNE_BITS='equal': expected one of any, same, check"):
-        bench.tune(Function(bench))()

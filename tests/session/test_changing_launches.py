@@ -9,7 +9,6 @@ import pytest
 import torch
 from kernels_for_tests import (
     F32,
-    Mine,
     block_of,
     entries,
     launch,
@@ -86,24 +85,3 @@ def test_a_sweep_over_shapes_tunes_every_shape(bench, tmp_cache):
     assert [block_of(kernel.cache[n, F32, F32]) for n in shapes] == [32] * len(shapes)
     assert [entry["config"].split(",")[0] for entry in entries(tmp_cache)] == ["BLOCK: 32"] * len(shapes)
     assert [record.status for record in records(ContextSettled)] == ["tuned"] * len(shapes)
-
-
-def test_a_call_that_raises_after_a_new_key_tunes_nothing_and_the_next_one_does(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    fails = [False]
-
-    def thunk(n):
-        launch(kernel, numbers(n))
-        if fails[0]:
-            raise Mine
-
-    tuned = bench.tune(thunk)
-    tuned(64)
-    bench.forget()
-    fails[0] = True
-    with pytest.raises(Mine):
-        tuned(128)
-    assert bench.blocks() == [32]
-    fails[0] = False
-    tuned(128)
-    assert bench.blocks() == [32, 32, 32, 16, 32]

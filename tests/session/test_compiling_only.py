@@ -41,14 +41,6 @@ def test_compiling_only_between_trials_advances_nothing(bench):
     assert bench.clock.marks == 2
 
 
-def test_compiling_only_takes_the_winner_found_on_disk(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    fresh, compiled = bench.kernel({16: 3.0, 32: 1.0}), []
-    bench.tune(lambda: compiled.append(run_warmup(fresh)))()
-    assert compiled == ["compiled 32"]
-
-
 def test_launches_that_only_queue_compilations_are_no_trials(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     with concurrent.futures.ThreadPoolExecutor(1) as executor:

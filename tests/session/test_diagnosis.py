@@ -17,7 +17,6 @@ from dist_autotune.errors import LaunchFailed, LaunchTimeout
 from dist_autotune.logs.records import Note, RunFailed, SessionClosed
 from dist_autotune.ranks import group, watchdog
 from dist_autotune.ranks.watchdog import Watch, Watchdog
-from dist_autotune.timing.device_errors import is_reported
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.tuner import calls
 from ranks import assert_all_ok, run_ranks
@@ -280,21 +279,3 @@ def test_an_error_of_the_device_that_the_function_raises_is_left_alone_and_told_
     assert "Rank 1: run 1 of step: raised AcceleratorError: CUDA error: an illegal memory access" in zero
     assert "add[64, float32, float32] with BLOCK: 32" in zero
     assert "with BLOCK: 32" in results[1].stderr
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.AcceleratorError("x"), True),
-        (RuntimeError(ILLEGAL), True),
-        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),
-        (RuntimeError("HIP error: invalid device function"), True),
-        (RuntimeError("boom"), False),
-        (ValueError(ILLEGAL), False),
-        (torch.OutOfMemoryError("CUDA out of memory"), False),
-        (KeyboardInterrupt(), False),
-    ],
-    ids=repr,
-)
-def test_errors_of_the_device_are_told_from_the_users(error, expected):
-    assert is_reported(error) is expected

@@ -6,10 +6,8 @@ import gc
 import itertools
 import os
 import signal
-import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -108,27 +106,6 @@ def test_a_config_that_fails_once_in_a_while_is_banned_by_its_first_failure(benc
     tuned()
     assert bench.blocks() == [16] * 5 + [32, 32] + [16, 16]
     assert block_of(only(tuned.report).config) == 16
-
-
-@pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
-def test_a_config_that_fails_on_two_threads_at_once_is_the_only_one_banned(bench, is_settled):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    both = threading.Barrier(2)
-
-    def fail():
-        both.wait(60)
-        return out_of_resources()
-
-    with ThreadPoolExecutor(2) as pool:
-        tuned = bench.tune(lambda: list(pool.map(lambda x: launch(kernel, x), [numbers(), numbers()])))
-        if is_settled:
-            bench.tune(lambda: launch(kernel, numbers()))()
-            tuned()
-        kernel.fn.failures[32] = fail
-        for _ in range(3):
-            assert all(torch.equal(y, numbers() + 1) for y in tuned())
-    assert tuned.settled
-    assert list(only(tuned.report).banned) == [str(kernel.configs[1])]
 
 
 def test_the_hook_of_the_config_that_stands_in_runs_once_per_launch(bench):

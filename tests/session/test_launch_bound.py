@@ -16,62 +16,8 @@ from dist_autotune.logs.records import Agreed, ContextSettled, Trial
 from dist_autotune.reports.history import load_history
 from dist_autotune.reports.report import reports_of
 from dist_autotune.reports.tables import contexts_table
-from dist_autotune.search.agreed_times import HOST_SHARE
-from dist_autotune.search.context import Context
-from dist_autotune.search.messages import Announcement, Part, femtoseconds
-from dist_autotune.search.rules import Rules
-from dist_autotune.search.strategies import STRATEGIES
 from dist_autotune.timing.clock import PAIRS
 from ranks import assert_all_ok, run_ranks
-
-
-def part(ran: str, ms: float, gap_ms: float = 0.0) -> Part:
-    return Part(ran, ms, ms, femtoseconds(ms), measured=1, gap_ms=gap_ms)
-
-
-def context(names: str, search: str = "exhaustive", **options: Any) -> Context:
-    rules = Rules(
-        STRATEGIES[search], search, **{"n_warmup": 0, "n_repeat": 1, "rank_reduce": "max", **options}
-    )
-    order = tuple((name, f"BLOCK={name}") for name in names)
-    made = Context("ctx", Announcement(0, "matmul", "64", order, tuple(names)), rules, run=0)
-    made.start()
-    return made
-
-
-def winner(made: Context, ms: dict[str, float], gap_ms: dict[str, float]) -> str:
-    while not made.settled:
-        name = made.digests[made.planned]
-        told = part(name, ms[name], gap_ms[name])
-        made.advance(told)
-    return made.digests[made.incumbent]
-
-
-# ---- what the ranks make of it
-
-
-@pytest.mark.parametrize(
-    ("ms", "gap_ms", "expected", "is_bound"),
-    [
-        ((0.060, 0.055, 0.058), (0.03, 0.03, 0.03), "a", True),
-        ((0.060, 0.055, 0.058), (0.0, 0.0, 0.0), "b", False),
-        ((0.140, 0.100), (0.03, 0.03), "b", True),
-        ((0.060, 0.055), (0.006, 0.05), "a", True),
-        ((0.060, 0.055), (0.004, 0.05), "b", True),
-        ((1.0, 0.99), (0.99 * HOST_SHARE, 0.99 * HOST_SHARE), "b", False),
-    ],
-    ids=["near", "no host", "far", "slower one's part", "slower one's is smaller", "too small to count"],
-)
-@pytest.mark.parametrize("search", sorted(STRATEGIES))
-def test_what_the_hosts_part_may_account_for_leaves_the_incumbent_in_place(
-    search, ms, gap_ms, expected, is_bound
-):
-    made = context("abc"[: len(ms)], search)
-    assert (
-        winner(made, dict(zip("abc", ms, strict=False)), dict(zip("abc", gap_ms, strict=False))) == expected
-    )
-    assert (made.is_launch_bound, made.status) == (is_bound, "tuned")
-
 
 # ---- in a session
 
@@ -199,10 +145,3 @@ def test_without_fillers_the_same_function_is_flagged_and_keeps_its_incumbent(de
     found = only(tuned.report)
     assert (found.config.kwargs["BLOCK"], found.launch_bound) == (16, True)
     assert len(device.fillers_ms) == 1 + 2 * PAIRS  # to know what events cost, before the first run
-
-
-def test_nothing_is_fed_where_nothing_may_be_tried(device, monkeypatch):
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    _, tuned = on_device(device, {16: 0.012, 32: 0.010}, host_ms=0.04)
-    tuned()
-    assert (device.fillers_ms, device.events) == ([], 0)

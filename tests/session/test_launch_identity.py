@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from typing import Any
 
@@ -14,7 +13,6 @@ import triton.language as tl
 from kernels_for_tests import (
     Probe,
     add,
-    block_of,
     grid_of,
     launch,
     numbers,
@@ -74,23 +72,6 @@ def test_the_launches_of_one_run_are_one_sample_their_mean(bench):
     tuned = bench.tune(lambda: [launch(kernel, numbers()) for _ in range(2)])
     tuned()
     assert list(only(tuned.report).timings.values()) == [3.0, 2.0]
-
-
-def test_an_autotuner_that_has_pruned_the_planned_config_away_launches_another(bench):
-    runs = itertools.count()
-
-    def thunk():
-        kept = next(runs) % 2
-        pruning = {"early_config_prune": lambda configs, named, **rest: configs[kept:]}
-        return launch(bench.kernel({16: 1.0, 32: 2.0, 64: 3.0}, prune_configs_by=pruning), numbers())
-
-    tuned = bench.tune(thunk, n_repeat=2)
-    for _ in range(3):
-        assert torch.equal(tuned(), numbers() + 1)
-    assert tuned.settled
-    assert block_of(only(tuned.report).config) == 16
-    assert bench.blocks()[:3] == [16, 32, 16]  # the run between, of an Autotuner without it, did not count
-    assert set(bench.blocks()[-2:]) == {16, 32}  # settled: the winner, and what stands in for it
 
 
 def test_autotuners_made_anew_for_every_call_share_one_context_and_are_let_go(bench):

@@ -94,14 +94,6 @@ def test_all_candidates_but_the_first_incumbent_are_compiled_after_the_first_run
     assert {32, 64} <= set(compiled_at[1])
 
 
-def test_a_config_with_a_hook_is_compiled_by_its_launch_because_the_hook_belongs_to_one(bench, compiler):
-    hooked = []
-    hooks = {block: lambda arguments, block=block: hooked.append(block) for block in (16, 32)}
-    kernel = compiler({16: 3.0, 32: 1.0}, pre_hooks=hooks)
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert hooked == bench.blocks() == [16, 32, 32]
-
-
 def test_a_config_is_loaded_before_the_clock_starts(bench, compiler):
     kernel = compiler({16: 3.0, 32: 1.0}, pre_hooks={32: lambda arguments: None})
     order: list[Any] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
@@ -54,21 +53,6 @@ def shape(launch):
 
 def shapes(launches):
     return {shape(each) for each in launches}
-
-
-def test_a_product_is_all_combinations_in_order_and_makes_one_at_a_time():
-    made = []
-
-    def make(**values):
-        made.append(values)
-        return tuple(values.values())
-
-    product = Combinations(make, a=(1, 2, 3), b="xy")
-    assert (len(product), product[-1], product[1:3]) == (6, (3, "y"), [(1, "y"), (2, "x")])
-    assert len(made) == 3
-    assert drawn(product) == list(itertools.product((1, 2, 3), "xy"))
-    with pytest.raises(IndexError):
-        product[6]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from kernels_for_tests import block_of, launch, no_bench, numbers, only, records
 from dist_autotune.cli.replay import verify
 from dist_autotune.logs.records import ContextAdmitted
 from dist_autotune.reports.history import load_history
-from dist_autotune.storage.known_results import KnownResults
 
 # BLOCK -> ms: 32 wins for few numbers, 64 for many.
 SMALL_OR_LARGE = {
@@ -54,29 +53,6 @@ def test_the_next_process_begins_with_what_is_on_disk(bench, tuned, mode, monkey
     assert (bench.blocks(n=2048)[0], bench.blocks(n=100)[0]) == (64, 32)
     if mode == "cached":
         assert bench.blocks() == [64, 32]
-
-
-def test_keys_that_are_launched_no_more_cost_no_search_for_neighbours_in_later_runs(bench, monkeypatch):
-    asked = []
-
-    def of_kernel(results, context, kernel_id):
-        asked.append(context.key[0])
-        return found(results, context, kernel_id)
-
-    found = KnownResults.of_kernel
-    monkeypatch.setattr(KnownResults, "of_kernel", of_kernel)
-    kernel = bench.kernel(SMALL_OR_LARGE)
-    tuned = bench.tune(lambda *ns: [launch(kernel, numbers(n)) for n in ns], mode="online", n_repeat=8)
-    while not tuned.settled:
-        tuned(64)
-    tuned(64, *range(1000, 1030))  # settled: keys are met, and tuned where they come again
-    asked.clear()
-    for _ in range(3):
-        tuned(64)
-    assert asked == []
-    tuned(1007)
-    assert set(asked) == {1007}
-    assert bench.blocks(n=1007) == [32, 32]
 
 
 def test_with_four_keys_told_a_new_one_begins_where_they_expect_the_fastest(bench):

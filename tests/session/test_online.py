@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from kernels_for_tests import double, launch, numbers, only, records, winner
 
 from dist_autotune.logs.records import RunStarted
 from dist_autotune.search.state import ADMISSION_RUNS
-
-
-@pytest.mark.parametrize("limit", [{"max_runs": 4}, {"budget_s": 1e-9}], ids=str)
-def test_online_what_was_left_when_runs_or_time_were_spent_waits_for_retune(bench, limit):
-    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online", n_repeat=3, **limit)
-    for _ in range(20):
-        tuned()
-    assert tuned.settled
-    assert only(tuned.report).status == "partial"
-    tried = len(set(bench.blocks()))
-    assert tried < 3
-    assert bench.blocks()[-10:] == [bench.blocks()[-1]] * 10
-    tuned.retune()
-    tuned()
-    assert only(tuned.report).status in ("partial", "tuning") or not tuned.settled
 
 
 def test_online_a_context_starves_after_64_runs_and_resumes_when_launched_again(bench):
@@ -58,17 +42,6 @@ def test_online_keys_that_each_come_once_are_admitted_in_sixteen_runs_and_the_se
     assert n <= 16 + 64 + 1  # the last one admitted is starved
     statuses = [context.status for context in tuned.report.contexts]
     assert (statuses.count("starved"), statuses.count("partial")) == (16, n - 16)
-
-
-def test_online_keys_that_come_late_are_tuned_while_few_runs_have_brought_any(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda *ns: [launch(kernel, numbers(n)) for n in ns], mode="online", n_repeat=20)
-    for call in range(80):
-        tuned(64, *((8,) if call > 20 else ()))
-    assert {context.key[0]: (context.status, winner(context)) for context in tuned.report.contexts} == {
-        8: ("tuned", 32),
-        64: ("tuned", 32),
-    }
 
 
 class SlowClock:

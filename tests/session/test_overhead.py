@@ -222,12 +222,3 @@ def test_a_settled_launch_executes_no_more_of_python_than_a_stock_launch(monkeyp
         return (bytecodes(lambda: function(11)) - bytecodes(lambda: function(1))) / 10
 
     assert 0 < of_a_launch(tuned) <= of_a_launch(thunk)
-
-
-def test_a_kernel_whose_one_config_is_replaced_is_launched_with_what_stands_there_now(bench):
-    kernel = bench.kernel({16: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned(), tuned(), tuned()
-    kernel.configs = [triton.Config({"BLOCK": 32})]
-    tuned(), tuned()
-    assert bench.blocks() == [16, 16, 16, 32, 32]

@@ -10,7 +10,6 @@ import triton
 from kernels_for_tests import (
     KEY,
     block_of,
-    double,
     launch,
     no_bench,
     numbers,
@@ -160,18 +159,6 @@ def test_the_listener_hears_of_every_final_result(bench, monkeypatch):
     bench.tune(lambda: launch(fresh, numbers()))()
     (event,) = heard
     assert (event["cache_hit"], event["duration"], block_of(event["best_config"])) == (True, None, 32)
-
-
-@NEEDS_LISTENER
-def test_the_listener_hears_nothing_of_what_is_provisional_or_was_known(bench, monkeypatch):
-    heard = []
-    monkeypatch.setattr(knobs.autotuning, "listener", lambda **event: heard.append(event))
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    bench.tune(lambda: launch(kernel, numbers()), max_runs=2)()
-    known = bench.kernel({16: 3.0, 32: 1.0}, double)
-    known.cache[KEY] = known.configs[1]
-    bench.tune(lambda: launch(known, numbers()))()
-    assert heard == []
 
 
 # ---- the report and what is settled

@@ -66,22 +66,6 @@ def test_retune_from_inside_a_call_tunes_anew_at_the_next_call(bench, run):
     assert tuned.settled
 
 
-def test_retune_that_fails_is_still_to_be_done(bench):
-    ms = {16: 3.0, 32: 1.0}
-    kernel = bench.kernel(ms)
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    ms[32] = 9.0
-    tuned.retune()
-    kernel.fn.failures.update(dict.fromkeys(ms, lambda: KeyError("users")))
-    with pytest.raises(KeyError):
-        tuned()
-    kernel.fn.failures.clear()
-    bench.forget()
-    tuned()
-    assert bench.blocks() == [16, 32, 16]
-
-
 # ---- modes
 
 

@@ -189,20 +189,3 @@ def test_a_key_that_is_launched_too_seldom_is_named_and_recorded(bench, step_tun
     train(evaluates=False)
     assert (step_tuner.report.waiting, Winners(cache_directory()).waiting()) == ((), [])
     assert step_tuner.settled
-
-
-class Subclass(StepTuner):
-    def __init__(self, **options):
-        super().__init__(**options)
-
-
-@pytest.mark.parametrize("kind", [StepTuner, Subclass])
-def test_steps_are_called_after_the_file_that_makes_their_tuner(bench, kind):
-    tuner = kind(clock=bench.clock, progress=False)
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    with tuner.step():
-        launch(kernel, numbers())
-    assert tuner.report.function == "test_step_tuner.py"
-    assert kind(name="mine")._name == "mine"
-    (made,) = eval("[kind()]", {"kind": kind})
-    assert made._name == "step"  # of a prompt

@@ -80,15 +80,6 @@ def test_a_kernel_that_backward_launches_is_tuned(bench, threaded):
     assert bench.blocks() == [16, 32, 32]
 
 
-def test_a_choice_asked_for_on_another_thread_is_that_of_the_run(bench):
-    def thunk():
-        chosen = on_thread(lambda: tunable("slices", [1, 2]))
-        bench.spend({1: 2.0, 2: 1.0}[chosen])
-        return chosen
-
-    assert bench.tune(thunk)() == 2
-
-
 def by_join(function: Callable[[], Any]) -> None:
     thread = threading.Thread(target=function)
     thread.start()

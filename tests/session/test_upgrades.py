@@ -17,7 +17,6 @@ from kernels_for_tests import (
     out_of_resources,
     records,
 )
-from msgspec import structs
 
 from dist_autotune import NotTuned
 from dist_autotune.logs.records import ContextAdmitted
@@ -115,26 +114,3 @@ def test_strict_says_what_an_upgrade_has_made_of_the_result(tmp_cache, monkeypat
     with pytest.raises(NotTuned, match="from before an upgrade"):
         tuned()
     assert bench.blocks() == []
-
-
-def test_an_old_entry_is_found_without_reading_any_of_thousands(tmp_cache, monkeypatch):
-    start(OLD_MS)[0]()
-    (path,) = tmp_cache.glob("*.json")
-    known = json.loads(path.read_text())
-    (key,) = (each.key for each in Winners(tmp_cache).entries())
-    foreign = set()
-    for n in range(1000):
-        other = structs.replace(key, key=f"foreign {n}")
-        foreign.add(other.file_name)
-        (tmp_cache / other.file_name).write_text(json.dumps({**known, "key": structs.asdict(other)}))
-    upgrade_triton(monkeypatch)
-    monkeypatch.setattr(Winners, "entries", lambda self, kernel="": iter(()))  # those of other keys
-    read = []
-    whole = winners.read_bounded
-    monkeypatch.setattr(
-        winners, "read_bounded", lambda path, limit: read.append(path.name) or whole(path, limit)
-    )
-    tuned, _, _ = start(NEW_MS)
-    tuned()
-    assert path.name in read
-    assert not foreign & set(read)

@@ -97,21 +97,6 @@ def test_old_and_new_tensors_are_told_apart_where_the_collector_is_frozen(bench,
     assert all(torch.equal(each, ones()) for each in outputs)
 
 
-def test_a_gradient_that_autograd_has_made_is_put_back(bench):
-    kernel, weight = in_place(bench), torch.ones(64, requires_grad=True)
-    weight.sum().backward()
-    bench.tune(lambda: launch(kernel, ones(), weight.grad))()
-    assert torch.equal(weight.grad, 2 * ones())
-
-
-@pytest.mark.parametrize("given", [None, 3, torch.zeros(0), torch.eye(2).to_sparse()], ids=str)
-def test_what_has_no_memory_to_put_back_is_passed_over(bench, given):
-    kernel, written = in_place(bench), written_tensors.WrittenTensors()
-    written.begin_runs()
-    written.keep(Launch(kernel, (ones(), given, 64), {}))
-    assert written.restore() == ""
-
-
 def test_the_tensor_under_a_descriptor_is_put_back(bench):
     kernel, y, written = in_place(bench), torch.zeros(8, 8), written_tensors.WrittenTensors()
     written.begin_runs()
@@ -200,18 +185,6 @@ def test_modes_that_repeat_nothing_put_nothing_back(bench, mode, monkeypatch):
     for _ in range(calls):
         tuned()
     assert torch.equal(y, calls * ones())
-
-
-def test_a_launch_that_is_captured_is_not_copied(bench, monkeypatch):
-    kernel, y = in_place(bench), torch.zeros(64)
-    tuned = bench.tune(lambda: launch(kernel, ones(), y))
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        patched.setattr(torch.Tensor, "clone", lambda *args, **kwargs: pytest.fail("a copy"))
-        tuned()
-    assert torch.equal(y, ones())
-    tuned()
-    assert torch.equal(y, 2 * ones())
 
 
 def test_no_memory_for_a_copy_is_told_and_bans_nothing(bench, monkeypatch):

@@ -102,37 +102,6 @@ def test_what_is_for_other_hardware_is_left_out_unless_asked_for(exported: Any) 
     assert sorted(each.key.key for each in other.entries()) == ["1", "2"]
 
 
-def test_a_bundle_for_other_hardware_alone_is_refused(exported: Any) -> None:
-    other = exported(entry())
-    result = run("import", "all.json")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "1 of 1 entry not for this machine" in result.stderr
-    assert list(other.entries()) == []
-
-
-def test_what_sessions_here_race_again_is_named(exported: Any) -> None:
-    exported(here(key="1"), here(key="2", triton_version="2.0.0", driver="580.1"))
-    assert run("import", "all.json").stderr == (
-        "1 entry tuned with Triton 2.0.0, driver 580.1; here are Triton "
-        f"{triton.__version__}, driver unknown: the three best of each are raced again, and strict refuses "
-        "its key until then\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [(None, "No such file"), ("", "empty file"), ("{}", "no schema"), ('{"schema": 1}', "not a bundle")],
-    ids=["missing", "empty", "no schema", "no bundle"],
-)
-def test_what_is_no_bundle_is_one_line(tmp_path: Path, content: str | None, reason: str) -> None:
-    if content is not None:
-        (tmp_path / "all.json").write_text(content)
-    result = run("import", "all.json")
-    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
-    assert "all.json" in result.stderr
-    assert reason in result.stderr
-
-
 def test_a_damaged_entry_stores_nothing(exported: Any, tmp_path: Path) -> None:
     other = exported(here(key="1"), here(key="2"))
     data = json.loads((tmp_path / "all.json").read_text())
@@ -169,18 +138,6 @@ def test_an_export_overwrites_nothing_unless_asked_for(tmp_cache: Path) -> None:
     assert run("export", "all.json", "--replace").exit_code == 0
 
 
-@pytest.mark.parametrize("path", [".", "somewhere"])
-@pytest.mark.parametrize("options", [[], ["--replace"]])
-def test_a_bundle_is_not_written_to_a_directory(tmp_cache: Path, path: str, options: list[str]) -> None:
-    Winners(tmp_cache).put(entry())
-    Path("somewhere").mkdir()
-    result = run("export", *options, path)
-    name = Path(path) / "winners.json"
-    assert result.exit_code == 2
-    assert result.stderr == f"{path} is a directory: name a file in it, such as {name}\n"
-    assert list(Path("somewhere").iterdir()) == []
-
-
 def test_files_of_other_tools_overwrite_nothing_unless_asked_for(bench: Any) -> None:
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     bench.tune(lambda: launch(kernel, numbers()))()
@@ -190,25 +147,6 @@ def test_files_of_other_tools_overwrite_nothing_unless_asked_for(bench: Any) -> 
     assert (result.exit_code, Path("out/add.json").read_text()) == (2, "mine")
     assert result.stderr == "out/add.json is there already, 1 in all: --replace writes over them.\n"
     assert run("export", "out", "--format", "fla", "--replace").exit_code == 0
-
-
-def test_files_of_other_tools_are_of_one_device(tmp_cache: Path) -> None:
-    Winners(tmp_cache).put(entry(), entry(device="NVIDIA H200"))
-    result = run("export", "out", "--format", "vllm")
-    assert result.exit_code == 2
-    assert "several devices, NVIDIA H200, test device: choose one by --device" in result.stderr
-
-
-def test_what_has_no_place_is_named_with_the_reason(tmp_cache: Path) -> None:
-    Winners(tmp_cache).put(entry())
-    result = run("export", "out", "--format", "vllm")
-    assert result.exit_code == 2
-    assert result.stderr.splitlines() == [
-        "Left out matmul[4096, fp16]: its key or config is not kept in a form that JSON has, or was tuned "
-        "before that was kept",
-        "Nothing can be written as --format vllm.",
-    ]
-    assert not Path("out").exists()
 
 
 def test_from_a_bundle_the_next_machine_tries_nothing(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:

@@ -13,7 +13,7 @@ from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 from rank_programs import tune
 from typer.testing import CliRunner, Result
 
-from dist_autotune import contextual_autotune, tunable
+from dist_autotune import tunable
 from dist_autotune.cli import replay
 from dist_autotune.cli.commands import app
 from dist_autotune.cli.replay import Verdict
@@ -129,24 +129,6 @@ def test_a_session_goes_on_from_the_contexts_that_earlier_ones_have_settled() ->
     assert_as_recorded(sessions=3)
 
 
-def test_a_search_of_the_users_own_is_said_to_be_out_of_reach() -> None:
-    def mine(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
-        yield candidates[0]
-        return candidates[0]
-
-    bench = Bench()
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    contextual_autotune(lambda: launch(kernel, numbers()), search=mine, clock=bench.clock, cache=False)()
-    (verdict,) = verdicts()
-    assert (verdict.differences, verdict.compared) == ([], 0)
-    result = run()
-    assert (result.exit_code, "nothing to recompute" in result.stdout) == (0, True)
-    result = run("--statistic", "min")
-    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert "--search" in result.stderr
-    assert run("--search", "exhaustive").exit_code == 0
-
-
 # ---- sessions of several ranks
 
 
@@ -228,27 +210,11 @@ def test_a_missing_rank_is_named_and_the_decisions_are_recomputed_without_it() -
 # ---- directories that cannot be replayed
 
 
-def assert_one_line_error(result: Result, *parts: str) -> None:
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert len(result.stderr.splitlines()) == 1
-    for part in parts:
-        assert part in result.stderr
-
-
 def test_a_session_that_did_not_record_what_ranks_said_is_named() -> None:
     write_session(LOGS)
     result = run()
     assert result.exit_code == 1
     assert "the merged reports of this run" in result.stdout
-
-
-def test_json_holds_what_the_tables_show() -> None:
-    racing(Bench())
-    result = run("--json", "--search", "exhaustive", "--n-repeat", "2", "--n-warmup", "0")
-    data = json.loads(result.stdout)
-    assert [len(session["differences"]) for session in data["sessions"]] == [0]
-    assert {each["search"] for each in data["another_search"]} == {"exhaustive 0+2"}
-    assert {each["pick"]["regret_percent"] for each in data["another_search"]} == {0.0}
 
 
 # ---- another search on the recorded samples
@@ -270,29 +236,21 @@ def noisy(rank: int) -> None:
     tune(bench, lambda: launch(kernel, numbers()), n_repeat=5, n_warmup=0)()
 
 
-def tried(**options: Any) -> replay.WhatIf:
-    (found,) = replay.what_if(load_history(LOGS).sessions, options)
-    return found
-
-
-@pytest.fixture
-def noisy_logs() -> None:
-    assert_all_ok(run_ranks(noisy, 2))
-
-
-@pytest.mark.usefixtures("noisy_logs")
 def test_the_same_search_on_the_same_samples_picks_the_same_in_as_many_runs() -> None:
-    found = tried()
+    assert_all_ok(run_ranks(noisy, 2))
+    (found,) = replay.what_if(load_history(LOGS).sessions, {})
     assert (found.runs, found.recorded_runs, found.resampled) == (10, 10, 0)
     assert found.pick == found.recorded
     assert (found.pick.config.split(",")[0], found.pick.ms) == ("BLOCK: 16", 3.0)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("--search", "best"), ("--statistic", "mode"), ("--rank-reduce", "min")],
-    ids=["search", "statistic", "rank-reduce"],
-)
-def test_an_option_that_does_not_exist_is_one_line_with_those_that_do(arguments: tuple[str, str]) -> None:
+def test_another_search_on_recorded_samples_is_a_table_and_json() -> None:
     racing(Bench())
-    assert_one_line_error(run(*arguments), arguments[1], "expected one of")
+    options = "--search", "exhaustive", "--n-repeat", "2", "--n-warmup", "0"
+    assert "exhaustive 0+2" in run(*options).stdout
+    session, other = json.loads(run("--json", *options).stdout)["another_search"]
+    assert {each["search"] for each in (session, other)} == {"exhaustive 0+2"}
+    assert {each["pick"]["regret_percent"] for each in (session, other)} == {0.0}
+    refused = run("--search", "best")
+    assert (refused.exit_code, len(refused.stderr.splitlines())) == (2, 1)
+    assert "expected one of" in refused.stderr

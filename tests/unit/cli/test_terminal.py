@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from example_files import CONFIGS, session_records, write_session
+from example_files import session_records, write_session
 from msgspec import structs
 from rich.cells import cell_len
 from rich.console import Console
@@ -139,30 +139,6 @@ def test_contexts_come_in_the_order_of_their_share(tmp_path: Path) -> None:
     assert rows == ["60.0", "33.3", "6.7"]
 
 
-def test_classes_of_bits_have_a_column_where_outputs_were_compared(tmp_path: Path) -> None:
-    write_session(tmp_path / "any")
-    assert not [line for line in printed(tmp_path / "any") if "bits" in line]
-
-    (tmp_path / "same").mkdir()
-    for path in (tmp_path / "any").glob("*.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for line in lines:
-            if line["event"] == "context_settled":
-                line["bit_classes"] = dict(zip(CONFIGS[:3], (0, 1, 0), strict=True))
-                line["output_digest"] = "3fa9c1d2" + "0" * 24
-        (tmp_path / "same" / path.name).write_text("\n".join(map(json.dumps, lines)) + "\n")
-    lines = printed(tmp_path / "same")
-    assert max(map(cell_len, lines)) <= 80
-    assert sum("3fa9c1d2" in line for line in lines) == 1
-    assert "first digits of the outputs' digest" in " ".join(lines)
-    candidates = printed(tmp_path / "same", 1000)
-    assert sum("tuned   1 3fa9c1d2  matmul" in line for line in candidates) == 1
-    header = next(place for place, line in enumerate(candidates) if "class of bits" in line)
-    end = candidates[header].index("class of bits") + len("class of bits")
-    classes = {line.split()[0]: line[:end].split()[-1] for line in candidates[header + 1 : header + 5]}
-    assert classes == {"1": "1", "2": "0", "0": "0", "3": "-"}
-
-
 ENDED = TuningReport(
     runs=9,
     contexts=tuple(
@@ -171,15 +147,6 @@ ENDED = TuningReport(
     ),
     log_dir="logs",
 )
-
-
-def test_what_a_program_has_found_is_a_line_a_context_in_a_pipe(capfd: pytest.CaptureFixture[str]) -> None:
-    terminal.print_ending("train.py", ENDED, "")
-
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[1] == "train.py: 2 contexts in 9 runs on 1 rank, 0.0 s"
-    assert ["xxx" in line for line in lines if "kkk" in line] == [True, True]
-    assert lines[-1] == "Logs: logs"
 
 
 def test_and_on_a_terminal_it_fits_80_columns(

@@ -12,9 +12,11 @@ import pytest
 
 from dist_autotune.compilation import backlog, preflight
 from dist_autotune.compilation.backlog import Backlog, CompileState
-from dist_autotune.compilation.pool import COMPILED, FAILED, FROM_PEERS, Compilation, PoolOptions
+from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOptions
 from dist_autotune.compilation.pool_process import CompileOutcome
 from dist_autotune.compilation.preflight import Planned
+from dist_autotune.launch.rank_context import RankContext
+from dist_autotune.storage.known_results import ContextIdentity
 
 
 class FakeProcess:
@@ -120,30 +122,6 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World(monkeypatch)
 
 
-def test_a_context_is_done_when_all_its_candidates_are_loaded_or_have_failed(world):
-    context = world.add("a", "a1", "a2", "a3")
-    assert world.advance() == []
-    assert context.compile.left == 3
-    world.process.tell("a2", FROM_PEERS)
-    world.process.tell("a1", FAILED, "the compiler was ended by SIGKILL")
-    assert world.advance() == []
-    assert (context.compile.left, context.bans) == (1, {"a1": "the compiler was ended by SIGKILL"})
-    world.process.tell("a3")
-    ((name, counts),) = world.advance()
-    assert (name, context.compile.left, bool(world.backlog)) == ("a", 0, False)
-    assert (counts.compiled, counts.from_peers, counts.cached, counts.failed) == (1, 1, 0, 1)
-    assert world.events == ["load a2", "load a3"]
-
-
-def test_what_takes_the_device_most_is_compiled_before_what_only_takes_the_host(world):
-    times_ms = {"small": (0.0, 0.05), "smaller": (0.0, 0.03), "long": (0.15, 0.18)}
-    for name, device_ms in times_ms.items():
-        launches = 1 if name == "long" else 8
-        world.add(name, name, launches=launches).search.device_ms = device_ms
-    world.advance()
-    assert world.process.keys == ["long", "small", "smaller"]
-
-
 def test_a_context_waits_for_its_candidates_in_all_forms_of_launch(world):
     context = world.add("a", "a1", "a2")
     world.advance()
@@ -175,21 +153,6 @@ def test_a_candidate_that_fails_in_one_form_is_not_waited_for_in_another(world):
     assert (counts.compiled, counts.failed, world.events) == (1, 2, [])
     assert context.bans == {"a1": "too large", "a2": "too large, too"}
     assert world.processes[0].is_closed  # what waits later gets another one
-
-
-@pytest.mark.parametrize("search", ["not announced yet", "its time is not read yet"])
-def test_compiling_begins_when_the_times_of_the_first_runs_are_known(world, search):
-    context = world.add("a", "a1")
-    known = context.search
-    if search == "not announced yet":
-        context.search = None
-    else:
-        known.waiting = True
-    world.advance()
-    assert world.processes == []
-    context.search, known.waiting = known, False
-    world.advance()
-    assert world.process.keys == ["a1"]
 
 
 def test_a_context_that_is_tuned_no_more_stops_asking(world):
@@ -224,6 +187,18 @@ def test_what_the_search_names_later_is_compiled_by_the_same_process(world):
     ((name, counts),) = world.advance()
     assert (name, counts.compiled, world.events) == ("a", 2, ["load a1", "load a2"])
     assert len(world.processes) == 1
+
+
+def test_what_the_search_names_later_is_compiled_once_too():
+    nothing: Any = SimpleNamespace()
+    context = RankContext("k[]", "[]", ContextIdentity("k", nothing, (), "[]", {}), nothing, rank=0)
+    context.search = search = SimpleNamespace(is_tuned_by_launches=True, waves=0)
+    context.compile.is_preflighted = True
+    assert not context.is_to_preflight
+    search.waves = 1
+    assert context.is_to_preflight
+    context.compile.waves = 1
+    assert not context.is_to_preflight
 
 
 def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in_any_case(world):

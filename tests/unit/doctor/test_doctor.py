@@ -68,23 +68,6 @@ def helpers_of(monkeypatch: pytest.MonkeyPatch, *programs: str, limit_s: float =
     return run_helpers("any", len(programs), limit_s, {})
 
 
-@pytest.mark.parametrize(
-    ("program", "ending"),
-    [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV (in the start)"),
-        (
-            "say(stage='a'); raise ValueError('no')",
-            "ended with exit code 1; last output: ValueError: no (in a)",
-        ),
-        ("say(stage='a')", ""),
-    ],
-    ids=["signal", "exception", "well"],
-)
-def test_every_end_is_reported(monkeypatch: pytest.MonkeyPatch, program: str, ending: str) -> None:
-    child = helpers_of(monkeypatch, program)
-    assert child.problem == ending
-
-
 def test_a_helper_that_hangs_is_killed_with_all_that_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -66,14 +65,6 @@ def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Rec
     assert from_json(kind, json.loads(to_json(record))) == record
 
 
-def test_without_a_directory_only_the_logger_hears(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "dist_autotune")
-    with SessionLog(None, 0) as log:
-        log.write(note("heard"))
-    assert "heard" in caplog.text
-    assert list(Path.cwd().iterdir()) == []
-
-
 def test_logs_stay_in_one_place_when_the_working_directory_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,16 +125,6 @@ def test_a_crash_leaves_the_record_of_what_was_tried(tmp_path: Path) -> None:
     (last,) = read(tmp_path / "rank-0.jsonl")
     assert isinstance(last, records.RunStarted)
     assert last.plan == {"c0ffee": 2}
-
-
-def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
-    with SessionLog(tmp_path, 0) as log:
-        log.write(note("parent"))
-        child = fork.Process(target=log.write, args=(note("child"),))
-        child.start()
-        child.join(60)
-        assert child.exitcode == 0
-    assert len(lines(tmp_path / "rank-0.jsonl")) == len(lines(tmp_path / "rank-0.log")) == 1
 
 
 # ---- what can go wrong

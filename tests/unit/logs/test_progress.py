@@ -126,12 +126,6 @@ def test_a_program_may_have_no_stderr(monkeypatch, stderr):
     assert tuned.settled
 
 
-def test_brackets_in_a_name_are_no_markup(terminal):
-    with contextlib.redirect_stderr(terminal):
-        tune(name="step[/row]")()
-    assert "tuning step[/row]" in terminal.getvalue()
-
-
 def tune(thunk: Any = lambda: None, **options: Any) -> Any:
     bench = Bench()
     kernel = bench.kernel({16: 3.0, 32: 1.0})
@@ -146,18 +140,3 @@ def test_it_has_no_thread(terminal):
         tune(lambda: seen.append(threading.active_count()))()
     assert terminal.getvalue()
     assert seen == [before] * 3
-
-
-@pytest.mark.parametrize("mode", ["replay", "online"])
-def test_a_session_that_fails_leaves_no_bar(terminal, mode):
-    bench = Bench()
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    kernel.fn.failures.update(dict.fromkeys((16, 32), lambda: KeyError("mine")))
-    tuned = bench.tune(lambda: launch(kernel, numbers()), progress=None, mode=mode)
-    with contextlib.redirect_stderr(terminal):
-        with pytest.raises(KeyError):
-            tuned()
-        kernel.fn.failures.clear()
-        while not tuned.settled:
-            tuned()
-    assert terminal.getvalue().endswith("\x1b[2K")

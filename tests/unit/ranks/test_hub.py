@@ -1,10 +1,7 @@
 """The sockets of the hub: who is served, who is turned away, and that nobody holds up others."""
 
-import _thread
 import os
-import signal
 import socket
-import threading
 import time
 
 import pytest
@@ -49,32 +46,6 @@ def client(hub):
     client = client_of(hub, 1)
     yield client
     client.close()
-
-
-def test_a_reply_that_does_not_come_is_None_in_time(client):
-    request = client.send("post", 0, payload=b"")
-    began = time.monotonic()
-    assert client.receive(request, 0.1) is None
-    assert 0.05 < time.monotonic() - began < 30
-    assert client.receive(client.send("look", 0), 10)["end"] is None  # the client still works
-
-
-@pytest.fixture
-def ctrl_c():
-    """Let SIGINT raise KeyboardInterrupt, which it does not where pytest was started in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_that_interrupts_no_system_call_ends_a_wait_soon_too(client, ctrl_c):
-    request = client.send("post", 0, payload=b"")
-    began = time.monotonic()
-    # As if the signal had come just before the system call: Python knows of it, the call goes on.
-    threading.Timer(0.2, _thread.interrupt_main).start()
-    with pytest.raises(KeyboardInterrupt):
-        client.receive(request, 60)
-    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,8 @@
 """The hub without sockets: messages and ranks only."""
 
-import itertools
-import random
-
 import pytest
 
 from dist_autotune.ranks.hub import HubState
-from dist_autotune.ranks.wire import LENGTH, pack, unpack
 
 MERGED = {"merged": b"all"}
 
@@ -65,21 +61,6 @@ def test_beats_of_a_missing_rank_buy_patience_once_each():
     assert ranks.told[0][-1]["end"]["missing"] == [1, 2]
 
 
-def test_a_rank_whose_process_has_ended_is_missing_at_once_wherever_others_wait_for_it():
-    ranks = Ranks(3)
-    ranks.send(0, "post", what="a test")
-    ranks.state.lose({2})
-    (told,) = ranks.told[0]
-    assert (told["end"]["missing"], told["end"]["by"], told["end"]["what"]) == ([2], 0, "a test")
-    ranks.send(2, "post", 1)
-    ranks.send(0, "post", 1)
-    assert len(ranks.told[0]) == 1  # it had come to that one
-    ranks.send(1, "post", 1)
-    assert ranks.told[0][-1]["end"] == {"merged": b"x x x"}
-    ranks.send(1, "post", 2)
-    assert ranks.told[1][-1]["end"]["missing"] == [2]
-
-
 def test_a_rank_whose_connection_was_lost_when_the_others_were_told_may_still_ask():
     ranks = Ranks(2)
     ranks.send(0, "post")
@@ -87,38 +68,3 @@ def test_a_rank_whose_connection_was_lost_when_the_others_were_told_may_still_as
     ranks.send(0, "post", 1)
     ranks.send(1, "post")
     assert ranks.told[1] == [{"id": 1, "end": {"merged": b"x x"}}] * 2
-
-
-def test_any_order_of_messages_ends_the_same():
-    generator = random.Random(0)
-    for _ in range(200):
-        ranks = Ranks(7)
-        for rank in generator.sample(range(7), 7):
-            ranks.send(rank, "post", payload=b"%d" % rank)
-        assert [told[-1]["end"] for told in ranks.told.values()] == [{"merged": b"0 1 2 3 4 5 6"}] * 7
-        assert len(ranks.state) == 0
-
-
-# ---- messages
-
-
-def test_messages_are_taken_apart_wherever_they_are_cut():
-    messages = [{"n": n, "text": "é" * n} for n in (0, 1, 300)]
-    data = b"".join(map(pack, messages))
-    for step in (1, 3, 4, 5, len(data)):
-        buffer, taken = bytearray(), []
-        for chunk in itertools.batched(data, step) if hasattr(itertools, "batched") else chunks(data, step):
-            buffer += bytes(chunk)
-            taken += unpack(buffer)
-        assert taken == messages
-        assert not buffer
-
-
-def chunks(data, step):
-    return (data[at : at + step] for at in range(0, len(data), step))
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b'{"a":{"bytes":0}}', b"[]"])
-def test_a_malformed_frame_is_an_error(body):
-    with pytest.raises((ValueError, AttributeError)):
-        list(unpack(bytearray(LENGTH.pack(len(body)) + body)))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from rank_programs import wait_for
 
 from dist_autotune.ranks.ballots import STOPS_AFTER, Ballot, BallotBox
 
@@ -203,35 +201,6 @@ def test_calls_without_new_keys_send_nothing():
     ranks = World(0, 4, [set()] * 4).run()
     assert [rank.read for rank in ranks] == [0] * 4
     assert all(rank.ballot.ended == CALLS for rank in ranks)
-
-
-def test_a_letter_is_delivered_until_it_is_known_to_be_read():
-    box, answers = BallotBox([0, 1]), []
-    listening = {"op": "listen", "rank": 1, "ballot": "", "call": 0}
-    box.handle({**listening, "id": 1}, answers.append)
-    assert answers == []
-    box.handle({"op": "met", "rank": 0, "ballot": "b", "call": 3, "waits": True}, answers.append)
-    box.handle({**listening, "id": 2}, answers.append)  # the first answer was lost
-    assert [answer["id"] for answer in answers] == [1, 2]
-    letter = {"ballot": "b", "about": "asked", "call": 3, "is_begun_enough": False}
-    assert answers[0]["letters"] == answers[1]["letters"] == [letter]
-    box.handle({**listening, "call": answers[1]["read"], "id": 3}, answers.append)
-    assert len(answers) == 2
-
-
-@pytest.mark.parametrize("opens_at", [3, 4])
-def test_a_rank_that_waits_for_the_outcome_hears_it(opens_at):
-    ballot = Ballot("b", lambda *word, waits: True, timeout_s=60.0)
-    ballot.begin(), ballot.end(has_new_key=False)
-    ballot.take({"about": "stop", "call": 1})
-    ballot.begin(), ballot.end(has_new_key=False)
-    with ThreadPoolExecutor(1) as thread:
-        third = thread.submit(ballot.begin)  # it has promised to stop there
-        wait_for(lambda: ballot.begun == 3)
-        ballot.take({"about": "opens", "call": opens_at})
-        assert [third.result(timeout=30), ballot.begin(), ballot.begin()] == [
-            call == opens_at for call in (3, 4, 5)
-        ]
 
 
 def test_a_rank_that_does_not_hear_the_outcome_in_time_goes_on():

@@ -86,14 +86,6 @@ def test_no_text_of_a_log_becomes_html(tmp_path: Path, text: str) -> None:
     assert "\x1b" not in page.text
 
 
-@pytest.mark.parametrize("kept", range(1, 12))
-def test_a_log_that_ends_anywhere_has_a_page(tmp_path: Path, kept: int) -> None:
-    with SessionLog(tmp_path, 0) as log:
-        for record in session_records("s1", 0, "layer", "EventClock")[:kept]:
-            log.write(record)
-    assert "unfinished" in Page(write_page(tmp_path)).text
-
-
 def test_verdict_hosts_and_versions_stand_above_all_and_long_lists_are_folded(tmp_path: Path) -> None:
     for number in range(5):
         write_session(tmp_path, f"s{number}")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune import TuningError
 from dist_autotune.search import compare_bits
-from dist_autotune.search.messages import Bits, RunReport
 
 
 class Outputs:
@@ -51,12 +50,6 @@ def test_the_most_runs_are_what_the_docs_say(count):
     assert compare_bits.runs_at_most(len(names) for names in contexts.values()) >= len(plans) - 1
 
 
-def test_of_many_configs_that_do_not_repeat_themselves_some_are_named():
-    names = {name: [f"{name}0", f"{name}1"] for name in "abcd"}
-    with pytest.raises(TuningError, match=r"\(a\[k\] a0; b\[k\] b0; and those of 2 more contexts\)"):
-        simulation(names, Outputs(unsteady={"a0"})).session()
-
-
 @pytest.mark.parametrize("run", range(9))
 def test_where_the_first_config_fails_the_next_one_stands_for_it(run):
     outputs = Outputs(changing={"a0", "a2"})
@@ -90,14 +83,6 @@ def test_a_kernel_that_is_not_launched_any_more_starves_and_the_others_go_on():
     simulated.session()
     assert simulated.statuses() == {"a": "tuned", "b": "starved"}
     assert simulated.winners() == {"a": "a2", "b": "b0"}
-
-
-def test_digests_of_ranks_merge_in_any_order_and_name_the_lowest_rank():
-    parts = [Bits(f"{i:032x}", 1, (i, "the result") if i else None) for i in (0, 1, (1 << 128) - 1)]
-    reports = [RunReport(rank, bits=bits) for rank, bits in enumerate(parts)]
-    merged = {order: reports[order[0]].merged(reports[order[1]]).merged(reports[order[2]]).bits
-              for order in itertools.permutations(range(3))}  # fmt: skip
-    assert set(merged.values()) == {Bits(f"{0:032x}", 3, (1, "the result"))}
 
 
 @settings(max_examples=150)

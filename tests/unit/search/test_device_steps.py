@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from random import Random
 
 import pytest
@@ -13,8 +12,6 @@ from benchmarks.simulation.device_steps import (
     Collective,
     DeviceStep,
     Kernel,
-    beside_collectives,
-    best_plan,
 )
 
 # GEMM of 132 and of 100 programs alone, all-reduce alone; the step with each, as measured on 2 x H200.
@@ -32,26 +29,6 @@ def test_a_gemm_beside_an_all_reduce_takes_what_it_took_on_two_gpus(shape):
     step = DeviceStep([Kernel("gemm", "gemm", candidates, Collective(all_reduce))])
     assert step.ms({"gemm": "132"}) == pytest.approx(step_full, rel=0.01)
     assert step.ms({"gemm": "100"}) == pytest.approx(step_less, rel=0.06)
-
-
-def test_programs_that_find_no_sm_run_behind_the_collective():
-    kernels = [
-        Kernel("a", "gemm", {"a": Candidate(1.0, 100)}, Collective(1.5)),
-        Kernel("b", "gemm", {"132": Candidate(1.0, 132), "108": Candidate(1.2, 108)}),
-    ]
-    took, _ = DeviceStep(kernels).times({"a": "a", "b": "132"})
-    beside, _ = DeviceStep(kernels).times({"a": "a", "b": "108"})
-    assert took["b"] > 1.5 > beside["b"]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_no_plan_of_whole_families_beats_the_best_one(seed):
-    step = beside_collectives(Random(seed), 4, 1)
-    _, best_ms = best_plan(step)
-    for programs, option in itertools.product((132, 124, 116, 108, 100, 76, 44), step.choices["limit0"]):
-        plan = {k.name: f"0 {programs}" for k in step.kernels}
-        assert step.ms({**plan, "limit0": option}) >= best_ms
-    assert step.ms(step.fastest_alone()) > 1.1 * best_ms
 
 
 # Several seeds where neighbours' trials are in each other's way most: launches alone misjudge tiles.

@@ -27,7 +27,7 @@ from dist_autotune.search.expectation.flow import expected, order_of
 from dist_autotune.search.expectation.keys import by_distance
 from dist_autotune.search.expectation.order import KEYS, MOST_COMPILED, Order, best_start
 from dist_autotune.search.messages import Part
-from dist_autotune.search.strategies import RunningFlow, racing_runs
+from dist_autotune.search.strategies import RunningFlow
 
 TABLES = Path(__file__).parents[2] / "data" / "tables_h100.json.gz"
 SUBJECTS = ("norm", "matmul", "many")  # relu has three keys above 5 us: too few to expect from
@@ -156,22 +156,6 @@ def race(
     return Raced(
         row[texts[winner]], runs, len(order.tried), len(order.likely), len(order.likely) - len(order.tried)
     )
-
-
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_the_race_among_those_tried_loses_little_with_noisy_times_too(name):
-    """2 % of noise, agreed as a median so far; every tenth sample is a spike of twice the time."""
-    subject, found = table(name), []
-    for key in subject.keys:
-        told = {other: subject.told(other) for other in subject.keys if other != key}
-        start, row = best_start(key, subject.configs, told), subject.told(key)
-        texts = [start, *(text for text in subject.configs if text != start)]
-        raced = race(texts, row, order_of(key, texts, told), 0.02, 0.1)
-        assert raced.runs <= max(racing_runs(raced.tried), 69)
-        found.append(Found(raced.ms / min(row.values()) - 1, raced.tried / len(texts), {}))
-    assert statistics.fmean(each.regret for each in found) <= 0.015
-    assert max(each.regret for each in found) <= 0.06
-    assert max(each.share for each in found) <= (0.25 if len(subject.configs) < 100 else 0.07)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -349,11 +333,3 @@ def test_of_4800_configs_at_most_150_are_compiled_and_the_pick_is_near_the_best_
     assert raced.compiled <= 150 < len(space) == 4800
     assert raced.failed <= 12  # of a tenth of all
     assert raced.ms <= 1.03 * best
-
-
-def test_the_tables_tell_where_they_come_from():
-    recorded = json.loads(gzip.decompress(TABLES.read_bytes()))
-    assert (recorded["device"], recorded["triton"]) == ("NVIDIA H100 80GB HBM3", "3.6.0")
-    assert {"torch", "date", "commit", "command"} <= recorded.keys()
-    assert TABLES.stat().st_size < 3e6
-    assert all(min(table(name).told(key).values()) >= 0.005 for name in SUBJECTS for key in table(name).keys)

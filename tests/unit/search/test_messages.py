@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from dist_autotune.errors import RankMismatch
 from dist_autotune.search.messages import (
     Announcement,
     Crash,
@@ -20,8 +16,6 @@ from dist_autotune.search.messages import (
     Opening,
     Part,
     RunReport,
-    checked,
-    decode,
     femtoseconds,
     merge,
 )
@@ -97,17 +91,6 @@ def test_any_tree_of_encoded_messages_gives_the_same_bytes(four):
     assert len(set(trees)) == 1
 
 
-@given(messages(0))
-def test_a_message_survives_its_journey(message):
-    assert decode(message.encode()) == message
-
-
-@pytest.mark.parametrize("ms", [math.inf, -math.inf, 1e-300, 0.1 + 0.2])
-def test_times_arrive_exactly(ms):
-    part = Part(ran="a", worst_ms=ms, measured=1)
-    assert decode(RunReport(parts={"x": part}).encode()).parts["x"].worst_ms == ms
-
-
 def test_a_report_grows_with_contexts_not_with_ranks():
     def merged_bytes(ranks: int, contexts: int) -> int:
         part = {f"context-{i}": Part(ran="digest", worst_ms=0.123, measured=1) for i in range(contexts)}
@@ -115,28 +98,3 @@ def test_a_report_grows_with_contexts_not_with_ranks():
 
     assert merged_bytes(256, 4) < 1.2 * merged_bytes(2, 4)
     assert merged_bytes(2, 8) > 1.5 * merged_bytes(2, 4)
-
-
-@pytest.mark.parametrize("other", [(4, "a", None), (4, "b", 1.0), (5, "a", 1.0)], ids=str)
-def test_of_two_claims_the_same_one_counts_in_any_order(other):
-    # Rank 4 remembers its result and knows no time of it; rank 5 has it, with its time, from rank 4's disk.
-    one, two = (Announcement(rank, "m", "k", (("a", "A"),), ("a",)) for rank in (4, 5))
-    one, two = replace(one, claim=(4, "a", 2.5)), replace(two, claim=other)
-    assert one.merged(two) == two.merged(one)
-    assert one.merged(two).claim == (4, "a", 2.5)
-
-
-def test_the_lowest_rank_gives_order_and_reasons():
-    one = Announcement(0, "matmul", "64", (("a", "A"), ("b", "B")), ("a", "b"))
-    other = Announcement(3, "matmul", "64", (("b", "B"), ("c", "C")), ("b", "c"))
-    merged = other.merged(one)
-    assert (merged.order, merged.shared, merged.rank) == (one.order, ("b",), 0)
-    banned = Part(bans={"a": (3, "later")}).merged(Part(bans={"a": (1, "first")}))
-    assert banned.bans == {"a": (1, "first")}
-
-
-def test_facts_that_differ_are_named_with_the_ranks_that_say_so():
-    one = Opening(0, {"the version of Triton": {"3.6.0": 0}})
-    other = Opening(5, {"the version of Triton": {"3.9.0": 5}})
-    with pytest.raises(RankMismatch, match=r"the version of Triton: rank 0: 3\.6\.0; rank 5: 3\.9\.0"):
-        checked(one.merged(other), Opening)

@@ -5,13 +5,8 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from typing import Any
-
-import pytest
 
 from benchmarks.simulation.protocol_simulation import Simulation
-from dist_autotune.search.plans.predicted import plans_of
-from dist_autotune.search.plans.space import KernelLevels, PlanSpace
 
 RUNS_AT_MOST = 400
 SMS = 132
@@ -84,19 +79,3 @@ def test_a_product_beside_three_choices_takes_fewer_runs_than_a_race_of_its_plan
     assert statistics.fmean(runs) <= 350
     assert statistics.fmean(regrets) <= 0.01
     assert max(regrets) <= 0.035
-
-
-def space(shares: dict[int, float], **about: Any) -> PlanSpace:
-    kernel = KernelLevels("k", "k", {0: 1.0, 1: 1.1, 2: 1.2}, shares)
-    choices = {"way": [0, 1, 2, 3], "pieces": [0, 1]}
-    launched = {(name, index): frozenset(("k", *choices)) for name in choices for index in choices[name]}
-    return PlanSpace([kernel], choices, launched, **about)
-
-
-@pytest.mark.parametrize(
-    ("shares", "plans"),
-    [({0: 1.0, 1: 0.9, 2: 0.9}, 24), ({0: 1.0, 1: 0.9, 2: 0.5}, 0), ({}, 0)],
-    ids=["one share", "rooms", "not known"],
-)
-def test_plans_are_predicted_where_no_candidate_leaves_room_to_others(shares, plans):
-    assert len(plans_of(space(shares))) == plans

@@ -9,9 +9,9 @@ import pytest
 
 from dist_autotune.errors import TuningError
 from dist_autotune.search.context import Context, Outcome
-from dist_autotune.search.messages import MIXED, Announcement, Part, femtoseconds
-from dist_autotune.search.rules import BY_LAUNCH, Rules
-from dist_autotune.search.strategies import STRATEGIES, Warmup, Winner, exhaustive
+from dist_autotune.search.messages import Announcement, Part, femtoseconds
+from dist_autotune.search.rules import Rules
+from dist_autotune.search.strategies import STRATEGIES, Warmup, exhaustive
 
 
 def rules(strategy=exhaustive, search: str = "exhaustive", **options) -> Rules:
@@ -58,49 +58,6 @@ def winner(made: Context) -> str:
     return made.digests[made.winner]
 
 
-# ---- what a run was
-
-
-def test_runs_are_warm_ups_and_samples_counted_from_one():
-    made = context(("a", "b"), n_warmup=1, n_repeat=2)
-    outcomes = [advance(made, timed(name, 1.0)) for name in "aaabbb"]
-    assert [(o.kind, o.index, o.k, o.n) for o in outcomes] == [
-        ("warm-up", 0, 1, 1),
-        ("sample", 0, 1, 2),
-        ("sample", 0, 2, 2),
-        ("warm-up", 1, 1, 1),
-        ("sample", 1, 1, 2),
-        ("sample", 1, 2, 2),
-    ]
-    assert made.status == "tuned"
-
-
-@pytest.mark.parametrize(
-    "part",
-    [Part(), Part(ran="b", measured=1, worst_ms=1.0), Part(ran=MIXED, measured=1, worst_ms=1.0)],
-    ids=["nobody launched it", "another candidate ran", "ranks ran different candidates"],
-)
-def test_a_run_that_did_not_run_the_plan_does_not_count(part):
-    made = context()
-    assert advance(made, part).kind == "incumbent"
-    assert made.times.ms == {}
-    assert made.digests[made.planned] == "a"
-    assert advance(made, timed("a", 1.0)) == Outcome("sample", 0, 1, 1, BY_LAUNCH)
-
-
-def test_a_trial_whose_sample_is_not_read_yet_is_waited_for_on_the_incumbent():
-    made = context()
-    advance(made, timed("a", 1.0))
-    assert made.digests[made.planned] == "b"
-    advance(made, Part(ran="b", pending=1))
-    assert made.waiting
-    assert made.digests[made.planned] == "a"
-    advance(made, timed("b", 0.5))
-    assert not made.waiting
-    assert made.digests[made.planned] == "c"
-    assert made.times.ms == {0: 1.0, 1: 0.5}
-
-
 # ---- who wins
 
 
@@ -125,21 +82,6 @@ def test_a_tie_inside_the_noise_of_racing_goes_to_the_incumbent(ms):
     assert winner(made) == "b"
 
 
-@pytest.mark.parametrize(("incumbent", "expected"), [("b", "b"), ("c", "c"), ("d", "a")])
-def test_a_tie_that_the_flow_tells_of_goes_to_the_incumbent(incumbent, expected):
-    def flow(candidates, *, n_warmup, n_repeat):
-        for index in candidates:
-            ms = yield index
-            assert ms >= 1.0
-        return Winner(0, {0, 1, 2})
-
-    made = context(tuple("abcd"), strategy=flow, search="mine", start=False)
-    made.adopt((0, incumbent, None))
-    made.start()
-    finish(made, {"a": 1.0, "b": 1.3, "c": 1.2, "d": 1.1})
-    assert winner(made) == expected
-
-
 @pytest.mark.parametrize("strategy", sorted(STRATEGIES))
 def test_a_candidate_that_some_rank_never_timed_cannot_win(strategy):
     made = context(strategy=STRATEGIES[strategy], search=strategy, n_repeat=2)
@@ -149,36 +91,6 @@ def test_a_candidate_that_some_rank_never_timed_cannot_win(strategy):
         advance(made, part)
     assert winner(made) == "b"
     assert set(made.times.ms) == {1}
-
-
-def test_without_any_sample_the_incumbent_stays():
-    made = context()
-    while not made.settled:
-        advance(made, Part(ran=made.digests[made.planned], unmeasured=1))
-    assert (winner(made), made.status, made.times.ms) == ("a", "tuned", {})
-
-
-# ---- candidates that do not work everywhere
-
-
-def test_a_ban_in_the_middle_of_a_trial_moves_on_to_the_next_candidate():
-    made = context(n_repeat=3)
-    advance(made, timed("a", 1.0))
-    outcome = advance(made, Part(ran="b", bans={"a": (2, "OutOfResources")}))
-    assert (outcome.kind, outcome.index) == ("incumbent", 0)
-    assert made.digests[made.planned] == "b"
-    assert finish(made, {"b": 3.0, "c": 2.0}) == ["b", "b", "b", "c", "c", "c"]
-    assert winner(made) == "c"
-    assert made.banned == {0: (2, "OutOfResources")}
-    assert 0 not in made.times.ms
-
-
-def test_a_banned_winner_is_replaced_by_the_next_fastest():
-    made = context()
-    finish(made, {"a": 3.0, "b": 1.0, "c": 2.0})
-    made.ban(1, 0, "OutOfResources")
-    assert winner(made) == "c"
-    assert made.digests[made.planned] == "c"
 
 
 # ---- strategies of the user's own
@@ -291,14 +203,3 @@ def test_the_word_of_a_flow_of_the_users_stands_where_times_are_equal():
     made = context(strategy=insists, search="insists")
     finish(made, dict.fromkeys("abc", 1.0))
     assert winner(made) == "c"
-
-
-def test_a_flow_may_choose_a_candidate_that_it_never_tried():
-    def knows(candidates, *, n_warmup, n_repeat):
-        yield 0
-        return 2
-
-    made = context(strategy=knows, search="knows")
-    finish(made, {"a": 1.0})
-    assert winner(made) == "c"
-    assert 2 not in made.times.ms

@@ -121,27 +121,3 @@ def test_in_a_session_too(world):
         assert statuses[f"way {world}"] == statuses[f"last {world}"] == "tuned"
         assert statuses[f"detail {world}"] == "starved"
         assert 2 not in asked
-
-
-def test_a_choice_whose_turn_would_come_late_and_that_nobody_asks_for_by_then_is_no_reason_to_warn():
-    """Other choices come first, for more runs than a context that nobody launches is kept under way."""
-
-    def program(rank):
-        bench = Bench()
-
-        def step():
-            way = tunable("way", ["slow", "fast"])
-            bench.spend(2.0 if way == "slow" else 1.0)
-            for name in ("first", "second"):
-                tunable(name, [1, 2, 3])
-            if way == "slow":
-                tunable("detail", [1, 2])
-
-        tuned = tune(bench, step)
-        tuned()
-        statuses = {context.kernel: context.status for context in tuned.report.contexts}
-        return statuses, tuned.report.warning
-
-    ((statuses, warning),) = assert_all_ok(run_ranks(program, 1))
-    assert statuses == {"way": "tuned", "first": "tuned", "second": "tuned", "detail": "starved"}
-    assert warning == ""

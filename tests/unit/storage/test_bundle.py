@@ -31,32 +31,6 @@ def written(path: Path, *entries: Entry) -> Path:
     return path
 
 
-def test_entries_come_back_with_all_their_evidence(tmp_path: Path) -> None:
-    entries = [with_evidence(key=key) for key in ("1", "2")]
-    path = written(tmp_path / "all.json", *entries)
-    assert bundle.read(path) == entries
-    data = json.loads(path.read_text())
-    assert (data["bundle"], data["schema"], data["package_version"]) == (1, 1, "0.1.0")
-    (first, _) = data["entries"]
-    assert first["key"]["device"] == "test device"
-    assert first["created_at"] == "2026-01-02T03:04:05Z"
-    assert first["evidence"]["fastest_rank_ms"] == {"BLOCK=128": 0.2}
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_merging_adds_what_is_missing_and_keeps_what_is_there(tmp_path: Path) -> None:
-    cache = Winners(tmp_path)
-    cache.put(entry(key="same"), entry("c0", key="other"))
-    entries = [entry(key="same"), entry(key="other"), entry(key="new")]
-    merged = bundle.merge(cache, entries, replaces=False)
-    assert merged == bundle.ImportResult(1, 1, ((entry("c0", key="other"), entry(key="other")),), 0)
-    assert {each.key.key: each.winner for each in cache.entries()} == {
-        "same": "c1",
-        "other": "c0",
-        "new": "c1",
-    }
-
-
 def changed(data: dict[str, Any], *path: Any, value: Any) -> None:
     *outer, last = path
     for name in outer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,18 +79,6 @@ def test_what_has_no_place_in_a_file_for_experts_is_left_out_with_the_reason(ref
     assert reason in why
 
 
-def test_of_two_entries_for_one_place_the_newer_one_has_it():
-    older, newer = (
-        moe(1, created_at="2026-01-02", K=512),
-        moe(1, plain(BLOCKS, num_warps=8), "2026-02-01", K=1024),
-    )
-    for entries in ([older, newer], [newer, older]):
-        files = files_of(entries, "vllm")
-        (content,) = files.contents.values()
-        assert content["1"]["num_warps"] == 8
-        assert files.left_out == [(older, "that of 2026-02-01, BLOCK=128, has its place")]
-
-
 # ---- FLA
 
 
@@ -110,11 +97,6 @@ def test_a_kernel_becomes_a_file_with_its_keys_by_their_digests():
             },
         }
     }
-
-
-def test_a_name_that_is_none_of_a_kernel_is_left_out():
-    files = files_of([known({"T": 1}, plain({}), kernel="../fwd")], "fla")
-    assert (files.contents, len(files.left_out)) == ({}, 1)
 
 
 @pytest.fixture
@@ -147,30 +129,3 @@ def test_fla_takes_the_exported_winner_and_benchmarks_nothing(bench, fla_cache, 
     assert bench.blocks() == [32]
     with pytest.raises(AssertionError, match="stock benchmarking must not happen"):
         launch(tuned, numbers(128))  # no such key
-
-
-# ---- what a session keeps for them
-
-
-def test_an_entry_keeps_the_config_and_the_key_in_parts(bench, tmp_cache):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    (path,) = tmp_cache.glob("*.json")
-    evidence = json.loads(path.read_text())["evidence"]
-    assert evidence["config"]["kwargs"] == {"BLOCK": 32}
-    assert evidence["config"]["num_warps"] == 4
-    assert evidence["arguments"] == [
-        ["n", 64],
-        ["x_ptr.dtype", "torch.float32"],
-        ["y_ptr.dtype", "torch.float32"],
-    ]
-    assert evidence["triton_file"] == ""  # interpreted
-    assert sorted(evidence["fastest_rank_ms"].values()) == [1.0, 3.0]
-    assert evidence["torch_version"]
-
-
-def test_the_config_of_a_hook_is_not_kept(bench, tmp_cache):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, pre_hooks={32: lambda arguments: None})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    (path,) = tmp_cache.glob("*.json")
-    assert json.loads(path.read_text())["evidence"]["config"] == {}

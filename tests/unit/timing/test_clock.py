@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-
 import pytest
 import torch
 from fake_device import CALL_MS, FakeDevice
 
-from dist_autotune import EventClock, TuningError, WallClock
-from dist_autotune.errors import LaunchFailed, LaunchTimeout
-from dist_autotune.timing.clock import EventCost
+from dist_autotune import EventClock
 from dist_autotune.timing.samples import Samples
 from dist_autotune.timing.stream_filler import FIRST_MS
 
@@ -120,32 +115,7 @@ def test_the_filler_is_loaded_before_the_run_and_elsewhere_there_is_none(device)
     assert len(device.fillers_ms) == launched
 
 
-# ---- whole runs
-
-
-def test_a_whole_run_that_always_keeps_the_host_busy_longer_is_timed_as_it_comes_and_not_flagged(device):
-    """The first, whose filler is too short, is no later than the others."""
-    runs = Runs(device, EventClock(), times="runs")
-    for _ in range(3):
-        ms, gap_ms = runs.sample(host_ms=1.5 * LONGEST_MS)
-        assert ms >= 1.5 * LONGEST_MS - FIRST_MS
-        assert gap_ms == 0.0
-    assert device.fillers_ms == [FIRST_MS]
-
-
 # ---- what the events cost
-
-
-def test_a_device_that_does_not_come_to_the_measurement_costs_a_second_once(device, monkeypatch):
-    device.event_cost_ms = 0.0028
-    device.queue(10_000.0)
-    cost = EventCost(0)
-    now = iter(range(100))
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
-    assert cost.ms() == 0.0
-    asked = next(now)
-    assert cost.ms() == 0.0
-    assert next(now) == asked + 1  # not asked again
 
 
 def test_nothing_waits_for_the_device_before_the_run_ends(device):
@@ -154,102 +124,3 @@ def test_nothing_waits_for_the_device_before_the_run_ends(device):
         timed(device, samples, ms=1000.0)
     assert device.host_ms < 50 * (0.03 + 8 * CALL_MS)
     assert device.synchronized == 0
-
-
-@pytest.mark.parametrize(
-    ("gaps", "told"),
-    [
-        ([0.2, 0.0, 0.0], (0.55, 0.0)),  # the median of the two without a host's part
-        ([0.0, 0.3, 0.3], (0.4, 0.0)),  # the one without
-        ([0.01, 0.3, 0.3], (0.4, 0.0)),  # a part too small to count is none
-        ([0.1, 0.3, 0.2], (0.5, 0.2)),  # the median of all
-        ([9.0, 9.0, 9.0], (0.5, 0.5)),  # no more than the time
-    ],
-)
-def test_where_the_host_had_no_part_in_some_runs_only_these_count(gaps, told):
-    times = [0.4, 0.5, 0.6]
-
-    class Gapped(WallClock):
-        def read_ms(self, mark):
-            return times.pop(0)
-
-        def gap_ms(self, mark):
-            return gaps.pop(0)
-
-    samples = Samples(Gapped(), "median", flags_gaps=True)
-    for _ in range(3):
-        samples.begin_run()
-        samples.stop(samples.start())
-        part = samples.report_run("a", waits=True)
-        samples.apply_outcome(waiting=False, counts=True)
-    assert (part.ms, part.gap_ms) == pytest.approx(told)
-
-
-# ---- trouble on the device
-
-
-def test_a_launch_that_does_not_end_is_a_timeout(device):
-    clock = EventClock(timeout_s=0.01)
-    mark = clock.start()
-    device.launch(1e9)
-    clock.stop(mark)
-    device.pass_ms(0.1)
-    assert clock.is_running(mark)
-    with pytest.raises(TimeoutError, match=r"cuda:0 did not end a launch within 0\.01 s") as caught:
-        clock.read_ms(mark)
-    assert isinstance(caught.value, LaunchTimeout)
-    assert isinstance(caught.value, TuningError)
-
-
-def test_a_launch_is_running_from_its_first_event_to_its_second(device):
-    clock = EventClock()
-    device.queue(1.0)
-    mark = clock.start()
-    device.launch(1.0)
-    clock.stop(mark)
-    states = []
-    for _ in range(3):
-        states.append(clock.is_running(mark))
-        device.pass_ms(0.99)
-    assert states == [False, True, False]
-
-
-ILLEGAL = "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be reported later"
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, torch.AcceleratorError], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("call", ["start", "stop", "ready", "read_ms", "begin", "end", "prepare"])
-def test_what_the_device_reports_is_ours_and_is_caught_as_ever(device, kind, call):
-    clock = EventClock()
-    filler = clock.filler(LONGEST_MS)
-    if call == "begin":
-        clock.prepare()
-    if call == "end":
-        filler.begin(lambda: 1.0)
-    mark = clock.start()
-    if call != "stop":
-        clock.stop(mark)
-    device.trouble = lambda: kind(ILLEGAL)
-    calls = {
-        "start": clock.start,
-        "begin": lambda: filler.begin(lambda: 1.0),
-        "end": filler.end,
-        "prepare": clock.prepare,
-    }
-    with pytest.raises(
-        kind, match=r"reports \w+: CUDA error: an illegal memory access was encountered$"
-    ) as caught:
-        calls[call]() if call in calls else getattr(clock, call)(mark)
-    assert isinstance(caught.value, LaunchFailed)
-    assert isinstance(caught.value, TuningError)
-    assert type(caught.value.__cause__) is kind
-
-
-def test_the_mean_of_a_runs_launches_holds_the_mean_of_their_gaps(device):
-    samples = samples_of(EventClock(feeds=False))
-    timed(device, samples, ms=1.0, host_ms=0.5)  # waits for the host
-    timed(device, samples, ms=1.0, host_ms=0.5)  # queued behind the first
-    finish(device)
-    part = samples.report_run("a", waits=True)
-    first_gap_ms = 0.5 + 2 * CALL_MS
-    assert part.gap_ms == pytest.approx(statistics.fmean([first_gap_ms, 0.0]), abs=EXACT)

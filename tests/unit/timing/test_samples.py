@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import re
 
 import pytest
 
-from dist_autotune.errors import InvalidOption
 from dist_autotune.timing.samples import Reading, Samples
 
 
@@ -46,14 +44,6 @@ def sample(samples: Samples, launches: int = 1, ran: str = "a") -> Reading:
     return report
 
 
-def kept(samples: Samples) -> dict[str, list[float]]:
-    return {ran: [sample.ms for sample in samples] for ran, samples in samples.by_candidate.items()}
-
-
-def told(ms: float) -> Reading:
-    return Reading("a", is_timed=True, ms=ms)
-
-
 def test_marks_are_read_at_the_end_of_the_run_only():
     clock = ListClock(1.0, 2.0)
     run(Samples(clock, "median"), launches=2)
@@ -73,48 +63,3 @@ def test_what_is_told_is_the_statistic_of_the_samples_so_far(statistic, expected
 def test_a_time_that_cannot_be_is_left_out(bad):
     samples = Samples(ListClock(bad, 2.0, 4.0), "median")
     assert sample(samples, launches=3).ms == 3.0
-
-
-@pytest.mark.parametrize("bad", ["1.0", b"1", [1.0], 1j], ids=repr)
-def test_what_is_no_number_is_an_error_with_the_method_and_the_value(bad):
-    with pytest.raises(InvalidOption, match=r"read_ms\(\) returned " + re.escape(repr(bad))):
-        run(Samples(ListClock(bad), "median"))
-    clock = ListClock(1.0)
-    clock.gap_ms = lambda mark: bad
-    with pytest.raises(InvalidOption, match=r"gap_ms\(\) returned " + re.escape(repr(bad))):
-        run(Samples(clock, "median", flags_gaps=True))
-
-
-def test_a_run_of_several_candidates_is_no_sample_of_any():
-    samples = Samples(ListClock(2.0, 3.0), "median")
-    assert run(samples, launches=2, is_mixed=True) == Reading("a", is_timed=True)
-    samples.apply_outcome(waiting=False, counts=False)
-    assert not any(samples.by_candidate.values())
-
-
-def test_without_waiting_a_sample_is_read_once_the_clock_is_ready():
-    clock = ListClock(2.0, ready=False)
-    samples = Samples(clock, "median")
-    assert run(samples, waits=False) == Reading("a", is_pending=True)
-    samples.apply_outcome(waiting=True, counts=False)
-    samples.begin_run()
-    assert samples.report_run("b", waits=False) == Reading(
-        "a", is_pending=True
-    )  # the same report until it is read
-    samples.apply_outcome(waiting=True, counts=False)
-    assert "read" not in clock.events
-    clock.is_ready = True
-    samples.begin_run()
-    assert samples.report_run("b", waits=False) == told(2.0)
-    samples.apply_outcome(waiting=False, counts=True)
-    assert kept(samples) == {"a": [2.0]}
-
-
-def test_a_sample_that_is_read_is_told_again_while_a_peer_is_late():
-    samples = Samples(ListClock(2.0, ready=True), "median")
-    first = run(samples, waits=False)
-    samples.apply_outcome(waiting=True, counts=False)
-    samples.begin_run()
-    assert samples.report_run(None, waits=False) == first
-    samples.apply_outcome(waiting=False, counts=True)
-    assert kept(samples) == {"a": [2.0]}

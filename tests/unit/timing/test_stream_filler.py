@@ -14,7 +14,6 @@ from dist_autotune import EventClock
 from dist_autotune.timing.stream_filler import FIRST_MS, LATE_SHARE, LONGEST_MS, MARGIN, StreamFiller
 
 LONGEST = LONGEST_MS["replay"]
-REMEMBERED = 9  # runs
 RATE_ERROR = 0.005  # of a filler's length: what the host takes between an event and the filler is in it
 
 
@@ -61,18 +60,6 @@ def test_the_first_filler_is_a_guess_and_the_next_ones_follow_the_host(gpu):
     assert gpu.fillers_ms == [FIRST_MS, near(MARGIN * 4.0), near(MARGIN * 4.0)]
 
 
-def test_a_filler_covers_all_but_the_slowest_of_the_last_runs(gpu):
-    filler = filler_of(gpu)
-    for host_ms in (2.0, 2.0, 9.0, 2.0):
-        run(gpu, filler, host_ms)
-    assert filler.wanted_ms == near(MARGIN * 2.0)
-    run(gpu, filler, 9.0)
-    assert filler.wanted_ms == near(MARGIN * 9.0)
-    for _ in range(REMEMBERED):
-        run(gpu, filler, 2.0)
-    assert filler.wanted_ms == near(MARGIN * 2.0)
-
-
 @pytest.mark.parametrize("mode", sorted(LONGEST_MS))
 def test_a_host_that_is_usually_slower_than_the_longest_filler_gets_none(gpu, mode):
     longest_ms = LONGEST_MS[mode]
@@ -87,14 +74,6 @@ def test_a_host_that_is_usually_slower_than_the_longest_filler_gets_none(gpu, mo
         FIRST_MS,
         pytest.approx(longest_ms, rel=RATE_ERROR),
     ]  # of the second longest: soon it is forgotten
-
-
-def test_the_slowest_rank_decides_for_all_and_one_that_is_too_slow_for_any_filler_leaves_all_without(gpu):
-    filler = filler_of(gpu)
-    run(gpu, filler, host_ms=1.0)
-    assert filler.length_ms(7.5) == 7.5
-    assert filler.length_ms(LONGEST) == LONGEST
-    assert filler.length_ms(LONGEST + 0.1) == 0.0
 
 
 def test_what_is_enqueued_on_other_streams_that_were_forked_begins_behind_the_filler(gpu):
@@ -119,23 +98,6 @@ def test_a_host_that_is_slow_for_all_fillers_is_late_only_when_it_is_slower_than
     ]
     assert found[:5] == [0.0] * 5
     assert found[5:] == [near(2 * LATE_SHARE * usual_ms), 0.0]
-
-
-def test_a_function_that_waits_for_the_device_at_its_end_is_never_late_and_its_filler_does_not_grow(gpu):
-    """What its host took by itself cannot be told from the device's time; the filler is none of it."""
-    filler, device_ms = filler_of(gpu), 3.0
-    for _ in range(8):
-        assert run(gpu, filler, 0.1, ms=device_ms, waits=True) == 0.0
-    assert max(gpu.fillers_ms) == pytest.approx(MARGIN * device_ms, rel=0.05)
-    assert run(gpu, filler, 0.1, ms=5 * device_ms, waits=True) == 0.0  # a slow candidate is no late host
-
-
-def test_an_end_without_a_beginning_tells_nothing_and_is_not_learned(gpu):
-    filler = filler_of(gpu)
-    assert filler.end() == 0.0
-    gpu.pass_ms(500.0)
-    assert filler.end() == 0.0
-    assert filler.wanted_ms == FIRST_MS
 
 
 # ---- in a session
@@ -205,17 +167,3 @@ def test_a_rank_whose_host_is_late_makes_intervals_of_the_samples_of_all_ranks(m
     assert only(zero).timings == only(one).timings
     assert not only(zero).launch_bound
     assert only(zero).ms == pytest.approx(0.25, abs=0.06)
-
-
-# ---- how fast the device counts
-
-
-@pytest.mark.parametrize("rate", [0.7, 1.0, 1.3])
-def test_a_filler_lasts_as_long_as_it_says_at_whatever_rate_the_device_counts(gpu, monkeypatch, rate):
-    counted = torch.cuda._sleep
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: counted(int(cycles / rate)))
-    filler = filler_of(gpu)
-    for _ in range(4):
-        run(gpu, filler, host_ms=4.0)
-    assert gpu.fillers_ms[0] == pytest.approx(FIRST_MS / rate, rel=RATE_ERROR)
-    assert gpu.fillers_ms[2:] == [pytest.approx(MARGIN * 4.0, rel=0.02)] * 2

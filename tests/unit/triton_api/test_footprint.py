@@ -29,14 +29,6 @@ def test_small_programs_hold_half_of_each_sm_until_they_are_many():
     assert share(132 * 16, small, H200) == 1000
 
 
-@pytest.mark.parametrize(
-    "unknown", [None, object(), SimpleNamespace(metadata=SimpleNamespace())], ids=["none", "object", "empty"]
-)
-def test_of_a_kernel_that_does_not_tell_nothing_is_known(unknown):
-    assert share(132, unknown, H200) == 0
-    assert share(0, kernel(), H200) == 0
-
-
 def test_a_grid_is_evaluated_by_the_launch_alone():
     calls = []
     recorded = RecordedGrid(lambda meta: calls.append(meta) or (meta["SMS"], 2))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import enum
-import gc
 import importlib
 import os
 import subprocess
 import sys
-import weakref
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -21,7 +19,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernels_for_tests import Bench, add, numbers
+from kernels_for_tests import Bench, add
 
 from dist_autotune.errors import TuningError
 from dist_autotune.triton_api.identity import (
@@ -31,7 +29,7 @@ from dist_autotune.triton_api.identity import (
     kernel_source,
     key_text,
 )
-from dist_autotune.triton_api.launch import Launch, key_of
+from dist_autotune.triton_api.launch import key_of
 
 
 class Layout(enum.Enum):
@@ -90,20 +88,6 @@ def relu(x):
 )
 def test_a_key_has_one_text(key, text):
     assert key_text(key) == text
-
-
-@pytest.mark.parametrize(
-    "equal",
-    [
-        (1, True, 1.0, np.int64(1), np.float64(1), np.True_),
-        (0, False, 0.0, -0.0, np.int8(0)),
-        (0.5, Fraction(1, 2)),
-    ],
-    ids=["ones", "zeros", "halves"],
-)
-def test_numbers_that_are_one_key_of_a_dict_have_one_text(equal):
-    assert len(dict.fromkeys((value,) for value in equal)) == 1
-    assert len({key_text((value,)) for value in equal}) == 1
 
 
 @pytest.mark.parametrize(
@@ -321,70 +305,3 @@ def test_a_helper_in_a_module_of_a_module_counts(module):
     assert kernel_with(package()) == plain
     assert kernel_with(package(helper="+ 2")).texts != plain.texts
     assert kernel_with(package(limit=9)).digest != plain.digest
-
-
-def test_two_helpers_of_one_name_both_count():
-    def helper(value):
-        constant = tl.constexpr(value)
-
-        @triton.jit
-        def activation(x):
-            return x * constant
-
-        return activation
-
-    def kernel_of(first, second):
-        f, g = helper(first), helper(second)
-
-        @triton.jit
-        def kernel(x_ptr):
-            tl.store(x_ptr, f(g(tl.load(x_ptr))))
-
-        return kernel_source(kernel.fn).digest
-
-    assert len({kernel_of(1, 2), kernel_of(1, 3), kernel_of(3, 2)}) == 3
-
-
-def test_a_kernel_made_anew_is_forgotten_with_its_last_user():
-    @triton.jit
-    def kernel(x_ptr, BLOCK: tl.constexpr):
-        tl.store(x_ptr, BLOCK)
-
-    function = weakref.ref(kernel.fn)
-    assert kernel_source(function()) == kernel_source(function())
-    del kernel
-    gc.collect()
-    assert function() is None
-
-
-def test_a_function_that_calls_itself_is_walked_once():
-    assert kernel_source(recursive).digest == kernel_source(recursive).digest
-
-
-def recursive(n):
-    return n and recursive(n - 1)
-
-
-# ---- constants of a launch
-
-
-@triton.jit
-def with_constants(x_ptr, n, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    tl.store(x_ptr, n)
-
-
-def constants_text(arguments, *in_key):
-    tuner = triton.autotune([triton.Config({})], list(in_key))(with_constants)
-    return Launch(tuner, (), arguments).constants_text()
-
-
-def test_constants_are_the_constexpr_arguments_that_are_not_in_the_key():
-    arguments = {"x_ptr": numbers(), "n": 64, "GROUP": 8, "ACTIVATION": relu, "BLOCK": 16}
-    text = constants_text(arguments, "BLOCK")
-    assert text.startswith(f"ACTIVATION={__name__}.relu#")
-    assert text.endswith(", GROUP=8")
-
-
-def test_a_constant_without_a_text_of_its_own_counts_by_its_type():
-    text = constants_text({"ACTIVATION": Plain(), "GROUP": numbers()})
-    assert text == "ACTIVATION=Plain, GROUP=Tensor"

@@ -8,7 +8,6 @@ import inspect
 import pickle
 
 import pytest
-import torch
 
 from dist_autotune import (
     ContextualAutotuner,
@@ -138,25 +137,6 @@ def test_a_decorated_function_is_copied_and_pickled_as_functions_are():
 def test_what_cannot_be_tuned_is_refused_with_what_to_do(wrong, message):
     with pytest.raises(TuningError, match=message):
         contextual_autotune(wrong)
-
-
-class Module(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.options = "its own attribute"
-        self.scale = torch.nn.Parameter(torch.tensor(3.0))
-
-    def forward(self, x):
-        """Scale x."""
-        return self.scale * x
-
-
-def test_a_module_can_be_decorated():
-    module = Module()
-    decorated = contextual_autotune(module)
-    assert decorated(2) == 6
-    assert decorated(2) == 6
-    assert module.options == "its own attribute"
 
 
 @pytest.mark.parametrize("value", [None, (), (1, "two"), 3.5], ids=["None", "()", "tuple", "float"])

@@ -31,14 +31,6 @@ def test_an_unknown_variable_is_an_error_that_lists_the_known_ones(monkeypatch, 
     assert all(known in str(caught.value) for known in KNOWN_VARIABLES)
 
 
-@pytest.mark.parametrize("mode", ["tune", "cached", "strict", "off"])
-def test_the_mode_is_read_at_every_call(monkeypatch, mode):
-    decorated = contextual_autotune(thunk)
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-    assert run_mode() == mode
-    assert decorated() == "result"
-
-
 def test_an_unknown_mode_is_an_error(monkeypatch):
     decorated = contextual_autotune(thunk)
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", "fast")
@@ -128,27 +120,6 @@ def test_a_value_that_is_no_such_number_is_an_error(monkeypatch, name, read, val
         monkeypatch.setenv(name, value)
         with pytest.raises(TuningError, match=f"{name}="):
             read()
-
-
-@pytest.mark.parametrize(
-    ("argument", "value", "jobs"), [(None, None, None), (None, "", None), (None, "3", 3), (5, "3", 5)]
-)
-def test_jobs_are_the_argument_or_the_variable_or_as_the_cores_allow(monkeypatch, argument, value, jobs):
-    if value is not None:
-        monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_JOBS", value)
-    assert Options(compile_jobs=argument).resolved_compile_jobs() == jobs
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "local_ranks", "place"),
-    [("3", "4", (3, 4)), ("4", "4", (11, 16)), ("one", "4", (11, 16)), (None, None, (11, 16))],
-)
-def test_the_place_on_the_host_is_torchruns_or_that_in_the_group(monkeypatch, local_rank, local_ranks, place):
-    for name, value in (("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_ranks)):
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value)
-    assert settings.place_on_host(11, 16) == place
 
 
 def test_directories_are_resolved_when_the_function_is_decorated(tmp_path, monkeypatch, bench):

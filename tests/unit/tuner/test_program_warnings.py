@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import Bench, Mine, is_outside, launch, numbers, only, records
+from kernels_for_tests import Bench, is_outside, launch, numbers, only, records
 
 from dist_autotune import WallClock
 from dist_autotune.errors import InvalidOption
@@ -72,22 +72,6 @@ def test_a_replayed_function_that_steps_an_optimizer_and_preserves_nothing_is_to
     assert "preserve=[model, optimizer]" in text
     tuned.retune()
     assert said(tuned) == []
-
-
-def test_no_hook_of_the_optimizers_outlives_the_call(bench):
-    from torch.optim.optimizer import _global_optimizer_post_hooks
-
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-    def thunk() -> None:
-        launch(kernel, numbers())
-        raise Mine
-
-    tuned = bench.tune(thunk)
-    for _ in range(3):
-        with pytest.raises(Mine):
-            tuned()
-    assert not _global_optimizer_post_hooks
 
 
 @pytest.mark.parametrize("mode", ["replay", "online"])
