@@ -31,7 +31,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar
 import torch
 import triton
 from triton import knobs
-from triton.runtime import _allocation
 from triton.runtime.driver import driver
 
 from dist_autotune import is_tuning
@@ -133,8 +132,8 @@ def _scratch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int], Any]:
 
 
 def _allocate(size: int, alignment: int, stream: int) -> Any:
-    """Return scratch memory of the allocator that is set now, as launches ask for it."""
-    return _allocation._allocator.get()(size, alignment, stream)
+    """Return scratch memory of our allocator, which the own way finds in its context: see `launch`."""
+    return _allocate_scratch(size, alignment, stream)
 
 
 def _nothing(size: int, alignment: int, stream: int) -> None:
@@ -164,31 +163,32 @@ class PreparedLaunch:
         self._own_way = compiled[grid]
         self._matrices, self._blocks, self._last = matrices, blocks, last
         self._driver = driver.active
+        self._device = self._driver.get_current_device()  # on which the kernel is loaded
         self._bare = bare_launch(compiled, grid, len(matrices), last)
         self._encoded: list[dict[int, Sequence[Any]]] = [{} for _ in matrices]  # descriptors by address
 
     def __call__(self, addresses: Sequence[int], *middle: Any) -> None:
         """Launch with matrices at these addresses, and with the arguments between them and the last ones."""
-        bare, driver = self._bare, self._driver
+        # Addresses: of a tensor the launcher asks the driver whether the device can reach it.
+        numbers = [each if each.__class__ in PLAIN else each.data_ptr() for each in middle]
+        self.at(addresses, numbers)
+
+    def at(self, addresses: Sequence[int], middle: Sequence[float | None]) -> None:
+        """Launch so with tensors that are given by their addresses, too."""
+        bare = self._bare
         if bare is None or _are_watched():
             descriptors = [self._describe(*placed) for placed in enumerate(addresses)]
-            self._own_way(*descriptors, *middle, *self._last)
+            launch(self._own_way, *descriptors, *middle, *self._last)
             return
-        arguments: list[Any] = []
-        for place, address in enumerate(addresses):
-            encoded = self._encoded[place].get(address)
-            arguments += self._encode(bare, place, address) if encoded is None else encoded
-        # Addresses: of a tensor the launcher asks the driver whether the device can reach it.
-        arguments += [each if each.__class__ in PLAIN else each.data_ptr() for each in middle]
-        bare.launch(driver.get_current_stream(driver.get_current_device()), arguments)
-
-    def at(self, arguments: Sequence[float]) -> None:
-        """Launch a kernel without descriptors, whose tensors are given by their addresses."""
-        bare, driver = self._bare, self._driver
-        if bare is None or _are_watched():
-            self._own_way(*arguments, *self._last)
+        if addresses:
+            arguments: list[Any] = []
+            for place, address in enumerate(addresses):
+                encoded = self._encoded[place].get(address)
+                arguments += self._encode(bare, place, address) if encoded is None else encoded
+            arguments += middle
         else:
-            bare.launch(driver.get_current_stream(driver.get_current_device()), arguments)
+            arguments = middle  # type: ignore[assignment]
+        bare.launch(self._driver.get_current_stream(self._device), arguments)
 
     def _describe(self, place: int, address: int) -> Any:
         return describe(self._matrices[place]._replace(address=address), self._blocks[place])
@@ -236,7 +236,7 @@ class PlainLaunches:
         prepared = self._of.get(kind)
         if prepared is not None:
             if not only_load:
-                prepared.at([*[tensor.data_ptr() for tensor in tensors], *numbers])
+                prepared.at((), [*[tensor.data_ptr() for tensor in tensors], *numbers])
             return
         grid, constants = (programs, 1, 1), {**constants, **self._options}
         arguments = (*[tensor.detach() for tensor in tensors], *numbers)
@@ -307,7 +307,7 @@ class SettledLaunches(Generic[Shape]):
     """
 
     def __init__(self, tuner: Any, blocks_of: BlocksOf | None = None, *, operation: str = "") -> None:
-        self._tuner, self._blocks_of, self._operation = tuner, blocks_of, operation
+        self.tuner, self._blocks_of, self._operation = tuner, blocks_of, operation
         self._told: set[tuple[Any, ...]] = set()
         self._of: dict[Shape, Settled] = {}
 
@@ -325,42 +325,19 @@ class SettledLaunches(Generic[Shape]):
 
         constants: those that the shape does not know of.
         """
-        settled = self.find(shape)
-        if settled is not None:
-            launch(settled.prepared(()), (), *tensors, *scalars)
-            return
-        constants = {**shape.constants(), **constants}
-        compiled = launch(self._tuner[shape.grid], *tensors, *scalars, **constants)
-        self.remember(shape, compiled, constants, tensors)
-
-    def launch_described(
-        self,
-        shape: Shape,
-        matrices: tuple[Matrix, ...],
-        addresses: tuple[int, ...],
-        tensors: Tensors,
-        scalars: tuple[float, ...],
-    ) -> None:
-        """Enqueue a kernel whose first arguments are descriptors: of such matrices, at these addresses."""
-        settled = self.find(shape)
-        if settled is not None:
-            settled.prepared(matrices)(addresses, *tensors, *scalars)
-            return
-        descriptors, constants = describe_at(matrices, addresses), shape.constants()
-        compiled = self._tuner[shape.grid](*descriptors, *tensors, *scalars, **constants)
-        self.remember(shape, compiled, constants, tensors)
+        ShapeLaunch(self, shape, constants=constants)((), tensors, scalars)
 
     def load(self, shape: Shape, arguments: tuple[Any, ...]) -> None:
         """Load what a launch with these arguments would run, unless it is known: see `load`."""
         if self.find(shape) is None:
-            load(self._tuner, shape.grid, *arguments, **shape.constants())
+            load(self.tuner, shape.grid, *arguments, **shape.constants())
 
     def remember(self, shape: Shape, compiled: Any, constants: dict[str, Any], tensors: Tensors) -> None:
         """Keep the short way to what the tuner has just launched, if that is what it has settled on.
 
         constants: the constexprs that no config sets. tensors: those among the arguments; some may be None.
         """
-        sizes, tuner = shape.sizes(), self._tuner
+        sizes, tuner = shape.sizes(), self.tuner
         named = {**sizes, **constants}
         types = (str(tensor.dtype) for tensor in tensors if tensor is not None)
         key = (*(named[name] for name in tuner.keys), *types)
@@ -381,7 +358,7 @@ class SettledLaunches(Generic[Shape]):
         """Warn, once for all sizes of a layer, that its first candidate runs; sessions still tune it."""
         from dist_autotune.tuner.results import mark_provisional  # it loads what only sessions need
 
-        mark_provisional(self._tuner, key)
+        mark_provisional(self.tuner, key)
         layer = tuple(size for name, size in sizes.items() if name not in OF_MANY_SIZES)
         if layer in self._told or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
@@ -397,9 +374,53 @@ class SettledLaunches(Generic[Shape]):
 
     def _choice(self, key: tuple[Any, ...]) -> triton.Config | None:
         """Return the tuner's settled config, if there is one."""
-        configs = self._tuner.configs
-        choice: triton.Config | None = configs[0] if len(configs) == 1 else self._tuner.cache.get(key)
+        configs = self.tuner.configs
+        choice: triton.Config | None = configs[0] if len(configs) == 1 else self.tuner.cache.get(key)
         return choice
+
+
+class ShapeLaunch(Generic[Shape]):
+    """The launches of one shape. The settled way is looked up again when the tuner's choice has changed.
+
+    matrices: as those lie of which the host makes descriptors, the kernel's first arguments. constants: those
+    that the shape does not know of.
+    """
+
+    def __init__(
+        self,
+        launches: SettledLaunches[Shape],
+        shape: Shape,
+        matrices: tuple[Matrix, ...] = (),
+        constants: dict[str, Any] | None = None,
+    ) -> None:
+        self._launches, self._shape, self._matrices = launches, shape, matrices
+        self._constants = constants
+        self._settled: Settled | None = None
+        self._prepared: PreparedLaunch | None = None
+
+    def __call__(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
+        """Enqueue the kernel; matrices are at these addresses, arguments in the order of its parameters."""
+        prepared = self.prepared()
+        if prepared is not None:
+            at = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+            prepared.at(addresses, [*at, *scalars])
+        else:
+            self.ask(addresses, tensors, scalars)
+
+    def prepared(self) -> PreparedLaunch | None:
+        """Return the settled way; None if this launch must ask the tuner."""
+        if not self._launches.is_current(self._settled):
+            self._settled = found = self._launches.find(self._shape)
+            self._prepared = None if found is None else found.prepared(self._matrices)
+        return self._prepared
+
+    def ask(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
+        """Enqueue the kernel as the tuner has it, and remember what it has settled on."""
+        launches, shape = self._launches, self._shape
+        constants = {**shape.constants(), **(self._constants or {})}
+        arguments = (*describe_at(self._matrices, addresses), *tensors, *scalars)
+        compiled = launch(launches.tuner[shape.grid], *arguments, **constants)
+        launches.remember(shape, compiled, constants, tensors)
 
 
 def launch(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

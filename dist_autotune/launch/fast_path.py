@@ -106,6 +106,11 @@ class CallUnderWay:
                 self.written.keep(launch)
 
     @property
+    def is_of_session(self) -> bool:
+        """Return whether it is a run of a session, which notes what it launches and chooses."""
+        return self.written is not None
+
+    @property
     def changes_tensors(self) -> bool:
         """Return whether kernels of this call say that they change tensors."""
         return self.changes or any(map(written_arguments, self.launched()))

@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from ..codec import digest
 from ..combinations import Combinations, drawn
@@ -26,6 +26,8 @@ PLAIN = {bool, int, float, str, type(None)}  # types of options that are equal o
 class KnownChoices:
     """Choices that stand, found again without making text of their options: in less than 1 us."""
 
+    state: ClassVar[object] = object()  # another one when any of them does not know a choice, or forgets
+
     def __init__(self) -> None:
         self._places: dict[Any, int] = {}
 
@@ -34,6 +36,7 @@ class KnownChoices:
         try:
             return self._places[name, key, among, *_told_apart(options)]
         except (KeyError, TypeError):  # new, or options or a key that cannot be hashed
+            KnownChoices.state = object()
             return None
 
     def add(self, name: str, options: Sequence[Any], key: tuple[Any, ...], among: Ranks, place: int) -> None:
@@ -44,6 +47,7 @@ class KnownChoices:
 
     def clear(self) -> None:
         self._places.clear()
+        KnownChoices.state = object()
 
 
 def _told_apart(options: Sequence[Any]) -> tuple[Any, ...]:
@@ -133,6 +137,31 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
     call = INTERCEPTION.call_here()
     choose: Callable[..., T] = CHOICES.recall if call is None else call.choose
     return choose(name, options, tuple(key), () if among is None else ranks_of(among))
+
+
+class Standing(Generic[T]):
+    """What a function makes of the answers of `tunable`: it is not called again while all of them stand.
+
+    choose: asks for the same names, options and keys in each call.
+    """
+
+    def __init__(self, choose: Callable[[], T]) -> None:
+        self._choose = choose
+        self._kept: tuple[object, Any, Any] = (None, None, None)  # when, whose answers, and what came of them
+
+    def __call__(self) -> T:
+        call = INTERCEPTION.call_here()
+        if call is not None and call.is_of_session:
+            return self._choose()
+        answers, state = CHOICES.recall if call is None else call.choose_for, KnownChoices.state
+        kept_at, kept_of, kept = self._kept
+        if kept_at is state and kept_of == answers:
+            made: T = kept
+            return made
+        made = self._choose()
+        if KnownChoices.state is state:
+            self._kept = state, answers, made
+        return made
 
 
 def option_texts(name: str, options: Sequence[Any]) -> OptionTexts:

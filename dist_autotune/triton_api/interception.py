@@ -34,6 +34,7 @@ class LaunchesOfCall(Protocol):
 
     tunes: bool  # a launch may be a trial
     began: float  # by time.monotonic()
+    is_of_session: bool
 
     def choose(self, name: str, options: Any, key: Any, among: Any) -> Any:
         """Answer `tunable`."""

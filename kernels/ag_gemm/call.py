@@ -7,8 +7,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from dist_autotune.launch.tunable import Standing
+
 from ..epilogues import ONLY_SUMS, Epilogue
-from .choices import CallOptions
+from .choices import CallOptions, Choice
 
 
 class GatherCall(NamedTuple):
@@ -54,7 +56,10 @@ class GatherLayout:
     """Cached for calls with tensors of one layout and epilogues of one kind."""
 
     rows: int  # of each rank
+    size_class: int  # of the rows of all ranks
+    shape: tuple[int, int]  # of the result
     options: CallOptions
+    choose: Standing[Choice]  # one of the options
     # Consumers, whether pushed, and whether traced: what may be a kernel of its own.
     loaded: set[tuple[str, bool, bool]] = field(default_factory=set)
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen

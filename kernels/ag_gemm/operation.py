@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
+from dist_autotune.launch.tunable import Standing
+
 from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind, result_columns
 from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS, OTHER_ROWS, OTHER_ROWS_PUSHED, describe_failure
@@ -125,8 +127,10 @@ class AllGatherGemm(Operation):
             raise ValueError(f"producer is {self._producer_name!r}; it is one of {', '.join(PRODUCERS)}")
         if self._format.is_scaled and self.device.type == "cuda":
             check_fp8(self.device)
-        self._buffer = GatherBuffer(memory, self._format, ChunkPusher.slots(world), self._capacity)
+        self._slots = ChunkPusher.slots(world)
+        self._buffer = GatherBuffer(memory, self._format, self._slots, self._capacity)
         self._gather = self._buffer.symmetric
+        self._chunks = self._gather.local[:world].flatten(0, 1)  # those that are fetched, a view
         self._flags = memory.allocate((FLAGS, world), torch.int32)
         self._producer = ChunkProducer(memory, self._gather, self._flags)
         self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
@@ -179,9 +183,7 @@ class AllGatherGemm(Operation):
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
-        pushed = self._pushes or self._is_capturing()
-        epilogue = Epilogue(bias, activation, scale_a, scale_weight)
-        return self._call(a_shard, weight, out, epilogue, pushed=pushed)
+        return self._call(a_shard, weight, out, Epilogue(bias, activation, scale_a, scale_weight))
 
     def with_gathered(
         self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
@@ -190,7 +192,7 @@ class AllGatherGemm(Operation):
 
         It waits for nothing, whatever was replayed before.
         """
-        product = self._call(a_shard, weight, out, pushed=self._pushes or self._is_capturing())
+        product = self._call(a_shard, weight, out)
         return product, self._format.rows_in(self._rows_of_call(a_shard.shape[0]))
 
     def _call(
@@ -200,35 +202,40 @@ class AllGatherGemm(Operation):
         out: torch.Tensor | None,
         epilogue: Epilogue = ONLY_SUMS,
         *,
-        pushed: bool,
+        pushed: bool = False,
     ) -> torch.Tensor:
+        """Make a call; pushed: push, as captured calls do, also where it is eager and others fetch."""
         self._check_usable()
         bias, activation, scale_a, scale_weight = epilogue
-        scales = {"scale_a": scale_a, "scale_weight": scale_weight}
-        check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=bias, **scales)
+        if torch.is_grad_enabled():
+            scales = {"scale_a": scale_a, "scale_weight": scale_weight}
+            check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=bias, **scales)
         ending = layout_of(bias), activation, layout_of(scale_a), layout_of(scale_weight)
         key = self._buffer.layout_of(a_shard), layout_of(weight), layout_of(out), ending
         layout = self._layouts.get(key)
         if layout is None:
             self._buffer.check(a_shard, weight, out, epilogue)
-        self._check_device()
-        rows = a_shard.shape[0]
+        is_capturing = self._follow()
+        pushed = pushed or self._pushes or is_capturing
         if out is None:
-            out = self._new_out(rows, weight, activation)
+            shape = self._shape_of(len(a_shard), weight, activation) if layout is None else layout.shape
+            out = weight.new_empty(shape, dtype=self._format.product_dtype)
         self._buffer.put(a_shard, scale_a)
         if self._format.is_scaled:
             epilogue = epilogue._replace(scale_a=self._buffer.scales)
         if layout is None:
-            layout = remember(self._layouts, key, self._new_layout(weight, out, rows, epilogue.kind()))
+            layout = remember(
+                self._layouts, key, self._new_layout(weight, out, len(a_shard), epilogue.kind())
+            )
         product = Product(weight, out, epilogue, layout)
         self._calls, self._told_before = self._calls + 1, self._told_rows
         self._came = "by the collective"
-        if not self._run_collective(product):
+        if not self._run_collective(product, is_capturing=is_capturing):
             self._came = "pushed" if pushed else "fetched"
             choice = self._choose(layout)
             self._load(product, choice, pushed=pushed)
             (self._run_pushed if pushed else self._run)(product, choice)
-        if self.device.type == "cpu":
+        if not self._on_gpu:
             self._check_usable()
         return out
 
@@ -236,9 +243,8 @@ class AllGatherGemm(Operation):
         self._told_rows = self._told_before  # of what is captured nothing has happened
         super()._fail(error)
 
-    def _new_out(self, rows: int, weight: torch.Tensor, activation: str | None = None) -> torch.Tensor:
-        shape = self.world_size * rows, result_columns(activation, weight.shape[0])
-        return weight.new_empty(shape, dtype=self._format.product_dtype)
+    def _shape_of(self, rows: int, weight: torch.Tensor, activation: str | None = None) -> tuple[int, int]:
+        return self.world_size * rows, result_columns(activation, weight.shape[0])
 
     def _new_layout(
         self, weight: torch.Tensor, out: torch.Tensor, rows: int, epilogue: EpilogueKind = NO_EPILOGUE
@@ -249,10 +255,11 @@ class AllGatherGemm(Operation):
         key = (*shape, str(self._dtype), self.world_size, self._producer_name, *epilogue.key())
         world, fixed = self.world_size, self._fixed
         options = options_for(rows, self._sms, world_size=world, specialized=can_run, key=key, fixed=fixed)
-        return GatherLayout(rows, options)
+        of_all, columns = out.shape
+        return GatherLayout(rows, class_of_rows(of_all), (of_all, columns), options, Standing(options.choose))
 
     def _choose(self, layout: GatherLayout) -> Choice:
-        return layout.options.choose()
+        return layout.choose()
 
     def _load(self, product: Product, choice: Choice, *, pushed: bool) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `kernels.launch.load`."""
@@ -275,7 +282,8 @@ class AllGatherGemm(Operation):
             given = self._fixed.consumer
             raise ValueError(f"consumer is {given!r}; to trace, open an operation with 'specialized'")
         if out is None:
-            out = self._new_out(a_shard.shape[0], weight)
+            shape = self._shape_of(len(a_shard), weight)
+            out = weight.new_empty(shape, dtype=self._format.product_dtype)
         self._trace = trace = specialized.empty_trace(out, self.world_size)
         try:
             return self(a_shard, weight, out), trace
@@ -307,6 +315,12 @@ class AllGatherGemm(Operation):
             return self._buffer.room(rows)[0]
         if self._came == "pushed":
             return self._pusher.gathered(rows)
+        return self._fetched(rows)
+
+    def _fetched(self, rows: int) -> torch.Tensor:
+        """Return so many rows of each chunk that was fetched, as a copy unless they are all."""
+        if rows == self._capacity:
+            return self._chunks
         return self._gather.local[: self.world_size, :rows].flatten(0, 1)
 
     def _gathered_rows(self) -> torch.Tensor:
@@ -319,7 +333,7 @@ class AllGatherGemm(Operation):
         if self._fetches == 0 and self._gathered is None:
             raise RuntimeError("nothing has been gathered yet; call the operation first")
         if self._gathered is None:
-            self._gathered = self._gather.local[: self.world_size, : self._rows].flatten(0, 1)
+            self._gathered = self._fetched(self._rows)
         return self._gathered
 
     # ---- one call
@@ -333,7 +347,7 @@ class AllGatherGemm(Operation):
         call = self._call_of(product, choice, self._flags.local, epoch, base)
         start = functools.partial(self._producer.start, rows, epoch, base, choice.pieces)
         with self._telling(0):
-            self._exchange(product, choice, call, start, self._producer.join)
+            self._exchange(product, choice, call, start, self._producer.finish)
 
     def _run_pushed(self, product: Product, choice: Choice) -> None:
         self._told_rows = rows = product.layout.rows
@@ -364,12 +378,10 @@ class AllGatherGemm(Operation):
                     finish()
             raise
 
-    def _run_collective(self, product: Product) -> bool:
+    def _run_collective(self, product: Product, *, is_capturing: bool) -> bool:
         """Make the call by the collective if all ranks agree on that; return whether they do."""
         weight, out, epilogue, layout = product
-        rows, is_capturing = layout.rows, self._is_capturing()
-        of_all = self.world_size * rows
-        size_class = class_of_rows(of_all)
+        rows, of_all, size_class = layout.rows, layout.shape[0], layout.size_class
         wants = self._fixed.consumer is None and self._collective.wants(size_class, self._key)
         try:
             if not self._collective.agree(size_class, of_all, wants=wants, is_capturing=is_capturing):
@@ -397,13 +409,12 @@ class AllGatherGemm(Operation):
     def _call_of(
         self, product: Product, choice: Choice, flags: torch.Tensor, epoch: int, base: int, pushed: int = 0
     ) -> GatherCall:
-        slots, capacity, _ = self._gather.local.shape
         return GatherCall(
             product.layout.rows,
             self.rank,
             self.world_size,
-            slots,
-            capacity,
+            self._slots,
+            self._capacity,
             epoch,
             base,
             pushed,

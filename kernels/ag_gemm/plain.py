@@ -19,7 +19,7 @@ from ..exchange.chunks import ChunkExchange, is_lost, part_from, slot_of, wait_f
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile, store_rows
 from ..gemm.configs import class_of_rows
 from ..gemm.pruning import ChunkShape
-from ..launch import SettledLaunches, Tensors
+from ..launch import SettledLaunches, ShapeLaunch, Tensors
 from ..signals import GIVEN_UP
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
@@ -177,13 +177,17 @@ class PlainConsumer:
         self._place = (weight.dtype, weight.device, CONSTANTS)
         self._constants = (tma_legal, lies_by_columns(weight), needs_fence, upcasts)
         self._compiled_in = (*self._further, *aligned)
+        self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of programs
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         tensors, scalars = self._arguments_of(gather, weight, out, call)
         _SETTLED.load(self._shape_of(call), (*tensors, *scalars))
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        _SETTLED.launch(self._shape_of(call), *self._arguments_of(gather, weight, out, call))
+        launch = self._launches.get(call.programs)
+        if launch is None:
+            launch = self._launches[call.programs] = ShapeLaunch(_SETTLED, self._shape_of(call))
+        launch((), *self._arguments_of(gather, weight, out, call))
 
     def _shape_of(self, call: GatherCall) -> ChunkShape:
         kind, world = call.epilogue.kind(), call.world_size

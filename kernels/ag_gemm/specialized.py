@@ -12,7 +12,7 @@ from ..configs import capability, take_first
 from ..exchange.spoil import spoil_chunks
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
-from ..launch import SettledLaunches, Tensors
+from ..launch import SettledLaunches, ShapeLaunch, Tensors
 from ..matrices import Matrix, describe_at, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
 from .call import GatherCall
@@ -89,34 +89,37 @@ class SpecializedConsumer:
         self._sizes = (c.rows, weight.shape[0], a.columns)
         self._place = (a.dtype, weight.device, CONSTANTS)
         self._constants = (capability(weight.device) == 10, TYPE_NAMES[a.dtype], not b.transposed)
+        self._launches: dict[tuple[int, bool], ShapeLaunch[ChunkShape]] = {}  # by programs, and if traced
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         shape = self._shape_of(call)
-        tensors, scalars = self._arguments_of(shape, call)
+        tensors, scalars = self._arguments_of(call)
         descriptors = describe_at(self._matrices, _addresses(gather, weight, out))
         _SETTLED.load(shape, (*descriptors, *tensors, *scalars))
         spoil_chunks(out, call.flags, call.world_size, call.numbers, only_load=True)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        shape = self._shape_of(call)
-        addresses = _addresses(gather, weight, out)
-        _SETTLED.launch_described(shape, self._matrices, addresses, *self._arguments_of(shape, call))
+        kind = call.programs, call.trace is not None
+        launch = self._launches.get(kind)
+        if launch is None:
+            launch = self._launches[kind] = ShapeLaunch(_SETTLED, self._shape_of(call), self._matrices)
+        launch(_addresses(gather, weight, out), *self._arguments_of(call))
         # Only the load warp knows what it has given up.
         spoil_chunks(out, call.flags, call.world_size, call.numbers)
 
     def _shape_of(self, call: GatherCall) -> ChunkShape:
         world, kind = call.world_size, call.epilogue.kind()
-        of_launch = (world, world, call.programs, _size_class(self._sizes[0] // world))
+        of_launch = (world, world, call.programs, _size_class(call.rows))
         constants = (*self._constants, call.trace is not None, kind.activation)
         return ChunkShape(*self._sizes, *of_launch, *self._place, constants, (kind,))
 
-    def _arguments_of(self, shape: ChunkShape, call: GatherCall) -> tuple[Tensors, tuple[int, ...]]:
+    def _arguments_of(self, call: GatherCall) -> tuple[Tensors, tuple[int, ...]]:
         """Return the kernel's arguments between descriptors and constants: tensors and scalars."""
         trace = call.errors if call.trace is None else call.trace
         ending = call.epilogue
         tensors = (call.flags, call.errors, trace, ending.scale_a, ending.scale_b, ending.bias)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
-        return tensors, (*self._sizes, call.capacity, *scalars, shape.size_class)
+        return tensors, (*self._sizes, call.capacity, *scalars, _size_class(call.rows))
 
 
 def _addresses(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:

@@ -33,8 +33,10 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune import tunable
+from dist_autotune.launch.tunable import Standing
 
 from ..symm import SymmetricMemory, SymmetricMemoryError
+from ..tensors import remember
 from .ballots import Ballots
 from .operation import PeerTimeout
 
@@ -75,6 +77,7 @@ class Collective:
         self._operation, self._choice, self._group = operation, choice, group
         self._fixed, self._timeout_s, self._most_rows = fixed, timeout_s, most_rows
         self._world_size, self._is_on_cpu = memory.world_size, memory.device.type == "cpu"
+        self._wants: dict[Hashable, Standing[bool]] = {}
         self._ballots = None if fixed is False or memory.world_size == 1 else self._open_ballots(memory)
 
     def _open_ballots(self, memory: SymmetricMemory) -> Ballots | None:
@@ -104,8 +107,14 @@ class Collective:
             return bool(self._fixed)
         if rows > self._most_rows:
             return False
-        key, ranks = (rows, self._world_size, *key), self._group or dist.group.WORLD
-        return tunable(self._choice, WAYS, key=key, among=ranks) == WAYS[1]
+        wants = self._wants.get((rows, key))
+        if wants is None:
+            ask = functools.partial(self._ask, (rows, self._world_size, *key))
+            wants = remember(self._wants, (rows, key), Standing(ask))
+        return wants()
+
+    def _ask(self, key: tuple[Hashable, ...]) -> bool:
+        return tunable(self._choice, WAYS, key=key, among=self._group or dist.group.WORLD) == WAYS[1]
 
     def agree(self, key: Hashable, terms: int, *, wants: bool, is_capturing: bool) -> bool:
         """Return whether a call is made by the collective: the same on all ranks. To be asked once in each.

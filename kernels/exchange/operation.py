@@ -44,6 +44,7 @@ class Operation(Shared):
 
     _wrong_calls: ClassVar[tuple[int, ...]]  # kinds of failure that callers have caused
     _further_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # beside halves
+    is_captured = False  # some call was: a graph may replay in its memory
     _mend_calls: ClassVar[str] = "Every rank must pass as many rows. "  # what callers must do then
 
     def __init__(
@@ -203,15 +204,19 @@ class Operation(Shared):
         if self._broken_by:
             raise RuntimeError(f"{name}, rank {self.rank}: {self._broken_by}; close it and open another")
 
-    def _check_device(self) -> None:
-        if not self._on_gpu:
-            return
-        here = torch.cuda.current_device()
-        if here != self.device.index:
-            raise ValueError(
-                f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
-            )
-        self._streams.follow(self.device)
+    def _follow(self) -> bool:
+        """Order the call behind the last one; return whether it is captured. Raises on another device."""
+        is_capturing = self._is_capturing()
+        if is_capturing:
+            self.is_captured = True
+        if self._on_gpu:
+            here = torch.cuda.current_device()
+            if here != self.device.index:
+                raise ValueError(
+                    f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
+                )
+            self._streams.follow(self.device, is_capturing=is_capturing)
+        return is_capturing
 
     def _meet(self) -> None:
         if self._meeting is not None and not self._is_capturing():
@@ -231,9 +236,9 @@ class Operation(Shared):
     def _is_capturing(self) -> bool:
         return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
-    def _in_steps(self) -> bool:
+    def _in_steps(self, *, is_capturing: bool) -> bool:
         """Return whether a call that scatters launches its kernel chunk by chunk, as captured ones do."""
-        return self._is_capturing()
+        return is_capturing
 
 
 class _CarryingOut(AbstractContextManager[None]):

@@ -18,7 +18,9 @@ that were fetched in all calls before. Neither is ever reset; both wrap, and are
         ARRIVED[p] >= b + i,                          the piece of rank p's chunk p to chunk p here
         at last waits for ARRIVED[p] >= b + m         ARRIVED[p] := b + i
         and FETCHED[p] >= e                       FETCHED[r] of rank p := e
-    join                               <--
+
+Nothing joins the side stream: a GEMM that has ended has seen all that was written here, and that no peer
+fetches from here any more. On the CPU the host waits for it, to raise what went wrong there.
 
 What follows holds as well for the small kernel that waits where cuBLAS multiplies.
 
@@ -150,6 +152,7 @@ class ChunkProducer:
             steps.append(Write(peer.our_fetched, 0, plus=EPOCH))
         return steps
 
-    def join(self) -> None:
-        """Order what the caller does next behind the exchange; on the CPU, raise what went wrong in it."""
-        self._stream.join()
+    def finish(self) -> None:
+        """On the CPU, wait for the exchange and raise what went wrong in it."""
+        if self._memory.device.type == "cpu":
+            self._stream.join()

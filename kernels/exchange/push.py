@@ -27,8 +27,8 @@ Call k on rank r, with m rows:
         ARRIVED[p] >= i,                          for each piece of chunk r, up to row i:
         all that p has announced                      the piece to its slot on rank p
         before it ends                                ARRIVED[r] of rank p := i
-    fork                               -->    TOLD, ARRIVED := AFTER
     join                               <--
+    TOLD, ARRIVED := AFTER
 
 Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
 
@@ -153,9 +153,8 @@ class Pushes:
 
         See [Note: no stale pushes].
         """
-        self.stream.fork()
-        self.memory.copy(self._risen, self._following, self.stream)  # it may need an SM, free by then
         self.stream.join()
+        self._risen.copy_(self._following)  # behind the kernels: it may need an SM, free by then
 
 
 class ChunkPusher:

@@ -32,9 +32,8 @@ class StreamOrder:
         # handle, 0, ExternalStream would make another stream.
         self._last: dict[bool, tuple[int, torch.cuda.Stream]] = {}
 
-    def follow(self, device: torch.device) -> None:
+    def follow(self, device: torch.device, *, is_capturing: bool) -> None:
         """Order what the current stream is given from now on behind the last call."""
-        is_capturing = torch.cuda.is_current_stream_capturing()
         handle, before = torch._C._cuda_getCurrentRawStream(device.index), self._last.get(is_capturing)
         if before is not None and before[0] == handle:
             return

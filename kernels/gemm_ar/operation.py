@@ -305,19 +305,27 @@ class GemmAllReduce(Operation):
             self._check_ending(a.shape[0], out, residual, norm_weight)
             made = self._new_layout(*a.shape, multiplies=multiplies, has_norm=residual is not None)
             layout = remember(self._layouts, lie, made)
-        self._check_device()
+        is_capturing = self._follow()
         like, shape = layout.part, (layout.rows, self._n)
         result = like.new_empty(shape) if out is None else out
         sums = None if residual is None else like.new_empty(shape)
-        self._run(layout, a, weight, (residual, norm_weight, result, sums), float(eps))
+        ends = (residual, norm_weight, result, sums)
+        self._run(layout, a, weight, ends, float(eps), is_capturing=is_capturing)
         return result if sums is None else (result, sums)
 
     def _run(
-        self, layout: RowsLayout, a: torch.Tensor, weight: torch.Tensor | None, ends: Ends, eps: float
+        self,
+        layout: RowsLayout,
+        a: torch.Tensor,
+        weight: torch.Tensor | None,
+        ends: Ends,
+        eps: float,
+        *,
+        is_capturing: bool,
     ) -> None:
         wanted, rows = self._ways.choose(layout.ways, layout.key), layout.rows
         with self._carrying_out():
-            way = self._ways.settle(wanted, rows, is_capturing=self._is_capturing())
+            way = self._ways.settle(wanted, rows, is_capturing=is_capturing)
             if way == OVERLAPPED and way in layout.ways:
                 assert self._scatter is not None
                 assert weight is not None

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..configs import INTERPRETED
 from ..gemm.configs import class_of_rows
-from ..launch import Settled, SettledLaunches
+from ..launch import SettledLaunches, ShapeLaunch
 
 WARPS_OF_NORM = (1, 2, 4, 8, 16, 32)
 MOST_COLUMNS_OF_NORM = 32768  # above half of it registers spill
@@ -153,7 +153,7 @@ class RowsLaunch:
         strides = ((out if residual is None else residual).stride(0), out.stride(0))
         (constant,) = own.items()
         tensors = (*held, *(out if each is None else each for each in ends))
-        self._shape = RowsShape(
+        shape = RowsShape(
             size_class=class_of_rows(of_all),
             n=out.shape[1],
             rows=rows,
@@ -167,19 +167,16 @@ class RowsLaunch:
             device=out.device,
             aligned=tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
         )
-        of_shape = (self._shape.size_class, self._shape.n, *strides)
+        of_shape = (shape.size_class, shape.n, *strides)
         self._numbers = (*sizes, *of_shape, rank)
-        self._launches, self._held = launches, held
+        self._launch, self._held = ShapeLaunch(launches, shape), held
         self._held_at = [tensor.data_ptr() for tensor in held]
-        self._settled: Settled | None = None
 
     def __call__(self, ends: Ends, patience_ticks: int, eps: float) -> None:
-        settled, launches, out = self._settled, self._launches, ends[2]
+        prepared, out = self._launch.prepared(), ends[2]
         given = [out if each is None else each for each in ends]  # the kernel knows which are none
         scalars = (*self._numbers, patience_ticks, eps)
-        if launches.is_current(settled):
-            addresses = [tensor.data_ptr() for tensor in given]
-            settled.prepared(()).at([*self._held_at, *addresses, *scalars])
+        if prepared is not None:
+            prepared.at((), [*self._held_at, *[tensor.data_ptr() for tensor in given], *scalars])
         else:
-            launches.launch(self._shape, (*self._held, *(tensor.detach() for tensor in given)), scalars)
-            self._settled = launches.find(self._shape)
+            self._launch.ask((), (*self._held, *(tensor.detach() for tensor in given)), scalars)

@@ -51,3 +51,13 @@ class Body(Protocol):
 
     def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
         """Enqueue the kernel on the current stream."""
+
+
+class ScatterLayout(NamedTuple):
+    """What is the same in all calls whose tensors lie alike."""
+
+    all_rows: int
+    size_class: int
+    rows: tuple[int, ...]  # of each rank
+    shape: tuple[int, int]  # of the result
+    body: Body

@@ -18,8 +18,8 @@ A call in one launch on rank r:
         chunk r: a tile once all ARRIVED[p]       TOLD[r] of rank p := rows
         have come to its last row,                our sums for p to their slot on rank p, in pieces, and
         all of them before it ends                    ARRIVED[r] of rank p := the last row of each
-    fork                               -->    TOLD, ARRIVED := AFTER
     join                               <--
+    TOLD, ARRIVED := AFTER
 
 A call of a launch for each chunk, whose side stream waits for no flag; so is each that is captured:
 
@@ -29,7 +29,8 @@ A call of a launch for each chunk, whose side stream waits for no flag; so is ea
         waits for FREE[p] >= 1, FREE[p] := 0
         fork                           -->    our sums for p to rank p, as above
     GEMM of chunk r, as above
-    fork, join                                TOLD, ARRIVED := AFTER
+    join                               <--
+    TOLD, ARRIVED := AFTER
 
 [Note: a reduce-scatter ends] Programs claim tiles one by one from a counter, in the order of the chunks. A
 program that waits for its peers' sums is in the own chunk: all tiles for peers have been claimed by programs
@@ -87,7 +88,7 @@ from ..tensors import (
     remember,
 )
 from . import specialized
-from .call import Body, ScatterCall, ScatterMemory, ScatterOperands
+from .call import Body, ScatterCall, ScatterLayout, ScatterMemory, ScatterOperands
 from .handover import NO_PERMIT, OTHER_ROWS
 from .plain import PlainBody
 
@@ -173,7 +174,7 @@ class GemmReduceScatter(Operation):
 
     def _hold(self, held: ScatterMemory) -> None:
         self._held = held
-        self._bodies: dict[Hashable, Body] = {}  # by the layouts of tensors that have been checked
+        self._layouts: dict[Hashable, ScatterLayout] = {}  # by those of tensors that have been checked
 
     def _check_peers(self) -> None:
         self._collective.check()
@@ -203,33 +204,33 @@ class GemmReduceScatter(Operation):
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
         self._check_usable()
-        scales = {"scale_a": scale_a, "scale_weight": scale_weight}
-        check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out, addend=addend, **scales)
+        if torch.is_grad_enabled():
+            scales = {"scale_a": scale_a, "scale_weight": scale_weight}
+            check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out, addend=addend, **scales)
         of_scales = layout_of(scale_a), layout_of(scale_weight)
         lie = layout_of(a), layout_of(weight), layout_of(out), layout_of(addend), of_scales
-        body = self._bodies.get(lie)
-        if body is None:
+        layout = self._layouts.get(lie)
+        if layout is None:
             self._check_arguments(a, weight, out, addend)
             check_scales(self._dtype, self.device, (scale_a, len(a)), (scale_weight, self._n))
-        self._check_device()
-        rows = a.shape[0] // self.world_size
+        is_capturing = self._follow()
         if out is None:
-            out = a.new_empty((rows, self._n), dtype=self._out_dtype)
+            shape = (len(a) // self.world_size, self._n) if layout is None else layout.shape
+            out = a.new_empty(shape, dtype=self._out_dtype)
         operands = ScatterOperands(a, weight, out, addend, scale_a, scale_weight)
-        if body is None:
-            body = remember(self._bodies, lie, self._make_body(operands))
-        all_rows, is_capturing = a.shape[0], self._is_capturing()
-        size_class = class_of_rows(all_rows)
+        if layout is None:
+            layout = remember(self._layouts, lie, self._new_layout(operands))
+        all_rows, size_class = layout.all_rows, layout.size_class
         wants = self._collective.wants(size_class, self._key)
         with self._carrying_out():
             if self._collective.agree(size_class, all_rows, wants=wants, is_capturing=is_capturing):
                 self._run_collective(a, weight, out, addend)
                 return out
-            in_steps = self._in_steps() or body.in_steps
+            body = layout.body
+            in_steps = body.in_steps or self._in_steps(is_capturing=is_capturing)
             self._pushes.give_permits(at_once=not is_capturing)
             launch = functools.partial(self._launch, body, operands)
-            of_call = {"in_pieces": True, "in_steps": in_steps, "at_once": not is_capturing}
-            self._pusher.run(launch, (rows,) * self.world_size, **of_call)
+            self._pusher.run(launch, layout.rows, in_pieces=True, in_steps=in_steps, at_once=not is_capturing)
             if not isinstance(body, PlainBody):  # which knows what it has given up
                 spoil_all(out, self._flags.local, self.rank, self.world_size)
             self._pushes.finish()
@@ -277,6 +278,13 @@ class GemmReduceScatter(Operation):
         """Return room for the sums of all chunks: that of partial sums, where it is enough."""
         held = self._partial.flatten(0, 1)[: len(a)]
         return held if len(held) == len(a) else a.new_empty((len(a), self._n))
+
+    def _new_layout(self, operands: ScatterOperands) -> ScatterLayout:
+        rows, columns = operands.out.shape
+        all_rows, of_each = len(operands.a), (rows,) * self.world_size
+        return ScatterLayout(
+            all_rows, class_of_rows(all_rows), of_each, (rows, columns), self._make_body(operands)
+        )
 
     def _make_body(self, operands: ScatterOperands) -> Body:
         if specialized.can_run(operands, self._held):

@@ -18,7 +18,7 @@ from ..exchange.peers import Peers, is_any_lost
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..gemm.configs import class_of_rows
 from ..gemm.pruning import ChunkShape
-from ..launch import SettledLaunches
+from ..launch import SettledLaunches, ShapeLaunch
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 from .call import ScatterCall, ScatterMemory, ScatterOperands
@@ -206,13 +206,17 @@ class PlainBody:
         constants = (tma_legal, lies_by_columns(weight), addend is not None, upcasts)
         scaled = tuple(scale is not None for scale in scales)
         self._place = (a.dtype, a.device, CONSTANTS, constants, (*self._further, aligned, scaled))
+        self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of chunks
 
     def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
         a, weight, out, addend, *scales = operands
         rows = class_of_rows(out.shape[0])
-        of_launch = (call.world_size, call.chunks, call.programs, rows)
-        shape = ChunkShape._make((*self._sizes, *of_launch, *self._place))
+        launch = self._launches.get(call.chunks)
+        if launch is None:
+            of_launch = (call.world_size, call.chunks, call.programs, rows)
+            shape = ChunkShape._make((*self._sizes, *of_launch, *self._place))
+            launch = self._launches[call.chunks] = ShapeLaunch(_SETTLED, shape)
         added = call.held.partial if addend is None else addend.detach()
         tensors = (a.detach(), weight.detach(), out, *call.held, added, *scales)
         scalars = (*self._sizes, *self._further, call.first, call.chunks, call.rank, call.patience_ticks)
-        _SETTLED.launch(shape, tensors, (*scalars, rows))
+        launch((), tensors, (*scalars, rows))

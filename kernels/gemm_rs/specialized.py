@@ -12,7 +12,7 @@ from ..compat import HAS_INLINE_PTX
 from ..configs import capability, take_first
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
-from ..launch import SettledLaunches
+from ..launch import SettledLaunches, ShapeLaunch
 from ..matrices import Block, Matrix, matrix_of_rows, set_block
 from ..tensors import lies_by_columns
 from .call import ScatterCall, ScatterMemory, ScatterOperands
@@ -108,19 +108,20 @@ class SpecializedBody:
         self.in_steps = operands.out.shape[0] >= STEP_ROWS
         constants = (capability(device) == 10, TYPE_NAMES[a.dtype], not b.transposed)
         self._place = (a.dtype, device, CONSTANTS, constants, (operands.addend is not None,))
+        self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of chunks
 
     def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
-        size_class = _size_class(self._sizes[0] // call.world_size)
-        of_launch = (call.world_size, call.chunks, call.programs, size_class)
-        shape = ChunkShape._make((*self._sizes, *of_launch, *self._place))
-        held = call.held
+        held, size_class = call.held, _size_class(self._sizes[0] // call.world_size)
+        launch = self._launches.get(call.chunks)
+        if launch is None:
+            of_launch = (call.world_size, call.chunks, call.programs, size_class)
+            shape = ChunkShape._make((*self._sizes, *of_launch, *self._place))
+            launch = self._launches[call.chunks] = ShapeLaunch(_SETTLED, shape, self._matrices)
         tensors = (held.staged, held.flags, held.counts, held.errors, operands.addend)
         scalars = (call.capacity, call.first, call.chunks, call.rank, call.patience_ticks)
-        a, b, out, partial = (each.data_ptr() for each in (*operands[:3], held.partial))
-        addresses = (a, b, b, out, partial)
-        _SETTLED.launch_described(
-            shape, self._matrices, addresses, tensors, (*self._sizes, *scalars, size_class)
-        )
+        a, b, out = operands.a.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr()
+        addresses = (a, b, b, out, held.partial.data_ptr())
+        launch(addresses, tensors, (*self._sizes, *scalars, size_class))
 
 
 def _matrices(

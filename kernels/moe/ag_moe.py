@@ -19,8 +19,8 @@ A call on rank r:
         a tile once ARRIVED[p] >= 1 for all       chunk r to rank p
         p up to its last row's                    ARRIVED[r] of rank p := 1
         all ARRIVED before it ends
-    fork                               -->    TOLD, ARRIVED := AFTER
     join                               <--
+    TOLD, ARRIVED := AFTER
 
 All ids travel before any chunk, so sorting them hides behind the chunks. Tiles come in the order of their
 last chunk (`routing`).

@@ -23,8 +23,8 @@ A call on rank r:
         tiles, its last block sets DONE[p];
         the own chunk last, once all
         ARRIVED[p] >= 1
-    fork                               -->    TOLD, ARRIVED := AFTER
     join                               <--
+    TOLD, ARRIVED := AFTER
 
 [Note: how a sum is made] A product is weighted in float32 and rounded to `dtype` once; the topk products of a
 token are added in float32, in the order of its choices, and rounded for the way to its rank; there the ranks'
@@ -273,7 +273,8 @@ class MoEReduceScatter(ExpertOperation):
             self._reduce(functools.partial(self._launch, y, weight), out, products, choices)
             return
         launch = functools.partial(self._launch, y, weight, out, products, choices)
-        ways = {"in_steps": self._in_steps(), "at_once": not self._is_capturing()}
+        is_capturing = self._is_capturing()
+        ways = {"in_steps": self._in_steps(is_capturing=is_capturing), "at_once": not is_capturing}
         self._pusher.run(launch, choices.tokens, in_pieces=False, **ways)
         self._pushes.finish()
 

@@ -163,7 +163,7 @@ class ExpertOperation(Operation):
 
     def _known_tokens(self, own: int, tokens: Sequence[int] | None) -> tuple[int, ...] | None:
         """Raise what can be told before peers hear of the call; return the tokens of all ranks if known."""
-        self._check_device()
+        self._follow()
         if tokens is not None:
             return check_tokens(tokens, own, self.rank, self.world_size, self._capacity)
         if self.world_size == 1:
@@ -294,7 +294,7 @@ class ExpertOperation(Operation):
             raise ValueError(f"the routing is of tokens {list(tokens)}; this operation is open for {room}")
         if weight.shape[0] != experts:
             raise ValueError(f"weight has {weight.shape[0]} experts, the routing is of {experts}")
-        self._check_device()
+        self._follow()
         self._told = tokens
 
     def _shape(

@@ -16,6 +16,11 @@ from ..exchange.ballots import Ballots
 MOST_ROWS = 2**24 - 1  # that a ballot can tell apart
 
 
+def word_of(call: str) -> int:
+    """Return what tells calls apart, beside their rows."""
+    return zlib.crc32(call.encode()) % 2**7 << 24 | 2**31
+
+
 class Announcements:
     """Those of one process group; opening is collective.
 
@@ -27,10 +32,10 @@ class Announcements:
         self._rank, self._call = group.rank(), ""
         self._ballots = Ballots("tensor parallelism", group, timeout_s)
 
-    def announce(self, call: str, rows: int) -> None:
-        """Say what this rank is about to call, and with how many rows."""
+    def announce(self, call: str, word: int, rows: int) -> None:
+        """Say what this rank is about to call, and with how many rows; word: of the call, see `word_of`."""
         self._call = call
-        self._ballots.cast(zlib.crc32(call.encode()) % 2**7 << 24 | 2**31 | min(rows, MOST_ROWS))
+        self._ballots.cast(word | min(rows, MOST_ROWS))
 
     def require_equal(self) -> None:
         """Wait for what the peers say of the same call; raise ValueError if one says something else."""

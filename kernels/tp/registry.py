@@ -6,6 +6,7 @@ in one. Opening, growing and closing are collective: ranks make the same calls i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -19,7 +20,7 @@ from ..ag_gemm import AllGatherGemm
 from ..exchange.operation import Operation, PeerTimeout
 from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
-from .announcements import Announcements
+from .announcements import Announcements, word_of
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str | None
 
@@ -41,13 +42,12 @@ class Key(NamedTuple):
 
 @dataclass
 class Workspace:
-    """An open operation, how many rows it takes, and whether a graph may replay in its memory."""
+    """An open operation, and how many rows it takes."""
 
     operation: Operation
     group: dist.ProcessGroup
     rows: int
     timeout_s: float
-    is_captured: bool = False
 
 
 def name_of(group: Group) -> str:
@@ -98,7 +98,7 @@ class Workspaces:
         self.abandon_dead()
         if outgrown is not None:
             del self.open[key]
-            if outgrown.is_captured:
+            if outgrown.operation.is_captured:  # a graph may replay in its memory
                 self.outgrown.append((key, outgrown))
             else:
                 _close(key, outgrown)
@@ -110,20 +110,12 @@ class Workspaces:
         self.open[key] = workspace = Workspace(operation, group, rows, timeout_s)
         return workspace
 
-    def announcements(self, group_name: str) -> Announcements | None:
-        """Return those of a group, unless it is gone: a new one may have the same name."""
-        found = self._announcements.get(group_name)
-        return found if found is not None and found.group is _group_of(group_name) else None
-
-    def announce(self, key: Key, rows: int, timeout_s: float) -> Announcements | None:
-        """Tell the peers of a call; the first one of a group is collective. None: there are no peers."""
-        group = _group_of(key.group_name)
-        if group.size() == 1:
-            return None
-        found = self.announcements(key.group_name)
-        if found is None:
+    def announce(self, key: Key, rows: int, group: dist.ProcessGroup, timeout_s: float) -> Announcements:
+        """Tell the peers of a call; the first one of a group is collective."""
+        found = self._announcements.get(key.group_name)
+        if found is None or found.group is not group:  # a new one may have the same name
             found = self._announcements[key.group_name] = Announcements(group, timeout_s)
-        found.announce(f"{key.kind.__name__} of {key.columns} features in {key.dtype}", rows)
+        found.announce(*_call_of(key), rows)
         return found
 
     def take(self, wanted: Callable[[Key, Workspace], bool]) -> list[tuple[Key, Workspace]]:
@@ -231,11 +223,12 @@ def opened(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_
     and a ValueError where ranks come with different numbers of rows.
     """
     key = Key(kind, group_name, columns, like.dtype, like.device)
-    found = WORKSPACES.find(key)
-    is_capturing = _is_capturing(like)
-    announced = WORKSPACES.announce(key, rows, TIMEOUT_S if found is None else found.timeout_s)
+    found, announced = WORKSPACES.find(key), None
+    group, timeout_s = (_group_of(group_name), TIMEOUT_S) if found is None else (found.group, found.timeout_s)
+    if group.size() > 1:
+        announced = WORKSPACES.announce(key, rows, group, timeout_s)
     if found is None or found.rows < rows:
-        if is_capturing:
+        if _is_capturing(like):
             asked = f"a captured call of {rows} rows of {columns} features in {like.dtype}"
             room = "no workspace" if found is None else f"a workspace of {found.rows} rows"
             raise RuntimeError(f"{asked} found {room}: call once before the capture, or reserve() it")
@@ -247,12 +240,18 @@ def opened(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_
                     found.operation.refuse(str(error))
                 raise
         grown = rows if found is None else max(rows, int(GROWTH * found.rows))
-        found = WORKSPACES.replace(key, found, grown, TIMEOUT_S if found is None else found.timeout_s)
-    found.is_captured |= is_capturing
+        found = WORKSPACES.replace(key, found, grown, timeout_s)
     if announced is not None:
         found.operation.explain = announced.explain
     assert isinstance(found.operation, kind)
     return found.operation
+
+
+@functools.lru_cache
+def _call_of(key: Key) -> tuple[str, int]:
+    """Return how the peers are told of such calls, and how this rank explains them."""
+    text = f"{key.kind.__name__} of {key.columns} features in {key.dtype}"
+    return text, word_of(text)
 
 
 def _is_capturing(tensor: torch.Tensor) -> bool:

@@ -106,3 +106,57 @@ def test_a_session_makes_text_of_equal_options_once(bench, monkeypatch, options)
     bench.tune(thunk)()
     assert len(runs) > 5
     assert len(made) == 1
+
+
+# ---- what is made of answers
+
+
+def asking(name):
+    """Return the answers so far, what they take, and what asks and keeps what it has found."""
+    asked, ms = [], {1: 3.0, 2: 1.0, 4: 2.0}
+
+    def ask():
+        asked.append(tunable(name, [1, 2, 4]))
+        return asked[-1]
+
+    return asked, ms, choices.Standing(ask)
+
+
+def spending(bench, ms, standing):
+    def thunk():
+        bench.spend(ms[chosen := standing()])
+        return chosen
+
+    return thunk
+
+
+def test_nothing_is_asked_again_while_all_choices_stand(bench):
+    asked, ms, standing = asking("alone")
+    assert [standing() for _ in range(5)] == [1] * 5
+    assert asked == [1] * 2, "the first one was not known"
+    tuned = bench.tune(spending(bench, ms, standing))
+    assert tuned() == 2
+    assert set(asked) == {1, 2, 4}, "each run of a session asks"
+    settled = [tuned(), tuned()]
+    count = len(asked)
+    assert settled + [tuned() for _ in range(5)] == [2] * 7
+    assert len(asked) == count
+    assert standing() == 2
+
+
+def test_another_result_is_followed_at_once(bench):
+    _, ms, standing = asking("followed")
+    tuned = bench.tune(spending(bench, ms, standing))
+    assert [tuned(), tuned(), tuned(), standing(), standing()] == [2] * 5
+    ms[4] = 0.5
+    tuned.retune()
+    assert [tuned(), tuned(), tuned(), standing(), standing()] == [4] * 5
+
+
+def test_functions_that_share_nothing_keep_their_own(bench):
+    _, ms, standing = asking("apart")
+    first = bench.tune(spending(bench, ms, standing), share=False, name="first")
+    second = bench.tune(spending(bench, {**ms, 4: 0.5}, standing), share=False, name="second")
+    assert [first(), second()] == [2, 4]
+    for _ in range(3):
+        assert [first(), second(), standing()] == [2, 4, tunable("apart", [1, 2, 4])]

@@ -112,7 +112,7 @@ def test_a_call_on_another_stream_waits_on_the_device_for_the_last_one(monkeypat
 
     def call(stream):
         streams.now = stream
-        order.follow(torch.device("cuda", 0))
+        order.follow(torch.device("cuda", 0), is_capturing=stream in streams.capturing)
         made, streams.waits = streams.waits, []
         return made
 

@@ -39,6 +39,7 @@ from operations import (
     three_calls,
 )
 
+from dist_autotune.codec import digest
 from dist_autotune.kernels.exchange import collective
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.launch.tunable import CHOICES
@@ -201,7 +202,7 @@ def tuned_alone(rank):
             name, key = op._collective._choice, (32, 2, *op._key)
             from dist_autotune.triton_api.identity import key_text
 
-            CHOICES.remember(name, key_text(key), '"collective"', (0, 1))
+            CHOICES.remember(name, key_text(key), digest('"collective"'), (0, 1))
             errors.append(0.0 if op._collective.wants(32, op._key) else 9.0)
         errors += [step() for _ in range(3)]
     return errors, len(launched)

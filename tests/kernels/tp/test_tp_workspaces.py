@@ -13,6 +13,7 @@ from operation_runs import message_of, values
 from tp_runs import block, tensor_of, workspaces
 
 from dist_autotune.kernels import tp
+from dist_autotune.kernels.exchange.operation import Operation
 from dist_autotune.kernels.tp import registry
 from dist_autotune.kernels.tp.registry import WORKSPACES
 
@@ -157,8 +158,9 @@ def captured(rank):
         texts = [message_of(lambda: tp.all_gather_matmul(x, up))]
         tp.reserve(4, 8, torch.float32)  # of both ranks
         texts.append(message_of(lambda: tp.all_gather_matmul(x, up)))
+        is_capturing, Operation._is_capturing = Operation._is_capturing, lambda op: True
         tp.all_gather_matmul(x[:2], up)
-        registry._is_capturing = lambda tensor: False
+        registry._is_capturing, Operation._is_capturing = (lambda tensor: False), is_capturing
         grown = tp.all_gather_matmul(x, up)
         kept = [workspace.rows for _, workspace in WORKSPACES.outgrown]
         tp.release()
