@@ -124,8 +124,8 @@ class RaceRuns(RunPhase):
             levels_of(c.name, c.kernel, _steadied_ms(c, ratios), c.shares, c.incumbent, c.launches)
             for c in judged
         ]
-        kinds = {name: repr(self._contexts[name].texts) for name in choices}
-        return PlanSpace(kernels, choices, launched, kinds)
+        texts = {name: context.texts for name, context in self._contexts.items()}
+        return PlanSpace(kernels, choices, launched, texts)
 
     def _options(self, name: str) -> list[int]:
         context = self._contexts[name]

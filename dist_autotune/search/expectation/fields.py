@@ -21,7 +21,15 @@ _FIELD = re.compile(
 
 def fields_of(texts: Sequence[str]) -> list[list[Value]]:
     """Return the values of the fields in which candidates differ; integers as doublings."""
-    found = [dict(_FIELD.findall(text)) or {"": text} for text in texts]
+    return values_of([texts_by_field(text) for text in texts])
+
+
+def texts_by_field(text: str) -> dict[str, str]:
+    return dict(_FIELD.findall(text)) or {"": text}
+
+
+def values_of(found: Sequence[Mapping[str, str]]) -> list[list[Value]]:
+    """Return the values of the fields in which these differ; a field that one lacks is empty."""
     names = sorted({name for fields in found for name in fields})
     names = [name for name in names if len({fields.get(name) for fields in found}) > 1]
     return [[_value(fields.get(name, "")) for name in names] for fields in found]

@@ -1,28 +1,33 @@
 """The search among plans of which some are launched: what they take lets expect which others may win.
 
-For kernels that hold the same share of the device with every candidate, so that what a candidate gains by its
-launches, it gains in the run; what options add to that is learned.
+For kernels that hold the same share of the device with every candidate. What launches say of a candidate
+holds for the options beside which it was launched. Beside others another may win: of a product that waits
+for its rows in pieces, one with small tiles. So what options, fields of configs and pairs of both add to a
+run is learned, over all candidates that could win beside some option.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Mapping, Sequence
+import operator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from ...codec import digest
 from ..expectation.arithmetic import log, normal_below
+from ..expectation.fields import Value, texts_by_field, values_of
 from ..expectation.gaussian import GaussianProcess
 from ..strategies import faster_of_two, least
 from .search import MORE_RUNS, AskedPlan, Plan, Search, raced
 from .space import MOST_CANDIDATES, SHARE_STEP, KernelLevels, PlanSpace
 
-FEWEST_PLANS, MOST_PLANS = 12, 200
-FIRST_WAVE, WAVE, MOST_TRIED = 8, 3, 48  # plans, of two runs each
-LIKELY = 0.03  # of the run, that the first ones are expected to lose at most by their launches
-GAIN, CHANCE = 0.01, 0.05  # it ends when the chance that an untried plan wins by more is below
-NEAR, FINALISTS, NEAR_RUNS = 1.02, 3, 24  # of the best: plans that race with the first one
-_DEVIATION, _NOISE = 0.05, 0.2  # of what options add, expected; of two runs, over the variance of that
+FEWEST_PLANS, MOST_PLANS = 12, 400
+FIRST_WAVE, WAVE, MOST_TRIED = 20, 3, 96  # plans
+LIKELY = 0.1  # of the run, that the first ones are expected to lose at most by their launches
+SPIKE = 1.15  # times what is expected: such a time is taken again
+GAIN, CHANCE = 0.01, 0.02  # it ends when the chance that an untried plan wins by more is below
+NEAR, FINALISTS, NEAR_RUNS = 1.02, 5, 40  # of the best: plans that race with the first one
+_DEVIATION, _NOISE = 0.05, 0.1  # of what options add, expected; of a run, over the variance of that
 
 
 def plans_of(space: PlanSpace) -> list[Plan]:
@@ -30,10 +35,17 @@ def plans_of(space: PlanSpace) -> list[Plan]:
     if not space.kernels or not all(map(_holds_one_share, space.kernels)):
         return []
     for most in range(MOST_CANDIDATES, 0, -1):
-        plans = list(itertools.islice(space.all_plans(most), MOST_PLANS + 1))
+        plans = list(itertools.islice(_plans(space, most), MOST_PLANS + 1))
         if len(plans) <= MOST_PLANS:
             return plans if len(plans) >= FEWEST_PLANS else []
     return []
+
+
+def _plans(space: PlanSpace, most: int) -> Iterator[Plan]:
+    """Yield plans with at most so many candidates of each kernel, where no option differs of the fastest."""
+    if not space.choices:
+        return space.all_plans(operator.methodcaller("thinned", most))
+    return space.all_plans(lambda kernel: [*kernel.usable][:most])
 
 
 def _holds_one_share(kernel: KernelLevels) -> bool:
@@ -44,20 +56,22 @@ def _holds_one_share(kernel: KernelLevels) -> bool:
 
 def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     """Return the fastest of the plans, of which the first wins ties."""
-    names = sorted({name for plan in plans for name in plan})
-    fields = [[str(plan.get(name)) for name in names] for plan in plans]
+    fields = _fields(space, plans)
     ms: dict[int, float] = {}  # of the plans that were tried
-    first_ms = yield from _timed(plans, 0)
+    first_ms = yield from _timed(plans, 0, 0.0)
     if not 0 < least(first_ms) < math.inf:
         return (yield from raced("all", plans, 2.0 * len(plans), MORE_RUNS)).winner
     ms[0] = first_ms
     by_launches = [least(first_ms) + _slower_ms(space, plan) for plan in plans]
     limit_ms = by_launches[0] * (1 + LIKELY)
-    spread = sorted(range(1, len(plans)), key=lambda i: (by_launches[i] > limit_ms, digest(repr(fields[i]))))
+    spread = sorted(
+        range(1, len(plans)),
+        key=lambda i: (by_launches[i] > limit_ms, digest(repr(sorted(plans[i].items())))),
+    )
     wave, expected = spread[: FIRST_WAVE - 1], [log(each) for each in by_launches]
     while wave:
         for index in wave:
-            ms[index] = yield from _timed(plans, index)
+            ms[index] = yield from _timed(plans, index, SPIKE * by_launches[index])
         expected, wave = _next_wave(fields, by_launches, ms)
     limit = min(expected[index] for index in ms) + log(NEAR)
     near = [i for i in sorted(ms, key=lambda i: (expected[i], i)) if i and expected[i] <= limit][:FINALISTS]
@@ -65,21 +79,39 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     return (yield from raced("predicted, near", finalists, NEAR_RUNS, MORE_RUNS)).winner
 
 
-def _timed(plans: Sequence[Plan], index: int) -> Generator[AskedPlan, float, float]:
-    """Return the faster one of two runs: one of them may be a spike."""
+def _fields(space: PlanSpace, plans: Sequence[Plan]) -> list[list[Value]]:
+    """Return of each plan the values of its options, and of the configs of its kernels in their order.
+
+    So kernels of which an option launches one share the names of their fields, and tell of each other.
+    """
+    found = []
+    for plan in plans:
+        fields = {f"choice {name}": space.texts[name][i] for name, i in plan.items() if name in space.choices}
+        kernels = (kernel.name for kernel in space.kernels if kernel.name in plan)
+        for place, name in enumerate(kernels):
+            config = texts_by_field(space.texts[name][plan[name]])
+            fields |= {f"{place} {field}": text for field, text in config.items()}
+        found.append(fields)
+    return values_of(found)
+
+
+def _timed(plans: Sequence[Plan], index: int, limit_ms: float) -> Generator[AskedPlan, float, float]:
+    """Return the time of a run; above the limit the faster one of two: one of them may be a spike."""
     asked = AskedPlan(plans[index], f"predicted, plan {index}")
     first_ms = yield asked
+    if math.isfinite(first_ms) and least(first_ms) <= limit_ms:
+        return first_ms
     return faster_of_two(first_ms, (yield asked))
 
 
 def _slower_ms(space: PlanSpace, plan: Plan) -> float:
     """Return what the plan's launches take longer than the fastest candidates'."""
     launched = [kernel for kernel in space.kernels if kernel.name in plan]
-    return math.fsum(k.launches * (k.ms[plan[k.name]] - min(k.ms.values())) for k in launched)
+    return math.fsum(k.launches * (k.usable[plan[k.name]] - min(k.usable.values())) for k in launched)
 
 
 def _next_wave(
-    fields: Sequence[Sequence[str]], by_launches: Sequence[float], ms: Mapping[int, float]
+    fields: Sequence[Sequence[Value]], by_launches: Sequence[float], ms: Mapping[int, float]
 ) -> tuple[list[float], list[int]]:
     """Return the expected log ms of each plan, and the plans to try next; none when that cannot pay."""
     added = {i: least(each) / by_launches[i] for i, each in ms.items() if 0 < least(each) < math.inf}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -106,7 +107,8 @@ def few_plans(space: PlanSpace, *, keeps_kernels: bool) -> tuple[int, list[Plan]
     """Return all plans with at most so many candidates of each kernel, if they are few enough for a race."""
     fewest = 1 if keeps_kernels else MOST_CANDIDATES
     for most in range(MOST_CANDIDATES, fewest - 1, -1):
-        plans = list(itertools.islice(space.all_plans(most), MOST_PLANS + 1))
+        thinned = operator.methodcaller("thinned", most)
+        plans = list(itertools.islice(space.all_plans(thinned), MOST_PLANS + 1))
         if len(plans) <= MOST_PLANS:
             is_all = all(len(kernel.ms) <= most for kernel in space.kernels)
             return MOST_CANDIDATES if is_all else most, plans

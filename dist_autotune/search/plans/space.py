@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 Plan = Mapping[str, int]  # context -> candidate; other contexts launch their incumbents
@@ -31,6 +31,7 @@ class KernelLevels:
     ms: Mapping[int, float]  # by launches
     share: Mapping[int, float] = field(default_factory=dict)  # of the device; of all candidates, or none
     launches: int = 1  # in a run
+    usable: Mapping[int, float] = field(default_factory=dict)  # ms of all that beside some option may win
 
     @property
     def incumbent(self) -> int:
@@ -102,6 +103,7 @@ def levels_of(
         ms={index: every.ms[index] for index in kept_most},
         share={index: each for index, each in every.share.items() if index in kept_most},
         launches=launches,
+        usable=dict(itertools.islice(every.ms.items(), MOST_CANDIDATES)),
     )
 
 
@@ -117,18 +119,21 @@ def spread(values: Sequence[int], most: int) -> list[int]:
 
 
 class PlanSpace:
-    """All plans that one search may race. choices: options by choice, the incumbent first."""
+    """All plans that one search may race.
+
+    choices: options by choice, the incumbent first. texts: what options and configs are, by index.
+    """
 
     def __init__(
         self,
         kernels: Sequence[KernelLevels],
         choices: Mapping[str, Sequence[int]],
         launched: Launched,
-        alike: Mapping[str, str] | None = None,
+        texts: Mapping[str, Sequence[str]],
     ) -> None:
         self.kernels, self.choices = list(kernels), {name: list(each) for name, each in choices.items()}
+        self.texts = texts
         self._launched = launched
-        self._alike = alike or {}  # choice -> what is equal for choices with the same options
 
     @property
     def incumbents(self) -> dict[str, int]:
@@ -138,7 +143,7 @@ class PlanSpace:
     def with_incumbents(self) -> PlanSpace:
         """Return the space in which kernels have their incumbents only."""
         kernels = [replace(k, ms={k.incumbent: k.ms[k.incumbent]}, share={}) for k in self.kernels]
-        return PlanSpace(kernels, self.choices, self._launched, self._alike)
+        return PlanSpace(kernels, self.choices, self._launched, self.texts)
 
     def launched_by(self, options: Plan) -> list[KernelLevels]:
         return [kernel for kernel in self.kernels if self._is_launched(kernel.name, options)]
@@ -163,20 +168,21 @@ class PlanSpace:
                 known.append(options)
                 yield options
 
-    def all_plans(self, most: int) -> Iterator[dict[str, int]]:
-        """Yield all plans with at most so many candidates of each kernel, that of the incumbents first."""
+    def all_plans(self, candidates: Callable[[KernelLevels], Sequence[int]]) -> Iterator[dict[str, int]]:
+        """Yield all plans with these candidates of each kernel, that of the incumbents first."""
         for options in self.option_plans():
             kernels = self.launched_by(options)
-            for indices in itertools.product(*(kernel.thinned(most) for kernel in kernels)):
+            for indices in itertools.product(*map(candidates, kernels)):
                 yield {**options, **{k.name: i for k, i in zip(kernels, indices, strict=True)}}
 
     def joint_options(self) -> list[dict[str, int]]:
         """Return the first options, then those in which choices that are alike take the same one."""
-        kinds = list(dict.fromkeys(self._alike.get(name, name) for name in self.choices))
-        of_kind = {kind: [n for n in self.choices if self._alike.get(n, n) == kind] for kind in kinds}
+        of_kind: dict[tuple[str, ...], list[str]] = {}  # choices with the same options
+        for name in self.choices:
+            of_kind.setdefault((*self.texts[name],), []).append(name)
         firsts = [self.choices[names[0]] for names in of_kind.values()]
         found = [
-            {name: index for kind, index in zip(kinds, indices, strict=True) for name in of_kind[kind]}
+            {name: index for names, index in zip(of_kind.values(), indices, strict=True) for name in names}
             for indices in itertools.product(*firsts)
         ]
         own = {name: options[0] for name, options in self.choices.items()}

@@ -48,7 +48,10 @@ def space_of(drawn):
         return frozenset({k.name for k in kernels if is_launched(k.name, options)} | choices.keys())
 
     launched = {(name, option): seen_with(name, option) for name in choices for option in choices[name]}
-    space = PlanSpace(kernels, choices, launched, dict.fromkeys(choices, drawn.choice(["alike", ""])))
+    is_alike = drawn.random() < 0.5
+    texts = {name: [f"{'' if is_alike else name}{i}" for i in choices[name]] for name in choices}
+    texts |= {kernel.name: [f"BLOCK: {index}" for index in range(5)] for kernel in kernels}
+    space = PlanSpace(kernels, choices, launched, texts)
     return space, lambda options: {k.name for k in kernels if is_launched(k.name, options)}
 
 

@@ -1,38 +1,53 @@
-"""Two kernels of which an option launches one, beside two choices: what predicted plans cost and lose."""
+"""A product behind a gather, beside three choices: what predicted plans cost and lose."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
+from collections.abc import Iterator
 
 from benchmarks.simulation.protocol_simulation import Simulation
 
 RUNS_AT_MOST = 400
 SMS = 132
+SHAPES = [(8192, 1792, 4096), (5120, 1280, 8192), (6144, 5120, 7168), (4096, 1024, 8192), (8192, 6656, 16384)]
+TILES = {  # of a program: rows and columns, and how fast it is beside the largest
+    "specialized": {(128, 256): 1.0, (256, 128): 0.98, (128, 192): 0.97, (128, 128): 0.95, (64, 256): 0.93},
+    "plain": {(128, 256): 0.95, (256, 128): 0.92, (128, 128): 0.9, (64, 256): 0.85, (64, 128): 0.75},
+}
 
 
 class GatheredProduct(Simulation):
-    """A product behind a gather in virtual time, with the choices of `AllGatherGemm`, on two ranks."""
+    """A product behind a gather in virtual time, with the choices of `AllGatherGemm`, on two ranks.
+
+    Half of the rows are there, the others come in pieces, one after the other. A persistent kernel's programs
+    take tiles in that order, and wait for the piece of a tile. So which tile is best depends on the pieces.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = rng = random.Random(seed)
-        self.kernels = {"specialized": self._kernel("s", 24, 1.0), "plain": self._kernel("p", 30, 1.03)}
-        self._matmul = rng.uniform(1.05, 1.3)
-        self._pieces = {pieces: rng.uniform(0, 0.1) for pieces in ("1", "2", "4")}
-        self._programs = {"128": 0.0, "132": rng.uniform(-0.02, 0.02), "116": rng.uniform(0, 0.05)}
+        self.shape = SHAPES[seed % len(SHAPES)]
+        self._flops = rng.uniform(700e9, 780e9) / SMS  # of an SM in a ms
+        self._bytes = rng.uniform(280e6, 390e6)  # of the gather in a ms
+        self.kernels = {name: dict(self._configs(tiles)) for name, tiles in TILES.items()}
         contexts: dict[str, list[str]] = {
             "consumer": [*self.kernels, "matmul"],
-            "pieces": [*self._pieces],
-            "programs": [*self._programs],
-            **{name: [*ms] for name, ms in self.kernels.items()},
+            "pieces": ["1", "2", "4"],
+            "programs": ["128", "132", "116"],
+            **{name: [*configs] for name, configs in self.kernels.items()},
         }
         choices = ("consumer", "pieces", "programs")
         super().__init__(contexts, {}, ranks=2, choices=choices, launches=self._is_launched, search="racing")
 
-    def _kernel(self, prefix: str, candidates: int, slower: float) -> dict[str, float]:
-        factors = [1 + self._random.gammavariate(1.2, 0.25) for _ in range(candidates)]
-        return {f"{prefix}{i}": slower * factor / min(factors) for i, factor in enumerate(factors)}
+    def _configs(self, tiles: dict[tuple[int, int], float]) -> Iterator[tuple[str, tuple[int, int, float]]]:
+        """Yield each tile in three configs that are nearly as fast, the largest tile first."""
+        for (rows, columns), speed in tiles.items():
+            speed *= self._random.gauss(1, 0.02)
+            for group in (8, 16, 4):
+                text = f"BLOCK_M: {rows}, BLOCK_N: {columns}, GROUP_M: {group}"
+                yield text, (rows, columns, speed * self._random.gauss(1, 0.005))
 
     def _is_launched(self, run: int, rank: int, name: str) -> bool:
         consumer = self._candidate("consumer")
@@ -41,18 +56,31 @@ class GatheredProduct(Simulation):
         return name not in self.kernels or name == consumer
 
     def step_ms(self, plan: dict[str, str]) -> float:
-        consumer, added = plan["consumer"], 1 + self._pieces[plan["pieces"]]
+        m, n, k = self.shape
+        pieces, consumer = int(plan["pieces"]), plan["consumer"]
+        come_ms = [0.01 + (i + 1) * (m // 2 * k * 2 / self._bytes / pieces + 0.003) for i in range(pieces)]
         if consumer == "matmul":
-            return 0.6 * added * self._matmul
-        return 0.6 * added * (1 + self._programs[plan["programs"]]) * self.kernels[consumer][plan[consumer]]
+            return come_ms[-1] + 2 * m * n * k / (self._flops * SMS) + 0.01
+        rows, columns, speed = self.kernels[consumer][plan[consumer]]
+        tile_ms = 2 * rows * columns * k / self._flops / speed + 0.002
+        begin_ms = [0.0] * math.ceil(m / 2 / rows)
+        begin_ms += [
+            come_ms[math.ceil(min(end, m // 2) * pieces / (m // 2)) - 1]
+            for end in range(rows, m // 2 + rows, rows)
+        ]
+        free_ms = [0.0] * int(plan["programs"])
+        for tile in range(len(begin_ms) * math.ceil(n / columns)):
+            program, row = tile % len(free_ms), tile // math.ceil(n / columns)
+            free_ms[program] = max(free_ms[program], begin_ms[row]) + tile_ms
+        return max(free_ms) + 0.006
 
     def best_ms(self) -> float:
-        fastest = {name: min(ms, key=ms.__getitem__) for name, ms in self.kernels.items()}
+        options = itertools.product(*(self.contexts[name] for name in ("pieces", "programs")))
         return min(
-            self.step_ms({**fastest, "consumer": consumer, "pieces": pieces, "programs": programs})
-            for consumer in self.contexts["consumer"]
-            for pieces in self._pieces
-            for programs in self._programs
+            self.step_ms({"consumer": consumer, consumer: config, "pieces": pieces, "programs": programs})
+            for pieces, programs in options
+            for consumer, configs in self.kernels.items()
+            for config in configs
         )
 
     def _whole_ms(self, plan: dict[str, str], rank: int) -> float:
@@ -69,13 +97,13 @@ class GatheredProduct(Simulation):
         return round(1000 * int(self._candidate("programs")) / SMS) if name in self.kernels else 0
 
 
-def test_a_product_beside_three_choices_takes_fewer_runs_than_a_race_of_its_plans():
-    """A race of 64 plans, and of as many near the best, took 436 in the mean, and lost as much."""
+def test_a_tile_that_wins_only_beside_another_number_of_pieces_is_found():
+    """Beside other pieces the four fastest by launches alone, all of one tile, lost 4.4 %, 11.3 at worst."""
     runs, regrets = [], []
-    for seed in range(12):
+    for seed in range(20):
         session = GatheredProduct(seed)
         runs.append(len(session.session(RUNS_AT_MOST)))
         regrets.append(session.step_ms(session.winners()) / session.best_ms() - 1)
-    assert statistics.fmean(runs) <= 350
-    assert statistics.fmean(regrets) <= 0.01
-    assert max(regrets) <= 0.035
+    assert statistics.fmean(runs) <= 310
+    assert statistics.fmean(regrets) <= 0.006
+    assert max(regrets) <= 0.025
