@@ -7,14 +7,17 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.compiler.compiler import ASTSource
 
+from dist_autotune import ContextualAutotuner, contextual_autotune
 from dist_autotune.compilation.backlog import Backlog, CompileState
 from dist_autotune.compilation.pool import CompileCounts, PoolOptions
 from dist_autotune.triton_api.launch import Launch
@@ -55,6 +58,37 @@ def kernel(*blocks: int) -> Any:
 def kernel_of_forms(*blocks: int) -> Any:
     """Return a kernel whose key has neither `shift` nor `FORM`."""
     return triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], [])(shifted)
+
+
+def tuned(function: Callable[[], Any], **options: Any) -> ContextualAutotuner[..., Any]:
+    """Return a function that tries each candidate once and writes nothing, save what `options` say."""
+    chosen = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
+    return contextual_autotune(function, **chosen | options)
+
+
+def tuned_kernel(kernel: Any, **options: Any) -> ContextualAutotuner[..., Any]:
+    """Return a tuned function of one launch."""
+    x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+    return tuned(lambda: kernel[(1,)](x, y), **options)
+
+
+def settle(function: Any, deadline_s: float = 100.0) -> None:
+    """Call until nothing is left to try."""
+    deadline = time.monotonic() + deadline_s
+    function()
+    while not function.settled:
+        assert time.monotonic() < deadline
+        time.sleep(10e-3)  # shorter steps take the time that compilers need
+        function()
+
+
+def banned(function: Any) -> dict[int, str]:
+    """Return why candidates are banned, by their BLOCK."""
+    return {
+        int(text.split(",")[0].removeprefix("BLOCK: ")): why
+        for context in function.report.contexts
+        for text, why in context.banned.items()
+    }
 
 
 @dataclass

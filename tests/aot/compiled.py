@@ -104,6 +104,15 @@ def resources(compiled: Any, target: GPUTarget) -> dict[str, int]:
     return {"registers": registers, "spilled": spilled, "shared_bytes": compiled.metadata.shared}
 
 
+def check_fits(compiled: Any, target: GPUTarget, what: Any = "", *, spilled: int = 0) -> dict[str, int]:
+    """Fail unless a kernel fits the device, with so many bytes spilled at most; return what it uses."""
+    used = resources(compiled, target)
+    assert used["spilled"] <= spilled, what
+    assert used["registers"] <= REGISTERS[target], what
+    assert used["shared_bytes"] <= SHARED_BYTES[target], what
+    return used
+
+
 AMD_COUNTS = ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
 
 EVENTS = {

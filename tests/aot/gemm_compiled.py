@@ -1,19 +1,13 @@
-"""Compiles the bodies of `persistent_matmul`, and writes the table of what became of each candidate.
-
-python tests/aot/gemm_compiled.py FILE.md
-"""
+"""Compiles the Gluon body of `persistent_matmul`."""
 
 from __future__ import annotations
 
-import datetime
 import gc
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import triton
-from compiled import BLACKWELL, HOPPER, SHARED_BYTES, compile_for, resources
+from compiled import BLACKWELL, SHARED_BYTES, compile_for
 from triton.experimental.gluon import language as gl
 
 from dist_autotune.kernels.epilogues import NO_ACTIVATION
@@ -115,62 +109,3 @@ def in_parallel(jobs: list[Any]) -> list[Any]:
             return list(pool.map(lambda job: job(), jobs))
     finally:
         gc.enable()
-
-
-def describe(config: triton.Config) -> str:
-    kwargs = config.kwargs
-    width = f"{kwargs['BLOCK_N']}{'+' + str(kwargs['EXTRA_N']) if kwargs['EXTRA_N'] else ''}"
-    store = f"{kwargs['STORE_N']} x {kwargs['STORE_BUFFERS']}"
-    kinds = {
-        "one MMA": kwargs["JOINED"],
-        "A and B swapped": kwargs["SWAP_AB"],
-    }
-    which = "".join(f", {kind}" for kind, chosen in kinds.items() if chosen)
-    return (
-        f"{kwargs['VARIANT']}{which} | {kwargs['BLOCK_M']} x {width} x {kwargs['BLOCK_K']} | "
-        f"{kwargs['NUM_BUFFERS']} | {config.num_warps} | {store} | {kwargs['GROUP_M']}"
-    )
-
-
-def rows(target: Any) -> list[str]:
-    """Return a line of the table for each candidate that fits."""
-    configs = usable(target)
-    compiled = in_parallel([lambda config=config: compile_gemm(config, target) for config in configs])
-    lines = []
-    for config, kernel in zip(configs, compiled, strict=True):
-        used = resources(kernel, target)
-        memory = f"{used['shared_bytes'] / 1024:.1f}"
-        total = kernel.metadata.num_warps
-        lines.append(f"| {describe(config)} | {total} | {used['registers']} | {used['spilled']} | {memory} |")
-    return lines
-
-
-HEADER = (
-    "| variant | tile | buffers | warps | store | GROUP_M | all warps | registers | spilled | shared KiB |\n"
-    "|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
-INTRODUCTION = """# persistent_matmul, its candidates: compiled, not run
-
-{today}, `python tests/aot/gemm_compiled.py FILE`, once for each version of Triton, without a GPU.
-bf16 in and out, A row-major, B column-major, grouped schedule. Nothing here was measured: registers, spills
-and shared memory are what the compiler and ptxas say. `store`: columns of a piece x its buffers. Registers of
-warp-specialised kernels are what each warp starts with; the loading warp then hands most of its share on.
-`one MMA`: an instruction is as wide as the tile. `A and B swapped`: a tile's rows are columns of C.
-"""
-
-
-def main() -> None:
-    """Write the page, or add this version's tables to the one that is there."""
-    path = Path(sys.argv[1])
-    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    text = path.read_text() if path.exists() else INTRODUCTION.format(today=today)
-    for name, target in (("Hopper, sm_90", HOPPER), ("Blackwell, sm_100", BLACKWELL)):
-        lines = "\n".join(rows(target))
-        text += f"\n## {name}, Triton {triton.__version__}\n\n{HEADER}\n{lines}\n"
-    path.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,34 +1,108 @@
-"""A device that compiles and does not run, for tests of the path to a launch of the Gluon bodies."""
+"""A device that compiles and does not run, for tests of the path from a call to a launch."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 import tempfile
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import triton
 from triton.backends.compiler import Language
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler.compiler import LazyDict
+from triton.runtime import _allocation
 from triton.runtime.driver import driver
 
 from benchmarks.common.pretended_device import PretendedDevice
+from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.exchange import spoil
-from dist_autotune.kernels.gemm.configs import blocks_of
 from dist_autotune.kernels.launch import BlocksOf, SettledLaunches
 
+BEHIND_ARGUMENTS_OF_TRITON = 9  # grid, stream, function, metadata and hooks are in front of the kernel's own
 DESCRIPTOR_BYTES = 128
-SPOILERS = (spoil.spoil_lost_chunks, spoil.spoil_without_peers)
+SPOILERS = (spoil.spoil_lost_chunks, spoil.spoil_without_peers)  # which fill results without a peer
 
 
-class CompilingDevice(PretendedDevice):
-    """A Hopper GPU that writes down all arguments of a launch, save of what fills results without a peer."""
+class Launched(NamedTuple):
+    """What the launcher was given, tensors as addresses; and the bytes of scratch that it asked for."""
 
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return lambda *args: self.launched.append(args) if source.fn not in SPOILERS else None
+    received: tuple[Any, ...]
+    scratch_bytes: int
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.received[:3]
+
+    @property
+    def arguments(self) -> list[Any]:
+        return list(self.received[BEHIND_ARGUMENTS_OF_TRITON:])
+
+
+class LaunchingDevice(PretendedDevice):
+    """A Hopper GPU whose launcher calls hooks and asks for scratch memory as the one for CUDA does.
+
+    A function's handle is the digest of its code, so that two kernels are one only if they are the same. What
+    fills results without a peer is not written down.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launched] = []
+        self.allocated: list[tuple[int, int, int]] = []  # bytes, alignment and stream, of the operation
+        self.stream = 0
+        properties = self.utils.get_device_properties
+        self.utils = types.SimpleNamespace(
+            get_device_properties=properties,
+            load_binary=lambda name, code, *args: (name, hashlib.sha256(code).hexdigest(), 32, 0, 1024),
+            unload_module=lambda *args: None,
+        )
+
+    def get_current_stream(self, device: int) -> int:
+        return self.stream
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        def launch(*received: Any) -> None:
+            metadata_for_hooks, enter, leave = received[6:9]
+            enter(metadata_for_hooks)
+            count, size = received[0] * received[1] * received[2], metadata.global_scratch_size
+            if size:
+                allocate = _allocation._allocator.get()
+                allocate(count * size, metadata.global_scratch_align, received[3])
+            self.launches.append(Launched(tuple(map(_plain, received)), count * size))
+            leave(metadata_for_hooks)
+
+        return launch if source.fn not in SPOILERS else lambda *received: None
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor as its address, a descriptor as its numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if hasattr(value, "block_shape"):
+        return (value.base.data_ptr(), *value.shape, *value.strides, *value.block_shape, repr(value.layout))
+    return value.get() if isinstance(value, LazyDict) else value  # what launch hooks are told
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, pad: int = 0, shift: int = 0) -> torch.Tensor:
+    """Return a matrix whose rows are `pad` elements apart, `shift` elements behind an aligned address."""
+    pitch = columns + pad
+    room = torch.zeros(rows * pitch + shift, dtype=dtype)
+    assert room.data_ptr() % 16 == 0
+    return room.as_strided((rows, columns), (pitch, 1), shift)
+
+
+def launched(device: LaunchingDevice, call: Callable[[], None]) -> Launched:
+    """Return the one launch of a call."""
+    before = len(device.launches)
+    call()
+    (made,) = device.launches[before:]
+    return made
 
 
 _WITHOUT_MACHINE_CODE = tempfile.TemporaryDirectory(prefix="without-machine-code-")
@@ -59,22 +133,22 @@ def leave_out_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def only_compiling(
+def launching(
     monkeypatch: pytest.MonkeyPatch,
-    module: Any,
+    owner: Any,
     tuner: Any,
-    config: triton.Config,
-    name: str = "_SETTLED",
-    blocks_of: BlocksOf = blocks_of,
-) -> Iterator[CompilingDevice]:
-    """Make it the device of `tuner`, with this config only; `module` has its settled launches as `name`."""
-    made = CompilingDevice()
+    configs: list[triton.Config],
+    blocks_of: BlocksOf = lambda constants: {},
+) -> Iterator[LaunchingDevice]:
+    """Make it the device of `tuner`, with these configs only; `owner` has its settled launches."""
+    made = LaunchingDevice()
     monkeypatch.setattr(driver, "_active", made)
     leave_out_machine_code(monkeypatch)
     for untuned in (spoil._LOST_CHUNKS, spoil._ALL):
         monkeypatch.setattr(untuned, "_of", {})
-    monkeypatch.setattr(module, name, SettledLaunches(tuner, blocks_of))
-    monkeypatch.setattr(tuner, "configs", [config])
+    monkeypatch.setattr(owner, "_SETTLED", SettledLaunches(tuner, blocks_of))
+    monkeypatch.setattr(launches, "_allocate_scratch", lambda *asked: made.allocated.append(asked))
+    monkeypatch.setattr(tuner, "configs", configs)
     monkeypatch.setattr(tuner, "cache", {})
     of_kernels = (kernel.device_caches.clear for kernel in (tuner.fn, *SPOILERS))
     caches = (triton.compiler.compiler.max_shared_mem.cache_clear, *of_kernels)
@@ -85,15 +159,9 @@ def only_compiling(
         clear()
 
 
-def arguments(launched: tuple[Any, ...]) -> list[Any]:
-    """Return the kernel's arguments of a launch, descriptors as their numbers and tensors as addresses."""
-
-    def plain(value: Any) -> Any:
-        if not hasattr(value, "block_shape"):
-            return value.data_ptr() if isinstance(value, torch.Tensor) else value
-        return (value.base.data_ptr(), *value.shape, *value.strides, *value.block_shape, repr(value.layout))
-
-    return [plain(value) for value in launched[9:]]  # behind grid, stream, function, metadata and hooks
+def allocator_of_the_caller() -> Any:
+    """Return what makes scratch memory for launches of the caller's own."""
+    return _allocation._allocator.get()
 
 
 def count_asking(monkeypatch: pytest.MonkeyPatch, tuner: Any) -> list[int]:

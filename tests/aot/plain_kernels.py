@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import BLACKWELL, CDNA3, HOPPER, REGISTERS, SHARED_BYTES, compile_for, resources
+from compiled import BLACKWELL, CDNA3, HOPPER, SHARED_BYTES, check_fits, compile_for
 
 from dist_autotune.kernels import configs
 from dist_autotune.kernels.ag_gemm.plain import all_gather_gemm
@@ -64,10 +64,7 @@ class PlainKernel:
             return configs.prune_overlapped(self.candidates, args, WORLD=8, TMA_LEGAL=target is not CDNA3)
 
     def check_fits(self, compiled: Any, target: Any, what: Any = "") -> None:
-        used = resources(compiled, target)
-        assert used["registers"] <= REGISTERS[target], what
-        assert used["spilled"] <= self.spilled[target], what
-        assert used["shared_bytes"] <= SHARED_BYTES[target], what
+        check_fits(compiled, target, what, spilled=self.spilled[target])
 
 
 def in_type(kernel: PlainKernel, dtype: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy
 import torch
 import triton
-from settled_path import matrix
+from launch_path import matrix
 
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull, rows

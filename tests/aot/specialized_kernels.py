@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import triton
-from compiled import BLACKWELL, HOPPER, REGISTERS, SHARED_BYTES, compile_for, compiled_on, resources
+from compiled import BLACKWELL, HOPPER, SHARED_BYTES, check_fits, compile_for, compiled_on
 from gemm_compiled import descriptor_type, in_parallel
 
 from dist_autotune.kernels.ag_gemm import specialized as gathering
@@ -82,11 +82,8 @@ class SpecializedKernel:
     def check_fits(
         self, config: triton.Config, compiled: Any, target: Any, *, is_estimated: bool = True
     ) -> None:
-        used = resources(compiled, target)
         shares = target is HOPPER and config.kwargs["VARIANT"] == "cooperative" and config.num_warps == 4
-        assert used["spilled"] <= (self.spilled_bytes if shares else 0), config
-        assert used["registers"] <= REGISTERS[target], config
-        assert used["shared_bytes"] <= SHARED_BYTES[target], config
+        used = check_fits(compiled, target, config, spilled=self.spilled_bytes if shares else 0)
         estimate = shared_bytes(config.kwargs, 2, tensor_memory=target is BLACKWELL)
         assert not is_estimated or 0 <= estimate - used["shared_bytes"] <= 1024, config
         assert compiled.metadata.global_scratch_size == 0, config  # descriptors come from the host

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from compiled import BLACKWELL, HOPPER, events, resources
-from launch_path import arguments, only_compiling
+from launch_path import launching
 from specialized_kernels import GATHER, TARGETS, candidate
 
 from dist_autotune.kernels.ag_gemm import specialized
 from dist_autotune.kernels.ag_gemm.call import GatherCall
 from dist_autotune.kernels.epilogues import Epilogue
-from dist_autotune.kernels.gemm.configs import box_of
+from dist_autotune.kernels.gemm.configs import blocks_of, box_of
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 
 pytestmark = pytest.mark.aot
@@ -104,7 +104,7 @@ WORLD, ROWS, CAPACITY, N, K = 2, 192, 256, 512, 128
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with only_compiling(monkeypatch, specialized, specialized.tuned, SMALL) as made:
+    with launching(monkeypatch, specialized, specialized.tuned, [SMALL], blocks_of) as made:
         yield made
 
 
@@ -151,13 +151,13 @@ def test_a_settled_launch_is_the_first_one_again_with_the_numbers_of_its_own_cal
     launch(*operands, call)
     later = a_call(epoch=7, base=6 * ROWS, pushed=1, flags=call.flags, errors=call.errors)
     launch(*operands, later)
-    first, second, third = map(arguments, device.launched)
+    first, second, third = (each.arguments for each in device.launches)
     assert first == second
     names = specialized.tuned.arg_names
     changed = {name: new for name, new, old in zip(names, third, first, strict=True) if new != old}
     assert changed == {"epoch": 7, "base": 6 * ROWS, "pushed": 1}
     tiles = WORLD * (ROWS // 64) * (N // 128)
-    assert [launched[:3] for launched in device.launched] == [(tiles, 1, 1)] * 3
+    assert [launched.grid for launched in device.launches] == [(tiles, 1, 1)] * 3
 
 
 def test_a_weight_by_columns_is_described_as_its_rows_lie_and_is_another_kernel(device):
@@ -166,12 +166,12 @@ def test_a_weight_by_columns_is_described_as_its_rows_lie_and_is_another_kernel(
     for each in (weight, across, across):
         launch(gather, each, out, a_call())
     at = specialized.tuned.arg_names.index("TRANS_B")
-    assert [arguments(launched)[at] for launched in device.launched] == [True, False, False]
-    of_b = [arguments(launched)[1][1:7] for launched in device.launched]  # shape, strides, block
+    assert [launched.arguments[at] for launched in device.launches] == [True, False, False]
+    of_b = [launched.arguments[1][1:7] for launched in device.launches]  # shape, strides, block
     by_columns = (K, N, N, 1, 64, 128)
     assert of_b == [(N, K, K, 1, 128, 64), by_columns, by_columns]
     tiles = WORLD * (ROWS // 64) * (N // 128)
-    assert [launched[0] for launched in device.launched] == [tiles] * 3
+    assert [launched.grid[0] for launched in device.launches] == [tiles] * 3
 
 
 def test_a_trace_is_another_kernel_with_the_same_tuning(device):
@@ -181,8 +181,8 @@ def test_a_trace_is_another_kernel_with_the_same_tuning(device):
     for _ in range(2):
         launch(*operands, a_call(trace=trace))
     at = specialized.tuned.arg_names.index("TRACE")
-    assert [arguments(launched)[at] for launched in device.launched] == [False, True, True]
-    assert [arguments(launched)[6] for launched in device.launched[1:]] == [trace.data_ptr()] * 2
+    assert [launched.arguments[at] for launched in device.launches] == [False, True, True]
+    assert [launched.arguments[6] for launched in device.launches[1:]] == [trace.data_ptr()] * 2
 
 
 def test_calls_that_differ_in_their_epilogue_alone_share_no_choice_and_no_launch(device):
@@ -193,7 +193,7 @@ def test_calls_that_differ_in_their_epilogue_alone_share_no_choice_and_no_launch
             launch(*operands, a_call(epilogue=epilogue))
     assert len({settled.key for settled in specialized._SETTLED._of.values()}) == len(endings)
     at = [specialized.tuned.arg_names.index(name) for name in ("bias_ptr", "ACTIVATION")]
-    seen = [tuple(arguments(launched)[place] for place in at) for launched in device.launched]
+    seen = [tuple(launched.arguments[place] for place in at) for launched in device.launches]
     wanted = [(e.bias.data_ptr() if e.bias is not None else None, e.activation or "none") for e in endings]
     assert seen == [each for each in wanted for _ in range(2)]
 

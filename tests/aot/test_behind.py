@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -16,16 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from candidates import ABORTS, ASSERTED, GOOD, HELPED, TOO_LARGE, Compiler, arrive, kernel
+from candidates import ASSERTED, GOOD, HELPED, TOO_LARGE, Compiler, arrive, banned, kernel, tuned
 
-from dist_autotune import AgreementTimeout, contextual_autotune
-from dist_autotune.cli import replay
-from dist_autotune.codec import from_json
+from dist_autotune import AgreementTimeout
 from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.pool_process import PRIORITY, PoolProcess
 from dist_autotune.compilation.preflight import plan
-from dist_autotune.logs.records import Preflighted
-from dist_autotune.reports.history import load_history
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
 
@@ -45,8 +40,7 @@ def stepping(*kernels: Any, **options: Any) -> Any:
             tuner[(1,)](x, y)
         time.sleep(STEP_S)
 
-    chosen = {"mode": "online", "n_warmup": 0, "n_repeat": 1} | {"log_dir": None, "cache": False}
-    return contextual_autotune(step, **chosen | {"progress": False} | options)
+    return tuned(step, mode="online", **options)
 
 
 def steps_until(is_so: Callable[[], bool], step: Any) -> int:
@@ -68,14 +62,6 @@ def begin(step: Any, compiler: Compiler, block: int = 64) -> None:
 
 def blocks(device: Any) -> list[int]:
     return [constants["BLOCK"] for constants in device.launched]
-
-
-def banned(step: Any) -> dict[int, str]:
-    return {
-        int(text.split(",")[0].removeprefix("BLOCK: ")): why
-        for context in step.report.contexts
-        for text, why in context.banned.items()
-    }
 
 
 def status_of(pid: int) -> list[str]:
@@ -180,20 +166,6 @@ def test_the_kernel_that_takes_most_of_a_step_is_compiled_and_tuned_first(device
     steps_until(lambda: step.settled, step)
 
 
-def test_the_log_says_when_a_context_has_all_its_binaries_and_replays_to_the_same_plans(
-    device, compiler, tmp_path
-):
-    step = stepping(kernel(GOOD, ASSERTED, 64), log_dir=str(tmp_path / "logs"), compile_jobs=1)
-    steps_until(lambda: step.settled, step)
-    records = [json.loads(line) for line in (tmp_path / "logs" / "rank-0.jsonl").read_text().splitlines()]
-    (written,) = [record for record in records if record["event"] == "preflighted"]
-    record = from_json(Preflighted, written)
-    assert (record.compiled, record.failed, record.workers) == (1, 1, 1)
-    assert record.run >= 1
-    (verdict,) = replay.verify(load_history(tmp_path / "logs").sessions)
-    assert verdict.differences == []
-
-
 # ---- what is asked no more ends
 
 
@@ -219,15 +191,6 @@ def test_the_end_of_a_session_ends_its_compilers(device, compiler, end):
     step = stepping(kernel(GOOD, 64), max_runs=2 * FIRST_STEPS if end is end_by_limit else None)
     begin(step, compiler)
     end(step)
-    assert compiler.processes_left() == []
-
-
-def test_a_compiler_ends_with_its_helpers(device, compiler, tmp_path):
-    compiler.behaves({64: "help"})
-    step = stepping(kernel(GOOD, 64))
-    begin(step, compiler, HELPED)
-    step.retune()
-    step()
     assert compiler.processes_left() == []
 
 
@@ -361,14 +324,3 @@ def test_a_candidate_that_fails_on_one_rank_runs_on_none(device, compiler, tmp_p
     assert [launched for _, launched in endings] == [[GOOD]] * 3
     assert endings[0] == endings[1] == endings[2]
     assert endings[0][0][64] == "rank 2: the compiler ended its process with exit code 3"
-
-
-def test_ranks_of_a_host_compile_each_candidate_once(device, compiler, tmp_path):
-    def program(rank: int) -> list[int]:
-        step = stepping(kernel(GOOD, 64, ABORTS), is_dist=True)
-        steps_until(lambda: step.settled, step)
-        return sorted(banned(step))
-
-    assert assert_all_ok(run_ranks(program, 2)) == [[ABORTS]] * 2
-    compiled = compiler.compilations()
-    assert (compiled.count(64), compiled.count(ABORTS)) == (1, 1)

@@ -10,12 +10,11 @@ import re
 import pytest
 from compiled import (
     HOPPER,
-    REGISTERS,
+    check_fits,
     compile_for,
     compiled_on,
     early_load,
     events,
-    resources,
 )
 from plain_kernels import (
     COMBINE,
@@ -137,9 +136,7 @@ SMALL = {  # a kernel, the types of its arguments, its constants, its warps
 def test_small_kernels_fit_and_spill_nothing(target, kernel, types, constants, warps):
     scalars = tuple(name for name, kind in types.items() if kernel is not pipelined_add.fn and kind[0] == "i")
     compiled = compile_for(target, kernel, types, constants, any_value=scalars, num_warps=warps)
-    used = resources(compiled, target)
-    assert used["spilled"] == 0
-    assert used["registers"] <= REGISTERS[target]
+    check_fits(compiled, target)
     assert compiled.metadata.num_warps == warps
     ttgir = compiled.asm["ttgir"]
     if kernel is await_chunks:

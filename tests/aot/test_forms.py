@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from candidates import GOOD, kernel_of_forms
+from candidates import GOOD, kernel_of_forms, settle, tuned
 
-from dist_autotune import contextual_autotune
 from dist_autotune.compilation.backlog import FORMS
 from ranks import assert_all_ok, run_ranks
 
@@ -36,16 +35,7 @@ def launching(tuner: Any, forms: Callable[[], Sequence[Form]], mode: str = "onli
         for shift, form in forms():
             tuner[(1,)](x, y, shift, form)
 
-    chosen = {"mode": mode, "n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False}
-    return contextual_autotune(launch, **chosen | {"progress": False} | options)
-
-
-def settle(function: Any) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not function.settled:
-        assert time.monotonic() < deadline
-        function()
-        time.sleep(5e-3)  # or the steps take the time that compilers need
+    return tuned(launch, mode=mode, **options)
 
 
 def launched(device: Any) -> set[tuple[Any, int]]:
@@ -132,8 +122,7 @@ def test_no_argument_of_any_form_outlives_its_call(device, mode):
             tuner[(1,)](x, x, None, form)
             kept.append(weakref.ref(x))
 
-    options = {"mode": mode, "log_dir": None, "cache": False, "progress": False}
-    function = contextual_autotune(launch, **options)
+    function = tuned(launch, mode=mode)
     for _ in range(3):
         function()
         assert [reference() for reference in kept] == [None] * len(kept)

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from compiled import HOPPER
-from launch_path import CompilingDevice, arguments, count_asking, only_compiling
+from launch_path import LaunchingDevice, count_asking, launching
 from specialized_kernels import SCATTER, TARGETS
 
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 from dist_autotune.kernels.gemm_rs import specialized
 from dist_autotune.kernels.gemm_rs.call import ScatterCall, ScatterMemory, ScatterOperands
 from dist_autotune.kernels.gemm_rs.specialized import blocks_of_all
-from dist_autotune.kernels.launch import SettledLaunches
 
 pytestmark = pytest.mark.aot
 
@@ -74,9 +73,8 @@ WORLD, ROWS, CAPACITY, N, K = 2, 192, 256, 512, 128
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilingDevice]:
-    with only_compiling(monkeypatch, specialized, specialized.tuned, SMALL) as made:
-        monkeypatch.setattr(specialized, "_SETTLED", SettledLaunches(specialized.tuned, blocks_of_all))
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDevice]:
+    with launching(monkeypatch, specialized, specialized.tuned, [SMALL], blocks_of_all) as made:
         yield made
 
 
@@ -102,7 +100,7 @@ def test_the_short_way_launches_what_the_long_one_does_with_its_own_numbers(devi
     launch(operands, held)
     asked = count_asking(monkeypatch, specialized.tuned)
     launch(operands, held)
-    first, second = map(arguments, device.launched)
+    first, second = (each.arguments for each in device.launches)
     assert asked == []
     assert first == second
     a, weight, out, *_ = operands
@@ -113,7 +111,7 @@ def test_the_short_way_launches_what_the_long_one_does_with_its_own_numbers(devi
     named = dict(zip(names, first, strict=True))
     assert [named[name] for name in SCALARS] == [WORLD * ROWS, N, K, CAPACITY, 0, WORLD, 1, 99, ROWS]
     assert named["staged_ptr"] == held.staged.data_ptr()
-    assert device.launched[0][:3] == (WORLD * (ROWS // 64) * (N // SMALL.kwargs["BLOCK_N"]), 1, 1)
+    assert device.launches[0].grid == (WORLD * (ROWS // 64) * (N // SMALL.kwargs["BLOCK_N"]), 1, 1)
 
 
 def test_one_chunk_alone_has_its_own_grid_and_the_same_tuning(device):
@@ -121,9 +119,9 @@ def test_one_chunk_alone_has_its_own_grid_and_the_same_tuning(device):
     for first in range(WORLD):
         launch(operands, held, first, 1)
     tiles = (ROWS // 64) * (N // SMALL.kwargs["BLOCK_N"])
-    assert [made[0] for made in device.launched] == [tiles] * WORLD
+    assert [made.grid[0] for made in device.launches] == [tiles] * WORLD
     at = specialized.tuned.arg_names.index("first")
-    assert [arguments(made)[at] for made in device.launched] == list(range(WORLD))
+    assert [made.arguments[at] for made in device.launches] == list(range(WORLD))
 
 
 def test_an_addend_is_a_kernel_and_a_choice_of_its_own(device):
@@ -132,7 +130,7 @@ def test_an_addend_is_a_kernel_and_a_choice_of_its_own(device):
     settled = specialized._SETTLED._of.values()
     assert len({each.key for each in settled}) == 2
     at = specialized.tuned.arg_names.index("addend_ptr")
-    assert [arguments(made)[at] is None for made in device.launched] == [True, False, False]
+    assert [made.arguments[at] is None for made in device.launches] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 import triton
-from candidates import GOOD, kernel
+from candidates import GOOD, kernel, settle, tuned
 
-from dist_autotune import contextual_autotune
 from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot
@@ -34,8 +31,7 @@ def test_ranks_make_equal_runs_whichever_has_the_binaries(device, compiler, tmp_
             if dist.is_initialized():
                 dist.all_reduce(y)
 
-        chosen = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
-        return contextual_autotune(thunk, **chosen, **options)
+        return tuned(thunk, **options)
 
     step_of("warm")()  # leaves the binaries there
     found = len(compiler.compilations())
@@ -44,9 +40,7 @@ def test_ranks_make_equal_runs_whichever_has_the_binaries(device, compiler, tmp_
 
     def program(rank: int) -> tuple[int, dict[str, str]]:
         step = step_of("warm" if rank == warm else "cold", is_dist=True, mode=mode)
-        while not step.settled:
-            step()
-            time.sleep(5e-3)  # or the steps take the time that compilers need
+        settle(step)
         (context,) = step.report.contexts
         return step.report.runs, dict(context.banned)
 

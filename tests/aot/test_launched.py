@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import triton
-from launch_path import count_asking
+from launch_path import LaunchingDevice, count_asking, launched, launching
 from settled_cases import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, PLAIN_SUM, SumCaller
-from settled_path import LaunchingDevice, launched, launching
 
 from benchmarks.common.launched import Held, Launched, Observer, autotuners
 from dist_autotune import contextual_autotune
@@ -27,7 +26,7 @@ CONFIGS = [BY_TMA, BY_TMA_OTHERS, BY_POINTERS]
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDevice]:
     monkeypatch.setattr(compiling, "current_device", lambda: 0)
-    with launching(monkeypatch, gemm_rs, "_SETTLED", gemm_reduce_scatter, CONFIGS) as made:
+    with launching(monkeypatch, gemm_rs, gemm_reduce_scatter, CONFIGS) as made:
         yield made
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from compiled import CDNA3, HOPPER, compile_for, resources
 from gemm_runs import multiply
-from launch_path import CompilingDevice, arguments, only_compiling
-from settled_path import matrix
+from launch_path import LaunchingDevice, matrix
+from launch_path import launching as launching_on
 
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, blocks_of
 from dist_autotune.kernels.gemm.copies import Copies, copied
 from dist_autotune.kernels.gemm.pruning import GemmShape
 
@@ -74,11 +74,11 @@ PIPELINED = next(
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilingDevice]:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDevice]:
     monkeypatch.setattr(copies, "_LAUNCHES", {})
     copies.copy_rows.device_caches.clear()
     copies.plan_copies.cache_clear()
-    with only_compiling(monkeypatch, launching, launching.tuned_gemm, PIPELINED) as made:
+    with launching_on(monkeypatch, launching, launching.tuned_gemm, [PIPELINED], blocks_of) as made:
         yield made
         copies._LAUNCHES.clear()
         copies.copy_rows.device_caches.clear()
@@ -123,7 +123,7 @@ def test_a_settled_call_copies_to_new_scratch_memory_and_asks_nobody(device, all
     assert multiply(a, b, out)
     shapes = [room.shape for room in rooms]
     assert shapes == [(250, 67), (333, 67), (250, 333)] * 2
-    launches = [arguments(launched) for launched in device.launched]
+    launches = [launched.arguments for launched in device.launches]
     for number in range(2):
         of_a, of_b, product, of_out = launches[4 * number : 4 * number + 4]
         left, right, result = rooms[3 * number : 3 * number + 3]
@@ -136,7 +136,7 @@ def test_a_settled_call_copies_to_new_scratch_memory_and_asks_nobody(device, all
         assert product[9:12] == [132, 128, 128]  # programs, alignments
     for number in range(4):
         assert launches[number][2:] == launches[4 + number][2:] or number == 2
-        assert device.launched[number][:3] == device.launched[4 + number][:3]  # the grid
+        assert device.launches[number].grid == device.launches[4 + number].grid
 
 
 def test_the_tuner_keeps_copied_and_other_operands_apart(device, all_copied, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import triton
-from compiled import BLACKWELL, CDNA3, CDNA4, HOPPER, REGISTERS, SHARED_BYTES, compile_for, resources
+from compiled import BLACKWELL, CDNA3, CDNA4, HOPPER, check_fits, compile_for
 from gemm_compiled import OUT_BYTES, candidate, compile_gemm, in_parallel
 
 from dist_autotune.kernels.epilogues import sums_of_a_result
@@ -18,7 +18,7 @@ from dist_autotune.kernels.gemm.operation import plain_gemm
 pytestmark = pytest.mark.aot
 
 
-# One of each kind of code; `python tests/aot/gemm_compiled.py FILE` compiles every candidate.
+# One of each kind of code.
 HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "pipelined": (candidate("pipelined", BLOCK_N=64), {"dtype": "fp16", "out": "fp16"}),
     "persistent, fp32 out": (candidate("persistent", STORE_N=64), {"out": "fp32", "trans_a": True}),
@@ -68,14 +68,6 @@ def kernels() -> dict[str, Any]:
         for kind, (config, options) in chosen.items()
     }
     return dict(zip(jobs, in_parallel([*jobs.values()]), strict=True))
-
-
-def check_fits(compiled: Any, target: Any) -> dict[str, int]:
-    used = resources(compiled, target)
-    assert used["spilled"] == 0
-    assert used["registers"] <= REGISTERS[target]
-    assert used["shared_bytes"] <= SHARED_BYTES[target]
-    return used
 
 
 def estimated(config: triton.Config, options: dict[str, Any], *, tensor_memory: bool) -> int:

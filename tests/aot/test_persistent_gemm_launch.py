@@ -11,7 +11,8 @@ import pytest
 import torch
 from gemm_compiled import candidate
 from gemm_runs import multiply
-from launch_path import arguments, count_asking, only_compiling
+from launch_path import count_asking
+from launch_path import launching as launching_on
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
@@ -20,6 +21,7 @@ from dist_autotune.kernels import tensors
 from dist_autotune.kernels.epilogues import Epilogue, EpilogueKind
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm import operation
+from dist_autotune.kernels.gemm.configs import blocks_of
 from dist_autotune.kernels.matrices import LINE_BYTES
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.aot
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:
     config = candidate("pipelined", BLOCK_N=64)
-    with only_compiling(monkeypatch, launching, launching.tuned_gemm, config) as made:
+    with launching_on(monkeypatch, launching, launching.tuned_gemm, [config], blocks_of) as made:
         yield made
 
 
@@ -50,9 +52,9 @@ def test_a_settled_call_launches_what_the_first_one_launched_and_asks_no_tuner(d
         type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("the tuner was asked")
     )
     assert multiply(a, b, out)
-    first, second = device.launched
-    assert arguments(first) == arguments(second)
-    assert first[:3] == second[:3] == (4 * 3, 1, 1)  # tiles of 64 x 64
+    first, second = device.launches
+    assert first.arguments == second.arguments
+    assert first.grid == second.grid == (4 * 3, 1, 1)  # tiles of 64 x 64
 
 
 def test_other_tensors_of_the_same_shape_take_the_short_way_with_their_own_addresses(device, monkeypatch):
@@ -62,7 +64,7 @@ def test_other_tensors_of_the_same_shape_take_the_short_way_with_their_own_addre
     )
     a, b, out = operands(256, 192, 64)
     multiply(a, b, out)
-    launched = arguments(device.launched[-1])
+    launched = device.launches[-1].arguments
     assert [descriptor[0] for descriptor in launched[:4]] == [tensor.data_ptr() for tensor in (a, b, b, out)]
 
 
@@ -70,7 +72,7 @@ def test_a_result_contiguous_along_columns_is_the_transposed_product(device):
     a, b, _ = operands(256, 192, 64)
     out = zeros(192, 256).T
     multiply(a, b, out)
-    launched = arguments(device.launched[-1])
+    launched = device.launches[-1].arguments
     assert [descriptor[0] for descriptor in launched[:4]] == [t.data_ptr() for t in (b, a, a, out)]
     assert launched[5:8] == [192, 256, 64]  # M, N, K of the product that runs
 
@@ -82,7 +84,7 @@ def test_what_is_of_columns_is_of_the_rows_of_the_transposed_product(by_columns,
     bias, scale_a, scale_b = (torch.zeros(size) for size in (192, 256, 192))
     for _ in range(2):  # asked of the tuner, then the short way
         multiply(a, b, out, epilogue=Epilogue(bias, "silu", scale_a, scale_b))
-    first, second = map(arguments, device.launched)
+    first, second = (each.arguments for each in device.launches)
     of_rows, of_columns = (scale_a.data_ptr(), None), (scale_b.data_ptr(), bias.data_ptr())
     if by_columns:
         of_rows, of_columns = of_columns, of_rows
@@ -94,7 +96,7 @@ def test_operands_in_fp8_have_as_many_bytes_in_a_block_as_halves(device):
     a, weight, out = zeros(256, 256), zeros(192, 256), zeros(256, 192)
     multiply(a, weight.T, out)
     multiply(a.view(torch.float8_e4m3fn), weight.view(torch.float8_e4m3fn).T, out)
-    of_halves, of_bytes = map(arguments, device.launched)
+    of_halves, of_bytes = (each.arguments for each in device.launches)
     for in_halves, in_bytes in zip(of_halves[:3], of_bytes[:3], strict=True):
         address, rows, columns, pitch, one, block_rows, block_columns, _layout = in_halves
         wanted = (address, rows, 2 * columns, 2 * pitch, one, block_rows, 2 * block_columns)
@@ -128,7 +130,7 @@ def test_a_gated_result_by_columns_is_computed_by_rows_and_copied(device):
 def test_strides_that_tma_cannot_take_are_left_to_the_plain_body(device):
     a, b, out = operands(256, 192, 60)
     assert not multiply(a[:, 1:], b[1:], out)
-    assert device.launched == []
+    assert device.launches == []
 
 
 def test_it_is_tuned_in_context_with_each_config_s_own_descriptors(device, monkeypatch):
@@ -144,16 +146,16 @@ def test_it_is_tuned_in_context_with_each_config_s_own_descriptors(device, monke
     (context,) = tuned.report.contexts
     assert (context.kernel, context.status, context.banned) == ("gemm", "tuned", {})
     assert len(context.timings) == 2
-    blocks = [arguments(launched)[0][5:7] for launched in device.launched]
+    blocks = [launched.arguments[0][5:7] for launched in device.launches]
     assert set(blocks) == {(64, 128), (64, 64)}  # of A: BLOCK_M x BLOCK_K
     tiles = {(64, 128): 4 * 3, (64, 64): 4 * 2}
-    assert [launched[0] for launched in device.launched] == [tiles[block] for block in blocks]
+    assert [launched.grid[0] for launched in device.launches] == [tiles[block] for block in blocks]
     (choice,) = launching.tuned_gemm.cache.values()
     assert choice is launching.tuned_gemm.best_config
     multiply(a, b, out)  # outside: this one asks the tuner and remembers
     monkeypatch.setattr(type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("asked again"))
     multiply(a, b, out)
-    assert arguments(device.launched[-1]) == arguments(device.launched[-2])
+    assert device.launches[-1].arguments == device.launches[-2].arguments
 
 
 # ---- what is known of tensors in their places
@@ -183,14 +185,14 @@ def test_the_route_is_found_once_for_tensors_in_their_places(device, on_gpu):
         assert persistent_matmul(a, b, out) is out
     persistent_matmul(a.detach(), b.view(64, 192), out, out_dtype=torch.float16)
     assert len(on_gpu) == 1
-    first, *later = map(arguments, device.launched)
+    first, *later = (each.arguments for each in device.launches)
     assert later == [first] * 3
 
 
 def test_without_out_there_is_a_new_one_each_time_which_lies_as_the_one_before(device, on_gpu):
     a, b, _ = operands(256, 192, 64)
     kept = [persistent_matmul(a, b) for _ in range(2)]
-    assert [arguments(launched)[3][0] for launched in device.launched] == [out.data_ptr() for out in kept]
+    assert [launched.arguments[3][0] for launched in device.launches] == [out.data_ptr() for out in kept]
     assert kept[0].data_ptr() != kept[1].data_ptr()
     assert len(on_gpu) == len({out.data_ptr() % LINE_BYTES for out in kept})
 
@@ -218,7 +220,7 @@ def test_tensors_that_lie_otherwise_in_the_same_place_are_others(device, on_gpu)
     persistent_matmul(a.view(torch.bfloat16), b.view(torch.bfloat16), out.view(torch.bfloat16))
     persistent_matmul(out[:, :64], b, a.new_zeros(256, 192))
     assert len(on_gpu) == 4
-    assert [arguments(launched)[5] for launched in device.launched] == [256, 128, 256, 256]
+    assert [launched.arguments[5] for launched in device.launches] == [256, 128, 256, 256]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_what_is_wrong_is_refused_for_known_tensors_too(device, on_gpu, change, 
     persistent_matmul(a, b, out)
     with pytest.raises(error):
         persistent_matmul(a, b, out, **change)
-    assert len(device.launched) == 1
+    assert len(device.launches) == 1
 
 
 def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
@@ -244,7 +246,7 @@ def test_routes_are_bounded_and_keep_no_tensor(on_gpu, device, monkeypatch):
         persistent_matmul(*each)
     assert len(operation._PLANS) == 2
     kept = [weakref.ref(tensor) for each in calls for tensor in each]
-    device.launched.clear()
+    device.launches.clear()
     calls.clear()
     del each
     gc.collect()

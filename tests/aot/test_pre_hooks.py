@@ -16,7 +16,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from candidates import Preflight, arrive
+from candidates import Preflight, arrive, banned, tuned
 from candidates import preflight as preflight_launch
 from gemm_runs import multiply
 from triton.experimental.gluon import language as gl
@@ -26,7 +26,6 @@ from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.common.pretended_device import PretendedDevice
-from dist_autotune import contextual_autotune
 from dist_autotune.compilation import pre_hooks
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.compilation.pool import PoolOptions
@@ -97,36 +96,26 @@ def forget() -> None:
     gc.collect()
 
 
+def tuned_kernel(tuner: Any, **options: Any) -> Any:
+    args = arguments()
+    return tuned(lambda: tuner[(1,)](*args), **options)
+
+
 def preflight(tuner: Any, *args: Any, **options: Any) -> Preflight:
     args = args or arguments()
     launch = Launch(tuner, args, {"grid": (1,), "warmup": False})
     return preflight_launch(launch, PoolOptions(**{"session": "one", "limit_s": 60.0} | options))
 
 
-def tuned(tuner: Any, args: tuple[Any, ...], **options: Any) -> Any:
-    chosen = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False} | options
-    return contextual_autotune(lambda: tuner[(1,)](*args), **chosen)
-
-
-def banned(function: Any) -> dict[int, str]:
-    (context,) = function.report.contexts
-    return {int(text.split(",")[0].removeprefix("BLOCK: ")): why for text, why in context.banned.items()}
-
-
-def own_compilations(compiler: Any) -> list[int]:
-    lines = [line.split() for line in compiler.notes.read_text().splitlines()]
-    return [int(block) for pid, block in lines if int(pid) == os.getpid()]
-
-
 # ---- what is compiled
 
 
 def test_each_binary_is_compiled_once_in_a_child_and_found_by_the_launch(fresh, compiler):
-    function = tuned(kernel(FIRST, GOOD), arguments())
+    function = tuned_kernel(kernel(FIRST, GOOD))
     function()
     assert banned(function) == {}
     assert compiler.compilations() == [FIRST, GOOD]
-    assert own_compilations(compiler) == [FIRST]  # of the first run, which is not preflighted
+    assert compiler.compiled_here() == [FIRST]  # of the first run, which is not preflighted
     assert {constants["BLOCK"] for constants in fresh.launched} == {FIRST, GOOD}
 
 
@@ -139,11 +128,11 @@ def test_a_launch_after_the_preflight_compiles_nothing(fresh, compiler):
         launch.run_pre_hook(config)
         launch.run(config)
     assert sorted(compiler.compilations()) == [FIRST, GOOD]
-    assert own_compilations(compiler) == []
+    assert compiler.compiled_here() == []
 
 
 def test_a_config_that_does_not_fit_is_banned_before_it_is_tried(fresh):
-    function = tuned(kernel(FIRST, TOO_LARGE), arguments())
+    function = tuned_kernel(kernel(FIRST, TOO_LARGE))
     function()
     reasons = banned(function)
     assert reasons.keys() == {TOO_LARGE}
@@ -152,7 +141,7 @@ def test_a_config_that_does_not_fit_is_banned_before_it_is_tried(fresh):
 
 
 def test_a_compiler_that_aborts_for_a_config_with_a_hook_costs_only_that_config(fresh):
-    function = tuned(kernel(FIRST, ABORTS, GOOD), arguments())
+    function = tuned_kernel(kernel(FIRST, ABORTS, GOOD))
     function()
     (reason,) = banned(function).values()
     assert reason.startswith("rank 0: the compiler was ended by SIGABRT: ")
@@ -210,14 +199,7 @@ def test_the_candidates_of_the_gluon_gemm_are_compiled_in_children_and_found_by_
     triton.compiler.compiler.max_shared_mem.cache_clear()
     launching.gemm.device_caches.clear()
     a, b, out = (torch.zeros(shape, dtype=torch.float16) for shape in ((576, 320), (320, 448), (576, 448)))
-    function = contextual_autotune(
-        lambda: multiply(a, b, out),
-        n_warmup=0,
-        n_repeat=1,
-        log_dir=None,
-        cache=False,
-        progress=False,
-    )
+    function = tuned(lambda: multiply(a, b, out))
     function()
     triton.compiler.compiler.max_shared_mem.cache_clear()
     launching.gemm.device_caches.clear()
@@ -238,7 +220,7 @@ def test_the_hook_runs_once_a_launch_and_never_else(fresh, compiler):
     assert preflight(kernel(FIRST, GOOD, hooks=hooks)).counts.compiled == 2
     assert calls == []
     forget()
-    tuned(kernel(FIRST, GOOD, hooks=hooks), arguments())()
+    tuned_kernel(kernel(FIRST, GOOD, hooks=hooks))()
     assert calls == [constants["BLOCK"] for constants in fresh.launched]
 
 
@@ -316,10 +298,10 @@ def test_a_config_whose_hook_cannot_be_told_is_tuned_at_its_launch(fresh, compil
         set_blocks(nargs)
 
     tuner = kernel(FIRST, GOOD, hooks={GOOD: hook})
-    function = tuned(tuner, arguments(), log_dir=str(Path("logs").resolve()))
+    function = tuned_kernel(tuner, log_dir=str(Path("logs").resolve()))
     function()
     assert banned(function) == {}
-    assert own_compilations(compiler) == [FIRST, GOOD]
+    assert compiler.compiled_here() == [FIRST, GOOD]
     assert {constants["BLOCK"] for constants in fresh.launched} == {FIRST, GOOD}
     text = Path("logs/rank-0.log").read_text()
     assert text.count("1 candidate left to the first launch, as pre_hook could not be rehearsed: ") == 1
@@ -333,7 +315,7 @@ def test_a_config_whose_own_hook_raises_out_of_resources_is_banned_by_its_launch
 
     found = preflight(kernel(GOOD, hooks={GOOD: hook}))
     assert found.reasons == {}
-    function = tuned(kernel(FIRST, GOOD, hooks={GOOD: hook}), arguments())
+    function = tuned_kernel(kernel(FIRST, GOOD, hooks={GOOD: hook}))
     function()
     assert "patience" in banned(function)[GOOD]
 
@@ -353,7 +335,7 @@ def test_ranks_share_a_binary_only_if_their_hooks_made_the_same_arguments(fresh,
         launch = Launch(tuner, args, {})
         launch.run_pre_hook(tuner.configs[0])
         compiled = launch.compile(tuner.configs[0])
-        assert own_compilations(compiler) == []  # it was there
+        assert compiler.compiled_here() == []  # it was there
         return str(compiled.src.signature["x_desc"])
 
     other = "tensordesc<fp16[32, 32]>" if is_same else "tensordesc<fp16[32, 16]>"

@@ -7,17 +7,27 @@ leaves its output alone; what a device would refuse, too much shared memory, Tri
 from __future__ import annotations
 
 import json
-import time
 import weakref
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import triton
-from candidates import ABORTS, ASSERTED, ENDLESS, GOOD, TOO_LARGE, Compiler, kernel
+from candidates import (
+    ABORTS,
+    ASSERTED,
+    ENDLESS,
+    GOOD,
+    TOO_LARGE,
+    Compiler,
+    banned,
+    kernel,
+    settle,
+    tuned,
+    tuned_kernel,
+)
 
-from dist_autotune import NoValidConfig, contextual_autotune
+from dist_autotune import NoValidConfig
 from dist_autotune.codec import from_json
 from dist_autotune.logs.records import Preflighted
 from dist_autotune.logs.writer import LogLines
@@ -28,26 +38,6 @@ from ranks import assert_all_ok, run_ranks
 pytestmark = pytest.mark.aot
 
 
-def tuned(kernel: Any, **options: Any) -> Any:
-    x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    chosen = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False} | options
-    return contextual_autotune(lambda: kernel[(1,)](x, y), **chosen)
-
-
-def banned(function: Any) -> dict[int, str]:
-    (context,) = function.report.contexts
-    return {int(text.split(",")[0].removeprefix("BLOCK: ")): why for text, why in context.banned.items()}
-
-
-def settle(function: Any) -> None:
-    deadline = time.monotonic() + 100.0
-    function()
-    while not function.settled:
-        assert time.monotonic() < deadline
-        time.sleep(10e-3)  # shorter steps take the time that compilers need
-        function()
-
-
 ENDS_COMPILER = 512
 MODES = pytest.mark.parametrize("mode", ["replay", "online"])
 
@@ -55,7 +45,7 @@ MODES = pytest.mark.parametrize("mode", ["replay", "online"])
 @MODES
 def test_each_failure_is_found_before_a_trial_and_named(device, compiler, capfd, mode):
     compiler.behaves({ENDS_COMPILER: "exit"})
-    function = tuned(kernel(GOOD, ASSERTED, 64, TOO_LARGE, ABORTS, ENDS_COMPILER), mode=mode)
+    function = tuned_kernel(kernel(GOOD, ASSERTED, 64, TOO_LARGE, ABORTS, ENDS_COMPILER), mode=mode)
     settle(function)
     reasons = banned(function)
     assert reasons.keys() == {ASSERTED, TOO_LARGE, ABORTS, ENDS_COMPILER}
@@ -75,7 +65,7 @@ def test_a_candidate_that_compiles_without_end_is_banned_when_its_time_is_up(
 ):
     compiler.behaves({ENDLESS: "spin"})
     monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "1")
-    function = tuned(kernel(GOOD, ENDLESS), mode=mode)
+    function = tuned_kernel(kernel(GOOD, ENDLESS), mode=mode)
     settle(function)
     assert banned(function) == {ENDLESS: "rank 0: did not compile within 1 s"}
     assert compiler.processes_left() == []
@@ -85,13 +75,13 @@ def test_a_candidate_that_compiles_without_end_is_banned_when_its_time_is_up(
 def test_an_error_of_the_user_s_reaches_the_caller_with_its_traceback(device, compiler, mode):
     compiler.behaves({64: "raise"})
     with pytest.raises(TypeError, match="of the user's") as caught:
-        settle(tuned(kernel(GOOD, 64), mode=mode))
+        settle(tuned_kernel(kernel(GOOD, 64), mode=mode))
     assert caught.traceback[-1].name == "misbehave"
     assert compiler.processes_left() == []
 
 
 def test_a_first_config_that_fails_is_replaced_by_the_launch(device):
-    function = tuned(kernel(ASSERTED, TOO_LARGE, GOOD))
+    function = tuned_kernel(kernel(ASSERTED, TOO_LARGE, GOOD))
     function()
     (context,) = function.report.contexts
     assert context.config.kwargs["BLOCK"] == GOOD
@@ -101,7 +91,7 @@ def test_a_first_config_that_fails_is_replaced_by_the_launch(device):
 
 def test_when_none_is_left_every_reason_is_told(device):
     with pytest.raises(NoValidConfig) as caught:
-        tuned(kernel(ASSERTED, TOO_LARGE))()
+        tuned_kernel(kernel(ASSERTED, TOO_LARGE))()
     assert "CompileTimeAssertionFailure" in str(caught.value)
     assert "out of resource: shared memory" in str(caught.value)
     assert device.launched == []
@@ -115,7 +105,7 @@ def test_no_argument_outlives_the_call_though_candidates_do_not_load(device):
         tuner[(1,)](x, torch.zeros(1))
         kept.append(weakref.ref(x))
 
-    contextual_autotune(launch, log_dir=None, cache=False, progress=False)()
+    tuned(launch)()
     assert [reference() for reference in kept] == [None] * len(kept)
 
 
@@ -127,14 +117,14 @@ def test_compiling_only_returns_the_compiled_incumbent(device):
     def thunk():
         compiled.append(tuner.run(x, y, grid=(1,), warmup=True))
 
-    contextual_autotune(thunk, log_dir=None, cache=False, progress=False)()
+    tuned(thunk)()
     assert [type(each).__name__ for each in compiled] == ["CompiledKernel"]
     assert device.launched == []
 
 
 def test_two_ranks_lose_one_compiler_to_a_candidate_and_both_ban_it(device, compiler):
     def program(rank: int) -> tuple[dict[int, str], list[int]]:
-        function = tuned(kernel(GOOD, ABORTS, 64), is_dist=True)
+        function = tuned_kernel(kernel(GOOD, ABORTS, 64), is_dist=True)
         function()
         return banned(function), sorted({constants["BLOCK"] for constants in device.launched})
 
@@ -150,9 +140,9 @@ def test_two_ranks_lose_one_compiler_to_a_candidate_and_both_ban_it(device, comp
 
 
 def test_log_and_report_say_where_the_binaries_came_from(device, tmp_path):
-    tuned(kernel(64))()
+    tuned_kernel(kernel(64))()
     device.forget()
-    tuned(kernel(GOOD, ASSERTED, 64, TOO_LARGE), log_dir=str(tmp_path / "logs"))()
+    tuned_kernel(kernel(GOOD, ASSERTED, 64, TOO_LARGE), log_dir=str(tmp_path / "logs"))()
     records = [json.loads(line) for line in Path("logs/rank-0.jsonl").read_text().splitlines()]
     (written,) = [record for record in records if record["event"] == "preflighted"]
     record = from_json(Preflighted, written)
@@ -167,7 +157,7 @@ def test_log_and_report_say_where_the_binaries_came_from(device, tmp_path):
 
 def test_a_compiler_whose_binaries_nobody_else_finds_works_in_this_process(device, monkeypatch, tmp_path):
     monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)
-    function = tuned(kernel(GOOD, ASSERTED, 64), log_dir=str(tmp_path / "logs"))
+    function = tuned_kernel(kernel(GOOD, ASSERTED, 64), log_dir=str(tmp_path / "logs"))
     function()
     assert banned(function).keys() == {ASSERTED}
     assert "without a limit: TRITON_ALWAYS_COMPILE is set" in Path("logs/rank-0.log").read_text()
@@ -175,5 +165,5 @@ def test_a_compiler_whose_binaries_nobody_else_finds_works_in_this_process(devic
 
 def test_a_limit_of_zero_means_no_child(device, compiler, monkeypatch):
     monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "0")
-    tuned(kernel(GOOD, 64))()
+    tuned_kernel(kernel(GOOD, 64))()
     assert compiler.pids() == {Compiler.own_pid()}

@@ -5,14 +5,20 @@ Triton's IR, launcher and encoding of descriptors are real; what the function in
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import triton
+from gemm_runs import plan_of
 from launch_path import leave_out_machine_code
+from settled_cases import STAMPED
 from triton import knobs
 from triton.runtime.driver import driver
 
@@ -24,9 +30,13 @@ from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
 from dist_autotune.kernels.exchange import spoil
+from dist_autotune.kernels.gemm import copies, operation
+from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import blocks_of
+from dist_autotune.kernels.gemm.copies import NOTHING, Copies
 from dist_autotune.kernels.launch import SettledLaunches, bare_launch
 from dist_autotune.kernels.moe import plan as plans
+from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
 pytestmark = pytest.mark.aot
 
@@ -48,6 +58,7 @@ class Device(DeviceUnderTriton):
         self.encoded: list[int] = []  # addresses
         self.allocated: list[tuple[int, int, int]] = []  # bytes, alignment, stream
         self.stream = 0
+        self.writes_down = True  # else the function in C returns at once
         self._scratch = torch.zeros(1, dtype=torch.int8)
         self.utils.fill_tma_descriptor = self.utils.fill_tma_descriptor_tiled = self._encode
 
@@ -59,6 +70,8 @@ class Device(DeviceUnderTriton):
         return self._scratch
 
     def _hand(self, *given: Any) -> None:
+        if not self.writes_down:
+            return
         plain = tuple(map(plain_value, given))
         if spoil.spoil_lost_chunks.__name__ in plain:
             self.spoilers.append(plain)
@@ -94,7 +107,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     for tuner in (specialized.tuned, plain.all_gather_gemm):
         monkeypatch.setattr(tuner, "configs", tuner.configs[:1])
         monkeypatch.setattr(tuner, "cache", {})
-    kernels = (specialized.tuned.fn, plain.all_gather_gemm.fn, matmul.await_chunks, spoil.spoil_lost_chunks)
+    kernels = [specialized.tuned.fn, plain.all_gather_gemm.fn, matmul.await_chunks, spoil.spoil_lost_chunks]
+    kernels += [launching.tuned_gemm.fn, copies.copy_rows, STAMPED.kernel.fn]
     caches = (triton.compiler.compiler.max_shared_mem.cache_clear, *(k.device_caches.clear for k in kernels))
     for clear in caches:
         clear()
@@ -154,6 +168,77 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
     assert first == again
 
 
+# ---- whole calls
+
+PRODUCTS = {  # m, n and k, options of the call, what is copied
+    "descriptors": ((512, 512, 512), {}, NOTHING),
+    "a counter": ((512, 512, 512), {"scheduler": "dynamic"}, NOTHING),
+    "a bias at an odd address": ((512, 512, 512), {"bias": torch.zeros(513)[1:]}, NOTHING),
+    "copies": ((250, 333, 67), {}, Copies(a=True, b=True)),
+}
+
+
+def product(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
+    """Return a call of `persistent_matmul`, which takes its tensors for a GPU's."""
+    (m, n, k), options, which = PRODUCTS[name]
+    tuner, room_for = launching.tuned_gemm, functools.cache(copies.room_for)  # the same memory in each call
+    changes: dict[Any, dict[str, Any]] = {
+        tuner: {
+            "configs": [c for c in tuner.configs if c.kwargs["VARIANT"] == "cooperative"][:1],
+            "cache": {},
+        },
+        launching: {"_SETTLED": SettledLaunches(tuner, blocks_of), "plan_copies": plan_of(which)},
+        copies: {"_LAUNCHES": {}, "room_for": room_for},
+        operation: {"_PLANS": {}, "_is_on_gpu": lambda tensor: True, "_device": lambda device: (9, 132)},
+    }
+    changes[launching]["room_for"] = room_for
+    changes[operation]["_on"] = lambda device: contextlib.nullcontext()
+    for owner, values in changes.items():
+        for attribute, value in values.items():
+            monkeypatch.setattr(owner, attribute, value)
+    a, b, out = (torch.zeros(size, dtype=torch.float16) for size in ((m, k), (n, k), (m, n)))
+    return lambda: persistent_matmul(a, b.T, out, **options)
+
+
+def rows_of_all(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
+    """Return a call of `GemmAllReduce`, its product included."""
+    monkeypatch.setattr(STAMPED.module, "_SETTLED", SettledLaunches(STAMPED.kernel, lambda constants: {}))
+    monkeypatch.setattr(STAMPED.kernel, "configs", STAMPED.tiles[:1])
+    monkeypatch.setattr(STAMPED.kernel, "cache", {})
+    return STAMPED.make(replace(STAMPED.plain, has_norm=False)).call
+
+
+def functions_called(device: Device, call: Callable[[], Any]) -> int:
+    """Return how many functions a call runs, Python's and those in C that Python calls."""
+    events: list[str] = []
+    device.writes_down = False
+    sys.setprofile(lambda frame, event, argument: events.append(event))
+    call()
+    sys.setprofile(None)
+    device.writes_down = True
+    return events.count("call") + events.count("c_call")
+
+
+@pytest.mark.parametrize("name", [*PRODUCTS, "rows of all ranks"])
+def test_a_settled_call_hands_over_what_triton_s_own_way_does_and_does_less(device, monkeypatch, name):
+    call = (product if name in PRODUCTS else rows_of_all)(monkeypatch, name)
+    for _ in range(2):
+        call()
+    ways = []
+    for watched in (False, True):
+        monkeypatch.setattr(launches, "_are_watched", lambda watched=watched: watched)
+        device.handed.clear()
+        device.encoded.clear()
+        call()
+        ways.append(([*device.handed], len(device.encoded), functions_called(device, call)))
+    (prepared, encoded, functions), (own, _, functions_of_own) = ways
+    assert prepared == own
+    assert len(own) == (4 if name == "copies" else 1)
+    if IS_KNOWN:
+        assert encoded == 0
+        assert functions < (0.8 * functions_of_own if name in PRODUCTS else 80)
+
+
 @triton.jit
 def scaled(x_ptr, y_ptr, n, factor, BLOCK: triton.language.constexpr):
     offs = triton.language.arange(0, BLOCK)
@@ -193,19 +278,6 @@ def test_prepared_launches_of_a_sorting_hand_over_what_triton_s_own_do(device, i
         untuned._of.clear()
     assert prepared == [sort(*case) for case in cases]
     assert all(len(handed) == 2 for handed in prepared)
-
-
-@NEEDS_BARE
-@consumers
-def test_the_own_way_is_asked_no_more_when_a_launch_is_prepared(device, consumer, monkeypatch):
-    caller = Caller(consumer)
-    calls(device, caller, 2)
-    monkeypatch.setattr(
-        triton.compiler.CompiledKernel,
-        "launch_metadata",
-        lambda *args: pytest.fail("Triton's own way was taken"),
-    )
-    assert len(calls(device, caller, 2)) == 2
 
 
 @NEEDS_BARE

@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from launch_path import DESCRIPTOR_BYTES, count_asking
-from settled_cases import ALL, GATHER, PULLING, SCATTER, STAMPED, SUMS, WITH_DESCRIPTORS, Caller, Launches
-from settled_path import (
+from launch_path import (
+    DESCRIPTOR_BYTES,
     Launched,
     LaunchingDevice,
     allocator_of_the_caller,
+    count_asking,
     launched,
     launching,
     matrix,
 )
+from settled_cases import ALL, GATHER, PULLING, SCATTER, STAMPED, SUMS, WITH_DESCRIPTORS, Caller, Launches
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
@@ -57,7 +58,7 @@ class World:
 @pytest.fixture(params=ALL.values(), ids=ALL)
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     of: Launches = request.param
-    with launching(monkeypatch, of.module, "_SETTLED", of.kernel, of.tiles) as device:
+    with launching(monkeypatch, of.module, of.kernel, of.tiles) as device:
         yield World(of, device)
 
 
@@ -74,21 +75,15 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # ---- what is launched
 
 
-def test_no_call_takes_what_was_remembered_of_another_and_each_is_launched_as_the_long_way(
-    world, asked, monkeypatch
-):
+def test_no_call_takes_what_was_remembered_of_another_and_each_is_launched_as_the_long_way(world, asked):
     callers = {label: world.caller(case) for label, case in world.of.cases.items()}
-    first = {}
+    long = {}
     for number, (label, caller) in enumerate(callers.items(), 1):
-        first[label] = world.compared(world.launched(caller))
+        long[label] = world.compared(world.launched(caller))
         assert len(asked) == number, f"{label} took the launch of another"
-    again = {label: world.compared(world.launched(callers[label])) for label in reversed(callers)}
+    for label in reversed(callers):
+        assert world.compared(world.launched(callers[label])) == long[label], label
     assert len(asked) == len(callers)  # the short way
-    monkeypatch.setattr(launches, "is_tuning", lambda: True)
-    long = {label: world.compared(world.launched(caller)) for label, caller in callers.items()}
-    assert len(asked) == 2 * len(callers)
-    for label in callers:
-        assert again[label] == first[label] == long[label], label
 
 
 def test_every_argument_is_where_the_kernel_expects_it(world, asked):

@@ -14,10 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
-from typer.testing import CliRunner
 
 from dist_autotune import ContextualAutotuner, EventClock, contextual_autotune, is_tuning, tunable
-from dist_autotune.cli.commands import app
 from dist_autotune.errors import LaunchTimeout
 from dist_autotune.timing.stream_filler import CYCLES_PER_MS
 from ranks import run_ranks
@@ -48,28 +46,6 @@ def launch(kernel: Any, x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
 
 def tuned(fn: Callable[..., Any], **options: Any) -> ContextualAutotuner[..., Any]:
     return contextual_autotune(fn, **{"cache": False, "n_warmup": 0, "n_repeat": 3, **options})
-
-
-@TIMES
-def test_an_ordinary_kernel_is_tuned_with_events_and_every_run_is_right() -> None:
-    kernel, x, runs = make_scale(), torch.randn(SIZE, device="cuda"), []
-
-    @tuned
-    def thunk() -> torch.Tensor:
-        y = launch(kernel, x)
-        runs.append(torch.equal(y, 2 * x))
-        return y
-
-    thunk()
-    report = thunk.report
-    assert report is not None
-    assert runs == [True] * (3 * len(BLOCKS) + 1)
-    (context,) = report.contexts
-    assert context.status == "tuned"
-    assert len(context.timings) == len(BLOCKS)
-    # 128 MiB through at most 4.8 TB/s takes 0.028 ms; compilation in a timed interval would take 100 ms.
-    assert all(0.02 < ms < 5 for ms in context.timings.values())
-    assert context.ms == min(context.timings.values())
 
 
 @TIMES
@@ -239,18 +215,6 @@ def test_events_are_recorded_on_the_stream_of_the_launch() -> None:
     assert all(ms < 5 for ms in report.contexts[0].timings.values())
 
 
-def test_online_mode_settles_without_waiting_for_the_device() -> None:
-    kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
-    thunk = tuned(lambda: launch(kernel, x), mode="online")
-    deadline = time.monotonic() + SETTLES_S
-    while not thunk.settled and time.monotonic() < deadline:
-        assert torch.equal(thunk(), 2 * x)
-    assert thunk.settled
-    report = thunk.report
-    assert report is not None
-    assert report.contexts[0].status == "tuned"
-
-
 def test_online_candidates_are_compiled_beside_a_cuda_context_while_every_step_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,16 +242,6 @@ def test_online_candidates_are_compiled_beside_a_cuda_context_while_every_step_i
     records = map(json.loads, (tmp_path / "rank-0.jsonl").read_text().splitlines())
     (compiled,) = [record for record in records if record["event"] == "preflighted"]
     assert (compiled["compiled"], compiled["remark"]) == (2, "")
-
-
-def test_the_whole_run_decides_where_it_is_the_objective() -> None:
-    kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
-    thunk = tuned(lambda: launch(kernel, x), objective="thunk")
-    assert torch.equal(thunk(), 2 * x)
-    report = thunk.report
-    assert report is not None
-    assert report.contexts[0].status == "tuned"
-    assert len(report.contexts[0].timings) == len(BLOCKS)
 
 
 # ---- whose time a sample is
@@ -398,27 +352,6 @@ def test_an_illegal_access_ends_the_call_and_names_the_config() -> None:
     assert "Rank 0: run 1 of step: " in text
     assert "illegal memory access" in text
     assert f"OFFSET: {1 << 40}" in text
-
-
-def test_stock_triton_reads_the_exported_winner_and_benchmarks_nothing(
-    tmp_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_bench(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("stock benchmarking must not happen")
-
-    x = torch.randn(SIZE, device="cuda")
-    kernel = make_scale()
-    tuned(lambda: launch(kernel, x), cache=True)()
-    out = tmp_path / "out"
-    done = CliRunner().invoke(app, ["cache", "export", "--format", "triton", str(out)])
-    assert done.exit_code == 0, done.output
-    stock = make_scale(cache_results=True, do_bench=no_bench)
-    with pytest.raises(AssertionError, match="stock benchmarking must not happen"):
-        launch(stock, x)  # without the file it would
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(out))
-    stock = make_scale(cache_results=True, do_bench=no_bench)
-    assert torch.equal(launch(stock, x), 2 * x)
-    assert stock.best_config.kwargs == kernel.best_config.kwargs
 
 
 # ---- replays as the judge

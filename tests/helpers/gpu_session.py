@@ -71,21 +71,6 @@ def seconds_needed(item: pytest.Item, last: dict[str, float]) -> float:
     return last.get(item.nodeid) or float((marker and marker.kwargs.get("seconds")) or SECONDS)
 
 
-def starts_cuda_in_forks() -> str:
-    """Return why a fork of this process cannot start CUDA; empty: it can, or there is no driver."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = min(ctypes.CDLL("libcuda.so.1").cuInit(0), 255)
-        except OSError:
-            code = 0
-        finally:
-            os._exit(code)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return f"cuInit returns {code} in a fork: a module that was collected has started CUDA" if code else ""
-
-
 @dataclass
 class Running:
     """A process that runs the tests of a job, and what it has told so far."""
@@ -150,9 +135,6 @@ class GpuSession:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
         if session.config.option.collectonly:
-            return None
-        if why := starts_cuda_in_forks():
-            sys.stderr.write(f"GPU tests: one after the other, without time limits: {why}\n")
             return None
         self.items = session.items
         with self._output_of_its_own():

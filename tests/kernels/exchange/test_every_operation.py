@@ -69,8 +69,9 @@ def of_more_ranks(rank, runs, world):
     return cases | cases_of((late_pushes, in_a_subset), rank, runs)
 
 
-OF_WORLDS = {f"{name}, 3 ranks": (runs, 3) for name, runs in EVERY.items()}
-OF_WORLDS |= {f"{name}, 4 ranks": (runs, 4) for name, runs in WITH_COLLECTIVES.items()}
+OF_WORLDS = {
+    f"{name}, {world} ranks": (runs, world) for world in (3, 4) for name, runs in WITH_COLLECTIVES.items()
+}
 OF_WORLDS |= {
     f"{name}, {world} ranks": (runs, world)
     for (name, runs), world in zip(OF_ONE_WAY.items(), (3, 4, 4, 3, 3), strict=True)

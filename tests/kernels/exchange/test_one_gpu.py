@@ -207,42 +207,6 @@ def test_tiles_of_a_piece_are_stored_before_the_next_piece_arrives() -> None:
         assert before < behind
 
 
-def replays(rank: int, consumer: str) -> list[tuple[float, bool]]:
-    torch.manual_seed(0)
-    choose_candidate(consumer, next(iter(CONSUMERS[consumer])))
-    memory, (rows, n, k) = HostAsPeer(), SHAPES[0]
-    found = []
-    with opened(memory, AllGatherGemm, rows, k, consumer=consumer, pieces=2, programs=132) as op:
-        peer, weight = Peer(memory), torch.empty(n, k, dtype=DTYPE, device=DEVICE)
-        out = torch.empty(2 * rows, n, dtype=DTYPE, device=DEVICE)
-        one_call(op, peer, SHAPES[0], "push", 2)  # loads the kernels
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            op(op.shard, weight, out)
-        for replay in range(6):
-            if replay == 3:
-                found.append(one_call(op, peer, SHAPES[0], "pull", 2))
-            theirs = torch.randn(rows, k).to(DTYPE).pin_memory()
-            op.shard.normal_()
-            weight.normal_()
-            out.fill_(float("nan"))
-            op._gather.local[1:].fill_(float("nan"))
-            graph.replay()
-            peer.push(op, theirs, 1 + replay % 2)
-            op.check()
-            pushed = op._pusher._slots[0][1]
-            full = torch.cat([op.shard, theirs.to(DEVICE)])
-            found.append((error_ratio(out, full, weight), torch.equal(pushed[:rows], op.shard.cpu())))
-    return found
-
-
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_a_captured_call_waits_for_what_is_pushed_and_pushes_itself(consumer: str) -> None:
-    for error, is_pushed in on_one_gpu(replays, consumer):
-        assert error < 1
-        assert is_pushed
-
-
 def watched(call: Callable[..., torch.Tensor], came_back: list[bool]) -> Callable[..., torch.Tensor]:
     """Return the call behind a busy device; it adds to the list whether it came back before that."""
 
