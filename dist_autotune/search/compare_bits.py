@@ -8,7 +8,9 @@ followed by the kernels that it brings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ..errors import TuningError
 from ..formatting import config_label
@@ -26,6 +28,33 @@ REMEDY = (
     "Have it use the same random numbers in each run, name the state that it changes in preserve=, leave "
     "out of its result what may change, or give it bits='any'."
 )
+UNPLANNED = "other configs are launched than those planned, so their bits cannot be compared"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What a run compares: a batch of candidates, beside options of the host and the rest of the base plan.
+
+    is_free: contexts try what they try by themselves; only the options are planned.
+    """
+
+    options: Plan = field(default_factory=dict)
+    batch: Plan = field(default_factory=dict)
+    is_free: bool = False
+
+
+NOTHING = Compared(is_free=True)  # is left to compare, for now
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run launched unlike base plan and options (None: several candidates), and its outputs."""
+
+    changed: Mapping[str, int | None]
+    bits: Bits
+
+
+Comparison: TypeAlias = Generator[Compared, Ran, None]  # it is sent the last run, of whatever phase
 
 
 def runs_at_most(candidates: Iterable[int]) -> int:
@@ -46,165 +75,237 @@ class CompareBits(Phase):
 
     def open(self) -> None:
         """Begin a session: its inputs are others, and so are its digests."""
-        self.is_over = True  # nothing is left to compare, for now
         self.remark = ""  # for the log
         self.new_bans: list[tuple[Context, int]] = []  # of the last run
         self._has_given_up = False  # `check`: there is nothing to compare, or it changes by itself
         self._base: Plan = {}
         self._origins: dict[str, Plan] = {}  # the options beside which a context was first launched
-        self._beside: Plan = {}  # the options of the next run
-        self._batch: Plan = {}  # the candidates compared in it
-        self._batches: list[Plan] = []  # halves that come next
-        self._digests: list[str] = []  # of the runs of the batch
-        self._references: dict[tuple[tuple[str, int], ...], str] = {}  # digest of the base plan, by `beside`
-        self._base_runs = self._misses = 0
         self._bringing_runs = 0  # in a row that announced contexts
-        self._is_back = True  # the last run was beside the base plan's options
+        self._begin()
+
+    def _begin(self) -> None:
+        """Compare with another base plan, or in another session: digests are others."""
+        self._asked = NOTHING  # of the next run
+        self._references: dict[tuple[tuple[str, int], ...], str] = {}  # digest of the base plan, by options
+        self._base_runs = 0
         for context in self._contexts.values():
             context.output_digests = {}
-        self.compared: Plan = {}  # in the next run
+        self._comparison = self._compared()
+        next(self._comparison)
+
+    @property
+    def is_over(self) -> bool:
+        return self._asked is NOTHING
+
+    @property
+    def compared(self) -> Plan:
+        """Return what the next run compares; contexts try by themselves what is not in it."""
+        base = {} if self._asked.is_free else self._base
+        plan = {**base, **self._asked.options, **self._asked.batch}
+        return {name: i for name, i in plan.items() if name in self._contexts and self._works(name, i)}
+
+    def plan(self) -> Plan:
+        return {**super().plan(), **self.compared}
 
     def explains_absence(self, context: Context) -> bool:
         """Return whether a context may be launched again though it was not: under other options."""
-        return not self.is_over and context.judge == BY_RUN
-
-    @property
-    def is_choosing(self) -> bool:
-        """Return whether the run under way has an option that may bring kernels."""
-        return bool(self._beside) or any(self._contexts[name].is_choice for name in self._batch)
+        return not self.is_over and context.judge == BY_RUN and context.name not in self._asked.batch
 
     @property
     def admits(self) -> bool:
         """Return whether a new kernel is tuned: the option that is launched may have brought it."""
-        return self.is_choosing and self._bringing_runs <= NEW_KEYS_RUNS
+        return bool(self._options) and self._bringing_runs <= NEW_KEYS_RUNS
 
-    # -- one run -------------------------------------------------------------------------------------------
+    @property
+    def _options(self) -> Plan:
+        """Return the options of the next run, those of its batch too, that are not the base plan's."""
+        batch = {name: i for name, i in self._asked.batch.items() if self._contexts[name].is_choice}
+        return {**self._asked.options, **batch}
 
-    def record(self, merged: RunReport) -> None:
-        """Compare the outputs of one run of all ranks. Raises TuningError if `same` cannot be kept."""
+    def _works(self, name: str, index: int) -> bool:
+        return index not in self._contexts[name].banned
+
+    # -- what a run has told -------------------------------------------------------------------------------
+
+    def record(self, merged: RunReport, *, closing: bool) -> None:
+        """Compare the outputs of one run of all ranks, and plan the next one; closing: compare nothing.
+
+        Raises TuningError if `same` cannot be kept.
+        """
         self.remark, self.new_bans = "", []
         is_new = any(part.announcement for part in merged.parts.values())
         self._bringing_runs = self._bringing_runs + 1 if is_new else 0
         self._meet(merged)
-        if (bits := merged.bits) is None or self._has_given_up:
-            return
-        changed = self._changed(merged)
-        if not changed:
-            self._record_base(merged, bits)
-        elif self._batch:
-            self._record_batch(changed, bits)
-        elif self._needs_base:
-            self._miss(changed)
-        elif len(changed) == 1:
-            ((name, index),) = changed.items()
-            known = None if index is None else self._contexts[name].output_digests.get(index)
-            if index is not None and known not in (None, bits.digest) and self._origins[name] == self._beside:
-                self._ban_unsteady(name, index, bits)
+        if (bits := merged.bits) is not None:
+            changed = self._changed(merged)
+            if not self._has_given_up:
+                self._record_repeated(changed, merged, bits)
+            if not (closing and self.is_over):
+                self._asked = self._comparison.send(Ran(changed, bits))
+        self._asked = NOTHING if closing else self._asked
 
     def _meet(self, merged: RunReport) -> None:
         """Add new contexts to the base plan; set it anew until it has run, or when its candidates fail."""
-        if any(index in self._contexts[name].banned for name, index in self._base.items()):
-            self._restart()
+        if not all(self._works(name, index) for name, index in self._base.items()):
+            self._begin()
+            for context in self._contexts.values():
+                context.bit_classes = context.bit_classes if context.settled else {}
         for name, context in self._contexts.items():
             if name in merged.parts and name not in self._origins:
-                options = {n: i for n, i in self._batch.items() if self._contexts[n].is_choice}
-                self._origins[name] = {**self._beside, **options}
+                self._origins[name] = self._options
             if name not in self._base or not self._references:
                 first = [i for i, number in sorted(context.bit_classes.items()) if not number]
-                self._base[name] = next((i for i in first if i not in context.banned), context.incumbent)
-
-    def _restart(self) -> None:
-        """Compare anew with another base plan: classes against the last one are void."""
-        self._references, self._batches, self._base_runs = {}, [], 0
-        self._compare({})
-        for context in self._contexts.values():
-            context.output_digests = {}
-            if not context.settled:
-                context.bit_classes = {}
+                self._base[name] = next((i for i in first if self._works(name, i)), context.incumbent)
 
     def _changed(self, merged: RunReport) -> dict[str, int | None]:
         """Return the launched candidates that are not of the base plan and its options; None: several."""
-        plan, launched = {**self._base, **self._beside}, merged.launched & self._contexts.keys()
+        plan, launched = {**self._base, **self._asked.options}, merged.launched & self._contexts.keys()
         ran = {name: self._contexts[name].index_of(merged.ran(name)) for name in launched}
         return {name: index for name, index in sorted(ran.items()) if index != plan[name]}
 
+    def _record_repeated(self, changed: Mapping[str, int | None], merged: RunReport, bits: Bits) -> None:
+        """Compare with earlier runs of the base plan, or of it with one other candidate."""
+        if not changed:
+            self._record_base(merged, bits)
+            return
+        (name, index), *others = changed.items()
+        if index is None or others or self._origins[name] != self._asked.options:
+            return
+        if self._contexts[name].output_digests.get(index, bits.digest) != bits.digest:
+            self._ban_unsteady(name, index, bits)
+
     def _record_base(self, merged: RunReport, bits: Bits) -> None:
-        if self._batch:
-            self._miss({})
         if not bits.tensors and self._needs_base:
             self._give_up(
                 "the function returns no tensor: name in outputs= what it writes, or use bits='any'"
             )
             return
-        reference = self._references.setdefault(_key(self._beside), bits.digest)
-        if reference != bits.digest and self._beside:
-            self._ban_unsteady(*list(self._beside.items())[-1], bits)
-        elif reference != bits.digest:
-            names = sorted(merged.launched & self._base.keys())
-            base = [(self._contexts[name], self._base[name]) for name in names[:SHOWN_CONFIGS]]
-            configs = "; ".join(
-                f"{context.title} {config_label(context.texts[index])}" for context, index in base
-            )
-            if further := len(names) - len(base):
-                configs += f"; and those of {further} more contexts"
-            self._give_up(
-                f"two runs with the same configs ({configs}) have different bits in {_where(bits)}: the "
-                f"function, or one of these configs, does not repeat itself. {REMEDY}"
-            )
-        else:
-            self._base_runs += not self._beside
+        reference = self._references.setdefault(_key(self._asked.options), bits.digest)
+        if reference == bits.digest:
+            self._base_runs += not self._asked.options
             for name in merged.launched & self._base.keys():
                 context, index = self._contexts[name], self._base[name]
                 context.output_digests[index] = bits.digest
                 if context.status != "cached" or self._rule == "same":  # else nobody has compared it
                     context.bit_classes[index] = 0
+        elif self._asked.options:
+            self._ban_unsteady(*list(self._asked.options.items())[-1], bits)
+        else:
+            self._give_up(
+                f"two runs with the same configs ({self._shown_base(merged)}) have different bits in "
+                f"{_where(bits)}: the function, or one of these configs, does not repeat itself. {REMEDY}"
+            )
 
-    def _record_batch(self, changed: dict[str, int | None], bits: Bits) -> None:
-        if changed != self._batch:
-            self._miss(changed)
-            return
-        self._digests.append(bits.digest)
-        if bits.digest != self._references[_key(self._beside)] and len(self._batch) > 1:
-            items = list(self._batch.items())
-            half = len(items) // 2
-            self._batches += [dict(items[half:]), dict(items[:half])]
-            self._compare({})
-        elif len(self._digests) == RUNS:
-            batch, is_steady = self._batch, len(set(self._digests)) == 1
-            self._compare({})
-            for name, index in batch.items():
-                if is_steady:
-                    self._classify(name, index, bits)
-                else:
-                    self._ban_unsteady(name, index, bits)
+    def _shown_base(self, merged: RunReport) -> str:
+        names = sorted(merged.launched & self._base.keys())
+        contexts = [self._contexts[name] for name in names[:SHOWN_CONFIGS]]
+        configs = "; ".join(f"{c.title} {config_label(c.texts[self._base[c.name]])}" for c in contexts)
+        further = len(names) - len(contexts)
+        return configs + (f"; and those of {further} more contexts" if further else "")
 
-    def _miss(self, changed: Mapping[str, int | None]) -> None:
-        """Repeat the batch without banned candidates; at last without contexts that are not launched."""
-        left = {n: i for n, i in self._batch.items() if i not in self._contexts[n].banned}
-        self._misses += 1
-        if left == self._batch and self._misses >= PATIENCE:
-            for name in left.keys() - changed.keys():
-                self._contexts[name].settle("starved")
-            left = {name: index for name, index in left.items() if name in changed}
-            if left == self._batch:  # or both are empty: it was the base plan
-                self._give_up(
-                    "other configs are launched than those planned, so their bits cannot be compared"
-                )
-        if left != self._batch:
-            self._compare(left)
+    # -- the comparison ------------------------------------------------------------------------------------
 
-    def _compare(self, batch: Plan) -> None:
-        self._batch, self._digests, self._misses = batch, [], 0
+    def _compared(self) -> Comparison:
+        """Compare the base plan with itself, then kernels and options with it, as they come."""
+        options: Plan = {}
+        is_away = False  # other options than the base plan's have been launched since that was
+        yield NOTHING
+        while True:
+            if self._needs_base:
+                yield from self._repeat_base({})
+            elif kernels := self._pending(is_choice=False):
+                options = self._origins[next(iter(kernels))]
+                batch = {name: i for name, i in kernels.items() if self._origins[name] == options}
+                is_away |= bool(options)
+                yield from self._sort(options, batch)
+            elif self._start_searches():
+                # An option stays until the kernels that it brings are tuned.
+                is_waiting = bool(options or self._pending(is_choice=True))
+                yield Compared(options, is_free=True) if is_waiting else NOTHING
+            elif choices := self._pending(is_choice=True):
+                name = next(iter(choices))
+                options, is_away = self._origins[name], True
+                yield from self._sort(options, {name: choices[name]})
+            else:
+                # What comes next starts from the base plan's contexts.
+                yield Compared() if is_away else NOTHING
+                options, is_away = {}, False
 
-    def _classify(self, name: str, index: int, bits: Bits) -> None:
-        context, reference = self._contexts[name], self._references[_key(self._beside)]
+    @property
+    def _needs_base(self) -> bool:
+        """Return whether the base plan has still to repeat itself before anything is searched."""
+        is_searching = any(not context.settled for context in self._contexts.values())
+        return is_searching and self._base_runs < RUNS and not self._has_given_up
+
+    def _start_searches(self) -> bool:
+        """Let compared kernels be tuned by their launches; return whether some are under way."""
+        tuned = [context for context in self._contexts.values() if context.is_tuned_by_launches]
+        for context in tuned:
+            if context.trial is None:
+                context.start()  # also if one candidate is left: a result with a time is kept
+        return any(context.is_tuned_by_launches for context in tuned)
+
+    def _pending(self, *, is_choice: bool) -> Plan:
+        """Return the next candidate of each context that has some to compare."""
+        pending: Plan = {}
+        for name, context in self._contexts.items():
+            is_known = name in self._origins and not self._has_given_up
+            if context.settled or context.is_choice != is_choice or not is_known:
+                continue
+            if not all(self._works(choice, i) for choice, i in self._origins[name].items()):
+                context.settle("starved")  # nothing will launch it
+                continue
+            known = context.bit_classes.keys() | context.banned.keys() | {self._base[name]}
+            left = (index for index in range(len(context.digests)) if index not in known)
+            if (index := next(left, None)) is not None:
+                pending[name] = index
+        return pending
+
+    def _repeat_base(self, options: Plan) -> Comparison:
+        """Run the base plan, beside options, until its outputs are known."""
+        while not self._has_given_up and (self._needs_base or _key(options) not in self._references):
+            yield from self._outputs_of(options, {})
+
+    def _sort(self, options: Plan, batch: Plan) -> Comparison:
+        """Run a batch twice; where outputs change, each half of it, down to what changes them."""
+        yield from self._repeat_base(options)
+        found: list[Bits] = []
+        while len(found) < RUNS:
+            bits = yield from self._outputs_of(options, batch)
+            if bits is None:
+                return  # what is left of it is still pending
+            found.append(bits)
+            if bits.digest != self._references[_key(options)] and len(batch) > 1:
+                items, middle = list(batch.items()), len(batch) // 2
+                yield from self._sort(options, dict(items[:middle]))
+                yield from self._sort(options, dict(items[middle:]))
+                return
+        for name, index in batch.items():
+            if found[0].digest == found[1].digest:
+                self._classify(options, name, index, found[1])
+            else:
+                self._ban_unsteady(name, index, found[1])
+
+    def _outputs_of(self, options: Plan, batch: Plan) -> Generator[Compared, Ran, Bits | None]:
+        """Return the outputs of a run of the batch; None: some of it fails, or is not launched any more."""
+        for _ in range(PATIENCE):
+            ran = yield Compared(options, batch)
+            if ran.changed == batch:
+                return ran.bits
+            if any(self._contexts[name].settled or not self._works(name, i) for name, i in batch.items()):
+                return None
+        self._give_up(UNPLANNED)
+        return None
+
+    def _classify(self, options: Plan, name: str, index: int, bits: Bits) -> None:
+        context, reference = self._contexts[name], self._references[_key(options)]
         known, digests = context.bit_classes, context.output_digests
         alike = (number for i, number in known.items() if digests.get(i) == bits.digest)
         number = next(alike, max(known.values(), default=0) + 1)
         known[index] = 0 if bits.digest == reference else number
         context.output_digests[index] = bits.digest
         if context.is_choice:
-            self._references[_key({**self._beside, name: index})] = bits.digest
+            self._references[_key({**options, name: index})] = bits.digest
         if bits.digest != reference and self._rule == "same":
             self._ban(name, index, bits, "other bits than with the first config")
 
@@ -222,96 +323,6 @@ class CompareBits(Phase):
         if self._rule == "same":
             raise TuningError(f"bits='same': {why}")
         self._has_given_up, self.remark = True, f"bits='check': {why}"
-        self._batches = []
-        self._compare({})
-
-    # -- the next run --------------------------------------------------------------------------------------
-
-    def plan_run(self, *, closing: bool) -> None:
-        """Plan the next comparison; start the searches of compared kernels. closing: compare nothing."""
-        self.is_over = closing
-        if closing:
-            self._batches, self._beside = [], {}
-            self._compare({})
-            self._check({})
-            return
-        if not self._batch:
-            batch = self._batches.pop() if self._batches else self._next_batch()
-            if batch:
-                self._compare(batch)
-        waits = bool(self._pending(is_choice=False) or self._pending(is_choice=True))
-        if self._batch or self._needs_base:
-            self._is_back = not self.is_choosing
-            self._check({**self._base, **self._beside, **self._batch})
-        elif self._tunes_kernels and (waits or self._beside):
-            self._check(self._beside)  # an option stays until the kernels that it brings are tuned
-        elif not self._is_back:
-            self._is_back = True
-            self._check(self._base)  # the next comparison starts from the base plan's contexts
-        else:
-            self.is_over = True
-            self._check({})
-
-    def plan(self) -> Plan:
-        """Return what is compared in the next run; other contexts try what they try by themselves."""
-        compared = {
-            n: i
-            for n, i in self.compared.items()
-            if n in self._contexts and i not in self._contexts[n].banned
-        }
-        return {**super().plan(), **compared}
-
-    def _check(self, plan: Plan) -> None:
-        self.compared = {name: index for name, index in plan.items() if name in self._contexts}
-
-    @property
-    def _needs_base(self) -> bool:
-        """Return whether the base plan has still to repeat itself before anything is searched."""
-        is_searching = any(not context.settled for context in self._contexts.values())
-        return is_searching and self._base_runs < RUNS and not self._has_given_up
-
-    @property
-    def _tunes_kernels(self) -> bool:
-        return any(context.is_tuned_by_launches for context in self._contexts.values())
-
-    def _next_batch(self) -> Plan:
-        """Return a candidate of each kernel that waits, of those first launched beside the same options.
-
-        If none waits, their searches begin; once these are over, return the next option.
-        """
-        if self._needs_base:
-            return {}
-        if kernels := self._pending(is_choice=False):
-            self._beside = self._origins[next(iter(kernels))]
-            return {name: i for name, i in kernels.items() if self._origins[name] == self._beside}
-        for context in self._contexts.values():
-            if context.is_tuned_by_launches and context.trial is None:
-                context.start()  # also if one candidate is left: a result with a time is kept
-        if self._tunes_kernels:
-            return {}
-        choices = self._pending(is_choice=True)
-        if not choices:
-            self._beside = {}
-            return {}
-        name = next(iter(choices))
-        self._beside = self._origins[name]
-        return {name: choices[name]}
-
-    def _pending(self, *, is_choice: bool) -> Plan:
-        """Return the next candidate of each context that has some to compare."""
-        pending: Plan = {}
-        for name, context in self._contexts.items():
-            is_known = name in self._origins and not self._has_given_up
-            if context.settled or context.is_choice != is_choice or not is_known:
-                continue
-            if any(i in self._contexts[choice].banned for choice, i in self._origins[name].items()):
-                context.settle("starved")  # nothing will launch it
-                continue
-            known = context.bit_classes.keys() | context.banned.keys() | {self._base[name]}
-            left = (index for index in range(len(context.digests)) if index not in known)
-            if (index := next(left, None)) is not None:
-                pending[name] = index
-        return pending
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -329,7 +340,7 @@ class CompareBits(Phase):
         if self.new_bans:  # that was why
             return False
         if not contexts:
-            self._give_up("other configs are launched than those planned, so their bits cannot be compared")
+            self._give_up(UNPLANNED)
         contexts.sort(key=lambda c: (c.times.ratio(self._base[c.name], c.incumbent), c.name))
         given_up = contexts if closing else contexts[:1]
         for context in given_up:

@@ -237,12 +237,10 @@ class SearchState:
             self.has_counted_run = run_phase.has_counted
             outcomes |= run_phase.outcomes
             self.remark = run_phase.remark or self.remark
-        if bits is not None:
-            bits.record(merged)
         self._starve(patience)
         self._close_if_spent(merged.elapsed_s)
         if bits is not None:
-            bits.plan_run(closing=self.closing)
+            bits.record(merged, closing=self.closing)
         self._begin_next(merged.launched)
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
         self._end_if_idle(merged, is_idle=is_idle, was_closing=was_closing)

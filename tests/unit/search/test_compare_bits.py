@@ -152,3 +152,21 @@ def test_where_configs_do_not_act_together_the_fastest_that_keeps_the_bits_wins(
     simulated.session()
     kept = {name: [c for c in names if c not in changing] for name, names in contexts.items()}
     assert simulated.winners() == {name: min(names, key=times.__getitem__) for name, names in kept.items()}
+
+
+@pytest.mark.parametrize("run", range(6, 30, 3))
+def test_where_a_first_config_fails_beside_an_option_kernels_of_that_are_compared_anew(run):
+    """Only the last option of a launches b; the first config of c fails meanwhile."""
+    outputs = Outputs(changing={"b1"})
+    simulated = simulation(
+        named("a", "c", "b"),
+        outputs,
+        choices={"a"},
+        launches=lambda now, rank, name: name != "b" or simulated._candidate("a") == "a2",
+        bans=lambda now, rank, name: {"c0": "failed"} if (now, name) == (run, "c") else {},
+        run_ms=lambda plan: 4.0 * (plan["a"] != "a2"),
+        search="racing",
+    )
+    plans = simulated.session()
+    assert simulated.winners() == {"a": "a2", "c": "c2", "b": "b2"}
+    assert outputs(plans[-1], 0) == outputs({}, 0)
