@@ -30,11 +30,11 @@ def candidate(
     return triton.Config(kwargs, num_warps=warps, num_stages=stages)
 
 
-# Of `AllGatherGemm` and `GemmReduceScatter`: what sessions picked in 8 and 20 contexts on H100 and H200, and
-# the smallest tiles, for fewer rows than the records have. Large tiles end in halves: beside an accumulator,
-# what peers have sent would spill.
+# Of `AllGatherGemm` and `GemmReduceScatter`: picked by sessions in 8 and 20 contexts on H100 and H200; and
+# the smallest tiles, for fewer rows than the records have. Large tiles are stored in halves: whole ones
+# would spill beside the peers' sums.
 GPU_CANDIDATES = [
-    # The first is what a tuner's first run takes: on Hopper, good for large shapes.
+    # A tuner's first run takes the first: on Hopper, good for large shapes.
     candidate((128, 256, 64), 8, warps=8, stages=4, tma=True, subtile=True),
     candidate((128, 256, 64), 4, warps=8, stages=4, tma=True, subtile=True),
     candidate((128, 256, 64), 16, warps=8, stages=4, tma=True, subtile=True),
@@ -67,7 +67,7 @@ CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
 
 def shared_memory_bytes() -> int:
-    """Return what one program may use on the current device."""
+    """Return how much shared memory one program may use on the current device."""
     driver = triton.runtime.driver.active
     return int(driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"])
 
@@ -81,7 +81,7 @@ def capability(device: torch.device) -> int:
 
 
 def pipeline_bytes(config: triton.Config, itemsize: int) -> int:
-    """Return what the tiles in flight take; the epilogue's share differs between Triton's versions."""
+    """Return the size of the tiles in flight; the epilogue's share differs between Triton's versions."""
     kwargs = config.kwargs
     stages = config.num_stages - 1 if torch.version.hip else config.num_stages
     return int(stages * (kwargs["BLOCK_M"] + kwargs["BLOCK_N"]) * kwargs["BLOCK_K"] * itemsize)
@@ -112,7 +112,7 @@ def prune_overlapped(
 ) -> list[triton.Config]:
     """Return the candidates of a plain kernel that a call's addresses, shape and device allow; never none.
 
-    It looks at what all ranks share, save N, so ranks with equal weights keep equal candidates.
+    It looks at facts that all ranks share, save N, so ranks with equal weights keep equal candidates.
     """
     args = {**named_args, **kwargs}
     usable = [config for config in configs if args["TMA_LEGAL"] or not config.kwargs["TMA"]]

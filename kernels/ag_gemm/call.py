@@ -1,4 +1,4 @@
-"""One call of `AllGatherGemm`, and what is cached for tensors of one layout; no tensor is kept."""
+"""One call of `AllGatherGemm`, and the cache for tensors of one layout, which keeps no tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .choices import CallOptions, Choice
 
 
 class GatherCall(NamedTuple):
-    """One call on one rank; every family launches from this alone. Made in each call: no dataclass."""
+    """One call on one rank, as all consumers launch it. Made in each call: no dataclass."""
 
     rows: int  # of each rank's chunk
     rank: int
@@ -22,18 +22,18 @@ class GatherCall(NamedTuple):
     slots: int  # of the gather buffer, each with room for `capacity` rows
     capacity: int
     epoch: int
-    base: int  # what ARRIVED was before this call; 0 where chunks are pushed
+    base: int  # ARRIVED before this call; 0 where chunks are pushed
     pushed: int  # 1 where chunks are pushed
     patience_ticks: int  # how long the GEMM waits for a peer
     programs: int  # the most that run at once
     flags: torch.Tensor  # int32; pushed calls have their own
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
-    trace: torch.Tensor | None = None  # int64 [tiles, 4], if the kernel is to write when it did what
+    trace: torch.Tensor | None = None  # int64 [tiles, 4]: times of each tile, if the kernel writes them
     epilogue: Epilogue = ONLY_SUMS
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What all kernels that look at chunks are told of the call."""
+        """The arguments of all kernels that look at chunks."""
         return self.rank, self.rows, self.epoch, self.base, self.pushed
 
 
@@ -45,7 +45,7 @@ class Consumer(Protocol):
     """
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        """Load what `launch` would run, and write nothing."""
+        """Load the kernels that `launch` would run, and write nothing."""
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         """Write the product of all chunks, behind its epilogue, to `out`, on the current stream."""
@@ -60,7 +60,7 @@ class GatherLayout:
     shape: tuple[int, int]  # of the result
     options: CallOptions
     choose: Standing[Choice]  # one of the options
-    # Consumers, whether pushed, and whether traced: what may be a kernel of its own.
+    # The kernels that are loaded: consumer, whether pushed, whether traced.
     loaded: set[tuple[str, bool, bool]] = field(default_factory=set)
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
 

@@ -1,13 +1,13 @@
 """The choices of a call of `AllGatherGemm` that ranks make independently of each other.
 
-    consumer     who multiplies: "specialized" or "plain", which wait inside a persistent GEMM, or "matmul",
-                 which waits first and leaves the product to cuBLAS
+    consumer     the kernel that multiplies: "specialized" or "plain", which wait inside a persistent GEMM, or
+                 "matmul", which waits first and leaves the product to cuBLAS
     pieces       in how many pieces this rank copies a chunk
-    programs     how many programs a persistent GEMM has; fewer leave SMs to what runs beside
+    programs     how many programs a persistent GEMM has; fewer leave SMs to kernels beside it
 
-None of these needs agreement, and each is a `tunable`, tuned by the time of the whole run. Who copies,
-`producer=`, is none: one rank that waited for a push and another that waited to be pulled from would wait for
-each other for ever. A captured call takes what eager calls of the same shape have settled on.
+None of these needs agreement, and each is a `tunable`, tuned by the time of the whole run. `producer=` is no
+such choice: a rank that waits for a push and a peer that waits to be fetched from would wait for ever. A
+captured call takes the choices on which eager calls of its shape have settled.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class CallOptions:
     consumers: tuple[str, ...]
     pieces: tuple[int, ...]
     programs: tuple[int, ...]
-    key: tuple[Any, ...]  # what the choice depends on
+    key: tuple[Any, ...]  # of the `tunable`
 
     def choose(self) -> Choice:
-        """Return what this call takes; what makes no difference to its consumer is not asked for."""
+        """Return the choices of this call; one that makes no difference to its consumer is not tuned."""
         consumer = self._tuned("ag_gemm consumer", self.consumers)
         pieces = self._tuned("ag_gemm pieces", self.pieces)
         is_persistent = consumer != "matmul"

@@ -1,10 +1,10 @@
-"""The gather buffer: room for the rows of all ranks. What a row is in memory:
+"""The gather buffer: room for the rows of all ranks. A row in memory:
 
     fp16, bf16     | K elements |
     fp8            | K bytes | scale, float32 | unused |       a row begins at a multiple of 128 bytes
 
-What copies chunks sees rows alone: one copy brings elements and scales, and one flag tells of both. A row in
-fp8 is at most a line of 128 bytes longer than its elements: 3 % of 4096 of them.
+One copy moves elements and scales, and one flag announces both. A row in fp8 is at most 128 bytes longer than
+its elements: 3 % of 4096 of them.
 """
 
 from __future__ import annotations

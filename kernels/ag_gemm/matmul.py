@@ -1,8 +1,8 @@
 """The consumer without overlap: wait for all chunks, then let cuBLAS multiply them.
 
-What a GEMM of ours does last, one small kernel does here first: it waits for every peer's chunk, and until no
-peer needs ours any more, and lets the side stream through where a peer does not come. Measured (two H200,
-2026-11-20): 512 x 3584 x 8192 takes 75 us so, and 76 by kernels that overlap; with more rows those win.
+One small kernel does first what the overlapping kernels do last: it waits for every peer's chunk and until no
+peer needs ours, and lets the side stream through where a peer does not come. Measured (two H200,
+2026-11-20): 512 x 3584 x 8192 takes 75 us, by kernels that overlap 76; with more rows those win.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _AWAIT = PlainLaunches(await_chunks, num_warps=1)
 
 
 def wait_for_all(call: GatherCall, *, only_load: bool = False) -> None:
-    """Enqueue the wait for all peers; kernels behind it, those that load by TMA too, see their chunks.
+    """Enqueue the wait for all peers. Kernels behind it see the peers' chunks, also by TMA.
 
-    only_load: enqueue nothing, but load the kernel that waits.
+    only_load: load the kernel that waits, and enqueue nothing.
     """
     if call.world_size == 1:
         return
@@ -69,10 +69,10 @@ def wait_for_all(call: GatherCall, *, only_load: bool = False) -> None:
 
 
 class MatmulConsumer:
-    """Waits in a small kernel, then has cuBLAS multiply; the same for tensors of any place."""
+    """Waits in a small kernel, then has cuBLAS multiply."""
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        """Compute a product that is thrown away: cuBLAS loads what it chooses when it is asked first."""
+        """Compute a product and throw it away: cuBLAS loads its kernel at the first call of a shape."""
         wait_for_all(call, only_load=True)
         spoil_chunks(out, call.flags, call.world_size, call.numbers, only_load=True)
         if gather.device.type != "cpu":  # there is nothing to load
@@ -103,7 +103,7 @@ class MatmulConsumer:
 def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, epilogue: Epilogue) -> None:
     """Write left [M, K] @ right [K, N], behind its epilogue, to `out` [M, N].
 
-    An epilogue, but for scales alone, takes scratch memory, a few times [M, N] in float32.
+    An epilogue that is more than scales takes scratch memory, a few times [M, N] in float32.
     """
     if epilogue.kind() == NO_EPILOGUE:
         torch.mm(left, right, out=out)
@@ -129,7 +129,7 @@ def _sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _can_scale_at_once(out: torch.Tensor, epilogue: Epilogue) -> bool:
     """Return whether torch's product with scales of rows and columns can write to `out`.
 
-    It takes the distance of a result's rows for their length; before Hopper that of A's rows, too.
+    It takes the pitch of the result for its number of columns; before Hopper that of A, too.
     """
     is_right = capability(out.device) >= 9 and out.is_contiguous()
     ends_so = epilogue.bias is None and epilogue.activation is None
@@ -146,7 +146,7 @@ def _of_rows_and_columns(epilogue: Epilogue, out: torch.Tensor) -> tuple[torch.T
 
 
 def room_like(out: torch.Tensor) -> torch.Tensor:
-    """Return room with the strides of `out` and its alignment to 16 bytes, which cuBLAS goes by, too."""
+    """Return memory with the strides of `out` and its alignment to 16 bytes: cuBLAS chooses by both."""
     shift = out.data_ptr() % 16 // out.element_size()
     last = sum((size - 1) * stride for size, stride in zip(out.shape, out.stride(), strict=True))
     return out.new_empty(shift + last + 1).as_strided(out.shape, out.stride(), shift)

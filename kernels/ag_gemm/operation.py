@@ -1,13 +1,16 @@
 """`all_gather(a) @ weight.T` on every rank, with the gather hidden behind the product.
 
-    pull         fetches the peers' chunks, in eager calls; how that is kept in order, and why it ends
-    push         pushes the own chunk to them, in captured calls and with `producer="push"`; and why that ends
-    collective   gathers in place of both, before cuBLAS, where all ranks agree on it
-    plain, specialized, matmul     who multiplies; `chunks`: how they wait
-    choices      what a rank may choose in a call as it likes
+Read it in this order:
 
-Calls of two operations on two streams at once could fill the chip with kernels that wait for each other's
-peers.
+    choices      options of a call that each rank may choose for itself
+    pull         eager calls fetch the peers' chunks: the order of steps, and why every wait ends
+    push         captured calls, and `producer="push"`, push the own chunk: the same
+    collective   an all-gather before cuBLAS in place of both, where all ranks agree on it
+    chunks       the device side of waiting
+    plain, specialized, matmul     the consumers: kernels that wait and multiply
+
+Do not call two operations on two streams at once: their kernels could fill the chip and wait for each
+other's peers.
 """
 
 from __future__ import annotations
@@ -56,30 +59,30 @@ class AllGatherGemm(Operation):
 
     m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. The weight's
     rows are contiguous, or its columns, as those of `w.T`. Calls need no host synchronisation between them.
-    `timeout_s` is how long a kernel waits for a peer; twice as long for one that has yet to fetch this rank's
-    chunk. Opening and closing are collective.
+    A kernel waits `timeout_s` for a peer, and twice as long for one that has yet to fetch this rank's chunk.
+    Opening and closing are collective.
 
     Calls may be captured in CUDA graphs, several of several operations in one, and replayed any number of
     times among eager calls; all ranks make the same calls and replays in the same order. Before the capture,
     call once with the same shapes, so that the kernel is tuned and loaded. Write new inputs into the tensors
     of the capture, or `op.shard`, before a replay; a replay after `close` uses memory that is gone.
 
-    `producer` says who copies in eager calls: with "pull" each rank fetches its peers' chunks, with "push" it
-    writes its own to them, as captured calls always do. All ranks pass the same, which is checked at opening.
-    `consumer`, `pieces` and `programs` fix what is otherwise tuned for each shape; ranks may differ in them.
+    In eager calls with `producer="pull"` each rank fetches its peers' chunks; with "push" it writes its own
+    to them, as captured calls always do. All ranks pass the same, which is checked at opening. `consumer`,
+    `pieces` and `programs` fix choices that are otherwise tuned for each shape; ranks may differ in them.
 
-    `collective` says whether calls gather by a collective of the group and multiply by cuBLAS; None tunes
-    that for each number of rows, up to 4096 of all ranks. All ranks pass the same, and one that fixes a
-    consumer makes none. Where this rank would make it and has not made it with as many rows, its host waits
-    for the peers to come to the call, and makes it if all would. A captured call does what the last eager one
-    with as many rows did; a replay waits for its peers as any collective does.
+    `collective=True` makes calls gather by a collective of the group and multiply by cuBLAS, False never;
+    None tunes that for each number of rows, up to 4096 of all ranks. All ranks pass the same. A rank that
+    fixes a consumer makes no collective. A rank that would make the first one of so many rows waits, on the
+    host, for its peers to come to the call; they make it if all would. A captured call repeats the way of the
+    last eager call with as many rows; a replay waits for its peers as any collective does.
 
-    With dtype float8_e4m3fn rows of a and of the weight have float32 scales, which a call is passed as
-    `scale_a` and `scale_weight`, and products are bf16. K is then a multiple of 16, and the weight's rows are
+    With dtype float8_e4m3fn rows of a and of the weight have float32 scales, the arguments `scale_a` and
+    `scale_weight` of a call, and products are bf16. K is then a multiple of 16, and the weight's rows are
     contiguous.
 
-    Of symmetric memory each rank holds W * m_per_rank * K elements and, for what is pushed, as many less one
-    shard again.
+    Each rank holds (2 * W - 1) * m_per_rank * K elements of symmetric memory: W chunks that are fetched, and
+    W - 1 that are pushed.
     """
 
     _further_dtypes = (FP8,)
@@ -240,7 +243,7 @@ class AllGatherGemm(Operation):
         return out
 
     def _fail(self, error: BaseException) -> None:
-        self._told_rows = self._told_before  # of what is captured nothing has happened
+        self._told_rows = self._told_before  # no call of a failed capture has happened
         super()._fail(error)
 
     def _shape_of(self, rows: int, weight: torch.Tensor, activation: str | None = None) -> tuple[int, int]:
@@ -304,8 +307,8 @@ class AllGatherGemm(Operation):
     def gathered(self) -> torch.Tensor:
         """`all_gather(a)` of the last call or replay, [W * m, K], until the next one.
 
-        A copy where m < m_per_rank, and of what was pushed. Where there may have been replays, of which the
-        host knows nothing, this waits for the device; read during a capture, it is a part of the graph.
+        A copy where m < m_per_rank, and behind a call that pushed. After a capture this waits for the device,
+        as the host does not see replays; read during a capture, it is a part of the graph.
         """
         return self._format.rows_in(self._gathered_rows())
 
@@ -399,7 +402,10 @@ class AllGatherGemm(Operation):
         return True
 
     def _telling(self, rows: int) -> AbstractContextManager[None]:
-        """Return what tells the pusher of a call that it does not make; 0: eager, if it knows of others."""
+        """Return a context that notes, on the device, the rows of a call that is not pushed.
+
+        0 rows: an eager call, which is noted only behind others that were.
+        """
         if not (rows or self._told_rows):
             return NOTHING
         if rows:

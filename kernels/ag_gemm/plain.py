@@ -1,10 +1,10 @@
 """The consumer in plain Triton: a persistent GEMM that waits for rows of A before it reads them.
 
-Tiles of the own chunk come first, then chunk by chunk as they arrive. A program polls ARRIVED, which a side
-stream writes (this rank's where chunks are fetched, the peer's where they are pushed), before the first tile
-whose rows it has not been told of; at its end one program parts from each peer (`exchange.chunks`). A tile of
-a chunk that was given up is NaN. Rejected: a wait inside the K loop, above which Triton's pipeliner moves the
-loads (tests/aot/test_ag_gemm_aot.py).
+Tiles of the own chunk come first, then chunk by chunk as they arrive. Before a tile a program polls ARRIVED,
+unless it knows that the tile's rows are here. A side stream writes ARRIVED: this rank's where chunks are
+fetched, the peer's where they are pushed. At the end one program parts from each peer (`exchange.chunks`). A
+tile of a chunk that was given up is NaN. Rejected: a wait inside the K loop, as Triton's pipeliner moves the
+loads above it (tests/aot/test_ag_gemm_aot.py).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def all_gather_gemm(
     stride_cm,
     rank,
     epoch,
-    base,  # what ARRIVED was before this call
-    pushed,  # 1 where chunks are pushed; no constexpr: what is loaded serves both
+    base,  # ARRIVED before this call
+    pushed,  # 1 where chunks are pushed; no constexpr: one binary serves both
     patience_ticks,
     size_class,  # of the rows of a chunk, for the key of the tuning
     WORLD: tl.constexpr,
@@ -156,7 +156,10 @@ _SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(all_gather_gemm, operati
 
 
 class PlainConsumer:
-    """Multiplies in one kernel, which waits; on a device of which it is told what does not change."""
+    """Multiplies in one kernel, which waits.
+
+    has_tma, needs_fence, upcasts: facts of the device.
+    """
 
     def __init__(
         self,

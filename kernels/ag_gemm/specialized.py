@@ -18,10 +18,10 @@ from ..tensors import FP8, lies_by_columns
 from .call import GatherCall
 from .specialized_kernel import specialized_all_gather_gemm
 
-# What sessions picked in 22 contexts, tiles of further shapes, and 256 x 192, which nobody has timed here: it
-# is what sessions pick for large products alone where 128 x 256 leaves a last wave nearly empty.
+# Picked by sessions in 22 contexts; tiles of further shapes; and 256 x 192, not yet timed in this kernel: for
+# large products alone sessions pick it where 128 x 256 leaves a last wave nearly empty.
 CANDIDATES = [
-    # The first is what a tuner's first run takes.
+    # A tuner's first run takes the first.
     gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
     gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
     gluon_candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=4),
@@ -104,7 +104,7 @@ class SpecializedConsumer:
         if launch is None:
             launch = self._launches[kind] = ShapeLaunch(_SETTLED, self._shape_of(call), self._matrices)
         launch(_addresses(gather, weight, out), *self._arguments_of(call))
-        # Only the load warp knows what it has given up.
+        # The storing warps do not know which chunks the load warp has given up.
         spoil_chunks(out, call.flags, call.world_size, call.numbers)
 
     def _shape_of(self, call: GatherCall) -> ChunkShape:

@@ -16,7 +16,7 @@ the same calls in the same order all ballots are written. Every wait has a bound
 Other terms of a peer in a call that took the standing way are found in a later call, or by `check`.
 
 [Note: no ballot is overwritten before it is read] Before a rank begins a half of its ring it waits until all
-peers have begun the half before. So none is a whole ring ahead of another.
+peers have begun the half before. So no rank is a whole ring ahead of another.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .operation import PeerTimeout
 
 RING = 1024  # divides NUMBERS
 NUMBERS = 2**31  # of calls, before they begin anew
-QUICK_POLLS = 1000  # about 0.1 ms: hosts that make the same calls are not far apart
-POLL_S = 5e-5  # behind those
+QUICK_POLLS = 1000  # without a sleep, about 0.1 ms: hosts that make the same calls are not far apart
+POLL_S = 5e-5  # between later polls
 TERMS_BITS = 28  # of a ballot; the way has the four above
 
 

@@ -14,24 +14,24 @@ from dist_autotune.launch.step_checks import register_step_check
 
 
 class Caller(Protocol):
-    """Has made calls that may have failed."""
+    """An operation with calls that may have failed."""
 
     def raise_known_failure(self) -> None:
-        """Raise what the host can see now."""
+        """Raise the failures that the host can see now."""
 
 
 _OPEN: weakref.WeakSet[Caller] = weakref.WeakSet()
 
 
 def watch(caller: Caller) -> None:
-    """Ask it too, as long as it lives."""
+    """Have `check_calls` ask this operation too, as long as it lives."""
     _OPEN.add(caller)
 
 
 def check_calls(*, wait: bool = True) -> None:
-    """Raise what went wrong in the calls of all open operations; to be called before results are kept.
+    """Raise the failures in calls of all open operations; to be called before results are kept.
 
-    wait: for the device first, so that nothing is under way. Without it, what has failed so far is raised.
+    wait: wait for the device first, so that no call is under way. Without it, failures so far are raised.
     """
     if wait and torch.cuda.is_initialized():
         torch.cuda.synchronize()

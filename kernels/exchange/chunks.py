@@ -1,9 +1,8 @@
 """The device side of waiting: for rows of a peer's chunk before they are read, and for the peers at the end.
 
-A chunk arrives in pieces, from its first row on. How many there are is the business of the rank that copies:
-what it counts up is rows, so no reader needs to know where a piece ends: see [Note: pieces need no
-agreement]. `flags` says who writes what; `pull` and `push` say why it ends. Chunks that are fetched and those
-that are pushed are waited for by one binary.
+A chunk arrives in pieces, from its first row on. The rank that copies chooses how many; it counts up rows, so
+no reader needs to know where a piece ends: see [Note: pieces need no agreement]. `flags` lists the writer of
+each flag; `pull` and `push` say why every wait ends. One binary waits for fetched and for pushed chunks.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from .flags import (
 
 
 class ChunkExchange(NamedTuple):
-    """A call's exchange of chunks, as a kernel knows it."""
+    """The arguments of a kernel about a call's exchange of chunks."""
 
     flags_ptr: Any  # int32 [FLAGS, WORLD]
     errors_ptr: Any  # int64 [WORLD], in memory that the host reads without waiting
     rank: Any
     epoch: Any
-    base: Any  # what ARRIVED was before this call
+    base: Any  # ARRIVED before this call
     pushed: Any  # 1 where chunks are pushed
     patience_ticks: Any
 
@@ -54,9 +53,9 @@ def slot_of(chunk, rank, pushed, WORLD: tl.constexpr):
 def wait_for_rows(chunk, rows, exchange, WORLD: tl.constexpr, FENCE: tl.constexpr):
     """Return how many rows of the chunk are here, once they are at least `rows`.
 
-    The rows that the caller is told of it may read without another wait, by TMA if it passed FENCE. A chunk
-    that is given up, now or in an earlier call, is on record; what is returned is then far above any number
-    of rows, so that the caller does not ask again.
+    The caller may read so many rows without another wait, with FENCE also by TMA. For a chunk that is given
+    up, now or in an earlier call, there is a failure record, and the result is far above any number of rows,
+    so that the caller does not ask again.
     """
     flags_ptr, errors_ptr, base = exchange.flags_ptr, exchange.errors_ptr, exchange.base
     pushed, patience_ticks = exchange.pushed, exchange.patience_ticks
@@ -68,7 +67,7 @@ def wait_for_rows(chunk, rows, exchange, WORLD: tl.constexpr, FENCE: tl.constexp
         announced = tl.load(flags_ptr + TOLD * WORLD + chunk)
         if announced < rows:
             record_failure(errors_ptr + chunk, OTHER_ROWS_PUSHED, 0, announced)
-            arrived += GIVEN_UP  # for the caller alone: what was announced does come
+            arrived += GIVEN_UP  # for the caller alone: the announced rows do come
         else:
             arrived = poll_until(arrived_ptr, base + rows, patience_ticks, FENCE) - base
     if arrived < rows:
@@ -85,10 +84,10 @@ def wait_for_rows(chunk, rows, exchange, WORLD: tl.constexpr, FENCE: tl.constexp
 
 @triton.jit
 def is_lost(chunk, exchange, WORLD: tl.constexpr):
-    """Return 1 if the chunk's rows are not of this call, as its rank has been given up; else 0.
+    """Return 1 if the chunk's rows are not of this call, as its rank is given up; else 0.
 
-    To be asked behind a wait for them. What is read is written by no peer, or by no copy: where the side
-    stream was let through, a flag says that rows are here.
+    Call it behind a wait for them. It does not read ARRIVED: a side stream that is let through copies other
+    rows and raises ARRIVED all the same.
     """
     flag_ptr = exchange.flags_ptr + chunk
     after = tl.load(flag_ptr + (AFTER + 1) * WORLD, volatile=True) - exchange.base
@@ -99,10 +98,10 @@ def is_lost(chunk, exchange, WORLD: tl.constexpr):
 
 @triton.jit
 def _blame(chunk, exchange, WORLD: tl.constexpr):
-    """Record why the chunk has not arrived, and let the side stream, which nobody else watches, run through.
+    """Record why the chunk has not arrived, and let the side stream run through.
 
-    See [Note: a pull is given up].
-    Chunks are fetched in order, so a peer that is not ready also holds up the chunks behind its own.
+    See [Note: a pull is given up]. Chunks are fetched in order, so a peer that is not ready also holds up the
+    chunks behind its own.
     """
     flags_ptr, errors_ptr, epoch = exchange.flags_ptr, exchange.errors_ptr, exchange.epoch
     known = 0
@@ -136,12 +135,12 @@ def part_from(peer, m, exchange, WORLD: tl.constexpr):
             arrived = wait_for_rows(peer, announced, exchange, WORLD, False)
         if arrived >= GIVEN_UP:
             # Given up, now or in an earlier call. In each call the side stream waits for the peer's permit.
-            # No other can be missing: a peer whose chunk is here has given its permit before.
+            # No other permit can be missing: a peer whose chunk is here gave its permit before.
             give_up(flags_ptr + FREE * WORLD + peer, exchange.base)
     elif arrived == m:
         rows = tl.load(flags_ptr + (ROWS + (epoch & 1)) * WORLD + peer)
         if rows != m:
             record_failure(errors_ptr + peer, OTHER_ROWS, epoch, rows)
-        # Twice the patience: the peer may be held up by a third rank, on which its own kernel gives up first.
+        # Twice the patience: a third rank may hold up the peer, whose own kernel gives that one up first.
         fetched_ptr, patience_ticks = flags_ptr + FETCHED * WORLD + peer, 2 * exchange.patience_ticks
         wait_until(fetched_ptr, epoch, errors_ptr + peer, NOT_FETCHED, patience_ticks, False)

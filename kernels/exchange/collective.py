@@ -1,24 +1,24 @@
 """A collective of the process group in place of an overlapped exchange.
 
-With few rows a copy has no product to hide behind: a collective and cuBLAS are faster than signals. But it
-ends only if every rank makes it, so it is no rank's own choice, as all else is.
+With few rows a copy has no product to hide behind: a collective and cuBLAS are faster than signals. But a
+collective ends only if every rank makes it. So, unlike other choices, ranks must agree on it.
 
-    eager       each rank says in each call whether it would make it, see `ballots`: once all would, all do,
-                and nobody waits for a peer's host until one would not
-    captured    nobody is asked, as graphs may be captured again: it is made if eager calls of this key are,
-                which is the same on all ranks, as they make calls in the same order
+    eager       each rank votes in each call, see `ballots`. Once all vote for the collective, all make it,
+                and no host waits for another until a vote differs
+    captured    no vote, as a graph may be captured again: the collective is made if eager calls of this key
+                make it. That is the same on all ranks, as they make calls in the same order
 
-The key is how many rows there are, or, over experts, the size class of the tokens. The terms of a call are a
-number that ranks have in common where their parts of the collectives fit together: how many rows there are,
-or a digest of what a call over experts depends on.
+The key is the number of rows, or, over experts, the size class of the tokens. The terms of a call are a
+number, equal on ranks whose parts of the collectives fit together: the number of rows, or over experts a
+digest of the kind of call, its tokens, topk and experts.
 
-Whether a rank would is fixed by the caller, or a `tunable` among the group's ranks, judged by the time of the
-whole run. Its key holds nothing of a rank's own, so sessions try it on all ranks in the same runs. Ballots
-hold as well where ranks part: where one calls outside of a session, or on other terms.
+A rank's vote is fixed by the caller, or a `tunable` among the group's ranks, judged by the time of the whole
+run. Its key is equal on all ranks, so sessions try it on all ranks in the same runs. Votes are needed all the
+same: a rank may call outside of a session, or on other terms.
 
-A peer that comes on other terms, or not at all, is found before the first collective of a key is enqueued,
-and by a later call or `check` where collectives are what calls make. Until then one that does not come, or
-does not replay its graph, is waited for as long as the process group waits.
+Before the first collective of a key is enqueued, votes show a peer that comes on other terms, or not at all.
+Later a following call or `check` shows it; until then a call waits for such a peer, or for one that does not
+replay its graph, as long as the process group waits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .ballots import Ballots
 from .operation import PeerTimeout
 
 WAYS = ("overlapped", "collective")  # the first unless a tuner knows better
-# Of all ranks together, up to which it is tried. With twice as many, overlapping was faster at every
+# Of all ranks together: up to so many it is tried. With twice as many, overlapping was faster at every
 # published shape on two and four H200, by 2 to 93 %.
 MOST_ROWS = 4096
 
@@ -56,8 +56,8 @@ class Collective:
     """The collective of one operation, and the agreement on making it; opening is collective.
 
     operation, choice: names in errors and of the `tunable`. fixed: always or never; None: tuned, for up to
-    `most_rows` of all ranks. Raises ValueError on all ranks if they pass different ones, or ask for what
-    their process group has not.
+    `most_rows` of all ranks. Raises ValueError on all ranks if they pass different values, or if their
+    process group cannot make it.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Collective:
             return None
 
     def wants(self, rows: int, key: tuple[Hashable, ...]) -> bool:
-        """Return whether this rank would make a call by the collective; `rows` are those of all ranks.
+        """Return whether this rank votes for the collective; `rows` are those of all ranks.
 
-        key: what the choice depends on besides, equal on all ranks.
+        key: of the `tunable`, beside rows and ranks; equal on all ranks.
         """
         if self._fixed is not None or self._ballots is None:
             return bool(self._fixed)
@@ -117,10 +117,10 @@ class Collective:
         return tunable(self._choice, WAYS, key=key, among=self._group or dist.group.WORLD) == WAYS[1]
 
     def agree(self, key: Hashable, terms: int, *, wants: bool, is_capturing: bool) -> bool:
-        """Return whether a call is made by the collective: the same on all ranks. To be asked once in each.
+        """Return whether a call is made by the collective: the same on all ranks. Call it once in each.
 
-        It waits for the peers' hosts if this rank wants another way than calls of that key last had: see
-        `Ballots.agree`, which tells what is raised.
+        It waits for the peers' hosts if this rank votes for another way than the last call of that key took,
+        and raises as `Ballots.agree` does.
         """
         if self._ballots is None:
             return wants and self._world_size == 1
@@ -129,7 +129,7 @@ class Collective:
         return bool(self._ballots.agree(key, int(wants), terms))
 
     def check(self) -> None:
-        """Wait for the peers' hosts to come to the calls so far; raise what that finds."""
+        """Wait for the peers' hosts to come to the calls so far; raise if one did not, or on other terms."""
         if self._ballots is not None:
             self._ballots.check()
 
@@ -139,7 +139,7 @@ class Collective:
             self._make(_all_gather, gathered, shard)
 
     def start_all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
-        """Enqueue the same beside what follows; return what orders later work behind it."""
+        """Enqueue the same beside later work; return a function that orders still later work behind it."""
         if self._world_size == 1:
             return lambda: None
         return self._start(_all_gather, gathered, shard)

@@ -1,7 +1,7 @@
-"""The flags by which ranks tell each other how far they are, and what goes wrong with chunks of rows.
+"""The flags by which ranks tell each other how far they are, and the failures of a gather.
 
-A rank has int32 [FLAGS, WORLD] of them in symmetric memory, for an `AllGatherGemm` one such tensor for calls
-that fetch and one for those that push. Column p is about rank p, which writes it, unless it says otherwise.
+A rank has int32 [FLAGS, WORLD] of them in symmetric memory; an `AllGatherGemm` has one such tensor for calls
+that fetch and one for calls that push. Column p is about rank p, which writes it unless noted.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton.language as tl
 from ..signals import Failure
 
 # Where rows are pushed, see `push`. Each goes up and down once in a call.
-FREE = tl.constexpr(0)  # whether p's memory for what comes from this rank may be written
-TOLD = tl.constexpr(1)  # above 0 once p has said what it pushes: its rows, or its choices of experts
-ARRIVED = tl.constexpr(2)  # above 0 once p's rows are here; of chunks, how many of them are
+FREE = tl.constexpr(0)  # the permit: 1 while this rank may write its slot on p
+TOLD = tl.constexpr(1)  # above 0 once p has announced its push: its rows, or its choices of experts
+ARRIVED = tl.constexpr(2)  # above 0 once p's rows are here; of chunks and sums, how many of them are
 DONE = tl.constexpr(3)  # 1 once this rank's sums for p are complete; this rank's kernel writes it
-# And 5: what TOLD and ARRIVED become after a call: 0, or far ahead of a peer that has been given up. This
-# rank's kernel writes both.
+# 4 and 5: the values of TOLD and ARRIVED after a call: 0, or far ahead where p is given up. This rank's
+# kernel writes both.
 AFTER = tl.constexpr(4)
 GIVEN = tl.constexpr(6)  # with TOLD: digest of the tokens of all ranks as p's caller gave them
 FLAGS = 7
@@ -26,7 +26,7 @@ READY = tl.constexpr(0)  # the epoch whose shard p has put in place
 FETCHED = tl.constexpr(1)  # the epoch whose shard p has copied from this rank
 ROWS = tl.constexpr(3)  # and 4: how many rows p's shards of even and of odd epochs have
 
-# What a failure record of `AllGatherGemm` says about a peer.
+# The kinds of failure records of `AllGatherGemm`.
 NOT_READY = tl.constexpr(1)
 NOT_COPIED = tl.constexpr(2)
 NOT_FETCHED = tl.constexpr(3)

@@ -2,7 +2,7 @@
 
 Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
 rank must make the same calls in the same order. A call on another stream than the last one waits for it, on
-the device; what a graph replays, the host does not see.
+the device; the host does not see replays of graphs.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Operation(Shared):
 
     A kernel waits `timeout_s` for a peer: seconds on NVIDIA GPUs, elsewhere polls that last about as long.
 
-    Opening and closing are collective. A subclass allocates in `_allocate`, and describes what its kernels
-    wrote to the error records, one of them for each rank. Attributes set there and later go when it closes:
-    whoever still holds a closed operation keeps no memory.
+    Opening and closing are collective. A subclass allocates in `_allocate`, and describes the error records
+    that its kernels write, one for each rank. Attributes set there and later are deleted when it closes: a
+    closed operation that the caller still holds keeps no memory.
     """
 
     _wrong_calls: ClassVar[tuple[int, ...]]  # kinds of failure that callers have caused
     _further_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # beside halves
     is_captured = False  # some call was: a graph may replay in its memory
-    _mend_calls: ClassVar[str] = "Every rank must pass as many rows. "  # what callers must do then
+    _mend_calls: ClassVar[str] = "Every rank must pass as many rows. "  # advice for those kinds
 
     def __init__(
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float
@@ -60,7 +60,7 @@ class Operation(Shared):
         self._on_gpu = self.device.type == "cuda"  # each call asks, and torch makes a string for each
         self.backend = f"{self._memory.name}: {self._memory.reason}"
         self._is_closed, self._broken_by = False, ""
-        self.explain: Callable[[], str] = str  # what the owner knows of a call that peers did not make
+        self.explain: Callable[[], str] = str  # the owner's reason why peers did not make a call, or ""
         self._calls = 0
         self._patience_ticks = as_patience(timeout_s)
         self._kept: frozenset[str] = frozenset({*vars(self), "_kept"})
@@ -71,7 +71,7 @@ class Operation(Shared):
             self._errors = self._memory.hold(flags)
             self._error_records = self._errors.numpy()
             self._no_errors = self._error_records.tobytes()
-            with torch.inference_mode(False):  # whose tensors no other thread, and no later call, may write
+            with torch.inference_mode(False):  # other threads and later calls may not write its tensors
                 self._allocate()
         except BaseException:
             self._memory.abandon()
@@ -83,18 +83,18 @@ class Operation(Shared):
 
     @abc.abstractmethod
     def _allocate(self) -> None:
-        """Allocate what the calls need; collective."""
+        """Allocate the memory of the calls; collective."""
 
     @abc.abstractmethod
     def _describe(self, peer: int, failure: Failure) -> str:
-        """Return what a kernel recorded about a peer; nothing where `_describe_all` does."""
+        """Return a failure record about a peer in words; "" where `_describe_all` has them."""
 
     def _describe_all(self, failures: dict[int, Failure]) -> list[str]:
-        """Return what is said of several peers at once."""
+        """Return sentences about several peers at once."""
         return []
 
     def _failure(self) -> Exception | None:
-        """Return the exception for what the kernels wrote to the error records."""
+        """Return the exception for the error records, None where there are none."""
         flags = enumerate(self._error_records)
         failures = {peer: found for peer, flag in flags if (found := read_failure(int(flag)))}
         if not failures:
@@ -116,7 +116,7 @@ class Operation(Shared):
         return ValueError(f"{text}{self._mend_calls}{next_step}")
 
     def _read_device(self, dtype: torch.dtype) -> None:
-        """Set what depends on the device and is the same in every call."""
+        """Set the facts of the device that all calls use."""
         capability, self._sms = (0, 0), 0
         if self.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self.device)
@@ -136,7 +136,7 @@ class Operation(Shared):
     # ---- what the caller may use
 
     def check(self) -> None:
-        """Wait for the device and raise what went wrong in the calls so far."""
+        """Wait for the device and raise the failures of the calls so far."""
         if not (self._is_closed or self._broken_by):
             self._check_peers()
         if self.device.type == "cuda":
@@ -144,12 +144,12 @@ class Operation(Shared):
         self._check_usable()
 
     def raise_known_failure(self) -> None:
-        """Raise what went wrong, as far as the host can see it now; nothing if the operation is closed."""
+        """Raise the failures that the host can see now; none if the operation is closed."""
         if not self._is_closed:
             self._check_usable()
 
     def _check_peers(self) -> None:
-        """Raise what the host can tell of the peers' calls without the device, which may wait for them."""
+        """Raise if peers made other calls, as far as hosts can tell: the device may wait for such a peer."""
         return
 
     def meet_first(self) -> None:
@@ -157,7 +157,7 @@ class Operation(Shared):
 
         For ranks that also send to each other outside of this group, as pipelines do: a kernel that waits
         for a peer may hold all SMs, and that peer may wait for a send that finds none. It costs a launch, a
-        message and what a call does before its first wait. See [Note: beside a pipeline].
+        message and the overlap before a call's first wait. See [Note: beside a pipeline].
         """
         self._check_usable()
         if self.world_size > 1 and self._meeting is None:
@@ -165,7 +165,7 @@ class Operation(Shared):
                 self._meeting = Meeting(self._memory, self._errors)
 
     def close(self) -> None:
-        """Meet the peers, give the memory back and raise what went wrong; a second call does nothing."""
+        """Meet the peers, give the memory back and raise failures of calls; a second call does nothing."""
         if self._is_closed:
             return
         try:
@@ -179,11 +179,11 @@ class Operation(Shared):
     def abandon(self) -> None:
         """Close without meeting the peers: the way out of a rank that has failed."""
         if not self._is_closed:
-            self._memory.abandon()  # which keeps what kernels that still run may write
+            self._memory.abandon()  # never freed, as kernels that still run may write it
             self._end()
 
     def refuse(self, reason: str) -> None:
-        """Take no more calls: peers have made one that this rank could not, and will report it."""
+        """Take no more calls: peers have made one that this rank could not make."""
         self._broken_by = reason
 
     # ---- what the calls use
@@ -223,11 +223,11 @@ class Operation(Shared):
             self._meeting.attend(self._patience_ticks)
 
     def _carrying_out(self) -> AbstractContextManager[None]:
-        """Return a context that counts a call; if its block raises, no later call is possible."""
+        """Return a context that counts a call and, if its block raises, forbids later ones."""
         return _CarryingOut(self)
 
     def _fail(self, error: BaseException) -> None:
-        """Take no more calls after one that has raised; of a captured one nothing has happened."""
+        """Take no more calls after an eager one that has raised; a captured one has done nothing."""
         if not self._is_capturing():
             self._broken_by = f"call {self._calls} was not carried out: {error!r}"
         elif isinstance(error, SymmetricMemoryError):

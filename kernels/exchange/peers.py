@@ -1,11 +1,8 @@
 """The device side of pushed sums and tokens, see `push`: waiting for peers, and giving them up.
 
-A flag goes up and down once in a call, and each has one who raises and one who lowers it: nothing depends on
-the number of the call, so a CUDA graph can repeat it.
-
-Results that need a peer that has been given up are NaN. It stays given up: its flags, and what they become
-after a call, are set far ahead, so that neither later kernels nor replays lose patience again. Our side
-stream, which waits for the peer's permit in each call, is let through in each.
+Results that need a peer that is given up are NaN. It stays given up: its flags, and their values after a
+call, are set far ahead, so that neither later kernels nor replays wait for it again. In each call our side
+stream waits for the peer's permit, and in each it is let through.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ class Peers(NamedTuple):
 
 @triton.jit
 def wait_for_flag(FLAG: tl.constexpr, KIND: tl.constexpr, peer, peers, WORLD: tl.constexpr):
-    """Return the peer's flag once it is raised; what `is_given_up` if the peer does not come."""
+    """Return the peer's flag once it is raised; a value that `is_given_up` if the peer does not come."""
     value = poll_until(peers.flags_ptr + FLAG * WORLD + peer, 1, peers.patience_ticks, False)
     if value < 1:
         record_failure(peers.errors_ptr + peer, KIND, 0, value)
@@ -48,9 +45,9 @@ def wait_for_all(FLAG: tl.constexpr, KIND: tl.constexpr, peers, WORLD: tl.conste
 
 @triton.jit
 def is_any_lost(peers, WORLD: tl.constexpr):
-    """Return 1 if a peer is given up: what came from it, or comes late, is not of this call; else 0.
+    """Return 1 if a peer is given up, so that its data is not of this call; else 0.
 
-    To be asked behind a wait for all. No peer writes the words that tell it; the own one stays 0.
+    Call it behind a wait for all. It reads AFTER, which no peer writes; the own one stays 0.
     """
     lost = 0
     for peer in tl.static_range(WORLD):
@@ -60,7 +57,7 @@ def is_any_lost(peers, WORLD: tl.constexpr):
 
 @triton.jit
 def take_permit(KIND: tl.constexpr, peer, peers, WORLD: tl.constexpr):
-    """Take the peer's permit to write its memory, in place of the side stream; or give the peer up."""
+    """Take, in place of the side stream, the peer's permit to write its memory; or give the peer up."""
     value = wait_for_flag(FREE, KIND, peer, peers, WORLD)
     tl.atomic_xchg(peers.flags_ptr + FREE * WORLD + peer, 0, sem="relaxed", scope="sys")
     return value
@@ -74,7 +71,7 @@ def is_given_up(value):
 
 @triton.jit
 def give_up_peer(peer, peers, WORLD: tl.constexpr):
-    """Let everybody pass who waits for the peer, now or later; to be called after recording the failure.
+    """Release all waits for the peer, now and later; to be called after recording the failure.
 
     See [Note: a push is given up].
     """

@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 class Factors(NamedTuple):
-    """A and B [N, K] of a product A @ B.T, as a kernel knows them."""
+    """The arguments of a kernel about A and B [N, K] of a product A @ B.T."""
 
     a_ptr: Any
     a_pitch: Any  # between the rows of A
@@ -52,7 +52,7 @@ def multiply_tile(
     BY_COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return acc + A @ B.T of the tile; what is beyond the chunk's rows or B's is there to be thrown away."""
+    """Return acc + A @ B.T of the tile; its elements beyond the chunk's or B's rows mean nothing."""
     if USE_TMA:
         # A chunk's last tile also multiplies rows of the next one.
         acc = multiply_tma(a_desc, b_desc, origin + row, col, factors.K, acc, BLOCK_K, BY_COLUMNS, UPCAST)
@@ -85,7 +85,7 @@ def halves(tile):
 def store_rows(
     tile,
     rows_ptr,  # [BLOCK_M]: where each row of C begins
-    real,  # [BLOCK_M]: which rows there are
+    real,  # [BLOCK_M]: whether the row exists
     col,
     N,
     SUBTILE: tl.constexpr,

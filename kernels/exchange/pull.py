@@ -1,13 +1,13 @@
-"""Pulling: a rank fetches its peers' chunks on a side stream, piece by piece, and says so.
+"""Pulling: a rank fetches its peers' chunks on a side stream, piece by piece, and raises flags behind them.
 
-What a rank holds, W ranks:
+The memory of a rank, W ranks:
 
-    gather   [W, m_per_rank, K], symmetric, behind it slots for what is pushed. Chunk p is rank p's shard; the
-             own chunk is `op.shard`, read in place by the own GEMM and copied by the peers
+    gather   [W, m_per_rank, K], symmetric; slots of pushed chunks lie behind it. Chunk p is rank p's shard;
+             the own chunk is `op.shard`, read in place by the own GEMM and copied by the peers
     flags    int32 [7, W], symmetric: see `flags`
 
-What call e does on rank r, with m rows. e is the epoch, 1, 2, 3, ...; b is the base, the rows of each chunk
-that were fetched in all calls before. Neither is ever reset; both wrap, and are compared by their difference:
+Call e on rank r, with m rows. e is the epoch, 1, 2, 3, ...; b is the base, the rows of each chunk that were
+fetched in all calls before. Neither is ever reset; both wrap, and are compared by their difference:
 
     caller's stream                           side stream: copy engine and stream memory operations
     a_shard to chunk r, if it is not there
@@ -22,7 +22,7 @@ that were fetched in all calls before. Neither is ever reset; both wrap, and are
 Nothing joins the side stream: a GEMM that has ended has seen all that was written here, and that no peer
 fetches from here any more. On the CPU the host waits for it, to raise what went wrong there.
 
-What follows holds as well for the small kernel that waits where cuBLAS multiplies.
+The notes hold as well for the small kernel that waits where cuBLAS multiplies.
 
 [Note: a pull ends] No operation of the side stream needs an SM, and those of call e are enqueued before the
 GEMM of call e: neither a full chip nor a shared hardware queue holds them back. They wait for the fork, that
@@ -30,25 +30,25 @@ is for the caller's earlier work, and for the peers' READY, which follows the pe
 GEMM of call e. So if all GEMMs of call e - 1 end, then all forks of e happen, all READY are written, all
 pieces are copied, all ARRIVED come to b + m, all FETCHED are written, and all GEMMs of call e end.
 
-[Note: pieces need no agreement] ARRIVED[p] is written and read by rank r alone, and counts rows. Whoever has
-seen ARRIVED[p] - b may read so many rows without another wait.
+[Note: pieces need no agreement] Rank r alone writes and reads its ARRIVED[p], which counts rows. A program
+that has read ARRIVED[p] may read ARRIVED[p] - b rows without another wait.
 
 [Note: no stale rows] ARRIVED[p] := b + i follows the copy of the rows up to i on one stream, and that
-follows READY. Before call e ARRIVED[p] is b, as every call ends at its own b + m, which is the next one's
-base: a value above b was written in call e.
+follows READY. Before call e ARRIVED[p] is b, as every call ends at its own b + m, the next one's base. So
+call e has written any value above b.
 
-[Note: no chunk is overwritten while it is read] Chunk p here is written by the copies of call e + 1, behind
-the fork of e + 1, behind the GEMM of e, its only reader, and cuBLAS. Chunk r is written by the caller behind
-the GEMM of e, which does not end before every peer's FETCHED says that its last piece is copied. One gather
-buffer is enough. ROWS has a flag for even and one for odd epochs: p writes the flag again in call e + 2,
-behind its GEMM of e + 1, behind our FETCHED of e + 1, behind our fork of e + 1, behind the GEMM of e that
-read it. A rank copies as many rows as it has itself; that a peer has others is found by ROWS in the end.
+[Note: no chunk is overwritten while it is read] The copies of call e + 1 write chunk p here behind the fork
+of e + 1, so behind the GEMM of e, its only reader beside cuBLAS. The caller writes chunk r behind the GEMM of
+e, which does not end before every peer's FETCHED says that its last piece is copied. One gather buffer is
+enough. ROWS has a flag for even and one for odd epochs: p writes the same flag again in call e + 2, behind
+its GEMM of e + 1, behind our FETCHED of e + 1, behind our fork of e + 1, behind the GEMM of e that read it. A
+rank copies as many rows as it has itself; at the end ROWS shows a peer that has others.
 
 [Note: a pull is given up] When the GEMM's patience ends it records the peer and the epoch in memory that the
 host reads, sets ARRIVED[p] far ahead of b, and releases its side stream by setting READY[p] itself. The next
-call, `check` and `close` report that, and the operation can only be closed. A side stream that goes on after
-all lowers ARRIVED[p] again: a program may be patient once more for each piece. Where nothing is copied any
-more, ARRIVED[p] stays ahead of the bases of the next 2**29 rows: calls enqueued already wait no second time.
+call, `check` and `close` report that, and the operation can only be closed. If the side stream's copies go on
+after all, they lower ARRIVED[p] again: a program may wait its patience once more for each piece. Otherwise
+ARRIVED[p] stays ahead of the bases of the next 2**29 rows: calls that are enqueued already do not wait again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from ..symm import Copy, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from ..tensors import remember
 from .flags import ARRIVED, FETCHED, READY, ROWS
 
-BLOCK_ROWS = 16 if INTERPRETED else 128  # pieces end at multiples of it: of what most tiles have
+BLOCK_ROWS = 16 if INTERPRETED else 128  # pieces end at multiples of it: the height of most tiles
 EPOCH, BASE = 0, 1  # the numbers of a call that its steps count from
 
 
@@ -124,10 +124,10 @@ class ChunkProducer:
             )
 
     def start(self, rows: int, epoch: int, base: int, pieces: int) -> None:
-        """Enqueue the exchange of one call, behind what the caller has enqueued so far.
+        """Enqueue the exchange of one call, behind the caller's work so far.
 
-        base: what ARRIVED is before this call. pieces: in how many each chunk is fetched. To be called before
-        the kernel is launched: see [Note: a pull ends].
+        base: ARRIVED before this call. pieces: of each chunk. To be called before the kernel is launched:
+        see [Note: a pull ends].
         """
         exchange = self._exchanges.get((rows, pieces))
         if exchange is None:
@@ -153,6 +153,6 @@ class ChunkProducer:
         return steps
 
     def finish(self) -> None:
-        """On the CPU, wait for the exchange and raise what went wrong in it."""
+        """On the CPU, wait for the exchange and raise its errors."""
         if self._memory.device.type == "cpu":
             self._stream.join()

@@ -1,17 +1,17 @@
 """Pushing to peers beside a kernel, with their permits; nothing depends on the number of a call.
 
-A CUDA graph repeats the values that were written during its capture, so there can be no epochs. Each flag
-goes up and down once in a call instead, and has one who raises and one who lowers it: FREE[p], 1 while rank
-p's memory for what comes from here may be written, and ARRIVED[p], above 0 once p's data is here.
+A CUDA graph repeats the values that were written during its capture, so there can be no epochs. Instead each
+flag goes up and down once in a call, raised by one side and lowered by the other: FREE[p], 1 while this rank
+may write its slot on rank p, and ARRIVED[p], above 0 once p's data is here.
 
     Pushes         permits, copies and flags of one side stream
-    ChunkPusher    this rank's chunk to all peers: calls of `AllGatherGemm` that are captured, or with
+    ChunkPusher    pushes this rank's chunk to all peers: calls of `AllGatherGemm` that are captured, or with
                    `producer="push"`
-    SumPusher      sums to the ranks they are for: `GemmReduceScatter`, `MoEReduceScatter`
-    peers          what kernels do about the pushes of peers; those of chunks: `chunks`
+    SumPusher      pushes sums to their ranks: `GemmReduceScatter`, `MoEReduceScatter`
+    peers          the device side; that of chunks is `chunks`
 
-Chunks have slots and flags of their own and share with calls that fetch only `op.shard` and the caller's
-tensors.
+Pushed chunks have slots and flags of their own; they share `op.shard` and the caller's tensors with calls
+that fetch.
 
     slots    of the gather buffer: `rank`, which is `op.shard`; W - 1 + s, the chunk of rank r + s, for s > 0
     flags    int32 [7, W], symmetric: see `flags`
@@ -37,30 +37,30 @@ forks; none waits for a GEMM of call k, and none needs an SM. So if all GEMMs an
 then all forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of call k end. (CUDA does
 not promise that the branches of a graph run side by side: where they did not, the GEMM would report it.)
 
-[Note: ranks with other rows] They do not wait for rows that never come. Who waits for rows waits for the
-first one, then looks at TOLD[p]; if they are not among those, it records that and asks no more in this call.
-At its end a GEMM waits for as many as were announced, so the flags are as after any other call.
+[Note: ranks with other rows] A GEMM does not wait for rows that never come. It waits for the first row of a
+chunk, then reads TOLD[p]; if the rows it needs were not announced, it records that and asks no more in this
+call. At its end it waits for all rows that were announced, so the flags are as after any other call.
 
-What follows holds for sums and choices of experts as well, with their kernels in place of the GEMM.
+The notes below hold for sums and choices of experts as well, with their kernels in place of the GEMM.
 
-[Note: one permit a push] p sets FREE[p] here for call k + 1 behind its GEMM of k, which has seen the last
+[Note: one permit a push] p sets FREE[p] here for call k + 1 behind its GEMM of k. That GEMM has seen the last
 of our ARRIVED of k, which follows our FREE[p] := 0 of k.
 
-[Note: no stale pushes] GEMM k ends after it has seen all of ARRIVED[p], behind which push k writes
-nothing; then that is set to 0, then call k + 1 gives p its permit. So what GEMM k + 1 finds above 0 in
-ARRIVED[p] was put there by push k + 1, behind the data that it stands for.
+[Note: no stale pushes] GEMM k ends after it has seen all of ARRIVED[p], and push k writes nothing behind
+that. Then ARRIVED[p] becomes 0, then call k + 1 gives p its permit. So if GEMM k + 1 finds ARRIVED[p] above
+0, push k + 1 has written it, behind the data that it announces.
 
 [Note: no slot is overwritten while it is read] Push k + 1 of p writes here behind our fork of k + 1: behind
-GEMM k, cuBLAS, and whatever read `op.gathered` between the calls. (A permit at the end of call k would let a
-fast peer write while that is read.) What our pushes of k read is written again behind the join.
+GEMM k, cuBLAS, and the caller's reads of `op.gathered`. (A permit at the end of call k would let a fast peer
+write during those reads.) The sources of our pushes of k are written again behind the join.
 
 [Note: a push is given up] A stream's wait has no limit of its own; the GEMM's wait has. When its patience
-ends it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later replays wait no second
-time. Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other
-permit can be missing: a rank gives those of call k before it pushes its data of call k.) The host sees the
-record in `check`, `close` and the next eager call, and the operation can only be closed; replays that are
-enqueued already end with wrong results, also where a rank that was given up comes back. With three ranks or
-more a live peer may be given up too: one whose push to us stands behind its push to the dead one.
+ends it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later replays do not wait again.
+Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other permit can
+be missing: a rank gives its permits of call k before it pushes its data of call k.) The host sees the record
+in `check`, `close` and the next eager call, and the operation can only be closed. Replays that are enqueued
+already end with wrong results, even if the peer comes back. With three ranks or more a live peer may be given
+up too: one whose push to us follows its push to the dead one.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ from .pull import piece_ends
 
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # to where, from where
 RISEN = slice(TOLD.value, ARRIVED.value + 1)  # rows of flags that peers raise
-FOLLOWING = slice(AFTER.value, AFTER.value + 2)  # what becomes of them after a call
-PIECES, LEAST_BYTES = 4, 0 if INTERPRETED else 4 << 20  # of a peer's sums: less is there in 15 us
+FOLLOWING = slice(AFTER.value, AFTER.value + 2)  # their values after a call
+PIECES, LEAST_BYTES = 4, 0 if INTERPRETED else 4 << 20  # of a peer's sums: fewer bytes take 15 us at most
 
 
 class Pushes:
@@ -102,9 +102,10 @@ class Pushes:
         self._prepared: dict[Hashable, Callable[..., None]] = {}
 
     def run(self, key: Hashable, steps: Iterable[Step], *, at_once: bool) -> None:
-        """Enqueue the steps, which the key stands for, on the side stream.
+        """Enqueue the steps on the side stream. `key` identifies them.
 
-        at_once: signals between two copies by one call of the driver, which nobody has captured yet.
+        at_once: prepare them once for each key, with one call of the driver for the signals between two
+        copies; not yet tried in a capture.
         """
         if not at_once:
             self.memory.enqueue(steps, self.stream)
@@ -116,7 +117,7 @@ class Pushes:
         prepared()
 
     def give_permits(self, *, at_once: bool = False) -> None:
-        """Let the peers write here, behind what the caller has enqueued so far.
+        """Let the peers write here, behind the caller's work so far.
 
         See [Note: no slot is overwritten while it is read].
         """
@@ -132,7 +133,7 @@ class Pushes:
         return [Wait(flag, 1), Write(flag, 0)]
 
     def sending(self, peer: int, copies: Copies, row: int, value: int) -> list[Step]:
-        """Return copies to the peer's memory, and behind them the flag that tells of them."""
+        """Return copies to the peer's memory, and behind them the flag that announces them."""
         return [*(Copy(there, here) for there, here in copies), self.raising(peer, row, value)]
 
     def raising(self, peer: int, row: int, value: int) -> Step:
@@ -142,7 +143,7 @@ class Pushes:
     def warm_up(self, copies: Copies) -> None:
         """Copy a row of zeros to each peer, which reads none before a flag is raised.
 
-        What a driver sets up at the first copy to a peer, it must not set up while a kernel spins.
+        The driver's setup for the first copy to a peer must not happen while a kernel spins.
         """
         for there, here in copies:
             self.memory.copy(there[:1], here[:1], self.stream)
@@ -172,11 +173,11 @@ class ChunkPusher:
 
     @staticmethod
     def slots(world_size: int) -> int:
-        """Return how many chunks the gather buffer has room for: those that are fetched, and those pushed."""
+        """Return the number of chunks in the gather buffer: W that are fetched, W - 1 that are pushed."""
         return 2 * world_size - 1
 
     def start(self, rows: int, pieces: int, *, at_once: bool) -> None:
-        """Enqueue the pushes of one call behind what the caller has enqueued so far: see [Note: a push ends].
+        """Enqueue the pushes of one call behind the caller's work so far: see [Note: a push ends].
 
         at_once: as in `Pushes.run`.
         """
@@ -194,7 +195,7 @@ class ChunkPusher:
 
     @contextlib.contextmanager
     def noting(self, rows: int) -> Iterator[None]:
-        """Enqueue, beside the block, what `last_rows` returns of its call, which pushes nothing."""
+        """Note `rows` for `last_rows`, beside the block: a call that pushes nothing."""
         self._pushes.stream.fork()
         self._note_rows(rows)
         yield
@@ -204,11 +205,11 @@ class ChunkPusher:
         self._memory.write_signal(self._last_rows, rows, self._pushes.stream)
 
     def last_rows(self) -> int:
-        """Return the rows of the last call if it was pushed, else what was noted; waits for the device."""
+        """Return the rows of the last call that was pushed or noted; wait for the device."""
         return int(self._last_rows.item())
 
     def gathered(self, rows: int) -> torch.Tensor:
-        """Return the chunks in the order of their ranks, as a copy: they do not lie in that order."""
+        """Return a copy of the pushed chunks, in the order of their ranks."""
         rank, world = self._memory.rank, self._memory.world_size
         steps = [(chunk - rank) % world for chunk in range(world)]
         slots = [rank if step == 0 else world - 1 + step for step in steps]
@@ -216,10 +217,10 @@ class ChunkPusher:
 
 
 class SumPusher:
-    """Pushes sums to the peers they are for, rank + 1 first.
+    """Pushes sums to their ranks, rank + 1 first.
 
-    partial, staged: slot s - 1 holds the sums for rank + s, and there those of rank + s for that rank.
-    takes_permits: whether a push asks for the peer's permit; else the call has it already.
+    partial: slot s - 1 holds this rank's sums for rank + s. staged: slot s - 1 holds the sums of rank + s for
+    this rank. takes_permits: a push waits for the peer's permit; else the call has taken it.
     """
 
     def __init__(
@@ -244,8 +245,8 @@ class SumPusher:
         """Enqueue the launches of one call, and the pushes of `rows[p]` for rank p.
 
         in_pieces: TOLD[r] of p becomes the number of its rows, and ARRIVED[r] how many are there so far; else
-        ARRIVED[r] becomes 1. in_steps: `launch(step)` for each chunk, which waits for the permits, and its
-        push behind it, which waits for nothing. Otherwise one `launch()`: see [Note: shared hardware queues].
+        ARRIVED[r] becomes 1. in_steps: `launch(step)` for each chunk, whose kernel takes the permit, and the
+        push behind it, without a wait. Otherwise one `launch()`: see [Note: shared hardware queues].
         at_once: as in `Pushes.run`.
         """
         if in_steps:
@@ -275,7 +276,7 @@ class SumPusher:
     def _sending(
         self, peer: int, there: torch.Tensor, here: torch.Tensor, rows: int, in_pieces: bool
     ) -> Iterator[Step]:
-        """Give the copies of one peer's sums and what it is told of them."""
+        """Yield the copies of one peer's sums, and the flags that announce them."""
         if not in_pieces:
             copies = [(there[:rows], here[:rows])] if rows else []
             yield from self._pushes.sending(peer, copies, ARRIVED.value, 1)

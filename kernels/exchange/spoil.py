@@ -1,8 +1,8 @@
-"""Results without a peer: NaN, by a small kernel behind those that cannot write it themselves.
+"""NaN in place of results that lack a peer, by a small kernel behind kernels that cannot write it themselves.
 
-The kernels in plain Triton know for each tile whether they have given up what it needs. cuBLAS knows nothing,
-of the warp-specialized ones only the load warp does, and where a peer's choices of experts are missing no row
-has its place. It cannot be left to the host, which learns of a failure too late.
+The kernels in plain Triton know for each tile whether its peer is given up. cuBLAS does not know; in the
+warp-specialized kernels only the load warp does; and without a peer's choices of experts no row has a place.
+The host learns of a failure too late.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def spoil_chunks(
 def spoil_all(
     out: torch.Tensor, flags: torch.Tensor, rank: int, world_size: int, *, only_load: bool = False
 ) -> None:
-    """Enqueue that all of `out` is NaN if a call has given up a peer, or load what does."""
+    """Enqueue a kernel that fills `out` with NaN if a peer is given up; only_load: only load it."""
     programs = min(PROGRAMS, out.shape[0]) if world_size > 1 else 0
     _enqueue(_ALL, programs, out, flags, world_size, (rank, out.shape[0]), only_load)
 

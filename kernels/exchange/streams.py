@@ -1,9 +1,9 @@
 """Orders a call behind the last one on any stream, and on request behind the arrival of all peers.
 
-[Note: beside a pipeline] A kernel that waits for a peer may hold every SM. Where that peer waits for an NCCL
+[Note: beside a pipeline] A kernel that waits for a peer may hold every SM. If that peer waits for an NCCL
 send of this rank, which finds no SM, neither goes on until patience ends. Behind a `Meeting` all ranks have
-come to the call: what is left of it are copies, which need no SM, and kernels of peers, which no send of this
-rank keeps waiting. The kernel that meets has one warp a peer.
+come to the call: it waits for copies, which need no SM, and for kernels of peers, which no send of this rank
+delays any more. The kernel that meets has one warp a peer.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from ..launch import load
 from ..signals import as_epoch, wait_until
 from ..symm import SymmetricMemory, Write
 
-NOT_COME = tl.constexpr(0)  # what a failure record says about a peer; other kinds are the operation's own
+NOT_COME = tl.constexpr(0)  # a kind of failure record; the others are the operation's own
 
 
 class StreamOrder:
     """Orders a call behind the last one where it comes on another stream: the device waits, no host does.
 
     Calls on one stream cost a comparison. A captured call is ordered behind the others of its capture, an
-    eager one behind the last eager one: a capture begins and ends behind what its host orders, and where
-    graphs are replayed the caller orders them.
+    eager one behind the last eager one. The caller orders captures and replays.
     """
 
     def __init__(self) -> None:
-        # The stream of the last call and its handle, by whether it was captured. Of the default stream's
-        # handle, 0, ExternalStream would make another stream.
+        # Handle and stream of the last call, by whether it was captured. The stream is kept, as for the
+        # default stream's handle, 0, ExternalStream would make another one.
         self._last: dict[bool, tuple[int, torch.cuda.Stream]] = {}
 
     def follow(self, device: torch.device, *, is_capturing: bool) -> None:
-        """Order what the current stream is given from now on behind the last call."""
+        """Order later work of the current stream behind the last call."""
         handle, before = torch._C._cuda_getCurrentRawStream(device.index), self._last.get(is_capturing)
         if before is not None and before[0] == handle:
             return

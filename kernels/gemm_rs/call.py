@@ -11,7 +11,7 @@ class ScatterMemory(NamedTuple):
     """The tensors of an operation that no call changes."""
 
     partial: torch.Tensor  # [max(1, world_size - 1), capacity, N]: sums on their way to the peers
-    staged: torch.Tensor  # as large: what the peers have sent
+    staged: torch.Tensor  # of the same shape: the peers' sums for this rank
     flags: torch.Tensor
     counts: torch.Tensor
     errors: torch.Tensor
@@ -45,7 +45,10 @@ class ScatterOperands(NamedTuple):
 
 
 class Body(Protocol):
-    """Multiplies, hands over chunks and adds; made for tensors that lie alike, it keeps none's address."""
+    """Multiplies, hands over chunks and adds the peers' sums.
+
+    A body is made for tensors that lie alike, and keeps no address of theirs.
+    """
 
     in_steps: bool  # whether an eager call launches it once for each chunk, as a captured call does
 

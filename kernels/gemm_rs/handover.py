@@ -9,7 +9,7 @@ from ..exchange.flags import ARRIVED, DONE, TOLD
 from ..exchange.peers import free_side_stream, give_up_peer, is_given_up, take_permit, wait_for_flag
 from ..signals import GIVEN_UP, count_up, notify, poll_until, record_failure
 
-# What a failure record says about a peer.
+# The kinds of failure records.
 NOT_PUSHED = tl.constexpr(1)
 OTHER_ROWS = tl.constexpr(2)
 NO_PERMIT = tl.constexpr(3)
@@ -19,8 +19,7 @@ NO_PERMIT = tl.constexpr(3)
 def count_tile(chunk, counts_ptr, tiles_per_chunk, chunks, peers, WORLD: tl.constexpr):
     """Count a tile of a peer's chunk that is in memory; after the last one, hand the chunk over.
 
-    Where a launch has not all chunks, the push stands behind it and waits for nothing: the permit for it is
-    taken here.
+    In steps the push follows the launch and waits for no flag, so the kernel takes its permit here.
     """
     if _is_last(chunk, counts_ptr, tiles_per_chunk):
         if chunks == WORLD:
@@ -45,7 +44,7 @@ def _is_last(chunk, counts_ptr, tiles_per_chunk):
 def await_sums(rows, peers, WORLD: tl.constexpr):
     """Return how many rows of every peer's sums are here, at least `rows`.
 
-    Of a peer that is given up, or has told of fewer rows, no more are waited for: `part_from` records that.
+    It does not wait for a peer that is given up, or has announced fewer rows, which `part_from` records.
     """
     here = max(rows, GIVEN_UP)
     for peer in range(0, WORLD):

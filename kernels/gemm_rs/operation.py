@@ -1,8 +1,8 @@
 """Each rank's rows of `sum over ranks a @ weight.T`, with the scatter hidden behind the product.
 
 Rows are in W chunks of M / W; chunk p is for rank p. A rank's GEMM computes the chunks of its peers first and
-hands each over when its last tile is stored; the own chunk comes last, and its epilogue adds, in float32,
-what the peers have sent. What a rank holds, W ranks:
+hands each over when its last tile is stored; the own chunk comes last, and its epilogue adds the peers' sums
+in float32. The memory of a rank, W ranks:
 
     partial  [W - 1, m / W, N], slot s - 1: the sums for rank r + s, on their way out
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
@@ -21,7 +21,7 @@ A call in one launch on rank r:
     join                               <--
     TOLD, ARRIVED := AFTER
 
-A call of a launch for each chunk, whose side stream waits for no flag; so is each that is captured:
+A call in steps, a launch for each chunk; its side stream waits for no flag. Captured calls are made so:
 
     fork                               -->    FREE[r] of every peer := 1
     for p = r + 1, r + 2, ...:
@@ -33,31 +33,32 @@ A call of a launch for each chunk, whose side stream waits for no flag; so is ea
     TOLD, ARRIVED := AFTER
 
 [Note: a reduce-scatter ends] Programs claim tiles one by one from a counter, in the order of the chunks. A
-program that waits for its peers' sums is in the own chunk: all tiles for peers have been claimed by programs
-that have started and store them without waiting. So as soon as one program of each rank's GEMM runs, all
-chunks for peers are computed. A push waits for the peer's fork and for our GEMM's DONE, and needs no SM. So
-if all GEMMs and pushes of one call end, then all forks of the next happen, all chunks for peers are pushed,
-and all GEMMs end.
+program that waits for its peers' sums is in the own chunk: all tiles for peers have been claimed, by programs
+that run and store them without waiting. So as soon as one program of each rank's GEMM runs, all chunks for
+peers are computed. A push waits for the peer's fork and for our GEMM's DONE, and needs no SM. So if all GEMMs
+and pushes of one call end, then all forks of the next happen, all chunks for peers are pushed, and all GEMMs
+end.
 
-A kernel of another stream may hold SMs until it has met its like on another rank, as an all-reduce does:
-nobody waits for the programs that it keeps out. It must leave room for one. What a call stands behind on one
-rank, in its stream, it must stand behind on all.
+A kernel of another stream, an all-reduce for instance, may hold SMs until it has met its counterpart on
+another rank. That delays no one as long as it leaves an SM to one program of the GEMM. The work before a call
+in its stream must be the same on all ranks.
 
-[Note: shared hardware queues] Whoever waits at its head holds up all behind. In an eager call the
-waits for DONE are enqueued behind the launch of the GEMM; on the CPU, where a launch returns when the kernel
-has ended, before it. A graph has no order but that of its edges, so in a captured call nothing on the side
-stream waits for a flag: what is pushed stands behind the kernel that computes it, which has seen the permit.
-Its wait for FREE ends, as the peer's fork precedes all kernels of that call.
+[Note: shared hardware queues] Streams may share a hardware queue, and an operation that waits at its head
+holds up all behind it. So an eager call enqueues the waits for DONE behind the launch of the GEMM. (On the
+CPU before it: there a launch returns when the kernel has ended.) A graph keeps no order but that of its
+edges, so in a captured call the side stream waits for no flag: a push depends on the kernel that computes its
+sums, and that kernel has taken the permit. Its wait for FREE ends, as the peer's fork precedes all kernels of
+that call.
 
-[Note: sums leave complete] DONE[p] is set, at system scope, by the program that counts the last tile of
-chunk p; the count acquires what the others released after their stores. The copy follows DONE on its stream,
+[Note: sums leave complete] The program that counts the last tile of chunk p sets DONE[p], at system scope;
+its count acquires the stores that the other programs released by theirs. The copy follows DONE on its stream,
 or in a captured call the kernel, and ARRIVED follows the copy.
 
 Where all ranks agree on it a call is cuBLAS and a collective instead, see `exchange.collective`.
 
-Permits, what is overwritten, and patience are as `exchange.push` says; a captured call that waits for
-FREE in vain records and gives up as one that waits for sums. The partial sums are rewritten by the GEMM of
-the next call, behind the join.
+`exchange.push` says how permits, overwriting and patience work. A kernel of a captured call that waits for
+FREE in vain records the peer and gives it up, like one that waits for sums. The GEMM of the next call
+rewrites the partial sums, behind the join.
 """
 
 from __future__ import annotations
@@ -107,18 +108,18 @@ class GemmReduceScatter(Operation):
     Tune it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
     A warp-specialised kernel multiplies where it can: on Hopper and Blackwell, with rows that TMA can address
-    and as many for each rank as its lowest tile has; where each rank has many, it is launched once for each
-    chunk. Ranks may differ in that.
+    and at least as many of them for each rank as its lowest tile has. With many rows it is launched once for
+    each chunk. Ranks may differ in that.
 
-    `collective` says whether calls multiply by cuBLAS and then make a reduce-scatter of the group, which adds
-    the parts in its own way; None tunes that for each M up to 4096. All ranks pass the same. Where this rank
-    would make it and has not made it with as many rows, its host waits for the peers to come to the call, and
-    makes it if all would. A captured call does what the last eager one with as many rows did; a replay waits
+    `collective=True` makes calls multiply by cuBLAS and add the parts by a reduce-scatter of the group, in
+    its own order, False never; None tunes that for each M up to 4096. All ranks pass the same. A rank that
+    would make the first one of so many rows waits, on the host, for its peers to come to the call; they make
+    it if all would. A captured call repeats the way of the last eager call with as many rows; a replay waits
     for its peers as any collective does.
 
-    With dtype float8_e4m3fn rows of a and of the weight have float32 scales, which a call is passed as
-    `scale_a` and `scale_weight`. Parts travel, and results are, in bf16. K is then a multiple of 16, the
-    weight's rows are contiguous, and the plain kernel multiplies in all calls.
+    With dtype float8_e4m3fn rows of a and of the weight have float32 scales, the arguments `scale_a` and
+    `scale_weight` of a call. Parts travel, and results are, in bf16. K is then a multiple of 16, the weight's
+    rows are contiguous, and the plain kernel multiplies in all calls.
 
     Each rank holds 2 * (W - 1) * m / W * n elements beside its operands, half of them of symmetric memory.
     """
@@ -193,8 +194,8 @@ class GemmReduceScatter(Operation):
     ) -> torch.Tensor:
         """Return this rank's rows; `out`, if given, is where they are written.
 
-        addend [M, N], contiguous: what this rank adds to `a @ weight.T` before the sum over the ranks. In fp8
-        there is none.
+        addend [M, N], contiguous: this rank adds it to `a @ weight.T` before the sum over the ranks. Not in
+        fp8.
 
         In fp8 this rank's product is multiplied by the scales of its rows, `scale_a` [M] or [M, 1], and of
         its columns, `scale_weight` [N] or [N, 1], before it is rounded; all are float32 and contiguous, and
@@ -231,7 +232,7 @@ class GemmReduceScatter(Operation):
             self._pushes.give_permits(at_once=not is_capturing)
             launch = functools.partial(self._launch, body, operands)
             self._pusher.run(launch, layout.rows, in_pieces=True, in_steps=in_steps, at_once=not is_capturing)
-            if not isinstance(body, PlainBody):  # which knows what it has given up
+            if not isinstance(body, PlainBody):  # its kernel writes the NaN itself
                 spoil_all(out, self._flags.local, self.rank, self.world_size)
             self._pushes.finish()
         return out
@@ -275,7 +276,7 @@ class GemmReduceScatter(Operation):
             out.copy_(result)
 
     def _room(self, a: torch.Tensor) -> torch.Tensor:
-        """Return room for the sums of all chunks: that of partial sums, where it is enough."""
+        """Return memory for the sums of all chunks: the partial sums', if it is enough."""
         held = self._partial.flatten(0, 1)[: len(a)]
         return held if len(held) == len(a) else a.new_empty((len(a), self._n))
 
@@ -294,7 +295,7 @@ class GemmReduceScatter(Operation):
     def _launch(self, body: Body, operands: ScatterOperands, step: int | None = None) -> None:
         """Enqueue the product of one call on the current stream; of one chunk alone, that of rank + 1 + step.
 
-        The own chunk is the last one, and the only one that waits for what the peers push.
+        The own chunk is the last one, and the only one that waits for the peers' pushes.
         """
         first, chunks = (0, self.world_size) if step is None else (step, 1)
         programs = self._sms or INTERPRETED_PROGRAMS

@@ -36,9 +36,9 @@ def _candidate(*args: Any, **options: Any) -> triton.Config:
     return config
 
 
-# What the epilogue adds lies beside the accumulator, so pieces are narrow: wider ones spill.
+# The peers' sums lie in registers beside the accumulator, so pieces are narrow: wider ones spill.
 CANDIDATES = [
-    # The first is what a tuner's first run takes.
+    # A tuner's first run takes the first.
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2), group_m=16),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1), group_m=4),

@@ -2,27 +2,27 @@
 
     load      claims tiles one by one, in the order of their chunks: for peers, `rank` + 1 first, then own
     work      multiplies and stores. A tile for a peer goes by TMA to the partial sums. To a tile of the own
-              chunk it adds what the peers have sent, in float32, before that is rounded
-    notify    counts the tiles for peers that are in memory and hands over what is complete. In the own chunk
+              chunk it adds the peers' sums, in float32, before it rounds
+    notify    counts the tiles for peers that are in memory and hands over complete chunks. In the own chunk
               it waits for the peers' sums, a part of the rows at a time, and lets `work` go on
-    ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. What two
-              tiles compute gets the same sums, to the bit, from both
+    ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. Where two
+              tiles overlap both compute the same sums, to the bit
 
-[Note: counted is what is in memory] A thread goes on while what it stores by TMA is on its way. Before `work`
-stores its next tile, each of its threads waits until its stores are complete, which they long are by then.
-(`cp.async.bulk.wait_group` without `.read`, which would only tell that shared memory has been read. A thread
-that has waited sees what it stored, without a fence between the proxies: PTX ISA, "async proxy".) A barrier
-gathers the threads, an arrival hands that on to `notify`, and its count, at GPU scope, to whoever counts the
-chunk's last tile. That one sets DONE, at system scope, behind which the copy engine reads.
+[Note: counted is what is in memory] A thread goes on while its TMA stores are on their way. Before `work`
+stores its next tile, each of its threads waits until its stores are complete; by then they long are.
+(`cp.async.bulk.wait_group` without `.read`, which would only say that shared memory has been read. A thread
+that has waited sees its stores without a fence between the proxies: PTX ISA, "async proxy".) A barrier
+gathers the threads, and an arrival tells `notify`. Its count, at GPU scope, tells the program that counts the
+chunk's last tile, which sets DONE, at system scope. The copy engine reads behind DONE.
 
 [Note: notify waits alone] Numbers rise with visits, so a program has all its tiles for peers before those of
-the own chunk. `work` waits for the peers' sums in an own tile only, after it has told of all tiles before. So
-`notify` counts all tiles for peers without waiting for another program; then it alone waits for the peers,
-for each part of each as long as its patience. Nobody else waits for anything outside the program. It visits
-tiles in the order in which `work` does, and waits for no more than the rows of the tile that it visits.
+the own chunk. `work` waits for the peers' sums at own tiles only, after it has announced all tiles before. So
+`notify` counts all tiles for peers without waiting for another program; then it waits for the peers, with
+its patience for each part of each. No other role waits for anything outside the program. `notify` visits
+tiles in the order of `work`, and waits for no more than the rows of the tile that it visits.
 
-`stored` is a ring with a slot for each visit that may be published. A storing partition is no further than
-the loader, who is no more visits than that ahead of `notify`: no phase passes before `notify` has seen it.
+`stored` is a ring with a slot for each visit that may be published. A storing partition is not ahead of the
+loader, which is at most that many visits ahead of `notify`: so `notify` sees each phase before the next.
 
 Measured (two H200, 2026-11-26, four shapes): the plain kernel takes 1.004 to 1.038 times as long, in graphs
 up to 1.083, torch's fused operation 1.044 to 1.081. Rejected: all chunks in one launch where there are many
@@ -46,16 +46,16 @@ from ..rings import ring_phase, ring_slot
 from ..tiles import grouped_tile, rotated_chunk
 from .handover import await_sums, count_tile, part_from
 
-PARTS = gl.constexpr(4)  # of the own rows, which `work` is let through to one by one
+PARTS = gl.constexpr(4)  # of the own rows; `notify` lets `work` into one after the other
 
 
 @aggregate
 class Summed:
-    """The sums of a tile and what is added to them, in place of an accumulator."""
+    """The sums of a tile with their addends, in place of an accumulator."""
 
-    accumulator: gl.tuple  # that alone: each MMA part has its own
-    pointers: gl.tuple  # to this rank's addend, [BLOCK_M, N], or None; to what the peers have sent
-    between: gl.tensor  # elements between what two peers have sent
+    accumulator: gl.tuple  # of one element: its type depends on the MMA part
+    pointers: gl.tuple  # to this rank's addend, [BLOCK_M, N], or None; to the peers' sums
+    between: gl.tensor  # elements from one peer's sums to the next one's
     col: gl.tensor
     pitch: gl.tensor  # elements from a row to the next
     WIDTH: gl.constexpr
@@ -65,7 +65,7 @@ class Summed:
     def piece(self, i: gl.constexpr, STORE_N: gl.constexpr):
         """Return STORE_N columns of the tile, from `piece_start` on.
 
-        What the next peer has sent is under way while the sums of the one before are added.
+        The next peer's sums are on their way while those of the one before are added.
         """
         sums = self.accumulator[0].piece(i, STORE_N)
         layout: gl.constexpr = sums.type.layout
@@ -152,7 +152,7 @@ class ScatteredChunks:
 
     @gluon.jit
     def stored_before(self, visit):
-        """Tell `notify` that what this partition has stored before that visit is in memory.
+        """Tell `notify` that this partition's stores before that visit are in memory.
 
         See [Note: counted is what is in memory].
         """
@@ -173,7 +173,7 @@ class ScatteredChunks:
 
     @gluon.jit
     def with_sums(self, accumulator, number, row, col, PEERS: gl.constexpr):
-        """Return the tile's sums with this rank's addend and what so many peers have sent."""
+        """Return the tile's sums with this rank's addend and the sums of so many peers."""
         WIDTH: gl.constexpr = self.config.BLOCK_N + self.config.EXTRA_N
         addend_ptr, staged_ptr = self.pointers
         if addend_ptr is not None:
@@ -192,7 +192,7 @@ class ScatteredChunks:
 
     @gluon.jit
     def notify(self, number, visit, known):
-        """Count a tile for a peer once it is in memory; at an own one, wait for what peers add to it.
+        """Count a tile for a peer once it is in memory; at an own one, wait for the peers' sums.
 
         See [Note: notify waits alone].
         """

@@ -1,10 +1,10 @@
 """Each token of all ranks times the matrices of its experts, with the gather hidden behind the product.
 
-What a rank holds, W ranks:
+The memory of a rank, W ranks:
 
     gather   [W, tokens_per_rank, K], symmetric. Chunk p is rank p's tokens; the own chunk is `op.shard`
-    ids      int64, symmetric: the experts of each rank's tokens, rank p's behind p * tokens_per_rank * topk
-    weights  float32, symmetric, in the same places: what `route` tells beside them
+    ids      int64, symmetric: the experts of each rank's tokens, rank p's from p * tokens_per_rank * topk on
+    weights  float32, symmetric, in the same places: those of `route`
     flags    int32 [7, W], symmetric: see `exchange.flags`
 
 A call on rank r:
@@ -25,30 +25,30 @@ A call on rank r:
 All ids travel before any chunk, so sorting them hides behind the chunks. Tiles come in the order of their
 last chunk (`routing`).
 
-[Note: a gather for experts ends] The side stream of a call waits for the peers' FREE alone, which follow
-their forks; nothing on it needs an SM, and it is enqueued before the kernels that wait for it. The kernels
-wait for the side streams of peers alone. So if all of call k - 1 ends, then all forks of k happen, all ids
-and chunks are pushed, and all kernels of k end.
+[Note: a gather for experts ends] The side stream of a call waits only for the peers' FREE, which follow their
+forks; nothing on it needs an SM, and it is enqueued before the kernels that wait for it. The kernels wait
+only for the side streams of peers. So if all of call k - 1 ends, then all forks of k happen, all ids and
+chunks are pushed, and all kernels of k end.
 
-Permits, what is overwritten, and patience are as `exchange.push` says, with TOLD beside ARRIVED. The
-acquire of a wait orders the ordinary loads of ids and of A behind it; TMA, of which that could not be said,
-loads the weight alone.
+`exchange.push` says how permits, overwriting and patience work; here TOLD is used like ARRIVED. The acquire
+of a wait orders the ordinary loads of ids and of A behind it. It would not order TMA loads, so TMA loads the
+weight alone.
 
 [Note: what the host must know] The result has a row for each choice of all ranks, so its shape needs the
-number of tokens of each. The caller says it (`tokens=`), or the hosts tell each other (`Ballots`), which
-waits for the slowest host and for no device. The device uses what the peers told it, never beyond the rows
-the host allocated, and compares both: numbers that differ are an error on all ranks, which names who was
-given them.
+number of tokens of each rank. The caller passes it (`tokens=`), or the hosts exchange it (`Ballots`), which
+waits for the slowest host and for no device. The device uses the numbers that the peers announced, never
+beyond the rows that the host allocated, and compares both: if they differ, all ranks raise an error that
+names the rank with the wrong ones.
 
-A sorting may be shared (`Routing`): `route` tells weights beside ids, and sorts for both operations of a
-layer. `by_expert`, here and in `MoEReduceScatter`, then tells no choices and sorts nothing: its side stream
-takes the permits and goes on to the rows. In such a call the grouped GEMM alone can find that a peer was
-given up earlier, so it lets the side stream through.
+A sorting may be shared (`Routing`): `route` announces weights beside ids, and sorts for both operations of a
+layer. `by_expert`, here and in `MoEReduceScatter`, then announces no choices and sorts nothing: its side
+stream takes the permits and pushes the rows. Such a call has no other kernel than the grouped GEMM, so that
+one lets the side stream through where a peer was given up earlier.
 
 Where all ranks agree on it a call is collectives and the kernel of a single rank instead, see
-`exchange.collective`. The choices come first, in a message of each rank, and are sorted beside what follows:
-as many rows of each rank as the rank with most tokens has, in place in `gather`. Ranks that agree have named
-equal tokens, so their parts of the collectives fit together, and a graph repeats them as they are.
+`exchange.collective`. First the choices are gathered, one message a rank. They are sorted while the rows are
+gathered in place in `gather`: for each rank as many as the rank with most tokens has. Ranks that agree have
+equal `tokens`, so their parts of the collectives fit together, and a graph may repeat them.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class AllGatherMoE(ExpertOperation):
     eager calls, in the same order on all ranks; before the capture, call once with the same shapes.
     `timeout_s` is how long a kernel waits for a peer. Opening and closing are collective.
 
-    `collective` says whether calls gather by collectives of the group and multiply by the kernel of a single
-    rank; None tunes that, for numbers of tokens up to the same power of two. All ranks pass the same. Where
-    this rank would make them and has not with such numbers, its host waits for the peers to come to the call,
-    and makes them if all would. A captured call does what the last eager one with such numbers did; a replay
-    waits for its peers as any collective does.
+    `collective=True` makes calls gather by collectives of the group and multiply by the kernel of a single
+    rank, False never; None tunes that for each size class, numbers of tokens up to the same power of two. All
+    ranks pass the same. A rank that would make the first collectives of a class waits, on the host, for its
+    peers to come to the call; they make them if all would. A captured call repeats the way of the last eager
+    call of its class; a replay waits for its peers as any collective does.
     """
 
     _orders, _by_first, _way = 2, False, "ag_moe way"
@@ -261,7 +261,7 @@ class AllGatherMoE(ExpertOperation):
         topk_ids: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
     ) -> Iterator[bool]:
-        """Enqueue, beside the block, what tells peers of tokens and choices; yield whether collectives do."""
+        """Enqueue, beside the block, the exchange of tokens and choices; yield whether by collectives."""
         if len(x_shard) and x_shard.data_ptr() != self._shard.data_ptr():
             self._shard[: len(x_shard)].copy_(x_shard.detach())
         if self._tell(kind, weight.shape[0], topk, topk_ids, topk_weights):
@@ -273,13 +273,13 @@ class AllGatherMoE(ExpertOperation):
             yield False
 
     def _gathered(self) -> torch.Tensor:
-        """Return where a collective gathers as many rows of each rank; this rank's are in place."""
+        """Return where a collective gathers equally many rows of each rank; this rank's lie there already."""
         rows = max(self._told)
         first = self.rank * (self._capacity - rows)
         return self._gather.local.flatten(0, 1)[first : first + self.world_size * rows]
 
     def _finish(self, out: torch.Tensor, is_gathered: bool) -> None:
-        if not is_gathered:  # rows whose choices are missing are no tile's
+        if not is_gathered:  # no tile writes rows of choices that are missing
             spoil_all(out, self._flags.local, self.rank, self.world_size)
             self._pushes.finish()
 
@@ -300,7 +300,7 @@ class AllGatherMoE(ExpertOperation):
         is_sorted: bool = False,
         is_gathered: bool = False,
     ) -> None:
-        """Enqueue the kernel of one call, of one rank if all is gathered; sources: in place of the plan's."""
+        """Enqueue the kernel of a call; is_gathered: as of a single rank. sources: in place of the plan's."""
         tokens, flags, rank = self._gather.local, self._flags.local, self.rank
         ends, tables = plan.ends, plan.tables
         if is_gathered:

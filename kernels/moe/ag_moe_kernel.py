@@ -1,8 +1,9 @@
 """The kernel of `AllGatherMoE`: a persistent grouped GEMM that waits for chunks before it reads them.
 
-The tables of `routing` say which rows a tile has and the last chunk that it needs. A program waits for the
-ARRIVED of each chunk once, which its rank's side stream raises; at its end one program waits for each peer:
-see [Note: a gather for experts ends].
+The tables of `routing` say which rows a tile has and the last chunk that it needs. A program waits once for
+the ARRIVED of each chunk, which the side stream of the chunk's rank raises. At the end one program waits for
+each peer: see [Note: a gather for experts ends].
+
 Rejected: a warp-specialised kernel in Gluon, slower in 10 of 12 cells by 1 to 9 % (one H200, 2026-11-24).
 """
 
@@ -21,8 +22,8 @@ from .launch import CPU_TILES, GPU_TILES, with_fields
 from .products import Weight, describe_weight, multiply_rows, table_of
 from .routing import ENTRY
 
-# BY_ARRIVAL: tiles as chunks arrive. Expert by expert is for short gathers: nearly all tiles wait for all of
-# it, and each weight is read once.
+# BY_ARRIVAL: tiles as chunks arrive. Else expert by expert, for short gathers: nearly all tiles wait for the
+# whole gather, and each weight is read once.
 GPU_CANDIDATES = [
     *(with_fields(config, BY_ARRIVAL=True) for config in GPU_TILES),
     *(with_fields(config, BY_ARRIVAL=False) for config in (*GPU_TILES[:3], *GPU_TILES[7:10])),
@@ -117,7 +118,7 @@ def all_gather_moe(
         store_rows(acc, to_ptr, real, col, N, EPILOGUE_SUBTILE)
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
-        if peer != rank:  # its push is a part of this call, whether a tile needed it or not
+        if peer != rank:  # its push is a part of this call, even if no tile needed it
             value = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
             if SORTED:  # a call may have no other kernel
                 release_if_given_up(value, peer, peers, WORLD)

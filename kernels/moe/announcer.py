@@ -23,7 +23,7 @@ class Announcer:
         self._pushes = pushes
 
     def permit(self, *, at_once: bool) -> None:
-        """Enqueue permits, and waits for those of the peers, in a call that has nothing to tell.
+        """Enqueue permits, and waits for those of the peers, in a call that announces no choices.
 
         at_once: as in `Pushes.run`.
         """
@@ -41,10 +41,10 @@ class Announcer:
         *,
         at_once: bool,
     ) -> None:
-        """Enqueue permits and choices, behind what the caller has enqueued so far; at_once: see `permit`.
+        """Enqueue permits and choices, behind the caller's work so far; at_once: see `permit`.
 
-        lists: what is told of each choice, an element each, rank by rank; the choices of this rank are in
-        their place, at `rank * stride`. given: the digest of the tokens of all ranks, as this one knows them.
+        lists: experts, and weights if there are any, one element a choice, rank by rank; this rank's lie in
+        place, from `rank * stride` on. given: this rank's digest of the tokens of all ranks.
         """
         self._pushes.give_permits(at_once=at_once)
         begin = self._pushes.memory.rank * stride
@@ -64,9 +64,9 @@ class Announcer:
 
 
 class ChoiceGatherer:
-    """Gathers the choices of all ranks by a collective, to where sorting looks for those that are pushed.
+    """Gathers the choices of all ranks by a collective, and puts them where a push would.
 
-    ids, weights: there. A rank's message is its digest of all tokens, what TOLD says, and its choices.
+    ids, weights: that memory. A rank's message is its digest of all tokens, its TOLD, and its choices.
     """
 
     def __init__(self, memory: SymmetricMemory, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -86,8 +86,7 @@ class ChoiceGatherer:
     ) -> None:
         """Enqueue the collective.
 
-        room: for the choices of the rank that has most. given: the digest of the tokens of all ranks, as this
-        one knows them.
+        room: for the choices of the rank that has most. given: this rank's digest of the tokens of all ranks.
         """
         (tokens, topk), chosen = topk_ids.shape, topk_ids.numel()
         words = 1 + room + (0 if topk_weights is None else (room + 1) // 2)
@@ -100,7 +99,7 @@ class ChoiceGatherer:
         collective.all_gather(self._messages.view(-1), own)
 
     def deliver(self, room: int) -> None:
-        """Enqueue that rank p's choices are at `p * room` from here on, and that `flags` say how many."""
+        """Enqueue copies of rank p's choices to their place, from `p * room` on, and of TOLD to `flags`."""
         messages, shape = self._messages, (self._world_size, room)
         self._messages = self._ids.new_empty(0)
         self.flags[ROWS_TOLD].copy_(messages.view(torch.int32)[:, :2].T)

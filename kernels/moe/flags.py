@@ -7,9 +7,9 @@ import triton.language as tl
 # TOLD is a rank's tokens * TOPK_SPAN + topk.
 TOPK_SPAN = tl.constexpr(64)
 MOST_CHOICES = 63  # of a token
-MOST_TOKENS = 2**24 - 1  # of a rank: what is told stays below GIVEN_UP
+MOST_TOKENS = 2**24 - 1  # of a rank: TOLD stays below GIVEN_UP
 
-# What a failure record says about a peer.
+# The kinds of failure records.
 NOT_TOLD = tl.constexpr(1)
 NOT_PUSHED = tl.constexpr(2)
 OTHER_TOKENS = tl.constexpr(3)

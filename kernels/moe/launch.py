@@ -1,4 +1,4 @@
-"""The configs of the kernels over experts, and what their launches depend on."""
+"""The configs of the kernels over experts, and the key of their settled launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOWEST_HEIGHT = 16  # of a tile; each following table of tiles is for twice as m
 
 # A's rows are gathered by pointers, B's come by TMA where `tma` says so.
 GPU_TILES = [
-    # The first is what a tuner's first run takes: on Hopper, good for large shapes.
+    # A tuner's first run takes the first: on Hopper, good for large shapes.
     candidate((128, 128, 64), 8, warps=8, stages=4, tma=True, subtile=True),
     candidate((128, 256, 64), 8, warps=8, stages=3, tma=True, subtile=True),
     candidate((128, 256, 64), 4, warps=8, stages=4, tma=True, subtile=True),
@@ -48,13 +48,13 @@ HEIGHTS = (HIGHEST_HEIGHT // LOWEST_HEIGHT).bit_length()
 
 
 def with_fields(config: triton.Config, **fields: Any) -> triton.Config:
-    """Return the config with fields that one of the kernels has alone."""
+    """Return the config with further fields, those of one of the kernels."""
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return triton.Config({**config.kwargs, **fields}, **options, pre_hook=config.pre_hook)
 
 
 def size_class(choices: int) -> int:
-    """Return the power of two that a call's number of choices is tuned as: it changes from call to call."""
+    """Return the power of two as which a number of choices is tuned: it changes from call to call."""
     return 1 << (max(choices, LOWEST_HEIGHT) - 1).bit_length()  # Triton's function takes 1 us
 
 

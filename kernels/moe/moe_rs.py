@@ -1,8 +1,8 @@
-"""Each token's products with its experts, weighted, added, summed over ranks, for the rank whose token it is.
+"""Each token's products with its experts, weighted and added, then summed over ranks on the token's own rank.
 
-What a rank holds, W ranks; `m` is tokens_per_rank:
+The memory of a rank, W ranks; `m` is tokens_per_rank:
 
-    ids, weights  int64 and float32, symmetric: each rank's choices, rank p's behind p * m * topk
+    ids, weights  int64 and float32, symmetric: each rank's choices, rank p's from p * m * topk on
     products      [T * topk, N] of the caller's device, for the length of a call
     partial       [W - 1, m, N], slot s - 1: the sums for rank r + s, on their way out
     staged        [W - 1, m, N], symmetric, slot s - 1: the sums of rank r + s for this rank
@@ -26,32 +26,32 @@ A call on rank r:
     join                               <--
     TOLD, ARRIVED := AFTER
 
-[Note: how a sum is made] A product is weighted in float32 and rounded to `dtype` once; the topk products of a
-token are added in float32, in the order of its choices, and rounded for the way to its rank; there the ranks'
-parts are added in float32, the own one first, then those of r + 1, r + 2, ... So the same call gives the same
-bits, with the same config.
+[Note: how a sum is made] A product is weighted in float32 and rounded to `dtype` once. The topk products of a
+token are added in float32, in the order of its choices, and rounded before they travel to its rank. There the
+ranks' parts are added in float32, the own one first, then those of r + 1, r + 2, ... So the same call gives
+the same bits, with the same config.
 
-[Note: a scatter of experts ends] The announcement waits for the peers' forks alone, and the sorting for the
+[Note: a scatter of experts ends] The announcement waits only for the peers' forks, and the sorting for the
 announcements, as in `AllGatherMoE`. A push waits for DONE of our own kernel. Programs claim the items of a
-list one by one; an item waits for items in front of it in the list of this rank, and, in the own chunk,
-behind all chunks of peers, for peers' pushes. Those in front of an item have been claimed by programs that
-have started. So as soon as one program of each rank's kernel runs, every chunk for a peer is computed, all
-are pushed, and all kernels end. A kernel of another stream that holds SMs until it has met its like on a peer
-may keep programs out, as in `GemmReduceScatter`: it must leave room for one.
-
-Where streams share a hardware queue the order is that of `GemmReduceScatter`. A captured call launches
-the kernel once for each stage, with that stage's part of the list.
-
-[Note: stages are combined complete] A tile counts at the first stage of which it has rows, with a release
-behind its stores; who combines stage s has acquired the counts of stages 0 to s. What follows DONE is as in
+list one by one. An item waits for items in front of it in this rank's list; running programs have claimed
+those. An item of the own chunk, which is the last one, also waits for peers' pushes. So as soon as one
+program of each rank's kernel runs, every chunk for a peer is computed, all are pushed, and all kernels end. A
+kernel of another stream that waits for its counterpart on a peer must leave an SM to one program, as beside
 `GemmReduceScatter`.
 
-Permits, what is overwritten, and patience are as `exchange.push` says. The partial sums are rewritten by
-the kernel of the next call, behind the join.
+Steps are enqueued in the order of `GemmReduceScatter`: see [Note: shared hardware queues]. A captured call
+launches the kernel once for each stage, with that stage's part of the list.
+
+[Note: stages are combined complete] A tile counts at the first stage of which it has rows, with a release
+behind its stores. A program that combines stage s has acquired the counts of stages 0 to s. Copies and flags
+follow DONE as in `GemmReduceScatter`.
+
+`exchange.push` says how permits, overwriting and patience work. The kernel of the next call rewrites the
+partial sums, behind the join.
 
 Where all ranks agree on it a call is collectives instead, as in `AllGatherMoE`: choices are gathered, the
-kernel of a single rank combines the tokens of all, and a reduce-scatter adds the ranks' parts, of as many
-rows for each rank as the rank with most tokens has.
+kernel of a single rank combines the tokens of all, and a reduce-scatter adds the ranks' parts, padded to the
+rows of the rank with most tokens.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(moe_reduce_scatter, ope
 
 @dataclass(frozen=True, eq=False)
 class _Choices:
-    """The choices of one call, and what the kernel reads of their sorting."""
+    """The choices of one call, and the parts of their sorting that the kernel reads."""
 
     plan: Plan
     weights: torch.Tensor
@@ -97,7 +97,7 @@ class _Choices:
     tokens: tuple[int, ...]
     topk: int
     is_sorted: bool = False
-    is_gathered: bool = False  # they are one rank's to the kernel
+    is_gathered: bool = False  # the kernel takes them for one rank's
 
 
 class MoEReduceScatter(ExpertOperation):
@@ -112,8 +112,8 @@ class MoEReduceScatter(ExpertOperation):
     names the rank.
 
     The same call gives the same bits each time, with the same config. Tune it inside `contextual_autotune`:
-    outside, a shape that has not been tuned takes the first candidate. What `AllGatherMoE` says about
-    `tokens=`, CUDA graphs, timeouts and `collective` holds here too; a collective adds parts in its own way.
+    outside, a shape that has not been tuned takes the first candidate. `tokens=`, CUDA graphs, timeouts and
+    `collective` are as in `AllGatherMoE`; a collective adds parts in its own order.
     Kernels of other streams that wait for peers, such as collectives of another dimension of a mesh, may run
     beside a call, if they leave it an SM.
 
@@ -147,7 +147,7 @@ class MoEReduceScatter(ExpertOperation):
         self._partial = self._memory.hold(torch.zeros_like(self._staged.local))
         counters = torch.zeros(3 * self.world_size, dtype=torch.int32, device=self.device)
         self._counters = self._memory.hold(counters)
-        # Who announces its choices takes the permits.
+        # The announcer takes the permits.
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, takes_permits=False)
 
     # ---- what the caller may use
@@ -281,7 +281,7 @@ class MoEReduceScatter(ExpertOperation):
     def _reduce(
         self, launch: Callable[..., None], out: torch.Tensor, products: torch.Tensor, choices: _Choices
     ) -> None:
-        """Enqueue the kernel of all ranks' tokens, and the collective, for which all have as many rows."""
+        """Enqueue the kernel of all ranks' tokens, and the collective, padded to equally many rows a rank."""
         rows = max(choices.tokens)
         padded = self._room(out, self.world_size * rows)
         are_equal = min(choices.tokens) == rows
@@ -298,7 +298,7 @@ class MoEReduceScatter(ExpertOperation):
             out.detach().copy_(result[: len(out)])
 
     def _room(self, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return room for so many sums: that of partial sums, where it is enough."""
+        """Return memory for so many sums: the partial sums', if it is enough."""
         held = self._partial.flatten(0, 1)[:rows]
         return held if len(held) == rows else like.new_empty((rows, self._n))
 
@@ -311,7 +311,7 @@ class MoEReduceScatter(ExpertOperation):
         choices: _Choices,
         step: int | None = None,
     ) -> None:
-        """Enqueue the kernel of one call; of one stage alone, `step`, whose launches come in this order."""
+        """Enqueue the kernel of a call, or of one stage; `step` is 0, 1, ... in the order of launches."""
         world, rank, flags = self.world_size, self.rank, self._flags.local
         if choices.is_gathered:
             world, rank, flags = 1, 0, self._arrived

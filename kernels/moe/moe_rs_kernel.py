@@ -1,10 +1,12 @@
 """The device side of `MoEReduceScatter`: a persistent grouped GEMM that combines and hands over chunks.
 
 Programs claim items from a list: tiles of products, stage by stage, and in between blocks of tokens to be
-combined. Tiles are counted at their stage; who combines waits for the counts, and the last to end a peer's
-stage sets DONE, behind which the side stream pushes. Measured (one H200, 2026-11-24): rows that are sorted
-come by TMA 3 to 11 % faster, at four shapes, than by pointers. Two H200, 2026-11-26, 8192 x 4096 x 14336: one
-round of tiles ahead of the combining takes 1.559 ms, all of them 1.694; blocks of 16 tokens 1.629.
+combined. Tiles are counted at their stage. A program that combines waits for the counts; the last one of a
+peer's stage sets DONE, and the side stream pushes behind it.
+
+Measured (one H200, 2026-11-24, four shapes): sorted rows come 3 to 11 % faster by TMA than by pointers. Two
+H200, 2026-11-26, 8192 x 4096 x 14336: one round of tiles ahead of the combining takes 1.559 ms; rejected: all
+tiles ahead, 1.694 ms, and blocks of 16 tokens, 1.629 ms.
 """
 
 from __future__ import annotations
@@ -72,13 +74,13 @@ class Sums(NamedTuple):
 
 
 class Items(NamedTuple):
-    """The list of which programs claim items."""
+    """The list from which programs claim items."""
 
     claims_ptr: Any
     counters_ptr: Any
     ends_ptr: Any  # of the table that the kernel reads
     tiles_n: Any
-    is_whole: Any  # whether a launch has all of it
+    is_whole: Any  # whether a launch has the whole list
 
 
 @triton.autotune(
@@ -150,9 +152,9 @@ def moe_reduce_scatter(
     """Multiply the rows of stage 0, 1, ...; combine the tokens of each stage once its products are stored.
 
     Stage s is the chunk of rank + 1 + s, the own one the last. The work is one list, whose items the programs
-    claim one by one. It has a part for each stage: its tiles, as far as the part before does not have them;
-    the first tiles of the next stage, AHEAD rounds of them; the stage's blocks to combine. In a call that is
-    captured each launch has one part. See [Note: a scatter of experts ends].
+    claim one by one. It has a part for each stage: the stage's tiles that the part before does not have; the
+    first tiles of the next stage, AHEAD rounds of them; the stage's blocks to combine. In a captured call
+    each launch has one part. See [Note: a scatter of experts ends].
     """
     weight = Weight(b_ptr, experts, N, K, stride_be, stride_b)
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
@@ -211,7 +213,7 @@ def moe_reduce_scatter(
 
     if first_part + parts == WORLD:
         for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
-            if peer != rank:  # its push is a part of this call, whether this rank has tokens or not
+            if peer != rank:  # its push is a part of this call, even if this rank has no tokens
                 value = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
                 if SORTED:  # a call has no other kernel
                     release_if_given_up(value, peer, peers, WORLD)
@@ -313,10 +315,9 @@ def _combine_stage(
 
 @triton.jit
 def _combine_block(rows, cols, tokens, offset, stage, is_own, lost, sums, WORLD: tl.constexpr):
-    """Store the sums of some tokens, with what the peers have staged if they are this rank's own.
+    """Store the sums of some tokens; those of this rank's own with the peers' sums.
 
-    See [Note: how a sum is made].
-    lost: how much of them is missing; they are NaN if there is something.
+    See [Note: how a sum is made]. lost: above 0 if a part of them is missing; then they are NaN.
     """
     N = sums.N
     mask = (rows < tokens)[:, None] & (cols < N)[None, :]
@@ -341,10 +342,9 @@ def _combine_block(rows, cols, tokens, offset, stage, is_own, lost, sums, WORLD:
 
 @triton.jit
 def _wait_for_products(stage, items, error_ptr, patience_ticks):
-    """Return once all tiles with rows of this stage are stored: those of its part and of earlier ones.
+    """Wait for all tiles with rows of this stage; return how many parts have tiles that came too late.
 
-    See [Note: stages are combined complete].
-    What is returned is how many parts have tiles that were not stored in time.
+    They belong to the stage's part and to earlier ones: see [Note: stages are combined complete].
     """
     missing = 0
     before = 0

@@ -79,7 +79,7 @@ class ExpertOperation(Operation):
     _orders: int  # of its tiles, see `routing`
     _by_first: bool
     _way: ClassVar[str]  # the `tunable` of a collective
-    _key: tuple[Hashable, ...]  # of that: what the operation was opened for
+    _key: tuple[Hashable, ...]  # of that: columns and type of the operation
     _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
     _mend_calls = ""
 
@@ -123,14 +123,14 @@ class ExpertOperation(Operation):
         self._shapes: dict[Hashable, ExpertShape] = {}  # by all that they depend on
         self._announcer = Announcer(self._pushes)
         self._gatherer = ChoiceGatherer(self._memory, self._ids.local, self._weights.local)
-        # What a kernel of one rank finds, if it asks.
+        # Flags for a kernel of one rank: all is here.
         arrived = torch.zeros((FLAGS, 1), dtype=torch.int32, device=self.device)
         arrived[[TOLD.value, ARRIVED.value]] = 1
         self._arrived = self._memory.hold(arrived)
         self._collective = self._open_collective(self._memory)
 
     def _open_hosts(self) -> tuple[Ballots | None, str]:
-        """Return what hosts tell each other their tokens by, or why there is no such thing."""
+        """Return the ballots by which hosts exchange their tokens, or why there are none."""
         if self.world_size == 1:
             return None, ""
         advice = "Pass tokens= on all ranks or on none, or find out what that rank is doing"
@@ -162,7 +162,7 @@ class ExpertOperation(Operation):
             )
 
     def _known_tokens(self, own: int, tokens: Sequence[int] | None) -> tuple[int, ...] | None:
-        """Raise what can be told before peers hear of the call; return the tokens of all ranks if known."""
+        """Return the tokens of all ranks if known; raise where no peer is needed to see an error."""
         self._follow()
         if tokens is not None:
             return check_tokens(tokens, own, self.rank, self.world_size, self._capacity)
@@ -176,7 +176,7 @@ class ExpertOperation(Operation):
         return None
 
     def _tokens_of_all(self, own: int, known: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the tokens of each rank; where they are not known this waits for the hosts of all peers.
+        """Return the tokens of each rank; if they are not known, wait for the hosts of all peers.
 
         See [Note: what the host must know].
         """
@@ -194,9 +194,9 @@ class ExpertOperation(Operation):
         topk_ids: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
     ) -> bool:
-        """Enqueue permits and choices, or what gathers choices; return whether the call is by collectives.
+        """Enqueue permits and choices, or the collective of choices; return whether it is the collective.
 
-        To be asked once in each call, of one of KINDS: all ranks decide alike.
+        Call it once in each call, with one of KINDS: see [Note: all ranks decide alike].
         """
         most_tokens, is_shared = max(self._told), kind == "route"
         key, of_size = (kind, experts, topk, *self._key), size_class(self.world_size * most_tokens)
@@ -217,7 +217,7 @@ class ExpertOperation(Operation):
     def _announce(
         self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, is_shared: bool, *, at_once: bool
     ) -> None:
-        """Put the choices in their place and enqueue what tells the peers."""
+        """Put the choices in their place and enqueue their announcement."""
         tokens, topk = topk_ids.shape
         given = [(self._ids, topk_ids)]
         if topk_weights is not None:
@@ -307,7 +307,7 @@ class ExpertOperation(Operation):
         is_sorted: bool,
         is_gathered: bool,
     ) -> ExpertShape:
-        """Return what the launch of a grouped GEMM of so many choices depends on; gathered: of one rank's."""
+        """Return the key of a settled launch of the grouped GEMM; is_gathered: as of a single rank."""
         aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
         key = choices, layout_of(weight), strides, aligned, is_sorted, is_gathered
         shape = self._shapes.get(key)
@@ -339,10 +339,10 @@ class ExpertOperation(Operation):
 
     @abc.abstractmethod
     def _describe_wait(self, peer: int, failure: Failure) -> str:
-        """Return what a kernel of the subclass waited for in vain."""
+        """Return a sentence about the subclass's own wait that ended in vain."""
 
     def _describe_all(self, failures: dict[int, Failure]) -> list[str]:
-        """Return the text for numbers of tokens that this rank was told wrongly, if it was."""
+        """Return a sentence if this rank's caller passed other tokens than the peers have."""
         seen = {p: each.seen for p, each in failures.items() if each.kind == OTHER_TOKENS.value}
         if not seen:
             return []

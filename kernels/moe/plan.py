@@ -1,4 +1,4 @@
-"""The memory in which the choices of one call are sorted, and the two launches that do it."""
+"""The memory in which the choices of one call are sorted, and the two launches that sort them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _COUNT, _PLACE, _SORT = (
 
 
 class Plan:
-    """Where the choices of up to `most` (token, expert) pairs go when they are sorted.
+    """The sorted choices of up to `most` (token, expert) pairs.
 
-    What the kernels read: `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`,
-    three words for each stage, which are 0 when the first kernel behind the sorting starts. `starts` is where
-    the choices of each expert start, those that are dropped as of one more. All of it lies in `words`, which
-    another plan of the same sizes may be made of. stages: 1 for kernels that wait for no chunk; else a stage
-    for each rank.
+    Kernels read `rows`, `sources`, `offsets`, `tables`, `ends` (see `routing`), and `counters`, three words
+    for each stage, which are 0 when the first kernel behind the sorting starts. `starts` is where the choices
+    of each expert start; dropped ones are those of one more expert. All of it lies in `words`, from which
+    another plan of the same sizes can be made. stages: 1 for kernels that wait for no chunk; else a stage for
+    each rank.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Plan:
         shapes = _shapes(world_size, experts, most, orders, stages)
         if words is None:
             words = torch.empty(_length(shapes), dtype=torch.int32, device=device)
-        self.words = words  # what the kernels of a call write
+        self.words = words  # written by the kernels of a call
         parts, begin = {}, 0
         for name, shape in shapes.items():
             parts[name] = words[begin : begin + math.prod(shape)].view(shape)
@@ -76,16 +76,16 @@ class Plan:
     @property
     def weights(self) -> torch.Tensor:
         """If the sorting is shared, the sorted choices' weights, float32; 0 of those that are dropped."""
-        return self._within.view(torch.float32)  # which needs no places
+        return self._within.view(torch.float32)  # a shared sorting leaves `_within` free
 
     @property
     def ends_of_all(self) -> torch.Tensor:
-        """int32 [tables]: what `ends` are to a kernel of one rank, which has a single stage."""
+        """int32 [tables]: `ends` for a kernel of one rank, with a single stage."""
         return self.ends[:, -1].contiguous()
 
     @property
     def offsets_of_all(self) -> torch.Tensor:
-        """int32 [2]: what `offsets` are to a kernel of one rank."""
+        """int32 [2]: `offsets` for a kernel of one rank."""
         return self.offsets[:: len(self.offsets) - 1].contiguous()
 
     def sort(
@@ -106,14 +106,12 @@ class Plan:
     ) -> None:
         """Enqueue the sorting of `pairs` choices, which starts when those of all ranks have come.
 
-        weights: those of the choices, where `ids` has these, if the sorting is to be shared.
+        weights: of the choices, in the places of `ids`, if the sorting is to be shared.
         """
-        (self._zeroed if weights is None else self.words).zero_()  # what others keep is defined throughout
-        is_shared, given = (
-            weights is not None,
-            (ids, flags, errors, self.words, *([] if weights is None else [weights])),
-        )
-        # Of the numbers, only ticks may need 64 bits. Parts of `words` are aligned as that is.
+        (self._zeroed if weights is None else self.words).zero_()  # a routing has no undefined word
+        is_shared = weights is not None
+        given = (ids, flags, errors, self.words, *([] if weights is None else [weights]))
+        # Of the numbers, only ticks may need 64 bits. Parts of `words` are aligned like `words`.
         aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in given])
         kind = (self._kind, ids.device, aligned, patience_ticks.bit_length() > 31)
         counts = (self._counts, self._starts, self.offsets)
@@ -133,10 +131,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Routing:
-    """How the choices of one call of all ranks are sorted: by expert, and within it by rank, this one first.
+    """The sorting of the choices of all ranks: by expert, within an expert by rank, this one first.
 
-    Made by `AllGatherMoE.route`; later calls with the same choices take it, on this rank alone. Rows that are
-    sorted lie as it says; behind those of all experts are the rows of choices that are dropped.
+    `AllGatherMoE.route` makes it; later calls of this rank with the same choices take it. Sorted rows lie in
+    its order; behind those of all experts are the rows of choices that are dropped.
     """
 
     plan: Plan
@@ -151,7 +149,7 @@ class Routing:
 
     @property
     def words(self) -> torch.Tensor:
-        """All of it as one tensor, int32, for what can keep tensors alone."""
+        """The routing as one tensor, int32, for autograd, which saves nothing but tensors."""
         return self.plan.words
 
     @property

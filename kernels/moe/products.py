@@ -11,7 +11,7 @@ from ..exchange.products import add_product, multiply
 
 
 class Weight(NamedTuple):
-    """The matrices of all experts, [experts, N, K], as a kernel knows them."""
+    """The arguments of a kernel about the matrices of all experts, [experts, N, K]."""
 
     ptr: Any
     experts: Any
@@ -36,7 +36,7 @@ def describe_weight(weight, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_COL
 
 @triton.jit
 def describe_neighbours(a_ptr, rows, pitch, weight, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return a descriptor of A, whose rows lie by expert, in blocks of a tile."""
+    """Return a descriptor of A, with rows sorted by expert, in blocks of a tile."""
     return tl.make_tensor_descriptor(a_ptr, [rows, weight.K], [pitch, 1], [BLOCK_M, BLOCK_K])
 
 

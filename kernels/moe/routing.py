@@ -2,28 +2,28 @@
 
 Choices are sorted by expert, then by the chunk (source rank) of their token, chunks in the order in which the
 operation visits them: its *stages*. So a block of rows of one expert needs few neighbouring stages. A choice
-of expert -1 is dropped: it is sorted behind all experts, as if it were of one more, and so is an invalid one,
-which is also recorded. The order of the choices of one expert and chunk is left to chance; no row of a
-product depends on its place in a tile.
+of expert -1 is dropped: it is sorted behind all experts, as if there were one more. So is an invalid one,
+which is also recorded. Choices of one expert and chunk come in any order; no row of a product depends on its
+place in a tile.
 
-Two launches, without a host's look at anything, the second one of two:
+Two launches, without the host in between; the second is one of two kernels:
 
     count_choices   waits until the choices of all ranks are here; counts them by stage and expert. Its last
                     program turns the counts into where each group starts
     place_choices   puts each choice into its place; some of its programs write a table each
-    sort_choices    in its stead where both operations of a layer share the sorting: see `Plan.sort`
+    sort_choices    the same where both operations of a layer share the sorting: see `Plan.sort`
 
 A table lists, for blocks of 16, 32, ... rows, (expert, begin, end, stage): rows begin to end of the sorted
-choices, and their last stage, or, BY_FIRST, their first. There is one for each height, as the config of its
-reader is not known here, and for each order: 0, by that stage and then by expert; 1, by expert, so that the
-rows of a weight are read in one go.
+choices, and their last stage, or, BY_FIRST, their first. There is a table for each height, as the config of
+its reader is not known here, and for each order: 0, by that stage and then by expert; 1, by expert, so that
+each weight is read in one go.
 
-A sorting that is shared is of the stages of `AllGatherMoE`, this rank's own chunk first, and choices of one
-expert and chunk keep their order, so that sums over rows have the same bits in each call. Its tables have an
-order 2, OWN_FIRST: by the first stage, and then by expert, where the own chunk is the last stage, as
-`MoEReduceScatter` visits them. A block with rows of the own chunk and of others counts as one of theirs.
+A shared sorting has the stages of `AllGatherMoE`, this rank's own chunk first, and choices of one expert and
+chunk keep their order, so that sums over rows have the same bits in each call. Its tables have an order 2,
+OWN_FIRST, for `MoEReduceScatter`: by the first stage, then by expert, with the own chunk as the last stage. A
+block with rows of the own chunk and of others counts as one of theirs.
 
-Where all chunks are here before they are used, there is one stage, as there is for a single rank.
+Where all chunks are here before a kernel starts, there is one stage, as for a single rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FAR = tl.constexpr(2**31 - 1)
 
 
 def digest_of(tokens: tuple[int, ...]) -> int:
-    """Return the number that ranks with other tokens have by accident only: what the device compares."""
+    """Return a digest of the tokens of all ranks, which the device compares."""
     digest = 0
     for count in tokens:
         digest = (digest * DIGEST_FACTOR.value + count) % DIGEST_PRIME.value
@@ -109,7 +109,7 @@ def count_choices(
                 count = 0
                 odd += 1
         digest = (digest * DIGEST_FACTOR + count) % DIGEST_PRIME
-        # Whatever the host was told, nothing is written beyond `pairs`.
+        # Never write beyond `pairs`, the host's number.
         number = min(count * topk, pairs - offset)
         if program == 0:
             tl.store(offsets_ptr + peer, offset)
@@ -140,9 +140,9 @@ def count_choices(
 
 @triton.jit
 def _compare_tokens(tokens, digest, told, rank, flags_ptr, errors_ptr, WORLD: tl.constexpr):
-    """Record how many tokens each rank has if the host was told otherwise, and which peer's host was.
+    """Record the tokens of each rank if this rank's host has other numbers, or the peers whose hosts have.
 
-    Such a peer computes something else than we do, and we use it: it must not be the only one to know.
+    We use the data of such a peer, which computes something else: so this rank must fail as well.
     """
     for peer in range(0, WORLD):
         count = tokens
