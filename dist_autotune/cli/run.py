@@ -47,6 +47,8 @@ def prepare(
     chosen = {name: value for name, value in given.items() if value is not None}
     chosen |= {name: off for name, off in OFF.items() if chosen.get(name) == "off"}
     options = Options(**{"is_dist": True, **chosen, "mode": "online"})
+    if settings.run_mode() == "tune":
+        options.check_bits(has_function=False)
     boundary = OptimizerSteps() if step is None else NamedCalls(step)
     program = Program(target, tuple(arguments or ()), is_module)
     ctx.obj.append(lambda: execute(program, options, boundary))

@@ -46,6 +46,11 @@ class ScriptTuner(BaseTuner):
         state = self._shared.state or self._own.state
         return settings.process_rank() if state is None else state.function.group.rank
 
+    @property
+    def lacks_group(self) -> bool:
+        """Return whether the ranks have never had a process group in which to agree."""
+        return self._shared.state is None and not self._is_alone()
+
     def begin(self) -> None:
         """Begin the first run."""
         with self._turn():
