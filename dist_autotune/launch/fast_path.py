@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Callable
 from threading import get_ident
-from time import monotonic
 from typing import Any, TypeAlias
 
 from triton.runtime.autotuner import Autotuner
@@ -54,7 +53,7 @@ class CallUnderWay:
         written: WrittenTensors | None = None,
     ) -> None:
         self.settled, self.launch, self.failure, self.choose_for = settled, launch, failure, choose
-        self.tunes, self.passes_single, self.began = tunes, passes_single, monotonic()
+        self.tunes, self.passes_single = tunes, passes_single
         self.written = written
         self.changes = False  # a launch that `launched` does not name has named tensors that it changes
         self.new: set[str] | None = None  # contexts, new or provisional, that a settled call has launched
@@ -63,7 +62,6 @@ class CallUnderWay:
         """Return a call that knows the same keys and has met nothing new, in 0.3 us."""
         call = _MAKE(CallUnderWay)
         call.__dict__ = self.__dict__.copy()
-        call.began = monotonic()
         return call
 
     def choose(self, name: str, options: Any, key: Any, among: Any) -> Any:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import math
-import os
 import sys
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import thread as pools
 from pathlib import Path
 from types import FrameType
@@ -68,7 +66,7 @@ class ActiveCall:
                     continue
                 if self.belongs() or self._is_awaited():
                     return False
-                now = self._call, whereabouts(self._owner)
+                now = self._call, _position(self._owner)
                 if now != place:
                     began, place = time.monotonic(), now
                     continue
@@ -101,8 +99,10 @@ class ActiveCall:
     def _is_awaited(self) -> bool:
         """Return whether a thread of the call waits for this one, or for the future that it works on."""
         me, older = threading.current_thread(), self._older
-        younger = {t.ident for t in threading.enumerate() if t not in older and t is not me}
-        return awaits_this_thread({self._owner, *younger})
+        of_call = {self._owner, *(t.ident for t in threading.enumerate() if t not in older and t is not me)}
+        mine = {id(me), *(id(future) for future in _worked_on(sys._getframe()))}
+        frames = [frame for ident, frame in sys._current_frames().items() if ident in of_call]
+        return any(id(awaited) in mine for frame in frames for awaited in _awaited(frame))
 
     def _given_up(self, name: str, waited_s: float) -> str:
         frame = sys._current_frames().get(self._owner)
@@ -115,39 +115,17 @@ class ActiveCall:
         )
 
 
-def awaits_this_thread(idents: Collection[int | None]) -> bool:
-    """Return whether one of these threads waits for this one, or for the future that it works on."""
-    if not idents:
-        return False
-    mine = {id(threading.current_thread()), *(id(future) for future in _worked_on(sys._getframe()))}
-    frames = [frame for ident, frame in sys._current_frames().items() if ident in idents]
-    return any(id(awaited) in mine for frame in frames for awaited in _awaited(frame))
-
-
-def whereabouts(ident: int) -> tuple[object, ...]:
+def _position(ident: int) -> tuple[object, ...]:
     """Return where a thread is, and how long it has run: equal as long as it does not move."""
     frame = sys._current_frames().get(ident)
     known = [thread.native_id for thread in threading.enumerate() if thread.ident == ident]
     if frame is None or not known:
         return ()
-    return id(frame), frame.f_lasti, _of_task(known[0], "schedstat")
-
-
-def thread_began_s() -> float:
-    """Return when this thread began, by time.monotonic() and at the latest; -inf: not known."""
-    fields = _of_task(threading.get_native_id(), "stat").rpartition(")")[2].split()
-    if not fields:
-        return -math.inf
-    ticks = int(fields[19])  # `starttime` of proc(5), since the machine has begun
-    since_boot_s = (ticks + 1) / os.sysconf("SC_CLK_TCK")
-    return since_boot_s - time.clock_gettime(time.CLOCK_BOOTTIME) + time.monotonic()
-
-
-def _of_task(native_id: int | None, name: str) -> str:
     try:
-        return Path(f"/proc/self/task/{native_id}/{name}").read_text()
+        ran = Path(f"/proc/self/task/{known[0]}/schedstat").read_text()
     except OSError:  # not of this system, or the thread has ended
-        return ""
+        ran = ""
+    return id(frame), frame.f_lasti, ran
 
 
 def _awaited(frame: FrameType) -> Iterator[object]:

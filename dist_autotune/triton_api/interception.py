@@ -7,7 +7,6 @@ import functools
 import inspect
 import os
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from threading import get_ident
@@ -18,7 +17,7 @@ from triton import knobs
 from triton.runtime import _async_compile
 from triton.runtime.autotuner import Autotuner
 
-from .active_call import POLL_S, STILL_S, ActiveCall, awaits_this_thread, thread_began_s, whereabouts
+from .active_call import ActiveCall
 from .launch import key_of
 
 _IS_CAPTURING = torch.cuda.is_current_stream_capturing
@@ -33,7 +32,6 @@ class LaunchesOfCall(Protocol):
     """What the dispatcher asks of a call under way."""
 
     tunes: bool  # a launch may be a trial
-    began: float  # by time.monotonic()
     is_of_session: bool
 
     def choose(self, name: str, options: Any, key: Any, among: Any) -> Any:
@@ -123,38 +121,6 @@ class Interception:
     def is_within(self) -> bool:
         """Return whether this thread is in a call, or autograd runs on it for one."""
         return bool(self.calls) and (get_ident() in self.calls or self._call_of_caller() is not None)
-
-    def is_awaited(self) -> bool:
-        """Return whether a call on another thread waits for this one, which is a part of that call then.
-
-        It is seen to wait, or it has started this thread and does not move for STILL_S.
-        """
-        began_s, asked_s = thread_began_s(), time.monotonic()
-        places: dict[int, tuple[object, ...]] = {}
-        since_s = asked_s
-        while settled := self._settled_elsewhere():
-            if awaits_this_thread(settled):
-                return True
-            now_s = time.monotonic()
-            now = {thread: whereabouts(thread) for thread, began in settled.items() if began < began_s}
-            if now != places:
-                places, since_s = now, now_s
-            if not now or now_s - asked_s > 3 * STILL_S:
-                return False
-            if now_s - since_s >= STILL_S:
-                return True
-            time.sleep(POLL_S)
-        return False
-
-    def _settled_elsewhere(self) -> dict[int, float]:
-        """Return when the settled calls of other threads have begun."""
-        calls, me = self.calls.copy(), get_ident()
-        of_session = calls.get(SESSION)
-        return {
-            thread: call.began
-            for thread, call in calls.items()
-            if isinstance(thread, int) and thread != me and call is not of_session
-        }
 
     # -- a session's run -----------------------------------------------------------------------------------
 

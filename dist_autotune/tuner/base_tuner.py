@@ -55,7 +55,7 @@ class BaseTuner:
     def _turn(self) -> Iterator[bool]:
         """Take the turn for a session in the block; yield False where that is a part of another call."""
         turn = INTERCEPTION.turn
-        if turn.belongs() or INTERCEPTION.is_awaited():
+        if turn.belongs():
             yield False
         elif turn.is_mine:
             yield True

@@ -18,7 +18,7 @@ from kernels_for_tests import Bench, double, is_outside, launch, no_bench, numbe
 
 from dist_autotune import TuningError, is_tuning, tunable
 from dist_autotune.logs.records import SessionClosed, SessionOpened
-from dist_autotune.triton_api import interception
+from dist_autotune.triton_api import active_call
 from dist_autotune.triton_api.interception import propagate_to_autograd
 from ranks import assert_all_ok, run_ranks
 
@@ -102,14 +102,17 @@ def by_thread_of_thread(function: Callable[[], Any]) -> None:
 def test_a_tuned_function_on_a_thread_that_the_call_starts_and_waits_for_joins_the_call(
     bench, waits, mode, monkeypatch
 ):
-    monkeypatch.setattr(interception, "STILL_S", 0.05)
+    monkeypatch.setattr(active_call, "STILL_S", 0.05)
     inner = bench.tuned({16: 3.0, 32: 1.0}, name="inner")
     outer = bench.tune(lambda: waits(inner), name="outer", mode=mode)
-    for _ in range(3):
+    while not outer.settled:
         outer()
-    assert bench.blocks()[:3] == [16, 32, 32]
-    assert outer.settled
+    blocks = bench.blocks()
+    assert blocks[:2] == [16, 32]
     assert [record.thunk for record in records(SessionOpened)] == ["outer"]
+    outer()  # no session that `inner` could join: it has its own, and finds what it launches known
+    assert bench.blocks() == [*blocks, 32]
+    assert [record.thunk for record in records(SessionOpened)] == ["outer", "inner"]
     assert threading.Thread.start is START
 
 
