@@ -19,7 +19,8 @@ from ..search.expectation.keys import by_distance
 from ..search.expectation.order import best_start
 from ..search.messages import Claim, Part, Upgrade, femtoseconds
 from ..search.rules import BY_LAUNCH
-from ..storage.known_results import ContextIdentity, KnownOfKernel
+from ..storage.known_results import KnownOfKernel
+from ..storage.scope import ContextIdentity
 from ..timing.samples import Reading, Samples
 from ..triton_api.launch import Key
 

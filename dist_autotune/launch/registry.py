@@ -17,7 +17,8 @@ from ..search.context import Context, Outcome
 from ..search.kernel_families import context_name
 from ..search.messages import MIXED, Announcement, Part
 from ..search.rules import BY_LAUNCH
-from ..storage.known_results import ContextIdentity, KnownResults
+from ..storage.known_results import KnownResults
+from ..storage.scope import ContextIdentity
 from ..timing.clock import Clock
 from ..timing.samples import Samples
 from ..triton_api import identity

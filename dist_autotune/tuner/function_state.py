@@ -25,7 +25,8 @@ from ..search.messages import Facts, Message, Opening, RunReport, bans_for_crash
 from ..search.rules import Rules
 from ..search.state import SearchState
 from ..storage.crash_guard import CrashGuard
-from ..storage.known_results import FunctionScope, KnownResults
+from ..storage.known_results import KnownResults
+from ..storage.scope import FunctionScope
 from ..storage.winners import Winners
 from ..timing.clock import Clock, default_clock
 from ..timing.synchronized_start import clock_name

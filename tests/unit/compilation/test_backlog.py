@@ -16,7 +16,7 @@ from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOp
 from dist_autotune.compilation.pool_process import CompileOutcome
 from dist_autotune.compilation.preflight import Planned
 from dist_autotune.launch.rank_context import RankContext
-from dist_autotune.storage.known_results import ContextIdentity
+from dist_autotune.storage.scope import ContextIdentity
 
 
 class FakeProcess:
