@@ -1,8 +1,8 @@
-"""The one place for names that differ between Triton 3.6 and the newest: what uses them compiles on both.
+"""The one place for names that differ between Triton 3.6 and the newest, so that kernels compile on both.
 
-    tma_load, tma_store,     3.8 renamed them; 3.9 keeps the old names and lets them raise
-    aggregate                3.6 has only the private decorator, which wants an `__init__`, and annotations
-                             that are no strings
+    tma_load, tma_store,     3.8 renamed them; in 3.9 the old names raise
+    aggregate                3.6 has only the private decorator, which needs an `__init__`, and annotations
+                             that are not strings
     load_accumulator         from tensor memory; until 3.7 the caller names the layout of the registers
     inline_asm               PTX with a tensor's registers and addresses of shared memory; None before 3.9
     compiled_for             "cuda", "hip", or "cpu" in the interpreter
@@ -41,7 +41,7 @@ _buffer = gl.shared_memory_descriptor
 
 
 def _aggregate_with_init(cls: Any) -> Any:
-    """Return the aggregate of a class whose constructor takes its fields in their order."""
+    """Return the class as an aggregate; its constructor takes the fields in their order."""
     fields = dict(cls.__annotations__)
 
     def init(self: Any, *values: Any) -> None:
@@ -60,32 +60,32 @@ Aggregate = TypeVar("Aggregate")
 
 @dataclass_transform()
 def aggregate(cls: type[Aggregate]) -> type[Aggregate]:
-    """Return the class as an aggregate, whose constructor takes its fields; methods are device code."""
+    """Return the class as an aggregate: its constructor takes the fields, its methods are device code."""
     made: type[Aggregate] = _make_aggregate(cls)
     return made
 
 
 def _builtin(function: Any) -> Any:
-    """Return the function as one that the compiler runs, and passes what it knows; not so the interpreter."""
+    """Return the function as a builtin: the compiler passes `_semantic`, the interpreter does not."""
     function.__triton_builtin__ = True
     return function
 
 
 @_builtin
 def compiled_for(_semantic: Any = None) -> Any:
-    """Return what the kernel is compiled for, a constexpr."""
+    """Return the name of the kernel's target, a constexpr."""
     return tl.constexpr("cpu" if _semantic is None else _semantic.builder.options.backend_name)
 
 
 @_builtin
 def leave_the_core(seconds: Any, _semantic: Any = None) -> None:
-    """Sleep, in the interpreter only: ranks share few cores there, and a rank's threads Python's lock."""
+    """Sleep, in the interpreter only: there ranks share few cores, and threads share Python's lock."""
     time.sleep(tl.core._unwrap_if_constexpr(seconds))
 
 
 @_builtin
 def is_one_warp(_semantic: Any = None, _generator: Any = None) -> Any:
-    """Return whether one warp runs what is being compiled, a constexpr; otherwise it is a whole program."""
+    """Return whether one warp runs the code that is compiled, a constexpr; otherwise a program does."""
     if not hasattr(_semantic, "num_warps"):  # Gluon's
         return tl.constexpr(_semantic.builder.options.num_warps == 1)
     warps = tl.constexpr(_semantic.num_warps(_generator))

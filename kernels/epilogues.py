@@ -2,17 +2,17 @@
 
     activation(sums * row_scale * column_scale + bias)
 
-`Epilogue` is what a call asks for; in a kernel `apply_scales` and `apply_epilogue` do it with each piece of a
-tile, in registers. Without an epilogue they compile to nothing.
+`Epilogue` holds the arguments of a call; in a kernel `apply_scales` and `apply_epilogue` apply it to each
+piece of a tile, in registers. Without an epilogue they compile to nothing.
 
 A gated activation makes one column of two, activation(gate) * up. Gate and up take turns by eight columns:
 
     sums      gate 0 .. 7   up 0 .. 7   gate 8 .. 15   up 8 .. 15   ...
     result          0 .. 7                    8 .. 15               ...
 
-On Hopper a thread has two columns of every eight, and rows that are eight apart: whoever has a gate has its
-up, also where a tile's rows are the product's columns, and results lie in registers as sums do. If single
-columns took turns, a thread would have no two results side by side, and store each by itself.
+On Hopper a thread has two columns of every eight, and rows that are eight apart. So it has the up of each of
+its gates, also where a tile's rows are the product's columns, and its results lie in registers as its sums
+do. With single columns in turn a thread would have no two results side by side, and would store each alone.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def sums_of_a_result(activation):  # of a kernel's constexpr, or a call's text
 
 
 def result_columns(activation: str | None, columns: int) -> int:
-    """Return how many columns so many of sums become."""
+    """Return how many columns of the result so many columns of sums become."""
     return columns // 2 if activation in GATED else columns
 
 
@@ -78,7 +78,7 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def split_gate_up(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of gate and up, of which `interleave_gate_up` has made `weight`, a bias or a gradient.
+    """Return copies of gate and up: the inverse of `interleave_gate_up`, of a weight, bias or gradient.
 
     Raises ValueError unless the first size is a multiple of 16.
     """
@@ -135,13 +135,13 @@ class Epilogue(NamedTuple):
             raise ValueError(f"bias has stride {bias.stride(0)}, not 1; call .contiguous()")
 
     def kind(self) -> EpilogueKind:
-        """Return what the code and its tuning depend on."""
+        """Return the part that code and tuning depend on."""
         bias_dtype = None if self.bias is None else self.bias.dtype
         scaled = self.scale_a is not None, self.scale_b is not None
         return EpilogueKind(bias_dtype, self.activation or NO_ACTIVATION, scaled)
 
     def of(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return what becomes of the sums, computed by torch in their type."""
+        """Return the result of the sums, computed by torch in their type."""
         if self.scale_a is not None:
             sums = sums * self.scale_a.reshape(-1, 1).to(sums.dtype)
         if self.scale_b is not None:
@@ -165,7 +165,7 @@ class EpilogueKind(NamedTuple):
     scaled: tuple[bool, bool] = (False, False)  # the rows, the columns
 
     def key(self) -> tuple[str | bool, ...]:
-        """Return what it adds to the key of a choice: nothing where the product is the sums."""
+        """Return its part of the key of a choice: () where the product is the sums."""
         return () if self == NO_EPILOGUE else (str(self.bias_dtype), self.activation, *self.scaled)
 
 
@@ -202,9 +202,9 @@ def apply_epilogue(
     ACTIVATION: tl.constexpr,
     GATES_ROWS: tl.constexpr = False,  # gate and up are rows of the sums, not columns
 ):
-    """Return what becomes of float32 sums at these rows and columns of the product [M, N].
+    """Return the result of float32 sums at these rows and columns of the product [M, N].
 
-    Under a gated activation that is half as many columns, or rows.
+    Under a gated activation it has half as many columns, or rows.
     """
     if row_bias_ptr is not None:
         bias = tl.load(row_bias_ptr + rows, mask=rows < M, other=0.0)

@@ -7,8 +7,8 @@ when the slot has been filled, `empty` when it has been read:
     the reader waits for full     0       1       0       1      ring_phase
     the writer waits for empty    1       0       1       0      ring_phase ^ 1
 
-A wait for a parity returns unless the phase with that parity is under way. A fresh mbarrier is in phase 0, so
-the first use of a slot waits for nobody.
+A wait for a parity returns unless the phase with that parity is under way. A new mbarrier is in phase 0, so
+the first writer of a slot does not wait.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ And where does a number lie?
                             3 4 5     (GROUP_M = 2)      1 3 5     (3 chunks)        then rank + 1, ...
                             6 7 8                        6 7 8
 
-Save for the counter, each is written with `+ - * // %`, `min` and `max` only, so the source that a kernel
-calls, of plain Triton or Gluon, is through `on_host` an ordinary Python function as well. A number that is
-not below the number of tiles says that the program has no more.
+All but the counter use only `+ - * // %`, `min` and `max`: kernels of plain Triton and of Gluon call them,
+and `on_host` turns the same source into a Python function. A number that is not below the number of tiles
+means that the program has no more.
 
     SCHEDULE      "contiguous"   "strided"   "grouped"   "chiplet"   "dynamic"
     numbers       a run          strided     strided     chiplets    the counter
@@ -57,7 +57,7 @@ def chiplet_number(visit, program, programs, tiles, CHIPLETS: tl.constexpr, CHUN
     The hardware deals programs out to chiplets in turn, each with an L2 cache of its own: program p runs on
     chiplet p % CHIPLETS (as long as CHIPLETS divides `programs`; if not, the order is still complete). So
     number n of the strided order, on chiplet n % CHIPLETS, takes the place n // CHIPLETS of the tiles that
-    belong to this chiplet. What is left when CHIPLETS * CHUNK does not divide `tiles` stays as it is.
+    belong to this chiplet. Where CHIPLETS * CHUNK does not divide `tiles`, the rest keeps its order.
     """
     number = program + visit * programs
     block = CHIPLETS * CHUNK
@@ -70,7 +70,7 @@ def chiplet_number(visit, program, programs, tiles, CHIPLETS: tl.constexpr, CHUN
 
 @triton.jit
 def claim_number(counter_ptr):
-    """Return the next number that no program has; the counter starts at 0. One that gets none must stop."""
+    """Claim the next number, from 0 on. A program stops at its first number beyond the tiles."""
     return tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
 
 
@@ -78,7 +78,7 @@ def claim_number(counter_ptr):
 def reset_counter(counter_ptr, programs):
     """Put the counter back to 0 for the next launch, once every program has called this, each at its end.
 
-    The word behind the counter counts who is through; the last one resets both, so no launch needs a memset.
+    The next word counts programs at their end; the last one resets both, so no launch needs a memset.
     """
     done = tl.atomic_add(counter_ptr + 1, 1, sem="acq_rel", scope="gpu")
     if done == programs - 1:

@@ -1,21 +1,21 @@
 """Hopper's MMA part for tiles of any width, a multiple of 8: one instruction for all columns (`JOINED`).
 
-A tensor's sides are powers of two, so `mma.Wgmma` multiplies 144 columns as 128 and 16; and an instruction
-for 16 columns takes as long as one for 34 to 52 would, as it reads its rows like any other. The hardware's
-is as wide as any multiple of 8. Here it is written in PTX (`inline_asm`, since Triton 3.9):
+A tensor's sides are powers of two, so `mma.Wgmma` multiplies 144 columns as 128 and 16. An instruction for 16
+columns takes as long as one for 34 to 52 would, as it reads all rows. The hardware has instructions for any
+multiple of 8 columns. Here they are written in PTX (`inline_asm`, since Triton 3.9):
 
-    B in shared memory   a slot of the ring is as many columns as the tile has, not a power of two of them, so
-                         that the ring is as deep as it can be. TMA brings boxes of a power of two columns:
-                         some that are BLOCK_N in all, and smaller ones for the EXTRA_N others
+    B in shared memory   a slot of the ring has the tile's columns, not a power of two of them, so that the
+                         ring is as deep as it can be. TMA brings boxes of a power of two columns: some for
+                         BLOCK_N, and smaller ones for EXTRA_N
     the accumulator      tensors of 8 columns, "strips"; a thread has 4 registers of each 64 rows of a strip,
                          in the order of the instruction's operands
 
 Descriptors of shared memory and the order of registers: PTX ISA, `wgmma.mma_async`, "matrix descriptor".
 Along K an operand has 128 bytes, with TMA's swizzle of as many; an instruction multiplies 32 of them.
 
-A store takes STORE_N columns, which need not divide the tile's: the last piece then begins earlier, and what
-it shares with the piece before is stored twice, the same. The last k block of a tile may reach beyond K,
-where TMA reads zeros: of its four instructions only those are started that a quarter or half of it needs.
+A store takes STORE_N columns, which need not divide the tile's: the last piece then begins earlier, and
+columns of both pieces are stored twice, with the same values. The last k block of a tile may reach beyond K,
+where TMA reads zeros: if a quarter or half of it is enough, only one or two of its four instructions start.
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -38,17 +38,17 @@ WARPGROUP_ROWS = 64 * 128 >> 4  # bytes of a warpgroup's rows
 
 @gluon.constexpr_function
 def piece_start(i, store_n, width):
-    """Return at which of a tile's columns a piece that is stored begins: the last one ends with the tile."""
+    """Return the column of a tile at which a stored piece begins: the last one ends with the tile."""
     return min(i * store_n, width - store_n)
 
 
 @gluon.constexpr_function
 def _products(width, dtype, warpgroups, reps, steps):
-    """Return the PTX that starts a k block, and returns when all products before it are complete.
+    """Return the PTX that starts a k block, then waits until all products before it are complete.
 
-    $0 and following are the sums; then come A's address, B's, and how many bytes behind that B's block is.
-    `reps`: each warpgroup has so many times 64 rows, which lie 64 * warpgroups apart. `steps`: how many times
-    32 bytes of K are multiplied, from the first on.
+    $0 and following are the sums; then come A's address, B's, and the offset of B's block in bytes. `reps`:
+    each warpgroup has so many times 64 rows, 64 * warpgroups apart. `steps`: so many times 32 bytes of K are
+    multiplied, from the first on.
     """
     strips, is_byte = width // 8, dtype == "e4m3"
     depth, by_rows = (32, "") if is_byte else (16, ", 0, 0")  # only operands of 2 bytes can lie the other way
@@ -79,7 +79,7 @@ def _products(width, dtype, warpgroups, reps, steps):
 
 @gluon.constexpr_function
 def _in_place(registers, numbers):
-    """Return the constraints of PTX that changes registers; in front of these it gets other numbers."""
+    """Return the constraints of PTX that updates registers; further operands come before them."""
     return ",".join([*["=f"] * registers, *["r"] * numbers, *map(str, range(registers))])
 
 
@@ -157,7 +157,7 @@ class AnyWidthAccumulator:
 
     @gluon.jit
     def multiply_last(self, operands, step, k):
-        """Do so for the last k block of a tile: of zeros behind K no more than need be are multiplied."""
+        """Do so for the last k block of a tile: multiply few of the zeros behind K."""
         accumulator = self
         if self.mma.end_steps <= 1:
             accumulator = self.start(operands, step, k, 1)

@@ -1,8 +1,8 @@
 """The kernel of `persistent_matmul` for Hopper and Blackwell: the roles of `gemm` over the tiles of A @ B.
 
-Whole tiles are shared out; nothing waits for another program. Cutting the tiles of a last, incomplete wave
-along K among all programs (stream-K) was built, measured and dropped, as was an epilogue that borrows slots
-of the operand ring: docs/tried.md says by which figures.
+Each tile is one program's; no program waits for another. Measured and rejected, with figures in
+docs/tried.md: the tiles of a last, incomplete wave cut along K among all programs (stream-K), and an epilogue
+that borrows slots of the operand ring.
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -33,11 +33,11 @@ def gemm(
     M,
     N,
     K,
-    wanted,  # which configs the tuner may try; no constexpr, as the code is the same
-    programs,  # the most that run at once: what the best config depends on, no part of the code either
-    a_alignment,  # of how many bytes the rows of memory begin at multiples; for the tuner, too
+    wanted,  # which configs the tuner may try; this and the next five are for the tuner alone
+    programs,  # the most that run at once
+    a_alignment,  # rows in memory begin at multiples of so many bytes
     b_alignment,
-    m_class,  # as what M and N are tuned, see `configs`; for the tuner alone
+    m_class,  # of M and N, see `configs`
     n_class,
     row_scale_ptr,  # float32 [M], or None
     column_scale_ptr,  # float32 [N], or None

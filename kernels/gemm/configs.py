@@ -1,15 +1,15 @@
-"""The configs of the persistent GEMM: what they are, what TMA moves under them, what they take of an SM.
+"""The configs of the persistent GEMM: the candidates, their TMA blocks, their shared memory and registers.
 
-BLOCK_K counts 2 bytes, so that a config says the same of all types: 64 are a line of 128 bytes, of which
-operands in fp8 have 128 elements. A product in fp8 takes what one of half as many elements of 2 bytes takes
-(`in_words`): it moves as many bytes, and an instruction multiplies as many at a time.
+BLOCK_K counts units of 2 bytes, so a config means the same for all types: 64 units are a line of 128 bytes,
+or 128 elements in fp8. A product in fp8 takes as long as one of half as many elements of 2 bytes
+(`in_words`): it moves as many bytes, and an instruction multiplies as many bytes at a time.
 
 With SWAP_AB tiles are those of the transposed product, C.T = B.T @ A.T: their rows are B's, their columns
-A's, and what is stored has a tile's columns as rows. What is said of rows and columns elsewhere is of tiles.
+A's, and a tile's columns are stored as rows. Elsewhere "rows" and "columns" are those of tiles.
 
 Numbers of rows change from call to call, with batches and sequences, and tuning tries dozens of configs. So
-numbers of rows are tuned in classes, each named after its largest one; all of a class take the config of the
-first. Every config is right for all of them.
+numbers of rows are tuned in classes, named after their largest number; a class takes the config that its
+first call has tuned, which is valid for all of them.
 
     1 .. 128        multiples of 16        16, 32, 48, 64, 80, 96, 112, 128
     more            four a doubling        160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024, ...
@@ -32,14 +32,14 @@ from ..matrices import Block, set_block, set_matrix
 from .operands import item_bytes
 
 BOXES = (128, 64, 32, 16, 8)
-FEWEST_ROWS = 8  # of a block in shared memory: what its swizzle repeats after
+FEWEST_ROWS = 8  # of a block in shared memory: its swizzle repeats after so many
 SHARED_BYTES = 227 * 1024  # that a program can have on Hopper
 BARRIER_BYTES = 1024  # more than all mbarriers and a ring of tile numbers take
 MOST_ACCUMULATOR_REGISTERS = 192  # of a thread's 255; pointers and the epilogue need the rest
 VARIANTS = ("auto", "pipelined", "persistent", "persistent_pipelined", "warp_specialized")
-# Of the last one, for whoever wants to know what each is worth.
+# Of the last one, so that each can be measured alone.
 PARTS = ("cooperative", "pingpong")
-# Of tiles of any width; a call is tried with those that none does with as many tiles and fewer columns.
+# Of tiles of any width. A call tries, for each number of tiles, the narrowest.
 WIDTHS = (80, 96, 104, 112, 120, 128, 144, 152, 160, 176, 192, 200, 208, 216, 224, 240)
 STEP = 16  # the least that tiles differ in
 FINE_UNTIL = 128
@@ -47,7 +47,7 @@ CLASSES_A_DOUBLING = 4
 
 
 def in_boxes(width: int) -> tuple[int, int]:
-    """Return BLOCK_N and EXTRA_N, with which the columns are of the fewest boxes: each takes TMA its time."""
+    """Return BLOCK_N and EXTRA_N that divide the columns into the fewest boxes: each costs TMA time."""
     ways = [(width - width % box, width % box) for box in BOXES if box <= width]
     return min(ways, key=lambda way: sum(columns // box_of(columns) for columns in way if columns))
 
@@ -94,13 +94,13 @@ def in_words(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def swapped(args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the transposed product, C.T = B.T @ A.T: whose tiles those of SWAP_AB are."""
+    """Return the arguments of the transposed product, C.T = B.T @ A.T, which SWAP_AB divides into tiles."""
     names = {"M": "N", "N": "M", "a_alignment": "b_alignment", "b_alignment": "a_alignment"}
     return {name: args[names.get(name, name)] for name in args}
 
 
 def as_tiled(kwargs: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the product into whose rows and columns a config's tiles divide a call."""
+    """Return the arguments of the product that a config divides into tiles: the call's, or swapped."""
     return swapped(args) if kwargs.get("SWAP_AB") else args
 
 
@@ -124,7 +124,7 @@ def set_blocks(args: dict[str, Any]) -> None:
 
 
 def operand_bytes(kwargs: dict[str, Any]) -> int:
-    """Return what the ring of operands takes in shared memory."""
+    """Return the size of the ring of operands in shared memory."""
     a_bytes = kwargs["NUM_BUFFERS"] * kwargs["BLOCK_M"] * kwargs["BLOCK_K"] * 2
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     b_bytes = kwargs["NUM_BUFFERS"] * width * kwargs["BLOCK_K"] * 2
@@ -132,14 +132,14 @@ def operand_bytes(kwargs: dict[str, Any]) -> int:
 
 
 def shared_bytes(kwargs: dict[str, Any], out_bytes: int, *, tensor_memory: bool) -> int:
-    """Return what a config of the Gluon body takes in shared memory, with elements of C of that size."""
+    """Return how much shared memory a config of the Gluon body takes, with elements of C of that size."""
     storers = 2 if kwargs["VARIANT"] == "pingpong" and not tensor_memory else 1  # of all rows
     piece = kwargs["BLOCK_M"] * kwargs["STORE_N"] * out_bytes
     return int(operand_bytes(kwargs) + storers * kwargs["STORE_BUFFERS"] * piece + BARRIER_BYTES)
 
 
 def deepest_ring(block_m: int, width: int, *, store_bytes: int) -> int:
-    """Return of how many k blocks of 64 the ring can be: more loads under way, longer waits for L2 hidden."""
+    """Return how many k blocks of 64 fit the ring: the more, the longer a wait for L2 that stays hidden."""
     return (SHARED_BYTES - BARRIER_BYTES - store_bytes) // ((block_m + width) * 64 * 2)
 
 
@@ -208,14 +208,14 @@ def _any_width(variant: str, block_m: int, width: int, *, swap_ab: bool = False)
 PINGPONG_WIDTHS = tuple(width for width in WIDTHS if width <= 192)  # registers of a thread
 
 GLUON_CANDIDATES = [
-    # On Blackwell the first is what a tuner's first run takes, on Hopper that with the best estimate.
+    # A tuner's first run takes the first on Blackwell, on Hopper the one with the best estimate.
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1)),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(128, 1), group_m=16),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 2)),
     _candidate("cooperative", (128, 256, 64), 4, warps=8, store=(64, 1)),
     _candidate("cooperative", (128, 256, 64), 3, warps=8, store=(128, 2)),
     _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(64, 1)),
-    # The fewest rows loaded for each product: what counts where rows begin between cache lines.
+    # The fewest rows loaded for each product, which counts where rows begin between cache lines.
     _candidate("cooperative", (256, 128, 64), 3, warps=8, store=(64, 1), extra_n=64),
     _candidate("cooperative", (256, 128, 64), 4, warps=8, store=(32, 1), extra_n=32),
     _candidate("cooperative", (128, 128, 64), 5, warps=8, store=(64, 1), extra_n=64),
@@ -301,6 +301,6 @@ def class_of_rows(rows: int) -> int:
 
 
 def class_of_chunk(rows: int, configs: list[triton.Config]) -> int:
-    """Return the same for a chunk, than which a config's tiles must not be higher: none parts its class."""
+    """Return the class of a chunk's rows, cut so that a tile is higher than all of a class or than none."""
     too_high = {config.kwargs["BLOCK_M"] for config in configs} - set(range(rows + 1))
     return min([class_of_rows(rows), *(height - 1 for height in too_high)])

@@ -5,12 +5,12 @@ The rows of a copy begin at multiples of cache lines:
     source   |aaaaaaa|bbbbbbb|ccccccc|           rows one behind the other, or any strides
     scratch  |aaaaaaa.|bbbbbbb.|ccccccc.|        `.`: never written and never read
 
-As many elements are moved at a time as addresses, rows and their lengths are multiples of, up to 16 bytes.
-What is copied once is launched without Triton's dispatch the next time.
+A thread moves the largest power of two, up to 16 bytes, that divides addresses, pitches and row lengths. The
+second copy of a layout is launched without Triton's dispatch.
 
-A copy costs what reading and writing it takes, and a kernel more. What it saves is in the estimate: loads of
-rows that begin between cache lines take up to 2.4 times as long. And what TMA cannot address at all is left
-to the body in plain Triton, unless copies of it let the tensor cores be fed by TMA.
+A copy costs a kernel, and the time to read and write the matrix. It saves loads of rows that begin between
+cache lines, which the estimate knows to take up to 2.4 times as long; and for matrices that TMA cannot
+address at all it saves the slower body in plain Triton.
 
 The constants are of one H200 (docs/benchmarks/persistent_gemm_copies_1xH200_2026-11-20.md).
 """
@@ -47,7 +47,7 @@ COPY_BYTES_PER_CLOCK, NARROW_COPY_BYTES_PER_CLOCK = 2020, 1600
 KERNEL_CLOCKS = 2.5 * CLOCKS_PER_US  # of each kernel
 # About 130 TFLOP/s: 127 for 4001 x 2003 x 999 (126 us, one H200, 2026-11-20).
 PLAIN_FLOP_PER_CLOCK = 65_700
-# That is worth scratch memory and further kernels. And large products take up to 13 % longer than estimated.
+# From which on copies are made: they take memory, and large products take up to 13 % longer than estimated.
 LEAST_GAIN = 0.1
 CHOICES_KEPT = 1024
 
@@ -58,21 +58,21 @@ def pitch_of(columns: int, itemsize: int) -> int:
 
 
 def runs_along_columns(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's columns are what is contiguous, and not its rows."""
+    """Return whether the tensor's columns are contiguous, and not its rows."""
     return tensor.stride(0) == 1 and (tensor.stride(1) != 1 or tensor.shape[1] == 1)
 
 
 def room_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return scratch memory for the current stream's next kernels; its rows begin at multiples of LINE_BYTES.
 
-    The allocator gives it to nobody on another stream before they have run; in a capture it is the graph's.
+    The allocator gives it to no other stream before they have run; in a capture it is the graph's.
     """
     pitch = pitch_of(columns, dtype.itemsize)
     return torch.empty_strided((rows, columns), (pitch, 1), dtype=dtype, device=device)
 
 
 def padded_copy(tensor: torch.Tensor, *, transposed: bool) -> tuple[Matrix, torch.Tensor]:
-    """Return a copy as TMA reads it, and its memory, which is to be kept until the kernel is launched.
+    """Return a copy as TMA reads it, and its memory; keep that until the kernel is launched.
 
     Its rows begin at multiples of LINE_BYTES; with `transposed`, they are the tensor's columns.
     """
@@ -122,7 +122,7 @@ def copy_rows(
     source_ptr,
     target_ptr,
     rows,
-    columns,  # this and the distances of rows in VECTOR elements: the compiler then knows what divides them
+    columns,  # this and the pitches in units of VECTOR elements: so the compiler knows their divisors
     from_row,
     to_row,
     from_column,  # elements; a constant where it is 1
@@ -156,10 +156,10 @@ NOTHING = Copies()
 
 @functools.lru_cache(maxsize=CHOICES_KEPT)
 def plan_copies(shape: GemmShape, *, out: bool) -> tuple[Copies, GemmShape] | None:
-    """Return what to copy and the shape of the product of the copies; None if the plain body is to run.
+    """Return the copies to make and the shape of their product; None if the plain body is to run.
 
-    The shape's alignments are those of the operands as they are, 0 where TMA cannot address one; `out` says
-    whether it can write the result only to scratch memory.
+    The shape's alignments are those of the caller's operands, 0 where TMA cannot address one. out: TMA cannot
+    write the caller's result, only scratch memory.
     """
     copies = what_to_copy(shape, out=out)
     return None if copies is None else (copies, copied(shape, copies))
@@ -175,7 +175,7 @@ def copied(shape: GemmShape, copies: Copies) -> GemmShape:
 
 
 def what_to_copy(shape: GemmShape, *, out: bool) -> Copies | None:
-    """Return the copies with which a call should take the least time; None where the plain body should."""
+    """Return the copies with the best estimate; None where the plain body has it."""
     (_, a_columns), (_, b_columns) = rows_in_memory(shape)
     itemsize = shape.dtype.itemsize
     a_ways = _ways(shape.a_alignment, a_columns * itemsize)
@@ -189,10 +189,10 @@ def what_to_copy(shape: GemmShape, *, out: bool) -> Copies | None:
 
 
 def _ways(alignment: int, row_bytes: int) -> tuple[bool, ...]:
-    """Return whether to copy an operand: both, where it is to be found out."""
+    """Return whether to copy an operand: both answers where the estimate decides."""
     if alignment == 0:
         return (True,)
-    # Of rows shorter than a line few cross one, and the estimate knows nothing of that.
+    # Few rows shorter than a line cross one, which the estimate does not know.
     return (False,) if alignment == LINE_BYTES or row_bytes < LINE_BYTES else (False, True)
 
 

@@ -1,10 +1,9 @@
-"""The epilogue parts: how an accumulator gets to C, through shared memory and TMA, while the next tile runs.
+"""The epilogue parts: an accumulator gets to C through shared memory and TMA, while the next tile runs.
 
-Before it is rounded each piece meets the rest of the epilogue, in registers (`Pointwise`); a gated activation
-leaves half of its columns, or of its rows, and C has half as many.
+Each piece of STORE_N columns is scaled, biased and activated in registers (`Pointwise`), then rounded, then
+stored through a buffer. A gated activation leaves half of its columns, or of its rows.
 
-It has buffers of its own, a piece of STORE_N columns each. Borrowing slots of the operand ring was dropped:
-docs/tried.md.
+Rejected: buffers that are slots of the operand ring (docs/tried.md).
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -23,8 +22,8 @@ from .operands import allocate_ring
 def _elements(pointer, first, end, COUNT: gl.constexpr, layout: gl.constexpr):
     """Return so many elements, one for each column of a tensor with that layout; zeros from `end` on.
 
-    As the accumulator has its columns, a thread would load as many as it has, one by one. So each element is
-    loaded by one thread of a warp or a few, and gets to the others through shared memory.
+    In the accumulator's layout each thread would load the elements of all its columns, one by one. So one
+    thread of a warp, or a few, load each element, and the others get it through shared memory.
     """
     at = first + gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     return gl.convert_layout(gl.load(pointer + at, mask=at < end, other=0.0), gl.SliceLayout(0, layout))
@@ -43,9 +42,9 @@ class Pointwise:
 
     @gluon.jit
     def apply(self, sums, row, col, FIRST: gl.constexpr, origin=0):
-        """Return what becomes of a piece that begins FIRST columns behind that row and column.
+        """Return the result of a piece of sums that begins FIRST columns behind that row and column.
 
-        origin: which scale is that of row 0.
+        origin: the index of row 0 among the scales of rows.
         """
         layout: gl.constexpr = sums.type.layout
         rows = row + gl.arange(0, sums.shape[0], gl.SliceLayout(1, layout))
@@ -73,9 +72,9 @@ class Pointwise:
 
 @gluon.jit
 def complete_stores():
-    """Return when what this thread has stored by TMA is in memory, where all threads see it behind a barrier.
+    """Wait until this thread's TMA stores are in memory; behind a barrier all threads see them.
 
-    Gluon's `store_wait` only waits until it has been read out of shared memory.
+    Gluon's `store_wait` only waits until they have been read out of shared memory.
     """
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -112,11 +111,11 @@ class StoreBuffers:
     def store(self, accumulator, row, col, STORER: gl.constexpr, origin=0):
         """Start the stores of a tile; `origin`: see `Pointwise`.
 
-        A buffer is written again when all but the BUFFERS - 1 youngest stores have been read out of it; the
-        first piece waits for all of the tile before, which was long ago. TMA reads through the async proxy:
-        each thread fences its own writes, the barrier before the store (the compiler puts it there) gathers
-        the threads, and one of them starts it. The same thread waits later: stores are counted for each
-        thread.
+        A buffer is written again when all but the BUFFERS - 1 youngest stores have been read out of theirs;
+        the first piece waits for all stores of the tile before, which have long been read. TMA reads through
+        the async proxy: each thread fences its own writes, a barrier (the compiler puts it before the store)
+        gathers the threads, and one of them starts the store. The same thread waits later, as the hardware
+        counts stores by thread.
         """
         for i in gl.static_range((self.WIDTH + self.STORE_N - 1) // self.STORE_N):
             sums = accumulator.piece(i, self.STORE_N)

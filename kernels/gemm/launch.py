@@ -1,8 +1,8 @@
 """Plans and launches the Gluon body for one product: TMA descriptors, scratch memory, the tuned kernel.
 
-A `LaunchPlan` depends on how tensors lie, so it is made once and executed by later calls with tensors that
-lie alike. A shape is tuned at first, then launched straight from what the tuning left. Nothing here keeps a
-caller's tensor.
+A `LaunchPlan` depends on the layout of tensors: it is made once, and later calls with tensors that lie alike
+execute it. The first launch of a shape tunes it; later ones take its config and its compiled kernel directly.
+Nothing here keeps a caller's tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ tuned_gemm = triton.autotune(
 )(gemm)
 
 
-# A tuner keeps the arguments and the config of its launch under way: it is asked by one thread at a time.
+# An Autotuner keeps the arguments and the config of its launch under way: one thread at a time may call it.
 _TURN = threading.Lock()
 _SETTLED: SettledLaunches[GemmShape] = SettledLaunches(tuned_gemm, blocks_of)
 _COUNTERS: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
@@ -74,11 +74,11 @@ def _no_counter(device: torch.device) -> torch.Tensor:
 
 
 def counter_of(device: torch.device, *, counts: bool) -> torch.Tensor:
-    """Return words for kernels that count, as the dynamic schedule does: zeros, as every launch leaves them.
+    """Return the counter of a dynamic schedule: zeros, and every launch leaves zeros behind.
 
-    Launches that do not count share theirs. Of the others each stream has its own, as two at once must not
-    share tiles; and a captured launch, whose replays may run beside launches on any stream. What is zeroed in
-    the capture is zeroed in each replay.
+    Launches that do not count share one. Others share one only on a stream, as two launches at once must not
+    share tiles. A captured launch has its own, as replays may run beside launches on any stream; each replay
+    zeroes it, as the capture did.
     """
     if not counts:
         return _no_counter(device)
@@ -121,9 +121,9 @@ def plan_launch(
     tensor_memory: bool,
     epilogue: EpilogueKind = NO_EPILOGUE,
 ) -> LaunchPlan | None:
-    """Return how to launch out = a @ b; None if the plain body is to compute it.
+    """Return how to launch out = a @ b; None where TMA cannot address all tensors, and copies do not pay.
 
-    It is where TMA cannot address all tensors, and copies do not pay. On Blackwell nothing is copied.
+    Then the plain body computes it. On Blackwell nothing is copied.
     """
     c = as_matrix(out)
     exchanged = runs_along_columns(out) if c is None else c.transposed
@@ -184,7 +184,7 @@ def execute(
     if copies.out:
         room = room_for(out.shape[0], out.shape[1], out.dtype, out.device)
         c = matrix_of_rows(room)
-    # What TMA cannot address is among the copies.
+    # Matrices that TMA cannot address are copied.
     assert left is not None
     assert right is not None
     assert c is not None

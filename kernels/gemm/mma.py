@@ -7,9 +7,9 @@
     accumulator.piece(i, ...)       STORE_N columns of them
     drained(visit)                  the accumulator may be used again
 
-    Wgmma      the accumulator is in registers; whoever multiplies also stores. The rows of a tile that is two
-               accumulators wide may pass through registers, too: then shared memory is read once for both
-    Tcgen05    it is in tensor memory, twice, so one partition can multiply while another stores
+    Wgmma      the accumulator is in registers; the warps that multiply also store. The rows of a tile that is
+               two accumulators wide may pass through registers, too: shared memory is read once for both
+    Tcgen05    two accumulators are in tensor memory, so one partition multiplies while another stores
 
 `any_width` has a third one, for Hopper.
 
@@ -83,7 +83,7 @@ class WgmmaAccumulator:
             main = warpgroup_mma(operands.a(step), operands.b(step), self.main, is_async=True)
             main = warpgroup_mma_wait(num_outstanding=1, deps=(main,))
             extra = main
-        # Of the tile before, everything has been given back in `end`.
+        # At k = 0 there is none to give back: `end` gave back the tile before.
         operands.give_back(step + operands.NUM_BUFFERS - 1, pred=k > 0)
         return WgmmaAccumulator(main, extra, self.BLOCK_N, self.EXTRA_N, self.FROM_REGISTERS)
 
@@ -92,9 +92,9 @@ class WgmmaAccumulator:
         """Start the products of a k block, half of K at a time; return when the block before it is done.
 
         Registers that products in flight read must not be written. Each half has registers of its own, and is
-        loaded when the products of the same half of the block before are done: those of the half between
-        are what the tensor cores do meanwhile. TMA overwrites the rows after the block's `empty`, which is
-        behind these loads; the fence says so to the async proxy, under the products.
+        loaded when the products of the same half of the block before are done; meanwhile the tensor cores
+        work on the half between. TMA overwrites the rows after the block's `empty`, which is behind these
+        loads; the fence orders that for the async proxy, under the products.
         """
         HALF: gl.constexpr = operands.config.BLOCK_K // 2
         IN_A_REGISTER: gl.constexpr = 4 // operands.config.ITEM_BYTES
@@ -136,7 +136,7 @@ class WgmmaAccumulator:
 
 @gluon.constexpr_function
 def _rows_over_warps(columns, warps, item_bytes):
-    """Return the layout of an accumulator whose rows are divided among the warps."""
+    """Return the layout of an accumulator with its rows divided among the warps."""
     shape = [16, columns, 32 // item_bytes]
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=shape)
 

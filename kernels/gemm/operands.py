@@ -1,10 +1,10 @@
 """The ring of operand buffers: TMA fills a slot with one k block of A and of B, the multiplication reads it.
 
-What lies beyond a matrix arrives as zeros, but slowly: on an H200, 48 of 64 rows beyond cost a product of few
-rows a quarter of its time. Of a matrix that is smaller than a block, only about the rows that there are come
-therefore (`blocks_of`). The other rows of the slot hold anything; what they are multiplied to is of rows and
-columns that C has not, and its stores leave out. (Of a larger matrix, a tile reaches beyond it only if it
-cannot be moved back, see `problem`.)
+Elements beyond a matrix arrive as zeros, but slowly: on an H200, 48 of 64 rows beyond cost a product of few
+rows a quarter of its time. So of a matrix that is smaller than a block TMA loads little more than its rows
+(`blocks_of`). The other rows of the slot hold anything; their products belong to rows and columns that C does
+not have, and are not stored. (In a larger matrix a tile reaches beyond it only if it cannot be moved back,
+see `problem`.)
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -82,7 +82,7 @@ class Config:
     BLOCK_M: gl.constexpr
     BLOCK_N: gl.constexpr
     EXTRA_N: gl.constexpr
-    BLOCK_K: gl.constexpr  # elements: twice as many as the candidate says where they have one byte
+    BLOCK_K: gl.constexpr  # elements: twice the candidate's number where they have one byte
     NUM_BUFFERS: gl.constexpr
     STORE_N: gl.constexpr
     STORE_BUFFERS: gl.constexpr
@@ -150,7 +150,7 @@ class OperandRing:
     def load(self, step, row, col, k):
         """Start the copies of k block `k` of the tile at (row, col), once the slot has been read.
 
-        What lies beyond A or B and is loaded is counted like the rest, so each load completes `full`.
+        TMA counts the zeros beyond A or B like other bytes, so each load completes `full`.
         """
         slot = ring_slot(step, self.NUM_BUFFERS)
         bar = self.full.index(slot)
@@ -190,7 +190,7 @@ class OperandRing:
 
     @gluon.jit
     def give_back(self, step, pred=True):
-        """Say that the step has been read."""
+        """Give the slot of the step back: it has been read."""
         slot = ring_slot(step, self.NUM_BUFFERS)
         mbarrier.arrive(self.empty.index(slot), count=1, pred=pred)
 
@@ -222,7 +222,7 @@ class OperandRing:
 
     @gluon.jit
     def joined_nbytes(self):
-        """Return of how many bytes a k block of B is; JOINED only."""
+        """Return the size of a k block of B; JOINED only."""
         COLUMN_NBYTES: gl.constexpr = self.b_desc.block_type.nbytes // self.b_desc.block_type.shape[0]
         NBYTES: gl.constexpr = (self.config.BLOCK_N + self.config.EXTRA_N) * COLUMN_NBYTES
         return NBYTES

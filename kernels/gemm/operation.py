@@ -1,4 +1,11 @@
-"""`persistent_matmul`: a @ b, computed by kernels whose programs stay for many tiles.
+"""`persistent_matmul`: a @ b by persistent kernels, each program of which computes many tiles.
+
+Read it in this order:
+
+    configs, pruning       the candidates, and an estimate of their time
+    launch, copies         the host side of the Gluon body
+    body, problem, roles   the Gluon body for Hopper and Blackwell: tiles, schedules, warp roles
+    operands, mma, any_width, epilogue     its parts
 
 The body in plain Triton is here, for AMD's GPUs, for strides that TMA cannot take, and for the interpreter.
 """
@@ -62,23 +69,25 @@ def persistent_matmul(
     their products with fewer bits than float32 has, as in `torch._scaled_mm(..., use_fast_accum=True)`.
 
     The result has the type of `out`, or `out_dtype`, or a's, bf16 for fp8: fp16, bf16 or fp32. All strides
-    are allowed for it, and for operands of 2 bytes. `out` shares no memory with the other tensors, which are
+    are allowed for it, and for operands of 2 bytes. `out` shares no memory with the other tensors: they are
     read while it is written, in part twice.
+
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
-    tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Numbers of rows M
-    share what was tuned in classes, which end at multiples of 16 up to 128, then at 160, 192, 224, 256, 320
-    and so on, four to each doubling. `scheduler` is the order of the tiles (see `tiles`); `auto` is
-    "grouped", on AMD "chiplet".
-    `programs` is how many programs stay: by default one on each SM; fewer leave SMs to what runs beside.
+    tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Numbers of rows M are
+    tuned in classes, which end at multiples of 16 up to 128, then at 160, 192, 224, 256, 320 and so on, four
+    to each doubling. `scheduler` is the order of the tiles (see `tiles`); `auto` is "grouped", on AMD
+    "chiplet". `programs` is the number of programs: by default one on each SM; fewer leave SMs to kernels
+    beside it.
 
     The variants run on Hopper and Blackwell, where TMA can address a, b and out: each begins at a multiple
     of 16 bytes and has one contiguous dimension, the other's stride being a multiple of 16 bytes. Elsewhere
     every variant is computed by the body in plain Triton: on other GPUs, with other strides, and on the CPU,
     in Triton's interpreter.
 
-    On Hopper, operands whose rows do not begin at multiples of 128 bytes, and all that TMA cannot address,
-    pass through scratch memory where that should take less time (see `copies`). It is torch's, for the time
-    of the call, and as large as the matrix would be with rows of whole 128 bytes.
+    On Hopper, matrices that TMA cannot address, and operands with rows that do not begin at multiples of 128
+    bytes, pass through scratch memory where that should take less time (see `copies`). A call takes it from
+    torch: each matrix with its rows padded to multiples of 128 bytes.
+
     Raises TypeError or ValueError for arguments that cannot be multiplied.
     """
     tensors = {"a": a, "b": b, "out": out, "bias": bias, "scale_a": scale_a, "scale_b": scale_b}
@@ -186,7 +195,7 @@ def _run_plain(
     plain_gemm[grid](a, b, out, counter, *sizes, programs, class_of_rows(rows), *vectors, **constants)
 
 
-# ---- what it says when it is called wrongly
+# ---- checks of arguments
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -219,7 +228,7 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def result_shape(a: torch.Tensor, b: torch.Tensor, activation: str | None) -> tuple[int, int]:
-    """Return the shape of what becomes of a @ b."""
+    """Return the shape of the result of a @ b behind its activation."""
     return a.shape[0], result_columns(activation, b.shape[1])
 
 
@@ -290,8 +299,8 @@ def plain_gemm(
     stride_bn,
     stride_cm,
     stride_cn,
-    programs,  # the most that run at once: what the best config depends on, no part of the code
-    m_class,  # as what M is tuned, see `configs`; no part of the code either
+    programs,  # the most that run at once; for the key of the tuning
+    m_class,  # of M, see `configs`; for the key of the tuning
     row_scale_ptr,  # float32 [M], or None
     column_scale_ptr,  # float32 [N], or None
     bias_ptr,  # [N], or None

@@ -28,8 +28,8 @@ ALIGNED = gl.constexpr(8)
 def slots_of_visits(num_buffers):
     """Return how many visits the loader may publish before all partitions have taken the first of them.
 
-    A partition that loads for itself publishes up to `num_buffers` before it takes the first. Fewer slots
-    would have the loader wait for takers who wait for it: see [Note: roles end].
+    A partition that loads for itself publishes up to `num_buffers` before it takes the first. With fewer
+    slots the loader would wait for takers that wait for it: see [Note: roles end].
     """
     return num_buffers + 2
 
@@ -46,7 +46,7 @@ class StaticSchedule:
 
     @gluon.jit
     def take(self, visit):
-        """Return what the loader's `publish` of this visit returns."""
+        """Return the number that the loader publishes for this visit."""
         program, programs = gl.program_id(0), gl.num_programs(0)
         return scheduled_number(visit, program, programs, self.tiles, self.SCHEDULE, CHIPLETS, CHUNK)
 
@@ -89,7 +89,7 @@ class DynamicSchedule:
 
     @gluon.jit
     def take(self, visit):
-        """Return what the loader's `publish` of this visit returns, once it has."""
+        """Wait for the number that the loader publishes for this visit, and return it."""
         slot = ring_slot(visit, self.SLOTS)
         mbarrier.wait(self.full.index(slot), ring_phase(visit, self.SLOTS))
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -105,9 +105,9 @@ class DynamicSchedule:
 
 @gluon.jit
 def last_start(size, block, INSIDE_ROWS: gl.constexpr):
-    """Return where the last tile begins: where it ends with the matrix, if TMA can begin there.
+    """Return the last start of a tile: it then ends with the matrix, if TMA can begin there, else `size`.
 
-    INSIDE_ROWS: tiles begin inside rows of memory. `size`, behind all tiles, says that none is moved.
+    INSIDE_ROWS: tiles begin inside rows of memory. No tile begins at `size`, so none is moved.
     """
     last = max(size - block, 0)
     if INSIDE_ROWS:
@@ -129,7 +129,7 @@ class Problem:
     tiles_m: gl.tensor
     tiles_n: gl.tensor
     tiles: gl.tensor
-    last_row: gl.tensor  # behind which no tile begins
+    last_row: gl.tensor  # no tile begins behind it, nor behind the next
     last_col: gl.tensor
     k: gl.tensor
     k_blocks: gl.tensor
@@ -139,10 +139,10 @@ class Problem:
     def place(self, number):
         """Return the tile's first row of A and of C, and first column; without such a tile, the last one's.
 
-        A tile that would reach beyond the last row or column is moved back by so much, if TMA can begin
-        there: loads from beyond are slow, see `operands`. What it shares with the tile before is computed and
-        stored twice, to the same values, as both add up the k blocks in the same order. Behind the last group
-        of tiles the arithmetic would divide by a group of no rows.
+        A tile that would reach beyond the last row or column is moved back to end there, if TMA can begin
+        there: loads from beyond are slow, see `operands`. Where it overlaps the tile before, both compute and
+        store the same values, as they add up the k blocks in the same order. (For a number behind the last
+        tile the arithmetic would divide by a group of no rows.)
         """
         number = min(number, self.tiles - 1)
         pid_m, pid_n = scheduled_tile(

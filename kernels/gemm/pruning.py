@@ -1,21 +1,21 @@
 """Prunes the configs of the persistent GEMM to those that a call can use and that are worth a trial.
 
-An estimate says how long a config takes on Hopper. A k block of a tile costs what takes longest, in clocks
-of an SM:
+An estimate tells how long a config takes on Hopper. A k block of a tile costs the longest of three times, in
+clocks of an SM:
 
     multiply    an instruction of 64 rows and w columns takes w / 2 for each 16 of K, by data sheets. Products
-                of random numbers were seen to take 1.2 times that, cuBLAS' as well
-    share       shared memory passes 128 bytes a clock: what is loaded is written there, and each instruction
-                reads its rows of A and its columns of B. A tile of two accumulators reads its rows twice, so
-                128 + 64 columns are bound by that
+                of random numbers were seen to take 1.2 times as long, those of cuBLAS, too
+    share       shared memory passes 128 bytes a clock: loads write there, and each instruction reads its rows
+                of A and its columns of B. A tile of two accumulators reads its rows twice: shared memory
+                bounds 128 + 64 columns
     load        60 bytes a clock come from L2, fewer where rows begin between its lines or sectors
 
-Tiles are done in waves. What is not hidden of a tile's store and of its first loads comes on top, and nothing
-is faster than memory, which is as fast as there are bytes in flight.
+Tiles are computed in waves. The exposed parts of a tile's store and of its first loads are added, and no call
+is faster than memory, whose speed depends on the bytes in flight.
 
-The constants are an H200's at 1.98 GHz, which is what it runs at for products that take little power: of data
-sheets, or such that the medians in docs/benchmarks come out. With 2.5 us for the launch, half of the configs
-that `auto` chose below 0.2 ms for the ragged shapes are within a tenth, nearly all within a fifth. Large
+The constants are an H200's at 1.98 GHz, its clock for products that take little power. They come from data
+sheets, or fit the medians in docs/benchmarks. With 2.5 us for the launch the estimate is within a tenth for
+half of the configs that `auto` chose below 0.2 ms for the ragged shapes, within a fifth for nearly all. Large
 products take longer, as the clock falls.
 """
 
@@ -47,9 +47,9 @@ from .mma import WIDEST_FROM_REGISTERS
 
 L2_BYTES_PER_CLOCK = 60  # into one SM; 55 to 58 were seen with rings of five slots
 BETWEEN_LINES, BETWEEN_SECTORS = 1.4, 2.4  # times that for rows of 128 bytes that begin there
-SEEN_OVER_NOMINAL = 1.2  # of instructions, by what K = 4096 takes longer than K = 1024
+SEEN_OVER_NOMINAL = 1.2  # of instructions: from the times of K = 4096 and of K = 1024
 SHARED_BYTES_PER_CLOCK = 128
-FROM_REGISTERS = 0.95  # times that where the rows of two accumulators pass through registers
+FROM_REGISTERS = 0.95  # of the time in shared memory, where rows of two accumulators pass through registers
 MEMORY_BYTES_PER_CLOCK = 2020  # of the GPU: about 4 TB/s
 MEMORY_LATENCY = 3500  # clocks, under load
 START = 2500  # of a kernel with several partitions, over one without
@@ -59,7 +59,7 @@ STORE_BYTES_PER_CLOCK, STORE_LATENCY = 32, 1000
 STORES_EXPOSED = {"pingpong": 0}
 FILLS_EXPOSED = {"pipelined": 1, "persistent": 1}
 STARTS = {"cooperative": 1, "pingpong": 1}
-MOST_WIDTHS = 4  # of tiles that differ in nothing else, which the estimate tells apart: it puts winners first
+MOST_WIDTHS = 4  # tried of tiles that differ in nothing else: the estimate puts winners first
 
 
 def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
@@ -77,12 +77,12 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
 
 
 def out_bytes(args: dict[str, Any]) -> int:
-    """Return how many bytes of C come of a sum."""
+    """Return how many bytes of C each sum becomes."""
     return (4 if args["OUT"] == "fp32" else 2) // sums_of_a_result(args.get("ACTIVATION"))
 
 
 def multiply_clocks(kwargs: dict[str, Any]) -> float:
-    """Return what the tensor cores of an SM, or its shared memory, take for one k block."""
+    """Return the clocks of an SM's tensor cores, or of its shared memory, for one k block."""
     widths = [width for width in (kwargs["BLOCK_N"], kwargs["EXTRA_N"]) if width > 0]
     if kwargs["JOINED"]:
         widths = [sum(widths)]
@@ -97,7 +97,7 @@ def multiply_clocks(kwargs: dict[str, Any]) -> float:
 
 
 def load_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
-    """Return what an SM takes to load one k block, whose rows beyond the edges cost nothing."""
+    """Return the clocks in which an SM loads one k block; rows beyond the edges cost nothing."""
     width = kwargs["BLOCK_N"] + kwargs["EXTRA_N"]
     a_rows = min(kwargs["BLOCK_M"], args["M"]) * slowed(args["a_alignment"])
     b_rows = min(width, args["N"]) * slowed(args["b_alignment"])
@@ -105,14 +105,14 @@ def load_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
 
 
 def slowed(alignment: int) -> float:
-    """Return by how much loads take longer from a matrix whose rows begin at multiples of so many bytes."""
+    """Return the factor by which loads take longer where rows begin at multiples of so many bytes."""
     if alignment % 128 == 0:
         return 1.0
     return BETWEEN_LINES if alignment % 32 == 0 else BETWEEN_SECTORS
 
 
 def memory_clocks(kwargs: dict[str, Any], args: dict[str, Any], busy: int) -> float:
-    """Return what memory takes for A, B and C, asked by `busy` SMs, each for as much as fits its buffers."""
+    """Return the clocks of memory for A, B and C, where `busy` SMs each ask for a ring of buffers at once."""
     m, n, k = args["M"], args["N"], args["K"]
     rows = min(kwargs["BLOCK_M"], m) + min(kwargs["BLOCK_N"] + kwargs["EXTRA_N"], n)
     in_flight = busy * kwargs["NUM_BUFFERS"] * rows * kwargs["BLOCK_K"] * 2
@@ -120,7 +120,7 @@ def memory_clocks(kwargs: dict[str, Any], args: dict[str, Any], busy: int) -> fl
     return (2 * (m + n) * k + out_bytes(args) * m * n) / speed
 
 
-# Of a call; those that the estimate puts behind are not tried. What has won so far is among them.
+# Tried in a call, in the order of the estimate. All winners so far are among them.
 MOST_TRIALS = 54 if HAS_INLINE_PTX else 30
 
 
@@ -130,7 +130,7 @@ def fits(config: triton.Config, out_bytes: int, limit_bytes: int, *, tensor_memo
     if shared_bytes(kwargs, out_bytes, tensor_memory=tensor_memory) > limit_bytes:
         return False
     if tensor_memory:
-        # 128 lanes of tensor memory; two accumulators, so ping-pong is nothing of its own.
+        # 128 lanes of tensor memory, and two accumulators: there ping-pong is the cooperative variant.
         if kwargs["BLOCK_M"] != 128 or kwargs["EXTRA_N"] > 0 or kwargs["VARIANT"] == "pingpong":
             return False
         if kwargs["JOINED"]:
@@ -154,7 +154,7 @@ def saves_tiles(kwargs: dict[str, Any], args: dict[str, Any]) -> bool:
 
 
 def no_wider_than_need_be(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
-    """Leave out tiles of any width of which others that differ in it alone are as many, and narrower."""
+    """Leave out tiles of any width if narrower ones, alike in all else, are as many."""
     least: dict[tuple[Any, ...], int] = {}
     for config in configs:
         kind = _kind_and_tiles(config, args)
@@ -167,7 +167,7 @@ def no_wider_than_need_be(configs: list[triton.Config], args: dict[str, Any]) ->
 
 
 def _kind(config: triton.Config) -> tuple[Any, ...]:
-    """Return what tiles of any width have in common that differ in it alone."""
+    """Return the fields of tiles of any width, but for the width."""
     names = ("JOINED", "VARIANT", "BLOCK_M", "SWAP_AB", "GROUP_M", "STORE_N")
     return tuple(config.kwargs[name] for name in names)
 
@@ -206,14 +206,14 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
 
 
 def _not_too_large(configs: list[triton.Config], args: dict[str, Any], swap_ab: bool) -> list[triton.Config]:
-    """Return those of either kind whose tiles are no more than twice as large as C."""
+    """Return the configs, swapped or not, with tiles no more than twice as large as C."""
     kind = [config for config in configs if config.kwargs["SWAP_AB"] == swap_ab]
     sizes = as_tiled({"SWAP_AB": swap_ab}, args)
     return not_too_large(kind, BLOCK_M=sizes["M"], BLOCK_N=sizes["N"], BLOCK_K=sizes["K"])
 
 
 def most_promising(configs: list[triton.Config], args: dict[str, Any]) -> list[triton.Config]:
-    """Return no more configs than are tried, those that the estimate puts first, in its order."""
+    """Return the MOST_TRIALS configs that the estimate puts first, in its order."""
     promising = []
     widths: Counter[tuple[Any, ...]] = Counter()
     for config in sorted(configs, key=lambda config: estimated_clocks(config.kwargs, args)):
@@ -250,8 +250,8 @@ def prune_chunks(
 ) -> list[triton.Config]:
     """Return the candidates of a Gluon kernel over chunks that a call's shape and device allow.
 
-    It looks at what all ranks share, save what is a rank's own by nature (N of a gather, K of a scatter), so
-    ranks with equal weights keep equal candidates.
+    It looks at facts that all ranks share, save N of a gather and K of a scatter, so ranks with equal weights
+    keep equal candidates.
     """
     args = in_words({**named_args, **kwargs})
     rows, limit = args.get("size_class") or args["M"] // args["WORLD"], shared_memory_bytes()
@@ -277,12 +277,12 @@ class ChunkShape(NamedTuple):
     world_size: int
     chunks: int  # of one launch
     programs: int
-    size_class: int  # the number of rows of a chunk that this one is tuned as
+    size_class: int  # of the rows of a chunk
     dtype: torch.dtype
     device: torch.device
     names: tuple[str, ...]  # of the constants that no config sets, behind WORLD
     values: tuple[Any, ...]
-    compiled_in: tuple[Hashable, ...]  # what the compiler knows of the other arguments: strides, alignment
+    compiled_in: tuple[Hashable, ...]  # facts of the other arguments in the code: strides, alignment
 
     def sizes(self) -> dict[str, int]:
         return {"M": self.m, "N": self.n, "K": self.k, "size_class": self.size_class}
@@ -317,7 +317,7 @@ class GemmShape:
     b_alignment: int
     device: torch.device
     tensor_memory: bool
-    exchanged: bool = False  # columns are the rows of the caller's product: what changes from call to call
+    exchanged: bool = False  # N is the caller's number of rows, which changes from call to call
     epilogue: EpilogueKind = NO_EPILOGUE
 
     def sizes(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""The two roles of the Gluon bodies for Hopper and Blackwell, and who plays them.
+"""The roles of the Gluon bodies for Hopper and Blackwell, and the warps that play them.
 
-`load` fills the ring of operands; `work` multiplies, stores, or both. A variant is who plays them:
+`load` fills the ring of operands; `work` multiplies, stores, or both. A variant divides them among warps:
 
     pipelined             one tile a program | work alone: its warps also start the loads,
     persistent            many tiles         |   NUM_BUFFERS - 1 k blocks ahead, up to the tile's end
@@ -10,49 +10,49 @@
                                              |   the other stores
     cooperative, Blackwell  load (1 warp)    | work multiplying (1 warp) | work storing
 
-Where others are to hear of stored tiles, or to be waited for, `notify` (1 warp) does both beside these.
+Where kernels or peers outside wait for stored tiles, or the other way round, a further role, `notify` (1
+warp), runs beside these.
 
-Which tiles there are is asked of a part as well, the `problem`. It has `tiles`, how many, and
+The `problem` is the part that knows the tiles. It has `tiles`, their number, and
 
-    k_blocks                      how many k blocks each tile has: one or more
+    k_blocks                      the k blocks of each tile: one or more
     place(number)                 a tile's first row of A and of C, and its first column
-    end_steps()                   of JOINED only: how many instructions along K the last one of a tile needs
-    await_rows(number, known)     return once those rows of A may be read. Only `load` asks, once a tile, and
-                                  passes what it was told the last time, at first 0
+    end_steps()                   JOINED only: how many instructions along K a tile's last k block needs
+    await_rows(number, known)     return once those rows of A may be read. `load` alone calls it, once a tile,
+                                  and passes its last result, at first 0
     loaded()                      `load` has started its last load
     store(number, epilogue, ...)  the sums are complete: have the epilogue start the tile's stores
 
 and with `notify`, which needs a dynamic schedule:
 
-    stored_before(visit)          a storing partition is about to store that visit, or has come to its end:
-                                  once all that it has stored before is in memory, tell `notify`
-    notify(number, visit, known)  `notify` has come to this tile, which may yet have to be computed; `known`
-                                  as in `await_rows`
-    notified()                    `notify` has been told of all tiles
+    stored_before(visit)          a storing partition is about to store that visit, or at its end: tell
+                                  `notify` once its earlier stores are in memory
+    notify(number, visit, known)  `notify` is at this tile, which may not be computed yet; `known` as in
+                                  `await_rows`
+    notified()                    `notify` has seen all tiles
 
-[Note: roles end] Tiles are visited in the same order by all partitions, which count steps (k blocks) alike:
-the steps of a visit follow those of the visit before. Every wait is for an arrival that needs no waiter's
-help:
+[Note: roles end] All partitions visit tiles in the same order and count steps (k blocks) alike: the steps of
+a visit follow those of the visit before. Every wait is for an arrival that does not depend on the waiter:
 
-    full[s]         TMA, of a load that was started: `load` starts each step of each visit once
-    empty[s]        the readers of step s - NUM_BUFFERS, who need steps up to that one only, and nothing of
+    full[s]         TMA arrives, for a load that was started: `load` starts each step of each visit once
+    empty[s]        the readers of step s - NUM_BUFFERS arrive; they need earlier steps only, and nothing of
                     each other. `work` that loads for itself starts step s + NUM_BUFFERS - 1 after it has
                     given back step s - 1
     turn            see `work`
-    accumulator     Blackwell: `ready` by the multiplier, once for each visit; `empty` for visit v by the
-                    storer of visit v - 2
-    number          dynamic only: `full` by the loader, which publishes until every taker has seen the end;
-                    `empty` by the takers, who take every visit once, before they need anything of it
-    await_rows      the problem's own: of nobody in this launch
-    notify          `notify` waits for the storing partition of a visit v, which tells it at its next one,
+    accumulator     Blackwell: the multiplier arrives at `ready`, once for each visit; the storer of visit
+                    v - 2 at `empty` for visit v
+    number          dynamic only: the loader arrives at `full`, and publishes until every taker has seen the
+                    end; the takers at `empty`, who take every visit once, before they need anything of it
+    await_rows      the problem's own: waits for nothing in this launch
+    notify          `notify` waits for the storing partition of a visit v, which arrives at its next visit,
                     v + 2 at most. The loader publishes that, as `notify` has taken v and the ring has more
-                    slots. What else it waits for is the problem's own
+                    slots. Its other waits are the problem's own
 
-No tile (more programs than tiles) means no step: `load` publishes the end and everybody stops. So does
-K = 0: no tile has a k block, nothing is visited and nothing written; zeros are the caller's to write.
+No tile (more programs than tiles) means no step: `load` publishes the end and all roles stop. So does K = 0:
+no tile has a k block, and nothing is visited or written; the caller writes the zeros.
 
-[Note: at the end of a partition] Its stores have been read out of shared memory, and no load is under way
-that nobody waits for: each step that is loaded is multiplied.
+[Note: at the end of a partition] Its stores have been read out of shared memory, and no load is still on its
+way: each step that is loaded is multiplied.
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """
@@ -75,7 +75,7 @@ CONSUMER_REGISTERS = gl.constexpr(240)  # 2 * 240 + 24 for each of 128 lanes: 64
 
 @aggregate
 class Cursor:
-    """How far the loads of a partition that loads for itself have come: the next k block, of whole tiles."""
+    """The next k block to load, in a partition that loads for itself."""
 
     visit: gl.tensor
     number: gl.tensor
@@ -124,7 +124,7 @@ def load(problem, schedule, operands, TAKERS: gl.constexpr):
             step += 1
         visit += 1
         number = schedule.publish(visit)
-    for further in gl.static_range(1, TAKERS):  # who take turns must all be told: see [Note: roles end]
+    for further in gl.static_range(1, TAKERS):  # each taker must see the end: see [Note: roles end]
         schedule.publish(visit + further)
     schedule.finish()
     problem.loaded()
@@ -145,11 +145,11 @@ def work(
 ):
     """Multiply and store this partition's tiles: visits FIRST, FIRST + EVERY, ...
 
-    DOES: "both", or only "multiply" or "store"; "all": start the loads as well, "all_across": of the next
-    tile too before this one is stored. NOTIFIES: `notify` runs beside.
+    DOES: "both", or only "multiply" or "store"; "all": also start the loads of the tile; "all_across": also
+    those of the next tile, before this one is stored. NOTIFIES: `notify` runs beside.
 
-    EVERY is 2 for ping-pong. The two take turns at the tensor cores: consumer w waits for turn[w], on which
-    the other arrives when it has started its last k block. At its tile j = 0, 1, ... consumer 0 needs j
+    EVERY is 2 for ping-pong: two consumers take turns at the tensor cores. Consumer w waits for turn[w]; the
+    other arrives there when it has started its last k block. At its tile j = 0, 1, ... consumer 0 needs j
     arrivals of consumer 1, which has j tiles before visit 2j: 1, 3, ..., 2j - 1. Consumer 1 needs j + 1 of
     consumer 0, which has j + 1 tiles before visit 2j + 1: 0, 2, ..., 2j.
     """
@@ -197,7 +197,7 @@ def _work_on(
     DOES: gl.constexpr,
     NOTIFIES: gl.constexpr,
 ):
-    """Do this partition's part of a tile, whose first k block has that step; return the one behind, too."""
+    """Do this partition's part of a tile, from `step` on; return the cursor and the step behind it."""
     LOADS: gl.constexpr = DOES == "all" or DOES == "all_across"
     # In tiles: no less than there are buffers.
     AHEAD: gl.constexpr = operands.NUM_BUFFERS if DOES == "all_across" else 0
@@ -225,7 +225,7 @@ def _work_on(
             step += 1
         if EVERY == 2:
             mbarrier.arrive(turn.index(1 - FIRST), count=1)
-        # Divisions, of which no product should have to wait.
+        # Here, as it divides: no product is to wait for that.
         _row_of_a, row, col = problem.place(number)
         accumulator = accumulator.end(operands, step)
     else:
@@ -242,7 +242,7 @@ def _work_on(
 
 @gluon.jit
 def notify(problem, schedule):
-    """Take note of each tile of this program, in the order of its visits."""
+    """Call `problem.notify` for each tile of this program, in the order of its visits."""
     visit = 0
     known = 0
     number = schedule.take(0)
@@ -255,7 +255,7 @@ def notify(problem, schedule):
 
 @gluon.jit
 def _check(config, NOTIFIES: gl.constexpr):
-    """Refuse to compile what the parts cannot do together."""
+    """Refuse to compile configs with parts that do not fit together."""
     if NOTIFIES:
         SPECIALIZED: gl.constexpr = config.VARIANT == "cooperative" or config.VARIANT == "pingpong"
         gl.static_assert(

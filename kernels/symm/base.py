@@ -25,10 +25,10 @@ class SideStream(Protocol):
     """A queue of copies and signals that runs beside the caller's own work."""
 
     def fork(self) -> None:
-        """Order what is enqueued from now on after all that the caller has enqueued or done so far."""
+        """Order later work on this stream behind the caller's work so far."""
 
     def join(self) -> None:
-        """Order what the caller does from now on after all that was enqueued here so far."""
+        """Order the caller's later work behind all work on this stream so far."""
 
 
 class Copy(NamedTuple):
@@ -39,7 +39,7 @@ class Copy(NamedTuple):
 
 
 class Write(NamedTuple):
-    """As `SymmetricMemory.write_signal`, of `value` and, if there is such an index, a number of the run."""
+    """As `SymmetricMemory.write_signal`, of `value`, plus the run's number with the index `plus`."""
 
     word: torch.Tensor
     value: int
@@ -47,7 +47,7 @@ class Write(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """As `SymmetricMemory.wait_signal`, for `value` and, if there is such an index, a number of the run."""
+    """As `SymmetricMemory.wait_signal`, for `value`, plus the run's number with the index `plus`."""
 
     word: torch.Tensor
     value: int
@@ -58,7 +58,7 @@ Step = Copy | Write | Wait
 
 
 class Shared(abc.ABC):
-    """A thing that all ranks of a group have opened; a context manager."""
+    """A resource that all ranks of a group have opened; a context manager."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -128,7 +128,7 @@ class SymmetricMemory(Shared):
             raise ValueError(f"the ranks pass different values of {name}: {passed}. Pass the same on all")
 
     def barrier(self) -> None:
-        """Return when every rank has come here and this rank's device has done all it was given."""
+        """Wait for this rank's device, then until every rank has come here."""
         self._check_open()
         self._synchronize()
         self._ranks.exchange(None)
@@ -171,8 +171,8 @@ class SymmetricMemory(Shared):
     def wait_signal(self, word: torch.Tensor, value: int, stream: SideStream) -> None:
         """Enqueue a wait for `word - value >= 0` (int32, wrapping), the word being this rank's own.
 
-        A CUDA stream waits without a bound of its own: whoever enqueues this must also see to it that
-        someone sets the word when patience ends. On the CPU the wait fails after `timeout_s`.
+        A CUDA stream waits without a bound: the caller must make sure that a kernel sets the word when its
+        patience ends. On the CPU the wait fails after a few times `timeout_s`.
         """
 
     def prepare(self, steps: Sequence[Step], stream: SideStream) -> Callable[..., None]:
@@ -200,7 +200,7 @@ class SymmetricMemory(Shared):
 
     @abc.abstractmethod
     def _release(self) -> None:
-        """Give back `_allocations`, last first; every rank is here. What it raises leaves them abandoned."""
+        """Give back `_allocations`, last first; every rank is here. If it raises, they are abandoned."""
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -208,6 +208,6 @@ class SymmetricMemory(Shared):
 
 
 def value_of(step: Write | Wait, numbers: Sequence[int]) -> int:
-    """Return what a step writes or waits for in the run with these numbers: an int32, wrapped."""
+    """Return the value of a step in the run with these numbers: an int32, wrapped."""
     value = step.value if step.plus is None else step.value + numbers[step.plus]
     return (value + 2**31) % 2**32 - 2**31

@@ -24,8 +24,8 @@ _abandoned_streams: list[CudaStream] = []
 class CudaStream:
     """A high-priority stream of its own, ordered against the caller's current stream by events.
 
-    Not one of torch's, which hands out 32 in turn: another's work on the same one, such as a collective that
-    waits for SMs, would be in front of copies that our kernel awaits.
+    Not one of torch's, which hands out 32 in turn: another user's work on it, such as a collective that waits
+    for SMs, could come before copies for which our kernel waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class CudaStream:
         self._stream = torch.cuda.ExternalStream(self.handle, device)
         self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
         for event in (self._forked, self._joined):
-            event.record(self._stream)  # until then an event of torch has no handle
+            event.record(self._stream)  # which makes its handle
 
     def close(self) -> None:
         """Destroy the stream, on which nothing may be enqueued any more; a second call does nothing."""
@@ -141,7 +141,7 @@ class CudaMemory(SymmetricMemory):
         if self._is_closed:
             return
         super().close()
-        # Of what is abandoned the streams stay, and so do the events that they wait for.
+        # Streams of abandoned memory stay, and so do the events that they wait for.
         while self._streams:
             self._streams.pop().close()
 
@@ -160,19 +160,19 @@ class CudaMemory(SymmetricMemory):
 
 
 def _new_stream(driver: Any, device: torch.device) -> int:
-    """Return a stream that no other code of the process enqueues on, as urgent as there are."""
+    """Return a stream of the highest priority, on which no other code of the process enqueues."""
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()  # the driver's calls below need a context to be current
         lowest, highest = _checked(driver.cuCtxGetStreamPriorityRange(), device)
         assert highest <= lowest
-        # As urgent as possible, or its copies could queue behind those of the stream it is to overtake.
+        # At a lower priority its copies could queue behind those of the stream it is to overtake.
         flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         (stream,) = _checked(driver.cuStreamCreateWithPriority(flags, highest), device)
     return int(stream)
 
 
 def _checked(result: tuple[Any, ...], who: object) -> tuple[Any, ...]:
-    """Return what the driver's call has returned behind its status."""
+    """Return the results of the driver's call, behind its status."""
     _check(result, who)
     return result[1:]
 

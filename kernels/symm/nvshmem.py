@@ -72,17 +72,17 @@ def why_unusable(ranks: SharingRanks) -> str | None:
 
 
 class _Library:
-    """The one NVSHMEM of this process, shared by all that is open on it.
+    """The one NVSHMEM of this process, shared by all memory that is open on it.
 
-    Its set of processes is fixed by the first initialisation, finalised or not: a later one for other
-    ranks would be accepted and ignored by the library. So it is refused here.
+    The first initialisation fixes its set of processes, even if it is finalised later: the library would
+    accept another set and ignore it. So this class refuses it.
     """
 
     def __init__(self) -> None:
         self.module: Any = None
         self._members: tuple[int, ...] | None = None
         self._users = 0
-        self._stuck = ""  # in what, if a call of the library has not returned
+        self._stuck = ""  # the call of the library that has not returned, if any
 
     def why_closed_to(self, ranks: SharingRanks) -> str | None:
         if self._stuck:
@@ -170,9 +170,9 @@ _library = _Library()
 
 @contextlib.contextmanager
 def _waiting_without_the_interpreters_lock() -> Iterator[None]:
-    """Have nvshmem4py free and finalise without the interpreter's lock, which it keeps (0.3.1 to 0.4.1).
+    """Have nvshmem4py free and finalise without the interpreter's lock, which it holds (0.3.1 to 0.4.1).
 
-    With it, no thread could end the wait. ctypes calls the same functions without the lock.
+    Under the lock no other thread could end the wait. ctypes calls the same functions without it.
     """
     replaced: list[tuple[Any, str, Any]] = []
     try:

@@ -15,7 +15,7 @@ MESSAGE_BYTES = 2048  # all ranks send as much: a collective over tensors of one
 
 
 class SymmetricMemoryError(RuntimeError):
-    """Symmetric memory cannot be had or used; every rank that took part in the same step raises it."""
+    """Symmetric memory cannot be opened or used; every rank of the failing step raises it."""
 
 
 class SharingRanks:
@@ -70,11 +70,11 @@ class SharingRanks:
 
     @contextlib.contextmanager
     def together(self, doing: str) -> Iterator[None]:
-        """Do the block, and raise on every rank what any of them has raised in it; collective."""
+        """Run the block; raise on every rank if it raises on any; collective."""
         error: Exception | None = None
         try:
             yield
-        except Exception as caught:  # of a library whose own classes need not be importable here, too
+        except Exception as caught:  # libraries have classes of their own
             error = caught
         self.raise_together(doing, error)
 

@@ -18,15 +18,15 @@ from .ranks import SharingRanks, SymmetricMemoryError
 
 DIRECTORY = Path("/dev/shm")  # the temporary directory where this is missing
 POLL_S = 1e-4  # of a thread that waits for a signal
-# Beside a waiting stream there usually is a waiting kernel, here an interpreted one. It counts polls, so on a
-# busy machine its patience lasts longer than its seconds, but it can name the peer: let it give up first.
+# Times `timeout_s`. A kernel, here an interpreted one, usually waits as well. It counts polls, so on a busy
+# machine it waits longer than its seconds; but it can name the peer, so it is to give up first.
 SIGNAL_PATIENCE = 5
 
 
 class ShmMemory(SymmetricMemory):
-    """Files in /dev/shm, or the temporary directory, without a name once every rank has mapped them.
+    """Files in /dev/shm, or the temporary directory, which are unlinked once every rank has mapped them.
 
-    So nothing is left behind, however a rank ends. Processes of different containers cannot use it.
+    So no file is left behind, however a rank ends. Processes of different containers cannot use it.
     """
 
     name = "shm"
@@ -94,7 +94,7 @@ class ShmMemory(SymmetricMemory):
 
 
 class HostStream:
-    """A thread that runs what it is given in order: what a CUDA stream is on a GPU.
+    """A thread that runs tasks in order, as a CUDA stream does on a GPU.
 
     Once a task has failed, all later ones are dropped and every `join` raises its error.
     """
@@ -110,7 +110,7 @@ class HostStream:
         self._tasks.put(task)
 
     def fork(self) -> None:
-        """Nothing to do: whatever the caller did before, it has done."""
+        """Nothing to do: the caller's earlier work on the CPU is done."""
 
     def join(self) -> None:
         done = threading.Event()
@@ -131,7 +131,7 @@ class HostStream:
             elif self._error is None:
                 try:
                     task()
-                except Exception as error:  # whatever it is, it belongs to the caller of join
+                except Exception as error:  # raised by `join`
                     self._error = error
 
 
@@ -141,7 +141,7 @@ def _host(stream: SideStream) -> HostStream:
 
 
 def _new_file(size_bytes: int) -> str:
-    """Return the path of a new file of zeros whose space is really there."""
+    """Return the path of a new file of zeros, with its space allocated."""
     directory = DIRECTORY if os.access(DIRECTORY, os.W_OK) else Path(tempfile.gettempdir())
     handle, path = tempfile.mkstemp(prefix="symmetric-", dir=directory)
     try:
