@@ -23,10 +23,16 @@ from benchmarks.common.pretended_device import PretendedDevice
 from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.exchange import spoil
 from dist_autotune.kernels.launch import BlocksOf, SettledLaunches
+from dist_autotune.kernels.moe import plan, routing
 
 BEHIND_ARGUMENTS_OF_TRITON = 9  # grid, stream, function, metadata and hooks are in front of the kernel's own
 DESCRIPTOR_BYTES = 128
 SPOILERS = (spoil.spoil_lost_chunks, spoil.spoil_without_peers)  # which fill results without a peer
+BESIDE = (
+    *SPOILERS,
+    routing.count_choices,
+    routing.place_choices,
+)  # kernels that are launched beside a tuned one
 
 
 class Launched(NamedTuple):
@@ -47,8 +53,8 @@ class Launched(NamedTuple):
 class LaunchingDevice(PretendedDevice):
     """A Hopper GPU whose launcher calls hooks and asks for scratch memory as the one for CUDA does.
 
-    A function's handle is the digest of its code, so that two kernels are one only if they are the same. What
-    fills results without a peer is not written down.
+    A function's handle is the digest of its code, so that two kernels are one only if they are the same.
+    Launches of those BESIDE are not written down.
     """
 
     def __init__(self) -> None:
@@ -77,7 +83,7 @@ class LaunchingDevice(PretendedDevice):
             self.launches.append(Launched(tuple(map(_plain, received)), count * size))
             leave(metadata_for_hooks)
 
-        return launch if source.fn not in SPOILERS else lambda *received: None
+        return launch if source.fn not in BESIDE else lambda *received: None
 
 
 def _plain(value: Any) -> Any:
@@ -144,13 +150,13 @@ def launching(
     made = LaunchingDevice()
     monkeypatch.setattr(driver, "_active", made)
     leave_out_machine_code(monkeypatch)
-    for untuned in (spoil._LOST_CHUNKS, spoil._ALL):
+    for untuned in (spoil._LOST_CHUNKS, spoil._ALL, plan._COUNT, plan._PLACE):
         monkeypatch.setattr(untuned, "_of", {})
     monkeypatch.setattr(owner, "_SETTLED", SettledLaunches(tuner, blocks_of))
     monkeypatch.setattr(launches, "_allocate_scratch", lambda *asked: made.allocated.append(asked))
     monkeypatch.setattr(tuner, "configs", configs)
     monkeypatch.setattr(tuner, "cache", {})
-    of_kernels = (kernel.device_caches.clear for kernel in (tuner.fn, *SPOILERS))
+    of_kernels = (kernel.device_caches.clear for kernel in (tuner.fn, *BESIDE))
     caches = (triton.compiler.compiler.max_shared_mem.cache_clear, *of_kernels)
     for clear in caches:
         clear()
@@ -165,10 +171,14 @@ def allocator_of_the_caller() -> Any:
 
 
 def count_asking(monkeypatch: pytest.MonkeyPatch, tuner: Any) -> list[int]:
-    """Return a list that grows whenever the tuner is asked."""
+    """Return a list that grows whenever the tuner is asked for a launch."""
     asked: list[int] = []
     run = type(tuner).run
-    monkeypatch.setattr(
-        type(tuner), "run", lambda *args, **kwargs: (asked.append(1), run(*args, **kwargs))[1]
-    )
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("warmup"):
+            asked.append(1)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(type(tuner), "run", noted)
     return asked

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import triton
 from launch_path import LaunchingDevice, count_asking, launched, launching
-from settled_cases import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, PLAIN_SUM, SumCaller
+from settled_cases import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, SUMS, Caller
 
 from benchmarks.common.launched import Held, Launched, Observer, autotuners
 from dist_autotune import contextual_autotune
@@ -43,7 +43,7 @@ def picks(place: int) -> Callable[..., Any]:
 class Plan:
     """A tuned function, settled on a candidate, with its results put back before each call."""
 
-    def __init__(self, observer: Observer, caller: SumCaller, place: int) -> None:
+    def __init__(self, observer: Observer, caller: Caller, place: int) -> None:
         options = {"search": picks(place), "log_dir": None, "cache": False, "progress": False}
         self.function = contextual_autotune(caller.call, **options)
         observer.clear()
@@ -66,7 +66,7 @@ def config_of(made: Any) -> triton.Config:
 
 
 def test_plans_of_one_kernel_in_turns_launch_their_own_configs(device) -> None:
-    observer, caller = Observer([gemm_reduce_scatter]), SumCaller(PLAIN_SUM)
+    observer, caller = Observer([gemm_reduce_scatter]), SUMS.make(SUMS.plain)
     plans = {place: Plan(observer, caller, place) for place in (1, 2)}
     for place in (1, 2, 1, 1, 2, 2, 1):
         assert config_of(launched(device, plans[place])) is CONFIGS[place]
@@ -74,7 +74,7 @@ def test_plans_of_one_kernel_in_turns_launch_their_own_configs(device) -> None:
 
 def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(device, monkeypatch) -> None:
     asked = count_asking(monkeypatch, gemm_reduce_scatter)
-    observer, caller = Observer([gemm_reduce_scatter]), SumCaller(PLAIN_SUM)
+    observer, caller = Observer([gemm_reduce_scatter]), SUMS.make(SUMS.plain)
     plans = {place: Plan(observer, caller, place) for place in (1, 2)}
     seen = {place: Launched("gemm_reduce_scatter", str(CONFIGS[place])) for place in plans}
     for place, call in plans.items():

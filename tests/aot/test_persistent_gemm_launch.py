@@ -45,18 +45,6 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return (zeros(m, k), zeros(k, n), zeros(m, n))
 
 
-def test_a_settled_call_launches_what_the_first_one_launched_and_asks_no_tuner(device, monkeypatch):
-    a, b, out = operands(256, 192, 64)
-    assert multiply(a, b, out)
-    monkeypatch.setattr(
-        type(launching.tuned_gemm), "run", lambda *args, **kwargs: pytest.fail("the tuner was asked")
-    )
-    assert multiply(a, b, out)
-    first, second = device.launches
-    assert first.arguments == second.arguments
-    assert first.grid == second.grid == (4 * 3, 1, 1)  # tiles of 64 x 64
-
-
 def test_other_tensors_of_the_same_shape_take_the_short_way_with_their_own_addresses(device, monkeypatch):
     multiply(*operands(256, 192, 64))
     monkeypatch.setattr(
@@ -125,12 +113,6 @@ def test_a_gated_result_by_columns_is_computed_by_rows_and_copied(device):
     by_rows = launching.plan_launch(a, b, zeros(2048, 1024), **choices, tensor_memory=False)
     assert by_rows is not None
     assert (by_rows.copies.out, by_rows.shape.n, by_rows.out.columns) == (False, 2048, 1024)
-
-
-def test_strides_that_tma_cannot_take_are_left_to_the_plain_body(device):
-    a, b, out = operands(256, 192, 60)
-    assert not multiply(a[:, 1:], b[1:], out)
-    assert device.launches == []
 
 
 def test_it_is_tuned_in_context_with_each_config_s_own_descriptors(device, monkeypatch):

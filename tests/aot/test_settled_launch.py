@@ -21,7 +21,7 @@ from launch_path import (
     launching,
     matrix,
 )
-from settled_cases import ALL, GATHER, PULLING, SCATTER, STAMPED, SUMS, WITH_DESCRIPTORS, Caller, Launches
+from settled_cases import ALL, PULLING, STAMPED, WITH_DESCRIPTORS, Caller, Launches
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
@@ -55,6 +55,9 @@ class World:
         return (*values, launch.scratch_bytes)
 
 
+OF_EXPERTS = {name: of for name, of in WITH_DESCRIPTORS.items() if "MoE" in name}
+
+
 @pytest.fixture(params=ALL.values(), ids=ALL)
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     of: Launches = request.param
@@ -86,23 +89,6 @@ def test_no_call_takes_what_was_remembered_of_another_and_each_is_launched_as_th
     assert len(asked) == len(callers)  # the short way
 
 
-def test_every_argument_is_where_the_kernel_expects_it(world, asked):
-    case, wanted = world.of.odd
-    caller = world.caller(case)
-    wanted = wanted | {f"{name}_ptr": tensor.data_ptr() for name, tensor in caller.tensors.items()}
-    wanted |= world.of.tiles[0].kwargs
-    if world.of is SUMS:
-        wanted["addend_ptr"] = wanted["partial_ptr"]  # which is not read
-        wanted |= dict.fromkeys(("row_scale_ptr", "column_scale_ptr"))
-    for _ in range(2):  # the long way, then the short one
-        made = world.launched(caller)
-        values = world.named(made)
-        assert [values.pop(name) % 16 for name in world.of.unlike] == [0] * len(world.of.unlike)
-        assert values == wanted
-        assert made.received[:4] == (world.of.odd_grid, 1, 1, 0)
-    assert asked == [1]
-
-
 @pytest.mark.parametrize("world", [STAMPED, PULLING], ids=["low-latency", "one-shot"], indirect=True)
 def test_an_operation_launches_where_tensors_are_now_and_tells_apart_how_they_lie(world, asked):
     case, caller = world.of.plain, world.caller()
@@ -120,21 +106,21 @@ def test_a_device_is_part_of_what_is_remembered(world):
     assert settled.find(shape._replace(device=torch.device("cuda:1"))) is None
 
 
-def test_other_tensors_ranks_and_plans_take_the_short_way_with_their_own_values(world, asked):
+def test_another_operation_takes_the_short_way_with_its_own_tensors_and_rank(world, asked):
     world.caller().call()
-    caller = world.caller(replace(world.of.plain, **world.of.own))
+    caller = world.caller(replace(world.of.plain, rank=0))
     values = world.named(world.launched(caller))
     assert asked == [1]
-    renamed = {"table_blocks": "capacity"}
-    assert {name: values[renamed.get(name, name)] for name in world.of.own} == world.of.own
-    given = [tensor.data_ptr() for tensor in caller.tensors.values()]
-    assert [values[f"{name}_ptr"] for name in caller.tensors] == given
+    assert values["rank"] == 0
+    assert {name: values[f"{name}_ptr"] for name in caller.tensors} == {
+        name: tensor.data_ptr() for name, tensor in caller.tensors.items()
+    }
 
 
-@pytest.mark.parametrize("world", [GATHER, SCATTER], indirect=True)
+@pytest.mark.parametrize("world", OF_EXPERTS.values(), ids=OF_EXPERTS, indirect=True)
 def test_large_calls_of_one_size_class_share_a_launch_whatever_their_choices(world, asked):
     few = replace(world.of.plain, programs=2)
-    sizes = [replace(few, choices=choices) for choices in (260, 400, 512)]
+    sizes = [replace(few, rows=rows) for rows in (65, 100, 128)]
     assert [world.launched(world.caller(case)).received[0] for case in sizes] == [2, 2, 2]
     assert asked == [1]
 
@@ -221,7 +207,7 @@ def test_it_is_tuned_in_context_and_then_settles(world, monkeypatch):
     options = {"n_warmup": 0, "n_repeat": 1, "log_dir": None, "cache": False, "progress": False}
     tuned = contextual_autotune(caller.call, **options)
     tuned()
-    (context,) = tuned.report.contexts
+    (context,) = [each for each in tuned.report.contexts if " " not in each.kernel]  # no choice of the host
     assert (context.status, context.banned, len(context.timings)) == ("tuned", {}, 3)
     kinds = {(values.get("TMA"), values["BLOCK_N"]) for values in map(world.named, world.device.launches)}
     of_rows = {(None, 64), (None, 32), (None, 128)}

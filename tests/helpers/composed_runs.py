@@ -235,7 +235,9 @@ class Turns:
         self._graphs.append((part, number, given, out, graph))
 
     def replay(self, index: int) -> None:
-        """Replay with other operands in the places that were captured."""
+        """Replay with other operands in the places that were captured; memory that is free changes hands."""
+        for size in (64, 1024, 8192, 1 << 20):  # of what a graph reads and nobody holds
+            torch.full((size,), -1, device=device(), dtype=torch.int32)
         part, number, given, out, graph = self._graphs[index % len(self._graphs)]
         for place, fresh in zip(given, part.operands(number), strict=True):
             place.copy_(fresh)

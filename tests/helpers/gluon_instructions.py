@@ -13,7 +13,6 @@ from gluon_memory import (
     Buffer,
     Descriptor,
     Pointer,
-    Pointers,
     Scalar,
     Tensor,
     TensorMemory,
@@ -89,33 +88,6 @@ def tma_store(desc: Descriptor, coord: list[int], buf: Buffer) -> None:
 
 def fence() -> None:
     now().unfenced.clear()
-    now().fenced_at = machine().turns
-
-
-def gather_load(buf: Buffer, pointers: Pointers, mask: Tensor) -> None:
-    pointers.may_read()
-    assert buf.array.shape == pointers.offsets.shape, "it fills another buffer"
-
-    def copy() -> None:
-        buf.array[...] = np.where(mask.array, pointers.array[np.where(mask.array, pointers.offsets, 0)], 0)
-        machine().gathered_at[buf.memory] = machine().turns
-
-    buf.array[...] = np.nan
-    now().gathering.append(copy)
-    now().pause()
-
-
-def arrive_behind_gathered(bar: Barrier, increment_count: bool) -> None:
-    assert not increment_count
-    threads = 32 * now().warps
-    now().gathering.append(lambda: bar.arrive(threads))
-    now().pause()
-
-
-def _must_be_fenced_since(operand: Buffer | Tensor) -> None:
-    if isinstance(operand, Buffer):
-        fenced = now().fenced_at > machine().gathered_at.get(operand.memory, -2)
-        assert fenced, "rows that cp.async has written need a proxy fence"
 
 
 def store_wait(pendings: int) -> None:
@@ -125,7 +97,6 @@ def store_wait(pendings: int) -> None:
 
 def multiply(a: Buffer | Tensor, b: Buffer, acc: Tensor, *, is_async: bool) -> Tensor:
     assert is_async
-    _must_be_fenced_since(a)
 
     def finish() -> None:
         acc.array += a.array @ b.array

@@ -30,13 +30,9 @@ class Task:
         self.multiplying: list[Callable[[], None]] = []  # wgmma in flight, oldest first
         self.storing: list[Callable[[], None]] = []  # TMA stores that shared memory is read for, oldest first
         self.writing: list[Callable[[], None]] = []  # those that are on their way to memory
-        self.gathering: list[Callable[[], None]] = []  # cp.async in flight, and arrivals behind them
         self.unfenced: set[int] = set()  # memory that this task has touched since its last proxy fence
-        self.fenced_at = -1  # the turn of that fence
         self.acquired: dict[int, int] = {}  # what it has read with acquire semantics, by the word's address
         self.visible: dict[int, int] = {}  # and of that, what precedes its last proxy fence of global memory
-        self.written: list[tuple[np.ndarray, np.ndarray]] = []  # the clocks of what it writes
-        self.gathered: list[tuple[np.ndarray, np.ndarray]] = []  # and behind a barrier
         self.acquired_at = -1  # the turn of its last acquire
         self.thread = threading.Thread(target=self._run, args=(body,), daemon=True)
 
@@ -63,18 +59,10 @@ class Task:
         if self.machine.failure:
             raise Aborted
 
-    def barrier(self) -> None:
-        """All warps of the task have come."""
-        self.gathered, self.written = self.gathered + self.written, []
-
     def order(self, semantics: str) -> None:
-        """Publish what has been gathered, take note of what others have published, or both."""
+        """Take note of what others have published."""
         if "acq" in semantics:
             self.acquired_at = self.machine.turns
-        if "rel" in semantics.replace("relaxed", ""):
-            for clocks, offsets in self.gathered:
-                clocks[offsets] = self.machine.turns
-            self.gathered = []
 
     def can_run(self) -> bool:
         return not self.done and (self.waits_for is None or self.waits_for())
@@ -97,7 +85,6 @@ class Machine:
         self.programs = 1
         self.turns = 0  # the clock
         self.published: dict[int, np.ndarray] = {}  # of shared arrays, when each element was
-        self.gathered_at: dict[int, int] = {}  # when cp.async wrote shared memory
 
     def start(self, name: str, program: int, warps: int, body: Callable[[], None]) -> None:
         task = Task(self, name, program, warps, body)
@@ -130,8 +117,7 @@ class Machine:
             task.thread.join()
         if self.failure:
             raise self.failure
-        left = [*self.copies, *(copy for task in self.tasks for copy in task.gathering)]
-        assert not left, "loads are under way that nobody waits for"
+        assert not self.copies, "loads are under way that nobody waits for"
         for task in self.tasks:
             drain(task.writing, 0)
 
@@ -140,7 +126,7 @@ class Machine:
         loads = [lambda copy=copy: (self.copies.remove(copy), copy()) for copy in self.copies]
         ordered = [*self.queues.values()]
         for task in self.tasks:
-            ordered += [task.multiplying, task.storing, task.writing, task.gathering]
+            ordered += [task.multiplying, task.storing, task.writing]
         return loads + [lambda queue=queue: queue.pop(0)() for queue in ordered if queue]
 
     def _stuck(self) -> str:

@@ -1,8 +1,7 @@
 """Registers, shared and global memory, and mbarriers, for `gluon_model`.
 
-What a task writes to global memory through tensors of pointers (`Pointers`) others may read once it has been
-published: behind a barrier of the writer's warps, by an atomic operation with release semantics, which the
-reader has followed by one with acquire semantics.
+What peers have written to global memory a task may read through tensors of pointers (`Pointers`) once it was
+published, and the task has acquired since.
 """
 
 from __future__ import annotations
@@ -150,12 +149,6 @@ class Tensor:
 
     __radd__, __rmul__ = __add__, __mul__
 
-    def __floordiv__(self, other: int) -> Tensor:
-        return Tensor(self.array // other)
-
-    def __and__(self, other: Tensor) -> Tensor:
-        return Tensor(self.array & other.array)
-
     def __truediv__(self, other: Tensor) -> Tensor:
         return Tensor(self.array / other.array)
 
@@ -247,30 +240,12 @@ class Pointers:
         clocks = machine().published
         self.published = clocks.setdefault(id(array), np.full(array.shape, -1.0))
 
-    def __add__(self, step: int | Tensor) -> Pointers:
-        return type(self)(self.array, self.offsets + _array(step))
-
-    def __getitem__(self, index: tuple[slice | None, ...]) -> Pointers:
-        return type(self)(self.array, self.offsets[index])
-
-    def may_read(self) -> None:
-        """Raise if this must not be copied just now, by the task whose turn it is."""
-
     def get(self, mask: Tensor | None = None, other: float = 0) -> Tensor:
         inside = np.full(self.offsets.shape, True) if mask is None else mask.array
         offsets = np.where(inside, self.offsets, 0)
         known = self.published[offsets] <= now().acquired_at
         assert known.all(), "what others have written is read before it is known to be there"
         return Tensor(np.where(inside, self.array[offsets], other))
-
-    def set(self, value: Tensor, mask: Tensor | None = None) -> None:
-        value.must_be_complete()
-        inside = np.full(self.offsets.shape, True) if mask is None else mask.array
-        offsets = self.offsets[inside]
-        self.array[offsets] = value.array[inside]
-        self.published[offsets] = np.inf
-        now().written.append((self.published, offsets))
-        now().pause()
 
 
 class Scalar(int):

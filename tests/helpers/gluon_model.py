@@ -11,15 +11,13 @@ early or as much out of turn as it may be:
     wgmma            reads its operands at some time before the `warpgroup_mma_wait` that asks for it
     PTX of wgmma     the same; see `gluon_ptx`
     tcgen05          the same, in order; `commit` arrives behind what was started before
-    cp.async         writes its buffer at some time after it was started; then its threads arrive
     mbarrier         phases with pending arrivals and bytes; one arrival too many is an error
 
 A launch ends, and what it wrote can be compared; or `Deadlock` tells who waits for what. A buffer that is
 overwritten too early gives a wrong product. A write that TMA reads without a proxy fence in between, or a
-read that it overwrites without one, is an error of its own, and so is a product of what cp.async has written
-without a fence behind its arrival, and a read of what another program has written and not published. Words
-in global memory are read and written at once; what a task has acquired, itself or through an mbarrier, and
-fenced is known, so a test can say what it may load (`may_load`) or gather (`may_read`), and can let others
+read that it overwrites without one, is an error of its own, and so is a read of what another has written and
+not published. Words in global memory are read and written at once; what a task has acquired, itself or
+through an mbarrier, and fenced is known, so a test can say what it may load (`may_load`), and can let others
 change memory beside the launch. The memory of a program that has ended must not be used.
 
 Not modelled: warps inside a partition, which the compiler's own barriers gather, layouts, and integers that
@@ -154,7 +152,7 @@ def _fakes() -> dict[str, types.ModuleType]:
         cast=lambda value, dtype: value,
         inline_asm_elementwise=instructions.assembly,
         multiple_of=lambda value, divisor: value,
-        debug_barrier=lambda: now().barrier(),
+        debug_barrier=nothing,
     )
     gluon = module("gluon", jit=_jit, constexpr_function=_same, language=language)
     hopper = module(
@@ -173,7 +171,6 @@ def _fakes() -> dict[str, types.ModuleType]:
         tcgen05_mma=instructions.tcgen05,
         tensor_memory_descriptor=None,
     )
-    async_copy = module("async_copy", mbarrier_arrive=instructions.arrive_behind_gathered)
     triton = module(
         "triton",
         jit=_jit,
@@ -189,7 +186,6 @@ def _fakes() -> dict[str, types.ModuleType]:
         "triton.experimental.gluon": gluon,
         "triton.experimental.gluon.language": language,
         "triton.experimental.gluon.language.nvidia": module("nvidia", hopper=hopper, blackwell=blackwell),
-        "triton.experimental.gluon.language.nvidia.ampere": module("ampere", async_copy=async_copy),
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
         "triton.experimental.gluon.language.nvidia.blackwell": blackwell,
     }
@@ -224,10 +220,9 @@ def load_kernel_module(name: str) -> Any:
         leave_the_core=None,  # the interpreter's
         inline_asm=inline_asm,
         is_one_warp=lambda: now().warps == 1,
-        gather_load=instructions.gather_load,
         tma_load=instructions.tma_load,
         tma_store=instructions.tma_store,
-        partition_barrier=lambda: now().barrier(),
+        partition_barrier=lambda: None,
         reinterpret=Buffer.reinterpret,
         load_accumulator=Buffer.load,
     )

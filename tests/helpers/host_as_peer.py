@@ -38,8 +38,6 @@ class HostAsPeer(CudaMemory):
 
     def __init__(self) -> None:
         super().__init__(TwoRanks(), torch.device(DEVICE, 0), "one GPU")
-        self.gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self.holds, self._copies = False, 0
 
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         here = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -47,12 +45,6 @@ class HostAsPeer(CudaMemory):
 
     def _release(self) -> None:
         """Nothing to do."""
-
-    def _copy_bytes(self, dst: Any, src: Any, size: int, handle: Any) -> None:
-        if self.holds:  # each copy until the host has opened the gate for it
-            self._copies += 1
-            self._succeed(self._driver.cuStreamWaitValue32(handle, self.gate.data_ptr(), self._copies, 0))
-        super()._copy_bytes(dst, src, size, handle)
 
 
 @functools.cache

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import fp8_runs
 import pytest
@@ -44,7 +43,6 @@ CONSUMERS = {  # with some of their candidates
     "matmul": {"any": 0},
 }
 # N is a multiple of what cuBLAS takes in fp8, or it is not.
-BUSY_CYCLES = 200_000_000  # of the device: a tenth of a second
 SHAPES_IN_FP8 = [(512, 1024, 512), (333, 520, 272), (128, 272, 1024)]
 SHAPES = [(512, 1024, 512), (333, 520, 264), (128, 264, 1024)]  # rows of a chunk, N, K
 
@@ -178,101 +176,6 @@ def calls_in_fp8(rank: int, consumer: str) -> dict[str, float]:
 def test_rows_in_fp8_arrive_with_their_scales(consumer: str) -> None:
     found = on_one_gpu(calls_in_fp8, consumer)
     assert {case: error for case, error in found.items() if not error < 1} == {}
-
-
-def pieces_apart(rank: int) -> tuple[list[float], list[float]]:
-    """Return when, in ms, tiles of each quarter of the peer's chunk were let through, and were stored."""
-    specialized.tuned.configs = specialized.CANDIDATES[:1]
-    memory = HostAsPeer()
-    rows, n, k = 512, 1024, 512
-    with opened(memory, AllGatherGemm, rows, k, consumer="specialized", pieces=4, programs=132) as op:
-        peer, weight = Peer(memory), torch.randn(n, k, device=DEVICE).to(DTYPE)
-        for holds in (False, True):  # the first call compiles
-            memory.holds = holds
-            _, trace = op.trace(op.shard, weight)
-            peer.be_fetched_from(op, rows)
-            for piece in range(1, 5):
-                time.sleep(LATE_S)
-                memory.gate[0] = piece if holds else 0
-            op.check()
-    tiles = trace[16:32].reshape(4, 4, 4).cpu()  # of the peer's chunk: columns, rows, words
-    let_through, stored = (tiles[:, :, place].double() / 1e6 for place in (1, 2))
-    first = float(let_through.min())
-    return (let_through.min(dim=0).values - first).tolist(), (stored.max(dim=0).values - first).tolist()
-
-
-def test_tiles_of_a_piece_are_stored_before_the_next_piece_arrives() -> None:
-    let_through, stored = on_one_gpu(pieces_apart)
-    for behind, before in zip(let_through[1:], stored[:-1], strict=True):
-        assert before < behind
-
-
-def watched(call: Callable[..., torch.Tensor], came_back: list[bool]) -> Callable[..., torch.Tensor]:
-    """Return the call behind a busy device; it adds to the list whether it came back before that."""
-
-    def call_behind(*args: Any, **options: Any) -> torch.Tensor:
-        busy = torch.cuda.Event()
-        torch.cuda._sleep(BUSY_CYCLES)
-        busy.record()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return call(*args, **options)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            came_back.append(not busy.query())
-
-    return call_behind
-
-
-def settled_calls(rank: int) -> list[bool]:
-    """Call eagerly, in both lanes, before a capture and behind replays."""
-    choose_candidate("plain", "TMA")
-    memory, (rows, n, k) = HostAsPeer(), SHAPES[0]
-    with opened(memory, AllGatherGemm, rows, k, consumer="plain", pieces=2, programs=132) as op:
-        peer, graph = Peer(memory), torch.cuda.CUDAGraph()
-        weight = torch.randn(n, k, dtype=DTYPE, device=DEVICE)
-        for how in ("pull", "push"):
-            one_call(op, peer, SHAPES[0], how, 2)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            op(op.shard, weight)
-        came_back: list[bool] = []
-        op._call = watched(op._call, came_back)
-        for how in ("pull", "push", "pull"):
-            graph.replay()
-            peer.push(op, torch.randn(rows, k).to(DTYPE).pin_memory(), 2)
-            one_call(op, peer, SHAPES[0], how, 2)
-        return came_back
-
-
-def settled_sums(rank: int) -> list[bool]:
-    """Call twice before a capture and twice behind it."""
-    came_back: list[bool] = []
-    leave("plain", 0)
-    m, n, k = SUMS
-    with opened(HostAsPeer(), GemmReduceScatter, m, n) as op:
-        peer, here, graph = Peer(op._memory), op._flags.local, torch.cuda.CUDAGraph()
-        a, weight = (torch.randn(size, device=DEVICE).to(DTYPE) for size in ((m, k), (n, k)))
-        out = torch.empty(m // 2, n, dtype=DTYPE, device=DEVICE)
-        for call in range(5):
-            (watched(op, came_back) if call else op)(a, weight, out)
-            for row, value in ((flags.FREE, 1), (flags.TOLD, m // 2), (flags.ARRIVED, m // 2)):
-                peer.write(here[row.value, 1], value)
-            for row in (flags.FREE, flags.ARRIVED, flags.TOLD):
-                peer.take(op._flags.peers[1][row.value, 0])
-            op.check()
-            if call == 2:
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    op(a, weight, out)
-        return came_back
-
-
-@pytest.mark.parametrize(
-    ("calls_of", "number"), [(settled_calls, 3), (settled_sums, 4)], ids=["rows", "sums"]
-)
-def test_a_settled_call_returns_before_its_device_also_beside_graphs(
-    calls_of: Callable[[int], list[bool]], number: int
-) -> None:
-    assert on_one_gpu(calls_of) == [True] * number
 
 
 def forsaken(rank: int, consumer: str) -> list[tuple[str, str, float]]:

@@ -26,7 +26,6 @@ from dist_autotune.kernels.gemm.pruning import (
 from dist_autotune.kernels.matrices import Block, Matrix, describe
 
 LIMIT = 232448
-KIB = 1024
 NEEDS_39 = pytest.mark.skipif(not HAS_INLINE_PTX, reason="such candidates are there since Triton 3.9")
 
 
@@ -190,18 +189,3 @@ def test_of_as_many_tiles_the_narrowest_are_tried(n, tried):
     offered = [config_of((128, width - width % 64, 64), width % 64, JOINED=True) for width in widths]
     assert columns(no_wider_than_need_be(offered, call(N=n))) == tried
     assert columns(no_wider_than_need_be(offered[::-1], call(N=n))) == tried[::-1]
-
-
-def test_tiles_of_fewer_columns_do_not_exclude_what_differs_in_something_else():
-    narrow = config_of((128, 64, 64), 16, JOINED=True)
-    others = [
-        config_of((128, 64, 64), 32, JOINED=True, VARIANT="pingpong"),
-        config_of((256, 64, 64), 32, JOINED=True),
-        config_of((128, 64, 64), 32, JOINED=True, STORE_N=32),
-        config_of((128, 64, 64), 32, JOINED=True, SWAP_AB=True),
-        config_of((128, 64, 64), 32),
-    ]
-    assert no_wider_than_need_be([narrow, *others], call(N=80)) == [narrow, *others]
-    wider = config_of((128, 64, 64), 32, JOINED=True)
-    assert no_wider_than_need_be([wider, narrow], call(N=80)) == [narrow]
-    assert no_wider_than_need_be([wider, narrow], call(N=96)) == [wider, narrow]

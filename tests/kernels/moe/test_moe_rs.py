@@ -17,8 +17,6 @@ from operation_runs import (
 )
 from operations import HALF, rows_of_call
 
-from dist_autotune.kernels.exchange.operation import INTERPRETED_PROGRAMS
-from dist_autotune.kernels.moe import moe_rs_kernel
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
 
@@ -39,33 +37,6 @@ def several_programs(rank, programs):
 @pytest.mark.parametrize(("world", "programs"), [(1, 3), (2, 3)])
 def test_programs_of_a_launch_that_wait_for_each_other_are_right(world, programs):
     assert_right(values(several_programs, world, programs))
-
-
-def own_tiles_at_handover(rank, candidate):
-    """Return how many tiles of the own chunk are stored when the peer's is handed over, and in the end."""
-    runs.begin(rank, candidate)
-    with MoEReduceScatter(100, 72, HALF, timeout_s=60.0) as op:
-        seen, notify = [], moe_rs_kernel.notify
-
-        def noting(*args):
-            notify(*args)
-            seen.append(int(stored()[1]))
-
-        def stored():
-            (plan,) = op._plans.values()
-            return plan.counters[:2]
-
-        moe_rs_kernel.notify = noting
-        assert_right([[runs.call_and_compare(op, [100, 100], 16, 2, 2)]])
-        return *seen, int(stored()[1])
-
-
-@pytest.mark.parametrize("candidate", range(len(runs.candidates)))
-def test_a_chunk_is_handed_over_behind_as_many_own_tiles_as_the_config_says(candidate):
-    rounds = runs.candidates[candidate].kwargs["AHEAD"]
-    for at_handover, in_the_end in values(own_tiles_at_handover, 2, candidate):
-        assert at_handover == min(rounds * INTERPRETED_PROGRAMS, in_the_end)
-        assert in_the_end > 2 * INTERPRETED_PROGRAMS
 
 
 def test_bits_repeat():
