@@ -24,6 +24,7 @@ from .space import MOST_CANDIDATES, SHARE_STEP, KernelLevels, PlanSpace
 FEWEST_PLANS, MOST_PLANS = 12, 400
 FIRST_WAVE, WAVE, MOST_TRIED = 20, 3, 96  # plans
 LIKELY = 0.1  # of the run, that the first ones are expected to lose at most by their launches
+SHOWN = 0.5  # of what a candidate takes longer by its launches, beside other options than in these
 SPIKE = 1.15  # times what is expected: such a time is taken again
 GAIN, CHANCE = 0.01, 0.02  # it ends when the chance that an untried plan wins by more is below
 NEAR, FINALISTS, NEAR_RUNS = 1.02, 5, 40  # of the best: plans that race with the first one
@@ -105,9 +106,12 @@ def _timed(plans: Sequence[Plan], index: int, limit_ms: float) -> Generator[Aske
 
 
 def _slower_ms(space: PlanSpace, plan: Plan) -> float:
-    """Return what the plan's launches take longer than the fastest candidates'."""
+    """Return what the plan's launches are expected to take longer than the fastest candidates'."""
     launched = [kernel for kernel in space.kernels if kernel.name in plan]
-    return math.fsum(k.launches * (k.usable[plan[k.name]] - min(k.usable.values())) for k in launched)
+    slower_ms = math.fsum(k.launches * (k.usable[plan[k.name]] - min(k.usable.values())) for k in launched)
+    first = space.incumbents
+    is_as_launched = all(plan[name] == first.get(name, plan[name]) for name in space.choices if name in plan)
+    return slower_ms if is_as_launched else SHOWN * slower_ms
 
 
 def _next_wave(

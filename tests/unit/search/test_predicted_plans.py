@@ -12,9 +12,9 @@ from benchmarks.simulation.protocol_simulation import Simulation
 
 RUNS_AT_MOST = 400
 SMS = 132
-SHAPES = [(8192, 1792, 4096), (5120, 1280, 8192), (6144, 5120, 7168), (4096, 1024, 8192), (8192, 6656, 16384)]
+SHAPES = [(8192, 1792, 4096), (5120, 1280, 8192), (6144, 5120, 7168), (4096, 1024, 8192), (8000, 6400, 5120)]
 TILES = {  # of a program: rows and columns, and how fast it is beside the largest
-    "specialized": {(128, 256): 1.0, (256, 128): 0.98, (128, 192): 0.97, (128, 128): 0.95, (64, 256): 0.93},
+    "specialized": {(128, 256): 1.0, (256, 192): 1.03, (128, 192): 0.97, (128, 128): 0.95, (64, 256): 0.93},
     "plain": {(128, 256): 0.95, (256, 128): 0.92, (128, 128): 0.9, (64, 256): 0.85, (64, 128): 0.75},
 }
 
@@ -98,12 +98,12 @@ class GatheredProduct(Simulation):
 
 
 def test_a_tile_that_wins_only_beside_another_number_of_pieces_is_found():
-    """Beside other pieces the four fastest by launches alone, all of one tile, lost 4.4 %, 11.3 at worst."""
+    """Beside other pieces the four fastest by launches alone, all of one tile, lost 5.4 %, 14.8 at worst."""
     runs, regrets = [], []
     for seed in range(20):
         session = GatheredProduct(seed)
         runs.append(len(session.session(RUNS_AT_MOST)))
         regrets.append(session.step_ms(session.winners()) / session.best_ms() - 1)
     assert statistics.fmean(runs) <= 310
-    assert statistics.fmean(regrets) <= 0.006
-    assert max(regrets) <= 0.025
+    assert statistics.fmean(regrets) <= 0.003
+    assert max(regrets) <= 0.015
