@@ -98,16 +98,8 @@ class Table:
     def without_unknown(self, *names: str) -> Table:
         """Return the table without those of the columns `names` in which all is `-`."""
         gone = {name for name in names if all(row[self.columns.index(name)] == "-" for row in self.rows)}
-        return self._without(gone) if self.rows else self
-
-    def without_equal(self, *names: str) -> Table:
-        """Return the table without those columns that hold one value, which the title says then."""
-        values = {name: {row[self.columns.index(name)] for row in self.rows} for name in names}
-        equal = {name: each.pop() for name, each in values.items() if len(each) == 1}
-        said = (f"{name.removeprefix('>')} {value}" for name, value in equal.items() if value != "-")
-        return replace(self._without(equal), title=", ".join([self.title, *said]))
-
-    def _without(self, names: Collection[str]) -> Table:
-        kept = [place for place, name in enumerate(self.columns) if name not in names]
+        if not (gone and self.rows):
+            return self
+        kept = [place for place, name in enumerate(self.columns) if name not in gone]
         columns, *rows = [tuple(line[place] for place in kept) for line in (self.columns, *self.rows)]
         return replace(self, columns=columns, rows=rows)

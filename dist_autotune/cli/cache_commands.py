@@ -62,7 +62,7 @@ def list_entries(
 
 
 def _table(title: str, entries: list[Entry]) -> Table:
-    """Return one row per entry; of several entries, what all have in common is said in the title."""
+    """Return one row per entry."""
     names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "bits", "kernel", "winner")
     rows = []
     for entry in entries:
@@ -70,8 +70,7 @@ def _table(title: str, entries: list[Entry]) -> Table:
         figures = key.digest[:8], format_ms(entry.ms), key.device, str(key.world_size), created
         bits = bits_label(entry.bit_class, entry.output_digest)
         rows.append((*figures, bits, entry.title, config_label(entry.config)))
-    table = Table(title, names, rows, texts=2).without_unknown("bits")
-    return table.without_equal("device", ">ranks") if len(entries) > 1 else table
+    return Table(title, names, rows, texts=2).without_unknown("bits")
 
 
 @app.command()
