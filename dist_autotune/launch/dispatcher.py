@@ -149,7 +149,7 @@ class Dispatcher:
             loaded = self._ensure_loaded(launch, binding, candidate) if call.tunes else None
             if call.tunes and context.measures:
                 grid = RecordedGrid(launch.kwargs.get("grid"))
-                counted = launch.with_grid(grid.grid) if callable(launch.kwargs.get("grid")) else launch
+                counted = launch.with_grid(grid) if callable(launch.kwargs.get("grid")) else launch
                 mark = context.samples.start()
                 result = counted.run(config)
                 context.samples.stop(mark)
@@ -246,9 +246,10 @@ class Dispatcher:
         """
         binding = self._registry.find(launch) or self._registry.binding_of(launch)
         context = binding.rank_context
-        candidate = (
-            context.chosen(binding, failed) if is_repeated else context.stand_in(binding.configs, failed)
-        )
+        if is_repeated:
+            candidate = context.chosen(binding, failed)
+        else:
+            candidate = context.stand_in(binding.configs, failed)
         if runs:
             self._check_tuned(context, candidate)
         return binding.configs[candidate]
@@ -276,7 +277,7 @@ class Dispatcher:
     # -- one run -------------------------------------------------------------------------------------------
 
     def settled_call(self) -> CallUnderWay:
-        """Return a call without trials. It takes no lock while one settled call follows another."""
+        """Return a call without trials; see [Note: settled calls take no lock]."""
         names = self._registry.names
         if self.run_under_way is None and self._registry.has_news:
             with self._lock:

@@ -1,4 +1,9 @@
-"""The launch path once everything is settled: one look-up, then the launch that stock Triton would make."""
+"""The launch path once everything is settled: one look-up, then the launch that stock Triton would make.
+
+[Note: settled calls take no lock] Any number of them run at once and share what is `Settled`. It is changed a
+key at a time. Where contexts choose anew, another one takes its place (`Dispatcher.settled_call`, which locks
+only then), and calls under way keep theirs.
+"""
 
 from __future__ import annotations
 

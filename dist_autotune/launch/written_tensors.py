@@ -60,9 +60,8 @@ class WrittenTensors:
         arguments = {**dict(zip(launch.tuner.arg_names, launch.args, strict=False)), **launch.kwargs}
         for name in written_arguments(launch.tuner):
             value = arguments.get(name)
-            value = (
-                value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
-            )  # of a descriptor
+            if not isinstance(value, torch.Tensor):
+                value = getattr(value, "base", None)  # of a descriptor
             if isinstance(value, torch.Tensor):
                 self._keep(f"{launch.tuner.base_fn.__name__}.{name}", value)
 
@@ -122,9 +121,7 @@ def _storages() -> set[StorageWeakRef]:
         for tensor in instances(_and_subclasses(torch.Tensor)):
             with contextlib.suppress(*_NO_STORAGE):
                 found.add(StorageWeakRef(tensor.untyped_storage()))
-                if (
-                    tensor.is_leaf and tensor.grad is not None
-                ):  # autograd may have made it: Python has not seen it
+                if tensor.is_leaf and tensor.grad is not None:  # autograd's: Python may not have seen it
                     found.add(StorageWeakRef(tensor.grad.untyped_storage()))
     return found
 

@@ -27,14 +27,8 @@ from .history import (
 ABOUT = ("started_at", "device", "versions", "mode", "search", "objective", "statistic", "rank_reduce")
 # Fields that a result has alike in the log and in the program's report.
 AS_SETTLED = (
-    "status",
-    "timings",
-    "banned",
-    "launch_bound",
-    "bit_classes",
-    "output_digest",
-    "again",
-    "untried",
+    *("status", "timings", "banned", "launch_bound"),
+    *("bit_classes", "output_digest", "again", "untried"),
 )
 
 

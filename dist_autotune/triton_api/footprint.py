@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,11 +77,6 @@ class RecordedGrid:
         found = self._grid(meta)
         self.programs = _product(found)
         return found
-
-    @property
-    def grid(self) -> Any | Callable[[Any], Any]:
-        """Return the grid to launch with."""
-        return self if callable(self._grid) else self._grid
 
 
 def _product(grid: Any) -> int:

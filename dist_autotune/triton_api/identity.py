@@ -24,9 +24,8 @@ from ..codec import digest
 from ..errors import TuningError
 
 _UNKNOWN = object()
-_LIBRARIES = {"triton", "torch", "numpy", *sys.stdlib_module_names} - {
-    "__main__"
-}  # no part of a kernel's source
+# No part of a kernel's source.
+_LIBRARIES = {"triton", "torch", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 

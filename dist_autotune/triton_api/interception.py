@@ -21,9 +21,7 @@ from .active_call import ActiveCall
 from .launch import key_of
 
 _IS_CAPTURING = torch.cuda.is_current_stream_capturing
-_IN_TLS = (
-    "dist_autotune"  # torch gives what is stashed under it to the threads on which a thread's autograd runs
-)
+_IN_TLS = "dist_autotune"  # torch gives what is stashed under it to the threads of a thread's autograd
 
 Run: TypeAlias = Callable[..., Any]  # an `Autotuner.run`
 
@@ -48,7 +46,7 @@ PROGRAM: Final = "program"  # and so is a program that is tuned as a whole, belo
 class Interception:
     """The calls under way: at most one session, one program, and any number of settled calls.
 
-    A call stands under the thread that makes it. No lock: each thread writes its own entries.
+    A call stands under the thread that makes it, which alone writes there: no lock.
     """
 
     def __init__(self) -> None:

@@ -366,7 +366,7 @@ class Calls:
                 source = "" if self._function is None else identity.function_digest(self._function)
                 setup = FunctionSetup(options, self._name, source, group, mode=mode)
                 known = FunctionState(setup, self._note)
-            except BaseException as error:  # the peers wait for this rank to open a session
+            except BaseException as error:  # see [Note: ranks leave together]
                 group.fail(error)
                 raise
             self.close()

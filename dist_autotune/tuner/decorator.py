@@ -44,9 +44,7 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
         super().__init__(bare, options, name)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # a call from a compiled function, which is no part of graphs
+        if torch.compiler.is_dynamo_compiling():  # called by a compiled function, and no part of its graphs
             result: R = torch.compiler.disable(self.__call__)(*args, **kwargs)
             return result
         mode = settings.run_mode()

@@ -36,15 +36,8 @@ from ..version import __version__
 from .results import Results
 
 SESSION_STATE = "the state of the session"  # the fact that names the session which a rank would go on with
-MAY_DIFFER = (
-    "device",
-    "settled",
-    "clock",
-    "retune",
-    "session",
-    "cache",
-    SESSION_STATE,
-)  # facts of an opening
+# Facts of an opening in which ranks may differ.
+MAY_DIFFER = ("device", "settled", "clock", "retune", "session", "cache", SESSION_STATE)
 SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 WAITS_AFTER_RUNS = 16  # without a launch: fewer are those of gradients that are accumulated, and the like
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on

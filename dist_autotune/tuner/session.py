@@ -1,4 +1,9 @@
-"""Drives one tuned function: plan -> run -> samples -> exchange -> plan, until every context is settled."""
+"""Drives one tuned function: plan -> run -> samples -> exchange -> plan, until every context is settled.
+
+[Note: ranks leave together] Every rank makes each exchange, or its peers hear why it does not. What only this
+rank knows, such as an exception of the function, is told before it is raised (`_fail`). What follows from
+merged messages all ranks raise alike, and nobody tells it (`_dropping_searches`).
+"""
 
 from __future__ import annotations
 
@@ -216,7 +221,7 @@ class Session:
         self.state.dispatcher.repeats_run = True
         with self._under_way(launches, watch):
             self._run.capture(function)
-        # A rank without a graph replays nothing: its peers' kernels would wait for it.
+        # [Note: ranks leave together] A rank without a graph replays nothing: kernels of peers would wait.
         opening = Opening(self.function.group.rank, self.function.facts({}))
         received = self._exchange(opening, f"the capture of {watch.what}", of_run=True)
         with self._dropping_searches():
@@ -278,7 +283,7 @@ class Session:
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:
-        """Report an exception to the peers, unless it comes from them or is the same on every rank."""
+        """Report an exception to the peers, unless all ranks have it: see [Note: ranks leave together]."""
         try:
             yield
         except BaseException as error:

@@ -80,10 +80,8 @@ def _written_into(live: Any, saved: Any) -> Any:
         live.copy_(saved)
         return live
     if type(saved) in (dict, OrderedDict):
-        known, loaded = (
-            live if isinstance(live, dict) else {},
-            copy.copy(saved),
-        )  # with the versions of a module
+        known = live if isinstance(live, dict) else {}
+        loaded = copy.copy(saved)  # with the versions of a module
         loaded.update((key, _written_into(known.get(key), value)) for key, value in saved.items())
         return loaded
     if type(saved) in (list, tuple):

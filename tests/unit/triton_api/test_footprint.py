@@ -33,7 +33,7 @@ def test_a_grid_is_evaluated_by_the_launch_alone():
     calls = []
     recorded = RecordedGrid(lambda meta: calls.append(meta) or (meta["SMS"], 2))
     assert (recorded.programs, calls) == (0, [])
-    assert recorded.grid({"SMS": 50}) == (50, 2)
+    assert recorded({"SMS": 50}) == (50, 2)
     assert (recorded.programs, calls) == (100, [{"SMS": 50}])
     assert RecordedGrid((4, 5)).programs == 20
     assert RecordedGrid(None).programs == 0
