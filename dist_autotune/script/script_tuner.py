@@ -108,9 +108,9 @@ class ScriptTuner(BaseTuner):
             return
         if not (self.boundaries and (is_alone or dist.is_initialized())):
             # Several ranks are strict together, not each for itself.
-            run = self._own.step(mode if is_alone else "cached", is_quiet=True)
+            run = self._own.step(mode if is_alone else "cached", asks_nobody=True)
         elif self.lost is not None:
-            run = self._shared.step(mode, is_quiet=True)
+            run = self._shared.step(mode, asks_nobody=True)
         else:
             run = self._shared.step(mode)
         self._run.enter_context(run)

@@ -89,15 +89,16 @@ class Calls:
 
     def call(self, mode: str, thunk: Callable[[], T]) -> T:
         """Make one call. `mode`: "tune", "cached" or "strict", as DIST_AUTOTUNE_MODE says now."""
-        state = self._steady_state(mode)
-        if state is None or self._takes_up(state):
+        asks_nobody = interception.is_capturing()
+        state = self._steady_state(mode, asks_nobody)
+        if state is None or self._takes_up(state, asks_nobody):
             with self._turn() as is_own:
                 if not is_own:
                     return thunk()
                 takes_up, state = state is not None, self._begin_call(mode)
-                if self._is_in_session(state, takes_up=takes_up):
+                if not asks_nobody and self._is_in_session(state, takes_up=takes_up):
                     return self._call_of_session(state, thunk)
-        return self._settled_call(state, thunk)
+        return self._settled_call(state, thunk, asks_nobody)
 
     def _call_of_session(
         self, state: FunctionState, thunk: Callable[[], T], beside: tuple[T] | None = None
@@ -112,9 +113,8 @@ class Calls:
         finally:
             state.written.end_call()
 
-    def _settled_call(self, state: FunctionState, thunk: Callable[[], T]) -> T:
-        is_quiet = interception.is_capturing()
-        call, calls, thread = self._begin_settled(state, is_quiet=is_quiet), INTERCEPTION.calls, get_ident()
+    def _settled_call(self, state: FunctionState, thunk: Callable[[], T], asks_nobody: bool) -> T:
+        call, calls, thread = self._begin_settled(state, asks_nobody), INTERCEPTION.calls, get_ident()
         calls[thread] = call
         try:
             if state.function.is_strict:
@@ -123,11 +123,11 @@ class Calls:
             else:
                 result = thunk()
         except BaseException as error:
-            self._report_failure(state, call, error, is_quiet=is_quiet)
+            self._report_failure(state, call, error, asks_nobody)
             raise
         finally:
             del calls[thread]  # no call of a function, before which a Ctrl-C might come
-        opens = self._end_settled(state, call, is_quiet=is_quiet)
+        opens = self._end_settled(state, call, asks_nobody)
         if not opens or self._options.mode == "online":
             return result
         # There is no copy of the state before this run. Where it matters, this stays the call's run.
@@ -140,36 +140,36 @@ class Calls:
             return self._call_of_session(self._begin_call(state.function.mode), thunk, beside)
 
     @contextlib.contextmanager
-    def step(self, mode: str, *, is_quiet: bool = False) -> Iterator[None]:
+    def step(self, mode: str, *, asks_nobody: bool = False) -> Iterator[None]:
         """Make the block one call of mode="online": a trial, or a run with what is settled.
 
-        is_quiet: a run with known configs in any case, without an exchange.
+        asks_nobody: a run with known configs in any case, without an exchange.
         """
-        state = self._steady_state(mode, is_quiet=is_quiet)
-        if state is None or self._takes_up(state, is_quiet=is_quiet):
+        asks_nobody = asks_nobody or interception.is_capturing()
+        state = self._steady_state(mode, asks_nobody)
+        if state is None or self._takes_up(state, asks_nobody):
             with self._turn() as is_own:
                 if not is_own:
                     yield
                     return
                 takes_up, state = state is not None, self._begin_call(mode)
-                if not is_quiet and self._is_in_session(state, takes_up=takes_up):
+                if not asks_nobody and self._is_in_session(state, takes_up=takes_up):
                     with self._trial(state):
                         yield
                     return
-        is_quiet = is_quiet or interception.is_capturing()
-        call, calls = self._begin_settled(state, is_quiet=is_quiet), INTERCEPTION.calls
+        call, calls = self._begin_settled(state, asks_nobody), INTERCEPTION.calls
         place = PROGRAM if self._is_of_program else get_ident()
         calls[place] = call
         try:
             with self._watched(state):
                 yield
         except BaseException as error:
-            self._report_failure(state, call, error, is_quiet=is_quiet)
+            self._report_failure(state, call, error, asks_nobody)
             raise
         finally:
             if calls.get(place) is call:
                 del calls[place]
-        self._end_settled(state, call, is_quiet=is_quiet)
+        self._end_settled(state, call, asks_nobody)
 
     def close(self) -> None:
         """End the session under way, if there is one; its report stays."""
@@ -177,13 +177,13 @@ class Calls:
             self._session.close()
             self._report, self._session = self._session.report(), None
 
-    def _steady_state(self, mode: str, *, is_quiet: bool = False) -> FunctionState | None:
+    def _steady_state(self, mode: str, asks_nobody: bool) -> FunctionState | None:
         """Return the state if a call now is without trials and nothing has to be prepared for it."""
         state = self.state
         if state is None or state.function.mode != mode:
             return None
         is_settled = self._session is None and not self._wants_session
-        if not (is_settled or is_quiet or interception.is_capturing()):
+        if not (is_settled or asks_nobody):
             return None
         if self._options.group is not None or _world() is not self._world() or os.getpid() != self._pid:
             if state.function.group is not self._current_group():
@@ -199,9 +199,9 @@ class Calls:
         self._world = (lambda: None) if world is None else weakref.ref(world)
         self._pid = os.getpid()
 
-    def _takes_up(self, state: FunctionState, *, is_quiet: bool = False) -> bool:
+    def _takes_up(self, state: FunctionState, asks_nobody: bool) -> bool:
         """Begin a settled call; return whether all ranks open a session in it."""
-        if state.function.is_alone or is_quiet or interception.is_capturing():
+        if state.function.is_alone or asks_nobody:
             return False
         if (ballot := state.ballot) is None:
             return False
@@ -228,8 +228,6 @@ class Calls:
         takes_up: open one with the ranks that take a new key up, or tune anew. If a rank does not come in
         time, learning waits, and the call is a settled one.
         """
-        if interception.is_capturing():
-            return False
         if not takes_up or self._session is not None:
             return not self.settled
         self._wants_session = True
@@ -247,26 +245,26 @@ class Calls:
             self._wants_session, self._ignores_known, self.retunes = True, True, False
         return self._current_state(mode)
 
-    def _begin_settled(self, state: FunctionState, *, is_quiet: bool) -> CallUnderWay:
-        """Return a call without trials. is_quiet: new keys in it ask for no session."""
+    def _begin_settled(self, state: FunctionState, asks_nobody: bool) -> CallUnderWay:
+        """Return a call without trials. asks_nobody: new keys in it ask for no session."""
         INTERCEPTION.install(dispatcher)
         propagate_to_autograd()
-        if is_quiet and not self._ignores_known:
+        if asks_nobody and not self._ignores_known:
             state.known.looks_on_disk |= state.function.is_alone
         return state.dispatcher.settled_call()
 
-    def _may_tune(self, state: FunctionState, *, is_quiet: bool) -> bool:
+    def _may_tune(self, state: FunctionState, asks_nobody: bool) -> bool:
         """Return whether new keys of a settled call may open a session."""
         function = state.function
-        return function.tunes and (function.is_alone or self._options.watch) and not is_quiet
+        return function.tunes and (function.is_alone or self._options.watch) and not asks_nobody
 
-    def _end_settled(self, state: FunctionState, call: CallUnderWay, *, is_quiet: bool) -> bool:
+    def _end_settled(self, state: FunctionState, call: CallUnderWay, asks_nobody: bool) -> bool:
         """Learn whether some rank has met a new key in the call; return whether all tune it now."""
         function, new = state.function, call.new or ()
-        may_tune = self._may_tune(state, is_quiet=is_quiet)
+        may_tune = self._may_tune(state, asks_nobody)
         if not new and (function.is_alone or not may_tune):
             return False
-        has_new_key, opens = bool(new) and not is_quiet, may_tune
+        has_new_key, opens = bool(new) and not asks_nobody, may_tune
         if opens and not function.is_alone and (ballot := state.ballot) is not None:
             opens = ballot.end(has_new_key=has_new_key)
         if not (has_new_key or opens):
@@ -281,13 +279,13 @@ class Calls:
         return opens
 
     def _report_failure(
-        self, state: FunctionState, call: CallUnderWay, error: BaseException, *, is_quiet: bool
+        self, state: FunctionState, call: CallUnderWay, error: BaseException, asks_nobody: bool
     ) -> None:
         """Tell the peers of NotTuned, once: they may wait for this rank in a collective."""
         function = state.function
         if function.is_alone:
             return
-        if self._may_tune(state, is_quiet=is_quiet) and (ballot := state.ballot) is not None:
+        if self._may_tune(state, asks_nobody) and (ballot := state.ballot) is not None:
             ballot.report(described(error)[:2000])
             ballot.end(has_new_key=bool(call.new), waits=False)
         if isinstance(error, NotTuned) and not state.has_refused:
