@@ -20,6 +20,7 @@ from ..formatting import (
 )
 from ..logs.records import Preflighted, SessionClosed
 from ..search.rules import BY_LAUNCH, BY_RUN
+from ..timing.time_spent import SecondsSpent
 from ..tuner.report import missing_gains
 from .history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
 from .report import SessionReport, cost_alone_percent
@@ -30,7 +31,7 @@ LEAST_GAIN_PERCENT = 1.0  # a smaller one is within the tie of a race
 SHOW_ALL = "The others: --all-candidates."
 
 
-def _ranges(ranks: Sequence[int]) -> str:
+def ranges(ranks: Sequence[int]) -> str:
     """Return sorted numbers as `0-3, 7`."""
     parts: list[list[int]] = []
     for rank in ranks:
@@ -93,6 +94,21 @@ def session_place(session: SessionHistory) -> str:
     return "; ".join(filter(None, (opened.device, hosts, versions)))
 
 
+def session_facts(shown: SessionReport) -> list[str]:
+    """Return where and with what the session ran, and where its time went."""
+    report, facts = shown.report, [session_place(shown.session)]
+    if report.spent != SecondsSpent():
+        parts = ", ".join(f"{kind} {s:.1f}" for kind, s in seconds_by_kind(shown.session.closed).items())
+        facts.append(f"{report.seconds:.1f} s on rank {shown.session.ranks[0]}: {parts}")
+    return facts
+
+
+def seconds_by_kind(closed: SessionClosed) -> dict[str, float]:
+    """Return where the time of a rank went, in seconds. The rest: the tuner's own, and between calls."""
+    spent = {"runs": closed.runs_s, "compiling": closed.compiling_s, "exchanges": closed.exchanges_s}
+    return {**spent, "rest": closed.seconds - sum(spent.values())}
+
+
 def session_notes(session: SessionHistory) -> list[str]:
     """Return the reservations about the figures, then the remarks of the session."""
     notes = [WALL_CLOCK_NOTE] if session.is_wall_clock else []
@@ -105,7 +121,7 @@ def session_notes(session: SessionHistory) -> list[str]:
 
 def rank_tables(session: SessionHistory) -> list[Table]:
     """Return the tables about the ranks of a session."""
-    return [_time_table(session), _stragglers_table(session), _compiling_table(session)]
+    return [_stragglers_table(session), _compiling_table(session)]
 
 
 def context_tables(context: ContextHistory, most: int | None = None) -> list[Table]:
@@ -113,7 +129,7 @@ def context_tables(context: ContextHistory, most: int | None = None) -> list[Tab
 
     most: so many candidates, the fastest and the winner; None: all.
     """
-    is_moot = all(choice is context.winner for choice, _ in _ranks_by_choice(context))
+    is_moot = all(choice is context.winner for choice, _ in ranks_by_choice(context))
     return [_candidates_table(context, most), *([] if is_moot else [_alone_table(context)])]
 
 
@@ -165,19 +181,6 @@ def contexts_table(shown: SessionReport) -> Table:
     return replace(table, note=note)
 
 
-def _time_table(session: SessionHistory) -> Table:
-    """Return where the time of each rank went, in seconds."""
-    rows = []
-    for closed in of_kind(session.records, SessionClosed):
-        spent = closed.runs_s, closed.compiling_s, closed.exchanges_s
-        if any(spent):
-            seconds = (*spent, closed.seconds - sum(spent), closed.seconds)
-            rows.append((str(closed.rank), *(f"{each:.1f}" for each in seconds)))
-    names = ("rank", ">runs", ">compiling", ">exchanges", ">rest", ">seconds")
-    note = "Exchanges: with waiting for slower ranks. Rest: the tuner's own, and between calls."
-    return Table("Where the time went", names, rows, note)
-
-
 def _stragglers_table(session: SessionHistory) -> Table:
     names = ("rank", ">slowest in", ">of samples", ">median behind fastest %")
     rows = tuple(
@@ -199,7 +202,7 @@ def _compiling_table(session: SessionHistory) -> Table:
     return Table("Compiling", names, rows, note)
 
 
-def _shared_parts(context: ContextHistory) -> tuple[str, ...]:
+def shared_parts(context: ContextHistory) -> tuple[str, ...]:
     """Return the parts of a config that all candidates of a context share."""
     parts = [config_parts(each.config) for each in context.candidates]
     if len(parts) < 2:
@@ -207,15 +210,24 @@ def _shared_parts(context: ContextHistory) -> tuple[str, ...]:
     return tuple(part for part in parts[0] if all(part in other for other in parts))
 
 
-def _short_config(candidate: CandidateHistory, shared: Sequence[str]) -> str:
+def short_config(candidate: CandidateHistory, shared: Sequence[str]) -> str:
     """Return a candidate's config without what all candidates share."""
     own = [part for part in config_parts(candidate.config) if part not in shared]
     return ", ".join(own) or config_label(candidate.config)
 
 
-def _in_order(candidates: Iterable[CandidateHistory]) -> list[CandidateHistory]:
+def in_order(candidates: Iterable[CandidateHistory]) -> list[CandidateHistory]:
     """Return the fastest candidate first, those without a time last."""
     return sorted(candidates, key=lambda each: (each.agreed_ms is None, each.agreed_ms or 0.0))
+
+
+def listed(context: ContextHistory, most: int | None) -> list[CandidateHistory]:
+    """Return the candidates, the fastest first: all, or so many and the winner."""
+    ordered = in_order(context.candidates)
+    if most is None or len(ordered) <= most:
+        return ordered
+    winner = [each for each in ordered[most:] if each is context.winner]
+    return [*ordered[:most], *winner]
 
 
 def _candidates_table(context: ContextHistory, most: int | None) -> Table:
@@ -223,24 +235,22 @@ def _candidates_table(context: ContextHistory, most: int | None) -> Table:
         ">id", ">ms", ">over best %", ">spread %", ">slowest rank", ">samples", ">class of bits", "config",
         "remark",
     )  # fmt: skip
-    ordered, shared = _in_order(context.candidates), _shared_parts(context)
+    ordered, shared = in_order(context.candidates), shared_parts(context)
     rows = []
-    shown = ordered if most is None else ordered[:most]
-    if context.winner is not None and context.winner not in shown:
-        shown = [*shown, context.winner]
+    shown = listed(context, most)
     for each in shown:
         over_best = percent_over(each.agreed_ms, ordered[0].agreed_ms)
         slowest = "-" if each.spread_percent is None else str(max(each.rank_ms, key=each.rank_ms.__getitem__))
         figures = format_ms(each.agreed_ms), format_percent(over_best), format_percent(each.spread_percent)
         winner = "winner" if each is context.winner else ""
         remark = f"banned on all ranks by {each.banned}" if each.banned else winner
-        texts = _short_config(each, shared), remark
+        texts = short_config(each, shared), remark
         bits = bits_label(context.settled.bit_classes.get(each.config), "")
         rows.append((str(each.config_id), *figures, slowest, str(each.samples), bits, *texts))
     counts = _counts(context, len(shown)) if len(shown) < len(ordered) else ""
     table = Table(f"{context.label}: candidates{counts}", names, rows, texts=2)
     left_out = f" {SHOW_ALL}" if len(shown) < len(ordered) else ""
-    table = replace(table, note=_candidates_note(context) + left_out)
+    table = replace(table, note=candidates_note(context) + left_out)
     return table.without_unknown(">class of bits", ">spread %", ">slowest rank")
 
 
@@ -253,18 +263,18 @@ def _counts(context: ContextHistory, shown: int) -> str:
     return f", {shown} of {count}" + (f" ({said})" if said else "")
 
 
-def _candidates_note(context: ContextHistory) -> str:
+def candidates_note(context: ContextHistory) -> str:
     """Return the note below the candidates: shared parts, and why the winner is not the first."""
-    shared = _shared_parts(context)
+    shared = shared_parts(context)
     notes = [f"All: {', '.join(shared)}."] if shared else []
-    if [choice for choice, _ in _ranks_by_choice(context)] == [context.winner]:
+    if [choice for choice, _ in ranks_by_choice(context)] == [context.winner]:
         notes.append("Each rank alone would choose the winner.")
-    if context.winner is not None and _in_order(context.candidates)[0] is not context.winner:
+    if context.winner is not None and in_order(context.candidates)[0] is not context.winner:
         notes.append("A time above the winner's in the list is of fewer samples, or equal within the noise.")
     return " ".join(notes)
 
 
-def _ranks_by_choice(context: ContextHistory) -> list[tuple[CandidateHistory, list[int]]]:
+def ranks_by_choice(context: ContextHistory) -> list[tuple[CandidateHistory, list[int]]]:
     """Return each candidate that ranks alone would choose, with those ranks; empty for a single rank."""
     if not any(candidate.spread_percent is not None for candidate in context.candidates):
         return []
@@ -277,12 +287,12 @@ def _ranks_by_choice(context: ContextHistory) -> list[tuple[CandidateHistory, li
 
 def _alone_table(context: ContextHistory) -> Table:
     names = ("ranks", ">id", ">own ms", ">agreed ms", ">cost %", "config they alone would choose")
-    shared = _shared_parts(context)
+    shared = shared_parts(context)
     rows = []
-    for choice, ranks in _ranks_by_choice(context):
+    for choice, ranks in ranks_by_choice(context):
         own = sorted(choice.rank_ms[rank] for rank in ranks)
         own_ms = "-".join(dict.fromkeys((format_ms(own[0]), format_ms(own[-1]))))
         cost = format_percent(percent_over(choice.agreed_ms, context.settled.ms))
         figures = str(choice.config_id), own_ms, format_ms(choice.agreed_ms), cost
-        rows.append((_ranges(ranks), *figures, _short_config(choice, shared)))
+        rows.append((ranges(ranks), *figures, short_config(choice, shared)))
     return Table(f"{context.label}: each rank alone", names, rows, texts=1)
