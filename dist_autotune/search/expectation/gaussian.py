@@ -16,6 +16,7 @@ from .fields import Told, Value, likeness
 from .keys import by_distance, distance
 
 # Chosen on tables of real kernels: tests/unit/search/test_expectation_tables.py.
+_APART = 0.02  # of the variance of the rest: what a candidate shares with no other, however alike
 _LEVEL = 100.0  # variance of a key's level, over that of the rest: nothing is known of it
 _WEIGHT = 3.0  # times, that the expected deviation of the rest weighs as much as
 _SHARED = 0.9  # of the variance of the rest that a key has in common with another of the same sizes
@@ -53,12 +54,12 @@ class GaussianProcess:
             logs = [log(ms) for ms in known.values()]
             levels.append(math.fsum(logs) / max(len(logs), 1))
             rests += [each - levels[-1] for each in logs]
-        alike = {i: [likeness(self._fields[i], each) for each in self._fields] for _, i in rows}
+        alike = {i: self._alike(i) for _, i in rows}
         near = [near for near, _ in self._groups]
 
         def shared(row: tuple[int, int], group: int, index: int) -> float:
-            likeness = alike[row[1]][index]
-            return likeness + _LEVEL if row[0] == group else likeness * near[row[0]] * near[group]
+            part = alike[row[1]][index]
+            return part + _LEVEL if row[0] == group else part * near[row[0]] * near[group]
 
         matrix = [
             [shared(row, *other) + (self._noise if row is other else 0.0) for other in rows[: place + 1]]
@@ -71,6 +72,12 @@ class GaussianProcess:
             column = forward(lower, [shared(row, 0, candidate) for row in rows])
             self.means[candidate] = levels[0] + math.fsum(map(operator.mul, column, weights))
             self.variances[candidate] = _DOUBT * variance * max(1 + _LEVEL - _square(column), self._noise)
+
+    def _alike(self, index: int) -> list[float]:
+        """Return what a candidate shares with each, itself included, at one key."""
+        alike = [(1 - _APART) * likeness(self._fields[index], each) for each in self._fields]
+        alike[index] = 1.0
+        return alike
 
 
 def kin_of(key: str, texts: Sequence[str], told: Told) -> list[tuple[float, dict[int, float]]]:
