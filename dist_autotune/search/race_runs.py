@@ -121,8 +121,7 @@ class RaceRuns(RunPhase):
         ]
         ratios = _family_ratios(judged)
         kernels = [
-            levels_of(c.name, c.kernel, _steadied_ms(c, ratios), c.shares, c.incumbent, c.launches)
-            for c in judged
+            levels_of(c.name, _steadied_ms(c, ratios), c.shares, c.incumbent, c.launches) for c in judged
         ]
         texts = {name: context.texts for name, context in self._contexts.items()}
         return PlanSpace(kernels, choices, launched, texts)

@@ -31,8 +31,7 @@ AGAIN = 2  # runs of one plan whose time may be the host's
 FAR = 3.0  # standard deviations beyond which a run is a spike
 REFITS = 3  # without the spikes
 NOISES = (0.004, 0.008, 0.015, 0.03)  # of a run: the likeliest is taken
-# The prior's deviations, as parts of what a context takes: of all in a family, of neighbours, of its own.
-OF_FAMILY, OF_NEIGHBOURS, OWN = 0.10, 0.10, 0.10
+OF_NEIGHBOURS, OWN = 0.10, 0.10  # the prior's deviations, as parts of what a context takes
 ALONE = 0.8  # of its own, of a context that is like no other: it may slow others down
 OF_OPTION = 0.10  # of a choice, as a part of the run
 NEIGHBOURS = 6.0  # contexts further, half of the likeness is gone
@@ -47,9 +46,9 @@ class Factor:
     """A context and its candidates, the first of which has no effect."""
 
     name: str
-    candidates: Sequence[int]  # of factors with a family the n-th ones are alike; some may be the first again
+    candidates: Sequence[int]  # of factors that are alike the n-th ones are; some may be the first again
     ms: Sequence[float] = ()  # of their launches in a run; (): a choice
-    family: str = ""  # "": its candidates are like no other's
+    is_alike: bool = False  # its candidates are like those of others, the nearer in the order of launch
     place: int = 0  # in the order of launch
 
     @property
@@ -109,8 +108,8 @@ def _design(factors: Sequence[Factor]) -> Iterator[Plan]:
     Most effects show only near what contexts do together. The others meet each other evenly.
     """
     drawn = random.Random("screening")
-    alike = [factor for factor in factors if factor.family]
-    others = [factor for factor in factors if not factor.family]
+    alike = [factor for factor in factors if factor.is_alike]
+    others = [factor for factor in factors if not factor.is_alike]
     kinds = range(1, max((len(factor.candidates) for factor in alike), default=2))
     deck: list[int] = []
     for number, plan in enumerate(_meetings(others)):
@@ -218,7 +217,7 @@ class _Model:
     def pairs(self, base: Plan) -> list[Plan]:
         """Return the pairs of candidates that beat `base` only together, the most gainful first."""
         found = []
-        single = [factor for factor in self._factors if not factor.family]
+        single = [factor for factor in self._factors if not factor.is_alike]
         having: dict[tuple[str, int], set[int]] = {}
         for number, plan in enumerate(self._plans):
             for where in plan.items():
@@ -269,11 +268,11 @@ def _covariance(one: tuple[Factor, int], other: tuple[Factor, int], run_ms: floa
     (a, kind), (b, other_kind) = one, other
     covariance = 0.0
     if a is b:
-        own = (OWN if a.family else ALONE) * a.ms[0] if a.ms else OF_OPTION * run_ms
+        own = (OWN if a.is_alike else ALONE) * a.ms[0] if a.ms else OF_OPTION * run_ms
         covariance = own**2 * (1.0 if kind == other_kind else 0.5)
-    if a.family and b.family and kind == other_kind:
-        near = OF_NEIGHBOURS**2 * 0.5 ** (abs(a.place - b.place) / NEIGHBOURS)
-        covariance += (OF_FAMILY**2 * (a.family == b.family) + near) * a.ms[0] * b.ms[0]
+    if a.is_alike and b.is_alike and kind == other_kind:
+        near = 0.5 ** (abs(a.place - b.place) / NEIGHBOURS)
+        covariance += OF_NEIGHBOURS**2 * near * a.ms[0] * b.ms[0]
     return covariance
 
 

@@ -187,7 +187,7 @@ def _factors(space: PlanSpace, moved: Plan, *, is_faster: bool) -> list[Factor]:
         if (kernel := kernels.get(name)) is not None:
             kinds = kernel.kinds(index)
             times = [kernel.launches * kernel.ms[each] for each in kinds]
-            factors.append(Factor(name, kinds, times, kernel.family if kernel.leaves_room else "", place))
+            factors.append(Factor(name, kinds, times, kernel.leaves_room, place))
         elif moves_choices:
             others = [option for option in space.choices[name] if option != index]
             factors.append(Factor(name, [index, *others]))

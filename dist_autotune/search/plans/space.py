@@ -19,7 +19,7 @@ SHARE_STEP = 1 / 256  # of the device: shares nearer than that are equal
 FEWEST, NEAR = 4, 1.15  # of a context with a short front: the next fastest within so much of the fastest
 MOST_CANDIDATES = 16  # of a context
 MOST_LEVELS = 6  # of a context, beside many others
-MOST_ROOMS = 8  # of a family
+MOST_ROOMS = 8  # that all kernels leave
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,6 @@ class KernelLevels:
     """A kernel's candidates that are judged by the run, the incumbent first."""
 
     name: str
-    family: str
     ms: Mapping[int, float]  # by launches
     share: Mapping[int, float] = field(default_factory=dict)  # of the device; of all candidates, or none
     launches: int = 1  # in a run
@@ -78,7 +77,6 @@ class KernelLevels:
 
 def levels_of(
     name: str,
-    family: str,
     ms: Mapping[int, float],
     share: Mapping[int, float],
     incumbent: int,
@@ -91,7 +89,7 @@ def levels_of(
     fastest = min(ms.values(), default=math.inf)
     usable = [index for index in ms if ms[index] <= SLOWEST * fastest]
     usable.sort(key=lambda index: (index != incumbent, ms[index], index))
-    every = KernelLevels(name, family, {i: ms[i] for i in usable} or {incumbent: fastest})
+    every = KernelLevels(name, {i: ms[i] for i in usable} or {incumbent: fastest})
     if all(index in share for index in every.ms):
         every = replace(every, share={index: share[index] for index in every.ms})
         near = [index for index in usable if ms[index] <= NEAR * fastest][:FEWEST]

@@ -18,7 +18,7 @@ SHARE = {0: 1.0, 1: 0.76, 2: 0.76, 3: 0.5, 4: 0.25, 5: 1.0}
 @pytest.mark.parametrize("unit", [1.0, 1e-3, 1e3])
 def test_a_kernel_keeps_the_fastest_of_each_share_up_to_three_times_the_fastest(unit):
     ms = {index: unit * each for index, each in MS.items()}
-    levels = levels_of("k", "family", ms, SHARE, incumbent=0)
+    levels = levels_of("k", ms, SHARE, incumbent=0)
     assert list(levels.ms) == [0, 2, 3]
     assert levels.leaves_room
     assert levels.within(0.8) == 2
@@ -34,7 +34,7 @@ def space_of(drawn):
     for place in range(drawn.choice([3, 12, 30])):
         ms = {index: drawn.uniform(1, 1.3) for index in range(drawn.randint(1, 5))}
         share = {index: drawn.choice([1.0, 0.9, 0.75]) for index in ms}
-        kernels.append(levels_of(f"k{place}", f"family {place % 3}", ms, share, drawn.choice([*ms])))
+        kernels.append(levels_of(f"k{place}", ms, share, drawn.choice([*ms])))
         if choices and drawn.random() < 0.7:
             choice = drawn.choice([*choices])
             needs[f"k{place}"] = choice, set(drawn.sample(choices[choice], len(choices[choice]) - 1))
