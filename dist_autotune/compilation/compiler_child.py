@@ -149,8 +149,8 @@ class CompilerChild:
 def fork() -> int:
     """Fork as `os.fork` does, beside other threads, and with nothing left to write in either process.
 
-    The child collects no garbage, from its first instruction on: some of it may be of a device, whose library
-    ends a forked process that calls it.
+    The child never collects garbage: an object of a device, finalized there, would call the device's library,
+    which ends forked processes.
     """
     _flush()
     collects = gc.isenabled()

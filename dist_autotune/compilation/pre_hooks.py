@@ -177,9 +177,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def pickle_arguments(launch: Launch, kept: list[Any], *, adds: bool) -> bytes:
-    """Return the arguments pickled, with references to what is in `kept`.
+    """Return the arguments pickled; objects in `kept` are pickled as references.
 
-    adds: first put there what must not be copied, such as tensors and functions.
+    adds: first add to `kept` the objects that must not be copied, such as tensors and functions.
     """
     file = io.BytesIO()
     _Pickler(file, kept, adds=adds).dump((launch.args, launch.kwargs))

@@ -48,9 +48,8 @@ def on_device(device: int) -> AbstractContextManager[Any]:
 def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
     """Return the compilations that a launch needs; compile nothing.
 
-    A config with a `pre_hook`, which may change what the kernel is compiled for, is compiled for what the
-    hook makes of the arguments in a child, within `hooks_s`. Where that cannot be found out, the config is
-    left to its first launch, and the remark says why.
+    A `pre_hook` may change the arguments that the kernel is compiled for. So it is rehearsed in a child,
+    within `hooks_s`. Where that fails, the first launch compiles the config, and the remark says why.
     """
     hooked = {digest: config for digest, config in configs.items() if config.pre_hook is not None}
     rehearsed = rehearse(launch, hooked, hooks_s)

@@ -198,8 +198,8 @@ class Dispatcher:
     def _failure(self, call: CallUnderWay, launch: Launch, config: Any, error: Exception) -> dict[str, str]:
         """Return the candidate that has failed in a launch, with the reason; {}: the error is the user's.
 
-        It is banned, which the run's report tells the peers. In a settled launch it is not: what the ranks
-        have agreed on stands, and that launch alone is replaced.
+        In a run of a session the candidate is banned, and the run's report tells the peers. In a settled call
+        it is not: the agreed config stays, and another one replaces it in this launch alone.
         """
         reason = config_failure(error, launch.kwargs.get("grid"), config.pre_hook)
         context = self._binding(call, launch).rank_context

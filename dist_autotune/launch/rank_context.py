@@ -162,11 +162,11 @@ class RankContext:
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
     def begin_with(self, known: KnownOfKernel, *, tries_few: bool) -> None:
-        """Begin with the winner from before an upgrade, else with what is known of other keys.
+        """Begin with the winner from before an upgrade, else with a candidate that other keys suggest.
 
-        That is the candidate expected from their times, or the winner of the nearest one. All ranks know the
-        same of other keys, so all begin with the same config. tries_few: the search tries what other keys let
-        expect to be fast.
+        Their times suggest the one expected to be the fastest; else the nearest key suggests its winner. All
+        ranks know the same other keys, so all begin alike. tries_few: the search tries only candidates that
+        other keys expect to be fast.
         """
         before = self.beginning
         if (upgrade := known.upgrade or before.upgrade) is not None:

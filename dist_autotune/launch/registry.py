@@ -130,9 +130,9 @@ class Registry:
         return slot, name
 
     def _choose_first(self, context: RankContext) -> None:
-        """Let a context that no rank has announced begin with an old winner, or what other keys tell of it.
+        """Choose the first candidate of a context that no rank has announced: see `RankContext.begin_with`.
 
-        Anew in each run, by its first launch: ranks that announce it together know the same results.
+        The first launch of each run chooses anew, so ranks that announce a context together choose alike.
         """
         if context.stage is Stage.NEW and context.run.choice is None and len(context.texts) > 1:
             known = self.results.of_kernel(context.identity, self.names.alias(context.identity.kernel))
@@ -171,8 +171,8 @@ class Registry:
     def launched(self) -> list[str]:
         """Return the launches of this run, as `kernel[key] with config`; any thread may ask.
 
-        Only what runs on the device at this moment, or is being launched, where the clock can tell; else only
-        what is on trial, if anything is.
+        Where the clock can tell, only launches under way on the host or the device; else trials, if there are
+        any.
         """
         chosen = []
         for context in list(self.by_name.values()):

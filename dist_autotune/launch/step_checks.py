@@ -13,7 +13,7 @@ _CHECKS: dict[Callable[[], None], None] = {}  # in the order of registration
 
 
 def register_step_check(check: Callable[[], None]) -> Callable[[], None]:
-    """Have a check called before each step, which raises what went wrong; return what ends that."""
+    """Call a check before each step, which raises the failures that it finds; return what removes it."""
     _CHECKS[check] = None
     return lambda: _CHECKS.pop(check, None)
 

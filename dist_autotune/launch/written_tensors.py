@@ -148,7 +148,7 @@ def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _ordered_with(stream: Any) -> Any:
-    """Let the block's work on the current stream come after what `stream` has, and before what follows."""
+    """Order the block's work on the current stream: behind the work of `stream`, before its further work."""
     if stream is None:
         yield
         return

@@ -85,9 +85,9 @@ class ScriptTuner(BaseTuner):
                 self._begin_run()
 
     def close(self, error: BaseException | None) -> None:
-        """End with the program, which `error` has ended: launches are stock Triton's again.
+        """End tuning with the program, which `error` may have ended: launches are stock Triton's again.
 
-        The run under way is nobody's; the peers hear of it, as they may wait for its end.
+        The run under way counts nowhere. The peers are told, as they may wait for its end.
         """
         if os.getpid() == self._pid:
             try:

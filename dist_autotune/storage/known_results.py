@@ -209,7 +209,7 @@ class KnownResults:
     # -- what other keys and older entries tell ------------------------------------------------------------
 
     def of_kernel(self, context: ContextIdentity, kernel_id: str) -> KnownOfKernel:
-        """Return what is known of a kernel, for a new key of it. kernel_id: as all ranks call the kernel."""
+        """Return what other keys and older entries tell of a new key. kernel_id: the kernel's agreed name."""
         upgrade = self._find_upgrade(context)
         if not self.function.keys_teach:
             return KnownOfKernel({}, {}, upgrade)

@@ -81,8 +81,8 @@ class FunctionScope:
     def keys_teach(self) -> bool:
         """Return whether a key may begin with what others tell.
 
-        Not with agree="ordinal", where contexts that belong together have different keys, and where bits
-        are compared: whose are kept must not depend on what was tuned before.
+        Not with agree="ordinal": contexts that belong together have different keys. Not where bits are
+        compared: the bits that are kept must not depend on earlier tuning.
         """
         agrees_by_order = self.options.agree == "ordinal" and not self.is_alone
         return not agrees_by_order and self.bits == "any"

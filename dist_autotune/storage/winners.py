@@ -199,7 +199,7 @@ class Winners:
                 self._warn(f"No lock on the cache in {self.directory}: {reason}")
 
     def record_waiting(self, key: EntryKey, function: str) -> None:
-        """Record that `function` has launched what has no winner, in place of an earlier source of it."""
+        """Record that `function` launches a context without a winner; drop records of its earlier source."""
         if self.directory is None or (path := self.directory / WAITING / key.file_name).exists():
             return
         new = Waiting(key, function, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))

@@ -58,10 +58,10 @@ class Interception:
     # -- the dispatcher ------------------------------------------------------------------------------------
 
     def install(self, make: Callable[[Run], Run]) -> None:
-        """Put a dispatcher in front of `Autotuner.run`, once. What others put on top of it stays there.
+        """Put a dispatcher at `Autotuner.run`, once; a function that others put on top later stays on top.
 
-        It comes back where somebody has put stock Triton's back, or a function that leads past it.
-        make: makes it from what stands there.
+        Put another one where somebody has restored stock Triton's function, or put one that leads past the
+        dispatcher. make: makes the dispatcher; it is given the function that stands there.
         """
         top = Autotuner.__dict__["run"]
         if top is self._looked_at:

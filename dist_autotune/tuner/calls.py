@@ -43,9 +43,9 @@ SELDOM = (
 class Calls:
     """The calls of one tuned function, one after another, and what they have found so far.
 
-    function: its source text names the results that are not shared; None: steps have none.
+    function: its source text names the results that are not shared; None: these are steps.
     turn: takes the turn of sessions in a block, or yields False where the block is a part of another call;
-    None: these are the runs of a program, whose tuner takes the turn.
+    None: these are the runs of a program, and `ScriptTuner` takes the turn.
     """
 
     def __init__(

@@ -187,7 +187,7 @@ class Session:
     def _one_run(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
         """Make the block one run, and agree on what follows from it.
 
-        again: what the block calls, for runs that are judged by replays.
+        again: the function that the block calls; it is called once more where replays judge the run.
         """
         state = self.state
         launches = self._run.begin()
