@@ -18,12 +18,14 @@ do. With single columns in turn a thread would have no two results side by side,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from .tensors import layout_of
 
 BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
@@ -134,6 +136,12 @@ class Epilogue(NamedTuple):
         if columns > 1 and bias.stride(0) != 1:
             raise ValueError(f"bias has stride {bias.stride(0)}, not 1; call .contiguous()")
 
+    def layout(self) -> Hashable:
+        """Return how its tensors lie, and its activation."""
+        if self is ONLY_SUMS:
+            return NO_LAYOUT
+        return layout_of(self.bias), self.activation, layout_of(self.scale_a), layout_of(self.scale_b)
+
     def kind(self) -> EpilogueKind:
         """Return the part that code and tuning depend on."""
         bias_dtype = None if self.bias is None else self.bias.dtype
@@ -171,6 +179,7 @@ class EpilogueKind(NamedTuple):
 
 NO_EPILOGUE = EpilogueKind()
 ONLY_SUMS = Epilogue()
+NO_LAYOUT = (None,) * 4
 
 
 # ---- in a kernel, of plain Triton or Gluon

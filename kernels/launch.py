@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -106,7 +105,7 @@ def _launch_of_3_6(compiled: Any, grid: tuple[int, int, int], last: tuple[Any, .
     function, scratch = _function(compiled), _scratch(compiled, grid)
     before = (None, compiled.packed_metadata, None, None, None)
     return lambda stream, arguments: launch(
-        *grid, stream, *function, scratch(stream), *before, *arguments, *last
+        *grid, stream, *function, scratch and scratch(stream), *before, *arguments, *last
     )
 
 
@@ -116,7 +115,7 @@ def _launch_of_3_9(compiled: Any, grid: tuple[int, int, int], last: tuple[Any, .
     before = (*function, compiled.packed_metadata, None, None, None)
     kinds = (None, launcher.arg_annotations, launcher.kernel_signature)
     return lambda stream, arguments: launch(
-        *grid, stream, *before, scratch(stream), *kinds, (*arguments, *last)
+        *grid, stream, *before, scratch and scratch(stream), *kinds, (*arguments, *last)
     )
 
 
@@ -124,20 +123,14 @@ def _function(compiled: Any) -> tuple[Any, ...]:
     return compiled.function, compiled.run.launch_cooperative_grid, compiled.run.launch_pdl
 
 
-def _scratch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int], Any]:
-    """Return what allocates the scratch memory of a launch on a stream, if the kernel needs any."""
+def _scratch(compiled: Any, grid: tuple[int, int, int]) -> Callable[[int], Any] | None:
+    """Return what allocates the scratch memory of a launch on a stream; None if the kernel needs none.
+
+    It is of our allocator, which the own way finds in its context: see `launch`.
+    """
     launcher = compiled.run
     size = grid[0] * grid[1] * grid[2] * launcher.num_ctas * launcher.global_scratch_size
-    return functools.partial(_allocate if size else _nothing, size, launcher.global_scratch_align)
-
-
-def _allocate(size: int, alignment: int, stream: int) -> Any:
-    """Return scratch memory of our allocator, which the own way finds in its context: see `launch`."""
-    return _allocate_scratch(size, alignment, stream)
-
-
-def _nothing(size: int, alignment: int, stream: int) -> None:
-    return None
+    return (lambda stream: _allocate_scratch(size, launcher.global_scratch_align, stream)) if size else None
 
 
 def _is_descriptor(argument: tuple[Any, Any]) -> bool:
@@ -204,12 +197,10 @@ class PreparedLaunch:
 
 def _are_watched() -> bool:
     """Return whether somebody is to be told of launches."""
-    return _is_set(knobs.runtime.launch_enter_hook) or _is_set(knobs.runtime.launch_exit_hook)
-
-
-def _is_set(hook: Any) -> bool:
-    """Return whether there is such a hook: a chain, unless it is empty, or what somebody put in its place."""
-    return bool(hook.calls) if isinstance(hook, knobs.HookChain) else hook is not None
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if enter.__class__ is leave.__class__ is knobs.HookChain:  # else somebody has put a hook in its place
+        return bool(enter.calls or leave.calls)
+    return any(hook.calls if isinstance(hook, knobs.HookChain) else hook for hook in (enter, leave))
 
 
 class PlainLaunches:
@@ -318,7 +309,10 @@ class SettledLaunches(Generic[Shape]):
 
     def is_current(self, settled: Settled | None) -> TypeGuard[Settled]:
         """Return whether it still is how its shape is to be launched."""
-        return settled is not None and not is_tuning() and self._choice(settled.key) is settled.config
+        if settled is None or is_tuning():
+            return False
+        configs = self.tuner.configs
+        return (configs[0] if len(configs) == 1 else self.tuner.cache.get(settled.key)) is settled.config
 
     def launch(self, shape: Shape, tensors: Tensors, scalars: tuple[float, ...], **constants: Any) -> None:
         """Enqueue a kernel that makes its own descriptors; the arguments are in the order of its parameters.

@@ -150,7 +150,7 @@ class Standing(Generic[T]):
         self._kept: tuple[object, Any, Any] = (None, None, None)  # when, whose answers, and what came of them
 
     def __call__(self) -> T:
-        call = INTERCEPTION.call_here()
+        call = INTERCEPTION.call_here() if INTERCEPTION.calls else None
         if call is not None and call.is_of_session:
             return self._choose()
         answers, state = CHOICES.recall if call is None else call.choose_for, KnownChoices.state

@@ -9,6 +9,7 @@ its elements: 3 % of 4096 of them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ class RowFormat:
         if self.is_scaled:
             check_inner_of_fp8(self.k)
 
-    @property
+    @functools.cached_property
     def is_scaled(self) -> bool:
         """Return whether each row has a scale."""
         return self.dtype == FP8
@@ -59,7 +60,7 @@ class RowFormat:
         """Return how many elements of which type a row takes in memory: bytes, where it has a scale."""
         return (on_host(scaled_pitch)(self.k), torch.uint8) if self.is_scaled else (self.k, self.dtype)
 
-    @property
+    @functools.cached_property
     def product_dtype(self) -> torch.dtype:
         """Return the type of products with such rows."""
         return torch.bfloat16 if self.is_scaled else self.dtype
@@ -79,17 +80,21 @@ class GatherBuffer:
     def __init__(self, memory: SymmetricMemory, row: RowFormat, slots: int, capacity: int) -> None:
         width, of_row = row.memory
         self.symmetric: SymmetricTensor = memory.allocate((slots, capacity, width), of_row)
+        self._memory, self._is_dense = memory, not row.is_scaled
         self._row, self._rank, self._world_size = row, memory.rank, memory.world_size
         self.a, self.scales = row.rows_in(self.symmetric.local), row.scales_in(self.symmetric.local)
         self.shard = self.a[memory.rank]
         chunk = self.symmetric.local[memory.rank]
-        begin = chunk.data_ptr()
-        self._own = range(begin, begin + chunk.numel() * chunk.element_size())
+        self._begin, self._bytes = chunk.data_ptr(), chunk.numel() * chunk.element_size()
 
     def put(self, a_shard: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Write this rank's rows, if they are not there, and their scales, if they have any; None: ones."""
         rows = a_shard.shape[0]
-        if a_shard.data_ptr() != self.shard.data_ptr():
+        if a_shard.data_ptr() == self._begin:
+            pass  # they are there
+        elif self._is_dense and a_shard.is_contiguous():
+            self._memory.copy_here(self.shard, a_shard)
+        else:
             self.shard[:rows].copy_(a_shard.detach())
         if self.scales is not None and scale is None:
             self.scales[self._rank, :rows].fill_(1)
@@ -99,8 +104,8 @@ class GatherBuffer:
     def layout_of(self, a_shard: torch.Tensor) -> Hashable:
         """Return how a shard lies, and where in this rank's chunk it begins, in bytes; -1 if beside it."""
         layout = layout_of(a_shard)
-        offset = a_shard.data_ptr() - self._own.start if isinstance(a_shard, torch.Tensor) else -1
-        return (offset if 0 <= offset < len(self._own) else -1), layout
+        offset = a_shard.data_ptr() - self._begin if isinstance(a_shard, torch.Tensor) else -1
+        return (offset if 0 <= offset < self._bytes else -1), layout
 
     def room(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where a collective gathers so many rows of each rank, and the part that is in place."""

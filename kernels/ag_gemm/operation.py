@@ -133,6 +133,7 @@ class AllGatherGemm(Operation):
         self._slots = ChunkPusher.slots(world)
         self._buffer = GatherBuffer(memory, self._format, self._slots, self._capacity)
         self._gather = self._buffer.symmetric
+        self._storage_at = self._gather.local.untyped_storage().data_ptr()
         self._chunks = self._gather.local[:world].flatten(0, 1)  # those that are fetched, a view
         self._flags = memory.allocate((FLAGS, world), torch.int32)
         self._producer = ChunkProducer(memory, self._gather, self._flags)
@@ -213,8 +214,8 @@ class AllGatherGemm(Operation):
         if torch.is_grad_enabled():
             scales = {"scale_a": scale_a, "scale_weight": scale_weight}
             check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=bias, **scales)
-        ending = layout_of(bias), activation, layout_of(scale_a), layout_of(scale_weight)
-        key = self._buffer.layout_of(a_shard), layout_of(weight), layout_of(out), ending
+        of_out = None if out is None else layout_of(out)
+        key = self._buffer.layout_of(a_shard), layout_of(weight), of_out, epilogue.layout()
         layout = self._layouts.get(key)
         if layout is None:
             self._buffer.check(a_shard, weight, out, epilogue)
@@ -302,6 +303,10 @@ class AllGatherGemm(Operation):
         """
         self._check_usable()
         return self._buffer.shard
+
+    def overwrites(self, gathered: torch.Tensor) -> bool:
+        """Return whether the next call may overwrite what `with_gathered` returned."""
+        return gathered.untyped_storage().data_ptr() == self._storage_at
 
     @property
     def gathered(self) -> torch.Tensor:

@@ -70,7 +70,8 @@ class Ballots:
         PeerTimeout, and ValueError where a peer made an earlier call on other terms.
         """
         standing, word = self._standing.get(key, 0), way << TERMS_BITS | terms % 2**TERMS_BITS if way else 0
-        self._verify()
+        if self._unread:
+            self._verify()
         self.cast(word)
         if way == standing:
             if way:

@@ -155,7 +155,11 @@ class Pushes:
         See [Note: no stale pushes].
         """
         self.stream.join()
-        self._risen.copy_(self._following)  # behind the kernels: it may need an SM, free by then
+        self.memory.copy_here(self._risen, self._following)  # it may need an SM: free behind the kernels
+
+    def end(self) -> None:
+        """Order what the caller does next behind a call whose flags `spoil_all` puts back."""
+        self.stream.join()
 
 
 class ChunkPusher:

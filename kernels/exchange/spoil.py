@@ -13,6 +13,7 @@ import triton.language as tl
 
 from ..launch import PlainLaunches
 from .chunks import ChunkExchange, is_lost
+from .flags import AFTER, TOLD
 from .peers import Peers, is_any_lost
 
 COLUMNS = 1024  # at once
@@ -59,7 +60,11 @@ def spoil_without_peers(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill the result if a peer is given up."""
+    """Fill the result if a peer is given up, and put back the flags that pushes have raised."""
+    if tl.program_id(0) == 0:
+        for place in range(0, 2 * WORLD):  # TOLD and ARRIVED, which no program reads here
+            after = tl.load(flags_ptr + AFTER * WORLD + place)
+            tl.store(flags_ptr + TOLD * WORLD + place, after)
     if is_any_lost(Peers(flags_ptr, flags_ptr, rank, 0), WORLD) != 0:
         _fill(out_ptr, tl.program_id(0), M, tl.num_programs(0), N, stride, BLOCK)
 
@@ -80,8 +85,11 @@ def spoil_chunks(
 def spoil_all(
     out: torch.Tensor, flags: torch.Tensor, rank: int, world_size: int, *, only_load: bool = False
 ) -> None:
-    """Enqueue a kernel that fills `out` with NaN if a peer is given up; only_load: only load it."""
-    programs = min(PROGRAMS, out.shape[0]) if world_size > 1 else 0
+    """Enqueue a kernel that fills `out` with NaN if a peer is given up; only_load: only load it.
+
+    It puts the flags back, too: `Pushes.end` is what is left of `Pushes.finish` behind it.
+    """
+    programs = max(1, min(PROGRAMS, out.shape[0])) if world_size > 1 else 0
     _enqueue(_ALL, programs, out, flags, world_size, (rank, out.shape[0]), only_load)
 
 

@@ -232,9 +232,11 @@ class GemmReduceScatter(Operation):
             self._pushes.give_permits(at_once=not is_capturing)
             launch = functools.partial(self._launch, body, operands)
             self._pusher.run(launch, layout.rows, in_pieces=True, in_steps=in_steps, at_once=not is_capturing)
-            if not isinstance(body, PlainBody):  # its kernel writes the NaN itself
+            if isinstance(body, PlainBody):  # its kernel writes the NaN itself
+                self._pushes.finish()
+            else:
                 spoil_all(out, self._flags.local, self.rank, self.world_size)
-            self._pushes.finish()
+                self._pushes.end()
         return out
 
     # ---- one call

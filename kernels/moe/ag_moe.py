@@ -281,7 +281,7 @@ class AllGatherMoE(ExpertOperation):
     def _finish(self, out: torch.Tensor, is_gathered: bool) -> None:
         if not is_gathered:  # no tile writes rows of choices that are missing
             spoil_all(out, self._flags.local, self.rank, self.world_size)
-            self._pushes.finish()
+            self._pushes.end()
 
     def _push(self, tokens: int) -> None:
         shard = self._shard[:tokens]

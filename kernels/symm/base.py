@@ -163,6 +163,10 @@ class SymmetricMemory(Shared):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: SideStream) -> None:
         """Enqueue a copy between contiguous tensors of one size, this rank's or a peer's."""
 
+    def copy_here(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Copy a contiguous tensor to the beginning of another, on the caller's current stream."""
+        dst.view(-1)[: src.numel()].copy_(src.detach().view(-1))
+
     @abc.abstractmethod
     def write_signal(self, word: torch.Tensor, value: int, stream: SideStream) -> None:
         """Enqueue the setting of an int32 word, after everything before it on the stream is visible."""

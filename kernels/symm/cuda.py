@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,9 +31,12 @@ class CudaStream:
         self._device, self._driver = device, _load_driver()
         self.handle = _new_stream(self._driver, device)
         self._stream = torch.cuda.ExternalStream(self.handle, device)
-        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
-        for event in (self._forked, self._joined):
+        self._events = torch.cuda.Event(), torch.cuda.Event()
+        for event in self._events:
             event.record(self._stream)  # which makes its handle
+        # Of a number the binding makes a handle in each call.
+        self._forked, self._joined = (self._driver.CUevent(event.cuda_event) for event in self._events)
+        self._side = self._driver.CUstream(self.handle)
 
     def close(self) -> None:
         """Destroy the stream, on which nothing may be enqueued any more; a second call does nothing."""
@@ -43,18 +45,18 @@ class CudaStream:
             _check(self._driver.cuStreamDestroy(handle), self._device)
 
     def fork(self) -> None:
-        self._order(self._forked, self._current(), self.handle)
+        self._order(self._forked, torch._C._cuda_getCurrentRawStream(self._device.index), self._side)
 
     def join(self) -> None:
-        self._order(self._joined, self.handle, self._current())
+        self._order(self._joined, self._side, torch._C._cuda_getCurrentRawStream(self._device.index))
 
-    def _current(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self._device.index)
-
-    def _order(self, event: torch.cuda.Event, first: int, then: int) -> None:
+    def _order(self, event: Any, first: Any, then: Any) -> None:
         # The driver's calls, not torch's: no device guard and no stream objects, microseconds in each call.
-        _check(self._driver.cuEventRecord(event.cuda_event, first), self._device)
-        _check(self._driver.cuStreamWaitEvent(then, event.cuda_event, 0), self._device)
+        recorded = self._driver.cuEventRecord(event, first)
+        waited = self._driver.cuStreamWaitEvent(then, event, 0)
+        if recorded[0] != 0 or waited[0] != 0:
+            _check(recorded, self._device)
+            _check(waited, self._device)
 
 
 class CudaMemory(SymmetricMemory):
@@ -78,6 +80,10 @@ class CudaMemory(SymmetricMemory):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: SideStream) -> None:
         self._copy_bytes(*_extent(dst, src), _handle(stream))
 
+    def copy_here(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        stream, size = torch._C._cuda_getCurrentRawStream(self.device.index), src.numel() * src.element_size()
+        self._copy_bytes(dst.data_ptr(), src.data_ptr(), size, stream)
+
     def write_signal(self, word: torch.Tensor, value: int, stream: SideStream) -> None:
         value %= 2**32
         self._succeed(
@@ -96,46 +102,40 @@ class CudaMemory(SymmetricMemory):
         The order and each write's barrier stay. (On an H200 a write and a wait take 1.7 us, else 2.9.)
         """
         handle = self._driver.CUstream(_handle(stream))  # of a number the binding makes one in each call
-        enqueued = [
-            self._prepared_copy(part, handle)
-            if isinstance(part, Copy)
-            else self._prepared_batch(part, handle)
-            for part in _parts(steps)
-        ]
+        calls = [self._prepared(part, handle) for part in _parts(steps)]
 
         def run(*numbers: int) -> None:
-            for enqueue in enqueued:
-                enqueue(numbers)
+            for call, arguments, changing in calls:
+                for operand, value, plus in changing:
+                    operand.value = (value + numbers[plus]) % 2**32
+                result = call(*arguments)
+                if result[0] != 0:
+                    self._succeed(result)
 
         return run
 
-    def _prepared_copy(self, step: Copy, handle: Any) -> Callable[[tuple[int, ...]], None]:
-        dst, src, size = _extent(step.dst, step.src)
-        places = self._driver.CUdeviceptr(dst), self._driver.CUdeviceptr(src)
-        return lambda numbers: self._copy_bytes(*places, size, handle)
-
-    def _prepared_batch(
-        self, steps: Sequence[Write | Wait], handle: Any
-    ) -> Callable[[tuple[int, ...]], None]:
-        batch = [_operation(self._driver, step) for step in steps]
+    def _prepared(
+        self, part: Copy | list[Write | Wait], handle: Any
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], list[tuple[Any, int, int]]]:
+        """Return a call of the driver, its arguments, and which values count from a number of the run."""
+        driver = self._driver
+        if isinstance(part, Copy):
+            dst, src, size = _extent(part.dst, part.src)
+            return driver.cuMemcpyAsync, (driver.CUdeviceptr(dst), driver.CUdeviceptr(src), size, handle), []
+        batch = [_operation(driver, step) for step in part]
         operations = [whole for whole, _ in batch]
         changing = [
             (operand, step.value, step.plus)
-            for step, (_, operand) in zip(steps, batch, strict=True)
+            for step, (_, operand) in zip(part, batch, strict=True)
             if step.plus is not None
         ]
-        enqueue = functools.partial(self._driver.cuStreamBatchMemOp, handle, len(operations), operations, 0)
-
-        def run(numbers: tuple[int, ...]) -> None:
-            for operand, value, plus in changing:
-                operand.value = (value + numbers[plus]) % 2**32
-            self._succeed(enqueue())
-
-        return run
+        return driver.cuStreamBatchMemOp, (handle, len(operations), operations, 0), changing
 
     def _copy_bytes(self, dst: Any, src: Any, size: int, handle: Any) -> None:
         # The driver's call, not Tensor.copy_: no stream guard and no dispatch, microseconds for each peer.
-        self._succeed(self._driver.cuMemcpyAsync(dst, src, size, handle))
+        result = self._driver.cuMemcpyAsync(dst, src, size, handle)
+        if result[0] != 0:
+            self._succeed(result)
 
     def close(self) -> None:
         if self._is_closed:
@@ -184,7 +184,7 @@ def _check(result: tuple[Any, ...], who: object) -> None:
 
 def _extent(dst: torch.Tensor, src: torch.Tensor) -> tuple[int, int, int]:
     """Return where a copy goes, where it comes from and how many bytes it has."""
-    return dst.data_ptr(), src.data_ptr(), dst.numel() * dst.element_size()
+    return dst.data_ptr(), src.data_ptr(), src.numel() * src.element_size()
 
 
 def _parts(steps: Sequence[Step]) -> Iterator[Copy | list[Write | Wait]]:

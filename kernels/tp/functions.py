@@ -67,14 +67,15 @@ def all_gather_matmul(
     _check_dim("gather_dim", gather_dim, a_shard)
     group_name = name_of(group)
     rows, sizes = _as_rows(a_shard, gather_dim)
-    sizes[0] *= size_of(group_name)
-    keeps = save_gathered and torch.is_grad_enabled() and any(weight.requires_grad for weight in given)
-    products = _gathered_products(rows, given, group_name, keeps and not fp8, fp8)
-    results = tuple(
-        _from_rows(product if each is None else product + each, sizes, gather_dim)
-        for product, each in zip(products, biases, strict=True)
-    )
-    return results[0] if is_one else results
+    keeps = save_gathered and not fp8 and _wants_gradient(*given)
+    products = _gathered_products(rows, given, group_name, keeps, fp8)
+    if bias is not None:
+        pairs = zip(products, biases, strict=True)
+        products = [product if each is None else product + each for product, each in pairs]
+    if len(sizes) > 1:
+        sizes[0] *= size_of(group_name)
+        products = [_from_rows(product, sizes, gather_dim) for product in products]
+    return products[0] if is_one else tuple(products)
 
 
 def matmul_reduce_scatter(
@@ -102,10 +103,12 @@ def matmul_reduce_scatter(
             f"dimension {scatter_dim} of a has {size} entries; pad it to {padded} for {ranks} ranks"
         )
     rows, sizes = _as_rows(a, scatter_dim)
-    sizes[0] //= ranks
     sums = _scattered_sums(rows, weight, group_name, fp8)
     if bias is not None:
         sums = sums + sum_gradient(bias, group_name)
+    if len(sizes) == 1:
+        return sums
+    sizes[0] //= ranks
     return _from_rows(sums, sizes, scatter_dim)
 
 
@@ -169,14 +172,18 @@ def _is_traced(*tensors: Tensor) -> bool:
     """Return whether somebody must see an operator: a compiler, a dispatch mode, a subclass of tensors."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
-    return any(type(tensor) not in _PLAIN for tensor in tensors)
+    return not _PLAIN.issuperset(map(type, tensors))
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # no generator: microseconds in each call
+            if tensor.requires_grad:
+                return True
+    return False
 
 
 class _GatheredProducts(torch.autograd.Function):
@@ -229,7 +236,7 @@ class _SumGradient(torch.autograd.Function):
 
 def _check_dim(name: str, dim: int, tensor: Tensor) -> None:
     last = tensor.dim() - 1
-    if not 0 <= dim < max(last, 1) or last < 1:
+    if not 0 <= dim < last:
         shape = list(tensor.shape)
         raise ValueError(
             f"{name}={dim} of a tensor {shape}; it is 0 to {last - 1}, a dimension before the last"
@@ -245,7 +252,5 @@ def _as_rows(tensor: Tensor, dim: int) -> tuple[Tensor, list[int]]:
 
 
 def _from_rows(rows: Tensor, sizes: list[int], dim: int) -> Tensor:
-    """Return the matrix, or a view of it, with these sizes, the first of which belongs at `dim`."""
-    if len(sizes) == 1:
-        return rows
+    """Return a view of the matrix with these sizes, the first of which belongs at `dim`."""
     return rows.unflatten(0, sizes).movedim(0, dim)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # it registers torch.ops._c10d_functional
 from torch import Tensor
+from torch.nn.functional import linear
 
 from ..ag_gemm import AllGatherGemm
 from ..gemm_ar import GemmAllReduce
@@ -58,8 +59,7 @@ def gather_and_multiply(
     operation, products, gathered = _gather(a_shard, weights, group_name, needs_rows=save_gathered)
     if gathered is None or not save_gathered:
         return products, a_shard.new_empty((0, a_shard.shape[1]))
-    lies_in_workspace = _storage_of(gathered) == _storage_of(operation.shard)
-    return products, gathered.clone() if lies_in_workspace else gathered
+    return products, gathered.clone() if operation.overwrites(gathered) else gathered
 
 
 def gather_and_multiply_fp8(a_shard: Tensor, weights: Sequence[Tensor], group_name: str) -> list[Tensor]:
@@ -90,16 +90,13 @@ def _gather(
     The gather hides behind the largest product.
     """
     operation = opened(AllGatherGemm, a_shard, a_shard.shape[0], a_shard.shape[1], group_name)
-    largest = max(range(len(weights)), key=lambda i: weights[i].shape[0])
     if not needs_rows and len(weights) == 1:  # reading them may copy them
-        return operation, [operation(by_rows(a_shard), weights[largest])], None
+        return operation, [operation(by_rows(a_shard), weights[0])], None
+    sizes = [weight.shape[0] for weight in weights]
+    largest = sizes.index(max(sizes))
     first, gathered = operation.with_gathered(by_rows(a_shard), weights[largest])
-    products = (gathered @ weight.T if i != largest else first for i, weight in enumerate(weights))
-    return operation, list(products), gathered
-
-
-def _storage_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    products = [first if i == largest else linear(gathered, weight) for i, weight in enumerate(weights)]
+    return operation, products, gathered
 
 
 def multiply_and_scatter(
@@ -113,11 +110,12 @@ def multiply_and_scatter(
         ((rows, scale_a),), ((weight, scale_weight),) = map(rows_in_fp8, a), map(rows_in_fp8, weights)
         operation = opened(GemmReduceScatter, rows, rows.shape[0], weight.shape[0], group_name)
         return operation(rows, weight, scale_a=scale_a, scale_weight=scale_weight)
-    largest = max(range(len(a)), key=lambda i: a[i].shape[1])
+    sizes = [rows.shape[1] for rows in a]
+    largest = sizes.index(max(sizes))
     addend = None
     for i, (rows, weight) in enumerate(zip(a, weights, strict=True)):
         if i != largest:
-            addend = rows @ weight.T if addend is None else addend.addmm_(rows, weight.T)
+            addend = linear(rows, weight) if addend is None else addend.addmm_(rows, weight.t())
     rows, weight = a[largest], weights[largest]
     operation = opened(GemmReduceScatter, rows, rows.shape[0], weight.shape[0], group_name)
     return operation(by_rows(rows), weight, addend=addend)
@@ -140,7 +138,7 @@ def gather_and_multiply_backward(
     for_weights: Sequence[bool],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the gradients of `multiply_and_scatter` for those operands that need one."""
-    across = [weight.T for weight, is_needed in zip(weights, for_a, strict=True) if is_needed]
+    across = [weight.t() for weight, is_needed in zip(weights, for_a, strict=True) if is_needed]
     multiplied = [rows for rows, is_needed in zip(a, for_weights, strict=True) if is_needed]
     of_a: list[Tensor] = []
     gathered = None
@@ -148,7 +146,7 @@ def gather_and_multiply_backward(
         _, of_a, gathered = _gather(grad, across, group_name, needs_rows=bool(multiplied))
     elif multiplied:
         gathered = wait(start_gather(grad, group_name))
-    return of_a, [] if gathered is None else [gathered.T @ rows for rows in multiplied]
+    return of_a, [] if gathered is None else [torch.mm(gathered.t(), rows) for rows in multiplied]
 
 
 def by_rows(matrix: Tensor) -> Tensor:
@@ -230,14 +228,14 @@ def gradients_of_gather(
     if needs_rows and not ctx.is_gathered:
         rows = start_gather(rows, ctx.group_name)
     of_a = None
-    pairs = [(grad, weight.T) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+    pairs = [(grad, weight.t()) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
     if for_a and pairs:
         left, right = map(list, zip(*pairs, strict=True))
         of_a = scatter(left, right, ctx.group_name)
     if needs_rows and not ctx.is_gathered:
         rows = wait(rows)
     of_weights = [
-        grad.T @ rows if asked and grad is not None else None
+        torch.mm(grad.t(), rows) if asked and grad is not None else None
         for grad, asked in zip(grads, for_weights, strict=True)
     ]
     return of_a, of_weights

@@ -48,6 +48,7 @@ class Workspace:
     group: dist.ProcessGroup
     rows: int
     timeout_s: float
+    announce: Callable[[int], None] | None = None  # to the peers, that many rows; once a call has come
 
 
 def name_of(group: Group) -> str:
@@ -224,6 +225,9 @@ def opened(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_
     """
     key = Key(kind, group_name, columns, like.dtype, like.device)
     found, announced = WORKSPACES.find(key), None
+    if found is not None and found.announce is not None and rows <= found.rows:
+        found.announce(rows)
+        return found.operation  # type: ignore[return-value]  # of the key's kind
     group, timeout_s = (_group_of(group_name), TIMEOUT_S) if found is None else (found.group, found.timeout_s)
     if group.size() > 1:
         announced = WORKSPACES.announce(key, rows, group, timeout_s)
@@ -241,8 +245,10 @@ def opened(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_
                 raise
         grown = rows if found is None else max(rows, int(GROWTH * found.rows))
         found = WORKSPACES.replace(key, found, grown, timeout_s)
+    found.announce = lambda rows: None
     if announced is not None:
         found.operation.explain = announced.explain
+        found.announce = functools.partial(announced.announce, *_call_of(key))
     assert isinstance(found.operation, kind)
     return found.operation
 
