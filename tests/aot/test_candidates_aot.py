@@ -126,8 +126,7 @@ SMALL = {  # a kernel, the types of its arguments, its constants, its warps
         {"BITS": bits, "BLOCK": BLOCK},
         4,
     )
-    for bits in (8, 16, 32, 64)
-    for size in ("i32", "i64")
+    for bits, size in ((8, "i64"), (16, "i64"), (32, "i32"), (64, "i64"))
 }
 
 

@@ -56,17 +56,8 @@ def test_other_tensors_of_the_same_shape_take_the_short_way_with_their_own_addre
     assert [descriptor[0] for descriptor in launched[:4]] == [tensor.data_ptr() for tensor in (a, b, b, out)]
 
 
-def test_a_result_contiguous_along_columns_is_the_transposed_product(device):
-    a, b, _ = operands(256, 192, 64)
-    out = zeros(192, 256).T
-    multiply(a, b, out)
-    launched = device.launches[-1].arguments
-    assert [descriptor[0] for descriptor in launched[:4]] == [t.data_ptr() for t in (b, a, a, out)]
-    assert launched[5:8] == [192, 256, 64]  # M, N, K of the product that runs
-
-
 @pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
-def test_what_is_of_columns_is_of_the_rows_of_the_transposed_product(by_columns, device):
+def test_a_result_by_columns_is_the_transposed_product_whose_rows_have_what_is_of_columns(by_columns, device):
     a, b, out = operands(256, 192, 64)
     out = zeros(192, 256).T if by_columns else out
     bias, scale_a, scale_b = (torch.zeros(size) for size in (192, 256, 192))
@@ -74,8 +65,11 @@ def test_what_is_of_columns_is_of_the_rows_of_the_transposed_product(by_columns,
         multiply(a, b, out, epilogue=Epilogue(bias, "silu", scale_a, scale_b))
     first, second = (each.arguments for each in device.launches)
     of_rows, of_columns = (scale_a.data_ptr(), None), (scale_b.data_ptr(), bias.data_ptr())
+    sizes, factors = [256, 192, 64], [a, b, b, out]
     if by_columns:
-        of_rows, of_columns = of_columns, of_rows
+        of_rows, of_columns, sizes, factors = of_columns, of_rows, [192, 256, 64], [b, a, a, out]
+    assert [descriptor[0] for descriptor in first[:4]] == [tensor.data_ptr() for tensor in factors]
+    assert first[5:8] == sizes
     assert first[14:18] == [of_rows[0], of_columns[0], of_rows[1], of_columns[1]]
     assert first == second
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import triton
-import triton.language as tl
 from ag_gemm_runs import call_and_compare, tensors
+from gpu_cases import make_scale, scaled
 from kernels_for_tests import is_outside
 from operation_runs import GPU_BACKENDS, results, values
 
@@ -25,22 +25,6 @@ pytestmark = pytest.mark.gpu(devices=2)
 
 SIZE = 1 << 22
 PATIENCE_S = 5.0
-
-
-def make_scale() -> Any:
-    @triton.autotune([triton.Config({"BLOCK": block}) for block in (256, 1024, 4096)], key=["n"])
-    @triton.jit
-    def scale(x_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):
-        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) * factor, mask=offs < n)
-
-    return scale
-
-
-def launch(kernel: Any, x: torch.Tensor) -> torch.Tensor:
-    y = torch.full_like(x, float("nan"))
-    kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel(), 2.0)
-    return y
 
 
 def tune(thunk: Any = None, **options: Any) -> Any:
@@ -180,7 +164,7 @@ class Scale(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return launch(Scale.kernel, grad.contiguous())
+        return scaled(Scale.kernel, grad.contiguous())
 
 
 def tuned_in_backward(rank: int) -> tuple[list[bool], str, int]:
@@ -212,7 +196,7 @@ def test_kernels_launched_from_autograds_thread_are_tuned_alike_on_both_ranks() 
 
 def captured(rank: int) -> tuple[bool, bool, str]:
     kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
-    step = tune(lambda: launch(kernel, x))
+    step = tune(lambda: scaled(kernel, x))
     launch_first = kernel.configs[0].all_kwargs()
     # Loads it: a capture may not. With the same n, as another one would be another binary.
     kernel.fn[(1,)](x, torch.empty_like(x), x.numel(), 2.0, **launch_first)

@@ -1,4 +1,4 @@
-"""The tuner on one GPU: CUDA events, loading before timing, capture, streams, autograd's threads."""
+"""The tuner on one GPU: CUDA events, loading before timing, capture, streams, launches without an end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from gpu_cases import BLOCKS, make_scale, scaled
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from dist_autotune import ContextualAutotuner, EventClock, contextual_autotune, is_tuning, tunable
+from dist_autotune import ContextualAutotuner, EventClock, contextual_autotune, tunable
 from dist_autotune.errors import LaunchTimeout
 from dist_autotune.timing.stream_filler import CYCLES_PER_MS
 from ranks import run_ranks
@@ -25,23 +26,6 @@ TIMES = pytest.mark.gpu(alone=True)  # which are compared
 
 SIZE = 1 << 24
 SETTLES_S = 60.0  # for a session of an online function, with all that it compiles
-BLOCKS = (256, 1024, 4096)
-
-
-def make_scale(blocks: tuple[int, ...] = BLOCKS, **options: Any) -> Any:
-    @triton.autotune([triton.Config({"BLOCK": block}) for block in blocks], key=["n"], **options)
-    @triton.jit
-    def scale(x_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):
-        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) * factor, mask=offs < n)
-
-    return scale
-
-
-def launch(kernel: Any, x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
-    y = torch.full_like(x, math.nan)
-    kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel(), factor)
-    return y
 
 
 def tuned(fn: Callable[..., Any], **options: Any) -> ContextualAutotuner[..., Any]:
@@ -51,7 +35,7 @@ def tuned(fn: Callable[..., Any], **options: Any) -> ContextualAutotuner[..., An
 @TIMES
 def test_times_in_context_agree_with_a_benchmark_of_the_winner() -> None:
     kernel, x = make_scale(), torch.randn(8 * SIZE, device="cuda")
-    thunk = tuned(lambda: launch(kernel, x), n_warmup=2, n_repeat=9)
+    thunk = tuned(lambda: scaled(kernel, x), n_warmup=2, n_repeat=9)
     thunk()
     report = thunk.report
     assert report is not None
@@ -136,66 +120,6 @@ def test_a_hook_that_shapes_a_descriptor_and_zeroes_an_output_is_rehearsed_besid
     assert compiled["remark"] == ""
 
 
-def test_kernels_launched_from_autograds_thread_are_tuned() -> None:
-    kernel = make_scale()
-    seen: list[bool] = []
-
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return launch(kernel, x)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            seen.append(is_tuning())
-            return launch(kernel, grad.contiguous())
-
-    x = torch.randn(SIZE, device="cuda", requires_grad=True)
-
-    @tuned
-    def step() -> torch.Tensor:
-        x.grad = None
-        Scale.apply(x).sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    grad = step()
-    assert torch.equal(grad, torch.full_like(x, 2.0))
-    assert seen[:-1] == [True] * (len(seen) - 1)
-    assert len(kernel.cache) == 1
-    assert not is_tuning()
-
-
-def test_a_capture_launches_the_incumbent_and_replays_right() -> None:
-    kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
-    thunk = tuned(lambda: launch(kernel, x))
-    launch(_Warm(kernel), x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = thunk()
-    assert thunk.report is None
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    assert torch.equal(y, 2 * x)
-    thunk()
-    assert thunk.settled
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = thunk()
-    graph.replay()
-    assert torch.equal(y, 2 * x)
-
-
-class _Warm:
-    """Launches the first config, so that nothing is compiled or loaded during a capture."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return lambda *args: self.kernel.fn[grid](*args, **self.kernel.configs[0].all_kwargs())
-
-
 @TIMES
 def test_events_are_recorded_on_the_stream_of_the_launch() -> None:
     kernel, x = make_scale(), torch.randn(SIZE, device="cuda")
@@ -205,7 +129,7 @@ def test_events_are_recorded_on_the_stream_of_the_launch() -> None:
     def thunk() -> torch.Tensor:
         torch.cuda._sleep(20_000_000)  # 10 ms on the default stream: must not be charged to the kernel
         with torch.cuda.stream(side):
-            y = launch(kernel, x)
+            y = scaled(kernel, x)
         torch.cuda.current_stream().wait_stream(side)
         return y
 
@@ -223,7 +147,7 @@ def test_online_candidates_are_compiled_beside_a_cuda_context_while_every_step_i
     kernel, x, launched = make_scale(), torch.randn(SIZE, device="cuda"), []
 
     def step() -> torch.Tensor:
-        y = launch(kernel, x)
+        y = scaled(kernel, x)
         launched.append(kernel.best_config.kwargs["BLOCK"])
         return y
 
@@ -252,7 +176,7 @@ def tuned_alone_on_its_stream(**options: Any) -> Any:
     kernel, x = make_scale(), torch.randn(1 << 16, device="cuda")
 
     def thunk() -> None:
-        launch(kernel, x)
+        scaled(kernel, x)
         torch.cuda.synchronize()
 
     tuning = tuned(thunk, n_warmup=2, n_repeat=7, **options)

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from operation_runs import device
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
-from tp_runs import workspaces
+from tp_runs import FeedForward, part_of, whole, workspaces
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels import tp
@@ -27,20 +26,10 @@ SEQUENCES = 4
 STEPS, TUNED_STEP = 3, 1  # from this one on, steps are trials
 
 
-class FeedForward(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.gate = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(width), FeedForward(width)
+        self.norm, self.mlp = nn.RMSNorm(width), FeedForward(width, 2 * width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
@@ -48,8 +37,8 @@ class Block(nn.Module):
 
 PLAN = {
     "*.norm": SequenceParallel(),
-    "*.mlp": ColumnParallel("up", "gate", dim=1),
-    "*.mlp.down": RowParallel(dim=1),
+    "*.mlp": ColumnParallel("w1", "w3", dim=1),
+    "*.mlp.w2": RowParallel(dim=1),
 }
 
 
@@ -70,14 +59,6 @@ def batch(step: int, width: int) -> tuple[Tensor, Tensor]:
 
 def loss_of(result: Tensor, wanted: Tensor) -> Tensor:
     return (result.float() - wanted.float()).square().mean()
-
-
-def part_of(tensor: Tensor, mesh: dist.DeviceMesh, dim: int) -> Tensor:
-    return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def difference(got: Tensor, wanted: Tensor) -> float:

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 import triton
+from epilogue_runs import error_ratio
 from operation_runs import DEVICE
 
 from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
+from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, NAMES
 from dist_autotune.kernels.gemm.copies import Copies, copied
 from dist_autotune.kernels.gemm.pruning import GemmShape, fits
 from dist_autotune.kernels.matrices import LINE_BYTES
+from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
 SHARED_BYTES = 232448  # the most of one block on Hopper and Blackwell
 
@@ -41,6 +43,14 @@ def a_shape(m: int, n: int, k: int, **changed: Any) -> GemmShape:
     values |= {"device": torch.device("cuda"), "tensor_memory": False}
     values |= dict.fromkeys(("a_alignment", "b_alignment"), alignment if alignment >= 16 else 0)
     return GemmShape(**values | changed)
+
+
+def arguments(m: int = 4096, n: int = 4096, k: int = 4096, **changed: Any) -> dict[str, Any]:
+    """Return what the Gluon body is called with: A by rows, a weight, all SMs; one row behind the other."""
+    args = {"M": m, "N": n, "K": k, "programs": 132, "wanted": NAMES.index("auto")}
+    args |= {"SCHEDULE": "grouped", "OUT": "bf16", "TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
+    args |= dict.fromkeys(("a_alignment", "b_alignment"), math.gcd(2 * k, LINE_BYTES))
+    return args | changed
 
 
 def fitting(out_dtype: torch.dtype, suits: Callable[[dict[str, Any]], bool]) -> list[triton.Config]:
@@ -71,6 +81,15 @@ def multiply(
         return False
     launching.execute(found, a, b, out, epilogue)
     return True
+
+
+def check_with(epilogue: Epilogue, a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Compare one call of `persistent_matmul` with float64, in which torch computes the epilogue."""
+    bias, activation, *scales = epilogue
+    options |= dict(zip(("scale_a", "scale_b"), scales, strict=True))
+    result = persistent_matmul(a, b, bias=bias, activation=activation, **options)
+    assert error_ratio(result, a, b.T, epilogue) < 1
+    return result
 
 
 # ---- copies in scratch memory

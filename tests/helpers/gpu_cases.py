@@ -8,12 +8,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 from dist_autotune.kernels.exchange.operation import Operation
 
 REPLAYS = 40
 HALVES = (torch.float16, torch.bfloat16)
 ALL_CANDIDATES = False  # pytest's option --all-candidates sets it
+BLOCKS = (256, 1024, 4096)  # of a kernel that multiplies by a factor
+
+
+def make_scale() -> Any:
+    """Return a kernel with a config for each of BLOCKS."""
+
+    @triton.autotune([triton.Config({"BLOCK": block}) for block in BLOCKS], key=["n"])
+    @triton.jit
+    def scale(x_ptr, y_ptr, n, factor, BLOCK: tl.constexpr):
+        offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(y_ptr + offs, tl.load(x_ptr + offs, mask=offs < n) * factor, mask=offs < n)
+
+    return scale
+
+
+def scaled(kernel: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return twice `x` as a launch of such a kernel makes it."""
+    y = torch.full_like(x, float("nan"))
+    kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, y, x.numel(), 2.0)
+    return y
 
 
 def covering(candidates: Sequence[Any]) -> list[Any]:

@@ -10,10 +10,12 @@ import gemm_ar_runs
 import gemm_rs_runs
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ag_moe_runs import GATHERING
 from moe_rs_runs import SCATTERING
 from operation_runs import seed_and_leave_one
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dist_autotune.kernels import tp
 
@@ -45,6 +47,27 @@ def tensors_of_all(world: int, *shape: int, seed: int = 0) -> list[Tensor]:
 def block(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """Run a pair of products, by columns and by rows, as a layer has it."""
     return tp.matmul_reduce_scatter(tp.all_gather_matmul(x, up).relu(), down)
+
+
+class FeedForward(nn.Module):
+    """The block of a Llama: a product of two projections, of which one is a gate, and one back."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def part_of(tensor: Tensor, mesh: dist.DeviceMesh, dim: int) -> Tensor:
+    """Return this rank's part along a dimension."""
+    return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def assert_close(got: Tensor | None, wanted: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""`AllGatherGemm` with a bias and an activation: that every way to a product ends with them.
+"""`AllGatherGemm` with a bias, an activation, rows in fp8 with scales: each way to a product ends with them.
 
 The specialized consumer's source runs in the model, see `test_ag_gemm_model`, and on GPUs.
 """
@@ -15,6 +15,7 @@ from ag_gemm_runs import (
     LANES,
     WAYS,
     WAYS_ON_GPUS,
+    GatheringRows,
     begin,
     call_in_lane,
     gathered_by_torch,
@@ -22,6 +23,7 @@ from ag_gemm_runs import (
     poison,
     tensors,
 )
+from epilogue_runs import error_ratio, quantized
 from operation_runs import GPU_BACKENDS, assert_cases, device, left_as_before, message_of, values
 
 from dist_autotune import contextual_autotune
@@ -29,7 +31,7 @@ from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import GATED, ONLY_SUMS, Epilogue, result_columns
 
-HALF = torch.float16
+HALF, FP8 = torch.float16, torch.float8_e4m3fn
 ENDINGS = [
     *[(HALF, None), (None, "gelu"), (torch.float32, "silu"), (None, None), (torch.bfloat16, "relu")],
     *[(None, "swiglu"), (HALF, "reglu")],
@@ -46,55 +48,58 @@ def ending_of(n: int, bias_dtype: torch.dtype | None, activation: str | None) ->
     return Epilogue(bias, activation)
 
 
-def error_ratio(out: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> float:
-    """Return the largest error against float64 as a multiple of what the arithmetic explains.
-
-    The result is rounded once, by eps of its type (the interpreter truncates bfloat16); sums of K products
-    are off by about sqrt(K) float32 eps of their sizes, and no activation has a slope above 1.13. 4 eps of
-    float32 are what exp, erf and a division cost. Gate and up are both off, each times what the other is.
-    """
-    wanted = epilogue.of(a.double() @ weight.double().T)
-    largest = (a.double().abs() @ weight.double().abs().T).amax() + 16
-    eps = torch.finfo(torch.float32).eps
-    slope = 2.2 * largest if epilogue.activation in GATED else 1
-    explained = torch.finfo(out.dtype).eps * wanted.abs() + (4 + a.shape[1] ** 0.5) * eps * largest * slope
-    return float(((out.double() - wanted).abs() / explained).nan_to_num(nan=torch.inf).amax())
-
-
 def compared(op: AllGatherGemm, m: int, n: int, epilogue: Epilogue, lane: str) -> float:
-    """Return the error of a call with fresh inputs and an output full of NaN."""
-    a_shard, weight = tensors(m, n, op.shard.shape[1], op.shard.dtype)
+    """Return the error of a call with fresh inputs, in fp8 and their scales, and an output full of NaN."""
+    k, dtype, of_all = op.shard.shape[1], op.shard.dtype, epilogue
+    if dtype == FP8:
+        (a_shard, scale_a), (weight, scale_weight) = quantized(m, k, device()), quantized(n, k, device())
+        of_all = epilogue._replace(scale_a=gathered_by_torch(scale_a), scale_b=scale_weight.T)
+        epilogue = epilogue._replace(scale_a=scale_a, scale_b=scale_weight)
+    else:
+        a_shard, weight = tensors(m, n, k, dtype)
     full = gathered_by_torch(a_shard)
     shape = full.shape[0], result_columns(epilogue.activation, n)
-    out = torch.full(shape, float("nan"), dtype=a_shard.dtype, device=a_shard.device)
+    out_dtype = torch.bfloat16 if dtype == FP8 else dtype
+    out = torch.full(shape, float("nan"), dtype=out_dtype, device=a_shard.device)
     assert call_in_lane(op, a_shard, weight, out, epilogue, lane) is out
-    return error_ratio(out, full, weight, epilogue)
+    if lane != "as captured":
+        assert torch.equal(op.gathered.view(torch.uint8), full.view(torch.uint8))
+    return error_ratio(out, full, weight, of_all)
 
 
 def every_ending(rank, way, lane, dtype):
     """Each rank has columns and an ending of its own; one of them has none."""
-    begin(rank)
-    errors = {}
-    with opened(19, 24, dtype, lane, **WAYS[way]) as op:
+    errors = []
+    with opened(19, 48 if dtype == FP8 else 24, dtype, lane, **WAYS[way]) as op:
         poison(op)
-        for i in range(len(ENDINGS)):
-            ending = ENDINGS[(i + rank) % len(ENDINGS)]
-            n = columns_of(rank, ending[1])
-            epilogue = ending_of(n, *ending)
-            errors[ending] = compared(op, (19, 7)[i % 2], n, epilogue, lane)
+        for call in range(len(ENDINGS)):
+            bias_dtype, activation = ENDINGS[(call + rank) % len(ENDINGS)]
+            n = columns_of(rank, activation)
+            epilogue = ending_of(n, bias_dtype, activation)
+            errors.append(compared(op, (19, 7)[call % 2], n, epilogue, lane))
     return errors
 
 
-CALLS = [*((3, way, "pull", HALF) for way in WAYS), (2, "plain", "push", torch.bfloat16)]
-CALLS += [(2, "plain", "as captured", HALF), (2, "matmul", "push", HALF), (2, "matmul", "as captured", HALF)]
-CALLS += [(1, "plain", "pull", HALF), (1, "matmul", "pull", torch.bfloat16)]
+CALLS = {  # by the number of ranks
+    1: [("plain", "pull", HALF), ("matmul", "pull", torch.bfloat16)],
+    2: [
+        *((way, lane, FP8) for way, lane in itertools.product(WAYS, LANES)),
+        *((way, "as captured", HALF) for way in ("plain", "matmul")),
+        *[("matmul", "push", HALF), ("plain", "push", torch.bfloat16)],
+    ],
+    3: [(way, "pull", HALF) for way in WAYS],
+}
 
 
-@pytest.mark.parametrize(("world", "way", "lane", "dtype"), CALLS, ids=str)
-def test_every_way_ends_with_each_rank_s_own_epilogue(world, way, lane, dtype):
-    for errors in values(every_ending, world, way, lane, dtype):
-        assert len(errors) == len(ENDINGS)
-        assert {case: error for case, error in errors.items() if not error < 1} == {}
+def every_way(rank):
+    begin(rank)
+    calls = CALLS[dist.get_world_size()]
+    return {f"{call}": lambda call=call: every_ending(rank, *call) for call in calls}
+
+
+@pytest.mark.parametrize("world", CALLS)
+def test_every_way_ends_with_each_rank_s_own_epilogue_and_scales(world):
+    assert_cases(every_way, world)
 
 
 def rounded_once(rank, way, lane):
@@ -116,7 +121,37 @@ def test_the_sums_are_rounded_once_behind_the_epilogue():
     assert_cases(rounded, 2)
 
 
+def without_scales(rank, way):
+    """Rank 1 passes no scales, and again none behind a call with them: its rows count as they are."""
+    errors = []
+    with opened(16, 32, FP8, "pull", **WAYS[way]) as op:
+        for passes in (False, True, False):
+            (a_shard, scale_a), (weight, _) = quantized(16, 32, device()), quantized(20, 32, device())
+            scale_a = scale_a if passes or rank == 0 else None
+            out = op(a_shard, weight, scale_a=scale_a)
+            scales = gathered_by_torch(torch.ones(16, 1) if scale_a is None else scale_a)
+            errors.append(error_ratio(out, gathered_by_torch(a_shard), weight, Epilogue(scale_a=scales)))
+    return errors
+
+
+def without_scales_each_way(rank):
+    begin(rank)
+    return {way: lambda way=way: without_scales(rank, way) for way in WAYS}
+
+
+def test_rows_of_a_rank_that_passes_no_scales_count_as_they_are():
+    assert_cases(without_scales_each_way, 2)
+
+
 # ---- one rank, in this process
+
+
+def test_the_shard_may_be_written_in_place():
+    (a, scale_a), (weight, _) = quantized(16, 32, device()), quantized(20, 32, device())
+    with GatheringRows(consumer="plain").alone(16, 32, FP8) as op:
+        op.shard.copy_(a)
+        assert op.shard.shape == (16, 32)
+        assert torch.equal(op(op.shard, weight, scale_a=scale_a), op(a, weight, scale_a=scale_a[:, 0]))
 
 
 @pytest.fixture(params=WAYS)
@@ -245,3 +280,27 @@ def cases_on_gpus(rank, backend):
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_every_way_ends_with_its_epilogue_on_gpus_eager_and_replayed(backend):
     assert_cases(cases_on_gpus, 2, backend, timeout_s=300)
+
+
+def every_way_in_fp8(rank, backend):
+    """Return what went wrong in calls of some rows, each rank with a candidate of its own."""
+    torch.manual_seed(rank)
+    specialized.tuned.configs = specialized.CANDIDATES[rank : rank + 1]
+    all_gather_gemm.configs = CANDIDATES[rank : rank + 1]
+
+    def errors(way: dict[str, object], lane: str) -> list[float]:
+        with opened(333, 528, FP8, lane, backend=backend, **way) as op:
+            n = 272 + 128 * rank
+            endings = {333: (torch.float32, "silu"), 256: (None, None)}
+            return [compared(op, m, n, ending_of(n, *ending), lane) for m, ending in endings.items()]
+
+    return {
+        f"{name}, {lane}": lambda way=way, lane=lane: errors(way, lane)
+        for (name, way), lane in itertools.product(WAYS_ON_GPUS.items(), LANES)
+    }
+
+
+@pytest.mark.gpu(devices=2, seconds=35)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_every_way_multiplies_fp8_on_gpus(backend):
+    assert_cases(every_way_in_fp8, 2, backend, timeout_s=300)

@@ -66,19 +66,17 @@ def last_gathered(rank):
     return all(right)
 
 
-def in_the_lane_of_captured_calls(rank, world):
-    cases = {"different candidates": lambda: pushed_calls(rank, 19, 24, 16, 24)}
-    if world == 2:
-        for m, capacity in ((64, 64), (1, 1), (5, 64)):
-            sizes = m, 40, 32, capacity
-            cases[f"{m} of {capacity} rows"] = lambda sizes=sizes: pushed_calls(rank, *sizes)
-        return cases
+def in_the_lane_of_captured_calls(rank):
+    cases = {
+        f"{m} of {capacity} rows": lambda sizes=(m, 40, 32, capacity): pushed_calls(rank, *sizes)
+        for m, capacity in ((19, 24), (1, 1), (5, 64))
+    }
     return cases | cases_of((last_gathered,), rank)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_captured_calls_are_right_whatever_candidates_ranks_run(world):
-    assert_cases(in_the_lane_of_captured_calls, world, world)
+    assert_cases(in_the_lane_of_captured_calls, world)
 
 
 # ---- what goes wrong between ranks

@@ -12,11 +12,11 @@ import itertools
 import time
 from collections.abc import Sequence
 
-import fp8_runs
+import epilogue_runs
 import pytest
 import torch
 from ag_gemm_runs import error_ratio, force
-from fp8_runs import quantized
+from epilogue_runs import quantized
 from gpu_cases import covering_indices
 from host_as_peer import DEVICE, DTYPE, LATE_S, PATIENCE_S, HostAsPeer, HostPeer, on_one_gpu, opened
 from operation_runs import message_of
@@ -155,7 +155,8 @@ def call_in_fp8(
         peer.push(op, chunk, 2)
     op.check()
     full, scales = (torch.cat([ours, others]) for ours, others in zip(here, theirs, strict=True))
-    return fp8_runs.error_ratio(out, full, weight, epilogue._replace(scale_a=scales, scale_b=scale_weight))
+    of_all = epilogue._replace(scale_a=scales, scale_b=scale_weight)
+    return epilogue_runs.error_ratio(out, full, weight, of_all)
 
 
 def calls_in_fp8(rank: int, consumer: str) -> dict[str, float]:

@@ -285,6 +285,51 @@ def test_a_closed_operation_says_so_and_closes_twice(of):
             use(op)
 
 
+# ---- in fp8
+
+FP8 = torch.float8_e4m3fn
+ROWS, WEIGHT, SCALE = zeros(16, 32, dtype=FP8), zeros(20, 32, dtype=FP8), torch.ones(20)
+OF_FP8 = {
+    "shape of scale_a": ({"scale_a": SCALE}, r"scale_a has shape \(20,\); it must be \(16,\) or \(16, 1\)"),
+    "shape of scale_weight": (
+        {"scale_weight": SCALE[:16]}, r"scale_weight has shape \(16,\); it must be \(20,\) or \(20, 1\)"
+    ),
+    "type": ({"scale_weight": SCALE.double()}, "scale_weight is torch.float64; it must be"),
+    "gradient": ({"scale_weight": SCALE.clone().requires_grad_()}, "has no backward, .* by scale_weight"),
+    "out": ({"out": zeros(16, 20)}, "out is torch.float16 on cpu; this operation"),
+    "by columns": ({"weight": WEIGHT.T.contiguous().T}, "the rows of weight are not contiguous"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OF_FP8)
+@pytest.mark.parametrize("runs", [GATHERING_ROWS, SCATTERING_SUMS], ids=lambda runs: runs.name)
+def test_what_cannot_be_scaled_is_told_with_its_values_before_the_call(runs, name):
+    wrong, text = OF_FP8[name]
+    with runs.alone(16, runs.sizes(32, 20)[0], FP8) as op:
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
+            op(ROWS, **{"weight": WEIGHT} | wrong)
+        assert op._calls == 0
+
+
+def test_scales_are_for_fp8_alone_whose_rows_are_whole_16_bytes_and_have_no_addend():
+    narrow = "k=24: rows of torch.float8_e4m3fn are whole 16 bytes; pad K to 32"
+    with pytest.raises(ValueError, match=narrow):
+        AllGatherGemm(16, 24, FP8, backend="shm")
+    with SCATTERING_SUMS.alone(16, 20, FP8) as op:
+        with pytest.raises(ValueError, match=narrow):
+            op(ROWS[:, :24].contiguous(), WEIGHT[:, :24].contiguous())
+        with pytest.raises(ValueError, match=r"addend is given, and operands are torch.float8_e4m3fn"):
+            op(ROWS, WEIGHT, addend=zeros(16, 20, dtype=FP8))
+    with (
+        GATHERING_ROWS.alone(16, 32) as of_halves,
+        pytest.raises(ValueError, match=r"scale_a and scale_weight are for torch.float8_e4m3fn"),
+    ):
+        of_halves(ROWS.half(), WEIGHT.half(), scale_weight=SCALE)
+
+
+# ---- a launch that fails
+
+
 def failing_launch(rank, of):
     """Break rank 1's launch after its peer has heard of the call."""
     of.runs.begin(rank)

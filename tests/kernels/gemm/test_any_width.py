@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 import triton
+from gemm_runs import SHARED_BYTES, arguments
 
 from dist_autotune.kernels.compat import HAS_INLINE_PTX
-from dist_autotune.kernels.gemm import configs, pruning
+from dist_autotune.kernels.gemm import pruning
 from dist_autotune.kernels.gemm.configs import (
     GLUON_CANDIDATES,
     blocks_of,
@@ -25,7 +26,6 @@ from dist_autotune.kernels.gemm.pruning import (
 )
 from dist_autotune.kernels.matrices import Block, Matrix, describe
 
-LIMIT = 232448
 NEEDS_39 = pytest.mark.skipif(not HAS_INLINE_PTX, reason="such candidates are there since Triton 3.9")
 
 
@@ -45,13 +45,6 @@ SWAPPED = config_of((128, 128, 64), 48, warps=4, JOINED=True, VARIANT="pingpong"
 JOINED = config_of((128, 128, 64), 48, JOINED=True)
 
 
-def call(**changed: Any) -> dict[str, Any]:
-    """Return what the kernel is called with."""
-    args = {"M": 4096, "N": 4096, "K": 4096, "programs": 132, "SCHEDULE": "grouped"}
-    args |= {"wanted": configs.NAMES.index("auto"), "OUT": "bf16", "TRANS_A": False, "TRANS_B": True}
-    return args | {"TENSOR_MEMORY": False, "a_alignment": 128, "b_alignment": 128} | changed
-
-
 def new_of(configs: list[triton.Config]) -> list[triton.Config]:
     return [config for config in configs if config.kwargs["JOINED"]]
 
@@ -69,10 +62,10 @@ def new_of(configs: list[triton.Config]) -> list[triton.Config]:
     ],
 )
 def test_tiles_are_swapped_where_they_are_fewer(m, n, tried):
-    assert saves_tiles(SWAPPED.kwargs, call(M=m, N=n)) is tried
-    assert saves_tiles({**SWAPPED.kwargs, "SWAP_AB": False}, call(M=m, N=n))
+    assert saves_tiles(SWAPPED.kwargs, arguments(M=m, N=n)) is tried
+    assert saves_tiles({**SWAPPED.kwargs, "SWAP_AB": False}, arguments(M=m, N=n))
     other = config_of((128, 128, 64))
-    assert (SWAPPED in prune([SWAPPED, other], call(M=m, N=n))) is tried
+    assert (SWAPPED in prune([SWAPPED, other], arguments(M=m, N=n))) is tried
 
 
 @pytest.mark.parametrize(
@@ -89,7 +82,7 @@ def test_tiles_are_swapped_where_they_are_fewer(m, n, tried):
 @NEEDS_39
 def test_the_candidates_of_a_call(changed, joined, monkeypatch):
     monkeypatch.setattr(pruning, "MOST_TRIALS", len(GLUON_CANDIDATES))
-    tried = prune(GLUON_CANDIDATES, call(**changed))
+    tried = prune(GLUON_CANDIDATES, arguments(**changed))
     assert any(config.kwargs["JOINED"] for config in tried) == joined
     assert len(tried) > len(new_of(tried))
 
@@ -98,7 +91,7 @@ def test_the_candidates_of_a_call(changed, joined, monkeypatch):
 def test_every_candidate_fits_hopper_and_is_what_the_kernel_can_run():
     for config in new_of(GLUON_CANDIDATES):
         kwargs = config.kwargs
-        assert fits(config, 2, LIMIT, tensor_memory=False)
+        assert fits(config, 2, SHARED_BYTES, tensor_memory=False)
         assert kwargs["BLOCK_M"] % (64 * consumers(config)) == 0
         assert kwargs["BLOCK_M"] >= 16 * config.num_warps
         if kwargs["JOINED"]:
@@ -164,9 +157,6 @@ def test_the_further_columns_of_swapped_tiles_are_rows_of_a_and_of_the_next_conf
         assert [args[name].block_shape for name in names] == [list(blocks[name][:2]) for name in names]
 
 
-# ---- shared memory, registers, the grid
-
-
 # ---- which widths are tried
 
 
@@ -187,5 +177,5 @@ def columns(configs: list[triton.Config]) -> list[int]:
 def test_of_as_many_tiles_the_narrowest_are_tried(n, tried):
     widths = (80, 104, 112, 120, 152, 160, 208)
     offered = [config_of((128, width - width % 64, 64), width % 64, JOINED=True) for width in widths]
-    assert columns(no_wider_than_need_be(offered, call(N=n))) == tried
-    assert columns(no_wider_than_need_be(offered[::-1], call(N=n))) == tried[::-1]
+    assert columns(no_wider_than_need_be(offered, arguments(N=n))) == tried
+    assert columns(no_wider_than_need_be(offered[::-1], arguments(N=n))) == tried[::-1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gemm_runs import fitting, poisoned
+from gemm_runs import check_with, fitting, poisoned
 from gpu_cases import covering
 from operation_runs import DEVICE
 
@@ -30,24 +30,6 @@ def normal(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(dtype)
 
 
-def check(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, **options: Any) -> torch.Tensor:
-    """Compare one call with float64, in which the epilogue is computed by torch.
-
-    The result is rounded once, by eps of its type (the interpreter truncates bfloat16); sums of K products
-    are off by about sqrt(K) float32 eps of their sizes, and no activation has a slope above 1.13. 4 eps of
-    float32 are what exp, erf and a division cost. Gate and up are both off, each times what the other is.
-    """
-    result = persistent_matmul(a, b, bias=epilogue.bias, activation=epilogue.activation, **options)
-    sums = a.double() @ b.double()
-    wanted = epilogue.of(sums)
-    eps = torch.finfo(torch.float32).eps
-    largest = (a.double().abs() @ b.double().abs()).amax() + 3
-    slope = 2.2 * largest if epilogue.activation in GATED else 1.13
-    tolerance = torch.finfo(result.dtype).eps * wanted.abs() + (4 + a.shape[1] ** 0.5) * eps * largest * slope
-    assert ((result.double() - wanted).abs() <= tolerance).all()
-    return result
-
-
 # ---- through the public function
 
 
@@ -57,14 +39,14 @@ def test_every_bias_and_activation_ends_as_torch_has_it(bias_dtype, activation):
     bias = None if bias_dtype is None else normal(n, dtype=bias_dtype)
     for dtype, out_dtype in itertools.product((torch.float16, torch.bfloat16), OUT_DTYPES):
         a, b = normal(37, 29, dtype=dtype), normal(29, n, dtype=dtype)
-        check(a, b, Epilogue(bias, activation), out_dtype=out_dtype)
+        check_with(Epilogue(bias, activation), a, b, out_dtype=out_dtype)
 
 
 def test_a_result_by_columns_and_any_strides():
     bias = normal(45)
     a, b = normal(70, 66)[::2, ::3], normal(44, 90)[::2, 1::2]
     for out in (normal(45, 35).T, normal(70, 135)[::2, ::3]):
-        check(a, b, Epilogue(bias, "gelu"), out=out)
+        check_with(Epilogue(bias, "gelu"), a, b, out=out)
 
 
 def test_a_weight_made_of_gate_and_up_makes_what_they_make():
@@ -121,7 +103,7 @@ def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
     @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
     def call():
         for epilogue in endings:
-            check(a, b, epilogue)
+            check_with(epilogue, a, b)
 
     call()
     assert len({context.key for context in call.report.contexts}) == len(endings)
@@ -170,7 +152,7 @@ def each_ends_with(monkeypatch, candidates, a, b, epilogue, out):
     for config in covering(candidates):
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
         for _ in range(2):  # asked of the tuner, then the short way
-            check(a, b, epilogue, out=out.fill_(math.nan))
+            check_with(epilogue, a, b, out=out.fill_(math.nan))
 
 
 @pytest.mark.gpu
@@ -201,7 +183,7 @@ def test_every_epilogue_on_a_gpu(bias_dtype, activation, sizes, monkeypatch):
     m, n, k = sizes
     n -= n % 16 if activation in GATED else 0
     bias = None if bias_dtype is None else normal(n, dtype=bias_dtype)
-    check(normal(m, k), normal(k, n), Epilogue(bias, activation))
+    check_with(Epilogue(bias, activation), normal(m, k), normal(k, n))
 
 
 @pytest.mark.gpu

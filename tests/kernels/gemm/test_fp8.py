@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_runs import error_ratio, quantized
-from gemm_runs import fitting, poisoned
+from epilogue_runs import quantized
+from gemm_runs import check_with, fitting, poisoned
 from gpu_cases import covering
 from operation_runs import DEVICE
 
@@ -29,15 +29,6 @@ def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return a, weight.T, scale_a, scale_weight.T.contiguous()
 
 
-def check(a: torch.Tensor, b: torch.Tensor, epilogue: Epilogue, **options: Any) -> torch.Tensor:
-    """Compare one call with float64, in which the epilogue is computed by torch."""
-    bias, activation, scale_a, scale_b = epilogue
-    scales = {"scale_a": scale_a, "scale_b": scale_b}
-    result = persistent_matmul(a, b, bias=bias, activation=activation, **scales, **options)
-    assert error_ratio(result, a, b.T, epilogue) < 1
-    return result
-
-
 # ---- through the public function
 
 SCALED = {"neither": (False, False), "rows": (True, False), "columns": (False, True), "both": (True, True)}
@@ -50,21 +41,21 @@ def test_scales_come_before_the_bias_and_the_activation(scaled, out_dtype):
     scale_a, scale_b = (scale if wanted else None for scale, wanted in zip(scales, scaled, strict=True))
     bias = torch.randn(45, device=DEVICE)
     for ending in ((None, None), (bias, "gelu")):
-        check(a, b, Epilogue(*ending, scale_a, scale_b), out_dtype=out_dtype)
+        check_with(Epilogue(*ending, scale_a, scale_b), a, b, out_dtype=out_dtype)
 
 
 def test_scales_are_vectors_too_and_also_of_halves():
     a, b, scale_a, scale_b = operands(8, 16, 32)
-    as_columns = check(a, b, Epilogue(None, None, scale_a, scale_b))
+    as_columns = check_with(Epilogue(None, None, scale_a, scale_b), a, b)
     as_vectors = persistent_matmul(a, b, scale_a=scale_a[:, 0], scale_b=scale_b[0])
     assert torch.equal(as_columns, as_vectors)
-    check(a.half(), b.half(), Epilogue(None, None, scale_a, scale_b))
+    check_with(Epilogue(None, None, scale_a, scale_b), a.half(), b.half())
 
 
 def test_a_result_by_columns_and_an_empty_inner_dimension():
     a, b, scale_a, scale_b = operands(35, 45, 48)
     epilogue = Epilogue(torch.randn(45, device=DEVICE), "silu", scale_a, scale_b)
-    check(a, b, epilogue, out=torch.empty(45, 35, dtype=torch.float16, device=DEVICE).T)
+    check_with(epilogue, a, b, out=torch.empty(45, 35, dtype=torch.float16, device=DEVICE).T)
     result = persistent_matmul(a[:, :0], b[:0], bias=epilogue.bias, scale_a=scale_a)
     assert torch.equal(result, epilogue.bias.bfloat16().expand(35, 45))
 
@@ -126,7 +117,7 @@ def test_every_candidate_multiplies_fp8_on_a_gpu(by_columns, monkeypatch):
     for config in covering(fitting(torch.bfloat16, lambda kwargs: True)):
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
         for _ in range(2):  # asked of the tuner, then the short way
-            check(a, b, epilogue, out=out.fill_(math.nan))
+            check_with(epilogue, a, b, out=out.fill_(math.nan))
 
 
 def choose_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +131,7 @@ def test_products_in_fp8_are_those_of_torch_on_a_gpu(sizes, monkeypatch):
     choose_first(monkeypatch)
     a, b, scale_a, scale_b = operands(*sizes)
     for scales, out_dtype in itertools.product(((None, None), (scale_a, scale_b)), OUT_DTYPES):
-        ours = check(a, b, Epilogue(None, None, *scales), out_dtype=out_dtype)
+        ours = check_with(Epilogue(None, None, *scales), a, b, out_dtype=out_dtype)
         if scales[0] is not None and out_dtype == torch.bfloat16 and sizes[2] % 16 == 0:
             theirs = torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=True)
             exact = (a.double() @ b.double()) * scale_a * scale_b

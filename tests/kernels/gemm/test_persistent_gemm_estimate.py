@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gemm_runs import arguments
 
-from dist_autotune.kernels.gemm import configs
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
 from dist_autotune.kernels.gemm.pruning import (
     MOST_TRIALS,
     estimated_clocks,
     prune,
 )
-from dist_autotune.kernels.matrices import LINE_BYTES
 
 RECORDS = Path(__file__).parents[3] / "docs" / "benchmarks"
 ALIGNMENTS = ("a_alignment", "b_alignment")
 
 
 pytestmark = pytest.mark.usefixtures("h200")
-
-
-def call(m: int, n: int, k: int, **changed: Any) -> dict[str, Any]:
-    """Return what the kernel is called with: A by rows, a weight, all SMs; one row behind the other."""
-    args = {"M": m, "N": n, "K": k, "programs": 132, "wanted": configs.NAMES.index("auto")}
-    args |= {"SCHEDULE": "grouped", "OUT": "bf16", "TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
-    args |= dict.fromkeys(ALIGNMENTS, math.gcd(2 * k, LINE_BYTES))
-    return args | changed
 
 
 def is_among(winner: str, configs: list[Any]) -> bool:
@@ -59,7 +49,7 @@ def recorded_winners() -> list[Any]:
                         alignments = further[2:4]  # not in records before operands were copied
                         known = all(text.isdigit() for text in alignments)
                         changed = dict(zip(ALIGNMENTS, map(int, alignments), strict=True)) if known else {}
-                        found[path.stem, case["case"], context["config"]] = call(m, n, k, **changed)
+                        found[path.stem, case["case"], context["config"]] = arguments(m, n, k, **changed)
     return [pytest.param(args, config, id=f"{stem} {case}") for (stem, case, config), args in found.items()]
 
 
@@ -71,7 +61,7 @@ def test_no_config_that_has_won_is_left_out(args, winner):
 @pytest.mark.parametrize("sizes", [(8192, 8192, 8192), (4100, 4104, 4104), (304, 5120, 5120), (64, 64, 64)])
 @pytest.mark.parametrize("out", ["bf16", "fp32"])
 def test_no_call_tries_more_than_a_few_dozen_configs_and_the_most_promising_comes_first(sizes, out):
-    args = call(*sizes, OUT=out)
+    args = arguments(*sizes, OUT=out)
     tried = prune(GLUON_CANDIDATES, args)
     clocks = [estimated_clocks(config.kwargs, args) for config in tried]
     assert 0 < len(tried) <= MOST_TRIALS

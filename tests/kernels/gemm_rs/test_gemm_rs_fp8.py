@@ -7,18 +7,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fp8_runs import quantized
-from gemm_rs_runs import begin, poison
+from epilogue_runs import quantized
+from gemm_rs_runs import SCATTERING_SUMS, begin, poison
 from operation_runs import (
     GPU_BACKENDS,
     assert_cases,
     device,
-    left_as_before,
-    message_of,
 )
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.plain import CANDIDATES
 
 FP8 = torch.float8_e4m3fn
 
@@ -85,39 +83,10 @@ def test_each_rank_scales_its_product_before_it_is_rounded_and_sent():
 # ---- one rank, in this process
 
 
-@pytest.fixture
-def op():
-    with left_as_before(gemm_reduce_scatter):
-        begin(0, 0)
-        with GemmReduceScatter(16, 20, FP8, backend="shm", timeout_s=60.0) as opened:
-            yield opened
-
-
-def test_results_are_bf16(op):
+def test_results_are_bf16():
     a, weight = torch.ones(16, 32).to(FP8), torch.ones(20, 32).to(FP8)
-    assert torch.equal(op(a, weight), torch.full((16, 20), 32.0, dtype=torch.bfloat16))
-
-
-def test_what_cannot_be_scaled_is_told_with_its_values_before_the_call(op):
-    a, weight, scale = torch.zeros(16, 32).to(FP8), torch.zeros(20, 32).to(FP8), torch.ones(20)
-    wrong = {
-        "ValueError: scale_a has shape (20,); it must be (16,) or (16, 1)": {"scale_a": scale},
-        "ValueError: scale_weight has shape (16,); it must be (20,) or (20, 1)": {"scale_weight": scale[:16]},
-        "TypeError: scale_weight is torch.float64; it must be": {"scale_weight": scale.double()},
-        "RuntimeError: GemmReduceScatter has no backward": {"scale_a": torch.ones(16, requires_grad=True)},
-        "ValueError: out is torch.float16 on cpu; this operation": {"out": torch.zeros(16, 20).half()},
-        "ValueError: addend is given, and operands are torch.float8_e4m3fn": {
-            "addend": torch.zeros(16, 20).to(FP8)
-        },
-    }
-    for text, options in wrong.items():
-        assert message_of(lambda options=options: op(a, weight, **options)).startswith(text)
-    by_columns = message_of(lambda: op(a, weight.T.contiguous().T))
-    assert by_columns.startswith("ValueError: the rows of weight are not contiguous")
-    assert message_of(lambda: op(a[:, :24].contiguous(), weight[:, :24].contiguous())) == (
-        "ValueError: k=24: rows of torch.float8_e4m3fn are whole 16 bytes; pad K to 32"
-    )
-    assert op._calls == 0
+    with SCATTERING_SUMS.alone(16, 20, FP8) as op:
+        assert torch.equal(op(a, weight), torch.full((16, 20), 32.0, dtype=torch.bfloat16))
 
 
 # ---- on GPUs

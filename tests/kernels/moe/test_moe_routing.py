@@ -133,25 +133,19 @@ def problems(draw):
     return ids, experts, draw(st.integers(0, world - 1))
 
 
-@given(problems(), st.booleans())
+@given(problems(), st.booleans(), st.booleans())
 @settings(max_examples=20, deadline=None)
-def test_choices_are_sorted_and_the_tables_list_them(problem, by_first):
+def test_choices_are_sorted_and_the_tables_list_them(problem, by_first, are_all_here):
+    """Choices that are all here are sorted as those of one rank."""
     ids, experts, rank = problem
-    first = (rank + by_first) % len(ids)
-    routed = route(ids, experts, rank=rank, first=first, by_first=by_first)
+    first = rank if are_all_here else (rank + by_first) % len(ids)
+    stages = 1 if are_all_here else None
+    routed = route(ids, experts, rank=rank, first=first, by_first=by_first, stages=stages)
     assert routed.failures == [None] * len(ids)
     check(routed, ids, experts, first=first, by_first=by_first)
-
-
-@given(problems(), st.booleans())
-@settings(max_examples=5, deadline=None)
-def test_choices_that_are_all_here_are_sorted_as_those_of_one_rank(problem, by_first):
-    ids, experts, rank = problem
-    routed = route(ids, experts, rank=rank, first=rank, by_first=by_first, stages=1)
-    assert routed.failures == [None] * len(ids)
-    check(routed, ids, experts, first=rank, by_first=by_first)
-    assert routed.plan.offsets_of_all.tolist() == [0, routed.pairs]
-    assert torch.equal(routed.plan.ends_of_all, routed.plan.ends[:, 0])
+    if are_all_here:
+        assert routed.plan.offsets_of_all.tolist() == [0, routed.pairs]
+        assert torch.equal(routed.plan.ends_of_all, routed.plan.ends[:, 0])
 
 
 @given(problems())

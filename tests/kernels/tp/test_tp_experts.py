@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
-from tp_runs import assert_close, tensor_of, workspaces
+from tp_runs import FeedForward, assert_close, tensor_of, workspaces
 
 from dist_autotune.kernels import tp
 
@@ -25,13 +25,6 @@ MIXTRAL = ("gate", "w1", "w3", "w2")
 FULL = StateDictOptions(full_state_dict=True)
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(FEATURES, HIDDEN, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(HIDDEN, FEATURES, bias=False)
-
-
 class PlainMoE(nn.Module):
     """The parameters of a Mixtral's block of experts."""
 
@@ -39,7 +32,7 @@ class PlainMoE(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.gate = nn.Linear(FEATURES, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.experts = nn.ModuleList(FeedForward(FEATURES, HIDDEN) for _ in range(EXPERTS))
 
 
 def parallel(plain, mesh):

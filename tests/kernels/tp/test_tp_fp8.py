@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from operation_runs import message_of, values
 from torch import Tensor, nn
-from tp_runs import tensor_of, workspaces
+from tp_runs import FeedForward, tensor_of, workspaces
 
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.tp import ColumnParallel, RowParallel, parallelize
@@ -23,16 +23,6 @@ BF16, TOKENS, WIDTH, HIDDEN = torch.bfloat16, 6, 32, 64
 OF_BF16 = 0.012
 # A rounding to bf16 in front of one to fp8 moves one number in sixteen to fp8's next, 6 % away.
 OF_BLOCK = 0.032
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(HIDDEN, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
 def rounded(matrix):
@@ -94,7 +84,7 @@ def trained(rank):
     with workspaces(rank) as world:
         mesh = dist.init_device_mesh("cpu", (world,))
         torch.manual_seed(0)
-        plain = FeedForward().to(BF16)
+        plain = FeedForward(WIDTH, HIDDEN).to(BF16)
         style = {"": ColumnParallel("w1", "w3", fp8=True), "w2": RowParallel(fp8=True)}
         model = parallelize(copy.deepcopy(plain), mesh, style)
         whole = torch.randn(world * TOKENS, WIDTH).to(BF16)

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
-from tp_runs import assert_close, tensor_of, workspaces
+from tp_runs import FeedForward, assert_close, part_of, tensor_of, whole, workspaces
 
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.tp import ColumnParallel, RowParallel, SequenceParallel, parallelize
@@ -50,21 +50,11 @@ class Attention(nn.Module):
         return self.wo(attended.transpose(1, 2).reshape(sequences, length, -1))
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(WIDTH, 3 * WIDTH, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(3 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.attention, self.feed_forward = Attention(), FeedForward(WIDTH, 3 * WIDTH)
 
     def forward(self, x):
         x = x + self.attention(self.attention_norm(x))
@@ -107,17 +97,9 @@ def alike_on_all_ranks(kind, seed=0):
     return module
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def loss_of(model, tokens, parts=1):
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / parts
-
-
-def part_of_rank(tensor, mesh, dim):
-    return tensor.chunk(mesh.size(), dim)[mesh.get_local_rank()]
 
 
 def trained_beside_plain(rank, dim, how):
@@ -139,8 +121,8 @@ def trained_beside_plain(rank, dim, how):
         for _ in range(2):  # the second with parameters that were updated
             tokens = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
             wanted = loss_of(plain, tokens)
-            own = part_of_rank(tokens, mesh["dp"], 0)
-            inputs, labels = (part_of_rank(each, mesh["tp"], dim) for each in (own[:, :-1], own[:, 1:]))
+            own = part_of(tokens, mesh["dp"], 0)
+            inputs, labels = (part_of(each, mesh["tp"], dim) for each in (own[:, :-1], own[:, 1:]))
             logits = forward(inputs).flatten(0, 1)
             loss = F.cross_entropy(logits, labels.flatten()) / mesh["tp"].size()
             for optimizer, each in zip(optimizers, (wanted, loss), strict=True):
@@ -168,7 +150,7 @@ def trained_beside_plain(rank, dim, how):
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     ("how", "dim"),
-    [("eager", 0), ("eager", 1), ("gathered again", 1), ("checkpointed", 0), ("compiled", 1)],
+    [("eager", 0), ("gathered again", 1), ("checkpointed", 0), ("compiled", 1)],
     ids=str,
 )
 def test_a_parallel_transformer_trains_as_the_plain_one(how, dim):
@@ -176,9 +158,8 @@ def test_a_parallel_transformer_trains_as_the_plain_one(how, dim):
 
 
 @pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning:torch")
-@pytest.mark.parametrize("world", [2, 4])
-def test_so_it_does_beside_fsdp2(world):
-    assert values(trained_beside_plain, world, 0, "fsdp") == [True] * world
+def test_so_it_does_beside_fsdp2():
+    assert values(trained_beside_plain, 4, 0, "fsdp") == [True] * 4
 
 
 def state_dicts(rank):
@@ -226,7 +207,7 @@ def one_gather(rank):
         x = tensor_of(rank, 1, 3, WIDTH)
         result = attention(x)
         gathers = attention.wq._together[0]
-        assert_close(result, part_of_rank(wanted, mesh, 1))
+        assert_close(result, part_of(wanted, mesh, 1))
         apart = [layer(x + number) for number, layer in enumerate((attention.wq, attention.wk))]
         attention(x).sum().backward()
         return len(gathers._products), gathers._input is None, [list(each.shape) for each in apart]
@@ -328,12 +309,12 @@ def test_a_product_that_nobody_reads_is_let_go_with_its_input(how):
 def swiglu(rank):
     with workspaces(rank) as world:
         mesh = dist.init_device_mesh("cpu", (world,))
-        plain = alike_on_all_ranks(FeedForward)
+        plain = alike_on_all_ranks(lambda: FeedForward(WIDTH, 3 * WIDTH))
         x = torch.cat([tensor_of(each, 6, WIDTH) for each in range(world)])
         layer = tp.SwiGLU(plain.w1, plain.w3, plain.w2, mesh, names=("w1", "w3", "w2"))
         own = tensor_of(rank, 6, WIDTH)
         result, wanted = layer(own), plain(x)
-        assert_close(result, part_of_rank(wanted, mesh, 0))
+        assert_close(result, part_of(wanted, mesh, 0))
         result.square().sum().backward()
         wanted.square().sum().backward()
         for name, parameter in plain.named_parameters():
@@ -408,7 +389,7 @@ def recipe(rank, dp):
             wanted = loss_of(plain, tokens)
             wanted.backward()
             optimizer.step()
-            own = part_of_rank(tokens, mesh["dp"], 0)
+            own = part_of(tokens, mesh["dp"], 0)
             loss = given["train_step"](own[:, :-1], own[:, 1:])
             dist.all_reduce(loss)
             assert_close(loss / dp, wanted.detach())
@@ -430,7 +411,7 @@ def vocabulary_parallel(rank):
         tokens = torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1))
         wanted = loss_of(plain, tokens)
         wanted.backward()
-        logits = model(part_of_rank(tokens[:, :-1], mesh, 1)).flatten(0, 1)
+        logits = model(part_of(tokens[:, :-1], mesh, 1)).flatten(0, 1)
         assert logits.shape == (SEQUENCES * LENGTH, VOCABULARY // 2)
         with loss_parallel():
             loss = F.cross_entropy(DTensor.from_local(logits, mesh, [Shard(1)]), tokens[:, 1:].flatten())
