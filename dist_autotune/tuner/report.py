@@ -234,7 +234,7 @@ def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:
         times = sum(launches.before_ms), sum(launches.after_ms)
         found.append(StepTimes(*times, BY_LAUNCH, launches.left_out))
     # A choice is compared with the kernels tuned: the time of its first option lacks what they have gained.
-    return max(found, key=lambda step: step.before_ms - step.after_ms, default=None)
+    return max(found, key=lambda step: step.gain_percent, default=None)
 
 
 @dataclass
