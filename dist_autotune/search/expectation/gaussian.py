@@ -12,7 +12,7 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from .arithmetic import cholesky, decay, forward, log
-from .fields import Told, Value, likeness
+from .fields import Likenesses, Told
 from .keys import by_distance, distance
 
 # Chosen on tables of real kernels: tests/unit/search/test_expectation_tables.py.
@@ -28,22 +28,23 @@ _KIN, _MOST_ROWS = 6, 120  # other keys that count, and times: fitting takes the
 class GaussianProcess:
     """The expected log ms of each candidate of one key.
 
-    fields: of the candidates. own: times of the key itself, by place. kin: how much of the rest other keys
-    share, and their times. deviation: of the rest, expected. noise: of a time, over the variance of the rest.
+    alike: of its candidates, for all processes over them. own: times of the key itself, by place. kin: how
+    much of the rest other keys share, and their times. deviation: of the rest, expected. noise: of a time,
+    over the variance of the rest.
     """
 
     def __init__(
         self,
-        fields: Sequence[Sequence[Value]],
+        alike: Likenesses,
         own: Mapping[int, float],
         kin: Sequence[tuple[float, Mapping[int, float]]] = (),
         *,
         deviation: float = 0.35,
         noise: float = 1e-3,
     ) -> None:
-        self._fields, self._deviation, self._noise = fields, deviation, noise
+        self._likenesses, self._deviation, self._noise = alike, deviation, noise
         self._groups = [(1.0, own), *kin]
-        self.means, self.variances = [0.0] * len(fields), [1 + _LEVEL] * len(fields)
+        self.means, self.variances = [0.0] * len(alike.fields), [1 + _LEVEL] * len(alike.fields)
         if any(known for _, known in self._groups):
             self._fit()
 
@@ -68,14 +69,14 @@ class GaussianProcess:
         lower = cholesky(matrix)
         weights = forward(lower, rests)
         variance = (_WEIGHT * self._deviation**2 + _square(weights)) / (_WEIGHT + len(rows))
-        for candidate in range(len(self._fields)):
+        for candidate in range(len(self.means)):
             column = forward(lower, [shared(row, 0, candidate) for row in rows])
             self.means[candidate] = levels[0] + math.fsum(map(operator.mul, column, weights))
             self.variances[candidate] = _DOUBT * variance * max(1 + _LEVEL - _square(column), self._noise)
 
     def _alike(self, index: int) -> list[float]:
         """Return what a candidate shares with each, itself included, at one key."""
-        alike = [(1 - _APART) * likeness(self._fields[index], each) for each in self._fields]
+        alike = [(1 - _APART) * each for each in self._likenesses.of(index)]
         alike[index] = 1.0
         return alike
 

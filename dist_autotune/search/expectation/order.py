@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...codec import digest
 from ..strategies import least
 from .arithmetic import log, normal_below
-from .fields import Told, fields_of
+from .fields import Likenesses, Told, fields_of
 from .gaussian import GaussianProcess, kin_of
 from .model import Expectation
 
@@ -174,8 +174,8 @@ class Waves(Order):
         self, key: str, texts: Sequence[str], told: Told, meanwhile: Callable[[], Meanwhile] = Meanwhile
     ) -> None:
         self._told, self._key, self._texts, self._meanwhile = told, key, texts, meanwhile
-        self._fields = fields_of(texts)
-        super().__init__(GaussianProcess(self._fields, {}, kin_of(key, texts, told)), first=0)
+        self._alike = Likenesses(fields_of(texts))
+        super().__init__(GaussianProcess(self._alike, {}, kin_of(key, texts, told)), first=0)
         self._best_of_waves: list[float] = []
         self.most, first, self._wave_size = _sizes(len(texts))
         # Keys met in the same run try different ones, where nothing is told.
@@ -202,7 +202,7 @@ class Waves(Order):
         meanwhile = self._meanwhile()
         self._gain = max(GAIN, GAIN_OF_RUN / max(meanwhile.part, GAIN_OF_RUN))
         kin = kin_of(self._key, self._texts, {**self._told, **meanwhile.told})
-        self.expectation = GaussianProcess(self._fields, times, kin)
+        self.expectation = GaussianProcess(self._alike, times, kin)
         ordered, none_wins = self._promising(range(len(self._texts)))
         if own and len(self.tried) >= AT_LEAST and self._cannot_pay(1 - none_wins):
             return False
