@@ -29,7 +29,7 @@ Told besides: on how many keys the ranks' stock picks disagree, and after how ma
 Each arm's loss and gradients are checked against the plain model on all tokens.
 
 Protocol and traps: `common/arms.py`. Without GPUs a tiny step runs on CPU ranks in Triton's interpreter,
-where no tuning is given the steps to settle.
+where no tuning is given the steps to settle, and "stock" has the first configs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ from benchmarks.operations.step_plans import (
     tune_with_stock,
 )
 from dist_autotune.kernels import tp
-from dist_autotune.kernels.configs import do_bench
 from dist_autotune.kernels.tp import layers
 from dist_autotune.kernels.tp.collective_groups import copied_group
 
@@ -236,8 +235,7 @@ Plans: TypeAlias = tuple[dict[str, Picks], dict[str, Any], dict[str, Any]]  # pi
 def plans(step: Step, tuners: list[Any], options: argparse.Namespace) -> Plans:
     """Tune the step by launches, by itself, and each rank alone with Triton's own loop."""
     if not ON_GPU:  # Triton's own benchmark needs a GPU
-        for tuner in tuners:
-            tuner._do_bench = tuner._do_bench or do_bench
+        benchmark_nothing(tuners)
     stock, differing, keys = tune_with_stock(step, tuners)
     picks, reports, steps = tune_all(step, tuners, TUNINGS, options.budget_s)
     picks = {"first configs": first_configs(tuners, stock), "stock": stock, **picks}
@@ -246,8 +244,7 @@ def plans(step: Step, tuners: list[Any], options: argparse.Namespace) -> Plans:
 
 def plans_beside_sharding(step: Step, tuners: list[Any], options: argparse.Namespace) -> Plans:
     """Tune the step and the limit of FSDP2's collectives; search through the plans of families."""
-    for tuner in tuners:  # stock tuning is no arm: what nobody has tuned takes the first config
-        tuner._do_bench = lambda call, quantiles: [1.0] * len(quantiles)
+    benchmark_nothing(tuners)  # stock tuning is no arm
     picks, reports, steps = tune_all(step, tuners, LIMITED, options.budget_s)
     limited = picks["collective alone"]
     choices = {(name, key): each for (name, key), each in limited.choices.items() if name != step.limits.name}
@@ -255,6 +252,12 @@ def plans_beside_sharding(step: Step, tuners: list[Any], options: argparse.Names
     picks["first configs"] = first_configs(tuners, limited)
     picks["best of families"], facts = best_of_families(step, picks["by launches"])
     return picks, reports, {"steps": steps, **facts}
+
+
+def benchmark_nothing(tuners: list[Any]) -> None:
+    """Let launches that nobody has tuned take the first config."""
+    for tuner in tuners:
+        tuner._do_bench = lambda call, quantiles: [1.0] * len(quantiles)
 
 
 def explained_by(measured: dict[str, Any], step: Step, found: Picks) -> dict[str, Any]:

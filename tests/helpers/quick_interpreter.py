@@ -7,12 +7,14 @@ processes of their own run the interpreter as it is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import triton.language as tl
+from frame_room import with_room
 from triton.language import core
 from triton.runtime import interpreter
 
@@ -31,11 +33,17 @@ def install() -> None:
     core._type_for_tuple_values = _types_of_tuples(core._type_for_tuple_values)
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
     core.tensor.__init__ = _tensors(core.tensor.__init__)
+    launch = interpreter.GridExecutor.__call__
+    interpreter.GridExecutor.__call__ = functools.partialmethod(_in_a_roomy_frame, launch)
     semantic = interpreter.TritonSemantic
     semantic.binary_op_type_checking_impl = _operands(semantic.binary_op_type_checking_impl)
     semantic.broadcast_impl_value = _broadcast(semantic.broadcast_impl_value)
     semantic.scalar_constant = _constants(semantic.scalar_constant)
     _rewrite_kernels()
+
+
+def _in_a_roomy_frame(self: Any, launch: Any, *args: Any, **kwargs: Any) -> Any:
+    return with_room(launch, self, *args, **kwargs)  # on whatever thread
 
 
 def _rewrite_kernels() -> None:

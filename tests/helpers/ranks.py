@@ -33,6 +33,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from frame_room import with_room
 
 Init = Literal["file", "tcp", "none"]
 
@@ -350,7 +351,7 @@ def _serve_rank(job: _Job, rank: int) -> None:
     try:
         _join(job, rank)
         started = time.monotonic()
-        value = job.fn(rank, *job.args)
+        value = with_room(job.fn, rank, *job.args)
         report = _Report(time.monotonic() - started, value)
     except BaseException as error:
         exitcode = _exitcode(error)
