@@ -311,8 +311,9 @@ class SettledLaunches(Generic[Shape]):
         """Return whether it still is how its shape is to be launched."""
         if settled is None or is_tuning():
             return False
-        configs = self.tuner.configs
-        return (configs[0] if len(configs) == 1 else self.tuner.cache.get(settled.key)) is settled.config
+        tuner = self.tuner
+        choice = tuner.configs[0] if len(tuner.configs) == 1 else tuner.cache.get(settled.key)
+        return choice is settled.config
 
     def launch(self, shape: Shape, tensors: Tensors, scalars: tuple[float, ...], **constants: Any) -> None:
         """Enqueue a kernel that makes its own descriptors; the arguments are in the order of its parameters.
@@ -335,7 +336,7 @@ class SettledLaunches(Generic[Shape]):
         named = {**sizes, **constants}
         types = (str(tensor.dtype) for tensor in tensors if tensor is not None)
         key = (*(named[name] for name in tuner.keys), *types)
-        config = self._choice(key)
+        config = tuner.configs[0] if len(tuner.configs) == 1 else tuner.cache.get(key)
         if take_first.configs_not_timed() > 1 and self._operation:
             self._tell_untuned(key, {name: named[name] for name in tuner.keys})
         if is_tuning() or config is None or config is not tuner.best_config:
@@ -365,12 +366,6 @@ class SettledLaunches(Generic[Shape]):
             UntunedWarning,
             stacklevel=2,
         )
-
-    def _choice(self, key: tuple[Any, ...]) -> triton.Config | None:
-        """Return the tuner's settled config, if there is one."""
-        configs = self.tuner.configs
-        choice: triton.Config | None = configs[0] if len(configs) == 1 else self.tuner.cache.get(key)
-        return choice
 
 
 class ShapeLaunch(Generic[Shape]):

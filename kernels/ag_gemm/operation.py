@@ -354,8 +354,12 @@ class AllGatherGemm(Operation):
         self._fetched_rows += rows
         call = self._call_of(product, choice, self._flags.local, epoch, base)
         start = functools.partial(self._producer.start, rows, epoch, base, choice.pieces)
-        with self._telling(0):
-            self._exchange(product, choice, call, start, self._producer.finish)
+        exchange = product, choice, call, start, self._producer.finish
+        if self._told_rows:
+            with self._pusher.noting(0):
+                self._exchange(*exchange)
+        else:
+            self._exchange(*exchange)
 
     def _run_pushed(self, product: Product, choice: Choice) -> None:
         self._told_rows = rows = product.layout.rows

@@ -94,7 +94,8 @@ class SpecializedConsumer:
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         shape = self._shape_of(call)
         tensors, scalars = self._arguments_of(call)
-        descriptors = describe_at(self._matrices, _addresses(gather, weight, out))
+        b = weight.data_ptr()
+        descriptors = describe_at(self._matrices, (gather.data_ptr(), b, b, out.data_ptr()))
         _SETTLED.load(shape, (*descriptors, *tensors, *scalars))
         spoil_chunks(out, call.flags, call.world_size, call.numbers, only_load=True)
 
@@ -103,7 +104,8 @@ class SpecializedConsumer:
         launch = self._launches.get(kind)
         if launch is None:
             launch = self._launches[kind] = ShapeLaunch(_SETTLED, self._shape_of(call), self._matrices)
-        launch(_addresses(gather, weight, out), *self._arguments_of(call))
+        b = weight.data_ptr()
+        launch((gather.data_ptr(), b, b, out.data_ptr()), *self._arguments_of(call))
         # The storing warps do not know which chunks the load warp has given up.
         spoil_chunks(out, call.flags, call.world_size, call.numbers)
 
@@ -120,11 +122,6 @@ class SpecializedConsumer:
         tensors = (call.flags, call.errors, trace, ending.scale_a, ending.scale_b, ending.bias)
         scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
         return tensors, (*self._sizes, call.capacity, *scalars, _size_class(call.rows))
-
-
-def _addresses(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> tuple[int, ...]:
-    b = weight.data_ptr()
-    return gather.data_ptr(), b, b, out.data_ptr()
 
 
 def empty_trace(out: torch.Tensor, world_size: int) -> torch.Tensor:

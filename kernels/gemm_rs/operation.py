@@ -208,8 +208,10 @@ class GemmReduceScatter(Operation):
         if torch.is_grad_enabled():
             scales = {"scale_a": scale_a, "scale_weight": scale_weight}
             check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out, addend=addend, **scales)
-        of_scales = layout_of(scale_a), layout_of(scale_weight)
-        lie = layout_of(a), layout_of(weight), layout_of(out), layout_of(addend), of_scales
+        of_out = None if out is None else layout_of(out)
+        of_addend = None if addend is None else layout_of(addend)
+        of_scales = None if scale_a is scale_weight is None else (layout_of(scale_a), layout_of(scale_weight))
+        lie = layout_of(a), layout_of(weight), of_out, of_addend, of_scales
         layout = self._layouts.get(lie)
         if layout is None:
             self._check_arguments(a, weight, out, addend)

@@ -82,7 +82,9 @@ class CudaMemory(SymmetricMemory):
 
     def copy_here(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         stream, size = torch._C._cuda_getCurrentRawStream(self.device.index), src.numel() * src.element_size()
-        self._copy_bytes(dst.data_ptr(), src.data_ptr(), size, stream)
+        result = self._driver.cuMemcpyAsync(dst.data_ptr(), src.data_ptr(), size, stream)
+        if result[0] != 0:
+            self._succeed(result)
 
     def write_signal(self, word: torch.Tensor, value: int, stream: SideStream) -> None:
         value %= 2**32

@@ -153,7 +153,7 @@ def _gathered_products(
         traced, _ = torch.ops.dist_autotune.all_gather_matmul(rows, weights, *call)
         return traced
     if _wants_gradient(rows, *weights):
-        products: tuple[Tensor, ...] = _GatheredProducts.apply(call, rows, *weights)
+        products: tuple[Tensor, ...] = _apply(_GatheredProducts, call, rows, *weights)
         return products
     return operators.gather_and_multiply(rows, weights, *call)[0]
 
@@ -162,7 +162,7 @@ def _scattered_sums(rows: Tensor, weight: Tensor, group_name: str, fp8: bool) ->
     if _is_traced(rows, weight):
         sums: Tensor = torch.ops.dist_autotune.matmul_reduce_scatter([rows], [weight], group_name, fp8)
     elif _wants_gradient(rows, weight):
-        sums = _ScatteredSums.apply((group_name, fp8), rows, weight)
+        sums = _apply(_ScatteredSums, (group_name, fp8), rows, weight)
     else:
         sums = operators.multiply_and_scatter([rows], [weight], group_name, fp8)
     return sums
@@ -184,6 +184,13 @@ def _wants_gradient(*tensors: Tensor) -> bool:
             if tensor.requires_grad:
                 return True
     return False
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Return `function.apply(*args)`; beside torch.func alone it need look at each argument."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # it is made in C
 
 
 class _GatheredProducts(torch.autograd.Function):

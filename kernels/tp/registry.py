@@ -55,7 +55,7 @@ def name_of(group: Group) -> str:
     """Return the name by which operators know the group; None is the default group."""
     if isinstance(group, str):
         return group
-    if isinstance(group, DeviceMesh):
+    if group is not None and isinstance(group, DeviceMesh):
         if group.ndim != 1:
             dimensions = group.mesh_dim_names or group.shape
             raise ValueError(f"the mesh has dimensions {dimensions}; pass one, mesh['tp']")
