@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from unittest import mock
 
 import moe_rs_runs
-import numpy
 import torch
 import triton
 from ag_gemm_runs import GatheringRows
@@ -23,6 +23,7 @@ from dist_autotune.kernels.ag_gemm import plain as of_gather
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull, rows
+from dist_autotune.kernels.gemm_ar import operation as of_rows
 from dist_autotune.kernels.gemm_ar.ways import LOW_LATENCY, ONE_SHOT
 from dist_autotune.kernels.gemm_rs import plain as of_scatter
 from dist_autotune.kernels.moe import ag_moe, moe_rs
@@ -116,20 +117,23 @@ class Call:
 CAPACITY = 512
 
 
+@contextmanager
+def in_a_group(case: Any, **device: Any) -> Iterator[None]:
+    """Have operations be opened as on that rank of so many, on such a device."""
+    memory, device = MemoryOfAGroup(case.rank, case.world), {"_sms": case.programs} | device
+    with (
+        mock.patch.object(operation, "open_symmetric_memory", return_value=memory),
+        mock.patch.object(operation.Operation, "_read_device", lambda op, dtype: vars(op).update(device)),
+    ):
+        yield
+
+
 class RunsCaller:
     def __init__(self, runs: Runs, names: str, case: Call) -> None:
         self.runs, self.rows, world = runs, [case.rows] * case.world, case.world
         of_operation, of_call = runs.sizes(case.k, case.n)
-        device = {"_sms": case.programs, "_has_tma": case.has_tma, "_upcasts": case.upcasts}
         with (
-            mock.patch.object(
-                operation, "open_symmetric_memory", return_value=MemoryOfAGroup(case.rank, world)
-            ),
-            mock.patch.object(
-                operation.Operation,
-                "_read_device",
-                lambda op, dtype: vars(op).update(device, _needs_fence=True),
-            ),
+            in_a_group(case, _has_tma=case.has_tma, _upcasts=case.upcasts, _needs_fence=True),
             mock.patch.object(moe_rs_runs, "of_all_ranks", lambda value, group=None: [value] * world),
         ):
             op = self.operation = runs.open(CAPACITY, of_operation, case.dtype, collective=False)
@@ -275,12 +279,8 @@ class Rows:
     shifted: frozenset[str] = frozenset()
     has_norm: bool = True
     rank: int = 1
-    patience_ticks: int = 99
 
 
-MAIL = ["part", "table", "mail", "ticket", "lost", "errors"]
-PULLED = ["table", "words_table", "words", "ticket", "errors"]
-ENDS = ["residual", "weight", "out"]
 CHANGES_OF_ROWS = {
     "rows": {"m": 5},
     "columns": {"n": 192, "pads": (64, 64)},
@@ -292,44 +292,28 @@ CHANGES_OF_ROWS = {
     "a stride of the residual": {"pads": (64, 0)},
     "a stride of out": {"pads": (0, 64)},
     "a stride of out, no multiple of 16": {"pads": (0, 1)},
-}
+} | {f"alignment of {each}": {"shifted": frozenset({each})} for each in ("residual", "weight", "out")}
 
 
 class RowsCaller:
     """Calls an operation, all of it but the agreement on a way; each call adds up a product of zeros."""
 
     def __init__(self, way: str, case: Rows) -> None:
-        held = MAIL if way == LOW_LATENCY else PULLED
-        op = self.operation = object.__new__(GemmAllReduce)
-        op.rank, op.world_size, op._patience_ticks, op._sms = (
-            case.rank, case.world, case.patience_ticks, case.programs
-        )  # fmt: skip
-        op._m, op._n, op._dtype, op.device = 16, case.n, case.dtype, torch.device("cpu")
-        op._on_gpu = False
-        op._is_closed, op._broken_by, op._calls, op._meeting, op._scatter = False, "", 0, None, None
-        op._error_records, op._no_errors, op._layouts = numpy.zeros(1), bytes(8), {}
-        op._ways = types.SimpleNamespace(
+        ways = types.SimpleNamespace(
             options=lambda rows, **can: (way,), choose=lambda ways, key: way, settle=lambda way, *a, **b: way
         )
-        self.tensors = {
-            name: matrix(1, 512, torch.int64, shift=int(name in case.shifted)) for name in held
-        } | {
+        with in_a_group(case), mock.patch.object(of_rows, "Ways", return_value=ways):
+            op = self.operation = GemmAllReduce(16, case.n, case.dtype, way=way)
+        own = {"table": op._table_of_parts, **op._held._asdict()}
+        if way == LOW_LATENCY:
+            assert op._mail is not None
+            own = {"part": op._parts.local, **op._mail._asdict()}
+        self.tensors = own | {
             "residual": matrix(case.m, case.n, case.dtype, case.pads[0], int("residual" in case.shifted)),
             "weight": matrix(1, case.n, case.dtype, shift=int("weight" in case.shifted))[0],
             "out": matrix(case.m, case.n, case.dtype, case.pads[1], int("out" in case.shifted)),
         }
-        parts = torch.zeros(16, case.n, dtype=case.dtype)
-        op._parts = types.SimpleNamespace(local=parts)
-        if way == LOW_LATENCY:
-            self.tensors["part"] = parts
-            table, *others = [self.tensors[name] for name in held[1:]]
-            mail = others[0].as_strided((2, case.world, 16, case.n // 2), (0, 0, 0, 1))
-            op._mail = low_latency.MailMemory(table, mail, *others[1:])
-        else:
-            op._table_of_parts, *others = [self.tensors[name] for name in held]
-            op._held = pull.PullMemory(*others)
         self.factors = torch.zeros(case.m, 8, dtype=case.dtype), torch.zeros(case.n, 8, dtype=case.dtype)
-        self.has_norm = case.has_norm
         if not case.has_norm:
             del self.tensors["residual"], self.tensors["weight"]
 
@@ -338,24 +322,20 @@ class RowsCaller:
         self.operation(*self.factors, *ending, eps=0.5)
 
 
-def _of_rows(kernel: Any, module: Any, way: str, held: list[str]) -> Launches:
-    plain_case = Rows()
-    changes = CHANGES_OF_ROWS | {
-        f"alignment of {each}": {"shifted": frozenset({each})} for each in (*held, *ENDS) if each != "part"
-    }
+def _of_rows(kernel: Any, module: Any, way: str) -> Launches:
     return Launches(
         kernel,
         module,
         [rows.candidate(64, 1, 4), rows.candidate(32, 2, 4)],
         rows.candidate(128, 1, 4),
         lambda case: RowsCaller(way, case),
-        plain_case,
-        changes,
+        Rows(),
+        CHANGES_OF_ROWS,
         descriptors=0,
         unlike=("sum_ptr",),
     )
 
 
-STAMPED = _of_rows(low_latency.exchange_rows, low_latency, LOW_LATENCY, MAIL)
-PULLING = _of_rows(pull.add_rows, pull, ONE_SHOT, PULLED)
+STAMPED = _of_rows(low_latency.exchange_rows, low_latency, LOW_LATENCY)
+PULLING = _of_rows(pull.add_rows, pull, ONE_SHOT)
 ALL = WITH_DESCRIPTORS | {"GemmAllReduce, low-latency": STAMPED, "GemmAllReduce, one-shot": PULLING}
