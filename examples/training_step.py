@@ -14,6 +14,7 @@ import argparse
 import os
 
 import torch
+import torch._dynamo  # before the process group, see docs/troubleshooting.md: a rank aborts at its exit
 import torch.distributed as dist
 import triton
 import triton.language as tl
