@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import types
@@ -13,6 +14,9 @@ import torch
 from operation_runs import values
 
 from dist_autotune.kernels.exchange import operation
+from dist_autotune.kernels.exchange.flags import FLAGS, TOLD
+from dist_autotune.kernels.exchange.pull import ChunkProducer
+from dist_autotune.kernels.exchange.push import Pushes, SumPusher
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.symm import Copy, SymmetricTensor, Wait, Write, cuda, open_symmetric_memory
 from dist_autotune.kernels.symm.ranks import SharingRanks
@@ -185,6 +189,71 @@ def test_prepared_steps_reach_the_driver_in_order_in_as_few_calls_as_it_takes(dr
         with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 700"):
             run(1, 0)
         assert len(driver.told) == driver.refuses_at + 1
+
+
+# ---- what a settled exchange asks of the driver
+
+
+class OfTwoRanks(PretendedMemory):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size, self.device = 2, types.SimpleNamespace(type="cuda", index=0)
+
+    def _map(self, shape, dtype):
+        own, other = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        return SymmetricTensor(own, (own, other))
+
+
+@pytest.fixture
+def asked(driver, monkeypatch):
+    """Return the names of the driver's functions that are called from now on."""
+    names = []
+    for name in ("cuEventRecord", "cuStreamWaitEvent", "cuStreamBatchMemOp", "cuMemcpyAsync"):
+        answer = getattr(driver, name)
+        note = functools.partial(lambda name, answer, *given: (names.append(name), answer(*given))[1], name)
+        monkeypatch.setattr(driver, name, functools.partial(note, answer), raising=False)
+    return names
+
+
+FORK_OR_JOIN = ["cuEventRecord", "cuStreamWaitEvent"]
+COPY_BETWEEN_SIGNALS = ["cuStreamBatchMemOp", "cuMemcpyAsync", "cuStreamBatchMemOp"]
+
+
+def test_chunks_are_fetched_behind_one_fork_and_nothing_waits_for_the_side_stream(asked):
+    memory = OfTwoRanks()
+    gather, flags = memory.allocate((2, 4, 8), torch.float16), memory.allocate((FLAGS, 2), torch.int32)
+    producer = ChunkProducer(memory, gather, flags)
+    for call in range(3):  # the first two also tell how many rows there are
+        asked.clear()
+        producer.start(4, call + 1, 4 * call, 1)
+        producer.finish()
+    assert asked == [*FORK_OR_JOIN, *COPY_BETWEEN_SIGNALS]
+
+
+def test_sums_are_pushed_behind_a_fork_and_flags_are_put_back_behind_a_join(driver, asked):
+    memory = OfTwoRanks()
+    sums, flags = memory.allocate((1, 4, 8), torch.float16), memory.allocate((FLAGS, 2), torch.int32)
+    pushes = Pushes(memory, memory.side_stream(), flags)
+    pusher = SumPusher(pushes, sums.local, sums, takes_permits=True)
+    for _ in range(2):
+        asked.clear()
+        pushes.give_permits(at_once=True)
+        pusher.run(lambda: asked.append("launch"), (4, 4), in_pieces=True, in_steps=False, at_once=True)
+        pushes.finish()
+        permits = [*FORK_OR_JOIN, "cuStreamBatchMemOp"]
+        assert asked == [*permits, "launch", *COPY_BETWEEN_SIGNALS, *FORK_OR_JOIN, "cuMemcpyAsync"]
+    put_back = flags.local[TOLD.value :].data_ptr()
+    assert driver.told[-1] == [("copy", put_back, 2 * 2 * 4)]
+
+
+def test_a_copy_on_the_caller_s_stream_that_the_driver_refuses_is_told(driver):
+    memory = OfTwoRanks()
+    to, source = (memory.allocate((size,), torch.int32).local for size in (8, 4))
+    memory.copy_here(to, source)
+    assert driver.told == [[("copy", to.data_ptr(), 16)]]
+    driver.refuses_at = 1
+    with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 700"):
+        memory.copy_here(to, source)
 
 
 # ---- on GPUs
