@@ -77,7 +77,7 @@ def runs_at_most(kernels: int, choices: Sequence[int], *, keeps_kernels: bool) -
     effects = 5 * (0 if keeps_kernels else kernels) + sum(choices)
     finalists = math.ceil(racing_runs(screening.MOST_FINALISTS + 1)) + MORE_RUNS
     apart = screening.AGAIN * screening.runs_at_most(effects) + finalists
-    return max(race + (race if choices else 0), together + apart)
+    return max(race, together + apart)
 
 
 def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
@@ -85,12 +85,8 @@ def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
 
     keeps_kernels: of too many plans, kernels keep their winners by launches.
     """
-    most, plans = few_plans(space, keeps_kernels=keeps_kernels)
-    if plans:
+    if plans := few_plans(space, keeps_kernels=keeps_kernels):
         race = yield from raced("all", plans, race_of(plans), MORE_RUNS)
-        wider = wider_plans(space, race) if most < MOST_CANDIDATES else []
-        if len(wider) > 1:
-            race = yield from raced("wider", wider, race_of(wider), MORE_RUNS)
         return race.winner
     if keeps_kernels:
         space = space.with_incumbents()
@@ -103,31 +99,15 @@ def race_of(plans: Sequence[object]) -> float:
     return max(racing_runs(1), RUNS_PER_PLAN * len(plans))
 
 
-def few_plans(space: PlanSpace, *, keeps_kernels: bool) -> tuple[int, list[Plan]]:
-    """Return all plans with at most so many candidates of each kernel, if they are few enough for a race."""
+def few_plans(space: PlanSpace, *, keeps_kernels: bool) -> list[Plan]:
+    """Return all plans, with as many candidates of each kernel as leaves few enough for a race; else none."""
     fewest = 1 if keeps_kernels else MOST_CANDIDATES
     for most in range(MOST_CANDIDATES, fewest - 1, -1):
         thinned = operator.methodcaller("thinned", most)
         plans = list(itertools.islice(space.all_plans(thinned), MOST_PLANS + 1))
         if len(plans) <= MOST_PLANS:
-            is_all = all(len(kernel.ms) <= most for kernel in space.kernels)
-            return MOST_CANDIDATES if is_all else most, plans
-    return 0, []
-
-
-def wider_plans(space: PlanSpace, race: Raced) -> list[Plan]:
-    """Return the best plan, and the options near it with all candidates of their kernel, if it is one."""
-    found = [race.winner]
-    for plan in race.near:
-        options = {name: index for name, index in plan.items() if name in space.choices}
-        kernels = space.launched_by(options)
-        if len(kernels) > 1:
-            break
-        for indices in itertools.product(*(kernel.ms for kernel in kernels)):
-            wider = {**options, **{k.name: i for k, i in zip(kernels, indices, strict=True)}}
-            if wider not in found:
-                found.append(wider)
-    return found[:MOST_PLANS]
+            return plans
+    return []
 
 
 def together(space: PlanSpace) -> Generator[AskedPlan, float, tuple[Plan, bool]]:
