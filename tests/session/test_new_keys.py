@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from kernels_for_tests import block_of, launch, no_bench, numbers, only, records
+from typer.testing import CliRunner
 
+from dist_autotune.cli.commands import app
 from dist_autotune.cli.replay import verify
 from dist_autotune.logs.records import ContextAdmitted
 from dist_autotune.reports.history import load_history
@@ -96,9 +98,16 @@ def test_expected_tries_what_four_other_keys_let_expect_something_of(bench, sear
     assert told in Path(".autotune_logs/rank-0.log").read_text()
 
 
-@pytest.mark.parametrize("search", ["expected", "auto"])
-def test_the_next_process_expects_of_a_new_key_what_the_entries_on_disk_tell(bench, search):
-    """What all keys tell is left out of the one that is the nearest: its own winner is another."""
+@pytest.mark.parametrize(
+    ("search", "is_carried"), [("expected", False), ("auto", False), ("expected", True)], ids=repr
+)
+def test_the_next_process_expects_of_a_new_key_what_the_entries_on_disk_tell(
+    bench, search, is_carried, tmp_path, monkeypatch
+):
+    """What all keys tell is left out of the one that is the nearest: its own winner is another.
+
+    is_carried: by a bundle, into an empty cache.
+    """
     odd = {
         block: lambda launch, ms=ms: 0.9 if launch.n == 900 and launch.block == 8 else ms
         for block, ms in MANY.items()
@@ -110,6 +119,10 @@ def test_the_next_process_expects_of_a_new_key_what_the_entries_on_disk_tell(ben
     for n in sizes:
         first(n)
     bench.forget()
+    if is_carried:
+        assert CliRunner().invoke(app, ["cache", "export", "all.json"]).exit_code == 0
+        monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "other"))
+        assert CliRunner().invoke(app, ["cache", "import", "all.json"]).exit_code == 0
     tuned = bench.tune(lambda n: launch(kernels[1], numbers(n)), search=search, **options)
     tuned(1024)
     context = only(tuned.report)
