@@ -1,26 +1,42 @@
-"""Random sessions with `bits="same"` of 1 to 3 virtual ranks, whose outputs depend on configs.
+"""Random sessions with `bits="same"` of 1 to 3 virtual ranks, whose outputs depend on configs and options.
 
 Each launch leaves a mark in its rank's output: none for most BLOCKs, one of a class for others, another one
-in each run for racy ones; and some pairs of BLOCKs leave one where both are launched in a run.
+in each run for racy ones; and some pairs of BLOCKs leave one where both are launched in a run. So do some
+options of the host.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import torch
 from protocol_invariants import Witness
-from random_programs import BLOCKS, Kernel, Program, draw_kernel, having, viable_blocks
+from random_programs import (
+    BLOCKS,
+    OF_THE_PACKAGE,
+    SPREAD,
+    Choice,
+    Kernel,
+    Program,
+    Under,
+    draw_choice,
+    draw_kernel,
+    draw_under,
+    having,
+    viable_blocks,
+)
 from virtual_ranks import VirtualAgreement, VirtualGroup
 from virtual_tuners import FUNCTIONS, HERE, VirtualRank, virtual_world
 
 from dist_autotune.triton_api.interception import INTERCEPTION
 
 Launched = list[tuple[int, int, int]]  # kernel's place, n, BLOCK
+MOST_OPTIONS = 6  # every one is compared, in each of three calls
 PLACES = 8  # of one kernel's marks in the output
 
 
@@ -32,9 +48,10 @@ class Outputs:
     racy: frozenset[tuple[int, int, int]]  # in every run
     seldom: frozenset[tuple[int, int, int]]  # in one of three runs
     pairs: frozenset[tuple[tuple[int, int], tuple[int, int]]]  # of (kernel's place, BLOCK), on all ranks
+    options: frozenset[tuple[int, int]]  # (number of a choice, its option modulo SPREAD), on all ranks
 
-    def of_run(self, rank: int, run: int, launched: Launched) -> torch.Tensor:
-        """Return the output of one run."""
+    def of_run(self, rank: int, run: int, launched: Launched, taken: dict[int, int]) -> torch.Tensor:
+        """Return the output of one run that took these options of choices."""
         y = torch.arange(64, dtype=torch.float32).neg()
         bits = y.view(torch.int32)
         for place, n, block in sorted(set(launched)):
@@ -46,16 +63,23 @@ class Outputs:
         met = {(place, block) for place, _, block in launched}
         for number, pair in enumerate(sorted(self.pairs)):
             bits[32 + number] ^= met.issuperset(pair)
+        for number, option in taken.items():
+            bits[number] ^= ((number, option % SPREAD) in self.options) << 16
         return y
 
     def first_bits(self, program: Program, rank: int) -> torch.Tensor:
-        """Return the output with the first config of each kernel that works."""
+        """Return the output with the first option of each choice and the first config that works."""
+        asked: dict[str, Choice] = {}
+        for choice in program.choices:
+            if is_asked_for(choice.under, asked):
+                asked[choice.name] = choice
         launched = [
             (place, n, base_block(kernel, n))
             for place, kernel in enumerate(program.kernels)
             for n, _ in kernel.launches[rank]
+            if is_asked_for(kernel.under, asked)
         ]
-        return self.of_run(rank, 0, launched)
+        return self.of_run(rank, 0, launched, {choice.number: 0 for choice in asked.values()})
 
     def changes(self, place: int, kernel: Kernel, n: int, block: int) -> bool:
         """Return whether a config alone leaves other marks than the first one, on some rank."""
@@ -65,6 +89,11 @@ class Outputs:
             or self.classes.get((rank, place, block), 0) != self.classes.get((rank, place, base), 0)
             for rank in having(kernel, n)
         )
+
+
+def is_asked_for(under: Under, asked: Collection[str]) -> bool:
+    """Return whether a run of first options comes to it; a choice not asked for counts as its last one."""
+    return all((0 if name in asked else SPREAD - 1) in options for name, options in under.items())
 
 
 def base_block(kernel: Kernel, n: int) -> int:
@@ -98,7 +127,14 @@ def draw_outputs(random: Random, program: Program) -> Outputs:
         for other in others
         if acts_together and one[0] < other[0] and random.random() < 0.4
     }
-    return Outputs(classes, frozenset(racy), frozenset(seldom), frozenset(sorted(pairs)[:32]))
+    options = {
+        (choice.number, option)
+        for choice in program.choices
+        for option in range(1, SPREAD)
+        if random.random() < 0.3
+    }
+    kept = frozenset(sorted(pairs)[: 32 - PLACES])
+    return Outputs(classes, frozenset(racy), frozenset(seldom), kept, frozenset(options))
 
 
 def draw_comparing_program(random: Random) -> Program:
@@ -111,19 +147,25 @@ def draw_comparing_program(random: Random) -> Program:
         if works and kernel.keys and (world_size > 1 or len(kernel.candidates[0]) > 1):
             kernels.append(replace(kernel, function=len(kernels)))
     is_plain = random.random() < 0.5  # then the winners are known beforehand
-    search = "exhaustive" if is_plain else random.choice(("exhaustive", "racing"))
+    search = "exhaustive" if is_plain else random.choice(OF_THE_PACKAGE)
     counts = {"n_warmup": random.choice((0, 1)), "n_repeat": random.choice((1, 2))}
     options: dict[str, Any] = {
         "mode": "replay",
         "bits": "same",
-        "objective": "kernel" if is_plain else random.choice(("kernel", "thunk")),
+        "objective": "kernel" if is_plain else random.choice(("kernel", "thunk", "graph")),
         "rank_reduce": "max",
         "watch": True,
         "max_runs": random.randrange(4, 40) if not is_plain and random.random() < 0.3 else None,
         **(counts if search == "exhaustive" else {"n_warmup": None, "n_repeat": None}),
     }
+    choices: list[Choice] = []
+    for number in range(0 if is_plain else random.choice((0, 1, 2))):
+        choice = draw_choice(random, world_size, number, choices, is_steady=True)
+        choices.append(replace(choice, options=tuple(range(min(len(choice.options), MOST_OPTIONS)))))
+    kernels = [replace(kernel, under=draw_under(random, choices, 0.4)) for kernel in kernels]
     return Program(
-        world_size=world_size, options=options, search=search, kernels=tuple(kernels), choices=(), events=(),
+        world_size=world_size, options=options, search=search, kernels=tuple(kernels),
+        choices=tuple(choices), events=(),
         calls=3, is_noisy=not is_plain and random.random() < 0.5, late_clock=0, seconds_a_run=0.0,
         is_plain=is_plain,
     )  # fmt: skip
@@ -153,7 +195,7 @@ class ComparingRank(VirtualRank):
         super()._thunk()
         places = {id(kernel): place for place, kernel in enumerate(self.program.kernels)}
         launched = [(places[id(k)], n, block) for k, n, block, worked in self.attempts[before:] if worked]
-        return self.outputs.of_run(self.agreement.rank, run, launched)
+        return self.outputs.of_run(self.agreement.rank, run, launched, self.taken)
 
 
 def play(drawn: tuple[Program, Outputs], random: Random, counts: Counter[str]) -> None:
@@ -181,11 +223,16 @@ def _check_reports(program: Program, outputs: Outputs, reports: list[Any], count
     for report in reports:
         for context in report.contexts:
             winners[context.kernel, context.key].add(context.config_text)
+            if context.kernel == "choice":
+                option = int(context.config) % SPREAD
+                assert (context.key[0], option) not in outputs.options, (context.key, context.config)
+                counts["choices compared"] += 1
+                continue
             place = [function.__name__ for function in FUNCTIONS].index(context.kernel)
             kernel, n = program.kernels[place], context.key[0]
             block = context.config.kwargs["BLOCK"]
             assert not outputs.changes(place, kernel, n, block), (context.kernel, n, block)
-            if program.options["max_runs"] is None:
+            if program.options["max_runs"] is None and not program.choices:
                 _check_complete(program, outputs, (place, n), context, counts)
     assert all(len(configs) == 1 for configs in winners.values()), winners
 

@@ -184,8 +184,8 @@ def draw_program(random: Random) -> Program:
     choices: list[Choice] = []
     if not is_plain:
         for number in range(random.choice((0, 1, 2, 3, 4) if is_large else (0, 0, 0, 1, 2))):
-            choices.append(_choice(random, world_size, number, choices, is_steady=is_steady))
-        kernels = [replace(kernel, under=_under(random, choices, 0.6)) for kernel in kernels]
+            choices.append(draw_choice(random, world_size, number, choices, is_steady=is_steady))
+        kernels = [replace(kernel, under=draw_under(random, choices, 0.6)) for kernel in kernels]
     is_online = options["mode"] == "online"
     calls = random.randrange(4, 60) if is_online else random.randrange(1, 6)
     if is_online and is_large:
@@ -282,7 +282,7 @@ def _launches(random: Random, keys: list[int], rank: int, *, is_plain: bool) -> 
     ]
 
 
-def _choice(
+def draw_choice(
     random: Random, world_size: int, number: int, earlier: Sequence[Choice], *, is_steady: bool
 ) -> Choice:
     options: Sequence[int] = tuple(range(random.choice((1, 2, 2, 3, 3, 4, 6, 20))))
@@ -293,14 +293,14 @@ def _choice(
     is_alike = random.random() < 0.7
     patterns = [Pattern(random.choice(kinds), random.choice((2, 3, 7))) for _ in range(world_size)]
     launches = (patterns[0],) * world_size if is_alike else tuple(patterns)
-    return Choice(number, options, ms, launches, _under(random, earlier, 0.4))
+    return Choice(number, options, ms, launches, draw_under(random, earlier, 0.4))
 
 
 def _option(row: int, column: int) -> int:
     return COLUMNS * row + column
 
 
-def _under(random: Random, choices: Sequence[Choice], chance: float) -> Under:
+def draw_under(random: Random, choices: Sequence[Choice], chance: float) -> Under:
     """Return options of one or two of the choices, or of none, by chance."""
     if not choices or random.random() > chance:
         return {}
