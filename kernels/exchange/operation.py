@@ -210,7 +210,7 @@ class Operation(Shared):
         if is_capturing:
             self.is_captured = True
         if self._on_gpu:
-            here = torch.cuda.current_device()
+            here = torch._C._cuda_getDevice()  # what torch.cuda.current_device() asks behind three functions
             if here != self.device.index:
                 raise ValueError(
                     f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
