@@ -155,14 +155,31 @@ INTERCEPTION = Interception()
 _OF_THREAD = threading.local()
 
 
-def propagate_to_autograd() -> None:
-    """Let autograd's threads find the calls of this thread."""
-    if not hasattr(_OF_THREAD, "is_stashed"):
+class _Stashed:
+    """What torch holds for a thread, until the thread's last Python code takes it back.
+
+    Left to torch it would be freed after `join()`, by a thread that waits for the GIL: a process that ends
+    meanwhile aborts ("terminate called without an active exception").
+    """
+
+    def __init__(self) -> None:
         name = get_ident()
         # torch 2.11 keeps the object without counting it, and would read freed memory. An int a thread stays.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(name))
         torch._C._stash_obj_in_tls(_IN_TLS, name)
-        _OF_THREAD.is_stashed = True
+        # When the interpreter ends, this may outlive the globals, and be deleted by another thread.
+        self._key, self._thread, self._here = _IN_TLS, name, get_ident
+        self._remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
+
+    def __del__(self) -> None:
+        if self._remove is not None and self._here() == self._thread:
+            self._remove(self._key)
+
+
+def propagate_to_autograd() -> None:
+    """Let autograd's threads find the calls of this thread."""
+    if not hasattr(_OF_THREAD, "stashed"):
+        _OF_THREAD.stashed = _Stashed()
 
 
 @functools.cache

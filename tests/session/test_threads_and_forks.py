@@ -18,7 +18,7 @@ from kernels_for_tests import Bench, double, is_outside, launch, no_bench, numbe
 
 from dist_autotune import TuningError, is_tuning, tunable
 from dist_autotune.logs.records import SessionClosed, SessionOpened
-from dist_autotune.triton_api import active_call
+from dist_autotune.triton_api import active_call, interception
 from dist_autotune.triton_api.interception import propagate_to_autograd
 from ranks import assert_all_ok, run_ranks
 
@@ -46,6 +46,20 @@ def test_what_autograd_s_threads_are_told_is_never_freed(monkeypatch):
     uncounted = given()
     on_thread(propagate_to_autograd)
     assert given() == uncounted + 1
+
+
+def test_a_thread_takes_back_what_torch_holds_for_it_before_it_can_be_joined():
+    """Torch would free it later, waiting for the GIL, which aborts a process that ends meanwhile."""
+
+    def tell() -> None:
+        propagate_to_autograd()
+        interception._OF_THREAD.stashed._remove = lambda key: removed.append((key, threading.get_ident()))
+
+    removed: list[tuple[str, int | None]] = []
+    thread = threading.Thread(target=tell)
+    thread.start()
+    thread.join(LONG_S)
+    assert removed == [("dist_autotune", thread.ident)]
 
 
 class Backward(torch.autograd.Function):
