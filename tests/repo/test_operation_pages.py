@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from documents import blocks, page
@@ -78,17 +79,8 @@ def run_moe(rank: int) -> None:
         assert_close(y, summed_part(expected, rank))
 
 
-def test_the_program_of_allgather_gemm() -> None:
-    assert_all_ok(run_ranks(run_ag_gemm, WORLD))
-
-
-def test_the_program_of_gemm_reduce_scatter() -> None:
-    assert_all_ok(run_ranks(run_gemm_rs, WORLD))
-
-
-def test_the_program_of_gemm_all_reduce() -> None:
-    assert_all_ok(run_ranks(run_gemm_ar, WORLD))
-
-
-def test_the_program_of_experts() -> None:
-    assert_all_ok(run_ranks(run_moe, WORLD))
+@pytest.mark.parametrize(
+    "run", [run_ag_gemm, run_gemm_rs, run_gemm_ar, run_moe], ids=lambda run: run.__name__
+)
+def test_the_program_of_a_page_computes_what_plain_torch_does(run: Any) -> None:
+    assert_all_ok(run_ranks(run, WORLD))

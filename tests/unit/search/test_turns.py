@@ -19,24 +19,6 @@ def turns_of(plans, names):
     return list(dict.fromkeys(tried))
 
 
-def test_kernels_take_their_turns_before_choices():
-    names = ["choice", "kernel"]
-    simulation = Simulation(
-        {name: [f"{name}0", f"{name}1"] for name in names},
-        {f"kernel{n}": 1.0 for n in range(2)},
-        choices={"choice"},
-        objective="thunk",
-    )
-    plans = simulation.session()
-    by_run = [(plan["kernel"], plan["choice"]) for plan in plans[2:6]]
-    assert by_run == [
-        ("kernel0", "choice0"),
-        ("kernel1", "choice0"),
-        ("kernel0", "choice0"),
-        ("kernel0", "choice1"),
-    ]
-
-
 def only_with(run_ms, condition, mode="replay", **options):
     """Return a simulation in which `detail` is asked for only under some option of `way`."""
     names = ["way", "detail", "other"]
