@@ -16,7 +16,7 @@ MOST_SLOTS = 66_000  # of 8 bytes: a little more than half of the chunk
 HERE = threading.local()
 
 
-def with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def with_room(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function with room for all frames above it. Within such a call on this thread there is room."""
     __tracebackhide__ = True
     if getattr(HERE, "has_room", False):
@@ -28,7 +28,7 @@ def with_room(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         HERE.has_room = False
 
 
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     __tracebackhide__ = True
     return function(*args, **kwargs)
 

@@ -43,7 +43,7 @@ def plans_of(space: PlanSpace) -> list[Plan]:
 
 
 def _plans(space: PlanSpace, most: int) -> Iterator[Plan]:
-    """Yield plans with at most so many candidates of each kernel, where no option differs of the fastest."""
+    """Yield plans with at most so many candidates of a kernel; without choices they are near the fastest."""
     if not space.choices:
         return space.all_plans(operator.methodcaller("thinned", most))
     return space.all_plans(lambda kernel: [*kernel.usable][:most])
