@@ -103,7 +103,7 @@ class Options:
     outputs: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        settings.check_names()
+        settings.check_variables()
         for name, values in VALUES.items():
             if not (name == "search" and callable(self.search)):
                 _one_of(name, getattr(self, name), values)

@@ -19,6 +19,15 @@ Key = TypeVar("Key", bound=Hashable)
 Known = TypeVar("Known")
 
 
+def check_sizes(**sizes: int) -> None:
+    """Raise TypeError or ValueError, with all sizes, unless each is an int of at least 1."""
+    given = " and ".join(f"{name}={size!r}" for name, size in sizes.items())
+    if not all(hasattr(size, "__index__") for size in sizes.values()):
+        raise TypeError(f"{given}: must be an int of at least 1")
+    if min(sizes.values()) < 1:
+        raise ValueError(f"{given}: must be at least 1")
+
+
 def layout_of(tensor: Any, quantum: int = 16) -> Hashable:
     """Return how a tensor lies, wherever that is; None, or the type of what is none.
 

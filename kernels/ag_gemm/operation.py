@@ -37,6 +37,7 @@ from ..tensors import (
     FP8,
     check_fp8,
     check_no_gradient,
+    check_sizes,
     layout_of,
     lies_by_columns,
     remember,
@@ -103,8 +104,7 @@ class AllGatherGemm(Operation):
         programs: int | None = None,
         collective: bool | None = None,
     ) -> None:
-        if m_per_rank < 1 or k < 1:
-            raise ValueError(f"m_per_rank={m_per_rank} rows and k={k} columns: both must be at least 1")
+        check_sizes(m_per_rank=m_per_rank, k=k)
         if collective and consumer is not None:
             raise ValueError(f"consumer is {consumer!r}, but collective=True leaves the product to cuBLAS")
         self._fixed = Fixed(consumer, pieces, programs)

@@ -40,6 +40,7 @@ from ..tensors import (
     check_out,
     check_overlap,
     check_rows,
+    check_sizes,
     check_tensor,
     layout_of,
     remember,
@@ -110,14 +111,14 @@ class GemmAllReduce(Operation):
         timeout_s: float = 300.0,
         way: str | None = None,
     ) -> None:
-        if m < 1 or n < 1:
-            raise ValueError(f"m={m} rows and n={n} columns: both must be at least 1")
+        check_sizes(m=m, n=n)
         if m > MOST_ROWS.value:
             raise ValueError(f"m={m} rows; it must be {MOST_ROWS.value} or less")
         if way not in (None, *WAYS):
             raise ValueError(f"way is {way!r}; it is one of {', '.join(WAYS)}, or None, which tunes it")
         self._m, self._n, self._dtype = m, n, dtype
-        self._has_low_latency = way in (None, LOW_LATENCY) and low_latency.can_take(1, n, dtype)
+        is_dtype = isinstance(dtype, torch.dtype)  # else it is refused below, with those that are taken
+        self._has_low_latency = way in (None, LOW_LATENCY) and is_dtype and low_latency.can_take(1, n, dtype)
         self._overlaps = way == OVERLAPPED or (way is None and m >= OVERLAPPED_FROM)
         self._open_scatter = functools.partial(
             GemmReduceScatter, m, n, dtype, group, backend, timeout_s=timeout_s, collective=False

@@ -84,6 +84,7 @@ from ..tensors import (
     check_no_gradient,
     check_out,
     check_scales,
+    check_sizes,
     check_tensor,
     layout_of,
     remember,
@@ -138,8 +139,7 @@ class GemmReduceScatter(Operation):
         timeout_s: float = 300.0,
         collective: bool | None = None,
     ) -> None:
-        if m < 1 or n < 1:
-            raise ValueError(f"m={m} rows and n={n} columns: both must be at least 1")
+        check_sizes(m=m, n=n)
         if dtype == FP8:
             if collective:
                 raise ValueError(f"collective=True: no call in {FP8} is made by a collective; pass None")

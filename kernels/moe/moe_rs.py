@@ -70,6 +70,7 @@ from ..tensors import (
     begin_at_16_bytes,
     check_no_gradient,
     check_out,
+    check_sizes,
     check_tensor,
     layout_of,
     pitch_of,
@@ -135,8 +136,7 @@ class MoEReduceScatter(ExpertOperation):
         max_topk: int = 16,
         collective: bool | None = None,
     ) -> None:
-        if n < 1:
-            raise ValueError(f"n={n} columns; it must be at least 1")
+        check_sizes(n=n)
         self._n, self._key = n, (n, str(dtype))
         super().__init__(tokens_per_rank, dtype, group, backend, timeout_s, max_topk, collective)
 

@@ -87,8 +87,9 @@ GATHER = Refusing(
     (4, 8),
     OF_GATHER,
     {
-        "m_per_rank": ({"m_per_rank": 0}, "m_per_rank=0 rows and k=8 columns: both must be at least 1"),
-        "k": ({"k": 0}, "m_per_rank=4 rows and k=0 columns: both must be at least 1"),
+        "m_per_rank": ({"m_per_rank": 0}, "m_per_rank=0 and k=8: must be at least 1"),
+        "k": ({"k": 0}, "m_per_rank=4 and k=0: must be at least 1"),
+        "half a column": ({"k": 7.5}, "m_per_rank=4 and k=7.5: must be an int of at least 1"),
         "dtype": ({"dtype": torch.float64}, "torch.float64 is not supported on cpu; use one of"),
         "producer": ({"producer": "shove"}, "producer is 'shove'; it is one of pull, push"),
         "consumer": (
@@ -159,7 +160,7 @@ OF_REDUCED: Wrong = OF_SUMS | {
     "rows of a part": (lambda op: op.all_reduce_rms_norm(ones(9, 6), ones(9, 6), ones(6)), "part has 9 rows"),
     "middle of op.part": (lambda op: op.all_reduce(op.part[2:4]), r"overlaps op.part .*; pass op.part\[:M\]"),
 }  # fmt: skip
-EMPTY = {name: ({name: 0}, "both must be at least 1") for name in ("m", "n")}
+EMPTY = {name: ({name: 0}, "must be at least 1") for name in ("m", "n")}
 SCATTER = Refusing(SCATTERING_SUMS, (8, 6), OF_SUMS, EMPTY, (lambda op: op(*FACTORS),), waits=True)
 REDUCE = Refusing(
     REDUCING[None],
@@ -167,6 +168,7 @@ REDUCE = Refusing(
     OF_REDUCED,
     EMPTY
     | {
+        "no dtype": ({"dtype": None}, "dtype None is not supported on cpu; use one of"),
         "too many rows": ({"m": 2**24}, "m=16777216 rows; it must be 16777215 or less"),
         "no such way": (
             {"way": "three-shot"},
@@ -245,7 +247,7 @@ COMBINE = Refusing(
     SCATTERING,
     (8, 6),
     OF_COMBINE,
-    OF_EXPERTS | {"n": ({"n": 0}, "n=0 columns; it must be at least 1")},
+    OF_EXPERTS | {"n": ({"n": 0}, "n=0: must be at least 1")},
     (lambda op: op(Y, DOWN, IDS, WEIGHTS),),
     waits=True,
     options={"max_topk": 3},
@@ -271,7 +273,7 @@ def test_a_wrong_argument_raises_with_its_values_and_the_operation_stays_usable(
 )
 def test_an_operation_that_cannot_be_is_refused(of, name):
     changed, text = of.unopened[name]
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((ValueError, TypeError), match=text):
         of.open(**changed)
 
 

@@ -107,19 +107,19 @@ def test_without_a_home_directory_there_is_a_warning_and_no_cache(no_home, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("name", "read", "values"),
+    ("name", "values"),
     [
-        ("DIST_AUTOTUNE_TIMEOUT_S", lambda: Options().resolved_timeout_s(), ["soon", "-1", "0", "nan"]),
-        ("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", settings.compile_timeout_s, ["soon", "-1", "inf", "nan"]),
-        ("DIST_AUTOTUNE_COMPILE_JOBS", settings.check_variables, ["many", "0", "-1", "1.5"]),
+        ("DIST_AUTOTUNE_TIMEOUT_S", ["soon", "-1", "0", "nan"]),
+        ("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", ["soon", "-1", "inf", "nan"]),
+        ("DIST_AUTOTUNE_COMPILE_JOBS", ["many", "0", "-1", "1.5"]),
+        ("DIST_AUTOTUNE_BITS", ["equal"]),
     ],
-    ids=["timeout", "compile timeout", "compile jobs"],
 )
-def test_a_value_that_is_no_such_number_is_an_error(monkeypatch, name, read, values):
+def test_a_value_of_a_variable_that_cannot_be_used_is_an_error_of_the_decorator(monkeypatch, name, values):
     for value in values:
         monkeypatch.setenv(name, value)
         with pytest.raises(TuningError, match=f"{name}="):
-            read()
+            contextual_autotune(thunk)
 
 
 def test_directories_are_resolved_when_the_function_is_decorated(tmp_path, monkeypatch, bench):
