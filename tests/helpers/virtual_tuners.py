@@ -408,6 +408,8 @@ def virtual_world() -> Iterator[None]:
     def keep_share(context: RankContext, candidate: str, *about: Any) -> None:
         context.shares[candidate] = HERE.rank.launched_share
 
+    of_process = settings.run_mode  # which a decorator reads: there no rank has its turn
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message=".* returned only times")  # on purpose
@@ -421,7 +423,7 @@ def virtual_world() -> Iterator[None]:
             (Winners, "record_launch", lambda cache, *about: HERE.rank.disk.record_launch(*about)),
             (Winners, "launched_by", lambda cache, function: HERE.rank.disk.launched_by(function)),
             (Dispatcher, "_keep_share", staticmethod(keep_share)),
-            (settings, "run_mode", lambda: HERE.rank.mode),
+            (settings, "run_mode", lambda: HERE.rank.mode if hasattr(HERE, "rank") else of_process()),
             (identity, "function_digest", lambda function: "the same on all ranks"),
             (interception, "is_interpreted", lambda: False),
             (dist_autotune.compilation.preflight, "current_device", lambda: -1),
