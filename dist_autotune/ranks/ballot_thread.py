@@ -85,7 +85,10 @@ class BallotThread:
         """Wait for letters and take them in; return how many have been read."""
         request, pause_s = client.send("listen", 0, ballot="", call=read), LEAST_LOOKS_S
         while not self._is_closed:
-            asked = [ballot for ballot in list(self._ballots.values()) if ballot.is_asked]
+            ballots = list(self._ballots.values())
+            for ballot in ballots:
+                self._follow_peer_failure(ballot)
+            asked = [ballot for ballot in ballots if ballot.is_asked]
             pause_s = min(1.5 * pause_s, LOOKS_S) if asked else LEAST_LOOKS_S
             reply = client.receive(request, pause_s if asked else LISTENS_S)
             for ballot in asked:
@@ -104,10 +107,11 @@ class BallotThread:
                 while len(self._early) > ROUNDS:
                     del self._early[next(iter(self._early))]
                 return
-        if letter["about"] == "raised":
-            if (watch := ballot.watch) is not None and ballot.is_in(call := int(letter["call"])):
-                reason = f"rank {letter['rank']} has failed ({letter['error']})"
-                self._watchdog.follow(watch, reason, lambda: ballot.is_in(call))
-            return
         ballot.take(letter)
         ballot.tell()
+
+    def _follow_peer_failure(self, ballot: Ballot) -> None:
+        """Report it if this rank stays in a call in which it may wait for a peer that has raised."""
+        if (found := ballot.peer_failure()) is not None and (watch := ballot.watch) is not None:
+            call, reason = found
+            self._watchdog.follow(watch, reason, lambda: ballot.is_in(call))

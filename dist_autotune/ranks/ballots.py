@@ -161,6 +161,8 @@ class Ballot:
         self._is_begun_enough = False  # ... which need not have ended
         self._answers: dict[int, bool] = {}  # call -> all ranks have met a new key in it
         self._told: set[int] = set()  # calls whose word this rank has posted itself
+        self._raised: HubMessage | None = None  # a peer's latest failure, until its call has ended here
+        self._warned_in = 0  # the latest call for which `peer_failure` returned it
         self._changed = threading.Condition()
 
     # -- settled calls -------------------------------------------------------------------------------------
@@ -201,8 +203,8 @@ class Ballot:
         self._post("raised", self.name, self.begun, waits=False, error=error)
 
     def is_in(self, call: int) -> bool:
-        """Return whether this rank is in this call, or in one before it."""
-        return self.ended < self.begun <= call
+        """Return whether this rank has begun this call as its latest one, and not ended it."""
+        return self.ended < self.begun == call
 
     def _answer(self, call: int, timeout_s: float) -> bool | None:
         with self._changed:
@@ -234,6 +236,8 @@ class Ballot:
                 self._limit = self._opens_at = call  # the second: it has begun the call, and waits there
             elif about == "opens":
                 self._limit = math.inf  # it has gone on without: too late
+            elif about == "raised":
+                self._raised = letter
             self._changed.notify_all()
         if about == "stop":
             self._post("stops", self.name, self._stop(), waits=False)
@@ -245,6 +249,20 @@ class Ballot:
             self._asked = None
             if call not in self._told:
                 self._post("finished", self.name, call, waits=False)
+
+    def peer_failure(self) -> tuple[int, str] | None:
+        """Return (call, why it may wait in vain) of the call that this rank is in, once, if a peer has raised.
+
+        The peer has raised in that call or in a later one, which this rank may hear before it begins it.
+        """
+        letter, call = self._raised, self.begun
+        if letter is None or not self.is_in(call) or call == self._warned_in:
+            return None
+        if call > int(letter["call"]):
+            self._raised = None
+            return None
+        self._warned_in = call
+        return call, f"rank {letter['rank']} has failed ({letter['error']})"
 
     @property
     def is_asked(self) -> bool:

@@ -109,8 +109,7 @@ class VirtualAgreement:
         letter = self.next_letter
         assert letter is not None
         self.letters.remove(letter)
-        if letter["about"] != "raised":
-            self.ballots[letter["ballot"]].take(letter)
+        self.ballots[letter["ballot"]].take(letter)
 
     def busy(self) -> AbstractContextManager[None]:
         return nullcontext()

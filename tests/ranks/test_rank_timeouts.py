@@ -219,16 +219,16 @@ def test_a_peer_in_a_collective_of_its_own_is_told_why_on_stderr_and_in_the_log(
     assert "is still in" not in results[0].stderr
 
 
-@pytest.mark.parametrize("settled", [False, True], ids=["tuning", "settled"])
-def test_a_stuck_peer_is_ended_when_asked_for(settled, quick_heartbeats):
-    def program(rank, pid):
+@pytest.mark.parametrize("when", ["tuning", "settled", "settled, heard between calls"])
+def test_a_stuck_peer_is_ended_when_asked_for(when, quick_heartbeats):
+    def program(rank, pid, failed):
         bench, x, runs = Bench(), numbers(), []
         kernel = bench.kernel({16: 1.0, 32: 2.0})
 
         def thunk():
             runs.append(None)
             launch(kernel, x)
-            if len(runs) == (5 if settled else 2):
+            if len(runs) == (2 if when == "tuning" else 5):
                 if rank == 0:
                     raise Boom
                 pid.write_text(str(os.getpid()))
@@ -237,13 +237,17 @@ def test_a_stuck_peer_is_ended_when_asked_for(settled, quick_heartbeats):
         step = tune(bench, thunk, on_stuck="abort", timeout_s=SHORT_S)
         meet()
         for _ in range(3):
+            if rank == 1 and when == "settled, heard between calls" and len(runs) == 4:
+                wait_for(failed.exists)
+                time.sleep(SHORT_S)  # it has heard of the failure
             end = ending(step)
             if not end.startswith("returned"):
                 break
+        failed.touch()
         wait_for(lambda: pid.exists() and pid.read_text() and is_gone(int(pid.read_text())))
         return end.partition(":")[0]
 
-    zero, one = run_ranks(program, 2, Path.cwd() / "pid")
+    zero, one = run_ranks(program, 2, Path.cwd() / "pid", Path.cwd() / "failed")
     assert assert_all_ok([zero]) == ["Boom"]
     assert one.exitcode == 1, describe(one)
     assert "ends: it is still in" in one.stderr

@@ -210,3 +210,17 @@ def test_a_rank_that_does_not_hear_the_outcome_in_time_goes_on():
     assert [ballot.begin() for _ in range(4)] == [False] * 4
     ballot.take({"about": "opens", "call": 3})  # too late: the call has been made
     assert [ballot.begin() for _ in range(3)] == [False] * 3
+
+
+def test_a_failure_is_told_in_each_call_that_may_wait_for_the_peer_however_early_it_is_heard():
+    ballot = Ballot("session", lambda *word, **waits: True, timeout_s=0)
+
+    def told_in_the_next_call():
+        ballot.begin()
+        told = ballot.peer_failure(), ballot.peer_failure()
+        ballot.end(has_new_key=False)
+        return [call for call, reason in filter(None, told) if reason == "rank 1 has failed (Boom)"]
+
+    ballot.take({"ballot": "session", "about": "raised", "call": 2, "rank": 1, "error": "Boom"})
+    assert ballot.peer_failure() is None  # it is in no call
+    assert [told_in_the_next_call() for _ in range(4)] == [[1], [2], [], []]
