@@ -251,9 +251,9 @@ class Ballot:
                 self._post("finished", self.name, call, waits=False)
 
     def peer_failure(self) -> tuple[int, str] | None:
-        """Return (call, why it may wait in vain) of the call that this rank is in, once, if a peer has raised.
+        """Return (call, reason) once for the call that this rank is in, if a peer has raised in it or later.
 
-        The peer has raised in that call or in a later one, which this rank may hear before it begins it.
+        This rank may hear of a failure before it begins the call in which the peer has raised.
         """
         letter, call = self._raised, self.begun
         if letter is None or not self.is_in(call) or call == self._warned_in:
