@@ -19,7 +19,7 @@ from triton.runtime._async_compile import AsyncCompileMode
 
 from ..formatting import counted
 from ..triton_api import interception
-from ..triton_api.launch import Launch, keep
+from ..triton_api.launch import Launch, keep, withdraw
 from .config_failures import config_failure
 from .pool import Compilation
 from .pre_hooks import rehearse
@@ -55,6 +55,7 @@ def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
     rehearsed = rehearse(launch, hooked, hooks_s)
     reasons: dict[str, str] = {}
     kernels: dict[str, Any] = {}
+    compilations: dict[str, Compilation] = {}
     queue = _RecordingExecutor()
     # The queue is left first: the mode, when it is left, waits for all that it has asked for.
     with AsyncCompileMode(queue, ignore_errors=True), queue:
@@ -62,12 +63,10 @@ def plan(launch: Launch, configs: Mapping[str, Any], hooks_s: float) -> Planned:
             as_hooked = rehearsed.get(digest, launch)
             if isinstance(as_hooked, Launch):
                 with keeping_reason(reasons, digest):
-                    kernels[digest] = as_hooked.compile(config)
-        compilations = {
-            digest: queue.compilation_of(kernel)
-            for digest, kernel in kernels.items()
-            if hasattr(kernel, "result")
-        }
+                    kernel = kernels[digest] = as_hooked.compile(config)
+                    if hasattr(kernel, "result"):
+                        withdraw(kernel)  # a launch on another thread would wait for it, and fail
+                        compilations[digest] = queue.compilation_of(kernel)
     queue.left.__traceback__ = None  # it leads to this frame, and the launch
     remark = ""
     if left_out := [why for why in rehearsed.values() if isinstance(why, str)]:

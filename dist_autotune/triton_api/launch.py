@@ -152,13 +152,24 @@ def keep(finalize: Callable[[Any], None], kernel: Any) -> Any:
     finalize: of Triton's FutureKernel. It would replace a kernel that was compiled meanwhile, whose module
     is unloaded then, though launches or CUDA graphs may still run it.
     """
-    known = inspect.getclosurevars(finalize).nonlocals
-    if known.keys() >= {"kernel_cache", "key"}:
-        there = known["kernel_cache"].get(known["key"])
-        if there is not None:
-            return there
+    kernels, key = _place_of(finalize)
+    if (there := kernels.get(key)) is not None:
+        return there
     finalize(kernel)
     return kernel
+
+
+def withdraw(future_kernel: Any) -> None:
+    """Take a FutureKernel from where launches find it: Triton 3.7 and newer put it there uncompiled."""
+    kernels, key = _place_of(future_kernel.finalize_compile)
+    if kernels.get(key) is future_kernel:
+        del kernels[key]
+
+
+def _place_of(finalize: Callable[[Any], None]) -> tuple[dict[Any, Any], Any]:
+    """Return the dictionary and the key under which launches find the kernel that `finalize` is given."""
+    known = inspect.getclosurevars(finalize).nonlocals
+    return known.get("kernel_cache", {}), known.get("key")
 
 
 def config_texts(configs: Sequence[Any]) -> list[str]:

@@ -23,16 +23,19 @@ from candidates import (
     banned,
     kernel,
     settle,
+    square,
     tuned,
     tuned_kernel,
 )
 
 from dist_autotune import NoValidConfig
 from dist_autotune.codec import from_json
+from dist_autotune.compilation.preflight import plan
 from dist_autotune.logs.records import Preflighted
 from dist_autotune.logs.writer import LogLines
 from dist_autotune.reports.history import load_history
 from dist_autotune.reports.tables import rank_tables
+from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
 pytestmark = pytest.mark.aot
@@ -57,6 +60,22 @@ def test_each_failure_is_found_before_a_trial_and_named(device, compiler, capfd,
     assert "Assertion" in capfd.readouterr().err  # the compiler's own words are kept from nobody
     if mode == "replay":
         assert function.report.runs == 3
+
+
+def test_a_launch_never_finds_a_kernel_that_is_planned_and_not_compiled(device, monkeypatch):
+    launch = Launch(
+        kernel(GOOD, 64, 64), (torch.zeros(1, dtype=torch.float16), torch.zeros(1)), {"grid": (1,)}
+    )
+    compile_one, found = Launch.compile, []
+
+    def compile_and_look(self, config):  # as another thread would between two candidates
+        found.extend(square.device_caches[0][0].values())
+        return compile_one(self, config)
+
+    monkeypatch.setattr(Launch, "compile", compile_and_look)
+    planned = plan(launch, dict(enumerate(launch.tuner.configs)), 0.0)
+    assert len(planned.compilations) == 3
+    assert [*found, *square.device_caches[0][0].values()] == []
 
 
 @MODES
