@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -54,7 +53,7 @@ class Dispatcher:
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._note, self._written = compiling, note, written
         self._ranks = frozenset(self._function.group.ranks)
-        self._lock = threading.RLock()
+        self._lock = registry.lock
 
     # -- the launch ----------------------------------------------------------------------------------------
 
@@ -64,12 +63,12 @@ class Dispatcher:
         failed: candidates that have failed in this launch, with reasons.
         """
         if launch.kwargs.get("warmup"):
-            return launch.run(self._incumbent_config(launch))
-        is_repeated = self._repeats(call)
-        if is_repeated or self._takes_incumbents(call) or interception.is_async_compiling():
-            config = self._incumbent_config(launch, failed, runs=True, is_repeated=is_repeated)
-            launch.run_pre_hook(config)
-            return launch.run(config)
+            binding = self._known_binding(launch)
+            return launch.run(binding.configs[binding.rank_context.stand_in(binding.configs)])
+        if self._repeats(call):
+            return self._repeat(launch)
+        if self._takes_incumbents(call) or interception.is_async_compiling():
+            return self._launch_incumbent(launch, failed)
         binding = self._binding(call, launch)
         call.keep(launch)
         failed = {**failed, **({} if call.tunes else binding.rank_context.failing)}
@@ -139,7 +138,7 @@ class Dispatcher:
     def _note_new(self, call: CallUnderWay, context: RankContext) -> None:
         with self._lock:
             call.new = call.new or set()
-            call.new.add(context.name)
+            call.new.add(context)
 
     def _launch(self, call: CallUnderWay, launch: Launch, binding: Binding, candidate: str) -> Any:
         context, config = binding.rank_context, binding.configs[candidate]
@@ -232,27 +231,32 @@ class Dispatcher:
         if candidate in context.failing and not call.tunes:
             self._note_new(call, context)
 
-    def _incumbent_config(
-        self,
-        launch: Launch,
-        failed: Mapping[str, str] = NONE_FAILED,
-        *,
-        runs: bool = False,
-        is_repeated: bool = False,
-    ) -> Any:
-        """Return the incumbent's config without admitting a context.
+    def _repeat(self, launch: Launch) -> Any:
+        """Launch the config that the run under way has launched, to be captured; its failure is raised."""
+        binding = self._known_binding(launch)
+        config = binding.configs[binding.rank_context.chosen(binding)]
+        launch.run_pre_hook(config)
+        return launch.run(config)
 
-        runs: it is to be launched. is_repeated: the config that the run under way has launched.
-        """
-        binding = self._registry.find(launch) or self._registry.binding_of(launch)
-        context = binding.rank_context
-        if is_repeated:
-            candidate = context.chosen(binding, failed)
-        else:
-            candidate = context.stand_in(binding.configs, failed)
-        if runs:
-            self._check_tuned(context, candidate)
-        return binding.configs[candidate]
+    def _launch_incumbent(self, launch: Launch, failed: Mapping[str, str]) -> Any:
+        """Launch the incumbent without admitting a context; another config where it fails, in this launch."""
+        binding = self._known_binding(launch)
+        while True:
+            candidate = binding.rank_context.stand_in(binding.configs, failed)
+            self._check_tuned(binding.rank_context, candidate)
+            config = binding.configs[candidate]
+            try:
+                launch.run_pre_hook(config)
+                return launch.run(config)
+            except Exception as error:
+                reason = config_failure(error, launch.kwargs.get("grid"), config.pre_hook)
+                if reason is None:
+                    raise
+                failed = {**failed, candidate: reason}
+
+    def _known_binding(self, launch: Launch) -> Binding:
+        """Return the binding of a launch; a new one is not admitted."""
+        return self._registry.find(launch) or self._registry.binding_of(launch)
 
     def _check_tuned(self, context: RankContext, candidate: str) -> None:
         """Raise NotTuned in the strict mode for a launch that would not be with a search's result."""
@@ -297,7 +301,7 @@ class Dispatcher:
         return self.run_under_way
 
     def end_run(self) -> None:
-        """End what `begin_run` has begun."""
+        """End what `begin_run` has begun: its report is made and applied, or it has failed."""
         self.run_under_way, self.repeats_run = None, False
 
     def _new_call(self, *, tunes: bool, written: WrittenTensors | None = None) -> CallUnderWay:

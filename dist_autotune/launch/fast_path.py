@@ -17,6 +17,7 @@ from triton.runtime.autotuner import Autotuner
 
 from ..triton_api.interception import INTERCEPTION, Run, is_capturing
 from ..triton_api.launch import Key, Launch, key_of
+from .rank_context import RankContext
 from .written_tensors import WrittenTensors, written_arguments
 
 _MAKE = object.__new__
@@ -61,7 +62,7 @@ class CallUnderWay:
         self.tunes, self.passes_single = tunes, passes_single
         self.written = written
         self.changes = False  # a launch that `launched` does not name has named tensors that it changes
-        self.new: set[str] | None = None  # contexts, new or provisional, that a settled call has launched
+        self.new: set[RankContext] | None = None  # new or provisional, launched by this settled call
 
     def another(self) -> CallUnderWay:
         """Return a call that knows the same keys and has met nothing new, in 0.3 us."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,12 +31,17 @@ from .tunable import OptionTexts
 
 
 class Registry:
-    """The contexts of this rank, by name. Not for several threads at once."""
+    """The contexts of this rank, by name.
+
+    Any thread may read. `by_name` is replaced, never changed, so nobody iterates over it while it grows.
+    lock: taken by who replaces it, or admits a launch.
+    """
 
     def __init__(
         self, names: KernelNames, options: Options, clock: Clock, rank: int, results: KnownResults
     ) -> None:
-        self.by_name: dict[str, RankContext] = {}
+        self.by_name: Mapping[str, RankContext] = {}
+        self.lock = threading.RLock()
         self.has_news = False  # since the last run began: to a settled call, whose contexts choose anew
         self.names, self.results = names, results
         self._options, self._clock, self._rank = options, clock, rank
@@ -50,10 +56,10 @@ class Registry:
         return binding
 
     def admit(self, launch: Launch) -> Binding:
-        """Bind a launch that is new to its context, and register both."""
+        """Bind a launch that is new to its context, and register both; the caller has the lock."""
         binding = self.binding_of(launch, admits=True)
         context = binding.rank_context
-        self.by_name[context.name] = context
+        self.by_name = {**self.by_name, context.name: context}
         context.bindings = [binding, *(known for known in context.bindings if known.tuner() is not None)]
         self._bindings.setdefault(launch.tuner, {})[binding.key] = binding
         return binding
@@ -76,7 +82,7 @@ class Registry:
     def choice(
         self, name: str, key: Key, options: Sequence[Any], texts: OptionTexts, *, is_joint: bool
     ) -> RankContext:
-        """Return the context of a `tunable`."""
+        """Return the context of a `tunable`; the caller has the lock."""
         kernel = self.names.name_of_choice(name, texts.set_digest, is_joint=is_joint)
         source, text = KernelIdentity(name, digest=""), identity.key_text(key)
         about = ContextIdentity(kernel, source, key, text, texts.texts, is_choice=True, is_joint=is_joint)
@@ -84,7 +90,7 @@ class Registry:
             configs = {each: options[place] for each, place in texts.places.items()}
             context = self._new(about, configs, None)
             context.bindings.append(Binding(lambda: None, key, configs, context))
-            self.by_name[context.name] = context
+            self.by_name = {**self.by_name, context.name: context}
         return context
 
     def _known(self, about: ContextIdentity) -> RankContext | None:
@@ -143,18 +149,23 @@ class Registry:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Take the names that the ranks have agreed on, where kernels differ in their candidates alone."""
-        for old, new in names.items():
-            if (context := self.by_name.pop(old, None)) is not None:
-                context.name = new
-                self.by_name[new] = context
+        with self.lock:
+            by_name = dict(self.by_name)
+            for old, new in names.items():
+                if (context := by_name.pop(old, None)) is not None:
+                    context.name = new
+                    by_name[new] = context
+            self.by_name = by_name
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop contexts; the next launch admits them anew."""
         gone = set(names)
-        self.has_news = True
-        self.by_name = {name: context for name, context in self.by_name.items() if name not in gone}
-        for tuner, known in list(self._bindings.items()):
-            self._bindings[tuner] = {key: b for key, b in known.items() if b.rank_context.name not in gone}
+        with self.lock:
+            self.has_news = True
+            self.by_name = {name: context for name, context in self.by_name.items() if name not in gone}
+            for tuner, known in list(self._bindings.items()):
+                kept = {key: each for key, each in known.items() if each.rank_context.name not in gone}
+                self._bindings[tuner] = kept
 
     # -- one run -------------------------------------------------------------------------------------------
 
@@ -175,7 +186,7 @@ class Registry:
         any.
         """
         chosen = []
-        for context in list(self.by_name.values()):
+        for context in self.by_name.values():
             report = context.samples.report  # of the run that is waited for, which may be an earlier one
             candidate = report.ran if report is not None and report.is_pending else context.run.choice
             if candidate is not None:

@@ -136,7 +136,7 @@ class SearchState:
         aliases = self.kernels.aliases
         return {
             context.key: context.digests[context.incumbent]
-            for context in self.contexts.values()
+            for context in tuple(self.contexts.values())  # any thread may ask
             if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
             and self.is_final(context)
             and not (context.provisional or context.is_spent)
@@ -151,7 +151,7 @@ class SearchState:
         kernel_id = aliases.get(kernel_id, kernel_id)
         return {
             context.key: context.told_ms()
-            for context in self.contexts.values()
+            for context in tuple(self.contexts.values())  # any thread may ask
             if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
             and (context.launch_ms or (so_far and context.is_tuned_by_launches))
         }

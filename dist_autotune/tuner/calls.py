@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..errors import AgreementTimeout, NotTuned
 from ..formatting import described
 from ..launch.fast_path import CallUnderWay, dispatcher
+from ..launch.rank_context import RankContext
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
@@ -133,8 +134,9 @@ class Calls:
         # There is no copy of the state before this run. Where it matters, this stays the call's run.
         is_kept = bool(self._options.preserve) or call.changes_tensors
         with self._turn() as is_own:
-            if not is_own or self.settled:  # or another thread has met it too
-                return result
+            if not is_own or (self.settled and not self._lacks_results(state, call)):
+                return result  # or another thread's session has tuned them
+            self._wants_session = True
             beside = (result,) if is_kept else None
             del result  # the function's outputs must not add to the memory of the next run
             return self._call_of_session(self._begin_call(state.function.mode), thunk, beside)
@@ -270,13 +272,19 @@ class Calls:
         if not (has_new_key or opens):
             return False
         self._wants_session |= opens
-        for name in new if function.tunes else ():
-            state.results.record_waiting(state.registry.by_name[name])
+        for context in new:
+            if context.tuned is None:
+                state.results.record_waiting(context)
         if not may_tune:
-            self._note_new(state, new)
+            self._note_new(new)
         elif self._options.mode == "online":
-            self._note_waiting(state, new)
+            self._note_waiting(new)
         return opens
+
+    @staticmethod
+    def _lacks_results(state: FunctionState, call: CallUnderWay) -> bool:
+        """Return whether a session of another thread has left keys of a settled call untuned."""
+        return state.function.is_alone and any(context.tuned is None for context in call.new or ())
 
     def _report_failure(
         self, state: FunctionState, call: CallUnderWay, error: BaseException, asks_nobody: bool
@@ -297,24 +305,23 @@ class Calls:
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
 
-    def _note_new(self, state: FunctionState, new: Iterable[str]) -> None:
+    def _note_new(self, new: Iterable[RankContext]) -> None:
         """Log, once each, the keys that are new and that no call tunes."""
-        for name in sorted(set(new) - self._noted):
+        titles = {context.name: context.title for context in new}
+        for name in sorted(titles.keys() - self._noted):
             self._noted.add(name)
-            title = state.registry.by_name[name].title
             text = "keeps the config of the nearest tuned key (watch=False)"
-            self._note(f"{title} is new to {self._name} and {text}")
+            self._note(f"{titles[name]} is new to {self._name} and {text}")
 
-    def _note_waiting(self, state: FunctionState, new: Iterable[str]) -> None:
+    def _note_waiting(self, new: Iterable[RankContext]) -> None:
         """Say, once each, which keys without a result ask again: the last session has not launched them."""
-        by_name = state.registry.by_name
-        asking = {name for name in new if by_name[name].claim is None}
-        for name in sorted(asking & self._asking - self._noted):
+        asking = {context.name: context.title for context in new if context.claim is None}
+        for name in sorted(asking.keys() & self._asking - self._noted):
             self._noted.add(name)
-            text = f"{by_name[name].title} waits for launches: {SELDOM.format(self._name)}"
+            text = f"{asking[name]} waits for launches: {SELDOM.format(self._name)}"
             self._note(text)
             logging.getLogger("dist_autotune").warning("%s", text)
-        self._asking |= asking
+        self._asking |= asking.keys()
 
     @contextlib.contextmanager
     def _session_under_way(self, state: FunctionState) -> Iterator[Session]:

@@ -219,7 +219,7 @@ class FunctionState:
     @property
     def waiting(self) -> tuple[str, ...]:
         """Titles of contexts without a result that this rank launches no more. Any thread may ask."""
-        known = tuple(self.registry.by_name.values())
+        known = self.registry.by_name.values()
         return tuple(each.title for each in known if _waits(each, self.search.runs))
 
 

@@ -190,10 +190,10 @@ class Session:
         again: the function that the block calls; it is called once more where replays judge the run.
         """
         state = self.state
-        launches = self._run.begin()
-        self.executions += 1
-        watch = self._diagnosis.watch()
         try:
+            launches = self._run.begin()
+            self.executions += 1
+            watch = self._diagnosis.watch()
             with self._under_way(launches, watch):
                 self._stage = SessionStage.IN_FUNCTION
                 with self._run.timed():
@@ -201,11 +201,11 @@ class Session:
                 self._stage = SessionStage.BETWEEN_RUNS
             if again is not None and self._run.is_replayed:
                 self._replay_graph(again, launches, watch)
-        finally:
+            with as_launch_failed(if_reported=True):
+                report = self._run.report(self.elapsed_s)
+            self._step(self._exchange(report, watch.what, of_run=True))
+        finally:  # until then settled calls of other threads leave its contexts alone
             state.dispatcher.end_run()
-        with as_launch_failed(if_reported=True):
-            report = self._run.report(self.elapsed_s)
-        self._step(self._exchange(report, watch.what, of_run=True))
 
     @contextlib.contextmanager
     def _under_way(self, launches: CallUnderWay, watch: Watch) -> Iterator[None]:

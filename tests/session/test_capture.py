@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import Bench, launch, numbers, only
+from kernels_for_tests import Bench, launch, numbers, only, out_of_resources
 
-from dist_autotune import tunable
+from dist_autotune import NoValidConfig, tunable
 
 
 class Capture:
@@ -57,6 +57,18 @@ def test_a_call_under_capture_is_one_run_of_incumbents(bench, capture, mode):
     assert bench.blocks() == [16, 16]
     assert not tuned.settled
     assert tuned.report is None
+
+
+def test_a_config_that_fails_under_capture_is_replaced_in_that_launch(bench, capture):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    kernel.fn.failures[16] = out_of_resources
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    with capture:
+        assert torch.equal(tuned(), numbers() + 1)
+        kernel.fn.failures[32] = out_of_resources
+        with pytest.raises(NoValidConfig, match=r"BLOCK: 16.*OutOfResources.*BLOCK: 32.*OutOfResources"):
+            tuned()
+    assert bench.blocks() == [32]
 
 
 def test_a_captured_call_takes_the_winner_that_is_on_disk_or_in_memory(bench, capture):

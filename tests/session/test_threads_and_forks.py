@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from kernels_for_tests import Bench, double, is_outside, launch, no_bench, numbers, records
+from thread_switches import frequent_switches
 
 from dist_autotune import TuningError, is_tuning, tunable
 from dist_autotune.logs.records import SessionClosed, SessionOpened
@@ -279,6 +280,122 @@ def test_a_call_whose_function_is_tuned_on_another_thread_goes_on_with_what_is_s
         assert torch.equal(settled.result(LONG_S), numbers() + 1)
     assert bench.blocks(n=64) == [32]
     assert sorted(bench.blocks(n=8)) == [16, 32, 32, 32]
+
+
+def test_a_key_that_is_new_to_a_settled_call_is_tuned_though_another_thread_retunes_meanwhile(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    has_launched, is_retuned = threading.Event(), threading.Event()
+
+    def thunk(n):
+        y = launch(kernel, numbers(n))
+        if n == 8:
+            has_launched.set()
+            assert is_retuned.wait(LONG_S)
+        return y
+
+    tuned = bench.tune(thunk)
+    tuned(64)
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(tuned, 8)
+        assert has_launched.wait(LONG_S)
+        tuned.retune()  # drops all contexts, that of the new key too
+        tuned(64)
+        is_retuned.set()
+        assert torch.equal(settled.result(LONG_S), numbers(8) + 1)
+    assert tuned.settled
+    assert bench.blocks(n=8) == [32, 32, 16, 32]  # it begins with the winner of the nearest key
+
+
+def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_another_thread(bench, monkeypatch):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    main, acquire = threading.get_ident(), active_call.ActiveCall.acquire
+    has_launched, session_began, waits_for_turn = threading.Event(), threading.Event(), threading.Event()
+
+    def noted_acquire(*args: Any) -> bool:
+        if threading.get_ident() != main:
+            waits_for_turn.set()
+        return acquire(*args)
+
+    def thunk(n):
+        y = launch(kernel, numbers(n))
+        if n == 8 and tuned.settled:
+            has_launched.set()
+            assert session_began.wait(LONG_S)
+        elif n == 16 and is_tuning():
+            session_began.set()
+            assert waits_for_turn.wait(LONG_S)
+        return y
+
+    monkeypatch.setattr(active_call.ActiveCall, "acquire", noted_acquire)
+    tuned = bench.tune(thunk)
+    tuned(64)
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(tuned, 8)
+        assert has_launched.wait(LONG_S)
+        tuned(16)
+        assert torch.equal(settled.result(LONG_S), numbers(8) + 1)
+    assert tuned.settled
+    assert bench.blocks(n=8) == [32, 32, 16, 32]
+
+
+def test_a_thread_beside_a_session_launches_new_keys_while_the_session_admits_others(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inside, session_began, is_over = threading.Event(), threading.Event(), threading.Event()
+
+    def thunk(sizes):
+        for n in sizes:
+            launch(kernel, numbers(n))
+            session_began.set() if is_tuning() else None
+        if not sizes:
+            inside.set()
+            assert session_began.wait(LONG_S)
+            while not is_over.is_set():
+                assert torch.equal(launch(kernel, numbers(8)), numbers(8) + 1)
+
+    tuned = bench.tune(thunk)
+    tuned([64])
+    session_began.clear()
+    with ThreadPoolExecutor(1) as pool, frequent_switches():
+        settled = pool.submit(tuned, [])
+        assert inside.wait(LONG_S)
+        try:
+            tuned(range(100, 250))
+        finally:
+            is_over.set()
+        settled.result(LONG_S)
+    assert set(bench.blocks(n=8)) == {32}
+
+
+def test_what_a_settled_call_launches_while_a_run_is_reported_is_no_part_of_the_session(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    inside, is_reporting, has_launched = threading.Event(), threading.Event(), threading.Event()
+    read_ms = bench.clock.read_ms
+
+    def read_beside(mark):
+        if inside.is_set() and not is_reporting.is_set():
+            is_reporting.set()
+            assert has_launched.wait(LONG_S)
+        return read_ms(mark)
+
+    def thunk(n):
+        if n != 8:
+            return launch(kernel, numbers(n))
+        inside.set()
+        assert is_reporting.wait(LONG_S)
+        y = launch(kernel, numbers(n))
+        has_launched.set()
+        return y
+
+    bench.clock.read_ms = read_beside
+    tuned = bench.tune(thunk)
+    tuned(64)
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(tuned, 8)
+        assert inside.wait(LONG_S)
+        tuned(16)
+        assert torch.equal(settled.result(LONG_S), numbers(8) + 1)
+    assert [context.key[0] for context in tuned.report.contexts] == [16]
+    assert bench.blocks(n=8) == [32]
 
 
 def test_a_thread_without_a_call_launches_what_a_settled_call_knows_and_benchmarks_nothing(bench):
