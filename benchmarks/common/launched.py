@@ -1,7 +1,7 @@
 """Which configs a call launches, seen from outside; and results put where Triton's autotuner looks for them.
 
 Several tuned functions may launch one kernel with different configs in one process. What is remembered of a
-launch (`kernels/launch.py`) holds for the config that `Autotuner.cache` holds, and that is one for
+launch (`kernels/launches/settled.py`) holds for the config that `Autotuner.cache` holds, and that is one for
 all of them: `Held` puts a function's own results there before each of its calls.
 """
 

@@ -121,15 +121,15 @@ def _read_hopper(op: Any, dtype: torch.dtype) -> None:
 
 def pretend() -> None:
     """Make this process see a Hopper GPU on which nothing runs."""
-    from dist_autotune.kernels import launch
     from dist_autotune.kernels.ag_gemm import matmul
     from dist_autotune.kernels.exchange import operation
+    from dist_autotune.kernels.launches import loading
     from dist_autotune.kernels.symm import cuda
 
     torch.set_num_threads(1)  # or a copy now and then waits for a busy core
     DeviceUnderTriton(lambda *args: None).install()
     operation.Operation._read_device = _read_hopper  # type: ignore[method-assign]
-    launch._allocate_scratch = lambda size, *_: torch.empty(size, dtype=torch.int8)  # type: ignore[assignment]
+    loading.allocate_scratch = lambda size, *_: torch.empty(size, dtype=torch.int8)  # type: ignore[assignment]
     operation.open_symmetric_memory = lambda *args, **kwargs: _PretendedMemory()  # type: ignore[assignment]
     cuda._handle = lambda stream: stream.handle  # type: ignore[attr-defined]
     specialized.capability = lambda device: 9  # type: ignore[assignment]

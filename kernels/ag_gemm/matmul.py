@@ -18,7 +18,7 @@ from ..configs import capability
 from ..epilogues import NO_EPILOGUE, Epilogue
 from ..exchange.chunks import ChunkExchange, part_from
 from ..exchange.spoil import spoil_chunks
-from ..launch import PlainLaunches
+from ..launches.prepared import PlainLaunches
 from ..tensors import FP8
 from .call import GatherCall
 

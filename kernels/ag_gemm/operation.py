@@ -266,7 +266,7 @@ class AllGatherGemm(Operation):
         return layout.choose()
 
     def _load(self, product: Product, choice: Choice, *, pushed: bool) -> None:
-        """Load the kernels of a call before any stream waits for a peer, see `kernels.launch.load`."""
+        """Load the kernels of a call before any stream waits for a peer, see `launches.loading.load`."""
         kernel, loaded = (choice.consumer, pushed, self._trace is not None), product.layout.loaded
         if kernel in loaded or self._is_capturing():
             return

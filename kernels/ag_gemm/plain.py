@@ -19,7 +19,7 @@ from ..exchange.chunks import ChunkExchange, is_lost, part_from, slot_of, wait_f
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile, store_rows
 from ..gemm.configs import class_of_rows
 from ..gemm.pruning import ChunkShape
-from ..launch import SettledLaunches, ShapeLaunch, Tensors
+from ..launches.settled import SettledLaunches, ShapeLaunch, Tensors
 from ..signals import GIVEN_UP
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk

@@ -12,7 +12,7 @@ from ..configs import capability, take_first
 from ..exchange.spoil import spoil_chunks
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
-from ..launch import SettledLaunches, ShapeLaunch, Tensors
+from ..launches.settled import SettledLaunches, ShapeLaunch, Tensors
 from ..matrices import Matrix, describe_at, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
 from .call import GatherCall

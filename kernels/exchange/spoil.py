@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import PlainLaunches
+from ..launches.prepared import PlainLaunches
 from .chunks import ChunkExchange, is_lost
 from .flags import AFTER, TOLD
 from .peers import Peers, is_any_lost

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import load
+from ..launches.loading import load
 from ..signals import as_epoch, wait_until
 from ..symm import SymmetricMemory, Write
 

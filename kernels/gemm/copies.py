@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from ..epilogues import result_columns
-from ..launch import PreparedLaunch
+from ..launches.prepared import PreparedLaunch
 from ..matrices import LINE_BYTES, TMA_BYTES, Matrix, matrix_of_rows
 from ..tensors import remember
 from .configs import GLUON_CANDIDATES, in_words

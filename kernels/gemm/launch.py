@@ -16,7 +16,7 @@ import torch
 import triton
 
 from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
-from ..launch import SettledLaunches
+from ..launches.settled import SettledLaunches
 from ..matrices import LINE_BYTES, Block, Matrix, as_matrix, describe, matrix_of_rows
 from .body import gemm
 from .configs import GLUON_CANDIDATES, blocks_of

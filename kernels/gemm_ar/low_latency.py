@@ -41,7 +41,7 @@ import triton
 import triton.language as tl
 
 from ..configs import take_first
-from ..launch import SettledLaunches
+from ..launches.settled import SettledLaunches
 from ..signals import poll_words, record_failure
 from .rows import Ends, Place, RowsLaunch, RowsShape, Tail, candidate, end_row, prune, with_norms
 

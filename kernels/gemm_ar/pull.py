@@ -52,7 +52,7 @@ import triton
 import triton.language as tl
 
 from ..configs import take_first
-from ..launch import SettledLaunches
+from ..launches.settled import SettledLaunches
 from ..signals import notify, poll_until, record_failure
 from .rows import (
     MOST_PROGRAMS,

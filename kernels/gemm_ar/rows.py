@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ..configs import INTERPRETED
 from ..gemm.configs import class_of_rows
-from ..launch import SettledLaunches, ShapeLaunch
+from ..launches.settled import SettledLaunches, ShapeLaunch
 
 WARPS_OF_NORM = (1, 2, 4, 8, 16, 32)
 MOST_COLUMNS_OF_NORM = 32768  # above half of it registers spill

@@ -20,7 +20,7 @@ from ..exchange.peers import Peers, is_any_lost
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..gemm.configs import class_of_rows
 from ..gemm.pruning import ChunkShape
-from ..launch import SettledLaunches, ShapeLaunch
+from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 from .call import ScatterCall, ScatterMemory, ScatterOperands

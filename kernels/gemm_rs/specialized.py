@@ -12,7 +12,7 @@ from ..compat import HAS_INLINE_PTX
 from ..configs import capability, take_first
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
-from ..launch import SettledLaunches, ShapeLaunch
+from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..matrices import Block, Matrix, matrix_of_rows, set_block
 from ..tensors import lies_by_columns
 from .call import ScatterCall, ScatterMemory, ScatterOperands

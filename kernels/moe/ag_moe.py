@@ -61,7 +61,7 @@ import torch.distributed as dist
 
 from ..exchange.flags import ARRIVED
 from ..exchange.spoil import spoil_all
-from ..launch import SettledLaunches
+from ..launches.settled import SettledLaunches
 from ..signals import Failure
 from ..tensors import check_no_gradient, check_overlap, check_tensor, layout_of, pitch_of, remember
 from .ag_moe_kernel import all_gather_moe

@@ -64,7 +64,7 @@ import torch
 import torch.distributed as dist
 
 from ..exchange.push import SumPusher
-from ..launch import SettledLaunches
+from ..launches.settled import SettledLaunches
 from ..signals import Failure
 from ..tensors import (
     begin_at_16_bytes,

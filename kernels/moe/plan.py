@@ -9,7 +9,7 @@ import torch
 import triton
 
 from ..configs import INTERPRETED
-from ..launch import PlainLaunches
+from ..launches.prepared import PlainLaunches
 from .launch import HEIGHTS
 from .routing import ENTRY, LOWEST_HEIGHT_BITS, count_choices, place_choices, sort_choices
 

@@ -20,9 +20,9 @@ from triton.runtime import _allocation
 from triton.runtime.driver import driver
 
 from benchmarks.common.pretended_device import PretendedDevice
-from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.exchange import spoil
-from dist_autotune.kernels.launch import BlocksOf, SettledLaunches
+from dist_autotune.kernels.launches import loading
+from dist_autotune.kernels.launches.settled import BlocksOf, SettledLaunches
 from dist_autotune.kernels.moe import plan, routing
 
 BEHIND_ARGUMENTS_OF_TRITON = 9  # grid, stream, function, metadata and hooks are in front of the kernel's own
@@ -153,7 +153,7 @@ def launching(
     for untuned in (spoil._LOST_CHUNKS, spoil._ALL, plan._COUNT, plan._PLACE):
         monkeypatch.setattr(untuned, "_of", {})
     monkeypatch.setattr(owner, "_SETTLED", SettledLaunches(tuner, blocks_of))
-    monkeypatch.setattr(launches, "_allocate_scratch", lambda *asked: made.allocated.append(asked))
+    monkeypatch.setattr(loading, "allocate_scratch", lambda *asked: made.allocated.append(asked))
     monkeypatch.setattr(tuner, "configs", configs)
     monkeypatch.setattr(tuner, "cache", {})
     of_kernels = (kernel.device_caches.clear for kernel in (tuner.fn, *BESIDE))

@@ -16,12 +16,12 @@ from launch_path import launching as launching_on
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels import tensors
 from dist_autotune.kernels.epilogues import Epilogue, EpilogueKind
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm import operation
 from dist_autotune.kernels.gemm.configs import blocks_of
+from dist_autotune.kernels.launches import settled as settled_launches
 from dist_autotune.kernels.matrices import LINE_BYTES
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
@@ -233,7 +233,7 @@ def test_a_known_route_leads_to_the_tuner_while_a_launch_may_be_a_trial(on_gpu, 
     a, b, out = operands(256, 192, 64)
     persistent_matmul(a, b, out)
     asked = count_asking(monkeypatch, launching.tuned_gemm)
-    monkeypatch.setattr(launches, "is_tuning", lambda: True)
+    monkeypatch.setattr(settled_launches, "is_tuning", lambda: True)
     persistent_matmul(a, b, out)
     assert (len(asked), len(on_gpu)) == (1, 1)
 

@@ -23,7 +23,6 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from benchmarks.common.pretended_device import DeviceUnderTriton
-from dist_autotune.kernels import launch as launches
 from dist_autotune.kernels.ag_gemm import matmul, plain, specialized
 from dist_autotune.kernels.ag_gemm.call import Consumer, GatherCall
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
@@ -34,7 +33,10 @@ from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import blocks_of
 from dist_autotune.kernels.gemm.copies import NOTHING, Copies
-from dist_autotune.kernels.launch import SettledLaunches, bare_launch
+from dist_autotune.kernels.launches import bare, loading
+from dist_autotune.kernels.launches import prepared as preparing
+from dist_autotune.kernels.launches.bare import bare_launch
+from dist_autotune.kernels.launches.settled import SettledLaunches
 from dist_autotune.kernels.moe import plan as plans
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
@@ -99,7 +101,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
     monkeypatch.setattr(driver, "_active", made)
     leave_out_machine_code(monkeypatch)
-    monkeypatch.setattr(launches, "_allocate_scratch", made.allocate)
+    monkeypatch.setattr(loading, "allocate_scratch", made.allocate)
     for untuned in (matmul._AWAIT, spoil._LOST_CHUNKS, spoil._ALL):
         monkeypatch.setattr(untuned, "_of", {})
     monkeypatch.setattr(specialized, "_SETTLED", SettledLaunches(specialized.tuned, blocks_of))
@@ -160,7 +162,7 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
     caller = Caller(consumer)
     calls(device, caller, 1)  # the tuner's
     prepared = calls(device, caller, 3)
-    monkeypatch.setattr(launches, "_are_watched", lambda: True)
+    monkeypatch.setattr(preparing, "_are_watched", lambda: True)
     caller.epoch = 1
     assert prepared == calls(device, caller, 3)
     assert len(set(prepared)) == 3  # epochs
@@ -226,7 +228,7 @@ def test_a_settled_call_hands_over_what_triton_s_own_way_does_and_does_less(devi
         call()
     ways = []
     for watched in (False, True):
-        monkeypatch.setattr(launches, "_are_watched", lambda watched=watched: watched)
+        monkeypatch.setattr(preparing, "_are_watched", lambda watched=watched: watched)
         device.handed.clear()
         device.encoded.clear()
         call()
@@ -249,7 +251,7 @@ def scaled(x_ptr, y_ptr, n, factor, BLOCK: triton.language.constexpr):
 def test_numbers_with_a_fraction_are_handed_over_as_they_are(device):
     x, y = torch.zeros(64), torch.zeros(64)
     compiled = scaled[(1,)](x, y, 50, 0.25, BLOCK=64)
-    launches.PreparedLaunch(compiled, (1, 1, 1), (), (), (64,))((), x, y, 50, 0.25)
+    preparing.PreparedLaunch(compiled, (1, 1, 1), (), (), (64,))((), x, y, 50, 0.25)
     by_triton, prepared = device.handed
     assert prepared == by_triton
 
@@ -273,7 +275,7 @@ def test_prepared_launches_of_a_sorting_hand_over_what_triton_s_own_do(device, i
 
     cases = list(itertools.product((ids, odd_ids), (1, 16, 33), (99, 2**40)))
     prepared = [[sort(*case) for case in cases] for _ in range(2)][1]
-    monkeypatch.setattr(launches, "remember", lambda known, kind, made: made)
+    monkeypatch.setattr(preparing, "remember", lambda known, kind, made: made)
     for untuned in (plans._COUNT, plans._PLACE, plans._SORT):
         untuned._of.clear()
     assert prepared == [sort(*case) for case in cases]
@@ -295,7 +297,7 @@ def test_descriptors_are_encoded_once_for_each_address(device):
 
 @NEEDS_BARE
 def test_descriptors_of_ever_new_addresses_are_bounded(device, monkeypatch):
-    monkeypatch.setattr(launches, "DESCRIPTORS_KEPT", 3)
+    monkeypatch.setattr(preparing, "DESCRIPTORS_KEPT", 3)
     caller = Caller(SpecializedConsumer)
     for caller.tensors[1] in torch.zeros((8, N, K), dtype=torch.bfloat16):
         calls(device, caller, 2)
@@ -318,7 +320,7 @@ def test_scratch_memory_is_allocated_for_each_launch_as_the_own_way_does(device,
     calls(device, caller, 1)
     device.allocated.clear()
     calls(device, caller, 2)
-    monkeypatch.setattr(launches, "_are_watched", lambda: True)
+    monkeypatch.setattr(preparing, "_are_watched", lambda: True)
     calls(device, caller, 2)
     assert len(device.allocated) == 4
     ((size, _, _),) = set(device.allocated)
@@ -373,14 +375,14 @@ def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monke
     compiled = compiled_by(device)
     assert bare_launch(compiled, (1, 1, 1), 0, ()) is not None
     with monkeypatch.context() as changed:  # another release
-        changed.setattr(launches.nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO", raising=False)
-        changed.setattr(launches, "IS_3_9", False)
+        changed.setattr(bare.nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO", raising=False)
+        changed.setattr(bare, "IS_3_9", False)
         assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
     with monkeypatch.context() as changed:
         changed.setattr(compiled.run, "profile_scratch_size", 16)
         assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
     with monkeypatch.context() as changed:
-        changed.setattr(launches, "nvidia", None)
+        changed.setattr(bare, "nvidia", None)
         assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
     if hasattr(compiled.run, "gsan_enabled"):  # it has arguments of its own
         with monkeypatch.context() as changed:
@@ -391,7 +393,7 @@ def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monke
 
 
 def test_where_the_way_below_is_not_known_triton_s_own_is_taken(device, monkeypatch):
-    monkeypatch.setattr(launches, "bare_launch", lambda *args: None)
+    monkeypatch.setattr(preparing, "bare_launch", lambda *args: None)
     caller = Caller(SpecializedConsumer)
     first, second, third = calls(device, caller, 3)
     assert first[:3] == second[:3] == third[:3]

@@ -25,7 +25,7 @@ from settled_cases import ALL, PULLING, STAMPED, WITH_DESCRIPTORS, Caller, Launc
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
-from dist_autotune.kernels import launch as launches
+from dist_autotune.kernels.launches import settled as settled_launches
 from dist_autotune.kernels.moe.launch import GPU_TILES, HIGHEST_HEIGHT, ExpertShape, counted
 
 pytestmark = pytest.mark.aot
@@ -183,7 +183,7 @@ def test_no_short_way_while_a_launch_may_be_a_trial(world, asked, monkeypatch):
     caller = world.caller()
     caller.call()
     for tuning, wanted in ((True, 2), (False, 2), (True, 3)):
-        monkeypatch.setattr(launches, "is_tuning", lambda now=tuning: now)
+        monkeypatch.setattr(settled_launches, "is_tuning", lambda now=tuning: now)
         caller.call()
         assert len(asked) == wanted
 

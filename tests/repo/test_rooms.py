@@ -42,12 +42,12 @@ KERNEL_LEVELS = (
     ("gemm_ar",),
     ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
     ("gemm", "exchange"),
-    ("symm",),
+    ("launches", "symm"),
 )
 KERNEL_LEVEL = {room: number for number, rooms in enumerate(KERNEL_LEVELS) for room in rooms}
 KERNEL_ENTRANCES = {"ag_moe", "moe_rs", "persistent_gemm"}  # import paths of operations that share a room
 KERNELS_BESIDE = {
-    *("compat", "configs", "epilogues", "launch", "matrices", "rings", "signals", "tensors", "tiles"),
+    *("compat", "configs", "epilogues", "matrices", "rings", "signals", "tensors", "tiles"),
 }
 
 

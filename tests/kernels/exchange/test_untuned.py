@@ -14,7 +14,7 @@ from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
-from dist_autotune.kernels.launch import UntunedWarning
+from dist_autotune.kernels.launches.settled import UntunedWarning
 
 N, K = 40, 24
 

@@ -1,0 +1,8 @@
+"""Launches of a tuned kernel, each way shorter than the one before it. May import no other room.
+
+loading    by the tuner: Autotuner, the config's blocks in new descriptors, the kernel. The first calls of
+           a shape
+settled    config, compiled kernel and grid as the tuning left them
+prepared   what layers share is made once, a descriptor once for its address
+bare       Triton's launcher in C, called without Triton's preparations
+"""

@@ -1,0 +1,197 @@
+"""Settled launches: config, compiled kernel and grid as the tuning left them.
+
+One is taken while no launch may be a trial, and as long as the tuner's choice for the shape is the one that
+was remembered, so a later tuning is followed at once. A launch that nobody has tuned and that cannot be timed
+alone takes the first candidate and warns once.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar
+
+import torch
+import triton
+
+from dist_autotune import is_tuning
+
+from ..configs import take_first
+from ..matrices import Block, Matrix, describe_at
+from ..tensors import remember
+from .loading import launch, load
+from .prepared import PreparedLaunch
+
+Tensors = tuple[torch.Tensor | None, ...]
+OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
+BlocksOf = Callable[[dict[str, Any]], dict[str, Block]]  # descriptors' blocks under all constants
+
+
+class LaunchShape(Hashable, Protocol):
+    """All that the config of a tuned kernel and its compiled form depend on."""
+
+    def sizes(self) -> dict[str, int]:
+        """Return the arguments in the key of the tuning that are no constants."""
+
+    def constants(self) -> dict[str, Any]:
+        """Return the constexprs of the kernel that no config sets, in the order of its parameters."""
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        """Return how many programs run under a config."""
+
+
+Shape = TypeVar("Shape", bound=LaunchShape)
+
+
+class UntunedWarning(UserWarning):
+    """An operation runs with the first of its candidates, as nobody has tuned it for such a shape."""
+
+
+@dataclass(frozen=True, eq=False)
+class Settled:
+    """How a shape is launched as long as `config` is the tuner's choice for `key`."""
+
+    config: triton.Config
+    key: tuple[Any, ...]
+    blocks: tuple[Block, ...]  # of the descriptors
+    constants: tuple[Any, ...]  # in the order of the kernel's parameters, which end with them
+    compiled: Any
+    grid: tuple[int, int, int]
+
+    _prepared: dict[Hashable, PreparedLaunch] = field(default_factory=dict)  # by how the matrices lie
+
+    def launch(self, matrices: tuple[Matrix, ...], *arguments: Any) -> None:
+        """Launch the kernel; descriptors of `matrices`, with the config's blocks, are its first arguments."""
+        self.prepared(matrices)([matrix.address for matrix in matrices], *arguments)
+
+    def prepared(self, matrices: tuple[Matrix, ...]) -> PreparedLaunch:
+        """Return the launch for matrices that lie so, wherever they are."""
+        lie = tuple(matrix[1:] for matrix in matrices)
+        found = self._prepared.get(lie)
+        if found is None:
+            made = PreparedLaunch(self.compiled, self.grid, matrices, self.blocks, self.constants)
+            found = remember(self._prepared, lie, made)
+        return found
+
+
+class SettledLaunches(Generic[Shape]):
+    """The settled launches of one tuned kernel whose constants are its last parameters; no tensor is kept.
+
+    operation: the name in the warning that a shape has not been tuned, if there is to be one. blocks_of: of
+    the descriptors that the host makes, if it makes any.
+    """
+
+    def __init__(self, tuner: Any, blocks_of: BlocksOf | None = None, *, operation: str = "") -> None:
+        self.tuner, self._blocks_of, self._operation = tuner, blocks_of, operation
+        self._told: set[tuple[Any, ...]] = set()
+        self._of: dict[Shape, Settled] = {}
+
+    def find(self, shape: Shape) -> Settled | None:
+        """Return how to launch the shape the short way; None if this launch must ask the tuner."""
+        settled = self._of.get(shape)
+        return settled if self.is_current(settled) else None
+
+    def is_current(self, settled: Settled | None) -> TypeGuard[Settled]:
+        """Return whether it still is how its shape is to be launched."""
+        if settled is None or is_tuning():
+            return False
+        tuner = self.tuner
+        choice = tuner.configs[0] if len(tuner.configs) == 1 else tuner.cache.get(settled.key)
+        return choice is settled.config
+
+    def launch(self, shape: Shape, tensors: Tensors, scalars: tuple[float, ...], **constants: Any) -> None:
+        """Enqueue a kernel that makes its own descriptors; the arguments are in the order of its parameters.
+
+        constants: those that the shape does not know of.
+        """
+        ShapeLaunch(self, shape, constants=constants)((), tensors, scalars)
+
+    def load(self, shape: Shape, arguments: tuple[Any, ...]) -> None:
+        """Load what a launch with these arguments would run, unless it is known: see `load`."""
+        if self.find(shape) is None:
+            load(self.tuner, shape.grid, *arguments, **shape.constants())
+
+    def remember(self, shape: Shape, compiled: Any, constants: dict[str, Any], tensors: Tensors) -> None:
+        """Keep the short way to what the tuner has just launched, if that is what it has settled on.
+
+        constants: the constexprs that no config sets. tensors: those among the arguments; some may be None.
+        """
+        sizes, tuner = shape.sizes(), self.tuner
+        named = {**sizes, **constants}
+        types = (str(tensor.dtype) for tensor in tensors if tensor is not None)
+        key = (*(named[name] for name in tuner.keys), *types)
+        config = tuner.configs[0] if len(tuner.configs) == 1 else tuner.cache.get(key)
+        if take_first.configs_not_timed() > 1 and self._operation:
+            self._tell_untuned(key, {name: named[name] for name in tuner.keys})
+        if is_tuning() or config is None or config is not tuner.best_config:
+            return
+        if not hasattr(compiled, "packed_metadata"):  # nothing was launched
+            return
+        named = {**constants, **config.kwargs}
+        ordered = tuple(named[name] for name in tuner.arg_names if name in named)
+        blocks = tuple(self._blocks_of({**sizes, **named}).values()) if self._blocks_of else ()
+        settled = Settled(config, key, blocks, ordered, compiled, shape.grid(config.kwargs))
+        remember(self._of, shape, settled)
+
+    def _tell_untuned(self, key: tuple[Any, ...], sizes: dict[str, Any]) -> None:
+        """Warn, once for all sizes of a layer, that its first candidate runs; sessions still tune it."""
+        from dist_autotune.tuner.results import mark_provisional  # it loads what only sessions need
+
+        mark_provisional(self.tuner, key)
+        layer = tuple(size for name, size in sizes.items() if name not in OF_MANY_SIZES)
+        if layer in self._told or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        self._told.add(layer)
+        shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
+        warnings.warn(
+            f"{self._operation} [{shape}] has not been tuned and takes the first of its candidates in every "
+            "call. Call it in a function decorated with contextual_autotune, on all ranks with is_dist=True, "
+            "which tunes it and keeps the result on disk",
+            UntunedWarning,
+            stacklevel=2,
+        )
+
+
+class ShapeLaunch(Generic[Shape]):
+    """The launches of one shape. The settled way is looked up again when the tuner's choice has changed.
+
+    matrices: as those lie of which the host makes descriptors, the kernel's first arguments. constants: those
+    that the shape does not know of.
+    """
+
+    def __init__(
+        self,
+        launches: SettledLaunches[Shape],
+        shape: Shape,
+        matrices: tuple[Matrix, ...] = (),
+        constants: dict[str, Any] | None = None,
+    ) -> None:
+        self._launches, self._shape, self._matrices = launches, shape, matrices
+        self._constants = constants
+        self._settled: Settled | None = None
+        self._prepared: PreparedLaunch | None = None
+
+    def __call__(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
+        """Enqueue the kernel; matrices are at these addresses, arguments in the order of its parameters."""
+        prepared = self.prepared()
+        if prepared is not None:
+            at = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+            prepared.at(addresses, [*at, *scalars])
+        else:
+            self.ask(addresses, tensors, scalars)
+
+    def prepared(self) -> PreparedLaunch | None:
+        """Return the settled way; None if this launch must ask the tuner."""
+        if not self._launches.is_current(self._settled):
+            self._settled = found = self._launches.find(self._shape)
+            self._prepared = None if found is None else found.prepared(self._matrices)
+        return self._prepared
+
+    def ask(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
+        """Enqueue the kernel as the tuner has it, and remember what it has settled on."""
+        launches, shape = self._launches, self._shape
+        constants = {**shape.constants(), **(self._constants or {})}
+        arguments = (*describe_at(self._matrices, addresses), *tensors, *scalars)
+        compiled = launch(launches.tuner[shape.grid], *arguments, **constants)
+        launches.remember(shape, compiled, constants, tensors)
