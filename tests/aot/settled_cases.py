@@ -20,12 +20,16 @@ from moe_rs_runs import SCATTERING
 from operations import Runs
 
 from dist_autotune.kernels.ag_gemm import plain as of_gather
+from dist_autotune.kernels.ag_gemm import specialized as of_specialized_gather
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.exchange import operation
+from dist_autotune.kernels.gemm.configs import blocks_of
 from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull, rows
 from dist_autotune.kernels.gemm_ar import operation as of_rows
 from dist_autotune.kernels.gemm_ar.ways import LOW_LATENCY, ONE_SHOT
 from dist_autotune.kernels.gemm_rs import plain as of_scatter
+from dist_autotune.kernels.gemm_rs import specialized as of_specialized_scatter
+from dist_autotune.kernels.launches.settled import BlocksOf
 from dist_autotune.kernels.moe import ag_moe, moe_rs
 from dist_autotune.kernels.moe.launch import with_fields
 from dist_autotune.kernels.symm import SymmetricMemory, SymmetricTensor
@@ -47,13 +51,14 @@ class Launches:
 
     kernel: Any
     module: Any  # which has its settled launches as _SETTLED
-    tiles: list[triton.Config]  # by TMA, and by pointers
-    others: triton.Config  # with tiles of 128 columns
+    tiles: list[triton.Config]  # of two kinds: by TMA, and by pointers, where there are both
+    others: triton.Config  # with tiles of 128 columns, or more
     make: Callable[[Any], Caller]
     plain: Any
     changes: dict[str, dict[str, Any]]
-    descriptors: int  # that the plain call makes
+    descriptors: int  # that the kernel of a plain call makes
     unlike: tuple[str, ...] = ()  # arguments that differ from call to call
+    blocks_of: BlocksOf = lambda constants: {}  # of the descriptors that the host makes
 
     @property
     def cases(self) -> dict[str, Any]:
@@ -114,7 +119,7 @@ class Call:
     shifts: tuple[tuple[str, int], ...] = ()
 
 
-CAPACITY = 512
+CAPACITY = 1024
 
 
 @contextmanager
@@ -155,6 +160,10 @@ class RunsCaller:
             self.operation(*self._operands, self._out, **self._named)
         else:
             self.runs.call(self.operation, self._operands, self._out, self.rows)
+
+    def trace(self) -> torch.Tensor:
+        """Call a specialised AllGatherGemm; return what its kernel writes times of tiles to."""
+        return self.operation.trace(*self._operands)[1]
 
 
 def lying(tensor: torch.Tensor, pad: int, shift: int) -> torch.Tensor:
@@ -263,6 +272,51 @@ WITH_DESCRIPTORS = {
 }
 
 
+# ---- warp-specialised kernels, whose descriptors the host makes
+
+OF_TMA = {name: CHANGES[name] for name in ("columns", "inner dimension", "float16", "world size")}
+OF_TMA |= {name: CHANGES[name] for name in ("number of programs", "a weight by columns")}
+OF_TMA |= {"rows": {"rows": 160}, "rows of another class": {"rows": 300}}
+
+
+def _of_specialized(
+    runs: Runs, module: Any, names: str, changes: dict[str, Any], of: BlocksOf = blocks_of, **given: Any
+) -> Launches:
+    """Return how the specialised kernel of an operation launches, on Hopper."""
+    pingpong = {
+        (config.kwargs["BLOCK_M"], config.kwargs["BLOCK_N"]): config
+        for config in reversed(module.CANDIDATES)
+        if config.kwargs["VARIANT"] == "pingpong" and not config.kwargs["JOINED"]
+    }
+    return Launches(
+        module.tuned,
+        module,
+        [pingpong[64, 128], pingpong[128, 128]],
+        pingpong[64, 256],
+        lambda case: RunsCaller(runs, names, case),
+        Call(rows=192),
+        OF_TMA | changes,
+        descriptors=0,
+        blocks_of=of,
+        **given,
+    )
+
+
+OF_ADDENDS = {"an addend": OF_SUMS["an addend"]}
+SPECIALIZED = {
+    "AllGatherGemm, specialized": _of_specialized(
+        GatheringRows(consumer="specialized", pieces=1),
+        of_specialized_gather,
+        "bc",
+        OF_ROWS,
+        unlike=("epoch", "base"),
+    ),
+    "GemmReduceScatter, specialized": _of_specialized(
+        SCATTERING_SUMS, of_specialized_scatter, "abc", OF_ADDENDS, of_specialized_scatter.blocks_of_all
+    ),
+}
+
+
 # ---- GemmAllReduce
 
 
@@ -338,4 +392,5 @@ def _of_rows(kernel: Any, module: Any, way: str) -> Launches:
 
 STAMPED = _of_rows(low_latency.exchange_rows, low_latency, LOW_LATENCY)
 PULLING = _of_rows(pull.add_rows, pull, ONE_SHOT)
-ALL = WITH_DESCRIPTORS | {"GemmAllReduce, low-latency": STAMPED, "GemmAllReduce, one-shot": PULLING}
+ALL = WITH_DESCRIPTORS | SPECIALIZED
+ALL |= {"GemmAllReduce, low-latency": STAMPED, "GemmAllReduce, one-shot": PULLING}

@@ -9,19 +9,17 @@ import pytest
 import torch
 from compiled import BLACKWELL, HOPPER, events, resources
 from launch_path import launching
+from settled_cases import SPECIALIZED
 from specialized_kernels import GATHER, TARGETS, candidate
 
 from dist_autotune.kernels.ag_gemm import specialized
-from dist_autotune.kernels.ag_gemm.call import GatherCall
-from dist_autotune.kernels.epilogues import Epilogue
-from dist_autotune.kernels.gemm.configs import blocks_of, box_of
+from dist_autotune.kernels.gemm.configs import box_of
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 
 pytestmark = pytest.mark.aot
 
 BLACKWELL_S = candidate(GATHER, "cooperative", (128, 256, 64), 4)
 PINGPONG = candidate(GATHER, "pingpong", (128, 128, 64), 4)
-SMALL = candidate(GATHER, "pingpong", (64, 128, 64), 4)
 
 
 def load_partition(ttgir: str) -> str:
@@ -96,16 +94,10 @@ def test_a_trace_costs_nothing_where_it_is_off_and_fits_where_it_is_on(target, c
     assert resources(traced, target)["spilled"] == 0
 
 
-# ---- the launch path, on a device that compiles and does not run
+# ---- traces, and what the family takes
 
 
 WORLD, ROWS, CAPACITY, N, K = 2, 192, 256, 512, 128
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Any:
-    with launching(monkeypatch, specialized, specialized.tuned, [SMALL], blocks_of) as made:
-        yield made
 
 
 def tensors(n: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,98 +105,21 @@ def tensors(n: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
 
 
-def a_call(**changes: Any) -> GatherCall:
-    values: dict[str, Any] = {
-        "rows": ROWS,
-        "rank": 1,
-        "world_size": WORLD,
-        "slots": 2 * WORLD - 1,
-        "capacity": CAPACITY,
-        "epoch": 1,
-        "base": 0,
-        "pushed": 0,
-        "patience_ticks": 99,
-        "programs": 132,
-        "flags": torch.zeros(6, WORLD, dtype=torch.int32),
-        "errors": torch.zeros(WORLD, dtype=torch.int64),
-    }
-    return GatherCall(**{**values, **changes})
-
-
-@pytest.fixture
-def ask_no_tuner(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def forbid() -> None:
-        run = lambda *args, **kwargs: pytest.fail("the tuner was asked")  # noqa: E731
-        monkeypatch.setattr(type(specialized.tuned), "run", run)
-
-    return forbid
-
-
-def launch(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-    specialized.SpecializedConsumer(gather, weight, out).launch(gather, weight, out, call)
-
-
-def test_a_settled_launch_is_the_first_one_again_with_the_numbers_of_its_own_call(device, ask_no_tuner):
-    operands, call = tensors(), a_call()
-    launch(*operands, call)
-    ask_no_tuner()
-    launch(*operands, call)
-    later = a_call(epoch=7, base=6 * ROWS, pushed=1, flags=call.flags, errors=call.errors)
-    launch(*operands, later)
-    first, second, third = (each.arguments for each in device.launches)
-    assert first == second
-    names = specialized.tuned.arg_names
-    changed = {name: new for name, new, old in zip(names, third, first, strict=True) if new != old}
-    assert changed == {"epoch": 7, "base": 6 * ROWS, "pushed": 1}
-    tiles = WORLD * (ROWS // 64) * (N // 128)
-    assert [launched.grid for launched in device.launches] == [(tiles, 1, 1)] * 3
-
-
-def test_a_weight_by_columns_is_described_as_its_rows_lie_and_is_another_kernel(device):
-    gather, weight, out = tensors()
-    across = torch.zeros(K, N, dtype=torch.bfloat16).T
-    for each in (weight, across, across):
-        launch(gather, each, out, a_call())
-    at = specialized.tuned.arg_names.index("TRANS_B")
-    assert [launched.arguments[at] for launched in device.launches] == [True, False, False]
-    of_b = [launched.arguments[1][1:7] for launched in device.launches]  # shape, strides, block
-    by_columns = (K, N, N, 1, 64, 128)
-    assert of_b == [(N, K, K, 1, 128, 64), by_columns, by_columns]
-    tiles = WORLD * (ROWS // 64) * (N // 128)
-    assert [launched.grid[0] for launched in device.launches] == [tiles] * 3
-
-
-def test_a_trace_is_another_kernel_with_the_same_tuning(device):
-    operands = tensors()
-    launch(*operands, a_call())
-    trace = torch.zeros(24, specialized.WORDS_PER_TILE, dtype=torch.int64)
-    for _ in range(2):
-        launch(*operands, a_call(trace=trace))
-    at = specialized.tuned.arg_names.index("TRACE")
-    assert [launched.arguments[at] for launched in device.launches] == [False, True, True]
-    assert [launched.arguments[6] for launched in device.launches[1:]] == [trace.data_ptr()] * 2
-
-
-def test_calls_that_differ_in_their_epilogue_alone_share_no_choice_and_no_launch(device):
-    operands, bias = tensors(), torch.zeros(N, dtype=torch.bfloat16)
-    endings = [Epilogue(), Epilogue(bias), Epilogue(bias.float()), Epilogue(activation="gelu")]
-    for epilogue in endings:
-        for _ in range(2):  # asked of the tuner, then the short way
-            launch(*operands, a_call(epilogue=epilogue))
-    assert len({settled.key for settled in specialized._SETTLED._of.values()}) == len(endings)
-    at = [specialized.tuned.arg_names.index(name) for name in ("bias_ptr", "ACTIVATION")]
-    seen = [tuple(launched.arguments[place] for place in at) for launched in device.launches]
-    wanted = [(e.bias.data_ptr() if e.bias is not None else None, e.activation or "none") for e in endings]
-    assert seen == [each for each in wanted for _ in range(2)]
+def test_a_trace_is_another_kernel_with_the_same_tuning(monkeypatch):
+    of = SPECIALIZED["AllGatherGemm, specialized"]
+    with launching(monkeypatch, of.module, of.kernel, of.tiles[:1], of.blocks_of) as device:
+        caller = of.make(of.plain)
+        caller.call()
+        traces = [caller.trace() for _ in range(2)]
+    named = [dict(zip(of.kernel.arg_names, made.arguments, strict=True)) for made in device.launches]
+    assert [values["TRACE"] for values in named] == [False, True, True]
+    assert [values["trace_ptr"] for values in named[1:]] == [trace.data_ptr() for trace in traces]
 
 
 def test_there_is_room_for_the_trace_of_every_tile_of_every_config():
     room = specialized.empty_trace(torch.empty(WORLD * ROWS, N, dtype=torch.bfloat16), WORLD)
     assert room.shape == (WORLD * (ROWS // 64) * (N // 128), specialized.WORDS_PER_TILE)
     assert (room == -1).all()
-
-
-# ---- what the family takes
 
 
 def as_it_is(gather, weight, out):

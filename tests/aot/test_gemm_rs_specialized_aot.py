@@ -82,12 +82,11 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def tensors(addend: bool = False) -> tuple[ScatterOperands, ScatterMemory]:
-    out, added = zeros(ROWS, N), zeros(WORLD * ROWS, N) if addend else None
+def tensors() -> tuple[ScatterOperands, ScatterMemory]:
     flags, counts = zeros(7, WORLD, dtype=torch.int32), zeros(WORLD + 2, dtype=torch.int32)
     sums = (zeros(WORLD - 1, CAPACITY, N), zeros(WORLD - 1, CAPACITY, N))
     held = ScatterMemory(*sums, flags, counts, zeros(WORLD, dtype=torch.int64))
-    return ScatterOperands(zeros(WORLD * ROWS, K), zeros(N, K), out, added), held
+    return ScatterOperands(zeros(WORLD * ROWS, K), zeros(N, K), zeros(ROWS, N), None), held
 
 
 def launch(operands: ScatterOperands, held: ScatterMemory, first: int = 0, chunks: int = WORLD) -> None:
@@ -122,15 +121,6 @@ def test_one_chunk_alone_has_its_own_grid_and_the_same_tuning(device):
     assert [made.grid[0] for made in device.launches] == [tiles] * WORLD
     at = specialized.tuned.arg_names.index("first")
     assert [made.arguments[at] for made in device.launches] == list(range(WORLD))
-
-
-def test_an_addend_is_a_kernel_and_a_choice_of_its_own(device):
-    for adds in (False, True, True):
-        launch(*tensors(adds))
-    settled = specialized._SETTLED._of.values()
-    assert len({each.key for each in settled}) == 2
-    at = specialized.tuned.arg_names.index("addend_ptr")
-    assert [made.arguments[at] is None for made in device.launches] == [True, False, False]
 
 
 @pytest.mark.parametrize(

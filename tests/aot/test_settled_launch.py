@@ -21,7 +21,7 @@ from launch_path import (
     launching,
     matrix,
 )
-from settled_cases import ALL, PULLING, STAMPED, WITH_DESCRIPTORS, Caller, Launches
+from settled_cases import ALL, PULLING, SPECIALIZED, STAMPED, WITH_DESCRIPTORS, Caller, Launches
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
@@ -61,7 +61,7 @@ OF_EXPERTS = {name: of for name, of in WITH_DESCRIPTORS.items() if "MoE" in name
 @pytest.fixture(params=ALL.values(), ids=ALL)
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     of: Launches = request.param
-    with launching(monkeypatch, of.module, of.kernel, of.tiles) as device:
+    with launching(monkeypatch, of.module, of.kernel, of.tiles, of.blocks_of) as device:
         yield World(of, device)
 
 
@@ -112,9 +112,9 @@ def test_another_operation_takes_the_short_way_with_its_own_tensors_and_rank(wor
     values = world.named(world.launched(caller))
     assert asked == [1]
     assert values["rank"] == 0
-    assert {name: values[f"{name}_ptr"] for name in caller.tensors} == {
-        name: tensor.data_ptr() for name, tensor in caller.tensors.items()
-    }
+    for name, tensor in caller.tensors.items():
+        address = values[f"{name}_desc"][0] if f"{name}_desc" in values else values[f"{name}_ptr"]
+        assert address == tensor.data_ptr(), name
 
 
 @pytest.mark.parametrize("world", OF_EXPERTS.values(), ids=OF_EXPERTS, indirect=True)
@@ -151,6 +151,27 @@ def test_a_launch_is_on_the_stream_that_is_current_as_in_a_capture(world):
     assert [stream for _, _, stream in world.device.allocated] == (
         [0, 0, 7, 0] if world.of.descriptors else []
     )
+
+
+GATHERS = {name: of for name, of in ALL.items() if name.startswith("AllGatherGemm")}
+
+
+@pytest.mark.parametrize("world", GATHERS.values(), ids=GATHERS, indirect=True)
+def test_each_call_of_a_gather_has_an_epoch_and_a_base_of_its_own(world):
+    caller, rows = world.caller(), world.of.plain.rows
+    found = [world.named(world.launched(caller)) for _ in range(3)]
+    numbers = [(values["epoch"], values["base"], values["pushed"]) for values in found]
+    assert numbers == [(1, 0, 0), (2, rows, 0), (3, 2 * rows, 0)]
+
+
+@pytest.mark.parametrize("world", SPECIALIZED.values(), ids=SPECIALIZED, indirect=True)
+def test_a_weight_by_columns_is_described_as_its_rows_lie(world):
+    case = replace(world.of.plain, by_columns=True)
+    by_rows, by_columns = (
+        world.named(world.launched(world.caller(each)))["b_desc"] for each in (world.of.plain, case)
+    )
+    assert by_rows[1:7] == (case.n, case.k, case.k, 1, 128, 64)  # shape, strides, block
+    assert by_columns[1:7] == (case.k, case.n, case.n, 1, 64, 128)
 
 
 # ---- scratch memory
@@ -196,7 +217,7 @@ def test_another_choice_of_the_tuner_is_followed_at_once(world, asked):
     world.of.kernel.cache[key] = world.of.others
     taken = [world.launched(caller) for _ in range(2)]
     assert len(asked) == 2  # and then the short way again
-    assert [world.named(made)["BLOCK_N"] for made in taken] == [128, 128]
+    assert [world.named(made)["BLOCK_N"] for made in taken] == [world.of.others.kwargs["BLOCK_N"]] * 2
     assert world.compared(taken[0]) == world.compared(taken[1])
 
 
@@ -209,9 +230,11 @@ def test_it_is_tuned_in_context_and_then_settles(world, monkeypatch):
     tuned()
     (context,) = [each for each in tuned.report.contexts if " " not in each.kernel]  # no choice of the host
     assert (context.status, context.banned, len(context.timings)) == ("tuned", {}, 3)
-    kinds = {(values.get("TMA"), values["BLOCK_N"]) for values in map(world.named, world.device.launches)}
-    of_rows = {(None, 64), (None, 32), (None, 128)}
-    assert kinds == ({(True, 64), (True, 128), (False, 64)} if world.of.descriptors else of_rows)
+    tried = [
+        {name: values[name] for name in world.of.others.kwargs}
+        for values in map(world.named, world.device.launches)
+    ]
+    assert all(config.kwargs in tried for config in world.of.kernel.configs)
     (choice,) = world.of.kernel.cache.values()
     after = [world.launched(caller) for _ in range(2)]  # the second is sure to be the short way
     for values in map(world.named, after):
