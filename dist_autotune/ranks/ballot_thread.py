@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class BallotThread:
         self._sender: Client | None = None  # of the calls
         self._own: Client | None = None  # of the thread
         self._lock = threading.Lock()
+        self._sending = threading.Lock()  # calls on several threads share `_sender`
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -52,18 +54,14 @@ class BallotThread:
     def _post(self, op: str, ballot: str, call: int, *, waits: bool, error: str = "") -> bool:
         """Send a word; return whether that worked."""
         is_own = threading.current_thread() is self._thread
-        try:
-            client = self._own if is_own else self._sender
-            if client is None:
-                client = self._new_client()
-                if not is_own:
-                    self._sender = client
-            if client is None:
-                return False
-            client.notify(op, 0, ballot=ballot, call=call, waits=waits, error=error)
-        except (StoreLost, HubLost, HubSilent):
-            return False
-        return True
+        taking_turns = contextlib.nullcontext() if is_own else self._sending
+        with contextlib.suppress(StoreLost, HubLost, HubSilent), taking_turns:
+            if not is_own:
+                self._sender = self._sender or self._new_client()
+            if (client := self._own if is_own else self._sender) is not None:
+                client.notify(op, 0, ballot=ballot, call=call, waits=waits, error=error)
+                return True
+        return False
 
     def _serve(self) -> None:
         read = 0

@@ -161,7 +161,7 @@ class Ballot:
         self._is_begun_enough = False  # ... which need not have ended
         self._answers: dict[int, bool] = {}  # call -> all ranks have met a new key in it
         self._told: set[int] = set()  # calls whose word this rank has posted itself
-        self._raised: HubMessage | None = None  # a peer's latest failure, until its call has ended here
+        self._raised: HubMessage | None = None  # of a peer, in the latest call, until that has ended here
         self._warned_in = 0  # the latest call for which `peer_failure` returned it
         self._changed = threading.Condition()
 
@@ -236,7 +236,7 @@ class Ballot:
                 self._limit = self._opens_at = call  # the second: it has begun the call, and waits there
             elif about == "opens":
                 self._limit = math.inf  # it has gone on without: too late
-            elif about == "raised":
+            elif about == "raised" and (self._raised is None or call >= int(self._raised["call"])):
                 self._raised = letter
             self._changed.notify_all()
         if about == "stop":

@@ -223,8 +223,12 @@ class Hub:
 
     def look_for(self, rank: int) -> None:
         """Give up a rank that has not come back. When the hub has been away, living ones have closed too."""
-        if rank in self.closed and time.monotonic() - self._woke_at > 2 * RETURN_S:
+        if rank not in self.closed:
+            return
+        if time.monotonic() - self._woke_at > 2 * RETURN_S:
             self.state.lose(self.closed)
+        else:
+            self.loop.call_later(RETURN_S, self.look_for, rank)
 
     def was_away(self) -> bool:
         """Return, once, whether this process has been stopped: peers may have gone on without it."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from dist_autotune.ranks.ballot_thread import BallotThread
 from dist_autotune.ranks.ballots import STOPS_AFTER, Ballot, BallotBox
 
 CALLS = 12
@@ -222,5 +226,29 @@ def test_a_failure_is_told_in_each_call_that_may_wait_for_the_peer_however_early
         return [call for call, reason in filter(None, told) if reason == "rank 1 has failed (Boom)"]
 
     ballot.take({"ballot": "session", "about": "raised", "call": 2, "rank": 1, "error": "Boom"})
+    ballot.take({"ballot": "session", "about": "raised", "call": 1, "rank": 2, "error": "of one behind"})
     assert ballot.peer_failure() is None  # it is in no call
     assert [told_in_the_next_call() for _ in range(4)] == [[1], [2], [], []]
+
+
+def test_calls_on_several_threads_send_one_word_at_a_time():
+    made, is_free, together = [], threading.Lock(), threading.Barrier(2)
+
+    class Client:
+        def __init__(self):
+            made.append(self)
+            time.sleep(0.02)  # on purpose: the other thread comes here meanwhile
+
+        def notify(self, *word, **fields):
+            assert is_free.acquire(blocking=False), "two threads write to one connection"
+            time.sleep(0.02)
+            is_free.release()
+
+    def post(call):
+        together.wait(20)
+        return words._post("met", "a function", call, waits=False)
+
+    words = BallotThread(Client, watchdog=None)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(post, range(2))) == [True, True]
+    assert len(made) == 1
