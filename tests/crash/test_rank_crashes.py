@@ -11,7 +11,7 @@ from dist_autotune import TuningError
 from ranks import assert_all_ok, run_ranks
 
 
-def ranks_program(rank, cache, dies=None, timeout_s=TIMEOUT_S, leave=lambda: die(signal.SIGKILL)):
+def ranks_program(rank, cache, dies=None, leave=None):
     bench, x = Bench(), numbers()
     ms = {block: value + rank / 10 for block, value in MS.items()}
     events = {dies[1]: leave} if dies is not None and dies[0] == rank else {}
@@ -20,7 +20,7 @@ def ranks_program(rank, cache, dies=None, timeout_s=TIMEOUT_S, leave=lambda: die
     def thunk():
         return launch(kernel, x)
 
-    step = tune(bench, thunk, cache=cache, timeout_s=timeout_s, **EXHAUSTIVE)
+    step = tune(bench, thunk, cache=cache, timeout_s=TIMEOUT_S, **EXHAUSTIVE)
     text = ending(step)
     if dies is not None:
         return text
@@ -30,7 +30,7 @@ def ranks_program(rank, cache, dies=None, timeout_s=TIMEOUT_S, leave=lambda: die
 @pytest.mark.parametrize(("dying", "number"), [(0, signal.SIGKILL), (1, signal.SIGSEGV)], ids=str)
 def test_after_one_rank_has_crashed_all_ban_its_candidate(tmp_cache, dying, number):
     leave = lambda: die(number)  # noqa: E731
-    results = run_ranks(ranks_program, 2, tmp_cache, (dying, (32, 1)), 3.0, leave, init="tcp")
+    results = run_ranks(ranks_program, 2, tmp_cache, (dying, (32, 1)), leave, init="tcp")
     survivor = results[1 - dying]
     assert results[dying].signal == number
     assert survivor.value.startswith("AgreementTimeout: ")
@@ -48,7 +48,7 @@ def test_after_one_rank_has_crashed_all_ban_its_candidate(tmp_cache, dying, numb
 
 def test_an_exception_on_one_rank_bans_nothing_anywhere(tmp_cache):
     leave = lambda: raise_(ArithmeticError("no"))  # noqa: E731
-    one, zero = run_ranks(ranks_program, 2, tmp_cache, (1, (32, 1)), TIMEOUT_S, leave)
+    one, zero = run_ranks(ranks_program, 2, tmp_cache, (1, (32, 1)), leave)
     assert {one.value.partition(":")[0], zero.value.partition(":")[0]} == {"ArithmeticError", "PeerFailed"}
     for found in assert_all_ok(run_ranks(ranks_program, 2, tmp_cache)):
         assert found["blocks"] == [16] * 3 + [32] * 3 + [64] * 4
@@ -84,7 +84,7 @@ def test_ranks_that_are_killed_because_another_raised_ban_nothing(tmp_cache, tmp
         assert found["blocks"] == [16] * 3 + [32] * 3 + [64] * 4
 
 
-def twice(rank, cache, event, timeout_s):
+def twice(rank, cache, event):
     """Call a tuned function, and once more where the first call raised; `event` happens on one rank."""
     bench, x = Bench(), numbers()
     failing, when, what = event
@@ -93,7 +93,7 @@ def twice(rank, cache, event, timeout_s):
     def thunk():
         return launch(kernel, x)
 
-    step = tune(bench, thunk, cache=cache, timeout_s=timeout_s, **EXHAUSTIVE)
+    step = tune(bench, thunk, cache=cache, timeout_s=TIMEOUT_S, **EXHAUSTIVE)
     first = ending(step)
     if first.startswith("AgreementTimeout"):
         return None
@@ -104,9 +104,9 @@ def twice(rank, cache, event, timeout_s):
 
 def test_after_a_dropped_session_the_next_of_these_processes_starts_anew_but_keeps_bans(tmp_cache):
     dying = (1, (32, 1), lambda: die(signal.SIGKILL))
-    assert run_ranks(twice, 2, tmp_cache, dying, 3.0, init="tcp")[1].signal == signal.SIGKILL
+    assert run_ranks(twice, 2, tmp_cache, dying, init="tcp")[1].signal == signal.SIGKILL
     failing = (0, (64, 1), lambda: raise_(TuningError("no")))  # drops the session, unlike the user's own
-    zero, one = assert_all_ok(run_ranks(twice, 2, tmp_cache, failing, TIMEOUT_S))
+    zero, one = assert_all_ok(run_ranks(twice, 2, tmp_cache, failing))
     assert (zero[0], one[0]) == ("TuningError", "PeerFailed")
     for _, found in (zero, one):
         assert found["blocks"] == [16] * 3 + [64] * 4

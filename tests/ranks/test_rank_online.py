@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers, records
-from rank_programs import SHORT_S, blocks_of, run_until_settled, tune, tuned_step
+from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, run_until_settled, set_patience, tune, tuned_step
 
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
@@ -93,8 +93,11 @@ def test_a_rank_that_is_late_in_a_settled_call_delays_learning_and_raises_nothin
                 time.sleep(is_late.pop())
             return [launch(kernel, numbers(n)) for n in sizes]
 
-        step = tune(bench, thunk, timeout_s=SHORT_S)
-        step(), step()
+        step = tune(bench, thunk)
+        step()
+        set_patience(step, SHORT_S)
+        step()  # its calls wait no longer than that for words
+        set_patience(step, TIMEOUT_S)
         if rank == 0:
             is_late.append(2 * SHORT_S)
         else:
@@ -115,8 +118,10 @@ def test_a_rank_that_is_late_where_all_take_a_key_up_raises_nothing():
     def program(rank):
         bench, sizes = Bench(), [64]
         kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], timeout_s=SHORT_S)
-        step(), step()
+        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes])
+        step()
+        set_patience(step, SHORT_S)
+        step()
         if rank == 1:
             sizes.append(8)
         late_s = 2 * SHORT_S
@@ -156,7 +161,7 @@ def test_retune_on_one_rank_is_taken_up_by_all_in_one_call(mode):
 
 def test_captured_calls_of_one_rank_do_not_count_where_ranks_take_up_together(monkeypatch):
     def program(rank):
-        step, bench = tuned_step({16: 3.0, 32: 1.0}, timeout_s=SHORT_S)
+        step, bench = tuned_step({16: 3.0, 32: 1.0})
         run_until_settled(step)
         step()
         before = len(bench.blocks())
@@ -178,13 +183,15 @@ def test_captured_calls_of_one_rank_do_not_count_where_ranks_take_up_together(mo
 
 def test_retune_beside_a_rank_that_is_late_delays_learning_and_raises_nothing():
     def program(rank):
-        step, bench = tuned_step({16: 3.0, 32: 1.0}, timeout_s=SHORT_S)
+        step, bench = tuned_step({16: 3.0, 32: 1.0})
         run_until_settled(step)
+        set_patience(step, SHORT_S)
         if rank == 1:
             step.retune()
         else:
             time.sleep(2 * SHORT_S)
         step()
+        set_patience(step, TIMEOUT_S)
         return call_until_taken_up(step), sorted(set(bench.blocks()))
 
     zero, one = assert_all_ok(run_ranks(program, 2))

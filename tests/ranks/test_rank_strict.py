@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers
-from rank_programs import SHORT_S, ending, is_gone, own_cache, tune, wait_for
+from rank_programs import SHORT_S, TIMEOUT_S, ending, is_gone, own_cache, set_patience, tune, wait_for
 
 from dist_autotune.storage.winners import LAUNCHED
 from ranks import assert_all_ok, describe, meet, run_ranks
@@ -81,6 +81,8 @@ def test_in_a_settled_call_all_that_lack_a_result_raise_and_stay_in_step(shipped
 
 @pytest.mark.parametrize("settled", [False, True], ids=["first call", "settled call"])
 def test_a_peer_in_a_collective_is_released_when_asked_for(shipped, settled, quick_heartbeats):
+    first_s = TIMEOUT_S if settled else SHORT_S
+
     def program(rank, pid):
         bench = Bench()
         kernel = bench.kernel({16: 3.0, 32: 1.0})
@@ -91,10 +93,11 @@ def test_a_peer_in_a_collective_is_released_when_asked_for(shipped, settled, qui
                 pid.write_text(str(os.getpid()))
             dist.barrier()
 
-        step = tune(bench, thunk, cache=own_cache(rank), on_stuck="abort", timeout_s=SHORT_S)
+        step = tune(bench, thunk, cache=own_cache(rank), on_stuck="abort", timeout_s=first_s)
         meet()
         if settled:
             step(64)
+            set_patience(step, SHORT_S)
         end = ending(lambda: step(100 if rank == 0 else 64))
         wait_for(lambda: pid.exists() and pid.read_text() and is_gone(int(pid.read_text())))
         return end

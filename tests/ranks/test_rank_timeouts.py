@@ -13,6 +13,7 @@ from rank_programs import (
     IN_TIME_S,
     SHORT_S,
     SOON_S,
+    TIMEOUT_S,
     Boom,
     assert_next_call_works,
     ending,
@@ -76,9 +77,6 @@ def test_a_rank_that_is_told_to_terminate_in_the_middle_of_a_run_releases_its_pe
         def thunk():
             runs.append(None)
             y = launch(kernel, x)
-            if rank != 1 and len(runs) == 2:
-                set_patience(step, SHORT_S)
-                meet(0, 2)
             if rank == 1 and len(runs) == 2:
                 if handled:
                     signal.signal(signal.SIGTERM, leave)
@@ -104,7 +102,7 @@ def test_a_rank_that_is_told_to_terminate_in_the_middle_of_a_run_releases_its_pe
         expected = "PeerFailed: rank 1 failed" if handled else "AgreementTimeout: "
         assert end.startswith(expected)
         assert "ank 1" in end
-        assert waited_s < SHORT_S + 10
+        assert waited_s < SOON_S
     started = [record for record in records(rank=1) if record.event == "run_started"]
     assert [record.run for record in started] == [0, 1]  # what the rank was doing is on disk
     assert list(started[-1].plan.values()) == [1]
@@ -175,7 +173,8 @@ def test_a_rank_that_compiles_is_not_given_up(where, monkeypatch, quick_heartbea
         else:
             monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: 0)
             monkeypatch.setattr(dispatcher.Launch, "compile", compiles)
-        step, _, x = failing_step(rank, fails={}, at_run=0, timeout_s=SHORT_S)
+        patient = dict.fromkeys((0, 1), lambda: set_patience(step, TIMEOUT_S))
+        step, _, x = failing_step(rank, fails=patient, at_run=2, timeout_s=SHORT_S)
         meet()
         began = time.monotonic()
         winners = assert_next_call_works(step, x)
@@ -221,33 +220,33 @@ def test_a_peer_in_a_collective_of_its_own_is_told_why_on_stderr_and_in_the_log(
 
 @pytest.mark.parametrize("when", ["tuning", "settled", "settled, heard between calls"])
 def test_a_stuck_peer_is_ended_when_asked_for(when, quick_heartbeats):
-    def program(rank, pid, failed):
+    def program(rank, pid):
         bench, x, runs = Bench(), numbers(), []
         kernel = bench.kernel({16: 1.0, 32: 2.0})
 
         def thunk():
             runs.append(None)
             launch(kernel, x)
+            if len(runs) == (1 if when == "tuning" else 3):
+                meet()
+                set_patience(step, SHORT_S)
             if len(runs) == (2 if when == "tuning" else 5):
                 if rank == 0:
                     raise Boom
                 pid.write_text(str(os.getpid()))
                 dist.barrier()
 
-        step = tune(bench, thunk, on_stuck="abort", timeout_s=SHORT_S)
-        meet()
+        step = tune(bench, thunk, on_stuck="abort")
         for _ in range(3):
             if rank == 1 and when == "settled, heard between calls" and len(runs) == 4:
-                wait_for(failed.exists)
-                time.sleep(SHORT_S)  # it has heard of the failure
+                wait_for(lambda: step._calls.state.ballot._raised)  # it has heard of the failure
             end = ending(step)
             if not end.startswith("returned"):
                 break
-        failed.touch()
         wait_for(lambda: pid.exists() and pid.read_text() and is_gone(int(pid.read_text())))
         return end.partition(":")[0]
 
-    zero, one = run_ranks(program, 2, Path.cwd() / "pid", Path.cwd() / "failed")
+    zero, one = run_ranks(program, 2, Path.cwd() / "pid")
     assert assert_all_ok([zero]) == ["Boom"]
     assert one.exitcode == 1, describe(one)
     assert "ends: it is still in" in one.stderr

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from kernels_for_tests import Bench, double, is_outside, launch, numbers, only, records
-from rank_programs import ending, tune, wait_for
+from rank_programs import TIMEOUT_S, ending, run_until_settled, set_patience, tune, wait_for
 
 from dist_autotune import EventClock, PeerFailed, TuningError, is_tuning
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
@@ -79,8 +79,12 @@ def test_ranks_that_are_all_stuck_are_all_told(quick_heartbeats):
         bench = Bench()
         both = lambda: all(f"Rank {r} has been in run 1" in log_of(r) for r in (0, 1))  # noqa: E731
         kernel = bench.kernel(stuck_at(32, both))
-        step = tune(bench, lambda: launch(kernel, numbers()), timeout_s=0.5)
-        return ending(step), only(step.report).status
+        step = tune(bench, lambda: (launch(kernel, numbers()), set_patience(step, TIMEOUT_S)), mode="online")
+        step()
+        set_patience(step, 0.5)  # of run 1, not of the exchange behind it
+        end = ending(step)
+        run_until_settled(step)
+        return end, only(step.report).status
 
     results = run_ranks(program, 2)
     for rank, (end, status) in enumerate(assert_all_ok(results)):
@@ -94,7 +98,10 @@ def test_ranks_that_are_all_stuck_are_all_ended_when_that_is_asked_for(quick_hea
     def program(rank):
         bench = Bench()
         kernel = bench.kernel(stuck_at(32, lambda: False))
-        tune(bench, lambda: launch(kernel, numbers()), timeout_s=1.0, on_stuck="abort")()
+        step = tune(bench, lambda: launch(kernel, numbers()), on_stuck="abort", mode="online")
+        step()
+        set_patience(step, 1.0)
+        step()
 
     for result in run_ranks(program, 2):
         assert result.exitcode == 1
