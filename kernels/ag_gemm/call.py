@@ -19,8 +19,7 @@ class GatherCall(NamedTuple):
     rows: int  # of each rank's chunk
     rank: int
     world_size: int
-    slots: int  # of the gather buffer, each with room for `capacity` rows
-    capacity: int
+    capacity: int  # rows for which the gather buffer has room in each chunk
     epoch: int
     base: int  # ARRIVED before this call; 0 where chunks are pushed
     pushed: int  # 1 where chunks are pushed

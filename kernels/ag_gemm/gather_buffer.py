@@ -86,26 +86,36 @@ class GatherBuffer:
         self.shard = self.a[memory.rank]
         chunk = self.symmetric.local[memory.rank]
         self._begin, self._bytes = chunk.data_ptr(), chunk.numel() * chunk.element_size()
+        self._storage_at = chunk.untyped_storage().data_ptr()
+        self._chunks = self.symmetric.local[: memory.world_size].flatten(0, 1)  # a view of what is fetched
 
     def put(self, a_shard: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Write this rank's rows, if they are not there, and their scales, if they have any; None: ones."""
         rows = a_shard.shape[0]
-        if a_shard.data_ptr() == self._begin:
-            pass  # they are there
-        elif self._is_dense and a_shard.is_contiguous():
-            self._memory.copy_here(self.shard, a_shard)
-        else:
-            self.shard[:rows].copy_(a_shard.detach())
-        if self.scales is not None and scale is None:
-            self.scales[self._rank, :rows].fill_(1)
-        elif self.scales is not None and scale is not None:
-            self.scales[self._rank, :rows].copy_(scale.detach().reshape(-1))
+        if a_shard.data_ptr() != self._begin:
+            if self._is_dense and a_shard.is_contiguous():
+                self._memory.copy_here(self.shard, a_shard)
+            else:
+                self.shard[:rows].copy_(a_shard.detach())
+        if self.scales is not None:
+            own = self.scales[self._rank, :rows]
+            own.fill_(1) if scale is None else own.copy_(scale.detach().reshape(-1))
 
     def layout_of(self, a_shard: torch.Tensor) -> Hashable:
         """Return how a shard lies, and where in this rank's chunk it begins, in bytes; -1 if beside it."""
         layout = layout_of(a_shard)
         offset = a_shard.data_ptr() - self._begin if isinstance(a_shard, torch.Tensor) else -1
         return (offset if 0 <= offset < self._bytes else -1), layout
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is a view of this memory, which the next call may overwrite."""
+        return tensor.untyped_storage().data_ptr() == self._storage_at
+
+    def fetched(self, rows: int) -> torch.Tensor:
+        """Return so many rows of each chunk that was fetched, as a copy unless they are all."""
+        if rows == self.shard.shape[0]:
+            return self._chunks
+        return self.symmetric.local[: self._world_size, :rows].flatten(0, 1)
 
     def room(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where a collective gathers so many rows of each rank, and the part that is in place."""

@@ -2,10 +2,13 @@
 
 Read it in this order:
 
+    operation    one call, from its arguments to its launch
     choices      options of a call that each rank may choose for itself
-    pull         eager calls fetch the peers' chunks: the order of steps, and why every wait ends
-    push         captured calls, and `producer="push"`, push the own chunk: the same
+    pull         the protocol of eager calls, which fetch the peers' chunks: the order of steps, and why every
+                 wait ends
+    push         the same of captured calls and of `producer="push"`, which push the own chunk
     collective   an all-gather before cuBLAS in place of both, where all ranks agree on it
+    gathered     which rows a call has gathered, and where they lie
     chunks       the device side of waiting
     plain, specialized, matmul     the consumers: kernels that wait and multiply
 
@@ -18,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -46,11 +48,11 @@ from . import specialized
 from .call import Consumer, GatherCall, GatherLayout, Product
 from .choices import Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
+from .gathered import GatheredRows
 from .matmul import MatmulConsumer, multiply_into, wait_for_all
 from .plain import PlainConsumer
 
 PRODUCERS = ("pull", "push")
-NOTHING = nullcontext()
 
 
 class AllGatherGemm(Operation):
@@ -111,11 +113,7 @@ class AllGatherGemm(Operation):
         self._capacity, self._k, self._dtype = m_per_rank, k, dtype
         self._format = RowFormat(k, dtype)
         self._pushes, self._producer_name = producer == "push", producer
-        self._rows = self._fetched_rows = 0  # of the last call that fetched; of all of them
-        self._fetches = 0  # calls that fetched: their epoch
-        # Of the last call that the pusher was told of, 0 while there is none; below 0 if by the collective.
-        self._told_rows = self._told_before = 0
-        self._came = ""  # how the last call's chunks did
+        self._fetches = self._fetched_rows = 0  # calls that fetched: their epoch; the rows of all of them
         self._key = k, str(dtype), producer  # of the choice: equal on all ranks, unlike N
         self._open_collective = functools.partial(
             Collective, "AllGatherGemm", "ag_gemm way", group, fixed=collective, timeout_s=timeout_s
@@ -130,16 +128,13 @@ class AllGatherGemm(Operation):
             raise ValueError(f"producer is {self._producer_name!r}; it is one of {', '.join(PRODUCERS)}")
         if self._format.is_scaled and self.device.type == "cuda":
             check_fp8(self.device)
-        self._slots = ChunkPusher.slots(world)
-        self._buffer = GatherBuffer(memory, self._format, self._slots, self._capacity)
+        self._buffer = GatherBuffer(memory, self._format, ChunkPusher.slots(world), self._capacity)
         self._gather = self._buffer.symmetric
-        self._storage_at = self._gather.local.untyped_storage().data_ptr()
-        self._chunks = self._gather.local[:world].flatten(0, 1)  # those that are fetched, a view
         self._flags = memory.allocate((FLAGS, world), torch.int32)
         self._producer = ChunkProducer(memory, self._gather, self._flags)
         self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
         self._collective = self._open_collective(memory)
-        self._gathered: torch.Tensor | None = None
+        self._gathered = GatheredRows(self._buffer, self._pusher)
         self._trace: torch.Tensor | None = None  # of the call that is traced
 
     def _read_device(self, dtype: torch.dtype) -> None:
@@ -197,83 +192,7 @@ class AllGatherGemm(Operation):
         It waits for nothing, whatever was replayed before.
         """
         product = self._call(a_shard, weight, out)
-        return product, self._format.rows_in(self._rows_of_call(a_shard.shape[0]))
-
-    def _call(
-        self,
-        a_shard: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor | None,
-        epilogue: Epilogue = ONLY_SUMS,
-        *,
-        pushed: bool = False,
-    ) -> torch.Tensor:
-        """Make a call; pushed: push, as captured calls do, also where it is eager and others fetch."""
-        self._check_usable()
-        bias, activation, scale_a, scale_weight = epilogue
-        if torch.is_grad_enabled():
-            scales = {"scale_a": scale_a, "scale_weight": scale_weight}
-            check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=bias, **scales)
-        of_out = None if out is None else layout_of(out)
-        key = self._buffer.layout_of(a_shard), layout_of(weight), of_out, epilogue.layout()
-        layout = self._layouts.get(key)
-        if layout is None:
-            self._buffer.check(a_shard, weight, out, epilogue)
-        is_capturing = self._follow()
-        pushed = pushed or self._pushes or is_capturing
-        if out is None:
-            shape = self._shape_of(len(a_shard), weight, activation) if layout is None else layout.shape
-            out = weight.new_empty(shape, dtype=self._format.product_dtype)
-        self._buffer.put(a_shard, scale_a)
-        if self._format.is_scaled:
-            epilogue = epilogue._replace(scale_a=self._buffer.scales)
-        if layout is None:
-            layout = remember(
-                self._layouts, key, self._new_layout(weight, out, len(a_shard), epilogue.kind())
-            )
-        product = Product(weight, out, epilogue, layout)
-        self._calls, self._told_before = self._calls + 1, self._told_rows
-        self._came = "by the collective"
-        if not self._run_collective(product, is_capturing=is_capturing):
-            self._came = "pushed" if pushed else "fetched"
-            choice = self._choose(layout)
-            self._load(product, choice, pushed=pushed)
-            (self._run_pushed if pushed else self._run)(product, choice)
-        if not self._on_gpu:
-            self._check_usable()
-        return out
-
-    def _fail(self, error: BaseException) -> None:
-        self._told_rows = self._told_before  # no call of a failed capture has happened
-        super()._fail(error)
-
-    def _shape_of(self, rows: int, weight: torch.Tensor, activation: str | None = None) -> tuple[int, int]:
-        return self.world_size * rows, result_columns(activation, weight.shape[0])
-
-    def _new_layout(
-        self, weight: torch.Tensor, out: torch.Tensor, rows: int, epilogue: EpilogueKind = NO_EPILOGUE
-    ) -> GatherLayout:
-        can_run = specialized.can_run(self._buffer.a, weight, out, rows)
-        most_pieces = piece_counts(rows)[-1]  # of a class all have the same options
-        shape = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
-        key = (*shape, str(self._dtype), self.world_size, self._producer_name, *epilogue.key())
-        world, fixed = self.world_size, self._fixed
-        options = options_for(rows, self._sms, world_size=world, specialized=can_run, key=key, fixed=fixed)
-        of_all, columns = out.shape
-        return GatherLayout(rows, class_of_rows(of_all), (of_all, columns), options, Standing(options.choose))
-
-    def _choose(self, layout: GatherLayout) -> Choice:
-        return layout.choose()
-
-    def _load(self, product: Product, choice: Choice, *, pushed: bool) -> None:
-        """Load the kernels of a call before any stream waits for a peer, see `launches.loading.load`."""
-        kernel, loaded = (choice.consumer, pushed, self._trace is not None), product.layout.loaded
-        if kernel in loaded or self._is_capturing():
-            return
-        call = self._call_of(product, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))
-        self._consumer(choice, product).load(self._buffer.a, product.weight, product.out, call)
-        wait_for_all(call, only_load=True)  # for a call that fails on the host
-        loaded.add(kernel)
+        return product, self._format.rows_in(self._gathered.of_call())
 
     def trace(
         self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
@@ -286,8 +205,7 @@ class AllGatherGemm(Operation):
             given = self._fixed.consumer
             raise ValueError(f"consumer is {given!r}; to trace, open an operation with 'specialized'")
         if out is None:
-            shape = self._shape_of(len(a_shard), weight)
-            out = weight.new_empty(shape, dtype=self._format.product_dtype)
+            out = self._new_result(weight, len(a_shard))
         self._trace = trace = specialized.empty_trace(out, self.world_size)
         try:
             return self(a_shard, weight, out), trace
@@ -306,7 +224,7 @@ class AllGatherGemm(Operation):
 
     def overwrites(self, gathered: torch.Tensor) -> bool:
         """Return whether the next call may overwrite what `with_gathered` returned."""
-        return gathered.untyped_storage().data_ptr() == self._storage_at
+        return self._buffer.holds(gathered)
 
     @property
     def gathered(self) -> torch.Tensor:
@@ -315,54 +233,101 @@ class AllGatherGemm(Operation):
         A copy where m < m_per_rank, and behind a call that pushed. After a capture this waits for the device,
         as the host does not see replays; read during a capture, it is a part of the graph.
         """
-        return self._format.rows_in(self._gathered_rows())
-
-    def _rows_of_call(self, rows: int) -> torch.Tensor:
-        """Return so many rows of each rank as they lie in memory behind the call that the host made last."""
-        if self._came == "by the collective":
-            return self._buffer.room(rows)[0]
-        if self._came == "pushed":
-            return self._pusher.gathered(rows)
-        return self._fetched(rows)
-
-    def _fetched(self, rows: int) -> torch.Tensor:
-        """Return so many rows of each chunk that was fetched, as a copy unless they are all."""
-        if rows == self._capacity:
-            return self._chunks
-        return self._gather.local[: self.world_size, :rows].flatten(0, 1)
-
-    def _gathered_rows(self) -> torch.Tensor:
-        """Return the rows of the last call or replay as they lie in memory."""
         self._check_usable()
-        if self._told_rows:
-            rows = self._told_rows if self._is_capturing() else self._pusher.last_rows()
-            if rows:
-                return self._pusher.gathered(rows) if rows > 0 else self._buffer.room(-rows)[0]
-        if self._fetches == 0 and self._gathered is None:
-            raise RuntimeError("nothing has been gathered yet; call the operation first")
-        if self._gathered is None:
-            self._gathered = self._fetched(self._rows)
-        return self._gathered
+        return self._format.rows_in(self._gathered.of_replay(is_capturing=self._is_capturing()))
 
     # ---- one call
+
+    def _call(
+        self,
+        a_shard: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        epilogue: Epilogue = ONLY_SUMS,
+        *,
+        pushed: bool = False,
+    ) -> torch.Tensor:
+        """Make a call; pushed: push, as captured calls do, also where it is eager and others fetch."""
+        self._check_usable()
+        bias, _, scale_a, scale_weight = epilogue
+        if torch.is_grad_enabled():
+            scales = {"scale_a": scale_a, "scale_weight": scale_weight}
+            check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=bias, **scales)
+        of_out = None if out is None else layout_of(out)
+        key = self._buffer.layout_of(a_shard), layout_of(weight), of_out, epilogue.layout()
+        layout = self._layouts.get(key)
+        if layout is None:
+            self._buffer.check(a_shard, weight, out, epilogue)
+        if self._format.is_scaled:
+            epilogue = epilogue._replace(scale_a=self._buffer.scales)
+        if layout is None:
+            made = self._new_layout(weight, out, len(a_shard), epilogue.kind())
+            layout = remember(self._layouts, key, made)
+        is_capturing = self._follow()
+        pushed = pushed or self._pushes or is_capturing
+        if out is None:
+            out = weight.new_empty(layout.shape, dtype=self._format.product_dtype)
+        self._buffer.put(a_shard, scale_a)
+        product = Product(weight, out, epilogue, layout)
+        self._calls += 1
+        self._gathered.begin()
+        if not self._run_collective(product, is_capturing=is_capturing):
+            choice = self._choose(layout)
+            self._load(product, choice, pushed=pushed)
+            (self._run_pushed if pushed else self._run)(product, choice)
+        if not self._on_gpu:
+            self._check_usable()
+        return out
+
+    def _fail(self, error: BaseException) -> None:
+        self._gathered.undo()
+        super()._fail(error)
+
+    def _new_result(self, weight: torch.Tensor, rows: int, activation: str | None = None) -> torch.Tensor:
+        shape = (self.world_size * rows, result_columns(activation, weight.shape[0]))
+        return weight.new_empty(shape, dtype=self._format.product_dtype)
+
+    def _new_layout(
+        self, weight: torch.Tensor, out: torch.Tensor | None, rows: int, epilogue: EpilogueKind = NO_EPILOGUE
+    ) -> GatherLayout:
+        if out is None:
+            out = self._new_result(weight, rows, epilogue.activation)
+        can_run = specialized.can_run(self._buffer.a, weight, out, rows)
+        most_pieces = piece_counts(rows)[-1]  # of a class all have the same options
+        shape = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
+        key = (*shape, str(self._dtype), self.world_size, self._producer_name, *epilogue.key())
+        options = options_for(
+            rows, self._sms, world_size=self.world_size, specialized=can_run, key=key, fixed=self._fixed
+        )
+        of_all, columns = out.shape
+        return GatherLayout(rows, class_of_rows(of_all), (of_all, columns), options, Standing(options.choose))
+
+    def _choose(self, layout: GatherLayout) -> Choice:
+        return layout.choose()
+
+    def _load(self, product: Product, choice: Choice, *, pushed: bool) -> None:
+        """Load the kernels of a call before any stream waits for a peer, see `launches.loading.load`."""
+        kernel, loaded = (choice.consumer, pushed, self._trace is not None), product.layout.loaded
+        if kernel in loaded or self._is_capturing():
+            return
+        call = self._call_of(product, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))
+        self._consumer(choice, product).load(self._buffer.a, product.weight, product.out, call)
+        wait_for_all(call, only_load=True)  # for a call that fails on the host
+        loaded.add(kernel)
 
     def _run(self, product: Product, choice: Choice) -> None:
         self._fetches += 1
         rows = product.layout.rows
-        self._rows, self._gathered = rows, None
         epoch, base = as_epoch(self._fetches), as_epoch(self._fetched_rows)
         self._fetched_rows += rows
         call = self._call_of(product, choice, self._flags.local, epoch, base)
         start = functools.partial(self._producer.start, rows, epoch, base, choice.pieces)
-        exchange = product, choice, call, start, self._producer.finish
-        if self._told_rows:
-            with self._pusher.noting(0):
-                self._exchange(*exchange)
-        else:
-            self._exchange(*exchange)
+        with self._gathered.fetch(rows):
+            self._exchange(product, choice, call, start, self._producer.finish)
 
     def _run_pushed(self, product: Product, choice: Choice) -> None:
-        self._told_rows = rows = product.layout.rows
+        rows = product.layout.rows
+        self._gathered.push(rows)
         call = self._call_of(product, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
         at_once = not self._is_capturing()
         start = functools.partial(self._pusher.start, rows, choice.pieces, at_once=at_once)
@@ -399,47 +364,21 @@ class AllGatherGemm(Operation):
             if not self._collective.agree(size_class, of_all, wants=wants, is_capturing=is_capturing):
                 return False
             gathered, own = self._buffer.room(rows)
-            with self._telling(-rows if is_capturing else 0):
+            with self._gathered.by_collective(rows, is_capturing=is_capturing):
                 self._collective.all_gather(gathered, own)
                 epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
                 multiply_into(out.detach(), self._format.rows_in(gathered), weight.detach().T, epilogue)
         except BaseException as error:
             self._fail(error)
             raise
-        if not is_capturing:
-            self._gathered = gathered
         return True
-
-    def _telling(self, rows: int) -> AbstractContextManager[None]:
-        """Return a context that notes, on the device, the rows of a call that is not pushed.
-
-        0 rows: an eager call, which is noted only behind others that were.
-        """
-        if not (rows or self._told_rows):
-            return NOTHING
-        if rows:
-            self._told_rows = rows
-        return self._pusher.noting(rows)
 
     def _call_of(
         self, product: Product, choice: Choice, flags: torch.Tensor, epoch: int, base: int, pushed: int = 0
     ) -> GatherCall:
-        return GatherCall(
-            product.layout.rows,
-            self.rank,
-            self.world_size,
-            self._slots,
-            self._capacity,
-            epoch,
-            base,
-            pushed,
-            self._patience_ticks,
-            choice.programs,
-            flags,
-            self._errors,
-            self._trace,
-            product.epilogue,
-        )
+        place = (product.layout.rows, self.rank, self.world_size, self._capacity)
+        numbers = (epoch, base, pushed, self._patience_ticks, choice.programs)
+        return GatherCall(*place, *numbers, flags, self._errors, self._trace, product.epilogue)
 
     def _launch(self, product: Product, choice: Choice, call: GatherCall) -> None:
         self._consumer(choice, product).launch(self._buffer.a, product.weight, product.out, call)

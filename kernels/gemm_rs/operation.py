@@ -214,15 +214,13 @@ class GemmReduceScatter(Operation):
         lie = layout_of(a), layout_of(weight), of_out, of_addend, of_scales
         layout = self._layouts.get(lie)
         if layout is None:
-            self._check_arguments(a, weight, out, addend)
-            check_scales(self._dtype, self.device, (scale_a, len(a)), (scale_weight, self._n))
+            given = (a, weight, out, addend, scale_a, scale_weight)
+            self._check_arguments(*given)
+            layout = remember(self._layouts, lie, self._new_layout(*given))
         is_capturing = self._follow()
         if out is None:
-            shape = (len(a) // self.world_size, self._n) if layout is None else layout.shape
-            out = a.new_empty(shape, dtype=self._out_dtype)
+            out = a.new_empty(layout.shape, dtype=self._out_dtype)
         operands = ScatterOperands(a, weight, out, addend, scale_a, scale_weight)
-        if layout is None:
-            layout = remember(self._layouts, lie, self._new_layout(operands))
         all_rows, size_class = layout.all_rows, layout.size_class
         wants = self._collective.wants(size_class, self._key)
         with self._carrying_out():
@@ -249,6 +247,8 @@ class GemmReduceScatter(Operation):
         weight: torch.Tensor,
         out: torch.Tensor | None,
         addend: torch.Tensor | None,
+        scale_a: torch.Tensor | None,
+        scale_weight: torch.Tensor | None,
     ) -> None:
         check_factors(a, weight, self._m, self._n, self._dtype, self.device)
         rows, world = a.shape[0], self.world_size
@@ -265,6 +265,7 @@ class GemmReduceScatter(Operation):
             if addend.shape != (rows, self._n) or not addend.is_contiguous():
                 given = f"addend has shape {list(addend.shape)} and strides {addend.stride()}"
                 raise ValueError(f"{given}; it must be contiguous and [{rows}, {self._n}]")
+        check_scales(self._dtype, self.device, (scale_a, rows), (scale_weight, self._n))
 
     def _run_collective(
         self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None
@@ -284,12 +285,14 @@ class GemmReduceScatter(Operation):
         held = self._partial.flatten(0, 1)[: len(a)]
         return held if len(held) == len(a) else a.new_empty((len(a), self._n))
 
-    def _new_layout(self, operands: ScatterOperands) -> ScatterLayout:
-        rows, columns = operands.out.shape
-        all_rows, of_each = len(operands.a), (rows,) * self.world_size
-        return ScatterLayout(
-            all_rows, class_of_rows(all_rows), of_each, (rows, columns), self._make_body(operands)
-        )
+    def _new_layout(
+        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *others: torch.Tensor | None
+    ) -> ScatterLayout:
+        all_rows, shape = len(a), (len(a) // self.world_size, self._n)
+        if out is None:
+            out = a.new_empty(shape, dtype=self._out_dtype)
+        body = self._make_body(ScatterOperands(a, weight, out, *others))
+        return ScatterLayout(all_rows, class_of_rows(all_rows), (shape[0],) * self.world_size, shape, body)
 
     def _make_body(self, operands: ScatterOperands) -> Body:
         if specialized.can_run(operands, self._held):

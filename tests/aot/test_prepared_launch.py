@@ -145,7 +145,7 @@ class Caller:
     def call(self) -> None:
         self.epoch += 1
         base = (self.epoch - 1) * ROWS
-        call = GatherCall(ROWS, 1, WORLD, 3, CAPACITY, self.epoch, base, 0, 99, 132, *self.flags)
+        call = GatherCall(ROWS, 1, WORLD, CAPACITY, self.epoch, base, 0, 99, 132, *self.flags)
         self.consumer.launch(*self.tensors, call)
 
 
