@@ -134,6 +134,8 @@ class Options:
             items = getattr(self, name)
             if isinstance(items, str) or not isinstance(items, Sequence):
                 raise InvalidOption(f"{name}={items!r}: give a sequence of tensors or state_dict holders")
+        if not (self.group is None or _is_mesh(self.group) or _is_process_group(self.group)):
+            raise InvalidOption(f"group={self.group!r}: expected a process group, a DeviceMesh, or None")
         if _is_mesh(self.group) and self.group.ndim != 1:
             names = self.group.mesh_dim_names or ()
             which = f"mesh[{names[-1]!r}]" if names else "mesh.get_group(mesh_dim)"
@@ -241,6 +243,14 @@ def help_texts() -> dict[str, str]:
 def _is_mesh(group: Any) -> bool:
     module = sys.modules.get("torch.distributed.device_mesh")  # imported by whoever has a mesh
     return module is not None and isinstance(group, module.DeviceMesh)
+
+
+def _is_process_group(group: Any) -> bool:
+    """Return whether torch takes it for a group, which may have ended, or have other members."""
+    module = sys.modules.get("torch.distributed")
+    if module is None or not module.is_available():
+        return False
+    return isinstance(group, module.ProcessGroup) or group == module.GroupMember.NON_GROUP_MEMBER
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

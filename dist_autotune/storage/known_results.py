@@ -47,6 +47,9 @@ def mark_origin(tuner: Autotuner, key: Key, origin: Origin) -> None:
     _origins.setdefault(tuner, {})[key] = origin
 
 
+_choices: weakref.WeakKeyDictionary[RankGroup, dict[str, str]] = weakref.WeakKeyDictionary()  # by EntryKey
+
+
 def holds_other_result(tuner: Autotuner, key: Key, scope: str) -> bool:
     """Return whether `Autotuner.cache` holds a result, but none of this scope."""
     origin = _origins.get(tuner, {}).get(key)
@@ -175,8 +178,9 @@ class KnownResults:
     def find_claim(self, context: ContextIdentity, tuner: Autotuner | None) -> Claim | None:
         """Return the result that memory or disk has for a context before its first launch here."""
         known = None if tuner is None or self.ignores_known else self._in_memory(tuner, context.key)
-        if known is not None:
-            return self.function.group.rank, identity.config_digest(known), None
+        winner = self._choice_in_memory(context) if known is None else identity.config_digest(known)
+        if winner is not None:
+            return self.function.group.rank, winner, None
         return self.claim_on_disk(context)
 
     def claim_on_disk(self, context: ContextIdentity) -> Claim | None:
@@ -193,7 +197,8 @@ class KnownResults:
 
     def holds_back(self, context: ContextIdentity) -> bool:
         """Return whether a claim on disk is reported and not launched: all ranks take the same option."""
-        return context.is_joint and self.entry_key(context).digest not in self._offers
+        is_agreed = self.entry_key(context).digest in self._offers or self._choice_in_memory(context)
+        return context.is_joint and not is_agreed
 
     def _in_memory(self, tuner: Autotuner, key: Key) -> Any:
         """Return the config in `Autotuner.cache` if it counts."""
@@ -205,6 +210,15 @@ class KnownResults:
             is_ours = function.is_alone or origin.group is function.group
             counts = is_ours and origin.scope == function.scope and not origin.provisional
         return tuner.cache.get(key) if counts else None
+
+    def remember_choice(self, context: ContextIdentity, winner: str) -> None:
+        """Keep what the group agreed on for a `tunable`, for functions of this process that do not tune."""
+        _choices.setdefault(self.function.group, {})[self.entry_key(context).digest] = winner
+
+    def _choice_in_memory(self, context: ContextIdentity) -> str | None:
+        if not context.is_choice or self.function.tunes:
+            return None
+        return _choices.get(self.function.group, {}).get(self.entry_key(context).digest)
 
     # -- what other keys and older entries tell ------------------------------------------------------------
 

@@ -47,6 +47,7 @@ from kernels_for_tests import add
 from virtual_ranks import EverybodysTurn, VirtualAgreement, VirtualGroup
 
 from dist_autotune import EventClock, contextual_autotune
+from dist_autotune import options as options_module
 from dist_autotune.ranks.exchange import Merge
 from dist_autotune.ranks.group import GROUPS
 from dist_autotune.timing.stream_filler import CYCLES_PER_MS
@@ -356,6 +357,7 @@ class VirtualGpus(list[VirtualGpu]):
         self.group = TimedGroup(self, Random(0))
         with (
             mock.patch.object(GROUPS, "of", lambda group: group),
+            mock.patch.object(options_module, "_is_process_group", return_value=True),
             mock.patch.object(INTERCEPTION, "turn", EverybodysTurn()),  # ranks never run at once
         ):
             try:

@@ -24,6 +24,7 @@ from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 
 import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
+from dist_autotune import options as options_module
 from dist_autotune.compilation import backlog
 from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOptions
 from dist_autotune.compilation.pool_process import CompileOutcome
@@ -416,6 +417,7 @@ def virtual_world() -> Iterator[None]:
         for place, name, value in (
             (INTERCEPTION, "turn", EverybodysTurn()),  # virtual ranks never run at once
             (GROUPS, "of", lambda group: group),
+            (options_module, "_is_process_group", lambda group: True),
             (SessionLog, "write", lambda log, record: None),
             (Winners, "put", lambda cache, *entries, **how: [HERE.rank.disk.put(e, **how) for e in entries]),
             (Winners, "get", lambda cache, key: HERE.rank.disk.entries.get(key.digest)),

@@ -77,6 +77,16 @@ def test_a_result_that_the_opening_shares_is_taken_at_once(mode, monkeypatch):
     assert assert_all_ok(again) == [(8, [8])] * 2
 
 
+def test_without_a_cache_another_function_of_the_process_takes_what_the_ranks_agreed_on(monkeypatch):
+    def program(rank):
+        Choosing(times_of(rank), cache=False).tuned()
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
+        choosing = Choosing(times_of(rank), cache=False)
+        return choosing.tuned(), choosing.taken
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(8, [8])] * 2
+
+
 @pytest.mark.filterwarnings("ignore:.* is tuned without is_dist=True")
 def test_a_function_that_does_not_agree_with_them_takes_the_first_option_until_one_has_agreed():
     def program(rank):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from documents import blocks, page, tables
 
 import dist_autotune
@@ -20,10 +21,10 @@ ROWS = tables(PAGE, "option")
 NAMES = {row[0].strip("`").partition("=")[0]: row for row in ROWS}
 BY_NAME = pytest.mark.parametrize("name", NAMES)
 
-# What the examples name: a mesh is accepted unread, as every group is until the function is called.
+# What the examples name: whether a group has ended is asked where the function is called.
 EXAMPLES_NAME = {
     **{name: getattr(dist_autotune, name) for name in dist_autotune.__all__},
-    "mesh": {"tp": "a mesh of one dimension"},
+    "mesh": {"tp": dist.ProcessGroup(0, 1)},
     "model": torch.nn.Linear(1, 1),
     "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
 }

@@ -119,6 +119,32 @@ def test_a_choice_of_the_host_that_is_not_tuned_is_an_error(bench, strict):
         fresh(128)
 
 
+def test_a_choice_of_the_host_that_memory_knows_needs_no_cache(bench, monkeypatch):
+    def thunk():
+        chosen = tunable("slices without a cache", [1, 2])
+        bench.spend({1: 2.0, 2: 1.0}[chosen])
+        return chosen
+
+    bench.tune(thunk, cache=False)()
+    for mode in ("strict", "cached"):
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+        assert bench.tune(thunk, cache=False)() == 2
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
+    with pytest.raises(NotTuned):
+        bench.tune(thunk, cache=False, share=False)()
+
+
+def test_a_provisional_choice_does_not_count(bench, strict):
+    def thunk():
+        bench.spend({1: 3.0, 2: 2.0, 4: 1.0}[chosen := tunable("slices, provisional", [1, 2, 4])])
+        return chosen
+
+    bench.tune(thunk, cache=False, max_runs=2)()
+    strict()
+    with pytest.raises(NotTuned):
+        bench.tune(thunk, cache=False)()
+
+
 def test_launches_outside_are_stocks(bench, strict):
     strict()
     kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=lambda call, quantiles: call() or [1.0] * 3)

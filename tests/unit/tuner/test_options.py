@@ -60,6 +60,8 @@ def thunk() -> str:
         ({"share": "no"}, "share='no'"),
         ({"watch": 1}, "watch=1"),
         ({"is_dist": "yes"}, "is_dist='yes'"),
+        ({"group": 7}, "group=7: expected a process group, a DeviceMesh, or None"),
+        ({"group": [0, 1]}, r"group=\[0, 1\]: expected a process group"),
     ],
     ids=lambda value: str(value).partition(" at 0x")[0][:40] if isinstance(value, dict) else "",
 )
