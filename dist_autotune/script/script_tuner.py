@@ -14,6 +14,7 @@ from ..errors import AgreementTimeout, PeerFailed, RankMismatch
 from ..options import Options
 from ..triton_api import interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM
+from ..triton_api.turn import session_turn
 from ..tuner.base_tuner import BaseTuner
 from ..tuner.calls import Calls
 
@@ -36,10 +37,10 @@ class ScriptTuner(BaseTuner):
         self.lost: Exception | None = None  # why tuning has ended before its time
         self._pid = os.getpid()
         self._run = contextlib.ExitStack()  # the run under way
-        self._shared = self._calls = Calls(None, options, name, self._log_dir)
+        self._shared = self._calls = Calls(None, options, name, self._log_dir, is_program=True)
         # Before the group is known. One rank's disk may hold what the others' do not.
         cache = options.cache if self._is_alone() else False
-        self._own = Calls(None, replace(options, is_dist=False, cache=cache), name, None)
+        self._own = Calls(None, replace(options, is_dist=False, cache=cache), name, None, is_program=True)
 
     @property
     def rank(self) -> int:
@@ -53,7 +54,7 @@ class ScriptTuner(BaseTuner):
 
     def begin(self) -> None:
         """Begin the first run."""
-        with self._turn():
+        with session_turn(self._name, self.options.resolved_timeout_s):
             self._begin_run()
 
     def end_run(self) -> None:
@@ -66,7 +67,7 @@ class ScriptTuner(BaseTuner):
         self.boundaries += 1
         if INTERCEPTION.is_within():
             return
-        with self._turn() as is_own:
+        with session_turn(self._name, self.options.resolved_timeout_s) as is_own:
             if not is_own:
                 return
             try:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..options import Options
-from ..triton_api.interception import INTERCEPTION
 from .report import TuningReport
 
 if TYPE_CHECKING:
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BaseTuner:
-    """Serialises the sessions of one function or loop, and keeps their report.
+    """The calls of one function or loop, made when there is the first one, and their report.
 
     function: its source text names the results that are not shared; None: there is none.
     """
@@ -25,7 +22,7 @@ class BaseTuner:
     def __init__(self, function: Callable[..., Any] | None, options: Options, name: str) -> None:
         self.options = options
         self._function, self._name, self._log_dir = function, name, options.resolved_log_dir()
-        self._calls: Calls | None = None  # made for the first call
+        self._calls: Calls | None = None
 
     @property
     def report(self) -> TuningReport | None:
@@ -48,47 +45,5 @@ class BaseTuner:
         if self._calls is None:
             from .calls import Calls  # imports all that a session needs: only for a call
 
-            self._calls = Calls(self._function, self.options, self._name, self._log_dir, self._turn)
+            self._calls = Calls(self._function, self.options, self._name, self._log_dir)
         return self._calls
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[bool]:
-        """Take the turn for a session in the block; yield False where that is a part of another call."""
-        turn = INTERCEPTION.turn
-        if turn.belongs():
-            yield False
-        elif turn.is_mine:
-            yield True
-        else:
-            lock, has_turn = turn.lock, False
-            try:
-                has_turn = turn.acquire(self._name, self.options.resolved_timeout_s)
-                if has_turn:
-                    INTERCEPTION.restore()  # a second Ctrl-C may have left parts of the last call
-                    yield True
-                else:
-                    with turn.lent():
-                        yield False
-            finally:
-                try:
-                    if has_turn or turn.is_mine:
-                        _leave()
-                finally:
-                    # With `has_turn` nothing is called before the lock is free, so no Ctrl-C comes in
-                    # between; without it, one came when the lock had just been taken.
-                    if has_turn or turn.is_mine:
-                        try:
-                            lock.release()
-                        except RuntimeError:  # a step that another thread has opened: only that one could
-                            turn.lock = threading.RLock()  # threads that wait look for it at each poll
-
-
-def _leave() -> None:
-    """End all that the call under way has begun, also if a Ctrl-C interrupts this."""
-    try:
-        INTERCEPTION.restore()
-        INTERCEPTION.turn.end()
-    except BaseException:
-        INTERCEPTION.restore()
-        INTERCEPTION.turn.end()
-        raise

@@ -15,6 +15,7 @@ from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
 from ..launch.rank_context import RankContext, Stage
 from ..launch.registry import Registry
+from ..launch.results import Results
 from ..launch.written_tensors import WrittenTensors
 from ..options import Options
 from ..ranks.ballots import Ballot
@@ -33,7 +34,6 @@ from ..timing.synchronized_start import clock_name
 from ..timing.time_spent import TimeSpent
 from ..triton_api import identity, interception
 from ..version import __version__
-from .results import Results
 
 SESSION_STATE = "the state of the session"  # the fact that names the session which a rank would go on with
 # Facts of an opening in which ranks may differ.

@@ -136,7 +136,7 @@ class SettledLaunches(Generic[Shape]):
 
     def _tell_untuned(self, key: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         """Warn, once for all sizes of a layer, that its first candidate runs; sessions still tune it."""
-        from dist_autotune.tuner.results import mark_provisional  # it loads what only sessions need
+        from dist_autotune.launch.results import mark_provisional  # it loads what only sessions need
 
         mark_provisional(self.tuner, key)
         layer = tuple(size for name, size in sizes.items() if name not in OF_MANY_SIZES)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from triton.runtime.autotuner import Autotuner
 
-from ..launch.rank_context import RankContext
-from ..launch.tunable import CHOICES
 from ..ranks.group import RankGroup
 from ..search.context import Context
 from ..storage.known_results import KnownResults, Origin, holds_other_result, mark_origin
@@ -18,6 +16,8 @@ from ..storage.winners import BEST, Entry, Evidence
 from ..triton_api import identity, stock_results
 from ..triton_api.launch import Key
 from ..version import __version__
+from .rank_context import RankContext
+from .tunable import CHOICES
 
 
 def mark_provisional(tuner: Autotuner, key: Key) -> None:
