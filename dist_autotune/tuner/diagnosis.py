@@ -17,7 +17,9 @@ from ..formatting import config_label, described
 from ..logs.records import RunFailed
 from ..ranks.watchdog import Watch
 from ..timing.device_errors import DeviceFailed, first_line, is_reported
-from .function_state import FunctionState
+from ..triton_api import other_launchers
+from .function_state import FunctionSetup, FunctionState
+from .rank_run import RankRun
 from .recorder import Recorder
 
 LISTED = 6  # launches that a message names
@@ -151,6 +153,19 @@ def warn_of_repeated_steps(name: str, stepped: list[str], *, may_be_online: bool
             f"{name} steps an optimizer ({stepped[0]}) and is tuned by running it again and again: every run "
             f"is a step. Use {online}preserve=[model, optimizer].",
         )
+
+
+def warning_at_end(function: FunctionSetup, run: RankRun, starved: Sequence[str], *, has_failed: bool) -> str:
+    """Return what a session warns of at its end: launches that nobody saw, or that ended, a useless clock.
+
+    starved: titles of contexts that are no longer launched.
+    """
+    if not has_failed and run.has_sample and not run.has_time:
+        return warn_of_useless_clock(function.name, function.clock)
+    if not has_failed and not run.launched:
+        other_launchers.warn_of_bypasses()
+        return "no launches of autotuned kernels seen"
+    return f"no longer launched, settled with the samples so far: {', '.join(starved)}" if starved else ""
 
 
 def warn_of_useless_clock(name: str, clock: object) -> str:

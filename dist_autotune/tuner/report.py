@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import formatting
@@ -85,6 +85,13 @@ class TunedContext:
     def run_ms(self) -> float | None:
         """Milliseconds that its launches take in one run; None: unknown, or judged by the whole run."""
         return self.ms * self.launches if self.ms is not None and self.judge == BY_LAUNCH else None
+
+    def unfinished(self) -> TunedContext:
+        """Return what is known of the context where its search was dropped."""
+        if self.status != "tuning":
+            return self
+        gone: Any = dict.fromkeys(("config", "ms", "fastest_rank_ms"))
+        return replace(self, status="unfinished", config_text="", **gone)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and figures as `TuningReport.to_dict` describes them."""

@@ -13,7 +13,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,6 @@ from ..ranks.watchdog import Watch
 from ..search.messages import Message, Opening, RunReport, checked, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
-from ..triton_api import other_launchers
 from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .diagnosis import Diagnosis
@@ -49,14 +48,18 @@ class SessionStage(enum.Enum):
     IN_FUNCTION: the user's function runs; what it raises is its caller's (`_one_run`).
     APPLYING: the merged reports of a run are applied; an error leaves half a step (`_step`).
     INTERRUPTED: a run failed on some rank; the next call goes on if all ranks can (`_leave`, `resume`).
-    OVER: only the report is left (`close`).
+    CLOSED, FAILED: only the report is left (`close`); the next call opens another session where it FAILED.
     """
 
     BETWEEN_RUNS = enum.auto()
     IN_FUNCTION = enum.auto()
     APPLYING = enum.auto()
     INTERRUPTED = enum.auto()
-    OVER = enum.auto()
+    CLOSED = enum.auto()
+    FAILED = enum.auto()
+
+
+OVER = SessionStage.CLOSED, SessionStage.FAILED
 
 
 class Session:
@@ -67,7 +70,6 @@ class Session:
         self._is_of_program = is_of_program
         self.state, self.function = state, function
         self.executions, self.warning = 0, ""
-        self.has_failed = self.wants_another = False
         self._stage = SessionStage.BETWEEN_RUNS
         self._log_dir = None if log_dir is None else str(log_dir)
         self._began, self._ended = time.monotonic(), 0.0
@@ -85,7 +87,22 @@ class Session:
 
     @property
     def is_over(self) -> bool:
-        return self._stage is SessionStage.OVER
+        return self._stage in OVER
+
+    @property
+    def has_failed(self) -> bool:
+        return self._stage is SessionStage.FAILED
+
+    @property
+    def wants_another(self) -> bool:
+        """Whether the next call opens a session: this one has failed, or its runs were cut short.
+
+        Online it would be every call: there a context that is launched again opens one, see `Context.stands`.
+        """
+        search = self.state.search
+        may_go_on = search.closing and search.rules.tunes and search.rules.mode == "replay"
+        is_cut_short = may_go_on and any(c.status == "partial" for c in search.contexts.values())
+        return self.has_failed or is_cut_short
 
     @property
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
@@ -287,7 +304,7 @@ class Session:
         try:
             yield
         except BaseException as error:
-            if self._stage not in (SessionStage.OVER, SessionStage.INTERRUPTED):
+            if self._stage not in (*OVER, SessionStage.INTERRUPTED):
                 self._fail(error, self._diagnosis.of_error(error))
             raise
 
@@ -330,10 +347,7 @@ class Session:
 
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
-        unfinished: Any = {"status": "unfinished", "config": None, "config_text": ""}
-        unfinished |= {"ms": None, "fastest_rank_ms": None}
-        contexts = self._contexts()
-        self._dropped = tuple(replace(c, **unfinished) if c.status == "tuning" else c for c in contexts)
+        self._dropped = tuple(each.unfinished() for each in self._contexts())
         self.state.drop_searches()
         self.close(error, outcome)
 
@@ -341,15 +355,11 @@ class Session:
         """End the session and record how. outcome: of an error, where its class does not say it."""
         if self.is_over:
             return
-        self._ended, self._stage = time.monotonic(), SessionStage.OVER
-        self.has_failed = error is not None
+        self._ended = time.monotonic()
+        self._stage = SessionStage.CLOSED if error is None else SessionStage.FAILED
         state, search = self.state, self.state.search
         state.known.close()
         self._run.close()
-        is_cut_short = search.closing and any(c.status == "partial" for c in search.contexts.values())
-        # Online the next session would be the next call, see `Context.stands`.
-        may_go_on = search.rules.tunes and search.rules.mode == "replay"
-        self.wants_another = self.has_failed or (may_go_on and is_cut_short)
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
         left = [context for context in launched if context.provisional and not context.is_left_out]
         if error is not None:
@@ -359,13 +369,8 @@ class Session:
         else:
             outcome = "partial" if left else "settled"
         starved = [context.title for context in left if context.status == "starved"]
-        if not self._run.launched and error is None:
-            self.warning = "no launches of autotuned kernels seen"
-            other_launchers.warn_of_bypasses()
-        elif starved:
-            self.warning = f"no longer launched, settled with the samples so far: {', '.join(starved)}"
-        if error is None and self._run.has_sample and not self._run.has_time:
-            self.warning = diagnosis.warn_of_useless_clock(self.function.name, self.function.clock)
+        ending = diagnosis.warning_at_end(self.function, self._run, starved, has_failed=self.has_failed)
+        self.warning = ending or self.warning
         if outcome == "settled" or isinstance(error, NoValidConfig):
             search.crash_bans = {}
             state.guard.close()
