@@ -68,7 +68,7 @@ class Dispatcher:
         if self._repeats(call):
             return self._repeat(launch)
         if self._takes_incumbents(call) or interception.is_async_compiling():
-            return self._launch_incumbent(launch, failed)
+            return self._launch_incumbent(call, launch, failed)
         binding = self._binding(call, launch)
         call.keep(launch)
         failed = {**failed, **({} if call.tunes else binding.rank_context.failing)}
@@ -238,9 +238,11 @@ class Dispatcher:
         launch.run_pre_hook(config)
         return launch.run(config)
 
-    def _launch_incumbent(self, launch: Launch, failed: Mapping[str, str]) -> Any:
+    def _launch_incumbent(self, call: CallUnderWay, launch: Launch, failed: Mapping[str, str]) -> Any:
         """Launch the incumbent without admitting a context; another config where it fails, in this launch."""
         binding = self._known_binding(launch)
+        if not interception.is_capturing():
+            call.keep(launch)
         while True:
             candidate = binding.rank_context.stand_in(binding.configs, failed)
             self._check_tuned(binding.rank_context, candidate)
@@ -285,7 +287,8 @@ class Dispatcher:
         names = self._registry.names
         if self.run_under_way is None and self._registry.has_news:
             with self._lock:
-                self._begin_anew()
+                if self.run_under_way is None:  # no session has begun one meanwhile
+                    self._begin_anew()
         names.begin_run()
         return self._model.another()
 
@@ -295,10 +298,10 @@ class Dispatcher:
         with self._lock:
             self._begin_anew()
             self._registry.has_news = True  # to the settled call after it
+            self.run_under_way = call = self._new_call(tunes=tunes, written=self._written)
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
-        self.run_under_way = self._new_call(tunes=tunes, written=self._written)
-        return self.run_under_way
+        return call
 
     def end_run(self) -> None:
         """End what `begin_run` has begun: its report is made and applied, or it has failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from .report import TuningReport
 
 if TYPE_CHECKING:
     from .calls import Calls
+
+_FIRST_CALL = threading.Lock()  # several threads may make it at once
 
 
 class BaseTuner:
@@ -45,5 +48,7 @@ class BaseTuner:
         if self._calls is None:
             from .calls import Calls  # imports all that a session needs: only for a call
 
-            self._calls = Calls(self._function, self.options, self._name, self._log_dir)
+            made = Calls(self._function, self.options, self._name, self._log_dir)
+            with _FIRST_CALL:
+                self._calls = self._calls or made
         return self._calls

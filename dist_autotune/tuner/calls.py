@@ -156,7 +156,8 @@ class Calls:
             raise
         finally:
             del calls[thread]  # no call of a function, before which a Ctrl-C might come
-        if not self._settled.end(state, call, asks_nobody=asks_nobody):
+        has_news = call.new is not None or not state.function.is_alone  # most calls have none
+        if not (has_news and self._settled.end(state, call, asks_nobody=asks_nobody)):
             return result
         self._wants_session = True
         if self._options.mode == "online":

@@ -6,6 +6,8 @@ import copy
 import functools
 import inspect
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -14,6 +16,8 @@ from dist_autotune import (
     TuningError,
     contextual_autotune,
 )
+from dist_autotune.tuner import calls
+from dist_autotune.tuner.calls import Calls
 
 
 def thunk() -> str:
@@ -29,6 +33,18 @@ def test_the_decorator_works_bare_and_called(decorate):
     decorated = decorate(thunk)
     assert isinstance(decorated, ContextualAutotuner)
     assert decorated() == "result"
+
+
+def test_threads_that_make_the_first_call_at_once_make_it_of_one_function(monkeypatch):
+    def make(*args: object) -> Calls:
+        together.wait(30)
+        return Calls(*args)
+
+    together, decorated = threading.Barrier(2), contextual_autotune(thunk)
+    monkeypatch.setattr(calls, "Calls", make)
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(lambda _: decorated._made_calls(), range(2))
+    assert one is other is decorated._calls
 
 
 def test_what_functools_wraps_promises_holds():
