@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import triton
-from ag_gemm_runs import call_and_compare, tensors
+from ag_gemm_runs import call_and_compare
 from gpu_cases import make_scale, scaled
 from kernels_for_tests import is_outside
 from operation_runs import GPU_BACKENDS, results, values
+from operations import factors
 
 from dist_autotune import TuningError, contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
@@ -82,7 +83,7 @@ def agreed_beside_a_late_peer(rank: int, late_ms: float) -> float:
     sms = torch.cuda.get_device_properties(rank).multi_processor_count
     fixed = {"consumer": "plain", "pieces": 1, "programs": sms, "backend": "torch"}
     with AllGatherGemm(1024, 4096, torch.bfloat16, timeout_s=60.0, **fixed) as op:
-        a_shard, weight = tensors(1024, 2048, 4096, torch.bfloat16)
+        a_shard, weight = factors(1024, 2048, 4096, torch.bfloat16)
 
         @tune(n_warmup=2, n_repeat=9)
         def step() -> None:
@@ -121,7 +122,7 @@ def killed_while_tuning(rank: int, backend: str) -> tuple[str, float, bool, floa
             meet()
             if rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-        op(*tensors(512, 1024, 1024, torch.bfloat16))
+        op(*factors(512, 1024, 1024, torch.bfloat16))
         op.check()
 
     began = time.monotonic()
@@ -229,7 +230,7 @@ def refusing_a_capture(rank: int) -> tuple[str, str, float]:
     fixed = {"consumer": "plain", "pieces": 1, "programs": sms, "backend": "torch"}
     refuses, out = [True], torch.empty(1024, 1024, dtype=torch.bfloat16, device=f"cuda:{rank}")
     with AllGatherGemm(512, 2048, torch.bfloat16, timeout_s=60.0, **fixed) as op:
-        a_shard, weight = tensors(512, 1024, 2048, torch.bfloat16)
+        a_shard, weight = factors(512, 1024, 2048, torch.bfloat16)
 
         @tune(objective="graph")
         def step() -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from operation_runs import device, seed_and_leave_one
-from operations import HALF, DenseRuns
+from operations import HALF, DenseRuns, factors
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.call import GatherLayout
@@ -20,11 +20,6 @@ from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.configs import take_first
 from dist_autotune.kernels.epilogues import ONLY_SUMS, Epilogue
 from dist_autotune.kernels.gemm.pruning import prune_chunks
-
-
-def tensors(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fresh random a_shard [m, k] and weight [n, k]."""
-    return torch.randn(m, k, device=device()).to(dtype), torch.randn(n, k, device=device()).to(dtype)
 
 
 def gathered_by_torch(a_shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -69,7 +64,7 @@ def call_and_compare(
 ) -> float:
     """Return the error of one call with fresh inputs and an output full of NaN."""
     k, dtype = op.shard.shape[1], op.shard.dtype
-    a_shard, weight = tensors(m, n, k, dtype)
+    a_shard, weight = factors(m, n, k, dtype)
     full = gathered_by_torch(a_shard, group)
     out = torch.full((full.shape[0], n), float("nan"), dtype=dtype, device=a_shard.device)
     if in_place:
@@ -167,7 +162,7 @@ class GatheringRows(DenseRuns):
         return (op._gather.local,)
 
     def operands(self, op, rows, size, experts=3, topk=2, kind="any", group=None):
-        return tensors(self.rows_of(rows), size, op.shard.shape[1], op.shard.dtype)
+        return factors(self.rows_of(rows), size, op.shard.shape[1], op.shard.dtype)
 
     def new_out(self, op, rows, operands):
         a_shard, weight = operands

@@ -18,7 +18,7 @@ from gemm_ar_runs import REDUCING, Reducing
 from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING
 from operation_runs import device
-from operations import HALF, DenseRuns, Given, Runs
+from operations import HALF, DenseRuns, Given, Runs, factors
 from torch import Tensor
 
 from dist_autotune import contextual_autotune
@@ -145,7 +145,7 @@ class ProductOfTorch(DenseRuns):
         return ()
 
     def operands(self, op, rows, size, experts=3, topk=2, kind="any", group=None):
-        return ag_gemm_runs.tensors(rows[0], size, size, HALF)
+        return factors(rows[0], size, size, HALF)
 
     def new_out(self, op, rows, operands):
         return nans(len(operands[0]), len(operands[1]))

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import math
 
-import gemm_rs_runs
 import torch
 import torch.distributed as dist
-from operation_runs import device, seed_and_leave_one, synchronize
-from operations import HALF, DenseRuns
+from gemm_rs_runs import SCATTERING_SUMS
+from operation_runs import device, seed_and_leave_one
+from operations import HALF, DenseRuns, factors, sums_of_ranks
 
 from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, OVERLAPPED, WAYS
-from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 
 EPS = 1e-5
 
 
 KERNELS = {"add_rows": (pull.add_rows, pull.CANDIDATES)}
 KERNELS |= {"exchange_rows": (low_latency.exchange_rows, low_latency.CANDIDATES)}
-
-
-def begin(rank: int, candidate: int | None = None) -> None:
-    """Seed this rank and leave its kernels one candidate of each kind: by default another on each rank."""
-    gemm_rs_runs.begin(rank, candidate)
-    for kernel, candidates in KERNELS.values():
-        seed_and_leave_one(rank, kernel, candidates, candidate)
-        kinds: dict[int, list] = {}  # of sums; of norms, one for each number of warps
-        for each in candidates:
-            kinds.setdefault(0 if each.kwargs["BLOCK_N"] else each.num_warps, []).append(each)
-        place = rank if candidate is None else candidate
-        kernel.configs = [kind[place % len(kind)] for kind in kinds.values()]
-
-
-def operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return fresh random a [m, k] and weight [n, k]."""
-    return torch.randn(m, k, device=device()).to(dtype), torch.randn(n, k, device=device()).to(dtype)
 
 
 def of_all(m: int, n: int, dtype: torch.dtype, call: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,29 +27,14 @@ def of_all(m: int, n: int, dtype: torch.dtype, call: int) -> tuple[torch.Tensor,
     return residual.to(dtype).to(device()), weight.to(dtype).to(device())
 
 
-def poison(op: GemmAllReduce) -> None:
-    """Fill the buffers with NaN, so that whatever is read before it arrives shows."""
-    for buffer in (op._parts.local, op._sums.local):
-        buffer.fill_(float("nan"))
-    if op._mail is not None:  # NaN in each type, stamped by no call that is near
-        op._mail.mail.fill_((1 << 60) - 1)
-    synchronize()
-
-
 def sum_of_ranks(a: torch.Tensor, weight: torch.Tensor, group=None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum in float32, and the error that the arithmetic explains, a number of eps of the type.
 
-    Each rank's part is rounded to the type, and so is the sum, which may be much smaller than its parts;
-    products of halves are exact in float32, and each is added there.
+    Each rank's part is rounded to the type, and so is the sum, which may be much smaller than its parts; each
+    product is added in float32.
     """
-    a, weight = a.float(), weight.float()
-    part = a @ weight.T
-    of_products = a.abs() @ weight.abs().T * torch.finfo(torch.float32).eps
-    sums = torch.stack([part, part.abs(), of_products])
-    if dist.is_initialized():
-        dist.all_reduce(sums, group=group)
-    wanted, of_parts, of_products = sums
-    return wanted, wanted.abs() + of_parts + of_products
+    wanted, of_parts, of_products = sums_of_ranks(a, weight, group)
+    return wanted, wanted.abs() + of_parts + of_products * torch.finfo(torch.float32).eps
 
 
 def ratio(got: torch.Tensor, wanted: torch.Tensor, explained: torch.Tensor) -> float:
@@ -110,7 +77,7 @@ def same_on_all_ranks(tensor: torch.Tensor, group=None) -> bool:
 
 def call_and_compare(op: GemmAllReduce, m: int, k: int, *, group=None) -> float:
     """Return the error of one call with fresh inputs and an output full of NaN."""
-    a, weight = operands(m, op._n, k, op._dtype)
+    a, weight = factors(m, op._n, k, op._dtype)
     out = torch.full((m, op._n), float("nan"), dtype=op._dtype, device=a.device)
     assert op(a, weight, out) is out
     return error_ratio(out, a, weight, group)
@@ -118,7 +85,7 @@ def call_and_compare(op: GemmAllReduce, m: int, k: int, *, group=None) -> float:
 
 def call_with_norm(op: GemmAllReduce, m: int, k: int, *, group=None) -> float:
     """Return the error of one call with a residual and a norm."""
-    a, weight = operands(m, op._n, k, op._dtype)
+    a, weight = factors(m, op._n, k, op._dtype)
     residual, norm_weight = of_all(m, op._n, op._dtype, m + k)
     out = torch.full((m, op._n), float("nan"), dtype=op._dtype, device=a.device)
     pair = op(a, weight, out, residual, norm_weight, EPS)
@@ -132,7 +99,22 @@ class Reducing(DenseRuns):
     name, own_operands = "GemmAllReduce", 2
     result_of_peer = 0  # the sum: a call that raises makes no norm
     kernel, candidates = pull.add_rows, pull.CANDIDATES
-    begin, poison = staticmethod(begin), staticmethod(poison)
+
+    def begin(self, rank, candidate=None):
+        """Leave its kernels one candidate of each kind."""
+        SCATTERING_SUMS.begin(rank, candidate)
+        for kernel, candidates in KERNELS.values():
+            seed_and_leave_one(rank, kernel, candidates, candidate)
+            kinds: dict[int, list] = {}  # of sums; of norms, one for each number of warps
+            for each in candidates:
+                kinds.setdefault(0 if each.kwargs["BLOCK_N"] else each.num_warps, []).append(each)
+            place = rank if candidate is None else candidate
+            kernel.configs = [kind[place % len(kind)] for kind in kinds.values()]
+
+    def poison(self, op):
+        if op._mail is not None:  # NaN in each type, stamped by no call that is near
+            op._mail.mail.fill_((1 << 60) - 1)
+        super().poison(op)
 
     def __init__(self, way=None):
         self.way = way
@@ -140,7 +122,7 @@ class Reducing(DenseRuns):
 
     @property
     def kernels(self):
-        return [*KERNELS.values(), (gemm_reduce_scatter, gemm_rs_runs.CANDIDATES)]
+        return [*KERNELS.values(), *SCATTERING_SUMS.kernels]
 
     def sizes(self, k, n):
         return n, k
@@ -153,7 +135,7 @@ class Reducing(DenseRuns):
 
     def operands(self, op, rows, size, experts=3, topk=2, kind="any", group=None):
         m = self.rows_of(rows)
-        return *operands(m, op._n, size, op._dtype), *of_all(m, op._n, op._dtype, m)
+        return *factors(m, op._n, size, op._dtype), *of_all(m, op._n, op._dtype, m)
 
     def new_out(self, op, rows, operands):
         """Return room for a sum, a norm and the sum that it is of."""

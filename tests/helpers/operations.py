@@ -28,6 +28,26 @@ from dist_autotune.kernels.signals import as_patience
 HALF = torch.float16
 Given = tuple[torch.Tensor, ...]
 
+
+def factors(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return fresh random rows [m, k] and a weight [n, k]."""
+    return torch.randn(m, k, device=device()).to(dtype), torch.randn(n, k, device=device()).to(dtype)
+
+
+def sums_of_ranks(a: torch.Tensor, weight: torch.Tensor, group: Any = None) -> torch.Tensor:
+    """Return, in float32, what all ranks' products add up to, and so those of absolute values.
+
+    Products of halves are exact in float32. Of absolute values the second is of ranks' parts, the third of
+    all that is added up.
+    """
+    a, weight = a.float(), weight.float()
+    part = a @ weight.T
+    sums = torch.stack([part, part.abs(), a.abs() @ weight.abs().T])
+    if dist.is_initialized():
+        dist.all_reduce(sums, group=group)
+    return sums
+
+
 SHAPES = {  # rows, or tokens, of each rank, K, N, experts, topk
     "whole tiles": ((32, 32), 32, 32, 2, 2),
     "ragged tokens, K, N and experts": ((13, 20), 24, 40, 5, 3),

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import ag_gemm_runs
-import gemm_ar_runs
-import gemm_rs_runs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from ag_gemm_runs import GATHERING_ROWS
 from ag_moe_runs import GATHERING
+from gemm_ar_runs import REDUCING
 from moe_rs_runs import SCATTERING
 from operation_runs import seed_and_leave_one
 from torch import Tensor, nn
@@ -25,9 +24,8 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, whose sums are added in ano
 @contextmanager
 def workspaces(rank: int, candidate: int | None = None) -> Iterator[int]:
     """Leave each kernel one candidate, by default another on each rank; yield how many ranks there are."""
-    ag_gemm_runs.begin(rank, candidate)
-    gemm_rs_runs.begin(rank, candidate)
-    gemm_ar_runs.begin(rank, candidate)
+    for runs in (GATHERING_ROWS, REDUCING[None]):  # the latter's product is GemmReduceScatter's
+        runs.begin(rank, candidate)
     for runs in (GATHERING, SCATTERING):
         seed_and_leave_one(rank, runs.kernel, runs.candidates, candidate)
     yield dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What is AllGatherGemm's own: shards in place, autograd, numbers that wrap, calls outside of a tuner.
+"""What is AllGatherGemm's own: shards in place, numbers that wrap, calls outside of a tuner.
 
 What it promises as other operations do is in `exchange/test_every_operation.py`.
 """
@@ -9,9 +9,9 @@ import itertools
 
 import pytest
 import torch
-from ag_gemm_runs import begin, call_and_compare, error_ratio, gathered_by_torch, poison, tensors
+from ag_gemm_runs import begin, call_and_compare, error_ratio, gathered_by_torch, poison
 from operation_runs import assert_cases, cases_of
-from operations import HALF
+from operations import HALF, factors
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
@@ -32,7 +32,7 @@ def by_columns_of_torchs_product(rank):
     with AllGatherGemm(37, 24, HALF, consumer="matmul") as op:
         poison(op)
         for m, n in ((37, 40), (20, 21), (37, 1)):
-            a_shard, weight = tensors(m, n, 24, HALF)
+            a_shard, weight = factors(m, n, 24, HALF)
             across = weight.T.contiguous().T
             errors.append(error_ratio(op(a_shard, across), gathered_by_torch(a_shard), weight))
     return errors
@@ -44,7 +44,7 @@ def copies_of_a_shard_in_place(rank):
     with AllGatherGemm(16, 32, HALF) as op:
         versions = [op.shard._version]  # counts the writes to the gather buffer
         for m in (16, 3):
-            a_shard, weight = tensors(m, 8, 32, HALF)
+            a_shard, weight = factors(m, 8, 32, HALF)
             op(op.shard[:m], weight)
             versions.append(op.shard._version)
             op(a_shard, weight)
@@ -52,15 +52,6 @@ def copies_of_a_shard_in_place(rank):
         writes = [after - before for before, after in itertools.pairwise(versions)]
         more = [copied - of_itself for of_itself, copied in zip(writes[::2], writes[1::2], strict=True)]
         return more == [1, 1]
-
-
-def stays_out_of_autograd_where_grad_is_not_enabled(rank):
-    begin(rank)
-    with AllGatherGemm(16, 32, HALF) as op:
-        a_shard, weight = (tensor.requires_grad_() for tensor in tensors(16, 24, 32, HALF))
-        with torch.no_grad():
-            out = op(a_shard, weight)
-        return not (out.requires_grad or op.shard.requires_grad or op.gathered.requires_grad)
 
 
 def epochs_that_wrap(rank):
@@ -76,9 +67,9 @@ OWN = (outside_any_tuner, by_columns_of_torchs_product, copies_of_a_shard_in_pla
 
 
 def cases(rank):
-    return cases_of((*OWN, stays_out_of_autograd_where_grad_is_not_enabled), rank)
+    return cases_of(OWN, rank)
 
 
 @pytest.mark.filterwarnings("ignore:AllGatherGemm .* has not been tuned")  # it has not
-def test_calls_in_place_of_columns_and_across_the_wrap_are_right_and_stay_out_of_autograd():
+def test_calls_in_place_of_columns_and_across_the_wrap_are_right():
     assert_cases(cases, 2)

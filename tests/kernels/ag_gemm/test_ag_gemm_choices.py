@@ -19,7 +19,6 @@ from ag_gemm_runs import (
     gathered_by_torch,
     operands_of,
     poison,
-    tensors,
 )
 from operation_runs import (
     GPU_BACKENDS,
@@ -30,7 +29,7 @@ from operation_runs import (
     device,
     values,
 )
-from operations import HALF
+from operations import HALF, factors
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
@@ -119,7 +118,7 @@ def first_tiles_first(rank):
     begin(rank, 0)  # tiles of 16 rows
     with AllGatherGemm(32, 16, HALF, timeout_s=PATIENCE_S) as op:
         force(op, consumer="plain", pieces=2, programs=1)
-        a_shard, weight = tensors(32, 16, 16, HALF)
+        a_shard, weight = factors(32, 16, 16, HALF)
         out = torch.full((64, 16), float("nan"), dtype=HALF, device=device())
         written = out[32:48] if rank == 0 else out[:16]
         copy, copies = op._memory.copy, []
@@ -177,7 +176,7 @@ def anything(rank, producer, seed, calls=10, backend="auto"):
             kind, copied = order.choice((call_pushed, AllGatherGemm.__call__)), own.random() < 0.5
             if order.randrange(op.world_size) == rank:
                 time.sleep(own.random() / 20)
-            a_shard, weight = tensors(m, n, 16, HALF)
+            a_shard, weight = factors(m, n, 16, HALF)
             given = a_shard if copied else op.shard[:m].copy_(a_shard)
             out = torch.full((m * op.world_size, n), float("nan"), dtype=HALF, device=device())
             kept.append((kind(op, given, weight, out), a_shard, weight))
@@ -210,7 +209,7 @@ def fixed(rank):
             errors.append(call_and_compare(op, 64, 24))
 
         step()
-        weight = tensors(64, 24, 16, HALF)[1]
+        weight = factors(64, 24, 16, HALF)[1]
         choice = op._choose(operands_of(op, weight, weight.new_empty(128, 24), 64))
         found = {context.kernel for context in step.report.contexts if context.kernel.startswith("ag_gemm ")}
     return errors, found, (choice.consumer, choice.pieces, choice.programs)
@@ -226,7 +225,7 @@ def test_what_is_fixed_is_not_tuned_and_ranks_may_fix_differently():
 
 def test_a_consumer_that_cannot_run_here_says_what_it_needs():
     with AllGatherGemm(8, 16, HALF, backend="shm", consumer="specialized") as op:
-        a_shard, weight = tensors(8, 24, 16, HALF)
+        a_shard, weight = factors(8, 24, 16, HALF)
         for call in (op, op.trace):
             with pytest.raises(
                 ValueError, match="cannot take this call, plain and matmul can: it needs a Hopper"

@@ -21,10 +21,10 @@ from ag_gemm_runs import (
     gathered_by_torch,
     opened,
     poison,
-    tensors,
 )
 from epilogue_runs import error_ratio, quantized
 from operation_runs import GPU_BACKENDS, assert_cases, device, left_as_before, message_of, values
+from operations import factors
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
@@ -56,7 +56,7 @@ def compared(op: AllGatherGemm, m: int, n: int, epilogue: Epilogue, lane: str) -
         of_all = epilogue._replace(scale_a=gathered_by_torch(scale_a), scale_b=scale_weight.T)
         epilogue = epilogue._replace(scale_a=scale_a, scale_b=scale_weight)
     else:
-        a_shard, weight = tensors(m, n, k, dtype)
+        a_shard, weight = factors(m, n, k, dtype)
     full = gathered_by_torch(a_shard)
     shape = full.shape[0], result_columns(epilogue.activation, n)
     out_dtype = torch.bfloat16 if dtype == FP8 else dtype
@@ -162,7 +162,7 @@ def op(request):
 
 
 def test_calls_in_the_same_places_with_other_endings_are_each_their_own(op):
-    a_shard, weight = tensors(16, 20, 24, HALF)
+    a_shard, weight = factors(16, 20, 24, HALF)
     out, bias = torch.empty(16, 20, dtype=HALF), torch.randn(20).to(HALF)
     endings = [ONLY_SUMS, Epilogue(bias), Epilogue(activation="gelu"), Epilogue(bias, "gelu"), ONLY_SUMS]
     for epilogue in endings * 2:
@@ -176,7 +176,7 @@ def test_calls_in_the_same_places_with_other_endings_are_each_their_own(op):
 def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
     monkeypatch.setattr(all_gather_gemm, "configs", CANDIDATES)
     monkeypatch.setattr(all_gather_gemm, "cache", {})
-    a_shard, weight = tensors(64, 64, 32, HALF)
+    a_shard, weight = factors(64, 64, 32, HALF)
     bias = torch.randn(64)
     endings = [ONLY_SUMS, Epilogue(bias), Epilogue(bias.half()), Epilogue(activation="gelu")]
     out = torch.empty(64, 64, dtype=HALF)
@@ -200,7 +200,7 @@ def wrong_on_one_rank(rank, lane):
     begin(rank)
     messages = []
     with opened(8, 24, HALF, lane, consumer="plain") as op:
-        a_shard, weight = tensors(8, 20, 24, HALF)
+        a_shard, weight = factors(8, 20, 24, HALF)
         out = torch.empty(8 * op.world_size, 20, dtype=HALF)
         wrong = [
             {"bias": torch.zeros(21)},
@@ -249,7 +249,7 @@ def eager_and_replayed(rank, way, backend, bias_dtype, activation):
     with AllGatherGemm(333, 264, HALF, backend=backend, timeout_s=60.0, **WAYS_ON_GPUS[way]) as op:
         epilogue = ending_of(n, bias_dtype, activation)
         errors += [compared(op, m, n, epilogue, lane) for m in (333, 256) for lane in ("pull", "as captured")]
-        a_shard, weight = tensors(256, n, 264, HALF)
+        a_shard, weight = factors(256, n, 264, HALF)
         columns = result_columns(activation, n)
         out = torch.empty(256 * op.world_size, columns, dtype=HALF, device=device())
         options = {"bias": epilogue.bias, "activation": activation}

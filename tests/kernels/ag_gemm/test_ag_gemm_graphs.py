@@ -19,7 +19,6 @@ from ag_gemm_runs import (
     gathered_by_torch,
     operands_of,
     poison,
-    tensors,
 )
 from operation_runs import (
     GPU_BACKENDS,
@@ -30,7 +29,7 @@ from operation_runs import (
     message_of,
     results,
 )
-from operations import HALF
+from operations import HALF, factors
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_gemm.call import Product
@@ -60,7 +59,7 @@ def last_gathered(rank):
             (call_pushed, 5),
             (call_pushed, 16),
         ):
-            a_shard, weight = tensors(m, 8, 16, HALF)
+            a_shard, weight = factors(m, 8, 16, HALF)
             call(op, a_shard, weight)
             right.append(torch.equal(op.gathered, gathered_by_torch(a_shard)))
     return all(right)
@@ -94,7 +93,7 @@ def dead_peer(rank, last):
     # for each other once more. So each begins when what can come has come: rank 0, rank 1, ...
     arrived = op._pusher.flags[ARRIVED.value]
     hold_launch(op, lambda: all(arrived[peer] for peer in range(last) if peer != rank))
-    a_shard, weight = tensors(8, 16, 16, HALF)
+    a_shard, weight = factors(8, 16, 16, HALF)
     message = message_of(lambda: call_pushed(op, a_shard, weight))
     del op._launch
     out = torch.empty(8 * op.world_size, 16, dtype=HALF)

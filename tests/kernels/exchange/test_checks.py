@@ -8,8 +8,9 @@ import warnings
 
 import pytest
 import torch
-from gemm_rs_runs import begin, operands
+from gemm_rs_runs import SCATTERING_SUMS
 from operation_runs import message_of, values
+from operations import factors
 
 from dist_autotune import StepTuner
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
@@ -32,19 +33,19 @@ def stepping(how):
 
 def steps_after_a_failure(rank, how):
     """Let rank 1 miss a call; then make a step with what came out on rank 0."""
-    begin(rank)
+    SCATTERING_SUMS.begin(rank)
     op = GemmReduceScatter(16, 24, torch.float16)
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.grad = torch.ones(2)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     with stepping(how):
-        op(*operands(16, 24, 16, torch.float16))
+        op(*factors(16, 24, 16, torch.float16))
         optimizer.step()
     meet()
     texts = []
     if rank == 0:
         op._patience_ticks = as_patience(0.5)
-        message_of(lambda: op(*operands(16, 24, 16, torch.float16)))
+        message_of(lambda: op(*factors(16, 24, 16, torch.float16)))
         with contextlib.suppress(TimeoutError), stepping(how):
             texts.append(message_of(optimizer.step))
         texts.append(message_of(check_calls))

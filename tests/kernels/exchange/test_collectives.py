@@ -12,13 +12,13 @@ import signal
 import time
 import types
 
-import gemm_rs_runs
 import pytest
 import torch
 import torch.distributed as dist
 from ag_gemm_runs import begin
 from collective_runs import ALWAYS, PATIENCE_S, SHORT_S, launches_of, note_agreements, prefer
 from every_operation import PRODUCERS, WITH_COLLECTIVES, each
+from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING, captured_layer, routed_layers
 from operation_runs import (
     GPU_BACKENDS,
@@ -194,7 +194,7 @@ def tuned_alone(rank):
         launched = launches_of(op)
 
         def step():
-            return gemm_rs_runs.call_and_compare(op, 32, 16)
+            return SCATTERING_SUMS.call_and_compare(op, [16], 16)
 
         alone = contextual_autotune(mode="online", cache=False, log_dir=None)(step) if rank == 0 else step
         errors = [alone() for _ in range(30)]
@@ -236,7 +236,7 @@ def without_nccl(rank, backends):
     dist.get_backend_config = lambda group: backends
     message = message_of(lambda: GemmReduceScatter(8, 16, HALF, collective=True, timeout_s=PATIENCE_S))
     with GemmReduceScatter(8, 16, HALF, timeout_s=PATIENCE_S) as op:
-        return message, op._collective.wants(8, ()), gemm_rs_runs.call_and_compare(op, 8, 16)
+        return message, op._collective.wants(8, ()), SCATTERING_SUMS.call_and_compare(op, [4], 16)
 
 
 def test_a_group_that_cannot_make_it_is_refused_where_it_is_fixed():

@@ -8,11 +8,11 @@ import resource
 import threading
 from pathlib import Path
 
-import ag_gemm_runs
-import gemm_rs_runs
 import pytest
 import torch
 import torch.distributed as dist
+from ag_gemm_runs import GATHERING_ROWS
+from gemm_rs_runs import SCATTERING_SUMS
 from operation_runs import device, synchronize, values
 from operations import HALF
 
@@ -33,7 +33,7 @@ def held() -> tuple[int, int, int]:
 
 def many_calls(rank):
     """Exchange chunks in 10,000 calls with tensors and shapes of their own; the product is left out."""
-    ag_gemm_runs.begin(rank)
+    GATHERING_ROWS.begin(rank)
     with AllGatherGemm(8, 16, HALF) as op:
         launched = []
         op._launch = lambda *call: launched.append(1)
@@ -87,8 +87,8 @@ def test_operations_that_are_closed_or_abandoned_leave_no_thread_and_no_file():
 
 def many_calls_on_gpus(rank):
     """Make 10,000 calls of two operations with tensors of their own; return what was held, on both sides."""
-    ag_gemm_runs.begin(rank, 0)
-    gemm_rs_runs.begin(rank, 0)
+    GATHERING_ROWS.begin(rank, 0)
+    SCATTERING_SUMS.begin(rank, 0)
     found = []
     with (
         AllGatherGemm(256, 256, HALF, consumer="plain", pieces=1, timeout_s=60.0) as gather,

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ag_gemm_runs import GATHERING_ROWS, error_ratio, gathered_by_torch, tensors
+from ag_gemm_runs import GATHERING_ROWS, error_ratio, gathered_by_torch
 from every_operation import EVERY, PRODUCERS, each
 from operation_runs import device, message_of, synchronize, values
+from operations import factors
 from rank_programs import wait_for
 from tp_runs import workspaces
 
@@ -150,7 +151,7 @@ def sends_behind_a_call(rank):
     sms = torch.cuda.get_device_properties(device()).multi_processor_count
     rows = torch.ones(2**20, device=device())
     exchange = dist.send if rank == 0 else dist.recv
-    a_shard, weight = tensors(2048, 4096, 1024, HALF)
+    a_shard, weight = factors(2048, 4096, 1024, HALF)
     options = {"consumer": "plain", "programs": sms, "collective": False, "timeout_s": 20.0}
     with AllGatherGemm(2048, 1024, HALF, **options) as op:
         op.meet_first()

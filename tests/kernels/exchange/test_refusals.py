@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 from ag_gemm_runs import GATHERING_ROWS
 from ag_moe_runs import GATHERING
+from every_operation import PRODUCERS
 from gemm_ar_runs import REDUCING
 from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING
@@ -347,7 +348,10 @@ def failing_launch(rank, of):
     return first, message_of(call), message_of(op.close)
 
 
-@EACH
+PUSHED = replace(GATHER, runs=PRODUCERS["AllGatherGemm, push"])
+
+
+@pytest.mark.parametrize("of", [*ALL, PUSHED], ids=[*(of.name for of in ALL), "AllGatherGemm, pushed"])
 def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs(of):
     peer, failed = values(failing_launch, 2, of)
     broken = f"RuntimeError: {of.name}, rank 1: call 1 was not carried out: IndexError"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 
-import gemm_rs_runs
 import pytest
 import torch
+from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING
 from operation_runs import left_as_before
+from operations import HALF, factors
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
@@ -26,9 +27,9 @@ def op(monkeypatch):
     monkeypatch.setattr(gemm_rs._SETTLED, "_told", set())
     monkeypatch.setattr(gemm_rs._SETTLED, "_of", type(gemm_rs._SETTLED._of)())
     with left_as_before(gemm_reduce_scatter):
-        gemm_rs_runs.begin(0)
+        SCATTERING_SUMS.begin(0)
         gemm_reduce_scatter.configs = CANDIDATES
-        with GemmReduceScatter(160, N, gemm_rs_runs.HALF, backend="shm") as op:
+        with GemmReduceScatter(160, N, HALF, backend="shm") as op:
             yield op
     gemm_reduce_scatter.cache.clear()
 
@@ -42,20 +43,20 @@ def told_by(call):
 
 
 def test_the_first_call_outside_a_session_says_what_to_do_and_other_sizes_of_the_layer_do_not(op):
-    (text,) = told_by(lambda: gemm_rs_runs.call_and_compare(op, 160, K))
+    (text,) = told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K))
     assert text == (
         "GemmReduceScatter [size_class=160, N=40, K=24, TMA_LEGAL=True, BY_COLUMNS=False] has not been tuned "
         "and takes the first of its candidates in every call. Call it in a function decorated with "
         "contextual_autotune, on all ranks with is_dist=True, which tunes it and keeps the result on disk"
     )
-    assert told_by(lambda: gemm_rs_runs.call_and_compare(op, 160, K)) == []
-    assert told_by(lambda: gemm_rs_runs.call_and_compare(op, 96, K)) == []
-    assert len(told_by(lambda: gemm_rs_runs.call_and_compare(op, 96, 2 * K))) == 1  # another layer
+    assert told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K)) == []
+    assert told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [96], K)) == []
+    assert len(told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [96], 2 * K))) == 1  # another layer
 
 
 def test_one_candidate_is_no_choice(op):
     gemm_reduce_scatter.configs = CANDIDATES[:1]
-    assert told_by(lambda: gemm_rs_runs.call_and_compare(op, 160, K)) == []
+    assert told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K)) == []
 
 
 def test_a_session_tunes_what_was_taken_before_and_says_nothing(op):
@@ -63,18 +64,18 @@ def test_a_session_tunes_what_was_taken_before_and_says_nothing(op):
 
     @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None)
     def step():
-        errors.append(gemm_rs_runs.call_and_compare(op, 160, K))
+        errors.append(SCATTERING_SUMS.call_and_compare(op, [160], K))
 
-    assert len(told_by(lambda: gemm_rs_runs.call_and_compare(op, 160, K))) == 1
+    assert len(told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K))) == 1
     assert told_by(step) == []
     assert step.report.runs == len(CANDIDATES) + 1
     assert max(errors) < 1
     assert told_by(step) == []
-    assert told_by(lambda: gemm_rs_runs.call_and_compare(op, 160, K)) == []
+    assert told_by(lambda: SCATTERING_SUMS.call_and_compare(op, [160], K)) == []
 
 
 def test_a_capture_is_not_disturbed(op, monkeypatch):
-    a, weight = gemm_rs_runs.operands(64, N, K, gemm_rs_runs.HALF)
+    a, weight = factors(64, N, K, HALF)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert told_by(lambda: op(a, weight)) == []
@@ -86,7 +87,7 @@ def test_experts_are_told_once_for_all_numbers_of_choices():
         torch.set_deterministic_debug_mode("default")
         SCATTERING.kernel.configs = SCATTERING.candidates
         SCATTERING.kernel.cache.clear()
-        with SCATTERING.open(40, 41, gemm_rs_runs.HALF, backend="shm") as op:
+        with SCATTERING.open(40, 41, HALF, backend="shm") as op:
             told = [told_by(lambda n=n: SCATTERING.fresh_call(op, [n], ids=None)) for n in (40, 40, 4)]
         SCATTERING.kernel.cache.clear()
     assert [len(texts) for texts in told] == [1, 0, 0]

@@ -10,16 +10,14 @@ import torch
 from gemm_ar_runs import (
     EPS,
     REDUCING,
-    begin,
     call_and_compare,
     call_with_norm,
     error_ratio,
     norm_error_ratio,
     of_all,
-    operands,
 )
 from operation_runs import assert_cases, device, values
-from operations import HALF
+from operations import HALF, factors
 
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
@@ -29,7 +27,7 @@ OURS = (ONE_SHOT, TWO_SHOT, LOW_LATENCY)  # those with candidates
 
 def without_a_product(rank, way):
     """Add what ranks have: by a copy, and in the operation's own buffer."""
-    begin(rank)
+    REDUCING[None].begin(rank)
     errors, one = [], torch.eye(40, dtype=HALF, device=device())
     with GemmAllReduce(9, 40, HALF, way=way) as op:
         for in_place in (False, True):
@@ -55,8 +53,8 @@ def test_what_ranks_have_is_added_without_a_product():
 
 def same_sums(rank):
     """Return whether sums with a residual have the same bits by each way of ours."""
-    begin(rank)
-    a, weight = operands(7, 34, 24, HALF)
+    REDUCING[None].begin(rank)
+    a, weight = factors(7, 34, 24, HALF)
     residual, norm_weight = of_all(7, 34, HALF, 1)
     sums = []
     for way in OURS:
@@ -71,7 +69,7 @@ def test_ways_differ_in_no_bit():
 
 def ways_of_ranks(rank, wanted_of_call):
     """Let each rank want its own way in each call; return the ways that were taken, and the errors."""
-    begin(rank)
+    REDUCING[None].begin(rank)
     taken, errors = [], []
     with GemmAllReduce(9, 24, HALF) as op:
         settle = op._ways.settle

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from epilogue_runs import quantized
-from gemm_rs_runs import SCATTERING_SUMS, begin, call_and_compare, error_ratio, operands, poison
+from gemm_rs_runs import SCATTERING_SUMS
 from operation_runs import GPU_BACKENDS, assert_cases, device, message_of, values
-from operations import HALF
+from operations import HALF, factors
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
@@ -21,17 +21,17 @@ from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
 
 def by_columns_with_addend(rank, index, n, k, collective):
     """Pass a transposed weight, and on rank 0 an addend; all rows and columns of tiles are ragged."""
-    begin(rank, index)
+    SCATTERING_SUMS.begin(rank, index)
     errors = []
     with GemmReduceScatter(65, n, HALF, collective=collective) as op:  # more rows than the ranks can share
-        poison(op)
+        SCATTERING_SUMS.poison(op)
         for m in (38, 30):
-            a, weight = operands(m, n, k, HALF)
+            a, weight = factors(m, n, k, HALF)
             across = weight.T.contiguous().T
             addend = torch.randn(m, n, device=a.device).to(HALF) if rank == 0 or collective else None
             wider = (a, weight) if addend is None else _with_addend(a, weight, addend)
-            errors += [error_ratio(op(a, across), a, weight)]
-            errors += [error_ratio(op(a, across, addend=addend), *wider)]
+            errors += [SCATTERING_SUMS.error_ratio(op(a, across), a, weight)]
+            errors += [SCATTERING_SUMS.error_ratio(op(a, across, addend=addend), *wider)]
     return errors
 
 
@@ -53,9 +53,9 @@ def test_a_weight_may_lie_by_columns_and_a_rank_may_add_something():
 
 
 def wrong_addends(rank):
-    begin(rank)
+    SCATTERING_SUMS.begin(rank)
     with GemmReduceScatter(16, 8, HALF) as op:
-        a, weight = operands(16, 8, 4, HALF)
+        a, weight = factors(16, 8, 4, HALF)
         short, across = torch.zeros(8, 8, dtype=HALF), torch.zeros(8, 16, dtype=HALF).T
         texts = [message_of(lambda given=given: op(a, weight, addend=given)) for given in (short, across)]
         texts.append(message_of(lambda: op(a, torch.zeros(8, 8, dtype=HALF)[:, ::2])))
@@ -75,8 +75,8 @@ def test_a_wrong_addend_or_layout_raises_with_values_and_the_next_call_works():
 
 def rows_that_do_not_divide(rank):
     with GemmReduceScatter(12, 8, HALF) as op:
-        message = message_of(lambda: op(*operands(7, 8, 16, HALF)))
-        return message, call_and_compare(op, 9, 16)
+        message = message_of(lambda: op(*factors(7, 8, 16, HALF)))
+        return message, SCATTERING_SUMS.call_and_compare(op, [3], 16)
 
 
 def test_rows_that_the_ranks_cannot_share_are_refused_on_every_rank():
@@ -86,12 +86,12 @@ def test_rows_that_the_ranks_cannot_share_are_refused_on_every_rank():
 
 
 def outside_any_tuner(rank):
-    begin(rank)
+    SCATTERING_SUMS.begin(rank)
     gemm_reduce_scatter.configs, runs = CANDIDATES, []
     gemm_reduce_scatter.fn.add_pre_run_hook(lambda *args, **kwargs: runs.append(1))
     with GemmReduceScatter(128, 48, HALF) as op:
-        poison(op)
-        errors = [call_and_compare(op, m, 32) for m in (128, 96, 128)]
+        SCATTERING_SUMS.poison(op)
+        errors = [SCATTERING_SUMS.call_and_compare(op, [rows], 32) for rows in (64, 48, 64)]
     return errors, len(runs)
 
 
@@ -145,10 +145,10 @@ def compared(
 
 def every_call(rank, candidate, backend="auto"):
     """Call with ragged rows and columns, K of this rank's own, with and without each scale."""
-    begin(rank, candidate)
+    SCATTERING_SUMS.begin(rank, candidate)
     k = 48 + 16 * rank
     with GemmReduceScatter(78, 40, FP8, backend=backend, timeout_s=60.0) as op:
-        poison(op)
+        SCATTERING_SUMS.poison(op)
         return [
             compared(op, 74, k),
             compared(op, 38, k, by_columns=False),
