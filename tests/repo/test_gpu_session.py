@@ -181,5 +181,5 @@ def test_sleeps(number):
     assert code == 1
     assert [each["outcome"] for each in record["tests"]] == ["passed"]
     assert [each["test"][-3:] for each in record["not_run"]] == ["[1]", "[2]"]
-    assert record["not_run"][0]["stopped_after_s"] > 1
+    assert [bool(each["stopped_after_s"]) for each in record["not_run"]] == [True, False]
     assert "not run in 3 s: 2" in printed
