@@ -43,17 +43,18 @@ MOST_FAILED_STARTS = 3  # of processes that end and tell of no candidate; then t
 class CompileState:
     """How far the candidates of one context are compiled."""
 
-    is_preflighted: bool = False  # all are, or a backlog has them ...
-    waves: int = 0  # ... as many as the search had named when it had named more so often
-    has_all: bool = False  # a backlog knows all candidates, whichever the search names
-    left: int = 0  # candidates that a backlog has still to compile or load
-    forms: set[Any] = field(default_factory=set)  # met until all is compiled; see `keep_form`
+    is_preflighted: bool = False  # the candidates that the search has named are compiled, or in a backlog
+    waves: int = 0  # `Context.waves` when they were added: the search names more candidates in waves
+    has_all: bool = False  # a backlog has all candidates, also those that the search has not named
+    left: int = 0  # candidates that a backlog has not compiled or loaded yet
+    forms: set[Any] = field(default_factory=set)  # of launch, until all is compiled; see `keep_form`
     is_varied: bool = False  # the context was launched in several forms
 
     def keep_form(self, form: Any) -> bool:
-        """Return whether a form is new and the candidates are compiled for it: the first FORMS of them.
+        """Return whether candidates are to be compiled for a form of launch: it is one of the first FORMS.
 
-        form: the kernel that a launch has run; launches of one config that need other binaries run others.
+        form: the kernel that the launch has run. Launches of one config that need several binaries have
+        several forms.
         """
         if form in self.forms or len(self.forms) > FORMS:
             return False
@@ -67,7 +68,7 @@ class CompileState:
 
 
 class CompiledContext(Protocol):
-    """A context of this rank, as far as its candidates are compiled."""
+    """What a backlog reads and writes of a `RankContext`."""
 
     name: str
     search: Context | None  # None: no rank has announced it
@@ -78,27 +79,27 @@ class CompiledContext(Protocol):
 
     @property
     def outside_race(self) -> Collection[str]:
-        """Return the candidates that are not tried next."""
+        """Return the candidates that the search does not try next."""
 
 
 @dataclass(eq=False)
 class _Entry:
-    """What one context waits for."""
+    """The candidates of one context that are not compiled or loaded yet."""
 
     counts: CompileCounts
     began: float
-    device: int  # on which the run that brought it has launched it
-    forms: int = 0  # of launch, so far
+    device: int  # of the context's first launch
+    forms: int = 0  # how many forms of launch have been added
     to_compile: dict[Work, Compilation] = field(default_factory=dict)
     to_load: dict[Work, Compilation] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)  # of candidates that failed and are not banned yet
-    unwanted: Collection[str] = ()  # candidates that are not tried now, and may never be
-    is_waited_for: bool = True  # trials wait for candidates
-    is_new: bool = True  # no process has been asked for any
+    reasons: dict[str, str] = field(default_factory=dict)  # failed candidates that are not banned yet
+    unwanted: Collection[str] = ()  # candidates that the search does not try next, and may never try
+    is_waited_for: bool = True  # the context's trials wait for candidates
+    is_new: bool = True  # no process has been asked to compile its candidates
 
     @property
     def left(self) -> int:
-        """Return how many candidates lack something, of those that are tried next."""
+        """Return how many of the candidates that are tried next are not compiled and loaded."""
         works = (*self.to_compile, *self.to_load)
         return len({candidate for candidate, _ in works if candidate not in self.unwanted})
 
@@ -126,11 +127,12 @@ class _Entry:
 
 
 class Backlog:
-    """The contexts that wait for candidates, the one first that may gain most device time in a run.
+    """Compiles in another process the candidates that contexts wait for, and loads them in this one.
 
-    A process knows all candidates of a context, and compiles those that are tried next.
+    The context that may gain most device time in a run comes first. The process is given all candidates of a
+    context, and compiles those that are tried next.
 
-    loading: entered around the loading of a candidate of a context.
+    loading: entered, with context and candidate, while this process loads that candidate.
     """
 
     def __init__(
@@ -149,9 +151,9 @@ class Backlog:
         return bool(self._entries)
 
     def add(self, context: CompiledContext, launch: Launch, configs: Mapping[str, Any]) -> None:
-        """Let `context` wait for `configs`, as they are compiled for a launch, which is not held.
+        """Let `context` wait until `configs` are compiled for a form of launch; `launch` is not kept.
 
-        A context may wait for several forms of launch. A candidate that fails in one has failed.
+        A context may wait for several forms. A candidate that fails in one of them has failed.
         """
         if (entry := self._entries.get(context)) is None:
             counts, device = CompileCounts(workers=self._options.workers), preflight.current_device()
@@ -185,9 +187,10 @@ class Backlog:
                 time.sleep(POLL_S[self._options.in_background])
 
     def advance(self, *, waits: bool = False) -> Iterator[tuple[CompiledContext, CompileCounts]]:
-        """Load compiled candidates, ban those that failed; yield the contexts that are done.
+        """Load compiled candidates and ban failed ones; yield the contexts whose candidates are complete.
 
-        Some of them, unless this rank waits. What no context waits for any more is dropped.
+        waits: load all that are compiled, not as many as LOADING_SHARE allows. Contexts that are no longer
+        tuned are dropped.
         """
         now = time.monotonic()
         until = now if self._advanced is None else now + LOADING_SHARE * (now - self._advanced)
@@ -239,7 +242,7 @@ class Backlog:
             self._stop()
 
     def _in_order(self) -> list[tuple[CompiledContext, _Entry]]:
-        """Return the contexts by what they may gain in a run, the most first, where it is known."""
+        """Return the contexts, the one first that may gain most in a run."""
         return sorted(self._entries.items(), key=lambda waiting: _gain_ms(waiting[0]), reverse=True)
 
     def _load(self, context: CompiledContext, entry: _Entry, work: Work) -> None:
@@ -253,7 +256,7 @@ class Backlog:
     # -- the process ---------------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Read the outcomes of the process, and whether it has ended."""
+        """Apply the outcomes that the process has told, and notice that it has ended."""
         if (process := self._process) is None:
             return
         has_ended = process.has_ended  # asked first, so that nothing it has told is missed
@@ -267,7 +270,7 @@ class Backlog:
             self._stop()
 
     def _start(self, *, waits: bool) -> None:
-        """Let the process compile what is tried next, in order; start another where it lacks some of that."""
+        """Have the process compile what is tried next, in order; replace it if it lacks some of that."""
         entries = [entry for _, entry in self._in_order()]
         wanted = [(e, work) for e in entries for work in e.to_compile if work[0] not in e.unwanted]
         # What takes most of a run is known when the times of the first runs are read.
@@ -322,14 +325,14 @@ class Backlog:
 
 
 def _there(kernel: Any) -> Compilation:
-    """Return what is left to do for a kernel that was compiled before."""
+    """Return a compilation that returns a kernel which was compiled before."""
     return Compilation("", lambda: kernel, lambda found: found)
 
 
 def _gain_ms(context: CompiledContext) -> tuple[float, float]:
-    """Return what a context may gain in a run, from its device time at least and at most; zeros: not known.
+    """Return what a context may gain in a run, estimated from below and from above; zeros: not known.
 
-    At least, as in a host-bound run the time of every small kernel is the host's.
+    From below first: in a host-bound run the time of every small kernel is the host's.
     """
     if (search := context.search) is None:
         return 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Stands in for `Autotuner.run`: launches the kernel with the config that the run plans for it."""
+"""Makes the launches of tuned functions that are not settled: each with the config that its run plans."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ NO_CONFIG_OF_LAUNCH = "it is none of the configs that this launch may have"
 
 
 class Dispatcher:
-    """The launches of one tuned function on this rank, from any thread.
+    """Launches the kernels of one tuned function on this rank, from any thread.
 
     compiling: entered while this rank compiles, so that its peers wait on. note: writes a line of the log.
-    written: copies what launches change.
+    written: copies the tensors that launches change.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Dispatcher:
         written: WrittenTensors,
     ) -> None:
         self.run_under_way: CallUnderWay | None = None  # of a session
-        self.repeats_run = False  # the run under way is made once more, to be replayed: the same is launched
+        self.repeats_run = False  # the run under way is captured: each launch takes its config once more
         self._function = registry.results.function
-        self._model = self._new_call(tunes=False)  # of settled calls
-        # A launch of each new form of a context: their arguments are held no longer than the run.
+        self._model = self._new_call(tunes=False)  # settled calls are copies of it
+        # By context and form, a launch to compile candidates for; dropped at the end of the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
@@ -90,7 +90,7 @@ class Dispatcher:
             candidate = binding.rank_context.chosen(binding, failed)
 
     def _choose(self, call: CallUnderWay, name: str, options: Sequence[Any], key: Key, among: Ranks) -> Any:
-        """Answer `tunable`: return the option that this run plans; see there for `among`."""
+        """Return the option that this run plans for a `tunable`; `among`: the ranks that share it."""
         if not self._ranks.issuperset(among):
             return CHOICES.recall(name, options, key, among)
         is_of_session = self.run_under_way is call
@@ -112,18 +112,18 @@ class Dispatcher:
         return options[place]  # of this call: an earlier one may have given equal ones of other types
 
     def _is_beside_session(self, call: CallUnderWay) -> bool:
-        """Return whether another thread makes a run of a session meanwhile: this call leaves it alone."""
+        """Return whether another thread makes a run of a session: then this call changes no context."""
         return self.run_under_way is not None and self.run_under_way is not call
 
     def _takes_incumbents(self, call: CallUnderWay) -> bool:
-        """Return whether the launches of this call take incumbents now, and no context is admitted."""
+        """Return whether launches of this call take incumbents now and admit no context."""
         return self._is_beside_session(call) or interception.is_capturing()
 
     def _repeats(self, call: CallUnderWay) -> bool:
         return self.repeats_run and self.run_under_way is call
 
     def _stays(self, call: CallUnderWay, context: RankContext) -> bool:
-        """Return whether later calls may launch the same config without asking: it stands."""
+        """Return whether later calls may launch the same config from the fast path."""
         return not call.tunes and (context.stage is Stage.SETTLED or not self._function.tunes)
 
     def _candidate(
@@ -165,16 +165,16 @@ class Dispatcher:
 
     @staticmethod
     def _keep_share(context: RankContext, candidate: str, programs: int, kernel: Any) -> None:
-        """Keep how much of the device the launch takes, where the kernel is compiled."""
+        """Keep the share of the device that a launch of a compiled kernel takes."""
         if kernel is None or (device := preflight.current_device()) < 0:
             return
         share = footprint.share(programs, kernel, footprint.multiprocessors(device))
         context.shares[candidate] = max(context.shares.get(candidate, 0), share)
 
     def _ensure_loaded(self, launch: Launch, binding: Binding, candidate: str) -> Any:
-        """Compile and load before the first launch, so that no timed interval holds a compilation.
+        """Compile and load a candidate before its first launch, so that no timed interval holds that.
 
-        Return the kernel that is expected to run; None: nothing is compiled.
+        Return the kernel that is expected to run; None under the interpreter.
         """
         device, context = preflight.current_device(), binding.rank_context
         loaded = binding.loaded.get((candidate, device))
@@ -188,14 +188,14 @@ class Dispatcher:
         return kernel
 
     def _keep_form(self, call: CallUnderWay, launch: Launch, binding: Binding, result: Any) -> None:
-        """Keep a launch until the end of the run if the candidates are to be compiled for its form."""
+        """Keep a launch until the end of the run if candidates are to be compiled for its form."""
         context = binding.rank_context
         is_wanted = call.tunes and context.is_to_preflight and not interception.is_interpreted()
         if is_wanted and context.compile.keep_form(form := kernel_of(result)):
             self.to_preflight.setdefault(context, {})[form] = binding, launch
 
     def _failure(self, call: CallUnderWay, launch: Launch, config: Any, error: Exception) -> dict[str, str]:
-        """Return the candidate that has failed in a launch, with the reason; {}: the error is the user's.
+        """Return {candidate: reason} for a launch that failed; {}: the error is the user's.
 
         In a run of a session the candidate is banned, and the run's report tells the peers. In a settled call
         it is not: the agreed config stays, and another one replaces it in this launch alone.
@@ -218,10 +218,10 @@ class Dispatcher:
     def _excuse(
         self, call: CallUnderWay, context: RankContext, candidate: str, reason: str, *, counts: bool
     ) -> None:
-        """Record that a candidate has failed and is not banned.
+        """Record the failure of a candidate that is not banned.
 
-        counts: it may fail each time. After SETTLED_FAILURES in a row a session launches it once more, which
-        bans it on all ranks.
+        counts: it may fail each time. After SETTLED_FAILURES in a row a session launches it once more, and
+        bans it on all ranks if it fails.
         """
         if candidate not in context.failures:
             config = config_label(context.texts[candidate])
@@ -293,7 +293,7 @@ class Dispatcher:
         return self._model.another()
 
     def begin_run(self, *, tunes: bool) -> CallUnderWay:
-        """Begin a run of a session and forget the last one. `tunes`: launches may be trials."""
+        """Begin a run of a session. `tunes`: launches may be trials."""
         self._registry.names.begin_run()
         with self._lock:
             self._begin_anew()
@@ -327,9 +327,9 @@ class Dispatcher:
         self._registry.abandon_run()
 
     def preflight(self, backlog: Backlog, *, knows_all: bool) -> None:
-        """Let the candidates of new contexts be compiled and loaded.
+        """Give `backlog` the candidates of new contexts.
 
-        knows_all: the backlog outlasts the run, and is given those too that the search does not name yet.
+        knows_all: also candidates that the search has not named yet, as the backlog outlasts the run.
         """
         launches, self.to_preflight = self.to_preflight, {}
         for context, by_form in launches.items():
@@ -342,9 +342,9 @@ class Dispatcher:
 
 
 def _untried(binding: Binding, *, also_unlikely: bool = False) -> dict[str, Any]:
-    """Return the configs that may be tried and the run has not launched, by candidate.
+    """Return the configs, by candidate, that may be tried and that the run has not launched.
 
-    also_unlikely: those too that the search does not name now.
+    also_unlikely: also those that the search does not try next.
     """
     context = binding.rank_context
     left = {context.run.choice, *context.bans, *(() if also_unlikely else context.outside_race)}

@@ -25,7 +25,7 @@ Settled: TypeAlias = "dict[int, Known]"  # by the id of a living Autotuner
 
 
 class Known:
-    """The settled keys of one Autotuner, and the last call that launched it. Dropped with the Autotuner."""
+    """The settled keys of one Autotuner, dropped with it."""
 
     __slots__ = ("by_key", "call", "configs", "only", "tuner")
 
@@ -33,10 +33,10 @@ class Known:
         place = id(tuner)
         self.tuner = weakref.ref(tuner, lambda _: settled.pop(place, None))
         self.by_key: dict[Key, tuple[Any, dict[str, Any]]] = {}
-        self.call: CallUnderWay | None = None
-        # Of all keys, while the kernel has this one config: a peer may have more, this rank cannot try them.
+        self.call: CallUnderWay | None = None  # the last one that launched it
+        # The config for all keys, while the kernel has one; peers may have more, this rank cannot try them.
         self.only: tuple[Any, dict[str, Any]] | None = None
-        self.configs: list[Any] | None = None
+        self.configs: list[Any] | None = None  # of the Autotuner when `only` was set
 
 
 class CallUnderWay:
@@ -61,7 +61,7 @@ class CallUnderWay:
         self.settled, self.launch, self.failure, self.choose_for = settled, launch, failure, choose
         self.tunes, self.passes_single = tunes, passes_single
         self.written = written
-        self.changes = False  # a launch that `launched` does not name has named tensors that it changes
+        self.changes = False  # a launch changes tensors, of a kernel that `launched` does not return
         self.new: set[RankContext] | None = None  # new or provisional, launched by this settled call
 
     def another(self) -> CallUnderWay:
@@ -103,7 +103,7 @@ class CallUnderWay:
         return [tuner for tuner in launched if tuner is not None]
 
     def keep(self, launch: Launch) -> None:
-        """Copy the tensors that a launch says it changes, in a session; else only note that it does."""
+        """In a session, copy the tensors that a launch changes; else note that it changes some."""
         if written_arguments(launch.tuner):
             self.changes = True
             if self.written is not None:
@@ -111,7 +111,7 @@ class CallUnderWay:
 
     @property
     def is_of_session(self) -> bool:
-        """Return whether it is a run of a session, which notes what it launches and chooses."""
+        """Return whether this is a run of a session."""
         return self.written is not None
 
     @property

@@ -1,4 +1,4 @@
-"""One context on this rank: its configs, what failed, and what the run under way launches of it."""
+"""One context on this rank: its configs, its failures, and its launches in the run under way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..storage.scope import ContextIdentity
 from ..timing.samples import Reading, Samples
 from ..triton_api.launch import Key
 
-SETTLED_FAILURES = 3  # in a row, of a settled config: then it is no longer tried, and the ranks are asked
+SETTLED_FAILURES = 3  # in a row, of a settled config: then others replace it until a session has banned it
 NONE_FAILED: Mapping[str, str] = {}
 
 
@@ -58,14 +58,14 @@ class Binding:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a new context begins with."""
+    """The candidate that a new context begins with, and why."""
 
-    first: str = ""  # the candidate of an old winner, of the nearest key's, or expected to be the fastest
+    first: str = ""  # an old winner, the nearest key's, or `expected`
     like: str = ""  # the nearest tuned key, if `first` is its winner
-    upgrade: Upgrade | None = None  # what is raced after an upgrade, as this rank's disk has it
-    expected: str = ""  # the candidate expected to be the fastest ...
-    told: Told | None = None  # ... from these times of other keys
-    unlikely: Collection[str] = ()  # candidates that the search leaves out, as other keys expect them slower
+    upgrade: Upgrade | None = None  # the candidates to race again after an upgrade, from this rank's disk
+    told: Told | None = None  # times of other keys
+    expected: str = ""  # the candidate that is the fastest by those times
+    unlikely: Collection[str] = ()  # candidates that are slow by those times: the search leaves them out
 
 
 @dataclass
@@ -80,15 +80,15 @@ class RunLaunches:
 
 @dataclass(eq=False)
 class RankContext:
-    """What this rank knows of one context."""
+    """One context on this rank; `search` is the state of it that all ranks share."""
 
     name: str
     slot: str  # unique among the contexts of the kernel
     identity: ContextIdentity
     samples: Samples
     rank: int
-    claim: Claim | None = None  # a result that it had when this rank first launched it
-    holds_claim_back: bool = False  # the peers may not have it: it is reported, not launched
+    claim: Claim | None = None  # its result in memory or on disk, before this rank first launched it
+    holds_claim_back: bool = False  # the claim is reported and not launched: peers may not have it
     beginning: Beginning = field(default_factory=Beginning)
     search: Context | None = None  # the state all ranks share, once one of them has announced it
     announced: bool = False  # by this rank
@@ -137,12 +137,12 @@ class RankContext:
 
     @property
     def checks_form(self) -> bool:
-        """Return whether a sample may be of a form that is not compiled yet."""
+        """Return whether a launch that is timed may have a form that is not compiled yet."""
         return self.measures and (self.compile.is_varied or self.search is None)
 
     @property
     def is_to_preflight(self) -> bool:
-        """Return whether its candidates are to be compiled before they are tried, in more forms too."""
+        """Return whether candidates are still to be compiled, for the form of a new launch too."""
         has_all = self.search is None or self.compile.has_all or self.compile.waves == self.search.waves
         if self.compile.is_preflighted and has_all and not self.compile.left:
             return False
@@ -162,11 +162,10 @@ class RankContext:
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
     def begin_with(self, known: KnownOfKernel, *, tries_few: bool) -> None:
-        """Begin with the winner from before an upgrade, else with a candidate that other keys suggest.
+        """Choose the candidate to begin with: the winner before an upgrade, or one that other keys suggest.
 
-        Their times suggest the one expected to be the fastest; else the nearest key suggests its winner. All
-        ranks know the same other keys, so all begin alike. tries_few: the search tries only candidates that
-        other keys expect to be fast.
+        That is the fastest by their times, or else the winner of the nearest key. All ranks know the same
+        other keys, so all begin alike. tries_few: the search tries only what is fast by their times.
         """
         before = self.beginning
         if (upgrade := known.upgrade or before.upgrade) is not None:
@@ -181,7 +180,7 @@ class RankContext:
             expected = next((each for each, own in texts.items() if text and own == text), "")
         first = expected or usable.get(like, "")
         like = like if first == usable.get(like) else ""
-        self.beginning = Beginning(first, like, None, expected, known.told, before.unlikely)
+        self.beginning = Beginning(first, like, told=known.told, expected=expected, unlikely=before.unlikely)
         if is_new and tries_few:
             candidates = self.candidates
             order = order_of(key, [*candidates.values()], known.told)
@@ -197,7 +196,7 @@ class RankContext:
 
     @property
     def outside_race(self) -> set[str]:
-        """Return the candidates that are not to be compiled: others were, or are expected to be, better."""
+        """Return the candidates that are not compiled: others are better, by their times or other keys'."""
         if self.search is not None:
             return self.search.outside_race
         upgrade, unlikely = self.beginning.upgrade, self.beginning.unlikely
@@ -211,7 +210,7 @@ class RankContext:
         return None if earlier is None else part_of(earlier)
 
     def footprint(self, ran: str | None) -> tuple[int, int]:
-        """Return the launches' share of the SMs, and their number; 0 and 1 once they judge no more."""
+        """Return share of the SMs and number of this run's launches; 0 and 1 where they are not judged."""
         judges = self.search is None or self.search.is_tuned_by_launches
         if ran is None or not judges or ran not in self.shares:
             return 0, 1
@@ -235,8 +234,8 @@ class RankContext:
     def stand_in(self, among: Collection[str] | None = None, failed: Mapping[str, str] = NONE_FAILED) -> str:
         """Return the incumbent, or the first candidate that has not failed; raises NoValidConfig.
 
-        among: the candidates that an Autotuner has left; None: all that this rank has met the context with.
-        failed: those that have failed in this launch, with reasons.
+        among: the candidates that an Autotuner has left after pruning; None: all. failed: candidates that
+        have failed in this launch, with reasons.
         """
         candidates = self.candidates
         known = candidates if among is None else among

@@ -1,4 +1,4 @@
-"""The contexts that this rank has launched: found by a launch, reported to the peers run by run."""
+"""The contexts that this rank has launched: a launch finds its own, a run's report tells of all."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Registry:
         return binding
 
     def binding_of(self, launch: Launch, *, admits: bool = False) -> Binding:
-        """Return the binding that `admit` would register. admits: its kernel takes its name."""
+        """Return the binding that `admit` would register. admits: the kernel keeps its name in this run."""
         configs, key, tuner = launch.candidates(), launch.key(), launch.tuner
         about = ContextIdentity(
             self.names.name_of(tuner, launches=admits),
@@ -136,7 +136,7 @@ class Registry:
         return slot, name
 
     def _choose_first(self, context: RankContext) -> None:
-        """Choose the first candidate of a context that no rank has announced: see `RankContext.begin_with`.
+        """Choose the candidate that a context begins with, if no rank has announced the context.
 
         The first launch of each run chooses anew, so ranks that announce a context together choose alike.
         """
@@ -148,7 +148,7 @@ class Registry:
         return self.results.search.rules.tries_few(len(context.texts))
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Take the names that the ranks have agreed on, where kernels differ in their candidates alone."""
+        """Rename contexts as the ranks have agreed, where kernels differ only in their candidates."""
         with self.lock:
             by_name = dict(self.by_name)
             for old, new in names.items():
@@ -182,8 +182,7 @@ class Registry:
     def launched(self) -> list[str]:
         """Return the launches of this run, as `kernel[key] with config`; any thread may ask.
 
-        Where the clock can tell, only launches under way on the host or the device; else trials, if there are
-        any.
+        Those that have not ended, if the clock knows them; else the trials; else all.
         """
         chosen = []
         for context in self.by_name.values():
@@ -197,7 +196,7 @@ class Registry:
         return running or trials or [text for _, text in chosen]
 
     def report_run(self, *, waits: bool) -> dict[str, Part]:
-        """Return this rank's parts of the run's report, by context. waits: read every clock now."""
+        """Return this rank's parts of the run's report, by context. waits: wait until every clock is read."""
         reports = {}
         for place, context in enumerate(self.by_name.values()):
             run = context.run

@@ -25,9 +25,9 @@ STILL_S = 0.25  # a call that has not moved for so long may wait for a thread th
 class ActiveCall:
     """The turn of sessions, and the threads that work for the call that has it.
 
-    A thread works for a call that waits for it or for its future; or that does not move, if the thread was
-    started since the call began. Other waits cannot be seen: an older thread gives up when the call does
-    not move.
+    A thread works for the call if the call waits for the thread, or for the future that it works on; or if
+    the thread was started since the call began and the call does not move. Other waits cannot be seen: an
+    older thread gives up when the call has not moved for a while.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class ActiveCall:
         self._call: object | None = None  # the one that has the turn
         self._name = ""  # of its function
         self._owner = 0  # its thread
-        self._older: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that it has found
-        self._lent = threading.local()  # to this thread: the call that waits for it
+        self._older: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads from before the call
+        self._lent = threading.local()  # its `call`: the one that waits for this thread
 
     @property
     def is_mine(self) -> bool:
@@ -51,7 +51,7 @@ class ActiveCall:
         )
 
     def works_for_call(self) -> bool:
-        """Return whether this thread has the turn, or was started or lent to while the call has it."""
+        """Return whether this thread has the turn, belongs to the call, or was started since it began."""
         return self.is_mine or self.belongs() or self._is_younger()
 
     def acquire(self, name: str, timeout_s: Callable[[], float]) -> bool:

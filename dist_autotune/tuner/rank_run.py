@@ -58,7 +58,7 @@ class RankRun:
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
 
     def begin(self) -> CallUnderWay:
-        """Prepare for the plan of the next run, and write it down; return its launches."""
+        """Begin the next run and write its plan to the log; return its launches."""
         state, search = self._state, self._state.search
         launches = state.dispatcher.begin_run(tunes=search.rules.tunes)
         self._whole.begin_run()
@@ -70,7 +70,7 @@ class RankRun:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Let the block run behind a filler if it is a trial; time it as a whole if it is judged so."""
+        """Fill the stream before the block if it is a trial; time the block if whole runs are judged."""
         search, time_spent = self._state.search, self._state.time_spent
         is_timed = search.judged_run is not None and self._whole.report is None
         self.is_replayed = is_timed and self._state.function.is_replayed
@@ -159,7 +159,7 @@ class RankRun:
             yield from backlog.finish() if self._waits else backlog.advance()
 
     def _pool_options(self) -> PoolOptions:
-        """Return how this rank compiles; online nobody waits for it."""
+        """Return how this rank compiles; online no peer waits for it."""
         function, session = self._state.function, self._log.session
         position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
         peers_wait_s = watchdog.PATIENCE * function.timeout_s if self._waits and count > 1 else math.inf

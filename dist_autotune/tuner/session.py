@@ -155,7 +155,7 @@ class Session:
                 self.close()
 
     def open_once(self) -> None:
-        """Agree with the peers on what the session is, once; raises RankMismatch."""
+        """Open the session with its first exchange, if it is not open; raises RankMismatch."""
         if self._recorder.session:
             return
         state = self.state
@@ -182,7 +182,7 @@ class Session:
             merged = check_opening(self._exchange(opening, Opening.sent_at))
             if set(merged.facts[SESSION_STATE]) == {""}:
                 return merged
-            # Some would have gone on with one, and know now that not all would: next time none has any.
+            # Some ranks would have resumed a session that others have not: all drop it, and open anew.
             self.state.drop_searches()
 
     def resume(self) -> None:
@@ -202,7 +202,7 @@ class Session:
 
     @contextlib.contextmanager
     def _one_run(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
-        """Make the block one run, and agree on what follows from it.
+        """Make the block one run: time it, exchange reports on it, and apply them.
 
         again: the function that the block calls; it is called once more where replays judge the run.
         """
@@ -277,7 +277,7 @@ class Session:
         self._stage = SessionStage.BETWEEN_RUNS
 
     def _exchange(self, message: Message, what: str, *, of_run: bool = False) -> Message:
-        """Return the merged messages; of_run: where a peer's run has failed, the next call goes on."""
+        """Return the merged messages. of_run: if a peer's run has failed, the next call goes on."""
         group = self.function.group
         sent, began = message.encode(), time.perf_counter()
         try:
@@ -309,7 +309,7 @@ class Session:
             raise
 
     def _fail(self, error: BaseException, reported: BaseException) -> None:
-        """Leave a run that raised: the peers learn of `reported`, the next call goes on or starts anew."""
+        """Leave a run that raised: tell the peers of `reported`; the next call goes on or starts anew."""
         group, stage = self.function.group, self._stage
         self._stage = SessionStage.BETWEEN_RUNS
         self.state.guard.record_error()
@@ -328,7 +328,7 @@ class Session:
             self._drop(error)
 
     def _leave(self, error: BaseException) -> None:
-        """Leave a run that failed on some rank: nobody counts it, and the next call may make it again."""
+        """Leave a run that failed on some rank: no rank counts it, and the next call may make it again."""
         registry = self.state.registry
         registry.forget([name for name, context in registry.by_name.items() if not context.announced])
         self._stage = SessionStage.INTERRUPTED
@@ -336,7 +336,7 @@ class Session:
 
     @contextlib.contextmanager
     def _dropping_searches(self) -> Iterator[None]:
-        """Drop them for an error in the block: it is the same on every rank, unless a user's flow raised."""
+        """Drop searches for a TuningError in the block: all ranks raise it, unless a user's flow raised."""
         try:
             yield
         except TuningError as error:
