@@ -104,6 +104,19 @@ class Options:
 
     def __post_init__(self) -> None:
         settings.check_variables()
+        self._check_values()
+        self._check_objects()
+        if self.preserve and self.mode == "online":
+            raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
+        if self.objective == "graph" and self.mode == "online":
+            raise InvalidOption(
+                "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it"
+            )
+        if not isinstance(self.cache, bool):  # a later os.chdir does not move it
+            object.__setattr__(self, "cache", Path(self.cache).absolute())
+
+    def _check_values(self) -> None:
+        """Raise InvalidOption for a text, number or directory that cannot be used."""
         for name, values in VALUES.items():
             if not (name == "search" and callable(self.search)):
                 _one_of(name, getattr(self, name), values)
@@ -125,6 +138,9 @@ class Options:
         for name in ("log_dir", "cache"):
             if getattr(self, name) == "":
                 raise InvalidOption(f"{name}='': give a directory; '.' is the current one")
+
+    def _check_objects(self) -> None:
+        """Raise InvalidOption for an object that is not what its option takes."""
         for method in ("start", "stop", "read_ms") if self.clock is not None else ():
             if not callable(getattr(self.clock, method, None)):
                 raise InvalidOption(f"clock={self.clock!r} has no method {method}(): see dist_autotune.Clock")
@@ -142,14 +158,6 @@ class Options:
             raise InvalidOption(
                 f"group= is a DeviceMesh of {self.group.ndim} dimensions {tuple(names)}: give one, as {which}"
             )
-        if self.preserve and self.mode == "online":
-            raise InvalidOption("preserve= belongs to mode='replay': an online run happens only once")
-        if self.objective == "graph" and self.mode == "online":
-            raise InvalidOption(
-                "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it"
-            )
-        if not isinstance(self.cache, bool):  # a later os.chdir does not move it
-            object.__setattr__(self, "cache", Path(self.cache).absolute())
 
     def rules(self) -> dict[str, Any]:
         """Return the options that steer decisions, as `Rules` and the log name them."""

@@ -258,7 +258,10 @@ class Dispatcher:
 
     def _known_binding(self, launch: Launch) -> Binding:
         """Return the binding of a launch; a new one is not admitted."""
-        return self._registry.find(launch) or self._registry.binding_of(launch)
+        if (binding := self._registry.find(launch)) is not None:
+            return binding
+        with self._lock:  # `Launch.candidates` sets the Autotuner's `nargs`
+            return self._registry.binding_of(launch)
 
     def _check_tuned(self, context: RankContext, candidate: str) -> None:
         """Raise NotTuned in the strict mode for a launch that would not be with a search's result."""

@@ -44,8 +44,9 @@ class CallUnderWay:
 
     settled: keys whose config is launched at once; empty in a run of a session. launch: makes every other
     launch. failure: returns the candidate that an exception bans, with the reason, or {} for a user's error.
-    choose: answers `tunable`. passes_single: leave a kernel with one config to stock Triton. written: copies
-    the tensors that launches change; None: no copies. Measured costs: docs/benchmarks.
+    choose_for: returns the option of a `tunable`. passes_single: leave a kernel with one config to stock
+    Triton. written: copies the tensors that launches change; None: no copies. Measured costs:
+    docs/benchmarks.
     """
 
     def __init__(
@@ -53,12 +54,12 @@ class CallUnderWay:
         settled: Settled,
         launch: Callable[..., Any],
         failure: Callable[..., dict[str, str]],
-        choose: Callable[..., Any],
+        choose_for: Callable[..., Any],
         tunes: bool,
         passes_single: bool,
         written: WrittenTensors | None = None,
     ) -> None:
-        self.settled, self.launch, self.failure, self.choose_for = settled, launch, failure, choose
+        self.settled, self.launch, self.failure, self.choose_for = settled, launch, failure, choose_for
         self.tunes, self.passes_single = tunes, passes_single
         self.written = written
         self.changes = False  # a launch changes tensors, of a kernel that `launched` does not return
@@ -69,9 +70,6 @@ class CallUnderWay:
         call = _MAKE(CallUnderWay)
         call.__dict__ = self.__dict__.copy()
         return call
-
-    def choose(self, name: str, options: Any, key: Any, among: Any) -> Any:
-        return self.choose_for(self, name, options, key, among)
 
     def add(self, tuner: Autotuner, key: Key, config: Any) -> None:
         """Launch this config at once from now on, in later calls too."""

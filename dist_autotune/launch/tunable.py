@@ -134,9 +134,11 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
         raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
     if isinstance(options, Combinations):
         options = _drawn(options)
-    call = INTERCEPTION.call_here()
-    choose: Callable[..., T] = CHOICES.recall if call is None else call.choose
-    return choose(name, options, tuple(key), () if among is None else ranks_of(among))
+    call, ranks = INTERCEPTION.call_here(), () if among is None else ranks_of(among)
+    if call is None:
+        return CHOICES.recall(name, options, tuple(key), ranks)
+    option: T = call.choose_for(call, name, options, tuple(key), ranks)
+    return option
 
 
 class Standing(Generic[T]):

@@ -10,7 +10,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from threading import get_ident
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from triton import knobs
@@ -26,19 +26,6 @@ _IN_TLS = "dist_autotune"  # torch gives what is stashed under it to the threads
 Run: TypeAlias = Callable[..., Any]  # an `Autotuner.run`
 
 
-class LaunchesOfCall(Protocol):
-    """What the dispatcher asks of a call under way."""
-
-    tunes: bool  # a launch may be a trial
-    is_of_session: bool
-
-    def choose(self, name: str, options: Any, key: Any, among: Any) -> Any:
-        """Answer `tunable`."""
-
-    def knows(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether the key of a launch is settled here."""
-
-
 SESSION: Final = "session"  # its call is seen by every thread that is in no call of its own
 PROGRAM: Final = "program"  # and so is a program that is tuned as a whole, below all calls
 
@@ -51,7 +38,7 @@ class Interception:
 
     def __init__(self) -> None:
         self.turn = ActiveCall()  # of sessions
-        self.calls: dict[int | str, Any] = {}  # LaunchesOfCall by thread, and under SESSION and PROGRAM
+        self.calls: dict[int | str, Any] = {}  # `CallUnderWay` by thread, and under SESSION and PROGRAM
         self._is_installed = False
         self._looked_at: object = None  # what stood at `Autotuner.run` the last time
 
@@ -76,7 +63,7 @@ class Interception:
     # -- whose launch it is --------------------------------------------------------------------------------
 
     def call_here(self) -> Any:
-        """Return the call that this thread launches for, in LaunchesOfCall; None: it is in none."""
+        """Return the call that this thread launches for; None: it is in none."""
         calls = self.calls
         if not calls:
             return None
