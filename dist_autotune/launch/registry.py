@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from ..timing.clock import Clock
 from ..timing.samples import Samples
 from ..triton_api import identity
 from ..triton_api.identity import KernelIdentity, family_of
+from ..triton_api.interception import fork_safe_lock
 from ..triton_api.launch import Key, Launch, config_texts
 from .kernel_names import KernelNames
 from .rank_context import Binding, RankContext, Stage, part_of
@@ -41,7 +41,7 @@ class Registry:
         self, names: KernelNames, options: Options, clock: Clock, rank: int, results: KnownResults
     ) -> None:
         self.by_name: Mapping[str, RankContext] = {}
-        self.lock = threading.RLock()
+        self.lock = fork_safe_lock()
         self.has_news = False  # since the last run began: to a settled call, whose contexts choose anew
         self.names, self.results = names, results
         self._options, self._clock, self._rank = options, clock, rank

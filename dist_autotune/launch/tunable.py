@@ -135,9 +135,8 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
     if isinstance(options, Combinations):
         options = _drawn(options)
     call, ranks = INTERCEPTION.call_here(), () if among is None else ranks_of(among)
-    if call is None:
-        return CHOICES.recall(name, options, tuple(key), ranks)
-    option: T = call.choose_for(call, name, options, tuple(key), ranks)
+    asked = name, options, tuple(key), ranks
+    option: T = CHOICES.recall(*asked) if call is None else call.choose_for(call, *asked)
     return option
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_iter
 
 from ..errors import TuningError
+from ..triton_api.interception import fork_safe_lock
 from ..triton_api.launch import Launch
 from ..triton_api.live_objects import instances
 
@@ -40,7 +40,7 @@ class WrittenTensors:
         self._copies: dict[_Region, _Copy] = {}  # in the order of the first launches
         self._there_before: set[StorageWeakRef] | None = None  # None: nothing is copied
         self._names: dict[str, None] = {}  # `kernel.argument` of the copies, in order
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
 
     def begin_runs(self, result: object = None) -> None:
         """Copy from now on what launches change, unless a run has allocated it; copy a `result` at once."""

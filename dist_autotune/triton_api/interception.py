@@ -8,6 +8,7 @@ import inspect
 import os
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any, Final, TypeAlias
@@ -96,7 +97,7 @@ class Interception:
         return self.calls.get(torch._C._get_obj_in_tls(_IN_TLS))
 
     def _others(self) -> Iterator[Any]:
-        """Yield the calls that see the launches of other threads, the first one first."""
+        """Yield the calls that see launches of other threads: session, program, the latest settled call."""
         calls = self.calls.copy()
         for key in (SESSION, PROGRAM):
             if key in calls:
@@ -169,6 +170,16 @@ def propagate_to_autograd() -> None:
         _OF_THREAD.stashed = _Stashed()
 
 
+_LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def fork_safe_lock() -> Any:
+    """Return an RLock that a forked child finds free, whichever thread of its parent holds it."""
+    _watch_forks()
+    _LOCKS.add(lock := threading.RLock())
+    return lock
+
+
 @functools.cache
 def _watch_forks() -> None:
     os.register_at_fork(after_in_child=_leave_to_parent)
@@ -178,6 +189,8 @@ def _leave_to_parent() -> None:
     INTERCEPTION.calls.clear()
     INTERCEPTION.turn.end()
     INTERCEPTION.turn.lock = threading.RLock()
+    for lock in _LOCKS:
+        lock._at_fork_reinit()
 
 
 def _leads_to_dispatcher(run: Any, depth: int = 4) -> bool | None:

@@ -522,3 +522,24 @@ def test_a_fork_while_another_thread_is_in_a_call_leaves_the_child_free(bench):
             forked.set()
         assert torch.equal(first.result(LONG_S), numbers() + 1)
     assert free == (True, True)
+
+
+def test_a_fork_while_another_thread_admits_a_key_leaves_the_child_free(bench):
+    def prune(configs, named, **kwargs):
+        if named["n"] == 8 and not forked.is_set():
+            is_admitting.set()
+            assert forked.wait(LONG_S)
+        return configs
+
+    is_admitting, forked = threading.Event(), threading.Event()
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, prune_configs_by={"early_config_prune": prune})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64)
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(tuned, 8)
+        assert is_admitting.wait(LONG_S)
+        try:
+            assert in_child(lambda: torch.equal(tuned(16), numbers(16) + 1))
+        finally:
+            forked.set()
+        assert torch.equal(settled.result(LONG_S), numbers(8) + 1)
