@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from ag_gemm_runs import error_ratio as relative_error_ratio
 from epilogue_runs import error_ratio
 from operation_runs import DEVICE
 
@@ -19,8 +21,11 @@ from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, NAMES
 from dist_autotune.kernels.gemm.copies import Copies, copied
 from dist_autotune.kernels.gemm.pruning import GemmShape, fits
 from dist_autotune.kernels.matrices import LINE_BYTES
-from dist_autotune.kernels.persistent_gemm import persistent_matmul
+from dist_autotune.kernels.persistent_gemm import SCHEDULERS, persistent_matmul
 
+HALVES = [torch.float16, torch.bfloat16]
+OUTS = [*HALVES, torch.float32]
+LAYOUTS = [*itertools.product(("row", "column"), repeat=2)]
 SHARED_BYTES = 232448  # the most of one block on Hopper and Blackwell
 
 
@@ -90,6 +95,35 @@ def check_with(epilogue: Epilogue, a: torch.Tensor, b: torch.Tensor, **options: 
     result = persistent_matmul(a, b, bias=bias, activation=activation, **options)
     assert error_ratio(result, a, b.T, epilogue) < 1
     return result
+
+
+# ---- calls without an epilogue
+
+
+def check(
+    m: int, n: int, k: int, dtype: torch.dtype = torch.float16, *, layouts=("row", "row"), **options: Any
+):
+    """Compare one call into an output full of NaN with float32."""
+    a, b = matrix(m, k, dtype, layouts[0]), matrix(k, n, dtype, layouts[1])
+    out = poisoned(m, n, options.pop("out_dtype", dtype))
+    assert persistent_matmul(a, b, out, **options) is out
+    assert relative_error_ratio(out, a, b.T) < 1
+
+
+def layouts_and_types(*shape: int) -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
+    return {
+        f"{layouts}, {out_dtype}": (shape, {"layouts": layouts, "out_dtype": out_dtype})
+        for layouts, out_dtype in itertools.product(LAYOUTS, OUTS)
+    }
+
+
+def schedules(
+    *shape: int, programs: tuple[int | None, ...]
+) -> dict[str, tuple[tuple[int, ...], dict[str, Any]]]:
+    return {
+        f"{scheduler}, {count} programs": (shape, {"scheduler": scheduler, "programs": count})
+        for scheduler, count in itertools.product(SCHEDULERS, programs)
+    }
 
 
 # ---- copies in scratch memory

@@ -7,6 +7,7 @@ import importlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import gluon_model
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from gluon_machine import Task, machine, now
 from gluon_memory import Descriptor, Pointer
 from gluon_model import Deadlock
+from gluon_tiles import BLOCK_K, BLOCK_M, KINDS, Tile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +28,6 @@ KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
 FLAGS = importlib.import_module("kernels_in_the_model.exchange.flags")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
 GIVEN_UP = 1 << 30
-BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
 EPOCH = 5
 
 
@@ -146,33 +147,21 @@ def gather_and_multiply(
     scene: Scene,
     variant: str = "cooperative",
     *,
-    buffers: int = 3,
-    extra_n: int = 0,
-    store: tuple[int, int] = (4, 1),
-    tensor_memory: bool = False,
     trace: bool = False,
-    by_columns: bool = False,
     bias: np.ndarray | None = None,
     activation: str = NO_ACTIVATION,
     column_scales: np.ndarray | None = None,
-    blocks: tuple[int, int, int] = (BLOCK_M, BLOCK_N, BLOCK_K),
-    joined: bool = False,
-    warps: int = 4,
+    **of_tile: Any,
 ) -> np.ndarray:
     """Run the call to its end, check what it wrote, and return the trace; column_scales: in fp8."""
-    block_m, block_n, words_k = blocks
-    width, is_fp8, sums = block_n + extra_n, column_scales is not None, sums_of_a_result(activation)
+    tile = Tile(variant, **of_tile)
+    (block_m, _, words_k), width = tile.blocks, tile.width
+    is_fp8, sums = column_scales is not None, sums_of_a_result(activation)
     itemsize = 1 if is_fp8 else 2
-    block_k = words_k * 2 // itemsize
-    a_desc = GatherBuffer(scene.gather, [block_m, block_k], itemsize)
+    a_desc = GatherBuffer(scene.gather, [block_m, words_k * 2 // itemsize], itemsize)
     a_desc.scene = scene
-    widths = [box & -box if joined else box for box in (block_n, extra_n or block_n)]
-    b, of_b = scene.b, [[box, block_k] for box in widths]
-    if by_columns:
-        b, of_b = scene.b.T.copy(), [block[::-1] for block in of_b]
-    b_desc, extra_desc = (Descriptor(b, block, itemsize) for block in of_b)
     c = np.full((scene.world * scene.m, scene.n // sums), -99.0)
-    c_desc = Descriptor(c, [block_m, store[0] // sums])
+    c_desc = Descriptor(c, [block_m, tile.store[0] // sums])
     tiles_m = -(-scene.m // block_m)
     written = np.full((scene.world * tiles_m * -(-scene.n // width), 4), -1)
     launch = functools.partial(
@@ -180,8 +169,7 @@ def gather_and_multiply(
         KERNEL.specialized_all_gather_gemm,
         scene.programs,
         a_desc,
-        b_desc,
-        extra_desc,
+        *tile.of_weight(scene.b, itemsize),
         c_desc,
         Pointer(scene.flags),
         Pointer(scene.errors),
@@ -201,23 +189,11 @@ def gather_and_multiply(
         scene.m,  # its class
         seed=scene.seed,
         beside=scene.arrivals(),
-        warps=warps,
         WORLD=scene.world,
-        TENSOR_MEMORY=tensor_memory,
         DTYPE="fp8e4nv" if is_fp8 else "bf16",
-        TRANS_B=not by_columns,
         TRACE=trace,
         ACTIVATION=activation,
-        VARIANT=variant,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        EXTRA_N=extra_n,
-        BLOCK_K=words_k,
-        NUM_BUFFERS=buffers,
-        STORE_N=store[0],
-        STORE_BUFFERS=store[1],
-        GROUP_M=2,
-        JOINED=joined,
+        **tile.constants(),
     )
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(SIGNALS, "POLLS_PER_ROUND", 64)  # turns are slow
@@ -245,11 +221,6 @@ def gather_and_multiply(
     return written
 
 
-KINDS = pytest.mark.parametrize(
-    ("variant", "tensor_memory"),
-    [("cooperative", False), ("pingpong", False), ("cooperative", True)],
-    ids=["cooperative", "pingpong", "blackwell"],
-)
 LANES = pytest.mark.parametrize("pushed", [False, True], ids=["pulled", "pushed"])
 
 

@@ -16,6 +16,7 @@ import pytest
 from gluon_machine import machine, now
 from gluon_memory import Descriptor, Pointer
 from gluon_model import Deadlock
+from gluon_tiles import BLOCK_M, KINDS, Tile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that t
 KERNEL = gluon_model.load_kernel_module("gemm_rs.specialized_kernel")
 FLAGS = importlib.import_module("kernels_in_the_model.exchange.flags")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
-BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
 GIVEN_UP = 1 << 30
 
 
@@ -125,27 +125,16 @@ class Scene:
 
 def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **options: Any) -> None:
     """Run one launch of the kernel to its end; `first`, `chunks` and the tiles are options."""
-    blocks, store = options.pop("blocks", (BLOCK_M, BLOCK_N, BLOCK_K)), options.pop("store", (4, 1))
-    extra_n, programs = options.pop("extra_n", 0), options.pop("programs", 2)
-    by_columns, joined = options.pop("by_columns", False), options.pop("joined", False)
-    buffers, warps = options.pop("buffers", 3), options.pop("warps", 4)
-    tensor_memory = options.pop("tensor_memory", False)
-    first, chunks = options.pop("first", 0), options.pop("chunks", scene.world)
-    assert not options
-    block_m, block_n, block_k = blocks
-    b, widths = scene.b, (block_n, extra_n or block_n)
-    if joined:
-        widths = tuple(width & -width for width in widths)
-    of_b = [[width, block_k] for width in widths]
-    if by_columns:
-        b, of_b = scene.b.T.copy(), [block[::-1] for block in of_b]
+    programs, first = options.pop("programs", 2), options.pop("first", 0)
+    chunks, tile = options.pop("chunks", scene.world), Tile(variant, **options)
+    block_m, _, block_k = tile.blocks
     gluon_model.launch(
         KERNEL.specialized_gemm_reduce_scatter,
         programs,
         Descriptor(scene.a, [block_m, block_k]),
-        *(Descriptor(b, block) for block in of_b),
-        Descriptor(scene.out, [block_m, store[0]]),
-        Descriptor(scene.partial, [block_m, store[0]]),
+        *tile.of_weight(scene.b),
+        Descriptor(scene.out, [block_m, tile.store[0]]),
+        Descriptor(scene.partial, [block_m, tile.store[0]]),
         Pointer(scene.staged),
         Pointer(scene.flags),
         Pointer(scene.counts),
@@ -163,21 +152,9 @@ def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **optio
         seed=scene.seed,
         haste=(None, 0.05, 0.9)[scene.seed % 3],
         beside=beside,
-        warps=warps,
         WORLD=scene.world,
-        TENSOR_MEMORY=tensor_memory,
         DTYPE="bf16",
-        TRANS_B=not by_columns,
-        VARIANT=variant,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        EXTRA_N=extra_n,
-        BLOCK_K=block_k,
-        NUM_BUFFERS=buffers,
-        STORE_N=store[0],
-        STORE_BUFFERS=store[1],
-        GROUP_M=2,
-        JOINED=joined,
+        **tile.constants(),
     )
 
 
@@ -212,11 +189,6 @@ def check(scene: Scene) -> None:
         assert value >= GIVEN_UP if peer == scene.dead else value == 0, f"the permit of {peer}: {value}"
 
 
-KINDS = pytest.mark.parametrize(
-    ("variant", "tensor_memory"),
-    [("cooperative", False), ("pingpong", False), ("cooperative", True)],
-    ids=["cooperative", "pingpong", "blackwell"],
-)
 CALLS = pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 
 
