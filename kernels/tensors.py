@@ -40,6 +40,19 @@ def layout_of(tensor: Any, quantum: int = 16) -> Hashable:
     return tensor.data_ptr() % quantum, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
+class OwnBuffer:
+    """A buffer of an operation whose first rows a caller may pass: no copy is made of them then."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.begin, self._bytes = buffer.data_ptr(), buffer.numel() * buffer.element_size()
+
+    def layout_of(self, tensor: Any) -> Hashable:
+        """Return how a tensor lies, and where in the buffer it begins, in bytes; -1 if beside it."""
+        layout = layout_of(tensor)
+        offset = tensor.data_ptr() - self.begin if isinstance(tensor, torch.Tensor) else -1
+        return (offset if 0 <= offset < self._bytes else -1), layout
+
+
 def remember(known: dict[Key, Known], key: Key, value: Known) -> Known:
     """Return the value, which is in the dict from now on; of KEPT entries the oldest is forgotten.
 

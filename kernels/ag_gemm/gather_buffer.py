@@ -10,23 +10,23 @@ its elements: 3 % of 4096 of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 import triton
 
 from ..epilogues import Epilogue, result_columns
+from ..exchange.collective import room_in
 from ..symm.base import SymmetricMemory, SymmetricTensor
 from ..tensors import (
     FP8,
+    OwnBuffer,
     check_inner_of_fp8,
     check_out,
     check_overlap,
     check_rows,
     check_scales,
     check_tensor,
-    layout_of,
 )
 from ..tiles import on_host
 
@@ -85,7 +85,8 @@ class GatherBuffer:
         self.a, self.scales = row.rows_in(self.symmetric.local), row.scales_in(self.symmetric.local)
         self.shard = self.a[memory.rank]
         chunk = self.symmetric.local[memory.rank]
-        self._begin, self._bytes = chunk.data_ptr(), chunk.numel() * chunk.element_size()
+        own = OwnBuffer(chunk)
+        self._begin, self.layout_of = own.begin, own.layout_of
         self._storage_at = chunk.untyped_storage().data_ptr()
         self._chunks = self.symmetric.local[: memory.world_size].flatten(0, 1)  # a view of what is fetched
 
@@ -101,12 +102,6 @@ class GatherBuffer:
             own = self.scales[self._rank, :rows]
             own.fill_(1) if scale is None else own.copy_(scale.detach().reshape(-1))
 
-    def layout_of(self, a_shard: torch.Tensor) -> Hashable:
-        """Return how a shard lies, and where in this rank's chunk it begins, in bytes; -1 if beside it."""
-        layout = layout_of(a_shard)
-        offset = a_shard.data_ptr() - self._begin if isinstance(a_shard, torch.Tensor) else -1
-        return (offset if 0 <= offset < self._bytes else -1), layout
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is a view of this memory, which the next call may overwrite."""
         return tensor.untyped_storage().data_ptr() == self._storage_at
@@ -119,10 +114,8 @@ class GatherBuffer:
 
     def room(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where a collective gathers so many rows of each rank, and the part that is in place."""
-        capacity = self.symmetric.local.shape[1]
-        first = self._rank * (capacity - rows)
-        room = self.symmetric.local.flatten(0, 1)[first : first + self._world_size * rows]
-        return room, self.symmetric.local[self._rank, :rows]
+        gather = self.symmetric.local
+        return room_in(gather, self._rank, self._world_size, rows), gather[self._rank, :rows]
 
     def check(
         self,

@@ -230,12 +230,17 @@ class SumPusher:
     def __init__(
         self, pushes: Pushes, partial: torch.Tensor, staged: SymmetricTensor, *, takes_permits: bool
     ) -> None:
-        self._pushes, self._takes_permits = pushes, takes_permits
+        self._pushes, self._takes_permits, self._partial = pushes, takes_permits, partial
         self._sums = []  # by step: the peer, its memory for them, and where they are here
         for step, peer in enumerate(reversed(pushes.before), 1):
             slot = pushes.memory.world_size - step - 1  # this rank is `world - step` behind the peer
             self._sums.append((peer, staged.peers[peer][slot], partial[step - 1]))
         pushes.warm_up((there, here) for _, there, here in self._sums)
+
+    def room(self, rows: int) -> torch.Tensor:
+        """Return memory for so many sums of a collective: the partial sums', if it is enough."""
+        held = self._partial.flatten(0, 1)[:rows]
+        return held if len(held) == rows else held.new_empty((rows, held.shape[1]))
 
     def run(
         self,

@@ -43,7 +43,19 @@ import triton.language as tl
 from ..configs import take_first
 from ..launches.settled import SettledLaunches
 from ..signals import poll_words, record_failure
-from .rows import Ends, Place, RowsLaunch, RowsShape, Tail, candidate, end_row, prune, with_norms
+from ..symm import SymmetricMemory
+from .rows import (
+    Ends,
+    Place,
+    RowsLaunch,
+    RowsShape,
+    Tail,
+    addresses_of,
+    candidate,
+    end_row,
+    prune,
+    with_norms,
+)
 
 MOST_ROWS = 32  # more are many words
 MOST_COLUMNS = 2**18
@@ -219,6 +231,18 @@ def elements_of_word(dtype: torch.dtype) -> int:
 def can_take(rows: int, columns: int, dtype: torch.dtype) -> bool:
     """Return whether a call with so many rows and columns can go this way."""
     return rows <= MOST_ROWS and columns < MOST_COLUMNS and columns % elements_of_word(dtype) == 0
+
+
+def open_mail(
+    memory: SymmetricMemory, m: int, n: int, dtype: torch.dtype, errors: torch.Tensor
+) -> MailMemory:
+    """Allocate the mail of calls with up to m rows of n columns; collective."""
+    device, world = memory.device, memory.world_size
+    mail = memory.allocate((2, world, min(m, MOST_ROWS), n // elements_of_word(dtype)), torch.int64)
+    table = memory.hold(addresses_of(mail))
+    ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=device))
+    lost = memory.hold(torch.zeros(world, dtype=torch.int32, device=device))
+    return MailMemory(table, mail.local, ticket, lost, errors)
 
 
 def prepare(place: Place, part: torch.Tensor, memory: MailMemory, ends: Ends) -> RowsLaunch:

@@ -33,8 +33,8 @@ from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..gemm.operation import persistent_matmul
 from ..gemm_rs import GemmReduceScatter
 from ..signals import Failure
-from ..symm import SymmetricTensor
 from ..tensors import (
+    OwnBuffer,
     check_factors,
     check_no_gradient,
     check_out,
@@ -47,7 +47,7 @@ from ..tensors import (
 )
 from . import low_latency, pull
 from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS
-from .rows import MOST_COLUMNS_OF_NORM, Ends, RowsLaunch
+from .rows import MOST_COLUMNS_OF_NORM, Ends, RowsLaunch, addresses_of
 from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, OVERLAPPED_FROM, TWO_SHOT, WAYS, Ways
 
 EPS = 1e-6
@@ -131,6 +131,7 @@ class GemmAllReduce(Operation):
     def _allocate(self) -> None:
         memory, world = self._memory, self.world_size
         self._parts = memory.allocate((self._m, self._n), self._dtype)
+        self._own = OwnBuffer(self._parts.local)
         self._sums = memory.allocate((triton.cdiv(self._m, world), self._n), self._dtype)
         words = memory.allocate((WORDS, world), torch.int64)
         ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=self.device))
@@ -142,19 +143,10 @@ class GemmAllReduce(Operation):
         self._held = pull.PullMemory(table_of_words, words.local, ticket, self._errors)
         self._mail: low_latency.MailMemory | None = None
         if self._has_low_latency and world > 1:
-            self._mail = self._open_mail()
+            self._mail = low_latency.open_mail(memory, self._m, self._n, self._dtype, self._errors)
         self._ways = self._open_ways(memory)
         self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
         self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
-
-    def _open_mail(self) -> low_latency.MailMemory:
-        memory, length = self._memory, self._n // low_latency.elements_of_word(self._dtype)
-        rows = min(self._m, low_latency.MOST_ROWS)
-        mail = memory.allocate((2, self.world_size, rows, length), torch.int64)
-        table = memory.hold(addresses_of(mail))
-        ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=self.device))
-        lost = memory.hold(torch.zeros(self.world_size, dtype=torch.int32, device=self.device))
-        return low_latency.MailMemory(table, mail.local, ticket, lost, self._errors)
 
     def _takes_low_latency(self, rows: int) -> bool:
         return self._has_low_latency and rows <= low_latency.MOST_ROWS
@@ -242,6 +234,7 @@ class GemmAllReduce(Operation):
         if part.shape[1] != self._n:
             raise ValueError(f"part has shape {list(part.shape)}; it must be [M, n={self._n}]")
         check_rows("part", part.shape[0], "m", self._m)
+        check_overlap("part", part, self._parts.local, "M", "op.part")
 
     def _check_ending(
         self,
@@ -292,24 +285,22 @@ class GemmAllReduce(Operation):
         if torch.is_grad_enabled():
             given = {"a" if multiplies else "part": a, "weight": weight, "out": out}
             check_no_gradient("GemmAllReduce", **given, residual=residual, norm_weight=norm_weight)
+        of_part = layout_of(a) if multiplies else self._own.layout_of(a)
         of_ending = layout_of(out), layout_of(residual), layout_of(norm_weight)
-        lie = multiplies, layout_of(a), layout_of(weight), of_ending
+        lie = multiplies, of_part, layout_of(weight), of_ending
         layout = self._layouts.get(lie)
         if layout is None:
             if multiplies:
                 check_factors(a, weight, self._m, self._n, self._dtype, self.device)  # type: ignore[arg-type]
             else:
                 self._check_part(a)
-        if not multiplies:
-            check_overlap("part", a, self._parts.local, "M", "op.part")
-        if layout is None:
             self._check_ending(a.shape[0], out, residual, norm_weight)
             made = self._new_layout(*a.shape, multiplies=multiplies, has_norm=residual is not None)
             layout = remember(self._layouts, lie, made)
         is_capturing = self._follow()
-        like, shape = layout.part, (layout.rows, self._n)
-        result = like.new_empty(shape) if out is None else out
-        sums = None if residual is None else like.new_empty(shape)
+        part = layout.part
+        result = part.new_empty(part.shape) if out is None else out
+        sums = None if residual is None else part.new_empty(part.shape)
         ends = (residual, norm_weight, result, sums)
         self._run(layout, a, weight, ends, float(eps), is_capturing=is_capturing)
         return result if sums is None else (result, sums)
@@ -391,11 +382,3 @@ class GemmAllReduce(Operation):
             return f"rank {peer}, or one that it waits for, did not read the rows of rank {self.rank} in time"
         verb = "send" if failure.kind == low_latency.NOT_SENT.value else "offer"
         return f"rank {peer}, or one that it waits for, did not {verb} its rows in time"
-
-
-def addresses_of(tensor: SymmetricTensor) -> torch.Tensor:
-    """Return the int64 [W] table of where each rank's part lies; it keeps them mapped."""
-    pointers = [peer.data_ptr() for peer in tensor.peers]
-    table = torch.tensor(pointers, dtype=torch.int64, device=tensor.local.device)
-    table.points_to = tensor.peers  # type: ignore[attr-defined]
-    return table

@@ -271,7 +271,7 @@ class GemmReduceScatter(Operation):
         self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None
     ) -> None:
         a, right, out = a.detach(), weight.detach().T, out.detach()
-        sums, result = self._room(a), out if out.is_contiguous() else out.new_empty(out.shape)
+        sums, result = self._pusher.room(len(a)), out if out.is_contiguous() else out.new_empty(out.shape)
         if addend is None:
             torch.mm(a, right, out=sums)
         else:
@@ -279,11 +279,6 @@ class GemmReduceScatter(Operation):
         self._collective.reduce_scatter(result, sums)
         if result is not out:
             out.copy_(result)
-
-    def _room(self, a: torch.Tensor) -> torch.Tensor:
-        """Return memory for the sums of all chunks: the partial sums', if it is enough."""
-        held = self._partial.flatten(0, 1)[: len(a)]
-        return held if len(held) == len(a) else a.new_empty((len(a), self._n))
 
     def _new_layout(
         self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *others: torch.Tensor | None

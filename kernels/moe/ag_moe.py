@@ -54,16 +54,25 @@ equal `tokens`, so their parts of the collectives fit together, and a graph may 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
+from ..exchange.collective import room_in
 from ..exchange.flags import ARRIVED
 from ..exchange.spoil import spoil_all
 from ..launches.settled import SettledLaunches
 from ..signals import Failure
-from ..tensors import check_no_gradient, check_overlap, check_tensor, layout_of, pitch_of, remember
+from ..tensors import (
+    OwnBuffer,
+    check_no_gradient,
+    check_overlap,
+    check_tensor,
+    layout_of,
+    pitch_of,
+    remember,
+)
 from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, ExpertShape
 from .operation import ExpertOperation, check_choices, check_experts
@@ -114,7 +123,7 @@ class AllGatherMoE(ExpertOperation):
         super()._allocate()
         self._gather = self._memory.allocate((self.world_size, self._capacity, self._k), self._dtype)
         self._shard = self._gather.local[self.rank]
-        self._shard_bytes = self._shard.numel() * self._shard.element_size()
+        self._own = OwnBuffer(self._shard)
         self._slots = [(peer, self._gather.peers[peer][self.rank]) for peer in self._pushes.before]
         self._pushes.warm_up((slot, self._shard) for _, slot in self._slots)
         spoil_all(self._shard, self._flags.local, self.rank, self.world_size, only_load=True)
@@ -138,7 +147,7 @@ class AllGatherMoE(ExpertOperation):
         """
         self._check_usable()
         check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight, out=out)
-        lie = self._layout_of(x_shard), layout_of(weight), layout_of(topk_ids), layout_of(out)
+        lie = self._own.layout_of(x_shard), layout_of(weight), layout_of(topk_ids), layout_of(out)
         if lie not in self._checked:
             self._check_arguments(x_shard, weight, topk_ids, out)
             remember(self._checked, lie, None)
@@ -219,12 +228,6 @@ class AllGatherMoE(ExpertOperation):
 
     # ---- one call
 
-    def _layout_of(self, x_shard: torch.Tensor) -> Hashable:
-        """Return how a tensor lies, and where in `op.shard`, if there."""
-        layout = layout_of(x_shard)
-        offset = x_shard.data_ptr() - self._shard.data_ptr() if isinstance(layout, tuple) else -1
-        return (offset if 0 <= offset < self._shard_bytes else -1), layout
-
     def _check_tokens(self, x_shard: torch.Tensor, weight: torch.Tensor) -> None:
         check_tensor("x_shard", x_shard, self._dtype, self.device)
         check_experts(weight, self._k, self._dtype, self.device)
@@ -262,7 +265,7 @@ class AllGatherMoE(ExpertOperation):
         topk_weights: torch.Tensor | None = None,
     ) -> Iterator[bool]:
         """Enqueue, beside the block, the exchange of tokens and choices; yield whether by collectives."""
-        if len(x_shard) and x_shard.data_ptr() != self._shard.data_ptr():
+        if len(x_shard) and x_shard.data_ptr() != self._own.begin:
             self._shard[: len(x_shard)].copy_(x_shard.detach())
         if self._tell(kind, weight.shape[0], topk, topk_ids, topk_weights):
             join = self._collective.start_all_gather(self._gathered(), self._shard[: max(self._told)])
@@ -274,9 +277,7 @@ class AllGatherMoE(ExpertOperation):
 
     def _gathered(self) -> torch.Tensor:
         """Return where a collective gathers equally many rows of each rank; this rank's lie there already."""
-        rows = max(self._told)
-        first = self.rank * (self._capacity - rows)
-        return self._gather.local.flatten(0, 1)[first : first + self.world_size * rows]
+        return room_in(self._gather.local, self.rank, self.world_size, max(self._told))
 
     def _finish(self, out: torch.Tensor, is_gathered: bool) -> None:
         if not is_gathered:  # no tile writes rows of choices that are missing

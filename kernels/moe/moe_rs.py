@@ -283,7 +283,7 @@ class MoEReduceScatter(ExpertOperation):
     ) -> None:
         """Enqueue the kernel of all ranks' tokens, and the collective, padded to equally many rows a rank."""
         rows = max(choices.tokens)
-        padded = self._room(out, self.world_size * rows)
+        padded = self._pusher.room(self.world_size * rows)
         are_equal = min(choices.tokens) == rows
         sums = padded if are_equal else out.new_empty((sum(choices.tokens), self._n))
         launch(sums, products, choices)
@@ -296,11 +296,6 @@ class MoEReduceScatter(ExpertOperation):
         self._collective.reduce_scatter(result, padded)
         if not is_whole:
             out.detach().copy_(result[: len(out)])
-
-    def _room(self, like: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return memory for so many sums: the partial sums', if it is enough."""
-        held = self._partial.flatten(0, 1)[:rows]
-        return held if len(held) == rows else like.new_empty((rows, self._n))
 
     def _launch(
         self,
