@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -76,13 +74,9 @@ def test_parts_leave_their_output_and_what_no_longer_fits_is_named(tmp_path: Pat
     assert not (out / "soak.log").exists()
 
 
-class Parsed(Exception):
-    """Ends a program where it would begin to work."""
-
-
 @pytest.mark.parametrize(("nproc", "gpus"), [(1, 0), (2, 0), (1, 1), (2, 2)], ids=str)
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
-def test_every_command_of_every_part_is_one_that_its_program_takes(nproc, gpus, tmp_path, monkeypatch):
+def test_every_command_of_every_part_is_one_that_its_program_takes(nproc, gpus, tmp_path, parser_of):
     started = tmp_path / "started"
     note = f'printf "%q " "$@" >>{started}; echo >>{started}'
     root = tmp_path / "root"
@@ -100,16 +94,8 @@ def test_every_command_of_every_part_is_one_that_its_program_takes(nproc, gpus, 
     programs = [line[line.index("-m") + 1 :] for line in commands if "-m" in line]
     assert len(programs) > len(parts)
 
-    def parse_and_end(self: argparse.ArgumentParser, *given: object) -> None:
-        parse_args(self, *given)
-        raise Parsed
-
-    parse_args = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
     for module, *arguments in programs:
         if module.startswith("benchmarks."):
-            monkeypatch.setattr(sys, "argv", [module, *arguments])
-            with pytest.raises(Parsed):
-                runpy.run_module(module, run_name="__main__")
+            parser_of(module, *arguments)
     files = [line[2] for line in commands if line[0] == "--nproc" and line[2].endswith(".py")]
     assert all((ROOT / name).exists() for name in files)

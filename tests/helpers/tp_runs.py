@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dist_autotune.kernels import tp
 
+WIDTH = 16  # of the layers
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}  # float32, whose sums are added in another order
 
 
@@ -57,6 +58,33 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention over as many heads as the projections give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head_dim = 2
+        self.wq = nn.Linear(WIDTH, WIDTH)
+        self.wk, self.wv = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
+        self.wo = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        sequences, length, _ = q.shape
+        heads = (each.view(sequences, length, -1, self.head_dim).transpose(1, 2) for each in (q, k, v))
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return self.wo(attended.transpose(1, 2).reshape(sequences, length, -1))
+
+
+def alike_on_all_ranks(kind, seed=0):
+    """Return a module whose parameters are random, no norm's among them 1, and equal on all ranks."""
+    torch.manual_seed(seed)
+    module = kind()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return module
 
 
 def part_of(tensor: Tensor, mesh: dist.DeviceMesh, dim: int) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import re
-import weakref
 from pathlib import Path
 
 import pytest
@@ -24,30 +22,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.checkpoint import checkpoint
-from tp_runs import FeedForward, assert_close, part_of, tensor_of, whole, workspaces
+from tp_runs import (
+    WIDTH,
+    Attention,
+    FeedForward,
+    alike_on_all_ranks,
+    assert_close,
+    part_of,
+    tensor_of,
+    whole,
+    workspaces,
+)
 
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.tp import ColumnParallel, RowParallel, SequenceParallel, parallelize
 
-VOCABULARY, WIDTH, LAYERS, SEQUENCES, LENGTH = 20, 16, 1, 4, 4
-
-
-class Attention(nn.Module):
-    """Grouped-query attention over as many heads as the projections give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head_dim = 2
-        self.wq = nn.Linear(WIDTH, WIDTH)
-        self.wk, self.wv = nn.Linear(WIDTH, WIDTH // 2), nn.Linear(WIDTH, WIDTH // 2)
-        self.wo = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        q, k, v = self.wq(x), self.wk(x), self.wv(x)
-        sequences, length, _ = q.shape
-        heads = (each.view(sequences, length, -1, self.head_dim).transpose(1, 2) for each in (q, k, v))
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-        return self.wo(attended.transpose(1, 2).reshape(sequences, length, -1))
+VOCABULARY, LAYERS, SEQUENCES, LENGTH = 20, 1, 4, 4
 
 
 class Block(nn.Module):
@@ -86,15 +76,6 @@ def plan_of(dim, save_gathered=True):
         "norm": SequenceParallel(),
         "output": SequenceParallel(),
     }
-
-
-def alike_on_all_ranks(kind, seed=0):
-    """Return a module whose parameters are random, no norm's among them 1, and equal on all ranks."""
-    torch.manual_seed(seed)
-    module = kind()
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return module
 
 
 def loss_of(model, tokens, parts=1):
@@ -193,117 +174,6 @@ def test_state_dicts_are_those_of_the_plain_model():
         assert same
         assert shapes == [[8, 16], [16, 8], [16]]
         assert text == "ColumnParallelLinear(in_features=16, out_features=16, bias=True, dim=1)"
-
-
-def one_gather(rank):
-    """Count the gathers of an attention whose three projections have one input, and give one another."""
-    with workspaces(rank):
-        mesh = dist.init_device_mesh("cpu", (2,))
-        attention = alike_on_all_ranks(Attention)
-        with torch.no_grad():
-            wanted = attention(torch.cat([tensor_of(each, 1, 3, WIDTH) for each in range(2)], 1))
-        plan = {"": ColumnParallel("wq", "wk", "wv", dim=1), "wo": RowParallel(dim=1)}
-        parallelize(attention, mesh, plan)
-        x = tensor_of(rank, 1, 3, WIDTH)
-        result = attention(x)
-        gathers = attention.wq._together[0]
-        assert_close(result, part_of(wanted, mesh, 1))
-        apart = [layer(x + number) for number, layer in enumerate((attention.wq, attention.wk))]
-        attention(x).sum().backward()
-        return len(gathers._products), gathers._input is None, [list(each.shape) for each in apart]
-
-
-def test_projections_of_one_input_share_a_gather_and_of_others_do_not():
-    assert values(one_gather, 2) == [(0, True, [[1, 6, 8], [1, 6, 4]])] * 2
-
-
-class Projections(nn.Module):
-    """Projections of one tensor, with something done between the first and the second."""
-
-    def __init__(self, between=lambda x: None, first_without_grad=False) -> None:
-        super().__init__()
-        self.wq, self.wk, self.wv = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.between, self.first_without_grad = between, first_without_grad
-
-    def forward(self, x):
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.first_without_grad):
-            q = self.wq(x)
-        self.between(x)
-        return q, self.wk(x)
-
-
-def parallel_projections(*options):
-    mesh = dist.init_device_mesh("cpu", (2,))
-    plain = alike_on_all_ranks(lambda: Projections(*options))
-    return plain, parallelize(copy.deepcopy(plain), mesh, {"": ColumnParallel("wq", "wk", "wv")})
-
-
-def double(x):
-    x.mul_(2)
-
-
-def refilled_between(rank, how):
-    """Change the tensor in place between two projections; compare with plain layers, in a call and alone."""
-    with workspaces(rank) as world, torch.inference_mode(how == "inference"), torch.no_grad():
-        plain, layer = parallel_projections(double)
-        forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if how == "compiled" else layer
-        for one_after_another in ([forward], [layer.wq, double, layer.wk]):
-            x = tensor_of(rank, 3, WIDTH, grad=False)
-            found = [step(x) for step in one_after_another]
-            q, k = found[0] if len(found) == 1 else (found[0], found[2])
-            whole_x = torch.cat([tensor_of(each, 3, WIDTH, grad=False) for each in range(world)])
-            for got, wanted in zip((q, k), plain(whole_x), strict=True):
-                assert_close(got, wanted.chunk(world, -1)[rank])
-
-
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("how", ["eager", "compiled", "inference"])
-def test_a_tensor_changed_in_place_between_projections_is_gathered_again(how):
-    values(refilled_between, 2, how)
-
-
-def without_grad_and_with(rank, how):
-    """Call the first projection under no_grad and the next with gradients."""
-    with workspaces(rank):
-        _, layer = parallel_projections(lambda x: None, True)
-        forward = torch.compile(layer, backend="aot_eager") if how == "compiled" else layer
-        x = tensor_of(rank, 3, WIDTH)
-        q, k = forward(x)
-        k.sum().backward()
-        return q.requires_grad, k.requires_grad, x.grad is not None, layer.wk.weight.grad is not None
-
-
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_a_projection_behind_one_without_gradients_has_its_own(how):
-    assert values(without_grad_and_with, 2, how) == [(False, True, True, True)] * 2
-
-
-def unread(rank, how):
-    """Leave one of three projections unread, or fail before it; return what is still held of the call."""
-    with workspaces(rank):
-        failing = how == "the call fails"
-
-        def fail(x):
-            raise RuntimeError("in between")
-
-        _, layer = parallel_projections(*([fail] if failing else []))
-        x = tensor_of(rank, 3, WIDTH) * 2
-        ended = weakref.ref(x)
-        if failing:
-            with contextlib.suppress(RuntimeError):
-                layer(x)
-        else:
-            result = layer.wq(x) if how == "alone" else layer(x)
-            del result
-        del x
-        gathers = layer.wq._together[0]
-        return ended() is None, len(gathers._products)
-
-
-@pytest.mark.parametrize("how", ["in a call", "the call fails", "alone"])
-def test_a_product_that_nobody_reads_is_let_go_with_its_input(how):
-    assert values(unread, 2, how) == [(True, 0)] * 2
 
 
 def swiglu(rank):
