@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeVar
@@ -26,6 +28,14 @@ def check_sizes(**sizes: int) -> None:
         raise TypeError(f"{given}: must be an int of at least 1")
     if min(sizes.values()) < 1:
         raise ValueError(f"{given}: must be at least 1")
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raise TypeError or ValueError, with what was given, unless it is seconds above 0."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real):
+        raise TypeError(f"timeout_s={timeout_s!r}: it must be a number of seconds above 0")
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s={timeout_s}: it must be a number of seconds above 0")
 
 
 def layout_of(tensor: Any, quantum: int = 16) -> Hashable:

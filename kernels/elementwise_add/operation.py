@@ -23,6 +23,9 @@ def elementwise_add(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, variant: str = "auto"
 ) -> torch.Tensor:
     """Return a + b for contiguous tensors of one shape, type (fp16, bf16 or fp32) and device."""
+    for name, tensor in (("a", a), ("b", b), ("out", out)):
+        if not isinstance(tensor, torch.Tensor) and (name != "out" or tensor is not None):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
     check_no_gradient("elementwise_add", a=a, b=b, out=out)
     out = torch.empty_like(a) if out is None else out
     _check(a, b, out, variant)

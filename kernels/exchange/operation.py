@@ -8,7 +8,6 @@ the device; the host does not see replays of graphs.
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -21,7 +20,7 @@ from ..configs import INTERPRETED
 from ..signals import Failure, as_patience, read_failure
 from ..symm import SymmetricMemoryError, open_symmetric_memory
 from ..symm.base import Shared
-from ..tensors import FP8
+from ..tensors import FP8, check_timeout
 from .calls import watch
 from .streams import NOT_COME, Meeting, StreamOrder
 
@@ -50,8 +49,7 @@ class Operation(Shared):
     def __init__(
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float
     ) -> None:
-        if not timeout_s > 0 or math.isinf(timeout_s):
-            raise ValueError(f"timeout_s={timeout_s}: it must be a number of seconds above 0")
+        check_timeout(timeout_s)
         # The interpreter copies CUDA tensors to the CPU, where no peer's signal would be seen.
         device = "cpu" if INTERPRETED else None
         self._memory = open_symmetric_memory(group, backend, device, timeout_s=timeout_s)

@@ -93,10 +93,12 @@ class ExpertOperation(Operation):
         max_topk: int,
         collective: bool | None,
     ) -> None:
-        if not 1 <= tokens_per_rank <= MOST_TOKENS:
-            raise ValueError(f"tokens_per_rank={tokens_per_rank}; it must be 1 to {MOST_TOKENS}")
-        if not 1 <= max_topk <= MOST_CHOICES:
-            raise ValueError(f"max_topk={max_topk}; it must be 1 to {MOST_CHOICES}")
+        sizes = ("tokens_per_rank", tokens_per_rank, MOST_TOKENS), ("max_topk", max_topk, MOST_CHOICES)
+        for name, size, most in sizes:
+            if not hasattr(size, "__index__"):
+                raise TypeError(f"{name}={size!r}; it must be an int, 1 to {most}")
+            if not 1 <= size <= most:
+                raise ValueError(f"{name}={size}; it must be 1 to {most}")
         self._capacity, self._max_topk, self._dtype = tokens_per_rank, max_topk, dtype
         self._group, self._timeout_s = group, timeout_s
         self._told: tuple[int, ...] = ()  # of the last call

@@ -33,6 +33,11 @@ class SharingRanks:
             if group is not None:
                 raise ValueError("a group was given, but torch.distributed is not initialised")
             return
+        others = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns to ranks that it leaves out
+        if not isinstance(group, dist.ProcessGroup | None) and group != others:
+            raise TypeError(
+                f"group={group!r}: a process group is needed, or None; of a DeviceMesh mesh.get_group(dim)"
+            )
         if dist.get_rank(group) < 0:
             raise ValueError(f"global rank {dist.get_rank()} is not a member of the group that was given")
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)

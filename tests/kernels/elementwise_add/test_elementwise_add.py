@@ -46,6 +46,7 @@ def test_an_empty_sum_and_a_new_result():
         pytest.param(
             lambda x: elementwise_add(x, x.half()), TypeError, "b is torch.float16, a is", id="types"
         ),
+        pytest.param(lambda x: elementwise_add(x, 1), TypeError, "b is a int; a tensor", id="no tensor"),
         pytest.param(lambda x: elementwise_add(x.int(), x.int()), TypeError, "a is torch.int32", id="type"),
         pytest.param(lambda x: elementwise_add(x.T, x), ValueError, r"a has strides \(1, 4\)", id="strides"),
         pytest.param(lambda x: elementwise_add(x, x.to("meta")), ValueError, "b is on meta", id="device"),

@@ -235,6 +235,7 @@ OF_EXPERTS |= {
     f"{tokens} tokens": ({"tokens_per_rank": tokens}, f"tokens_per_rank={tokens}; it must be 1 to 16777215")
     for tokens in (0, 2**24)
 }
+OF_EXPERTS["no int"] = ({"tokens_per_rank": "8"}, "tokens_per_rank='8'; it must be an int, 1 to 16777215")
 DISPATCH = Refusing(
     GATHERING,
     (8, 6),
@@ -276,6 +277,15 @@ def test_an_operation_that_cannot_be_is_refused(of, name):
     changed, text = of.unopened[name]
     with pytest.raises((ValueError, TypeError), match=text):
         of.open(**changed)
+
+
+@EACH
+@pytest.mark.parametrize("seconds", ["60", True, 0, float("inf"), float("nan")])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused_with_it(of, seconds):
+    with pytest.raises(
+        (ValueError, TypeError), match=f"timeout_s={seconds!r}: it must be a number of seconds"
+    ):
+        of.open(timeout_s=seconds)
 
 
 @EACH

@@ -190,6 +190,8 @@ def test_a_rank_that_fails_leaves_without_its_peers():
 
 def use_a_subset(rank):
     group = dist.new_group([0, 2])
+    with pytest.raises(TypeError, match="group=7: a process group is needed, or None"):
+        open_symmetric_memory(7)
     if rank == 1:
         with pytest.raises(ValueError, match="global rank 1 is not a member"):
             open_symmetric_memory(group)
