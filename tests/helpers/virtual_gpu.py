@@ -45,6 +45,7 @@ import torch
 import triton
 from kernels_for_tests import add
 from virtual_ranks import EverybodysTurn, VirtualAgreement, VirtualGroup
+from virtual_streams import Command, Flag, VirtualEvent, VirtualGraph, VirtualStream
 
 from dist_autotune import EventClock, contextual_autotune
 from dist_autotune import options as options_module
@@ -57,137 +58,6 @@ CALL_MS = 0.002  # of the host, for each call of torch.cuda that does something
 LAUNCH_MS = 0.01  # of the host, for a launch
 EXCHANGE_MS = 0.1  # from the last rank's part of an exchange to its end
 TIMEOUT_S = 1.0  # of a launch, in virtual time
-
-
-@dataclass(eq=False)
-class Flag:
-    """Set once, by the command that ends then."""
-
-    name: str = ""
-    at_ms: float | None = None
-
-
-@dataclass(eq=False)
-class Command:
-    """What a stream is to do: `work` in order, after other commands, not before it was queued."""
-
-    work: tuple[float | Flag, ...]
-    queued_ms: float
-    after: list[Command]
-    sets: tuple[Flag, ...] = ()
-    begin_ms: float | None = None  # None: not known yet
-    end_ms: float | None = None
-
-    @property
-    def ms(self) -> float:
-        assert self.begin_ms is not None
-        assert self.end_ms is not None, f"nobody has set {self.waits_for}"
-        return self.end_ms - self.begin_ms
-
-    @property
-    def waits_for(self) -> list[str]:
-        return [flag.name for flag in self.work if isinstance(flag, Flag) and flag.at_ms is None]
-
-    def resolve(self) -> bool:
-        """Find out when it begins and ends; return whether that is known."""
-        if any(command.end_ms is None for command in self.after):
-            return False
-        self.begin_ms = max([self.queued_ms, *(command.end_ms or 0.0 for command in self.after)])
-        at_ms = self.begin_ms
-        for part in self.work:
-            if not isinstance(part, Flag):
-                at_ms += part
-            elif part.at_ms is None:
-                return False
-            else:
-                at_ms = max(at_ms, part.at_ms)
-        self.end_ms, self.after = at_ms, []
-        for flag in self.sets:
-            assert flag.at_ms is None, f"flag {flag.name} is set twice"
-            flag.at_ms = at_ms
-        return True
-
-
-class VirtualStream:
-    def __init__(self, gpu: VirtualGpu) -> None:
-        self.gpu = gpu
-        self.last = Command((), 0.0, [], begin_ms=0.0, end_ms=0.0)
-
-    def wait_event(self, event: VirtualEvent) -> None:
-        self.gpu.call()
-        self.gpu.queue(on=self, after=[event.command])
-
-    def wait_stream(self, stream: VirtualStream) -> None:
-        self.wait_event(stream.record_event())
-
-    def record_event(self, event: VirtualEvent | None = None) -> VirtualEvent:
-        event = event or VirtualEvent(self.gpu)
-        event.record(self)
-        return event
-
-    def query(self) -> bool:
-        return self.gpu.has_done(self.last)
-
-    def synchronize(self) -> None:
-        self.gpu.wait_for(self.last)
-
-
-class VirtualEvent:
-    def __init__(self, gpu: VirtualGpu) -> None:
-        self.gpu = gpu
-        self.command = Command((), 0.0, [], begin_ms=0.0, end_ms=0.0)  # done, as long as it is not recorded
-
-    @property
-    def at_ms(self) -> float:
-        assert self.command.end_ms is not None
-        return self.command.end_ms
-
-    def record(self, stream: VirtualStream | None = None) -> None:
-        self.gpu.events += 1
-        self.gpu.call()
-        self.command = self.gpu.queue(on=stream)
-
-    def wait(self, stream: VirtualStream | None = None) -> None:
-        (stream or self.gpu.stream).wait_event(self)
-
-    def query(self) -> bool:
-        return self.gpu.has_done(self.command)
-
-    def synchronize(self) -> None:
-        self.gpu.wait_for(self.command)
-
-    def elapsed_time(self, end: VirtualEvent) -> float:
-        return end.at_ms - self.at_ms + self.gpu.event_cost_ms
-
-
-class VirtualGraph:
-    """A `torch.cuda.CUDAGraph` of work on one stream, without flags."""
-
-    def __init__(self, gpu: VirtualGpu) -> None:
-        self.gpu, self.place = gpu, len(gpu.replays)
-        self.work: list[float | Flag] = []
-        gpu.graphs.add(self)
-        gpu.replays.append(0)
-
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
-        assert self.gpu.graph is None
-        assert pool is None or pool in self.gpu.graphs, "the memory has gone with its graph"
-        self.gpu.graph = self
-
-    def capture_end(self) -> None:
-        assert self.gpu.graph is self
-        self.gpu.graph = None
-
-    def pool(self) -> VirtualGraph:
-        return self
-
-    def replay(self) -> None:
-        assert self in self.gpu.graphs
-        self.gpu.replays[self.place] += 1
-        self.gpu.launch(*self.work)
-
-    def reset(self) -> None:
-        self.gpu.graphs.discard(self)
 
 
 @dataclass(eq=False)
