@@ -142,7 +142,8 @@ class Dispatcher:
 
     def _launch(self, call: CallUnderWay, launch: Launch, binding: Binding, candidate: str) -> Any:
         context, config = binding.rank_context, binding.configs[candidate]
-        is_trial = call.tunes and context.run.count == 0 and context.tries(candidate)
+        run = context.run  # a session of another thread may begin one meanwhile, which this is no part of
+        is_trial = call.tunes and run.count == 0 and context.tries(candidate)
         with self._guard.launching(context.name, candidate) if is_trial else contextlib.nullcontext():
             launch.run_pre_hook(config)
             loaded = self._ensure_loaded(launch, binding, candidate) if call.tunes else None
@@ -156,11 +157,11 @@ class Dispatcher:
                 state = context.compile
                 if loaded is not None and kernel_of(result) not in (None, loaded) and not state.is_varied:
                     state.is_varied = True
-                    context.run.ran.add(MIXED)  # the interval may hold a compilation: the run does not count
+                    run.ran.add(MIXED)  # the interval may hold a compilation: the run does not count
             else:
                 result = launch.run(config)
-            context.run.ran.add(candidate)
-            context.run.count += 1
+            run.ran.add(candidate)
+            run.count += 1
         return result
 
     @staticmethod
@@ -278,6 +279,8 @@ class Dispatcher:
             return binding
         with self._lock:
             if (binding := self._registry.find(launch)) is None:
+                if self._is_beside_session(call):  # it has begun a run meanwhile
+                    return self._registry.binding_of(launch)
                 for known in call.launched():
                     self._registry.names.keep(known)
                 binding = self._registry.admit(launch)
