@@ -138,7 +138,7 @@ class Calls:
             self._settled.end_failed(state, call, error, asks_nobody=asks_nobody)
             raise
         finally:
-            if calls.get(place) is call:
+            if place in calls and calls[place] is call:  # no call of a function, as in `_settled_call`
                 del calls[place]
         self._wants_session |= self._settled.end(state, call, asks_nobody=asks_nobody)
 

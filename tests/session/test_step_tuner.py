@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from dist_autotune.formatting import WAITING_NOTE
 from dist_autotune.logs.records import RunFailed, SessionOpened
 from dist_autotune.settings import cache_directory
 from dist_autotune.storage.winners import Winners
+from dist_autotune.tuner import calls
 
 
 @pytest.fixture
@@ -52,6 +57,44 @@ def test_a_loop_may_leave_a_step_in_every_way(bench, step_tuner):
     assert torch.equal(train(numbers()), numbers() + 1)
     assert bench.blocks() == [16, 32, 64]
     assert step_tuner.settled
+
+
+def is_interrupted(function: Callable[[], None], at: int) -> bool:
+    """Raise KeyboardInterrupt at a call that `calls.py` makes, as a signal does; False: it makes fewer."""
+
+    def interrupt(frame: FrameType, event: str, called: object) -> None:
+        if (
+            event in ("call", "c_return")
+            and frame.f_code.co_filename == calls.__file__
+            and next(number) == at
+        ):
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    number = itertools.count()
+    try:
+        sys.setprofile(interrupt)
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def test_ctrl_c_anywhere_in_a_settled_step_leaves_no_call_under_way(bench, step_tuner):
+    def step() -> None:
+        with step_tuner.step():
+            launch(kernel, numbers())
+
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    step(), step(), step()
+    at = 0
+    while is_interrupted(step, at):
+        assert is_outside(), at
+        at += 1
+    assert at > 5
+    assert is_outside()
 
 
 @pytest.mark.parametrize("error", [Mine("mine"), StopIteration(7), KeyboardInterrupt(), SystemExit(3)])
