@@ -99,7 +99,7 @@ def check_tensor(
     *,
     may_lie_by_columns: bool = False,
 ) -> None:
-    """Raise unless `tensor` has this type, place and number of dimensions, and contiguous rows.
+    """Raise unless `tensor` has this type, device and number of dimensions, and contiguous rows.
 
     may_lie_by_columns: contiguous columns will do, as a transposed matrix has them.
     """
@@ -202,7 +202,7 @@ def check_scale(
 def check_out(
     out: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise unless `out` is None or a matrix of this shape, type and place."""
+    """Raise unless `out` is None or a matrix of this shape, type and device."""
     if out is None:
         return
     check_tensor("out", out, dtype, device)

@@ -376,9 +376,9 @@ class AllGatherGemm(Operation):
     def _call_of(
         self, product: Product, choice: Choice, flags: torch.Tensor, epoch: int, base: int, pushed: int = 0
     ) -> GatherCall:
-        place = (product.layout.rows, self.rank, self.world_size, self._capacity)
+        sizes = (product.layout.rows, self.rank, self.world_size, self._capacity)
         numbers = (epoch, base, pushed, self._patience_ticks, choice.programs)
-        return GatherCall(*place, *numbers, flags, self._errors, self._trace, product.epilogue)
+        return GatherCall(*sizes, *numbers, flags, self._errors, self._trace, product.epilogue)
 
     def _launch(self, product: Product, choice: Choice, call: GatherCall) -> None:
         self._consumer(choice, product).launch(self._buffer.a, product.weight, product.out, call)

@@ -177,7 +177,7 @@ class PlainConsumer:
         tma_legal = has_tma and steps % 16 == 0 and all(aligned)
         self._sizes = (out.shape[0], weight.shape[0], gather.shape[2])
         self._further = (*gather.shape[:2], *strides)
-        self._place = (weight.dtype, weight.device, CONSTANTS)
+        self._compiled_for = (weight.dtype, weight.device, CONSTANTS)
         self._constants = (tma_legal, lies_by_columns(weight), needs_fence, upcasts)
         self._compiled_in = (*self._further, *aligned)
         self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of programs
@@ -196,7 +196,9 @@ class PlainConsumer:
         kind, world = call.epilogue.kind(), call.world_size
         of_launch = (world, world, call.programs, class_of_rows(call.rows))
         constants = (*self._constants, kind.activation)
-        return ChunkShape(*self._sizes, *of_launch, *self._place, constants, (*self._compiled_in, kind))
+        return ChunkShape(
+            *self._sizes, *of_launch, *self._compiled_for, constants, (*self._compiled_in, kind)
+        )
 
     def _arguments_of(
         self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall

@@ -87,7 +87,7 @@ class SpecializedConsumer:
         self._matrices = _matrices(gather, weight, out)  # as they lie: their addresses are of the first call
         a, b, _, c = self._matrices
         self._sizes = (c.rows, weight.shape[0], a.columns)
-        self._place = (a.dtype, weight.device, CONSTANTS)
+        self._compiled_for = (a.dtype, weight.device, CONSTANTS)
         self._constants = (capability(weight.device) == 10, TYPE_NAMES[a.dtype], not b.transposed)
         self._launches: dict[tuple[int, bool], ShapeLaunch[ChunkShape]] = {}  # by programs, and if traced
 
@@ -113,7 +113,7 @@ class SpecializedConsumer:
         world, kind = call.world_size, call.epilogue.kind()
         of_launch = (world, world, call.programs, _size_class(call.rows))
         constants = (*self._constants, call.trace is not None, kind.activation)
-        return ChunkShape(*self._sizes, *of_launch, *self._place, constants, (kind,))
+        return ChunkShape(*self._sizes, *of_launch, *self._compiled_for, constants, (kind,))
 
     def _arguments_of(self, call: GatherCall) -> tuple[Tensors, tuple[int, ...]]:
         """Return the kernel's arguments between descriptors and constants: tensors and scalars."""

@@ -65,13 +65,13 @@ class Meeting:
         world, rank = memory.world_size, memory.rank
         flags = memory.allocate((world,), torch.int32)  # the last call that each peer has come to
         self._calls = 0
-        self._place = (flags.local, errors, rank)
+        self._arguments = (flags.local, errors, rank)
         self._constants = {"WORLD": world, "num_warps": 1}
         self._stream = memory.side_stream()
         others = [theirs[rank] for peer, theirs in enumerate(flags.peers) if peer != rank]
         self._announce = memory.prepare([Write(word, 0, plus=0) for word in others], self._stream)
         self._grid = (world - 1, 1, 1)
-        load(await_peers, self._grid, *self._place, 0, 0, **self._constants)
+        load(await_peers, self._grid, *self._arguments, 0, 0, **self._constants)
 
     def attend(self, patience_ticks: int) -> None:
         """Enqueue that this rank has come, and a wait for its peers."""
@@ -79,5 +79,5 @@ class Meeting:
         epoch = as_epoch(self._calls)
         self._stream.fork()
         self._announce(epoch)
-        await_peers[self._grid](*self._place, epoch, patience_ticks, **self._constants)
+        await_peers[self._grid](*self._arguments, epoch, patience_ticks, **self._constants)
         self._stream.join()

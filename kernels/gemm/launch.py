@@ -86,10 +86,10 @@ def counter_of(device: torch.device, *, counts: bool) -> torch.Tensor:
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else -1
-    place = (str(device), stream)
-    counter = _COUNTERS.get(place)
+    key = (str(device), stream)
+    counter = _COUNTERS.get(key)
     if counter is None:
-        counter = _COUNTERS[place] = torch.zeros(2, dtype=torch.int32, device=device)
+        counter = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
         if len(_COUNTERS) > COUNTERS_KEPT:
             _COUNTERS.popitem(last=False)  # its memory goes back to its stream, behind its last launch
     return counter

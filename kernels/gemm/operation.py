@@ -235,7 +235,7 @@ def result_shape(a: torch.Tensor, b: torch.Tensor, activation: str | None) -> tu
 def check_out(
     out: torch.Tensor, wanted: tuple[int, int], device: torch.device, out_dtype: torch.dtype | None
 ) -> None:
-    """Raise unless a result of that shape and place can be written to `out`."""
+    """Raise unless a result of that shape and device can be written to `out`."""
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}; persistent_matmul writes to tensors")
     if tuple(out.shape) != wanted:

@@ -207,7 +207,7 @@ class PlainBody:
         tma_legal = has_tma and addressable and aligned[0] and aligned[1]
         constants = (tma_legal, lies_by_columns(weight), addend is not None, upcasts)
         scaled = tuple(scale is not None for scale in scales)
-        self._place = (a.dtype, a.device, CONSTANTS, constants, (*self._further, aligned, scaled))
+        self._compiled_for = (a.dtype, a.device, CONSTANTS, constants, (*self._further, aligned, scaled))
         self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of chunks
 
     def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
@@ -216,7 +216,7 @@ class PlainBody:
         launch = self._launches.get(call.chunks)
         if launch is None:
             of_launch = (call.world_size, call.chunks, call.programs, rows)
-            shape = ChunkShape._make((*self._sizes, *of_launch, *self._place))
+            shape = ChunkShape._make((*self._sizes, *of_launch, *self._compiled_for))
             launch = self._launches[call.chunks] = ShapeLaunch(_SETTLED, shape)
         added = call.held.partial if addend is None else addend.detach()
         tensors = (a.detach(), weight.detach(), out, *call.held, added, *scales)

@@ -107,7 +107,7 @@ class SpecializedBody:
         self._sizes, device = (a.rows, operands.out.shape[1], a.columns), operands.a.device
         self.in_steps = operands.out.shape[0] >= STEP_ROWS
         constants = (capability(device) == 10, TYPE_NAMES[a.dtype], not b.transposed)
-        self._place = (a.dtype, device, CONSTANTS, constants, (operands.addend is not None,))
+        self._compiled_for = (a.dtype, device, CONSTANTS, constants, (operands.addend is not None,))
         self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of chunks
 
     def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
@@ -115,7 +115,7 @@ class SpecializedBody:
         launch = self._launches.get(call.chunks)
         if launch is None:
             of_launch = (call.world_size, call.chunks, call.programs, size_class)
-            shape = ChunkShape._make((*self._sizes, *of_launch, *self._place))
+            shape = ChunkShape._make((*self._sizes, *of_launch, *self._compiled_for))
             launch = self._launches[call.chunks] = ShapeLaunch(_SETTLED, shape, self._matrices)
         tensors = (held.staged, held.flags, held.counts, held.errors, operands.addend)
         scalars = (call.capacity, call.first, call.chunks, call.rank, call.patience_ticks)

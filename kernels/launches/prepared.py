@@ -25,7 +25,7 @@ class PreparedLaunch:
     """Launches one compiled kernel on one grid, on the current stream.
 
     matrices, blocks: of the descriptors, which are the kernel's first arguments: another launch has matrices
-    that lie alike, in other places. last: the arguments that are the same in all launches.
+    that lie alike, at other addresses. last: the arguments that are the same in all launches.
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class PreparedLaunch:
             return
         if addresses:
             arguments: list[Any] = []
-            for place, address in enumerate(addresses):
-                encoded = self._encoded[place].get(address)
-                arguments += self._encode(bare, place, address) if encoded is None else encoded
+            for index, address in enumerate(addresses):
+                encoded = self._encoded[index].get(address)
+                arguments += self._encode(bare, index, address) if encoded is None else encoded
             arguments += middle
         else:
             arguments = middle  # type: ignore[assignment]
         bare.launch(self._driver.get_current_stream(self._device), arguments)
 
-    def _describe(self, place: int, address: int) -> Any:
-        return describe(self._matrices[place]._replace(address=address), self._blocks[place])
+    def _describe(self, index: int, address: int) -> Any:
+        return describe(self._matrices[index]._replace(address=address), self._blocks[index])
 
-    def _encode(self, bare: BareLaunch, place: int, address: int) -> Sequence[Any]:
+    def _encode(self, bare: BareLaunch, index: int, address: int) -> Sequence[Any]:
         """Encode a descriptor, which is kept; with more of them than layers have, all are encoded anew."""
-        known = self._encoded[place]
+        known = self._encoded[index]
         if len(known) >= DESCRIPTORS_KEPT:
             known.clear()
-        encoded = known[address] = tuple(bare.expand[place](self._describe(place, address)))
+        encoded = known[address] = tuple(bare.expand[index](self._describe(index, address)))
         return encoded
 
 

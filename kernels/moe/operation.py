@@ -38,7 +38,7 @@ KINDS = ("call", "route", "by_expert")  # of calls, which all ranks make alike
 
 
 def check_experts(weight: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise unless `weight` is [E, N, columns], by rows or by columns, of this type and place."""
+    """Raise unless `weight` is [E, N, columns], by rows or by columns, of this type and device."""
     needed = "[E, N, K] is needed, each at least 1"
     check_tensor("weight", weight, dtype, device, 3, needed, may_lie_by_columns=True)
     if 0 in weight.shape:
@@ -319,9 +319,9 @@ class ExpertOperation(Operation):
         programs = self._sms or INTERPRETED_PROGRAMS
         sizes = (counted(choices, programs), size_class(choices), columns, k, experts)
         layout = (self._has_tma and lies_for_tma(weight), lies_by_columns(weight))
-        place = (weight.dtype, weight.device, aligned, *layout)
+        compiled_for = (weight.dtype, weight.device, aligned, *layout)
         ranks = 1 if is_gathered else self.world_size
-        made = ExpertShape(*sizes, strides, ranks, programs, *place, self._upcasts, is_sorted)
+        made = ExpertShape(*sizes, strides, ranks, programs, *compiled_for, self._upcasts, is_sorted)
         return remember(self._shapes, key, made)
 
     # ---- what went wrong

@@ -241,7 +241,7 @@ class SwiGLU(nn.Module):
 
 
 def sequence_parallel(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Return the like of a module that works on each token alone, with parameters for a rank's tokens.
+    """Return a copy of a module that works on each token alone, with parameters for a rank's tokens.
 
     They are equal on all ranks, and so are their gradients: sums over the ranks, in each backward. The
     module's own code sees ordinary tensors. It must have no children.

@@ -217,13 +217,13 @@ def release(group: Group = None, *, features: int | None = None, dtype: torch.dt
         raise failures[0]
 
 
-def opened(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_name: str) -> Kind:
-    """Return an operation of that kind for so many rows, of the type and place of `like`.
+def opened(kind: type[Kind], tensor: torch.Tensor, rows: int, columns: int, group_name: str) -> Kind:
+    """Return an operation of that kind for so many rows, of the type and device of `tensor`.
 
     rows, columns: what it is opened with. It is opened or grown if there is none: then this is collective,
     and a ValueError where ranks come with different numbers of rows.
     """
-    key = Key(kind, group_name, columns, like.dtype, like.device)
+    key = Key(kind, group_name, columns, tensor.dtype, tensor.device)
     found, announced = WORKSPACES.find(key), None
     if found is not None and found.announce is not None and rows <= found.rows:
         found.announce(rows)
@@ -232,8 +232,8 @@ def opened(kind: type[Kind], like: torch.Tensor, rows: int, columns: int, group_
     if group.size() > 1:
         announced = WORKSPACES.announce(key, rows, group, timeout_s)
     if found is None or found.rows < rows:
-        if _is_capturing(like):
-            asked = f"a captured call of {rows} rows of {columns} features in {like.dtype}"
+        if _is_capturing(tensor):
+            asked = f"a captured call of {rows} rows of {columns} features in {tensor.dtype}"
             room = "no workspace" if found is None else f"a workspace of {found.rows} rows"
             raise RuntimeError(f"{asked} found {room}: call once before the capture, or reserve() it")
         if announced is not None:

@@ -67,7 +67,7 @@ def late_peer(rank, runs, meets):
         meet()
         if rank == 1:
             if meets:
-                here = op._meeting._place[0]
+                here = op._meeting._arguments[0]
                 wait_for(lambda: here[0] == 1)
                 time.sleep(0.1)  # on purpose: rank 0 is to find this one away
             else:
