@@ -16,6 +16,7 @@ from .wire import HubMessage
 LISTENS_S = 0.5  # between two looks whether it is to end, or is asked for a word
 LOOKS_S, LEAST_LOOKS_S = 20e-3, 1e-3  # the same while the hub waits for a word; the second: at first
 RETRY_S = 0.5  # after the hub was lost
+CONNECTIONS = 2  # how often a word is sent where the hub hangs up
 
 
 class BallotThread:
@@ -27,8 +28,8 @@ class BallotThread:
         self._early: dict[str, list[HubMessage]] = {}  # of ballots that this rank has not begun yet
         self._sender: Client | None = None  # of the calls
         self._own: Client | None = None  # of the thread
-        self._lock = threading.Lock()
-        self._sending = threading.Lock()  # calls on several threads share `_sender`
+        self._read = 0  # letters
+        self._lock, self._sending = threading.Lock(), threading.Lock()  # the second: of `_sender`
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
@@ -38,10 +39,9 @@ class BallotThread:
             self._ballots.pop(last.name, None)
         ballot = Ballot(name, self._post, timeout_s)
         with self._lock:
+            for letter in self._early.pop(name, []):  # before the thread brings it later ones
+                ballot.take(letter)
             self._ballots[name] = ballot
-            early = self._early.pop(name, [])
-        for letter in early:
-            ballot.take(letter)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="dist_autotune ballots", daemon=True)
             self._thread.start()
@@ -52,26 +52,32 @@ class BallotThread:
         self._is_closed = True
 
     def _post(self, op: str, ballot: str, call: int, *, waits: bool, error: str = "") -> bool:
-        """Send a word; return whether that worked."""
-        is_own = threading.current_thread() is self._thread
-        taking_turns = contextlib.nullcontext() if is_own else self._sending
-        with contextlib.suppress(StoreLost, HubLost, HubSilent), taking_turns:
-            if not is_own:
-                self._sender = self._sender or self._new_client()
-            if (client := self._own if is_own else self._sender) is not None:
-                client.notify(op, 0, ballot=ballot, call=call, waits=waits, error=error)
-                return True
+        """Send a word; return whether that worked. On the thread itself: raise if it did not."""
+        word = {"ballot": ballot, "call": call, "waits": waits, "error": error}
+        if threading.current_thread() is self._thread:
+            assert self._own is not None
+            self._own.notify(op, 0, **word)
+            return True
+        with self._sending:
+            for _ in range(CONNECTIONS):
+                with contextlib.suppress(HubLost):  # it may take another connection
+                    try:
+                        self._sender = self._sender or self._new_client()
+                        if self._sender is not None:
+                            self._sender.notify(op, 0, **word)
+                        return self._sender is not None
+                    except (StoreLost, HubSilent):
+                        return False
         return False
 
     def _serve(self) -> None:
-        read = 0
         while not self._is_closed:
             try:
                 self._own = self._own or self._new_client()
                 if self._own is None:  # the hub is not there yet
                     time.sleep(LOOKS_S)
                 else:
-                    read = self._listen(self._own, read)
+                    self._listen(self._own)
             except (StoreLost, HubLost, HubSilent):
                 self._own = None
                 time.sleep(RETRY_S)
@@ -79,9 +85,9 @@ class BallotThread:
             if client is not None:
                 client.close()
 
-    def _listen(self, client: Client, read: int) -> int:
-        """Wait for letters and take them in; return how many have been read."""
-        request, pause_s = client.send("listen", 0, ballot="", call=read), LEAST_LOOKS_S
+    def _listen(self, client: Client) -> None:
+        """Wait for letters and take them in."""
+        request, pause_s = client.send("listen", 0, ballot="", call=self._read), LEAST_LOOKS_S
         while not self._is_closed:
             ballots = list(self._ballots.values())
             for ballot in ballots:
@@ -92,10 +98,10 @@ class BallotThread:
             for ballot in asked:
                 ballot.tell()
             if reply is not None:
-                for letter in reply["letters"]:
+                letters = reply["letters"]
+                for self._read, letter in enumerate(letters, int(reply["read"]) - len(letters) + 1):
                     self._take(letter)
-                return int(reply["read"])
-        return read
+                return
 
     def _take(self, letter: HubMessage) -> None:
         with self._lock:

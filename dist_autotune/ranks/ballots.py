@@ -75,12 +75,10 @@ class BallotBox:
                 self._met(rank, ballot, call, waits=bool(message["waits"]), begins=False)
             case "begins":
                 self._met(rank, ballot, call, waits=True, begins=True)
-            case "finished" if known is not None and known.call == call:
-                known.words.setdefault(rank, False)
-                self._count(ballot, known)
-            case "goes on" if known is not None and known.call == call and not known.is_asked_to_stop:
+            case "finished" if known is not None and known.call == call and not known.is_asked_to_stop:
+                if known.words.get(rank):  # it has waited until now
+                    self._write([rank], {"ballot": ballot, "about": "words", "call": call, "all": False})
                 known.words[rank] = False
-                self._write([rank], {"ballot": ballot, "about": "words", "call": call, "all": False})
                 self._count(ballot, known)
             case "stops" if (
                 known is not None and known.opens_at is None and len(known.words) == len(self._ranks)
@@ -148,7 +146,8 @@ class BallotBox:
 class Ballot:
     """One rank's side: `begin` and `end` around each settled call; its other methods are its thread's.
 
-    post: sends a word to the hub, (op, ballot, call, waits=); it may fail, and then nothing is learned.
+    post: sends a word to the hub, (op, ballot, call, waits=). If that fails, the thread tells the hub that
+    this rank does not wait, as soon as the hub asks.
     """
 
     def __init__(self, name: str, post: Callable[..., bool], timeout_s: float) -> None:
@@ -157,12 +156,11 @@ class Ballot:
         self.begun = self.ended = 0  # calls
         self._limit = math.inf  # the call that is not begun before `_opens_at` is known
         self._opens_at: int | None = None
-        self._asked: int | None = None  # a call whose word the hub waits for ...
-        self._is_begun_enough = False  # ... which need not have ended
+        self._asked: HubMessage | None = None  # the hub's letter that this rank has not answered
+        self._posted_in = 0  # the latest call whose word this rank posts itself
         self._answers: dict[int, bool] = {}  # call -> all ranks have met a new key in it
-        self._told: set[int] = set()  # calls whose word this rank has posted itself
-        self._raised: HubMessage | None = None  # of a peer, in the latest call, until that has ended here
-        self._warned_in = 0  # the latest call for which `peer_failure` returned it
+        self._failures: dict[int, HubMessage] = {}  # rank -> the latest call in which it has raised
+        self._warned_in = 0  # the latest call for which `peer_failure` returned one
         self._changed = threading.Condition()
 
     # -- settled calls -------------------------------------------------------------------------------------
@@ -170,33 +168,46 @@ class Ballot:
     def begin(self, *, asks: bool = False) -> bool:
         """Begin a call; return whether all ranks open a session in it. asks: this rank is to tune anew."""
         if asks:
-            self._told = {self.begun + 1}  # before the thread sees that the call has begun
-        self.begun += 1
-        if self.begun >= self._limit and self._opens():
-            return True
-        return asks and self._ask("begins", self.begun)
+            self._posted_in = self.begun + 1  # before the thread sees that the call has begun
+        call = self.begun = self.begun + 1
+        try:
+            return (call >= self._limit and self._opens(call)) or (asks and self._ask("begins", call))
+        except BaseException:  # Ctrl-C while it waits: the call is not made
+            self.ended = call
+            raise
 
     def end(self, *, has_new_key: bool, waits: bool = True) -> bool:
         """End a call; return whether all ranks have met a new key in it. Only a rank that has waits."""
         call = self.begun
         if has_new_key:
-            self._told = {call}  # before the thread sees that the call has ended
+            self._posted_in = call  # before the thread sees that the call has ended
         self.ended = call
-        if not has_new_key:
-            return False
-        if not waits:
-            self._post("met", self.name, call, waits=False)
-            return False
-        return self._ask("met", call)
+        return has_new_key and self._ask("met", call, waits=waits)
 
-    def _ask(self, op: str, call: int) -> bool:
+    def _ask(self, op: str, call: int, *, waits: bool = True) -> bool:
         """Tell the hub, and wait for the words of all; return whether all open a session in this call."""
-        if not self._post(op, self.name, call, waits=True):
-            return False
-        if (answer := self._answer(call, self._timeout_s)) is None:
-            self._post("goes on", self.name, call, waits=False)
-            answer = self._answer(call, min(self._timeout_s, 1.0))
-        return bool(answer)
+        is_over = False  # the hub knows that this rank does not wait
+        try:
+            is_sent = self._post(op, self.name, call, waits=waits)
+            if not (is_sent and waits):
+                is_over = is_sent
+                return False
+            answer = self._answer(call, self._timeout_s)
+            if answer is None and self._post("finished", self.name, call, waits=False):
+                answer = self._answer(call, min(self._timeout_s, 1.0))
+            is_over = answer is not None
+            return bool(answer)
+        finally:
+            if not is_over:
+                self._leave_to_thread(call)
+
+    def _leave_to_thread(self, call: int) -> None:
+        """Let the thread tell the hub that this rank does not wait for the words of a call."""
+        with self._changed:
+            self._posted_in = 0
+            known = self._asked
+            if known is None or (known["about"], known["call"]) == ("asked", call):
+                self._asked = {"about": "asked", "call": call, "is_begun_enough": True}
 
     def report(self, error: str) -> None:
         """Tell the peers that this rank has raised in the call that it ends."""
@@ -211,13 +222,16 @@ class Ballot:
             self._changed.wait_for(lambda: call in self._answers, timeout_s)
             return self._answers.get(call)
 
-    def _opens(self) -> bool:
+    def _opens(self, call: int) -> bool:
+        """Wait for the call in which all open a session; return whether it is this one."""
         with self._changed:
-            self._changed.wait_for(lambda: self._opens_at is not None, self._timeout_s)
-            if self._opens_at is not None and self.begun < self._opens_at:
+            # The second: a call on another thread has been told.
+            self._changed.wait_for(lambda: self._opens_at is not None or call < self._limit, self._timeout_s)
+            if call < self._limit:
                 return False
-            opens = self._opens_at == self.begun
-            self._limit, self._opens_at = math.inf, None
+            opens = self._opens_at == call
+            if opens or self._opens_at is None:  # or its time is up
+                self._limit, self._opens_at = math.inf, None
             return opens
 
     # -- the thread of the rank ----------------------------------------------------------------------------
@@ -226,50 +240,60 @@ class Ballot:
         """Take in a message of the hub."""
         about, call = letter["about"], int(letter["call"])
         with self._changed:
-            if about == "asked":
-                self._asked, self._is_begun_enough = call, bool(letter["is_begun_enough"])
+            if about in ("asked", "stop"):
+                self._asked = letter
             elif about == "words":
                 self._answers[call] = bool(letter["all"])
                 self._answers.pop(call - ROUNDS, None)
-                self._asked = None if self._asked == call else self._asked
-            elif about == "opens" and (self.begun < call or self._limit <= self.begun == call):
-                self._limit = self._opens_at = call  # the second: it has begun the call, and waits there
+            elif about == "opens" and (self.begun < call or self._limit <= call):
+                self._limit = self._opens_at = call  # the second: whoever has begun the call waits there
             elif about == "opens":
                 self._limit = math.inf  # it has gone on without: too late
-            elif about == "raised" and (self._raised is None or call >= int(self._raised["call"])):
-                self._raised = letter
+            elif about == "raised":
+                self._failures[letter["rank"]] = letter
             self._changed.notify_all()
-        if about == "stop":
-            self._post("stops", self.name, self._stop(), waits=False)
+
+    @property
+    def is_asked(self) -> bool:
+        return self._asked is not None
 
     def tell(self) -> None:
         """Post the word that the hub waits for, if the call has gone far enough."""
-        call = self._asked
-        if call is not None and (self.begun if self._is_begun_enough else self.ended) >= call:
-            self._asked = None
-            if call not in self._told:
-                self._post("finished", self.name, call, waits=False)
+        letter = self._asked
+        if letter is None or not self._has_reached(letter):
+            return
+        call = int(letter["call"])
+        if letter["about"] == "stop":
+            is_sent = self._post("stops", self.name, self._stop(), waits=False)
+        else:
+            is_sent = call == self._posted_in or self._post("finished", self.name, call, waits=False)
+        with self._changed:
+            if is_sent and self._asked is letter:
+                self._asked = None
+
+    def _has_reached(self, letter: HubMessage) -> bool:
+        """Return whether this rank has gone far enough to answer a letter."""
+        if letter["about"] == "stop":
+            return True
+        return bool((self.begun if letter["is_begun_enough"] else self.ended) >= letter["call"])
 
     def peer_failure(self) -> tuple[int, str] | None:
         """Return (call, reason) once for the call that this rank is in, if a peer has raised in it or later.
 
         This rank may hear of a failure before it begins the call in which the peer has raised.
         """
-        letter, call = self._raised, self.begun
-        if letter is None or not self.is_in(call) or call == self._warned_in:
+        call = self.begun
+        if not self.is_in(call) or call == self._warned_in:
             return None
-        if call > int(letter["call"]):
-            self._raised = None
+        letters = [letter for letter in self._failures.values() if letter["call"] >= call]
+        if not letters:
             return None
-        self._warned_in = call
-        return call, f"rank {letter['rank']} has failed ({letter['error']})"
-
-    @property
-    def is_asked(self) -> bool:
-        return self._asked is not None
+        self._warned_in, first = call, min(letters, key=lambda letter: int(letter["call"]))
+        return call, f"rank {first['rank']} has failed ({first['error']})"
 
     def _stop(self) -> int:
         """Promise not to begin a call before the outcome is known; return which."""
+        self._opens_at = None
         while True:
             limit = self.begun + STOPS_AFTER
             self._limit = limit

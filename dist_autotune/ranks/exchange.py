@@ -80,9 +80,9 @@ class Exchange:
 
     def _merge(self, hub: Hub, merge: Merge, payloads: list[bytes]) -> End:
         """Return the end that all payloads make. Runs on the hub's thread."""
-        try:  # if the process was stopped, the others may have gone on meanwhile
-            end = self._store.read_end(self._sequence) if hub.was_away() else None
-            return end or {"merged": merge(*payloads)}
+        try:  # if the process was stopped, or merges for long, the others may have gone on meanwhile
+            merged = {"merged": merge(*payloads)}
+            return (self._store.read_end(self._sequence) if hub.was_away() else None) or merged
         except Exception as error:
             self._merge_error = error
             return failure(self._rendezvous.rank, error)

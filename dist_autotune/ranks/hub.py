@@ -32,6 +32,7 @@ SEND_POLL_S = 0.01  # between two looks whether it has
 STRANGERS = 256  # connections at once that have not shown the token; the oldest makes room for the next
 STRANGERS_S = 10.0  # how long one may take to show it
 RETURN_S = 2.0  # in which a rank that has closed its connections comes back, unless its process has ended
+AWAY_S = 3.0  # after a hub that was stopped for so long, living ranks too have closed: `exchange.SILENCE_S`
 QUEUE = 1024  # connections that wait to be accepted
 
 Merging: TypeAlias = Callable[[list[bytes]], End]  # all payloads -> the end that they make
@@ -182,9 +183,9 @@ class Hub:
         self.connections: set[_Connection] = set()
         self.strangers: dict[_Connection, None] = {}  # have not shown the token; the oldest first
         self.absent = set(ranks)  # have not sent anything yet
-        self.closed: set[int] = set()  # have closed all their connections
+        self.closed: set[int] = set()  # have closed all their connections, which living ranks do not
         self._was_away = False
-        self._ticked_at, self._woke_at = time.monotonic(), 0.0  # the second: long ago
+        self._ticked_at, self._woke_at, self._away_s = time.monotonic(), 0.0, 0.0
         self._servers: list[asyncio.Server] = []
         self._outside: tuple[str, int] | None = None
         self.loop.call_soon(self._tick)
@@ -221,14 +222,22 @@ class Hub:
         else:
             connection.send(message)
 
-    def look_for(self, rank: int) -> None:
-        """Give up a rank that has not come back. When the hub has been away, living ones have closed too."""
-        if rank not in self.closed:
-            return
-        if time.monotonic() - self._woke_at > 2 * RETURN_S:
-            self.state.lose(self.closed)
-        else:
-            self.loop.call_later(RETURN_S, self.look_for, rank)
+    def rank_closed(self, rank: int) -> None:
+        """Expect a rank back that has closed all its connections."""
+        now = time.monotonic()
+        away_s = max(now - self._ticked_at, self._away_s if now - self._woke_at < TICK_S else 0.0)
+        if away_s < AWAY_S:
+            self.closed.add(rank)
+            self.loop.call_later(RETURN_S, self._give_up, rank)
+
+    def _give_up(self, rank: int) -> None:
+        """Give up a rank that has not come back, once this process has had the time to hear of it."""
+        if rank in self.closed:
+            left_s = self._woke_at + RETURN_S - time.monotonic()
+            if left_s > 0:
+                self.loop.call_later(left_s, self._give_up, rank)
+            else:
+                self.state.lose(self.closed)
 
     def was_away(self) -> bool:
         """Return, once, whether this process has been stopped: peers may have gone on without it."""
@@ -254,7 +263,7 @@ class Hub:
     def _tick(self) -> None:
         now = time.monotonic()
         if now - self._ticked_at > 2 * TICK_S:
-            self._was_away, self._woke_at = True, now
+            self._was_away, self._woke_at, self._away_s = True, now, now - self._ticked_at
         self._ticked_at = now
         self.loop.call_later(TICK_S, self._tick)
 
@@ -326,5 +335,4 @@ class _Connection(asyncio.Protocol):
         self._hub.strangers.pop(self, None)
         is_left = all(other.rank != self.rank for other in self._hub.connections)
         if self.rank is not None and is_left and not self._is_shut_out:
-            self._hub.closed.add(self.rank)
-            self._hub.loop.call_later(RETURN_S, self._hub.look_for, self.rank)
+            self._hub.rank_closed(self.rank)

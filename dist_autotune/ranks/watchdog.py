@@ -41,6 +41,14 @@ class _Run:
     is_abandoned: bool = False  # the peers have gone on, and `follow` reports it
 
 
+@dataclass(frozen=True, eq=False)
+class _Compiling:
+    """A block that compiles: the exchange whose peers wait for it, and since when."""
+
+    sequence: int
+    began: float
+
+
 class Watchdog:
     """Sends heartbeats while this rank compiles, and watches the runs of the user's function.
 
@@ -51,31 +59,33 @@ class Watchdog:
         self._rank, self._heartbeat_s, self._new_client = rank, heartbeat_s, new_client
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._compiling: tuple[int, float] | None = None  # the exchange that waits for it, and since when
-        self._run: _Run | None = None
+        # Of any number of threads:
+        self._compiling: list[_Compiling] = []
+        self._runs: list[_Run] = []
 
     @contextlib.contextmanager
     def beating(self, sequence: int) -> Iterator[None]:
         """Send heartbeats for an exchange while the block compiles."""
         self._start()
-        began = time.monotonic()
-        self._compiling = sequence, began
+        compiling = _Compiling(sequence, time.monotonic())
+        self._compiling.append(compiling)
         try:
             yield
         finally:
-            self._compiling = None
-            if self._run is not None:
-                self._run.compiled_s += time.monotonic() - began
+            self._compiling.remove(compiling)
+            for run in list(self._runs):
+                run.compiled_s += time.monotonic() - compiling.began
 
     @contextlib.contextmanager
     def watching(self, sequence: int, watch: Watch) -> Iterator[None]:
         """Watch while the block runs."""
         self._start()
-        self._run = _Run(watch, sequence, time.monotonic())
+        run = _Run(watch, sequence, time.monotonic())
+        self._runs.append(run)
         try:
             yield
         finally:
-            self._run = None
+            self._runs.remove(run)
 
     def follow(self, watch: Watch, reason: str, is_stuck: Callable[[], bool]) -> None:
         """Report once that this rank stays in a run that peers have left; later, if asked, end it."""
@@ -110,19 +120,21 @@ class Watchdog:
             time.sleep(self._heartbeat_s)
             if self._is_closed:
                 break
-            compiling, run = self._compiling, self._run
-            if run is not None and time.monotonic() - run.began < self._heartbeat_s:
-                run = None
-            if run is not None:
+            latest = time.monotonic() - self._heartbeat_s
+            compiling, runs = list(self._compiling), [run for run in list(self._runs) if run.began <= latest]
+            for run in runs:
                 self._check_duration(run)
-            if compiling is None and run is None:
+            if not (compiling or runs):
                 continue
             try:
                 client = client or self._new_client()
-                if client is not None and compiling is not None:
-                    client.notify("beat", compiling[0])
-                if client is not None and run is not None and not run.is_abandoned:
-                    self._check_peers(run, client)
+                if client is None:
+                    continue
+                for each in compiling:
+                    client.notify("beat", each.sequence)
+                for run in runs:
+                    if not run.is_abandoned:
+                        self._check_peers(run, client)
             except (StoreLost, HubLost, HubSilent):
                 client = None
         if client is not None:
@@ -136,24 +148,24 @@ class Watchdog:
             reason = "its peers timed out and went on without it"
             if "failed" in end:
                 reason = f"rank {end['failed']} has failed ({end['error']})"
-            self.follow(run.watch, reason, lambda: self._run is run)
+            self.follow(run.watch, reason, lambda: run in self._runs)
 
     def _check_duration(self, run: _Run) -> None:
         """Report once that a run lasts longer than its time-out, whatever the peers do; later, maybe end it.
 
         Time in which this rank compiles does not count, up to `PATIENCE` times the time-out.
         """
-        watch, compiling = run.watch, self._compiling
+        watch, now = run.watch, time.monotonic()
         if watch.whereabouts is None or run.is_abandoned:
             return
-        lasted_s = time.monotonic() - run.began
-        compiled_s = run.compiled_s + (0.0 if compiling is None else time.monotonic() - compiling[1])
+        lasted_s = now - run.began
+        compiled_s = run.compiled_s + sum(now - each.began for each in list(self._compiling))
         over_s = lasted_s - min(compiled_s, (PATIENCE - 1) * watch.timeout_s) - watch.timeout_s
         if over_s > 0 and not run.is_overdue:
             run.is_overdue = True
             self._report(watch, f"has been in {watch.what} for {lasted_s:.3g} s", "If it never ends")
         elif over_s > watch.timeout_s:
-            self._abort(run.watch, lambda: self._run is run)
+            self._abort(run.watch, lambda: run in self._runs)
 
     def _report(self, watch: Watch, finding: str, condition: str) -> None:
         """Report a finding, the position of the run, and the next step."""

@@ -12,6 +12,7 @@ from rank_programs import SHORT_S, SOON_S, ending, exchange, is_gone, listen, wa
 
 from dist_autotune import AgreementTimeout
 from dist_autotune.ranks import exchange as exchange_module
+from dist_autotune.ranks import hub as hub_module
 from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, assert_killed, meet, run_ranks
 
@@ -98,6 +99,7 @@ def is_stopped(pid):
 @pytest.mark.parametrize("store", ["in another process", "on rank 0"])
 def test_the_timeout_holds_for_a_stopped_rank_0_and_all_go_on_when_it_wakes(store, monkeypatch):
     monkeypatch.setattr(exchange_module, "SILENCE_S", SHORT_S)  # below the time-out, as usual
+    monkeypatch.setattr(hub_module, "AWAY_S", SHORT_S / 2)
     timeout_s, here = 3 * SHORT_S, Path.cwd()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

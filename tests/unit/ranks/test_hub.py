@@ -205,16 +205,17 @@ def test_the_hub_listens_on_the_loopback_device_alone_until_somebody_outside_ask
     client.close()
 
 
-@pytest.mark.parametrize("was_away", [False, True])
+@pytest.mark.parametrize("is_busy", [False, True], ids=["", "hub busy before"])
 def test_a_rank_that_closes_and_does_not_come_back_is_missing_at_once(
-    hub, root, client, was_away, monkeypatch
+    hub, root, client, is_busy, monkeypatch
 ):
     monkeypatch.setattr(hub_module, "RETURN_S", 0.2)
-    monkeypatch.setattr(hub_module, "TICK_S", 20)  # a busy machine is not to be taken for a hub that was away
+    monkeypatch.setattr(hub_module, "AWAY_S", 60)  # a busy machine is not to be taken for a hub that was away
+    if is_busy:
+        hub.loop.call_soon_threadsafe(time.sleep, 3 * hub_module.TICK_S)
     with RawRank(hub) as rank:
         rank.send("look")
         rank.message()
-        hub._woke_at = time.monotonic() if was_away else 0.0
     client.receive(client.send("look", 0), 20)
     client.close()
     assert client.receive(client.send("look", 0), 20)["end"] is None  # this one is back

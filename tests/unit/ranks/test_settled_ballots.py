@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-import threading
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
+from rank_programs import SOON_S, wait_for
 
-from dist_autotune.ranks.ballot_thread import BallotThread
 from dist_autotune.ranks.ballots import STOPS_AFTER, Ballot, BallotBox
 
 CALLS = 12
@@ -56,7 +55,7 @@ class Rank:
         asks, posted = ballot.begun + (self.state == "between calls") in self.retunes_in, len(self.sent)
         if self.state == "between calls" and ballot.begun + 1 >= ballot._limit:
             if asks:
-                ballot._told = {ballot.begun + 1}
+                ballot._posted_in = ballot.begun + 1
             ballot.begun += 1  # as `begin` does before it waits for the outcome
             self.state = "stopped"
         elif self.state == "between calls":
@@ -67,7 +66,7 @@ class Rank:
                 self.state = "waiting to begin"
         elif self.state == "stopped":
             self.state = "in a call"
-            if ballot._opens():
+            if ballot._opens(ballot.begun):
                 self.opened.append(("together", ballot.begun))
             elif asks and not ballot._ask("begins", ballot.begun):
                 self._wait_in_the_model()
@@ -91,19 +90,21 @@ class Rank:
     @property
     def has_a_word(self) -> bool:
         """Return whether `tell` would say something now."""
-        ballot = self.ballot
-        reached = ballot.begun if ballot._is_begun_enough else ballot.ended
-        return ballot.is_asked and reached >= ballot._asked
+        letter = self.ballot._asked
+        return letter is not None and self.ballot._has_reached(letter)
 
     def _wait_in_the_model(self) -> None:
-        """Take back what a rank posts that does not wait for an answer: it posts that when it gives up."""
-        if self.sent[-1]["op"] == "goes on":
+        """Take back what a rank says that does not wait for an answer: it says that when it gives up."""
+        if self.sent[-1]["op"] == "finished":
             self.sent.pop()
+        ballot = self.ballot
+        if ballot.begun not in ballot._answers:  # `_ask` has left its word to the thread
+            ballot._posted_in = ballot.begun
 
     def give_up(self) -> None:
         """Go on without the words of the peers: `timeout_s` is over."""
         call = self.ballot.begun
-        self.post("goes on", "session", call, waits=False)
+        self.post("finished", "session", call, waits=False)
 
 
 @dataclass
@@ -211,44 +212,96 @@ def test_a_rank_that_does_not_hear_the_outcome_in_time_goes_on():
     ballot = Ballot("b", lambda *word, waits: True, timeout_s=0.01)
     ballot.begin(), ballot.end(has_new_key=False)
     ballot.take({"about": "stop", "call": 1})
+    ballot.tell()
     assert [ballot.begin() for _ in range(4)] == [False] * 4
     ballot.take({"about": "opens", "call": 3})  # too late: the call has been made
     assert [ballot.begin() for _ in range(3)] == [False] * 3
 
 
-def test_a_failure_is_told_in_each_call_that_may_wait_for_the_peer_however_early_it_is_heard():
+@pytest.mark.parametrize("failures", [{1: 2}, {1: 2, 2: 4}, {2: 4, 1: 2}], ids=["one", "by call", "by turns"])
+def test_failures_are_told_in_each_call_that_may_wait_for_a_peer_however_early_they_are_heard(failures):
     ballot = Ballot("session", lambda *word, **waits: True, timeout_s=0)
 
     def told_in_the_next_call():
         ballot.begin()
         told = ballot.peer_failure(), ballot.peer_failure()
         ballot.end(has_new_key=False)
-        return [call for call, reason in filter(None, told) if reason == "rank 1 has failed (Boom)"]
+        return [reason for _, reason in filter(None, told)]
 
-    ballot.take({"ballot": "session", "about": "raised", "call": 2, "rank": 1, "error": "Boom"})
-    ballot.take({"ballot": "session", "about": "raised", "call": 1, "rank": 2, "error": "of one behind"})
+    for rank, call in failures.items():
+        ballot.take({"ballot": "session", "about": "raised", "call": call, "rank": rank, "error": "Boom"})
     assert ballot.peer_failure() is None  # it is in no call
-    assert [told_in_the_next_call() for _ in range(4)] == [[1], [2], [], []]
+    first, second = ["rank 1 has failed (Boom)"], ["rank 2 has failed (Boom)"] * (2 in failures)
+    assert [told_in_the_next_call() for _ in range(5)] == [first, first, second, second, []]
 
 
-def test_calls_on_several_threads_send_one_word_at_a_time():
-    made, is_free, together = [], threading.Lock(), threading.Barrier(2)
+class Line:
+    """The way to the hub, which is broken for a while, or interrupted by a Ctrl-C."""
 
-    class Client:
-        def __init__(self):
-            made.append(self)
-            time.sleep(0.02)  # on purpose: the other thread comes here meanwhile
+    def __init__(self, *troubles):
+        self.troubles, self.sent = list(troubles), []
 
-        def notify(self, *word, **fields):
-            assert is_free.acquire(blocking=False), "two threads write to one connection"
-            time.sleep(0.02)
-            is_free.release()
+    def __call__(self, op, ballot, call, **word):
+        trouble = self.troubles.pop(0) if self.troubles else None
+        if isinstance(trouble, BaseException):
+            raise trouble
+        if trouble is None:
+            self.sent.append((op, call))
+        return trouble is None
 
-    def post(call):
-        together.wait(20)
-        return words._post("met", "a function", call, waits=False)
 
-    words = BallotThread(Client, watchdog=None)
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(post, range(2))) == [True, True]
-    assert len(made) == 1
+@pytest.mark.parametrize("letter_is_first", [True, False], ids=["asked before", "asked behind"])
+def test_a_word_that_could_not_be_sent_is_told_when_the_line_stands_again(letter_is_first):
+    line = Line("broken", "broken")
+    ballot = Ballot("session", line, timeout_s=0)
+    asked = {"about": "asked", "call": 1, "is_begun_enough": False}
+    ballot.begin()
+    if letter_is_first:
+        ballot.take(asked)
+    assert not ballot.end(has_new_key=True)
+    if not letter_is_first:
+        ballot.take(asked)
+    assert line.sent == []
+    ballot.tell()  # broken again
+    assert line.sent == []
+    ballot.tell()
+    assert line.sent == [("finished", 1)]
+    assert not ballot.is_asked
+
+
+def test_a_promise_that_could_not_be_sent_is_given_when_the_line_stands_again():
+    line = Line("broken")
+    ballot = Ballot("session", line, timeout_s=0)
+    ballot.begin(), ballot.end(has_new_key=False)
+    ballot.take({"about": "stop", "call": 1})
+    ballot.tell()
+    assert line.sent == []
+    ballot.tell()
+    assert line.sent == [("stops", 1 + STOPS_AFTER)]
+    assert not ballot.is_asked
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["before the call", "behind it"])
+def test_a_rank_that_is_interrupted_while_it_waits_for_words_is_in_no_call_and_waits_no_more(asks):
+    line = Line()
+    ballot = Ballot("session", line, timeout_s=60)
+    ballot._changed.wait_for = mock.Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        assert ballot.begin(asks=asks) or ballot.end(has_new_key=True)
+    assert not ballot.is_in(1)
+    ballot.tell()
+    assert line.sent == [("begins" if asks else "met", 1), ("finished", 1)]
+
+
+def test_calls_on_two_threads_that_wait_for_the_outcome_are_both_told_it():
+    ballot = Ballot("session", Line(), timeout_s=60)
+    ballot.take({"about": "stop", "call": 0})
+    ballot.tell()
+    ballot.begin()
+    with ThreadPoolExecutor(2) as threads:
+        opens = [threads.submit(ballot.begin)]
+        wait_for(lambda: ballot.begun == 2)
+        opens.append(threads.submit(ballot.begin))
+        wait_for(lambda: ballot.begun == 3 and len(ballot._changed._waiters) == 2)
+        ballot.take({"about": "opens", "call": 2})
+        assert sorted(each.result(SOON_S) for each in opens) == [False, True]
