@@ -13,7 +13,7 @@ from ..compilation.backlog import CompileState
 from ..errors import NoValidConfig
 from ..formatting import config_label
 from ..search.context import Context
-from ..search.expectation.fields import Told
+from ..search.expectation.fields import TimesByKey
 from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
 from ..search.expectation.order import best_start
@@ -63,7 +63,7 @@ class Beginning:
     first: str = ""  # an old winner, the nearest key's, or `expected`
     like: str = ""  # the nearest tuned key, if `first` is its winner
     upgrade: Upgrade | None = None  # the candidates to race again after an upgrade, from this rank's disk
-    told: Told | None = None  # times of other keys
+    told: TimesByKey | None = None  # times of other keys
     expected: str = ""  # the candidate that is the fastest by those times
     unlikely: Collection[str] = ()  # candidates that are slow by those times: the search leaves them out
 
@@ -108,7 +108,7 @@ class RankContext:
     def stage(self) -> Stage:
         if self.search is None:
             return Stage.NEW if self.claim is None else Stage.CLAIMED
-        return Stage.SETTLED if self.search.stands else Stage.SHARED
+        return Stage.SETTLED if self.search.is_lasting else Stage.SHARED
 
     @property
     def title(self) -> str:

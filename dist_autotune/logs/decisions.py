@@ -16,7 +16,7 @@ def plan_of(search: SearchState) -> dict[str, int]:
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:
-    about = {"default": context.default, "like": context.like, "again": context.again}
+    about = {"default": context.default, "like": context.nearest_key, "again": context.again}
     fields = {**fields_of(run, context), "candidates": context.texts, **about}
     return ContextAdmitted(**fields, incumbent=context.incumbent, local=local)
 

@@ -14,12 +14,11 @@ from typing import TypeAlias
 
 from ..errors import TuningError
 from ..formatting import config_label
-from .context import Context
+from .context import Context, Status
 from .messages import Bits, RunReport
 from .phase import NEW_KEYS_RUNS, Phase
+from .plans.space import Plan
 from .rules import BY_RUN
-
-Plan = dict[str, int]  # context -> candidate
 
 RUNS = 2  # of each plan: the second shows whether it repeats itself
 PATIENCE = 3  # runs that do not launch the batch
@@ -186,7 +185,7 @@ class CompareBits(Phase):
             for name in merged.launched & self._base.keys():
                 context, index = self._contexts[name], self._base[name]
                 context.output_digests[index] = bits.digest
-                if context.status != "cached" or self._rule == "same":  # else nobody has compared it
+                if context.status is not Status.CACHED or self._rule == "same":  # else nobody has compared it
                     context.bit_classes[index] = 0
         elif self._asked.options:
             self._ban_unsteady(*list(self._asked.options.items())[-1], bits)
@@ -253,7 +252,7 @@ class CompareBits(Phase):
             if context.settled or context.is_choice != is_choice or not is_known:
                 continue
             if not all(self._works(choice, i) for choice, i in self._origins[name].items()):
-                context.settle("starved")  # nothing will launch it
+                context.settle(Status.STARVED)  # nothing will launch it
                 continue
             known = context.bit_classes.keys() | context.banned.keys() | {self._base[name]}
             left = (index for index in range(len(context.digests)) if index not in known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import math
 from collections.abc import Callable
@@ -16,6 +17,25 @@ from .expectation.order import MANY, Meanwhile, Order
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
 from .strategies import Asked, RunningFlow, Winner, least
+
+
+class Status(enum.StrEnum):
+    """How far the search of a context is.
+
+    A search under way is ended by `Context.settle`: by its own flow or the phase that runs, at the end of a
+    run; by `SearchState` where no rank launches the context, or the session must end. Nobody else writes it.
+    """
+
+    UNDER_WAY = ""  # since `Context.start`, or `SearchState` let it wait for its phase
+    TUNED = "tuned"  # the search is over, or one candidate was left
+    CACHED = "cached"  # at its admission: it has the result of some rank's claim
+    STARVED = "starved"  # no rank launches it; online a launch begins the search again
+    PARTIAL = "partial"  # the session ended first; the next one goes on
+
+    @property
+    def is_provisional(self) -> bool:
+        """Return whether a later session takes up the search."""
+        return self in (Status.PARTIAL, Status.STARVED)
 
 
 @dataclass(frozen=True)
@@ -46,7 +66,7 @@ class Context:
         self.name = name
         self.kernel = announcement.kernel
         self.key = announcement.key
-        self.kernel_id, self.like = announcement.kernel_id, announcement.like
+        self.kernel_id, self.nearest_key = announcement.kernel_id, announcement.like
         self.is_choice = announcement.is_choice
         self.upgrade, order = _raced_first(announcement)
         self.digests = tuple(digest for digest, _ in order)
@@ -55,7 +75,7 @@ class Context:
         self.raced = len(announcement.upgrade[2]) if self.upgrade and announcement.upgrade else len(order)
         self.banned: dict[int, Ban] = {}
         self.times = AgreedTimes(rules.rank_reduce)
-        self.status = ""  # "": under way
+        self.status = Status.UNDER_WAY
         self.winner: int | None = None
         self.began: int | None = None  # the run of this session in which its search began
         self.last_run = run  # the last in which some rank launched it
@@ -85,20 +105,20 @@ class Context:
         self._order: Order | None = None  # in which candidates are tried; None: all are
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
         self._default = self.index_of(announcement.default) or 0
-        self.narrow(announcement)
+        self.ban_missing(announcement)
 
     @property
     def settled(self) -> bool:
-        return bool(self.status)
+        return self.status is not Status.UNDER_WAY
 
     @property
     def provisional(self) -> bool:
-        return self.status in ("partial", "starved")
+        return self.status.is_provisional
 
     @property
-    def stands(self) -> bool:
+    def is_lasting(self) -> bool:
         """Return whether the next call takes the result as it is."""
-        if self._rules.mode == "online" and self.status == "partial":
+        if self._rules.mode == "online" and self.status is Status.PARTIAL:
             return True  # left to another process, or `retune()`: its runs or time would be spent again
         return self.settled and not self.provisional
 
@@ -183,13 +203,13 @@ class Context:
         known = {**self.times.warmup_ms, **self.times.ms}
         return sorted((index, float(ms)) for index, ms in known.items() if index not in self.banned)
 
-    def told_ms(self) -> dict[str, float]:
+    def ms_by_text(self) -> dict[str, float]:
         """Return the times by its launches, by the config's text: of its search, or so far."""
         so_far = {index: least(self.times.agreed_ms(index)) for index in self.times.ms}
         return {self.texts[index]: ms for index, ms in (self.launch_ms or so_far).items() if ms > 0}
 
     @property
-    def standing(self) -> tuple[int, int, int]:
+    def runs_left(self) -> tuple[int, int, int]:
         """Candidates that may still win, and the runs of its search to come: at least, at most."""
         if self.settled:
             return 1, 0, 0
@@ -219,11 +239,11 @@ class Context:
         best = -1 if self.is_spent else self.incumbent
         bans, classes = sorted(self.banned.items()), sorted(self.bit_classes.items())
         return {
-            "status": self.status or "tuning",
+            "status": self.status.value or "tuning",
             "ms": self.times.ms.get(best),
             "fastest_rank_ms": self.times.fastest_ms.get(best),
             "default_ms": self.default_ms,
-            "judge": self.judge if self.status in ("", "partial") else self.final_judge,
+            "judge": self.judge if self.status in (Status.UNDER_WAY, Status.PARTIAL) else self.final_judge,
             "launch_bound": best >= 0 and self.is_launch_bound,
             "timings": {self.texts[index]: ms for index, ms in self.known_ms()},
             "banned": {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans},
@@ -236,7 +256,7 @@ class Context:
     @property
     def again(self) -> str:
         """Return which candidates are raced after an upgrade; empty: there was none."""
-        if not self.upgrade or self.status == "cached":
+        if not self.upgrade or self.status is Status.CACHED:
             return ""
         raced = f"{self.raced} of {len(self.digests)} candidates, the best with {self.upgrade}"
         return f"{raced}; raced again after an upgrade"
@@ -264,7 +284,7 @@ class Context:
         if index is not None and part.share:
             self.shares[index] = max(self.shares.get(index, 0.0), part.share / 1000)
 
-    def narrow(self, announcement: Announcement) -> None:
+    def ban_missing(self, announcement: Announcement) -> None:
         """Ban what some rank does not have among its candidates."""
         missing = [digest for digest in self.digests if digest not in announcement.shared]
         self.apply_bans(dict.fromkeys(missing, (announcement.rank, "not a candidate on every rank")))
@@ -298,7 +318,7 @@ class Context:
 
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
-        self.status, self.waiting = "", False
+        self.status, self.waiting = Status.UNDER_WAY, False
         if self._flow is None:
             if sum(index not in self.banned for index in range(self.raced)) < 2:
                 self.raced, self.upgrade = len(self.digests), ""
@@ -363,7 +383,7 @@ class Context:
         self._resume(ms)
         return outcome
 
-    def settle(self, status: str, winner: int | None = None) -> None:
+    def settle(self, status: Status, winner: int | None = None) -> None:
         """End the search: `winner`, else the best known so far, else the incumbent."""
         if winner is None:
             best = self.times.fastest(self.banned)
@@ -388,17 +408,18 @@ class Context:
         winner, incumbent = int(chosen), self.incumbent
         tied = chosen.tied if isinstance(chosen, Winner) else None  # None: the flow has decided
         if winner in self.banned or (winner in self._ran and winner not in self.times.ms):
-            self.settle("tuned")  # the flow's has no time on some rank that launched it
+            self.settle(Status.TUNED)  # the flow's has no time on some rank that launched it
         elif tied is not None and (incumbent in tied or self.times.are_equal(winner, incumbent)):
-            self.settle("tuned", incumbent)
+            self.settle(Status.TUNED, incumbent)
         else:
-            self.settle("tuned", winner)
+            self.settle(Status.TUNED, winner)
         self._flow = None
         if self.judge == BY_LAUNCH:
             known = chosen.ms if isinstance(chosen, Winner) else {}
             self.launch_ms = {index: float(known.get(index, ms)) for index, ms in self.times.ms.items()}
         if self.judge != self.final_judge:
-            self.judge, self.launch_winner, self.status = self.final_judge, self.winner, ""
+            self.judge, self.launch_winner = self.final_judge, self.winner
+            self.status = Status.UNDER_WAY
             self.times.drop_samples()  # candidates are judged by something else now
             self._ran.clear()
 

@@ -7,9 +7,10 @@ import random
 from collections.abc import Mapping
 
 from ..formatting import format_ms
-from .context import Context
+from .context import Context, Status
 from .phase import RunPhase
-from .plans.search import AskedPlan, Plan, Search
+from .plans.search import AskedPlan, Search
+from .plans.space import Plan
 from .rules import Rules
 
 ROUNDS = 6  # of all sides; the first one warms up
@@ -31,13 +32,13 @@ class FinalComparison(RunPhase):
         self._compared_defaults: dict[str, int] = {}  # outlive the plan before the next session's search
         self._is_left = False  # an earlier session has not finished it
 
-    def enter(self, context: Context) -> bool:
+    def take_up(self, context: Context) -> bool:
         """Record a context's default candidate; return whether an unfinished comparison has its result."""
         self.defaults.setdefault(context.name, context.incumbent)
         if not self._is_left or context.name not in self._plans[TUNED]:
             return False
         winner = self._plans[TUNED][context.name]
-        context.settle("tuned", None if winner in context.banned else winner)
+        context.settle(Status.TUNED, None if winner in context.banned else winner)
         return True
 
     @property
@@ -47,7 +48,7 @@ class FinalComparison(RunPhase):
             return list(self._compared.values())
         if self._rules.objective == "kernel":
             return []
-        tuned = [c for c in self._contexts.values() if c.began is not None and c.status == "tuned"]
+        tuned = [c for c in self._contexts.values() if c.began is not None and c.status is Status.TUNED]
         rivals = {c.name: {self.defaults.get(c.name), c.launch_winner} - {None, c.winner} for c in tuned}
         return [c for c in tuned if not rivals[c.name] <= c.banned.keys()]
 
@@ -99,7 +100,7 @@ class FinalComparison(RunPhase):
             return
         for name, context in self._compared.items():
             if self._plans[winner][name] not in context.banned:
-                context.settle("tuned", self._plans[winner][name])
+                context.settle(Status.TUNED, self._plans[winner][name])
         kept = "the default plan" if winner == DEFAULT else "the plan by launch times"
         took = [format_ms(self._time(side)) for side in (winner, TUNED)]
         self.remark = f"{kept} is kept: it took {took[0]} ms, the tuned one {took[1]} ms"
@@ -122,7 +123,7 @@ class FinalComparison(RunPhase):
         self.defaults.update(self._compared_defaults)
         winner = TUNED if len(self._ms) < len(self._plans) else self._winner
         for name, context in self._compared.items():
-            context.settle("partial", self._plans[winner][name])
+            context.settle(Status.PARTIAL, self._plans[winner][name])
         self.is_over, self._is_left = True, True
 
     def drop(self) -> None:

@@ -9,9 +9,10 @@ import abc
 import math
 from collections.abc import Mapping
 
-from .context import Context, Outcome
+from .context import Context, Outcome, Status
 from .messages import Part, RunReport
-from .plans.search import AskedPlan, Plan, Search
+from .plans.search import AskedPlan, Search
+from .plans.space import Plan
 from .rules import BY_RUN
 from .strategies import interval
 
@@ -196,8 +197,8 @@ class TakeTurns(RunPhase):
                     seen |= self._launched
                     self.outcomes = {context.name: context.record(self._run)}
                 else:
-                    context.settle("starved")
-            of_plan = launched.get(context.incumbent) if context.status == "tuned" else self._launched
+                    context.settle(Status.STARVED)
+            of_plan = launched.get(context.incumbent) if context.status is Status.TUNED else self._launched
             for other in self._waiting():
                 other.is_left_out = other.name in seen - (of_plan or frozenset())
         return {}

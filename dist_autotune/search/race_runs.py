@@ -6,13 +6,13 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 
-from .context import Context
+from .context import Context, Status
 from .messages import RunReport
 from .phase import RunPhase
 from .plans import predicted
 from .plans import search as plan_search
-from .plans.search import AskedPlan, Plan, Search
-from .plans.space import SHARE_STEP, PlanSpace, levels_of
+from .plans.search import AskedPlan, Search
+from .plans.space import SHARE_STEP, Plan, PlanSpace, levels_of
 from .rules import BY_RUN, Rules
 
 FAMILY, OWN_SAY = 3, 1.15  # contexts of a kernel that steady each other; how far one may differ from them
@@ -48,12 +48,12 @@ class RaceRuns(RunPhase):
         super().record(merged, patience=patience)
 
     def _finish(self, plan: Plan) -> None:
-        self._settle(self._best_so_far() if self._is_banned(plan) else plan, "tuned")
+        self._settle(self._best_so_far() if self._is_banned(plan) else plan, Status.TUNED)
 
     def leave(self) -> None:
         """Stop early: each context takes the best candidate so far, as partial."""
         self._search.close()
-        self._settle(self._best_so_far(), "partial")
+        self._settle(self._best_so_far(), Status.PARTIAL)
 
     def _timed(self) -> list[tuple[float, Plan]]:
         """Return the timed plans without a banned candidate, the fastest first."""
@@ -63,7 +63,7 @@ class RaceRuns(RunPhase):
     def _best_so_far(self) -> Plan:
         return next((plan for _, plan in self._timed()), {})
 
-    def _settle(self, plan: Plan, status: str) -> None:
+    def _settle(self, plan: Plan, status: Status) -> None:
         raced = self._timed()
         self._note_host(raced)
         for context in self._contexts.values():
@@ -73,11 +73,11 @@ class RaceRuns(RunPhase):
             timed = [(ms, plan[context.name]) for ms, plan in raced if context.name in plan]
             if context.name in plan:
                 context.settle(status, plan[context.name])
-                context.is_decided = status == "tuned"
+                context.is_decided = status is Status.TUNED
             elif is_member:
                 is_gone = self._seen is not None and context.name not in self._seen
                 winner = timed[0][1] if timed else context.incumbent
-                context.settle("starved" if is_gone and status == "tuned" else status, winner)
+                context.settle(Status.STARVED if is_gone and status is Status.TUNED else status, winner)
             if is_member:
                 for ms, index in timed:  # of each candidate, that of the best plan with it
                     context.times.ms.setdefault(index, float(ms))

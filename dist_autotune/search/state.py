@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from . import budget
 from .budget import Forecast
 from .compare_bits import CompareBits
-from .context import Context, Outcome
+from .context import Context, Outcome, Status
 from .expectation.order import Meanwhile
 from .final_comparison import FinalComparison
 from .kernel_families import KernelFamilies
@@ -105,13 +105,13 @@ class SearchState:
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
         searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
-        standings = [context.standing for context in searched]
+        progress = [context.runs_left for context in searched]
         knows_most = self.run_phase is None and self.compare_bits is None
         knows_most &= all(context.final_judge == BY_LAUNCH for context in searched)
         return Forecast(
-            left=sum(left for left, _, _ in standings),
-            least_trials=max((least for _, least, _ in standings), default=0),
-            most_trials=max((most for _, _, most in standings), default=0) if knows_most else 0,
+            left=sum(left for left, _, _ in progress),
+            least_trials=max((least for _, least, _ in progress), default=0),
+            most_trials=max((most for _, _, most in progress), default=0) if knows_most else 0,
             timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
             candidates=sum(context.most_tried for context in searched),
             contexts=len(searched),
@@ -125,7 +125,7 @@ class SearchState:
         )
 
     def is_final(self, context: Context) -> bool:
-        """Return whether the context's result stands: no whole run is still to judge it."""
+        """Return whether the context's result is final: no whole run is still to judge it."""
         if not context.settled or context in self._comparison.undecided:
             return False
         is_searched = self.rules.races and context.began is not None and not context.is_decided
@@ -142,7 +142,7 @@ class SearchState:
             and not (context.provisional or context.is_spent)
         }
 
-    def told_times(self, kernel_id: str, *, so_far: bool = False) -> dict[str, dict[str, float]]:
+    def times_by_key(self, kernel_id: str, *, so_far: bool = False) -> dict[str, dict[str, float]]:
         """Return the agreed times of a kernel's launches, by key and config, of searches that are over.
 
         so_far: of those under way, too.
@@ -150,7 +150,7 @@ class SearchState:
         aliases = self.kernels.aliases
         kernel_id = aliases.get(kernel_id, kernel_id)
         return {
-            context.key: context.told_ms()
+            context.key: context.ms_by_text()
             for context in tuple(self.contexts.values())  # any thread may ask
             if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
             and (context.launch_ms or (so_far and context.is_tuned_by_launches))
@@ -160,10 +160,10 @@ class SearchState:
         """Return what the session knows by now, for the search of a context."""
         context, run_ms = self.contexts[name], self._run_ms
         part = context.launches * context.device_ms[1] / run_ms if run_ms else 1.0
-        return Meanwhile(self.told_times(context.kernel_id, so_far=True), min(part, 1.0))
+        return Meanwhile(self.times_by_key(context.kernel_id, so_far=True), min(part, 1.0))
 
     def newly_final(self) -> list[Context]:
-        """Return the contexts whose result stands and is new since this was last asked."""
+        """Return the contexts whose result is final and new since this was last asked."""
         new = []
         for context in self.contexts.values():
             result = (context.status, context.winner)
@@ -217,7 +217,7 @@ class SearchState:
             self.race_runs.leave()
             self.race_runs = None
         for context in self.unsettled:
-            context.settle("partial")
+            context.settle(Status.PARTIAL)
         self._comparison.leave()
 
     def step(self, merged: RunReport) -> dict[str, Outcome]:
@@ -296,17 +296,17 @@ class SearchState:
                 return Outcome()
             context = self._admit(name, part.announcement, part.bans)
         elif part.announcement is not None:
-            context.narrow(part.announcement)
+            context.ban_missing(part.announcement)
         if part.ran is not None:
             context.last_run = self.runs
-            if context.status == "starved" and self.rules.mode == "online" and not self.closing:
+            if context.status is Status.STARVED and self.rules.mode == "online" and not self.closing:
                 context.apply_bans(part.bans)
                 self._begin(context, max(self.runs - 1, 0))  # launched again, but this run was no trial
                 return Outcome()
         context.apply(part)
         outcome = context.advance(part) if context.judge == BY_LAUNCH else Outcome()
         context.incumbent  # noqa: B018  raises NoValidConfig, settled or not, when nothing works any more
-        if context.status == "cached" and context.winner is None:  # it does not work on some rank
+        if context.status is Status.CACHED and context.winner is None:  # it does not work on some rank
             self._search_or_leave(context)
         return outcome
 
@@ -316,7 +316,7 @@ class SearchState:
             if any(phase.explains_absence(context) for phase in (self.race_runs, self.compare_bits) if phase):
                 continue
             if self.runs - context.last_run >= patience:
-                context.settle("starved")
+                context.settle(Status.STARVED)
 
     def _admit(self, name: str, announcement: Announcement, bans: dict[str, Ban]) -> Context:
         """Return a new context. Raises NoValidConfig when nothing works on every rank."""
@@ -325,16 +325,16 @@ class SearchState:
         context.apply_bans(bans)
         self._comparison.defaults[name] = context.incumbent
         if announcement.claim is not None and context.adopt(announcement.claim):
-            context.settle("cached", context.winner)
+            context.settle(Status.CACHED, context.winner)
         else:
             self._search_or_leave(context)
         return context
 
     def _search_or_leave(self, context: Context) -> None:
         if len(context.digests) - len(context.banned) == 1:
-            context.settle("tuned")
+            context.settle(Status.TUNED)
         elif self.closing or self._is_too_late():
-            context.settle("partial")
+            context.settle(Status.PARTIAL)
         else:
             self._admitting.add(self.runs)
             self._begin(context, max(self.runs - 1, 0))
@@ -349,9 +349,10 @@ class SearchState:
     def _begin(self, context: Context, run: int) -> None:
         """Start a search in a run, from 0; one that is judged by the whole run waits for its turn."""
         context.began = run
-        if self._comparison.enter(context):
+        if self._comparison.take_up(context):
             return
-        context.status, context.is_decided, context.is_left_out = "", False, False
+        context.status = Status.UNDER_WAY
+        context.is_decided = context.is_left_out = False
         if context.judge == BY_LAUNCH and self.compare_bits is None:  # else it comes behind the comparison
             context.start()
 

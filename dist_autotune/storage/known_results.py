@@ -17,7 +17,7 @@ from ..codec import digest, to_json
 from ..errors import NotTuned
 from ..formatting import config_label, context_label
 from ..ranks.group import RankGroup
-from ..search.expectation.fields import Told
+from ..search.expectation.fields import TimesByKey
 from ..search.expectation.keys import by_distance, named
 from ..search.messages import Claim, Offer, Offers, Upgrade
 from ..search.state import SearchState
@@ -62,7 +62,7 @@ class KnownOfKernel:
     """What other keys and older entries tell of a context's candidates, the same on all ranks."""
 
     winners: Mapping[str, str]  # digests by tuned key
-    told: Told  # agreed times by key and text
+    told: TimesByKey  # agreed times by key and text
     upgrade: Upgrade | None  # what is raced again after an upgrade
 
 
@@ -229,13 +229,13 @@ class KnownResults:
             return KnownOfKernel({}, {}, upgrade)
         return KnownOfKernel(self.winners(context, kernel_id), self._told(context, kernel_id), upgrade)
 
-    def _told(self, context: ContextIdentity, kernel_id: str) -> Told:
+    def _told(self, context: ContextIdentity, kernel_id: str) -> TimesByKey:
         """Return the times, by key and config, of this process and of the nearest keys on disk."""
         if context.is_choice:
             return {}
         times = {offer.key: dict(offer.times) for offer in self._related(context) if offer.times}
         nearest = by_distance(context.key_text, times)[:TELLING]
-        return {**{key: times[key] for key in nearest}, **self.search.told_times(kernel_id)}
+        return {**{key: times[key] for key in nearest}, **self.search.times_by_key(kernel_id)}
 
     def winners(self, context: ContextIdentity, kernel_id: str) -> dict[str, str]:
         """Return the winners, by key, of other keys of a context's kernel: only what all ranks know."""

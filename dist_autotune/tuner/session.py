@@ -97,7 +97,8 @@ class Session:
     def wants_another(self) -> bool:
         """Whether the next call opens a session: this one has failed, or its runs were cut short.
 
-        Online it would be every call: there a context that is launched again opens one, see `Context.stands`.
+        Online it would be every call: there a context that is launched again opens one, see
+        `Context.is_lasting`.
         """
         search = self.state.search
         may_go_on = search.closing and search.rules.tunes and search.rules.mode == "replay"

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from .arithmetic import log
 
-Told: TypeAlias = Mapping[str, Mapping[str, float]]  # ms of a kernel: by key, by the config's text
+TimesByKey: TypeAlias = Mapping[str, Mapping[str, float]]  # ms of a kernel: by key, by the config's text
 Value: TypeAlias = "float | str"
 
 _ADDITIVE = 0.5  # of the likeness: what the fields add up; the rest is of all fields together

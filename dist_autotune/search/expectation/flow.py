@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from ..strategies import PAIR_FACTOR, Flow, Pause, Warmup, Winner, faster_of_two, racing_runs, rounds, within
-from .fields import Told
+from .fields import TimesByKey
 from .model import Expectation
 from .order import AT_LEAST, FEWEST, KEYS, Meanwhile, Order, Waves
 
 
 def order_of(
-    key: str, texts: Sequence[str], told: Told, meanwhile: Callable[[], Meanwhile] = Meanwhile
+    key: str, texts: Sequence[str], told: TimesByKey, meanwhile: Callable[[], Meanwhile] = Meanwhile
 ) -> Order | None:
     """Return the order of trials of a key's candidates, the first one first; None: all are to be tried.
 

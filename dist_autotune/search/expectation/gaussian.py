@@ -12,7 +12,7 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from .arithmetic import cholesky, decay, forward, log
-from .fields import Likenesses, Told
+from .fields import Likenesses, TimesByKey
 from .keys import by_distance, distance
 
 # Chosen on tables of real kernels: tests/unit/search/test_expectation_tables.py.
@@ -81,7 +81,7 @@ class GaussianProcess:
         return alike
 
 
-def kin_of(key: str, texts: Sequence[str], told: Told) -> list[tuple[float, dict[int, float]]]:
+def kin_of(key: str, texts: Sequence[str], told: TimesByKey) -> list[tuple[float, dict[int, float]]]:
     """Return how much the nearest told keys share with a key, and their times by place."""
     places, rows = {text: index for index, text in enumerate(texts)}, 0
     kin: list[tuple[float, dict[int, float]]] = []

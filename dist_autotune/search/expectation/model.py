@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from .arithmetic import decay, log
-from .fields import Told, fields_of, likeness
+from .fields import TimesByKey, fields_of, likeness
 from .keys import distance
 
 # Chosen on tables of real kernels, keys held back: tests/unit/search/test_expectation_tables.py.
@@ -38,7 +38,7 @@ class Expectation:
     candidates times that of told keys and observations. Keys that `distance` cannot compare tell nothing.
     """
 
-    def __init__(self, key: str, texts: Sequence[str], told: Told) -> None:
+    def __init__(self, key: str, texts: Sequence[str], told: TimesByKey) -> None:
         places = {text: index for index, text in enumerate(texts)}
         pairs: _Weighted = []
         for other in sorted(told):

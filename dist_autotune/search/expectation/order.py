@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...codec import digest
 from ..strategies import least
 from .arithmetic import log, normal_below
-from .fields import Likenesses, Told, fields_of
+from .fields import Likenesses, TimesByKey, fields_of
 from .gaussian import GaussianProcess, kin_of
 from .model import Expectation
 
@@ -33,7 +33,7 @@ def most_tried(candidates: int) -> int:
     return min(max(AT_LEAST, int(share * candidates)), candidates)
 
 
-def best_start(key: str, texts: Collection[str], told: Told) -> str:
+def best_start(key: str, texts: Collection[str], told: TimesByKey) -> str:
     """Return the text of the candidate that is expected to be the fastest at an untuned key; "": unknown.
 
     Unknown: fewer than KEYS other keys have told times of these candidates. The order of `texts` is nothing.
@@ -48,7 +48,7 @@ def best_start(key: str, texts: Collection[str], told: Told) -> str:
 class Meanwhile:
     """What the session knows by now."""
 
-    told: Told = field(default_factory=dict)  # by the kernel's keys, this one too
+    told: TimesByKey = field(default_factory=dict)  # by the kernel's keys, this one too
     part: float = 1.0  # of a run, that this key takes
 
 
@@ -171,7 +171,7 @@ class Waves(Order):
     """
 
     def __init__(
-        self, key: str, texts: Sequence[str], told: Told, meanwhile: Callable[[], Meanwhile] = Meanwhile
+        self, key: str, texts: Sequence[str], told: TimesByKey, meanwhile: Callable[[], Meanwhile] = Meanwhile
     ) -> None:
         self._told, self._key, self._texts, self._meanwhile = told, key, texts, meanwhile
         self._alike = Likenesses(fields_of(texts))

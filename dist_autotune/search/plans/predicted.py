@@ -18,8 +18,8 @@ from ..expectation.arithmetic import log, normal_below
 from ..expectation.fields import Likenesses, Value, texts_by_field, values_of
 from ..expectation.gaussian import GaussianProcess
 from ..strategies import faster_of_two, least
-from .search import MORE_RUNS, AskedPlan, Plan, Search, raced
-from .space import MOST_CANDIDATES, SHARE_STEP, KernelLevels, PlanSpace
+from .search import MORE_RUNS, AskedPlan, Search, raced
+from .space import MOST_CANDIDATES, SHARE_STEP, KernelLevels, Plan, PlanSpace
 
 FEWEST_PLANS, MOST_PLANS = 12, 400
 FIRST_WAVE, WAVE, MOST_TRIED = 20, 3, 96  # plans

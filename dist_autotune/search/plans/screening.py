@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from ..expectation.arithmetic import cholesky, forward
 from ..strategies import least
+from .space import Plan
 
 LEAST_RUNS, RUNS_PER_EFFECT, MOST_RUNS = 36, 4, 156
 FIRST_LOOK = 32  # runs after which it ends if nothing seems to gain
@@ -37,7 +38,6 @@ OF_OPTION = 0.10  # of a choice, as a part of the run
 NEIGHBOURS = 6.0  # contexts further, half of the likeness is gone
 SHOWN = 0.5  # of what a context takes by its launches, in the run: the prior's mean
 
-Plan = dict[str, int]
 Screening = Generator[Plan, float, "list[Plan]"]
 
 

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from ..strategies import racing_runs, rounds
 from . import screening
 from .screening import Factor
-from .space import MOST_CANDIDATES, PlanSpace, spread
+from .space import MOST_CANDIDATES, Plan, PlanSpace, spread
 
 MOST_PLANS = 64  # of one race
 RUNS_PER_PLAN = 2.7
@@ -27,8 +27,6 @@ NEAR = 1.06  # of the best plan: plans that race again
 TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN = 30, 2.0
 CONFIRMING_RUNS = 12
 NEAR_RUNS, MOST_NEAR = 45, 12  # of those near the best
-
-Plan: TypeAlias = dict[str, int]
 
 
 @dataclass(frozen=True)

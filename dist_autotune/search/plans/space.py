@@ -10,9 +10,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
-Plan = Mapping[str, int]  # context -> candidate; other contexts launch their incumbents
-Launched = Mapping[tuple[str, int], frozenset[str]]  # (choice, option) -> contexts seen with it
+Plan: TypeAlias = dict[str, int]  # context -> candidate; other contexts launch their incumbents
+Launched: TypeAlias = Mapping[tuple[str, int], frozenset[str]]  # (choice, option) -> contexts seen with it
 
 SLOWEST = 3.0  # times the fastest by launches: what is slower is not judged by the run
 SHARE_STEP = 1 / 256  # of the device: shares nearer than that are equal
