@@ -138,6 +138,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         quick_interpreter.install()
         checked_memory.install()
+    if not IN_GPU_WORLD and "torch" in sys.modules:
+        # The first backward counts GPUs and starts a thread for each. A fake tensor makes torch's CUDA build
+        # count eight; counted after one, autograd would then refuse every forked rank.
+        sys.modules["torch"].ones((), requires_grad=True).backward()
 
 
 @pytest.hookimpl(wrapper=True)

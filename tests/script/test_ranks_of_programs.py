@@ -198,7 +198,7 @@ def test_without_an_optimizer_a_named_function_ends_the_runs():
 
 
 def test_ranks_without_a_process_group_are_told_why_nothing_was_tuned():
-    ended = start("dist.destroy_process_group()\ntrain(4)")
+    ended = start("from ranks import meet\nmeet()\ndist.destroy_process_group()\ntrain(4)")
     assert_all_ok(ended)
     assert "Nothing was tuned: 2 ranks were started and have made no process group. Call " in ended[0].stderr
 
