@@ -17,6 +17,12 @@ def open_regular(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "rb")
 
 
+def require_directory_of(path: Path) -> None:
+    """Raise FileNotFoundError unless the directory is there that a new file is to be in."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: {path.parent} is no directory; make it first")
+
+
 def read_bounded(path: Path, limit_bytes: int) -> bytes:
     """Return the content of a regular file; more than `limit_bytes` of it is a ValueError."""
     with open_regular(path) as file:

@@ -38,6 +38,14 @@ def check_timeout(timeout_s: float) -> None:
         raise ValueError(f"timeout_s={timeout_s}: it must be a number of seconds above 0")
 
 
+def check_eps(eps: float) -> None:
+    """Raise TypeError or ValueError, with what was given, unless it is a number of at least 0."""
+    if not isinstance(eps, numbers.Real):
+        raise TypeError(f"eps={eps!r}: it must be a number of at least 0")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps={eps}: it must be a number of at least 0")
+
+
 def layout_of(tensor: Any, quantum: int = 16) -> Hashable:
     """Return how a tensor lies, wherever that is; None, or the type of what is none.
 
@@ -61,6 +69,15 @@ class OwnBuffer:
         layout = layout_of(tensor)
         offset = tensor.data_ptr() - self.begin if isinstance(tensor, torch.Tensor) else -1
         return (offset if 0 <= offset < self._bytes else -1), layout
+
+
+def room_in(gather: torch.Tensor, rank: int, world_size: int, rows: int) -> torch.Tensor:
+    """Return where a collective gathers `rows` of each rank, around the first ones of chunk `rank`.
+
+    gather: [chunks, capacity, ...].
+    """
+    first = rank * (gather.shape[1] - rows)
+    return gather.flatten(0, 1)[first : first + world_size * rows]
 
 
 def remember(known: dict[Key, Known], key: Key, value: Known) -> Known:

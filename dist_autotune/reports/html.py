@@ -18,6 +18,7 @@ from ..formatting import (
     status_label,
 )
 from ..logs.records import SessionClosed
+from ..regular_files import require_directory_of
 from ..search.budget import StepTimes
 from ..search.rules import BY_LAUNCH
 from ..tuner.report import TunedContext
@@ -61,6 +62,7 @@ def element(name: str, *children: str, **attributes: object) -> Html:
 
 def write_html(path: Path, history: History, shown: Sequence[SessionReport]) -> None:
     """Write the list of all sessions and the `shown` ones in full."""
+    require_directory_of(path)
     title = f"dist_autotune: {history.directory}"
     body = [element("h1", title)]
     for name, text in history.skipped.items():

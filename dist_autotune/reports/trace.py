@@ -13,6 +13,7 @@ from typing import Any
 from ..codec import to_json
 from ..formatting import config_label, context_label
 from ..logs.records import Exchanged, Preflighted, Record, RunStarted, RunTimed, Trial
+from ..regular_files import require_directory_of
 from .history import SessionHistory, of_kind
 
 Event = dict[str, Any]
@@ -23,6 +24,7 @@ BEHIND = "compiling behind"  # while runs went on
 
 def write_trace(path: Path, sessions: Iterable[SessionHistory]) -> None:
     """Write one trace of the sessions, one after the other as they were started."""
+    require_directory_of(path)
     events: list[Event] = []
     rows: dict[tuple[int, str], int] = {}  # of (rank, name): the same in every session
     origin, end_s = None, 0.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ..codec import from_json, parse_json, to_json
-from ..regular_files import read_bounded
+from ..regular_files import read_bounded, require_directory_of
 from ..version import __version__
 from .winners import IMPORTED, SCHEMA_VERSION, Entry, Winners
 
@@ -58,8 +58,10 @@ def write(path: Path, entries: Iterable[Entry], *, replaces: bool) -> None:
 def write_whole(path: Path, content: str, *, replaces: bool) -> None:
     """Write a file atomically.
 
-    Raises FileExistsError unless it `replaces` one, IsADirectoryError where a directory is.
+    Raises FileExistsError unless it `replaces` one, IsADirectoryError where a directory is, FileNotFoundError
+    where its own is not.
     """
+    require_directory_of(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file in it, such as {path / 'winners.json'}")
     if path.exists() and not replaces:

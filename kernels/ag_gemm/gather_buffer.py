@@ -16,7 +16,6 @@ import torch
 import triton
 
 from ..epilogues import Epilogue, result_columns
-from ..exchange.collective import room_in
 from ..symm.base import SymmetricMemory, SymmetricTensor
 from ..tensors import (
     FP8,
@@ -27,6 +26,7 @@ from ..tensors import (
     check_rows,
     check_scales,
     check_tensor,
+    room_in,
 )
 from ..tiles import on_host
 

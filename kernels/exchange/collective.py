@@ -52,15 +52,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def room_in(gather: torch.Tensor, rank: int, world_size: int, rows: int) -> torch.Tensor:
-    """Return where a collective gathers `rows` of each rank, around the first ones of chunk `rank`.
-
-    gather: [chunks, capacity, ...].
-    """
-    first = rank * (gather.shape[1] - rows)
-    return gather.flatten(0, 1)[first : first + world_size * rows]
-
-
 class Collective:
     """The collective of one operation, and the agreement on making it; opening is collective.
 

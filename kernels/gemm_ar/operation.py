@@ -35,6 +35,7 @@ from ..gemm_rs import GemmReduceScatter
 from ..signals import Failure
 from ..tensors import (
     OwnBuffer,
+    check_eps,
     check_factors,
     check_no_gradient,
     check_out,
@@ -285,6 +286,7 @@ class GemmAllReduce(Operation):
         if torch.is_grad_enabled():
             given = {"a" if multiplies else "part": a, "weight": weight, "out": out}
             check_no_gradient("GemmAllReduce", **given, residual=residual, norm_weight=norm_weight)
+        check_eps(eps)
         of_part = layout_of(a) if multiplies else self._own.layout_of(a)
         of_ending = layout_of(out), layout_of(residual), layout_of(norm_weight)
         lie = multiplies, of_part, layout_of(weight), of_ending

@@ -59,7 +59,6 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ..exchange.collective import room_in
 from ..exchange.flags import ARRIVED
 from ..exchange.spoil import spoil_all
 from ..launches.settled import SettledLaunches
@@ -72,6 +71,7 @@ from ..tensors import (
     layout_of,
     pitch_of,
     remember,
+    room_in,
 )
 from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, ExpertShape

@@ -239,7 +239,7 @@ def test_a_stuck_peer_is_ended_when_asked_for(when, quick_heartbeats):
         step = tune(bench, thunk, on_stuck="abort")
         for _ in range(3):
             if rank == 1 and when == "settled, heard between calls" and len(runs) == 4:
-                wait_for(lambda: step._calls.state.ballot._raised)  # it has heard of the failure
+                wait_for(lambda: step._calls.state.ballot._failures)  # it has heard of the failure
             end = ending(step)
             if not end.startswith("returned"):
                 break

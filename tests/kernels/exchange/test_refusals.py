@@ -152,6 +152,10 @@ OF_REDUCED: Wrong = OF_SUMS | {
     "gradient": (
         lambda op: op(ones(4, 3), ones(6, 3).requires_grad_()), "GemmAllReduce has no backward, .* weight:"
     ),
+    "text as eps": (lambda op: op(*FACTORS, eps="x"), "eps='x': it must be a number of at least 0"),
+    "eps below 0": (
+        lambda op: op.all_reduce_rms_norm(ones(4, 6), ones(4, 6), ones(6), eps=-1.0), "eps=-1.0: it must be"
+    ),
     "gradient of the norm": (
         lambda op: op(*FACTORS, None, ones(4, 6), ones(6).requires_grad_()), "required by norm_weight"
     ),

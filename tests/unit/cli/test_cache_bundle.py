@@ -136,6 +136,7 @@ def test_an_export_overwrites_nothing_unless_asked_for(tmp_cache: Path) -> None:
     assert (result.exit_code, Path("all.json").read_text()) == (2, "mine")
     assert "--replace" in result.stderr
     assert run("export", "all.json", "--replace").exit_code == 0
+    assert "away is no directory; make it first" in run("export", "away/all.json").stderr
 
 
 def test_files_of_other_tools_overwrite_nothing_unless_asked_for(bench: Any) -> None:

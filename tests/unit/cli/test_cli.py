@@ -111,6 +111,12 @@ def test_the_command_says_its_version() -> None:
     assert run("--version").stdout == f"dist-autotune {__version__}\n"
 
 
+@pytest.mark.parametrize("option", ["--html", "--trace"])
+def test_a_report_into_a_directory_that_is_not_there_says_what_to_do(tmp_path: Path, option: str) -> None:
+    write_session(tmp_path / "logs")
+    assert_one_line_error(run("report", "logs", option, "away/all"), "away is no directory; make it first")
+
+
 def test_report_of_a_missing_directory_says_what_to_do() -> None:
     assert_one_line_error(
         run("report", "nowhere"), "There is no directory nowhere", "dist-autotune report DIR"
