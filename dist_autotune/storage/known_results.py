@@ -178,10 +178,13 @@ class KnownResults:
     def find_claim(self, context: ContextIdentity, tuner: Autotuner | None) -> Claim | None:
         """Return the result that memory or disk has for a context before its first launch here."""
         known = None if tuner is None or self.ignores_known else self._in_memory(tuner, context.key)
-        winner = self._choice_in_memory(context) if known is None else identity.config_digest(known)
-        if winner is not None:
-            return self.function.group.rank, winner, None
-        return self.claim_on_disk(context)
+        if known is not None:
+            return self.function.group.rank, identity.config_digest(known), None
+        on_disk, chosen = self.claim_on_disk(context), self._choice_in_memory(context)
+        counts = self.function.is_alone or self.entry_key(context).digest in self._offers
+        if chosen is None or (on_disk is not None and counts):  # its cache may be another one than memory's
+            return on_disk
+        return self.function.group.rank, chosen, None
 
     def claim_on_disk(self, context: ContextIdentity) -> Claim | None:
         """Return the entry that all ranks have agreed on, else this rank's own, which it will report."""

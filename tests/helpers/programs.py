@@ -33,8 +33,10 @@ def run_program(
     program: a file, or the name of a module.
     """
     ended = start_program(program, *arguments, ranks=ranks, environment=environment)
+    output = "".join(printed(rank) for rank in range(ranks))
+    print(output)  # pytest shows it where a rank fails
     assert_all_ok(ended)
-    return "".join(printed(rank) for rank in range(ranks))
+    return output
 
 
 def start_program(

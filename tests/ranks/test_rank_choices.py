@@ -87,6 +87,17 @@ def test_without_a_cache_another_function_of_the_process_takes_what_the_ranks_ag
     assert assert_all_ok(run_ranks(program, 2)) == [(8, [8])] * 2
 
 
+@pytest.mark.parametrize("mode", ["strict", "cached"])
+def test_what_all_ranks_have_on_disk_counts_before_a_result_of_another_cache_in_memory(mode, monkeypatch):
+    def program(rank):
+        for fast in (4, 8):
+            Choosing({**dict.fromkeys(OPTIONS, 9.0), fast: 1.0}, cache=f"cache-{fast}").tuned()
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+        return [Choosing(times_of(rank), cache=f"cache-{fast}").tuned() for fast in (4, 8)]
+
+    assert assert_all_ok(run_ranks(program, 2)) == [[4, 8]] * 2
+
+
 @pytest.mark.filterwarnings("ignore:.* is tuned without is_dist=True")
 def test_a_function_that_does_not_agree_with_them_takes_the_first_option_until_one_has_agreed():
     def program(rank):

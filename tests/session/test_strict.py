@@ -134,6 +134,20 @@ def test_a_choice_of_the_host_that_memory_knows_needs_no_cache(bench, monkeypatc
         bench.tune(thunk, cache=False, share=False)()
 
 
+@pytest.mark.parametrize("mode", ["strict", "cached"])
+def test_a_choice_on_disk_counts_before_that_of_another_cache_in_memory(bench, monkeypatch, mode):
+    def tuned_to(fast, cache):
+        def thunk():
+            bench.spend(1.0 if (chosen := tunable("slices of two caches", [1, 2])) == fast else 2.0)
+            return chosen
+
+        return bench.tune(thunk, cache=cache)()
+
+    assert [tuned_to(fast, cache=f"cache-{fast}") for fast in (1, 2)] == [1, 2]
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    assert [tuned_to(None, cache=f"cache-{fast}") for fast in (1, 2)] == [1, 2]
+
+
 def test_a_provisional_choice_does_not_count(bench, strict):
     def thunk():
         bench.spend({1: 3.0, 2: 2.0, 4: 1.0}[chosen := tunable("slices, provisional", [1, 2, 4])])
