@@ -1,27 +1,24 @@
-"""The active call belongs to the whole process, one at a time, and never to a forked child."""
+"""The active call belongs to the whole process, one at a time; settled calls run on any thread."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import os
 import queue
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import Bench, double, is_outside, launch, no_bench, numbers, records
+from kernels_for_tests import double, launch, no_bench, numbers, records
 from thread_switches import frequent_switches
 
-from dist_autotune import TuningError, is_tuning, tunable
-from dist_autotune.logs.records import SessionClosed, SessionOpened
+from dist_autotune import TuningError, is_tuning
+from dist_autotune.logs.records import SessionOpened
 from dist_autotune.triton_api import active_call, interception
 from dist_autotune.triton_api.interception import propagate_to_autograd
-from ranks import assert_all_ok, run_ranks
 
 START = threading.Thread.start
 LONG_S = 30.0  # longer than anything here takes; only a failure waits for it
@@ -425,120 +422,3 @@ def test_a_thread_without_a_call_launches_what_a_settled_call_knows_and_benchmar
         leave.set()
         assert [call.exception(LONG_S) for call in calls] == [None, None]
     assert known == ([32], [16])
-
-
-# ---- forked children
-
-
-def in_child(function: Callable[[], Any]) -> Any:
-    """Return what `function` returns in a process forked here."""
-    (value,) = assert_all_ok(run_ranks(lambda rank: function(), 1, init="none", fresh=False))
-    return value
-
-
-def fork_in_first_run(bench: Bench, kernel: Any, in_the_child: Callable[[], Any]) -> tuple[Any, Any]:
-    """Tune `kernel`, forking in the first run; return what the child returned, and the tuned function."""
-    values = []
-
-    def thunk():
-        if not values:
-            values.append(in_child(in_the_child))
-        return launch(kernel, numbers())
-
-    tuned = bench.tune(thunk)
-    tuned()
-    return values[0], tuned
-
-
-def test_a_child_forked_during_a_session_finds_the_stock_function(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    seen, _ = fork_in_first_run(
-        bench, kernel, lambda: (is_outside(), is_tuning(), tunable("in a child", [1, 2]))
-    )
-    assert seen == (True, False, 1)
-    assert bench.blocks() == [16, 32, 32]
-
-
-def test_launches_in_a_child_are_stock_launches(bench):
-    benched = []
-    kernel = bench.kernel(
-        {16: 3.0, 32: 1.0}, double, do_bench=lambda call, quantiles: benched.append(call()) or [1.0] * 3
-    )
-
-    def child():
-        y = launch(kernel, numbers())
-        return torch.equal(y, numbers() * 2), len(benched), bench.clock.marks
-
-    assert fork_in_first_run(bench, bench.kernel({16: 3.0, 32: 1.0}), child)[0] == (True, 2, 0)
-    assert benched == []
-
-
-def test_a_child_writes_no_logs_of_the_session(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    log = Path(".autotune_logs/rank-0.jsonl").absolute()
-
-    def child():
-        before = log.read_bytes()
-        with pytest.raises(KeyError):
-            raise_in_session()
-        return log.read_bytes() == before
-
-    sessions = []
-
-    def raise_in_session():
-        sessions[0]()
-
-    def thunk():
-        if os.getpid() != parent:
-            raise KeyError("the child's own run")
-        launch(kernel, numbers())
-        if len(bench.blocks()) == 1:
-            assert in_child(child)
-
-    parent = os.getpid()
-    tuned = bench.tune(thunk)
-    sessions.append(tuned)
-    tuned()
-    assert [record.outcome for record in records(SessionClosed)] == ["settled"]
-
-
-def test_a_fork_while_another_thread_is_in_a_call_leaves_the_child_free(bench):
-    kernel, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 2.0}, double)
-    second = bench.tune(lambda: launch(other, numbers()), name="second")
-    inside, forked = threading.Event(), threading.Event()
-
-    def thunk():
-        inside.set()
-        assert forked.wait(LONG_S)
-        return launch(kernel, numbers())
-
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(bench.tune(thunk, name="first"))
-        assert inside.wait(LONG_S)
-        try:
-            free = in_child(lambda: (is_outside(), torch.equal(second(), numbers() * 2)))
-        finally:
-            forked.set()
-        assert torch.equal(first.result(LONG_S), numbers() + 1)
-    assert free == (True, True)
-
-
-def test_a_fork_while_another_thread_admits_a_key_leaves_the_child_free(bench):
-    def prune(configs, named, **kwargs):
-        if named["n"] == 8 and not forked.is_set():
-            is_admitting.set()
-            assert forked.wait(LONG_S)
-        return configs
-
-    is_admitting, forked = threading.Event(), threading.Event()
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, prune_configs_by={"early_config_prune": prune})
-    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
-    tuned(64)
-    with ThreadPoolExecutor(1) as pool:
-        settled = pool.submit(tuned, 8)
-        assert is_admitting.wait(LONG_S)
-        try:
-            assert in_child(lambda: torch.equal(tuned(16), numbers(16) + 1))
-        finally:
-            forked.set()
-        assert torch.equal(settled.result(LONG_S), numbers(8) + 1)
