@@ -159,7 +159,7 @@ class SearchState:
     def _meanwhile(self, name: str) -> Meanwhile:
         """Return what the session knows by now, for the search of a context."""
         context, run_ms = self.contexts[name], self._run_ms
-        part = context.launches * context.device_ms[1] / run_ms if run_ms else 1.0
+        part = context.launches * context.device_ms[0] / run_ms if run_ms else 1.0
         return Meanwhile(self.times_by_key(context.kernel_id, so_far=True), min(part, 1.0))
 
     def newly_final(self) -> list[Context]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from .model import Expectation
 
 GAIN = 0.01  # an untried candidate must win by more ...
 GAIN_OF_RUN = 0.003  # ... and by more of a run, where it is known what that takes
+OWN_SHARE = 0.5  # of a time, that is the candidate's own for sure; of less, others learn nothing
 CHANCE = 0.05  # that any untried one does so, below which the search ends
 AT_LEAST = 3  # candidates: the incumbent and two more
 KEYS = 4  # other keys that have told times; with fewer, waves of candidates say what to expect
@@ -129,11 +131,11 @@ class Order:
     def _bar_ms(self) -> float:
         """Return what an untried candidate must take less than to be seen to win; none can below 0.
 
-        Where every time holds a part of the host's, its own would too, and the first one counts without it.
+        The first one counts without the host's part. Where most times hold one, so would that of another.
         """
-        host_ms = min((ms - least(ms) for ms in self.ms.values()), default=0.0)
+        host_ms = statistics.median_low(ms - least(ms) for ms in self.ms.values()) if self.ms else 0.0
         best_ms = min(map(float, self.ms.values()), default=math.inf)
-        if host_ms > 0 and self._first in self.ms:
+        if self._first in self.ms:
             best_ms = min(best_ms, least(self.ms[self._first]))
         return best_ms * (1 - self._gain) - host_ms
 
@@ -195,7 +197,8 @@ class Waves(Order):
     def widen(self) -> bool:
         if len(self.likely) >= min(self.most, len(self._texts)) or self._is_idle():
             return False
-        own = {index: least(ms) for index, ms in self.ms.items()}
+        # A time that is mostly the host's says little of the candidate.
+        own = {index: least(ms) for index, ms in self.ms.items() if least(ms) >= OWN_SHARE * ms}
         # What fails counts as slow: so do its fields, and the next wave has fewer that do not fit the device.
         failed = dict.fromkeys(sorted(self._failed), FAILED * max(own.values(), default=1.0))
         times = {**own, **failed} if own else {}
@@ -204,7 +207,8 @@ class Waves(Order):
         kin = kin_of(self._key, self._texts, {**self._told, **meanwhile.told})
         self.expectation = GaussianProcess(self._alike, times, kin)
         ordered, none_wins = self._promising(range(len(self._texts)))
-        if own and len(self.tried) >= AT_LEAST and self._cannot_pay(1 - none_wins):
+        self.is_hidden |= bool(self.ms) and not own
+        if self.ms and len(self.tried) >= AT_LEAST and self._cannot_pay(1 - none_wins):
             return False
         ordered = [index for index in (ordered if own else self._spread) if index not in self.likely]
         self._wave = ordered[: min(self._wave_size, self.most - len(self.likely))]

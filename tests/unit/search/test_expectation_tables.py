@@ -6,28 +6,23 @@ tests/data/tables_h100.json.gz tells how they were recorded: one H100, agreed me
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import math
-import operator
 import random
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
-from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune.combinations import Combinations, drawn
 from dist_autotune.search.expectation.flow import expected, order_of
 from dist_autotune.search.expectation.keys import by_distance
 from dist_autotune.search.expectation.order import KEYS, MOST_COMPILED, Order, best_start
-from dist_autotune.search.messages import Part
 from dist_autotune.search.strategies import RunningFlow
+from tests.helpers.kernels_of_one_run import Kernel, OneRun
 
 TABLES = Path(__file__).parents[2] / "data" / "tables_h100.json.gz"
 SUBJECTS = ("norm", "matmul", "many")  # relu has three keys above 5 us: too few to expect from
@@ -182,77 +177,13 @@ def test_of_many_a_few_waves_find_the_best_where_no_other_key_tells():
     assert statistics.fmean(found) <= 0.01
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A key of a kernel, as a session meets it."""
-
-    kernel: str
-    key: str
-    ms: dict[str, float]  # by the config's text, the first one first
-    host_ms: float = 0.0  # that each time holds
-
-
-class OneRun(Simulation):
-    """A session of one rank whose kernels are all met in its first run; compilers go on behind the runs.
-
-    rate: candidates compiled in a run, of the kernel first that may gain most.
-    """
-
-    def __init__(self, kernels: list[Kernel], seed: int, rate: float = math.inf, **options: Any) -> None:
-        self.kernels = {f"{each.kernel} {each.key}": each for each in kernels}
-        self.compiled, self._rate, self._room = 0, rate, 0.0
-        self._random = random.Random(seed)
-        self._left: dict[str, list[str]] = {}
-        self._waves: dict[str, int] = {}
-        texts = {name: [*each.ms] for name, each in self.kernels.items()}
-        super().__init__(texts, {}, search="expected", compiling=self._compiling, **options)
-
-    def run(self) -> None:
-        self._room = min(self._room, 1.0) + self._rate
-        for name, context in self.tuning.contexts.items():
-            if context.waves != self._waves.get(name):
-                self._waves[name] = context.waves
-                self._left[name] = [each for each in context.digests[1:] if each not in context.outside_race]
-        for name in sorted(self._left, key=self._gain_ms, reverse=True):
-            while self._left[name] and self._room >= 1:
-                self._left[name].pop()
-                self._room, self.compiled = self._room - 1, self.compiled + 1
-        super().run()
-
-    def _gain_ms(self, name: str) -> float:
-        context = self.tuning.contexts[name]
-        return context.device_ms[0] * context.promise
-
-    def _compiling(self, run: int, rank: int, name: str) -> int:
-        return len(self._left.get(name, ()))
-
-    def _family(self, name: str) -> str:
-        return self.kernels[name].kernel
-
-    def _key(self, name: str) -> str:
-        return self.kernels[name].key
-
-    def _part(self, run: int, rank: int, name: str, candidate: str) -> Part:
-        part, host_ms = super()._part(run, rank, name, candidate), self.kernels[name].host_ms
-        return replace(part, gap_ms=host_ms if part.measured else 0.0, launches=2)
-
-    def _launch_ms(self, name: str, candidate: str, rank: int) -> float:
-        spike = 1.5 if self._random.random() < 0.03 else 1.0
-        kernel = self.kernels[name]
-        return kernel.ms[candidate] * spike * self._random.lognormvariate(0, 0.02) + kernel.host_ms
-
-    def regrets(self) -> list[float]:
-        winners = self.winners()
-        return [each.ms[winners[name]] / min(each.ms.values()) - 1 for name, each in self.kernels.items()]
-
-
-def of_tables(**about: Any) -> list[Kernel]:
+def of_tables() -> list[Kernel]:
     """Return 32 keys of two kernels: RMSNorm, and the product with some of its configs."""
     norm, product = table("norm"), table("matmul")
-    kernels = [Kernel("norm", key, norm.told(key), **about) for key in norm.keys]
+    kernels = [Kernel("norm", key, norm.told(key)) for key in norm.keys]
     for key in product.keys[:24]:
         told = product.told(key).items()
-        kernels.append(Kernel("product", key, {t: ms for t, ms in told if "BLOCK_K: 32" in t}, **about))
+        kernels.append(Kernel("product", key, {t: ms for t, ms in told if "BLOCK_K: 32" in t}))
     return kernels
 
 
@@ -275,45 +206,6 @@ def test_a_key_alone_is_tried_until_no_other_candidate_seems_to_pay(seed):
     assert statistics.fmean(regrets) <= 0.005
     assert max(regrets) <= 0.05
     assert statistics.fmean(runs) <= 110
-
-
-# Of flash-linear-attention's layers, as examples/train_third_party.py launches them: 32 keys of 31 kernels.
-CANDIDATES = (
-    4, 16, 25, 27, 12, 9, 12, 3, 9, 30, 6, 48, 24, 8, 36, 9, 3, 30, 9, 48, 48, 36, 12, 12, 30, 6, 6, 12,
-    6, 3, 25, 16,
-)  # fmt: skip
-STEP_MS, COMPILED_IN_A_STEP = 42, 0.42  # by half of 16 cores
-
-
-def of_a_host_bound_step(rng: random.Random) -> list[Kernel]:
-    """Return kernels of 0.01 to 0.1 ms, whose launches hold 0.025 ms of the host's; one of them is slow."""
-    kernels = []
-    for number, candidates in enumerate(CANDIDATES):
-        level, ms = 0.03 * rng.lognormvariate(0, 0.7), {}
-        best = rng.uniform(5, 8), rng.uniform(0, 3), rng.uniform(2, 4)
-        weights = [rng.uniform(0, 0.3) for _ in best]
-        grid = [*itertools.product(range(5, 9), range(4), range(2, 5))]
-        for block, warps, stages in grid[:candidates]:
-            far = [abs(a - b) for a, b in zip((block, warps, stages), best, strict=True)]
-            slower = math.exp(sum(map(operator.mul, far, weights)) + rng.gauss(0, 0.02))
-            ms[f"BLOCK: {2**block}, num_warps: {2**warps}, num_stages: {stages}"] = level * slower
-        kernels.append(Kernel(f"kernel{number}", "1024", ms, host_ms=0.025))
-    slow = dict.fromkeys(kernels[-6].ms, 0.15)
-    slow[next(iter(slow))] = 3.84
-    return [*kernels[:-6], Kernel("slow", "256", slow, host_ms=0.025), *kernels[-5:]]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_host_bound_step_of_many_kernels_is_settled_in_300_runs(seed):
-    kernels = of_a_host_bound_step(random.Random(seed))
-    session = OneRun(kernels, seed, COMPILED_IN_A_STEP, mode="online", second=STEP_MS / 1000)
-    assert len(session.session()) <= 300
-    assert session.compiled <= 130
-    contexts = session.tuning.contexts
-    assert all(len(contexts[name].known_ms()) >= 3 for name in session.kernels)
-    assert contexts["slow 256"].times.ms[contexts["slow 256"].winner] < 0.2
-    texts = [contexts[name].result()["untried"] for name in session.kernels]
-    assert sum("of a run" in text or "the host's part" in text for text in texts) >= 10
 
 
 def product_ms(shape: tuple[int, int, int], config: tuple[int, ...]) -> float:

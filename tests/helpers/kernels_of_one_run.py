@@ -1,0 +1,69 @@
+"""Sessions in virtual time whose kernels are all met in the first run."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.simulation.protocol_simulation import Simulation
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A key of a kernel, as a session meets it."""
+
+    kernel: str
+    key: str
+    ms: dict[str, float]  # by the config's text, the first one first
+
+
+class OneRun(Simulation):
+    """A session of one rank whose kernels are all met in its first run; compilers go on behind the runs.
+
+    rate: candidates compiled in a run, of the kernel first that may gain most.
+    """
+
+    def __init__(self, kernels: Sequence[Kernel], seed: int, rate: float = math.inf, **options: Any) -> None:
+        self.kernels = {f"{each.kernel} {each.key}": each for each in kernels}
+        self.compiled, self._rate, self._room = 0, rate, 0.0
+        self._random = random.Random(seed)
+        self._left: dict[str, list[str]] = {}
+        self._waves: dict[str, int] = {}
+        texts = {name: [*each.ms] for name, each in self.kernels.items()}
+        super().__init__(texts, {}, search="expected", compiling=self._compiling, **options)
+
+    def run(self) -> None:
+        self._room = min(self._room, 1.0) + self._rate
+        for name, context in self.tuning.contexts.items():
+            if context.waves != self._waves.get(name):
+                self._waves[name] = context.waves
+                self._left[name] = [each for each in context.digests[1:] if each not in context.outside_race]
+        for name in sorted(self._left, key=self._gain_ms, reverse=True):
+            while self._left[name] and self._room >= 1:
+                self._left[name].pop()
+                self._room, self.compiled = self._room - 1, self.compiled + 1
+        super().run()
+
+    def _gain_ms(self, name: str) -> float:
+        context = self.tuning.contexts[name]
+        return context.device_ms[0] * context.promise
+
+    def _compiling(self, run: int, rank: int, name: str) -> int:
+        return len(self._left.get(name, ()))
+
+    def _family(self, name: str) -> str:
+        return self.kernels[name].kernel
+
+    def _key(self, name: str) -> str:
+        return self.kernels[name].key
+
+    def _launch_ms(self, name: str, candidate: str, rank: int) -> float:
+        spike = 1.5 if self._random.random() < 0.03 else 1.0
+        return self.kernels[name].ms[candidate] * spike * self._random.lognormvariate(0, 0.02)
+
+    def regrets(self) -> list[float]:
+        winners = self.winners()
+        return [each.ms[winners[name]] / min(each.ms.values()) - 1 for name, each in self.kernels.items()]

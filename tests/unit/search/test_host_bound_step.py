@@ -1,0 +1,126 @@
+"""A step that takes the host longer than the device: the search ends before all candidates are compiled."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+from msgspec.structs import replace
+
+from dist_autotune.search.messages import Part, femtoseconds
+from dist_autotune.timing.samples import Samples
+from tests.helpers.kernels_of_one_run import Kernel, OneRun
+
+# Of flash-linear-attention's layers, as examples/train_third_party.py launches them, recorded on one H100:
+# candidates, launches in a step, ms of the first candidate, and whether the device is mostly behind the host.
+RECORDED = (
+    (6, 2, 4.171, False), (30, 4, 0.325, False), (3, 9, 0.125, False), (4, 9, 0.107, False),
+    (12, 2, 0.365, True), (12, 4, 0.182, False), (16, 12, 0.059, False), (30, 4, 0.165, False),
+    (30, 2, 0.238, False), (16, 6, 0.074, True), (36, 2, 0.219, False), (6, 4, 0.105, False),
+    (9, 4, 0.096, False), (25, 4, 0.092, False), (12, 2, 0.180, False), (48, 2, 0.160, False),
+    (48, 2, 0.148, False), (48, 2, 0.141, False), (3, 2, 0.135, False), (36, 2, 0.134, False),
+    (9, 2, 0.113, False), (9, 2, 0.113, False), (6, 2, 0.104, False), (27, 2, 0.096, False),
+    (8, 2, 0.093, False), (12, 2, 0.088, False), (3, 2, 0.078, True), (12, 2, 0.073, False),
+    (24, 2, 0.067, True), (6, 2, 0.065, True), (9, 2, 0.054, True), (25, 4, 0.020, True),
+)  # fmt: skip
+STEP_MS, COMPILED_IN_A_STEP = 48, 0.42  # by half of 16 cores
+HOST_MS, HOST_SPREAD = 0.06, 0.6  # of a launch, where the device waits for the host
+OFTEN, SELDOM = 0.7, 0.3  # of the launches, that the device comes to later than the host
+
+
+@dataclass(frozen=True)
+class Launched(Kernel):
+    """A kernel of the step above."""
+
+    launches: int = 1
+    behind: float = 0.0  # of them, how often the device comes to one later than the host
+
+
+def of_a_host_bound_step(rng: random.Random) -> list[Launched]:
+    kernels = []
+    for number, (candidates, launches, first_ms, is_behind) in enumerate(RECORDED):
+        best = rng.uniform(5, 8), rng.uniform(0, 3), rng.uniform(2, 4)
+        weights = [rng.uniform(0, 0.3) for _ in best]
+        slower = {}
+        for config in [*itertools.product(range(5, 9), range(4), range(2, 5))][:candidates]:
+            far = [abs(a - b) for a, b in zip(config, best, strict=True)]
+            text = f"BLOCK: {2 ** config[0]}, num_warps: {2 ** config[1]}, num_stages: {config[2]}"
+            slower[text] = math.exp(sum(map(operator.mul, far, weights)) + rng.gauss(0, 0.02))
+        own_ms = first_ms if is_behind else max(first_ms - HOST_MS, first_ms / 4)
+        scale = own_ms / next(iter(slower.values()))
+        ms = {text: scale * each for text, each in slower.items()}
+        if not number:  # one of them is slow
+            ms = {text: own_ms if each == own_ms else 0.25 for text, each in ms.items()}
+        behind = OFTEN if is_behind else SELDOM
+        kernels.append(Launched(f"kernel{number}", "1024", ms, launches=launches, behind=behind))
+    return kernels
+
+
+class ReadMarks:
+    """A clock whose marks are (ms, the host's part of it)."""
+
+    def start(self) -> None: ...
+
+    def stop(self, mark: tuple[float, float]) -> None: ...
+
+    def read_ms(self, mark: tuple[float, float]) -> float:
+        return mark[0]
+
+    def gap_ms(self, mark: tuple[float, float]) -> float:
+        return mark[1]
+
+
+class HostBoundStep(OneRun):
+    """A session in steps that take the host longer than the device: most times hold the host's part."""
+
+    def __init__(self, kernels: Sequence[Launched], seed: int) -> None:
+        self.launched = {f"{each.kernel} {each.key}": each for each in kernels}
+        self._of_kernels = defaultdict[str, Samples](partial(Samples, ReadMarks(), "median", flags_gaps=True))
+        super().__init__(kernels, seed, COMPILED_IN_A_STEP, mode="online", second=STEP_MS / 1000)
+
+    def _part(self, run: int, rank: int, name: str, candidate: str) -> Part:
+        part = super()._part(run, rank, name, candidate)
+        if part.measured:
+            ms, gap_ms = self._timed_launches(name, candidate)
+            part = replace(part, worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), gap_ms=gap_ms)
+        return replace(part, launches=self.launched[name].launches)
+
+    def _timed_launches(self, name: str, candidate: str) -> tuple[float, float]:
+        """Return the statistic of a candidate, with this run's launches, and the host's part of it."""
+        kernel, samples = self.launched[name], self._of_kernels[name]
+        for _ in range(kernel.launches):
+            own_ms, host_ms = self._launch_ms(name, candidate, 0), 0.0
+            if self._random.random() >= kernel.behind:
+                host_ms = HOST_MS * self._random.lognormvariate(0, HOST_SPREAD)
+                own_ms = max(host_ms, host_ms / 2 + own_ms)  # the kernel arrives in the middle of it
+            samples.stop((own_ms, host_ms))
+        reading = samples.report_run(candidate, waits=True)
+        samples.apply_outcome(waiting=False, counts=True)
+        assert reading.ms is not None
+        return reading.ms, reading.gap_ms
+
+    def device_ms(self, picks: dict[str, str]) -> float:
+        """Return what all launches of a step take on the device."""
+        return sum(each.launches * each.ms[picks[name]] for name, each in self.launched.items())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_host_bound_step_of_many_kernels_is_settled_in_300_runs(seed):
+    session = HostBoundStep(of_a_host_bound_step(random.Random(seed)), seed)
+    assert len(session.session()) <= 280
+    assert session.compiled <= 100
+    contexts = session.tuning.contexts
+    assert all(len(contexts[name].known_ms()) >= 3 for name in session.kernels)
+    first = {name: next(iter(each.ms)) for name, each in session.kernels.items()}
+    best = {name: min(each.ms, key=each.ms.__getitem__) for name, each in session.kernels.items()}
+    gained_ms = session.device_ms(first) - session.device_ms(session.winners())
+    assert gained_ms >= 0.85 * (session.device_ms(first) - session.device_ms(best))
+    texts = [contexts[name].result()["untried"] for name in session.kernels]
+    assert sum("of a run" in text or "the host's part" in text for text in texts) >= 20
