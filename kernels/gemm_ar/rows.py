@@ -169,18 +169,13 @@ class RowsLaunch:
             aligned=tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors),
         )
         of_shape = (shape.size_class, shape.n, *strides)
-        self._numbers = (*sizes, *of_shape, rank)
-        self._launch, self._held = ShapeLaunch(launches, shape), held
-        self._held_at = [tensor.data_ptr() for tensor in held]
+        self._launch = ShapeLaunch(launches, shape, held=held, numbers=(*sizes, *of_shape, rank))
 
     def __call__(self, ends: Ends, patience_ticks: int, eps: float) -> None:
-        prepared, out = self._launch.prepared(), ends[2]
-        given = [out if each is None else each for each in ends]  # the kernel knows which are none
-        scalars = (*self._numbers, patience_ticks, eps)
-        if prepared is not None:
-            prepared.at((), [*self._held_at, *[tensor.data_ptr() for tensor in given], *scalars])
-        else:
-            self._launch.ask((), (*self._held, *(tensor.detach() for tensor in given)), scalars)
+        residual, norm_weight, out, sums = ends
+        if residual is None or norm_weight is None or sums is None:  # the kernel knows which are none
+            ends = tuple([out if each is None else each for each in ends])  # type: ignore[assignment]
+        self._launch((), ends, (patience_ticks, eps))
 
 
 def addresses_of(tensor: SymmetricTensor) -> torch.Tensor:

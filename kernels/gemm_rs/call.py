@@ -18,7 +18,7 @@ class ScatterMemory(NamedTuple):
 
 
 class ScatterCall(NamedTuple):
-    """One launch on one rank. Made in each call: no dataclass."""
+    """One launch of a call on one rank: the same in all calls."""
 
     rank: int
     world_size: int
@@ -26,8 +26,6 @@ class ScatterCall(NamedTuple):
     first: int  # of the chunks to compute, counted from that of rank + 1
     chunks: int  # how many to compute: all, or one
     programs: int  # the most that run at once
-    patience_ticks: int  # how long the kernel waits for a peer
-    held: ScatterMemory
 
 
 class ScatterOperands(NamedTuple):
@@ -47,13 +45,13 @@ class ScatterOperands(NamedTuple):
 class Body(Protocol):
     """Multiplies, hands over chunks and adds the peers' sums.
 
-    A body is made for tensors that lie alike, and keeps no address of theirs.
+    A body is made for the operation's memory and for operands that lie alike, of which it keeps no address.
     """
 
     in_steps: bool  # whether an eager call launches it once for each chunk, as a captured call does
 
-    def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
-        """Enqueue the kernel on the current stream."""
+    def launch(self, operands: ScatterOperands, call: ScatterCall, patience_ticks: int) -> None:
+        """Enqueue the kernel on the current stream; patience_ticks: how long it waits for a peer."""
 
 
 class ScatterLayout(NamedTuple):

@@ -169,13 +169,10 @@ class GemmReduceScatter(Operation):
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
-        self._hold(
-            ScatterMemory(self._partial, self._staged.local, self._flags.local, self._counts, self._errors)
-        )
-
-    def _hold(self, held: ScatterMemory) -> None:
-        self._held = held
+        memory = (self._partial, self._staged.local, self._flags.local, self._counts, self._errors)
+        self._held = ScatterMemory(*memory)
         self._layouts: dict[Hashable, ScatterLayout] = {}  # by those of tensors that have been checked
+        self._launches: dict[int | None, ScatterCall] = {}  # by step
 
     def _check_peers(self) -> None:
         self._collective.check()
@@ -299,10 +296,13 @@ class GemmReduceScatter(Operation):
 
         The own chunk is the last one, and the only one that waits for the peers' pushes.
         """
-        first, chunks = (0, self.world_size) if step is None else (step, 1)
-        programs = self._sms or INTERPRETED_PROGRAMS
-        place = (self.rank, self.world_size, self._capacity)
-        body.launch(operands, ScatterCall(*place, first, chunks, programs, self._patience_ticks, self._held))
+        call = self._launches.get(step)
+        if call is None:
+            first, chunks = (0, self.world_size) if step is None else (step, 1)
+            programs = self._sms or INTERPRETED_PROGRAMS
+            call = ScatterCall(self.rank, self.world_size, self._capacity, first, chunks, programs)
+            self._launches[step] = call
+        body.launch(operands, call, self._patience_ticks)
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:

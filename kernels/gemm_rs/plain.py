@@ -208,17 +208,19 @@ class PlainBody:
         constants = (tma_legal, lies_by_columns(weight), addend is not None, upcasts)
         scaled = tuple(scale is not None for scale in scales)
         self._compiled_for = (a.dtype, a.device, CONSTANTS, constants, (*self._further, aligned, scaled))
-        self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of chunks
+        self._rows, self._held = class_of_rows(out.shape[0]), held
+        self._launches: dict[ScatterCall, ShapeLaunch[ChunkShape]] = {}
 
-    def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
-        a, weight, out, addend, *scales = operands
-        rows = class_of_rows(out.shape[0])
-        launch = self._launches.get(call.chunks)
+    def launch(self, operands: ScatterOperands, call: ScatterCall, patience_ticks: int) -> None:
+        launch = self._launches.get(call)
         if launch is None:
-            of_launch = (call.world_size, call.chunks, call.programs, rows)
-            shape = ChunkShape._make((*self._sizes, *of_launch, *self._compiled_for))
-            launch = self._launches[call.chunks] = ShapeLaunch(_SETTLED, shape)
-        added = call.held.partial if addend is None else addend.detach()
-        tensors = (a.detach(), weight.detach(), out, *call.held, added, *scales)
-        scalars = (*self._sizes, *self._further, call.first, call.chunks, call.rank, call.patience_ticks)
-        launch((), tensors, (*scalars, rows))
+            launch = self._launches[call] = self._prepare(call)
+        a, weight, out, addend, *scales = operands
+        added = self._held.partial if addend is None else addend
+        launch((), (a, weight, out, *self._held, added, *scales), (patience_ticks, self._rows))
+
+    def _prepare(self, call: ScatterCall) -> ShapeLaunch[ChunkShape]:
+        of_launch = (call.world_size, call.chunks, call.programs, self._rows)
+        shape = ChunkShape._make((*self._sizes, *of_launch, *self._compiled_for))
+        numbers = (*self._sizes, *self._further, call.first, call.chunks, call.rank)
+        return ShapeLaunch(_SETTLED, shape, numbers=numbers)

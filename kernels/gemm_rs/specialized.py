@@ -106,22 +106,24 @@ class SpecializedBody:
         a, b, *_ = self._matrices
         self._sizes, device = (a.rows, operands.out.shape[1], a.columns), operands.a.device
         self.in_steps = operands.out.shape[0] >= STEP_ROWS
+        self._size_class = _size_class(operands.out.shape[0])
         constants = (capability(device) == 10, TYPE_NAMES[a.dtype], not b.transposed)
         self._compiled_for = (a.dtype, device, CONSTANTS, constants, (operands.addend is not None,))
-        self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of chunks
+        self._partial_at, self._held = held.partial.data_ptr(), held[1:]
+        self._launches: dict[ScatterCall, ShapeLaunch[ChunkShape]] = {}
 
-    def launch(self, operands: ScatterOperands, call: ScatterCall) -> None:
-        held, size_class = call.held, _size_class(self._sizes[0] // call.world_size)
-        launch = self._launches.get(call.chunks)
+    def launch(self, operands: ScatterOperands, call: ScatterCall, patience_ticks: int) -> None:
+        launch = self._launches.get(call)
         if launch is None:
-            of_launch = (call.world_size, call.chunks, call.programs, size_class)
-            shape = ChunkShape._make((*self._sizes, *of_launch, *self._compiled_for))
-            launch = self._launches[call.chunks] = ShapeLaunch(_SETTLED, shape, self._matrices)
-        tensors = (held.staged, held.flags, held.counts, held.errors, operands.addend)
-        scalars = (call.capacity, call.first, call.chunks, call.rank, call.patience_ticks)
+            launch = self._launches[call] = self._prepare(call)
         a, b, out = operands.a.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr()
-        addresses = (a, b, b, out, held.partial.data_ptr())
-        launch(addresses, tensors, (*self._sizes, *scalars, size_class))
+        launch((a, b, b, out, self._partial_at), (operands.addend,), (patience_ticks, self._size_class))
+
+    def _prepare(self, call: ScatterCall) -> ShapeLaunch[ChunkShape]:
+        of_launch = (call.world_size, call.chunks, call.programs, self._size_class)
+        shape = ChunkShape._make((*self._sizes, *of_launch, *self._compiled_for))
+        numbers = (*self._sizes, call.capacity, call.first, call.chunks, call.rank)
+        return ShapeLaunch(_SETTLED, shape, self._matrices, held=self._held, numbers=numbers)
 
 
 def _matrices(

@@ -157,7 +157,8 @@ class ShapeLaunch(Generic[Shape]):
     """The launches of one shape. The settled way is looked up again when the tuner's choice has changed.
 
     matrices: as those lie of which the host makes descriptors, the kernel's first arguments. constants: those
-    that the shape does not know of.
+    that the shape does not know of. held, numbers: the first of its tensors and of its numbers, which are the
+    same in all launches.
     """
 
     def __init__(
@@ -166,32 +167,32 @@ class ShapeLaunch(Generic[Shape]):
         shape: Shape,
         matrices: tuple[Matrix, ...] = (),
         constants: dict[str, Any] | None = None,
+        *,
+        held: tuple[torch.Tensor, ...] = (),
+        numbers: tuple[float, ...] = (),
     ) -> None:
         self._launches, self._shape, self._matrices = launches, shape, matrices
-        self._constants = constants
+        self._constants, self._held, self._numbers = constants, held, numbers
+        self._held_at = [tensor.data_ptr() for tensor in held]
         self._settled: Settled | None = None
         self._prepared: PreparedLaunch | None = None
 
     def __call__(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
         """Enqueue the kernel; matrices are at these addresses, arguments in the order of its parameters."""
-        prepared = self.prepared()
-        if prepared is not None:
-            at = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-            prepared.at(addresses, [*at, *scalars])
-        else:
-            self.ask(addresses, tensors, scalars)
-
-    def prepared(self) -> PreparedLaunch | None:
-        """Return the settled way; None if this launch must ask the tuner."""
         if not self._launches.is_current(self._settled):
             self._settled = found = self._launches.find(self._shape)
             self._prepared = None if found is None else found.prepared(self._matrices)
-        return self._prepared
+        if self._prepared is None:
+            self._ask(addresses, tensors, scalars)
+            return
+        given_at = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        self._prepared.at(addresses, [*self._held_at, *given_at, *self._numbers, *scalars])
 
-    def ask(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
+    def _ask(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
         """Enqueue the kernel as the tuner has it, and remember what it has settled on."""
         launches, shape = self._launches, self._shape
         constants = {**shape.constants(), **(self._constants or {})}
-        arguments = (*describe_at(self._matrices, addresses), *tensors, *scalars)
+        given = (*self._held, *(tensor if tensor is None else tensor.detach() for tensor in tensors))
+        arguments = (*describe_at(self._matrices, addresses), *given, *self._numbers, *scalars)
         compiled = launch(launches.tuner[shape.grid], *arguments, **constants)
-        launches.remember(shape, compiled, constants, tensors)
+        launches.remember(shape, compiled, constants, given)

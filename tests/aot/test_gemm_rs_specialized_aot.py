@@ -90,8 +90,8 @@ def tensors() -> tuple[ScatterOperands, ScatterMemory]:
 
 
 def launch(operands: ScatterOperands, held: ScatterMemory, first: int = 0, chunks: int = WORLD) -> None:
-    call = ScatterCall(1, WORLD, CAPACITY, first, chunks, 132, 99, held)
-    specialized.SpecializedBody(operands, held).launch(operands, call)
+    call = ScatterCall(1, WORLD, CAPACITY, first, chunks, 132)
+    specialized.SpecializedBody(operands, held).launch(operands, call, 99)
 
 
 def test_the_short_way_launches_what_the_long_one_does_with_its_own_numbers(device, monkeypatch):
