@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import signal
 import weakref
@@ -89,23 +88,6 @@ def test_when_all_fail_one_error_names_kernel_key_and_every_reason(bench, where)
     assert is_outside()
     assert not is_tuning()
     assert [(record.outcome, record.warning) for record in records(SessionClosed)] == [("NoValidConfig", "")]
-
-
-def test_a_config_that_fails_once_in_a_while_is_banned_by_its_first_failure(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    attempts = itertools.count()
-    run = kernel.fn.run
-
-    def flaky(*args, **kwargs):
-        if kwargs["BLOCK"] == 32 and next(attempts) == 2:
-            raise out_of_resources()
-        return run(*args, **kwargs)
-
-    kernel.fn.run = flaky
-    tuned = bench.tune(lambda: launch(kernel, numbers()), n_repeat=5)
-    tuned()
-    assert bench.blocks() == [16] * 5 + [32, 32] + [16, 16]
-    assert block_of(only(tuned.report).config) == 16
 
 
 def test_the_hook_of_the_config_that_stands_in_runs_once_per_launch(bench):
