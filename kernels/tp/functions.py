@@ -64,11 +64,9 @@ def all_gather_matmul(
     biases = [bias] if is_one else [None] * len(given) if bias is None else list(bias)
     if not given or len(biases) != len(given):
         raise ValueError(f"{len(given)} weights and {len(biases)} biases; as many of each, at least one")
-    _check_dim("gather_dim", gather_dim, a_shard)
+    rows, sizes = _as_rows("gather_dim", gather_dim, a_shard)
     group_name = name_of(group)
-    rows, sizes = _as_rows(a_shard, gather_dim)
-    keeps = save_gathered and not fp8 and _wants_gradient(*given)
-    products = _gathered_products(rows, given, group_name, keeps, fp8)
+    products = _gathered_products(rows, given, group_name, save_gathered, fp8)
     if bias is not None:
         pairs = zip(products, biases, strict=True)
         products = [product if each is None else product + each for product, each in pairs]
@@ -94,7 +92,7 @@ def matmul_reduce_scatter(
     Backward gathers the gradient once, behind the product for `a`. fp8: as in `all_gather_matmul`; the sums
     travel in bf16.
     """
-    _check_dim("scatter_dim", scatter_dim, a)
+    rows, sizes = _as_rows("scatter_dim", scatter_dim, a)
     group_name = name_of(group)
     ranks, size = size_of(group_name), a.shape[scatter_dim]
     if size % ranks:
@@ -102,7 +100,6 @@ def matmul_reduce_scatter(
         raise ValueError(
             f"dimension {scatter_dim} of a has {size} entries; pad it to {padded} for {ranks} ranks"
         )
-    rows, sizes = _as_rows(a, scatter_dim)
     sums = _scattered_sums(rows, weight, group_name, fp8)
     if bias is not None:
         sums = sums + sum_gradient(bias, group_name)
@@ -145,17 +142,18 @@ def sum_gradient(tensor: Tensor, group: Group = None) -> Tensor:
 
 
 def _gathered_products(
-    rows: Tensor, weights: list[Tensor], group_name: str, keeps_gathered: bool, fp8: bool
+    rows: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool, fp8: bool
 ) -> Sequence[Tensor]:
-    call = group_name, keeps_gathered, fp8
     if _is_traced(rows, *weights):
+        keeps = save_gathered and not fp8 and _wants_gradient(*weights)
         traced: list[Tensor]
-        traced, _ = torch.ops.dist_autotune.all_gather_matmul(rows, weights, *call)
+        traced, _ = torch.ops.dist_autotune.all_gather_matmul(rows, weights, group_name, keeps, fp8)
         return traced
     if _wants_gradient(rows, *weights):
+        call = group_name, save_gathered and not fp8, fp8
         products: tuple[Tensor, ...] = _apply(_GatheredProducts, call, rows, *weights)
         return products
-    return operators.gather_and_multiply(rows, weights, *call)[0]
+    return operators.gather_and_multiply(rows, weights, group_name, False, fp8)[0]
 
 
 def _scattered_sums(rows: Tensor, weight: Tensor, group_name: str, fp8: bool) -> Tensor:
@@ -196,10 +194,12 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 class _GatheredProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: tuple[str, bool, bool], rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.group_name, ctx.is_gathered, _ = call
-        products, gathered = operators.gather_and_multiply(rows, weights, *call)
+        ctx.group_name, may_keep, fp8 = call
+        ctx.is_gathered = may_keep and any(ctx.needs_input_grad[2:])
+        found = operators.gather_and_multiply(rows, weights, ctx.group_name, ctx.is_gathered, fp8)
+        products, gathered = found
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(gathered if ctx.is_gathered else rows, *weights)
+        ctx.save_for_backward(rows if gathered is None else gathered, *weights)
         return tuple(products)
 
     @staticmethod
@@ -225,7 +225,7 @@ class _ScatteredSums(torch.autograd.Function):
         of_rows, of_weight = operators.gather_and_multiply_backward(
             grads[0], [rows], [weight], ctx.group_name, [for_rows], [for_weight]
         )
-        return None, *operators.spread(of_rows, [for_rows]), *operators.spread(of_weight, [for_weight])
+        return None, of_rows[0] if for_rows else None, of_weight[0] if for_weight else None
 
 
 class _SumGradient(torch.autograd.Function):
@@ -241,18 +241,18 @@ class _SumGradient(torch.autograd.Function):
         return torch.ops._c10d_functional.wait_tensor(started), None
 
 
-def _check_dim(name: str, dim: int, tensor: Tensor) -> None:
+def _as_rows(name: str, dim: int, tensor: Tensor) -> tuple[Tensor, list[int]]:
+    """Return the tensor as a matrix whose rows run slowest along `dim`, and its sizes before the last.
+
+    Raises ValueError unless dim, an argument of that name, comes before the last.
+    """
     last = tensor.dim() - 1
     if not 0 <= dim < last:
         shape = list(tensor.shape)
         raise ValueError(
             f"{name}={dim} of a tensor {shape}; it is 0 to {last - 1}, a dimension before the last"
         )
-
-
-def _as_rows(tensor: Tensor, dim: int) -> tuple[Tensor, list[int]]:
-    """Return the tensor as a matrix whose rows run slowest along `dim`, and its sizes before the last."""
-    if tensor.dim() == 2:
+    if last == 1:
         return tensor, [tensor.shape[0]]
     moved = tensor.movedim(dim, 0)
     return moved.reshape(-1, tensor.shape[-1]), list(moved.shape[:-1])

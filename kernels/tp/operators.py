@@ -52,13 +52,13 @@ _ops = torch.ops.dist_autotune
 
 def gather_and_multiply(
     a_shard: Tensor, weights: Sequence[Tensor], group_name: str, save_gathered: bool, fp8: bool = False
-) -> tuple[list[Tensor], Tensor]:
-    """Return the products, and all ranks' rows if they are to be saved, else none of them: as with fp8."""
+) -> tuple[list[Tensor], Tensor | None]:
+    """Return the products and, if they are to be saved, all ranks' rows; with fp8 there are none to save."""
     if fp8:
-        return gather_and_multiply_fp8(a_shard, weights, group_name), a_shard.new_empty((0, a_shard.shape[1]))
+        return gather_and_multiply_fp8(a_shard, weights, group_name), None
     operation, products, gathered = _gather(a_shard, weights, group_name, needs_rows=save_gathered)
     if gathered is None or not save_gathered:
-        return products, a_shard.new_empty((0, a_shard.shape[1]))
+        return products, None
     return products, gathered.clone() if operation.overwrites(gathered) else gathered
 
 
@@ -110,9 +110,10 @@ def multiply_and_scatter(
         ((rows, scale_a),), ((weight, scale_weight),) = map(rows_in_fp8, a), map(rows_in_fp8, weights)
         operation = opened(GemmReduceScatter, rows, rows.shape[0], weight.shape[0], group_name)
         return operation(rows, weight, scale_a=scale_a, scale_weight=scale_weight)
-    sizes = [rows.shape[1] for rows in a]
-    largest = sizes.index(max(sizes))
-    addend = None
+    largest, addend = 0, None
+    if len(a) > 1:
+        sizes = [rows.shape[1] for rows in a]
+        largest = sizes.index(max(sizes))
     for i, (rows, weight) in enumerate(zip(a, weights, strict=True)):
         if i != largest:
             addend = linear(rows, weight) if addend is None else addend.addmm_(rows, weight.t())
@@ -164,6 +165,14 @@ def start_gather(shard: Tensor, group_name: str) -> Tensor:
 
 def wait(gathered: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(gathered)
+
+
+def _gather_and_multiply(
+    a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool, fp8: bool = False
+) -> tuple[list[Tensor], Tensor]:
+    """Return the same as the operator does: an empty tensor where no rows are saved."""
+    products, gathered = gather_and_multiply(a_shard, weights, group_name, save_gathered, fp8)
+    return products, a_shard.new_empty((0, a_shard.shape[1])) if gathered is None else gathered
 
 
 # ---- their shapes
@@ -224,21 +233,17 @@ def gradients_of_gather(
     """Return the gradients of a gather's operands; ctx saves rows and weights, and whether rows are all's."""
     check_first_order()
     rows, *weights = ctx.saved_tensors
-    needs_rows = any(grad is not None and asked for grad, asked in zip(grads, for_weights, strict=True))
-    if needs_rows and not ctx.is_gathered:
+    wanted = [grad if asked else None for grad, asked in zip(grads, for_weights, strict=True)]
+    gathers = not ctx.is_gathered and any(grad is not None for grad in wanted)
+    if gathers:
         rows = start_gather(rows, ctx.group_name)
-    of_a = None
-    pairs = [(grad, weight.t()) for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-    if for_a and pairs:
-        left, right = map(list, zip(*pairs, strict=True))
+    of_a, left = None, [grad for grad in grads if grad is not None]
+    if for_a and left:
+        right = [weight.t() for grad, weight in zip(grads, weights, strict=True) if grad is not None]
         of_a = scatter(left, right, ctx.group_name)
-    if needs_rows and not ctx.is_gathered:
+    if gathers:
         rows = wait(rows)
-    of_weights = [
-        torch.mm(grad.t(), rows) if asked and grad is not None else None
-        for grad, asked in zip(grads, for_weights, strict=True)
-    ]
-    return of_a, of_weights
+    return of_a, [None if grad is None else torch.mm(grad.t(), rows) for grad in wanted]
 
 
 def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -255,10 +260,10 @@ def _gradients_of_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     of_a, of_weights = _ops.matmul_reduce_scatter_backward(
         grad, a, weights, ctx.group_name, list(for_a), list(for_weights)
     )
-    return spread(of_a, for_a), spread(of_weights, for_weights), *(None for _ in others)
+    return _spread(of_a, for_a), _spread(of_weights, for_weights), *(None for _ in others)
 
 
-def spread(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+def _spread(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
     """Return the gradients at the places for which they were computed."""
     left = iter(gradients)
     return [next(left) if is_needed else None for is_needed in needed]
@@ -287,7 +292,7 @@ def register(
         torch.library.register_autograd(f"dist_autotune::{name}", gradients, setup_context=keep, lib=library)
 
 
-register("all_gather_matmul", gather_and_multiply, _shapes_of_gather, _gradients_of_gather, _keep_for_gather)
+register("all_gather_matmul", _gather_and_multiply, _shapes_of_gather, _gradients_of_gather, _keep_for_gather)
 register(
     "matmul_reduce_scatter",
     multiply_and_scatter,

@@ -25,6 +25,7 @@ from .announcements import Announcements, word_of
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | str | None
 
 Kind = TypeVar("Kind", bound=Operation)
+_group_of: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
 
 GROWTH = 1.5  # of a workspace that has become too small, at least: sequences that lengthen open few
 TIMEOUT_S = 300.0
@@ -71,10 +72,6 @@ def name_of(group: Group) -> str:
 def size_of(group_name: str) -> int:
     """Return how many ranks the group has."""
     return _group_of(group_name).size()
-
-
-def _group_of(group_name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(group_name)  # type: ignore[arg-type]  # its kind of str is not public
 
 
 class Workspaces:
