@@ -9,7 +9,6 @@ no overlap is best. In place means that the caller has written `op.shard`.
 
     ours                 in place, eager
     ours, copied         the shard lies elsewhere and is copied first
-    ours, push           in place, eager, chunks pushed by their owners
     ours, no overlap     in place, eager: our exchange, then torch.matmul
     ours, graph          in place, as a CUDA graph; and copied
     ours, by replays     the same, tuned with objective="graph" in a session of its own
@@ -145,7 +144,6 @@ class Ours(Tuned):
         backend: str,
         *,
         retune: bool,
-        producer: str = "pull",
         consumer: str | None = None,
     ) -> None:
         self.op = AllGatherGemm(
@@ -154,7 +152,6 @@ class Ours(Tuned):
             problem.a.dtype,
             backend=backend,
             timeout_s=PATIENCE_S,
-            producer=producer,
             consumer=consumer,
         )
         problem.places.append(self.op.shard)
@@ -162,7 +159,7 @@ class Ours(Tuned):
         def call(a_shard: torch.Tensor) -> torch.Tensor:
             return self.op(a_shard, problem.weight, problem.out)
 
-        name = f"ag_gemm benchmark, {producer}, {consumer or 'any consumer'}"
+        name = f"ag_gemm benchmark, {consumer or 'any consumer'}"
         super().__init__(call, check=self.op.check, name=name, retune=retune)
 
 
@@ -260,7 +257,6 @@ def run_shape(
     """Return the record of one shape."""
     problem = Problem(shape, DTYPES[options.dtype], ranks)
     ours = Ours(problem, engines.backend, retune=options.retune)
-    pushing = Ours(problem, engines.backend, retune=options.retune, producer="push")
     waiting = Ours(problem, engines.backend, retune=options.retune, consumer="matmul")
     # Apart from the eager one, which a replay that fails would break too.
     captured = Ours(problem, engines.backend, retune=False) if ON_GPU else ours
@@ -268,7 +264,6 @@ def run_shape(
     arms = [
         problem.product(OURS, lambda: ours.eager(ours.op.shard)),
         problem.product("ours, copied", lambda: ours.eager(problem.a)),
-        problem.product("ours, push", lambda: pushing.eager(pushing.op.shard)),
         problem.product("ours, no overlap", lambda: waiting.eager(waiting.op.shard)),
         problem.product("ours, graph", lambda: captured.graph(captured.op.shard)),
         problem.product(f"ours, {BY_REPLAYS}", lambda: captured.by_replays(captured.op.shard)),
@@ -287,7 +282,7 @@ def run_shape(
         arms,
         refresh=problem.refresh,
         tuned={"tuned": ours, "tuned_own_gemm": own},
-        operations=[each.op for each in (captured, waiting, pushing, ours)],
+        operations=[each.op for each in (captured, waiting, ours)],
         dtype=options.dtype,
         rows_per_rank=problem.rows,
     )

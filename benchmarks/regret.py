@@ -3,7 +3,7 @@
     python -m benchmarks.regret --op OP [--nproc N] [--sessions N] [--shapes public] [--json FILE]
     ./launch.sh --nproc N benchmarks/regret.py --op OP ...     # the same; rank 0 starts all processes
 
-OP is ag_gemm, ag_gemm_push, gemm_rs, ag_moe, moe_rs or overlap.
+OP is ag_gemm, gemm_rs, ag_moe, moe_rs or overlap.
 
 Protocol: each session is a process group of its own with an empty result cache, which tunes all shapes as a
 user's program would; sessions begin at different shapes, so that each comes first in some. What a session
@@ -49,7 +49,7 @@ from benchmarks.common.options import NOT_MEASURED, add_record_options, kept_arg
 from benchmarks.common.processes import end, environment_without_torchrun, run_limited, with_benchmarks
 from benchmarks.fresh_sessions.sessions import Sessions, torchrun
 
-OPERATIONS = ("ag_gemm", "ag_gemm_push", "gemm_rs", "ag_moe", "moe_rs", "overlap")
+OPERATIONS = ("ag_gemm", "gemm_rs", "ag_moe", "moe_rs", "overlap")
 OF_THE_PARENT = (
     "directory",
     "session",

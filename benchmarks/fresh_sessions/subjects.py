@@ -73,9 +73,7 @@ class Operation:
     open: Callable[[Any, argparse.Namespace, Ranks], Subject]
 
 
-def open_ag_gemm(
-    shape: ag_gemm.Shape, options: argparse.Namespace, ranks: Ranks, producer: str = "pull"
-) -> Subject:
+def open_ag_gemm(shape: ag_gemm.Shape, options: argparse.Namespace, ranks: Ranks) -> Subject:
     dtype = DTYPES[options.dtype]
     problem = ag_gemm.Problem(shape, dtype, ranks)
     operations: list[Closable] = []
@@ -87,7 +85,6 @@ def open_ag_gemm(
             dtype,
             backend=options.backend,
             timeout_s=PATIENCE_S,
-            producer=producer,
             **fixed,
         )
         operations.append(op)
@@ -216,14 +213,6 @@ def open_moe_rs(shape: moe_problem.Shape, options: argparse.Namespace, ranks: Ra
 OPERATIONS = {
     "ag_gemm": Operation(
         "All-gather + GEMM", "M x N x K", ag_gemm.Shape, ag_gemm.PUBLIC, ag_gemm.DEFAULT, open_ag_gemm
-    ),
-    "ag_gemm_push": Operation(
-        "All-gather + GEMM, pushed",
-        "M x N x K",
-        ag_gemm.Shape,
-        ag_gemm.PUBLIC,
-        ag_gemm.DEFAULT,
-        lambda shape, options, ranks: open_ag_gemm(shape, options, ranks, producer="push"),
     ),
     "gemm_rs": Operation(
         "GEMM + reduce-scatter", "M x N x K", gemm_rs.Shape, gemm_rs.PUBLIC, gemm_rs.DEFAULT, open_gemm_rs

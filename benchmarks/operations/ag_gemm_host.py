@@ -191,7 +191,7 @@ def costs_of(consumer: str, ranks: Ranks) -> list[Cost]:
         columns = [times_of(op, ways, ranks)]
         op._launch = lambda *args: None
         columns.append(times_of(op, ways, ranks))
-        op._producer.start = op._producer.join = lambda *args: None
+        op._pusher.start = op._pusher.finish = lambda *args, **ways: None
         columns.append(times_of(op, ways, ranks))
     times = zip(*columns, strict=True)
     return [Cost(consumer, way, *figures) for way, figures in zip(ways, times, strict=True)]

@@ -10,6 +10,7 @@ import torch
 from dist_autotune.launch.tunable import Standing
 
 from ..epilogues import ONLY_SUMS, Epilogue
+from ..exchange.spoil import spoil_chunks
 from .choices import CallOptions, Choice
 
 
@@ -20,24 +21,20 @@ class GatherCall(NamedTuple):
     rank: int
     world_size: int
     capacity: int  # rows for which the gather buffer has room in each chunk
-    epoch: int
-    base: int  # ARRIVED before this call; 0 where chunks are pushed
-    pushed: int  # 1 where chunks are pushed
     patience_ticks: int  # how long the GEMM waits for a peer
     programs: int  # the most that run at once
-    flags: torch.Tensor  # int32; pushed calls have their own
+    flags: torch.Tensor  # int32
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
     trace: torch.Tensor | None = None  # int64 [tiles, 4]: times of each tile, if the kernel writes them
     epilogue: Epilogue = ONLY_SUMS
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The arguments of all kernels that look at chunks."""
-        return self.rank, self.rows, self.epoch, self.base, self.pushed
+    def spoil(self, out: torch.Tensor, *, only_load: bool = False) -> None:
+        """Enqueue the last kernel of a call, see `spoil_chunks`; or only load it."""
+        spoil_chunks(out, self.flags, self.rank, self.rows, self.world_size, only_load=only_load)
 
 
 class Consumer(Protocol):
-    """Multiplies gather [slots, capacity, K] with weight [N, K] into out [world_size * rows, N].
+    """Multiplies gather [world_size, capacity, K] with weight [N, K] into out [world_size * rows, N].
 
     The call's epilogue takes the float32 sums before they are rounded. A consumer is made for tensors that
     lie alike, and keeps no address of theirs.
@@ -59,8 +56,8 @@ class GatherLayout:
     shape: tuple[int, int]  # of the result
     options: CallOptions
     choose: Standing[Choice]  # one of the options
-    # The kernels that are loaded: consumer, whether pushed, whether traced.
-    loaded: set[tuple[str, bool, bool]] = field(default_factory=set)
+    # The kernels that are loaded: consumer, whether traced.
+    loaded: set[tuple[str, bool]] = field(default_factory=set)
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
 
 

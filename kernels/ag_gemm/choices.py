@@ -2,12 +2,11 @@
 
     consumer     the kernel that multiplies: "specialized" or "plain", which wait inside a persistent GEMM, or
                  "matmul", which waits first and leaves the product to cuBLAS
-    pieces       in how many pieces this rank copies a chunk
+    pieces       in how many pieces this rank pushes its chunk
     programs     how many programs a persistent GEMM has; fewer leave SMs to kernels beside it
 
-None of these needs agreement, and each is a `tunable`, tuned by the time of the whole run. `producer=` is no
-such choice: a rank that waits for a push and a peer that waits to be fetched from would wait for ever. A
-captured call takes the choices on which eager calls of its shape have settled.
+None of these needs agreement, and each is a `tunable`, tuned by the time of the whole run. A captured call
+takes the choices on which eager calls of its shape have settled.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from dist_autotune import tunable
 
 from ..configs import INTERPRETED
-from ..exchange.pull import piece_counts
+from ..exchange.push import piece_counts
 
 INTERPRETED_PROGRAMS: tuple[int, ...] = (2, 1)  # the interpreter runs them one after the other
 SPARED_SMS = (4, 0, 16)  # the first as fast or faster at five of six published shapes, on two H200

@@ -75,11 +75,11 @@ class RowFormat:
 
 
 class GatherBuffer:
-    """Symmetric memory [slots, capacity] of rows: of the ranks' chunks, and behind them of pushed ones."""
+    """Symmetric memory [world_size, capacity] of rows: the ranks' chunks."""
 
-    def __init__(self, memory: SymmetricMemory, row: RowFormat, slots: int, capacity: int) -> None:
+    def __init__(self, memory: SymmetricMemory, row: RowFormat, capacity: int) -> None:
         width, of_row = row.memory
-        self.symmetric: SymmetricTensor = memory.allocate((slots, capacity, width), of_row)
+        self.symmetric: SymmetricTensor = memory.allocate((memory.world_size, capacity, width), of_row)
         self._memory, self._is_dense = memory, not row.is_scaled
         self._row, self._rank, self._world_size = row, memory.rank, memory.world_size
         self.a, self.scales = row.rows_in(self.symmetric.local), row.scales_in(self.symmetric.local)
@@ -88,7 +88,7 @@ class GatherBuffer:
         own = OwnBuffer(chunk)
         self._begin, self.layout_of = own.begin, own.layout_of
         self._storage_at = chunk.untyped_storage().data_ptr()
-        self._chunks = self.symmetric.local[: memory.world_size].flatten(0, 1)  # a view of what is fetched
+        self._whole = self.symmetric.local.flatten(0, 1)  # a view
 
     def put(self, a_shard: torch.Tensor, scale: torch.Tensor | None) -> None:
         """Write this rank's rows, if they are not there, and their scales, if they have any; None: ones."""
@@ -106,11 +106,9 @@ class GatherBuffer:
         """Return whether the tensor is a view of this memory, which the next call may overwrite."""
         return tensor.untyped_storage().data_ptr() == self._storage_at
 
-    def fetched(self, rows: int) -> torch.Tensor:
-        """Return so many rows of each chunk that was fetched, as a copy unless they are all."""
-        if rows == self.shard.shape[0]:
-            return self._chunks
-        return self.symmetric.local[: self._world_size, :rows].flatten(0, 1)
+    def chunks(self, rows: int) -> torch.Tensor:
+        """Return so many rows of each chunk, as a copy unless they are all."""
+        return self._whole if rows == self.shard.shape[0] else self.symmetric.local[:, :rows].flatten(0, 1)
 
     def room(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return where a collective gathers so many rows of each rank, and the part that is in place."""

@@ -1,14 +1,11 @@
 """The consumer without overlap: wait for all chunks, then let cuBLAS multiply them.
 
-One small kernel does first what the overlapping kernels do last: it waits for every peer's chunk and until no
-peer needs ours, and lets the side stream through where a peer does not come. Measured (two H200,
+One small kernel does first what the overlapping kernels do last: it waits for every peer's chunk and until
+ours is with all peers, and lets the side stream through where a peer does not come. Measured (two H200,
 2026-11-20): 512 x 3584 x 8192 takes 75 us, by kernels that overlap 76; with more rows those win.
 """
 
 from __future__ import annotations
-
-import functools
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,8 +13,8 @@ import triton.language as tl
 
 from ..configs import capability
 from ..epilogues import NO_EPILOGUE, Epilogue
-from ..exchange.chunks import ChunkExchange, part_from
-from ..exchange.spoil import spoil_chunks
+from ..exchange.chunks import part_from, wait_for_own
+from ..exchange.peers import Peers
 from ..launches.prepared import PlainLaunches
 from ..tensors import FP8
 from .call import GatherCall
@@ -25,30 +22,15 @@ from .call import GatherCall
 FEWEST_COLUMNS_OF_FP8 = 16  # of which cuBLAS takes multiples
 
 
-@triton.jit(do_not_specialize=["rank", "m", "epoch", "base", "pushed", "patience_ticks"])
-def await_chunks(flags_ptr, errors_ptr, rank, m, epoch, base, pushed, patience_ticks, WORLD: tl.constexpr):
-    """Return when all chunks are here and nobody needs ours, or patience has ended; a program a peer."""
-    peer = (rank + 1 + tl.program_id(0)) % WORLD
-    exchange = ChunkExchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks)
-    part_from(peer, m, exchange, WORLD)
-
-
-class Run(NamedTuple):
-    """Chunks that are neighbours both in the gather buffer and in the result."""
-
-    slot: int
-    chunk: int
-    chunks: int
-
-
-@functools.lru_cache
-def runs_of(rank: int, world_size: int, *, pushed: bool) -> tuple[Run, ...]:
-    """Return the chunks in as few runs as there are."""
-    if not pushed:
-        return (Run(0, 0, world_size),)
-    behind = Run(world_size, rank + 1, world_size - 1 - rank)
-    before = Run(2 * world_size - 1 - rank, 0, rank)
-    return tuple(run for run in (Run(rank, rank, 1), behind, before) if run.chunks)
+@triton.jit(do_not_specialize=["rank", "m", "patience_ticks"])
+def await_chunks(flags_ptr, errors_ptr, rank, m, patience_ticks, WORLD: tl.constexpr):
+    """Return when all chunks are where they are read, or patience has ended; a program a chunk."""
+    chunk = (rank + 1 + tl.program_id(0)) % WORLD
+    peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
+    if chunk == rank:  # by the last program
+        wait_for_own(peers, WORLD)
+    else:
+        part_from(chunk, m, peers, WORLD)
 
 
 _AWAIT = PlainLaunches(await_chunks, num_warps=1)
@@ -62,10 +44,10 @@ def wait_for_all(call: GatherCall, *, only_load: bool = False) -> None:
     if call.world_size == 1:
         return
     flags, errors = call.flags, call.errors
-    scalars = (*call.numbers, call.patience_ticks)
+    scalars = (call.rank, call.rows, call.patience_ticks)
     kind = (call.world_size, flags.device, flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0)
     constants = {"WORLD": call.world_size}
-    _AWAIT.launch(kind, call.world_size - 1, (flags, errors), scalars, constants, only_load=only_load)
+    _AWAIT.launch(kind, call.world_size, (flags, errors), scalars, constants, only_load=only_load)
 
 
 class MatmulConsumer:
@@ -74,30 +56,27 @@ class MatmulConsumer:
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         """Compute a product and throw it away: cuBLAS loads its kernel at the first call of a shape."""
         wait_for_all(call, only_load=True)
-        spoil_chunks(out, call.flags, call.world_size, call.numbers, only_load=True)
+        call.spoil(out, only_load=True)
         if gather.device.type != "cpu":  # there is nothing to load
             self._multiply(gather, weight, room_like(out), call)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         wait_for_all(call)
         self._multiply(gather, weight, out, call)
-        spoil_chunks(out, call.flags, call.world_size, call.numbers)
+        call.spoil(out)
 
     def _multiply(
         self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall
     ) -> None:
-        rows, right, result = call.rows, weight.detach().T, out.detach()
-        ending, of_rows = call.epilogue, call.epilogue.scale_a
-        for slot, chunk, count in runs_of(call.rank, call.world_size, pushed=bool(call.pushed)):
-            left = gather[slot : slot + count, :rows]
-            if of_rows is not None:
-                ending = ending._replace(scale_a=of_rows[slot : slot + count, :rows].flatten())
-            product = result[chunk * rows : (chunk + count) * rows]
-            if count == 1 or rows == call.capacity or ending.kind() != NO_EPILOGUE:
-                multiply_into(product, left.flatten(0, 1), right, ending)
-            else:
-                # The chunks lie apart: one batched product, whose right side is one matrix for all.
-                torch.bmm(left, right.expand(count, -1, -1), out=product.unflatten(0, (count, rows)))
+        world, rows, ending = call.world_size, call.rows, call.epilogue
+        left, right, result = gather[:, :rows], weight.detach().T, out.detach()
+        if ending.scale_a is not None:
+            ending = ending._replace(scale_a=ending.scale_a[:, :rows].flatten())
+        if world == 1 or rows == call.capacity or ending.kind() != NO_EPILOGUE:
+            multiply_into(result, left.flatten(0, 1), right, ending)
+        else:
+            # The chunks lie apart: one batched product, whose right side is one matrix for all.
+            torch.bmm(left, right.expand(world, -1, -1), out=result.unflatten(0, (world, rows)))
 
 
 def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, epilogue: Epilogue) -> None:

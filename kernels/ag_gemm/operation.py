@@ -4,10 +4,9 @@ Read it in this order:
 
     operation    one call, from its arguments to its launch
     choices      options of a call that each rank may choose for itself
-    pull         the protocol of eager calls, which fetch the peers' chunks: the order of steps, and why every
-                 wait ends
-    push         the same of captured calls and of `producer="push"`, which push the own chunk
-    collective   an all-gather before cuBLAS in place of both, where all ranks agree on it
+    push         the protocol: each rank pushes its chunk to its peers; the order of steps, and why every wait
+                 ends
+    collective   an all-gather before cuBLAS in its place, where all ranks agree on it
     gathered     which rows a call has gathered, and where they lie
     chunks       the device side of waiting
     plain, specialized, matmul     the consumers: kernels that wait and multiply
@@ -28,13 +27,13 @@ import torch.distributed as dist
 from dist_autotune.launch.tunable import Standing
 
 from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind, result_columns
+from ..exchange.chunks import NOT_SENT, OTHER_ROWS
 from ..exchange.collective import Collective
-from ..exchange.flags import FLAGS, OTHER_ROWS, OTHER_ROWS_PUSHED, describe_failure
+from ..exchange.flags import FLAGS
 from ..exchange.operation import Operation
-from ..exchange.pull import ChunkProducer, piece_counts
-from ..exchange.push import ChunkPusher
+from ..exchange.push import ChunkPusher, piece_counts
 from ..gemm.configs import class_of_rows
-from ..signals import Failure, as_epoch
+from ..signals import Failure
 from ..tensors import (
     FP8,
     check_fp8,
@@ -52,8 +51,6 @@ from .gathered import GatheredRows
 from .matmul import MatmulConsumer, multiply_into, wait_for_all
 from .plain import PlainConsumer
 
-PRODUCERS = ("pull", "push")
-
 
 class AllGatherGemm(Operation):
     """`op(a_shard [m, K], weight [N, K])` returns `all_gather(a) @ weight.T`, [W * m, N], on each of W ranks.
@@ -62,7 +59,7 @@ class AllGatherGemm(Operation):
 
     m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. The weight's
     rows are contiguous, or its columns, as those of `w.T`. Calls need no host synchronisation between them.
-    A kernel waits `timeout_s` for a peer, and twice as long for one that has yet to fetch this rank's chunk.
+    A kernel waits `timeout_s` for a peer's chunk, and twice as long until its own is with all peers.
     Opening and closing are collective.
 
     Calls may be captured in CUDA graphs, several of several operations in one, and replayed any number of
@@ -70,9 +67,8 @@ class AllGatherGemm(Operation):
     call once with the same shapes, so that the kernel is tuned and loaded. Write new inputs into the tensors
     of the capture, or `op.shard`, before a replay; a replay after `close` uses memory that is gone.
 
-    In eager calls with `producer="pull"` each rank fetches its peers' chunks; with "push" it writes its own
-    to them, as captured calls always do. All ranks pass the same, which is checked at opening. `consumer`,
-    `pieces` and `programs` fix choices that are otherwise tuned for each shape; ranks may differ in them.
+    `consumer`, `pieces` and `programs` fix choices that are otherwise tuned for each shape; ranks may differ
+    in them.
 
     `collective=True` makes calls gather by a collective of the group and multiply by cuBLAS, False never;
     None tunes that for each number of rows, up to 4096 of all ranks. All ranks pass the same. A rank that
@@ -84,12 +80,11 @@ class AllGatherGemm(Operation):
     `scale_weight` of a call, and products are bf16. K is then a multiple of 16, and the weight's rows are
     contiguous.
 
-    Each rank holds (2 * W - 1) * m_per_rank * K elements of symmetric memory: W chunks that are fetched, and
-    W - 1 that are pushed.
+    Each rank holds W * m_per_rank * K elements of symmetric memory.
     """
 
     _further_dtypes = (FP8,)
-    _wrong_calls = (OTHER_ROWS.value, OTHER_ROWS_PUSHED.value)
+    _wrong_calls = (OTHER_ROWS.value,)
 
     def __init__(
         self,
@@ -100,7 +95,6 @@ class AllGatherGemm(Operation):
         backend: str = "auto",
         *,
         timeout_s: float = 300.0,
-        producer: str = "pull",
         consumer: str | None = None,
         pieces: int | None = None,
         programs: int | None = None,
@@ -112,9 +106,7 @@ class AllGatherGemm(Operation):
         self._fixed = Fixed(consumer, pieces, programs)
         self._capacity, self._k, self._dtype = m_per_rank, k, dtype
         self._format = RowFormat(k, dtype)
-        self._pushes, self._producer_name = producer == "push", producer
-        self._fetches = self._fetched_rows = 0  # calls that fetched: their epoch; the rows of all of them
-        self._key = k, str(dtype), producer  # of the choice: equal on all ranks, unlike N
+        self._key = k, str(dtype)  # of the choice: equal on all ranks, unlike N
         self._open_collective = functools.partial(
             Collective, "AllGatherGemm", "ag_gemm way", group, fixed=collective, timeout_s=timeout_s
         )
@@ -122,16 +114,11 @@ class AllGatherGemm(Operation):
 
     def _allocate(self) -> None:
         world, memory = self.world_size, self._memory
-        memory.require_equal("producer", self._producer_name)
         self._fixed.check()
-        if self._producer_name not in PRODUCERS:
-            raise ValueError(f"producer is {self._producer_name!r}; it is one of {', '.join(PRODUCERS)}")
         if self._format.is_scaled and self.device.type == "cuda":
             check_fp8(self.device)
-        self._buffer = GatherBuffer(memory, self._format, ChunkPusher.slots(world), self._capacity)
+        self._buffer = GatherBuffer(memory, self._format, self._capacity)
         self._gather = self._buffer.symmetric
-        self._flags = memory.allocate((FLAGS, world), torch.int32)
-        self._producer = ChunkProducer(memory, self._gather, self._flags)
         self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
         self._collective = self._open_collective(memory)
         self._gathered = GatheredRows(self._buffer, self._pusher)
@@ -153,7 +140,11 @@ class AllGatherGemm(Operation):
         self._collective.check()
 
     def _describe(self, peer: int, failure: Failure) -> str:
-        return describe_failure(failure, peer, rank=self.rank, calls=self._fetches)
+        if failure.kind == OTHER_ROWS.value:
+            return f"rank {peer} pushed {failure.seen} rows, not as many as this rank passed"
+        if failure.kind == NOT_SENT.value:  # about this rank
+            return f"chunk {peer} was not copied to all peers in time"
+        return f"rank {peer}, or one that it waits for, did not push chunk {peer} in time"
 
     # ---- what the caller may use
 
@@ -230,8 +221,8 @@ class AllGatherGemm(Operation):
     def gathered(self) -> torch.Tensor:
         """`all_gather(a)` of the last call or replay, [W * m, K], until the next one.
 
-        A copy where m < m_per_rank, and behind a call that pushed. After a capture this waits for the device,
-        as the host does not see replays; read during a capture, it is a part of the graph.
+        A copy where m < m_per_rank. After a capture this waits for the device, as the host does not see
+        replays; read during a capture, it is a part of the graph.
         """
         self._check_usable()
         return self._format.rows_in(self._gathered.of_replay(is_capturing=self._is_capturing()))
@@ -244,10 +235,7 @@ class AllGatherGemm(Operation):
         weight: torch.Tensor,
         out: torch.Tensor | None,
         epilogue: Epilogue = ONLY_SUMS,
-        *,
-        pushed: bool = False,
     ) -> torch.Tensor:
-        """Make a call; pushed: push, as captured calls do, also where it is eager and others fetch."""
         self._check_usable()
         bias, _, scale_a, scale_weight = epilogue
         if torch.is_grad_enabled():
@@ -264,24 +252,18 @@ class AllGatherGemm(Operation):
             made = self._new_layout(weight, out, len(a_shard), epilogue.kind())
             layout = remember(self._layouts, key, made)
         is_capturing = self._follow()
-        pushed = pushed or self._pushes or is_capturing
         if out is None:
             out = weight.new_empty(layout.shape, dtype=self._format.product_dtype)
         self._buffer.put(a_shard, scale_a)
         product = Product(weight, out, epilogue, layout)
         self._calls += 1
-        self._gathered.begin()
         if not self._run_collective(product, is_capturing=is_capturing):
             choice = self._choose(layout)
-            self._load(product, choice, pushed=pushed)
-            (self._run_pushed if pushed else self._run)(product, choice)
+            self._load(product, choice)
+            self._run(product, choice, is_capturing=is_capturing)
         if not self._on_gpu:
             self._check_usable()
         return out
-
-    def _fail(self, error: BaseException) -> None:
-        self._gathered.undo()
-        super()._fail(error)
 
     def _new_result(self, weight: torch.Tensor, rows: int, activation: str | None = None) -> torch.Tensor:
         shape = (self.world_size * rows, result_columns(activation, weight.shape[0]))
@@ -295,7 +277,7 @@ class AllGatherGemm(Operation):
         can_run = specialized.can_run(self._buffer.a, weight, out, rows)
         most_pieces = piece_counts(rows)[-1]  # of a class all have the same options
         shape = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
-        key = (*shape, str(self._dtype), self.world_size, self._producer_name, *epilogue.key())
+        key = (*shape, str(self._dtype), self.world_size, *epilogue.key())
         options = options_for(
             rows, self._sms, world_size=self.world_size, specialized=can_run, key=key, fixed=self._fixed
         )
@@ -305,58 +287,38 @@ class AllGatherGemm(Operation):
     def _choose(self, layout: GatherLayout) -> Choice:
         return layout.choose()
 
-    def _load(self, product: Product, choice: Choice, *, pushed: bool) -> None:
+    def _load(self, product: Product, choice: Choice) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `launches.loading.load`."""
-        kernel, loaded = (choice.consumer, pushed, self._trace is not None), product.layout.loaded
+        kernel, loaded = (choice.consumer, self._trace is not None), product.layout.loaded
         if kernel in loaded or self._is_capturing():
             return
-        call = self._call_of(product, choice, self._flags.local, epoch=1, base=0, pushed=int(pushed))
+        call = self._call_of(product, choice)
         self._consumer(choice, product).load(self._buffer.a, product.weight, product.out, call)
         wait_for_all(call, only_load=True)  # for a call that fails on the host
         loaded.add(kernel)
 
-    def _run(self, product: Product, choice: Choice) -> None:
-        self._fetches += 1
-        rows = product.layout.rows
-        epoch, base = as_epoch(self._fetches), as_epoch(self._fetched_rows)
-        self._fetched_rows += rows
-        call = self._call_of(product, choice, self._flags.local, epoch, base)
-        start = functools.partial(self._producer.start, rows, epoch, base, choice.pieces)
-        with self._gathered.fetch(rows):
-            self._exchange(product, choice, call, start, self._producer.finish)
-
-    def _run_pushed(self, product: Product, choice: Choice) -> None:
-        rows = product.layout.rows
-        self._gathered.push(rows)
-        call = self._call_of(product, choice, self._pusher.flags, epoch=1, base=0, pushed=1)
-        at_once = not self._is_capturing()
-        start = functools.partial(self._pusher.start, rows, choice.pieces, at_once=at_once)
-        self._exchange(product, choice, call, start, self._pusher.finish)
-
-    def _exchange(
-        self,
-        product: Product,
-        choice: Choice,
-        call: GatherCall,
-        start: Callable[[], None],
-        finish: Callable[[], None],
-    ) -> None:
-        """Launch beside an exchange; where that fails it is finished too, so that peers get their signals."""
+    def _run(self, product: Product, choice: Choice, *, is_capturing: bool) -> None:
+        """Launch beside the pushes; if that fails, finish them too, so that peers get their signals."""
+        rows, call = product.layout.rows, self._call_of(product, choice)
+        self._gathered.push(rows, is_capturing=is_capturing)
         try:
             self._meet()
-            start()
+            self._pusher.start(rows, choice.pieces, is_capturing=is_capturing)
             self._launch(product, choice, call)
-            finish()
+            self._pusher.finish(is_capturing=is_capturing)
         except BaseException as error:
             self._fail(error)
-            if not self._is_capturing():
+            if not is_capturing:
                 with contextlib.suppress(Exception):  # this is the way out of an error that says more
                     wait_for_all(call)
-                    finish()
+                    self._pusher.finish(is_capturing=False)
             raise
 
     def _run_collective(self, product: Product, *, is_capturing: bool) -> bool:
-        """Make the call by the collective if all ranks agree on that; return whether they do."""
+        """Make the call by the collective if all ranks agree on that; return whether they do.
+
+        See [Note: a collective needs no permit].
+        """
         weight, out, epilogue, layout = product
         rows, of_all, size_class = layout.rows, layout.shape[0], layout.size_class
         wants = self._fixed.consumer is None and self._collective.wants(size_class, self._key)
@@ -373,12 +335,10 @@ class AllGatherGemm(Operation):
             raise
         return True
 
-    def _call_of(
-        self, product: Product, choice: Choice, flags: torch.Tensor, epoch: int, base: int, pushed: int = 0
-    ) -> GatherCall:
+    def _call_of(self, product: Product, choice: Choice) -> GatherCall:
         sizes = (product.layout.rows, self.rank, self.world_size, self._capacity)
-        numbers = (epoch, base, pushed, self._patience_ticks, choice.programs)
-        return GatherCall(*sizes, *numbers, flags, self._errors, self._trace, product.epilogue)
+        words = (self._pusher.flags, self._errors, self._trace)
+        return GatherCall(*sizes, self._patience_ticks, choice.programs, *words, product.epilogue)
 
     def _launch(self, product: Product, choice: Choice, call: GatherCall) -> None:
         self._consumer(choice, product).launch(self._buffer.a, product.weight, product.out, call)

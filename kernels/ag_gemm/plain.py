@@ -1,10 +1,9 @@
 """The consumer in plain Triton: a persistent GEMM that waits for rows of A before it reads them.
 
 Tiles of the own chunk come first, then chunk by chunk as they arrive. Before a tile a program polls ARRIVED,
-unless it knows that the tile's rows are here. A side stream writes ARRIVED: this rank's where chunks are
-fetched, the peer's where they are pushed. At the end one program parts from each peer (`exchange.chunks`). A
-tile of a chunk that was given up is NaN. Rejected: a wait inside the K loop, as Triton's pipeliner moves the
-loads above it (tests/aot/test_ag_gemm_aot.py).
+which the peer's side stream writes, unless it knows that the tile's rows are here. At the end one program
+parts from each peer, and the last one waits for the own chunk's pushes (`exchange.chunks`). Rejected: a wait
+inside the K loop, as Triton's pipeliner moves the loads above it (tests/aot/test_ag_gemm_aot.py).
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import triton.language as tl
 
 from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
-from ..exchange.chunks import ChunkExchange, is_lost, part_from, slot_of, wait_for_rows
+from ..exchange.chunks import part_from, wait_for_own, wait_for_rows
+from ..exchange.peers import Peers
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile, store_rows
 from ..gemm.configs import class_of_rows
 from ..gemm.pruning import ChunkShape
 from ..launches.settled import SettledLaunches, ShapeLaunch, Tensors
-from ..signals import GIVEN_UP
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
 from .call import GatherCall
@@ -36,29 +35,25 @@ from .gather_buffer import scaled_pitch
 @triton.jit(
     do_not_specialize=[
         *("row_scale_ptr", "column_scale_ptr", "bias_ptr"),
-        *("M", "slots", "rank", "epoch", "base", "pushed", "patience_ticks", "size_class"),
+        *("M", "rank", "patience_ticks", "size_class"),
     ]
 )
 def all_gather_gemm(
-    a_ptr,  # gather buffer [slots, capacity, K]; the first M / WORLD rows of each chunk count
+    a_ptr,  # gather buffer [WORLD, capacity, K]; the first M / WORLD rows of each chunk count
     b_ptr,  # weight [N, K], its rows, or BY_COLUMNS its columns, contiguous and stride_b apart
     c_ptr,  # out [M, N], or [M, N / 2] under a gated activation; rows stride_cm apart
-    flags_ptr,  # int32 [FLAGS, WORLD]; pushed calls have their own
+    flags_ptr,  # int32 [FLAGS, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
-    row_scale_ptr,  # float32 [slots, capacity], behind the rows of A; or None
+    row_scale_ptr,  # float32 [WORLD, capacity], behind the rows of A; or None
     column_scale_ptr,  # float32 [N], or None
     bias_ptr,  # [N], or None
     M,
     N,
     K,
-    slots,
     capacity,
     stride_b,
     stride_cm,
     rank,
-    epoch,
-    base,  # ARRIVED before this call
-    pushed,  # 1 where chunks are pushed; no constexpr: one binary serves both
     patience_ticks,
     size_class,  # of the rows of a chunk, for the key of the tuning
     WORLD: tl.constexpr,
@@ -78,7 +73,7 @@ def all_gather_gemm(
 
     Chunk `rank` comes first, then the others in the order in which they arrive.
     """
-    exchange = ChunkExchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks)
+    peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
     m = M // WORLD
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -95,7 +90,7 @@ def all_gather_gemm(
     SUBTILE: tl.constexpr = EPILOGUE_SUBTILE and SUMS == 1  # gated tiles are half as wide as it is
     if USE_TMA:
         STORE_N: tl.constexpr = BLOCK_N // 2 if SUBTILE else BLOCK_N // SUMS
-        a_desc = describe_rows(factors, slots * capacity, BLOCK_M, BLOCK_K)
+        a_desc = describe_rows(factors, WORLD * capacity, BLOCK_M, BLOCK_K)
         b_desc = describe_columns(factors, BLOCK_N, BLOCK_K, BY_COLUMNS)
         # Three dimensions, so that the hardware cuts a chunk's last tile off at row m instead of writing
         # into the next chunk.
@@ -105,7 +100,7 @@ def all_gather_gemm(
         )
 
     here = rank  # the chunk of which this program knows so many rows to be here; its own needs no wait
-    arrived = m  # GIVEN_UP: that chunk is lost
+    arrived = m
     for tile in tl.range(tl.program_id(0), WORLD * tiles_per_chunk, tl.num_programs(0)):
         chunk, inner = rotated_chunk(tile, tiles_per_chunk, WORLD, rank)
         pid_m, pid_n = grouped_tile(inner, tiles_m, tiles_n, GROUP_M)
@@ -113,21 +108,18 @@ def all_gather_gemm(
         col = pid_n * BLOCK_N
         needed = min(row + BLOCK_M, m)
         if (chunk != here) | (needed > arrived):
-            arrived = wait_for_rows(chunk, needed, exchange, WORLD, FENCE and USE_TMA)
+            arrived = wait_for_rows(chunk, needed, peers, WORLD, FENCE and USE_TMA)
             here = chunk
-            arrived = tl.where(is_lost(chunk, exchange, WORLD) != 0, GIVEN_UP, arrived)
-        slot = slot_of(chunk, rank, pushed, WORLD)
         acc = multiply_tile(
-            *(factors, a_desc, b_desc, slot * capacity, row, m, col),
+            *(factors, a_desc, b_desc, chunk * capacity, row, m, col),
             *(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
         )
         rows = row + tl.arange(0, BLOCK_M)
         columns = col + tl.arange(0, BLOCK_N)
         acc = apply_scales(
-            *(acc, rows, columns, row_scale_ptr, column_scale_ptr, m, N, slot * capacity, a_pitch // 4)
+            *(acc, rows, columns, row_scale_ptr, column_scale_ptr, m, N, chunk * capacity, a_pitch // 4)
         )
         acc = apply_epilogue(acc, rows, columns, None, bias_ptr, m, N, ACTIVATION)
-        acc *= tl.where(arrived >= GIVEN_UP, float("nan"), 1.0)
         if USE_TMA:
             _store_tma(acc, c_desc, chunk, row, col // SUMS, SUBTILE)
         else:
@@ -136,7 +128,9 @@ def all_gather_gemm(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
-            part_from(peer, m, exchange, WORLD)
+            part_from(peer, m, peers, WORLD)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        wait_for_own(peers, WORLD)
 
 
 @triton.jit
@@ -176,7 +170,7 @@ class PlainConsumer:
         steps = (gather.stride(1) | strides[0]) * weight.element_size() | strides[1] * out.element_size()
         tma_legal = has_tma and steps % 16 == 0 and all(aligned)
         self._sizes = (out.shape[0], weight.shape[0], gather.shape[2])
-        self._further = (*gather.shape[:2], *strides)
+        self._further = (gather.shape[1], *strides)
         self._compiled_for = (weight.dtype, weight.device, CONSTANTS)
         self._constants = (tma_legal, lies_by_columns(weight), needs_fence, upcasts)
         self._compiled_in = (*self._further, *aligned)
@@ -185,12 +179,14 @@ class PlainConsumer:
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         tensors, scalars = self._arguments_of(gather, weight, out, call)
         _SETTLED.load(self._shape_of(call), (*tensors, *scalars))
+        call.spoil(out, only_load=True)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         launch = self._launches.get(call.programs)
         if launch is None:
             launch = self._launches[call.programs] = ShapeLaunch(_SETTLED, self._shape_of(call))
         launch((), *self._arguments_of(gather, weight, out, call))
+        call.spoil(out)
 
     def _shape_of(self, call: GatherCall) -> ChunkShape:
         kind, world = call.epilogue.kind(), call.world_size
@@ -206,5 +202,5 @@ class PlainConsumer:
         """Return the kernel's arguments before the constants: tensors and scalars."""
         ending = call.epilogue
         tensors = (gather, weight, out, call.flags, call.errors, ending.scale_a, ending.scale_b, ending.bias)
-        scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
-        return tensors, (*self._sizes, *self._further, *scalars, class_of_rows(call.rows))
+        scalars = (*self._sizes, *self._further, call.rank, call.patience_ticks, class_of_rows(call.rows))
+        return tensors, scalars

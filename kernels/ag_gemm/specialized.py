@@ -9,7 +9,6 @@ import triton
 
 from ..compat import HAS_INLINE_PTX
 from ..configs import capability, take_first
-from ..exchange.spoil import spoil_chunks
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
 from ..launches.settled import SettledLaunches, ShapeLaunch, Tensors
@@ -97,7 +96,7 @@ class SpecializedConsumer:
         b = weight.data_ptr()
         descriptors = describe_at(self._matrices, (gather.data_ptr(), b, b, out.data_ptr()))
         _SETTLED.load(shape, (*descriptors, *tensors, *scalars))
-        spoil_chunks(out, call.flags, call.world_size, call.numbers, only_load=True)
+        call.spoil(out, only_load=True)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         kind = call.programs, call.trace is not None
@@ -106,8 +105,7 @@ class SpecializedConsumer:
             launch = self._launches[kind] = ShapeLaunch(_SETTLED, self._shape_of(call), self._matrices)
         b = weight.data_ptr()
         launch((gather.data_ptr(), b, b, out.data_ptr()), *self._arguments_of(call))
-        # The storing warps do not know which chunks the load warp has given up.
-        spoil_chunks(out, call.flags, call.world_size, call.numbers)
+        call.spoil(out)
 
     def _shape_of(self, call: GatherCall) -> ChunkShape:
         world, kind = call.world_size, call.epilogue.kind()
@@ -120,8 +118,8 @@ class SpecializedConsumer:
         trace = call.errors if call.trace is None else call.trace
         ending = call.epilogue
         tensors = (call.flags, call.errors, trace, ending.scale_a, ending.scale_b, ending.bias)
-        scalars = (call.rank, call.epoch, call.base, call.pushed, call.patience_ticks)
-        return tensors, (*self._sizes, call.capacity, *scalars, _size_class(call.rows))
+        scalars = (call.capacity, call.rank, call.patience_ticks, _size_class(call.rows))
+        return tensors, (*self._sizes, *scalars)
 
 
 def empty_trace(out: torch.Tensor, world_size: int) -> torch.Tensor:
@@ -140,8 +138,8 @@ def _matrices(
     gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
 ) -> tuple[Matrix, Matrix, Matrix, Matrix]:
     """Return A, B, B again for its further columns, and C."""
-    slots, capacity, k = gather.shape
-    a = Matrix(gather.data_ptr(), slots * capacity, k, gather.stride(1), gather.dtype, transposed=False)
+    world_size, capacity, k = gather.shape
+    a = Matrix(gather.data_ptr(), world_size * capacity, k, gather.stride(1), gather.dtype, transposed=False)
     by_columns = lies_by_columns(weight)
     b = matrix_of_rows(weight.mT if by_columns else weight, transposed=by_columns)
     return a, b, b, matrix_of_rows(out)

@@ -3,8 +3,8 @@
 Only the load warp waits: at most once a tile, before its first load, unless it knows that the tile's rows
 are here. Meanwhile the tensor cores work on the blocks that are loaded, up to NUM_BUFFERS of them.
 
-    tiles     chunk `rank` first, which needs no wait, then in the order in which chunks are fetched; inside a
-              chunk down GROUP_M rows of tiles before the next column
+    tiles     chunk `rank` first, which needs no wait, then in the order of arrival; inside a chunk
+              down GROUP_M rows of tiles before the next column
     ragged    where BLOCK_M does not divide m, a chunk's last row of tiles is moved back to end with it: so no
               store reaches into the next chunk. So is the last column of tiles, to end with the weight, where
               TMA can begin there. Where two tiles overlap both compute the same sums, to the bit, so either
@@ -23,7 +23,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..compat import aggregate
-from ..exchange.chunks import ChunkExchange, part_from, slot_of, wait_for_rows
+from ..exchange.chunks import part_from, wait_for_own, wait_for_rows
+from ..exchange.peers import Peers
 from ..gemm.epilogue import Pointwise
 from ..gemm.operands import Config, item_bytes
 from ..gemm.problem import end_steps_of, last_start
@@ -35,13 +36,13 @@ from .gather_buffer import scaled_pitch
 
 @aggregate
 class GatheredChunks:
-    """The tiles of all chunks of A, each with its rows in a slot of its own; the `problem` of `roles`.
+    """The tiles of all chunks of A; the `problem` of `roles`.
 
     `known` counts the rows of A that are known to be here, in the order of visits. One number is enough: when
     a program is at a tile, it needs nothing more of the chunks before.
     """
 
-    exchange: gl.tuple  # ChunkExchange
+    peers: gl.tuple  # Peers
     trace_ptr: gl.tensor
     m: gl.tensor
     last_col: gl.tensor  # no tile begins behind it: loads from beyond the last column are slow
@@ -62,7 +63,7 @@ class GatheredChunks:
         Without such a tile, the last one's: behind the last group the arithmetic would divide by zero.
         """
         number = min(number, self.tiles - 1)
-        chunk, inner = rotated_chunk(number, self.tiles_m * self.tiles_n, self.WORLD, self.exchange.rank)
+        chunk, inner = rotated_chunk(number, self.tiles_m * self.tiles_n, self.WORLD, self.peers.rank)
         pid_m, pid_n = grouped_tile(inner, self.tiles_m, self.tiles_n, self.config.GROUP_M)
         WIDTH: gl.constexpr = self.config.BLOCK_N + self.config.EXTRA_N
         row = min(pid_m * self.config.BLOCK_M, self.m - self.config.BLOCK_M)
@@ -71,8 +72,7 @@ class GatheredChunks:
     @gluon.jit
     def place(self, number):
         chunk, row, col = self.find(number)
-        slot = slot_of(chunk, self.exchange.rank, self.exchange.pushed, self.WORLD)
-        return slot * self.capacity + row, chunk * self.m + row, col
+        return chunk * self.capacity + row, chunk * self.m + row, col
 
     @gluon.jit
     def end_steps(self):
@@ -86,11 +86,11 @@ class GatheredChunks:
             gl.store(self.trace_ptr + number * 4 + 3, multiprocessor().to(gl.int64))
             gl.store(self.trace_ptr + number * 4, nanoseconds())
         chunk, row, _col = self.find(number)
-        step = (chunk - self.exchange.rank + self.WORLD) % self.WORLD
+        step = (chunk - self.peers.rank + self.WORLD) % self.WORLD
         before = step * self.m  # rows of the chunks that are visited before this one
         needed = row + self.config.BLOCK_M
         if (step > 0) & (known < before + needed):
-            arrived = wait_for_rows(chunk, needed, self.exchange, self.WORLD, True)
+            arrived = wait_for_rows(chunk, needed, self.peers, self.WORLD, True)
             known = before + min(arrived, self.m)
         if self.TRACE:
             gl.store(self.trace_ptr + number * 4 + 1, nanoseconds())
@@ -98,10 +98,12 @@ class GatheredChunks:
 
     @gluon.jit
     def loaded(self):
-        """Part from the peers, each of which one program waits for, while the others still multiply."""
+        """Wait for all chunks to be where they are read, in one program each, while others multiply."""
         for peer in range(gl.program_id(0), self.WORLD, gl.num_programs(0)):
-            if peer != self.exchange.rank:
-                part_from(peer, self.m, self.exchange, self.WORLD)
+            if peer != self.peers.rank:
+                part_from(peer, self.m, self.peers, self.WORLD)
+        if gl.program_id(0) == gl.num_programs(0) - 1:
+            wait_for_own(self.peers, self.WORLD)
 
     @gluon.jit
     def store(self, number, epilogue, accumulator, row, col, STORER: gl.constexpr):
@@ -114,21 +116,21 @@ class GatheredChunks:
 
 UNSPECIALIZED = [
     *("flags_ptr", "errors_ptr", "trace_ptr", "row_scale_ptr", "column_scale_ptr", "bias_ptr"),
-    *("M", "N", "K", "capacity", "rank", "epoch", "base", "pushed", "patience_ticks", "size_class"),
+    *("M", "N", "K", "capacity", "rank", "patience_ticks", "size_class"),
 ]
 
 
-# Sizes only count tiles, and flags are read one by one: one binary serves all shapes and both lanes.
+# Sizes only count tiles, and flags are read one by one: one binary serves all shapes.
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def specialized_all_gather_gemm(
-    a_desc,  # gather buffer [slots * capacity, K]; the first M / WORLD rows of each slot count
+    a_desc,  # gather buffer [WORLD * capacity, K]; the first M / WORLD rows of each chunk count
     b_desc,  # weight [N, K]; without TRANS_B its transpose, [K, N]
     extra_desc,
     c_desc,  # out [M, N], or [M, N / 2] under a gated activation
     flags_ptr,  # int32 [FLAGS, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
     trace_ptr,  # int64 [tiles, 4] with TRACE: ns before and after the wait, ns of the store, SM
-    row_scale_ptr,  # float32 [slots * capacity], behind the rows of A; or None
+    row_scale_ptr,  # float32 [WORLD * capacity], behind the rows of A; or None
     column_scale_ptr,  # float32 [N], or None
     bias_ptr,  # [N], or None
     M,
@@ -136,9 +138,6 @@ def specialized_all_gather_gemm(
     K,
     capacity,
     rank,
-    epoch,
-    base,  # ARRIVED before this call
-    pushed,  # 1 where chunks are pushed; no constexpr: one binary serves both
     patience_ticks,
     size_class,  # of the rows of a chunk, for the key of the tuning
     WORLD: gl.constexpr,
@@ -173,7 +172,7 @@ def specialized_all_gather_gemm(
     tiles_m = gl.cdiv(m, BLOCK_M)
     tiles_n = gl.cdiv(N, WIDTH)
     problem = GatheredChunks(
-        ChunkExchange(flags_ptr, errors_ptr, rank, epoch, base, pushed, patience_ticks),
+        Peers(flags_ptr, errors_ptr, rank, patience_ticks),
         *(trace_ptr, m, last_start(N, WIDTH, True), tiles_m, tiles_n, WORLD * tiles_m * tiles_n),
         *(gl.cdiv(K, config.BLOCK_K), K, capacity, config, WORLD, TRACE),
     )

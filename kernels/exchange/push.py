@@ -2,18 +2,17 @@
 
 A CUDA graph repeats the values that were written during its capture, so there can be no epochs. Instead each
 flag goes up and down once in a call, raised by one side and lowered by the other: FREE[p], 1 while this rank
-may write its slot on rank p, and ARRIVED[p], above 0 once p's data is here.
+may write its slot on p, and ARRIVED[p], above 0 once p's data is here.
 
     Pushes         permits, copies and flags of one side stream
-    ChunkPusher    pushes this rank's chunk to all peers: calls of `AllGatherGemm` that are captured, or with
-                   `producer="push"`
+    ChunkPusher    pushes this rank's chunk to all peers: `AllGatherGemm`
     SumPusher      pushes sums to their ranks: `GemmReduceScatter`, `MoEReduceScatter`
     peers          the device side; that of chunks is `chunks`
 
-Pushed chunks have slots and flags of their own; they share `op.shard` and the caller's tensors with calls
-that fetch.
+The memory of a rank for chunks, W ranks:
 
-    slots    of the gather buffer: `rank`, which is `op.shard`; W - 1 + s, the chunk of rank r + s, for s > 0
+    gather   [W, m_per_rank, K], symmetric. Chunk p is rank p's shard; the own chunk is `op.shard`, read in
+             place by the own GEMM and copied to chunk r of the peers
     flags    int32 [7, W], symmetric: see `flags`
 
 Call k on rank r, with m rows:
@@ -25,17 +24,21 @@ Call k on rank r, with m rows:
         chunk r at once,                          wait until FREE[p] >= 1, FREE[p] := 0
         rows up to i of chunk p once              TOLD[r] of rank p := m
         ARRIVED[p] >= i,                          for each piece of chunk r, up to row i:
-        all that p has announced                      the piece to its slot on rank p
-        before it ends                                ARRIVED[r] of rank p := i
-    join                               <--
-    TOLD, ARRIVED := AFTER
+        at last all that p has announced              the piece to chunk r on rank p
+        and ARRIVED[r]                                ARRIVED[r] of rank p := i
+    TOLD, ARRIVED := AFTER                    ARRIVED[r] := 1
 
-Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
+Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first. A GEMM that has ended has seen that our
+chunk has left, so nothing joins the side stream: on the GPU, but for captured calls, whose branches a graph
+must join.
 
 [Note: a push ends] The pushes of call k wait for their fork and for the peers' FREE, which follows the peers'
 forks; none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end,
 then all forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of call k end. (CUDA does
 not promise that the branches of a graph run side by side: where they did not, the GEMM would report it.)
+
+[Note: pieces need no agreement] ARRIVED[p] counts rows, and p alone raises it. A program that has read it may
+read so many rows without another wait.
 
 [Note: ranks with other rows] A GEMM does not wait for rows that never come. It waits for the first row of a
 chunk, then reads TOLD[p]; if the rows it needs were not announced, it records that and asks no more in this
@@ -52,13 +55,19 @@ that. Then ARRIVED[p] becomes 0, then call k + 1 gives p its permit. So if GEMM 
 
 [Note: no slot is overwritten while it is read] Push k + 1 of p writes here behind our fork of k + 1: behind
 GEMM k, cuBLAS, and the caller's reads of `op.gathered`. (A permit at the end of call k would let a fast peer
-write during those reads.) The sources of our pushes of k are written again behind the join.
+write during those reads.) The sources of our pushes of k are written again behind GEMM k, which has seen
+ARRIVED[r], or for sums behind the join.
+
+[Note: a collective needs no permit] A collective in place of call k + 1 writes here behind our own part of
+it, so behind GEMM k, which has seen all that peers push here in k, and that our chunk has left. No peer
+pushes in k + 1, as all ranks make the collective; a push of k + 2 has our permit of k + 2, which follows.
 
 [Note: a push is given up] A stream's wait has no limit of its own; the GEMM's wait has. When its patience
 ends it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later replays do not wait again.
-Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other permit can
-be missing: a rank gives its permits of call k before it pushes its data of call k.) The host sees the record
-in `check`, `close` and the next eager call, and the operation can only be closed. Replays that are enqueued
+(It waits twice as long for ARRIVED[r]: a peer may hold up our side stream until it is given up.) Each GEMM
+that finds p given up also sets FREE[p], so that the side stream runs through. (No other permit can be
+missing: a rank gives its permits of call k before it pushes its data of call k.) The host sees the record in
+`check`, `close` and the next eager call, and the operation can only be closed. Replays that are enqueued
 already end with wrong results, even if the peer comes back. With three ranks or more a live peer may be given
 up too: one whose push to us follows its push to the dead one.
 """
@@ -66,6 +75,7 @@ up too: one whose push to us follows its push to the dead one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
@@ -75,12 +85,25 @@ from ..configs import INTERPRETED
 from ..symm import Copy, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from ..tensors import remember
 from .flags import AFTER, ARRIVED, DONE, FREE, TOLD
-from .pull import piece_ends
 
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # to where, from where
 RISEN = slice(TOLD.value, ARRIVED.value + 1)  # rows of flags that peers raise
 FOLLOWING = slice(AFTER.value, AFTER.value + 2)  # their values after a call
+BLOCK_ROWS = 16 if INTERPRETED else 128  # pieces of rows end at multiples of it: the height of most tiles
 PIECES, LEAST_BYTES = 4, 0 if INTERPRETED else 4 << 20  # of a peer's sums: fewer bytes take 15 us at most
+
+
+def piece_counts(rows: int) -> tuple[int, ...]:
+    """Return in how many pieces a chunk of so many rows may be copied; each is to be a block at least."""
+    return (1, *(pieces for pieces in (2, 4) if pieces <= rows // BLOCK_ROWS))
+
+
+@functools.lru_cache
+def piece_ends(rows: int, pieces: int) -> tuple[int, ...]:
+    """Return the row behind each piece, in order; the pieces are of equal size, to a block."""
+    blocks = rows // BLOCK_ROWS
+    ends = {piece * blocks // pieces * BLOCK_ROWS for piece in range(1, pieces)} - {0}
+    return (*sorted(ends), rows)
 
 
 class Pushes:
@@ -98,7 +121,7 @@ class Pushes:
         self._here = [[flags.local[row, peer] for row in rows] for peer in range(world)]
         self._there = [[theirs[row, rank] for row in rows] for theirs in flags.peers]
         self._risen, self._following = flags.local[RISEN], flags.local[FOLLOWING]
-        self._permits = [self.raising(peer, FREE.value, 1) for peer in self.before]
+        self.permits = [self.raising(peer, FREE.value, 1) for peer in self.before]
         self._prepared: dict[Hashable, Callable[..., None]] = {}
 
     def run(self, key: Hashable, steps: Iterable[Step], *, at_once: bool) -> None:
@@ -122,7 +145,7 @@ class Pushes:
         See [Note: no slot is overwritten while it is read].
         """
         self.stream.fork()
-        self.run("permits", self._permits, at_once=at_once)
+        self.run("permits", self.permits, at_once=at_once)
 
     def taking(self, peer: int, row: int) -> list[Step]:
         """Return a wait for a flag here, and its lowering: FREE, the peer's permit, or DONE.
@@ -163,61 +186,51 @@ class Pushes:
 
 
 class ChunkPusher:
-    """Pushes this rank's chunk to its peers."""
+    """Pushes this rank's chunk to its peers, and notes on the device what replays of graphs gather."""
 
     def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, flags: SymmetricTensor) -> None:
-        self._memory, self._gather, self.flags = memory, gather.local, flags.local
-        # A stream of its own: an eager call's may have work that is not captured.
-        self._pushes = Pushes(memory, memory.side_stream(), flags)
-        self.finish = self._pushes.finish
-        # Rows of the last pushed call, until one of another kind is noted. Only the device knows of replays.
-        self._last_rows = memory.hold(torch.zeros(1, dtype=torch.int32, device=memory.device))
-        slots = enumerate(self._pushes.before, memory.world_size)
-        self._slots = [(peer, gather.peers[peer][slot]) for slot, peer in slots]
+        self._pushes, rank = Pushes(memory, memory.side_stream(), flags), memory.rank
+        self._shard, self.flags = gather.local[rank], flags.local
+        self._slots = [(peer, gather.peers[peer][rank]) for peer in self._pushes.before]
+        self._has_left = flags.local[ARRIVED.value, rank]
+        # Of the last call or replay, if it was captured; else 0. Only the device knows of replays.
+        self._noted = memory.hold(flags.local.new_zeros(1))
+        # A lone rank's kernel waits for nothing, on the CPU the host does, and a graph joins its branches.
+        self._joins = memory.world_size == 1 or memory.device.type == "cpu"
 
-    @staticmethod
-    def slots(world_size: int) -> int:
-        """Return the number of chunks in the gather buffer: W that are fetched, W - 1 that are pushed."""
-        return 2 * world_size - 1
+    def start(self, rows: int, pieces: int, *, is_capturing: bool) -> None:
+        """Enqueue the pushes of one call behind the caller's work so far: see [Note: a push ends]."""
+        self._pushes.stream.fork()
+        steps = self._steps(rows, pieces, noted=rows if is_capturing else 0)
+        self._pushes.run((rows, pieces), steps, at_once=not is_capturing)
 
-    def start(self, rows: int, pieces: int, *, at_once: bool) -> None:
-        """Enqueue the pushes of one call behind the caller's work so far: see [Note: a push ends].
+    def finish(self, *, is_capturing: bool) -> None:
+        """Order what follows behind the pushes, where no kernel does; on the CPU, raise their errors."""
+        if is_capturing or self._joins:
+            self._pushes.stream.join()
 
-        at_once: as in `Pushes.run`.
-        """
-        self._pushes.give_permits(at_once=at_once)
-        self._pushes.run((rows, pieces), self._pushing(rows, pieces), at_once=at_once)
-        self._note_rows(rows)
-
-    def _pushing(self, rows: int, pieces: int) -> Iterator[Step]:
-        pushes, shard = self._pushes, self._gather[self._memory.rank]
+    def _steps(self, rows: int, pieces: int, *, noted: int) -> Iterator[Step]:
+        pushes = self._pushes
+        yield from pushes.permits
         for peer, slot in self._slots:
             yield from pushes.taking(peer, FREE.value)
             yield pushes.raising(peer, TOLD.value, rows)
             for a, b in itertools.pairwise((0, *piece_ends(rows, pieces))):
-                yield from pushes.sending(peer, [(slot[a:b], shard[a:b])], ARRIVED.value, b)
+                yield from pushes.sending(peer, [(slot[a:b], self._shard[a:b])], ARRIVED.value, b)
+        yield Write(self._noted, noted)
+        yield Write(self._has_left, 1)
 
     @contextlib.contextmanager
     def noting(self, rows: int) -> Iterator[None]:
-        """Note `rows` for `last_rows`, beside the block: a call that pushes nothing."""
+        """Note `rows` beside the block, a call that pushes nothing."""
         self._pushes.stream.fork()
-        self._note_rows(rows)
+        self._pushes.run(("noted", rows), [Write(self._noted, rows)], at_once=False)
         yield
         self._pushes.stream.join()
 
-    def _note_rows(self, rows: int) -> None:
-        self._memory.write_signal(self._last_rows, rows, self._pushes.stream)
-
-    def last_rows(self) -> int:
-        """Return the rows of the last call that was pushed or noted; wait for the device."""
-        return int(self._last_rows.item())
-
-    def gathered(self, rows: int) -> torch.Tensor:
-        """Return a copy of the pushed chunks, in the order of their ranks."""
-        rank, world = self._memory.rank, self._memory.world_size
-        steps = [(chunk - rank) % world for chunk in range(world)]
-        slots = [rank if step == 0 else world - 1 + step for step in steps]
-        return torch.cat([self._gather[slot, :rows] for slot in slots])
+    def noted(self) -> int:
+        """Return what the last call or replay has noted; wait for the device."""
+        return int(self._noted.item())
 
 
 class SumPusher:

@@ -1,8 +1,7 @@
-"""NaN in place of results that lack a peer, by a small kernel behind kernels that cannot write it themselves.
+"""NaN in place of results that lack a peer, by a small kernel behind others; it puts the flags back, too.
 
-The kernels in plain Triton know for each tile whether its peer is given up. cuBLAS does not know; in the
-warp-specialized kernels only the load warp does; and without a peer's choices of experts no row has a place.
-The host learns of a failure too late.
+cuBLAS does not know of peers; in the warp-specialized kernels only the load warp knows who is given up; and
+without a peer's choices of experts no row has a place. The host learns of a failure too late.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import triton
 import triton.language as tl
 
 from ..launches.prepared import PlainLaunches
-from .chunks import ChunkExchange, is_lost
 from .flags import AFTER, TOLD
 from .peers import Peers, is_any_lost
 
@@ -29,7 +27,7 @@ def _fill(out_ptr, first, end, step, N, stride, BLOCK: tl.constexpr):
             tl.store(row_ptr + columns, float("nan"), mask=columns < N)
 
 
-@triton.jit(do_not_specialize=["out_ptr", "flags_ptr", "N", "stride", "rank", "m", "epoch", "base", "pushed"])
+@triton.jit(do_not_specialize=["out_ptr", "flags_ptr", "N", "stride", "rank", "m"])
 def spoil_lost_chunks(
     out_ptr,  # [WORLD * m, N], rows stride apart
     flags_ptr,  # int32 [FLAGS, WORLD] of `flags`
@@ -37,16 +35,21 @@ def spoil_lost_chunks(
     stride,
     rank,
     m,
-    epoch,
-    base,
-    pushed,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill the rows of chunks whose ranks are given up; a program a peer."""
-    chunk = (rank + 1 + tl.program_id(0)) % WORLD
-    if is_lost(chunk, ChunkExchange(flags_ptr, flags_ptr, rank, epoch, base, pushed, 0), WORLD) != 0:
+    """Fill the rows of a chunk if its rank is given up, and put back its flags; a program a chunk."""
+    chunk = tl.program_id(0)
+    if (chunk != rank) & (tl.load(flags_ptr + AFTER * WORLD + chunk) != 0):
         _fill(out_ptr, chunk * m, (chunk + 1) * m, 1, N, stride, BLOCK)
+    _put_back(flags_ptr + chunk, WORLD)
+    _put_back(flags_ptr + WORLD + chunk, WORLD)
+
+
+@triton.jit
+def _put_back(flag_ptr, WORLD: tl.constexpr):
+    """Give a flag its value after a call; flag_ptr: TOLD or ARRIVED, less the rows of flags before TOLD."""
+    tl.store(flag_ptr + TOLD * WORLD, tl.load(flag_ptr + AFTER * WORLD))
 
 
 @triton.jit(do_not_specialize=["out_ptr", "flags_ptr", "N", "stride", "rank", "M"])
@@ -60,11 +63,10 @@ def spoil_without_peers(
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Fill the result if a peer is given up, and put back the flags that pushes have raised."""
+    """Fill the result if a peer is given up, and put back the flags, which no program reads here."""
     if tl.program_id(0) == 0:
-        for place in range(0, 2 * WORLD):  # TOLD and ARRIVED, which no program reads here
-            after = tl.load(flags_ptr + AFTER * WORLD + place)
-            tl.store(flags_ptr + TOLD * WORLD + place, after)
+        for place in range(0, 2 * WORLD):
+            _put_back(flags_ptr + place, WORLD)
     if is_any_lost(Peers(flags_ptr, flags_ptr, rank, 0), WORLD) != 0:
         _fill(out_ptr, tl.program_id(0), M, tl.num_programs(0), N, stride, BLOCK)
 
@@ -73,13 +75,20 @@ _LOST_CHUNKS, _ALL = PlainLaunches(spoil_lost_chunks), PlainLaunches(spoil_witho
 
 
 def spoil_chunks(
-    out: torch.Tensor, flags: torch.Tensor, world_size: int, call: tuple[int, ...], *, only_load: bool = False
+    out: torch.Tensor,
+    flags: torch.Tensor,
+    rank: int,
+    rows: int,
+    world_size: int,
+    *,
+    only_load: bool = False,
 ) -> None:
-    """Enqueue that rows of `out` are NaN whose ranks a call has given up, or load what does.
+    """Enqueue a kernel that fills chunks of `out`, of so many rows, whose ranks a call has given up.
 
-    call: its rank, rows of a chunk, epoch, base, and whether chunks are pushed.
+    only_load: only load it. It puts the flags back, too.
     """
-    _enqueue(_LOST_CHUNKS, world_size - 1, out, flags, world_size, call, only_load)
+    programs = world_size if world_size > 1 else 0
+    _enqueue(_LOST_CHUNKS, programs, out, flags, world_size, (rank, rows), only_load)
 
 
 def spoil_all(

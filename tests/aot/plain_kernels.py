@@ -81,8 +81,8 @@ GATHER = PlainKernel(
     {
         **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16"),
         **{"flags_ptr": "*i32", "errors_ptr": "*i64"},
-        **dict.fromkeys(("M", "N", "K", "slots", "capacity", "stride_b", "stride_cm"), "i32"),
-        **dict.fromkeys(("rank", "epoch", "base", "pushed", "patience_ticks", "size_class"), "i32"),
+        **dict.fromkeys(("M", "N", "K", "capacity", "stride_b", "stride_cm"), "i32"),
+        **dict.fromkeys(("rank", "patience_ticks", "size_class"), "i32"),
     },
     {"bias_ptr": None, "ACTIVATION": NO_ACTIVATION, **dict.fromkeys(SCALES)},
     OF_GEMM,

@@ -249,7 +249,6 @@ WITH_DESCRIPTORS = {
         [BY_TMA, BY_POINTERS],
         BY_TMA_OTHERS,
         descriptors=3,
-        unlike=("epoch", "base"),
     ),
     "GemmReduceScatter": SUMS,
     "AllGatherMoE": _of_runs(
@@ -309,7 +308,6 @@ SPECIALIZED = {
         of_specialized_gather,
         "bc",
         OF_ROWS,
-        unlike=("epoch", "base"),
     ),
     "GemmReduceScatter, specialized": _of_specialized(
         SCATTERING_SUMS, of_specialized_scatter, "abc", OF_ADDENDS, of_specialized_scatter.blocks_of_all

@@ -95,7 +95,7 @@ GATHER = SpecializedKernel(
     blocks_of,
     {
         **{"flags_ptr": "*i32", "errors_ptr": "*i64", "trace_ptr": "*i64"},
-        **dict.fromkeys((*OF_A_CALL, "epoch", "base", "pushed"), "i32"),
+        **dict.fromkeys(OF_A_CALL, "i32"),
     },
     (*SCALED, "bias_ptr"),
     {"TRACE": False, "ACTIVATION": NO_ACTIVATION},

@@ -101,7 +101,7 @@ WORLD, ROWS, CAPACITY, N, K = 2, 192, 256, 512, 128
 
 
 def tensors(n: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shapes = ((2 * WORLD - 1, CAPACITY, K), (n, K), (WORLD * ROWS, n))
+    shapes = ((WORLD, CAPACITY, K), (n, K), (WORLD * ROWS, n))
     return tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
 
 

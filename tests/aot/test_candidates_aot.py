@@ -113,7 +113,7 @@ def test_in_fp8_bytes_are_multiplied_and_scaled_behind_the_loop_without_spills(k
 # ---- kernels without candidates
 
 HERE = {"rank": "i32", "patience_ticks": "i32", "errors_ptr": "*i64"}
-CHUNKS = {"flags_ptr": "*i32", **HERE, **dict.fromkeys(("m", "epoch", "base", "pushed"), "i32")}
+CHUNKS = {"flags_ptr": "*i32", **HERE, "m": "i32"}
 ADD = {"a_ptr": "*fp32", "b_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
 SMALL = {  # a kernel, the types of its arguments, its constants, its warps
     "wait before a product of cuBLAS": (await_chunks, CHUNKS, {"WORLD": 8}, 1),

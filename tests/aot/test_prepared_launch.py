@@ -133,19 +133,18 @@ consumers = pytest.mark.parametrize("consumer", CONSUMERS.values(), ids=CONSUMER
 
 
 class Caller:
-    """Calls a consumer with tensors of its own; each call has another epoch and base."""
+    """Calls a consumer with tensors of its own; each call has another patience."""
 
     def __init__(self, consumer: Callable[..., Consumer]) -> None:
-        shapes = ((2 * WORLD - 1, CAPACITY, K), (N, K), (WORLD * ROWS, N))
+        shapes = ((WORLD, CAPACITY, K), (N, K), (WORLD * ROWS, N))
         self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
         self.consumer = consumer(*self.tensors)
         self.flags = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
-        self.epoch = 0
+        self.patience_ticks = 0
 
     def call(self) -> None:
-        self.epoch += 1
-        base = (self.epoch - 1) * ROWS
-        call = GatherCall(ROWS, 1, WORLD, CAPACITY, self.epoch, base, 0, 99, 132, *self.flags)
+        self.patience_ticks += 1
+        call = GatherCall(ROWS, 1, WORLD, CAPACITY, self.patience_ticks, 132, *self.flags)
         self.consumer.launch(*self.tensors, call)
 
 
@@ -163,10 +162,10 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
     calls(device, caller, 1)  # the tuner's
     prepared = calls(device, caller, 3)
     monkeypatch.setattr(preparing, "_are_watched", lambda: True)
-    caller.epoch = 1
+    caller.patience_ticks = 1
     assert prepared == calls(device, caller, 3)
-    assert len(set(prepared)) == 3  # epochs
-    first, again = device.spoilers[1:4], device.spoilers[4:]  # none where the kernel itself fills
+    assert len(set(prepared)) == 3  # patiences
+    first, again = device.spoilers[1:4], device.spoilers[4:]
     assert first == again
 
 
@@ -367,7 +366,7 @@ def test_a_hook_with_calls_of_its_own_is_no_empty_chain(device, monkeypatch, nam
 def compiled_by(device: Device) -> Any:
     """Return a compiled kernel without descriptors, and its first launch."""
     tensors = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
-    return matmul.await_chunks[(1, 1, 1)](*tensors, *[0] * 6, WORLD=WORLD, num_warps=1)
+    return matmul.await_chunks[(1, 1, 1)](*tensors, *[0] * 3, WORLD=WORLD, num_warps=1)
 
 
 @NEEDS_BARE

@@ -153,17 +153,6 @@ def test_a_launch_is_on_the_stream_that_is_current_as_in_a_capture(world):
     )
 
 
-GATHERS = {name: of for name, of in ALL.items() if name.startswith("AllGatherGemm")}
-
-
-@pytest.mark.parametrize("world", GATHERS.values(), ids=GATHERS, indirect=True)
-def test_each_call_of_a_gather_has_an_epoch_and_a_base_of_its_own(world):
-    caller, rows = world.caller(), world.of.plain.rows
-    found = [world.named(world.launched(caller)) for _ in range(3)]
-    numbers = [(values["epoch"], values["base"], values["pushed"]) for values in found]
-    assert numbers == [(1, 0, 0), (2, rows, 0), (3, 2 * rows, 0)]
-
-
 @pytest.mark.parametrize("world", SPECIALIZED.values(), ids=SPECIALIZED, indirect=True)
 def test_a_weight_by_columns_is_described_as_its_rows_lie(world):
     case = replace(world.of.plain, by_columns=True)

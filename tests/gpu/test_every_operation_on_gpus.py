@@ -96,9 +96,6 @@ def cases_of_specialized_kernel(rank, backend):
         lambda index: one_candidate(rank, runs, index, (700, 333), 256, 520, **options),
     )
     cases["graphs among eager calls"] = lambda: replays_among_eager_calls(rank, runs, backend)
-    cases["pushed"] = lambda: three_calls(
-        rank, runs, *runs.shapes["a ragged chunk"], producer="push", **options
-    )
     return {f"specialized, {name}": case for name, case in cases.items()}
 
 

@@ -54,9 +54,12 @@ def poison(op: AllGatherGemm) -> None:
     dist.barrier()
 
 
-def call_pushed(op: AllGatherGemm, a_shard: torch.Tensor, weight: torch.Tensor, out=None) -> torch.Tensor:
-    """Do eagerly what a captured call does at each replay."""
-    return op._call(a_shard, weight, out, pushed=True)
+def call_as_captured(op: AllGatherGemm, *args: Any, **options: Any) -> torch.Tensor:
+    """Do on the CPU what a captured call enqueues; GPUs capture graphs."""
+    if op._on_gpu:
+        return op(*args, **options)
+    with mock.patch.object(op, "_is_capturing", return_value=True):
+        return op(*args, **options)
 
 
 def call_and_compare(
@@ -113,12 +116,11 @@ WAYS = {
     "collective": {"collective": True},
 }
 WAYS_ON_GPUS = {"specialized": {"consumer": "specialized"}, **WAYS}
-LANES = ("pull", "push", "as captured")  # eager calls of both producers; what a captured call does
+LANES = ("eager", "as captured")
 
 
-def opened(m: int, k: int, dtype: torch.dtype, lane: str, **options: Any) -> AllGatherGemm:
-    producer = "push" if lane == "push" else "pull"
-    return AllGatherGemm(m, k, dtype, producer=producer, timeout_s=60.0, **options)
+def opened(m: int, k: int, dtype: torch.dtype, **options: Any) -> AllGatherGemm:
+    return AllGatherGemm(m, k, dtype, timeout_s=60.0, **options)
 
 
 def call_in_lane(
@@ -127,13 +129,12 @@ def call_in_lane(
     weight: torch.Tensor,
     out: torch.Tensor | None,
     epilogue: Epilogue,
-    lane: str,
+    lane: str = "eager",
 ) -> torch.Tensor:
-    if lane == "as captured":
-        return op._call(a_shard, weight, out, epilogue, pushed=True)
     bias, activation, scale_a, scale_weight = epilogue
     options = {"bias": bias, "activation": activation, "scale_a": scale_a, "scale_weight": scale_weight}
-    return op(a_shard, weight, out, **options)
+    call = call_as_captured if lane == "as captured" else AllGatherGemm.__call__
+    return call(op, a_shard, weight, out, **options)
 
 
 class GatheringRows(DenseRuns):
@@ -174,7 +175,7 @@ class GatheringRows(DenseRuns):
         return op.shard[: len(a_shard)].copy_(a_shard) if in_place else a_shard, weight
 
     def call_as_captured(self, op, operands, out, rows):
-        return call_pushed(op, *operands, out)
+        return call_as_captured(op, *operands, out)
 
     def error_ratio(self, out, a_shard, weight, group=None):
         return error_ratio(out, gathered_by_torch(a_shard, group), weight)

@@ -183,8 +183,8 @@ def nans(*shape: int) -> Tensor:
 def parts_of(rank: int, sizes: Sizes, world: int, backend: str) -> list[Part]:
     """Open all operations; those kernels that a session tunes keep two candidates, the others one."""
     every = {"ag_gemm, plain": GatheringRows(consumer="plain")}
-    if device() != "cpu":  # the warp-specialised kernel, where the GPU has one, and pushes
-        every["ag_gemm, pushed"] = GatheringRows(producer="push")
+    if device() != "cpu":  # the warp-specialised kernel, where the GPU has one
+        every["ag_gemm"] = GatheringRows()
     every |= {"gemm_rs": SCATTERING_SUMS, "gemm_ar": REDUCING[None]}
     every |= {runs.name: runs for runs in (GATHERING, SCATTERING, ProductOfTorch(), SumOfTorch())}
     REDUCING[None].begin(rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ag_gemm_runs import GATHERING_ROWS, GatheringRows
+from ag_gemm_runs import GATHERING_ROWS
 from ag_moe_runs import GATHERING
 from gemm_ar_runs import REDUCING
 from gemm_rs_runs import SCATTERING_SUMS
@@ -18,7 +18,6 @@ EXPERTS = {"AllGatherMoE": GATHERING, "MoEReduceScatter": SCATTERING}
 EVERY = DENSE | EXPERTS
 OF_ONE_WAY = {f"GemmAllReduce, {way}": runs for way, runs in REDUCING.items() if way is not None}
 WITH_COLLECTIVES = {name: runs for name, runs in EVERY.items() if name != "GemmAllReduce"}
-PRODUCERS = {f"AllGatherGemm, {each}": GatheringRows(producer=each) for each in ("pull", "push")}
 
 
 def each(table):

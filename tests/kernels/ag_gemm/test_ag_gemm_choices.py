@@ -6,13 +6,14 @@ import itertools
 import random
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from ag_gemm_runs import (
     begin,
     call_and_compare,
-    call_pushed,
+    call_as_captured,
     choose_at_random,
     error_ratio,
     force,
@@ -33,11 +34,10 @@ from operations import HALF, factors
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.exchange.flags import ARRIVED, FETCHED, FLAGS, READY
-from dist_autotune.kernels.exchange.pull import BLOCK_ROWS, ChunkProducer, piece_counts, piece_ends
+from dist_autotune.kernels.exchange.flags import ARRIVED, FLAGS, FREE, TOLD
+from dist_autotune.kernels.exchange.push import BLOCK_ROWS, ChunkPusher, piece_counts, piece_ends
 from dist_autotune.kernels.symm import Copy, SymmetricTensor, Wait
 
-PRODUCERS = ["pull", "push"]
 PATIENCE_S = 60.0  # less than a test has
 
 
@@ -59,53 +59,57 @@ def test_pieces_end_at_whole_blocks_and_cover_the_chunk_once(rows, pieces):
 
 
 def test_a_chunk_is_told_of_piece_by_piece_in_the_order_that_the_proof_is_about():
-    """See the table at the top of `exchange.pull`."""
+    """See the table at the top of `exchange.push`."""
     rank, world, rows = 1, 3, 3 * BLOCK_ROWS
     chunks, words = torch.zeros(world, world, rows, 4), torch.zeros(world, FLAGS, world, dtype=torch.int32)
     gather, flags = (SymmetricTensor(of_ranks[rank], of_ranks) for of_ranks in (chunks, words))
-    memory = types.SimpleNamespace(rank=rank, world_size=world, side_stream=lambda: None)
+    memory = types.SimpleNamespace(rank=rank, world_size=world, device=torch.device("cpu"))
+    memory.side_stream, memory.hold = lambda: None, lambda tensor: tensor
     places = {
         flags.peers[at][row.value, of].data_ptr(): f"{name} of {of}" if at == rank else f"{name} on {at}"
-        for name, row in {"READY": READY, "ARRIVED": ARRIVED, "FETCHED": FETCHED}.items()
+        for name, row in {"FREE": FREE, "TOLD": TOLD, "ARRIVED": ARRIVED}.items()
         for at in range(world)
         for of in range(world)
     }
+    pusher = ChunkPusher(memory, gather, flags)
+    places[pusher._noted.data_ptr()] = "noted"
 
     def said(step):
         if isinstance(step, Copy):
-            begin = (step.src.data_ptr() - gather.peers[2].data_ptr()) // 16 % rows
+            begin = (step.src.data_ptr() - gather.local[rank].data_ptr()) // 16
+            (peer,) = (
+                at for at in (0, 2) if step.dst.data_ptr() == gather.peers[at][rank, begin:].data_ptr()
+            )
             assert step.dst.shape == step.src.shape
-            return f"copy {begin}..{begin + len(step.src)}"
-        number = ("e", "b")[step.plus] + (f" + {step.value}" if step.value else "")
-        return f"{'wait ' if isinstance(step, Wait) else ''}{places[step.word.data_ptr()]}: {number}"
+            return f"copy {begin}..{begin + len(step.src)} to {peer}"
+        return f"{'wait ' if isinstance(step, Wait) else ''}{places[step.word.data_ptr()]}: {step.value}"
 
-    of_each = [[f"wait READY of {peer}: e", *pieces_of(peer), f"FETCHED on {peer}: e"] for peer in (2, 0)]
-    steps = ChunkProducer(memory, gather, flags).steps(rows, 3)
-    assert [said(step) for step in steps] == ["READY on 2: e", "READY on 0: e", *of_each[0], *of_each[1]]
-
-
-def pieces_of(peer):
     ends = [BLOCK_ROWS * piece for piece in range(4)]
-    return [
-        text
-        for begin, end in itertools.pairwise(ends)
-        for text in (f"copy {begin}..{end}", f"ARRIVED of {peer}: b + {end}")
+    wanted = ["FREE on 0: 1", "FREE on 2: 1"]
+    for peer in (0, 2):
+        wanted += [f"wait FREE of {peer}: 1", f"FREE of {peer}: 0", f"TOLD on {peer}: {rows}"]
+        for first, end in itertools.pairwise(ends):
+            wanted += [f"copy {first}..{end} to {peer}", f"ARRIVED on {peer}: {end}"]
+    assert [said(step) for step in pusher._steps(rows, 3, noted=5)] == [
+        *wanted,
+        "noted: 5",
+        "ARRIVED of 1: 1",
     ]
 
 
-def in_pieces(rank, pieces_of_rank, producer):
+def in_pieces(rank, pieces_of_rank):
     """Call with m that changes and is no multiple of anything, candidates that differ, and N that differs."""
     begin(rank)
-    with AllGatherGemm(77, 24, HALF, producer=producer, timeout_s=PATIENCE_S) as op:
+    with AllGatherGemm(77, 24, HALF, timeout_s=PATIENCE_S) as op:
         force(op, consumer="plain", pieces=pieces_of_rank[rank])
         poison(op)
         return [call_and_compare(op, m, 20 + 8 * rank, in_place=m == 61) for m in (77, 5, 61, 77)]
 
 
-def late_pieces(rank, call, producer):
-    """Copy each piece late on rank 0, and note what the first tiles of its peer's chunk can have found."""
+def late_pieces(rank, call):
+    """Copy each piece late on rank 0, and note what the first tiles of its chunk can have found."""
     begin(rank)
-    with AllGatherGemm(64, 16, HALF, producer=producer, timeout_s=PATIENCE_S) as op:
+    with AllGatherGemm(64, 16, HALF, timeout_s=PATIENCE_S) as op:
         force(op, consumer="plain", pieces=4)
         poison(op)
         if rank == 0:
@@ -114,7 +118,7 @@ def late_pieces(rank, call, producer):
 
 
 def first_tiles_first(rank):
-    """Hold the second half of the peer's chunk back until the kernel has written tiles of the first."""
+    """Hold the second half of each chunk back until the peer's kernel has written tiles of the first."""
     begin(rank, 0)  # tiles of 16 rows
     with AllGatherGemm(32, 16, HALF, timeout_s=PATIENCE_S) as op:
         force(op, consumer="plain", pieces=2, programs=1)
@@ -123,10 +127,15 @@ def first_tiles_first(rank):
         written = out[32:48] if rank == 0 else out[:16]
         copy, copies = op._memory.copy, []
 
+        def meet_at_half():
+            wait_for(lambda: not written.isnan().any(), 60.0)
+            Path(f"written on {rank}").touch()
+            wait_for(Path(f"written on {1 - rank}").exists, 60.0)
+
         def copy_second_late(dst, src, stream):
             copies.append(dst)
             if len(copies) % 2 == 0:
-                stream.enqueue(lambda: wait_for(lambda: not written.isnan().any(), 60.0))
+                stream.enqueue(meet_at_half)
             copy(dst, src, stream)
 
         op._memory.copy = copy_second_late
@@ -134,23 +143,12 @@ def first_tiles_first(rank):
         return [error_ratio(out, gathered_by_torch(a_shard), weight), 0.0 if len(copies) == 2 else 9.0]
 
 
-def across_the_wrap(rank):
-    """Let the count of rows pass 2**31 in the middle of a chunk."""
-    begin(rank)
-    with AllGatherGemm(40, 16, torch.float32, timeout_s=PATIENCE_S) as op:
-        force(op, pieces=2 - rank)
-        op._fetched_rows = 2**31 - 60
-        poison(op)
-        return [call_and_compare(op, m, 16) for m in (40, 40, 7, 40)]
-
-
 def pieces(rank, world):
     if world == 3:
-        return {"numbers that differ": lambda: in_pieces(rank, (2, 1, 3), "pull")}
-    cases = {"pushed": lambda: in_pieces(rank, (4, 4), "push")}
-    cases["late"] = lambda: late_pieces(rank, AllGatherGemm.__call__, "pull")
-    cases["late, as captured"] = lambda: late_pieces(rank, call_pushed, "pull")
-    return cases | cases_of((first_tiles_first, across_the_wrap), rank)
+        return {"numbers that differ": lambda: in_pieces(rank, (2, 1, 3))}
+    cases = {"late": lambda: late_pieces(rank, AllGatherGemm.__call__)}
+    cases["late, as captured"] = lambda: late_pieces(rank, call_as_captured)
+    return cases | cases_of((first_tiles_first,), rank)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -158,22 +156,19 @@ def test_ranks_may_copy_in_different_numbers_of_pieces_late_and_tiles_wait_for_t
     assert_cases(pieces, world, world)
 
 
-# ---- what is asked for
-
-
 # ---- everything at once
 
 
-def anything(rank, producer, seed, calls=10, backend="auto"):
+def anything(rank, seed, calls=10, backend="auto"):
     """Choose at random on each rank, back to back, delayed at random; results are looked at in the end."""
     begin(rank)
     order, own, kept = random.Random(seed), random.Random(f"{seed}, {rank}"), []
-    with AllGatherGemm(50, 16, HALF, backend=backend, producer=producer, timeout_s=PATIENCE_S) as op:
+    with AllGatherGemm(50, 16, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
         choose_at_random(op, f"{seed}, {rank}")
         poison(op)
         for _ in range(calls):
             m, n = order.choice((50, 33, 16, 7)), own.choice((16, 24, 33))
-            kind, copied = order.choice((call_pushed, AllGatherGemm.__call__)), own.random() < 0.5
+            kind, copied = order.choice((call_as_captured, AllGatherGemm.__call__)), own.random() < 0.5
             if order.randrange(op.world_size) == rank:
                 time.sleep(own.random() / 20)
             a_shard, weight = factors(m, n, 16, HALF)
@@ -184,12 +179,9 @@ def anything(rank, producer, seed, calls=10, backend="auto"):
     return [error_ratio(out, gathered_by_torch(a_shard), weight) for out, a_shard, weight in kept]
 
 
-@pytest.mark.parametrize(
-    ("world", "seed", "producer"),
-    [(1, 0, "pull"), (2, 1, "push"), (3, 2, "pull"), (3, 2, "push")],
-)
-def test_ranks_may_choose_differently_in_each_call(world, seed, producer):
-    assert_right(values(anything, world, producer, seed))
+@pytest.mark.parametrize(("world", "seed"), [(1, 0), (2, 1), (3, 2)])
+def test_ranks_may_choose_differently_in_each_call(world, seed):
+    assert_right(values(anything, world, seed))
 
 
 # ---- what the caller fixes
@@ -233,23 +225,14 @@ def test_a_consumer_that_cannot_run_here_says_what_it_needs():
                 call(a_shard, weight)
 
 
-# ---- tuned
-
-
 # ---- on GPUs
 
 
 def cases_on_gpus(rank, backend):
     cases = {
-        f"{producer}, anything, seed {seed}": lambda producer=producer, seed=seed: anything(
-            rank, producer, seed, 40, backend
-        )
-        for producer in PRODUCERS
-        for seed in (1, 2)
+        f"anything, seed {seed}": lambda seed=seed: anything(rank, seed, 40, backend) for seed in range(4)
     }
-    for producer in PRODUCERS:
-        cases[f"{producer}, pieces"] = lambda producer=producer: in_pieces(rank, (4, 2), producer)
-    return cases
+    return cases | {"pieces": lambda: in_pieces(rank, (4, 2))}
 
 
 @pytest.mark.gpu(devices=2, seconds=40)

@@ -48,7 +48,7 @@ def ending_of(n: int, bias_dtype: torch.dtype | None, activation: str | None) ->
     return Epilogue(bias, activation)
 
 
-def compared(op: AllGatherGemm, m: int, n: int, epilogue: Epilogue, lane: str) -> float:
+def compared(op: AllGatherGemm, m: int, n: int, epilogue: Epilogue, lane: str = "eager") -> float:
     """Return the error of a call with fresh inputs, in fp8 and their scales, and an output full of NaN."""
     k, dtype, of_all = op.shard.shape[1], op.shard.dtype, epilogue
     if dtype == FP8:
@@ -62,15 +62,14 @@ def compared(op: AllGatherGemm, m: int, n: int, epilogue: Epilogue, lane: str) -
     out_dtype = torch.bfloat16 if dtype == FP8 else dtype
     out = torch.full(shape, float("nan"), dtype=out_dtype, device=a_shard.device)
     assert call_in_lane(op, a_shard, weight, out, epilogue, lane) is out
-    if lane != "as captured":
-        assert torch.equal(op.gathered.view(torch.uint8), full.view(torch.uint8))
+    assert torch.equal(op.gathered.view(torch.uint8), full.view(torch.uint8))
     return error_ratio(out, full, weight, of_all)
 
 
 def every_ending(rank, way, lane, dtype):
     """Each rank has columns and an ending of its own; one of them has none."""
     errors = []
-    with opened(19, 48 if dtype == FP8 else 24, dtype, lane, **WAYS[way]) as op:
+    with opened(19, 48 if dtype == FP8 else 24, dtype, **WAYS[way]) as op:
         poison(op)
         for call in range(len(ENDINGS)):
             bias_dtype, activation = ENDINGS[(call + rank) % len(ENDINGS)]
@@ -81,13 +80,13 @@ def every_ending(rank, way, lane, dtype):
 
 
 CALLS = {  # by the number of ranks
-    1: [("plain", "pull", HALF), ("matmul", "pull", torch.bfloat16)],
+    1: [("plain", "eager", HALF), ("matmul", "eager", torch.bfloat16)],
     2: [
         *((way, lane, FP8) for way, lane in itertools.product(WAYS, LANES)),
         *((way, "as captured", HALF) for way in ("plain", "matmul")),
-        *[("matmul", "push", HALF), ("plain", "push", torch.bfloat16)],
+        ("plain", "eager", torch.bfloat16),
     ],
-    3: [(way, "pull", HALF) for way in WAYS],
+    3: [(way, "eager", HALF) for way in WAYS],
 }
 
 
@@ -104,7 +103,7 @@ def test_every_way_ends_with_each_rank_s_own_epilogue_and_scales(world):
 
 def rounded_once(rank, way, lane):
     bias = torch.full((16,), -65535.0)
-    with opened(8, 1, HALF, lane, **WAYS[way]) as op:
+    with opened(8, 1, HALF, **WAYS[way]) as op:
         out = torch.empty(8 * op.world_size, 16, dtype=HALF)
         large = torch.full((16, 1), 256.0, dtype=HALF)
         return bool((call_in_lane(op, large[:8], large, out, Epilogue(bias), lane) == 1).all())
@@ -124,7 +123,7 @@ def test_the_sums_are_rounded_once_behind_the_epilogue():
 def without_scales(rank, way):
     """Rank 1 passes no scales, and again none behind a call with them: its rows count as they are."""
     errors = []
-    with opened(16, 32, FP8, "pull", **WAYS[way]) as op:
+    with opened(16, 32, FP8, **WAYS[way]) as op:
         for passes in (False, True, False):
             (a_shard, scale_a), (weight, _) = quantized(16, 32, device()), quantized(20, 32, device())
             scale_a = scale_a if passes or rank == 0 else None
@@ -156,7 +155,7 @@ def test_the_shard_may_be_written_in_place():
 
 @pytest.fixture(params=WAYS)
 def op(request):
-    with left_as_before(all_gather_gemm), opened(16, 24, HALF, "pull", **WAYS[request.param]) as opened_one:
+    with left_as_before(all_gather_gemm), opened(16, 24, HALF, **WAYS[request.param]) as opened_one:
         all_gather_gemm.configs = CANDIDATES[:1]
         yield opened_one
 
@@ -167,7 +166,7 @@ def test_calls_in_the_same_places_with_other_endings_are_each_their_own(op):
     endings = [ONLY_SUMS, Epilogue(bias), Epilogue(activation="gelu"), Epilogue(bias, "gelu"), ONLY_SUMS]
     for epilogue in endings * 2:
         bias.normal_()  # what is known of a bias is its place alone
-        call_in_lane(op, a_shard, weight, out, epilogue, "pull")
+        call_in_lane(op, a_shard, weight, out, epilogue)
         assert error_ratio(out, a_shard, weight, epilogue) < 1
         returned = op(a_shard, weight, bias=epilogue.bias, activation=epilogue.activation)
         assert torch.equal(returned, out)
@@ -180,12 +179,12 @@ def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
     bias = torch.randn(64)
     endings = [ONLY_SUMS, Epilogue(bias), Epilogue(bias.half()), Epilogue(activation="gelu")]
     out = torch.empty(64, 64, dtype=HALF)
-    with opened(64, 32, HALF, "pull", consumer="plain", pieces=1, programs=2) as op:
+    with opened(64, 32, HALF, consumer="plain", pieces=1, programs=2) as op:
 
         @contextual_autotune(n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False)
         def step():
             for epilogue in endings:
-                call_in_lane(op, a_shard, weight, out, epilogue, "pull")
+                call_in_lane(op, a_shard, weight, out, epilogue)
                 assert error_ratio(out, a_shard, weight, epilogue) < 1
 
         step()
@@ -195,11 +194,11 @@ def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
 # ---- a wrong one
 
 
-def wrong_on_one_rank(rank, lane):
+def wrong_on_one_rank(rank):
     """Rank 1 passes what is wrong, then what is right, as rank 0 does at once."""
     begin(rank)
     messages = []
-    with opened(8, 24, HALF, lane, consumer="plain") as op:
+    with opened(8, 24, HALF, consumer="plain") as op:
         a_shard, weight = factors(8, 20, 24, HALF)
         out = torch.empty(8 * op.world_size, 20, dtype=HALF)
         wrong = [
@@ -215,13 +214,12 @@ def wrong_on_one_rank(rank, lane):
             messages.append(message_of(lambda options=options: op(a_shard, weight, out, **options)))
         dist.barrier()  # rank 0 has made no call, and none was waited for
         epilogue = Epilogue(torch.randn(20), "relu")
-        error = compared(op, 8, 20, epilogue, lane)
+        error = compared(op, 8, 20, epilogue)
         return messages, error, op._calls
 
 
-@pytest.mark.parametrize("lane", ["pull", "push"])
-def test_a_wrong_epilogue_raises_before_any_peer_hears_of_the_call(lane):
-    (_, error, calls), (messages, error_of_other, calls_of_other) = values(wrong_on_one_rank, 2, lane)
+def test_a_wrong_epilogue_raises_before_any_peer_hears_of_the_call():
+    (_, error, calls), (messages, error_of_other, calls_of_other) = values(wrong_on_one_rank, 2)
     assert max(error, error_of_other) < 1
     assert calls == calls_of_other
     texts = [
@@ -248,7 +246,7 @@ def eager_and_replayed(rank, way, backend, bias_dtype, activation):
     n, errors = (272 if activation in GATED else 264) + 128 * rank, []
     with AllGatherGemm(333, 264, HALF, backend=backend, timeout_s=60.0, **WAYS_ON_GPUS[way]) as op:
         epilogue = ending_of(n, bias_dtype, activation)
-        errors += [compared(op, m, n, epilogue, lane) for m in (333, 256) for lane in ("pull", "as captured")]
+        errors += [compared(op, m, n, epilogue) for m in (333, 256)]
         a_shard, weight = factors(256, n, 264, HALF)
         columns = result_columns(activation, n)
         out = torch.empty(256 * op.world_size, columns, dtype=HALF, device=device())
@@ -288,16 +286,13 @@ def every_way_in_fp8(rank, backend):
     specialized.tuned.configs = specialized.CANDIDATES[rank : rank + 1]
     all_gather_gemm.configs = CANDIDATES[rank : rank + 1]
 
-    def errors(way: dict[str, object], lane: str) -> list[float]:
-        with opened(333, 528, FP8, lane, backend=backend, **way) as op:
+    def errors(way: dict[str, object]) -> list[float]:
+        with opened(333, 528, FP8, backend=backend, **way) as op:
             n = 272 + 128 * rank
             endings = {333: (torch.float32, "silu"), 256: (None, None)}
-            return [compared(op, m, n, ending_of(n, *ending), lane) for m, ending in endings.items()]
+            return [compared(op, m, n, ending_of(n, *ending)) for m, ending in endings.items()]
 
-    return {
-        f"{name}, {lane}": lambda way=way, lane=lane: errors(way, lane)
-        for (name, way), lane in itertools.product(WAYS_ON_GPUS.items(), LANES)
-    }
+    return {name: lambda way=way: errors(way) for name, way in WAYS_ON_GPUS.items()}
 
 
 @pytest.mark.gpu(devices=2, seconds=35)

@@ -1,6 +1,6 @@
 """That AllGatherGemm may be captured in CUDA graphs and replayed among eager calls.
 
-CPU ranks have no graphs: there what captured calls do (see `exchange.push`) is called eagerly.
+CPU ranks have no graphs: there what captured calls enqueue is called.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from ag_gemm_runs import (
     begin,
     call_and_compare,
-    call_pushed,
+    call_as_captured,
     error_ratio,
     gathered_by_torch,
     operands_of,
@@ -39,14 +39,14 @@ from dist_autotune.kernels.signals import as_patience
 from ranks import assert_all_ok, assert_killed, meet
 
 PATIENCE_S = 60.0  # less than a test has
-pushed = functools.partial(call_and_compare, call=call_pushed)
+as_captured = functools.partial(call_and_compare, call=call_as_captured)
 
 
-def pushed_calls(rank, m, n, k, capacity, backend="auto"):
+def calls_as_captured(rank, m, n, k, capacity):
     begin(rank)
-    with AllGatherGemm(capacity, k, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
+    with AllGatherGemm(capacity, k, HALF, timeout_s=PATIENCE_S) as op:
         poison(op)
-        return [pushed(op, m, n, in_place=call == 1) for call in range(3)]
+        return [as_captured(op, m, n, in_place=call == 1) for call in range(3)]
 
 
 def last_gathered(rank):
@@ -54,10 +54,10 @@ def last_gathered(rank):
     right = []
     with AllGatherGemm(16, 16, HALF) as op:
         for call, m in (
-            (call_pushed, 16),
+            (call_as_captured, 16),
             (AllGatherGemm.__call__, 9),
-            (call_pushed, 5),
-            (call_pushed, 16),
+            (call_as_captured, 5),
+            (call_as_captured, 16),
         ):
             a_shard, weight = factors(m, 8, 16, HALF)
             call(op, a_shard, weight)
@@ -67,7 +67,7 @@ def last_gathered(rank):
 
 def in_the_lane_of_captured_calls(rank):
     cases = {
-        f"{m} of {capacity} rows": lambda sizes=(m, 40, 32, capacity): pushed_calls(rank, *sizes)
+        f"{m} of {capacity} rows": lambda sizes=(m, 40, 32, capacity): calls_as_captured(rank, *sizes)
         for m, capacity in ((19, 24), (1, 1), (5, 64))
     }
     return cases | cases_of((last_gathered,), rank)
@@ -83,7 +83,7 @@ def test_captured_calls_are_right_whatever_candidates_ranks_run(world):
 
 def dead_peer(rank, last):
     op = AllGatherGemm(8, 16, HALF)
-    pushed(op, 8, 16)
+    as_captured(op, 8, 16)
     meet()
     if rank == last:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -94,13 +94,13 @@ def dead_peer(rank, last):
     arrived = op._pusher.flags[ARRIVED.value]
     hold_launch(op, lambda: all(arrived[peer] for peer in range(last) if peer != rank))
     a_shard, weight = factors(8, 16, 16, HALF)
-    message = message_of(lambda: call_pushed(op, a_shard, weight))
+    message = message_of(lambda: op(a_shard, weight))
     del op._launch
     out = torch.empty(8 * op.world_size, 16, dtype=HALF)
     op._patience_ticks = as_patience(600.0)
     for _ in range(2):  # what graphs that are enqueued already would do
         operands = operands_of(op, weight, out, 8)
-        op._run_pushed(Product(weight, out, ONLY_SUMS, operands), op._choose(operands))
+        op._run(Product(weight, out, ONLY_SUMS, operands), op._choose(operands), is_capturing=True)
     return message, message_of(op.check) == message
 
 
@@ -206,8 +206,7 @@ def two_operations_in_one_graph(rank, backend):
 
 
 def cases_on_gpus(rank, backend):
-    cases = {"pushed, called eagerly": lambda: pushed_calls(rank, 19, 24, 16, 24, backend)}
-    return cases | cases_of((gathered_from_outside, two_operations_in_one_graph), rank, backend)
+    return cases_of((gathered_from_outside, two_operations_in_one_graph), rank, backend)
 
 
 @pytest.mark.gpu(devices=2, seconds=30)

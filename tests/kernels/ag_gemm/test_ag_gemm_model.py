@@ -28,7 +28,6 @@ KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
 FLAGS = importlib.import_module("kernels_in_the_model.exchange.flags")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
 GIVEN_UP = 1 << 30
-EPOCH = 5
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,13 +42,12 @@ class GatherBuffer(Descriptor):
     scene: Scene
 
     def may_load(self, coord: list[int]) -> None:
-        slot, row = divmod(coord[0], self.scene.capacity)
+        chunk, row = divmod(coord[0], self.scene.capacity)
         end = row + self.block_type.shape[0]
         assert end <= self.scene.m, "rows behind the chunk's last one are loaded"
-        chunk = self.scene.chunk_in(slot)
         if chunk != self.scene.rank and not self.scene.errors[chunk]:
-            seen = now().visible.get(self.scene.flag("ARRIVED", chunk).address, self.scene.base)
-            assert end <= seen - self.scene.base, f"row {row} of chunk {chunk} has not arrived"
+            seen = now().visible.get(self.scene.flag("ARRIVED", chunk).address, 0)
+            assert end <= seen, f"row {row} of chunk {chunk} has not arrived"
 
 
 @dataclass
@@ -61,7 +59,6 @@ class Scene:
     m: int
     n: int
     k: int
-    pushed: bool
     seed: int
     dead: int | None = None
     rows_of_dead: int = 0  # so many come before it stops
@@ -74,69 +71,61 @@ class Scene:
         self.random = random.Random(self.seed)
         numbers = np.random.default_rng(self.seed)
         self.capacity = self.m + 3
-        self.base = 0 if self.pushed else 7 * self.m
         self.a = numbers.integers(-3, 4, (self.world, self.m, self.k)).astype(float)
         self.b = numbers.integers(-3, 4, (self.n, self.k)).astype(float)
-        slots = 2 * self.world - 1
-        self.gather = np.full((slots * self.capacity, self.k), np.nan)
+        self.gather = np.full((self.world * self.capacity, self.k), np.nan)
         self.scales = 2.0 ** numbers.integers(-3, 4, (self.world, self.m))  # of rows in fp8, and behind them
-        self.gathered_scales = np.full((slots * self.capacity, KERNEL.scaled_pitch(self.k) // 4), np.nan)
+        self.gathered_scales = np.full((self.world * self.capacity, KERNEL.scaled_pitch(self.k) // 4), np.nan)
         self.flags = np.zeros(FLAGS.FLAGS * self.world, dtype=np.int64)
         self.errors = np.zeros(self.world, dtype=np.int64)
         self.put(self.rank, 0, self.m)
-        for peer in self.peers():
-            self.flag("ARRIVED", peer).set(self.base)
-            if not self.pushed and peer != self.dead:
-                self.flag("READY", peer).set(EPOCH)
-                self.flags[(FLAGS.ROWS + EPOCH % 2) * self.world + peer] = self.m
 
     def peers(self) -> list[int]:
         return [(self.rank + step) % self.world for step in range(1, self.world)]
-
-    def slot_of(self, chunk: int) -> int:
-        step = (chunk - self.rank) % self.world
-        return self.world - 1 + step if self.pushed and step else chunk
-
-    def chunk_in(self, slot: int) -> int:
-        return next(chunk for chunk in range(self.world) if self.slot_of(chunk) == slot)
 
     def flag(self, row: str, peer: int) -> Pointer:
         return Pointer(self.flags, getattr(FLAGS, row) * self.world + peer)
 
     def put(self, chunk: int, start: int, end: int) -> None:
-        first = self.slot_of(chunk) * self.capacity
+        first = chunk * self.capacity
         self.gather[first + start : first + end] = self.a[chunk, start:end]
         self.gathered_scales[first + start : first + end, 0] = self.scales[chunk, start:end]
 
     # ---- what the peers and the copy engines do, each a task of the machine
 
     def arrivals(self) -> list[Callable[[], None]]:
-        """Return who puts chunks here: each peer for itself, in any order, in pieces, late."""
+        """Return who puts chunks where they belong: each peer, in pieces, late; and our own pushes."""
+
+        def late() -> None:
+            for _ in range(self.random.choice([0, 4, 24])):
+                now().pause()
 
         def peer_task(peer: int) -> Callable[[], None]:
             def arrive() -> None:
                 rows = self.m if peer != self.dead else self.rows_of_dead
-                self.flag("TOLD", peer).set(self.m) if self.pushed else None
+                self.flag("TOLD", peer).set(self.m)
                 done = 0
                 while done < rows:
-                    for _ in range(self.random.choice([0, 4, 24])):
-                        now().pause()
+                    late()
                     end = min(rows, done + self.random.choice([*self.pieces, self.m]))
                     self.put(peer, done, end)
                     now().pause()
                     if self.flag("ARRIVED", peer).get() < GIVEN_UP:
-                        self.flag("ARRIVED", peer).set(self.base + end)
+                        self.flag("ARRIVED", peer).set(end)
                     done = end
-                if not self.pushed and peer != self.dead:
-                    if self.random.random() < 0.5:  # when only load warps are left, which have loaded all
-                        now().pause(lambda: all(t.done for t in kernel_tasks() if "/load" not in t.name))
-                    ended = all(task.done for task in kernel_tasks())
-                    assert not ended, f"the kernel ended before rank {peer} had fetched our chunk"
-                    self.flag("FETCHED", peer).set(EPOCH)
 
             return arrive
 
-        return [peer_task(peer) for peer in self.peers()]
+        def push() -> None:
+            late()
+            if self.dead is not None:
+                now().pause(lambda: self.flag("FREE", self.dead).get() >= 1)
+            elif self.random.random() < 0.5:  # when only load warps are left, which have loaded all
+                now().pause(lambda: all(t.done for t in kernel_tasks() if "/load" not in t.name))
+            assert not all(task.done for task in kernel_tasks()), "the kernel ended before our chunk had left"
+            self.flag("ARRIVED", self.rank).set(1)
+
+        return [*map(peer_task, self.peers()), *([push] if self.world > 1 else [])]
 
 
 def kernel_tasks() -> list[Task]:
@@ -182,9 +171,6 @@ def gather_and_multiply(
         scene.k,
         scene.capacity,
         scene.rank,
-        1 if scene.pushed else EPOCH,
-        scene.base,
-        int(scene.pushed),
         scene.patience_ticks,
         scene.m,  # its class
         seed=scene.seed,
@@ -221,11 +207,7 @@ def gather_and_multiply(
     return written
 
 
-LANES = pytest.mark.parametrize("pushed", [False, True], ids=["pulled", "pushed"])
-
-
 @KINDS
-@LANES
 @settings(max_examples=5)
 @given(
     world=st.integers(1, 4),
@@ -236,28 +218,26 @@ LANES = pytest.mark.parametrize("pushed", [False, True], ids=["pulled", "pushed"
     seed=st.integers(0, 10**6),
 )
 def test_no_row_is_read_before_it_is_here_and_the_sums_are_right(
-    variant, tensor_memory, pushed, world, sizes, programs, buffers, store, seed
+    variant, tensor_memory, world, sizes, programs, buffers, store, seed
 ):
-    scene = Scene(world, seed % world, *sizes, pushed=pushed, programs=programs, seed=seed)
+    scene = Scene(world, seed % world, *sizes, programs=programs, seed=seed)
     gather_and_multiply(scene, variant, buffers=buffers, store=store, tensor_memory=tensor_memory)
 
 
 @KINDS
-@LANES
 @pytest.mark.parametrize("activation", [NO_ACTIVATION, "gelu"])
-def test_each_piece_meets_the_bias_of_its_columns(variant, tensor_memory, pushed, activation):
+def test_each_piece_meets_the_bias_of_its_columns(variant, tensor_memory, activation):
     for seed, (n, store) in enumerate([(16, (4, 1)), (19, (4, 2)), (3, (8, 1))]):
-        scene = Scene(3, seed, 9, n, 3, pushed=pushed, programs=2, seed=seed)
+        scene = Scene(3, seed, 9, n, 3, programs=2, seed=seed)
         bias = np.random.default_rng(seed).integers(-9, 10, n).astype(float)
         of_tiles = {"store": store, "tensor_memory": tensor_memory}
         gather_and_multiply(scene, variant, bias=bias, activation=activation, **of_tiles)
 
 
-@LANES
 @pytest.mark.parametrize("variant", ["cooperative", "pingpong"])
-def test_in_fp8_each_piece_meets_the_scales_of_its_rows_where_they_have_arrived(variant, pushed):
+def test_in_fp8_each_piece_meets_the_scales_of_its_rows_where_they_have_arrived(variant):
     for seed, (n, store) in enumerate([(16, (4, 1)), (19, (4, 2)), (3, (8, 1))]):
-        scene = Scene(3, seed, 9, n, 7, pushed=pushed, programs=2, seed=seed)
+        scene = Scene(3, seed, 9, n, 7, programs=2, seed=seed)
         numbers = np.random.default_rng(seed)
         bias, scales = numbers.integers(-9, 10, n).astype(float), 2.0 ** numbers.integers(-3, 4, n)
         gather_and_multiply(scene, variant, bias=bias, column_scales=scales, store=store)
@@ -266,7 +246,7 @@ def test_in_fp8_each_piece_meets_the_scales_of_its_rows_where_they_have_arrived(
 @KINDS
 def test_gates_meet_their_ups(variant, tensor_memory):
     for seed, (n, block_n, extra_n) in enumerate([(48, 16, 0), (80, 32, 16), (16, 32, 0)]):
-        scene = Scene(3, seed, 9, n, 3, pushed=seed == 1, programs=2, seed=seed)
+        scene = Scene(3, seed, 9, n, 3, programs=2, seed=seed)
         bias = np.random.default_rng(seed).integers(-9, 10, n).astype(float)
         of_tiles = {"extra_n": 0 if tensor_memory else extra_n, "store": (16, 1)}
         of_tiles["blocks"] = (BLOCK_M, block_n, BLOCK_K)
@@ -275,7 +255,6 @@ def test_gates_meet_their_ups(variant, tensor_memory):
 
 
 @KINDS
-@LANES
 @settings(max_examples=4)
 @given(
     world=st.integers(2, 4),
@@ -285,32 +264,31 @@ def test_gates_meet_their_ups(variant, tensor_memory):
     seed=st.integers(0, 10**6),
 )
 def test_a_peer_that_stops_is_given_up_and_everything_ends(
-    variant, tensor_memory, pushed, world, m, rows_of_dead, programs, seed
+    variant, tensor_memory, world, m, rows_of_dead, programs, seed
 ):
     rank = seed % world
     dead = {"dead": (rank + 1) % world, "rows_of_dead": min(rows_of_dead, m - 1), "patience_ticks": 1}
-    scene = Scene(world, rank, m, 14, 3, pushed=pushed, seed=seed, programs=programs, **dead)
+    scene = Scene(world, rank, m, 14, 3, seed=seed, programs=programs, **dead)
     gather_and_multiply(scene, variant, tensor_memory=tensor_memory)
 
 
 @KINDS
 def test_a_weight_by_columns_gives_the_same_sums(variant, tensor_memory):
     for seed, extra_n in enumerate((0, 0, 0 if tensor_memory else 4)):
-        scene = Scene(3, 1, 9, 29, 5, pushed=bool(seed % 2), seed=seed, programs=4)
+        scene = Scene(3, 1, 9, 29, 5, seed=seed, programs=4)
         gather_and_multiply(scene, variant, extra_n=extra_n, tensor_memory=tensor_memory, by_columns=True)
 
 
-@LANES
 @pytest.mark.parametrize(("variant", "warps"), [("cooperative", 8), ("pingpong", 4)])
-def test_tiles_of_any_width_wait_for_their_rows(variant, warps, pushed):
+def test_tiles_of_any_width_wait_for_their_rows(variant, warps):
     of_tiles = {"blocks": (128, 64, 64), "extra_n": 16, "joined": True, "store": (16, 1), "warps": warps}
-    scene = Scene(2, 1, 131, 170, 70, pushed=pushed, seed=1, pieces=(40, 90))
+    scene = Scene(2, 1, 131, 170, 70, seed=1, pieces=(40, 90))
     gather_and_multiply(scene, variant, **of_tiles)
 
 
 @KINDS
 def test_a_trace_tells_of_each_tile_when_it_waited_and_when_it_was_stored(variant, tensor_memory):
-    scene = Scene(3, 1, 10, 20, 5, pushed=False, seed=3)
+    scene = Scene(3, 1, 10, 20, 5, seed=3)
     trace = gather_and_multiply(scene, variant, tensor_memory=tensor_memory, trace=True)
     before, after, stored, where = trace.T
     assert (before >= 0).all()
@@ -325,10 +303,10 @@ def test_a_trace_tells_of_each_tile_when_it_waited_and_when_it_was_stored(varian
 # ---- that the model finds what it is there to find
 
 
-def fails(*, pushed: bool = False) -> str:
+def fails() -> str:
     """Return the first failure among a few launches in different orders; empty if there is none."""
     for seed in range(12):
-        scene = Scene(3, 1, 11, 20, 5, pushed=pushed, seed=seed, pieces=(1,) * 9)
+        scene = Scene(3, 1, 11, 20, 5, seed=seed, pieces=(1,) * 9)
         try:
             gather_and_multiply(scene)
         except (AssertionError, ZeroDivisionError) as error:
@@ -336,9 +314,8 @@ def fails(*, pushed: bool = False) -> str:
     return ""
 
 
-@LANES
-def test_nothing_is_found_in_the_kernel_as_it_is(pushed):
-    assert fails(pushed=pushed) == ""
+def test_nothing_is_found_in_the_kernel_as_it_is():
+    assert fails() == ""
 
 
 Wait = Callable[..., int]
@@ -350,7 +327,6 @@ def wrong(change: Callable[..., tuple[int, int]]) -> Wait:
     return lambda chunk, rows, *rest: WAIT(*change(chunk, rows), *rest)
 
 
-@LANES
 @pytest.mark.parametrize(
     "wait",
     [
@@ -361,9 +337,9 @@ def wrong(change: Callable[..., tuple[int, int]]) -> Wait:
         pytest.param(lambda *args: WAIT(*args) + BLOCK_M, id="remembers-too-much"),
     ],
 )
-def test_a_wait_that_does_not_cover_the_load_is_found(monkeypatch, pushed, wait):
+def test_a_wait_that_does_not_cover_the_load_is_found(monkeypatch, wait):
     monkeypatch.setattr(KERNEL, "wait_for_rows", wait)
-    assert "has not arrived" in fails(pushed=pushed)
+    assert "has not arrived" in fails()
 
 
 def test_a_poll_that_acquires_nothing_is_found(monkeypatch):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ag_gemm_runs import begin
 from collective_runs import ALWAYS, PATIENCE_S, SHORT_S, launches_of, note_agreements, prefer
-from every_operation import PRODUCERS, WITH_COLLECTIVES, each
+from every_operation import WITH_COLLECTIVES, each
 from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING, captured_layer, routed_layers
 from operation_runs import (
@@ -44,9 +44,6 @@ from dist_autotune.kernels.exchange import collective
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.launch.tunable import CHOICES
 from ranks import assert_all_ok, assert_killed, meet
-
-PUSHES = "AllGatherGemm, push"
-
 
 # ---- every call by collectives
 
@@ -110,7 +107,7 @@ def some_calls(rank, runs, seed, calls=10, backend="auto"):
     return errors + [runs.error_ratio(*one) for one in kept]
 
 
-@each(WITH_COLLECTIVES | {PUSHES: PRODUCERS[PUSHES]})
+@each(WITH_COLLECTIVES)
 def test_ranks_may_want_it_differently_in_each_call(runs):
     assert_right(values(some_calls, 2 + (runs.name in ("AllGatherMoE", "GemmReduceScatter")), runs, 2))
 
@@ -296,8 +293,6 @@ def cases_on_gpus(rank, runs, backend):
     cases["some calls"] = lambda: some_calls(rank, runs, 5, 40, backend)
     cases["replays"] = lambda: replays_among_eager_calls(rank, runs, backend, collective=True)
     cases["a session"] = lambda: tuned(rank, runs)[0]
-    if runs.name == "AllGatherGemm":
-        cases["some calls, pushed"] = lambda: some_calls(rank, PRODUCERS[PUSHES], 6, 40, backend)
     if runs is SCATTERING:
         cases["a layer"] = lambda: routed_layers(rank, [700, 333], "any", **options)
         cases["a layer, captured"] = lambda: captured_layer(rank, [700, 333], **options)

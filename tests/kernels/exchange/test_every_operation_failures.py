@@ -30,12 +30,7 @@ OPENED = {  # what each of two ranks opens, and what both are told
     "sizes": (
         lambda rank: GATHERING_ROWS.open(8, 16 + rank),
         "ValueError: the ranks allocate different tensors: ",
-        "rank 0: [3, 8, 16] torch.float16; rank 1: [3, 8, 17] torch.float16",
-    ),
-    "producers": (
-        lambda rank: GATHERING_ROWS.open(8, 16, producer=("pull", "push")[rank]),
-        "ValueError: the ranks pass different values of producer: ",
-        "rank 0: 'pull'; rank 1: 'push'.",
+        "rank 0: [2, 8, 16] torch.float16; rank 1: [2, 8, 17] torch.float16",
     ),
     "ways": (
         lambda rank: REDUCING[(ONE_SHOT, TWO_SHOT)[rank]].open(4, 4),
@@ -65,7 +60,7 @@ def rows_of_scatter(rank, peer, rows):
 
 
 def rows_of_gather(rank, peer, rows):
-    return f"in call 1 rank {peer} passed {rows} rows"
+    return f"rank {peer} pushed {rows} rows"
 
 
 OTHER_ROWS = {
@@ -103,7 +98,7 @@ def test_different_rows_raise_on_every_rank(world, case):
 
 
 OR_ANOTHER = "rank {0}, or one that it waits for, did not "
-LOST = {"AllGatherGemm": "rank {0} did not offer chunk {0} of call 2 in time (its last: call 1)"}
+LOST = {"AllGatherGemm": OR_ANOTHER + "push chunk {0} in time"}
 LOST |= {"GemmReduceScatter": OR_ANOTHER + "push its sums"}
 LOST |= {f"GemmAllReduce, {way}": OR_ANOTHER + "offer its rows in time" for way in OF_KERNELS}
 LOST |= {f"GemmAllReduce, {LOW_LATENCY}": OR_ANOTHER + "send its rows in time"}
@@ -164,10 +159,8 @@ class WithRelu(GatheringRows):
 
 
 SPOILED = {
-    "fetched": WithRelu(consumer="plain", producer="pull"),
-    "pushed": WithRelu(consumer="plain", producer="push"),
-    "fetched, cuBLAS": WithRelu(consumer="matmul", producer="pull"),
-    "pushed, cuBLAS": WithRelu(consumer="matmul", producer="push"),
+    "gathered": WithRelu(consumer="plain"),
+    "gathered, cuBLAS": WithRelu(consumer="matmul"),
     "scattered": SCATTERING_SUMS,
     **OF_KERNELS,
     **EXPERTS,

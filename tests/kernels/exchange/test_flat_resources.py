@@ -15,8 +15,11 @@ from ag_gemm_runs import GATHERING_ROWS
 from gemm_rs_runs import SCATTERING_SUMS
 from operation_runs import device, synchronize, values
 from operations import HALF
+from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.exchange.flags import ARRIVED
+from dist_autotune.kernels.exchange.push import RISEN
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 
@@ -32,18 +35,22 @@ def held() -> tuple[int, int, int]:
 
 
 def many_calls(rank):
-    """Exchange chunks in 10,000 calls with tensors and shapes of their own; the product is left out."""
+    """Exchange chunks in 10,000 calls with tensors and shapes of their own; the kernel is left out."""
     GATHERING_ROWS.begin(rank)
     with AllGatherGemm(8, 16, HALF) as op:
-        launched = []
-        op._launch = lambda *call: launched.append(1)
+        flags = op._pusher.flags
+
+        def wait_as_kernels_do(*call):
+            wait_for(lambda: bool((flags[ARRIVED.value] > 0).all()))
+            flags[RISEN] = 0
+
+        op._launch = wait_as_kernels_do
         before = held()
         for call in range(CALLS):
             if call == WARM_UPS:
                 before = held()
             rows = call % 8 + 1
             op(torch.ones(rows, 16, dtype=HALF), torch.ones(call % 5 + 1, 16, dtype=HALF))
-            launched.clear()
         after = held()
         chunks = bool((op.gathered == 1).all())
     return before, after, chunks

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ag_gemm_runs import GATHERING_ROWS, error_ratio, gathered_by_torch
-from every_operation import EVERY, PRODUCERS, each
+from every_operation import EVERY, each
 from operation_runs import device, message_of, synchronize, values
 from operations import factors
 from rank_programs import wait_for
@@ -23,7 +23,6 @@ from dist_autotune.kernels.tp.registry import WORKSPACES
 from ranks import meet
 
 HALF, ROWS = torch.float16, 16
-MEETING = PRODUCERS | {name: runs for name, runs in EVERY.items() if name != "AllGatherGemm"}
 
 
 def opened(rank, runs):
@@ -79,7 +78,7 @@ def late_peer(rank, runs, meets):
         return events[:2], torch.equal(result, expected)
 
 
-@each(MEETING)
+@each(EVERY)
 def test_kernels_begin_when_all_peers_have_come(runs):
     (events, is_right), (_, is_right_too) = values(late_peer, 2, runs, True)
     assert events
@@ -106,7 +105,7 @@ def absent_peer(rank, runs, meets):
     return messages
 
 
-@each(MEETING)
+@each(EVERY)
 def test_a_peer_that_does_not_come_is_named(runs):
     message, again = values(absent_peer, 2, runs, True)[0]
     told = f"PeerTimeout: {runs.name}, rank 0: rank 1 did not come to the call in time. Find out what that"

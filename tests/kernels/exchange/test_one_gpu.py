@@ -2,7 +2,7 @@
 
 Copy engines copy pinned memory as they copy a peer's, so a kernel meets what it meets on two GPUs: rows and
 flags that arrive while it runs, written by streams. The host plays the peer by the protocols at the top of
-`exchange.pull`, `exchange.push` and `gemm_rs.operation`, late on purpose. What is left for two GPUs: memory
+`exchange.push` and `gemm_rs.operation`, late on purpose. What is left for two GPUs: memory
 of another process, NVLink, and two ranks that wait for each other.
 """
 
@@ -18,16 +18,15 @@ import torch
 from ag_gemm_runs import error_ratio, force
 from epilogue_runs import quantized
 from gpu_cases import covering_indices
-from host_as_peer import DEVICE, DTYPE, LATE_S, PATIENCE_S, HostAsPeer, HostPeer, on_one_gpu, opened
+from host_as_peer import DEVICE, DTYPE, LATE_S, HostAsPeer, HostPeer, on_one_gpu, opened
 from operation_runs import message_of
-from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
 from dist_autotune.kernels.ag_gemm.gather_buffer import RowFormat
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import Epilogue, result_columns
 from dist_autotune.kernels.exchange import flags
-from dist_autotune.kernels.exchange.pull import piece_ends
+from dist_autotune.kernels.exchange.push import piece_ends
 from dist_autotune.kernels.gemm.pruning import prune_chunks
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs import plain as rs_plain
@@ -50,16 +49,8 @@ SHAPES = [(512, 1024, 512), (333, 520, 264), (128, 264, 1024)]  # rows of a chun
 class Peer(HostPeer):
     """What rank 1 does in a call."""
 
-    def be_fetched_from(self, op: AllGatherGemm, rows: int) -> None:
-        """Take part in the eager call that rank 0 has just made."""
-        here, there, epoch = op._flags.local, op._flags.peers[1], op._fetches
-        self.write(here[flags.ROWS.value + (epoch & 1), 1], rows)
-        self.write(here[flags.READY.value, 1], epoch)
-        wait_for(lambda: int(there[flags.READY.value, 0]) >= epoch, PATIENCE_S)
-        self.write(here[flags.FETCHED.value, 1], epoch)
-
     def push(self, op: AllGatherGemm, chunk: torch.Tensor, pieces: int) -> None:
-        """Take part in the pushed call, or the replay, that rank 0 has just made."""
+        """Take part in the call that rank 0 has just made."""
         pusher = op._pusher
         here, there = pusher.flags, pusher._pushes._there[1][flags.FREE.value]
         self.write(here[flags.FREE.value, 1], 1)
@@ -68,7 +59,7 @@ class Peer(HostPeer):
         begin = 0
         for end in piece_ends(len(chunk), pieces):
             time.sleep(LATE_S)
-            slot = op._gather.local[2]
+            slot = op._gather.local[1]
             self.memory.copy(slot[begin:end], chunk[begin:end], self.stream)
             self.write(here[flags.ARRIVED.value, 1], end)
             begin = end
@@ -85,7 +76,6 @@ def one_call(
     op: AllGatherGemm,
     peer: Peer,
     shape: tuple[int, int, int],
-    how: str,
     pieces: int,
     activation: str | None = None,
 ) -> tuple[float, bool]:
@@ -98,21 +88,16 @@ def one_call(
     out = torch.full((2 * rows, columns), float("nan"), dtype=DTYPE, device=DEVICE)
     op._gather.local[1:].fill_(float("nan"))
     force(op, pieces=pieces)
-    if how == "pull":
-        op._gather.peers[1][1, :rows] = theirs
-        op(here, weight, out, activation=activation)
-        time.sleep(LATE_S)
-        peer.be_fetched_from(op, rows)
-    else:
-        op._call(here, weight, out, epilogue, pushed=True)
-        peer.push(op, theirs, 3 - pieces % 3)
+    op(here, weight, out, activation=activation)
+    peer.push(op, theirs, 3 - pieces % 3)
     op.check()
+    assert torch.equal(op._gather.peers[1][0, :rows], here.cpu())
     full = torch.cat([here, theirs.to(DEVICE)])
     return error_ratio(out, full, weight, epilogue), bool(torch.equal(op.gathered, full))
 
 
 def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
-    """Return what `one_call` does, for all candidates, shapes, ways and numbers of pieces."""
+    """Return what `one_call` does, for all candidates, shapes and numbers of pieces."""
     torch.manual_seed(0)
     found = {}
     for name, shape in itertools.product(CONSUMERS[consumer], SHAPES):
@@ -120,10 +105,10 @@ def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
         memory = HostAsPeer()
         with opened(memory, AllGatherGemm, shape[0] + 3, shape[2], consumer=consumer, programs=132) as op:
             peer = Peer(memory)
-            for how, pieces in itertools.product(("pull", "push"), (1, 2, 4)):
-                found[f"{name}, {shape}, {how}, {pieces} pieces"] = one_call(op, peer, shape, how, pieces)
+            for pieces in (1, 2, 4):
+                found[f"{name}, {shape}, {pieces} pieces"] = one_call(op, peer, shape, pieces)
             gated = shape[0], shape[1] - shape[1] % 16, shape[2]
-            found[f"{name}, {gated}, gated"] = one_call(op, peer, gated, "pull", 2, "swiglu")
+            found[f"{name}, {gated}, gated"] = one_call(op, peer, gated, 2, "swiglu")
     return found
 
 
@@ -133,9 +118,7 @@ def test_rows_that_arrive_late_and_in_pieces_are_waited_for(consumer: str) -> No
     assert {case: seen for case, seen in found.items() if not (seen[0] < 1 and seen[1])} == {}
 
 
-def call_in_fp8(
-    op: AllGatherGemm, peer: Peer, shape: tuple[int, int, int], how: str, epilogue: Epilogue
-) -> float:
+def call_in_fp8(op: AllGatherGemm, peer: Peer, shape: tuple[int, int, int], epilogue: Epilogue) -> float:
     """Return the error of a call with new inputs; `epilogue` has a bias and an activation, if any."""
     rows, n, k = shape
     here, theirs, (weight, scale_weight) = (quantized(size, k, DEVICE) for size in (rows, rows, n))
@@ -144,15 +127,8 @@ def call_in_fp8(
         part(chunk).copy_(values.reshape(part(chunk).shape))
     op._gather.local.fill_(255)  # NaN, elements and scales
     options = {"scale_a": here[1], "scale_weight": scale_weight}
-    if how == "pull":
-        op._gather.peers[1][1, :rows] = chunk
-        out = op(here[0], weight, bias=epilogue.bias, activation=epilogue.activation, **options)
-        time.sleep(LATE_S)
-        peer.be_fetched_from(op, rows)
-    else:
-        epilogue = epilogue._replace(scale_a=here[1], scale_b=scale_weight)
-        out = op._call(here[0], weight, None, epilogue, pushed=True)
-        peer.push(op, chunk, 2)
+    out = op(here[0], weight, bias=epilogue.bias, activation=epilogue.activation, **options)
+    peer.push(op, chunk, 2)
     op.check()
     full, scales = (torch.cat([ours, others]) for ours, others in zip(here, theirs, strict=True))
     of_all = epilogue._replace(scale_a=scales, scale_b=scale_weight)
@@ -167,9 +143,8 @@ def calls_in_fp8(rank: int, consumer: str) -> dict[str, float]:
         memory, options = HostAsPeer(), {"consumer": consumer, "programs": 132, "dtype": FP8}
         with opened(memory, AllGatherGemm, shape[0] + 3, shape[2], **options) as op:
             peer, bias = Peer(memory), torch.randn(shape[1], device=DEVICE)
-            for how, ending in itertools.product(("pull", "push"), (Epilogue(), Epilogue(bias, "gelu"))):
-                error = call_in_fp8(op, peer, shape, how, ending)
-                found[f"{name}, {shape}, {how}, {ending.activation}"] = error
+            for ending in (Epilogue(), Epilogue(bias, "gelu")):
+                found[f"{name}, {shape}, {ending.activation}"] = call_in_fp8(op, peer, shape, ending)
     return found
 
 
@@ -179,35 +154,31 @@ def test_rows_in_fp8_arrive_with_their_scales(consumer: str) -> None:
     assert {case: error for case, error in found.items() if not error < 1} == {}
 
 
-def forsaken(rank: int, consumer: str) -> list[tuple[str, str, float]]:
-    """Call with a peer that does nothing, pulled and pushed; return what is said, twice, and the seconds."""
+def forsaken(rank: int, consumer: str) -> tuple[str, str, float]:
+    """Call with a peer that does nothing; return what is said, twice, and the seconds."""
     choose_candidate(consumer, next(iter(CONSUMERS[consumer])))
     rows, n, k = SHAPES[0]
     weight = torch.empty(n, k, dtype=DTYPE, device=DEVICE)
-    found = []
-    for how in ("pull", "push"):
-        memory = HostAsPeer()
-        op = opened(memory, AllGatherGemm, rows, k, consumer=consumer, pieces=2, programs=132)
-        one_call(op, Peer(memory), SHAPES[0], how, 2)
-        op._patience_ticks = as_patience(1.0)
-        began = time.monotonic()
+    memory = HostAsPeer()
+    op = opened(memory, AllGatherGemm, rows, k, consumer=consumer, pieces=2, programs=132)
+    one_call(op, Peer(memory), SHAPES[0], 2)
+    op._patience_ticks = as_patience(1.0)
+    began = time.monotonic()
 
-        def call(op: AllGatherGemm = op, how: str = how) -> None:
-            op._call(op.shard, weight, None, pushed=how == "push")
-            op.check()
+    def call() -> None:
+        op(op.shard, weight)
+        op.check()
 
-        found.append((message_of(call), message_of(op.close), time.monotonic() - began))
-    return found
+    return message_of(call), message_of(op.close), time.monotonic() - began
 
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 def test_a_peer_that_does_not_come_is_named_and_the_gpu_is_free(consumer: str) -> None:
-    told = ("did not offer chunk 1 of call 2 in time", "did not push chunk 1 in time")
-    for (message, again, took_s), text in zip(on_one_gpu(forsaken, consumer), told, strict=True):
-        assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1")
-        assert text in message
-        assert again == message
-        assert 1 <= took_s < 60
+    message, again, took_s = on_one_gpu(forsaken, consumer)
+    assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1")
+    assert "did not push chunk 1 in time" in message
+    assert again == message
+    assert 1 <= took_s < 60
 
 
 # ---- GEMM + reduce-scatter

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from ag_gemm_runs import GATHERING_ROWS
 from ag_moe_runs import GATHERING
-from every_operation import PRODUCERS
 from gemm_ar_runs import REDUCING
 from gemm_rs_runs import SCATTERING_SUMS
 from moe_rs_runs import SCATTERING
@@ -92,7 +91,6 @@ GATHER = Refusing(
         "k": ({"k": 0}, "m_per_rank=4 and k=0: must be at least 1"),
         "half a column": ({"k": 7.5}, "m_per_rank=4 and k=7.5: must be an int of at least 1"),
         "dtype": ({"dtype": torch.float64}, "torch.float64 is not supported on cpu; use one of"),
-        "producer": ({"producer": "shove"}, "producer is 'shove'; it is one of pull, push"),
         "consumer": (
             {"consumer": "fast"}, "consumer is 'fast'; it is one of specialized, plain, matmul, or None"
         ),
@@ -362,10 +360,7 @@ def failing_launch(rank, of):
     return first, message_of(call), message_of(op.close)
 
 
-PUSHED = replace(GATHER, runs=PRODUCERS["AllGatherGemm, push"])
-
-
-@pytest.mark.parametrize("of", [*ALL, PUSHED], ids=[*(of.name for of in ALL), "AllGatherGemm, pushed"])
+@pytest.mark.parametrize("of", ALL, ids=[of.name for of in ALL])
 def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs(of):
     peer, failed = values(failing_launch, 2, of)
     broken = f"RuntimeError: {of.name}, rank 1: call 1 was not carried out: IndexError"

@@ -15,8 +15,7 @@ from operation_runs import values
 
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.exchange.flags import FLAGS, TOLD
-from dist_autotune.kernels.exchange.pull import ChunkProducer
-from dist_autotune.kernels.exchange.push import Pushes, SumPusher
+from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.symm import Copy, SymmetricTensor, Wait, Write, cuda, open_symmetric_memory
 from dist_autotune.kernels.symm.ranks import SharingRanks
@@ -219,15 +218,18 @@ FORK_OR_JOIN = ["cuEventRecord", "cuStreamWaitEvent"]
 COPY_BETWEEN_SIGNALS = ["cuStreamBatchMemOp", "cuMemcpyAsync", "cuStreamBatchMemOp"]
 
 
-def test_chunks_are_fetched_behind_one_fork_and_nothing_waits_for_the_side_stream(asked):
+def test_chunks_are_pushed_behind_one_fork_and_nothing_waits_for_the_side_stream(asked):
     memory = OfTwoRanks()
     gather, flags = memory.allocate((2, 4, 8), torch.float16), memory.allocate((FLAGS, 2), torch.int32)
-    producer = ChunkProducer(memory, gather, flags)
-    for call in range(3):  # the first two also tell how many rows there are
+    pusher = ChunkPusher(memory, gather, flags)
+    for _ in range(3):
         asked.clear()
-        producer.start(4, call + 1, 4 * call, 1)
-        producer.finish()
-    assert asked == [*FORK_OR_JOIN, *COPY_BETWEEN_SIGNALS]
+        pusher.start(4, 1, is_capturing=False)
+        pusher.finish(is_capturing=False)
+        assert asked == [*FORK_OR_JOIN, *COPY_BETWEEN_SIGNALS]
+    asked.clear()
+    pusher.finish(is_capturing=True)
+    assert asked == FORK_OR_JOIN
 
 
 def test_sums_are_pushed_behind_a_fork_and_flags_are_put_back_behind_a_join(driver, asked):

@@ -262,7 +262,7 @@ def other_rows(rank):
 
 def test_after_a_failed_call_release_raises_it_and_the_next_call_works():
     for rank, (texts, shape) in enumerate(values(other_rows, 2)):
-        told = f"ValueError: AllGatherGemm, rank {rank}: in call 1 rank {1 - rank} passed {5 - rank} rows"
+        told = f"ValueError: AllGatherGemm, rank {rank}: rank {1 - rank} pushed {5 - rank} rows"
         assert [text[: len(told)] for text in texts] == [told] * 3
         assert shape == (10, 12)
 
