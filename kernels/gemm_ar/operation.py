@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 import triton
 
-from dist_autotune import tunable
+from dist_autotune import is_tuning, tunable
 
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..gemm.operation import persistent_matmul
@@ -209,7 +209,7 @@ class GemmAllReduce(Operation):
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum over ranks of `part` [M, N], its rows contiguous; `out` as above.
 
-        Rows of `op.part` are not copied, and may be overwritten.
+        Rows of `op.part` are not copied, and may be overwritten where nothing is being tuned.
         """
         result = self._call(part, None, out, None, None, EPS, multiplies=False)
         assert isinstance(result, torch.Tensor)
@@ -328,15 +328,19 @@ class GemmAllReduce(Operation):
                 return
             _, _, out, sums = ends
             part = out if way == COLLECTIVE and sums is None and out.is_contiguous() else layout.part
-            key = layout.key_of_product
+            key, kept = layout.key_of_product, None
             if weight is None:
                 if part.data_ptr() != a.data_ptr():
                     part.copy_(a)
+                elif way == COLLECTIVE and is_tuning():  # another run of the same function may follow
+                    kept = a.clone()
             elif key is not None and tunable("gemm_ar product", PRODUCTS, key=key) == "own":
                 persistent_matmul(a, weight.T, out=part)
             else:
                 torch.mm(a, weight.T, out=part)
             self._exchange(way, layout, part, ends, eps)
+            if kept is not None:
+                a.copy_(kept)
 
     def _exchange(self, way: str, layout: RowsLayout, part: torch.Tensor, ends: Ends, eps: float) -> None:
         """Enqueue what adds up the ranks' parts, and ends the sums."""

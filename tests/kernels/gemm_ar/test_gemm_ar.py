@@ -19,6 +19,7 @@ from gemm_ar_runs import (
 from operation_runs import assert_cases, device, values
 from operations import HALF, factors
 
+from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
 
@@ -49,6 +50,25 @@ def without_products(rank):
 
 def test_what_ranks_have_is_added_without_a_product():
     assert_cases(without_products, 2)
+
+
+def tuned_in_its_own_buffer(rank):
+    """Tune a call whose rows are in the buffer, where a collective adds them up."""
+    given, one = torch.randn(5, 40, device=device()).to(HALF), torch.eye(40, dtype=HALF, device=device())
+    residual, norm_weight = of_all(5, 40, HALF, 3)
+    with GemmAllReduce(9, 40, HALF, way=COLLECTIVE) as op:
+        part = op.part[:5].copy_(given)
+
+        @contextual_autotune(is_dist=True, max_runs=4, cache=False, log_dir=None)
+        def layer():
+            return op.all_reduce_rms_norm(part, residual, norm_weight, EPS)
+
+        pair = layer()
+        return layer.report.runs > 1, norm_error_ratio(pair, given, one, residual, norm_weight) < 1
+
+
+def test_a_call_of_its_own_buffer_may_be_tuned():
+    assert values(tuned_in_its_own_buffer, 2) == [(True, True)] * 2
 
 
 def same_sums(rank):
