@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .layers import ColumnParallelLinear, ProductsOfOneInput, RowParallelLinear, sequence_parallel
 
@@ -84,16 +85,19 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) 
 
     plan: from names of modules, each part of which may hold the wildcards of a shell, to styles. All ranks
     have the same values in the module, or none (the meta device). Every parameter must be reached, once: one
-    that is not would be trained with the gradient of a rank's tokens alone. An error leaves the module as it
-    was. Call it before `fully_shard` on the other dimension of the mesh.
+    that is not would be trained with the gradient of a rank's tokens alone. What shares a parameter, as an
+    embedding and a head, shares it still. An error leaves the module as it was. Call it before `fully_shard`
+    on the other dimension of the mesh.
     """
-    modules = dict(module.named_modules())
+    modules = dict(module.named_modules(remove_duplicate=False))
     parallel: dict[str, nn.Module] = {}
     of_one_input: list[tuple[nn.Module, list[ColumnParallelLinear]]] = []
     for pattern, style in plan.items():
         names = [name for name in modules if _matches(name, pattern)]
         if not names:
             raise ValueError(f"the plan names {pattern!r}, and no module has such a name")
+        if isinstance(style, type) or not hasattr(style, "apply"):
+            raise TypeError(f"the plan has {style!r} for {pattern!r}; it must be a style, SequenceParallel()")
         for name in names:
             replacements = style.apply(modules[name], mesh)
             layers = [each for each in replacements.values() if isinstance(each, ColumnParallelLinear)]
@@ -104,18 +108,40 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Style]) 
                 if place in parallel:
                     raise ValueError(f"the plan reaches {place!r} twice, the second time by {pattern!r}")
                 parallel[place] = replacement
-    missed = [name for name, _ in module.named_parameters() if name.rpartition(".")[0] not in parallel]
+    parameters = module.named_parameters(remove_duplicate=False)
+    missed = [name for name, _ in parameters if name.rpartition(".")[0] not in parallel]
     if missed:
         raise ValueError(
             f"the plan does not reach {len(missed)} parameters: {', '.join(missed[:5])}; SequenceParallel() "
             "is for modules that work on each token alone"
         )
+    _share_again(modules, parallel)
     for name, replacement in parallel.items():
         if name:
             module.set_submodule(name, replacement)
     for owner, layers in of_one_input:
         ProductsOfOneInput(layers).share_in(owner)
     return parallel.get("", module)
+
+
+def _share_again(modules: Mapping[str, nn.Module], parallel: Mapping[str, nn.Module]) -> None:
+    """Let modules that had one parameter, as an embedding and a head, have one again.
+
+    Two would be trained apart, each with the gradient of its own module.
+    """
+    known: dict[nn.Parameter, tuple[str, DTensor]] = {}
+    for name, replacement in parallel.items():
+        for kind, held in replacement.named_parameters(recurse=False):
+            whole, place = getattr(modules.get(name), kind, None), ".".join(filter(None, (name, kind)))
+            if whole is None or not isinstance(held, DTensor):
+                continue
+            first, shared = known.setdefault(whole, (place, held))
+            if shared.placements != held.placements:
+                raise ValueError(
+                    f"{first!r} and {place!r} are one parameter, and the plan gives them {shared.placements} "
+                    f"and {held.placements}; give both modules one style, or each its own parameter"
+                )
+            setattr(replacement, kind, shared)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -61,6 +61,9 @@ def name_of(group: Group) -> str:
             dimensions = group.mesh_dim_names or group.shape
             raise ValueError(f"the mesh has dimensions {dimensions}; pass one, mesh['tp']")
         group = group.get_group()
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group == outside:  # what new_group returns to ranks that it leaves out
+        raise ValueError(f"global rank {dist.get_rank()} is not a member of the group that was given")
     group = group or dist.group.WORLD
     if group is None:
         raise ValueError("there is no default process group; call torch.distributed.init_process_group")

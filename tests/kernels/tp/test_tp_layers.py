@@ -197,6 +197,39 @@ def test_a_swiglu_is_made_from_three_linear_layers(world):
     assert values(swiglu, world) == [True] * world
 
 
+class Tied(nn.Module):
+    """An embedding and a head of one weight, and one module at two places."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(6, WIDTH), nn.Linear(WIDTH, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.again = self.head
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x) - 2 * self.again(x.sin())
+
+
+def tied_gradients(rank):
+    with workspaces(rank) as world:
+        mesh = dist.init_device_mesh("cpu", (world,))
+        plain = Tied()
+        with torch.no_grad():
+            plain.embedding.weight.copy_(tensor_of(0, 6, WIDTH))
+        parallel = parallelize(copy.deepcopy(plain), mesh, {"*": SequenceParallel()})
+        tokens = torch.arange(2 * world)
+        plain(tokens).square().sum().backward()
+        parallel(tokens.chunk(world)[rank]).square().sum().backward()
+        (weight,) = parallel.parameters()
+        assert_close(weight.grad.full_tensor(), plain.embedding.weight.grad)
+        return sorted(parallel.state_dict())
+
+
+def test_modules_that_share_a_parameter_share_it_still():
+    assert values(tied_gradients, 2) == [["again.weight", "embedding.weight", "head.weight"]] * 2
+
+
 def wrong_plans(rank):
     with workspaces(rank):
         mesh = dist.init_device_mesh("cpu", (2,))
@@ -209,6 +242,7 @@ def wrong_plans(rank):
         raised = message_of(lambda: norm("no tensor"))
         half_planned = Transformer()
         before = [(name, id(each)) for name, each in half_planned.named_modules()]
+        tied = Tied()
         return [
             told(Transformer(), {"layer.*": SequenceParallel()}),
             told(half_planned, {name: style for name, style in plan_of(0).items() if "norm" not in name}),
@@ -217,6 +251,9 @@ def wrong_plans(rank):
             told(nn.Sequential(nn.Linear(4, 4)), {"": SequenceParallel()}),
             told(twice, {"0": RowParallel()}),
             told(nn.Sequential(nn.RMSNorm(4)), {"0": SequenceParallel(), "*": SequenceParallel()}),
+            told(nn.Sequential(nn.RMSNorm(4)), {"0": SequenceParallel}),
+            told(tied, {"embedding": SequenceParallel()}),
+            told(tied, {"embedding": SequenceParallel(), "[ha]*": ColumnParallel()}),
             raised.partition(":")[0],
             isinstance(norm.weight, DTensor),
             before == [(name, id(each)) for name, each in half_planned.named_modules()],
@@ -236,6 +273,11 @@ def test_a_plan_that_cannot_be_carried_out_raises_with_names():
             "ValueError: Sequential has children; name each of them in the plan",
             "ValueError: a parameter of [4, 4] is distributed already: (Shard(dim=1),)",
             "ValueError: the plan reaches '0' twice, the second time by '*'",
+            f"TypeError: the plan has {SequenceParallel} for '0'; it must be a style, SequenceParallel()",
+            "ValueError: the plan does not reach 2 parameters: head.weight, again.weight; SequenceParallel() "
+            "is for modules that work on each token alone",
+            "ValueError: 'embedding.weight' and 'head.weight' are one parameter, and the plan gives them "
+            "(Replicate(),) and (Shard(dim=0),); give both modules one style, or each its own parameter",
             "TypeError",
             *[True] * 3,
         ]

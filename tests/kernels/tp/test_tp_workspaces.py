@@ -181,11 +181,15 @@ def mesh_of_two_dimensions(rank):
         text = message_of(lambda: tp.all_gather_matmul(tensor_of(rank, 4, 8), tensor_of(0, 12, 8), mesh))
         shape = tp.all_gather_matmul(tensor_of(rank, 4, 8), tensor_of(0, 12, 8), mesh["tp"]).shape
         tp.release(mesh["tp"])
-    return text, shape
+        of_one = dist.new_group([0])
+        outside = message_of(lambda: tp.reserve(4, 8, torch.float32, of_one))
+        if rank == 0:
+            tp.release(of_one)
+    return text, shape, outside
 
 
 def test_a_mesh_of_one_dimension_is_a_group_and_one_of_two_is_not():
-    assert (
-        values(mesh_of_two_dimensions, 2)
-        == [("ValueError: the mesh has dimensions ('dp', 'tp'); pass one, mesh['tp']", (8, 12))] * 2
-    )
+    wrong = "ValueError: the mesh has dimensions ('dp', 'tp'); pass one, mesh['tp']"
+    outside = "ValueError: global rank 1 is not a member of the group that was given"
+    inside = "nothing was raised"
+    assert values(mesh_of_two_dimensions, 2) == [(wrong, (8, 12), inside), (wrong, (8, 12), outside)]
