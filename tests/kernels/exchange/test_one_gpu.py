@@ -50,10 +50,9 @@ class Peer(HostPeer):
     """What rank 1 does in a call."""
 
     def push(self, op: AllGatherGemm, chunk: torch.Tensor, pieces: int) -> None:
-        """Take part in the call that rank 0 has just made."""
+        """Take part in the call that rank 0 has just made, which lasts until its own chunk has left, too."""
         pusher = op._pusher
         here, there = pusher.flags, pusher._pushes._there[1][flags.FREE.value]
-        self.write(here[flags.FREE.value, 1], 1)
         self.take(there)
         self.write(here[flags.TOLD.value, 1], len(chunk))
         begin = 0
@@ -63,6 +62,9 @@ class Peer(HostPeer):
             self.memory.copy(slot[begin:end], chunk[begin:end], self.stream)
             self.write(here[flags.ARRIVED.value, 1], end)
             begin = end
+        time.sleep(LATE_S)
+        assert not torch.cuda.current_stream().query()
+        self.write(here[flags.FREE.value, 1], 1)
 
 
 def choose_candidate(consumer: str, name: str) -> None:
