@@ -135,7 +135,7 @@ class Captured:
 
     def capture(self):
         self.call()
-        self.gathered = self.op.gathered
+        self.gathered = self.op.gathered.clone()  # in the graph: the next call overwrites these rows
 
     def refresh(self):
         """Enqueue new inputs and NaN for the output."""
