@@ -121,6 +121,7 @@ class Pushes:
         self._here = [[flags.local[row, peer] for row in rows] for peer in range(world)]
         self._there = [[theirs[row, rank] for row in rows] for theirs in flags.peers]
         self._risen, self._following = flags.local[RISEN], flags.local[FOLLOWING]
+        # They let the peers write here: see [Note: no slot is overwritten while it is read].
         self.permits = [self.raising(peer, FREE.value, 1) for peer in self.before]
         self._prepared: dict[Hashable, Callable[..., None]] = {}
 
@@ -138,14 +139,6 @@ class Pushes:
             made = self.memory.prepare(list(steps), self.stream)
             prepared = remember(self._prepared, key, made)
         prepared()
-
-    def give_permits(self, *, at_once: bool = False) -> None:
-        """Let the peers write here, behind the caller's work so far.
-
-        See [Note: no slot is overwritten while it is read].
-        """
-        self.stream.fork()
-        self.run("permits", self.permits, at_once=at_once)
 
     def taking(self, peer: int, row: int) -> list[Step]:
         """Return a wait for a flag here, and its lowering: FREE, the peer's permit, or DONE.
@@ -237,13 +230,13 @@ class SumPusher:
     """Pushes sums to their ranks, rank + 1 first.
 
     partial: slot s - 1 holds this rank's sums for rank + s. staged: slot s - 1 holds the sums of rank + s for
-    this rank. takes_permits: a push waits for the peer's permit; else the call has taken it.
+    this rank. with_permits: permits are given and taken here; else the call has given and taken them.
     """
 
     def __init__(
-        self, pushes: Pushes, partial: torch.Tensor, staged: SymmetricTensor, *, takes_permits: bool
+        self, pushes: Pushes, partial: torch.Tensor, staged: SymmetricTensor, *, with_permits: bool
     ) -> None:
-        self._pushes, self._takes_permits, self._partial = pushes, takes_permits, partial
+        self._pushes, self._with_permits, self._partial = pushes, with_permits, partial
         self._sums = []  # by step: the peer, its memory for them, and where they are here
         for step, peer in enumerate(reversed(pushes.before), 1):
             slot = pushes.memory.world_size - step - 1  # this rank is `world - step` behind the peer
@@ -264,21 +257,26 @@ class SumPusher:
         in_steps: bool,
         at_once: bool,
     ) -> None:
-        """Enqueue the launches of one call, and the pushes of `rows[p]` for rank p.
+        """Enqueue the launches of one call, and behind the caller's work so far the pushes of `rows[p]` to p.
 
         in_pieces: TOLD[r] of p becomes the number of its rows, and ARRIVED[r] how many are there so far; else
         ARRIVED[r] becomes 1. in_steps: `launch(step)` for each chunk, whose kernel takes the permit, and the
         push behind it, without a wait. Otherwise one `launch()`: see [Note: shared hardware queues].
         at_once: as in `Pushes.run`.
         """
+        pushes = self._pushes
+        if self._with_permits:
+            pushes.stream.fork()
         if in_steps:
+            if self._with_permits:  # a kernel of each rank waits for them
+                pushes.run("permits", pushes.permits, at_once=at_once)
             for step, (peer, there, here) in enumerate(self._sums):
                 launch(step)
-                self._pushes.stream.fork()
+                pushes.stream.fork()
                 steps = self._sending(peer, there, here, rows[peer], in_pieces)
-                self._pushes.run((peer, rows[peer]), steps, at_once=at_once)
+                pushes.run((peer, rows[peer]), steps, at_once=at_once)
             launch(len(self._sums))
-        elif self._pushes.memory.device.type == "cpu":
+        elif pushes.memory.device.type == "cpu":
             self._push(rows, in_pieces)
             launch()
         else:
@@ -289,8 +287,10 @@ class SumPusher:
         self._pushes.run(("sums", rows), self._steps(rows, in_pieces), at_once=True)
 
     def _steps(self, rows: tuple[int, ...], in_pieces: bool) -> Iterator[Step]:
+        if self._with_permits:
+            yield from self._pushes.permits
         for peer, there, here in self._sums:
-            if self._takes_permits:
+            if self._with_permits:
                 yield from self._pushes.taking(peer, FREE.value)
             yield from self._pushes.taking(peer, DONE.value)
             yield from self._sending(peer, there, here, rows[peer], in_pieces)
@@ -298,12 +298,17 @@ class SumPusher:
     def _sending(
         self, peer: int, there: torch.Tensor, here: torch.Tensor, rows: int, in_pieces: bool
     ) -> Iterator[Step]:
-        """Yield the copies of one peer's sums, and the flags that announce them."""
+        """Yield the copies of one peer's sums, and the flags that announce them.
+
+        TOLD comes behind the first piece, and before the flag that announces it: one batch of signals less.
+        """
         if not in_pieces:
             copies = [(there[:rows], here[:rows])] if rows else []
             yield from self._pushes.sending(peer, copies, ARRIVED.value, 1)
             return
-        yield self._pushes.raising(peer, TOLD.value, rows)
         pieces = PIECES if rows * here.shape[1] * here.element_size() >= LEAST_BYTES else 1
         for begin, end in itertools.pairwise((0, *piece_ends(rows, pieces))):
-            yield from self._pushes.sending(peer, [(there[begin:end], here[begin:end])], ARRIVED.value, end)
+            yield Copy(there[begin:end], here[begin:end])
+            if begin == 0:
+                yield self._pushes.raising(peer, TOLD.value, rows)
+            yield self._pushes.raising(peer, ARRIVED.value, end)

@@ -11,13 +11,14 @@ in float32. The memory of a rank, W ranks:
 A call in one launch on rank r:
 
     caller's stream                           side stream: copy engine and stream memory operations
-    fork                               -->    FREE[r] of every peer := 1
-    GEMM, one persistent kernel:              for p = r + 1, r + 2, ... (mod W):
-        chunk p, its last tile sets DONE[p]       wait until FREE[p] >= 1, FREE[p] := 0
-        ...                                       wait until DONE[p] >= 1, DONE[p] := 0
-        chunk r: a tile once all ARRIVED[p]       TOLD[r] of rank p := rows
+    fork                               -->    (enqueued behind the launch of the GEMM)
+    GEMM, one persistent kernel:              FREE[r] of every peer := 1
+        chunk p, its last tile sets DONE[p]   for p = r + 1, r + 2, ... (mod W):
+        ...                                       wait until FREE[p] >= 1, FREE[p] := 0
+        chunk r: a tile once all ARRIVED[p]       wait until DONE[p] >= 1, DONE[p] := 0
         have come to its last row,                our sums for p to their slot on rank p, in pieces, and
-        all of them before it ends                    ARRIVED[r] of rank p := the last row of each
+        all of them before it ends                    TOLD[r] of rank p := rows, behind the first,
+                                                      ARRIVED[r] of rank p := the last row of each
     join                               <--
     TOLD, ARRIVED := AFTER
 
@@ -45,7 +46,11 @@ in its stream must be the same on all ranks.
 
 [Note: shared hardware queues] Streams may share a hardware queue, and an operation that waits at its head
 holds up all behind it. So an eager call enqueues the waits for DONE behind the launch of the GEMM. (On the
-CPU before it: there a launch returns when the kernel has ended.) A graph keeps no order but that of its
+CPU before it: there a launch returns when the kernel has ended.) The permits go with them, in one call of the
+driver. On the device they wait for the fork alone, as they would before the launch. The host enqueues them
+late only where the launch returns late: for want of room in a queue, until earlier calls end, whose permits
+have all been enqueued. Kernels and streams of a peer that wait for them meanwhile hold nothing that our
+launch, or an earlier call, needs. A graph keeps no order but that of its
 edges, so in a captured call the side stream waits for no flag: a push depends on the kernel that computes its
 sums, and that kernel has taken the permit. Its wait for FREE ends, as the peer's fork precedes all kernels of
 that call.
@@ -163,7 +168,7 @@ class GemmReduceScatter(Operation):
         self._partial = hold(torch.zeros_like(self._staged.local))
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
-        self._pusher = SumPusher(self._pushes, self._partial, self._staged, takes_permits=True)
+        self._pusher = SumPusher(self._pushes, self._partial, self._staged, with_permits=True)
         spoil_all(self._partial[0], self._flags.local, self.rank, world, only_load=True)
         self._collective = self._open_collective(self._memory)
 
@@ -226,7 +231,6 @@ class GemmReduceScatter(Operation):
                 return out
             body = layout.body
             in_steps = body.in_steps or self._in_steps(is_capturing=is_capturing)
-            self._pushes.give_permits(at_once=not is_capturing)
             launch = functools.partial(self._launch, body, operands)
             self._pusher.run(launch, layout.rows, in_pieces=True, in_steps=in_steps, at_once=not is_capturing)
             if isinstance(body, PlainBody):  # its kernel writes the NaN itself

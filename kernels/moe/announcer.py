@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -27,9 +28,10 @@ class Announcer:
 
         at_once: as in `Pushes.run`.
         """
-        self._pushes.give_permits(at_once=at_once)
-        steps = (step for peer in self._pushes.before for step in self._pushes.taking(peer, FREE.value))
-        self._pushes.run("no choices", steps, at_once=at_once)
+        pushes = self._pushes
+        pushes.stream.fork()
+        taking = (step for peer in pushes.before for step in pushes.taking(peer, FREE.value))
+        pushes.run("no choices", itertools.chain(pushes.permits, taking), at_once=at_once)
 
     def announce(
         self,
@@ -46,7 +48,7 @@ class Announcer:
         lists: experts, and weights if there are any, one element a choice, rank by rank; this rank's lie in
         place, from `rank * stride` on. given: this rank's digest of the tokens of all ranks.
         """
-        self._pushes.give_permits(at_once=at_once)
+        self._pushes.stream.fork()
         begin = self._pushes.memory.rank * stride
         part, told = slice(begin, begin + tokens * topk), tokens * TOPK_SPAN.value + topk
         steps = self._steps(lists if tokens else (), part, told, given)
@@ -56,6 +58,7 @@ class Announcer:
         self, lists: tuple[SymmetricTensor, ...], part: slice, told: int, given: int
     ) -> Iterator[Step]:
         pushes = self._pushes
+        yield from pushes.permits
         for peer in pushes.before:
             copies = [(each.peers[peer][part], each.local[part]) for each in lists]
             yield from pushes.taking(peer, FREE.value)

@@ -148,7 +148,7 @@ class MoEReduceScatter(ExpertOperation):
         counters = torch.zeros(3 * self.world_size, dtype=torch.int32, device=self.device)
         self._counters = self._memory.hold(counters)
         # The announcer takes the permits.
-        self._pusher = SumPusher(self._pushes, self._partial, self._staged, takes_permits=False)
+        self._pusher = SumPusher(self._pushes, self._partial, self._staged, with_permits=False)
 
     # ---- what the caller may use
 

@@ -236,14 +236,16 @@ def test_sums_are_pushed_behind_a_fork_and_flags_are_put_back_behind_a_join(driv
     memory = OfTwoRanks()
     sums, flags = memory.allocate((1, 4, 8), torch.float16), memory.allocate((FLAGS, 2), torch.int32)
     pushes = Pushes(memory, memory.side_stream(), flags)
-    pusher = SumPusher(pushes, sums.local, sums, takes_permits=True)
-    for _ in range(2):
+    pusher = SumPusher(pushes, sums.local, sums, with_permits=True)
+    for in_steps in (False, True) * 2:
         asked.clear()
-        pushes.give_permits(at_once=True)
-        pusher.run(lambda: asked.append("launch"), (4, 4), in_pieces=True, in_steps=False, at_once=True)
+        launch = lambda *_: asked.append("launch")  # noqa: E731
+        pusher.run(launch, (4, 4), in_pieces=True, in_steps=in_steps, at_once=True)
         pushes.finish()
-        permits = [*FORK_OR_JOIN, "cuStreamBatchMemOp"]
-        assert asked == [*permits, "launch", *COPY_BETWEEN_SIGNALS, *FORK_OR_JOIN, "cuMemcpyAsync"]
+        pushed = ["launch", *COPY_BETWEEN_SIGNALS]
+        if in_steps:  # the kernel waits for permits, and the push for none
+            pushed = ["cuStreamBatchMemOp", "launch", *FORK_OR_JOIN, *COPY_BETWEEN_SIGNALS[1:], "launch"]
+        assert asked == [*FORK_OR_JOIN, *pushed, *FORK_OR_JOIN, "cuMemcpyAsync"]
     put_back = flags.local[TOLD.value :].data_ptr()
     assert driver.told[-1] == [("copy", put_back, 2 * 2 * 4)]
 
