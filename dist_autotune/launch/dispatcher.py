@@ -43,8 +43,8 @@ class Dispatcher:
         note: Callable[[str], None],
         written: WrittenTensors,
     ) -> None:
-        self.run_under_way: CallUnderWay | None = None  # of a session
-        self.repeats_run = False  # the run under way is captured: each launch takes its config once more
+        # Of a session: from `begin_run` until `Session` has applied its report, or it has failed.
+        self.run_under_way: CallUnderWay | None = None
         self._function = registry.results.function
         self._model = self._new_call(tunes=False)  # settled calls are copies of it
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
@@ -66,7 +66,7 @@ class Dispatcher:
         if launch.kwargs.get("warmup"):
             binding = self._known_binding(launch)
             return launch.run(binding.configs[binding.rank_context.stand_in(binding.configs)])
-        if self._repeats(call):
+        if call.repeats:
             return self._repeat(launch)
         if self._takes_incumbents(call) or interception.is_async_compiling():
             return self._launch_incumbent(call, launch, failed)
@@ -101,7 +101,7 @@ class Dispatcher:
         texts = option_texts(name, options)
         with self._lock:
             context = self._registry.choice(name, key, options, texts, is_joint=bool(among))
-        takes_incumbent = self._takes_incumbents(call) and not self._repeats(call)
+        takes_incumbent = self._takes_incumbents(call) and not call.repeats
         candidate = context.stand_in() if takes_incumbent else self._candidate(call, context.bindings[0])
         self._check_tuned(context, candidate)
         place = texts.places[candidate]
@@ -119,9 +119,6 @@ class Dispatcher:
     def _takes_incumbents(self, call: CallUnderWay) -> bool:
         """Return whether launches of this call take incumbents now and admit no context."""
         return self._is_beside_session(call) or interception.is_capturing()
-
-    def _repeats(self, call: CallUnderWay) -> bool:
-        return self.repeats_run and self.run_under_way is call
 
     def _stays(self, call: CallUnderWay, context: RankContext) -> bool:
         """Return whether later calls may launch the same config from the fast path."""
@@ -315,10 +312,6 @@ class Dispatcher:
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
         return call
-
-    def end_run(self) -> None:
-        """End what `begin_run` has begun: its report is made and applied, or it has failed."""
-        self.run_under_way, self.repeats_run = None, False
 
     def _new_call(self, *, tunes: bool, written: WrittenTensors | None = None) -> CallUnderWay:
         settled: Settled = {}

@@ -62,6 +62,7 @@ class CallUnderWay:
         self.settled, self.launch, self.failure, self.choose_for = settled, launch, failure, choose_for
         self.tunes, self.passes_single = tunes, passes_single
         self.written = written
+        self.repeats = False  # a run that is captured: each launch takes its config once more
         self.changes = False  # a launch changes tensors, of a kernel that `launched` does not return
         self.new: set[RankContext] | None = None  # new or provisional, launched by this settled call
 

@@ -172,8 +172,10 @@ class Groups:
             return self.single()
         if known is None:
             self._close_ended()
-            known = self._by_group[group] = ProcessGroup(group)
-            weakref.finalize(group, known.close).atexit = False
+            made = ProcessGroup(group)
+            known = self._by_group.setdefault(group, made)  # another thread may have made one meanwhile
+            if known is made:
+                weakref.finalize(group, known.close).atexit = False
         return known
 
     def _close_ended(self) -> None:

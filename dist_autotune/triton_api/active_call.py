@@ -11,6 +11,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as pools
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +23,16 @@ POLL_S = 0.05  # between two looks at the call that has the turn
 STILL_S = 0.25  # a call that has not moved for so long may wait for a thread that it has started
 
 
+@dataclass(frozen=True, eq=False)
 class ActiveCall:
+    """The call that has the turn."""
+
+    name: str  # of its function
+    owner: int  # its thread
+    older: weakref.WeakSet[threading.Thread]  # threads from before it
+
+
+class SessionTurn:
     """The turn of sessions, and the threads that work for the call that has it.
 
     A thread works for the call if the call waits for the thread, or for the future that it works on; or if
@@ -32,10 +42,7 @@ class ActiveCall:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._call: object | None = None  # the one that has the turn
-        self._name = ""  # of its function
-        self._owner = 0  # its thread
-        self._older: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads from before the call
+        self.call: ActiveCall | None = None  # set by `acquire`; None again before the lock is released
         self._lent = threading.local()  # its `call`: the one that waits for this thread
 
     @property
@@ -44,7 +51,7 @@ class ActiveCall:
 
     def belongs(self) -> bool:
         """Return whether this thread works for the call that has the turn, and has not taken it."""
-        call = self._call
+        call = self.call
         return call is not None and (
             getattr(self._lent, "call", None) is call
             or torch._C._current_graph_task_id() != -1  # autograd runs backward on threads of its own
@@ -62,11 +69,11 @@ class ActiveCall:
         if not self.lock.acquire(blocking=False):
             began, place = time.monotonic(), None
             while not self.lock.acquire(timeout=POLL_S):
-                if self._call is None:
+                if (call := self.call) is None:
                     continue
-                if self.belongs() or self._is_awaited():
+                if self.belongs() or _is_awaited(call):
                     return False
-                now = self._call, _position(self._owner)
+                now = call, _position(call.owner)
                 if now != place:
                     began, place = time.monotonic(), now
                     continue
@@ -74,45 +81,43 @@ class ActiveCall:
                 if still_s >= STILL_S and self._is_younger():
                     return False
                 if still_s >= timeout_s():
-                    raise TuningError(self._given_up(name, still_s))
-        self._older = weakref.WeakSet(threading.enumerate())
-        self._owner, self._name, self._call = threading.get_ident(), name, object()
+                    raise TuningError(_given_up(name, call, still_s))
+        self.call = ActiveCall(name, threading.get_ident(), weakref.WeakSet(threading.enumerate()))
         return True
-
-    def end(self) -> None:
-        """End the call; whoever took the lock releases it."""
-        self._call, self._owner = None, 0
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """Make the block a part of the active call, which waits for this thread."""
         before = getattr(self._lent, "call", None)
-        self._lent.call = self._call
+        self._lent.call = self.call
         try:
             yield
         finally:
             self._lent.call = before
 
     def _is_younger(self) -> bool:
-        return self._call is not None and threading.current_thread() not in self._older
+        call = self.call
+        return call is not None and threading.current_thread() not in call.older
 
-    def _is_awaited(self) -> bool:
-        """Return whether a thread of the call waits for this one, or for the future that it works on."""
-        me, older = threading.current_thread(), self._older
-        of_call = {self._owner, *(t.ident for t in threading.enumerate() if t not in older and t is not me)}
-        mine = {id(me), *(id(future) for future in _worked_on(sys._getframe()))}
-        frames = [frame for ident, frame in sys._current_frames().items() if ident in of_call]
-        return any(id(awaited) in mine for frame in frames for awaited in _awaited(frame))
 
-    def _given_up(self, name: str, waited_s: float) -> str:
-        frame = sys._current_frames().get(self._owner)
-        at = "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno}"
-        thread = threading.current_thread().name
-        return (
-            f"{name} waited {waited_s:.0f} s on thread {thread} for a call of {self._name}, which has not "
-            f"moved in that time{at}. If that call waits for this thread, start the thread in it, or wait by "
-            f"join() or Future.result(): then {name} joins its session."
-        )
+def _is_awaited(call: ActiveCall) -> bool:
+    """Return whether a thread of the call waits for this one, or for the future that it works on."""
+    me = threading.current_thread()
+    of_call = {call.owner, *(t.ident for t in threading.enumerate() if t not in call.older and t is not me)}
+    mine = {id(me), *(id(future) for future in _worked_on(sys._getframe()))}
+    frames = [frame for ident, frame in sys._current_frames().items() if ident in of_call]
+    return any(id(awaited) in mine for frame in frames for awaited in _awaited(frame))
+
+
+def _given_up(name: str, call: ActiveCall, waited_s: float) -> str:
+    frame = sys._current_frames().get(call.owner)
+    at = "" if frame is None else f", at {frame.f_code.co_filename}:{frame.f_lineno}"
+    thread = threading.current_thread().name
+    return (
+        f"{name} waited {waited_s:.0f} s on thread {thread} for a call of {call.name}, which has not "
+        f"moved in that time{at}. If that call waits for this thread, start the thread in it, or wait by "
+        f"join() or Future.result(): then {name} joins its session."
+    )
 
 
 def _position(ident: int) -> tuple[object, ...]:

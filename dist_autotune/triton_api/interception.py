@@ -18,7 +18,7 @@ from triton import knobs
 from triton.runtime import _async_compile
 from triton.runtime.autotuner import Autotuner
 
-from .active_call import ActiveCall
+from .active_call import SessionTurn
 from .launch import key_of
 
 _IS_CAPTURING = torch.cuda.is_current_stream_capturing
@@ -38,7 +38,7 @@ class Interception:
     """
 
     def __init__(self) -> None:
-        self.turn = ActiveCall()  # of sessions
+        self.turn = SessionTurn()  # of sessions
         self.calls: dict[int | str, Any] = {}  # `CallUnderWay` by thread, and under SESSION and PROGRAM
         self._is_installed = False
         self._looked_at: object = None  # what stood at `Autotuner.run` the last time
@@ -115,7 +115,7 @@ class Interception:
         return _Entered(self.calls, call, (PROGRAM,) if as_program else (SESSION, get_ident()))
 
     def restore(self) -> None:
-        """End what a second Ctrl-C may have left of a session's run."""
+        """End what a Ctrl-C may have left of a session's run."""
         if (call := self.calls.get(SESSION)) is not None:
             # The session's own entry is the first to come and the last to go: it tells of the others.
             for key in [key for key, each in self.calls.copy().items() if each is call and key != SESSION]:
@@ -150,6 +150,8 @@ class _Stashed:
     meanwhile aborts ("terminate called without an active exception").
     """
 
+    _remove: Callable[[str], None] | None = None
+
     def __init__(self) -> None:
         name = get_ident()
         # torch 2.11 keeps the object without counting it, and would read freed memory. An int a thread stays.
@@ -157,7 +159,7 @@ class _Stashed:
         torch._C._stash_obj_in_tls(_IN_TLS, name)
         # When the interpreter ends, this may outlive the globals, and be deleted by another thread.
         self._key, self._thread, self._here = _IN_TLS, name, get_ident
-        self._remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
+        self._remove = getattr(torch._C, "_remove_obj_from_tls", None)
 
     def __del__(self) -> None:
         if self._remove is not None and self._here() == self._thread:
@@ -187,7 +189,7 @@ def _watch_forks() -> None:
 
 def _leave_to_parent() -> None:
     INTERCEPTION.calls.clear()
-    INTERCEPTION.turn.end()
+    INTERCEPTION.turn.call = None
     INTERCEPTION.turn.lock = threading.RLock()
     for lock in _LOCKS:
         lock._at_fork_reinit()

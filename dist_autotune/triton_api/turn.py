@@ -13,7 +13,7 @@ from .interception import INTERCEPTION
 def session_turn(name: str, timeout_s: Callable[[], float]) -> Iterator[bool]:
     """Take the turn for a session in the block; yield False where the block is a part of another call.
 
-    name: of the function, for messages. timeout_s: see `ActiveCall.acquire`.
+    name: of the function, for messages. timeout_s: see `SessionTurn.acquire`.
     """
     turn = INTERCEPTION.turn
     if turn.belongs():
@@ -25,7 +25,7 @@ def session_turn(name: str, timeout_s: Callable[[], float]) -> Iterator[bool]:
         try:
             has_turn = turn.acquire(name, timeout_s)
             if has_turn:
-                INTERCEPTION.restore()  # a second Ctrl-C may have left parts of the last call
+                INTERCEPTION.restore()
                 yield True
             else:
                 with turn.lent():
@@ -33,23 +33,13 @@ def session_turn(name: str, timeout_s: Callable[[], float]) -> Iterator[bool]:
         finally:
             try:
                 if has_turn or turn.is_mine:
-                    _leave()
+                    INTERCEPTION.restore()
             finally:
                 # With `has_turn` nothing is called before the lock is free, so no Ctrl-C comes in
                 # between; without it, one came when the lock had just been taken.
                 if has_turn or turn.is_mine:
+                    turn.call = None
                     try:
                         lock.release()
                     except RuntimeError:  # a step that another thread has opened: only that one could
                         turn.lock = threading.RLock()  # threads that wait look for it at each poll
-
-
-def _leave() -> None:
-    """End all that the call under way has begun, also if a Ctrl-C interrupts this."""
-    try:
-        INTERCEPTION.restore()
-        INTERCEPTION.turn.end()
-    except BaseException:
-        INTERCEPTION.restore()
-        INTERCEPTION.turn.end()
-        raise

@@ -41,6 +41,7 @@ class Retuning(enum.Enum):
     WANTED: the next call opens a session; where ranks vote, it asks the peers to open one with this rank.
     ASKED: the peers were asked; all open a session in one later call.
     BEGUN: the session under way ignores results in memory and on disk; so does the next one if it fails.
+        WANTED again where peers do not come to its opening, and settled calls go on.
     """
 
     NONE = enum.auto()
@@ -243,6 +244,8 @@ class Calls:
                 return state, True
         except AgreementTimeout as error:
             self._wants_session = False
+            if self._retuning is Retuning.BEGUN:
+                self._retuning = Retuning.WANTED
             self._note(f"no session, the ranks go on with what is settled: {error}")
             return state, False
 

@@ -223,7 +223,7 @@ class Session:
                 report = self._run.report(self.elapsed_s)
             self._step(self._exchange(report, watch.what, of_run=True))
         finally:  # until then settled calls of other threads leave its contexts alone
-            state.dispatcher.end_run()
+            state.dispatcher.run_under_way = None  # no function, before which a Ctrl-C might come
 
     @contextlib.contextmanager
     def _under_way(self, launches: CallUnderWay, watch: Watch) -> Iterator[None]:
@@ -236,7 +236,7 @@ class Session:
 
     def _replay_graph(self, function: Callable[[], Any], launches: CallUnderWay, watch: Watch) -> None:
         """Capture the run once more; once all ranks have, time replays of it."""
-        self.state.dispatcher.repeats_run = True
+        launches.repeats = True
         with self._under_way(launches, watch):
             self._run.capture(function)
         # [Note: ranks leave together] A rank without a graph replays nothing: kernels of peers would wait.

@@ -25,14 +25,14 @@ from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, Pe
 from dist_autotune.ranks.ballots import Ballot, BallotBox
 from dist_autotune.ranks.exchange import Merge
 from dist_autotune.ranks.wire import HubMessage
-from dist_autotune.triton_api.active_call import ActiveCall
+from dist_autotune.triton_api.active_call import SessionTurn
 
 HANG_S = 120.0  # of one program: ranks that take turns never wait, so only a defect of this file lasts
 
 Watch = Callable[[int, "list[bytes]", "list[VirtualAgreement]"], None]  # sequence, payloads by rank, ranks
 
 
-class EverybodysTurn(ActiveCall):
+class EverybodysTurn(SessionTurn):
     """Nobody waits."""
 
     is_mine = False

@@ -296,7 +296,8 @@ class VirtualRank:
 
     def _thunk(self) -> int:
         program, rank = self.program, self.agreement.rank
-        is_repeated = self.state is not None and self.state.dispatcher.repeats_run
+        under_way = None if self.state is None else self.state.dispatcher.run_under_way
+        is_repeated = under_way is not None and under_way.repeats
         self.runs += not is_repeated
         run = self.runs - 1
         if any(event.number == run for event in program.events_of("retune inside")) and not is_repeated:

@@ -2,17 +2,20 @@
 
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, double, launch, numbers, records
-from rank_programs import SHORT_S, blocks_of, ending, statuses_of, tune, tuned_step
+from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, ending, statuses_of, tune, tuned_step
 from torch.distributed.device_mesh import init_device_mesh
 
 from dist_autotune import TuningError, contextual_autotune
 from dist_autotune.errors import InvalidOption
+from dist_autotune.ranks import group as rank_group
+from dist_autotune.ranks.group import ProcessGroup
 from ranks import assert_all_ok, meet, run_ranks
 
 
@@ -164,6 +167,24 @@ def test_an_outsider_is_told_what_to_do():
         return not step.settled
 
     assert assert_all_ok(run_ranks(program, 2)) == [True, True]
+
+
+def test_first_calls_of_a_group_on_several_threads_make_one(monkeypatch):
+    def program(rank):
+        both = threading.Barrier(2)
+
+        class MadeAtOnce(ProcessGroup):
+            def __init__(self, own: dist.ProcessGroup) -> None:
+                super().__init__(own)
+                both.wait(TIMEOUT_S)
+
+        monkeypatch.setattr(rank_group, "ProcessGroup", MadeAtOnce)
+        groups = rank_group.Groups()
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(groups.of, [None, None])
+        return one is other is groups.of(None), one.ranks
+
+    assert assert_all_ok(run_ranks(program, 2)) == [(True, (0, 1))] * 2
 
 
 # ---- a DeviceMesh for a group

@@ -1,12 +1,22 @@
 """One trial per call, and settled calls that vote: plans stay equal whatever each rank measures and meets."""
 
+import math
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers, records
-from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, run_until_settled, set_patience, tune, tuned_step
+from rank_programs import (
+    SHORT_S,
+    TIMEOUT_S,
+    blocks_of,
+    run_until_settled,
+    set_patience,
+    tune,
+    tuned_step,
+    wait_for,
+)
 
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
@@ -114,7 +124,8 @@ def test_a_rank_that_is_late_in_a_settled_call_delays_learning_and_raises_nothin
     assert blocks == [16, 32]
 
 
-def test_a_rank_that_is_late_where_all_take_a_key_up_raises_nothing():
+@pytest.mark.parametrize("what", ["a new key", "retune"])
+def test_a_rank_that_is_late_where_all_open_a_session_delays_it_and_raises_nothing(what):
     def program(rank):
         bench, sizes = Bench(), [64]
         kernel = bench.kernel({16: 3.0, 32: 1.0})
@@ -122,18 +133,27 @@ def test_a_rank_that_is_late_where_all_take_a_key_up_raises_nothing():
         step()
         set_patience(step, SHORT_S)
         step()
+        before, late_s = len(bench.blocks()), 2 * SHORT_S
         if rank == 1:
-            sizes.append(8)
-        late_s = 2 * SHORT_S
-        for _ in range(12):
+            step.retune() if what == "retune" else sizes.append(8)
+        has_tuned = torch.zeros(1)
+        for _ in range(40):
             step()
-            dist.barrier()
-            if rank == 0 and late_s and step._calls.state.ballot._opens_at:
-                time.sleep(late_s)
-                late_s = 0
-        return step.settled
+            has_tuned[0] = 16 in bench.blocks()[before:]
+            dist.broadcast(has_tuned, src=1)
+            if has_tuned:
+                break
+            ballot = step._calls.state.ballot
+            if rank == 0 and late_s and ballot._limit < math.inf:  # it has promised to stop
+                wait_for(lambda ballot=ballot: ballot._opens_at)
+                if ballot._opens_at == ballot.begun + 1:
+                    time.sleep(late_s)
+                    late_s = 0
+        notes = [event.text for event in records(rank=rank) if event.event == "note"]
+        return bool(has_tuned), late_s == 0, any("go on with what is settled" in text for text in notes)
 
-    assert assert_all_ok(run_ranks(program, 2)) == [True, True]
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert (zero, one) == ((True, True, True), (True, False, True))
 
 
 @pytest.mark.parametrize("mode", ["online", "replay"])

@@ -305,7 +305,7 @@ def test_a_key_that_is_new_to_a_settled_call_is_tuned_though_another_thread_retu
 
 def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_another_thread(bench, monkeypatch):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
-    main, acquire = threading.get_ident(), active_call.ActiveCall.acquire
+    main, acquire = threading.get_ident(), active_call.SessionTurn.acquire
     has_launched, session_began, waits_for_turn = threading.Event(), threading.Event(), threading.Event()
 
     def noted_acquire(*args: Any) -> bool:
@@ -323,7 +323,7 @@ def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_anothe
             assert waits_for_turn.wait(LONG_S)
         return y
 
-    monkeypatch.setattr(active_call.ActiveCall, "acquire", noted_acquire)
+    monkeypatch.setattr(active_call.SessionTurn, "acquire", noted_acquire)
     tuned = bench.tune(thunk)
     tuned(64)
     with ThreadPoolExecutor(1) as pool:

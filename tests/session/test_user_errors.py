@@ -23,7 +23,6 @@ from kernels_for_tests import (
     winner,
 )
 
-import dist_autotune.triton_api.interception
 from dist_autotune import is_tuning
 from dist_autotune.logs.records import Banned, RunFailed
 from dist_autotune.triton_api.interception import INTERCEPTION
@@ -170,9 +169,11 @@ def test_an_error_of_any_callable_grid_is_the_users(bench, grid):
 
 
 class CtrlC:
-    """While it is entered, raises KeyboardInterrupt before the n-th line of those files."""
+    """While it is entered, raises KeyboardInterrupt before the n-th line or function of those files."""
 
-    FILES = (dist_autotune.triton_api.interception.__file__, "/active_call.py")
+    LINES = ("/triton_api/interception.py", "/active_call.py")
+    # Python itself looks for a signal where a function begins.
+    FUNCTIONS = (*LINES, "/turn.py", "/dispatcher.py")
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -184,14 +185,19 @@ class CtrlC:
         sys.settrace(None)
 
     def on_call(self, frame: Any, event: str, argument: Any) -> Any:
-        return self.on_line if frame.f_code.co_filename.endswith(self.FILES) else None
+        if frame.f_code.co_filename.endswith(self.FUNCTIONS):
+            self.count()
+        return self.on_line if frame.f_code.co_filename.endswith(self.LINES) else None
 
     def on_line(self, frame: Any, event: str, argument: Any) -> Any:
         if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
+            self.count()
         return self.on_line
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("settled", [False, True], ids=["tuning", "settled"])
@@ -205,9 +211,11 @@ def test_ctrl_c_between_any_two_lines_leaves_nothing_patched_and_tuning_on(bench
         interrupt = CtrlC(at)
         with contextlib.suppress(KeyboardInterrupt), interrupt:
             tuned()
+        state = None if tuned._calls is None else tuned._calls.state
         assert is_outside()
         assert threading.Thread.start is before
-        assert (is_tuning(), INTERCEPTION.calls) == (False, {})
+        assert (is_tuning(), INTERCEPTION.calls, INTERCEPTION.turn.call) == (False, {}, None)
+        assert state is None or state.dispatcher.run_under_way is None
         bench.forget()
         tuned()
         assert only(tuned.report).status == "tuned"
