@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from process_states import has_ended
 from triton.compiler.compiler import ASTSource
 
 from dist_autotune import ContextualAutotuner, contextual_autotune
@@ -203,7 +204,7 @@ class Compiler:
     def processes_left(self, deadline_s: float = 30.0) -> list[int]:
         """Return the compiling processes, this one apart, that are still there at the deadline."""
         deadline = time.monotonic() + deadline_s
-        while left := [pid for pid in self.pids() - {os.getpid()} if _is_running(pid)]:
+        while left := [pid for pid in self.pids() - {os.getpid()} if not has_ended(pid)]:
             if time.monotonic() > deadline:
                 break
             time.sleep(5e-3)
@@ -212,11 +213,3 @@ class Compiler:
     @staticmethod
     def own_pid() -> int:
         return os.getpid()
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"  # one whose parent is gone may wait for the system to take it in

@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from candidates import ASSERTED, GOOD, HELPED, TOO_LARGE, Compiler, arrive, banned, kernel, tuned
+from process_states import status_of
 
 from dist_autotune import AgreementTimeout
 from dist_autotune.compilation.pool import PoolOptions
@@ -63,11 +63,6 @@ def begin(step: Any, compiler: Compiler, block: int = 64) -> None:
 
 def blocks(device: Any) -> list[int]:
     return [constants["BLOCK"] for constants in device.launched]
-
-
-def status_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on: state, parent, ..."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 # ---- steps go on

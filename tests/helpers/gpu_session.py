@@ -29,6 +29,7 @@ from typing import Any
 
 import pytest
 from gpu_schedule import SECONDS, Placed, Schedule, jobs_at_once, jobs_of, part_of
+from process_states import status_of
 
 LIMIT_S = 540.0  # of the session
 TEST_LIMIT_S = 150.0  # of a test; `run_ranks` ends ranks sooner, and tells where they stood
@@ -473,9 +474,9 @@ def _let_it_tell(pid: int) -> None:
 def _descendants(pid: int) -> list[int]:
     """Return all processes that the process has started, and those that they have."""
     children = collections.defaultdict(list)
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            children[int(path.read_text().rpartition(")")[2].split()[1])].append(int(path.parent.name))
+    for each in (int(path.name) for path in Path("/proc").glob("[0-9]*")):
+        if parent := status_of(each)[1:2]:
+            children[int(parent[0])].append(each)
     found = list(children[pid])
     for each in found:
         found += children[each]

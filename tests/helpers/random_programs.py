@@ -6,6 +6,7 @@ integer reproduces it, or one of hypothesis's, which makes a failing program sma
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from random import Random
 from typing import Any
 
 from dist_autotune.combinations import Combinations
+from dist_autotune.search.strategies import Warmup
 
 BLOCKS = (16, 32, 64, 128, 256)
 MANY_BLOCKS = (range(1, 15), range(1, 15), range(1, 41), range(1, 301))
@@ -21,9 +23,49 @@ KEYS = (64, 80, 96)
 MANY_KEYS = tuple(range(64, 240, 16))
 RANKS = (1, 2, 2, 2, 3, 3, 4, 4, 6, 8)
 OF_THE_PACKAGE = ("exhaustive", "racing", "auto", "expected")
-SEARCHES = ("exhaustive",) * 2 + OF_THE_PACKAGE[1:] * 3 + ("shuffled", "endless", "stubborn", "raising")
 SHARES = (1000, 900, 750, 500, 250)
 BAD_SAMPLES = (math.nan, math.inf, -1.0, 0.0, None)
+
+
+# ---- strategies of a user's own
+
+
+def shuffled(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
+    """Try candidates in an order of its own; end at the first that is twice as fast as another."""
+    agreed_ms: dict[int, float] = {}
+    for index in sorted(candidates, key=lambda index: zlib.crc32(str(index).encode())):
+        if n_warmup:
+            yield Warmup(index)
+        agreed_ms[index] = yield index
+        if 2 * min(agreed_ms.values()) < max(agreed_ms.values()):
+            break
+    return min(agreed_ms, key=agreed_ms.__getitem__)
+
+
+def endless(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
+    for index in itertools.cycle(candidates):  # noqa: UP028  a cycle has no send()
+        yield index
+
+
+def stubborn(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
+    """Ask for the last candidate until its time is known, banned or not; return it in any case."""
+    for _ in range(3):
+        yield candidates[-1]
+    return candidates[-1]
+
+
+def raising(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
+    for index in candidates:
+        if (yield index) > 5:
+            raise ValueError("too slow for this strategy")
+    return candidates[0]
+
+
+FLOWS = {"shuffled": shuffled, "endless": endless, "stubborn": stubborn, "raising": raising}
+SEARCHES = ("exhaustive",) * 2 + OF_THE_PACKAGE[1:] * 3 + tuple(FLOWS)
+
+
+# ---- programs
 
 
 @dataclass(frozen=True)

@@ -105,13 +105,6 @@ def interrupt_when_waiting() -> None:
     threading.Thread(target=interrupt, daemon=True).start()
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 # ---- results on disk
 
 

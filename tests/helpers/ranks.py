@@ -17,7 +17,6 @@ import faulthandler
 import io
 import os
 import pickle
-import re
 import shutil
 import signal
 import socket
@@ -34,11 +33,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from frame_room import with_room
+from process_states import let_them_tell
 
 Init = Literal["file", "tcp", "none"]
 
 POLL_S = 0.002
-TELL_S = 2.0  # how long a rank that is to be killed may take to say where it stands
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
 GPU_LIMIT_S = 130.0  # of ranks on GPUs: less than a test has there, which then tells where they stood
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent dies
@@ -195,7 +194,7 @@ def _run(job: _Job, *, fresh: bool) -> list[Result]:
             left = {rank: pid for rank, pid in enumerate(pids) if rank not in results}
             running = {rank: pid for rank, pid in left.items() if not _has_ended(pid)}
             if late:
-                _let_them_tell(job, running)
+                let_them_tell({pid: _stderr_path(job, rank) for rank, pid in running.items()})
             for rank, pid in left.items():
                 if late or rank not in running:
                     status = _end(pid)
@@ -230,43 +229,6 @@ def _fork(main: Callable[[], None]) -> int:
 def _has_ended(pid: int) -> bool:
     # WNOWAIT leaves the process unreaped, so that its pid still names its group when we kill the rest of it.
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _let_them_tell(job: _Job, pids: dict[int, int]) -> None:
-    """Let ranks that are to be killed write to their stderr where they stand, as far as they can."""
-    sizes = {rank: _stderr_path(job, rank).stat().st_size for rank in pids}
-    for pid in pids.values():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-    until = time.monotonic() + TELL_S
-    silent = {rank for rank, pid in pids.items() if _is_running(pid)}
-    while silent and time.monotonic() < until:
-        time.sleep(0.05)  # a text that has not grown for so long has its end
-        for rank in list(silent):
-            before, sizes[rank] = sizes[rank], _stderr_path(job, rank).stat().st_size
-            if sizes[rank] == before and "most recent call first" in _stderr_path(job, rank).read_text():
-                silent.remove(rank)
-    for rank in silent:
-        with _stderr_path(job, rank).open("a") as file:
-            file.write(f"it does not say where it stands; {_seen_from_outside(pids[rank])}\n")
-
-
-def _seen_from_outside(pid: int) -> str:
-    """Return how the kernel describes the process: one in "D" waits in a driver, and no signal reaches it."""
-    try:
-        state = re.search(r"^State:\s*(.*)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        where = Path(f"/proc/{pid}/wchan").read_text().strip("\x000")
-    except OSError:
-        return "it has ended"
-    return f"state {state[1] if state else 'unknown'}, in {where or 'user space, or a place not told'}"
-
-
-def _is_running(pid: int) -> bool:
-    """Return whether the process can act: neither ended nor stopped."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZTt"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _end(pid: int) -> int:

@@ -8,7 +8,6 @@ would need a GPU.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import warnings
 import zlib
@@ -19,7 +18,7 @@ from unittest import mock
 import triton
 from kernels_for_tests import accumulate, add, double, out_of_resources
 from msgspec.structs import replace
-from random_programs import SPREAD, Kernel, Program, Under
+from random_programs import FLOWS, SPREAD, Kernel, Program, Under
 from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 
 import dist_autotune.compilation.preflight
@@ -33,7 +32,6 @@ from dist_autotune.launch.dispatcher import Dispatcher
 from dist_autotune.launch.rank_context import RankContext
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.ranks.group import GROUPS
-from dist_autotune.search.strategies import Warmup
 from dist_autotune.storage.winners import Entry, EntryKey, Winners
 from dist_autotune.triton_api import identity, interception
 from dist_autotune.triton_api.interception import INTERCEPTION
@@ -357,43 +355,6 @@ class Ending:
                     kernel = rank.program.kernels[rank.tuners.index(binding.tuner())]
                     config = binding.configs[context.digests[context.incumbent]]
                     self.winners[kernel.function, known.identity.key[0]] = config.kwargs["BLOCK"]
-
-
-# ---- strategies of a user's own
-
-
-def shuffled(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
-    """Try candidates in an order of its own; end at the first that is twice as fast as another."""
-    agreed_ms: dict[int, float] = {}
-    for index in sorted(candidates, key=lambda index: zlib.crc32(str(index).encode())):
-        if n_warmup:
-            yield Warmup(index)
-        agreed_ms[index] = yield index
-        if 2 * min(agreed_ms.values()) < max(agreed_ms.values()):
-            break
-    return min(agreed_ms, key=agreed_ms.__getitem__)
-
-
-def endless(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
-    for index in itertools.cycle(candidates):  # noqa: UP028  a cycle has no send()
-        yield index
-
-
-def stubborn(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
-    """Ask for the last candidate until its time is known, banned or not; return it in any case."""
-    for _ in range(3):
-        yield candidates[-1]
-    return candidates[-1]
-
-
-def raising(candidates: Any, *, n_warmup: int, n_repeat: int) -> Any:
-    for index in candidates:
-        if (yield index) > 5:
-            raise ValueError("too slow for this strategy")
-    return candidates[0]
-
-
-FLOWS = {"shuffled": shuffled, "endless": endless, "stubborn": stubborn, "raising": raising}
 
 
 # ---- the world in which virtual ranks live

@@ -4,7 +4,8 @@ import os
 import time
 from pathlib import Path
 
-from rank_programs import ending, exchange, is_gone, wait_for
+from process_states import has_ended
+from rank_programs import ending, exchange, wait_for
 
 from dist_autotune.ranks.group import GROUPS
 from ranks import assert_all_ok, describe, run_ranks
@@ -30,7 +31,7 @@ def test_a_slow_peer_still_hears_of_a_failure_when_the_failing_host_has_left():
             note.write_text(str(os.getpid()))
             GROUPS.of(None).fail(ValueError("boom"))
             os._exit(1)
-        wait_for(lambda: note.exists() and note.read_text() and is_gone(int(note.read_text())))
+        wait_for(lambda: note.exists() and note.read_text() and has_ended(int(note.read_text())))
         return [ending(lambda: exchange(rank)) for _ in range(2)]
 
     zero, *others = run_ranks(program, 3, Path.cwd() / "pid")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from rank_programs import SHORT_S, SOON_S, ending, exchange, is_gone, listen, wait_for
+from process_states import has_ended, status_of
+from rank_programs import SHORT_S, SOON_S, ending, exchange, listen, wait_for
 
 from dist_autotune import AgreementTimeout
 from dist_autotune.ranks import exchange as exchange_module
@@ -84,16 +85,12 @@ def test_a_rank_killed_after_it_posted_costs_nobody_the_exchange():
         if rank == 0:
             wait_for(lambda: ("post", 1) in heard)
             os.kill(int(note.read_text()), signal.SIGKILL)
-            wait_for(lambda: is_gone(int(note.read_text())))
+            wait_for(lambda: has_ended(int(note.read_text())))
         return exchange(rank)
 
     results = run_ranks(program, 3, Path.cwd() / "pid")
     assert_killed(results[1])
     assert assert_all_ok([results[0], results[2]]) == [[0, 1, 2]] * 2
-
-
-def is_stopped(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @pytest.mark.parametrize("store", ["in another process", "on rank 0"])
@@ -117,7 +114,7 @@ def test_the_timeout_holds_for_a_stopped_rank_0_and_all_go_on_when_it_wakes(stor
             return exchange(rank)
         wait_for(lambda: (here / "pid").exists() and (here / "pid").read_text())
         pid = int((here / "pid").read_text())
-        wait_for(lambda: is_stopped(pid))
+        wait_for(lambda: status_of(pid)[0] == "T")
         began = time.monotonic()
         with pytest.raises(AgreementTimeout, match="rank 0"):
             exchange(rank, timeout_s)

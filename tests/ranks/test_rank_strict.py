@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers
-from rank_programs import SHORT_S, TIMEOUT_S, ending, is_gone, own_cache, set_patience, tune, wait_for
+from process_states import has_ended
+from rank_programs import SHORT_S, TIMEOUT_S, ending, own_cache, set_patience, tune, wait_for
 
 from dist_autotune.storage.winners import LAUNCHED
 from ranks import assert_all_ok, describe, meet, run_ranks
@@ -99,7 +100,7 @@ def test_a_peer_in_a_collective_is_released_when_asked_for(shipped, settled, qui
             step(64)
             set_patience(step, SHORT_S)
         end = ending(lambda: step(100 if rank == 0 else 64))
-        wait_for(lambda: pid.exists() and pid.read_text() and is_gone(int(pid.read_text())))
+        wait_for(lambda: pid.exists() and pid.read_text() and has_ended(int(pid.read_text())))
         return end
 
     zero, one = run_ranks(program, 2, Path.cwd() / "pid")

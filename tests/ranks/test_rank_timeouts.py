@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, is_outside, launch, numbers, records
+from process_states import has_ended
 from rank_programs import (
     IN_TIME_S,
     SHORT_S,
@@ -18,7 +19,6 @@ from rank_programs import (
     assert_next_call_works,
     ending,
     failing_step,
-    is_gone,
     set_patience,
     tune,
     wait_for,
@@ -243,7 +243,7 @@ def test_a_stuck_peer_is_ended_when_asked_for(when, quick_heartbeats):
             end = ending(step)
             if not end.startswith("returned"):
                 break
-        wait_for(lambda: pid.exists() and pid.read_text() and is_gone(int(pid.read_text())))
+        wait_for(lambda: pid.exists() and pid.read_text() and has_ended(int(pid.read_text())))
         return end.partition(":")[0]
 
     zero, one = run_ranks(program, 2, Path.cwd() / "pid")

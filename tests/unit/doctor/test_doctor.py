@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_states import has_ended
 from typer.testing import CliRunner, Result
 
 from dist_autotune.cli.commands import app
@@ -81,15 +82,8 @@ def test_a_helper_that_hangs_is_killed_with_all_that_it_started(
     assert re.fullmatch(r"cut off after \d+ s \(in a\)", child.problem)
     deadline = time.monotonic() + 10
     for pid in map(int, (tmp_path / "pids").read_text().split()):
-        while _is_running(pid):
+        while not has_ended(pid):
             assert time.monotonic() < deadline
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # ---- machines that are not here
