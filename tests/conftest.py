@@ -143,6 +143,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # count eight; counted after one, autograd would then refuse every forked rank.
         sys.modules["torch"].ones((), requires_grad=True).backward()
 
+        import huge_pages
+
+        huge_pages.collapse()
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
