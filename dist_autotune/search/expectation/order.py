@@ -16,6 +16,7 @@ from .model import Expectation
 
 GAIN = 0.01  # an untried candidate must win by more ...
 GAIN_OF_RUN = 0.003  # ... and by more of a run, where it is known what that takes
+OF_SMALL = 0.2  # what one must win by of a key's own time, for that: then at most a quarter is tried
 OWN_SHARE = 0.5  # of a time, that is the candidate's own for sure; of less, others learn nothing
 CHANCE = 0.05  # that any untried one does so, below which the search ends
 AT_LEAST = 3  # candidates: the incumbent and two more
@@ -209,6 +210,8 @@ class Waves(Order):
         ordered, none_wins = self._promising(range(len(self._texts)))
         self.is_hidden |= bool(self.ms) and not own
         if self.ms and len(self.tried) >= AT_LEAST and self._cannot_pay(1 - none_wins):
+            return False
+        if self._gain > OF_SMALL and len(self.tried) >= most_tried(len(self._texts)):
             return False
         ordered = [index for index in (ordered if own else self._spread) if index not in self.likely]
         self._wave = ordered[: min(self._wave_size, self.most - len(self.likely))]

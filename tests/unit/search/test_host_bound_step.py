@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
+from dist_autotune.search.expectation.order import Meanwhile, Waves
 from dist_autotune.search.messages import Part, femtoseconds
 from dist_autotune.timing.samples import Samples
 from tests.helpers.kernels_of_one_run import Kernel, OneRun
@@ -133,3 +134,14 @@ def test_a_host_bound_step_of_many_kernels_is_settled_in_300_runs(is_ahead, most
     assert gained_ms >= 0.85 * (session.device_ms(first) - session.device_ms(best))
     texts = [contexts[name].result()["untried"] for name in session.kernels]
     assert sum("of a run" in text or "the host's part" in text for text in texts) >= 20
+
+
+@pytest.mark.parametrize(("part", "tried"), [(1.0, 18), (0.012, 6)])
+def test_of_a_key_that_takes_little_of_a_run_at_most_a_quarter_is_tried(part, tried):
+    texts = [f"BLOCK: {32 << block}, num_warps: {1 << warps}" for block in range(6) for warps in range(4)]
+    order = Waves("1024", texts, {}, lambda: Meanwhile(part=part))
+    draws = random.Random(0)
+    while (index := order.next()) is not None or order.widen():
+        if index is not None:
+            order.tell(index, draws.uniform(0.05, 0.15))  # nothing is alike, so any may be the fastest
+    assert len(order.tried) == tried
