@@ -1,13 +1,13 @@
-"""Runs one compilation in a forked process, which may crash or never end, and tells how it ended.
+"""Runs one compilation in a forked process, which may crash or never end, and returns how it ended.
 
 Forked rather than started anew: kernels live in `__main__` and in notebooks, and a fork costs milliseconds. A
-lock of LLVM's that another thread held at the fork stays locked: such a child is late. Fork handlers of other
+lock of LLVM that another thread holds at the fork stays locked: such a child is late. Fork handlers of other
 libraries may hang before the child has begun (`Ending.has_begun`).
 
-The child touches no CUDA, runs no finalizers and ignores the signals that are meant for the job. It dies with
-the thread that forked it. One that is cut off, to run a user's hook, has no file or socket and can open none.
-One whose parent yields the cores gets little of them: its limit is of seconds that it computes, and it may
-last ten times as long.
+The child touches no CUDA, runs no finalizers, ignores the signals that are meant for the job, and dies with
+the thread that forked it. A child that runs a user's hook is cut off: it has no file or socket and can open
+none. A child of a parent that yields the cores gets little time on them: its limit counts the seconds that it
+computes, and it may last ten times as long.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class CompilerChild:
             self._pid: int | None = fork()
             if self._pid == 0:
                 computes_s = limit_s if yields else None
-                settle = functools.partial(_settle_in, parent, self._lasts_s, computes_s, self._stderr)
-                _compile(work, settle, self._report, is_cut_off=is_cut_off)
+                prepare = functools.partial(_prepare, parent, self._lasts_s, computes_s, self._stderr)
+                _compile(work, prepare, self._report, is_cut_off=is_cut_off)
         except OSError:
             self._pid = None
             self._close_files()
@@ -189,12 +189,12 @@ def _flush() -> None:
 
 
 def _compile(
-    work: Callable[[], Any], settle_in: Callable[[], None], reporting: int, *, is_cut_off: bool
+    work: Callable[[], Any], prepare: Callable[[], None], reporting: int, *, is_cut_off: bool
 ) -> NoReturn:
     try:
         reason, result = "", None
         try:
-            settle_in()
+            prepare()
             if is_cut_off:
                 _cut_off(reporting)
             os.write(reporting, b"\n")
@@ -208,7 +208,7 @@ def _compile(
         os._exit(1)
 
 
-def _settle_in(parent: int, lasts_s: float, computes_s: float | None, stderr: int) -> None:
+def _prepare(parent: int, lasts_s: float, computes_s: float | None, stderr: int) -> None:
     """Make this a compiler's process; computes_s: what it may compute, where its parent yields the cores."""
     leave_job(parent, signal.SIGKILL, leads_session=computes_s is None)
     prctl(PR_SET_DUMPABLE, 0)  # the whole rank is not to be written to a core file
@@ -238,11 +238,11 @@ def leave_job(parent: int, dies_by: signal.Signals, *, leads_session: bool) -> N
     for job_signal in _JOB_SIGNALS:
         if job_signal != dies_by:
             signal.signal(job_signal, signal.SIG_IGN)
-    faulthandler.disable()  # a crash is told by the rank, in one line
+    faulthandler.disable()  # the rank reports a crash, in one line
     # Files of its own: the rank's may hold text that is not written yet.
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    knobs.compilation.listener = None  # the user's, and it is told by the rank
+    knobs.compilation.listener = None  # the user's: the rank calls it
 
 
 def prctl(option: int, value: int) -> None:

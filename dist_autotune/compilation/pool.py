@@ -1,7 +1,7 @@
-"""Compiles candidates, each in a child process, shared out over the ranks of a host.
+"""Compiles candidates, each in a child process; the ranks of a host share the work.
 
-No message is sent: each rank starts at another candidate, locks what nobody compiles, and comes back later
-to what a peer compiles, to find the binary in Triton's cache or the reason why there is none.
+They send no messages: each rank starts at another candidate and locks what it compiles. What a peer has
+locked it looks at later, and finds the binary in Triton's cache or, in the lock's file, why there is none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .binaries import CompileLock, has_binary, why_not_shared
 from .compiler_child import WALL_FACTOR, CompilerChild
 
 WAIT_SHARE = 0.8  # of the time that peers wait, for preflight; then it gives up the candidates left
-LOCK_GRACE_S = 10.0  # a lock held this much longer than two children may take is no longer respected
+LOCK_GRACE_S = 10.0  # a lock counts for as long as two children may take, and this much longer
 # Of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23).
 BACKGROUND_SHARE = 0.5
 T = TypeVar("T")
@@ -29,11 +29,11 @@ POLL_S = {False: 5e-3, True: 50e-3}  # between looks at children and peers; behi
 
 @dataclass(frozen=True, eq=False)
 class Compilation:
-    """What Triton does to compile one candidate for a launch; holds none of the launch's arguments."""
+    """How Triton compiles one candidate for a launch; holds none of the launch's arguments."""
 
     key: str  # names the binary in Triton's cache
     compile: Callable[[], Any]  # finds the binary there, or compiles it; returns the kernel
-    keep: Callable[[Any], Any]  # puts the kernel where launches find it; returns that which they find
+    keep: Callable[[Any], Any]  # puts the kernel where launches find it; returns the one they find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class CompileCounts:
 
 @dataclass(eq=False)
 class Task:
-    """A binary to compile, and who is at it."""
+    """A binary to compile, and how far it is."""
 
     compilation: Compilation
     lock: CompileLock | None = None
@@ -113,7 +113,7 @@ class Task:
         return self.compilation.key
 
     def give_up(self) -> None:
-        """Leave no child and no lock."""
+        """End its child and release its lock, if there are any."""
         if self.child is not None:
             self.child.close()
         if self.lock is not None:
@@ -122,10 +122,10 @@ class Task:
 
 
 class Pool:
-    """Compiles in `run`. Leaving its block leaves no child and no lock.
+    """Compiles in `run`. At the end of its block it has no child and no lock.
 
-    on_end: called for each task that has an ending. The rank finds the binary then; without one, it compiles
-    itself, so that the user's error shows.
+    on_end: called with each task as it ends. COMPILED without a binary: the rank compiles itself, and meets
+    the user's error.
     priority: of a compilation by its place, the greatest first; 0: it is not compiled now.
     """
 
@@ -153,7 +153,7 @@ class Pool:
             task.give_up()
 
     def run(self) -> None:
-        """Give every task its ending."""
+        """Compile until every task has its ending."""
         while self._waiting or self._running:
             if not (self._collect() or self._begin()):
                 time.sleep(POLL_S[self._options.in_background])
@@ -162,12 +162,12 @@ class Pool:
         """Start or end each task that can be; return whether any was."""
         priorities = {task: self._priority(self._places[task]) for task in self._waiting}
         in_order = sorted(self._waiting, key=lambda task: -priorities[task])
-        begun = {task for task in in_order if priorities[task] and self._is_begun(task)}
+        begun = {task for task in in_order if priorities[task] and self._try(task)}
         self._waiting = [task for task in self._waiting if task not in begun]
         return bool(begun)
 
-    def _is_begun(self, task: Task) -> bool:
-        """Start or end a task; False: it has to wait. To take over a peer's result needs no free worker."""
+    def _try(self, task: Task) -> bool:
+        """Start or end a task; False: it has to wait. Taking over a peer's result needs no free worker."""
         has_room = len(self._running) < self._options.workers
         if not has_room and task.refused_at is None:
             return False
@@ -187,7 +187,7 @@ class Pool:
         return True
 
     def _lock(self, task: Task) -> bool:
-        """Lock a task's binary; False while a peer is at it."""
+        """Lock a task's binary; False while a peer compiles it."""
         try:
             task.lock = CompileLock(task.key, self._options.session)
         except BlockingIOError:

@@ -1,7 +1,7 @@
-"""A pool in a process of its own, forked from the rank once, so that runs can go on while it compiles.
+"""A pool in a process of its own, forked from the rank, so that runs go on while it compiles.
 
-It forks a child for each candidate, and tells of each as it ends. It has
-none of the rank's files: a pipe that the rank closes is closed, and a device is free when the rank has ended.
+It forks a child for each candidate and reports each that ends. It keeps none of the rank's files open: a pipe
+that the rank closes is closed, and the device is free when the rank has ended.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class CompileOutcome:
 class PoolProcess:
     """Compiles candidates in a forked process; raises OSError where the system allows no fork.
 
-    It ends, and what it has started, when it has compiled all, when it is closed, and with the thread that
-    made it.
+    The process and its children end when all is compiled, with `close`, and with the thread that made it.
 
     priorities: of the compilations, from 0 to 255; see `prefer`.
     """
@@ -64,7 +63,7 @@ class PoolProcess:
         self.close = weakref.finalize(self, _end, pid, report, parent)  # at exit, at the latest
 
     def prefer(self, priorities: Sequence[int]) -> None:
-        """Let what has the greatest priority be compiled next, and nothing that has 0."""
+        """Compile what has the greatest priority next, and nothing that has 0."""
         self._priorities[: len(priorities)] = bytes(priorities)
 
     def read(self) -> list[CompileOutcome]:
@@ -110,7 +109,7 @@ def _serve(
     parent: int,
     report: int,
 ) -> NoReturn:
-    def tell(task: Task) -> None:
+    def report_end(task: Task) -> None:
         outcome = CompileOutcome(pool.tasks.index(task), task.ending, task.reason, pool.remark)
         os.write(report, json.dumps(astuple(outcome)).encode() + b"\n")
 
@@ -122,7 +121,7 @@ def _serve(
         if options.in_background:
             _yield_cores()
         prctl(PR_SET_DUMPABLE, 0)  # from here on /proc/self cannot be written
-        with Pool(compilations, options, tell, priorities.__getitem__) as pool:
+        with Pool(compilations, options, report_end, priorities.__getitem__) as pool:
             pool.run()
     except Exception:
         traceback.print_exc()
@@ -131,7 +130,7 @@ def _serve(
 
 
 def _yield_cores() -> None:
-    """Leave nine tenths of a core to a thread of the rank that wants it too; children inherit it."""
+    """Leave nine tenths of a core to a thread of the rank that wants it too; children inherit this."""
     os.setpriority(os.PRIO_PROCESS, 0, max(PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
     # Where Linux shares cores out by sessions, that counts inside of one only, and this process has its own.
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "wb", buffering=0) as autogroup:

@@ -1,9 +1,9 @@
-"""Finds out, without calling it in this process, what a config's `pre_hook` makes of a launch's arguments.
+"""Runs a config's `pre_hook` in a child process, to learn for which arguments the config is compiled.
 
-The hooks of a context run one after another in a forked child, each on copies and stubs of its own, and
-without a file or a socket: what they count, log or zero is gone with the child. The child sends back the
-arguments pickled, with references to the tensors; this process compiles for those. What a hook raises on
-stubs, OutOfResources included, says nothing about the launch: only a launch's own hook bans a config.
+The hooks of a context run one after another in one forked child, each on its own copies and stubs of the
+arguments, without a file or a socket: what they count, log or zero is gone with the child. The child returns
+the arguments pickled, with references to the tensors, and this process compiles for those. What a hook raises
+on stubs, OutOfResources included, says nothing about a launch: only the hook of a real launch bans a config.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _POLL_S = 1e-3
 
 
 def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict[str, Launch | str]:
-    """Return the launch as the hook of each config leaves it, or why that is not known within `limit_s`.
+    """Return, by config, the launch as its hook leaves it, or why that is not known within `limit_s`.
 
-    The launches have the tensors of the launch; nothing that is the caller's is changed.
+    These launches have the tensors of the given one; nothing of the caller's is changed.
     """
     if not configs:
         return {}
@@ -83,7 +83,7 @@ def _text_of(error: BaseException) -> str:
 
 
 class NotReproducible(RuntimeError):
-    """A `pre_hook` did something whose effect on the launch stubs do not show."""
+    """A `pre_hook` did what stubs cannot show, such as reading a tensor."""
 
 
 class TensorStub(torch.Tensor):

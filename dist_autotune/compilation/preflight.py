@@ -1,7 +1,7 @@
-"""Compiles and loads configs before they are timed, and tells their failures from the user's.
+"""Plans what compiling the candidates of a launch takes, and keeps why a candidate fails.
 
-A launch that compiles inside its timed interval would be charged seconds for it, so a config is loaded
-before its first sample; and a config that does not load on some rank must be known before it is tried.
+A launch that compiles inside its timed interval would be charged seconds for it, so a candidate is loaded
+before its first sample; and one that does not load on some rank must be known before it is tried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .pre_hooks import rehearse
 
 @dataclass(frozen=True)
 class Planned:
-    """What compiling the candidates of a context takes, by digest. Holds none of the launch's arguments."""
+    """How the candidates of a launch are compiled, by digest. Holds none of the launch's arguments."""
 
     compilations: Mapping[str, Compilation] = field(default_factory=dict)
     kernels: Mapping[str, Any] = field(default_factory=dict)  # compiled before, to be loaded

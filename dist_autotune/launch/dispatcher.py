@@ -1,4 +1,4 @@
-"""Makes the launches of tuned functions that are not settled: each with the config that its run plans."""
+"""Makes the launches that are not settled: each with the config that its run plans."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Dispatcher:
     ) -> None:
         # Of a session: from `begin_run` until `Session` has applied its report, or it has failed.
         self.run_under_way: CallUnderWay | None = None
-        self._function = registry.results.function
+        self._function = registry.known.function
         self._model = self._new_call(tunes=False)  # settled calls are copies of it
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
@@ -81,7 +81,7 @@ class Dispatcher:
                 result = self._launch(call, launch, binding, candidate)
                 self._keep_form(call, launch, binding, result)
                 binding.rank_context.failures.pop(candidate, None)
-                if self._stays(call, binding.rank_context) and not failed:
+                if self._is_settled(call, binding.rank_context) and not failed:
                     call.add(launch.tuner, binding.key, config)
                 return result
             except Exception as error:
@@ -108,20 +108,20 @@ class Dispatcher:
         if not takes_incumbent:
             context.run.ran.add(candidate)
             context.run.count += 1
-            if self._stays(call, context) and not is_of_session:
+            if self._is_settled(call, context) and not is_of_session:
                 self._known_choices.add(name, options, key, among, place)
         return options[place]  # of this call: an earlier one may have given equal ones of other types
 
     def _is_beside_session(self, call: CallUnderWay) -> bool:
-        """Return whether another thread makes a run of a session: then this call changes no context."""
+        """Return whether another thread makes a run of a session, whose contexts this call leaves alone."""
         return self.run_under_way is not None and self.run_under_way is not call
 
     def _takes_incumbents(self, call: CallUnderWay) -> bool:
         """Return whether launches of this call take incumbents now and admit no context."""
         return self._is_beside_session(call) or interception.is_capturing()
 
-    def _stays(self, call: CallUnderWay, context: RankContext) -> bool:
-        """Return whether later calls may launch the same config from the fast path."""
+    def _is_settled(self, call: CallUnderWay, context: RankContext) -> bool:
+        """Return whether later calls take the same config, from the fast path."""
         return not call.tunes and (context.stage is Stage.SETTLED or not self._function.tunes)
 
     def _candidate(
@@ -140,7 +140,7 @@ class Dispatcher:
 
     def _launch(self, call: CallUnderWay, launch: Launch, binding: Binding, candidate: str) -> Any:
         context, config = binding.rank_context, binding.configs[candidate]
-        run = context.run  # a session of another thread may begin one meanwhile, which this is no part of
+        run = context.run  # read once: a session of another thread may begin one meanwhile
         is_trial = call.tunes and run.count == 0 and context.tries(candidate)
         with self._guard.launching(context.name, candidate) if is_trial else contextlib.nullcontext():
             launch.run_pre_hook(config)
@@ -187,7 +187,7 @@ class Dispatcher:
         return kernel
 
     def _keep_form(self, call: CallUnderWay, launch: Launch, binding: Binding, result: Any) -> None:
-        """Keep a launch until the end of the run if candidates are to be compiled for its form."""
+        """Keep a launch until the end of the run where candidates are to be compiled for its form."""
         context = binding.rank_context
         is_wanted = call.tunes and context.is_to_preflight and not interception.is_interpreted()
         if is_wanted and context.compile.keep_form(form := kernel_of(result)):
@@ -222,7 +222,7 @@ class Dispatcher:
         """Record the failure of a candidate that is not banned.
 
         counts: it may fail each time. After SETTLED_FAILURES in a row a session launches it once more, and
-        bans it on all ranks if it fails.
+        all ranks ban it if it fails.
         """
         if candidate not in context.failures:
             config = config_label(context.texts[candidate])
@@ -270,7 +270,7 @@ class Dispatcher:
             about, kernel_id = context.identity, self._registry.names.alias(context.identity.kernel)
             _, failure = context.failures.get(winner or "", (0, NO_CONFIG_OF_LAUNCH))
             failure = context.bans.get(winner or "", failure)
-            raise self._registry.results.not_tuned(about, kernel_id, winner or "", failure)
+            raise self._registry.known.not_tuned(about, kernel_id, winner or "", failure)
 
     def _binding(self, call: CallUnderWay, launch: Launch) -> Binding:
         """Return the binding of a launch; admit a new one."""

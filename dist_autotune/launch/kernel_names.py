@@ -1,4 +1,4 @@
-"""Which kernel an Autotuner is: its identity on this rank, and the one by which its peers know it."""
+"""The name of each Autotuner's kernel on this rank, and the name by which the peers know it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..triton_api.identity import family_of
 
 
 class KernelNames:
-    """The identities of the Autotuners launched on this rank; see "kernel" in the vocabulary.
+    """Names the kernels of the Autotuners launched on this rank.
 
-    A name is `family.configs`, or `family.configs#n` from the second of its kind on: the family stands for
-    source and keys. aliases: what the ranks have agreed to call a kernel instead.
+    A name is `family.configs`, from the second Autotuner with that name on `family.configs#n`. The family
+    stands for source and keys. aliases: the names that the ranks have agreed on, by this rank's.
     """
 
     def __init__(self, aliases: Mapping[str, str]) -> None:
@@ -28,15 +28,15 @@ class KernelNames:
         self._families: dict[str, set[str]] = {}  # -> kernels launched
 
     def begin_run(self) -> None:
-        """Let Autotuners that are made anew for every run take the names of the last ones."""
+        """Let Autotuners that are made anew for every run take the names of the last run's."""
         self._taken.clear()
 
     def name_of(self, tuner: Autotuner, *, launches: bool = True) -> str:
-        """Return the kernel's identity.
+        """Return the kernel's name.
 
-        Autotuners that share source and keys are told apart by their sets of configs, then by the order of
-        first launch. One made anew for every call takes the lowest order that no other has taken in this run.
-        `launches=False` takes nothing.
+        Autotuners that share source and keys differ by their sets of configs, then by the order of first
+        launch. One made anew for every call takes the lowest number that no other has taken in this run.
+        `launches=False` reserves nothing.
         """
         if tuner in self._ordinals:
             kernel, ordinal = self._ordinals[tuner]
@@ -54,12 +54,12 @@ class KernelNames:
         return kernel if ordinal == 0 else f"{kernel}#{ordinal}"
 
     def keep(self, tuner: Autotuner) -> None:
-        """Reserve the name of an Autotuner in this run, if it has one: no new one takes it."""
+        """Reserve the name of an Autotuner, if it has one, in this run."""
         if (name := self._ordinals.get(tuner)) is not None:
             self._taken.add(name)
 
     def name_of_choice(self, name: str, set_digest: str, *, is_joint: bool) -> str:
-        """Return the identity of a `tunable`: its options are to it what configs are to a kernel."""
+        """Return the name of a `tunable`, whose options stand for configs."""
         family = digest(f"tunable{' of all ranks' if is_joint else ''}|{name}")
         kernel = f"{family}.{set_digest[:8]}"
         self._families.setdefault(family, set()).add(kernel)
@@ -71,5 +71,5 @@ class KernelNames:
         return kernel if alias.partition("#")[0] in self.relatives(kernel) else alias
 
     def relatives(self, kernel: str) -> set[str]:
-        """Return the kernels of its family that this rank has launched, without those of the same name."""
+        """Return the names, without numbers, of its family that this rank has launched."""
         return self._families.get(family_of(kernel), set())

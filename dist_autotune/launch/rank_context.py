@@ -29,14 +29,13 @@ NONE_FAILED: Mapping[str, str] = {}
 
 
 class Stage(enum.Enum):
-    """How far a context is on this rank. `Registry.forget` drops one, and a launch meets it as a new one.
+    """How far a context is on this rank. After `Registry.forget` its next launch makes it NEW again.
 
-    NEW: a launch has met it. `Registry` chooses in each run anew what it begins with.
-    CLAIMED: it has a result of memory or disk: since its first launch, or since a session opened.
-    SHARED: all ranks share its search, from the end of the run in which one of them announced it
-        (`Registry.apply_outcomes`); at once where that was before its first launch here.
-    SETTLED: the search has a result that stands (`SearchState.step`). A provisional one is SHARED again in
-        the next session.
+    NEW: launched here, unknown to the peers. `Registry` chooses its first candidate anew in each run.
+    CLAIMED: it has a result from memory (`Registry` at its first launch) or from disk (`Registry.open`).
+    SHARED: all ranks share its search (`Registry.apply_outcomes`, behind the run in which one announced it).
+    SETTLED: its search has a final result (`SearchState.step`). A provisional result leaves it SHARED in the
+        next session.
     """
 
     NEW = enum.auto()
@@ -47,62 +46,62 @@ class Stage(enum.Enum):
 
 @dataclass(eq=False)
 class Binding:
-    """One context as launched through one Autotuner object: its configs by candidate digest."""
+    """A context as one Autotuner object launches it."""
 
     tuner: Callable[[], Autotuner | None]  # a weak reference; of a `tunable` to nothing
     key: Key
-    configs: dict[str, Any]  # or the options of a `tunable`
+    configs: dict[str, Any]  # by candidate; of a `tunable`: its options
     rank_context: RankContext
     loaded: dict[tuple[str, int], Any] = field(default_factory=dict)  # (candidate, device) -> kernel
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The candidate that a new context begins with, and why."""
+    """The first candidate of a NEW context, and why it is the first."""
 
-    first: str = ""  # an old winner, the nearest key's, or `expected`
-    like: str = ""  # the nearest tuned key, if `first` is its winner
+    first: str = ""  # the winner before an upgrade, `expected`, or the winner of `nearest_key`
+    nearest_key: str = ""  # the nearest tuned key, where `first` is its winner
     upgrade: Upgrade | None = None  # the candidates to race again after an upgrade, from this rank's disk
-    told: TimesByKey | None = None  # times of other keys
-    expected: str = ""  # the candidate that is the fastest by those times
-    unlikely: Collection[str] = ()  # candidates that are slow by those times: the search leaves them out
+    other_times: TimesByKey | None = None  # of other keys
+    expected: str = ""  # the fastest candidate by the times of other keys
+    unlikely: Collection[str] = ()  # slow candidates by those times: the search leaves them out
 
 
 @dataclass
 class RunLaunches:
     """The launches of one context in the run under way."""
 
-    choice: str | None = None  # the candidate that the run launches; None: nothing was launched yet
-    ran: set[str] = field(default_factory=set)
+    choice: str | None = None  # the candidate of the run; None: not launched yet
+    ran: set[str] = field(default_factory=set)  # candidates; several where the choice has failed
     count: int = 0
-    report: Part | None = None  # to the peers
+    report: Part | None = None  # what this rank reports of them
 
 
 @dataclass(eq=False)
 class RankContext:
-    """One context on this rank; `search` is the state of it that all ranks share."""
+    """One context on this rank; `search` is the state that all ranks share. `stage` says how far it is."""
 
     name: str
-    slot: str  # unique among the contexts of the kernel
+    slot: str  # its key, or with agree="ordinal" its number: unique among the contexts of the kernel
     identity: ContextIdentity
     samples: Samples
     rank: int
-    claim: Claim | None = None  # its result in memory or on disk, before this rank first launched it
-    holds_claim_back: bool = False  # the claim is reported and not launched: peers may not have it
+    claim: Claim | None = None  # its result in memory or on disk, from before its search
+    holds_claim_back: bool = False  # the claim is reported, not launched: peers may not have it
     beginning: Beginning = field(default_factory=Beginning)
-    search: Context | None = None  # the state all ranks share, once one of them has announced it
+    search: Context | None = None  # None: no rank has announced it
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
-    bans: dict[str, str] = field(default_factory=dict)  # digest -> reason, found here
-    reported_bans: set[str] = field(default_factory=set)
-    # Of settled launches here, by digest: how often in a row a candidate has failed, and why the last time.
+    bans: dict[str, str] = field(default_factory=dict)  # candidates that failed here, with reasons
+    reported_bans: set[str] = field(default_factory=set)  # candidates whose ban the peers know
+    # Candidate -> how often in a row its settled launches have failed here, and the last reason.
     failures: dict[str, tuple[int, str]] = field(default_factory=dict)
     run: RunLaunches = field(default_factory=RunLaunches)
     shares: dict[str, int] = field(default_factory=dict)  # candidate -> thousandths of the SMs that it holds
     compile: CompileState = field(default_factory=CompileState)
     launches_per_run: int = 0  # in the last run that launched it before it was settled
-    is_published: bool = False  # its result, to where launches outside the function find it
-    is_recorded: bool = False  # on disk, as one that waits for a result
+    is_published: bool = False  # its result stands where launches outside the function find it
+    is_recorded: bool = False  # the disk notes that it waits for a result
 
     @property
     def stage(self) -> Stage:
@@ -120,7 +119,7 @@ class RankContext:
 
     @property
     def tuned(self) -> str | None:
-        """Return the winner of a search, or the only candidate; None: not tuned."""
+        """Return the winner of a search or of an earlier one, or the only candidate; None: not tuned."""
         if len(self.texts) == 1:
             return next(iter(self.texts))
         if self.search is None:
@@ -137,20 +136,24 @@ class RankContext:
 
     @property
     def checks_form(self) -> bool:
-        """Return whether a launch that is timed may have a form that is not compiled yet."""
+        """Return whether a timed launch may take a form that is not compiled yet."""
         return self.measures and (self.compile.is_varied or self.search is None)
 
     @property
     def is_to_preflight(self) -> bool:
-        """Return whether candidates are still to be compiled, for the form of a new launch too."""
+        """Return whether candidates are still to be compiled; a new form of launch adds some."""
         has_all = self.search is None or self.compile.has_all or self.compile.waves == self.search.waves
         if self.compile.is_preflighted and has_all and not self.compile.left:
             return False
         return self.stage is Stage.NEW if self.search is None else self.search.is_tuned_by_launches
 
     @property
+    def unreported_bans(self) -> dict[str, str]:
+        return {c: reason for c, reason in self.bans.items() if c not in self.reported_bans}
+
+    @property
     def failing(self) -> dict[str, str]:
-        """Return the candidates that have failed in each of the last settled launches, with reasons."""
+        """Return the candidates whose last settled launches have all failed, with reasons."""
         return {c: reason for c, (times, reason) in self.failures.items() if times >= SETTLED_FAILURES}
 
     def tries(self, candidate: str) -> bool:
@@ -162,55 +165,63 @@ class RankContext:
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
     def begin_with(self, known: KnownOfKernel, *, tries_few: bool) -> None:
-        """Choose the candidate to begin with: the winner before an upgrade, or one that other keys suggest.
+        """Choose the first candidate: the winner before an upgrade, or one that other keys suggest.
 
         That is the fastest by their times, or else the winner of the nearest key. All ranks know the same
-        other keys, so all begin alike. tries_few: the search tries only what is fast by their times.
+        other keys, so all choose alike. tries_few: the search tries only what is fast by their times.
         """
         before = self.beginning
         if (upgrade := known.upgrade or before.upgrade) is not None:
-            self.beginning = replace(before, upgrade=upgrade, like="", first=upgrade[2][0])
+            self.beginning = replace(before, upgrade=upgrade, nearest_key="", first=upgrade[2][0])
             return
         key, texts = self.identity.key_text, self.texts
-        usable = {key: winner for key, winner in known.winners.items() if winner in texts}
-        like = next(iter(by_distance(key, usable)), "")
-        expected, is_new = before.expected, before.told != known.told
-        if is_new:
+        winners = {other: winner for other, winner in known.winners.items() if winner in texts}
+        nearest = next(iter(by_distance(key, winners)), "")
+        expected, has_new_times = before.expected, before.other_times != known.told
+        if has_new_times:
             text = best_start(key, texts.values(), known.told)
             expected = next((each for each, own in texts.items() if text and own == text), "")
-        first = expected or usable.get(like, "")
-        like = like if first == usable.get(like) else ""
-        self.beginning = Beginning(first, like, told=known.told, expected=expected, unlikely=before.unlikely)
-        if is_new and tries_few:
-            candidates = self.candidates
-            order = order_of(key, [*candidates.values()], known.told)
-            likely = range(len(candidates)) if order is None else order.likely
-            unlikely = {each for index, each in enumerate(candidates) if index not in likely}
-            self.beginning = replace(self.beginning, unlikely=unlikely)
+        first = expected or winners.get(nearest, "")
+        self.beginning = replace(
+            before,
+            first=first,
+            nearest_key=nearest if first == winners.get(nearest) else "",
+            other_times=known.told,
+            expected=expected,
+        )
+        if has_new_times and tries_few:
+            self.beginning = replace(self.beginning, unlikely=self._unlikely(known.told))
+
+    def _unlikely(self, other_times: TimesByKey) -> set[str]:
+        """Return the candidates that are slow by the times of other keys."""
+        candidates = self.candidates
+        order = order_of(self.identity.key_text, [*candidates.values()], other_times)
+        likely = range(len(candidates)) if order is None else order.likely
+        return {each for index, each in enumerate(candidates) if index not in likely}
 
     @property
     def candidates(self) -> dict[str, str]:
-        """Return the texts of the candidates by digest, first the one that the context begins with."""
+        """Return the candidates with their texts, the first one of the context first."""
         first, texts = self.beginning.first, dict(self.texts)
         return {first: texts[first], **texts} if first else texts
 
     @property
     def outside_race(self) -> set[str]:
-        """Return the candidates that are not compiled: others are better, by their times or other keys'."""
+        """Return the candidates that are not compiled: by their times, or other keys', others are better."""
         if self.search is not None:
             return self.search.outside_race
         upgrade, unlikely = self.beginning.upgrade, self.beginning.unlikely
         return {*unlikely} if upgrade is None else self.texts.keys() - set(upgrade[2])
 
     def report_earlier_runs(self) -> Part | None:
-        """Return the statistic so far of the candidate on trial, if only other runs launched it here."""
+        """Return the statistic of the candidate on trial where only earlier runs have launched it here."""
         if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
             return None
         earlier = self.samples.report_earlier_runs(self.search.digests[self.search.trial])
         return None if earlier is None else part_of(earlier)
 
     def footprint(self, ran: str | None) -> tuple[int, int]:
-        """Return share of the SMs and number of this run's launches; 0 and 1 where they are not judged."""
+        """Return the share of the SMs and the number of this run's launches; (0, 1): not judged by them."""
         judges = self.search is None or self.search.is_tuned_by_launches
         if ran is None or not judges or ran not in self.shares:
             return 0, 1
@@ -222,7 +233,7 @@ class RankContext:
         self.samples.begin_run()
 
     def chosen(self, binding: Binding, failed: Mapping[str, str] = NONE_FAILED) -> str:
-        """Return the candidate of this run; another one where it `failed`, or the Autotuner has pruned it."""
+        """Return the candidate of this run, or a stand-in where it has failed or the Autotuner pruned it."""
         if self.run.choice is None:
             planned = "" if self.search is None else self.search.digests[self.search.planned]
             is_usable = planned in self.texts and planned not in self.bans
@@ -234,12 +245,12 @@ class RankContext:
     def stand_in(self, among: Collection[str] | None = None, failed: Mapping[str, str] = NONE_FAILED) -> str:
         """Return the incumbent, or the first candidate that has not failed; raises NoValidConfig.
 
-        among: the candidates that an Autotuner has left after pruning; None: all. failed: candidates that
-        have failed in this launch, with reasons.
+        among: the candidates that an Autotuner's pruning has left; None: all. failed: those that have failed
+        in this launch, with reasons.
         """
         candidates = self.candidates
-        known = candidates if among is None else among
-        banned = set(self.bans)
+        usable = candidates if among is None else among
+        banned = {*self.bans, *failed}
         if self.search is not None:
             incumbent = self.search.digests[self.search.incumbent]
             banned |= {self.search.digests[index] for index in self.search.banned}
@@ -247,8 +258,8 @@ class RankContext:
             incumbent = next(iter(candidates))
         else:
             incumbent = self.claim[1]
-        for candidate in (incumbent, *candidates, *known):
-            if candidate not in banned and candidate not in failed and candidate in known:
+        for candidate in (incumbent, *candidates, *usable):
+            if candidate in usable and candidate not in banned:
                 return candidate
         reasons = " ".join(self._reasons(failed))
         raise NoValidConfig(f"{self.title}: all {len(self.texts)} configs failed on some rank. {reasons}")
@@ -264,13 +275,13 @@ class RankContext:
                 yield f"Rank {rank}, {config_label(text)}: {reason.rstrip('.')}."
 
     def config_of(self, candidate: str) -> Any:
-        """Return the config of a candidate, or the option of a `tunable`; None where this rank has none."""
+        """Return the config of a candidate, or the option of a `tunable`; None: this rank has none."""
         holders = (binding.configs for binding in self.bindings if candidate in binding.configs)
         return next(holders, {}).get(candidate)
 
 
 def part_of(reading: Reading) -> Part:
-    """Return one rank's reading as its part of a run's report."""
+    """Return a reading as this rank's part of a run's report."""
     ms = reading.ms
     if ms is None:
         pending, unmeasured = int(reading.is_pending), int(reading.is_timed)

@@ -1,4 +1,4 @@
-"""The contexts that this rank has launched: a launch finds its own, a run's report tells of all."""
+"""The contexts that this rank has launched: finds that of a launch, and reports on all of them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Registry:
     """
 
     def __init__(
-        self, names: KernelNames, options: Options, clock: Clock, rank: int, results: KnownResults
+        self, names: KernelNames, options: Options, clock: Clock, rank: int, known: KnownResults
     ) -> None:
         self.by_name: Mapping[str, RankContext] = {}
         self.lock = fork_safe_lock()
-        self.has_news = False  # since the last run began: to a settled call, whose contexts choose anew
-        self.names, self.results = names, results
+        self.has_news = False  # contexts have changed since a run began: a settled call has them choose anew
+        self.names, self.known = names, known
         self._options, self._clock, self._rank = options, clock, rank
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
@@ -76,7 +76,7 @@ class Registry:
             launch.constants_text(),
             launch.key_names(),
         )
-        context = self._known(about) or self._new(about, configs, tuner)
+        context = self._find_context(about) or self._new(about, configs, tuner)
         return Binding(weakref.ref(tuner), key, configs, context)
 
     def choice(
@@ -86,14 +86,14 @@ class Registry:
         kernel = self.names.name_of_choice(name, texts.set_digest, is_joint=is_joint)
         source, text = KernelIdentity(name, digest=""), identity.key_text(key)
         about = ContextIdentity(kernel, source, key, text, texts.texts, is_choice=True, is_joint=is_joint)
-        if (context := self._known(about)) is None:
+        if (context := self._find_context(about)) is None:
             configs = {each: options[place] for each, place in texts.places.items()}
             context = self._new(about, configs, None)
             context.bindings.append(Binding(lambda: None, key, configs, context))
             self.by_name = {**self.by_name, context.name: context}
         return context
 
-    def _known(self, about: ContextIdentity) -> RankContext | None:
+    def _find_context(self, about: ContextIdentity) -> RankContext | None:
         of_kernel = (each for each in self.by_name.values() if each.identity.kernel == about.kernel)
         found = next((each for each in of_kernel if each.identity.key_text == about.key_text), None)
         if found is not None:
@@ -105,8 +105,8 @@ class Registry:
 
         A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
         """
-        results, key = self.results, about.key
-        claim = results.find_claim(about, tuner)
+        known, key = self.known, about.key
+        claim = known.find_claim(about, tuner)
         if claim is not None and claim[1] not in configs:
             cached = None if tuner is None else tuner.cache.get(key)
             if cached is not None and identity.config_digest(cached) == claim[1]:
@@ -117,10 +117,10 @@ class Registry:
         slot, name = self._slot(about)
         samples = Samples(self._clock, self._options.statistic, flags_gaps=tuner is not None)
         context = RankContext(name, slot, about, samples, self._rank, claim)
-        context.holds_claim_back = claim is not None and results.holds_back(about)
-        context.search = results.search.contexts.get(name)
+        context.holds_claim_back = claim is not None and known.holds_back(about)
+        context.search = known.search.contexts.get(name)
         self._choose_first(context)
-        bans = {} if context.search is not None else results.search.crash_bans.get(name, {})
+        bans = {} if context.search is not None else known.search.crash_bans.get(name, {})
         context.bans.update((each, reason) for each, (_, reason) in bans.items() if each in about.texts)
         return context
 
@@ -141,11 +141,11 @@ class Registry:
         The first launch of each run chooses anew, so ranks that announce a context together choose alike.
         """
         if context.stage is Stage.NEW and context.run.choice is None and len(context.texts) > 1:
-            known = self.results.of_kernel(context.identity, self.names.alias(context.identity.kernel))
+            known = self.known.of_kernel(context.identity, self.names.alias(context.identity.kernel))
             context.begin_with(known, tries_few=self._tries_few(context))
 
     def _tries_few(self, context: RankContext) -> bool:
-        return self.results.search.rules.tries_few(len(context.texts))
+        return self.known.search.rules.tries_few(len(context.texts))
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename contexts as the ranks have agreed, where kernels differ only in their candidates."""
@@ -166,6 +166,23 @@ class Registry:
             for tuner, known in list(self._bindings.items()):
                 kept = {key: each for key, each in known.items() if each.rank_context.name not in gone}
                 self._bindings[tuner] = kept
+
+    # -- one session ---------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Give contexts that settled calls have met the results that the ranks have agreed to use."""
+        for context in self.by_name.values():
+            if context.stage is Stage.NEW:
+                context.claim = self.known.claim_on_disk(context.identity)
+                context.holds_claim_back = self.known.holds_back(context.identity)
+
+    def drop_unshared(self, dropped: set[str]) -> None:
+        """Drop these contexts, those that no rank has announced, and bans that the peers do not know."""
+        by_name = self.by_name
+        self.forget(dropped | {name for name, context in by_name.items() if context.search is None})
+        for context in by_name.values():
+            for candidate in context.unreported_bans:  # a launch finds it again
+                del context.bans[candidate]
 
     # -- one run -------------------------------------------------------------------------------------------
 
@@ -203,9 +220,7 @@ class Registry:
             if run.count and context.stage is not Stage.SETTLED:
                 context.launches_per_run = run.count
             earlier = context.report_earlier_runs()
-            bans = {
-                c: (context.rank, why) for c, why in context.bans.items() if c not in context.reported_bans
-            }
+            bans = {each: (context.rank, reason) for each, reason in context.unreported_bans.items()}
             is_repeated = context.samples.report is not None
             if not (run.ran or is_repeated or bans or context.compile.left or earlier is not None):
                 continue
@@ -233,7 +248,7 @@ class Registry:
         self._choose_first(context)  # a context announced for its bans was not launched
         about, beginning = context.identity, context.beginning
         places = {text: str(place) for place, text in enumerate(context.candidates.values())}
-        told = (beginning.told or {}) if self._tries_few(context) else {}
+        told = (beginning.other_times or {}) if self._tries_few(context) else {}
         return Announcement(
             rank=context.rank,
             kernel=about.source.short_name,
@@ -247,7 +262,7 @@ class Registry:
             place=place,
             slot=context.slot,
             claim=context.claim,
-            like=beginning.like,
+            like=beginning.nearest_key,
             default=next(iter(about.texts), ""),
             upgrade=beginning.upgrade,
             told={

@@ -21,7 +21,7 @@ from .tunable import CHOICES
 
 
 def mark_provisional(tuner: Autotuner, key: Key) -> None:
-    """Have sessions tune the key although `Autotuner.cache` holds a config: nobody timed that."""
+    """Mark a config in `Autotuner.cache` that nobody has timed: sessions tune its key."""
     mark_origin(tuner, key, Origin(RankGroup(), "", provisional=True))
 
 
@@ -32,7 +32,7 @@ class Results:
         self._known, self._function = known, known.function
 
     def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
-        """Write a result to `Autotuner.cache` and, if it is a search's, to disk. `seconds`: the session's."""
+        """Write a result to `Autotuner.cache` and, if a search found it, to disk. seconds: the session's."""
         rank_context.is_published = True
         known, function, about = self._known, self._function, rank_context.identity
         index, times = context.incumbent, context.times.ms

@@ -1,4 +1,4 @@
-"""The turn of sessions: one is active in a process, with the threads that work for its call."""
+"""The turn of sessions: one call of a process has it, with the threads that work for that call."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class ActiveCall:
 
 
 class SessionTurn:
-    """The turn of sessions, and the threads that work for the call that has it.
+    """Who may run a session: the call that has the turn, and threads that work for it.
 
-    A thread works for the call if the call waits for the thread, or for the future that it works on; or if
-    the thread was started since the call began and the call does not move. Other waits cannot be seen: an
-    older thread gives up when the call has not moved for a while.
+    A thread works for the call if the call waits for the thread, or for the future that the thread works on;
+    or if the thread was started since the call began and the call does not move. Other waits cannot be seen:
+    an older thread gives up when the call has not moved for `timeout_s`.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.call: ActiveCall | None = None  # set by `acquire`; None again before the lock is released
-        self._lent = threading.local()  # its `call`: the one that waits for this thread
+        self._lent = threading.local()  # `call`: the one that waits for this thread
 
     @property
     def is_mine(self) -> bool:
@@ -121,7 +121,7 @@ def _given_up(name: str, call: ActiveCall, waited_s: float) -> str:
 
 
 def _position(ident: int) -> tuple[object, ...]:
-    """Return where a thread is, and how long it has run: equal as long as it does not move."""
+    """Return where a thread is and how long it has run, which stay the same while it does not move."""
     frame = sys._current_frames().get(ident)
     known = [thread.native_id for thread in threading.enumerate() if thread.ident == ident]
     if frame is None or not known:

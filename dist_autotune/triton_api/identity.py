@@ -24,16 +24,16 @@ from ..codec import digest
 from ..errors import TuningError
 
 _UNKNOWN = object()
-# No part of a kernel's source.
+# Their functions are no part of a kernel's source: their versions stand in every entry and session.
 _LIBRARIES = {"triton", "torch", "numpy", *sys.stdlib_module_names} - {"__main__"}
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True)
 class KernelIdentity:
-    """What a kernel is made of, for cache, crash guard and agreement alike.
+    """Which kernel it is, for cache, crash guard and agreement alike.
 
-    Its source, that of all functions it reaches, captured constants, and its heuristics with theirs.
+    Made of its source, that of all functions it reaches, captured constants, and heuristics with theirs.
     """
 
     short_name: str
@@ -47,8 +47,8 @@ def family_of(kernel: str) -> str:
     return kernel.partition(".")[0]
 
 
-_HOOKS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-_TOLD_APART: weakref.WeakSet[Any] = weakref.WeakSet()  # hooks whose text holds what they capture
+_HOOK_TEXTS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_WITH_CAPTURES: weakref.WeakSet[Any] = weakref.WeakSet()  # hooks whose text holds what they capture
 _SOURCES: weakref.WeakKeyDictionary[Callable[..., Any], KernelIdentity] = weakref.WeakKeyDictionary()
 
 
@@ -89,9 +89,9 @@ def config_digest(config: Any) -> str:
 
 
 def tell_apart(configs: Sequence[Any]) -> None:
-    """Let hooks count with what they capture where configs of one kernel differ in that alone.
+    """Add what hooks capture to their texts where configs of one kernel differ in nothing else.
 
-    Elsewhere it does not count: a hook may capture its rank, and its config is one candidate on all ranks.
+    Elsewhere it is left out: a hook may capture its rank, and its config is one candidate on all ranks.
     """
     alike: dict[str, list[Any]] = {}
     for config in configs:
@@ -101,20 +101,20 @@ def tell_apart(configs: Sequence[Any]) -> None:
         if len({id(hook) for hook in hooks}) > 1:
             for hook in hooks:
                 with contextlib.suppress(TypeError):  # it cannot be hashed, or held weakly
-                    if hook not in _TOLD_APART:
-                        _TOLD_APART.add(hook)
-                        _HOOKS[hook] = _hook_text(hook, captures=True)
+                    if hook not in _WITH_CAPTURES:
+                        _WITH_CAPTURES.add(hook)
+                        _HOOK_TEXTS[hook] = _hook_text(hook, captures=True)
 
 
 def hook_text(hook: Any) -> str:
     """Return a Python callable as text, the same on every rank: name and sources.
 
-    One that `tell_apart` has met holds defaults and captured values as they were then; of a list or an
-    object, the type.
+    Behind `tell_apart` the text may also hold defaults and captured values as they were then; of a list or
+    an object, the type.
     """
     try:
-        if (known := _HOOKS.get(hook)) is None:
-            known = _HOOKS.setdefault(hook, _hook_text(hook))
+        if (known := _HOOK_TEXTS.get(hook)) is None:
+            known = _HOOK_TEXTS.setdefault(hook, _hook_text(hook))
     except TypeError:  # it cannot be hashed, or held weakly
         return _hook_text(hook)
     return known
@@ -169,7 +169,7 @@ def candidate_digest(all_kwargs: dict[str, Any]) -> str:
 
 
 def value_text(value: Any, *, strict: bool = True) -> str:
-    """Return a value as text; `strict`: one whose repr holds an address is an error, else it is its type."""
+    """Return a value as text. strict: raise for one whose repr holds an address; else return its type."""
     text_of = functools.partial(value_text, strict=strict)
     if isinstance(value, np.generic):
         value = value.item()
@@ -234,7 +234,6 @@ def _collect(function: Callable[..., Any], parts: dict[Any, str], constants: lis
     for reference, value in _references(function, source):
         callees = _callees(value)
         for callee in callees:
-            # Triton's own are covered by its version, which every entry and every session carries.
             if (callee.__module__ or "").partition(".")[0] not in _LIBRARIES:
                 _collect(callee, parts, constants)
         is_plain = isinstance(value, (bool, int, float, str))

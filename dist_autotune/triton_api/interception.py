@@ -27,8 +27,8 @@ _IN_TLS = "dist_autotune"  # torch gives what is stashed under it to the threads
 Run: TypeAlias = Callable[..., Any]  # an `Autotuner.run`
 
 
-SESSION: Final = "session"  # its call is seen by every thread that is in no call of its own
-PROGRAM: Final = "program"  # and so is a program that is tuned as a whole, below all calls
+SESSION: Final = "session"  # threads without a call of their own launch for its run
+PROGRAM: Final = "program"  # without a session, they launch for the program that is tuned as a whole
 
 
 class Interception:
@@ -46,10 +46,10 @@ class Interception:
     # -- the dispatcher ------------------------------------------------------------------------------------
 
     def install(self, make: Callable[[Run], Run]) -> None:
-        """Put a dispatcher at `Autotuner.run`, once; a function that others put on top later stays on top.
+        """Put a dispatcher at `Autotuner.run`, once; what others put on top later stays on top.
 
-        Put another one where somebody has restored stock Triton's function, or put one that leads past the
-        dispatcher. make: makes the dispatcher; it is given the function that stands there.
+        It is put there again where somebody has restored stock Triton's function, or replaced it by one that
+        leads past the dispatcher. make: given the function that stands there, returns the dispatcher.
         """
         top = Autotuner.__dict__["run"]
         if top is self._looked_at:
@@ -73,8 +73,8 @@ class Interception:
     def call_for(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the call that a launch of a thread without a call of its own belongs to; None: to none.
 
-        Autograd's threads launch for the call that waits for them. Other threads are seen by the session,
-        else by the program, else by a settled call: by the one that knows the key, as it is theirs or equal.
+        Autograd's threads launch for the call that waits for them. Other threads launch for the session, else
+        for the program, else for a settled call: one that knows the key, or else the latest.
         """
         if (call := self._call_of_caller()) is not None:
             return call
@@ -97,7 +97,7 @@ class Interception:
         return self.calls.get(torch._C._get_obj_in_tls(_IN_TLS))
 
     def _others(self) -> Iterator[Any]:
-        """Yield the calls that see launches of other threads: session, program, the latest settled call."""
+        """Yield the calls that other threads may launch for: session, program, the latest settled call."""
         calls = self.calls.copy()
         for key in (SESSION, PROGRAM):
             if key in calls:

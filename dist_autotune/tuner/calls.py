@@ -1,4 +1,4 @@
-"""A call of a tuned function: it opens a session or goes on with one, or runs with what is settled."""
+"""The calls of a tuned function: each runs with what is settled, or opens a session or goes on with one."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ TO_RETUNE = Retuning.WANTED, Retuning.ASKED  # the next call that all ranks take
 
 
 class Calls:
-    """The calls of one tuned function, one after another, and what they have found so far.
+    """Makes the calls of one tuned function; keeps its session, its state and its last report.
 
-    function: its source text names the results that are not shared; None: these are steps.
-    is_program: these are the runs of a program, for which `ScriptTuner` takes the turn.
+    function: its source text names the results that are not shared; None: the calls are steps.
+    is_program: the calls are runs of a program, for which `ScriptTuner` takes the turn.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Calls:
     def step(self, mode: str, *, asks_nobody: bool = False) -> Iterator[None]:
         """Make the block one call of mode="online": a trial, or a run with what is settled.
 
-        asks_nobody: a run with known configs in any case, without an exchange.
+        asks_nobody: run with known configs, and exchange nothing, whatever is new.
         """
         asks_nobody = asks_nobody or interception.is_capturing()
         state = self._steady_state(mode, asks_nobody)
@@ -195,7 +195,7 @@ class Calls:
     # -- which kind of call it is --------------------------------------------------------------------------
 
     def _steady_state(self, mode: str, asks_nobody: bool) -> FunctionState | None:
-        """Return the state if a call now is without trials and nothing has to be prepared for it."""
+        """Return the state if a call now needs no session, and no other state; else None."""
         state = self.state
         if state is None or state.function.mode != mode:
             return None
@@ -211,13 +211,13 @@ class Calls:
         return state
 
     def _keep_world(self) -> None:
-        """Remember the default process group: as long as it is the same, so is the group of the calls."""
+        """Remember the default process group: while it is the same, the calls have the same group."""
         world = _world()
         self._world = (lambda: None) if world is None else weakref.ref(world)
         self._pid = os.getpid()
 
     def _takes_up(self, state: FunctionState, asks_nobody: bool) -> bool:
-        """Begin a settled call; return whether all ranks open a session in it."""
+        """Begin a settled call of this rank; return whether all ranks open a session in it."""
         if state.function.is_alone or asks_nobody:
             return False
         if asks := self._retuning is Retuning.WANTED:
@@ -230,10 +230,10 @@ class Calls:
         return session_turn(self._name, self._options.resolved_timeout_s)
 
     def _begin_call(self, mode: str, asks_nobody: bool, *, takes_up: bool) -> tuple[FunctionState, bool]:
-        """Return the state for a call that has the turn, and whether the call belongs to a session.
+        """Return the state for a call that has the turn, and whether the call is a part of a session.
 
-        takes_up: open one with the ranks that take a new key up, or tune anew. If a rank does not come in
-        time, learning waits, and the call is a settled one.
+        takes_up: all ranks open one in this call, for a new key or to tune anew. If a rank does not come in
+        time, the call is a settled one, and the ranks open a session later.
         """
         state = self._current_state(mode)
         if asks_nobody or not takes_up or self._session is not None:
@@ -250,7 +250,7 @@ class Calls:
             return state, False
 
     def _begin_settled(self, state: FunctionState, asks_nobody: bool) -> CallUnderWay:
-        """Return a call without trials. asks_nobody: new keys in it ask for no session."""
+        """Return the launches of a settled call. asks_nobody: new keys in it ask for no session."""
         INTERCEPTION.install(dispatcher)
         propagate_to_autograd()
         if asks_nobody and self._retuning is not Retuning.BEGUN:
@@ -304,7 +304,10 @@ class Calls:
     # -- the function on its group -------------------------------------------------------------------------
 
     def _current_state(self, mode: str) -> FunctionState:
-        """Return the state for the group as it is now; another group or mode, or retuning, starts anew."""
+        """Return the state for the group as it is now: a new one where group or mode is another.
+
+        A retune that is wanted begins here: the session under way ends.
+        """
         if self._retuning in TO_RETUNE:
             self.close()
             self._wants_session, self._retuning = True, Retuning.BEGUN
@@ -336,7 +339,7 @@ class Calls:
 
 
 def _lacks_results(state: FunctionState, call: CallUnderWay) -> bool:
-    """Return whether a session of another thread has left keys of a settled call untuned."""
+    """Return whether keys of a settled call are untuned still, behind a session of another thread."""
     return state.function.is_alone and any(context.tuned is None for context in call.new or ())
 
 

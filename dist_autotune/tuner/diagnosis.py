@@ -37,7 +37,7 @@ def listed(launched: Sequence[str]) -> str:
 
 
 class Diagnosis:
-    """Describes the failures of one session on this rank: names runs, launches and logs."""
+    """Describes the failures of one session on this rank by run, launches and log."""
 
     def __init__(self, state: FunctionState, recorder: Recorder, log_dir: str | None) -> None:
         self._state, self._recorder, self._log_dir = state, recorder, log_dir
@@ -47,8 +47,8 @@ class Diagnosis:
     def of_error(self, error: BaseException) -> BaseException:
         """Return the error that peers receive for `error`.
 
-        An error on the device names the launches that may have caused it: in its own text if it is ours, in
-        another error if the function raised it.
+        A device's error names the launches that may have caused it: one of ours in its own text; for one that
+        the function raised, the peers receive another error.
         """
         is_ours, state = isinstance(error, LaunchFailed | LaunchTimeout), self._state
         if not (is_ours or is_reported(error)):
@@ -73,14 +73,14 @@ class Diagnosis:
         self._recorder.write(RunFailed(run=self._state.search.runs, by_rank=by_rank, error=text))
 
     def record_failed_exchange(self, error: BaseException) -> None:
-        """Write to the log that an exchange has failed; name the logs of the ranks a time-out misses."""
+        """Write to the log that an exchange has failed; a time-out names the logs of the missing ranks."""
         if isinstance(error, AgreementTimeout) and self._log_dir is not None:
             files = ", ".join(f"{self._log_dir}/rank-{rank}.jsonl" for rank in error.missing_ranks)
             error.args = (f"{error} Last records: {files}",)
         self.record_failure(error, getattr(error, "rank", self._rank))
 
     def watch(self) -> Watch:
-        """Return how the next run is watched; its name says what it tries."""
+        """Return how the next run is watched, named after its first trial."""
         state, function = self._state, self._state.function
         on_trial = ((context, context.trial) for context in state.search.unsettled)
         trials = [
@@ -156,7 +156,7 @@ def warn_of_repeated_steps(name: str, stepped: list[str], *, may_be_online: bool
 
 
 def warning_at_end(function: FunctionSetup, run: RankRun, starved: Sequence[str], *, has_failed: bool) -> str:
-    """Return what a session warns of at its end: launches that nobody saw, or that ended, a useless clock.
+    """Return the warning at a session's end: a useless clock, no launches, or contexts without further ones.
 
     starved: titles of contexts that are no longer launched.
     """

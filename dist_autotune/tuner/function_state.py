@@ -1,4 +1,4 @@
-"""A tuned function on one group of ranks: what its results depend on, and what outlives its sessions."""
+"""A tuned function on one group of ranks: its setup, and the state that outlives its sessions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
 
 class FunctionSetup(FunctionScope):
-    """What stays the same from call to call."""
+    """What its results depend on: the same in all calls."""
 
     def __init__(
         self, options: Options, name: str, source_digest: str, group: RankGroup, *, mode: str
@@ -55,12 +55,12 @@ class FunctionSetup(FunctionScope):
         self.clock: Clock = options.clock or default_clock(self.timeout_s, interpreted=interpreted)
 
     def facts(self, values: dict[str, str]) -> Facts:
-        """Return facts as this rank reports them, with that of every exchange: where in the program it is."""
+        """Return facts as this rank reports them; each exchange holds the name of the function."""
         values = {"the tuned function": self.name, **values}
         return {name: {value: self.group.rank} for name, value in values.items()}
 
     def crash_guard(self, disk: Winners) -> CrashGuard:
-        """Return the crash guard, named after all that a crash depends on but kernels and keys."""
+        """Return the crash guard, named after all that a crash may depend on, without kernels and keys."""
         options = self.options
         facts = {
             "function": self.name,
@@ -77,7 +77,9 @@ class FunctionSetup(FunctionScope):
 
 
 class FunctionState:
-    """Outlives sessions. `search` is the same on all ranks, `registry` and `dispatcher` are this rank's.
+    """The state of a tuned function between and in its sessions.
+
+    `search` is the same on all ranks; `registry` and `dispatcher` are this rank's.
 
     note: writes a line of the log.
     """
@@ -123,12 +125,12 @@ class FunctionState:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Compile or load in the block: the peers wait on, and the time is accounted for."""
+        """Compile or load in the block: peers go on waiting, and the time is counted."""
         with self.function.group.busy(), self.time_spent.adding("compiling_s"):
             yield
 
     def opening(self, state: str = "") -> Opening:
-        """Return this rank's report when a session opens, or goes on from `state` after a failed run."""
+        """Return this rank's message when a session opens, or goes on from `state` after a failed run."""
         function = self.function
         facts = {
             SESSION_STATE: state,
@@ -146,7 +148,7 @@ class FunctionState:
         return Opening(function.group.rank, function.facts(facts))
 
     def opening_with_results(self) -> Opening:
-        """Return this rank's report when a session opens anew, with what its disk holds."""
+        """Return this rank's message when a session opens, with the results on its disk."""
         opening = replace(self.opening(), offers=self.known.offered_at_opening())
         left = self.guard.recover()
         if self.known.ignores_known:
@@ -170,17 +172,14 @@ class FunctionState:
         self.search.open()
         self.search.crash_bans = bans_for_crashes(merged)
         self.guard.begin_session(session, self.search.crash_bans)
-        for rank_context in self.registry.by_name.values():
-            if rank_context.stage is Stage.NEW:  # met in a settled call
-                rank_context.claim = self.known.claim_on_disk(rank_context.identity)
-                rank_context.holds_claim_back = self.known.holds_back(rank_context.identity)
+        self.registry.open()
         return remarks
 
     def check_run(self, merged: Message) -> RunReport:
         """Return the merged report and keep its offers; raises RankMismatch where ranks differ.
 
-        A kernel's name may stand for several source texts (functions made by functions), and ranks may launch
-        different ones of them: they differ when they have none in common.
+        A kernel's name may stand for several source texts (functions made by functions), of which ranks may
+        launch different ones: they differ only where they have none in common.
         """
         facts = {}
         for name, values in merged.facts.items():
@@ -196,12 +195,7 @@ class FunctionState:
 
     def drop_searches(self) -> None:
         """Forget the searches under way, on all ranks alike."""
-        by_name = self.registry.by_name
-        unshared = {name for name, rank_context in by_name.items() if rank_context.search is None}
-        self.registry.forget(self.search.drop_unsettled() | unshared)
-        for rank_context in by_name.values():  # what a settled one's peers have not heard of is found again
-            for candidate in rank_context.bans.keys() - rank_context.reported_bans:
-                del rank_context.bans[candidate]
+        self.registry.drop_unshared(self.search.drop_unsettled())
 
     def publish(self, seconds: float) -> list[Context]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return the new contexts."""

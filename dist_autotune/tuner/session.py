@@ -63,7 +63,7 @@ OVER = SessionStage.CLOSED, SessionStage.FAILED
 
 
 class Session:
-    """One session on this rank: opens with an exchange, ends when every context is settled."""
+    """One session on this rank, from the exchange that opens it until every context is settled."""
 
     def __init__(self, state: FunctionState, log_dir: Path | None, *, is_of_program: bool) -> None:
         function = state.function
@@ -112,8 +112,8 @@ class Session:
     def replay(self, thunk: Callable[[], T], *, beside: tuple[T] | None = None) -> T:
         """Run `thunk` until every context is settled, then once more; return the last result.
 
-        beside: the result of a settled run that the call has made. Then that is returned, and these runs
-        leave no effects.
+        beside: the result of a settled run that the call has made before. Then that is returned, and the runs
+        here leave no effects.
         """
         preserve = self.function.options.preserve
         steps = diagnosis.optimizer_steps(INTERCEPTION.turn.works_for_call)
@@ -140,7 +140,7 @@ class Session:
                     return beside[0]
 
     def _put_back(self) -> None:
-        """Put back the tensors that kernels have changed by their own word, and say once in the log which."""
+        """Put back the tensors that kernels are declared to change; log once which."""
         if (names := self.state.written.restore()) and not self._has_put_back:
             self._has_put_back = True
             text = f"put back before each further run, as restore_value or reset_to_zero names it: {names}"
@@ -187,7 +187,7 @@ class Session:
             self.state.drop_searches()
 
     def resume(self) -> None:
-        """After a run that failed on some rank: go on if all ranks have one state, else drop it on all."""
+        """Behind a run that failed on some rank: go on if all ranks have one state; else all drop theirs."""
         if self._stage is not SessionStage.INTERRUPTED:
             return
         failure, self._stage = self._interrupted_by, SessionStage.BETWEEN_RUNS
@@ -205,7 +205,7 @@ class Session:
     def _one_run(self, again: Callable[[], Any] | None = None) -> Iterator[None]:
         """Make the block one run: time it, exchange reports on it, and apply them.
 
-        again: the function that the block calls; it is called once more where replays judge the run.
+        again: the function that the block calls, called once more where graph replays judge the run.
         """
         state = self.state
         try:
@@ -278,7 +278,7 @@ class Session:
         self._stage = SessionStage.BETWEEN_RUNS
 
     def _exchange(self, message: Message, what: str, *, of_run: bool = False) -> Message:
-        """Return the merged messages. of_run: if a peer's run has failed, the next call goes on."""
+        """Return the merged messages. of_run: where a peer's run has failed, the next call goes on."""
         group = self.function.group
         sent, began = message.encode(), time.perf_counter()
         try:
@@ -337,7 +337,7 @@ class Session:
 
     @contextlib.contextmanager
     def _dropping_searches(self) -> Iterator[None]:
-        """Drop searches for a TuningError in the block: all ranks raise it, unless a user's flow raised."""
+        """Drop searches at a TuningError of the block: all ranks raise it, but for that of a user's flow."""
         try:
             yield
         except TuningError as error:
@@ -353,7 +353,7 @@ class Session:
         self.close(error, outcome)
 
     def close(self, error: BaseException | None = None, outcome: str = "") -> None:
-        """End the session and record how. outcome: of an error, where its class does not say it."""
+        """End the session and record how. outcome: names an error whose class does not."""
         if self.is_over:
             return
         self._ended = time.monotonic()

@@ -1,4 +1,4 @@
-"""Settled calls of one tuned function: they try nothing, and no rank waits in one for another."""
+"""The settled calls of one tuned function: they try no candidate, and no rank waits in them for a peer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SELDOM = (
 
 
 class SettledCalls:
-    """Casts this rank's ballots around settled calls, and says once which keys they leave untuned.
+    """Casts this rank's ballots around settled calls, and logs once which keys they leave untuned.
 
     note: writes a line of the log.
     """
@@ -43,7 +43,7 @@ class SettledCalls:
         return ballot.begin(asks=asks)
 
     def end(self, state: FunctionState, call: CallUnderWay, *, asks_nobody: bool) -> bool:
-        """End a call: return whether this rank, or all of them, open a session for its new keys now."""
+        """End a call; return whether a session is opened now for its new keys, by all ranks alike."""
         function, new = state.function, call.new or ()
         opens = may_tune = self._may_tune(state, asks_nobody=asks_nobody)
         if not new and (function.is_alone or not may_tune):
@@ -65,7 +65,7 @@ class SettledCalls:
     def end_failed(
         self, state: FunctionState, call: CallUnderWay, error: BaseException, *, asks_nobody: bool
     ) -> None:
-        """End a call that raised. NotTuned is told to the peers, once: they may wait in a collective."""
+        """End a call that raised. The peers hear of NotTuned, once: they may wait in a collective."""
         function = state.function
         if function.is_alone:
             return
@@ -77,7 +77,7 @@ class SettledCalls:
             function.group.fail(error)
 
     def watched(self, state: FunctionState) -> AbstractContextManager[None]:
-        """Watch a call in the strict mode: a peer that refuses a launch tells it by an exchange."""
+        """Watch a call in the strict mode, where a peer that refuses a launch fails its next exchange."""
         function = state.function
         if function.is_alone or not function.is_strict:
             return contextlib.nullcontext()
@@ -101,11 +101,10 @@ class SettledCalls:
             self._note(f"{titles[name]} is new to {self._name} and {text}")
 
     def _note_waiting(self, new: Iterable[RankContext]) -> None:
-        """Say, once each, which keys without a result ask again: the last session has not launched them."""
+        """Warn, once each, of keys that ask for a session again: the last one has not launched them."""
         asking = {context.name: context.title for context in new if context.claim is None}
         for name in sorted(asking.keys() & self._asking - self._noted):
             self._noted.add(name)
-            text = f"{asking[name]} waits for launches: {SELDOM.format(self._name)}"
-            self._note(text)
+            self._note(text := f"{asking[name]} waits for launches: {SELDOM.format(self._name)}")
             logging.getLogger("dist_autotune").warning("%s", text)
         self._asking |= asking.keys()

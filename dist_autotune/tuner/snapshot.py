@@ -15,7 +15,7 @@ from ..errors import InvalidOption
 
 
 class Snapshot:
-    """Random states, and named tensors and `state_dict()` holders with their gradients, as they are now."""
+    """A copy of random states, and of named tensors and `state_dict()` holders with their gradients."""
 
     def __init__(self, preserved: Sequence[Any]) -> None:
         self._restorers: list[Callable[[], None]] = [_random_state()]
@@ -70,9 +70,10 @@ def _restorer(item: Any) -> Callable[[], None]:
 
 @torch.no_grad()
 def _written_into(live: Any, saved: Any) -> Any:
-    """Return the saved state to load, in the tensors of the `live` one where they fit.
+    """Return the saved state to load, written into the tensors of the `live` state where they fit.
 
-    So no second copy is made, and the first is not given away: optimizers keep and change what they load.
+    Optimizers keep and change what they load, so the saved copy itself is never loaded; and a second copy is
+    made only where a tensor does not fit.
     """
     if isinstance(saved, torch.Tensor):
         if not _fits(live, saved):
@@ -91,7 +92,7 @@ def _written_into(live: Any, saved: Any) -> Any:
 
 
 def _fits(live: Any, saved: torch.Tensor) -> bool:
-    """Return whether a tensor can take the values of another one, each of its elements by itself."""
+    """Return whether the saved values can be written into a tensor whose elements do not overlap."""
     return (
         type(live) is type(saved)
         and (live.shape, live.dtype, live.device) == (saved.shape, saved.dtype, saved.device)
