@@ -100,13 +100,6 @@ class SettledLaunches(Generic[Shape]):
         choice = tuner.configs[0] if len(tuner.configs) == 1 else tuner.cache.get(settled.key)
         return choice is settled.config
 
-    def launch(self, shape: Shape, tensors: Tensors, scalars: tuple[float, ...], **constants: Any) -> None:
-        """Enqueue a kernel that makes its own descriptors; the arguments are in the order of its parameters.
-
-        constants: those that the shape does not know of.
-        """
-        ShapeLaunch(self, shape, constants=constants)((), tensors, scalars)
-
     def load(self, shape: Shape, arguments: tuple[Any, ...]) -> None:
         """Load what a launch with these arguments would run, unless it is known: see `load`."""
         if self.find(shape) is None:

@@ -309,12 +309,11 @@ class AllGatherMoE(ExpertOperation):
             first = HEIGHTS if is_sorted else 0  # a shared sorting has stages: by expert is order 1
             ends, tables = plan.ends_of_all[first:], plan.tables[first:]
         planned = (plan.rows, plan.sources if sources is None else sources, ends, tables)
-        tensors = (tokens, weight.detach(), out, *planned, flags, self._errors)
+        tensors = (tokens, weight, out, *planned, flags, self._errors)
         strides = (weight.stride(0), pitch_of(weight), out.stride(0))
-        kind = {"is_sorted": is_sorted, "is_gathered": is_gathered}
-        shape = self._shape(out.shape[0], weight, strides, tensors, **kind)
-        numbers = (topk, plan.capacity, *strides, rank, self._patience_ticks)
-        _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *numbers), HEIGHTS=HEIGHTS)
+        of_layout = (_SETTLED, out.shape[0], weight, strides, tensors)
+        launch = self._launch_of(*of_layout, is_sorted=is_sorted, is_gathered=is_gathered, HEIGHTS=HEIGHTS)
+        launch((), tensors, (topk, plan.capacity, *strides, rank, self._patience_ticks))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         return f"rank {peer}, or one that it waits for, did not push its tokens in time"

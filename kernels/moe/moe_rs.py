@@ -314,15 +314,17 @@ class MoEReduceScatter(ExpertOperation):
         sums = (products, self._partial, self._staged.local, choices.weights)
         plan = choices.plan
         planned = (plan.rows, plan.sources, choices.offsets, choices.ends, choices.tables, choices.counters)
-        tensors = (y.detach(), weight.detach(), out, *sums, *planned, flags, self._errors)
+        tensors = (y, weight, out, *sums, *planned, flags, self._errors)
         strides = (y.stride(0), weight.stride(0), pitch_of(weight), out.stride(0))
-        kind = {"is_sorted": choices.is_sorted, "is_gathered": choices.is_gathered}
-        shape = self._shape(y.shape[0], weight, strides, tensors, **kind)
         addressable = begin_at_16_bytes(y.element_size(), (y.data_ptr(),), strides[:1])
-        of_launch = (first_part, parts, rank, self._patience_ticks)
-        own = (choices.topk, self._capacity, plan.capacity, *strides, *of_launch)
-        neighbours = choices.is_sorted and self._has_tma and addressable
-        _SETTLED.launch(shape, tensors, (*shape.sizes().values(), *own), A_TMA_LEGAL=neighbours)
+        launch = self._launch_of(
+            *(_SETTLED, y.shape[0], weight, strides, tensors),
+            is_sorted=choices.is_sorted,
+            is_gathered=choices.is_gathered,
+            A_TMA_LEGAL=choices.is_sorted and self._has_tma and addressable,
+        )
+        own = (choices.topk, self._capacity, plan.capacity, *strides)
+        launch((), tensors, (*own, first_part, parts, rank, self._patience_ticks))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         if failure.kind == NOT_COMPUTED.value:

@@ -6,7 +6,7 @@ import abc
 import functools
 import math
 from collections.abc import Hashable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from ..exchange.collective import Collective
 from ..exchange.flags import ARRIVED, FLAGS, TOLD
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.push import Pushes
+from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..signals import Failure
 from ..symm import SymmetricMemoryError
 from ..tensors import check_tensor, layout_of, lies_by_columns, remember
@@ -122,7 +123,7 @@ class ExpertOperation(Operation):
         self._hosts, self._no_hosts = self._open_hosts()
         self._plans: dict[tuple[int, int, int], Plan] = {}
         self._checked: dict[Hashable, None] = {}  # layouts of the tensors of calls
-        self._shapes: dict[Hashable, ExpertShape] = {}  # by all that they depend on
+        self._launches: dict[Hashable, ShapeLaunch[ExpertShape]] = {}  # by all that they depend on
         self._announcer = Announcer(self._pushes)
         self._gatherer = ChoiceGatherer(self._memory, self._ids.local, self._weights.local)
         # Flags for a kernel of one rank: all is here.
@@ -299,8 +300,9 @@ class ExpertOperation(Operation):
         self._follow()
         self._told = tokens
 
-    def _shape(
+    def _launch_of(
         self,
+        launches: SettledLaunches[ExpertShape],
         choices: int,
         weight: torch.Tensor,
         strides: tuple[int, ...],
@@ -308,21 +310,27 @@ class ExpertOperation(Operation):
         *,
         is_sorted: bool,
         is_gathered: bool,
-    ) -> ExpertShape:
-        """Return the key of a settled launch of the grouped GEMM; is_gathered: as of a single rank."""
+        **constants: Any,
+    ) -> ShapeLaunch[ExpertShape]:
+        """Return the launches of the grouped GEMM for such tensors; is_gathered: as of a single rank.
+
+        constants: those that the shape does not know of; they follow from the other arguments.
+        """
         aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
         key = choices, layout_of(weight), strides, aligned, is_sorted, is_gathered
-        shape = self._shapes.get(key)
-        if shape is not None:
-            return shape
+        launch = self._launches.get(key)
+        if launch is not None:
+            return launch
         experts, columns, k = weight.shape
         programs = self._sms or INTERPRETED_PROGRAMS
         sizes = (counted(choices, programs), size_class(choices), columns, k, experts)
         layout = (self._has_tma and lies_for_tma(weight), lies_by_columns(weight))
         compiled_for = (weight.dtype, weight.device, aligned, *layout)
         ranks = 1 if is_gathered else self.world_size
-        made = ExpertShape(*sizes, strides, ranks, programs, *compiled_for, self._upcasts, is_sorted)
-        return remember(self._shapes, key, made)
+        shape = ExpertShape(*sizes, strides, ranks, programs, *compiled_for, self._upcasts, is_sorted)
+        numbers = tuple(shape.sizes().values())
+        launch = ShapeLaunch(launches, shape, constants=constants, numbers=numbers)
+        return remember(self._launches, key, launch)
 
     # ---- what went wrong
 

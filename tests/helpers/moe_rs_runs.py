@@ -17,7 +17,6 @@ from moe_runs import (
 from operation_runs import device
 from operations import HALF
 
-from dist_autotune.kernels.moe import moe_rs
 from dist_autotune.kernels.moe.moe_rs_kernel import CANDIDATES, moe_reduce_scatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 
@@ -138,9 +137,9 @@ def sorted_rows(rank, shape, candidates, dtype=HALF, **options):
     Return the errors, and for each call whether TMA was said to be able to. Rows of dropped choices are NaN.
     """
     tokens, k, n, experts, topk = shape
-    errors, legal, launch = [], [], moe_rs._SETTLED.launch
-    moe_rs._SETTLED.launch = lambda *args, **given: (
-        legal.append(given["A_TMA_LEGAL"]) or launch(*args, **given)
+    errors, legal, launch_of = [], [], MoEReduceScatter._launch_of
+    MoEReduceScatter._launch_of = lambda *args, **given: (
+        legal.append(given["A_TMA_LEGAL"]) or launch_of(*args, **given)
     )
     GATHERING.begin(rank)
     with (
