@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch._dynamo  # before the process group, see docs/troubleshooting.md: a rank aborts at its exit
 import torch.distributed as dist
 import torch.nn.functional as F
 import triton
