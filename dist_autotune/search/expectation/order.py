@@ -70,7 +70,7 @@ class Order:
         ordered = sorted(range(len(means)), key=lambda index: (means[index], index))
         self.likely = frozenset({first, *ordered[: min(LIKELY * self.most, MOST_COMPILED)]})
         self.tried: list[int] = []
-        self.ms: dict[int, float] = {}  # of those tried that have a time
+        self.ms: dict[int, float] = {}  # of those tried that have a time; the least of it may be 0
         self.is_hidden = False  # nothing untried can be seen to win, whatever it takes
         self.promise = 1.0  # the chance that some untried one wins
         self._failed: set[int] = set()
@@ -97,8 +97,9 @@ class Order:
             self._failed.add(index)
             return
         self.tried.append(index)
-        if least(ms) > 0:
+        if ms > 0:
             self.ms[index] = ms
+        if least(ms) > 0:  # else all of it may be the host's
             self._observe(index, least(ms))
 
     def _observe(self, index: int, ms: float) -> None:
@@ -111,7 +112,7 @@ class Order:
         left = [mean for index, mean in enumerate(means) if index not in out]
         if not (left and self.ms):
             return ""
-        percent = int(100 * (math.exp(min(left) - log(min(map(least, self.ms.values())))) - 1))
+        percent = int(100 * (math.exp(min(left) - self._log_of_best) - 1))
         why = f"the rest was expected at least {percent} % slower"
         if self._gain > GAIN:
             why = f"the rest was not expected to gain {100 * GAIN_OF_RUN:g} % of a run"
@@ -120,6 +121,12 @@ class Order:
         elif percent < 1:
             why = "more is not allowed, though some of the rest may be faster"
         return f"tried {len(means) - len(left)} of {len(means)}; {why}"
+
+    @property
+    def _log_of_best(self) -> float:
+        """Return the logarithm of the least ms that is known of any tried one; inf: of none."""
+        known = [ms for ms in map(least, self.ms.values()) if ms > 0]
+        return log(min(known)) if known else math.inf
 
     @property
     def leaves_first(self) -> bool:
@@ -228,7 +235,7 @@ class Waves(Order):
 
     def _is_idle(self) -> bool:
         """Return whether the last waves of many candidates have found nothing faster."""
-        self._best_of_waves.append(log(min(map(least, self.ms.values()))) if self.ms else math.inf)
+        self._best_of_waves.append(self._log_of_best)
         earlier = self._best_of_waves[:-IDLE_WAVES]
         is_many = len(self._texts) > MANY
         return is_many and bool(earlier) and earlier[-1] - self._best_of_waves[-1] < GAIN

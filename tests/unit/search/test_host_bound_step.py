@@ -32,8 +32,8 @@ RECORDED = (
     (24, 2, 0.067, True), (6, 2, 0.065, True), (9, 2, 0.054, True), (25, 4, 0.020, True),
 )  # fmt: skip
 STEP_MS, COMPILED_IN_A_STEP = 48, 0.42  # by half of 16 cores
-HOST_MS, HOST_SPREAD = 0.06, 0.6  # of a launch, where the device waits for the host
-OFTEN, SELDOM = 0.7, 0.3  # of the launches, that the device comes to later than the host
+HOST_MS, HOST_SPREAD = 0.09, 0.35  # of a launch, where the device waits for the host
+OFTEN = 0.7  # of the launches that are mostly behind, that the device comes to later than the host
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Launched(Kernel):
     behind: float = 0.0  # of them, how often the device comes to one later than the host
 
 
-def of_a_host_bound_step(rng: random.Random) -> list[Launched]:
+def of_a_host_bound_step(rng: random.Random, seldom: float) -> list[Launched]:
+    """Return its kernels; seldom: how often the device comes later than the host to the others' launches."""
     kernels = []
     for number, (candidates, launches, first_ms, is_behind) in enumerate(RECORDED):
         best = rng.uniform(5, 8), rng.uniform(0, 3), rng.uniform(2, 4)
@@ -54,12 +55,12 @@ def of_a_host_bound_step(rng: random.Random) -> list[Launched]:
             far = [abs(a - b) for a, b in zip(config, best, strict=True)]
             text = f"BLOCK: {2 ** config[0]}, num_warps: {2 ** config[1]}, num_stages: {config[2]}"
             slower[text] = math.exp(sum(map(operator.mul, far, weights)) + rng.gauss(0, 0.02))
-        own_ms = first_ms if is_behind else max(first_ms - HOST_MS, first_ms / 4)
+        own_ms = first_ms if is_behind else max(first_ms - HOST_MS, first_ms / 8)
         scale = own_ms / next(iter(slower.values()))
         ms = {text: scale * each for text, each in slower.items()}
         if not number:  # one of them is slow
             ms = {text: own_ms if each == own_ms else 0.25 for text, each in ms.items()}
-        behind = OFTEN if is_behind else SELDOM
+        behind = OFTEN if is_behind else seldom
         kernels.append(Launched(f"kernel{number}", "1024", ms, launches=launches, behind=behind))
     return kernels
 
@@ -120,10 +121,11 @@ class HostBoundStep(OneRun):
         return sum(each.launches * each.ms[picks[name]] for name, each in self.launched.items())
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("is_ahead", "most_runs"), [(False, 280), (True, 130)])
-def test_a_host_bound_step_of_many_kernels_is_settled_in_300_runs(is_ahead, most_runs, seed):
-    session = HostBoundStep(of_a_host_bound_step(random.Random(seed)), seed, is_ahead=is_ahead)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seldom", [0.0, 0.3])
+@pytest.mark.parametrize(("is_ahead", "most_runs"), [(False, 280), (True, 110)])
+def test_a_host_bound_step_of_many_kernels_is_settled_in_300_runs(is_ahead, most_runs, seldom, seed):
+    session = HostBoundStep(of_a_host_bound_step(random.Random(seed), seldom), seed, is_ahead=is_ahead)
     assert len(session.session()) <= most_runs
     assert session.compiled <= 100
     contexts = session.tuning.contexts
