@@ -87,15 +87,15 @@ class CompilerChild:
         elapsed_s = time.monotonic() - self._forked
         is_late = elapsed_s > self._lasts_s or (elapsed_s > START_S and not self._reported_bytes)
         try:
-            has_ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            is_over = has_ended(self._pid)
         except ChildProcessError:  # a handler of the user's has reaped it
             self._pid, ending = None, self._ending(None)
         else:
-            if not has_ended and not is_late:
+            if not is_over and not is_late:
                 return None
             code = self._end()
             late = Ending(f"{self._late} within {self._limit_s:g} s", has_begun=self._reported_bytes > 0)
-            ending = self._ending(code) if has_ended and code != -signal.SIGXCPU else late
+            ending = self._ending(code) if is_over and code != -signal.SIGXCPU else late
         if stderr := self._stderr_text():  # to where it would have gone without a child
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stderr.write(stderr)
@@ -165,6 +165,11 @@ def fork() -> int:
         if collects and pid != 0:
             gc.enable()
     return pid
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a child has ended, and leave it to be reaped; raises ChildProcessError: it was."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def reaped(pid: int) -> int | None:

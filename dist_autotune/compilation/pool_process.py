@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NoReturn
 
-from .compiler_child import PR_SET_DUMPABLE, close_files, fork, leave_job, prctl, reaped
+from .compiler_child import PR_SET_DUMPABLE, close_files, fork, has_ended, leave_job, prctl, reaped
 from .pool import Compilation, Pool, PoolOptions, Task
 
 READ_BYTES = 1 << 20  # at a time; a candidate takes up to 1000
@@ -81,7 +81,7 @@ class PoolProcess:
     def has_ended(self) -> bool:
         """Return whether it has ended; its last outcomes may still be unread."""
         try:
-            return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            return has_ended(self._pid)
         except ChildProcessError:  # a handler of the user's has reaped it
             return True
 
@@ -93,7 +93,7 @@ def _end(pid: int, report: int, parent: int) -> None:
     os.close(report)
     with contextlib.suppress(ChildProcessError, ProcessLookupError):  # a handler of the user's has reaped it
         for ending in (signal.SIGTERM, signal.SIGKILL):
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            has_ended(pid)  # raises where the pid may be another process's by now
             os.kill(pid, ending)
             if reaped(pid) is not None:
                 return

@@ -17,7 +17,7 @@ from ..search.expectation.fields import TimesByKey
 from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
 from ..search.expectation.order import best_start
-from ..search.messages import Claim, Part, Upgrade, femtoseconds
+from ..search.messages import MIXED, Claim, Part, Upgrade, femtoseconds
 from ..search.rules import BY_LAUNCH
 from ..storage.known_results import KnownOfKernel
 from ..storage.scope import ContextIdentity
@@ -213,7 +213,20 @@ class RankContext:
         upgrade, unlikely = self.beginning.upgrade, self.beginning.unlikely
         return {*unlikely} if upgrade is None else self.texts.keys() - set(upgrade[2])
 
-    def report_earlier_runs(self) -> Part | None:
+    def report_run(self, *, waits: bool) -> Part | None:
+        """Return what this rank reports of the run, or again of one that is not read yet; None: nothing.
+
+        waits: read the clock now.
+        """
+        # While a peer has not read its sample yet, this run's launches are no part of the trial.
+        is_waiting = self.search is not None and self.search.waiting
+        if self.samples.report is not None or (self.run.ran and not is_waiting):
+            is_mixed = len(self.run.ran) > 1
+            ran = MIXED if is_mixed else next(iter(self.run.ran), None)
+            return part_of(self.samples.report_run(ran, waits=waits, is_mixed=is_mixed))
+        return self._report_earlier_runs() or (Part() if self.run.ran else None)
+
+    def _report_earlier_runs(self) -> Part | None:
         """Return the statistic of the candidate on trial where only earlier runs have launched it here."""
         if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
             return None

@@ -15,7 +15,7 @@ from ..formatting import config_label
 from ..options import Options
 from ..search.context import Context, Outcome
 from ..search.kernel_families import context_name
-from ..search.messages import MIXED, Announcement, Part
+from ..search.messages import Announcement, Part
 from ..search.rules import BY_LAUNCH
 from ..storage.known_results import KnownResults
 from ..storage.scope import ContextIdentity
@@ -26,7 +26,7 @@ from ..triton_api.identity import KernelIdentity, family_of
 from ..triton_api.interception import fork_safe_lock
 from ..triton_api.launch import Key, Launch, config_texts
 from .kernel_names import KernelNames
-from .rank_context import Binding, RankContext, Stage, part_of
+from .rank_context import Binding, RankContext, Stage
 from .tunable import OptionTexts
 
 
@@ -219,23 +219,14 @@ class Registry:
             run = context.run
             if run.count and context.stage is not Stage.SETTLED:
                 context.launches_per_run = run.count
-            earlier = context.report_earlier_runs()
+            part = context.report_run(waits=waits)
             bans = {each: (context.rank, reason) for each, reason in context.unreported_bans.items()}
-            is_repeated = context.samples.report is not None
-            if not (run.ran or is_repeated or bans or context.compile.left or earlier is not None):
+            if part is None and not (bans or context.compile.left):
                 continue
-            # While a peer has not read its sample yet, this run's launches are no part of the trial.
-            is_waiting = context.search is not None and context.search.waiting
-            if is_repeated or (run.ran and not is_waiting):
-                is_mixed = len(run.ran) > 1
-                ran = MIXED if is_mixed else next(iter(run.ran), None)
-                part = part_of(context.samples.report_run(ran, waits=waits, is_mixed=is_mixed))
-            else:
-                part = earlier or Part()
             announcement = None if context.announced else self._announcement(context, place)
-            share, launches = context.footprint(part.ran)
+            share, launches = context.footprint(None if part is None else part.ran)
             run.report = reports[context.name] = replace(
-                part,
+                part or Part(),
                 bans=bans,
                 announcement=announcement,
                 compiling=context.compile.left,
