@@ -17,7 +17,7 @@ import torch
 from benchmarks.common.arms import CYCLES_PER_MS, LONGEST_LEAD_MS
 from benchmarks.common.ranks import ON_GPU, Ranks
 
-ENQUEUED_CALLS = 9
+ENQUEUED_CALLS = 9 if ON_GPU else 1
 NO_KERNELS = ("spin_kernel", "FSDP::", "nccl:")  # the sleep before a call, and names of regions
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from benchmarks.training_step import Step
 
 MOST_STEPS = 600 if ON_GPU else 2  # of one tuning; then it is timed as it is
-FAMILIES_S = 15.0 if ON_GPU else 2.0  # the longest search over plans of families
+FAMILIES_S = 15.0 if ON_GPU else 0.5  # the longest search over plans of families
 
 
 @dataclass(frozen=True)
