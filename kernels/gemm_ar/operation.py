@@ -28,6 +28,7 @@ import torch.distributed as dist
 import triton
 
 from dist_autotune import is_tuning, tunable
+from dist_autotune.launch.tunable import Standing
 
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..gemm.operation import persistent_matmul
@@ -63,8 +64,8 @@ class RowsLayout(NamedTuple):
 
     rows: int
     ways: tuple[str, ...]  # that it may take
-    key: tuple[Hashable, ...]  # of the choice among them, equal on all ranks
-    key_of_product: tuple[Hashable, ...] | None  # None: the product is torch's
+    choose: Standing[str]  # one of them
+    product: Standing[str] | None  # one of PRODUCTS; None: torch's
     part: torch.Tensor  # what this rank adds, of the operation's memory
     launches: dict[str, RowsLaunch]
 
@@ -265,10 +266,16 @@ class GemmAllReduce(Operation):
         dtype = str(self._dtype)
         can_overlap = self._scatter is not None and multiplies and rows % self.world_size == 0
         ways = self._ways.options(rows, can_overlap=can_overlap)
-        key = (rows, self.world_size, self._n, dtype, has_norm)
-        may_multiply = multiplies and rows >= OWN_FROM and self._dtype != torch.float32
-        key_of_product = (rows, self._n, k, dtype) if may_multiply else None
-        return RowsLayout(rows, ways, key, key_of_product, self._parts.local[:rows], {})
+        key = (rows, self.world_size, self._n, dtype, has_norm)  # equal on all ranks
+        choose, product = Standing(functools.partial(self._ways.choose, ways, key)), None
+        if multiplies and rows >= OWN_FROM and self._dtype != torch.float32:
+            key_of_product = (rows, self._n, k, dtype)
+            ask = functools.partial(tunable, "gemm_ar product", PRODUCTS, key=key_of_product)
+            product = Standing(ask)
+        return RowsLayout(rows, ways, choose, product, self._parts.local[:rows], {})
+
+    def _choose(self, layout: RowsLayout) -> str:
+        return layout.choose()
 
     def _call(
         self,
@@ -288,7 +295,9 @@ class GemmAllReduce(Operation):
             check_no_gradient("GemmAllReduce", **given, residual=residual, norm_weight=norm_weight)
         check_eps(eps)
         of_part = layout_of(a) if multiplies else self._own.layout_of(a)
-        of_ending = layout_of(out), layout_of(residual), layout_of(norm_weight)
+        of_ending = None
+        if not (out is residual is norm_weight is None):
+            of_ending = layout_of(out), layout_of(residual), layout_of(norm_weight)
         lie = multiplies, of_part, layout_of(weight), of_ending
         layout = self._layouts.get(lie)
         if layout is None:
@@ -317,7 +326,7 @@ class GemmAllReduce(Operation):
         *,
         is_capturing: bool,
     ) -> None:
-        wanted, rows = self._ways.choose(layout.ways, layout.key), layout.rows
+        wanted, rows = self._choose(layout), layout.rows
         with self._carrying_out():
             way = self._ways.settle(wanted, rows, is_capturing=is_capturing)
             if way == OVERLAPPED and way in layout.ways:
@@ -328,13 +337,13 @@ class GemmAllReduce(Operation):
                 return
             _, _, out, sums = ends
             part = out if way == COLLECTIVE and sums is None and out.is_contiguous() else layout.part
-            key, kept = layout.key_of_product, None
+            kept = None
             if weight is None:
                 if part.data_ptr() != a.data_ptr():
                     part.copy_(a)
                 elif way == COLLECTIVE and is_tuning():  # another run of the same function may follow
                     kept = a.clone()
-            elif key is not None and tunable("gemm_ar product", PRODUCTS, key=key) == "own":
+            elif layout.product is not None and layout.product() == "own":
                 persistent_matmul(a, weight.T, out=part)
             else:
                 torch.mm(a, weight.T, out=part)

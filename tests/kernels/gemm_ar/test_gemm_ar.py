@@ -100,7 +100,7 @@ def ways_of_ranks(rank, wanted_of_call):
 
         op._ways.settle = noted
         for wanted in wanted_of_call:
-            op._ways.choose = lambda options, key, wanted=wanted: wanted[rank]
+            op._choose = lambda layout, wanted=wanted: wanted[rank]
             errors.append(call_with_norm(op, 9, 16))
         op._is_capturing = lambda: True
         errors += [call_and_compare(op, 9, 16), call_and_compare(op, 8, 16)]
