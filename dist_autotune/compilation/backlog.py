@@ -150,13 +150,10 @@ class Backlog:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def add(
-        self, context: CompiledContext, launch: Launch, configs: Mapping[str, Any], *, loads: bool = True
-    ) -> None:
+    def add(self, context: CompiledContext, launch: Launch, configs: Mapping[str, Any]) -> None:
         """Let `context` wait until `configs` are compiled for a form of launch; `launch` is not kept.
 
         A context may wait for several forms. A candidate that fails in one of them has failed.
-        loads: what is compiled already is loaded now; else `advance` loads it.
         """
         if (entry := self._entries.get(context)) is None:
             counts, device = CompileCounts(workers=self._options.workers), preflight.current_device()
@@ -167,7 +164,7 @@ class Backlog:
         entry.reasons.update(planned.reasons)
         unwanted = context.outside_race
         for candidate, kernel in planned.kernels.items():
-            if candidate in unwanted or not loads:
+            if candidate in unwanted:
                 entry.to_load[candidate, entry.forms] = _there(kernel)
                 continue
             with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
@@ -181,16 +178,6 @@ class Backlog:
                 entry.to_compile[candidate, entry.forms] = compilation
         entry.forms += 1
         entry.drop_failed()
-
-    def begin(self) -> None:
-        """Have the process compile what was added so far, in a run that goes on: nothing is loaded."""
-        for context, entry in self._entries.items():
-            entry.unwanted = context.outside_race
-            context.compile.left = entry.left
-        if self._advanced is None:  # at the run's end as much may be loaded as a long run allows
-            self._advanced = time.monotonic()
-        self._read()
-        self._start(waits=False, is_due=True)
 
     def finish(self) -> Iterator[tuple[CompiledContext, CompileCounts]]:
         """Wait until all is compiled and loaded; yield the contexts."""
@@ -214,10 +201,7 @@ class Backlog:
             if entry.left and not entry.is_waited_for:
                 entry.is_waited_for, entry.began = True, now
         self._read()
-        # What takes most of a run is known when the times of the first runs are read.
-        new = [context for context, entry in self._entries.items() if entry.is_new]
-        is_due = all(context.search is not None and not context.search.waiting for context in new)
-        self._start(waits=waits, is_due=waits or is_due)
+        self._start(waits=waits)
         may_load = True
         for context, entry in self._in_order():
             while may_load and (work := entry.loadable) is not None:
@@ -285,10 +269,13 @@ class Backlog:
             self._failed_starts += any(work in entry.to_compile for entry, work in self._asked)
             self._stop()
 
-    def _start(self, *, waits: bool, is_due: bool) -> None:
-        """Have the process compile what is tried next, in order; if `is_due`, replace one that lacks some."""
+    def _start(self, *, waits: bool) -> None:
+        """Have the process compile what is tried next, in order; replace it if it lacks some of that."""
         entries = [entry for _, entry in self._in_order()]
         wanted = [(e, work) for e in entries for work in e.to_compile if work[0] not in e.unwanted]
+        # What takes most of a run is known when the times of the first runs are read.
+        new = [context for context, entry in self._entries.items() if entry.is_new]
+        is_due = waits or all(context.search is not None and not context.search.waiting for context in new)
         if wanted and is_due and not (self._process and set(wanted) <= set(self._asked)):
             self._stop()
             known = [(entry, work) for entry in entries for work in entry.to_compile]

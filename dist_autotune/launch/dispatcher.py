@@ -49,7 +49,6 @@ class Dispatcher:
         self._model = self._new_call(tunes=False)  # settled calls are copies of it
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
-        self._on_form: Callable[[], None] = lambda: None
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._note, self._written = compiling, note, written
@@ -191,9 +190,7 @@ class Dispatcher:
         context = binding.rank_context
         is_wanted = call.tunes and context.is_to_preflight and not interception.is_interpreted()
         if is_wanted and context.compile.keep_form(form := kernel_of(result)):
-            with self._lock:
-                self.to_preflight.setdefault(context, {})[form] = binding, launch
-            self._on_form()
+            self.to_preflight.setdefault(context, {})[form] = binding, launch
 
     def _failure(self, call: CallUnderWay, launch: Launch, config: Any, error: Exception) -> dict[str, str]:
         """Return {candidate: reason} for a launch that failed; {}: the error is the user's.
@@ -298,12 +295,8 @@ class Dispatcher:
         names.begin_run()
         return self._model.another()
 
-    def begin_run(self, *, tunes: bool, on_form: Callable[[], None] = lambda: None) -> CallUnderWay:
-        """Begin a run of a session. `tunes`: launches may be trials.
-
-        on_form: called after a launch, on its thread, where candidates are to be compiled for its form.
-        """
-        self._on_form = on_form
+    def begin_run(self, *, tunes: bool) -> CallUnderWay:
+        """Begin a run of a session. `tunes`: launches may be trials."""
         self._registry.names.begin_run()
         with self._lock:
             self._begin_anew()
@@ -332,21 +325,19 @@ class Dispatcher:
         self.to_preflight.clear()
         self._registry.abandon_run()
 
-    def preflight(self, backlog: Backlog, *, knows_all: bool, loads: bool = True) -> None:
+    def preflight(self, backlog: Backlog, *, knows_all: bool) -> None:
         """Give `backlog` the candidates of new contexts.
 
         knows_all: also candidates that the search has not named yet, as the backlog outlasts the run.
-        loads: what is compiled already is loaded here.
         """
-        with self._lock:
-            launches, self.to_preflight = self.to_preflight, {}
+        launches, self.to_preflight = self.to_preflight, {}
         for context, by_form in launches.items():
             context.compile.is_preflighted = True
             context.compile.waves = 0 if context.search is None else context.search.waves
             context.compile.has_all = knows_all and len(context.texts) <= MANY
             for binding, launch in by_form.values():
                 if configs := _untried(binding, also_unlikely=context.compile.has_all):
-                    backlog.add(context, launch, configs, loads=loads)
+                    backlog.add(context, launch, configs)
 
 
 def _untried(binding: Binding, *, also_unlikely: bool = False) -> dict[str, Any]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -35,10 +33,6 @@ from ..triton_api import interception
 from .function_state import SOURCE_OF, FunctionState
 from .recorder import Recorder
 
-# Online, a run that lasts longer than so many seconds has candidates compiled of what it has launched so far:
-# the first run compiles its own kernels one after another. The process is forked in tenths of a second.
-BEGINS_AFTER_S = 8.0
-
 
 class RankRun:
     """This rank's runs: `begin`, `timed`, `report`, `apply_outcomes`, or `abandon`; at last `close`."""
@@ -61,15 +55,12 @@ class RankRun:
         self._filler: StreamFiller | None = make_filler(longest_ms)
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
         self._backlog: Backlog | None = None  # online: made when there is something to compile
-        self._may_begin, self._begins_at = threading.Lock(), math.inf  # to compile in the run under way
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
 
     def begin(self) -> CallUnderWay:
         """Begin the next run and write its plan to the log; return its launches."""
         state, search = self._state, self._state.search
-        self._begins_at = math.inf
-        compiles = {} if self._waits else {"on_form": self._compile_in_run}
-        launches = state.dispatcher.begin_run(tunes=search.rules.tunes, **compiles)
+        launches = state.dispatcher.begin_run(tunes=search.rules.tunes)
         self._whole.begin_run()
         plan = decisions.plan_of(search)
         self._log.write(RunStarted(run=search.runs, plan=plan))
@@ -157,34 +148,15 @@ class RankRun:
 
     def _preflight(self) -> Iterator[tuple[CompiledContext, CompileCounts]]:
         """Compile the candidates of new contexts, online while runs go on; yield those that are complete."""
-        state, backlog = self._state, self._kept_backlog()
-        with contextlib.closing(backlog) if self._waits else contextlib.nullcontext():
-            state.dispatcher.preflight(backlog, knows_all=not self._waits)
-            yield from backlog.finish() if self._waits else backlog.advance()
-
-    def _kept_backlog(self) -> Backlog:
-        """Return the backlog; online it is kept: an empty one still knows whether child processes start."""
-        if (backlog := self._backlog) is None:
-            loading = functools.partial(self._state.guard.launching, loads=True)
+        state = self._state
+        loading = functools.partial(state.guard.launching, loads=True)
+        if (backlog := self._backlog) is None:  # an empty one still knows whether child processes start
             backlog = Backlog(self._pool_options(), loading)
         if not self._waits:
             self._backlog = backlog
-        return backlog
-
-    def _compile_in_run(self) -> None:
-        """Begin to compile for what the run has launched, if it lasts; on the thread of a launch."""
-        now = time.monotonic()
-        self._begins_at = min(self._begins_at, now + BEGINS_AFTER_S)
-        if now < self._begins_at or not self._may_begin.acquire(blocking=False):
-            return
-        try:
-            with self._state.compiling():
-                backlog = self._kept_backlog()
-                self._state.dispatcher.preflight(backlog, knows_all=True, loads=False)
-                backlog.begin()
-            self._begins_at = time.monotonic() + BEGINS_AFTER_S
-        finally:
-            self._may_begin.release()
+        with contextlib.closing(backlog) if self._waits else contextlib.nullcontext():
+            state.dispatcher.preflight(backlog, knows_all=not self._waits)
+            yield from backlog.finish() if self._waits else backlog.advance()
 
     def _pool_options(self) -> PoolOptions:
         """Return how this rank compiles; online no peer waits for it."""

@@ -22,7 +22,6 @@ from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.compilation.pool_process import PRIORITY, PoolProcess
 from dist_autotune.compilation.preflight import plan
 from dist_autotune.triton_api.launch import Launch
-from dist_autotune.tuner import rank_run
 from ranks import assert_all_ok, assert_killed, run_ranks
 
 pytestmark = pytest.mark.aot
@@ -81,28 +80,6 @@ def test_steps_go_on_with_the_incumbent_while_candidates_are_compiled(device, co
     assert set(blocks(device)) == {GOOD, 64}
     assert sorted(compiler.compilations()) == [GOOD, 64]
     assert compiler.pids() - {os.getpid()}  # 64 was compiled elsewhere
-    assert compiler.processes_left() == []
-
-
-def test_a_first_run_that_lasts_has_candidates_compiled_meanwhile(device, compiler, monkeypatch):
-    monkeypatch.setattr(rank_run, "BEGINS_AFTER_S", 0.0)
-    compiler.behaves({64: "wait"})
-    first, second = kernel(GOOD, 64), kernel(GOOD, TOO_LARGE)
-    x, y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-
-    def step() -> None:
-        for tuner, block in ((first, 64), (second, TOO_LARGE)):
-            tuner[(1,)](x, y)
-            compiler.wait_for(block)
-
-    tuned_step = tuned(step, mode="online", compile_jobs=2)
-    tuned_step()
-    assert set(blocks(device)) == {GOOD}
-    assert compiler.compiled_here() == [GOOD]
-    compiler.let_go()
-    steps_until(lambda: tuned_step.settled, tuned_step)
-    assert set(blocks(device)) == {GOOD, 64}
-    assert set(banned(tuned_step)) == {TOO_LARGE}
     assert compiler.processes_left() == []
 
 
