@@ -22,6 +22,8 @@ from ..search.state import SearchState
 from ..timing.samples import Samples
 from .function_state import FunctionSetup, versions
 
+FIRST_FORECAST = 50  # runs of an online session until its log says what is left; then after twice as many
+
 
 class Recorder:
     """Writes the records of one session on this rank."""
@@ -33,6 +35,7 @@ class Recorder:
         self._log, self._began = log, time.monotonic()
         self._exchanges: list[Exchanged] = []  # written with the next record
         self._admitted: set[str] = set()
+        self._next_forecast = FIRST_FORECAST
 
     def note(self, text: str) -> None:
         """Write a remark, and nothing that waits to be written; may be called on another thread."""
@@ -120,6 +123,14 @@ class Recorder:
                 self.write(ban)
             if outcome.index is not None and len(self._ranks) > 1:
                 self.write(decisions.agreed(run, context, outcome))
+        for context, index in search.compare_bits.new_bans if search.compare_bits is not None else ():
+            self.write(decisions.banned(run, context, index))
+
+    def record_forecast(self, search: SearchState) -> None:
+        """Write now and then, in an online session, what is left to try."""
+        if search.rules.mode == "online" and search.has_work and search.runs == self._next_forecast:
+            self._next_forecast *= 2
+            self.write(Note(text=str(search.forecast), is_outlook=True))
 
 
 def _times(samples: Samples, part: Part | None) -> dict[str, Any]:

@@ -37,7 +37,6 @@ from .recorder import Recorder
 from .report import TunedContext, TuningReport, step_times, tuned_contexts
 from .snapshot import Snapshot
 
-FIRST_FORECAST = 50  # runs of an online session after which its log says what is left; then at twice as many
 T = TypeVar("T")
 
 
@@ -83,7 +82,6 @@ class Session:
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._has_put_back = False  # something that a kernel has changed
         self._may_resume = state.search.compare_bits is None  # another call has other inputs, and other bits
-        self._next_forecast = FIRST_FORECAST
 
     @property
     def is_over(self) -> bool:
@@ -261,8 +259,6 @@ class Session:
         self._recorder.record_contexts(run, search, merged, self.state.registry.by_name)
         self._run.apply_outcomes(run, outcomes, merged)
         self._recorder.record_outcomes(run, search, merged, outcomes)
-        for context, index in search.compare_bits.new_bans if search.compare_bits is not None else ():
-            self._recorder.write(decisions.banned(run, context, index))
         if search.remark:
             self._recorder.write(Note(text=search.remark))
             self.warning, search.remark = search.remark, ""
@@ -270,11 +266,8 @@ class Session:
             here = self.state.registry.by_name.get(context.name)
             launches = 0 if here is None else here.launches_per_run
             self._recorder.write(decisions.settled(run, context, launches=launches))
-        forecast = search.forecast
-        if search.rules.mode == "online" and search.has_work and search.runs == self._next_forecast:
-            self._next_forecast *= 2
-            self._recorder.write(Note(text=str(forecast), is_outlook=True))
-        self._progress.update(forecast, lambda: step_times(self._contexts()))
+        self._recorder.record_forecast(search)
+        self._progress.update(search.forecast, lambda: step_times(self._contexts()))
         self._stage = SessionStage.BETWEEN_RUNS
 
     def _exchange(self, message: Message, what: str, *, of_run: bool = False) -> Message:
