@@ -13,7 +13,7 @@ import math
 import operator
 import random
 import statistics
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..expectation.arithmetic import cholesky, forward
@@ -22,8 +22,9 @@ from .space import Plan
 
 LEAST_RUNS, RUNS_PER_EFFECT, MOST_RUNS = 36, 4, 156
 FIRST_LOOK = 32  # runs after which it ends if nothing seems to gain
+SECOND_LOOK = 10  # runs behind it: of the plan that seems to gain, and of the first, in turn
 GAIN = 0.01  # of a run: less is no gain
-DOUBT = 1.5  # standard deviations by which a gain must be more than that, at the first look
+DOUBT = 2.0  # standard deviations by which a gain must be more than that, from the second look on
 MOST_FINALISTS = 8
 ERRORS = (0.0, 1.0, 2.0)  # standard deviations that an effect must have to be one, in a plan each
 PAIR_ERRORS, PAIR_RUNS, MOST_PAIRS = 2.0, 2, 3  # by which a pair must beat the model, in so many runs
@@ -31,8 +32,8 @@ STRETCHES = (2, 4, 8)  # parts of all contexts that change together
 AGAIN = 2  # runs of one plan whose time may be the host's
 FAR = 3.0  # standard deviations beyond which a run is a spike
 REFITS = 3  # without the spikes
-NOISES = (0.004, 0.008, 0.015, 0.03)  # of a run: the likeliest is taken
-OF_NEIGHBOURS, OWN = 0.10, 0.10  # the prior's deviations, as parts of what a context takes
+NOISE, LEAST_NOISE, MOST_NOISE = 0.015, 0.004, 0.04  # of a run: expected, and the bounds of what is taken
+OF_NEIGHBOURS, OWN = 0.15, 0.10  # the prior's deviations, as parts of what a context takes
 ALONE = 0.8  # of its own, of a context that is like no other: it may slow others down
 OF_OPTION = 0.10  # of a choice, as a part of the run
 NEIGHBOURS = 6.0  # contexts further, half of the likeness is gone
@@ -63,26 +64,41 @@ def runs_at_most(effects: int) -> int:
 def screened(factors: Sequence[Factor], first: Plan, *, may_end: bool) -> Screening:
     """Yield plans, receive the agreed ms of each; return the plans to race, `first` first.
 
-    first: the plan that stays unless another promises a gain. may_end: after FIRST_LOOK runs if none does.
+    first: the plan that stays unless another promises a gain. may_end: after the looks, if none does.
     """
     runs = runs_at_most(sum(len(factor.effects) for factor in factors))
-    looks = {runs, FIRST_LOOK} if may_end else {runs}
+    design = itertools.islice(_design(factors), runs)
     timed: list[tuple[Plan, float]] = []
-    plans = [first]
-    for number, plan in enumerate(itertools.islice(_design(factors), runs), 1):
+    if may_end:
+        yield from _run(itertools.islice(design, FIRST_LOOK), timed)
+        if len(timed) < FIRST_LOOK // 2 or (seems := _seems_best(factors, first, timed)) is None:
+            return [first]
+        yield from _run(itertools.islice(itertools.cycle((first, seems)), SECOND_LOOK), timed)
+        if _finalists(factors, first, timed, DOUBT) == [first]:
+            return [first]
+    yield from _run(design, timed)
+    if len(timed) < runs // 2:
+        return [first]
+    return _finalists(factors, first, timed, DOUBT * may_end)
+
+
+def _run(plans: Iterable[Plan], timed: list[tuple[Plan, float]]) -> Generator[Plan, float, None]:
+    """Yield plans, each again whose time may be the host's; add those that have one to `timed`."""
+    for plan in plans:
         for _ in range(AGAIN):
             ms = yield plan
             if least(ms) == ms:
                 break
         if math.isfinite(ms):
             timed.append((plan, ms))
-        if number in looks:
-            plans = (
-                [first] if len(timed) < number // 2 else _finalists(factors, first, timed, DOUBT * may_end)
-            )
-            if plans == [first]:
-                break
-    return plans
+
+
+def _seems_best(factors: Sequence[Factor], first: Plan, timed: Sequence[tuple[Plan, float]]) -> Plan | None:
+    """Return the plan that promises most; None: it promises no gain."""
+    model = _Model(factors, timed)
+    plan = model.best(first, 0.0)
+    gain_ms, _ = model.gain(plan, first)
+    return plan if gain_ms >= GAIN * statistics.median(ms for _, ms in timed) else None
 
 
 def _finalists(
@@ -154,7 +170,8 @@ class _Model:
     """What each candidate adds to a run over the first one of its context, in ms: mean and deviation.
 
     Bayesian linear regression in its dual form: of n runs an n x n matrix, however many effects there are.
-    Its likeliest noise is taken; times beyond three deviations of that count as no more.
+    Its noise is what runs differ by from what the others let expect, in the median: spikes hardly count.
+    Times beyond three deviations of it count as no more.
     """
 
     def __init__(self, factors: Sequence[Factor], timed: Sequence[tuple[Plan, float]]) -> None:
@@ -173,12 +190,11 @@ class _Model:
         middle_ms = statistics.median(seen)
         far = FAR * 1.4826 * statistics.median(abs(ms - middle_ms) for ms in seen)
         kept = [min(max(ms, middle_ms - far), middle_ms + far) for ms in seen]
-        fits = [_Fit(between, kept, noise * run_ms) for noise in NOISES]
-        fit = max(fits, key=lambda each: each.log_likelihood)
-        for _ in range(REFITS):
-            far = FAR * fit.noise_ms
-            kept = [own + min(max(ms - own, -far), far) for own, ms in zip(fit.fitted, seen, strict=True)]
-            fit = fit.with_times(kept)
+        fit = _Fit(between, NOISE * run_ms)
+        kept = fit.without_spikes(seen, kept)
+        noise = fit.noise_ms * fit.spread() / run_ms
+        fit = _Fit(between, min(max(noise, LEAST_NOISE), MOST_NOISE) * run_ms)
+        kept = fit.without_spikes(seen, kept)
         self._place_of, self._prior, self._of_runs, self._lower = place_of, prior, of_runs, fit.lower
         self._left = [ms - own for ms, own in zip(kept, fit.fitted, strict=True)]
         self._noise_ms = fit.noise_ms
@@ -244,23 +260,37 @@ class _Model:
 class _Fit:
     """The fit of times with one noise, where `between` has the prior covariances of the runs."""
 
-    def __init__(self, between: list[list[float]], times: Sequence[float], noise_ms: float) -> None:
+    def __init__(self, between: list[list[float]], noise_ms: float) -> None:
         self._between, self.noise_ms = between, noise_ms
         noisy = [[v + noise_ms**2 * (i == j) for j, v in enumerate(row)] for i, row in enumerate(between)]
         self.lower = cholesky(noisy)
-        self._set(times)
 
-    def with_times(self, times: Sequence[float]) -> _Fit:
-        self._set(times)
-        return self
+    def without_spikes(self, seen: Sequence[float], kept: list[float]) -> list[float]:
+        """Fit the times that were seen; return them, drawn to what is fitted where they are far from it.
+
+        kept: the times to begin with.
+        """
+        far = FAR * self.noise_ms
+        self._set(kept)
+        for _ in range(REFITS):
+            kept = [own + min(max(ms - own, -far), far) for own, ms in zip(self.fitted, seen, strict=True)]
+            self._set(kept)
+        return kept
 
     def _set(self, times: Sequence[float]) -> None:
-        half = forward(self.lower, times)
-        self.log_likelihood = -math.fsum(v * v for v in half) / 2 - math.fsum(
-            math.log(row[-1]) for row in self.lower
-        )
-        self.weights = _backward(self.lower, half)
+        self.weights = _backward(self.lower, forward(self.lower, times))
         self.fitted = [math.fsum(map(operator.mul, row, self.weights)) for row in self._between]
+
+    def spread(self) -> float:
+        """Return how far runs are from what the others let expect, over how far they should be: the median.
+
+        A run's distance is its weight over its element of the inverse's diagonal (Rasmussen, 5.4.2).
+        """
+        runs = range(len(self.lower))
+        columns = (forward(self.lower, [float(run == each) for each in runs]) for run in runs)
+        inverse = [math.fsum(value * value for value in column) for column in columns]
+        distances = [abs(w) / math.sqrt(v) for w, v in zip(self.weights, inverse, strict=True)]
+        return 1.4826 * statistics.median(distances)
 
 
 def _covariance(one: tuple[Factor, int], other: tuple[Factor, int], run_ms: float) -> float:

@@ -138,7 +138,7 @@ def together(space: PlanSpace) -> Generator[AskedPlan, float, tuple[Plan, bool]]
 def apart(space: PlanSpace, moved: Plan, *, is_faster: bool) -> Search:
     """Return the best plan in which some contexts do as in `moved`, others as in the incumbents' plan.
 
-    is_faster: `moved` is, and stays unless another plan gains; else the incumbents' does.
+    is_faster: `moved` is, but wins no tie; else the incumbents' plan stays unless another gains.
     """
     kept = moved if is_faster else space.incumbents
     factors = _factors(space, moved, is_faster=is_faster)
@@ -147,7 +147,8 @@ def apart(space: PlanSpace, moved: Plan, *, is_faster: bool) -> Search:
     first = {factor.name: kept.get(factor.name, moved[factor.name]) for factor in factors}
     may_end = not is_faster and all(kernel.share for kernel in space.kernels)
     found = yield from _screened(space, moved, factors, first, may_end=may_end)
-    plans = [kept, *(space.moved(moved, each) for each in found[1:])]
+    others = [space.moved(moved, each) for each in found[1:]]
+    plans = [*others, moved] if is_faster else [kept, *others]
     race = yield from raced("apart", plans, racing_runs(len(plans)), MORE_RUNS)
     return race.winner
 
