@@ -173,10 +173,6 @@ class Pushes:
         self.stream.join()
         self.memory.copy_here(self._risen, self._following)  # it may need an SM: free behind the kernels
 
-    def end(self) -> None:
-        """Order what the caller does next behind a call whose flags `spoil_all` puts back."""
-        self.stream.join()
-
 
 class ChunkPusher:
     """Pushes this rank's chunk to its peers, and notes on the device what replays of graphs gather."""

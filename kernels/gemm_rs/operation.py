@@ -237,7 +237,7 @@ class GemmReduceScatter(Operation):
                 self._pushes.finish()
             else:
                 spoil_all(out, self._flags.local, self.rank, self.world_size)
-                self._pushes.end()
+                self._pushes.stream.join()
         return out
 
     # ---- one call

@@ -282,7 +282,7 @@ class AllGatherMoE(ExpertOperation):
     def _finish(self, out: torch.Tensor, is_gathered: bool) -> None:
         if not is_gathered:  # no tile writes rows of choices that are missing
             spoil_all(out, self._flags.local, self.rank, self.world_size)
-            self._pushes.end()
+            self._pushes.stream.join()
 
     def _push(self, tokens: int) -> None:
         shard = self._shard[:tokens]
