@@ -1,8 +1,8 @@
 """The launch path once everything is settled: one look-up, then the launch that stock Triton would make.
 
-[Note: settled calls take no lock] Any number of them run at once and share what is `Settled`. It is changed a
-key at a time. Where contexts choose anew, another one takes its place (`Dispatcher.settled_call`, which locks
-only then), and calls under way keep theirs.
+[Note: settled calls take no lock] Any number of them run at once and share one `Settled`, to which keys are
+added one at a time. Where contexts choose anew, a new `Settled` replaces it (`Dispatcher.settled_call`, which
+locks only then); calls under way keep the old one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Known:
         self.tuner = weakref.ref(tuner, lambda _: settled.pop(place, None))
         self.by_key: dict[Key, tuple[Any, dict[str, Any]]] = {}
         self.call: CallUnderWay | None = None  # the last one that launched it
-        # The config for all keys, while the kernel has one; peers may have more, this rank cannot try them.
+        # The config for all keys, while the kernel has one: peers may have more, this rank cannot try them.
         self.only: tuple[Any, dict[str, Any]] | None = None
         self.configs: list[Any] | None = None  # of the Autotuner when `only` was set
 
@@ -42,11 +42,12 @@ class Known:
 class CallUnderWay:
     """The launches of one call of a tuned function, or of one run of a session, from any thread.
 
+    Measured costs: docs/benchmarks.
+
     settled: keys whose config is launched at once; empty in a run of a session. launch: makes every other
     launch. failure: returns the candidate that an exception bans, with the reason, or {} for a user's error.
-    choose_for: returns the option of a `tunable`. passes_single: leave a kernel with one config to stock
-    Triton. written: copies the tensors that launches change; None: no copies. Measured costs:
-    docs/benchmarks.
+    choose_for: returns the option of a `tunable`. tunes: launches may be trials. passes_single: leave a
+    kernel with one config to stock Triton. written: copies what launches change; None: not in a session.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class CallUnderWay:
         return [tuner for tuner in launched if tuner is not None]
 
     def keep(self, launch: Launch) -> None:
-        """In a session, copy the tensors that a launch changes; else note that it changes some."""
+        """Note that a launch changes tensors, and in a session copy them before it does."""
         if written_arguments(launch.tuner):
             self.changes = True
             if self.written is not None:

@@ -24,15 +24,15 @@ PLAIN = {bool, int, float, str, type(None)}  # types of options that are equal o
 
 
 class KnownChoices:
-    """Choices that stand, found again without making text of their options: in less than 1 us."""
+    """Settled choices, looked up by their options without making text of these: in less than 1 us."""
 
-    state: ClassVar[object] = object()  # another one when any of them does not know a choice, or forgets
+    state: ClassVar[object] = object()  # replaced whenever any instance misses a choice or drops some
 
     def __init__(self) -> None:
         self._places: dict[Any, int] = {}
 
     def find(self, name: str, options: Sequence[Any], key: tuple[Any, ...], among: Ranks) -> int | None:
-        """Return the place of the option that stands; None: not known."""
+        """Return the place of the settled option; None: not known."""
         try:
             return self._places[name, key, among, *_told_apart(options)]
         except (KeyError, TypeError):  # new, or options or a key that cannot be hashed
@@ -51,12 +51,12 @@ class KnownChoices:
 
 
 def _told_apart(options: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what tells options apart, with their types: 1, 1.0 and True are equal, and different options."""
+    """Return the options as a key, with their types: 1, 1.0 and True are equal, but different options."""
     return (options,) if isinstance(options, Drawn) else (tuple(options), tuple(map(type, options)))
 
 
 class Drawn(tuple[Any, ...]):
-    """The options drawn from `Combinations`; equal to itself alone, so it is found without a look at them."""
+    """The options drawn from `Combinations`; equal to itself alone, so looking it up reads none of them."""
 
     __hash__ = object.__hash__
 
@@ -90,9 +90,8 @@ class Choices:
     ) -> None:
         """Keep the digest of a settled option.
 
-        agreed_by: the ranks that took it together, () of a choice of one rank.
-
-        replaces: in place of another one.
+        agreed_by: the ranks that took it together; (): one rank chose for itself.
+        replaces: also where another option is kept.
         """
         settled = self._settled.setdefault((name, key_text), {})
         if agreed_by in settled and not replaces:
@@ -141,14 +140,15 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
 
 
 class Standing(Generic[T]):
-    """What a function makes of the answers of `tunable`: it is not called again while all of them stand.
+    """Keeps what a function makes of the answers of `tunable`, until one of them may have changed.
 
-    choose: asks for the same names, options and keys in each call.
+    choose: the function; it asks for the same names, options and keys in each call.
     """
 
     def __init__(self, choose: Callable[[], T]) -> None:
         self._choose = choose
-        self._kept: tuple[object, Any, Any] = (None, None, None)  # when, whose answers, and what came of them
+        # `KnownChoices.state` when it was made, who answered, and what the function made of it.
+        self._kept: tuple[object, Any, Any] = (None, None, None)
 
     def __call__(self) -> T:
         call = INTERCEPTION.call_here() if INTERCEPTION.calls else None
@@ -166,7 +166,7 @@ class Standing(Generic[T]):
 
 
 def option_texts(name: str, options: Sequence[Any]) -> OptionTexts:
-    """Return the options of a `tunable` as text; raises InvalidOption. Of equal ones the texts are kept."""
+    """Return the options of a `tunable` as text, which is kept for equal ones; raises InvalidOption."""
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise InvalidOption(f"tunable({name!r}): options={options!r}: give a list of at least one option")
     if isinstance(options, Drawn) or PLAIN.issuperset(map(type, options)):

@@ -70,7 +70,7 @@ class RankRun:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """Fill the stream before the block if it is a trial; time the block if whole runs are judged."""
+        """Fill the stream before the block where the run is a trial; time the block where runs are judged."""
         search, time_spent = self._state.search, self._state.time_spent
         is_timed = search.judged_run is not None and self._whole.report is None
         self.is_replayed = is_timed and self._state.function.is_replayed
@@ -167,14 +167,14 @@ class RankRun:
         return PoolOptions.of_rank(session, position, count, peers_wait_s, **chosen)
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
-        """Keep the timing of the merged report, and rename contexts as the ranks have agreed."""
+        """Take over the merged report's timing and the names that the ranks have agreed on."""
         self._start.apply_exchange(merged.sent_ns, merged.lag_ns)
         self._wanted_ms = merged.wanted_ms
         self._state.registry.rename(names)
         self.launched = {names.get(name, name) for name in self.launched}
 
     def apply_outcomes(self, run: int, outcomes: Mapping[str, Outcome], merged: RunReport) -> None:
-        """Record the run of this rank; keep the samples that count, and drop the others."""
+        """Record this rank's part in the run; keep the samples that count, and drop the others."""
         search, registry, whole = self._state.search, self._state.registry, self._whole
         counts, waiting = search.has_counted_run, bool(merged.run.pending)
         if whole.report is not None and not waiting:
