@@ -228,13 +228,19 @@ def _autotuner_run() -> object:
 
 def _candidates() -> list[tuple[str, Any, list[Any]]]:
     """Return name, autotuner and candidates of each kernel of the package that is imported."""
+    return [(name, kernel, kernel.configs) for name, kernel in _kernels(len(sys.modules))]
+
+
+@functools.lru_cache(maxsize=1)
+def _kernels(modules: int) -> list[tuple[str, Any]]:
+    """Return name and autotuner of each; looked up again where more `modules` are imported."""
     if (module := sys.modules.get("triton.runtime.autotuner")) is None:
         return []
     found = {}
     for name in [name for name in sys.modules if name.startswith("dist_autotune.kernels.")]:
         for attribute, value in list(vars(sys.modules[name]).items()):
             if isinstance(value, module.Autotuner):
-                found[id(value)] = f"{name}.{attribute}", value, value.configs
+                found[id(value)] = f"{name}.{attribute}", value
     return list(found.values())
 
 
