@@ -99,6 +99,7 @@ OTHERS: dict[str, Make] = {
     "48 kernels, 3 choices, half, a quarter small": lambda random: beside_collectives(
         random, 48, 3, share=0.5, mixed=True
     ),
+    "48 kernels, half of them beside collectives": lambda random: beside_collectives(random, 48, share=0.5),
     "24 kernels, a quarter small": lambda random: beside_collectives(random, 24, mixed=True),
     "8 kernels, collectives of 88 CTAs": lambda random: beside_collectives(random, 8, ctas=88),
     "2 kernels, 1 choice": lambda random: beside_collectives(random, 2, 1),

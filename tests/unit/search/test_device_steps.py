@@ -36,6 +36,8 @@ CASES = [(name, 0) for name in BESIDE] + [("24 kernels, 1 choices", seed) for se
 # What all kernels do together is then a compromise, and hardly faster than what each wants alone.
 CASES += [("24 kernels, 1 choice, half of them beside collectives", seed) for seed in (0, 3, 6, 8)]
 CASES += [("48 kernels, 3 choices, half, a quarter small", seed) for seed in (0, 3)]
+# Here it gains nothing together, and what stretches gain shows in the second look only.
+CASES += [("48 kernels, half of them beside collectives", seed) for seed in (0, 6)]
 
 
 @pytest.mark.parametrize(("name", "seed"), CASES)
