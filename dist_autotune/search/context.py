@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
@@ -38,6 +38,34 @@ class Status(enum.StrEnum):
         return self in (Status.PARTIAL, Status.STARVED)
 
 
+class RunVerdict(enum.Enum):
+    """What whole runs have said of a context in this search, beside its winner.
+
+    The phase that judges it writes it, at its end or at that of a turn; `SearchState` sets it back where a
+    search begins.
+    """
+
+    NOTHING = enum.auto()
+    DECIDED = enum.auto()  # `RaceRuns`: its candidate is that of the best plan
+    LEFT_OUT = enum.auto()  # `TakeTurns`: the best plan does not launch it, and so it may starve
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """What a search by launches has found; `Context` replaces it at the end of one."""
+
+    ms: Mapping[int, float] = field(default_factory=dict)  # by candidate
+    winner: int | None = None  # where the whole run is still to judge
+
+
+@dataclass(frozen=True)
+class NextRun:
+    """What the phase under way plans for the next run; `SearchState` replaces it before each."""
+
+    candidate: int | None = None  # None: the context's own trial, or its incumbent
+    is_compared: bool = False  # the run compares its bits
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a run was for a context: the k-th of n warm-ups or samples of candidate `index`."""
@@ -63,14 +91,15 @@ class Context:
         run: int,
         meanwhile: Callable[[], Meanwhile] = Meanwhile,
     ) -> None:
-        self.name = name
-        self.kernel = announcement.kernel
-        self.key = announcement.key
-        self.kernel_id, self.nearest_key = announcement.kernel_id, announcement.like
-        self.is_choice = announcement.is_choice
+        self.name: Final = name
+        self.kernel: Final = announcement.kernel
+        self.key: Final = announcement.key
+        self.kernel_id: Final = announcement.kernel_id
+        self.nearest_key: Final = announcement.like
+        self.is_choice: Final = announcement.is_choice
         self.upgrade, order = _raced_first(announcement)
-        self.digests = tuple(digest for digest, _ in order)
-        self.texts = tuple(text for _, text in order)
+        self.digests: Final = tuple(digest for digest, _ in order)
+        self.texts: Final = tuple(text for _, text in order)
         # The first so many candidates are raced: after an upgrade the best of an old result.
         self.raced = len(announcement.upgrade[2]) if self.upgrade and announcement.upgrade else len(order)
         self.banned: dict[int, Ban] = {}
@@ -83,14 +112,13 @@ class Context:
         self.trial: int | None = None
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.compiling = 0  # online: candidates that some rank has still to compile; then none is tried
-        self.forced: int | None = None  # the candidate that the phase under way plans for the next run
-        self.is_compared = False  # the next run compares its bits
+        self.next_run = NextRun()
         self.bit_classes: dict[int, int] = {}  # 0: outputs as with the first config
         self.output_digests: dict[int, str] = {}  # of outputs of this session's runs, over all ranks
-        self.launch_ms: dict[int, float] = {}  # by the launches of this search, once that is over
+        self.by_launches = LaunchResult()
+        self.by_run = RunVerdict.NOTHING
         self.shares: dict[int, float] = {}  # of the device, by candidate that was launched; see `Part.share`
         self.launches = 1  # in a run
-        self.launch_winner: int | None = None  # of them, where the whole run is still to judge
         order_texts = [text for _, text in announcement.order]
         self._told = {  # by other keys, by the config's text
             key: {order_texts[int(place)]: ms for place, ms in times.items()}
@@ -99,8 +127,6 @@ class Context:
         self._rules, self._meanwhile = rules, meanwhile
         judges = rules.judges(is_choice=announcement.is_choice)
         self.judge, self.final_judge = judges[0], judges[-1]  # of its candidates now, and of its result
-        self.is_decided = False  # the whole run has judged it
-        self.is_left_out = False  # the best plan does not launch it, and so it may starve
         self._flow: RunningFlow | None = None
         self._order: Order | None = None  # in which candidates are tried; None: all are
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
@@ -156,8 +182,9 @@ class Context:
     @property
     def planned(self) -> int:
         """Return the candidate that every rank launches in the next run."""
-        if self.forced is not None and self.forced not in self.banned:
-            return self.forced
+        planned = self.next_run.candidate
+        if planned is not None and planned not in self.banned:
+            return planned
         return self.trial if self.trial is not None and self.is_racing else self.incumbent
 
     @property
@@ -168,7 +195,7 @@ class Context:
     @property
     def is_on_trial(self) -> bool:
         """Return whether the next run is a trial."""
-        return self.is_compared or self.is_racing
+        return self.next_run.is_compared or self.is_racing
 
     @property
     def is_warmup(self) -> bool:
@@ -206,7 +233,7 @@ class Context:
     def ms_by_text(self) -> dict[str, float]:
         """Return the times by its launches, by the config's text: of its search, or so far."""
         so_far = {index: least(self.times.agreed_ms(index)) for index in self.times.ms}
-        return {self.texts[index]: ms for index, ms in (self.launch_ms or so_far).items() if ms > 0}
+        return {self.texts[index]: ms for index, ms in (self.by_launches.ms or so_far).items() if ms > 0}
 
     @property
     def runs_left(self) -> tuple[int, int, int]:
@@ -416,10 +443,10 @@ class Context:
         self._flow = None
         if self.judge == BY_LAUNCH:
             known = chosen.ms if isinstance(chosen, Winner) else {}
-            self.launch_ms = {index: float(known.get(index, ms)) for index, ms in self.times.ms.items()}
+            found = {index: float(known.get(index, ms)) for index, ms in self.times.ms.items()}
+            self.by_launches = LaunchResult(found, None if self.judge == self.final_judge else self.winner)
         if self.judge != self.final_judge:
-            self.judge, self.launch_winner = self.final_judge, self.winner
-            self.status = Status.UNDER_WAY
+            self.judge, self.status = self.final_judge, Status.UNDER_WAY
             self.times.drop_samples()  # candidates are judged by something else now
             self._ran.clear()
 

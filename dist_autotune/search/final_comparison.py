@@ -49,7 +49,7 @@ class FinalComparison(RunPhase):
         if self._rules.objective == "kernel":
             return []
         tuned = [c for c in self._contexts.values() if c.began is not None and c.status is Status.TUNED]
-        rivals = {c.name: {self.defaults.get(c.name), c.launch_winner} - {None, c.winner} for c in tuned}
+        rivals = {c.name: {self.defaults.get(c.name), c.by_launches.winner} - {None, c.winner} for c in tuned}
         return [c for c in tuned if not rivals[c.name] <= c.banned.keys()]
 
     def begin(self) -> None:
@@ -65,7 +65,7 @@ class FinalComparison(RunPhase):
         """Set the plans; go on where a comparison of the same plans was left."""
         self._compared = {context.name: context for context in self.undecided}
         tuned = {name: context.incumbent for name, context in self._compared.items()}
-        winners = {name: context.launch_winner for name, context in self._compared.items()}
+        winners = {name: context.by_launches.winner for name, context in self._compared.items()}
         default = {name: self.defaults.get(name, index) for name, index in tuned.items()}
         by_launches = {name: tuned[name] if index is None else index for name, index in winners.items()}
         plans: dict[str, Plan] = {TUNED: tuned}

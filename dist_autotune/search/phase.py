@@ -9,7 +9,7 @@ import abc
 import math
 from collections.abc import Mapping
 
-from .context import Context, Outcome, Status
+from .context import Context, Outcome, RunVerdict, Status
 from .messages import Part, RunReport
 from .plans.search import AskedPlan, Search
 from .plans.space import Plan
@@ -200,7 +200,8 @@ class TakeTurns(RunPhase):
                     context.settle(Status.STARVED)
             of_plan = launched.get(context.incumbent) if context.status is Status.TUNED else self._launched
             for other in self._waiting():
-                other.is_left_out = other.name in seen - (of_plan or frozenset())
+                is_left_out = other.name in seen - (of_plan or frozenset())
+                other.by_run = RunVerdict.LEFT_OUT if is_left_out else RunVerdict.NOTHING
         return {}
 
     def _waiting(self) -> list[Context]:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 
-from .context import Context, Status
+from .context import Context, RunVerdict, Status
 from .messages import RunReport
 from .phase import RunPhase
 from .plans import predicted
@@ -73,7 +73,7 @@ class RaceRuns(RunPhase):
             timed = [(ms, plan[context.name]) for ms, plan in raced if context.name in plan]
             if context.name in plan:
                 context.settle(status, plan[context.name])
-                context.is_decided = status is Status.TUNED
+                context.by_run = RunVerdict.DECIDED if status is Status.TUNED else RunVerdict.NOTHING
             elif is_member:
                 is_gone = self._seen is not None and context.name not in self._seen
                 winner = timed[0][1] if timed else context.incumbent
@@ -117,7 +117,7 @@ class RaceRuns(RunPhase):
         judged = [
             c
             for c in self._contexts.values()
-            if c.name in seen and not c.is_choice and c.launch_ms and not c.is_decided
+            if c.name in seen and not c.is_choice and c.by_launches.ms and c.by_run is not RunVerdict.DECIDED
         ]
         ratios = _family_ratios(judged)
         kernels = [
@@ -163,8 +163,8 @@ def _family_ratios(contexts: Iterable[Context]) -> dict[tuple[str, str], float]:
     """
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for context in contexts:
-        fastest_ms, alike_ms = min(context.launch_ms.values()), _fastest_of_share(context)
-        for index, ms in context.launch_ms.items():
+        fastest_ms, alike_ms = min(context.by_launches.ms.values()), _fastest_of_share(context)
+        for index, ms in context.by_launches.ms.items():
             config = context.kernel, context.digests[index]
             found.setdefault(config, []).append((ms / alike_ms[index], alike_ms[index] / fastest_ms))
     return {
@@ -176,9 +176,9 @@ def _family_ratios(contexts: Iterable[Context]) -> dict[tuple[str, str], float]:
 
 def _fastest_of_share(context: Context) -> dict[int, float]:
     """Return of each candidate the time of the fastest one with the same share of the device."""
-    share = {i: round(context.shares.get(i, -1.0 - i) / SHARE_STEP) for i in context.launch_ms}
+    share = {i: round(context.shares.get(i, -1.0 - i) / SHARE_STEP) for i in context.by_launches.ms}
     fastest: dict[int, float] = {}
-    for index, ms in context.launch_ms.items():
+    for index, ms in context.by_launches.ms.items():
         fastest[share[index]] = min(ms, fastest.get(share[index], ms))
     return {index: fastest[each] for index, each in share.items()}
 
@@ -189,8 +189,8 @@ def _steadied_ms(context: Context, ratios: Mapping[tuple[str, str], float]) -> d
     A few samples of one context may be spikes, or of runs in which a neighbour's trial was in its way; those
     differ by more than OWN_SAY, and count for nothing.
     """
-    fastest_ms, times = min(context.launch_ms.values()), {}
-    for index, ms in context.launch_ms.items():
+    fastest_ms, times = min(context.by_launches.ms.values()), {}
+    for index, ms in context.by_launches.ms.items():
         if index not in context.banned:
             usual_ms = fastest_ms * ratios.get((context.kernel, context.digests[index]), ms / fastest_ms)
             differs = ms / usual_ms

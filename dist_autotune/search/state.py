@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from . import budget
 from .budget import Forecast
 from .compare_bits import CompareBits
-from .context import Context, Outcome, Status
+from .context import Context, NextRun, Outcome, RunVerdict, Status
 from .expectation.order import Meanwhile
 from .final_comparison import FinalComparison
 from .kernel_families import KernelFamilies
@@ -128,8 +128,8 @@ class SearchState:
         """Return whether the context's result is final: no whole run is still to judge it."""
         if not context.settled or context in self._comparison.undecided:
             return False
-        is_searched = self.rules.races and context.began is not None and not context.is_decided
-        return not (is_searched and any(other.judge == BY_RUN for other in self.unsettled))
+        is_open = self.rules.races and context.began is not None and context.by_run is not RunVerdict.DECIDED
+        return not (is_open and any(other.judge == BY_RUN for other in self.unsettled))
 
     def tuned_keys(self, kernel_id: str) -> dict[str, str]:
         """Return the tuned keys of a kernel, each with the digest of its winner."""
@@ -153,7 +153,7 @@ class SearchState:
             context.key: context.ms_by_text()
             for context in tuple(self.contexts.values())  # any thread may ask
             if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
-            and (context.launch_ms or (so_far and context.is_tuned_by_launches))
+            and (context.by_launches.ms or (so_far and context.is_tuned_by_launches))
         }
 
     def _meanwhile(self, name: str) -> Meanwhile:
@@ -252,7 +252,7 @@ class SearchState:
         phase = self.phase
         plan, compared = phase.plan(), phase.compared if isinstance(phase, CompareBits) else {}
         for name, context in self.contexts.items():
-            context.forced, context.is_compared = plan.get(name), name in compared
+            context.next_run = NextRun(plan.get(name), name in compared)
 
     @property
     def _run_ms(self) -> float:
@@ -351,8 +351,7 @@ class SearchState:
         context.began = run
         if self._comparison.take_up(context):
             return
-        context.status = Status.UNDER_WAY
-        context.is_decided = context.is_left_out = False
+        context.status, context.by_run = Status.UNDER_WAY, RunVerdict.NOTHING
         if context.judge == BY_LAUNCH and self.compare_bits is None:  # else it comes behind the comparison
             context.start()
 

@@ -25,6 +25,7 @@ from ..logs.progress import Progress
 from ..logs.records import Merged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..ranks.watchdog import Watch
+from ..search.context import RunVerdict
 from ..search.messages import Message, Opening, RunReport, checked, decode, merge
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
@@ -355,7 +356,11 @@ class Session:
         state.known.close()
         self._run.close()
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
-        left = [context for context in launched if context.provisional and not context.is_left_out]
+        left = [
+            context
+            for context in launched
+            if context.provisional and context.by_run is not RunVerdict.LEFT_OUT
+        ]
         if error is not None:
             outcome = outcome or type(error).__name__
         elif not all(context.status for context in launched):

@@ -8,6 +8,7 @@ from rank_programs import tune
 
 from benchmarks.simulation.protocol_simulation import Simulation, columns
 from dist_autotune import tunable
+from dist_autotune.search.context import RunVerdict
 from dist_autotune.search.state import STARVED_RUNS
 from ranks import assert_all_ok, run_ranks
 
@@ -42,7 +43,7 @@ def test_a_choice_that_the_best_plan_does_not_ask_for_gets_no_turn(mode):
         simulation.run()
         assert len(simulation.plans) < 100
     assert simulation.statuses() == {"way": "tuned", "detail": "starved", "other": "tuned"}
-    assert simulation.tuning.contexts["detail"].is_left_out
+    assert simulation.tuning.contexts["detail"].by_run is RunVerdict.LEFT_OUT
     assert "detail1" not in columns(simulation.plans, "detail")
     # The first run, those of `way` and `other`; then, as long as a run that asks for it may still come.
     last_asked = max(number for number, plan in enumerate(simulation.plans) if plan["way"] == "way0")
@@ -59,7 +60,7 @@ def test_a_choice_asked_for_in_the_first_run_only_is_told_of():
     )
     simulation.session()
     assert simulation.statuses() == {"once": "starved", "other": "tuned"}
-    assert not simulation.tuning.contexts["once"].is_left_out
+    assert simulation.tuning.contexts["once"].by_run is RunVerdict.NOTHING
 
 
 def test_a_choice_that_a_later_winner_asks_for_has_its_turn_after_that():
