@@ -51,19 +51,21 @@ def normal_below(z: float) -> float:
 def cholesky(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
     """Return L of a positive definite matrix = L L^T, row by row up to the diagonal."""
     lower: list[list[float]] = []
-    for row in matrix:
-        new: list[float] = []
-        for value, known in zip(row, lower, strict=False):
-            new.append((value - sum(map(operator.mul, new, known))) / known[-1])
-        rest = row[len(new)] - sum(map(operator.mul, new, new))
-        new.append(math.sqrt(max(rest, 1e-12 * row[len(new)])))
-        lower.append(new)
+    for place, row in enumerate(matrix):
+        append_row(lower, row[:place], row[place])
     return lower
 
 
-def forward(lower: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """Return x of L x = right."""
-    solved: list[float] = []
-    for row, value in zip(lower, right, strict=True):
+def append_row(lower: list[list[float]], row: Sequence[float], diagonal: float) -> None:
+    """Make L that of a matrix with one more row."""
+    new = forward(lower, row)
+    rest = diagonal - sum(map(operator.mul, new, new))
+    lower.append([*new, math.sqrt(max(rest, 1e-12 * diagonal))])
+
+
+def forward(lower: Sequence[list[float]], right: Sequence[float], first: Sequence[float] = ()) -> list[float]:
+    """Return x of L x = right; where its first elements are given, right begins after them."""
+    solved = [*first]
+    for row, value in zip(lower[len(solved) :], right, strict=True):
         solved.append((value - sum(map(operator.mul, solved, row))) / row[-1])
     return solved

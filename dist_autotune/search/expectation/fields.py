@@ -35,20 +35,6 @@ def values_of(found: Sequence[Mapping[str, str]]) -> list[list[Value]]:
     return [[_value(fields.get(name, "")) for name in names] for fields in found]
 
 
-class Likenesses:
-    """How alike candidates are by their fields; what has been asked for is kept."""
-
-    def __init__(self, fields: Sequence[Sequence[Value]]) -> None:
-        self.fields = fields
-        self._rows: dict[int, list[float]] = {}
-
-    def of(self, index: int) -> list[float]:
-        """Return how alike a candidate is to each."""
-        if index not in self._rows:
-            self._rows[index] = [likeness(self.fields[index], each) for each in self.fields]
-        return self._rows[index]
-
-
 def likeness(one: Sequence[Value], other: Sequence[Value]) -> float:
     """Return 1 for equal fields; each counts half for an integer that doubles and a text that differs."""
     total, product = 0.0, 1.0

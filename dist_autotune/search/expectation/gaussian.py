@@ -7,12 +7,13 @@ alike their configs are and the nearer their keys. Every step is arithmetic or a
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
 
-from .arithmetic import cholesky, decay, forward, log
-from .fields import Likenesses, TimesByKey
+from .arithmetic import append_row, decay, forward, log
+from .fields import TimesByKey, Value, likeness
 from .keys import by_distance, distance
 
 # Chosen on tables of real kernels: tests/unit/search/test_expectation_tables.py.
@@ -28,57 +29,62 @@ _KIN, _MOST_ROWS = 6, 120  # other keys that count, and times: fitting takes the
 class GaussianProcess:
     """The expected log ms of each candidate of one key.
 
-    alike: of its candidates, for all processes over them. own: times of the key itself, by place. kin: how
-    much of the rest other keys share, and their times. deviation: of the rest, expected. noise: of a time,
-    over the variance of the rest.
+    fields: of its candidates. deviation: of the rest, expected. noise: of a time, over the variance of the
+    rest.
     """
 
     def __init__(
-        self,
-        alike: Likenesses,
-        own: Mapping[int, float],
-        kin: Sequence[tuple[float, Mapping[int, float]]] = (),
-        *,
-        deviation: float = 0.35,
-        noise: float = 1e-3,
+        self, fields: Sequence[Sequence[Value]], *, deviation: float = 0.35, noise: float = 1e-3
     ) -> None:
-        self._likenesses, self._deviation, self._noise = alike, deviation, noise
-        self._groups = [(1.0, own), *kin]
-        self.means, self.variances = [0.0] * len(alike.fields), [1 + _LEVEL] * len(alike.fields)
-        if any(known for _, known in self._groups):
-            self._fit()
+        self._fields, self._deviation, self._noise = fields, deviation, noise
+        self._rows: dict[int, list[float]] = {}  # of what candidates share
+        self._own, self._lower = list[int](), list[list[float]]()  # as last fitted
+        self._columns: list[list[float]] = [[] for _ in fields]
+        self.fit({})
 
-    def _fit(self) -> None:
-        rows = [(group, index) for group, (_, known) in enumerate(self._groups) for index in known]
+    def fit(self, own: Mapping[int, float], kin: Sequence[tuple[float, Mapping[int, float]]] = ()) -> None:
+        """Expect from these times alone; the factor is kept of the first places that are as last time.
+
+        own: times of the key itself, by place. kin: how much of the rest other keys share, and their times.
+        """
+        groups = [(1.0, own), *kin]
+        self.means, self.variances = [0.0] * len(self._columns), [1 + _LEVEL] * len(self._columns)
+        rows = [(group, index) for group, (_, known) in enumerate(groups) for index in known]
+        if not rows:
+            return
+        kept = len([*itertools.takewhile(bool, map(operator.eq, self._own, own))])
         rests, levels = [], []
-        for _, known in self._groups:
+        for _, known in groups:
             logs = [log(ms) for ms in known.values()]
             levels.append(math.fsum(logs) / max(len(logs), 1))
             rests += [each - levels[-1] for each in logs]
-        alike = {i: self._alike(i) for _, i in rows}
-        near = [near for near, _ in self._groups]
+        alike = {i: self._alike(i) for _, i in rows[kept:]}
+        near = [near for near, _ in groups]
 
         def shared(row: tuple[int, int], group: int, index: int) -> float:
             part = alike[row[1]][index]
             return part + _LEVEL if row[0] == group else part * near[row[0]] * near[group]
 
-        matrix = [
-            [shared(row, *other) + (self._noise if row is other else 0.0) for other in rows[: place + 1]]
-            for place, row in enumerate(rows)
-        ]
-        lower = cholesky(matrix)
-        weights = forward(lower, rests)
+        self._own = [*own]
+        del self._lower[kept:]
+        for place, row in enumerate(rows[kept:], kept):
+            between = [shared(row, *other) for other in rows[:place]]
+            append_row(self._lower, between, shared(row, *row) + self._noise)
+        weights = forward(self._lower, rests)
         variance = (_WEIGHT * self._deviation**2 + _square(weights)) / (_WEIGHT + len(rows))
-        for candidate in range(len(self.means)):
-            column = forward(lower, [shared(row, 0, candidate) for row in rows])
+        for candidate, column in enumerate(self._columns):
+            new = [shared(row, 0, candidate) for row in rows[kept:]]
+            column[:] = forward(self._lower, new, column[:kept])
             self.means[candidate] = levels[0] + math.fsum(map(operator.mul, column, weights))
             self.variances[candidate] = _DOUBT * variance * max(1 + _LEVEL - _square(column), self._noise)
 
     def _alike(self, index: int) -> list[float]:
         """Return what a candidate shares with each, itself included, at one key."""
-        alike = [(1 - _APART) * each for each in self._likenesses.of(index)]
-        alike[index] = 1.0
-        return alike
+        if index not in self._rows:
+            own = self._fields[index]
+            self._rows[index] = [(1 - _APART) * likeness(own, each) for each in self._fields]
+            self._rows[index][index] = 1.0
+        return self._rows[index]
 
 
 def kin_of(key: str, texts: Sequence[str], told: TimesByKey) -> list[tuple[float, dict[int, float]]]:

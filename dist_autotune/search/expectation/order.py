@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ...codec import digest
 from ..strategies import least
 from .arithmetic import log, normal_below
-from .fields import Likenesses, TimesByKey, fields_of
+from .fields import TimesByKey, fields_of
 from .gaussian import GaussianProcess, kin_of
 from .model import Expectation
 
@@ -184,8 +184,9 @@ class Waves(Order):
         self, key: str, texts: Sequence[str], told: TimesByKey, meanwhile: Callable[[], Meanwhile] = Meanwhile
     ) -> None:
         self._told, self._key, self._texts, self._meanwhile = told, key, texts, meanwhile
-        self._alike = Likenesses(fields_of(texts))
-        super().__init__(GaussianProcess(self._alike, {}, kin_of(key, texts, told)), first=0)
+        self._process = GaussianProcess(fields_of(texts))
+        self._process.fit({}, kin_of(key, texts, told))
+        super().__init__(self._process, first=0)
         self._best_of_waves: list[float] = []
         self.most, first, self._wave_size = _sizes(len(texts))
         # Keys met in the same run try different ones, where nothing is told.
@@ -212,8 +213,7 @@ class Waves(Order):
         times = {**own, **failed} if own else {}
         meanwhile = self._meanwhile()
         self._gain = max(GAIN, GAIN_OF_RUN / max(meanwhile.part, GAIN_OF_RUN))
-        kin = kin_of(self._key, self._texts, {**self._told, **meanwhile.told})
-        self.expectation = GaussianProcess(self._alike, times, kin)
+        self._process.fit(times, kin_of(self._key, self._texts, {**self._told, **meanwhile.told}))
         ordered, none_wins = self._promising(range(len(self._texts)))
         self.is_hidden |= bool(self.ms) and not own
         if self.ms and len(self.tried) >= AT_LEAST and self._cannot_pay(1 - none_wins):

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 
 from ...codec import digest
 from ..expectation.arithmetic import log, normal_below
-from ..expectation.fields import Likenesses, Value, texts_by_field, values_of
+from ..expectation.fields import Value, texts_by_field, values_of
 from ..expectation.gaussian import GaussianProcess
 from ..strategies import faster_of_two, least
 from .search import MORE_RUNS, AskedPlan, Search, raced
@@ -57,7 +57,7 @@ def _holds_one_share(kernel: KernelLevels) -> bool:
 
 def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     """Return the fastest of the plans, of which the first wins ties."""
-    alike = Likenesses(_fields(space, plans))
+    process = GaussianProcess(_fields(space, plans), deviation=_DEVIATION, noise=_NOISE)
     ms: dict[int, float] = {}  # of the plans that were tried
     first_ms = yield from _timed(plans, 0, 0.0)
     if not 0 < least(first_ms) < math.inf:
@@ -73,7 +73,7 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     while wave:
         for index in wave:
             ms[index] = yield from _timed(plans, index, SPIKE * by_launches[index])
-        expected, wave = _next_wave(alike, by_launches, ms)
+        expected, wave = _next_wave(process, by_launches, ms)
     limit = min(expected[index] for index in ms) + log(NEAR)
     near = [i for i in sorted(ms, key=lambda i: (expected[i], i)) if i and expected[i] <= limit][:FINALISTS]
     finalists = [plans[index] for index in (0, *near)]
@@ -115,11 +115,11 @@ def _slower_ms(space: PlanSpace, plan: Plan) -> float:
 
 
 def _next_wave(
-    alike: Likenesses, by_launches: Sequence[float], ms: Mapping[int, float]
+    process: GaussianProcess, by_launches: Sequence[float], ms: Mapping[int, float]
 ) -> tuple[list[float], list[int]]:
     """Return the expected log ms of each plan, and the plans to try next; none when that cannot pay."""
     added = {i: least(each) / by_launches[i] for i, each in ms.items() if 0 < least(each) < math.inf}
-    process = GaussianProcess(alike, added, deviation=_DEVIATION, noise=_NOISE)
+    process.fit(added)
     expected = [mean + log(each) for mean, each in zip(process.means, by_launches, strict=True)]
     bar, none_wins = min(expected[index] for index in added) + log(1 - GAIN), 1.0
     chances = {}
