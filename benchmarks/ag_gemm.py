@@ -100,7 +100,7 @@ class Problem:
         self.places: list[torch.Tensor] = []  # where else the shard of this rank is wanted
         self.limit = explained_error(dtype, shape.k)
         self.gigaflop = 2e-9 * shape.m * shape.n * shape.k
-        self.fetched_mb = 1e-6 * (shape.m - self.rows) * shape.k * dtype.itemsize
+        self.copied_mb = 1e-6 * (shape.m - self.rows) * shape.k * dtype.itemsize
 
     def refresh(self) -> None:
         """Take new random inputs."""
@@ -126,7 +126,7 @@ class Problem:
             prepare=prepare,
             error=lambda result: relative_error(result, self.reference),
             limit=0.0,
-            work=self.fetched_mb,
+            work=self.copied_mb,
             rate="GB/s",
             poison=poison,
         )

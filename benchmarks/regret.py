@@ -10,7 +10,7 @@ user's program would; sessions begin at different shapes, so that each comes fir
 ends with, the option of each `tunable` and the config of each kernel, is its pick. Then one process group has
 every pick as a tuned function that reads the session's cache and tries nothing, and the alternatives:
 
-    ag_gemm, _push    consumer and pieces fixed by the operation's arguments, with --alternatives all programs
+    ag_gemm           consumer and pieces fixed by the operation's arguments, with --alternatives all programs
                       too; each is tuned alone, in this process. And cuBLAS with a collective
     gemm_rs           as the others, and cuBLAS with a collective
     ag_moe, moe_rs    as the others, and a collective with our grouped GEMM

@@ -1,7 +1,7 @@
 """Words in memory by which ranks, copy engines and kernels tell each other how far they are.
 
-A signal is an int32 that its one writer sets to a rising epoch and its readers compare with `>=`; it is
-never reset. Epochs wrap around: `a >= b` means `a - b >= 0` in int32, as for CU_STREAM_WAIT_VALUE_GEQ.
+A signal is an integer that readers compare with `>=`: the number of a call, an epoch, which only rises, or a
+flag or count that returns to 0. Numbers wrap around: `a >= b` means `a - b >= 0`, as on CUDA's streams.
 
 No wait is unbounded. One that has lasted `patience_ticks`, of 2**20 ns (1.05 ms), without success writes a
 record to the error word it was given, which the host turns into text with `read_failure`, and then sets the
@@ -42,7 +42,7 @@ class Failure:
     """A failure that a kernel wrote to an error word."""
 
     kind: int  # the caller's own code, 1 to 7; 0: the peer did not come to a meeting
-    epoch: int  # modulo 2**28
+    epoch: int  # that was waited for, modulo 2**28; 0: of a flag or count
     seen: int  # the value found instead
 
 

@@ -15,6 +15,9 @@ the same calls in the same order all ballots are written. Every wait has a bound
 
 Other terms of a peer in a call that took the standing way are found in a later call, or by `check`.
 
+Where there is no way to agree on, ranks only name their terms (`exchange`, or `cast` and `read`): the tokens
+of a call over experts, the next call of tensor-parallel layers.
+
 [Note: no ballot is overwritten before it is read] Before a rank begins a half of its ring it waits until all
 peers have begun the half before. So no rank is a whole ring ahead of another.
 """

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import triton.language as tl
 
-# Each goes up and down once in a call.
+# FREE to DONE go up and down once in a call.
 FREE = tl.constexpr(0)  # the permit: 1 while this rank may write its slot on p
 TOLD = tl.constexpr(1)  # above 0 once p has announced its push: its rows, or its choices of experts
 ARRIVED = tl.constexpr(2)  # above 0 once p's rows are here; of chunks and sums, how many of them are
+# ARRIVED of this rank itself: 1 once its chunk is with all peers; its side stream writes it.
 DONE = tl.constexpr(3)  # 1 once this rank's sums for p are complete; this rank's kernel writes it
 # 4 and 5: the values of TOLD and ARRIVED after a call: 0, or far ahead where p is given up. This rank's
 # kernel writes both.

@@ -1,4 +1,4 @@
-"""The device side of pushed sums and tokens, see `push`: waiting for peers, and giving them up.
+"""The device side of pushes, see `push`: waiting for peers, and giving them up. `chunks` waits for rows.
 
 Results that need a peer that is given up are NaN. It stays given up: its flags, and their values after a
 call, are set far ahead, so that neither later kernels nor replays wait for it again. In each call our side

@@ -22,7 +22,7 @@ class ScatterCall(NamedTuple):
 
     rank: int
     world_size: int
-    capacity: int  # rows for which a slot of `held` has room
+    capacity: int  # rows for which a slot of `partial` has room
     first: int  # of the chunks to compute, counted from that of rank + 1
     chunks: int  # how many to compute: all, or one
     programs: int  # the most that run at once
