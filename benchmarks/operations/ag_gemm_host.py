@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
+import sys
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -28,10 +29,8 @@ import torch
 
 from benchmarks.common.options import add_record_options, new_parser
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "0"  # before triton is imported: kernels are compiled here, not interpreted
-    )
+if not torch.cuda.is_available() and "triton" not in sys.modules:  # behind its import it is too late
+    os.environ["TRITON_INTERPRET"] = "0"  # kernels are compiled here, not interpreted
 
 from benchmarks.common.arms import Plan
 from benchmarks.common.pretended_device import DeviceUnderTriton
