@@ -112,7 +112,8 @@ def _evidence(context: Context, rank_context: RankContext) -> Evidence:
                 "triton_file": stock_results.result_file(tuner, binding.key, binding.configs),
             }
             break
-    others = sorted((ms, index) for index, ms in context.known_ms() if index != context.incumbent)
+    known = context.times.known(context.banned)
+    others = sorted((ms, index) for index, ms in known if index != context.incumbent)
     best = [context.incumbent, *(index for _, index in others)][:BEST]
     return Evidence(
         torch_version=str(torch.__version__),

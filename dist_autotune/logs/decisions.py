@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..search.context import Context, Outcome
+from ..search.context import Context, Outcome, Status
 from ..search.messages import Part
 from ..search.state import SearchState
 from .records import Agreed, Banned, ContextAdmitted, ContextSettled
@@ -16,7 +16,7 @@ def plan_of(search: SearchState) -> dict[str, int]:
 
 
 def admission(run: int, context: Context, *, local: bool = True) -> ContextAdmitted:
-    about = {"default": context.default, "like": context.nearest_key, "again": context.again}
+    about = {"default": context.default, "like": context.nearest_key, "again": again(context)}
     fields = {**fields_of(run, context), "candidates": context.texts, **about}
     return ContextAdmitted(**fields, incumbent=context.incumbent, local=local)
 
@@ -52,7 +52,37 @@ def banned(run: int, context: Context, index: int) -> Banned:
 
 def settled(run: int, context: Context, *, launches: int = 1) -> ContextSettled:
     """Return the result of a context. launches: of this rank in one run."""
-    return ContextSettled(**fields_of(run, context, context.incumbent), **context.result(), launches=launches)
+    return ContextSettled(**fields_of(run, context, context.incumbent), **result(context), launches=launches)
+
+
+def result(context: Context) -> dict[str, Any]:
+    """Return the figures of a context's result so far, by the names that they have in logs and reports."""
+    best = -1 if context.is_spent else context.incumbent
+    is_open = context.status in (Status.UNDER_WAY, Status.PARTIAL)
+    times, texts = context.times, context.texts
+    bans, classes = sorted(context.banned.items()), sorted(context.bit_classes.items())
+    return {
+        "status": context.status.value or "tuning",
+        "ms": times.ms.get(best),
+        "fastest_rank_ms": times.fastest_ms.get(best),
+        "default_ms": context.default_ms,
+        "judge": context.judge if is_open else context.final_judge,
+        "launch_bound": best >= 0 and times.is_launch_bound(best, context.banned),
+        "timings": {texts[index]: ms for index, ms in times.known(context.banned)},
+        "banned": {texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans},
+        "bit_classes": {texts[index]: number for index, number in classes},
+        "output_digest": context.output_digests.get(best, ""),
+        "again": again(context),
+        "untried": context.untried,
+    }
+
+
+def again(context: Context) -> str:
+    """Return which candidates are raced after an upgrade; empty: there was none."""
+    if not context.upgrade or context.status is Status.CACHED:
+        return ""
+    raced = f"{context.raced} of {len(context.digests)} candidates, the best with {context.upgrade}"
+    return f"{raced}; raced again after an upgrade"
 
 
 def fields_of(run: int, context: Context, index: int | None = None) -> dict[str, Any]:

@@ -53,6 +53,11 @@ class AgreedTimes:
         usable = [(ms, index) for index, ms in tuple(self.ms.items()) if index not in banned]
         return min(usable)[1] if usable else None
 
+    def known(self, banned: Container[int]) -> list[tuple[int, float]]:
+        """Return (index, ms) of each candidate that ran: of its warm-up where it has no sample."""
+        known = {**self.warmup_ms, **self.ms}
+        return sorted((index, float(ms)) for index, ms in known.items() if index not in banned)
+
     def ratio(self, index: int, other: int) -> float:
         """Return the agreed time of one candidate over another's; 1.0 where one has none."""
         return self.ms[index] / self.ms[other] if {index, other} <= self.ms.keys() else 1.0
@@ -61,6 +66,11 @@ class AgreedTimes:
         """Return how much of a candidate's agreed time may be a host's; 0.0: too little to count."""
         gap_ms = self.gap_ms.get(index, 0.0)
         return gap_ms if gap_ms > HOST_SHARE * self.ms.get(index, math.inf) else 0.0
+
+    def is_launch_bound(self, index: int, banned: Container[int]) -> bool:
+        """Return whether a host's part may be in a candidate's time, or in the fastest."""
+        judges = (index, self.fastest(banned))
+        return any(self.host_ms(each) > 0 for each in judges if each is not None)
 
     def are_equal(self, *indices: int) -> bool:
         """Return whether two candidates are equal, if the slower time alone held all of the host's."""

@@ -11,6 +11,7 @@ from . import compare_bits, race_runs
 from .context import Context
 from .final_comparison import DUEL_RUNS, MOST_RUNS
 from .rules import BY_LAUNCH, BY_RUN, Rules
+from .strategies import Asked
 
 RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plans
 
@@ -89,6 +90,21 @@ class StepTimes:
         times = f"{format_ms(self.before_ms)} -> {format_ms(self.after_ms)} ms"
         left_out = f"; {counted(self.left_out, 'context')} without a gain left out" if self.left_out else ""
         return f"{of} {times} a step ({format_percent(-self.gain_percent)} %{left_out})"
+
+
+def runs_left(rules: Rules, context: Context) -> tuple[int, int, int]:
+    """Return how many candidates may still win, and the runs of its search to come: at least, at most."""
+    if context.settled:
+        return 1, 0, 0
+    usable = min(sum(index not in context.banned for index in range(context.raced)), context.most_tried)
+    planned = rules.planned_runs(context.most_tried)
+    if (flow := context.flow) is None:
+        return usable, 1, planned
+    if isinstance(asked := flow.asked, Asked):
+        return asked.left, asked.least, asked.most
+    most = max(planned - flow.made, 1)
+    least = context.most_tried - flow.made if rules.races else most
+    return usable, max(min(least, most), 1), most
 
 
 def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:

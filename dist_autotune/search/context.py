@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import enum
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
 from .agreed_times import AgreedTimes
-from .expectation.flow import expected, order_of
+from .expectation.flow import order_of
 from .expectation.order import MANY, Meanwhile, Order
 from .messages import Announcement, Ban, Claim, Part
 from .rules import BY_LAUNCH, Rules
-from .strategies import Asked, RunningFlow, Winner, least
+from .strategies import RunningFlow, Winner, least
 
 
 class Status(enum.StrEnum):
@@ -97,7 +96,7 @@ class Context:
         self.kernel_id: Final = announcement.kernel_id
         self.nearest_key: Final = announcement.like
         self.is_choice: Final = announcement.is_choice
-        self.upgrade, order = _raced_first(announcement)
+        self.upgrade, order = announcement.raced_first()
         self.digests: Final = tuple(digest for digest, _ in order)
         self.texts: Final = tuple(text for _, text in order)
         # The first so many candidates are raced: after an upgrade the best of an old result.
@@ -119,15 +118,11 @@ class Context:
         self.by_run = RunVerdict.NOTHING
         self.shares: dict[int, float] = {}  # of the device, by candidate that was launched; see `Part.share`
         self.launches = 1  # in a run
-        order_texts = [text for _, text in announcement.order]
-        self._told = {  # by other keys, by the config's text
-            key: {order_texts[int(place)]: ms for place, ms in times.items()}
-            for key, times in announcement.told.items()
-        }
+        self._told = announcement.told_by_text()
         self._rules, self._meanwhile = rules, meanwhile
         judges = rules.judges(is_choice=announcement.is_choice)
         self.judge, self.final_judge = judges[0], judges[-1]  # of its candidates now, and of its result
-        self._flow: RunningFlow | None = None
+        self.flow: RunningFlow | None = None  # its own search; None: it has not begun, or is over
         self._order: Order | None = None  # in which candidates are tried; None: all are
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
         self._default = self.index_of(announcement.default) or 0
@@ -199,12 +194,12 @@ class Context:
 
     @property
     def is_warmup(self) -> bool:
-        return self._flow is not None and self._flow.is_warmup
+        return self.flow is not None and self.flow.is_warmup
 
     @property
     def waves(self) -> int:
         """Return how often its search has named more candidates to compile."""
-        return 0 if self._flow is None else self._flow.pauses
+        return 0 if self.flow is None else self.flow.pauses
 
     @property
     def most_tried(self) -> int:
@@ -219,36 +214,10 @@ class Context:
         wanted = self._order.likely - self._ran
         return {digest for index, digest in enumerate(self.digests) if index not in wanted}
 
-    @property
-    def is_launch_bound(self) -> bool:
-        """Return whether a host's part may be in the incumbent's time, or in the fastest."""
-        judges = (self.incumbent, self.times.fastest(self.banned))
-        return any(self.times.host_ms(index) > 0 for index in judges if index is not None)
-
-    def known_ms(self) -> list[tuple[int, float]]:
-        """Return (index, agreed ms) of each candidate that ran: of its warm-up where it has no sample."""
-        known = {**self.times.warmup_ms, **self.times.ms}
-        return sorted((index, float(ms)) for index, ms in known.items() if index not in self.banned)
-
     def ms_by_text(self) -> dict[str, float]:
         """Return the times by its launches, by the config's text: of its search, or so far."""
         so_far = {index: least(self.times.agreed_ms(index)) for index in self.times.ms}
         return {self.texts[index]: ms for index, ms in (self.by_launches.ms or so_far).items() if ms > 0}
-
-    @property
-    def runs_left(self) -> tuple[int, int, int]:
-        """Candidates that may still win, and the runs of its search to come: at least, at most."""
-        if self.settled:
-            return 1, 0, 0
-        usable = min(sum(index not in self.banned for index in range(self.raced)), self.most_tried)
-        planned = self._rules.planned_runs(self.most_tried)
-        if self._flow is None:
-            return usable, 1, planned
-        if isinstance(asked := self._flow.asked, Asked):
-            return asked.left, asked.least, asked.most
-        most = max(planned - self._flow.made, 1)
-        least = self.most_tried - self._flow.made if self._rules.races else most
-        return usable, max(min(least, most), 1), most
 
     @property
     def device_ms(self) -> tuple[float, float]:
@@ -261,32 +230,10 @@ class Context:
         """Return the chance that a candidate wins that is still to be compiled."""
         return 1.0 if self._order is None else self._order.promise
 
-    def result(self) -> dict[str, Any]:
-        """Return the figures of its result so far, by the names that they have in logs and reports."""
-        best = -1 if self.is_spent else self.incumbent
-        bans, classes = sorted(self.banned.items()), sorted(self.bit_classes.items())
-        return {
-            "status": self.status.value or "tuning",
-            "ms": self.times.ms.get(best),
-            "fastest_rank_ms": self.times.fastest_ms.get(best),
-            "default_ms": self.default_ms,
-            "judge": self.judge if self.status in (Status.UNDER_WAY, Status.PARTIAL) else self.final_judge,
-            "launch_bound": best >= 0 and self.is_launch_bound,
-            "timings": {self.texts[index]: ms for index, ms in self.known_ms()},
-            "banned": {self.texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans},
-            "bit_classes": {self.texts[index]: number for index, number in classes},
-            "output_digest": self.output_digests.get(best, ""),
-            "again": self.again,
-            "untried": self._order.untried_text() if self._order is not None and self.settled else "",
-        }
-
     @property
-    def again(self) -> str:
-        """Return which candidates are raced after an upgrade; empty: there was none."""
-        if not self.upgrade or self.status is Status.CACHED:
-            return ""
-        raced = f"{self.raced} of {len(self.digests)} candidates, the best with {self.upgrade}"
-        return f"{raced}; raced again after an upgrade"
+    def untried(self) -> str:
+        """Return why candidates were not tried, once the search is over; empty: all were."""
+        return self._order.untried_text() if self._order is not None and self.settled else ""
 
     @property
     def default(self) -> int:
@@ -346,20 +293,17 @@ class Context:
     def start(self) -> None:
         """Begin the search, or go on where an earlier session left it."""
         self.status, self.waiting = Status.UNDER_WAY, False
-        if self._flow is None:
+        if self.flow is None:
             if sum(index not in self.banned for index in range(self.raced)) < 2:
                 self.raced, self.upgrade = len(self.digests), ""
             self._order = None
             races_all = self.raced == len(self.digests)  # else some, after an upgrade
             if races_all and self._rules.tries_few(len(self.texts)):
                 self._order = order_of(self.key, self.texts, self._told, self._meanwhile)
-            strategy = self._rules.strategy
-            if self._order is not None:
-                strategy = functools.partial(expected, order=self._order)
-            self._flow = self._rules.flow_of(self.raced, strategy)
+            self.flow = self._rules.flow_of(self.raced, self._order)
             self._resume(None)
             return
-        self.trial = self._flow.index
+        self.trial = self.flow.index
         if self.trial in self.banned:  # since then
             self._resume(math.inf)
 
@@ -368,7 +312,7 @@ class Context:
         was_held = self.compiling and not self.waiting  # else the report is of a trial before
         self.waiting = bool(part.pending) and self.trial is not None
         index = self.trial
-        if index is None and self._flow is not None and self._flow.is_paused:
+        if index is None and self.flow is not None and self.flow.is_paused:
             if part.ran is not None and not (part.compiling or self.settled):  # in its last run, as partial
                 self._resume(math.nan)
             return Outcome()
@@ -385,7 +329,7 @@ class Context:
 
     def next_trial(self) -> int | None:
         """Return the candidate to try, without a pause for compilers: options are not compiled."""
-        while self._flow is not None and self._flow.is_paused:
+        while self.flow is not None and self.flow.is_paused:
             self._resume(math.nan)
         return self.trial
 
@@ -397,7 +341,7 @@ class Context:
         """Record a run of the trial, in which `judged` tells its time; the flow asks for the next."""
         index = self.trial
         assert index is not None
-        assert self._flow is not None
+        assert self.flow is not None
         self._ran.add(index)
         kind, planned = "sample", self._rules.planned_asks(is_warmup=self.is_warmup)
         if self.is_warmup:
@@ -406,7 +350,7 @@ class Context:
                 ms = math.nan  # its first run may compile and load whatever the option launches
         else:
             ms = self.times.record_sample(index, judged)
-        outcome = Outcome(kind, index, self._flow.count, planned, self.judge)
+        outcome = Outcome(kind, index, self.flow.count, planned, self.judge)
         self._resume(ms)
         return outcome
 
@@ -418,18 +362,18 @@ class Context:
         self.winner, self.status, self.trial, self.waiting = winner, status, None, False
 
     def _resume(self, ms: float | None) -> None:
-        assert self._flow is not None
+        assert self.flow is not None
         self.incumbent  # noqa: B018  raises NoValidConfig when no candidate is left to ask for
-        winner = self._flow.resume(ms, self.banned)
+        winner = self.flow.resume(ms, self.banned)
         if winner is None:
-            self.trial = self._flow.index
+            self.trial = self.flow.index
         else:
             self._finish(winner)
 
     def _finish(self, chosen: int) -> None:
         """Take the flow's winner; go on to the next judge, if there is one."""
         if self.raced < len(self.digests) and all(index in self.banned for index in range(self.raced)):
-            self._flow = None
+            self.flow = None
             self.start()  # what was best before an upgrade works no more
             return
         winner, incumbent = int(chosen), self.incumbent
@@ -440,7 +384,7 @@ class Context:
             self.settle(Status.TUNED, incumbent)
         else:
             self.settle(Status.TUNED, winner)
-        self._flow = None
+        self.flow = None
         if self.judge == BY_LAUNCH:
             known = chosen.ms if isinstance(chosen, Winner) else {}
             found = {index: float(known.get(index, ms)) for index, ms in self.times.ms.items()}
@@ -449,18 +393,3 @@ class Context:
             self.judge, self.status = self.final_judge, Status.UNDER_WAY
             self.times.drop_samples()  # candidates are judged by something else now
             self._ran.clear()
-
-
-def _raced_first(announcement: Announcement) -> tuple[str, list[tuple[str, str]]]:
-    """Return what an old result was found with, and all candidates, those that are raced again first.
-
-    Where ranks share fewer than two of those: nothing, and the order as announced.
-    """
-    order = list(announcement.order)
-    if announcement.upgrade is None:
-        return "", order
-    _, found_with, raced = announcement.upgrade
-    texts = dict(order)
-    if any(digest not in texts for digest in raced) or len(set(raced) & set(announcement.shared)) < 2:
-        return "", order
-    return found_with, [*((digest, texts.pop(digest)) for digest in raced), *texts.items()]

@@ -110,6 +110,27 @@ class Announcement(Struct, frozen=True, omit_defaults=True):
     upgrade: Upgrade | None = None  # the lowest rank's that has one
     told: dict[str, dict[str, float]] = {}  # ms by other key and by place in `order`, where they decide
 
+    def raced_first(self) -> tuple[str, list[tuple[str, str]]]:
+        """Return what an old result was found with, and all candidates, those that are raced again first.
+
+        Where ranks share fewer than two of those: nothing, and the order as announced.
+        """
+        order = list(self.order)
+        if self.upgrade is None:
+            return "", order
+        _, found_with, raced = self.upgrade
+        texts = dict(order)
+        if any(digest not in texts for digest in raced) or len(set(raced) & set(self.shared)) < 2:
+            return "", order
+        return found_with, [*((digest, texts.pop(digest)) for digest in raced), *texts.items()]
+
+    def told_by_text(self) -> dict[str, dict[str, float]]:
+        """Return the ms that other keys have told, by key and by the config's text."""
+        texts = [text for _, text in self.order]
+        return {
+            key: {texts[int(place)]: ms for place, ms in times.items()} for key, times in self.told.items()
+        }
+
     def merged(self, other: Announcement) -> Announcement:
         first, second = sorted((self, other), key=lambda announcement: announcement.rank)
         return replace(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
-from .expectation.order import MANY
+from .expectation.flow import expected
+from .expectation.order import MANY, Order
 from .strategies import RunningFlow, Strategy, racing_runs
 
 BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate
@@ -44,10 +46,11 @@ class Rules:
             return False
         return self.expects or (candidates > MANY and self.races)
 
-    def flow_of(self, candidates: int, strategy: Strategy | None = None) -> RunningFlow:
-        """Return a search among so many candidates, by another strategy than that of the option if given."""
+    def flow_of(self, candidates: int, order: Order | None = None) -> RunningFlow:
+        """Return a search among so many candidates, by the option's strategy; order: that tries a few."""
+        strategy = self.strategy if order is None else functools.partial(expected, order=order)
         counts = {"n_warmup": self.n_warmup, "n_repeat": self.n_repeat}
-        return RunningFlow(strategy or self.strategy, candidates, name=self.search, **counts)
+        return RunningFlow(strategy, candidates, name=self.search, **counts)
 
     def planned_runs(self, candidates: int) -> int:
         """Return how many runs one search plans; of a strategy of the user's, as many as `exhaustive`."""

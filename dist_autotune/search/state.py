@@ -105,7 +105,7 @@ class SearchState:
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
         searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
-        progress = [context.runs_left for context in searched]
+        progress = [budget.runs_left(self.rules, context) for context in searched]
         knows_most = self.run_phase is None and self.compare_bits is None
         knows_most &= all(context.final_judge == BY_LAUNCH for context in searched)
         return Forecast(

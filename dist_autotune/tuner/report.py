@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import formatting
 from ..formatting import config_label, context_label, counted, format_ms
+from ..logs import decisions
 from ..search.budget import Forecast, StepTimes
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
@@ -275,7 +276,7 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
                 key_text=context.key,
                 config_text="" if best is None else context.texts[best],
                 bit_class=None if best is None else context.bit_classes.get(best),
-                **context.result(),
+                **decisions.result(context),
             )
         )
     return tuple(sorted(contexts, key=time_order))
