@@ -70,6 +70,11 @@ class OwnBuffer:
         offset = tensor.data_ptr() - self.begin if isinstance(tensor, torch.Tensor) else -1
         return (offset if 0 <= offset < self._bytes else -1), layout
 
+    def check_beside(self, name: str, tensor: torch.Tensor | None, buffer: str) -> None:
+        """Raise if a tensor that a call writes begins in the buffer, which peers may read meanwhile."""
+        if tensor is not None and 0 <= tensor.data_ptr() - self.begin < self._bytes:
+            raise ValueError(f"{name} lies in {buffer}, which peers read in the call; pass another tensor")
+
 
 def room_in(gather: torch.Tensor, rank: int, world_size: int, rows: int) -> torch.Tensor:
     """Return where a collective gathers `rows` of each rank, around the first ones of chunk `rank`.

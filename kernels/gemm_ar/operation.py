@@ -246,6 +246,7 @@ class GemmAllReduce(Operation):
         norm_weight: torch.Tensor | None,
     ) -> None:
         check_out(out, [rows, self._n], self._dtype, self.device)
+        self._own.check_beside("out", out, "op.part")
         if residual is None and norm_weight is None:
             return
         if residual is None or norm_weight is None:
@@ -297,7 +298,7 @@ class GemmAllReduce(Operation):
         of_part = layout_of(a) if multiplies else self._own.layout_of(a)
         of_ending = None
         if not (out is residual is norm_weight is None):
-            of_ending = layout_of(out), layout_of(residual), layout_of(norm_weight)
+            of_ending = self._own.layout_of(out), layout_of(residual), layout_of(norm_weight)
         lie = multiplies, of_part, layout_of(weight), of_ending
         layout = self._layouts.get(lie)
         if layout is None:

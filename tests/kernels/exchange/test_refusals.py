@@ -162,6 +162,9 @@ OF_REDUCED: Wrong = OF_SUMS | {
     ),
     "rows of a part": (lambda op: op.all_reduce_rms_norm(ones(9, 6), ones(9, 6), ones(6)), "part has 9 rows"),
     "middle of op.part": (lambda op: op.all_reduce(op.part[2:4]), r"overlaps op.part .*; pass op.part\[:M\]"),
+    "out in op.part": (
+        lambda op: op.all_reduce(op.part[:4], op.part[:4]), "out lies in op.part, which peers read"
+    ),
 }  # fmt: skip
 EMPTY = {name: ({name: 0}, "must be at least 1") for name in ("m", "n")}
 SCATTER = Refusing(SCATTERING_SUMS, (8, 6), OF_SUMS, EMPTY, (lambda op: op(*FACTORS),), waits=True)
