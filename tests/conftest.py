@@ -32,10 +32,12 @@ import contextlib
 import functools
 import gc
 import importlib.metadata
+import itertools
 import tempfile
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -262,6 +264,24 @@ def bench() -> Bench:
     from kernels_for_tests import Bench  # not at the top: it imports Triton, and the world decides how
 
     return Bench()
+
+
+@pytest.fixture
+def import_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Return what imports a text as the module `kernels_of_a_user`, each time anew."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    versions = itertools.count()
+
+    def load(text: str) -> ModuleType:
+        directory = tmp_path / f"version{next(versions)}"
+        directory.mkdir()
+        (directory / "kernels_of_a_user.py").write_text(text)
+        monkeypatch.syspath_prepend(str(directory))
+        sys.modules.pop("kernels_of_a_user", None)
+        return importlib.import_module("kernels_of_a_user")
+
+    yield load
+    sys.modules.pop("kernels_of_a_user", None)
 
 
 @pytest.fixture

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import Any
-
 import pytest
 
 from dist_autotune.triton_api.identity import candidate_digest, kernel_source
@@ -42,30 +35,12 @@ def kernel(x_ptr):
 DEFAULTS = {"factor": 2, "called": "+ 1"}
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return what imports a module of kernels with some part changed."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    count = iter(range(100))
-
-    def load(**changes: Any) -> ModuleType:
-        directory = tmp_path / f"version{next(count)}"
-        directory.mkdir()
-        (directory / "kernels_with_aggregates.py").write_text(MODULE.format(**{**DEFAULTS, **changes}))
-        monkeypatch.syspath_prepend(str(directory))
-        sys.modules.pop("kernels_with_aggregates", None)
-        importlib.invalidate_caches()
-        return importlib.import_module("kernels_with_aggregates")
-
-    yield load
-    sys.modules.pop("kernels_with_aggregates", None)
-
-
 @pytest.mark.parametrize(
     "change", [{"factor": 3}, {"called": "+ 2"}], ids=["a method", "a function that a method calls"]
 )
-def test_the_methods_of_an_aggregate_are_part_of_the_kernels_that_use_it(module, change):
-    one, same, other = module(), module(), module(**change)
+def test_the_methods_of_an_aggregate_are_part_of_the_kernels_that_use_it(import_kernels, change):
+    parts = DEFAULTS, DEFAULTS, DEFAULTS | change
+    one, same, other = (import_kernels(MODULE.format(**each)) for each in parts)
     digests = [kernel_source(loaded.kernel.fn).digest for loaded in (one, same, other)]
     assert digests[0] == digests[1] != digests[2]
     as_option = [candidate_digest({"TILE": loaded.Tile}) for loaded in (one, same, other)]

@@ -201,18 +201,6 @@ def test_a_key_with_an_address_in_its_text_is_a_clear_error(bench):
 # ---- the config
 
 
-def test_best_config_is_the_one_just_launched(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    seen = []
-
-    def thunk():
-        launch(kernel, numbers())
-        seen.append(kernel.best_config.kwargs["BLOCK"])
-
-    bench.tune(thunk)()
-    assert seen == bench.blocks() == [16, 32, 64, 32]
-
-
 def test_the_pre_hook_of_the_launched_config_runs_once_with_all_arguments_outside_the_timed_interval(bench):
     events: list[Any] = []
     hooks = {block: lambda args, block=block: events.append((block, dict(args))) for block in (16, 32)}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-import importlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -227,23 +226,9 @@ DEFAULTS = {"limit": 8, "unused": 1, "scale": 2, "helper": "+ 1", "comment": "",
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what imports a module of kernels with some part changed."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    count = iter(range(100))
-
-    def load(**changes: Any) -> ModuleType:
-        directory = tmp_path / f"version{next(count)}"
-        directory.mkdir()
-        (directory / "kernels_of_a_user.py").write_text(MODULE.format(**{**DEFAULTS, **changes}))
-        monkeypatch.syspath_prepend(str(directory))
-        sys.modules.pop("kernels_of_a_user", None)
-        importlib.invalidate_caches()
-        return importlib.import_module("kernels_of_a_user")
-
-    yield load
-    sys.modules.pop("kernels_of_a_user", None)
+def module(import_kernels: Callable[[str], ModuleType]) -> Callable[..., ModuleType]:
+    """Return what imports the module of kernels with some part changed."""
+    return lambda **changes: import_kernels(MODULE.format(**{**DEFAULTS, **changes}))
 
 
 def test_an_entry_of_another_triton_has_the_digests_of_this_one(module):
