@@ -79,6 +79,9 @@ class Outcome:
 class Context:
     """The state of one context, the same on every rank. Candidates are indices of `digests` and `texts`.
 
+    It writes its fields as it records runs and is settled. `SearchState` alone writes `last_run` and
+    `compiling`, and `began`, which `FinalComparison` sets back; `CompareBits` alone `bit_classes` and
+    `output_digests`. `RaceRuns` and `FinalComparison` add to `times.ms` what whole runs took.
     meanwhile: returns what the session knows by now.
     """
 
