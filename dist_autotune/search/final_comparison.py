@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from ..formatting import format_ms
 from .context import Context, Status
@@ -19,25 +20,32 @@ MOST_RUNS = 3 * ROUNDS
 DEFAULT, BY_LAUNCHES, TUNED = "default", "by launches", "tuned"
 
 
+@dataclass(frozen=True)
+class Sides:
+    """What is compared; `FinalComparison` replaces it where a comparison begins, is left or is dropped."""
+
+    contexts: tuple[Context, ...] = ()  # in which plans differ
+    plans: Mapping[str, Plan] = field(default_factory=dict)  # those that differ; `tuned` first
+    defaults: Mapping[str, int] = field(default_factory=dict)  # the plan before the search
+    is_left: bool = False  # a session has not finished it: the next one goes on
+
+
 class FinalComparison(RunPhase):
     """Compares plans in rounds of drawn order, which no period of the caller's fits; outlives its session."""
 
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
         super().__init__(contexts, rules.rank_reduce)
-        self._compared: dict[str, Context] = {}  # those in which the plans differ
         self.is_over = True
         self.defaults: dict[str, int] = {}  # the plan before this search, of undecided contexts
         self._rules = rules
-        self._plans: dict[str, Plan] = {}  # those that differ; `tuned` first
-        self._compared_defaults: dict[str, int] = {}  # outlive the plan before the next session's search
-        self._is_left = False  # an earlier session has not finished it
+        self._sides = Sides()
 
     def take_up(self, context: Context) -> bool:
         """Record a context's default candidate; return whether an unfinished comparison has its result."""
         self.defaults.setdefault(context.name, context.incumbent)
-        if not self._is_left or context.name not in self._plans[TUNED]:
+        if not self._sides.is_left or context.name not in self._sides.plans[TUNED]:
             return False
-        winner = self._plans[TUNED][context.name]
+        winner = self._sides.plans[TUNED][context.name]
         context.settle(Status.TUNED, None if winner in context.banned else winner)
         return True
 
@@ -45,7 +53,7 @@ class FinalComparison(RunPhase):
     def undecided(self) -> list[Context]:
         """Return the contexts whose winners have yet to beat the default plan or the plan by launch times."""
         if not self.is_over:
-            return list(self._compared.values())
+            return list(self._sides.contexts)
         if self._rules.objective == "kernel":
             return []
         tuned = [c for c in self._contexts.values() if c.began is not None and c.status is Status.TUNED]
@@ -57,50 +65,52 @@ class FinalComparison(RunPhase):
         if self._rules.objective == "kernel" or not self.defaults:
             return
         self._set_plans()
-        self._is_left, self.defaults = False, {}
+        self.defaults = {}
         for context in self._contexts.values():
             context.began = None
 
     def _set_plans(self) -> None:
         """Set the plans; go on where a comparison of the same plans was left."""
-        self._compared = {context.name: context for context in self.undecided}
-        tuned = {name: context.incumbent for name, context in self._compared.items()}
-        winners = {name: context.by_launches.winner for name, context in self._compared.items()}
+        undecided = self.undecided
+        tuned = {context.name: context.incumbent for context in undecided}
+        winners = {context.name: context.by_launches.winner for context in undecided}
         default = {name: self.defaults.get(name, index) for name, index in tuned.items()}
         by_launches = {name: tuned[name] if index is None else index for name, index in winners.items()}
         plans: dict[str, Plan] = {TUNED: tuned}
         for side, plan in ((DEFAULT, default), (BY_LAUNCHES, by_launches)):
             if plan not in plans.values():
                 plans[side] = plan
-        self._compared_defaults, self.remark = dict(self.defaults), ""
+        goes_on = self._sides.is_left and plans == self._sides.plans
+        self._sides, self.remark = Sides(tuple(undecided), plans, dict(self.defaults)), ""
         self.waiting, self._was_launched, self._idle_runs = False, True, 0
         self.is_over = len(plans) < 2
-        if not self._is_left or plans != self._plans:
-            self._plans, self._ms = plans, {}
+        if not goes_on:
+            self._ms = {}
             if not self.is_over:
                 self._begin(self._rounds())
 
     def _rounds(self) -> Search:
         for number in range(ROUNDS):
-            sides = list(self._plans)
+            sides = list(self._sides.plans)
             if number:
                 random.Random(f"round {number}").shuffle(sides)
             for side in sides:
-                yield AskedPlan(self._plans[side], side, is_warmup=number == 0)
+                yield AskedPlan(self._sides.plans[side], side, is_warmup=number == 0)
         return {}
 
     def _finish(self, plan: Plan) -> None:
         for compared, ms in self._ms.values():  # of each candidate, that of the best plan with it
             for name, index in compared.items():
-                context = self._compared[name]
+                context = self._contexts[name]
                 if index not in context.banned and ms < context.times.ms.get(index, math.inf):
                     context.times.ms[index] = float(ms)
         winner = self._winner
         if winner == TUNED:
             return
-        for name, context in self._compared.items():
-            if self._plans[winner][name] not in context.banned:
-                context.settle(Status.TUNED, self._plans[winner][name])
+        for name, index in self._sides.plans[winner].items():
+            context = self._contexts[name]
+            if index not in context.banned:
+                context.settle(Status.TUNED, index)
         kept = "the default plan" if winner == DEFAULT else "the plan by launch times"
         took = [format_ms(self._time(side)) for side in (winner, TUNED)]
         self.remark = f"{kept} is kept: it took {took[0]} ms, the tuned one {took[1]} ms"
@@ -108,7 +118,7 @@ class FinalComparison(RunPhase):
     @property
     def _winner(self) -> str:
         """Return the plan that won: the tuned one has to be faster than the others, and to have a time."""
-        best = min((side for side in self._plans if side != TUNED), key=self._time)
+        best = min((side for side in self._sides.plans if side != TUNED), key=self._time)
         return TUNED if self._time(TUNED) < self._time(best) else best
 
     def _time(self, side: str) -> float:
@@ -120,12 +130,13 @@ class FinalComparison(RunPhase):
             return
         if self.is_over:
             self._set_plans()
-        self.defaults.update(self._compared_defaults)
-        winner = TUNED if len(self._ms) < len(self._plans) else self._winner
-        for name, context in self._compared.items():
-            context.settle(Status.PARTIAL, self._plans[winner][name])
-        self.is_over, self._is_left = True, True
+        sides = self._sides
+        self.defaults.update(sides.defaults)
+        winner = TUNED if len(self._ms) < len(sides.plans) else self._winner
+        for name, index in sides.plans[winner].items():
+            self._contexts[name].settle(Status.PARTIAL, index)
+        self.is_over, self._sides = True, replace(sides, is_left=True)
 
     def drop(self) -> None:
         """Drop the comparison, under way or left."""
-        self.is_over, self._is_left = True, False
+        self.is_over, self._sides = True, replace(self._sides, is_left=False)
