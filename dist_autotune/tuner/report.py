@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from .. import formatting
 from ..formatting import config_label, context_label, counted, format_ms
-from ..logs import decisions
 from ..search.budget import Forecast, StepTimes
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
@@ -261,6 +260,8 @@ def time_order(context: TunedContext) -> tuple[float, str]:
 
 def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]) -> tuple[TunedContext, ...]:
     """Return the contexts among `names` that have several candidates, as they stand."""
+    from ..logs import decisions  # with records, which an import of the package does without
+
     contexts = []
     for name in sorted(names):
         context, rank_context = search.contexts.get(name), registry.by_name.get(name)
