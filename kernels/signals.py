@@ -187,15 +187,7 @@ def count_up(counter_ptr, SEM: tl.constexpr):
     return tl.atomic_add(counter_ptr, 1, sem=SEM, scope="gpu")
 
 
-# ---- when and where a kernel is
-
-
-@triton.jit
-def nanoseconds():
-    """Return the device's clock, the same on all SMs; it moves in steps, of 32 ns at best."""
-    return tl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
-    )
+# ---- the device's clock
 
 
 @triton.jit
@@ -237,9 +229,3 @@ def in_any_thread(flag):
         is_pure=False,
         pack=1,
     )
-
-
-@triton.jit
-def multiprocessor():
-    """Return the number of the SM that this runs on."""
-    return tl.inline_asm_elementwise("mov.u32 $0, %smid;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,1 +1,1 @@
-"""Parts of the operations' benchmarks: their harness and peers, a call's timeline and host time."""
+"""Parts of the operations' benchmarks: their harness and peers, and a call's host time."""

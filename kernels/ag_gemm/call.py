@@ -25,7 +25,6 @@ class GatherCall(NamedTuple):
     programs: int  # the most that run at once
     flags: torch.Tensor  # int32
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
-    trace: torch.Tensor | None = None  # int64 [tiles, 4]: times of each tile, if the kernel writes them
     epilogue: Epilogue = ONLY_SUMS
 
     def spoil(self, out: torch.Tensor, *, only_load: bool = False) -> None:
@@ -56,8 +55,7 @@ class GatherLayout:
     shape: tuple[int, int]  # of the result
     options: CallOptions
     choose: Standing[Choice]  # one of the options
-    # The kernels that are loaded: consumer, whether traced.
-    loaded: set[tuple[str, bool]] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)  # consumers with loaded kernels
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
 
 

@@ -122,7 +122,6 @@ class AllGatherGemm(Operation):
         self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
         self._collective = self._open_collective(memory)
         self._gathered = GatheredRows(self._buffer, self._pusher)
-        self._trace: torch.Tensor | None = None  # of the call that is traced
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -184,24 +183,6 @@ class AllGatherGemm(Operation):
         """
         product = self._call(a_shard, weight, out)
         return product, self._format.rows_in(self._gathered.of_call())
-
-    def trace(
-        self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call, and return the product and when each tile waited for rows and was stored.
-
-        The second is int64 [tiles, 4], see `specialized.empty_trace`. Needs consumer="specialized".
-        """
-        if self._fixed.consumer != "specialized":
-            given = self._fixed.consumer
-            raise ValueError(f"consumer is {given!r}; to trace, open an operation with 'specialized'")
-        if out is None:
-            out = self._new_result(weight, len(a_shard))
-        self._trace = trace = specialized.empty_trace(out, self.world_size)
-        try:
-            return self(a_shard, weight, out), trace
-        finally:
-            self._trace = None
 
     @property
     def shard(self) -> torch.Tensor:
@@ -265,37 +246,33 @@ class AllGatherGemm(Operation):
             self._check_usable()
         return out
 
-    def _new_result(self, weight: torch.Tensor, rows: int, activation: str | None = None) -> torch.Tensor:
-        shape = (self.world_size * rows, result_columns(activation, weight.shape[0]))
-        return weight.new_empty(shape, dtype=self._format.product_dtype)
-
     def _new_layout(
         self, weight: torch.Tensor, out: torch.Tensor | None, rows: int, epilogue: EpilogueKind = NO_EPILOGUE
     ) -> GatherLayout:
+        shape = (self.world_size * rows, result_columns(epilogue.activation, weight.shape[0]))
         if out is None:
-            out = self._new_result(weight, rows, epilogue.activation)
+            out = weight.new_empty(shape, dtype=self._format.product_dtype)
         can_run = specialized.can_run(self._buffer.a, weight, out, rows)
         most_pieces = piece_counts(rows)[-1]  # of a class all have the same options
-        shape = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
-        key = (*shape, str(self._dtype), self.world_size, *epilogue.key())
+        kind = (class_of_rows(rows), can_run, most_pieces, weight.shape[0], self._k, lies_by_columns(weight))
+        key = (*kind, str(self._dtype), self.world_size, *epilogue.key())
         options = options_for(
             rows, self._sms, world_size=self.world_size, specialized=can_run, key=key, fixed=self._fixed
         )
-        of_all, columns = out.shape
-        return GatherLayout(rows, class_of_rows(of_all), (of_all, columns), options, Standing(options.choose))
+        return GatherLayout(rows, class_of_rows(shape[0]), shape, options, Standing(options.choose))
 
     def _choose(self, layout: GatherLayout) -> Choice:
         return layout.choose()
 
     def _load(self, product: Product, choice: Choice) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `launches.loading.load`."""
-        kernel, loaded = (choice.consumer, self._trace is not None), product.layout.loaded
-        if kernel in loaded or self._is_capturing():
+        loaded = product.layout.loaded
+        if choice.consumer in loaded or self._is_capturing():
             return
         call = self._call_of(product, choice)
         self._consumer(choice, product).load(self._buffer.a, product.weight, product.out, call)
         wait_for_all(call, only_load=True)  # for a call that fails on the host
-        loaded.add(kernel)
+        loaded.add(choice.consumer)
 
     def _run(self, product: Product, choice: Choice, *, is_capturing: bool) -> None:
         """Launch beside the pushes; if that fails, finish them too, so that peers get their signals."""
@@ -337,7 +314,7 @@ class AllGatherGemm(Operation):
 
     def _call_of(self, product: Product, choice: Choice) -> GatherCall:
         sizes = (product.layout.rows, self.rank, self.world_size, self._capacity)
-        words = (self._pusher.flags, self._errors, self._trace)
+        words = (self._pusher.flags, self._errors)
         return GatherCall(*sizes, self._patience_ticks, choice.programs, *words, product.epilogue)
 
     def _launch(self, product: Product, choice: Choice, call: GatherCall) -> None:

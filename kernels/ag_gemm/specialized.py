@@ -41,9 +41,6 @@ if HAS_INLINE_PTX:
         for width in widths
     ]
 
-WORDS_PER_TILE = 4  # see `empty_trace`
-
-
 OPERAND_TYPES = (torch.float16, torch.bfloat16, FP8)
 
 tuned = triton.autotune(
@@ -59,7 +56,7 @@ def _size_class(rows: int) -> int:
     return class_of_chunk(rows, CANDIDATES)
 
 
-CONSTANTS = ("TENSOR_MEMORY", "DTYPE", "TRANS_B", "TRACE", "ACTIVATION")
+CONSTANTS = ("TENSOR_MEMORY", "DTYPE", "TRANS_B", "ACTIVATION")
 
 _SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(tuned, blocks_of, operation="AllGatherGemm")
 
@@ -88,7 +85,7 @@ class SpecializedConsumer:
         self._sizes = (c.rows, weight.shape[0], a.columns)
         self._compiled_for = (a.dtype, weight.device, CONSTANTS)
         self._constants = (capability(weight.device) == 10, TYPE_NAMES[a.dtype], not b.transposed)
-        self._launches: dict[tuple[int, bool], ShapeLaunch[ChunkShape]] = {}  # by programs, and if traced
+        self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of programs
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         shape = self._shape_of(call)
@@ -99,10 +96,10 @@ class SpecializedConsumer:
         call.spoil(out, only_load=True)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        kind = call.programs, call.trace is not None
-        launch = self._launches.get(kind)
+        launch = self._launches.get(call.programs)
         if launch is None:
-            launch = self._launches[kind] = ShapeLaunch(_SETTLED, self._shape_of(call), self._matrices)
+            launch = ShapeLaunch(_SETTLED, self._shape_of(call), self._matrices)
+            self._launches[call.programs] = launch
         b = weight.data_ptr()
         launch((gather.data_ptr(), b, b, out.data_ptr()), *self._arguments_of(call))
         call.spoil(out)
@@ -110,28 +107,15 @@ class SpecializedConsumer:
     def _shape_of(self, call: GatherCall) -> ChunkShape:
         world, kind = call.world_size, call.epilogue.kind()
         of_launch = (world, world, call.programs, _size_class(call.rows))
-        constants = (*self._constants, call.trace is not None, kind.activation)
+        constants = (*self._constants, kind.activation)
         return ChunkShape(*self._sizes, *of_launch, *self._compiled_for, constants, (kind,))
 
     def _arguments_of(self, call: GatherCall) -> tuple[Tensors, tuple[int, ...]]:
         """Return the kernel's arguments between descriptors and constants: tensors and scalars."""
-        trace = call.errors if call.trace is None else call.trace
         ending = call.epilogue
-        tensors = (call.flags, call.errors, trace, ending.scale_a, ending.scale_b, ending.bias)
+        tensors = (call.flags, call.errors, ending.scale_a, ending.scale_b, ending.bias)
         scalars = (call.capacity, call.rank, call.patience_ticks, _size_class(call.rows))
         return tensors, (*self._sizes, *scalars)
-
-
-def empty_trace(out: torch.Tensor, world_size: int) -> torch.Tensor:
-    """Return `GatherCall.trace` for a call that writes `out`: -1, with a row for each tile under any config.
-
-    Tiles are numbered in the order of visits: chunk `rank` first, then `rank` + 1. A row that stays -1 is of
-    no tile. Otherwise: ns before the tile's wait, behind it, and when its stores had been started; the SM.
-    """
-    m, n = out.shape
-    shape = ChunkShape(m, n, 0, world_size, world_size, 0, 0, out.dtype, out.device, (), (), ())
-    tiles = max(shape.tiles(config.kwargs) for config in tuned.configs)
-    return torch.full((tiles, WORDS_PER_TILE), -1, dtype=torch.int64, device=out.device)
 
 
 def _matrices(

@@ -29,7 +29,6 @@ from ..gemm.epilogue import Pointwise
 from ..gemm.operands import Config, item_bytes
 from ..gemm.problem import end_steps_of, last_start
 from ..gemm.roles import run
-from ..signals import multiprocessor, nanoseconds
 from ..tiles import grouped_tile, rotated_chunk
 from .gather_buffer import scaled_pitch
 
@@ -43,7 +42,6 @@ class GatheredChunks:
     """
 
     peers: gl.tuple  # Peers
-    trace_ptr: gl.tensor
     m: gl.tensor
     last_col: gl.tensor  # no tile begins behind it: loads from beyond the last column are slow
     tiles_m: gl.tensor  # of a chunk
@@ -54,7 +52,6 @@ class GatheredChunks:
     capacity: gl.tensor
     config: Config
     WORLD: gl.constexpr
-    TRACE: gl.constexpr
 
     @gluon.jit
     def find(self, number):
@@ -82,9 +79,6 @@ class GatheredChunks:
     @gluon.jit
     def await_rows(self, number, known):
         """Return once the tile's rows are here, or their peer is given up: then garbage is loaded."""
-        if self.TRACE:
-            gl.store(self.trace_ptr + number * 4 + 3, multiprocessor().to(gl.int64))
-            gl.store(self.trace_ptr + number * 4, nanoseconds())
         chunk, row, _col = self.find(number)
         step = (chunk - self.peers.rank + self.WORLD) % self.WORLD
         before = step * self.m  # rows of the chunks that are visited before this one
@@ -92,8 +86,6 @@ class GatheredChunks:
         if (step > 0) & (known < before + needed):
             arrived = wait_for_rows(chunk, needed, self.peers, self.WORLD, True)
             known = before + min(arrived, self.m)
-        if self.TRACE:
-            gl.store(self.trace_ptr + number * 4 + 1, nanoseconds())
         return known
 
     @gluon.jit
@@ -110,12 +102,10 @@ class GatheredChunks:
         """The accumulator is the tile. Scales of rows lie where the rows of A do."""
         row_of_a, row_of_c, _col = self.place(number)
         epilogue.store(accumulator, row, col, STORER, row_of_a - row_of_c)
-        if self.TRACE:
-            gl.store(self.trace_ptr + number * 4 + 2, nanoseconds())
 
 
 UNSPECIALIZED = [
-    *("flags_ptr", "errors_ptr", "trace_ptr", "row_scale_ptr", "column_scale_ptr", "bias_ptr"),
+    *("flags_ptr", "errors_ptr", "row_scale_ptr", "column_scale_ptr", "bias_ptr"),
     *("M", "N", "K", "capacity", "rank", "patience_ticks", "size_class"),
 ]
 
@@ -129,7 +119,6 @@ def specialized_all_gather_gemm(
     c_desc,  # out [M, N], or [M, N / 2] under a gated activation
     flags_ptr,  # int32 [FLAGS, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
-    trace_ptr,  # int64 [tiles, 4] with TRACE: ns before and after the wait, ns of the store, SM
     row_scale_ptr,  # float32 [WORLD * capacity], behind the rows of A; or None
     column_scale_ptr,  # float32 [N], or None
     bias_ptr,  # [N], or None
@@ -144,7 +133,6 @@ def specialized_all_gather_gemm(
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
     DTYPE: gl.constexpr,  # of A and B
     TRANS_B: gl.constexpr,  # the weight's rows are contiguous; else its columns
-    TRACE: gl.constexpr,
     ACTIVATION: gl.constexpr,  # of `epilogues`
     VARIANT: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -173,8 +161,8 @@ def specialized_all_gather_gemm(
     tiles_n = gl.cdiv(N, WIDTH)
     problem = GatheredChunks(
         Peers(flags_ptr, errors_ptr, rank, patience_ticks),
-        *(trace_ptr, m, last_start(N, WIDTH, True), tiles_m, tiles_n, WORLD * tiles_m * tiles_n),
-        *(gl.cdiv(K, config.BLOCK_K), K, capacity, config, WORLD, TRACE),
+        *(m, last_start(N, WIDTH, True), tiles_m, tiles_n, WORLD * tiles_m * tiles_n),
+        *(gl.cdiv(K, config.BLOCK_K), K, capacity, config, WORLD),
     )
     scales = (row_scale_ptr, column_scale_ptr, scaled_pitch(K) // 4)
     pointwise = Pointwise(scales, (None, bias_ptr), M, N, ACTIVATION, False)

@@ -161,10 +161,6 @@ class RunsCaller:
         else:
             self.runs.call(self.operation, self._operands, self._out, self.rows)
 
-    def trace(self) -> torch.Tensor:
-        """Call a specialised AllGatherGemm; return what its kernel writes times of tiles to."""
-        return self.operation.trace(*self._operands)[1]
-
 
 def lying(tensor: torch.Tensor, pad: int, shift: int) -> torch.Tensor:
     """Return zeros of that shape, whose rows are `pad` elements apart, `shift` behind an aligned address."""

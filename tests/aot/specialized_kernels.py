@@ -94,11 +94,11 @@ GATHER = SpecializedKernel(
     gathering.CANDIDATES,
     blocks_of,
     {
-        **{"flags_ptr": "*i32", "errors_ptr": "*i64", "trace_ptr": "*i64"},
+        **{"flags_ptr": "*i32", "errors_ptr": "*i64"},
         **dict.fromkeys(OF_A_CALL, "i32"),
     },
     (*SCALED, "bias_ptr"),
-    {"TRACE": False, "ACTIVATION": NO_ACTIVATION},
+    {"ACTIVATION": NO_ACTIVATION},
 )
 SCATTER = SpecializedKernel(
     specialized_gemm_reduce_scatter,

@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import BLACKWELL, HOPPER, events, resources
-from launch_path import launching
-from settled_cases import SPECIALIZED
-from specialized_kernels import GATHER, TARGETS, candidate
+from compiled import events
+from specialized_kernels import GATHER, TARGETS
 
 from dist_autotune.kernels.ag_gemm import specialized
 from dist_autotune.kernels.gemm.configs import box_of
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 
 pytestmark = pytest.mark.aot
-
-BLACKWELL_S = candidate(GATHER, "cooperative", (128, 256, 64), 4)
-PINGPONG = candidate(GATHER, "pingpong", (128, 128, 64), 4)
 
 
 def load_partition(ttgir: str) -> str:
@@ -81,20 +76,7 @@ def test_the_load_warp_lives_on_the_registers_that_it_keeps(target):
         assert max(map(int, re.findall(r"\bR(\d+)\b", loading))) < LOADER_REGISTERS.value, config
 
 
-@pytest.mark.parametrize(
-    ("target", "config"), [(HOPPER, PINGPONG), (BLACKWELL, BLACKWELL_S)], ids=["hopper", "blackwell"]
-)
-def test_a_trace_costs_nothing_where_it_is_off_and_fits_where_it_is_on(target, config):
-    # A wait has its own way to read the clock, into `now`.
-    stamp = r"mov\.u64 \s*%\w+, %globaltimer"
-    assert not re.search(stamp, GATHER.compile(config, target).asm["ptx"])
-    traced = GATHER.compile(config, target, TRACE=True)
-    consumers = 2 if config.kwargs["VARIANT"] == "pingpong" else 1
-    assert len(re.findall(stamp, traced.asm["ptx"])) == 2 + consumers
-    assert resources(traced, target)["spilled"] == 0
-
-
-# ---- traces, and what the family takes
+# ---- what the family takes
 
 
 WORLD, ROWS, CAPACITY, N, K = 2, 192, 256, 512, 128
@@ -103,23 +85,6 @@ WORLD, ROWS, CAPACITY, N, K = 2, 192, 256, 512, 128
 def tensors(n: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shapes = ((WORLD, CAPACITY, K), (n, K), (WORLD * ROWS, n))
     return tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
-
-
-def test_a_trace_is_another_kernel_with_the_same_tuning(monkeypatch):
-    of = SPECIALIZED["AllGatherGemm, specialized"]
-    with launching(monkeypatch, of.module, of.kernel, of.tiles[:1], of.blocks_of) as device:
-        caller = of.make(of.plain)
-        caller.call()
-        traces = [caller.trace() for _ in range(2)]
-    named = [dict(zip(of.kernel.arg_names, made.arguments, strict=True)) for made in device.launches]
-    assert [values["TRACE"] for values in named] == [False, True, True]
-    assert [values["trace_ptr"] for values in named[1:]] == [trace.data_ptr() for trace in traces]
-
-
-def test_there_is_room_for_the_trace_of_every_tile_of_every_config():
-    room = specialized.empty_trace(torch.empty(WORLD * ROWS, N, dtype=torch.bfloat16), WORLD)
-    assert room.shape == (WORLD * (ROWS // 64) * (N // 128), specialized.WORDS_PER_TILE)
-    assert (room == -1).all()
 
 
 def as_it_is(gather, weight, out):

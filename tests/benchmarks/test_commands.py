@@ -36,9 +36,7 @@ def test_pages_start_benchmarks_as_modules():
 
 
 NEEDED = {"benchmarks.regret": ["--op", "gemm_rs"], "benchmarks.common.render": ["RECORD"]}
-NEEDED |= {
-    name: ["RECORD", "PICTURE"] for name in ("benchmarks.common.plot", "benchmarks.operations.timeline")
-}
+NEEDED |= {"benchmarks.common.plot": ["RECORD", "PICTURE"]}
 
 
 @pytest.mark.parametrize("module", PROGRAMS)

@@ -136,13 +136,12 @@ def gather_and_multiply(
     scene: Scene,
     variant: str = "cooperative",
     *,
-    trace: bool = False,
     bias: np.ndarray | None = None,
     activation: str = NO_ACTIVATION,
     column_scales: np.ndarray | None = None,
     **of_tile: Any,
-) -> np.ndarray:
-    """Run the call to its end, check what it wrote, and return the trace; column_scales: in fp8."""
+) -> None:
+    """Run the call to its end and check what it wrote; column_scales: in fp8."""
     tile = Tile(variant, **of_tile)
     (block_m, _, words_k), width = tile.blocks, tile.width
     is_fp8, sums = column_scales is not None, sums_of_a_result(activation)
@@ -152,7 +151,6 @@ def gather_and_multiply(
     c = np.full((scene.world * scene.m, scene.n // sums), -99.0)
     c_desc = Descriptor(c, [block_m, tile.store[0] // sums])
     tiles_m = -(-scene.m // block_m)
-    written = np.full((scene.world * tiles_m * -(-scene.n // width), 4), -1)
     launch = functools.partial(
         gluon_model.launch,
         KERNEL.specialized_all_gather_gemm,
@@ -162,7 +160,6 @@ def gather_and_multiply(
         c_desc,
         Pointer(scene.flags),
         Pointer(scene.errors),
-        Pointer(written.reshape(-1)),
         Pointer(scene.gathered_scales.reshape(-1)) if is_fp8 else None,
         Pointer(column_scales) if is_fp8 else None,
         None if bias is None else Pointer(bias),
@@ -177,7 +174,6 @@ def gather_and_multiply(
         beside=scene.arrivals(),
         WORLD=scene.world,
         DTYPE="fp8e4nv" if is_fp8 else "bf16",
-        TRACE=trace,
         ACTIVATION=activation,
         **tile.constants(),
     )
@@ -204,7 +200,6 @@ def gather_and_multiply(
     np.testing.assert_array_equal(writes, np.broadcast_to(rows * columns, writes.shape))
     failed = {chunk for chunk in range(scene.world) if scene.errors[chunk]}
     assert failed == ({scene.dead} if scene.dead is not None else set())
-    return written
 
 
 @KINDS
@@ -284,20 +279,6 @@ def test_tiles_of_any_width_wait_for_their_rows(variant, warps):
     of_tiles = {"blocks": (128, 64, 64), "extra_n": 16, "joined": True, "store": (16, 1), "warps": warps}
     scene = Scene(2, 1, 131, 170, 70, seed=1, pieces=(40, 90))
     gather_and_multiply(scene, variant, **of_tiles)
-
-
-@KINDS
-def test_a_trace_tells_of_each_tile_when_it_waited_and_when_it_was_stored(variant, tensor_memory):
-    scene = Scene(3, 1, 10, 20, 5, seed=3)
-    trace = gather_and_multiply(scene, variant, tensor_memory=tensor_memory, trace=True)
-    before, after, stored, where = trace.T
-    assert (before >= 0).all()
-    assert (before <= after).all()
-    assert (after < stored).all()
-    assert set(where) == {0, 1}
-    own = slice(0, len(trace) // 3)
-    assert (before[own] == after[own]).all()  # no turn of anybody else's: no wait
-    assert (after - before).max() > 0
 
 
 # ---- that the model finds what it is there to find
