@@ -123,7 +123,7 @@ class Pushes:
         self._risen, self._following = flags.local[RISEN], flags.local[FOLLOWING]
         # They let the peers write here: see [Note: no slot is overwritten while it is read].
         self.permits = [self.raising(peer, FREE.value, 1) for peer in self.before]
-        self._prepared: dict[Hashable, Callable[..., None]] = {}
+        self._prepared: dict[Hashable, Callable[[], None]] = {}
 
     def run(self, key: Hashable, steps: Iterable[Step], *, at_once: bool) -> None:
         """Enqueue the steps on the side stream. `key` identifies them.

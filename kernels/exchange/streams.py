@@ -68,8 +68,8 @@ class Meeting:
         self._arguments = (flags.local, errors, rank)
         self._constants = {"WORLD": world, "num_warps": 1}
         self._stream = memory.side_stream()
-        others = [theirs[rank] for peer, theirs in enumerate(flags.peers) if peer != rank]
-        self._announce = memory.prepare([Write(word, 0, plus=0) for word in others], self._stream)
+        self._memory = memory
+        self._there = [theirs[rank] for peer, theirs in enumerate(flags.peers) if peer != rank]
         self._grid = (world - 1, 1, 1)
         load(await_peers, self._grid, *self._arguments, 0, 0, **self._constants)
 
@@ -78,6 +78,6 @@ class Meeting:
         self._calls += 1
         epoch = as_epoch(self._calls)
         self._stream.fork()
-        self._announce(epoch)
+        self._memory.enqueue([Write(word, epoch) for word in self._there], self._stream)
         await_peers[self._grid](*self._arguments, epoch, patience_ticks, **self._constants)
         self._stream.join()

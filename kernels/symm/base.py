@@ -39,19 +39,17 @@ class Copy(NamedTuple):
 
 
 class Write(NamedTuple):
-    """As `SymmetricMemory.write_signal`, of `value`, plus the run's number with the index `plus`."""
+    """As `SymmetricMemory.write_signal`."""
 
     word: torch.Tensor
     value: int
-    plus: int | None = None
 
 
 class Wait(NamedTuple):
-    """As `SymmetricMemory.wait_signal`, for `value`, plus the run's number with the index `plus`."""
+    """As `SymmetricMemory.wait_signal`."""
 
     word: torch.Tensor
     value: int
-    plus: int | None = None
 
 
 Step = Copy | Write | Wait
@@ -179,20 +177,20 @@ class SymmetricMemory(Shared):
         patience ends. On the CPU the wait fails after a few times `timeout_s`.
         """
 
-    def prepare(self, steps: Sequence[Step], stream: SideStream) -> Callable[..., None]:
-        """Return a function that enqueues the steps in their order, with the numbers that `plus` index."""
+    def prepare(self, steps: Sequence[Step], stream: SideStream) -> Callable[[], None]:
+        """Return a function that enqueues the steps in their order."""
 
-        return lambda *numbers: self.enqueue(steps, stream, *numbers)
+        return lambda: self.enqueue(steps, stream)
 
-    def enqueue(self, steps: Iterable[Step], stream: SideStream, *numbers: int) -> None:
-        """Enqueue the steps one by one, with the numbers that `plus` index."""
+    def enqueue(self, steps: Iterable[Step], stream: SideStream) -> None:
+        """Enqueue the steps one by one."""
         for step in steps:
             if isinstance(step, Copy):
                 self.copy(step.dst, step.src, stream)
             elif isinstance(step, Write):
-                self.write_signal(step.word, value_of(step, numbers), stream)
+                self.write_signal(step.word, step.value, stream)
             else:
-                self.wait_signal(step.word, value_of(step, numbers), stream)
+                self.wait_signal(step.word, step.value, stream)
 
     @abc.abstractmethod
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
@@ -209,9 +207,3 @@ class SymmetricMemory(Shared):
     def _check_open(self) -> None:
         if self._is_closed:
             raise SymmetricMemoryError(f"this {self.name} memory of {self._ranks} is closed; open another")
-
-
-def value_of(step: Write | Wait, numbers: Sequence[int]) -> int:
-    """Return the value of a step in the run with these numbers: an int32, wrapped."""
-    value = step.value if step.plus is None else step.value + numbers[step.plus]
-    return (value + 2**31) % 2**32 - 2**31
