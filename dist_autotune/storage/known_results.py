@@ -116,11 +116,11 @@ class KnownResults:
     def offered_at_opening(self) -> Offers:
         """Return the entries of contexts that the function is known to launch, and imported ones.
 
-        In the strict mode all: what a later call launches must be known to all ranks.
+        Where nothing is tuned all: no later call asks the peers, whatever it launches.
         """
         if self.ignores_known or self.function.is_alone:  # one rank looks entries up when it needs them
             return {}
-        if self.function.is_strict:
+        if not self.function.tunes:
             return self._offers_of(self.disk.entries())
         folders, eager = [IMPORTED, self.folder], self.function.eager_scope
         if self.function.is_replayed:  # its contexts begin with what eager calls have found
@@ -131,7 +131,7 @@ class KnownResults:
     def offered_after(self, announced: Iterable[ContextIdentity]) -> Offers:
         """Return all entries of the kernels that a run announces, if neither opening nor votes share them."""
         function = self.function
-        knows_all = function.is_strict or (function.options.watch and function.tunes)
+        knows_all = function.options.watch or not function.tunes
         if function.is_alone or knows_all or self.ignores_known or not self.looks_on_disk:
             return {}
         wanted = {(context.source.short_name, context.kernel) for context in announced}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
+from kernels_for_tests import Bench, add, double, launch, numbers, out_of_resources, records
 from msgspec import structs
 from rank_programs import blocks_of, own_cache, statuses_of, tune, tune_on_disk
 
@@ -174,22 +174,21 @@ def test_an_entry_of_another_function_on_one_rank_only_is_used_by_all_from_the_s
     assert results[1 - holder] == (2, 32, "cached", [16, 32])
 
 
-@pytest.mark.parametrize("without_votes", ["cached mode", "watch=False"])
-def test_without_votes_keys_of_later_calls_find_the_entries_of_any_rank(without_votes, monkeypatch):
+@pytest.mark.parametrize(("mode", "later"), [("cached", double), ("tune", add)], ids=["cached", "no watch"])
+def test_without_votes_keys_of_later_calls_find_the_entries_of_any_rank(mode, later, monkeypatch):
     def program(rank, **options):
         bench = Bench()
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda n: launch(kernel, numbers(n)), cache=own_cache(rank), **options)
-        for n in (64, 8):
-            step(n), step(n)
+        kernels = {function: bench.kernel({16: 3.0, 32: 1.0}, function) for function in (add, later)}
+        step = tune(bench, lambda f, n: launch(kernels[f], numbers(n)), cache=own_cache(rank), **options)
+        for function, n in ((add, 64), (later, 8)):
+            step(function, n), step(function, n)
         return bench.blocks()[-2:], bench.blocks(n=8)
 
     assert_all_ok(run_ranks(program, 2))
     shutil.rmtree(own_cache(0) / LAUNCHED)
     shutil.rmtree(own_cache(1))
-    if without_votes == "cached mode":
-        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    again = run_ranks(lambda rank: program(rank, watch=without_votes == "cached mode"), 2)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    again = run_ranks(lambda rank: program(rank, watch=mode == "cached"), 2)
     assert assert_all_ok(again) == [([32, 32], [32, 32])] * 2
 
 

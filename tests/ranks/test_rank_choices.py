@@ -88,14 +88,18 @@ def test_without_a_cache_another_function_of_the_process_takes_what_the_ranks_ag
 
 
 @pytest.mark.parametrize("mode", ["strict", "cached"])
-def test_what_all_ranks_have_on_disk_counts_before_a_result_of_another_cache_in_memory(mode, monkeypatch):
+@pytest.mark.parametrize("name", ["choosing", "another"])  # what another one has tuned counts, too
+def test_what_ranks_have_on_disk_counts_before_a_result_of_another_cache_in_memory(name, mode, monkeypatch):
     def program(rank):
         for fast in (4, 8):
             Choosing({**dict.fromkeys(OPTIONS, 9.0), fast: 1.0}, cache=f"cache-{fast}").tuned()
         monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-        return [Choosing(times_of(rank), cache=f"cache-{fast}").tuned() for fast in (4, 8)]
+        by_cache = [Choosing(times_of(rank), cache=f"cache-{fast}", name=name) for fast in (4, 8)]
+        for choosing in (*by_cache, *by_cache):  # by turns
+            choosing.tuned()
+        return [choosing.taken for choosing in by_cache]
 
-    assert assert_all_ok(run_ranks(program, 2)) == [[4, 8]] * 2
+    assert assert_all_ok(run_ranks(program, 2)) == [[[4, 4], [8, 8]]] * 2
 
 
 @pytest.mark.filterwarnings("ignore:.* is tuned without is_dist=True")
