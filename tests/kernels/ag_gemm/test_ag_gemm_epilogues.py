@@ -23,7 +23,7 @@ from ag_gemm_runs import (
     poison,
 )
 from epilogue_runs import error_ratio, quantized
-from operation_runs import GPU_BACKENDS, assert_cases, device, left_as_before, message_of, values
+from operation_runs import GPU_BACKENDS, assert_cases, device, left_as_before
 from operations import factors
 
 from dist_autotune import contextual_autotune
@@ -189,49 +189,6 @@ def test_calls_with_different_epilogues_share_no_winner(monkeypatch):
 
         step()
     assert len({context.key for context in step.report.contexts}) == len(endings)
-
-
-# ---- a wrong one
-
-
-def wrong_on_one_rank(rank):
-    """Rank 1 passes what is wrong, then what is right, as rank 0 does at once."""
-    begin(rank)
-    messages = []
-    with opened(8, 24, HALF, consumer="plain") as op:
-        a_shard, weight = factors(8, 20, 24, HALF)
-        out = torch.empty(8 * op.world_size, 20, dtype=HALF)
-        wrong = [
-            {"bias": torch.zeros(21)},
-            {"bias": torch.zeros(20).double()},
-            {"bias": torch.zeros(40)[::2]},
-            {"bias": [0.0] * 20},
-            {"bias": torch.zeros(20, requires_grad=True)},
-            {"activation": "swish"},
-            {"activation": "swiglu"},
-        ]
-        for options in wrong if rank == 1 else []:
-            messages.append(message_of(lambda options=options: op(a_shard, weight, out, **options)))
-        dist.barrier()  # rank 0 has made no call, and none was waited for
-        epilogue = Epilogue(torch.randn(20), "relu")
-        error = compared(op, 8, 20, epilogue)
-        return messages, error, op._calls
-
-
-def test_a_wrong_epilogue_raises_before_any_peer_hears_of_the_call():
-    (_, error, calls), (messages, error_of_other, calls_of_other) = values(wrong_on_one_rank, 2)
-    assert max(error, error_of_other) < 1
-    assert calls == calls_of_other
-    texts = [
-        "ValueError: bias has shape (21,); it must be (20,)",
-        "TypeError: bias is torch.float64; it must be one of torch.float16",
-        "ValueError: bias has stride 2, not 1",
-        "TypeError: bias is a list; it must be a tensor or None",
-        "RuntimeError: AllGatherGemm has no backward, but grad is enabled and required by bias",
-        "ValueError: there is no activation 'swish'; there are 'relu'",
-        "ValueError: activation 'swiglu' takes 8 columns of gate, 8 of up, and so on: a multiple of 16",
-    ]
-    assert [message[: len(text)] for message, text in zip(messages, texts, strict=True)] == texts
 
 
 # ---- on GPUs

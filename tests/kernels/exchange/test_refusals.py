@@ -79,6 +79,12 @@ OF_GATHER: Wrong = {
     "dtype of out": (lambda op: op(A, W, zeros(4, 6).float()), "out is torch.float32"),
     "middle of op.shard": (lambda op: op(op.shard[1:3], W), r"overlaps op.shard .* pass op.shard\[:m\]"),
     "no tensor": (lambda op: op(A.tolist(), W), "a_shard is a list; a tensor is needed"),
+    "bias": (lambda op: op(A, W, bias=zeros(7)), r"bias has shape \(7,\); it must be \(6,\)"),
+    "gradient of the bias": (
+        lambda op: op(A, W, bias=zeros(6).requires_grad_()), "AllGatherGemm has no backward, .* by bias"
+    ),
+    "activation": (lambda op: op(A, W, activation="swish"), "there is no activation 'swish'"),
+    "gates": (lambda op: op(A, W, activation="swiglu"), "takes 8 columns of gate, .* a multiple of 16"),
 }  # fmt: skip
 
 
@@ -272,6 +278,7 @@ def test_a_wrong_argument_raises_with_its_values_and_the_operation_stays_usable(
     with of.runs.begun(), of.open() as op:
         with pytest.raises((ValueError, TypeError, RuntimeError), match=text):
             call(op)
+        assert op._calls == 0  # no peer has heard of it
         assert of.runs.call_and_compare(op, [4], 5) < 1
 
 
