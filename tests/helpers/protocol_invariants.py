@@ -170,8 +170,7 @@ class Witness:
         if len(self.ranks) > 1 or not self.program.events_of("raise"):  # alone, a session goes on unasked
             assert since == {made}, f"ranks have made {since} runs of this session, {made} are known"
         if options["max_runs"] is not None:
-            allowed = options["max_runs"] + (tuning.rules.bits == "same")  # one more if the last changed bits
-            assert made <= allowed, f"{made} runs, {allowed} allowed"
+            assert made <= options["max_runs"], f"{made} runs, {options['max_runs']} allowed"
         elif options["mode"] == "replay":
             bound = RUNS_ALLOWED * (
                 ADMISSION_RUNS + planned_runs(tuning.rules, list(tuning.contexts.values()))

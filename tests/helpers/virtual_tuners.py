@@ -190,7 +190,6 @@ class VirtualRank:
         self.attempts: list[
             tuple[Kernel, int, int, bool]
         ] = []  # since the last exchange, and whether it worked
-        self.taken: dict[int, int] = {}  # of the last run: number of a choice -> its option
         self.endings: list[Ending] = []
         self.is_dirty = False  # an error ended the last call
         self.start_process()
@@ -304,7 +303,6 @@ class VirtualRank:
         if any(event.number == run and run % 2 for event in fails):
             raise Boom
         asked: dict[str, int] = {}
-        self.taken = {}
 
         def is_reached(under: Under) -> bool:
             return all(option_of(name) % SPREAD in options for name, options in under.items())
@@ -317,7 +315,6 @@ class VirtualRank:
                 if is_reached(choice.under):
                     for _ in range(choice.launches[rank].launches(run)):
                         asked[name] = tunable("choice", choice.options, key=(choice.number,))
-                        self.taken[choice.number] = asked[name]
                         self.clock.spend(choice.ms_of(asked[name]))
             return asked[name]
 

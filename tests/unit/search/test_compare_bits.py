@@ -140,6 +140,15 @@ def test_whatever_changes_bits_the_last_run_has_those_of_the_first_configs(seed)
     assert outputs(final, outputs.on_rank) == Outputs()({}, 0)
 
 
+@pytest.mark.parametrize("max_runs", range(4, 20))
+def test_when_runs_are_spent_all_winners_that_change_bits_together_go_back_at_once(max_runs):
+    outputs = Outputs(pairs=itertools.combinations(("a1", "b1", "c1"), 2))
+    simulated = simulation(named("a", "b", "c", candidates=2), outputs, max_runs=max_runs)
+    plans = simulated.session()
+    assert outputs(plans[-1], 0) == outputs({}, 0)
+    assert len(plans) <= max_runs + 1  # one more if the last changed bits
+
+
 @settings(max_examples=50)
 @given(seed=st.integers(0, 1 << 32))
 def test_where_configs_do_not_act_together_the_fastest_that_keeps_the_bits_wins(seed):

@@ -1,4 +1,4 @@
-"""Random sessions of virtual ranks: a few hundred; `tests/helpers/fuzz.py protocol` plays thousands."""
+"""Random sessions of virtual ranks: a few hundred; `tests/helpers/fuzz.py` plays thousands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALWAYS = Pattern()
 
 def test_whatever_ranks_do_they_agree_and_end():
     counts: Counter[str] = Counter()
-    play_sessions("protocol", 3000, 60, counts)
+    play_sessions(3000, 60, counts)
     assert counts["sessions"] >= 60
     assert counts["tuned"] > 15
 
