@@ -1,9 +1,9 @@
 """The search among plans of which some are launched: what they take lets expect which others may win.
 
-For kernels that hold the same share of the device with every candidate. What launches say of a candidate
-holds for the options beside which it was launched. Beside others another may win: of a product that waits
-for its rows in pieces, one with small tiles. So what options, fields of configs and pairs of both add to a
-run is learned, over all candidates that could win beside some option.
+For kernels that hold the same share of the device with every candidate, and for one kernel beside options.
+What launches say of a candidate holds for the options beside which it was launched. Beside others another
+may win: of a product that waits for its rows in pieces, one with small tiles. So what options, fields of
+configs and pairs of both add to a run is learned, over all candidates that could win beside some option.
 """
 
 from __future__ import annotations
@@ -33,13 +33,20 @@ _DEVIATION, _NOISE = 0.05, 0.1  # of what options add, expected; of a run, over 
 
 def plans_of(space: PlanSpace) -> list[Plan]:
     """Return the plans to search among; none where a race of all, or rooms, are to decide."""
-    if not space.kernels or not all(map(_holds_one_share, space.kernels)):
+    if not space.kernels:
         return []
     for most in range(MOST_CANDIDATES, 0, -1):
         plans = list(itertools.islice(_plans(space, most), MOST_PLANS + 1))
         if len(plans) <= MOST_PLANS:
-            return plans if len(plans) >= FEWEST_PLANS else []
+            is_predictable = _launches_one(space, plans) or all(map(_holds_one_share, space.kernels))
+            return plans if is_predictable and len(plans) >= FEWEST_PLANS else []
     return []
+
+
+def _launches_one(space: PlanSpace, plans: Sequence[Plan]) -> bool:
+    """Return whether a plan is options and the one kernel that they launch: it leaves room to no other."""
+    names = {kernel.name for kernel in space.kernels}
+    return bool(space.choices) and all(len(names & plan.keys()) < 2 for plan in plans)
 
 
 def _plans(space: PlanSpace, most: int) -> Iterator[Plan]:

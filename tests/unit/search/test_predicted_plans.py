@@ -94,7 +94,12 @@ class GatheredProduct(Simulation):
         )
 
     def _share(self, name: str, candidate: str) -> int:
-        return round(1000 * int(self._candidate("programs")) / SMS) if name in self.kernels else 0
+        """Of programs with the smallest tile two fit on an SM: the kernel's candidates hold two shares."""
+        if name not in self.kernels:
+            return 0
+        rows, columns, _ = self.kernels[name][candidate]
+        fitting = 2 if rows * columns <= 64 * 128 else 1
+        return round(1000 * int(self._candidate("programs")) / SMS / fitting)
 
 
 def test_a_tile_that_wins_only_beside_another_number_of_pieces_is_found():
