@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl  # noqa: F401  # the interpreter wants to see it in every module with a kernel
 
 from ..epilogues import Epilogue, result_columns
 from ..symm.base import SymmetricMemory, SymmetricTensor

@@ -53,6 +53,8 @@ def _rewrite_kernels() -> None:
             fn = getattr(value, "fn", None)
             for each in (value, fn):
                 if isinstance(each, interpreter.InterpretedFunction):
+                    # Rewriting puts the name there; the stock interpreter fails before it rewrites.
+                    assert _language_modules(each.fn), f"{each.fn.__module__} does not import triton.language"
                     each.rewrite()
 
 
