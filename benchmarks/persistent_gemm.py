@@ -42,7 +42,7 @@ from benchmarks.operations.products import (
 from dist_autotune import ContextualAutotuner
 from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import as_matrix
-from dist_autotune.kernels.persistent_gemm import PARTS, VARIANTS, persistent_matmul
+from dist_autotune.kernels.persistent_gemm import PARTS, SCHEDULERS, VARIANTS, persistent_matmul
 
 FP8 = torch.float8_e4m3fn
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8}
@@ -156,8 +156,7 @@ def arms_of(problem: Problem, options: argparse.Namespace) -> list[Arm]:
         kinds = [name for name in VARIANTS if name != "auto"]
         arms += [problem.arm(name, ours(name)) for name in (*kinds, *(PARTS if options.parts else ()))]
     if options.parts:
-        schedulers = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
-        arms += [problem.arm(f"{OURS}, {name}", ours(scheduler=name)) for name in schedulers]
+        arms += [problem.arm(f"{OURS}, {name}", ours(scheduler=name)) for name in SCHEDULERS[1:]]
     arms.append(problem.arm(f"{CUBLAS}, graph", in_graph(problem.cublas)))
     arms.append(problem.arm(f"{OURS}, graph", in_graph(ours())))
     if problem.scales:

@@ -2,24 +2,19 @@
 
 Two questions, answered apart. Which numbers does a program visit?
 
-    strided_number       program, program + programs, ...: neighbours in time are neighbours in number
-    contiguous_number    a run of its own, one number after the other
-    chiplet_number       strided, renumbered so that the programs of a chiplet (XCD) share runs of numbers
+    scheduled_number     program, program + programs, ...: neighbours in time are neighbours in number
+    chiplet_number       the same, renumbered so that the programs of a chiplet (XCD) share runs of numbers
     claim_number         the next one that nobody has: an atomic counter
 
 And where does a number lie?
 
-    row_major_tile          0 1 2     grouped_tile       0 2 4     rotated_chunk     chunk rank first,
-                            3 4 5     (GROUP_M = 2)      1 3 5     (3 chunks)        then rank + 1, ...
-                            6 7 8                        6 7 8
+    grouped_tile       0 2 4     rotated_chunk     chunk rank first,
+    (GROUP_M = 2)      1 3 5     (3 chunks)        then rank + 1, ...
+                       6 7 8
 
 All but the counter use only `+ - * // %`, `min` and `max`: kernels of plain Triton and of Gluon call them,
 and `on_host` turns the same source into a Python function. A number that is not below the number of tiles
 means that the program has no more.
-
-    SCHEDULE      "contiguous"   "strided"   "grouped"   "chiplet"   "dynamic"
-    numbers       a run          strided     strided     chiplets    the counter
-    places        row by row     row by row  in groups   in groups   in groups
 """
 
 from __future__ import annotations
@@ -34,23 +29,6 @@ import triton.language as tl  # the interpreter wants to see it in every module 
 
 
 @triton.jit
-def strided_number(visit, program, programs):
-    """Return the number of the program's tile at this visit (0, 1, 2, ...)."""
-    return program + visit * programs
-
-
-@triton.jit
-def contiguous_number(visit, program, programs, tiles):
-    """Return the number of the program's tile at this visit; runs differ by one tile at most in length."""
-    short = tiles // programs
-    longer = tiles % programs  # so many programs, the first ones, have one tile more
-    first = program * short + min(program, longer)
-    end = first + short + min(max(longer - program, 0), 1)
-    beyond = min(max(first + visit + 1 - end, 0), 1)
-    return first + visit + beyond * tiles
-
-
-@triton.jit
 def chiplet_number(visit, program, programs, tiles, CHIPLETS: tl.constexpr, CHUNK: tl.constexpr):
     """Return the number of the program's tile at this visit, CHUNK consecutive ones to a chiplet at a time.
 
@@ -59,7 +37,7 @@ def chiplet_number(visit, program, programs, tiles, CHIPLETS: tl.constexpr, CHUN
     number n of the strided order, on chiplet n % CHIPLETS, takes the place n // CHIPLETS of the tiles that
     belong to this chiplet. Where CHIPLETS * CHUNK does not divide `tiles`, the rest keeps its order.
     """
-    number = program + visit * programs
+    number = program + visit * programs  # in the strided order
     block = CHIPLETS * CHUNK
     whole = tiles // block * block
     place = number // CHIPLETS
@@ -84,12 +62,6 @@ def reset_counter(counter_ptr, programs):
     if done == programs - 1:
         tl.atomic_xchg(counter_ptr, 0, sem="relaxed", scope="gpu")
         tl.atomic_xchg(counter_ptr + 1, 0, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def row_major_tile(tile, tiles_n):
-    """Return (pid_m, pid_n) of the tile, one row of tiles after the other."""
-    return tile // tiles_n, tile % tiles_n
 
 
 @triton.jit
@@ -120,24 +92,12 @@ def rotated_chunk(tile, tiles_per_chunk, chunks, first):
 def scheduled_number(
     visit, program, programs, tiles, SCHEDULE: tl.constexpr, CHIPLETS: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Return the number of the program's tile at this visit, in one of the orders that need no counter."""
-    if SCHEDULE == "contiguous":
-        number = contiguous_number(visit, program, programs, tiles)
-    elif SCHEDULE == "chiplet":
+    """Return the number of the program's tile at this visit, which needs no counter."""
+    if SCHEDULE == "chiplet":
         number = chiplet_number(visit, program, programs, tiles, CHIPLETS, CHUNK)
     else:
-        number = strided_number(visit, program, programs)
+        number = program + visit * programs
     return number
-
-
-@triton.jit
-def scheduled_tile(number, tiles_m, tiles_n, SCHEDULE: tl.constexpr, GROUP_M: tl.constexpr):
-    """Return (pid_m, pid_n) of the tile with this number."""
-    if SCHEDULE == "contiguous" or SCHEDULE == "strided":
-        pid_m, pid_n = row_major_tile(number, tiles_n)
-    else:
-        pid_m, pid_n = grouped_tile(number, tiles_m, tiles_n, GROUP_M)
-    return pid_m, pid_n
 
 
 @functools.cache

@@ -166,5 +166,4 @@ def specialized_all_gather_gemm(
     )
     scales = (row_scale_ptr, column_scale_ptr, scaled_pitch(K) // 4)
     pointwise = Pointwise(scales, (None, bias_ptr), M, N, ACTIVATION, False)
-    # The flags are in place of a counter: the schedule is static.
-    run(problem, a_desc, b_desc, extra_desc, c_desc, flags_ptr, pointwise, config)
+    run(problem, a_desc, b_desc, extra_desc, c_desc, pointwise, config)

@@ -29,7 +29,6 @@ def gemm(
     b_desc,
     extra_desc,
     c_desc,
-    counter_ptr,  # int32 [2], zeros: for the dynamic schedule
     M,
     N,
     K,
@@ -89,4 +88,4 @@ def gemm(
     )
     scales, biases = (row_scale_ptr, column_scale_ptr, 1), (row_bias_ptr, column_bias_ptr)
     pointwise = Pointwise(scales, biases, M, N, ACTIVATION, SWAP_AB)
-    run(problem, a_desc, b_desc, extra_desc, c_desc, counter_ptr, pointwise, config)
+    run(problem, a_desc, b_desc, extra_desc, c_desc, pointwise, config)

@@ -7,9 +7,7 @@ Nothing here keeps a caller's tensor.
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +20,6 @@ from .body import gemm
 from .configs import GLUON_CANDIDATES, blocks_of
 from .copies import NOTHING, Copies, copy, padded_copy, plan_copies, room_for, runs_along_columns
 from .pruning import GemmShape, prune
-
-COUNTERS_KEPT = 64
 
 tuned_gemm = triton.autotune(
     configs=GLUON_CANDIDATES,
@@ -38,7 +34,6 @@ tuned_gemm = triton.autotune(
 # An Autotuner keeps the arguments and the config of its launch under way: one thread at a time may call it.
 _TURN = threading.Lock()
 _SETTLED: SettledLaunches[GemmShape] = SettledLaunches(tuned_gemm, blocks_of)
-_COUNTERS: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
 
 
 def launch(a: Matrix, b: Matrix, c: Matrix, shape: GemmShape, epilogue: Epilogue = ONLY_SUMS) -> None:
@@ -47,18 +42,17 @@ def launch(a: Matrix, b: Matrix, c: Matrix, shape: GemmShape, epilogue: Epilogue
     The epilogue is of the caller's rows and columns: C's columns and rows where the shape is exchanged.
     """
     vectors = _vectors(epilogue, exchanged=shape.exchanged)
-    counter = counter_of(shape.device, counts=shape.schedule == "dynamic")
     settled = _SETTLED.find(shape)
     if settled is not None:
         further = a if settled.config.kwargs["SWAP_AB"] else b
-        settled.launch((a, b, further, c), counter, *shape.sizes().values(), *vectors)
+        settled.launch((a, b, further, c), *shape.sizes().values(), *vectors)
         return
     any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
     descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
     sizes, constants = shape.sizes().values(), shape.constants()
     with _TURN:
-        compiled = tuned_gemm[shape.grid](*descriptors, counter, *sizes, *vectors, **constants)
-        _SETTLED.remember(shape, compiled, constants, (counter, *vectors))
+        compiled = tuned_gemm[shape.grid](*descriptors, *sizes, *vectors, **constants)
+        _SETTLED.remember(shape, compiled, constants, vectors)
 
 
 def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | None, ...]:
@@ -66,33 +60,6 @@ def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | Non
     if exchanged:
         return epilogue.scale_b, epilogue.scale_a, epilogue.bias, None
     return epilogue.scale_a, epilogue.scale_b, None, epilogue.bias
-
-
-@functools.lru_cache
-def _no_counter(device: torch.device) -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=device)
-
-
-def counter_of(device: torch.device, *, counts: bool) -> torch.Tensor:
-    """Return the counter of a dynamic schedule: zeros, and every launch leaves zeros behind.
-
-    Launches that do not count share one. Others share one only on a stream, as two launches at once must not
-    share tiles. A captured launch has its own, as replays may run beside launches on any stream; each replay
-    zeroes it, as the capture did.
-    """
-    if not counts:
-        return _no_counter(device)
-    on_gpu = device.type == "cuda"
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else -1
-    key = (str(device), stream)
-    counter = _COUNTERS.get(key)
-    if counter is None:
-        counter = _COUNTERS[key] = torch.zeros(2, dtype=torch.int32, device=device)
-        if len(_COUNTERS) > COUNTERS_KEPT:
-            _COUNTERS.popitem(last=False)  # its memory goes back to its stream, behind its last launch
-    return counter
 
 
 @dataclass(frozen=True, eq=False)

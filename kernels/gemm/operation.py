@@ -25,14 +25,14 @@ from ..configs import INTERPRETED, do_bench
 from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, sums_of_a_result
 from ..matrices import LINE_BYTES
 from ..tensors import FP8, check_fp8, check_no_gradient, check_scale, layout_of, remember
-from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
+from ..tiles import grouped_tile, scheduled_number
 from .configs import NAMES, PLAIN_CANDIDATES, class_of_rows
-from .launch import LaunchPlan, counter_of, execute, plan_launch
+from .launch import LaunchPlan, execute, plan_launch
 from .pruning import prune_plain
 
 INPUT_DTYPES = (torch.float16, torch.bfloat16, FP8)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SCHEDULERS = ("auto", "contiguous", "strided", "grouped", "chiplet", "dynamic")
+SCHEDULERS = ("auto", "grouped", "chiplet")
 
 CHIPLETS = 8  # of an MI300X or MI350X, each with an L2 cache of its own
 INTERPRETED_PROGRAMS = 3  # the interpreter runs them one after the other
@@ -186,13 +186,12 @@ def _run_plain(
     def grid(meta: dict[str, int]) -> tuple[int]:
         return (min(programs, triton.cdiv(rows, meta["BLOCK_M"]) * triton.cdiv(columns, meta["BLOCK_N"])),)
 
-    counter = counter_of(a.device, counts=scheduler == "dynamic")
     sizes = (rows, columns, a.shape[1], *a.stride(), *b.stride(), *out.stride())
     upcasts = INTERPRETED and a.dtype != torch.float16
     constants = {"SCHEDULE": scheduler, "CHIPLETS": CHIPLETS, "UPCAST": upcasts}
     constants["ACTIVATION"] = epilogue.kind().activation
     vectors = (epilogue.scale_a, epilogue.scale_b, epilogue.bias)
-    plain_gemm[grid](a, b, out, counter, *sizes, programs, class_of_rows(rows), *vectors, **constants)
+    plain_gemm[grid](a, b, out, *sizes, programs, class_of_rows(rows), *vectors, **constants)
 
 
 # ---- checks of arguments
@@ -289,7 +288,6 @@ def plain_gemm(
     a_ptr,
     b_ptr,
     c_ptr,
-    counter_ptr,  # int32 [2], zeros: for the dynamic schedule
     M,
     N,
     K,
@@ -321,9 +319,9 @@ def plain_gemm(
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles = tiles_m * tiles_n
     visit = 0
-    number = _number(visit, tiles, counter_ptr, SCHEDULE, CHIPLETS)
+    number = _number(visit, tiles, SCHEDULE, CHIPLETS)
     while number < tiles:
-        pid_m, pid_n = scheduled_tile(number, tiles_m, tiles_n, SCHEDULE, GROUP_M)
+        pid_m, pid_n = grouped_tile(number, tiles_m, tiles_n, GROUP_M)
         rows = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
         cols = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
@@ -353,18 +351,11 @@ def plain_gemm(
         inside = (rows < M)[:, None] & (cols < N // SUMS)[None, :]
         tl.store(c_ptrs, acc.to(c_ptr.dtype.element_ty), mask=inside)
         visit += 1
-        number = _number(visit, tiles, counter_ptr, SCHEDULE, CHIPLETS)
-    if SCHEDULE == "dynamic":
-        reset_counter(counter_ptr, tl.num_programs(0))
+        number = _number(visit, tiles, SCHEDULE, CHIPLETS)
 
 
 @triton.jit
-def _number(visit, tiles, counter_ptr, SCHEDULE: tl.constexpr, CHIPLETS: tl.constexpr):
+def _number(visit, tiles, SCHEDULE: tl.constexpr, CHIPLETS: tl.constexpr):
     """Return the number of this program's next tile."""
-    if SCHEDULE == "dynamic":
-        number = claim_number(counter_ptr)
-    else:
-        number = scheduled_number(
-            visit, tl.program_id(0), tl.num_programs(0), tiles, SCHEDULE, CHIPLETS, 4 * CHIPLETS
-        )
-    return number
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    return scheduled_number(visit, program, programs, tiles, SCHEDULE, CHIPLETS, 4 * CHIPLETS)

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..compat import aggregate
 from ..rings import ring_phase, ring_slot
-from ..tiles import claim_number, reset_counter, scheduled_number, scheduled_tile
+from ..tiles import claim_number, grouped_tile, reset_counter, scheduled_number
 from .any_width import STEPS_OF_A_BLOCK
 from .operands import Config
 
@@ -145,9 +145,7 @@ class Problem:
         tile the arithmetic would divide by a group of no rows.)
         """
         number = min(number, self.tiles - 1)
-        pid_m, pid_n = scheduled_tile(
-            number, self.tiles_m, self.tiles_n, self.config.SCHEDULE, self.config.GROUP_M
-        )
+        pid_m, pid_n = grouped_tile(number, self.tiles_m, self.tiles_n, self.config.GROUP_M)
         row = min(pid_m * self.config.BLOCK_M, self.last_row)
         col = min(pid_n * (self.config.BLOCK_N + self.config.EXTRA_N), self.last_col)
         return row, row, col

@@ -304,12 +304,15 @@ def run(
     b_desc,
     extra_desc,
     c_desc,
-    counter_ptr,
     pointwise,
     config,
+    counter_ptr=None,
     NOTIFIES: gl.constexpr = False,
 ):
-    """Multiply and store the tiles of the problem that are this program's; NOTIFIES: beside `notify`."""
+    """Multiply and store the tiles of the problem that are this program's.
+
+    counter_ptr: int32 [2], zeros, for a dynamic schedule. NOTIFIES: beside `notify`.
+    """
     _check(config, NOTIFIES)
     TENSOR_MEMORY: gl.constexpr = config.TENSOR_MEMORY
     SPECIALIZED: gl.constexpr = config.VARIANT == "cooperative" or config.VARIANT == "pingpong"

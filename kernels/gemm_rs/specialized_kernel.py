@@ -291,4 +291,4 @@ def specialized_gemm_reduce_scatter(
         SLOTS,
     )
     pointwise = Pointwise((None, None, 1), (None, None), M, N, "none", False)
-    run(problem, a_desc, b_desc, extra_desc, c_desc, counts_ptr + WORLD, pointwise, config, True)
+    run(problem, a_desc, b_desc, extra_desc, c_desc, pointwise, config, counts_ptr + WORLD, True)

@@ -74,17 +74,14 @@ def compile_gemm(
         name: descriptor_type(kinds[name], block)
         for name, block in blocks_of({**constants, **(sizes or {})}).items()
     }
-    types |= {"counter_ptr": "*i32", "M": "i32", "N": "i32", "K": "i32"}
+    types |= {"M": "i32", "N": "i32", "K": "i32"}
     types |= dict.fromkeys(("wanted", "programs"), "i32")
     types |= dict.fromkeys(("a_alignment", "b_alignment", "m_class", "n_class"), "i32")
     types |= dict.fromkeys(SCALES, "*fp32") if scaled else {}
     if bias is not None:
         types[f"{bias_along}_bias_ptr"] = f"*{bias}"
         del constants[f"{bias_along}_bias_ptr"]
-    descriptors_and_sizes = tuple(name for name in types if name != "counter_ptr")
-    return compile_for(
-        target, gemm, types, constants, any_value=descriptors_and_sizes, num_warps=config.num_warps
-    )
+    return compile_for(target, gemm, types, constants, any_value=tuple(types), num_warps=config.num_warps)
 
 
 def usable(target: Any, out: str = "bf16") -> list[triton.Config]:

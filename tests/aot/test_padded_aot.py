@@ -132,8 +132,8 @@ def test_a_settled_call_copies_to_new_scratch_memory_and_asks_nobody(device, all
         assert of_out[:2] == [result.data_ptr(), out.data_ptr()]
         descriptors = [(left.data_ptr(), 250, 67, 128, 1), *[(right.data_ptr(), 333, 67, 128, 1)] * 2]
         assert [given[:5] for given in product[:4]] == [*descriptors, (result.data_ptr(), 250, 333, 384, 1)]
-        assert product[5:8] == [250, 333, 67]
-        assert product[9:12] == [132, 128, 128]  # programs, alignments
+        assert product[4:7] == [250, 333, 67]
+        assert product[8:11] == [132, 128, 128]  # programs, alignments
     for number in range(4):
         assert launches[number][2:] == launches[4 + number][2:] or number == 2
         assert device.launches[number].grid == device.launches[4 + number].grid

@@ -23,7 +23,7 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "pipelined": (candidate("pipelined", BLOCK_N=64), {"dtype": "fp16", "out": "fp16"}),
     "persistent, fp32 out": (candidate("persistent", STORE_N=64), {"out": "fp32", "trans_a": True}),
     "cooperative": (candidate("cooperative"), {"schedule": "chiplet"}),
-    "pingpong, dynamic": (candidate("pingpong"), {"schedule": "dynamic"}),
+    "pingpong, chiplet": (candidate("pingpong"), {"schedule": "chiplet"}),
     "pingpong, 192 wide": (candidate("pingpong", EXTRA_N=64), {"trans_b": False}),
     "256 x 192": (candidate("cooperative", BLOCK_M=256, EXTRA_N=64), {"dtype": "fp16", "out": "fp16"}),
     "rows through registers, alone": (candidate("pipelined", EXTRA_N=32), {"dtype": "fp16", "trans_a": True}),
@@ -31,7 +31,7 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "bias and GELU": (candidate("cooperative"), {"bias": "bf16", "activation": "gelu"}),
     "bias of rows": (
         candidate("persistent_pipelined"),
-        {"bias": "fp32", "bias_along": "row", "activation": "silu", "schedule": "contiguous"},
+        {"bias": "fp32", "bias_along": "row", "activation": "silu"},
     ),
     "SwiGLU": (candidate("cooperative"), {"activation": "swiglu"}),
     "GLU by tanh, 160 wide": (candidate("pingpong", EXTRA_N=32), {"out": "fp32", "activation": "geglu_tanh"}),
@@ -47,7 +47,7 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
 }
 BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "one partition": (candidate("persistent_pipelined", BLOCK_N=128), {"trans_b": False}),
-    "cooperative, dynamic": (candidate("cooperative", warps=4), {"schedule": "dynamic"}),
+    "cooperative, chiplet": (candidate("cooperative", warps=4), {"schedule": "chiplet"}),
     "SwiGLU": (candidate("cooperative", warps=4), {"activation": "swiglu"}),
     "fp8, bias and SiLU": (
         candidate("cooperative", warps=4),
@@ -93,7 +93,7 @@ def test_on_hopper_it_fits_and_uses_the_tensor_cores_and_tma(kernels, kind):
 
 def test_registers_of_partitions_are_within_those_of_an_sm(kernels):
     """`setmaxnreg` would wait for more for ever. Two consumers and the loader have 128 lanes each."""
-    ptx = kernels["Hopper: pingpong, dynamic"].asm["ptx"]
+    ptx = kernels["Hopper: pingpong, chiplet"].asm["ptx"]
     wishes = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
     assert {24, 240} <= wishes
     assert (240 + 240 + 24) * 128 <= 65536
@@ -195,7 +195,6 @@ def test_a_piece_is_fenced_and_complete_before_tma_reads_it(kernels, kind):
 
 PLAIN_TYPES = {
     **dict.fromkeys(("a_ptr", "b_ptr", "c_ptr"), "*bf16"),
-    "counter_ptr": "*i32",
     **dict.fromkeys(("M", "N", "K", "stride_am", "stride_bn", "stride_cm", "programs", "m_class"), "i32"),
 }
 
@@ -219,7 +218,7 @@ def compile_plain(config: triton.Config, target: Any, schedule: str) -> Any:
     ("target", "instruction", "schedule"),
     [
         pytest.param(CDNA3, "v_mfma_f32_", "chiplet", id="gfx942"),
-        pytest.param(CDNA4, "v_mfma_f32_", "dynamic", id="gfx950"),
+        pytest.param(CDNA4, "v_mfma_f32_", "chiplet", id="gfx950"),
         pytest.param(HOPPER, "wgmma.mma_async", "grouped", id="sm_90"),
     ],
 )

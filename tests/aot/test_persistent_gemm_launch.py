@@ -69,8 +69,8 @@ def test_a_result_by_columns_is_the_transposed_product_whose_rows_have_what_is_o
     if by_columns:
         of_rows, of_columns, sizes, factors = of_columns, of_rows, [192, 256, 64], [b, a, a, out]
     assert [descriptor[0] for descriptor in first[:4]] == [tensor.data_ptr() for tensor in factors]
-    assert first[5:8] == sizes
-    assert first[14:18] == [of_rows[0], of_columns[0], of_rows[1], of_columns[1]]
+    assert first[4:7] == sizes
+    assert first[13:17] == [of_rows[0], of_columns[0], of_rows[1], of_columns[1]]
     assert first == second
 
 
@@ -176,7 +176,7 @@ def test_without_out_there_is_a_new_one_each_time_which_lies_as_the_one_before(d
 @pytest.mark.parametrize(
     "further",
     [
-        pytest.param({"scheduler": "contiguous"}, id="scheduler"),
+        pytest.param({"scheduler": "chiplet"}, id="scheduler"),
         pytest.param({"variant": "pipelined"}, id="variant"),
         pytest.param({"programs": 7}, id="programs"),
     ],
@@ -196,7 +196,7 @@ def test_tensors_that_lie_otherwise_in_the_same_place_are_others(device, on_gpu)
     persistent_matmul(a.view(torch.bfloat16), b.view(torch.bfloat16), out.view(torch.bfloat16))
     persistent_matmul(out[:, :64], b, a.new_zeros(256, 192))
     assert len(on_gpu) == 4
-    assert [launched.arguments[5] for launched in device.launches] == [256, 128, 256, 256]
+    assert [launched.arguments[4] for launched in device.launches] == [256, 128, 256, 256]
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,6 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
 
 PRODUCTS = {  # m, n and k, options of the call, what is copied
     "descriptors": ((512, 512, 512), {}, NOTHING),
-    "a counter": ((512, 512, 512), {"scheduler": "dynamic"}, NOTHING),
     "a bias at an odd address": ((512, 512, 512), {"bias": torch.zeros(513)[1:]}, NOTHING),
     "copies": ((250, 333, 67), {}, Copies(a=True, b=True)),
 }

@@ -43,7 +43,7 @@ class Times:
 
 PICKS = ("alone", "kernel", "run", "collective", "both")
 IN_STEP = {f"{pick}, step" for pick in PICKS} | {f"{pick}, GEMM" for pick in PICKS} - {"collective, GEMM"}
-SCHEDULERS = ("contiguous", "strided", "grouped", "chiplet", "dynamic")
+SCHEDULERS = ("grouped", "chiplet")
 OF_EXPERTS = ("--hidden", "16", "--ffn", "32", "--experts", "2", "--tokens", "12", "--zipf", "1.2")
 BENCHMARKS = {
     "gemm_rs": Times(

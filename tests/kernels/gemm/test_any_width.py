@@ -74,7 +74,6 @@ def test_tiles_are_swapped_where_they_are_fewer(m, n, tried):
         pytest.param({}, True, id="A by rows, a weight"),
         pytest.param({"TRANS_A": True}, False, id="A by columns"),
         pytest.param({"TRANS_B": False}, False, id="B by rows"),
-        pytest.param({"SCHEDULE": "dynamic"}, True, id="dynamic"),
         pytest.param({"programs": 1}, True, id="one program"),
         pytest.param({"TENSOR_MEMORY": True}, False, id="Blackwell"),
     ],

@@ -80,8 +80,8 @@ def test_any_width_takes_all_types_and_schedules_on_a_gpu(out_dtype, only):
     candidates = each_candidate("warp_specialized", out_dtype)
     for config in covering([each for each in candidates if each.kwargs["JOINED"]]):
         only(config)
-        check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype, scheduler="strided")
-        check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="dynamic")
+        check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype, scheduler="grouped")
+        check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="chiplet")
 
 
 ON_A_GPU = layouts_and_types(520, 264, 200) | schedules(1500, 1304, 136, programs=(None, 1, 7))
@@ -96,10 +96,11 @@ def test_each_variant_takes_all_layouts_types_and_schedules_on_a_gpu(shape, opti
         check(*shape, variant=variant, **options)
 
 
-# What is copied, and who deals out tiles.
-ROUTES = {"TMA": ((1024, 768, 512), NOTHING, "grouped"), "a counter": ((1024, 768, 512), NOTHING, "dynamic")}
-OF_COPIES = {"copies": ((1000, 1304, 520), Copies(a=True, b=True), "grouped")}
-OF_COPIES |= {"copies, odd sizes": ((999, 333, 501), Copies(a=True, b=True), "grouped")}
+ROUTES = {  # shape, what is copied
+    "TMA": ((1024, 768, 512), NOTHING),
+    "copies": ((1000, 1304, 520), Copies(a=True, b=True)),
+    "copies, odd sizes": ((999, 333, 501), Copies(a=True, b=True)),
+}
 
 
 def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
@@ -114,19 +115,17 @@ def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @on_hopper
-@pytest.mark.parametrize(
-    ("shape", "which", "scheduler"), (ROUTES | OF_COPIES).values(), ids=ROUTES | OF_COPIES
-)
-def test_a_captured_call_follows_its_inputs(shape, which, scheduler, only):
+@pytest.mark.parametrize(("shape", "which"), ROUTES.values(), ids=ROUTES)
+def test_a_captured_call_follows_its_inputs(shape, which, only):
     m, n, k = shape
     only(each_candidate("warp_specialized", torch.bfloat16)[0], plan_of(which))
     a, b = matrix(m, k, torch.bfloat16), matrix(n, k, torch.bfloat16).T
     outs = [poisoned(m, n, torch.bfloat16) for _ in range(3)]
-    persistent_matmul(a, b, outs[0], scheduler=scheduler)
+    persistent_matmul(a, b, outs[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for out in outs:  # in the graph's memory one room may follow the other
-            persistent_matmul(a, b, out, scheduler=scheduler)
+            persistent_matmul(a, b, out)
     for _ in range(3):
         for tensor in (a, b):
             tensor.normal_()
@@ -140,12 +139,8 @@ def test_a_captured_call_follows_its_inputs(shape, which, scheduler, only):
 
 
 @on_hopper
-@pytest.mark.parametrize(
-    ("shape", "which", "scheduler"), (ROUTES | OF_COPIES).values(), ids=ROUTES | OF_COPIES
-)
-def test_back_to_back_calls_on_two_streams_share_neither_counter_nor_scratch_memory(
-    shape, which, scheduler, only
-):
+@pytest.mark.parametrize(("shape", "which"), ROUTES.values(), ids=ROUTES)
+def test_back_to_back_calls_on_two_streams_share_no_scratch_memory(shape, which, only):
     m, n, k = shape
     only(each_candidate("warp_specialized", torch.float16)[0], plan_of(which))
     inputs = [(matrix(m, k, torch.float16), matrix(k, n, torch.float16)) for _ in range(2)]
@@ -154,7 +149,7 @@ def test_back_to_back_calls_on_two_streams_share_neither_counter_nor_scratch_mem
     torch.cuda.synchronize()
     for number, out in enumerate(outs):
         with torch.cuda.stream(streams[number % 2]):
-            persistent_matmul(*inputs[number % 2], out, scheduler=scheduler)
+            persistent_matmul(*inputs[number % 2], out)
     torch.cuda.synchronize()
     for number, out in enumerate(outs):
         a, b = inputs[number % 2]

@@ -14,14 +14,11 @@ from hypothesis import strategies as st
 from dist_autotune.kernels.tiles import (
     chiplet_number,
     claim_number,
-    contiguous_number,
     grouped_tile,
     on_host,
     reset_counter,
     rotated_chunk,
     scheduled_number,
-    scheduled_tile,
-    strided_number,
 )
 
 sizes = st.integers(1, 40)
@@ -32,7 +29,7 @@ def numbers_of(number_at, tiles):
     return list(itertools.takewhile(lambda number: number < tiles, map(number_at, itertools.count())))
 
 
-SCHEDULES = ["contiguous", "strided", "grouped", "chiplet"]
+SCHEDULES = ["grouped", "chiplet"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -56,7 +53,7 @@ def test_programs_visit_every_tile_once_whatever_divides_what(
             ),
             tiles,
         ):
-            visited.append(on_host(scheduled_tile)(number, tiles_m, tiles_n, schedule, group_m))
+            visited.append(on_host(grouped_tile)(number, tiles_m, tiles_n, group_m))
     assert sorted(visited) == list(itertools.product(range(tiles_m), range(tiles_n)))
 
 
@@ -70,10 +67,9 @@ def visits(function, programs, *args):
 
 ORDERS = {
     "strided: neighbours in time are neighbours in number": (
-        visits(strided_number, 3),
+        visits(scheduled_number, 3, 6, "grouped", 2, 2),
         [[0, 3], [1, 4], [2, 5]],
     ),
-    "contiguous: runs that differ by one tile": (visits(contiguous_number, 3, 5), [[0, 1], [2, 3], [4, 10]]),
     "chiplet: of four programs on two, in twos": (
         visits(chiplet_number, 4, 8, 2, 2),
         [[0, 4], [2, 6], [1, 5], [3, 7]],
@@ -114,7 +110,7 @@ def count_scheduled_visits(
             number = scheduled_number(visit, tl.program_id(0), tl.num_programs(0), tiles, SCHEDULE, 2, CHUNK)
         more = number < tiles
         if more:
-            pid_m, pid_n = scheduled_tile(number, tiles_m, tiles_n, SCHEDULE, GROUP_M)
+            pid_m, pid_n = grouped_tile(number, tiles_m, tiles_n, GROUP_M)
             tl.atomic_add(visits_ptr + pid_m * tiles_n + pid_n, 1)
         visit += 1
     if SCHEDULE == "dynamic":
