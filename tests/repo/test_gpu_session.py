@@ -110,7 +110,7 @@ def test_fails():
     print("printed before")
     assert 1 + 1 == 3, "the sum"
 
-@pytest.mark.gpu
+@pytest.mark.gpu(limit_s=2)
 @pytest.mark.parametrize("number", range(2))
 def test_hangs_once(number):
     if number == 1:
@@ -135,8 +135,8 @@ def test_alone():
 """
 
 
-def session(directory: Path, tests: str, *arguments: str) -> tuple[int, str, dict]:
-    (directory / "conftest.py").write_text(CONFTEST)
+def session(directory: Path, tests: str, *arguments: str, conftest: str = CONFTEST) -> tuple[int, str, dict]:
+    (directory / "conftest.py").write_text(conftest)
     (directory / "test_toys.py").write_text(tests)
     (directory / "pytest.ini").write_text("[pytest]\n")
     environment = {**os.environ, "PYTHONPATH": str(HELPERS), "COLUMNS": "200"}
@@ -150,7 +150,7 @@ def session(directory: Path, tests: str, *arguments: str) -> tuple[int, str, dic
 
 
 def test_a_test_that_hangs_or_dies_costs_no_other_its_result(tmp_path):
-    code, printed, record = session(tmp_path, TESTS, "--test-limit-s", "2", "--at-once", "4")
+    code, printed, record = session(tmp_path, TESTS, "--at-once", "4")
     outcomes = {each["test"].partition("::")[2]: each["outcome"] for each in record["tests"]}
     failed = {"test_fails", "test_hangs_once[1]", "test_is_killed"}
     assert {name for name, outcome in outcomes.items() if outcome != "passed"} == failed
@@ -171,15 +171,25 @@ def test_a_test_that_hangs_or_dies_costs_no_other_its_result(tmp_path):
 def test_what_has_not_run_at_the_end_is_named_and_the_session_fails(tmp_path):
     tests = """
 import time, pytest
+from pathlib import Path
 
 @pytest.mark.gpu(devices=2, alone=True)
 @pytest.mark.parametrize("number", range(3))
 def test_sleeps(number):
-    time.sleep(0.1 if number == 0 else 600)
+    if number:
+        Path("began").touch()
+        time.sleep(600)
 """
-    code, printed, record = session(tmp_path, tests, "--limit-s", "3")
+    ends_then = """
+from pathlib import Path
+
+class Session(gpu_session.GpuSession):
+    limit_s = property(lambda self: 0.0 if Path("began").exists() else 600.0, lambda self, given: None)
+"""
+    conftest = CONFTEST.replace("gpu_session.GpuSession(", "Session(") + ends_then
+    code, printed, record = session(tmp_path, tests, conftest=conftest)
     assert code == 1
     assert [each["outcome"] for each in record["tests"]] == ["passed"]
     assert [each["test"][-3:] for each in record["not_run"]] == ["[1]", "[2]"]
     assert [bool(each["stopped_after_s"]) for each in record["not_run"]] == [True, False]
-    assert "not run in 3 s: 2" in printed
+    assert "not run in 0 s: 2" in printed

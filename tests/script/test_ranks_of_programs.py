@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from dist_autotune.triton_api.interception import INTERCEPTION
 from ranks import Result, assert_all_ok, run_ranks
 
 PROGRAMS = Path(__file__).parent / "programs"
-OPTIONS = ("--n-repeat", "1", "--n-warmup", "0", "--no-progress", "--timeout-s", "60")
-SOON_S = 30.0  # far from the time-out, which nothing here may wait for
+OPTIONS = ("--n-repeat", "1", "--n-warmup", "0", "--no-progress")
+OPTIONS += ("--timeout-s", "600")  # longer than a program may run: nothing here may wait for it
 BEGINNING = f"""
 import os, sys
 sys.path.insert(0, {str(PROGRAMS)!r})
@@ -64,21 +63,17 @@ def assert_agreed() -> None:
 
 
 def test_a_rank_that_raises_does_not_end_the_other():
-    began = time.monotonic()
     raising, other = start("train(2)\nif rank == 0: raise ValueError('mine')\ntrain(8)\nprint('end', rank)")
     assert raising.error == "ValueError: mine"
     assert other.ok
     assert printed(1) == "end 1\n"
     assert "goes on with what is tuned: rank 0 failed" in other.stderr
     assert "ValueError: mine" in other.stderr
-    assert time.monotonic() - began < SOON_S
 
 
 def test_a_rank_that_leaves_early_does_not_keep_the_other_waiting():
-    began = time.monotonic()
     assert_all_ok(results := start("train(2 if rank == 0 else 9)\nprint('end', rank)"))
     assert "the program has ended" in results[1].stderr
-    assert time.monotonic() - began < SOON_S
 
 
 def test_a_rank_without_a_launch_has_a_part_in_all_runs():
@@ -176,7 +171,6 @@ def test_in_the_strict_mode_one_process_launches_what_is_tuned_and_nothing_else(
 
 
 def test_in_the_strict_mode_a_rank_without_a_result_in_the_second_run_ends_all():
-    began = time.monotonic()
     assert_all_ok(start("train(9)"))
     assert_all_ok(start("train(9)", DIST_AUTOTUNE_MODE="strict"))
     text = "train(1)\nif rank: scale(torch.zeros(12), 2.0)\ntrain(2)"
@@ -185,7 +179,6 @@ def test_in_the_strict_mode_a_rank_without_a_result_in_the_second_run_ends_all()
     assert str(zero.error).startswith(
         "PeerFailed: rank 1 failed, so this call ends on rank 0 too: NotTuned: "
     )
-    assert time.monotonic() - began < 2 * SOON_S
 
 
 def test_without_an_optimizer_a_named_function_ends_the_runs():
