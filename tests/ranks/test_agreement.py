@@ -19,16 +19,6 @@ from ranks import assert_all_ok, run_ranks
 # ---- everybody comes
 
 
-@pytest.mark.parametrize("init", ["file", "tcp"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_rank_gets_every_payload_once(init, world_size):
-    def program(rank):
-        return [exchange(rank + 10 * n) for n in range(20)]
-
-    expected = [[rank + 10 * n for rank in range(world_size)] for n in range(20)]
-    assert assert_all_ok(run_ranks(program, world_size, init=init)) == [expected] * world_size
-
-
 def test_time_of_one_exchange_with_8_ranks(capsys):
     def program(rank):
         agreement = GROUPS.of(None)

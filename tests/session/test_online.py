@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from kernels_for_tests import double, launch, numbers, only, records, winner
 
 from dist_autotune.logs.records import RunStarted
@@ -99,12 +98,3 @@ def test_new_keys_without_end_leave_few_under_way_and_one_that_comes_again_goes_
         tuned(64)
     (first,) = [context for context in tuned.report.contexts if context.key[0] == 64]
     assert (first.status, winner(first)) == ("tuned", 32)
-
-
-def test_online_makes_one_run_per_call_and_returns_its_result(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    tuned = bench.tune(lambda x: launch(kernel, x), mode="online")
-    for call, settled in enumerate([False, False, True, True, True]):
-        assert torch.equal(tuned(numbers() + call), numbers() + call + 1)
-        assert tuned.settled is settled
-    assert bench.blocks() == [16, 32, 64, 32, 32]

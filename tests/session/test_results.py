@@ -38,14 +38,6 @@ def test_results_are_where_stock_triton_keeps_them_in_its_types(bench):
     assert isinstance(kernel.bench_time, float)
 
 
-def test_a_launch_outside_the_function_uses_the_result(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
-    bench.tune(lambda: launch(kernel, numbers()))()
-    bench.forget()
-    assert torch.equal(launch(kernel, numbers()), numbers() + 1)
-    assert bench.blocks() == [32]
-
-
 def test_a_config_of_the_users_own_in_the_cache_is_respected(bench):
     kernel = bench.kernel({16: 1.0, 32: 3.0})
     kernel.cache[KEY] = triton.Config({"BLOCK": 8}, num_warps=1)

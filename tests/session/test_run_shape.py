@@ -28,20 +28,6 @@ def test_by_default_it_races(bench):
     assert bench.blocks()[-1] == winner(only(tuned.report)) == 16
 
 
-def test_the_arguments_of_the_call_reach_every_run_and_its_last_result_comes_back(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    calls = []
-
-    def thunk(x, *, scale):
-        calls.append(scale)
-        return launch(kernel, x * scale), len(calls)
-
-    y, count = bench.tune(thunk)(numbers(), scale=3)
-    assert calls == [3, 3, 3]
-    assert count == 3
-    assert torch.equal(y, numbers() * 3 + 1)
-
-
 def test_is_tuning_is_true_only_while_a_launch_may_be_a_trial(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     seen = []

@@ -22,14 +22,6 @@ def lose_patience(op: AllGatherGemm) -> None:
     op._patience_ticks = as_patience(0.5)
 
 
-def test_nothing_is_gathered_before_the_first_call():
-    with (
-        AllGatherGemm(4, 8, HALF, backend="shm") as op,
-        pytest.raises(RuntimeError, match="nothing has been gathered yet"),
-    ):
-        _ = op.gathered
-
-
 def die_in_the_middle(rank, consumer):
     """Rank 1 dies when it has copied one of two pieces, on which rank 0 stops waiting."""
     begin(rank)

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from composed_runs import LARGE, SMALL, by_turns, on_two_streams
+from composed_runs import LARGE, by_turns, on_two_streams
 from documents import ROOT
 from operation_runs import values
 from programs import run_program
 
 # At first they have not.
 pytestmark = pytest.mark.filterwarnings("ignore:.* has not been tuned")
-
-
-def test_all_operations_by_turns_are_right_and_write_only_what_is_theirs():
-    assert values(by_turns, 2, SMALL, 28, False) == [[], []]
 
 
 def test_the_soak_opens_calls_and_closes_them_again_and_again():

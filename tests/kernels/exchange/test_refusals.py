@@ -85,6 +85,7 @@ OF_GATHER: Wrong = {
     ),
     "activation": (lambda op: op(A, W, activation="swish"), "there is no activation 'swish'"),
     "gates": (lambda op: op(A, W, activation="swiglu"), "takes 8 columns of gate, .* a multiple of 16"),
+    "nothing gathered": (lambda op: op.gathered, "nothing has been gathered yet"),
 }  # fmt: skip
 
 
@@ -132,7 +133,18 @@ OF_SUMS: Wrong = {
     "no tensor": (lambda op: op(1, ones(6, 3)), "a is a int"),
     "three dimensions": (lambda op: op(ones(1, 4, 3), ones(6, 3)), "two dimensions"),
     "columns apart": (lambda op: op(ones(3, 4).T, ones(6, 3)), "rows of a are not contiguous"),
-}
+    "columns of weight apart": (
+        lambda op: op(ones(4, 3), ones(6, 6)[:, ::2]), "neither the rows nor the columns of weight are"
+    ),
+}  # fmt: skip
+OF_SCATTERED: Wrong = OF_SUMS | {
+    "addend": (
+        lambda op: op(*FACTORS, addend=ones(3, 6)), r"addend has shape \[3, 6\] .* be contiguous and \[4, 6\]"
+    ),
+    "columns of addend apart": (
+        lambda op: op(*FACTORS, addend=ones(6, 4).T), r"rows of addend .* contiguous \(strides \(1, 4\)\)"
+    ),
+}  # fmt: skip
 OF_REDUCED: Wrong = OF_SUMS | {
     "residual alone": (
         lambda op: op(*FACTORS, None, ones(4, 6)), "residual is given and norm_weight is not; pass both"
@@ -173,7 +185,7 @@ OF_REDUCED: Wrong = OF_SUMS | {
     ),
 }  # fmt: skip
 EMPTY = {name: ({name: 0}, "must be at least 1") for name in ("m", "n")}
-SCATTER = Refusing(SCATTERING_SUMS, (8, 6), OF_SUMS, EMPTY, (lambda op: op(*FACTORS),), waits=True)
+SCATTER = Refusing(SCATTERING_SUMS, (8, 6), OF_SCATTERED, EMPTY, (lambda op: op(*FACTORS),), waits=True)
 REDUCE = Refusing(
     REDUCING[None],
     (8, 6),
