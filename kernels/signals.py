@@ -155,29 +155,27 @@ def _without_stamp(words, mask, stamp):
 
 
 @triton.jit
-def give_up(signal_ptr, epoch, SCOPE: tl.constexpr = SYSTEM):
+def give_up(signal_ptr, epoch):
     """Let everybody pass who waits for the signal, now or later; to be called after recording the failure."""
-    tl.atomic_xchg(signal_ptr, epoch + GIVEN_UP, sem="release", scope=SCOPE)
+    tl.atomic_xchg(signal_ptr, epoch + GIVEN_UP, sem="release", scope=SYSTEM)
 
 
 @triton.jit
-def wait_until(
-    signal_ptr, epoch, error_ptr, kind, patience_ticks, FENCE: tl.constexpr, SCOPE: tl.constexpr = SYSTEM
-):
+def wait_until(signal_ptr, epoch, error_ptr, kind, patience_ticks):
     """Do `poll_until`; where it fails, record that as `kind` and give up. Return whether it succeeded."""
-    value = poll_until(signal_ptr, epoch, patience_ticks, FENCE, SCOPE)
+    value = poll_until(signal_ptr, epoch, patience_ticks, False)
     reached = value - epoch >= 0
     if not reached:
         record_failure(error_ptr, kind, epoch, value)
-        give_up(signal_ptr, epoch, SCOPE)
+        give_up(signal_ptr, epoch)
     return reached
 
 
 @triton.jit
-def notify(signal_ptr, epoch, SCOPE: tl.constexpr = SYSTEM):
+def notify(signal_ptr, epoch):
     """Set the signal after everything that this program has written."""
     tl.debug_barrier()
-    tl.atomic_xchg(signal_ptr, epoch, sem="release", scope=SCOPE)
+    tl.atomic_xchg(signal_ptr, epoch, sem="release", scope=SYSTEM)
 
 
 @triton.jit

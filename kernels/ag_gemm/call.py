@@ -1,4 +1,4 @@
-"""One call of `AllGatherGemm`, and the cache for tensors of one layout, which keeps no tensor."""
+"""What a call of `AllGatherGemm` hands to its consumer, and what is cached for tensors that lie alike."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Consumer(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class GatherLayout:
-    """Cached for calls with tensors of one layout and epilogues of one kind."""
+    """Cached for calls with tensors that lie alike and epilogues of one kind; no tensor is kept."""
 
     rows: int  # of each rank
     size_class: int  # of the rows of all ranks

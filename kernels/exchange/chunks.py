@@ -73,6 +73,6 @@ def wait_for_own(peers, WORLD: tl.constexpr):
         # Twice the patience: the side stream is held up by a peer that does not come until that is given up.
         flag_ptr, patience_ticks = peers.flags_ptr + peers.rank, 2 * peers.patience_ticks
         error_ptr = peers.errors_ptr + peers.rank
-        is_there = wait_until(flag_ptr + ARRIVED * WORLD, 1, error_ptr, NOT_SENT, patience_ticks, False)
+        is_there = wait_until(flag_ptr + ARRIVED * WORLD, 1, error_ptr, NOT_SENT, patience_ticks)
         if is_there == 0:
             give_up(flag_ptr + (AFTER + 1) * WORLD, 1)  # later replays do not wait

@@ -8,9 +8,9 @@ collective ends only if every rank makes it. So, unlike other choices, ranks mus
     captured    no vote, as a graph may be captured again: the collective is made if eager calls of this key
                 make it. That is the same on all ranks, as they make calls in the same order
 
-The key is the number of rows, or, over experts, the size class of the tokens. The terms of a call are a
-number, equal on ranks whose parts of the collectives fit together: the number of rows, or over experts a
-digest of the kind of call, its tokens, topk and experts.
+Ranks agree for each key: the size class of the rows or, over experts, of the tokens. Beside its vote a rank
+names the terms of the call, a number that is equal on ranks whose parts of the collective fit together: the
+rows, or over experts a digest of the kind of call, the tokens, topk and experts.
 
 A rank's vote is fixed by the caller, or a `tunable` among the group's ranks, judged by the time of the whole
 run. Its key is equal on all ranks, so sessions try it on all ranks in the same runs. Votes are needed all the

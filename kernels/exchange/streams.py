@@ -52,7 +52,7 @@ class StreamOrder:
 def await_peers(flags_ptr, errors_ptr, rank, epoch, patience_ticks, WORLD: tl.constexpr):
     """Return when a peer has come to the call, or patience has ended; a program a peer."""
     peer = (rank + 1 + tl.program_id(0)) % WORLD
-    wait_until(flags_ptr + peer, epoch, errors_ptr + peer, NOT_COME, patience_ticks, False)
+    wait_until(flags_ptr + peer, epoch, errors_ptr + peer, NOT_COME, patience_ticks)
 
 
 class Meeting:

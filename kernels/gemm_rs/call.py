@@ -1,4 +1,4 @@
-"""One launch of `GemmReduceScatter`: its operands, memory and numbers; no tensor is kept."""
+"""What a call of `GemmReduceScatter` hands to its body, and what is cached for tensors that lie alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ScatterMemory(NamedTuple):
 
 
 class ScatterCall(NamedTuple):
-    """One launch of a call on one rank: the same in all calls."""
+    """The numbers of one launch, which are the same in all calls of an operation."""
 
     rank: int
     world_size: int
@@ -55,7 +55,7 @@ class Body(Protocol):
 
 
 class ScatterLayout(NamedTuple):
-    """What is the same in all calls whose tensors lie alike."""
+    """Cached for calls whose tensors lie alike; no tensor of theirs is kept."""
 
     all_rows: int
     size_class: int

@@ -91,7 +91,7 @@ class ExpertShape(NamedTuple):
 
 
 def counted(choices: int, programs: int) -> int:
-    """Return the number of choices, or one with the same grids that is the same for all large calls."""
+    """Return the choices as far as grids depend on them: large calls with as many programs are one shape."""
     return min(choices, programs * HIGHEST_HEIGHT)
 
 

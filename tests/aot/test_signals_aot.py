@@ -13,7 +13,7 @@ from dist_autotune.kernels.signals import wait_until
 
 @triton.jit
 def wait(signal_ptr, error_ptr, epoch, patience_ticks):
-    wait_until(signal_ptr, epoch, error_ptr, 1, patience_ticks, False)
+    wait_until(signal_ptr, epoch, error_ptr, 1, patience_ticks)
 
 
 def compiled_for(target, warps):

@@ -26,7 +26,7 @@ LAST_EPOCH, FIRST_EPOCH = 2**31 - 1, -(2**31)  # of an int32 that wraps around
 
 @triton.jit
 def wait_and_tell(signal_ptr, data_ptr, out_ptr, error_ptr, epoch, patience_ticks, KIND: tl.constexpr):
-    reached = wait_until(signal_ptr, epoch, error_ptr, KIND, patience_ticks, False)
+    reached = wait_until(signal_ptr, epoch, error_ptr, KIND, patience_ticks)
     tl.store(out_ptr, tl.load(data_ptr))
     tl.store(out_ptr + 1, reached.to(tl.int32))
 
