@@ -47,9 +47,9 @@ MOST_ROWS = 4096
 
 _log = logging.getLogger(__name__)
 
-# Their names since torch 2.13, which deprecates the others.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Torch's, under the names that they have since 2.13, which deprecates the others.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collective:
@@ -136,13 +136,13 @@ class Collective:
     def all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> None:
         """Write the shards of all ranks to `gathered`, of which `shard` may be the own part."""
         if self._world_size > 1:
-            self._make(_all_gather, gathered, shard)
+            self._make(all_gather, gathered, shard)
 
     def start_all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
         """Enqueue the same beside later work; return a function that orders still later work behind it."""
         if self._world_size == 1:
             return lambda: None
-        return self._start(_all_gather, gathered, shard)
+        return self._start(all_gather, gathered, shard)
 
     def reduce_scatter(self, out: torch.Tensor, sums: torch.Tensor) -> None:
         """Write this rank's part of the ranks' `sums`, added up, to `out`; both are contiguous."""
@@ -153,7 +153,7 @@ class Collective:
             self._make(dist.all_to_all_single, parts, sums)
             out.copy_(parts.view(self._world_size, *out.shape).sum(0, dtype=torch.float32))
         else:
-            self._make(_reduce_scatter, out, sums)
+            self._make(reduce_scatter, out, sums)
 
     def all_reduce(self, sums: torch.Tensor) -> None:
         """Add up the ranks' `sums`, contiguous, in place."""
@@ -161,7 +161,7 @@ class Collective:
             return
         if self._is_on_cpu:  # gloo's own has no time-out
             parts = sums.new_empty((self._world_size * sums.shape[0], *sums.shape[1:]))
-            self._make(_all_gather, parts, sums)
+            self._make(all_gather, parts, sums)
             sums.copy_(parts.view(self._world_size, *sums.shape).sum(0, dtype=torch.float32))
         else:
             dist.all_reduce(sums, group=self._group)

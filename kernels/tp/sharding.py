@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..exchange.collective import all_gather, reduce_scatter
 from .collective_groups import CollectiveGroups
 
 
@@ -52,13 +53,12 @@ class _Gather(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.11, 2.12
-        return gather(output_tensor, input_tensor, group=self._limited(group), async_op=async_op)
+        return all_gather(output_tensor, input_tensor, group=self._limited(group), async_op=async_op)
 
 
 class _Scatter(_Collective):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return scatter(output_tensor, input_tensor, op=op, group=self._limited(group), async_op=async_op)
+        group = self._limited(group)
+        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
