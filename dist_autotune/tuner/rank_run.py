@@ -53,6 +53,7 @@ class RankRun:
         make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
         longest_ms = LONGEST_MS[options.mode] if options.filler_ms is None else options.filler_ms
         self._filler: StreamFiller | None = make_filler(longest_ms)
+        self._most_lead_ms = math.inf if self._waits else longest_ms
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
         self._backlog: Backlog | None = None  # online: made when there is something to compile
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
@@ -83,7 +84,9 @@ class RankRun:
             self._start.lead_ms(0.0)  # peers learn how late this rank comes in any case
         else:
             length_ms = filler.length_ms(self._wanted_ms or filler.wanted_ms)
-            filler.begin(lambda: self._start.lead_ms(length_ms))
+            # Online a trial begins no later than `filler_ms`, and at once if that does not cover the host.
+            most_ms = self._most_lead_ms if self._waits or length_ms else 0.0
+            filler.begin(lambda: self._start.lead_ms(length_ms, most_ms))
         mark = self._whole.start() if is_timed else None
         yield
         if is_timed:
@@ -133,7 +136,7 @@ class RankRun:
         rank, facts = function.group.rank, function.facts(sources)
         offers = state.known.offered_after(each.identity for each in state.registry.announced_now())
         report = RunReport(rank, facts, offers=offers, parts=parts, run=whole, elapsed_s=elapsed_s)
-        if self._waits and self.shares_clock and not function.is_alone:
+        if self.shares_clock and not function.is_alone:
             report = replace(report, **self._start.stamp())
         if self._filler is not None:
             filler = self._filler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ from rank_programs import tune
 from dist_autotune import tunable
 from dist_autotune.search.messages import RunReport, decode
 from dist_autotune.timing import synchronized_start
-from dist_autotune.timing.synchronized_start import MARGIN, MOST_LAG_MS, SynchronizedStart
+from dist_autotune.timing.synchronized_start import MARGIN, MOST_LAG_MS, MOST_MARGIN_MS, SynchronizedStart
 from ranks import assert_all_ok, run_ranks
 
 MS = 1_000_000  # ns
@@ -30,7 +31,7 @@ class Ranks:
         self.now_ns = 1000 * MS
         monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
 
-    def run(self, lags_ms: list[float]) -> list[float]:
+    def run(self, lags_ms: list[float], most_ms: float = math.inf) -> list[float]:
         """Exchange, and let each rank come to its run so long after that; return when each is to begin."""
         payloads = [RunReport(rank, **start.stamp()) for rank, start in enumerate(self.starts)]
         merged = payloads[0]
@@ -41,8 +42,8 @@ class Ranks:
         for start, lag_ms in zip(self.starts, lags_ms, strict=True):
             start.apply_exchange(merged.sent_ns, merged.lag_ns)
             self.now_ns = sent_ns + round(lag_ms * MS)
-            moments.append((self.now_ns - sent_ns) / MS + start.lead_ms(FILLER_MS))
-        self.now_ns = sent_ns + 100 * MS
+            moments.append((self.now_ns - sent_ns) / MS + start.lead_ms(FILLER_MS, most_ms))
+        self.now_ns = sent_ns + 10_000 * MS
         return moments
 
 
@@ -66,7 +67,29 @@ def test_a_rank_that_is_much_later_begins_at_once_and_nobody_waits_for_it_for_lo
     ranks = Ranks(2, monkeypatch)
     ranks.run([0.3, 0.5])
     assert ranks.run([0.3, 50.0]) == [pytest.approx(MARGIN * 0.5 + FILLER_MS), 50.0]
-    assert ranks.run([0.3, 0.5]) == [pytest.approx(MOST_LAG_MS + FILLER_MS)] * 2
+    assert ranks.run([0.3, 0.5]) == [pytest.approx(0.5 + MOST_MARGIN_MS + FILLER_MS)] * 2
+
+
+def test_ranks_begin_together_whatever_a_program_does_between_its_calls(monkeypatch):
+    """Online the runs of two ranks began up to 1.8 ms apart, a third of the time of their step."""
+    ranks = Ranks(2, monkeypatch)
+    for lags in ([30.0, 30.4], [30.1, 30.9]):
+        ranks.run(lags)
+    for lags in ([31.2, 30.2], [30.0, 31.9], [30.5, 30.5]):
+        moments = ranks.run(lags)
+        assert moments == [pytest.approx(moments[0])] * 2
+        assert moments[0] >= max(lags) + FILLER_MS
+        assert moments[0] <= max(lags) + MOST_MARGIN_MS + FILLER_MS + 2
+
+
+def test_nobody_waits_long_behind_a_call_before_which_ranks_did_more(monkeypatch):
+    """A checkpoint: the next calls come as soon as those before it."""
+    ranks = Ranks(2, monkeypatch)
+    for lags in ([30.0, 30.4], [30.0, 30.4], [3000.0, 3001.0]):
+        ranks.run(lags)
+    for _ in range(6):
+        assert max(ranks.run([30.0, 30.4])) <= 30.4 + MOST_MARGIN_MS + FILLER_MS
+    assert max(ranks.run([30.0, 30.4], most_ms=0.5)) <= 30.9
 
 
 # ---- in a session
@@ -95,7 +118,7 @@ class Filler:
         return 0.0
 
 
-def fillers(rank: int, hosts: str) -> tuple[list[int], list[float], list[float], int]:
+def fillers(rank: int, hosts: str, mode: str = "replay") -> tuple[list[int], list[float], list[float], int]:
     """Return of each trial at what ns of the host's clock it is to begin on this rank, the filler that the
     ranks agreed on, and the one that was asked for; and the runs of the session.
 
@@ -129,16 +152,19 @@ def fillers(rank: int, hosts: str) -> tuple[list[int], list[float], list[float],
         launch(kernel, numbers())
         bench.spend({1: 2.0, 2: 1.0, 3: 3.0}[tunable("way", [1, 2, 3])])
 
-    tuned = tune(bench, step)
-    tuned()
+    tuned = tune(bench, step, mode=mode, filler_ms=20.0)
+    while not tuned.settled:
+        tuned()
     tuned()  # settled: no trial, no filler
     return moments, filler.agreed_ms, filler.leads_ms, tuned.report.runs
 
 
-def test_in_a_session_all_ranks_of_a_host_begin_each_trial_at_one_moment_with_time_for_the_slowest_host():
-    (moments, agreed_ms, _, runs), *others = assert_all_ok(run_ranks(fillers, 3, "one"))
-    assert len(moments) == runs - 1  # all but the final run
-    assert agreed_ms == [OWN_MS[0]] + [max(OWN_MS.values())] * (runs - 2)
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_in_a_session_all_ranks_of_a_host_begin_each_trial_at_one_moment_with_time_for_the_slowest_host(mode):
+    (moments, agreed_ms, _, runs), *others = assert_all_ok(run_ranks(fillers, 3, "one", mode))
+    assert len(moments) == runs - (mode == "replay")  # all but the final run
+    assert agreed_ms == [OWN_MS[0]] + [max(OWN_MS.values())] * (len(moments) - 1)
+    assert len(set(moments[2:])) > 1  # of the clock that ranks share, by what peers said
     for other, agreed_there, _, other_runs in others:
         assert other_runs == runs
         assert agreed_there[1:] == agreed_ms[1:]
