@@ -34,7 +34,7 @@ POLLS_PER_TICK_AMD = tl.constexpr(1000)
 POLLS_PER_TICK_CPU = tl.constexpr(1)
 SLEEP_CPU_S = tl.constexpr(0.7e-3)
 TICK_S = 2**20 / 1e9  # so that the clock is shifted, and what is compared are int32
-MOST_PATIENCE_TICKS = 100_000_000  # 29 hours; the rounds of twice as many fit an int32
+MOST_PATIENCE_TICKS = tl.constexpr(100_000_000)  # 29 hours; the rounds of twice as many fit an int32
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Failure:
 
 def as_patience(timeout_s: float) -> int:
     """Return the patience that kernels take, in ticks: at least 1, at most 29 hours."""
-    return math.ceil(max(1, min(MOST_PATIENCE_TICKS, timeout_s / TICK_S)))
+    return math.ceil(max(1, min(MOST_PATIENCE_TICKS.value, timeout_s / TICK_S)))
 
 
 def as_epoch(count: int) -> int:

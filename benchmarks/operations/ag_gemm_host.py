@@ -105,6 +105,9 @@ class _PretendedMemory(CudaMemory):
     def copy_here(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         self._driver.cuMemcpyAsync(dst.data_ptr(), src.data_ptr(), src.numel() * src.element_size(), 0)
 
+    def write_here(self, word: torch.Tensor, value: int) -> None:
+        self._driver.cuStreamWriteValue32(0, word.data_ptr(), value, 0)
+
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         ranks = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
         return SymmetricTensor(ranks[0], tuple(ranks))

@@ -59,7 +59,7 @@ class AllGatherGemm(Operation):
 
     m may change from call to call, up to `m_per_rank`, and is equal on all ranks; N may differ. The weight's
     rows are contiguous, or its columns, as those of `w.T`. Calls need no host synchronisation between them.
-    A kernel waits `timeout_s` for a peer's chunk, and twice as long until its own is with all peers.
+    A kernel waits `timeout_s` for a peer's chunk, and W times as long until its own is with all peers.
     Opening and closing are collective.
 
     Calls may be captured in CUDA graphs, several of several operations in one, and replayed any number of

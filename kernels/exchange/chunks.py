@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..signals import GIVEN_UP, give_up, poll_until, record_failure, wait_until
+from ..signals import GIVEN_UP, MOST_PATIENCE_TICKS, give_up, poll_until, record_failure, wait_until
 from .flags import AFTER, ARRIVED, TOLD
 from .peers import free_side_stream, give_up_peer
 
 # The kinds of failure records.
 NOT_PUSHED = tl.constexpr(1)
 OTHER_ROWS = tl.constexpr(2)
-NOT_SENT = tl.constexpr(3)  # about this rank's own chunk
+NOT_SENT = tl.constexpr(3)  # about this rank's own chunk, or sums
 
 
 @triton.jit
@@ -64,14 +64,16 @@ def part_from(peer, m, peers, WORLD: tl.constexpr):
 
 @triton.jit
 def wait_for_own(peers, WORLD: tl.constexpr):
-    """Return once this rank's chunk is on all peers, or its copies are given up.
+    """Return once this rank's chunk, or sums, are with all peers, or their copies are given up.
 
     For the last program, behind what it does for its peers: where programs run one after the other, as
     interpreted ones do, the others have let the side stream through then.
     """
     if WORLD > 1:
-        # Twice the patience: the side stream is held up by a peer that does not come until that is given up.
-        flag_ptr, patience_ticks = peers.flags_ptr + peers.rank, 2 * peers.patience_ticks
+        # Peers that do not come hold up the side stream until they are given up, one after the other.
+        MOST: tl.constexpr = 2 * MOST_PATIENCE_TICKS // WORLD
+        patience_ticks = WORLD * min(peers.patience_ticks, MOST)
+        flag_ptr = peers.flags_ptr + peers.rank
         error_ptr = peers.errors_ptr + peers.rank
         is_there = wait_until(flag_ptr + ARRIVED * WORLD, 1, error_ptr, NOT_SENT, patience_ticks)
         if is_there == 0:

@@ -19,18 +19,25 @@ Call k on rank r, with m rows:
 
     caller's stream                           side stream: copy engine and stream memory operations
     a_shard to chunk r, if it is not there
-    fork                               -->    FREE[r] of every peer := 1
-    GEMM, one persistent kernel:              for p = r - 1, r - 2, ... (mod W):
-        chunk r at once,                          wait until FREE[p] >= 1, FREE[p] := 0
-        rows up to i of chunk p once              TOLD[r] of rank p := m
-        ARRIVED[p] >= i,                          for each piece of chunk r, up to row i:
-        at last all that p has announced              the piece to chunk r on rank p
-        and ARRIVED[r]                                ARRIVED[r] of rank p := i
-    TOLD, ARRIVED := AFTER                    ARRIVED[r] := 1
+    fork: DONE[r] := 1                 -->    wait until DONE[r] >= 1, DONE[r] := 0
+    GEMM, one persistent kernel:              FREE[r] of every peer := 1
+        chunk r at once,                      for p = r - 1, r - 2, ... (mod W):
+        rows up to i of chunk p once              wait until FREE[p] >= 1, FREE[p] := 0
+        ARRIVED[p] >= i,                          TOLD[r] of rank p := m
+        at last all that p has announced          for each piece of chunk r, up to row i:
+        and ARRIVED[r]                                the piece to chunk r on rank p
+    TOLD, ARRIVED := AFTER                            ARRIVED[r] of rank p := i
+                                              ARRIVED[r] := 1
 
-Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first. A GEMM that has ended has seen that our
-chunk has left, so nothing joins the side stream: on the GPU, but for captured calls, whose branches a graph
-must join.
+Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
+
+[Note: a fork is a flag, and nothing joins] The side stream of an eager call waits for DONE[r] of this rank
+itself, which the caller's stream raises. That orders as an event does, in one call of the driver, as the wait
+shares that of the permits. The host enqueues the raise first: no wait at the head of a hardware queue holds
+it up. A GEMM that has ended has seen in ARRIVED[r] that all has left: the side stream is empty and DONE[r] is
+0, so the next raise does not meet the last one, and what follows in the caller's stream may write what the
+pushes have read. Captured calls fork and join by events, the edges of their graphs; their GEMMs wait for
+ARRIVED[r], too. (A call of a rank alone, and one over experts, joins; on the CPU all do, for errors.)
 
 [Note: a push ends] The pushes of call k wait for their fork and for the peers' FREE, which follows the peers'
 forks; none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end,
@@ -56,7 +63,7 @@ that. Then ARRIVED[p] becomes 0, then call k + 1 gives p its permit. So if GEMM 
 [Note: no slot is overwritten while it is read] Push k + 1 of p writes here behind our fork of k + 1: behind
 GEMM k, cuBLAS, and the caller's reads of `op.gathered`. (A permit at the end of call k would let a fast peer
 write during those reads.) The sources of our pushes of k are written again behind GEMM k, which has seen
-ARRIVED[r], or for sums behind the join.
+ARRIVED[r], or over experts behind the join.
 
 [Note: a collective needs no permit] A collective in place of call k + 1 writes here behind our own part of
 it, so behind GEMM k, which has seen all that peers push here in k, and that our chunk has left. No peer
@@ -64,10 +71,10 @@ pushes in k + 1, as all ranks make the collective; a push of k + 2 has our permi
 
 [Note: a push is given up] A stream's wait has no limit of its own; the GEMM's wait has. When its patience
 ends it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later replays do not wait again.
-(It waits twice as long for ARRIVED[r]: a peer may hold up our side stream until it is given up.) Each GEMM
-that finds p given up also sets FREE[p], so that the side stream runs through. (No other permit can be
-missing: a rank gives its permits of call k before it pushes its data of call k.) The host sees the record in
-`check`, `close` and the next eager call, and the operation can only be closed. Replays that are enqueued
+(It waits W times as long for ARRIVED[r]: peers may hold up our side stream until they are given up, one after
+the other.) Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other
+permit can be missing: a rank gives its permits of call k before it pushes its data of call k.) The host sees
+the record in `check`, `close` and the next eager call, and the operation can only be closed. Replays enqueued
 already end with wrong results, even if the peer comes back. With three ranks or more a live peer may be given
 up too: one whose push to us follows its push to the dead one.
 """
@@ -121,9 +128,23 @@ class Pushes:
         self._here = [[flags.local[row, peer] for row in rows] for peer in range(world)]
         self._there = [[theirs[row, rank] for row in rows] for theirs in flags.peers]
         self._risen, self._following = flags.local[RISEN], flags.local[FOLLOWING]
+        self.leave = Write(flags.local[ARRIVED.value, rank], 1)
         # They let the peers write here: see [Note: no slot is overwritten while it is read].
-        self.permits = [self.raising(peer, FREE.value, 1) for peer in self.before]
+        self._permits = [self.raising(peer, FREE.value, 1) for peer in self.before]
+        self._fork = self._here[rank][DONE.value]
+        self._eager_permits = [*self.taking(rank, DONE.value), *self._permits]
         self._prepared: dict[Hashable, Callable[[], None]] = {}
+
+    def fork(self, *, at_once: bool) -> list[Step]:
+        """Return the first steps of a call, the permits, which come behind the caller's work so far.
+
+        at_once: as in `run`. See [Note: a fork is a flag, and nothing joins].
+        """
+        if not at_once:
+            self.stream.fork()
+            return self._permits
+        self.memory.write_here(self._fork, 1)
+        return self._eager_permits
 
     def run(self, key: Hashable, steps: Iterable[Step], *, at_once: bool) -> None:
         """Enqueue the steps on the side stream. `key` identifies them.
@@ -166,11 +187,12 @@ class Pushes:
         self.stream.join()
 
     def finish(self) -> None:
-        """Enqueue what follows the kernels of a call, and order what the caller does next behind it.
-
-        See [Note: no stale pushes].
-        """
+        """Enqueue what follows the kernels of a call, and order what the caller does next behind it."""
         self.stream.join()
+        self.put_back()
+
+    def put_back(self) -> None:
+        """Enqueue that flags which peers raise are lowered: see [Note: no stale pushes]."""
         self.memory.copy_here(self._risen, self._following)  # it may need an SM: free behind the kernels
 
 
@@ -181,7 +203,6 @@ class ChunkPusher:
         self._pushes, rank = Pushes(memory, memory.side_stream(), flags), memory.rank
         self._shard, self.flags = gather.local[rank], flags.local
         self._slots = [(peer, gather.peers[peer][rank]) for peer in self._pushes.before]
-        self._has_left = flags.local[ARRIVED.value, rank]
         # Of the last call or replay, if it was captured; else 0. Only the device knows of replays.
         self._noted = memory.hold(flags.local.new_zeros(1))
         # A lone rank's kernel waits for nothing, on the CPU the host does, and a graph joins its branches.
@@ -189,8 +210,8 @@ class ChunkPusher:
 
     def start(self, rows: int, pieces: int, *, is_capturing: bool) -> None:
         """Enqueue the pushes of one call behind the caller's work so far: see [Note: a push ends]."""
-        self._pushes.stream.fork()
-        steps = self._steps(rows, pieces, noted=rows if is_capturing else 0)
+        first = self._pushes.fork(at_once=not is_capturing)
+        steps = self._steps(first, rows, pieces, noted=rows if is_capturing else 0)
         self._pushes.run((rows, pieces), steps, at_once=not is_capturing)
 
     def finish(self, *, is_capturing: bool) -> None:
@@ -198,16 +219,16 @@ class ChunkPusher:
         if is_capturing or self._joins:
             self._pushes.stream.join()
 
-    def _steps(self, rows: int, pieces: int, *, noted: int) -> Iterator[Step]:
+    def _steps(self, first: list[Step], rows: int, pieces: int, *, noted: int) -> Iterator[Step]:
         pushes = self._pushes
-        yield from pushes.permits
+        yield from first
         for peer, slot in self._slots:
             yield from pushes.taking(peer, FREE.value)
             yield pushes.raising(peer, TOLD.value, rows)
             for a, b in itertools.pairwise((0, *piece_ends(rows, pieces))):
                 yield from pushes.sending(peer, [(slot[a:b], self._shard[a:b])], ARRIVED.value, b)
         yield Write(self._noted, noted)
-        yield Write(self._has_left, 1)
+        yield pushes.leave
 
     @contextlib.contextmanager
     def noting(self, rows: int) -> Iterator[None]:
@@ -226,13 +247,15 @@ class SumPusher:
     """Pushes sums to their ranks, rank + 1 first.
 
     partial: slot s - 1 holds this rank's sums for rank + s. staged: slot s - 1 holds the sums of rank + s for
-    this rank. with_permits: permits are given and taken here; else the call has given and taken them.
+    this rank. with_permits: permits are given and taken here, and the kernel waits until all sums have left;
+    else the call has given and taken them, and joins.
     """
 
     def __init__(
         self, pushes: Pushes, partial: torch.Tensor, staged: SymmetricTensor, *, with_permits: bool
     ) -> None:
-        self._pushes, self._with_permits, self._partial = pushes, with_permits, partial
+        self._pushes, self._partial = pushes, partial
+        self._with_permits = with_permits and pushes.memory.world_size > 1
         self._sums = []  # by step: the peer, its memory for them, and where they are here
         for step, peer in enumerate(reversed(pushes.before), 1):
             slot = pushes.memory.world_size - step - 1  # this rank is `world - step` behind the peer
@@ -261,11 +284,10 @@ class SumPusher:
         at_once: as in `Pushes.run`.
         """
         pushes = self._pushes
-        if self._with_permits:
-            pushes.stream.fork()
+        first = pushes.fork(at_once=at_once) if self._with_permits else []
         if in_steps:
-            if self._with_permits:  # a kernel of each rank waits for them
-                pushes.run("permits", pushes.permits, at_once=at_once)
+            if first:  # a kernel of each rank waits for them
+                pushes.run("permits", first, at_once=at_once)
             for step, (peer, there, here) in enumerate(self._sums):
                 launch(step)
                 pushes.stream.fork()
@@ -273,18 +295,17 @@ class SumPusher:
                 pushes.run((peer, rows[peer]), steps, at_once=at_once)
             launch(len(self._sums))
         elif pushes.memory.device.type == "cpu":
-            self._push(rows, in_pieces)
+            self._push(first, rows, in_pieces)
             launch()
         else:
             launch()
-            self._push(rows, in_pieces)
+            self._push(first, rows, in_pieces)
 
-    def _push(self, rows: tuple[int, ...], in_pieces: bool) -> None:
-        self._pushes.run(("sums", rows), self._steps(rows, in_pieces), at_once=True)
+    def _push(self, first: list[Step], rows: tuple[int, ...], in_pieces: bool) -> None:
+        self._pushes.run(("sums", rows), self._steps(first, rows, in_pieces), at_once=True)
 
-    def _steps(self, rows: tuple[int, ...], in_pieces: bool) -> Iterator[Step]:
-        if self._with_permits:
-            yield from self._pushes.permits
+    def _steps(self, first: list[Step], rows: tuple[int, ...], in_pieces: bool) -> Iterator[Step]:
+        yield from first
         for peer, there, here in self._sums:
             if self._with_permits:
                 yield from self._pushes.taking(peer, FREE.value)
@@ -308,3 +329,5 @@ class SumPusher:
             if begin == 0:
                 yield self._pushes.raising(peer, TOLD.value, rows)
             yield self._pushes.raising(peer, ARRIVED.value, end)
+        if self._with_permits and peer == self._sums[-1][0]:
+            yield self._pushes.leave

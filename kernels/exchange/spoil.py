@@ -96,7 +96,7 @@ def spoil_all(
 ) -> None:
     """Enqueue a kernel that fills `out` with NaN if a peer is given up; only_load: only load it.
 
-    It puts the flags back, too: a join is what is left of `Pushes.finish` behind it.
+    It puts the flags back, too, in place of `Pushes.put_back`.
     """
     programs = max(1, min(PROGRAMS, out.shape[0])) if world_size > 1 else 0
     _enqueue(_ALL, programs, out, flags, world_size, (rank, out.shape[0]), only_load)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..exchange.chunks import NOT_PUSHED, OTHER_ROWS, wait_for_own
 from ..exchange.flags import ARRIVED, DONE, TOLD
 from ..exchange.peers import free_side_stream, give_up_peer, is_given_up, take_permit, wait_for_flag
 from ..signals import GIVEN_UP, count_up, notify, poll_until, record_failure
 
-# The kinds of failure records.
-NOT_PUSHED = tl.constexpr(1)
-OTHER_ROWS = tl.constexpr(2)
-NO_PERMIT = tl.constexpr(3)
+NO_PERMIT = tl.constexpr(4)  # a kind of failure record, beside those of chunks
 
 
 @triton.jit
@@ -68,7 +66,17 @@ def _await_rows(rows, peer, peers, WORLD: tl.constexpr):
 
 
 @triton.jit
-def part_from(peer, m, peers, WORLD: tl.constexpr):
+def part_from_all(m, peers, WORLD: tl.constexpr):
+    """Part from each peer in one program, and in the last one wait until our sums are with all of them."""
+    for peer in range(tl.program_id(0), WORLD, tl.num_programs(0)):
+        if peer != peers.rank:
+            _part_from(peer, m, peers, WORLD)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        wait_for_own(peers, WORLD)
+
+
+@triton.jit
+def _part_from(peer, m, peers, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours and return once all are here, or it is given up."""
     arrived = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
     if not is_given_up(arrived):

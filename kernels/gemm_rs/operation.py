@@ -11,31 +11,32 @@ in float32. The memory of a rank, W ranks:
 A call in one launch on rank r:
 
     caller's stream                           side stream: copy engine and stream memory operations
-    fork                               -->    (enqueued behind the launch of the GEMM)
-    GEMM, one persistent kernel:              FREE[r] of every peer := 1
-        chunk p, its last tile sets DONE[p]   for p = r + 1, r + 2, ... (mod W):
-        ...                                       wait until FREE[p] >= 1, FREE[p] := 0
-        chunk r: a tile once all ARRIVED[p]       wait until DONE[p] >= 1, DONE[p] := 0
-        have come to its last row,                our sums for p to their slot on rank p, in pieces, and
-        all of them before it ends                    TOLD[r] of rank p := rows, behind the first,
-                                                      ARRIVED[r] of rank p := the last row of each
-    join                               <--
-    TOLD, ARRIVED := AFTER
+    fork: DONE[r] := 1                 -->    (enqueued behind the launch of the GEMM)
+    GEMM, one persistent kernel:              wait until DONE[r] >= 1, DONE[r] := 0
+        chunk p, its last tile sets DONE[p]   FREE[r] of every peer := 1
+        ...                                   for p = r + 1, r + 2, ... (mod W):
+        chunk r: a tile once all ARRIVED[p]       wait until FREE[p] >= 1, FREE[p] := 0
+        have come to its last row,                wait until DONE[p] >= 1, DONE[p] := 0
+        all of them before it ends,               our sums for p to their slot on rank p, in pieces, and
+        and ARRIVED[r]                                TOLD[r] of rank p := rows, behind the first,
+    TOLD, ARRIVED := AFTER                            ARRIVED[r] of rank p := the last row of each
+                                              ARRIVED[r] := 1
 
-A call in steps, a launch for each chunk; its side stream waits for no flag. Captured calls are made so:
+A call in steps, a launch for each chunk; behind the fork its side stream waits for no flag. Captured calls
+are made so, with events as forks and a join:
 
     fork                               -->    FREE[r] of every peer := 1
     for p = r + 1, r + 2, ...:
         GEMM of chunk p, whose last tile
         waits for FREE[p] >= 1, FREE[p] := 0
-        fork                           -->    our sums for p to rank p, as above
-    GEMM of chunk r, as above
-    join                               <--
+        fork, an event                 -->    our sums for p to rank p, as above
+    GEMM of chunk r, as above                 ARRIVED[r] := 1
     TOLD, ARRIVED := AFTER
 
 [Note: a reduce-scatter ends] Programs claim tiles one by one from a counter, in the order of the chunks. A
 program that waits for its peers' sums is in the own chunk: all tiles for peers have been claimed, by programs
-that run and store them without waiting. So as soon as one program of each rank's GEMM runs, all chunks for
+that run and store them without waiting. The last program alone waits until our sums have left, and parts from
+its peers before. So as soon as one program of each rank's GEMM runs, all chunks for
 peers are computed. A push waits for the peer's fork and for our GEMM's DONE, and needs no SM. So if all GEMMs
 and pushes of one call end, then all forks of the next happen, all chunks for peers are pushed, and all GEMMs
 end.
@@ -62,8 +63,7 @@ or in a captured call the kernel, and ARRIVED follows the copy.
 Where all ranks agree on it a call is cuBLAS and a collective instead, see `exchange.collective`.
 
 `exchange.push` says how permits, overwriting and patience work. A kernel of a captured call that waits for
-FREE in vain records the peer and gives it up, like one that waits for sums. The GEMM of the next call
-rewrites the partial sums, behind the join.
+FREE in vain records the peer and gives it up, like one that waits for sums.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ import torch
 import torch.distributed as dist
 import triton
 
+from ..exchange.chunks import NOT_SENT, OTHER_ROWS
 from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
@@ -96,7 +97,7 @@ from ..tensors import (
 )
 from . import specialized
 from .call import Body, ScatterCall, ScatterLayout, ScatterMemory, ScatterOperands
-from .handover import NO_PERMIT, OTHER_ROWS
+from .handover import NO_PERMIT
 from .plain import PlainBody
 
 
@@ -109,8 +110,9 @@ class GemmReduceScatter(Operation):
     `dtype` before it travels, and the parts are added in float32. Calls need no host synchronisation between
     them, and may be captured in CUDA graphs and replayed any number of times among eager calls, in the same
     order on all ranks; before the capture, call once with the same shapes. `timeout_s` is how long a
-    kernel waits for a peer. Opening and closing are collective. Kernels of other streams that wait for
-    peers, such as collectives of another dimension of a mesh, may run beside a call, if they leave it an SM.
+    kernel waits for a peer, and W times as long until its sums are with all. Opening and closing are
+    collective. Kernels of other streams that wait for peers, such as collectives of another dimension of a
+    mesh, may run beside a call, if they leave it an SM.
     Tune it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
     A warp-specialised kernel multiplies where it can: on Hopper and Blackwell, with rows that TMA can address
@@ -233,11 +235,12 @@ class GemmReduceScatter(Operation):
             in_steps = body.in_steps or self._in_steps(is_capturing=is_capturing)
             launch = functools.partial(self._launch, body, operands)
             self._pusher.run(launch, layout.rows, in_pieces=True, in_steps=in_steps, at_once=not is_capturing)
+            if is_capturing or not self._on_gpu:
+                self._pushes.stream.join()
             if isinstance(body, PlainBody):  # its kernel writes the NaN itself
-                self._pushes.finish()
+                self._pushes.put_back()
             else:
                 spoil_all(out, self._flags.local, self.rank, self.world_size)
-                self._pushes.stream.join()
         return out
 
     # ---- one call
@@ -313,4 +316,6 @@ class GemmReduceScatter(Operation):
             return f"rank {peer} has {failure.seen} rows for each rank, not as many as this rank"
         if failure.kind == NO_PERMIT.value:
             return f"rank {peer}, or one that it waits for, did not come to the call in time"
+        if failure.kind == NOT_SENT.value:  # about this rank
+            return f"the sums of rank {peer} were not copied to all peers in time"
         return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"

@@ -24,7 +24,7 @@ from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 from .call import ScatterCall, ScatterMemory, ScatterOperands
-from .handover import await_sums, count_tile, part_from
+from .handover import await_sums, count_tile, part_from_all
 
 
 @triton.autotune(
@@ -134,9 +134,7 @@ def gemm_reduce_scatter(
     reset_counter(claims_ptr, tl.num_programs(0))
 
     if first + chunks == WORLD:
-        for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
-            if peer != rank:
-                part_from(peer, m, peers, WORLD)
+        part_from_all(m, peers, WORLD)
 
 
 @triton.jit

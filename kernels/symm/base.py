@@ -165,6 +165,10 @@ class SymmetricMemory(Shared):
         """Copy a contiguous tensor to the beginning of another, on the caller's current stream."""
         dst.view(-1)[: src.numel()].copy_(src.detach().view(-1))
 
+    def write_here(self, word: torch.Tensor, value: int) -> None:
+        """Enqueue the setting of an int32 word on the caller's current stream, as `write_signal` does."""
+        word.fill_(value)
+
     @abc.abstractmethod
     def write_signal(self, word: torch.Tensor, value: int, stream: SideStream) -> None:
         """Enqueue the setting of an int32 word, after everything before it on the stream is visible."""

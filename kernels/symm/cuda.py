@@ -86,6 +86,12 @@ class CudaMemory(SymmetricMemory):
         if result[0] != 0:
             self._succeed(result)
 
+    def write_here(self, word: torch.Tensor, value: int) -> None:
+        stream, value = torch._C._cuda_getCurrentRawStream(self.device.index), value % 2**32
+        result = self._driver.cuStreamWriteValue32(stream, word.data_ptr(), value, WITH_BARRIER)
+        if result[0] != 0:
+            self._succeed(result)
+
     def write_signal(self, word: torch.Tensor, value: int, stream: SideStream) -> None:
         value %= 2**32
         self._succeed(

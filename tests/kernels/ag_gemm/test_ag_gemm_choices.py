@@ -34,7 +34,7 @@ from operations import HALF, factors
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.exchange.flags import ARRIVED, FLAGS, FREE, TOLD
+from dist_autotune.kernels.exchange.flags import ARRIVED, DONE, FLAGS, FREE, TOLD
 from dist_autotune.kernels.exchange.push import BLOCK_ROWS, ChunkPusher, piece_counts, piece_ends
 from dist_autotune.kernels.symm import Copy, SymmetricTensor, Wait
 
@@ -65,9 +65,12 @@ def test_a_chunk_is_told_of_piece_by_piece_in_the_order_that_the_proof_is_about(
     gather, flags = (SymmetricTensor(of_ranks[rank], of_ranks) for of_ranks in (chunks, words))
     memory = types.SimpleNamespace(rank=rank, world_size=world, device=torch.device("cpu"))
     memory.side_stream, memory.hold = lambda: None, lambda tensor: tensor
+    ran, forked = [], []
+    memory.write_here = lambda word, value: forked.append((word.data_ptr(), value))
+    memory.prepare = lambda steps, stream: lambda: ran.append(steps)
     places = {
         flags.peers[at][row.value, of].data_ptr(): f"{name} of {of}" if at == rank else f"{name} on {at}"
-        for name, row in {"FREE": FREE, "TOLD": TOLD, "ARRIVED": ARRIVED}.items()
+        for name, row in {"FREE": FREE, "TOLD": TOLD, "ARRIVED": ARRIVED, "DONE": DONE}.items()
         for at in range(world)
         for of in range(world)
     }
@@ -85,16 +88,14 @@ def test_a_chunk_is_told_of_piece_by_piece_in_the_order_that_the_proof_is_about(
         return f"{'wait ' if isinstance(step, Wait) else ''}{places[step.word.data_ptr()]}: {step.value}"
 
     ends = [BLOCK_ROWS * piece for piece in range(4)]
-    wanted = ["FREE on 0: 1", "FREE on 2: 1"]
+    wanted = ["wait DONE of 1: 1", "DONE of 1: 0", "FREE on 0: 1", "FREE on 2: 1"]
     for peer in (0, 2):
         wanted += [f"wait FREE of {peer}: 1", f"FREE of {peer}: 0", f"TOLD on {peer}: {rows}"]
         for first, end in itertools.pairwise(ends):
             wanted += [f"copy {first}..{end} to {peer}", f"ARRIVED on {peer}: {end}"]
-    assert [said(step) for step in pusher._steps(rows, 3, noted=5)] == [
-        *wanted,
-        "noted: 5",
-        "ARRIVED of 1: 1",
-    ]
+    pusher.start(rows, 3, is_capturing=False)
+    assert [said(step) for step in ran[0]] == [*wanted, "noted: 0", "ARRIVED of 1: 1"]
+    assert [(places[word], value) for word, value in forked] == [("DONE of 1", 1)]
 
 
 def in_pieces(rank, pieces_of_rank):

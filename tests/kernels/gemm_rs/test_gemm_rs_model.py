@@ -82,6 +82,10 @@ class Scene:
                 now().pause(lambda row=row, peer=peer: self.flag(row, peer).get() >= 1, f"{row} of {peer}")
                 self.flag(row, peer).set(0)
             self.push(slot, peer)
+        self.leave()
+
+    def leave(self) -> None:
+        self.flag("ARRIVED", self.rank).set(1)
 
     def push(self, slot: int, peer: int) -> None:
         first = slot * self.capacity
@@ -166,7 +170,8 @@ def reduce_scatter(scene: Scene, variant: str = "cooperative", **options: Any) -
             for step, peer in enumerate(scene.peers()):
                 launch(scene, variant, scene.permits([peer]), first=step, chunks=1, **options)
                 scene.push(step, peer)
-            launch(scene, variant, scene.pushes(), first=scene.world - 1, chunks=1, **options)
+            beside = [*scene.pushes(), scene.leave]
+            launch(scene, variant, beside, first=scene.world - 1, chunks=1, **options)
         else:
             beside = [*scene.permits(scene.peers()), *scene.pushes(), scene.side_stream]
             launch(scene, variant, beside, **options)

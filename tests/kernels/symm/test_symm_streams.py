@@ -14,7 +14,7 @@ import torch
 from operation_runs import values
 
 from dist_autotune.kernels.exchange import operation
-from dist_autotune.kernels.exchange.flags import FLAGS, TOLD
+from dist_autotune.kernels.exchange.flags import DONE, FLAGS, TOLD
 from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.symm import Copy, SymmetricTensor, Wait, Write, cuda, open_symmetric_memory
@@ -204,7 +204,7 @@ class OfTwoRanks(PretendedMemory):
 def asked(driver, monkeypatch):
     """Return the names of the driver's functions that are called from now on."""
     names = []
-    for name in ("cuEventRecord", "cuStreamWaitEvent", "cuStreamBatchMemOp", "cuMemcpyAsync"):
+    for name in (*FORK_OR_JOIN, *FORK_BY_FLAG, *COPY_BETWEEN_SIGNALS[:2]):
         answer = getattr(driver, name)
         note = functools.partial(lambda name, answer, *given: (names.append(name), answer(*given))[1], name)
         monkeypatch.setattr(driver, name, functools.partial(note, answer), raising=False)
@@ -212,24 +212,28 @@ def asked(driver, monkeypatch):
 
 
 FORK_OR_JOIN = ["cuEventRecord", "cuStreamWaitEvent"]
+FORK_BY_FLAG = ["cuStreamWriteValue32"]
 COPY_BETWEEN_SIGNALS = ["cuStreamBatchMemOp", "cuMemcpyAsync", "cuStreamBatchMemOp"]
 
 
-def test_chunks_are_pushed_behind_one_fork_and_nothing_waits_for_the_side_stream(asked):
+def test_chunks_are_pushed_behind_one_fork_and_nothing_waits_for_the_side_stream(driver, asked):
     memory = OfTwoRanks()
     gather, flags = memory.allocate((2, 4, 8), torch.float16), memory.allocate((FLAGS, 2), torch.int32)
     pusher = ChunkPusher(memory, gather, flags)
+    fork = flags.local[DONE.value, memory.rank].data_ptr()
     for _ in range(3):
         asked.clear()
+        driver.told.clear()
         pusher.start(4, 1, is_capturing=False)
         pusher.finish(is_capturing=False)
-        assert asked == [*FORK_OR_JOIN, *COPY_BETWEEN_SIGNALS]
+        assert asked == [*FORK_BY_FLAG, *COPY_BETWEEN_SIGNALS]
+        assert driver.told[0][:2] == [("wait", fork, 1), ("write", fork, 0)]
     asked.clear()
     pusher.finish(is_capturing=True)
     assert asked == FORK_OR_JOIN
 
 
-def test_sums_are_pushed_behind_a_fork_and_flags_are_put_back_behind_a_join(driver, asked):
+def test_sums_are_pushed_behind_a_fork_and_nothing_waits_for_the_side_stream(driver, asked):
     memory = OfTwoRanks()
     sums, flags = memory.allocate((1, 4, 8), torch.float16), memory.allocate((FLAGS, 2), torch.int32)
     pushes = Pushes(memory, memory.side_stream(), flags)
@@ -238,11 +242,11 @@ def test_sums_are_pushed_behind_a_fork_and_flags_are_put_back_behind_a_join(driv
         asked.clear()
         launch = lambda *_: asked.append("launch")  # noqa: E731
         pusher.run(launch, (4, 4), in_pieces=True, in_steps=in_steps, at_once=True)
-        pushes.finish()
+        pushes.put_back()
         pushed = ["launch", *COPY_BETWEEN_SIGNALS]
         if in_steps:  # the kernel waits for permits, and the push for none
             pushed = ["cuStreamBatchMemOp", "launch", *FORK_OR_JOIN, *COPY_BETWEEN_SIGNALS[1:], "launch"]
-        assert asked == [*FORK_OR_JOIN, *pushed, *FORK_OR_JOIN, "cuMemcpyAsync"]
+        assert asked == [*FORK_BY_FLAG, *pushed, "cuMemcpyAsync"]
     put_back = flags.local[TOLD.value :].data_ptr()
     assert driver.told[-1] == [("copy", put_back, 2 * 2 * 4)]
 
