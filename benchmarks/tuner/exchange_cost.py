@@ -1,14 +1,12 @@
-"""What an exchange between ranks costs: bytes and ms, as a model with measured coefficients. No GPU needed.
+"""What an exchange between ranks costs in ms, and a settled call with and without its vote. No GPU needed.
 
-    python -m benchmarks.tuner.exchange_cost --ranks 2 4 8 --simulated 64 256 1024
+    python -m benchmarks.tuner.exchange_cost --ranks 2 4 8
 
-Protocol: processes on this host, joined by gloo; torch's own collectives take no part. Bytes are counted in
-real sessions (several contexts, candidates and bans) on the rank that does not run the hub, and fitted by
-least squares. Times are of whole exchanges, back to back, with payloads of those sessions; the figure is the
-slowest rank's median over rounds in which the arms take turns. The vote is the difference between settled
-calls with watch=True and watch=False. Before and after, a round trip of one byte between two processes over
-the loopback device is timed, to calibrate. More ranks than a host has are simulated in one process: what the
-hub and the merging ranks compute, without a network, as the processor's time; the best of several.
+Protocol: processes on this host, joined by gloo; torch's own collectives take no part. Times are of whole
+exchanges, back to back, with payloads of real sessions of 1 and 10 contexts; the figure is the slowest rank's
+median over rounds in which the arms take turns. The vote is the difference between settled calls with
+watch=True and watch=False. Before and after, a round trip of one byte between two processes over the loopback
+device is timed, to calibrate. How many bytes travel is tested: tests/ranks/test_rank_scale.py.
 
 Traps: with more ranks than cores the system's scheduler is timed too; on a busy machine the quietest tenth
 says more than the median, and the calibration says how busy it was.
@@ -25,8 +23,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +34,13 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = (
     "1"  # threads do not survive the fork of a rank
 )
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from triton.runtime.errors import OutOfResources
 
 from dist_autotune import contextual_autotune
-from dist_autotune.ranks import client
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
-from dist_autotune.ranks.hub import HubState
-from dist_autotune.ranks.wire import pack, unpack
 from dist_autotune.search.messages import merge
 
 TIMEOUT_S = 120.0
@@ -101,67 +93,27 @@ def timed_ms(call: Callable[[], Any], calls: int) -> list[float]:
     return times
 
 
-# ---- bytes
+# ---- payloads
 
 
-@dataclass(frozen=True)
-class Passed:
-    """What one exchange carried on one rank: the payload, the merged one, and bytes on the wire."""
+def payloads_of_a_session(_rank: int, contexts: int) -> list[bytes]:
+    """Return what this rank sends in the exchanges of a session: opening, first run, second run, ..."""
+    sent: list[bytes] = []
+    exchange = ProcessGroup.exchange
 
-    payload: bytes
-    merged_bytes: int
-    sent_bytes: int
-    received_bytes: int
+    def noted(self: ProcessGroup, payload: bytes, *rest: Any) -> bytes:
+        sent.append(payload)
+        return exchange(self, payload, *rest)
 
+    ProcessGroup.exchange = noted  # type: ignore[method-assign]
 
-def counting() -> list[Passed]:
-    """Note every exchange that this process makes from now on."""
-    noted: list[Passed] = []
-    wire = {"sent": 0, "received": 0}
-    exchange, pack_message, unpack_messages = ProcessGroup.exchange, client.pack, client.unpack
-
-    def counted(self: ProcessGroup, payload: bytes, *rest: Any) -> bytes:
-        wire.update(sent=0, received=0)
-        merged = exchange(self, payload, *rest)
-        noted.append(Passed(payload, len(merged), wire["sent"], wire["received"]))
-        return merged
-
-    def packed(message: dict[str, Any]) -> bytes:
-        data = pack_message(message)
-        wire["sent"] += len(data)
-        return data
-
-    def unpacked(buffer: bytearray) -> Iterator[dict[str, Any]]:
-        before = len(buffer)
-        messages = list(unpack_messages(buffer))
-        wire["received"] += before - len(buffer)
-        return iter(messages)
-
-    ProcessGroup.exchange = counted  # type: ignore[method-assign]
-    client.pack, client.unpack = packed, unpacked
-    return noted
-
-
-def session(_rank: int, contexts: int, candidates: int, bans: int) -> list[Passed]:
-    """Return the exchanges of a session: opening, first run, run with bans, ..."""
-    noted = counting()
-
-    def refuse(arguments: dict[str, Any]) -> None:
-        if dist.get_rank() == 1 and arguments["n"] <= bans:
-            raise OutOfResources(262144, 232448, "shared memory")
-
-    configs = [
-        triton.Config({"BLOCK": 8 << n}, num_warps=4, pre_hook=refuse if n == 1 else None)
-        for n in range(candidates)
-    ]
-
-    @triton.autotune(configs, key=["n"])
+    @triton.autotune([triton.Config({"BLOCK": 8 << n}, num_warps=4) for n in range(4)], key=["n"])
     @triton.jit
     def fill(y_ptr, n, BLOCK: tl.constexpr):
         offs = tl.arange(0, BLOCK)
         tl.store(y_ptr + offs, offs, mask=offs < n)
 
-    y = torch.zeros(8 << candidates)
+    y = torch.zeros(64)
 
     @contextual_autotune(
         is_dist=True, n_warmup=0, n_repeat=1, cache=False, log_dir=None, progress=False, name="exchange_cost"
@@ -171,47 +123,7 @@ def session(_rank: int, contexts: int, candidates: int, bans: int) -> list[Passe
             fill[(1,)](y, n)
 
     thunk()
-    thunk()
-    return noted
-
-
-def fit(rows: list[list[float]], values: list[float], digits: int = 1) -> dict[str, Any]:
-    """Return least-squares coefficients of a constant and the columns of `rows`, and the largest error."""
-    matrix = np.array([[1.0, *row] for row in rows])
-    coefficients, *_ = np.linalg.lstsq(matrix, np.array(values, dtype=float), rcond=None)
-    errors = np.abs(matrix @ coefficients - values)
-    found = [round(float(coefficient), digits) for coefficient in coefficients]
-    return {"coefficients": found, "largest_error": round(float(errors.max()), digits)}
-
-
-def measure_bytes(contexts: list[int]) -> dict[str, Any]:
-    """Return what payloads of sessions with so many contexts weigh, as coefficients."""
-    shapes = [(c, 4, b) for c in contexts for b in (0, 1, 2, 4) if b <= c]
-    shapes += [(c, candidates, 0) for c in contexts[:2] for candidates in (2, 8, 12)]
-    noted = {shape: on_ranks(session, 2, *shape)[1] for shape in shapes}
-    runs = [shape for shape in shapes if shape[1] == 4]
-    firsts = [shape for shape in shapes if not shape[2]]
-    per_run = [[float(contexts), float(bans)] for contexts, _, bans in runs]
-    per_first = [[float(contexts), float(contexts * candidates)] for contexts, candidates, _ in firsts]
-
-    def of(name: str, number: int, chosen: list[tuple[int, int, int]]) -> list[float]:
-        return [sizes(noted[shape][number])[name] for shape in chosen]
-
-    fits = {f"a run, {name}: a, per context, per ban": fit(per_run, of(name, 2, runs)) for name in SIZES}
-    fits |= {
-        f"a first run, {name}: a, per new context, per candidate": fit(per_first, of(name, 1, firsts))
-        for name in SIZES
-    }
-    smallest = noted[shapes[0]]
-    return {"fits": fits, "opening": sizes(smallest[0])}
-
-
-SIZES = ("payload", "merged", "sent", "received")
-
-
-def sizes(passed: Passed) -> dict[str, int]:
-    counts = (len(passed.payload), passed.merged_bytes, passed.sent_bytes, passed.received_bytes)
-    return dict(zip(SIZES, counts, strict=True))
+    return sent
 
 
 # ---- milliseconds of real ranks
@@ -260,83 +172,25 @@ def round_trip_ms(calls: int) -> Cost:
     return median_and_quiet(times)
 
 
-# ---- simulated ranks
-
-
-def simulate(size: int, payload: bytes) -> Cost:
-    """Return what one exchange of `size` ranks costs: the hub, the merging, messages and bytes."""
-    state = HubState(range(size))
-    told: dict[int, list[bytes]] = {rank: [] for rank in range(size)}
-    hub_s, merge_s, messages, passed_bytes = 0.0, 0.0, 0, 0
-
-    def post(rank: int) -> None:
-        nonlocal hub_s, messages, passed_bytes
-        data = bytearray(pack({"op": "post", "id": 0, "sequence": 0, "rank": rank, "payload": payload}))
-        passed_bytes += len(data)
-        messages += 1
-        began = time.process_time()
-        (message,) = unpack(data)
-        state.handle(message, lambda reply: told[rank].append(pack(reply)))
-        hub_s += time.process_time() - began
-
-    def merged(payloads: list[bytes]) -> dict[str, bytes]:
-        nonlocal merge_s
-        began = time.process_time()
-        end = {"merged": merge(*payloads)}
-        merge_s = time.process_time() - began
-        return end
-
-    state.merges[0] = merged
-    for rank in reversed(range(size)):
-        post(rank)
-    received = [data for each in told.values() for data in each]
-    return {
-        "hub_ms": (hub_s - merge_s) * 1e3,
-        "merge_ms": merge_s * 1e3,
-        "messages": messages + len(received),
-        "bytes": passed_bytes + sum(map(len, received)),
-    }
-
-
-def measure_simulated(sizes: list[int], payloads: dict[int, bytes], repeats: int) -> list[dict[str, float]]:
-    rows = []
-    for size in sizes:
-        for contexts, payload in payloads.items():
-            costs = [simulate(size, payload) for _ in range(repeats)]
-            best = {name: min(cost[name] for cost in costs) for name in costs[0]}
-            per_rank = {
-                "hub_us_per_rank": best["hub_ms"] * 1e3 / size,
-                "bytes_per_rank": best["bytes"] / size,
-            }
-            rows.append({"ranks": size, "contexts": contexts, **best, **per_rank})
-    return rows
-
-
 # ---- all of it
 
 
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="processes on this host")
-    parser.add_argument(
-        "--simulated", type=int, nargs="+", default=[64, 256, 1024], help="ranks in one process"
-    )
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1, 4, 2, 8, 16], help="of the sessions")
     parser.add_argument("--calls", type=int, default=400, help="exchanges of each kind")
     parser.add_argument("--json", type=Path, help="the file for the figures")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("dist_autotune").setLevel(logging.ERROR)  # functions without launches are meant here
-    payloads = {contexts: on_ranks(session, 2, contexts, 4, 0)[1][2].payload for contexts in (1, 10)}
+    payloads = {contexts: on_ranks(payloads_of_a_session, 2, contexts)[1][2] for contexts in (1, 10)}
     record: dict[str, Any] = {
         "cores": os.cpu_count(),
         "load": os.getloadavg(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "bytes": measure_bytes(chosen.contexts),
         "real": [],
-        "simulated": measure_simulated(chosen.simulated, payloads, 5),
     }
     for ranks in chosen.ranks:
         trips = [round_trip_ms(chosen.calls)]
@@ -344,45 +198,21 @@ def main() -> None:
         trips.append(round_trip_ms(chosen.calls))
         costs = {name: slowest([costs[name] for costs in by_rank]) for name in by_rank[0]}
         record["real"].append({"ranks": ranks, "round_trip_ms": slowest(trips), "ms": costs})
-    record["model"] = model(record["real"], list(payloads))
     print("\n".join(table(record)))
     if chosen.json:
         chosen.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def model(real: list[dict[str, Any]], contexts: list[int]) -> dict[str, Any]:
-    """Return ms of an exchange as a + b ranks + c contexts + d ranks contexts, fitted to the medians."""
-    shapes = [(row, count) for row in real for count in contexts]
-    rows = [[float(row["ranks"]), float(count), float(row["ranks"] * count)] for row, count in shapes]
-    return fit(rows, [row["ms"][f"{count} contexts"]["median"] for row, count in shapes], digits=4)
 
 
 def table(record: dict[str, Any]) -> list[str]:
     """Return the record as the lines of a page."""
     versions = f"torch {record['torch']}, triton {record['triton']}"
     lines = [f"{record['cores']} cores, load {record['load'][0]:.1f}; {versions}"]
-    lines += ["", "| bytes of one rank | coefficients | largest error |", "|---|---|---|"]
-    for name, fitted in record["bytes"]["fits"].items():
-        lines.append(
-            f"| {name} | {', '.join(map(str, fitted['coefficients']))} | {fitted['largest_error']} |"
-        )
-    lines.append(f"| opening | {record['bytes']['opening']} | |")
     names = list(record["real"][0]["ms"])
     lines += ["", f"| ranks | round trip | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for row in record["real"]:
         cells = [row["round_trip_ms"], *(row["ms"][name] for name in names)]
         texts = [f"{cell['median']:.4f} ({cell['quiet']:.4f})" for cell in cells]
         lines.append(f"| {row['ranks']} | {' | '.join(texts)} |")
-    fitted = ", ".join(map(str, record["model"]["coefficients"]))
-    lines += ["", f"ms = a + b ranks + c contexts + d ranks contexts: {fitted}"]
-    lines[-1] += f", largest error {record['model']['largest_error']}"
-    lines += ["", "| simulated | contexts | messages | bytes/rank | hub us/rank | hub ms | merge ms |"]
-    lines.append("|---" * 7 + "|")
-    for row in record["simulated"]:
-        lines.append(
-            f"| {row['ranks']} | {row['contexts']} | {row['messages']} | {row['bytes_per_rank']:.0f} "
-            f"| {row['hub_us_per_rank']:.1f} | {row['hub_ms']:.1f} | {row['merge_ms']:.2f} |"
-        )
     return lines
 
 
