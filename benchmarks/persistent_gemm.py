@@ -8,7 +8,7 @@
     pipelined, ...        one variant, tuned among its own candidates
     ..., graph            the same as a CUDA graph of one call
     QuACK                 its tuned GEMM, where quack-kernels is installed; and as a graph
-    --parts               schedulers, cooperative and ping-pong as arms of their own
+    --parts               cooperative and ping-pong as arms of their own
 
 a is [M, K] by rows; b is [K, N] by columns, which is a weight [N, K] as layers hold it, or by rows with
 --b-rows. Inputs are random normal and new in every round. Protocol and traps: `common/arms.py`. What a shape
@@ -42,7 +42,7 @@ from benchmarks.operations.products import (
 from dist_autotune import ContextualAutotuner
 from dist_autotune.kernels.gemm.launch import tuned_gemm
 from dist_autotune.kernels.matrices import as_matrix
-from dist_autotune.kernels.persistent_gemm import PARTS, SCHEDULERS, VARIANTS, persistent_matmul
+from dist_autotune.kernels.persistent_gemm import PARTS, VARIANTS, persistent_matmul
 
 FP8 = torch.float8_e4m3fn
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8}
@@ -133,13 +133,13 @@ class Problem:
             return lambda: torch._scaled_mm(self.a, self.b, **options)
         return lambda: torch.matmul(self.a, self.b, out=self.out)
 
-    def ours(self, variant: str, scheduler: str, *, retune: bool) -> Call:
+    def ours(self, variant: str, *, retune: bool) -> Call:
         """Tune in one session; return the call as a user makes it, which then takes the short way."""
 
         def call() -> torch.Tensor:
-            return persistent_matmul(self.a, self.b, self.out, variant, scheduler, **self.scales)
+            return persistent_matmul(self.a, self.b, self.out, variant, **self.scales)
 
-        name = f"persistent_gemm benchmark {variant} {scheduler}"
+        name = f"persistent_gemm benchmark {variant}"
         tuned = Tuned(call, check=lambda: None, name=name, retune=retune)
         self.tuned.append(tuned.call)
         return tuned.then(call)()
@@ -148,15 +148,13 @@ class Problem:
 def arms_of(problem: Problem, options: argparse.Namespace) -> list[Arm]:
     """Return what is timed for one shape."""
 
-    def ours(variant: str = "auto", scheduler: str = "auto") -> Callable[[], Call]:
-        return lambda: problem.ours(variant, scheduler, retune=options.retune)
+    def ours(variant: str = "auto") -> Callable[[], Call]:
+        return lambda: problem.ours(variant, retune=options.retune)
 
     arms = [problem.arm(CUBLAS, problem.cublas), problem.arm(OURS, ours())]
     if ON_GPU:  # elsewhere all variants are one body
         kinds = [name for name in VARIANTS if name != "auto"]
         arms += [problem.arm(name, ours(name)) for name in (*kinds, *(PARTS if options.parts else ()))]
-    if options.parts:
-        arms += [problem.arm(f"{OURS}, {name}", ours(scheduler=name)) for name in SCHEDULERS[1:]]
     arms.append(problem.arm(f"{CUBLAS}, graph", in_graph(problem.cublas)))
     arms.append(problem.arm(f"{OURS}, graph", in_graph(ours())))
     if problem.scales:
@@ -209,7 +207,7 @@ def parse() -> argparse.Namespace:
     for name, text in (("m", "rows of a"), ("n", "columns of b"), ("k", "inner dimension")):
         parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help=text)
     parser.add_argument("--shapes", choices=LISTS, help="a list of shapes, instead of one")
-    parser.add_argument("--parts", action="store_true", help="time schedulers and parts of variants")
+    parser.add_argument("--parts", action="store_true", help="time parts of variants")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the operands")
     parser.add_argument("--b-rows", action="store_true", help="b contiguous by rows, not by columns")
     parser.add_argument("--retune", action="store_true", help="ignore what the cache holds")

@@ -1,10 +1,10 @@
 """In which order the programs of a persistent kernel visit the tiles of its output.
 
-Two questions, answered apart. Which numbers does a program visit?
+Two questions, answered apart. Which numbers does a program visit? Mostly program, program + programs, ..., so
+that neighbours in time are neighbours in number; else
 
-    scheduled_number     program, program + programs, ...: neighbours in time are neighbours in number
-    chiplet_number       the same, renumbered so that the programs of a chiplet (XCD) share runs of numbers
-    claim_number         the next one that nobody has: an atomic counter
+    chiplet_number    these, renumbered so that the programs of a chiplet (XCD) share runs of numbers
+    claim_number      the next one that nobody has: an atomic counter
 
 And where does a number lie?
 
@@ -86,18 +86,6 @@ def rotated_chunk(tile, tiles_per_chunk, chunks, first):
     `grouped_tile` and no tile spans two of them.
     """
     return (first + tile // tiles_per_chunk) % chunks, tile % tiles_per_chunk
-
-
-@triton.jit
-def scheduled_number(
-    visit, program, programs, tiles, SCHEDULE: tl.constexpr, CHIPLETS: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Return the number of the program's tile at this visit, which needs no counter."""
-    if SCHEDULE == "chiplet":
-        number = chiplet_number(visit, program, programs, tiles, CHIPLETS, CHUNK)
-    else:
-        number = program + visit * programs
-    return number
 
 
 @functools.cache

@@ -154,7 +154,7 @@ def specialized_all_gather_gemm(
     ITEM_BYTES: gl.constexpr = item_bytes(DTYPE)
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, 2 * BLOCK_K // ITEM_BYTES, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *("grouped", GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED, ITEM_BYTES),
+        *(GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED, ITEM_BYTES),
     )
     m = M // WORLD
     tiles_m = gl.cdiv(m, BLOCK_M)

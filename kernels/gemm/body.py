@@ -45,7 +45,6 @@ def gemm(
     TRANS_A: gl.constexpr,
     TRANS_B: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,  # Blackwell
-    SCHEDULE: gl.constexpr,
     OUT: gl.constexpr,  # the type of C, for the key of the tuning
     DTYPE: gl.constexpr,  # that of A and B
     ACTIVATION: gl.constexpr,  # of `epilogues`
@@ -71,7 +70,7 @@ def gemm(
     ITEM_BYTES: gl.constexpr = item_bytes(DTYPE)
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, 2 * BLOCK_K // ITEM_BYTES, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *(SCHEDULE, GROUP_M, TENSOR_MEMORY, TRANS_A, TRANS_B, SWAP_AB, JOINED, ITEM_BYTES),
+        *(GROUP_M, TENSOR_MEMORY, TRANS_A, TRANS_B, SWAP_AB, JOINED, ITEM_BYTES),
     )
     tiles_m = gl.cdiv(M, BLOCK_M)
     tiles_n = gl.cdiv(N, BLOCK_N + EXTRA_N)

@@ -25,7 +25,7 @@ tuned_gemm = triton.autotune(
     configs=GLUON_CANDIDATES,
     key=[
         *("m_class", "n_class", "K", "wanted", "programs", "a_alignment", "b_alignment"),
-        *("TRANS_A", "TRANS_B", "SCHEDULE", "OUT", "DTYPE", "ACTIVATION"),  # and of scales and a bias
+        *("TRANS_A", "TRANS_B", "OUT", "DTYPE", "ACTIVATION"),  # and of scales and a bias
     ],
     prune_configs_by={"early_config_prune": prune},
 )(gemm)
@@ -82,7 +82,6 @@ def plan_launch(
     b: torch.Tensor,
     out: torch.Tensor,
     variant: str,
-    scheduler: str,
     programs: int,
     *,
     tensor_memory: bool,
@@ -111,7 +110,6 @@ def plan_launch(
         trans_b=runs_along_columns(b) if right is None else right.transposed,
         dtype=a.dtype,
         out_dtype=out.dtype,
-        schedule="grouped" if scheduler == "auto" else scheduler,
         wanted=variant,
         programs=programs,
         a_alignment=0 if left is None else left.alignment(),

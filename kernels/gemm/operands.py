@@ -86,7 +86,6 @@ class Config:
     NUM_BUFFERS: gl.constexpr
     STORE_N: gl.constexpr
     STORE_BUFFERS: gl.constexpr
-    SCHEDULE: gl.constexpr
     GROUP_M: gl.constexpr
     TENSOR_MEMORY: gl.constexpr  # Blackwell
     TRANS_A: gl.constexpr  # A's memory is [K, M], not [M, K]

@@ -25,7 +25,7 @@ from ..configs import INTERPRETED, do_bench
 from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, sums_of_a_result
 from ..matrices import LINE_BYTES
 from ..tensors import FP8, check_fp8, check_no_gradient, check_scale, layout_of, remember
-from ..tiles import grouped_tile, scheduled_number
+from ..tiles import chiplet_number, grouped_tile
 from .configs import NAMES, PLAIN_CANDIDATES, class_of_rows
 from .launch import LaunchPlan, execute, plan_launch
 from .pruning import prune_plain
@@ -75,9 +75,9 @@ def persistent_matmul(
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
     tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Numbers of rows M are
     tuned in classes, which end at multiples of 16 up to 128, then at 160, 192, 224, 256, 320 and so on, four
-    to each doubling. `scheduler` is the order of the tiles (see `tiles`); `auto` is "grouped", on AMD
-    "chiplet". `programs` is the number of programs: by default one on each SM; fewer leave SMs to kernels
-    beside it.
+    to each doubling. `programs` is the number of programs: by default one on each SM; fewer leave SMs to
+    kernels beside it. `scheduler` is the order in which the body in plain Triton takes the tiles (see
+    `tiles`): "grouped" or "chiplet", which `auto` takes on AMD's GPUs.
 
     The variants run on Hopper and Blackwell, where TMA can address a, b and out: each begins at a multiple
     of 16 bytes and has one contiguous dimension, the other's stride being a multiple of 16 bytes. Elsewhere
@@ -155,8 +155,8 @@ def _multiply(
     programs = programs or sms
     if capability in (9, 10):
         on_blackwell = capability == 10
-        choices, kind = (variant, scheduler, programs), epilogue.kind()
-        plan = plan_launch(a, b, out, *choices, tensor_memory=on_blackwell, epilogue=kind)
+        kind = epilogue.kind()
+        plan = plan_launch(a, b, out, variant, programs, tensor_memory=on_blackwell, epilogue=kind)
         if plan is not None:
             execute(plan, a, b, out, epilogue)
             return plan
@@ -358,4 +358,8 @@ def plain_gemm(
 def _number(visit, tiles, SCHEDULE: tl.constexpr, CHIPLETS: tl.constexpr):
     """Return the number of this program's next tile."""
     program, programs = tl.program_id(0), tl.num_programs(0)
-    return scheduled_number(visit, program, programs, tiles, SCHEDULE, CHIPLETS, 4 * CHIPLETS)
+    if SCHEDULE == "chiplet":
+        number = chiplet_number(visit, program, programs, tiles, CHIPLETS, 4 * CHIPLETS)
+    else:
+        number = program + visit * programs
+    return number

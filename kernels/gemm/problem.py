@@ -15,11 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..compat import aggregate
 from ..rings import ring_phase, ring_slot
-from ..tiles import claim_number, grouped_tile, reset_counter, scheduled_number
+from ..tiles import claim_number, grouped_tile, reset_counter
 from .any_width import STEPS_OF_A_BLOCK
 from .operands import Config
 
-CHIPLETS, CHUNK = gl.constexpr(8), gl.constexpr(8)  # of the order "chiplet", see `tiles`
 # Elements of 2 bytes. A TMA store that begins elsewhere in a row is an illegal instruction on an H200.
 ALIGNED = gl.constexpr(8)
 
@@ -37,7 +36,6 @@ def slots_of_visits(num_buffers):
 @aggregate
 class StaticSchedule:
     tiles: gl.tensor
-    SCHEDULE: gl.constexpr
 
     @gluon.jit
     def publish(self, visit):
@@ -47,8 +45,7 @@ class StaticSchedule:
     @gluon.jit
     def take(self, visit):
         """Return the number that the loader publishes for this visit."""
-        program, programs = gl.program_id(0), gl.num_programs(0)
-        return scheduled_number(visit, program, programs, self.tiles, self.SCHEDULE, CHIPLETS, CHUNK)
+        return gl.program_id(0) + visit * gl.num_programs(0)
 
     @gluon.jit
     def finish(self):

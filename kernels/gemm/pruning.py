@@ -310,7 +310,6 @@ class GemmShape:
     trans_b: bool
     dtype: torch.dtype
     out_dtype: torch.dtype
-    schedule: str
     wanted: str
     programs: int
     a_alignment: int
@@ -340,7 +339,6 @@ class GemmShape:
             "TRANS_A": self.trans_a,
             "TRANS_B": self.trans_b,
             "TENSOR_MEMORY": self.tensor_memory,
-            "SCHEDULE": self.schedule,
             "OUT": TYPE_NAMES[self.out_dtype],
             "DTYPE": TYPE_NAMES[self.dtype],
             "ACTIVATION": self.epilogue.activation,

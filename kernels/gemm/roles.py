@@ -258,9 +258,7 @@ def _check(config, NOTIFIES: gl.constexpr):
     """Refuse to compile configs with parts that do not fit together."""
     if NOTIFIES:
         SPECIALIZED: gl.constexpr = config.VARIANT == "cooperative" or config.VARIANT == "pingpong"
-        gl.static_assert(
-            SPECIALIZED and config.SCHEDULE == "dynamic", "who notifies takes what a loader claims"
-        )
+        gl.static_assert(SPECIALIZED, "who notifies takes what a loader claims")
     WIDTH: gl.constexpr = config.BLOCK_N + config.EXTRA_N
     STORE_N: gl.constexpr = config.STORE_N
     gl.static_assert(config.NUM_BUFFERS >= 2, "a k block is loaded while another one is multiplied")
@@ -290,10 +288,10 @@ def _create_mma(problem, dtype: gl.constexpr, config):
 @gluon.jit
 def _create_schedule(problem, counter_ptr, READERS: gl.constexpr, config):
     SLOTS: gl.constexpr = slots_of_visits(config.NUM_BUFFERS)
-    if config.SCHEDULE == "dynamic":
-        schedule = DynamicSchedule.create(counter_ptr, problem.tiles, SLOTS, READERS)
+    if counter_ptr is None:
+        schedule = StaticSchedule(problem.tiles)
     else:
-        schedule = StaticSchedule(problem.tiles, config.SCHEDULE)
+        schedule = DynamicSchedule.create(counter_ptr, problem.tiles, SLOTS, READERS)
     return schedule
 
 

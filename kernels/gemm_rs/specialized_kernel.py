@@ -266,7 +266,7 @@ def specialized_gemm_reduce_scatter(
     """
     config = Config(
         *(VARIANT, BLOCK_M, BLOCK_N, EXTRA_N, BLOCK_K, NUM_BUFFERS, STORE_N, STORE_BUFFERS),
-        *("dynamic", GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED, 2),
+        *(GROUP_M, TENSOR_MEMORY, False, TRANS_B, False, JOINED, 2),
     )
     SLOTS: gl.constexpr = slots_of_visits(NUM_BUFFERS)
     stored = allocate_mbarriers(SLOTS)

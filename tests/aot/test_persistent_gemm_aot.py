@@ -22,8 +22,8 @@ pytestmark = pytest.mark.aot
 HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "pipelined": (candidate("pipelined", BLOCK_N=64), {"dtype": "fp16", "out": "fp16"}),
     "persistent, fp32 out": (candidate("persistent", STORE_N=64), {"out": "fp32", "trans_a": True}),
-    "cooperative": (candidate("cooperative"), {"schedule": "chiplet"}),
-    "pingpong, chiplet": (candidate("pingpong"), {"schedule": "chiplet"}),
+    "cooperative": (candidate("cooperative"), {}),
+    "pingpong": (candidate("pingpong"), {}),
     "pingpong, 192 wide": (candidate("pingpong", EXTRA_N=64), {"trans_b": False}),
     "256 x 192": (candidate("cooperative", BLOCK_M=256, EXTRA_N=64), {"dtype": "fp16", "out": "fp16"}),
     "rows through registers, alone": (candidate("pipelined", EXTRA_N=32), {"dtype": "fp16", "trans_a": True}),
@@ -47,7 +47,7 @@ HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
 }
 BLACKWELL_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "one partition": (candidate("persistent_pipelined", BLOCK_N=128), {"trans_b": False}),
-    "cooperative, chiplet": (candidate("cooperative", warps=4), {"schedule": "chiplet"}),
+    "cooperative": (candidate("cooperative", warps=4), {}),
     "SwiGLU": (candidate("cooperative", warps=4), {"activation": "swiglu"}),
     "fp8, bias and SiLU": (
         candidate("cooperative", warps=4),
@@ -93,7 +93,7 @@ def test_on_hopper_it_fits_and_uses_the_tensor_cores_and_tma(kernels, kind):
 
 def test_registers_of_partitions_are_within_those_of_an_sm(kernels):
     """`setmaxnreg` would wait for more for ever. Two consumers and the loader have 128 lanes each."""
-    ptx = kernels["Hopper: pingpong, chiplet"].asm["ptx"]
+    ptx = kernels["Hopper: pingpong"].asm["ptx"]
     wishes = {int(count) for count in re.findall(r"setmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)", ptx)}
     assert {24, 240} <= wishes
     assert (240 + 240 + 24) * 128 <= 65536

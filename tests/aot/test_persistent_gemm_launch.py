@@ -100,7 +100,7 @@ def test_a_gated_result_by_columns_is_computed_by_rows_and_copied(device):
     """Only swapped tiles can have gate and up among their rows."""
     a, b, out = operands(2048, 2048, 2048)
     gated = EpilogueKind(activation="swiglu")
-    choices = {"variant": "auto", "scheduler": "auto", "programs": 132, "epilogue": gated}
+    choices = {"variant": "auto", "programs": 132, "epilogue": gated}
     plan = launching.plan_launch(a, b, out[:, :1024].T.contiguous().T, **choices, tensor_memory=False)
     assert plan is not None
     assert (plan.exchanged, plan.copies.out, plan.out) == (False, True, None)
@@ -176,7 +176,6 @@ def test_without_out_there_is_a_new_one_each_time_which_lies_as_the_one_before(d
 @pytest.mark.parametrize(
     "further",
     [
-        pytest.param({"scheduler": "chiplet"}, id="scheduler"),
         pytest.param({"variant": "pipelined"}, id="variant"),
         pytest.param({"programs": 7}, id="programs"),
     ],

@@ -43,7 +43,6 @@ class Times:
 
 PICKS = ("alone", "kernel", "run", "collective", "both")
 IN_STEP = {f"{pick}, step" for pick in PICKS} | {f"{pick}, GEMM" for pick in PICKS} - {"collective, GEMM"}
-SCHEDULERS = ("grouped", "chiplet")
 OF_EXPERTS = ("--hidden", "16", "--ffn", "32", "--experts", "2", "--tokens", "12", "--zipf", "1.2")
 BENCHMARKS = {
     "gemm_rs": Times(
@@ -72,7 +71,7 @@ BENCHMARKS = {
         most_error=1e-4,
     ),
     "persistent_gemm": Times(
-        {"cuBLAS", "ours", *(f"ours, {name}" for name in SCHEDULERS)},
+        {"cuBLAS", "ours"},
         ("--parts",),
         tuned=frozenset({"plain_gemm"}),
         ranks=1,

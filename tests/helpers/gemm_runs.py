@@ -44,7 +44,7 @@ def a_shape(m: int, n: int, k: int, **changed: Any) -> GemmShape:
     """Return a product of one row behind the other: A by rows, a weight, all SMs of an H200."""
     alignment = math.gcd(2 * k, LINE_BYTES)
     values: dict[str, Any] = {"m": m, "n": n, "k": k, "trans_a": False, "trans_b": True, "programs": 132}
-    values |= {"dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "schedule": "grouped", "wanted": "auto"}
+    values |= {"dtype": torch.bfloat16, "out_dtype": torch.bfloat16, "wanted": "auto"}
     values |= {"device": torch.device("cuda"), "tensor_memory": False}
     values |= dict.fromkeys(("a_alignment", "b_alignment"), alignment if alignment >= 16 else 0)
     return GemmShape(**values | changed)
@@ -53,7 +53,7 @@ def a_shape(m: int, n: int, k: int, **changed: Any) -> GemmShape:
 def arguments(m: int = 4096, n: int = 4096, k: int = 4096, **changed: Any) -> dict[str, Any]:
     """Return what the Gluon body is called with: A by rows, a weight, all SMs; one row behind the other."""
     args = {"M": m, "N": n, "K": k, "programs": 132, "wanted": NAMES.index("auto")}
-    args |= {"SCHEDULE": "grouped", "OUT": "bf16", "TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
+    args |= {"OUT": "bf16", "TRANS_A": False, "TRANS_B": True, "TENSOR_MEMORY": False}
     args |= dict.fromkeys(("a_alignment", "b_alignment"), math.gcd(2 * k, LINE_BYTES))
     return args | changed
 
@@ -73,14 +73,13 @@ def multiply(
     b: torch.Tensor,
     out: torch.Tensor,
     variant: str = "auto",
-    scheduler: str = "auto",
     programs: int = 132,
     *,
     tensor_memory: bool = False,
     epilogue: Epilogue = Epilogue(),  # noqa: B008  a frozen one
 ) -> bool:
     """Write the result to `out` by the Gluon body; return False, with nothing done, if it is not to."""
-    choices, kind = (variant, scheduler, programs), epilogue.kind()
+    choices, kind = (variant, programs), epilogue.kind()
     found = launching.plan_launch(a, b, out, *choices, tensor_memory=tensor_memory, epilogue=kind)
     if found is None:
         return False

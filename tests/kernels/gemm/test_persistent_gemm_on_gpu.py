@@ -21,7 +21,6 @@ from gemm_runs import (
     matrix,
     plan_of,
     poisoned,
-    schedules,
 )
 from gpu_cases import covering
 
@@ -76,21 +75,22 @@ def test_every_candidate_on_a_gpu(variant, dtype, only):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("out_dtype", OUTS, ids=str)
-def test_any_width_takes_all_types_and_schedules_on_a_gpu(out_dtype, only):
+def test_any_width_takes_all_types_on_a_gpu(out_dtype, only):
     candidates = each_candidate("warp_specialized", out_dtype)
     for config in covering([each for each in candidates if each.kwargs["JOINED"]]):
         only(config)
-        check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype, scheduler="grouped")
-        check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype, scheduler="chiplet")
+        check(1000, 1304, 520, layouts=("row", "column"), out_dtype=out_dtype)
+        check(700, 1304, 136, layouts=("row", "column"), out_dtype=out_dtype)
 
 
-ON_A_GPU = layouts_and_types(520, 264, 200) | schedules(1500, 1304, 136, programs=(None, 1, 7))
+ON_A_GPU = layouts_and_types(520, 264, 200)
+ON_A_GPU |= {f"{programs} programs": ((1500, 1304, 136), {"programs": programs}) for programs in (1, 7)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize(("shape", "options"), ON_A_GPU.values(), ids=ON_A_GPU)
-def test_each_variant_takes_all_layouts_types_and_schedules_on_a_gpu(shape, options, variant, only):
+def test_each_variant_takes_all_layouts_types_and_programs_on_a_gpu(shape, options, variant, only):
     for config in each_candidate(variant, options.get("out_dtype", torch.float16))[:1]:
         only(config)
         check(*shape, variant=variant, **options)

@@ -83,7 +83,7 @@ def test_the_rows_of_the_callers_product_are_what_is_put_into_classes(exchanged)
     for rows in (1000, 1008, 1024):
         a = torch.zeros(rows, 128, dtype=torch.float16)
         out = torch.zeros(2056, rows, dtype=torch.float16).mT if exchanged else a.new_empty(rows, 2056)
-        found = launching.plan_launch(a, b, out, "auto", "auto", 132, tensor_memory=True)
+        found = launching.plan_launch(a, b, out, "auto", 132, tensor_memory=True)
         sizes = found.shape.sizes()
         assert (sizes["N" if exchanged else "M"], found.exchanged) == (rows, exchanged)
         keys.add((sizes["m_class"], sizes["n_class"]))

@@ -18,7 +18,6 @@ from dist_autotune.kernels.tiles import (
     on_host,
     reset_counter,
     rotated_chunk,
-    scheduled_number,
 )
 
 sizes = st.integers(1, 40)
@@ -29,10 +28,6 @@ def numbers_of(number_at, tiles):
     return list(itertools.takewhile(lambda number: number < tiles, map(number_at, itertools.count())))
 
 
-SCHEDULES = ["grouped", "chiplet"]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
 @given(
     tiles_m=sizes,
     tiles_n=sizes,
@@ -42,14 +37,14 @@ SCHEDULES = ["grouped", "chiplet"]
     data=st.data(),
 )
 def test_programs_visit_every_tile_once_whatever_divides_what(
-    schedule, tiles_m, tiles_n, programs, group_m, chiplets, data
+    tiles_m, tiles_n, programs, group_m, chiplets, data
 ):
     tiles, chunk = tiles_m * tiles_n, data.draw(st.integers(1, 70))
     visited = []
     for program in range(programs):
         for number in numbers_of(
-            lambda visit, program=program: on_host(scheduled_number)(
-                visit, program, programs, tiles, schedule, chiplets, chunk
+            lambda visit, program=program: on_host(chiplet_number)(
+                visit, program, programs, tiles, chiplets, chunk
             ),
             tiles,
         ):
@@ -66,10 +61,6 @@ def visits(function, programs, *args):
 
 
 ORDERS = {
-    "strided: neighbours in time are neighbours in number": (
-        visits(scheduled_number, 3, 6, "grouped", 2, 2),
-        [[0, 3], [1, 4], [2, 5]],
-    ),
     "chiplet: of four programs on two, in twos": (
         visits(chiplet_number, 4, 8, 2, 2),
         [[0, 4], [2, 6], [1, 5], [3, 7]],
@@ -91,36 +82,18 @@ def test_tiles_come_in_the_order_that_is_drawn(found, drawn):
 
 
 @triton.jit
-def count_scheduled_visits(
-    visits_ptr,
-    counter_ptr,
-    tiles_m,
-    tiles_n,
-    SCHEDULE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    tiles = tiles_m * tiles_n
-    visit = 0
-    more = True
-    while more:
-        if SCHEDULE == "dynamic":
-            number = claim_number(counter_ptr)
-        else:
-            number = scheduled_number(visit, tl.program_id(0), tl.num_programs(0), tiles, SCHEDULE, 2, CHUNK)
-        more = number < tiles
-        if more:
-            pid_m, pid_n = grouped_tile(number, tiles_m, tiles_n, GROUP_M)
-            tl.atomic_add(visits_ptr + pid_m * tiles_n + pid_n, 1)
-        visit += 1
-    if SCHEDULE == "dynamic":
-        reset_counter(counter_ptr, tl.num_programs(0))
+def count_visits(visits_ptr, counter_ptr, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    number = claim_number(counter_ptr)
+    while number < tiles_m * tiles_n:
+        pid_m, pid_n = grouped_tile(number, tiles_m, tiles_n, GROUP_M)
+        tl.atomic_add(visits_ptr + pid_m * tiles_n + pid_n, 1)
+        number = claim_number(counter_ptr)
+    reset_counter(counter_ptr, tl.num_programs(0))
 
 
-@pytest.mark.parametrize("schedule", [*SCHEDULES, "dynamic"])
-def test_a_kernel_visits_every_tile_once_and_leaves_its_counter_at_zero(schedule):
+def test_programs_that_claim_tiles_visit_each_once_and_leave_the_counter_at_zero():
     visits, counter = torch.zeros(5, 7, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     for _ in range(2):  # the second launch finds what the first has left
-        count_scheduled_visits[(4,)](visits, counter, 5, 7, SCHEDULE=schedule, CHUNK=3, GROUP_M=2)
+        count_visits[(4,)](visits, counter, 5, 7, GROUP_M=2)
     assert torch.equal(visits, torch.full_like(visits, 2))
     assert torch.equal(counter, torch.zeros_like(counter))
