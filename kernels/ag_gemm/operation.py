@@ -71,10 +71,10 @@ class AllGatherGemm(Operation):
     in them.
 
     `collective=True` makes calls gather by a collective of the group and multiply by cuBLAS, False never;
-    None tunes that for each number of rows, up to 4096 of all ranks. All ranks pass the same. A rank that
-    fixes a consumer makes no collective. A rank that would make the first one of so many rows waits, on the
-    host, for its peers to come to the call; they make it if all would. A captured call repeats the way of the
-    last eager call with as many rows; a replay waits for its peers as any collective does.
+    None tunes that for each class of rows (see `gemm.configs`), up to 4096 of all ranks. All ranks pass the
+    same. A rank that fixes a consumer makes no collective. A rank that would make the first one of a class
+    waits, on the host, for its peers to come to the call; they make it if all would. A captured call repeats
+    the way of the last eager call of its class; a replay waits for its peers as any collective does.
 
     With dtype float8_e4m3fn rows of a and of the weight have float32 scales, the arguments `scale_a` and
     `scale_weight` of a call, and products are bf16. K is then a multiple of 16, and the weight's rows are

@@ -120,10 +120,10 @@ class GemmReduceScatter(Operation):
     each chunk. Ranks may differ in that.
 
     `collective=True` makes calls multiply by cuBLAS and add the parts by a reduce-scatter of the group, in
-    its own order, False never; None tunes that for each M up to 4096. All ranks pass the same. A rank that
-    would make the first one of so many rows waits, on the host, for its peers to come to the call; they make
-    it if all would. A captured call repeats the way of the last eager call with as many rows; a replay waits
-    for its peers as any collective does.
+    its own order, False never; None tunes that for each class of M (see `gemm.configs`) up to 4096. All ranks
+    pass the same. A rank that would make the first one of a class waits, on the host, for its peers to come
+    to the call; they make it if all would. A captured call repeats the way of the last eager call of its
+    class; a replay waits for its peers as any collective does.
 
     With dtype float8_e4m3fn rows of a and of the weight have float32 scales, the arguments `scale_a` and
     `scale_weight` of a call. Parts travel, and results are, in bf16. K is then a multiple of 16, the weight's
