@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 import weakref
 
 import pytest
@@ -84,7 +83,8 @@ def uneven(rank, kind, rows):
     """Call with other numbers of rows on each rank, of which one has no room for its own."""
     with workspaces(rank):
         up, down = tensor_of(0, 12, 8), tensor_of(0, 8, 12)
-        tp.reserve(8, 8, torch.float32, timeout_s=1.5)  # of both ranks together
+        # Rank 1 must grow: it asks before it would meet the other one, so longer than this test lasts.
+        tp.reserve(8, 8, torch.float32, timeout_s=(1.5, 600.0)[rank])  # 8 rows of both ranks together
         if kind == "first":
             tp.release()
 
@@ -93,24 +93,21 @@ def uneven(rank, kind, rows):
                 return tp.matmul_reduce_scatter(tensor_of(rank, 2 * number, 12), down)
             return tp.all_gather_matmul(tensor_of(rank, number, 8), up)
 
-        began = time.monotonic()
         text = message_of(lambda: call(rows[rank]))
-        seconds = time.monotonic() - began
         message_of(tp.release)
         dist.barrier()  # nobody has left a collective of the group that would meet this one
         shape = tp.all_gather_matmul(tensor_of(rank, 6, 8), up).shape
-    return text, seconds, shape
+    return text, shape
 
 
 @pytest.mark.parametrize("kind", ["gather", "scatter", "first"])
 def test_ranks_with_other_rows_across_a_capacity_all_hear_of_it(kind):
     rows = (4, 6)
-    (fits, _, shape), (grows, seconds, _) = values(uneven, 2, kind, rows)
+    (fits, shape), (grows, _) = values(uneven, 2, kind, rows)
     given = "rank 0: 8, rank 1: 12" if kind == "scatter" else "rank 0: 4, rank 1: 6"
     for text in (fits, grows):
         assert text.startswith("ValueError: ")
         assert f"every rank must pass as many rows; {given}" in text
-    assert seconds < 1.0, "the rank that must grow asks before it meets the others"
     assert shape == (12, 12)
 
 
