@@ -1,8 +1,7 @@
 """Which configs a call launches, seen from outside; and results put where Triton's autotuner looks for them.
 
-Several tuned functions may launch one kernel with different configs in one process. What is remembered of a
-launch (`kernels/launches/settled.py`) holds for the config that `Autotuner.cache` holds, and that is one for
-all of them: `Held` puts a function's own results there before each of its calls.
+Several tuned functions may launch one kernel with different configs in one process, each its own. Calls
+outside of them launch what `Autotuner.cache` holds: `Held` puts results there before such a call.
 """
 
 from __future__ import annotations
@@ -94,15 +93,6 @@ class Observer:
             stack.callback(hooks.remove, note)
             call()
         return tuple(sorted(seen))
-
-    def launches_anew(self, call: Callable[[], object]) -> tuple[Launched, ...]:
-        """The same of a tuned function's settled call, kept from launches that were prepared before."""
-        held = Held(self.tuners)
-        self.clear()
-        try:
-            return self.launches_of(call)
-        finally:
-            held.put_back()
 
     def clear(self) -> None:
         """Let `Autotuner.cache` of all kernels be empty, as in a process that has launched nothing."""

@@ -47,7 +47,7 @@ def tuned(
         if function.settled:
             break
     callee.check()
-    launched = observer.launches_anew(function)
+    launched = observer.launches_of(function)  # the first settled call, which prepares launches
     callee.check()
     return Pick(
         tuple(found.values()),
@@ -90,7 +90,7 @@ class Replay:
                 break
         self._callee.check()
         self.held = Held(self._observer.tuners)
-        self.launched = self._observer.launches_anew(self._function)
+        self.launched = self._observer.launches_of(self._function)
         self._callee.check()
         report = self._function.report
         assert report is not None
@@ -104,7 +104,6 @@ class Replay:
             )
 
     def __call__(self) -> torch.Tensor:
-        self.held.put_back()
         return self._function()
 
     def contender(self, name: str, choices: tuple[str, ...] = ()) -> Contender:

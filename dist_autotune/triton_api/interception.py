@@ -19,7 +19,7 @@ from triton.runtime import _async_compile
 from triton.runtime.autotuner import Autotuner
 
 from .active_call import SessionTurn
-from .launch import key_of
+from .launch import Key, key_of
 
 _IS_CAPTURING = torch.cuda.is_current_stream_capturing
 _IN_TLS = "dist_autotune"  # torch gives what is stashed under it to the threads of a thread's autograd
@@ -225,6 +225,22 @@ def is_tuning() -> bool:
         return False
     call = INTERCEPTION.call_here()
     return call is not None and bool(call.tunes)
+
+
+def settled_config(tuner: Autotuner, key: Key) -> Any:
+    """Return the config that a launch of this key takes now without a search; None: the tuner is to be asked.
+
+    In a call of a tuned function that is what this function has settled on, elsewhere what `Autotuner.cache`
+    holds, where one of several functions has left its result.
+    """
+    call = INTERCEPTION.call_here() if INTERCEPTION.calls else None
+    if call is None:
+        return tuner.configs[0] if len(tuner.configs) == 1 else tuner.cache.get(key)
+    known = call.settled.get(id(tuner))  # empty while a launch may be a trial
+    if known is None or (known.configs and known.configs != tuner.configs):
+        return None
+    config, _ = known.only or known.by_key.get(key, (None, None))
+    return config
 
 
 def is_interpreted() -> bool:

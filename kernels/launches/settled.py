@@ -1,8 +1,9 @@
 """Settled launches: config, compiled kernel and grid as the tuning left them.
 
 One is taken while no launch may be a trial, and as long as the tuner's choice for the shape is the one that
-was remembered, so a later tuning is followed at once. A launch that nobody has tuned and that cannot be timed
-alone takes the first candidate and warns once.
+was remembered, so a later tuning is followed at once. Of tuned functions that share an operation each
+launches the config that it has settled on. A launch that nobody has tuned and that cannot be timed alone
+takes the first candidate and warns once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 import torch
 import triton
 
-from dist_autotune import is_tuning
+from dist_autotune.triton_api.interception import settled_config
 
 from ..configs import take_first
 from ..matrices import Block, Matrix, describe_at
@@ -85,20 +86,18 @@ class SettledLaunches(Generic[Shape]):
     def __init__(self, tuner: Any, blocks_of: BlocksOf | None = None, *, operation: str = "") -> None:
         self.tuner, self._blocks_of, self._operation = tuner, blocks_of, operation
         self._told: set[tuple[Any, ...]] = set()
-        self._of: dict[Shape, Settled] = {}
+        self._of: dict[Shape, tuple[Settled, ...]] = {}  # one for each config
 
     def find(self, shape: Shape) -> Settled | None:
         """Return how to launch the shape the short way; None if this launch must ask the tuner."""
-        settled = self._of.get(shape)
-        return settled if self.is_current(settled) else None
+        for settled in self._of.get(shape, ()):
+            if self.is_current(settled):
+                return settled
+        return None
 
     def is_current(self, settled: Settled | None) -> TypeGuard[Settled]:
         """Return whether it still is how its shape is to be launched."""
-        if settled is None or is_tuning():
-            return False
-        tuner = self.tuner
-        choice = tuner.configs[0] if len(tuner.configs) == 1 else tuner.cache.get(settled.key)
-        return choice is settled.config
+        return settled is not None and settled_config(self.tuner, settled.key) is settled.config
 
     def load(self, shape: Shape, arguments: tuple[Any, ...]) -> None:
         """Load what a launch with these arguments would run, unless it is known: see `load`."""
@@ -114,10 +113,10 @@ class SettledLaunches(Generic[Shape]):
         named = {**sizes, **constants}
         types = (str(tensor.dtype) for tensor in tensors if tensor is not None)
         key = (*(named[name] for name in tuner.keys), *types)
-        config = tuner.configs[0] if len(tuner.configs) == 1 else tuner.cache.get(key)
+        config = settled_config(tuner, key)
         if take_first.configs_not_timed() > 1 and self._operation:
             self._tell_untuned(key, {name: named[name] for name in tuner.keys})
-        if is_tuning() or config is None or config is not tuner.best_config:
+        if config is None or config is not tuner.best_config:
             return
         if not hasattr(compiled, "packed_metadata"):  # nothing was launched
             return
@@ -125,7 +124,8 @@ class SettledLaunches(Generic[Shape]):
         ordered = tuple(named[name] for name in tuner.arg_names if name in named)
         blocks = tuple(self._blocks_of({**sizes, **named}).values()) if self._blocks_of else ()
         settled = Settled(config, key, blocks, ordered, compiled, shape.grid(config.kwargs))
-        remember(self._of, shape, settled)
+        others = (each for each in self._of.get(shape, ()) if each.config is not config)
+        remember(self._of, shape, (settled, *others))
 
     def _tell_untuned(self, key: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         """Warn, once for all sizes of a layer, that its first candidate runs; sessions still tune it."""

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import triton
-from launch_path import LaunchingDevice, count_asking, launched, launching
+from launch_path import LaunchingDevice, launched, launching
 from settled_cases import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, SUMS, Caller
 
-from benchmarks.common.launched import Held, Launched, Observer, autotuners
+from benchmarks.common.launched import Launched, Observer, autotuners
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
+from dist_autotune.kernels.launches.settled import ShapeLaunch
 
 pytestmark = pytest.mark.aot
 CONFIGS = [BY_TMA, BY_TMA_OTHERS, BY_POINTERS]
@@ -40,20 +41,14 @@ def picks(place: int) -> Callable[..., Any]:
     return search
 
 
-class Plan:
-    """A tuned function, settled on a candidate, with its results put back before each call."""
-
-    def __init__(self, observer: Observer, caller: Caller, place: int) -> None:
-        options = {"search": picks(place), "log_dir": None, "cache": False, "progress": False}
-        self.function = contextual_autotune(caller.call, **options)
-        observer.clear()
-        self.function()
-        assert self.function.settled
-        self.held = Held(observer.tuners)
-
-    def __call__(self) -> None:
-        self.held.put_back()
-        self.function()
+def plan(observer: Observer, caller: Caller, place: int) -> Callable[[], None]:
+    """Return a tuned function, settled on the candidate in this place."""
+    options = {"search": picks(place), "log_dir": None, "cache": False, "progress": False}
+    function = contextual_autotune(caller.call, **options)
+    observer.clear()
+    function()
+    assert function.settled
+    return function
 
 
 def value(made: Any, name: str) -> object:
@@ -65,20 +60,30 @@ def config_of(made: Any) -> triton.Config:
     return found
 
 
-def test_plans_of_one_kernel_in_turns_launch_their_own_configs(device) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows whenever a launch is not made the short way."""
+    asked: list[int] = []
+    ask = ShapeLaunch._ask
+    monkeypatch.setattr(ShapeLaunch, "_ask", lambda *given: asked.append(1) or ask(*given))
+    return asked
+
+
+def test_plans_of_one_kernel_in_turns_launch_their_own_configs(device, asked) -> None:
     observer, caller = Observer([gemm_reduce_scatter]), SUMS.make(SUMS.plain)
-    plans = {place: Plan(observer, caller, place) for place in (1, 2)}
+    plans = {place: plan(observer, caller, place) for place in (1, 2)}
+    asked.clear()
     for place in (1, 2, 1, 1, 2, 2, 1):
         assert config_of(launched(device, plans[place])) is CONFIGS[place]
+    assert len(asked) == len(plans)
 
 
-def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(device, monkeypatch) -> None:
-    asked = count_asking(monkeypatch, gemm_reduce_scatter)
+def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(device, asked) -> None:
     observer, caller = Observer([gemm_reduce_scatter]), SUMS.make(SUMS.plain)
-    plans = {place: Plan(observer, caller, place) for place in (1, 2)}
+    plans = {place: plan(observer, caller, place) for place in (1, 2)}
     seen = {place: Launched("gemm_reduce_scatter", str(CONFIGS[place])) for place in plans}
     for place, call in plans.items():
-        assert observer.launches_anew(call.function) == (seen[place],)
+        assert observer.launches_of(call) == (seen[place],)
         call()
         before = len(asked)
         assert observer.launches_of(call) == (seen[place],)

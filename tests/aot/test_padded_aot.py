@@ -146,5 +146,5 @@ def test_the_tuner_keeps_copied_and_other_operands_apart(device, all_copied, mon
     monkeypatch.setattr(launching, "plan_copies", lambda shape, *, out: (copies.NOTHING, shape))
     multiply(a, b, out)
     places = [tuner.keys.index(name) for name in ("a_alignment", "b_alignment")]
-    keys = [settled.key for settled in launching._SETTLED._of.values()]
+    keys = [settled.key for (settled,) in launching._SETTLED._of.values()]
     assert [[key[place] for place in places] for key in keys] == [[128, 128], [16, 16]]

@@ -299,7 +299,7 @@ def test_descriptors_of_ever_new_addresses_are_bounded(device, monkeypatch):
     caller = Caller(SpecializedConsumer)
     for caller.tensors[1] in torch.zeros((8, N, K), dtype=torch.bfloat16):
         calls(device, caller, 2)
-    (settled,) = specialized._SETTLED._of.values()
+    ((settled,),) = specialized._SETTLED._of.values()
     (prepared,) = settled._prepared.values()
     assert [len(known) <= 3 for known in prepared._encoded] == [True] * 4
 

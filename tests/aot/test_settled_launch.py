@@ -190,10 +190,11 @@ def test_without_descriptors_there_is_no_scratch(world):
 
 
 def test_no_short_way_while_a_launch_may_be_a_trial(world, asked, monkeypatch):
-    caller = world.caller()
+    caller, settled_config = world.caller(), settled_launches.settled_config
     caller.call()
     for tuning, wanted in ((True, 2), (False, 2), (True, 3)):
-        monkeypatch.setattr(settled_launches, "is_tuning", lambda now=tuning: now)
+        answer = (lambda *of: None) if tuning else settled_config
+        monkeypatch.setattr(settled_launches, "settled_config", answer)
         caller.call()
         assert len(asked) == wanted
 
