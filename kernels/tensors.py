@@ -66,14 +66,50 @@ class OwnBuffer:
 
     def layout_of(self, tensor: Any) -> Hashable:
         """Return how a tensor lies, and where in the buffer it begins, in bytes; -1 if beside it."""
-        layout = layout_of(tensor)
-        offset = tensor.data_ptr() - self.begin if isinstance(tensor, torch.Tensor) else -1
-        return (offset if 0 <= offset < self._bytes else -1), layout
+        if not isinstance(tensor, torch.Tensor):
+            return layout_of(tensor)
+        address = tensor.data_ptr()
+        place = address - self.begin
+        place = place if 0 <= place < self._bytes else -1
+        return place, address % 16, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
-    def check_beside(self, name: str, tensor: torch.Tensor | None, buffer: str) -> None:
-        """Raise if a tensor that a call writes begins in the buffer, which peers may read meanwhile."""
+    def check_beside(self, name: str, tensor: torch.Tensor | None, buffer: str, use: str) -> None:
+        """Raise if a tensor begins in the buffer, of which a call makes another use, as `peers read`."""
         if tensor is not None and 0 <= tensor.data_ptr() - self.begin < self._bytes:
-            raise ValueError(f"{name} lies in {buffer}, which peers read in the call; pass another tensor")
+            raise ValueError(f"{name} lies in {buffer}, which {use} in the call; pass another tensor")
+
+
+def _bytes_between(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of the last one."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+class Apart:
+    """Refuses a result that overlaps operands which are read while it is written.
+
+    Made for tensors of one layout, for which a look at each operand's address is enough.
+    """
+
+    def __init__(self, out: torch.Tensor, **operands: torch.Tensor) -> None:
+        behind = _bytes_between(out)
+        self._reaches = [(name, -_bytes_between(each), behind) for name, each in operands.items()]
+
+    def check(self, out: torch.Tensor, *operands: torch.Tensor) -> None:
+        """Raise ValueError where `out` overlaps one of the operands, in the order of their names."""
+        begin = out.data_ptr()
+        for (name, before, behind), operand in zip(self._reaches, operands, strict=True):
+            if before < operand.data_ptr() - begin < behind and not _lie_side_by_side(out, operand):
+                raise ValueError(f"out overlaps {name}, which the call reads meanwhile; pass another tensor")
+
+
+def _lie_side_by_side(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two matrices are different columns of one."""
+    size, pitch = one.element_size(), one.stride(0)
+    if other.element_size() != size or (pitch, one.stride(1), other.stride(1)) != (other.stride(0), 1, 1):
+        return False
+    column = (other.data_ptr() - one.data_ptr()) // size % pitch
+    return column >= one.shape[1] and column + other.shape[1] <= pitch
 
 
 def room_in(gather: torch.Tensor, rank: int, world_size: int, rows: int) -> torch.Tensor:
@@ -237,8 +273,8 @@ def check_overlap(
 ) -> None:
     """Raise if a matrix lies in a buffer of the operation and is not its first rows."""
     offset, count = tensor.data_ptr() - shard.data_ptr(), tensor.shape[0]
-    inside = 0 <= offset < shard.numel() * shard.element_size() and count > 0
-    if inside and (offset > 0 or (tensor.stride(0) != shard.shape[1] and count > 1)):
+    inside = count > 0 and -_bytes_between(tensor) < offset < shard.numel() * shard.element_size()
+    if inside and (offset != 0 or (tensor.stride(0) != shard.shape[1] and count > 1)):
         raise ValueError(f"{name} overlaps {buffer} without being its first rows; pass {buffer}[:{rows}]")
 
 

@@ -58,7 +58,7 @@ def settled(run: int, context: Context, *, launches: int = 1) -> ContextSettled:
 def result(context: Context) -> dict[str, Any]:
     """Return the figures of a context's result so far, by the names that they have in logs and reports."""
     best = -1 if context.is_spent else context.incumbent
-    is_open = context.status in (Status.UNDER_WAY, Status.PARTIAL)
+    is_open = not context.settled or context.provisional
     times, texts = context.times, context.texts
     bans, classes = sorted(context.banned.items()), sorted(context.bit_classes.items())
     return {

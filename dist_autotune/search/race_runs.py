@@ -156,17 +156,22 @@ class RaceRuns(RunPhase):
         return [(context.name, index) for context in alike]
 
 
-def _family_ratios(contexts: Iterable[Context]) -> dict[tuple[str, str], float]:
+def _config_of(context: Context, index: int) -> tuple[str, str, str]:
+    """Return a config of a kernel. Another kernel may have the name, and the config."""
+    return context.kernel, context.kernel_id, context.digests[index]
+
+
+def _family_ratios(contexts: Iterable[Context]) -> dict[tuple[str, str, str], float]:
     """Return what a config takes over the fastest of its context, as the median over a kernel's contexts.
 
     Configs of one share are compared with each other first: a neighbour's trial is in the way of all of them.
     """
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for context in contexts:
         fastest_ms, alike_ms = min(context.by_launches.ms.values()), _fastest_of_share(context)
         for index, ms in context.by_launches.ms.items():
-            config = context.kernel, context.digests[index]
-            found.setdefault(config, []).append((ms / alike_ms[index], alike_ms[index] / fastest_ms))
+            ratio = ms / alike_ms[index], alike_ms[index] / fastest_ms
+            found.setdefault(_config_of(context, index), []).append(ratio)
     return {
         config: math.prod(map(statistics.median, zip(*each, strict=True)))
         for config, each in found.items()
@@ -183,7 +188,7 @@ def _fastest_of_share(context: Context) -> dict[int, float]:
     return {index: fastest[each] for index, each in share.items()}
 
 
-def _steadied_ms(context: Context, ratios: Mapping[tuple[str, str], float]) -> dict[int, float]:
+def _steadied_ms(context: Context, ratios: Mapping[tuple[str, str, str], float]) -> dict[int, float]:
     """Return a context's times by launches, each drawn to what its config takes in the kernel's contexts.
 
     A few samples of one context may be spikes, or of runs in which a neighbour's trial was in its way; those
@@ -192,7 +197,7 @@ def _steadied_ms(context: Context, ratios: Mapping[tuple[str, str], float]) -> d
     fastest_ms, times = min(context.by_launches.ms.values()), {}
     for index, ms in context.by_launches.ms.items():
         if index not in context.banned:
-            usual_ms = fastest_ms * ratios.get((context.kernel, context.digests[index]), ms / fastest_ms)
+            usual_ms = fastest_ms * ratios.get(_config_of(context, index), ms / fastest_ms)
             differs = ms / usual_ms
             times[index] = usual_ms * (math.sqrt(differs) if 1 / OWN_SAY < differs < OWN_SAY else 1.0)
     return times

@@ -17,6 +17,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +142,23 @@ class Waiting(Struct, frozen=True):
         return self.title, self.key.world_size, self.function, self.key.device, self.key.constants
 
 
+@dataclass
+class _Faults:
+    """What is wrong with one directory, as far as this process has found out."""
+
+    without_lock: str = ""  # why writes go on without the lock
+    warned: set[str] = field(default_factory=set)  # of what it has warned
+
+
+_FAULTS: dict[Path | None, _Faults] = {}  # by directory: many functions use one
+
+
 class Winners:
     """The entries of one directory; without a directory everything is a miss and nothing is stored."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
-        self._without_lock = ""  # why writes go on without the lock
-        self._warned: set[str] = set()
+        self._faults = _FAULTS.setdefault(directory, _Faults())
 
     def get(self, key: EntryKey) -> Entry | None:
         """Return the entry of `key`; None: none that can be used."""
@@ -194,8 +205,8 @@ class Winners:
         except OSError as error:
             self.warn_unwritable(self.directory, error.strerror or str(error))
         else:
-            if self._without_lock:
-                reason = f"{self._without_lock}. Wrote without it."
+            if self._faults.without_lock:
+                reason = f"{self._faults.without_lock}. Wrote without it."
                 self._warn(f"No lock on the cache in {self.directory}: {reason}")
 
     def record_waiting(self, key: EntryKey, function: str) -> None:
@@ -240,7 +251,7 @@ class Winners:
         return len(files)
 
     def _replace(self, path: Path, entry: Entry) -> None:
-        temporary = path.with_name(f"{os.urandom(4).hex() if self._without_lock else 'entry'}.tmp")
+        temporary = path.with_name(f"{os.urandom(4).hex() if self._faults.without_lock else 'entry'}.tmp")
         text = to_json({"schema": SCHEMA_VERSION, **to_builtins(entry)}, indent=True) + "\n"
         temporary.unlink(missing_ok=True)  # whatever it is: a link is not followed, a pipe not waited for
         try:
@@ -255,12 +266,12 @@ class Winners:
     def _lock(self, directory: Path) -> Iterator[None]:
         """Hold the directory's lock; once it is not to be had, go on without it and never wait again."""
         with contextlib.ExitStack() as held:
-            if not self._without_lock:
+            if not self._faults.without_lock:
                 try:
                     lock = FileLock(directory / ".lock")
                     held.enter_context(lock.acquire(timeout=LOCK_S, poll_interval=0.01))
                 except (OSError, NotImplementedError) as error:  # held for long; a filesystem without locks
-                    self._without_lock = getattr(error, "strerror", None) or str(error)
+                    self._faults.without_lock = getattr(error, "strerror", None) or str(error)
             yield
 
     def _read(self, path: Path) -> Entry | None:
@@ -276,13 +287,13 @@ class Winners:
         return entry
 
     def warn_unwritable(self, directory: Path, reason: str) -> None:
-        """Warn, once, that the directory or one in it cannot be written."""
+        """Warn, once in a process, that the directory or one in it cannot be written."""
         text = "Winners are not kept on disk, and what kills the process is not banned at its next start."
         self._warn(f"Cannot write the cache in {directory}: {reason}. {text}", about="writing")
 
     def _warn(self, text: str, about: str = "") -> None:
-        if (about or text) not in self._warned:
-            self._warned.add(about or text)
+        if (about or text) not in self._faults.warned:
+            self._faults.warned.add(about or text)
             warnings.warn(text, CacheWarning, stacklevel=3)
 
 

@@ -1,4 +1,4 @@
-"""Writes the records of a session: the work of this rank, and the decisions of all."""
+"""Writes the records of a session, and makes the contexts of its report from the same figures."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import datetime
 import os
 import socket
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 from msgspec import structs
 
 from ..launch.rank_context import RankContext
+from ..launch.registry import Registry
 from ..logs import decisions
 from ..logs.records import Exchanged, Note, Record, RunTimed, SessionOpened, Trial
 from ..logs.writer import SessionLog
@@ -21,6 +22,7 @@ from ..search.rules import BY_LAUNCH
 from ..search.state import SearchState
 from ..timing.samples import Samples
 from .function_state import FunctionSetup, versions
+from .report import TunedContext, time_order
 
 FIRST_FORECAST = 50  # runs of an online session until its log says what is left; then after twice as many
 
@@ -139,3 +141,26 @@ def _times(samples: Samples, part: Part | None) -> dict[str, Any]:
     if part is not None:
         return {"ms": ms, "statistic_ms": part.worst_ms if part.measured else None}
     return {"ms": ms, "statistic_ms": None if samples.report is None else samples.report.ms}
+
+
+def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]) -> tuple[TunedContext, ...]:
+    """Return the contexts among `names` that have several candidates, as they stand."""
+    contexts = []
+    for name in sorted(names):
+        context, rank_context = search.contexts.get(name), registry.by_name.get(name)
+        if context is None or rank_context is None or len(context.digests) == 1:
+            continue
+        best = None if context.is_spent else context.incumbent
+        contexts.append(
+            TunedContext(
+                kernel=context.kernel,
+                key=rank_context.identity.key,
+                config=None if best is None else rank_context.config_of(context.digests[best]),
+                launches=rank_context.launches_per_run,
+                key_text=context.key,
+                config_text="" if best is None else context.texts[best],
+                bit_class=None if best is None else context.bit_classes.get(best),
+                **decisions.result(context),
+            )
+        )
+    return tuple(sorted(contexts, key=time_order))

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import formatting
 from ..formatting import config_label, context_label, counted, format_ms
 from ..search.budget import Forecast, StepTimes
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
-
-if TYPE_CHECKING:  # readers of reports need neither torch nor Triton
-    from ..launch.registry import Registry
-    from ..search.state import SearchState
-
 
 MOST_LABELS = 4  # contexts that a remark names
 
@@ -256,28 +251,3 @@ class _Sides:
 def time_order(context: TunedContext) -> tuple[float, str]:
     """Return the key that sorts the largest share of a run's launches first; the others last, by name."""
     return -(context.run_ms or 0.0), context.label
-
-
-def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]) -> tuple[TunedContext, ...]:
-    """Return the contexts among `names` that have several candidates, as they stand."""
-    from ..logs import decisions  # with records, which an import of the package does without
-
-    contexts = []
-    for name in sorted(names):
-        context, rank_context = search.contexts.get(name), registry.by_name.get(name)
-        if context is None or rank_context is None or len(context.digests) == 1:
-            continue
-        best = None if context.is_spent else context.incumbent
-        contexts.append(
-            TunedContext(
-                kernel=context.kernel,
-                key=rank_context.identity.key,
-                config=None if best is None else rank_context.config_of(context.digests[best]),
-                launches=rank_context.launches_per_run,
-                key_text=context.key,
-                config_text="" if best is None else context.texts[best],
-                bit_class=None if best is None else context.bit_classes.get(best),
-                **decisions.result(context),
-            )
-        )
-    return tuple(sorted(contexts, key=time_order))

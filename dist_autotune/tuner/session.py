@@ -34,8 +34,8 @@ from . import diagnosis
 from .diagnosis import Diagnosis
 from .function_state import SESSION_STATE, FunctionState, check_opening
 from .rank_run import RankRun
-from .recorder import Recorder
-from .report import TunedContext, TuningReport, step_times, tuned_contexts
+from .recorder import Recorder, tuned_contexts
+from .report import TunedContext, TuningReport, step_times
 from .snapshot import Snapshot
 
 T = TypeVar("T")

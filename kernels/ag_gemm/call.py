@@ -11,6 +11,7 @@ from dist_autotune.launch.tunable import Standing
 
 from ..epilogues import ONLY_SUMS, Epilogue
 from ..exchange.spoil import spoil_chunks
+from ..tensors import Apart
 from .choices import CallOptions, Choice
 
 
@@ -55,6 +56,7 @@ class GatherLayout:
     shape: tuple[int, int]  # of the result
     options: CallOptions
     choose: Standing[Choice]  # one of the options
+    apart: Apart  # of result and weight
     loaded: set[str] = field(default_factory=set)  # consumers with loaded kernels
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
 

@@ -86,8 +86,8 @@ class GatherBuffer:
         self.a, self.scales = row.rows_in(self.symmetric.local), row.scales_in(self.symmetric.local)
         self.shard = self.a[memory.rank]
         chunk = self.symmetric.local[memory.rank]
-        own = OwnBuffer(chunk)
-        self._begin, self.layout_of = own.begin, own.layout_of
+        self._begin, self._own = chunk.data_ptr(), OwnBuffer(self.symmetric.local)
+        self.layout_of = self._own.layout_of
         self._storage_at = chunk.untyped_storage().data_ptr()
         self._whole = self.symmetric.local.flatten(0, 1)  # a view
 
@@ -137,5 +137,6 @@ class GatherBuffer:
         epilogue.check(columns, device)
         shape = [self._world_size * rows, result_columns(epilogue.activation, columns)]
         check_out(out, shape, row.product_dtype, device)
+        self._own.check_beside("out", out, "op.gathered", "peers write")
         check_overlap("a_shard", a_shard, self.symmetric.local[self._rank], "m")
         check_scales(row.dtype, device, (epilogue.scale_a, rows), (epilogue.scale_b, columns))

@@ -36,6 +36,7 @@ from ..gemm.configs import class_of_rows
 from ..signals import Failure
 from ..tensors import (
     FP8,
+    Apart,
     check_fp8,
     check_no_gradient,
     check_sizes,
@@ -222,7 +223,7 @@ class AllGatherGemm(Operation):
         if torch.is_grad_enabled():
             scales = {"scale_a": scale_a, "scale_weight": scale_weight}
             check_no_gradient("AllGatherGemm", a_shard=a_shard, weight=weight, out=out, bias=bias, **scales)
-        of_out = None if out is None else layout_of(out)
+        of_out = None if out is None else self._buffer.layout_of(out)
         key = self._buffer.layout_of(a_shard), layout_of(weight), of_out, epilogue.layout()
         layout = self._layouts.get(key)
         if layout is None:
@@ -232,6 +233,8 @@ class AllGatherGemm(Operation):
         if layout is None:
             made = self._new_layout(weight, out, len(a_shard), epilogue.kind())
             layout = remember(self._layouts, key, made)
+        if out is not None:
+            layout.apart.check(out, weight)
         is_capturing = self._follow()
         if out is None:
             out = weight.new_empty(layout.shape, dtype=self._format.product_dtype)
@@ -259,7 +262,8 @@ class AllGatherGemm(Operation):
         options = options_for(
             rows, self._sms, world_size=self.world_size, specialized=can_run, key=key, fixed=self._fixed
         )
-        return GatherLayout(rows, class_of_rows(shape[0]), shape, options, Standing(options.choose))
+        apart, choose = Apart(out, weight=weight), Standing(options.choose)
+        return GatherLayout(rows, class_of_rows(shape[0]), shape, options, choose, apart)
 
     def _choose(self, layout: GatherLayout) -> Choice:
         return layout.choose()

@@ -35,6 +35,7 @@ from ..gemm.operation import persistent_matmul
 from ..gemm_rs import GemmReduceScatter
 from ..signals import Failure
 from ..tensors import (
+    Apart,
     OwnBuffer,
     check_eps,
     check_factors,
@@ -68,6 +69,7 @@ class RowsLayout(NamedTuple):
     product: Standing[str] | None  # one of PRODUCTS; None: torch's
     part: torch.Tensor  # what this rank adds, of the operation's memory
     launches: dict[str, RowsLaunch]
+    apart: Apart | None  # of a result that was given and its factors
 
 
 class GemmAllReduce(Operation):
@@ -246,7 +248,8 @@ class GemmAllReduce(Operation):
         norm_weight: torch.Tensor | None,
     ) -> None:
         check_out(out, [rows, self._n], self._dtype, self.device)
-        self._own.check_beside("out", out, "op.part")
+        self._own.check_beside("out", out, "op.part", "peers read")
+        self._own.check_beside("residual", residual, "op.part", "this rank writes")
         if residual is None and norm_weight is None:
             return
         if residual is None or norm_weight is None:
@@ -273,7 +276,7 @@ class GemmAllReduce(Operation):
             key_of_product = (rows, self._n, k, dtype)
             ask = functools.partial(tunable, "gemm_ar product", PRODUCTS, key=key_of_product)
             product = Standing(ask)
-        return RowsLayout(rows, ways, choose, product, self._parts.local[:rows], {})
+        return RowsLayout(rows, ways, choose, product, self._parts.local[:rows], {}, None)
 
     def _choose(self, layout: RowsLayout) -> str:
         return layout.choose()
@@ -295,20 +298,25 @@ class GemmAllReduce(Operation):
             given = {"a" if multiplies else "part": a, "weight": weight, "out": out}
             check_no_gradient("GemmAllReduce", **given, residual=residual, norm_weight=norm_weight)
         check_eps(eps)
-        of_part = layout_of(a) if multiplies else self._own.layout_of(a)
+        of_part = self._own.layout_of(a)
         of_ending = None
         if not (out is residual is norm_weight is None):
-            of_ending = self._own.layout_of(out), layout_of(residual), layout_of(norm_weight)
+            of_ending = self._own.layout_of(out), self._own.layout_of(residual), layout_of(norm_weight)
         lie = multiplies, of_part, layout_of(weight), of_ending
         layout = self._layouts.get(lie)
         if layout is None:
             if multiplies:
                 check_factors(a, weight, self._m, self._n, self._dtype, self.device)  # type: ignore[arg-type]
+                self._own.check_beside("a", a, "op.part", "this rank writes")
             else:
                 self._check_part(a)
             self._check_ending(a.shape[0], out, residual, norm_weight)
             made = self._new_layout(*a.shape, multiplies=multiplies, has_norm=residual is not None)
+            if out is not None and weight is not None:
+                made = made._replace(apart=Apart(out, a=a, weight=weight))
             layout = remember(self._layouts, lie, made)
+        if out is not None and weight is not None and layout.apart is not None:
+            layout.apart.check(out, a, weight)
         is_capturing = self._follow()
         part = layout.part
         result = part.new_empty(part.shape) if out is None else out

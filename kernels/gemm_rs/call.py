@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..tensors import Apart
+
 
 class ScatterMemory(NamedTuple):
     """The tensors of an operation that no call changes."""
@@ -62,3 +64,4 @@ class ScatterLayout(NamedTuple):
     rows: tuple[int, ...]  # of each rank
     shape: tuple[int, int]  # of the result
     body: Body
+    apart: Apart  # of result and factors

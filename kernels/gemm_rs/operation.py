@@ -85,6 +85,7 @@ from ..gemm.configs import class_of_rows
 from ..signals import Failure
 from ..tensors import (
     FP8,
+    Apart,
     check_factors,
     check_fp8,
     check_no_gradient,
@@ -221,6 +222,8 @@ class GemmReduceScatter(Operation):
             given = (a, weight, out, addend, scale_a, scale_weight)
             self._check_arguments(*given)
             layout = remember(self._layouts, lie, self._new_layout(*given))
+        if out is not None:
+            layout.apart.check(out, a, weight)
         is_capturing = self._follow()
         if out is None:
             out = a.new_empty(layout.shape, dtype=self._out_dtype)
@@ -291,7 +294,8 @@ class GemmReduceScatter(Operation):
         if out is None:
             out = a.new_empty(shape, dtype=self._out_dtype)
         body = self._make_body(ScatterOperands(a, weight, out, *others))
-        return ScatterLayout(all_rows, class_of_rows(all_rows), (shape[0],) * self.world_size, shape, body)
+        rows, apart = (shape[0],) * self.world_size, Apart(out, a=a, weight=weight)
+        return ScatterLayout(all_rows, class_of_rows(all_rows), rows, shape, body, apart)
 
     def _make_body(self, operands: ScatterOperands) -> Body:
         if specialized.can_run(operands, self._held):

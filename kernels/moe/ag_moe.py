@@ -147,7 +147,7 @@ class AllGatherMoE(ExpertOperation):
         """
         self._check_usable()
         check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight, out=out)
-        lie = self._own.layout_of(x_shard), layout_of(weight), layout_of(topk_ids), layout_of(out)
+        lie = self._own.layout_of(x_shard), layout_of(weight), layout_of(topk_ids), self._own.layout_of(out)
         if lie not in self._checked:
             self._check_arguments(x_shard, weight, topk_ids, out)
             remember(self._checked, lie, None)
@@ -249,6 +249,7 @@ class AllGatherMoE(ExpertOperation):
             check_tensor("out", out, self._dtype, self.device)
             if out.shape[1] != weight.shape[1]:
                 raise ValueError(f"out has shape {list(out.shape)}; the result has {weight.shape[1]} columns")
+            self._own.check_beside("out", out, "op.shard", "peers read")
 
     def _check_rows(self, out: torch.Tensor | None, rows: int) -> None:
         if out is not None and out.shape[0] != rows:

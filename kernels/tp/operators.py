@@ -26,10 +26,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..ag_gemm import AllGatherGemm
+from ..exchange.operation import Operation
 from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
 from ..tensors import FP8
-from .registry import opened, size_of
+from .registry import announce_none, opened, size_of
 
 library = torch.library.Library("dist_autotune", "FRAGMENT")
 library.define(
@@ -54,12 +55,20 @@ def gather_and_multiply(
     a_shard: Tensor, weights: Sequence[Tensor], group_name: str, save_gathered: bool, fp8: bool = False
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the products and, if they are to be saved, all ranks' rows; with fp8 there are none to save."""
+    if not a_shard.shape[0]:
+        return _products_of_none(a_shard, weights, group_name), a_shard if save_gathered else None
     if fp8:
         return gather_and_multiply_fp8(a_shard, weights, group_name), None
     operation, products, gathered = _gather(a_shard, weights, group_name, needs_rows=save_gathered)
     if gathered is None or not save_gathered:
         return products, None
     return products, gathered.clone() if operation.overwrites(gathered) else gathered
+
+
+def _products_of_none(a_shard: Tensor, weights: Sequence[Tensor], group_name: str) -> list[Tensor]:
+    """Return the products of no rows: all ranks have none."""
+    announce_none(AllGatherGemm, a_shard, a_shard.shape[1], group_name)
+    return [a_shard.new_empty((0, weight.shape[0])) for weight in weights]
 
 
 def gather_and_multiply_fp8(a_shard: Tensor, weights: Sequence[Tensor], group_name: str) -> list[Tensor]:
@@ -106,6 +115,8 @@ def multiply_and_scatter(
 
     The scatter hides behind the largest product; the others are what its sums start from.
     """
+    if not a[0].shape[0]:
+        return _sum_of_none(GemmReduceScatter, a[0], weights[0], group_name)
     if fp8:
         ((rows, scale_a),), ((weight, scale_weight),) = map(rows_in_fp8, a), map(rows_in_fp8, weights)
         operation = opened(GemmReduceScatter, rows, rows.shape[0], weight.shape[0], group_name)
@@ -122,8 +133,16 @@ def multiply_and_scatter(
     return operation(by_rows(rows), weight, addend=addend)
 
 
+def _sum_of_none(kind: type[Operation], a: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    """Return the sum of products of no rows: all ranks have none."""
+    announce_none(kind, a, weight.shape[0], group_name)
+    return a.new_empty((0, weight.shape[0]))
+
+
 def multiply_and_all_reduce(a: Tensor, weight: Tensor, group_name: str) -> Tensor:
     """Return the sum of all ranks' products, all of its rows."""
+    if not a.shape[0]:
+        return _sum_of_none(GemmAllReduce, a, weight, group_name)
     operation = opened(GemmAllReduce, a, a.shape[0], weight.shape[0], group_name)
     result = operation(by_rows(a), weight)
     assert isinstance(result, Tensor)
@@ -143,7 +162,9 @@ def gather_and_multiply_backward(
     multiplied = [rows for rows, is_needed in zip(a, for_weights, strict=True) if is_needed]
     of_a: list[Tensor] = []
     gathered = None
-    if across:
+    if not grad.shape[0]:
+        of_a, gathered = _products_of_none(grad, across, group_name), grad
+    elif across:
         _, of_a, gathered = _gather(grad, across, group_name, needs_rows=bool(multiplied))
     elif multiplied:
         gathered = wait(start_gather(grad, group_name))

@@ -253,6 +253,20 @@ def opened(kind: type[Kind], tensor: torch.Tensor, rows: int, columns: int, grou
     return found.operation
 
 
+def announce_none(kind: type[Operation], tensor: torch.Tensor, columns: int, group_name: str) -> None:
+    """Tell the peers of a call without rows, which needs no operation; ValueError where one has some."""
+    key, group = Key(kind, group_name, columns, tensor.dtype, tensor.device), _group_of(group_name)
+    if group.size() == 1:
+        return
+    found = WORKSPACES.find(key)
+    try:
+        WORKSPACES.announce(key, 0, group, found.timeout_s if found else TIMEOUT_S).require_equal()
+    except (ValueError, PeerTimeout) as error:
+        if found is not None:
+            found.operation.refuse(str(error))
+        raise
+
+
 @functools.lru_cache
 def _call_of(key: Key) -> tuple[str, int]:
     """Return how the peers are told of such calls, and how this rank explains them."""

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from random_programs import OF_THE_PACKAGE, Kernel, Program, having, true_winners, viable_blocks
+from triton.runtime.errors import OutOfResources
 from virtual_ranks import Gone, VirtualAgreement
 from virtual_tuners import FUNCTIONS, Boom, Ending, VirtualRank
 
@@ -167,7 +168,8 @@ class Witness:
         tuning, options = self.ranks[0].state.search, self.program.options
         made = tuning.runs + 1  # with the one that is being told
         since = {rank.runs - before for rank, before in zip(self.ranks, self._runs_at_open, strict=True)}
-        if len(self.ranks) > 1 or not self.program.events_of("raise"):  # alone, a session goes on unasked
+        raises = self.program.events_of("raise") or _stock_failures(self.program)
+        if len(self.ranks) > 1 or not raises:  # alone, a session goes on unasked
             assert since == {made}, f"ranks have made {since} runs of this session, {made} are known"
         if options["max_runs"] is not None:
             assert made <= options["max_runs"], f"{made} runs, {options['max_runs']} allowed"
@@ -279,7 +281,8 @@ def _check_call(program: Program, call: int, endings: dict[int, Ending], counts:
             error = errors.pop(rank, None)  # a failure in a settled call is a rank's own
             # Or none of a context's configs works on every rank, which the ranks' last run has told.
             has_none = isinstance(error, NoValidConfig) and str(error).partition(":")[0] in without
-            is_allowed = error is None or isinstance(error, Boom) or has_none
+            is_stock = isinstance(error, OutOfResources) and bool(_stock_failures(program))
+            is_allowed = error is None or isinstance(error, Boom) or has_none or is_stock
             assert is_allowed, f"rank {rank}, a settled call: {error!r}"
             counts["settled calls that raised"] += error is not None
     elif errors:
@@ -307,6 +310,9 @@ def _check_call(program: Program, call: int, endings: dict[int, Ending], counts:
             peer = errors.get(error.rank)
             assert not isinstance(peer, PeerFailed | None), f"rank {rank}: {error}"
             assert type(peer).__name__ in error.error
+        elif isinstance(error, OutOfResources):
+            assert _stock_failures(program), f"rank {rank} ends with {error!r}"
+            counts["errors of stock launches"] += 1
         elif not isinstance(error, (Boom, Gone)):
             assert isinstance(error, TuningError), f"rank {rank} ends with {error!r}"
             assert _is_expected(program, call, error), f"rank {rank} ends with {error!r}"
@@ -376,6 +382,16 @@ def _check_agreement(endings: dict[int, Ending]) -> None:
         assert ending.is_settled == first.is_settled
 
 
+def _stock_kernels(program: Program) -> list[Kernel]:
+    """Return the kernels that pass straight through to stock Triton: of one rank, with one config."""
+    return [kernel for kernel in program.kernels if program.world_size == len(kernel.candidates[0]) == 1]
+
+
+def _stock_failures(program: Program) -> list[Kernel]:
+    """Return those whose only config fails in each launch: the error reaches the caller."""
+    return [kernel for kernel in _stock_kernels(program) if (0, kernel.candidates[0][0]) in kernel.failures]
+
+
 def check_winners(program: Program, endings: list[Ending], counts: Counter[str]) -> None:
     """Check the first call of a plain program against the winners that follow from its script."""
     if any(isinstance(ending.error, NoValidConfig) for ending in endings):
@@ -384,10 +400,16 @@ def check_winners(program: Program, endings: list[Ending], counts: Counter[str])
         )
         counts["programs without a config"] += 1
         return
+    if any(isinstance(ending.error, OutOfResources) for ending in endings):
+        return  # of a stock launch: `_check_call` has seen it
     functions = Counter(kernel.function for kernel in program.kernels)
     for kernel, n in program.contexts():
         if functions[kernel.function] > 1:
             continue  # Autotuners of one function with different configs are kernels of their own
+        if kernel in _stock_kernels(program):
+            assert (kernel.function, n) not in endings[0].winners, "a kernel with one config has a context"
+            counts["passed straight through"] += 1
+            continue
         expected = true_winners(kernel, n, program.options["rank_reduce"])
         for rank in having(kernel, n):
             block = endings[rank].winners[kernel.function, n]

@@ -94,6 +94,8 @@ def test_a_directory_that_cannot_be_written_is_one_warning_and_tuning_works(benc
         tuned(n)
     assert bench.blocks(n=64) == [16, 32, 32, 32]
     assert bench.blocks(n=128) == [32, 32, 16, 32, 32]  # the call that meets it tunes it
+    other = bench.kernel({16: 3.0, 32: 1.0}, function=double)
+    bench.tune(lambda: launch(other, numbers()), cache=tmp_path / "file")()  # nor does this one warn
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def levels_of(
     Where all shares are known: the front, with the next fastest if it is short; else the fastest.
     """
     fastest = min(ms.values(), default=math.inf)
-    usable = [index for index in ms if ms[index] <= SLOWEST * fastest]
+    usable = [index for index in ms if index == incumbent or ms[index] <= SLOWEST * fastest]
     usable.sort(key=lambda index: (index != incumbent, ms[index], index))
     every = KernelLevels(name, {i: ms[i] for i in usable} or {incumbent: fastest})
     if all(index in share for index in every.ms):

@@ -24,6 +24,7 @@ from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
+from dist_autotune.kernels.tensors import Apart
 
 Wrong = dict[str, tuple[Callable[[Any], Any], str]]  # a call, and what it is told
 
@@ -62,7 +63,7 @@ def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
 
 # ---- AllGatherGemm
 
-A, W = zeros(4, 8), zeros(6, 8)
+A, W, SQUARE = zeros(4, 8), zeros(6, 8), zeros(8, 8)
 OF_GATHER: Wrong = {
     "m = 0": (lambda op: op(zeros(0, 8), W), "a_shard has 0 rows; this operation takes 1 to m_per_rank=4"),
     "m too large": (lambda op: op(zeros(5, 8), W), "a_shard has 5 rows; .* takes 1 to m_per_rank=4"),
@@ -77,6 +78,10 @@ OF_GATHER: Wrong = {
     ),
     "shape of out": (lambda op: op(A, W, zeros(3, 6)), r"out has shape \[3, 6\]; the result has \[4, 6\]"),
     "dtype of out": (lambda op: op(A, W, zeros(4, 6).float()), "out is torch.float32"),
+    "out in op.gathered": (
+        lambda op: op(A, zeros(8, 8), op.shard), "out lies in op.gathered, which peers write in the call"
+    ),
+    "out in weight": (lambda op: op(A, SQUARE, SQUARE[:4]), "out overlaps weight, which the call reads"),
     "middle of op.shard": (lambda op: op(op.shard[1:3], W), r"overlaps op.shard .* pass op.shard\[:m\]"),
     "no tensor": (lambda op: op(A.tolist(), W), "a_shard is a list; a tensor is needed"),
     "bias": (lambda op: op(A, W, bias=zeros(7)), r"bias has shape \(7,\); it must be \(6,\)"),
@@ -123,6 +128,7 @@ def ones(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
 
 
 FACTORS = ones(4, 3), ones(6, 3)
+WHOLE, WIDE = ones(4, 9), ones(6, 9)
 OF_SUMS: Wrong = {
     "dtype": (lambda op: op(ones(4, 3).float(), ones(6, 3)), "a is torch.float32 on cpu"),
     "too many rows": (lambda op: op(ones(9, 3), ones(6, 3)), "a has 9 rows; .* takes 1 to m=8"),
@@ -130,6 +136,8 @@ OF_SUMS: Wrong = {
     "other n": (lambda op: op(ones(4, 3), ones(5, 3)), r"weight \[5, 3\] must be .* \[n=6, K\]"),
     "no K": (lambda op: op(ones(4, 0), ones(6, 0)), "the same K, at least 1"),
     "out": (lambda op: op(*FACTORS, ones(3, 6)), r"out has shape \[3, 6\]"),
+    "out in a": (lambda op: op(WHOLE[:, :3], ones(6, 3), WHOLE[:, 2:8]), "out overlaps a, which the call"),
+    "out in weight": (lambda op: op(ones(4, 3), WIDE[:, :3], WIDE[1:5, 2:8]), "out overlaps weight, which"),
     "no tensor": (lambda op: op(1, ones(6, 3)), "a is a int"),
     "three dimensions": (lambda op: op(ones(1, 4, 3), ones(6, 3)), "two dimensions"),
     "columns apart": (lambda op: op(ones(3, 4).T, ones(6, 3)), "rows of a are not contiguous"),
@@ -183,6 +191,10 @@ OF_REDUCED: Wrong = OF_SUMS | {
     "out in op.part": (
         lambda op: op.all_reduce(op.part[:4], op.part[:4]), "out lies in op.part, which peers read"
     ),
+    "a in op.part": (lambda op: op(op.part[:4], ones(6, 6)), "a lies in op.part, which this rank writes"),
+    "residual in op.part": (
+        lambda op: op(*FACTORS, None, op.part[:4], ones(6)), "residual lies in op.part, which this rank"
+    ),
 }  # fmt: skip
 EMPTY = {name: ({name: 0}, "must be at least 1") for name in ("m", "n")}
 SCATTER = Refusing(SCATTERING_SUMS, (8, 6), OF_SCATTERED, EMPTY, (lambda op: op(*FACTORS),), waits=True)
@@ -229,6 +241,7 @@ OF_DISPATCH: Wrong = {
     "no choices": (lambda op: op(X, UP, IDS[:, :0]), "0 choices a token"),
     "rows of out": (lambda op: op(X, UP, IDS, zeros(9, 5)), r"out has shape \[9, 5\]; .* 8 rows"),
     "columns of out": (lambda op: op(X, UP, IDS, zeros(8, 4)), "the result has 5 columns"),
+    "out in op.shard": (lambda op: op(X, UP, IDS, op.shard[:, :5]), "out lies in op.shard, which peers read"),
     "too few counts": (lambda op: op(X, UP, IDS, tokens=[]), r"tokens=\[\] has 0 numbers"),
     "own count": (lambda op: op(X, UP, IDS, tokens=[3]), r"rank 0, this one, passes 4 tokens"),
     "count above": (lambda op: op(X, UP, IDS, tokens=[9]), "each must be 0 to tokens_per_rank=8"),
@@ -392,3 +405,12 @@ def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs(of):
     assert peer[0] == peer[1] if of.waits else peer[0] == "nothing was raised"
     assert peer[1].startswith(f"PeerTimeout: {of.name}, rank 0: rank 1")
     assert peer[2] == peer[1]
+
+
+def test_columns_of_one_matrix_lie_apart_from_each_other():
+    whole = zeros(4, 12)
+    for a in (whole[:, :3], whole[:, 9:], whole[1:, :3]):
+        Apart(whole[:, 3:9], a=a).check(whole[:, 3:9], a)
+    for a in (whole[:, :4], whole[1:, 8:], whole[0, 3:11].unflatten(0, (2, 4))):
+        with pytest.raises(ValueError, match="out overlaps a"):
+            Apart(whole[:, 3:9], a=a).check(whole[:, 3:9], a)

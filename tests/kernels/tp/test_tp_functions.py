@@ -15,9 +15,9 @@ from dist_autotune.kernels import tp
 
 
 def gathered_products(rank, columns, save_gathered):
-    """Compare products and gradients of two weights behind one gather, in three calls of changing rows."""
+    """Compare products and gradients of two weights behind one gather, in calls of changing rows."""
     with workspaces(rank) as world:
-        for seed, rows in enumerate((12, 5, 20)):
+        for seed, rows in enumerate((12, 5, 0, 20)):
             shards = tensors_of_all(world, rows, 16, seed=seed)
             sizes = (24, 9)
             weights = [tensors_of_all(world, n, 16, seed=10 * n + seed) for n in sizes]
@@ -51,7 +51,7 @@ def test_products_behind_one_gather_and_their_gradients_are_those_of_torch(world
 
 def scattered_sums(rank, columns):
     with workspaces(rank) as world:
-        for seed, rows in enumerate((8, 3, 12)):
+        for seed, rows in enumerate((8, 3, 0, 12)):
             inputs = tensors_of_all(world, world * rows, 12, seed=seed)
             weights = tensors_of_all(world, 16, 12, seed=10 + seed)
             bias = tensor_of(0, 16, seed=5)
@@ -97,6 +97,23 @@ def test_an_eager_call_is_no_operator_and_views_nothing_unless_somebody_looks_on
     # An operator's dispatch takes longer than the product's launch.
     operators = ["dist_autotune::all_gather_matmul", "dist_autotune::matmul_reduce_scatter"]
     assert values(what_runs, 2) == [([], operators)] * 2
+
+
+def some_without_rows(rank):
+    """Return what ranks are told, and the shape of a product afterwards, where the last one has no rows."""
+    with workspaces(rank) as world:
+        rows = 0 if rank == world - 1 else 4
+        calls = [
+            lambda: tp.all_gather_matmul(tensor_of(rank, rows, 8), tensor_of(rank, 12, 8)),
+            lambda: tp.matmul_reduce_scatter(tensor_of(rank, rows, 8), tensor_of(rank, 12, 8)),
+        ]
+        return [message_of(call) for call in calls]
+
+
+def test_a_rank_without_rows_beside_others_is_refused_on_all():
+    for texts in values(some_without_rows, 2):
+        for text in texts:
+            assert "every rank must pass as many rows; rank 0: 4, rank 1: 0" in text
 
 
 def along_the_second_dimension(rank):

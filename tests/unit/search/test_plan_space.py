@@ -26,6 +26,11 @@ def test_a_kernel_keeps_the_fastest_of_each_share_up_to_three_times_the_fastest(
     assert levels.within(0.1) == 3  # none is as small
 
 
+def test_a_kernel_begins_with_its_incumbent_however_slow():
+    levels = levels_of("k", {0: 1.0, 1: 3.5}, {}, incumbent=1)
+    assert (levels.incumbent, levels.thinned(1)) == (1, [1])
+
+
 def space_of(drawn):
     """Return a space whose kernels depend on options, with the launches that a run of some options makes."""
     choices = {f"c{place}": list(range(drawn.randint(2, 3))) for place in range(drawn.randint(0, 3))}

@@ -9,7 +9,8 @@ from random import Random
 import pytest
 from fuzz import play, play_sessions
 from msgspec import structs
-from random_programs import BLOCKS, Event, Kernel, Pattern, Program, draw_program
+from random_programs import BLOCKS, Choice, Event, Kernel, Pattern, Program, draw_program
+from triton.runtime.errors import OutOfResources
 from virtual_ranks import VirtualGroup
 from virtual_tuners import VirtualClock
 
@@ -169,3 +170,30 @@ def test_a_wait_for_a_rank_that_has_ended_is_found():
 
     with pytest.raises(AgreementTimeout, match=r"ranks \[0\]"):
         group.run(program)
+
+
+def keys_of(*sizes: int) -> tuple[tuple[tuple[int, Pattern], ...], ...]:
+    """Return the launches of one rank with these keys, in every run."""
+    return (tuple((n, ALWAYS) for n in sizes),)
+
+
+def test_one_rank_leaves_a_kernel_with_one_config_to_stock_triton_and_its_errors_to_the_caller():
+    single = kernel_of((16,), launches=keys_of(64, 80))
+    plain = replace(program_of(single), is_plain=True)
+    counts: Counter[str] = Counter()
+    assert winners(play(plain, Random(0), counts)) == [{}]
+    assert counts["passed straight through"] == 2
+    failing = replace(plain, kernels=(replace(single, failures={(0, 16): "launch"}),))
+    (rank,) = play(failing, Random(0), Counter())
+    assert isinstance(rank.endings[0].error, OutOfResources)
+
+
+def test_kernels_of_one_name_do_not_steady_each_other_where_options_are_searched():
+    # Of one function, and opposite: each one's fastest config is slow in the other, which has more keys.
+    ms = {(0, block): float(block) for block in BLOCKS}
+    many = kernel_of((16, 64, 128), ms=ms, launches=keys_of(80, 96, 112, 128))
+    one = kernel_of((128, 16), ms={key: 300.0 - each for key, each in ms.items()})
+    choice = Choice(number=0, options=(0, 1), ms=(1.0, 2.0), launches=(ALWAYS,))
+    program = program_of(many, one, choices=(choice,), n_warmup=None, n_repeat=None)
+    (found,) = winners(play(replace(program, search="racing"), Random(0), Counter()))
+    assert found == {(0, n): 16 for n in (80, 96, 112, 128)} | {(0, 64): 128}
