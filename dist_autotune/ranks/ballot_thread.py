@@ -29,6 +29,7 @@ class BallotThread:
         self._sender: Client | None = None  # of the calls
         self._own: Client | None = None  # of the thread
         self._read = 0  # letters
+        self._missed: list[None] = []  # openings of sessions that this rank has not come to
         self._lock, self._sending = threading.Lock(), threading.Lock()  # the second: of `_sender`
         self._is_closed = False
         self._thread: threading.Thread | None = None
@@ -37,7 +38,7 @@ class BallotThread:
         """Return a new ballot. last: of the same function; it has ended."""
         if last is not None:
             self._ballots.pop(last.name, None)
-        ballot = Ballot(name, self._post, timeout_s)
+        ballot = Ballot(name, self._post, timeout_s, lambda: self._missed.append(None))
         with self._lock:
             for letter in self._early.pop(name, []):  # before the thread brings it later ones
                 ballot.take(letter)
@@ -46,6 +47,12 @@ class BallotThread:
             self._thread = threading.Thread(target=self._serve, name="dist_autotune ballots", daemon=True)
             self._thread.start()
         return ballot
+
+    def take_missed(self) -> int:
+        """Return how many openings of sessions this rank has missed since this was last asked."""
+        count = len(self._missed)  # the thread may add one meanwhile
+        del self._missed[:count]
+        return count
 
     def close(self) -> None:
         """End the thread at its next look. Takes no lock: a garbage collector may call it, on any thread."""

@@ -18,7 +18,8 @@ So all ranks open a session in one call, or none does. What can go wrong delays 
 * A rank raises in call n: its word is that it has finished the call, and does not wait. Peers that stay in
   that call are reported: they may wait for it in a collective.
 * A rank stops for good: its words are missing, nothing is taken up. If it stops between steps 3 and 4, who
-  has promised to stop goes on after `timeout_s`; if behind step 4, so does who waits at the opening.
+  has promised to stop goes on after `timeout_s`; if behind step 4, so does who waits at the opening. Who
+  went on, and had asked to tune anew, asks again.
 * A rank meets another new key while a round is under way: it does not wait for it.
 """
 
@@ -147,13 +148,21 @@ class Ballot:
     """One rank's side: `begin` and `end` around each settled call; its other methods are its thread's.
 
     post: sends a word to the hub, (op, ballot, call, waits=). If that fails, the thread tells the hub that
-    this rank does not wait, as soon as the hub asks.
+    this rank does not wait, as soon as the hub asks. skip: called where the peers come to an opening in a
+    call that this rank has made.
     """
 
-    def __init__(self, name: str, post: Callable[..., bool], timeout_s: float) -> None:
-        self.name, self._post, self._timeout_s = name, post, timeout_s
+    def __init__(
+        self,
+        name: str,
+        post: Callable[..., bool],
+        timeout_s: float,
+        skip: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.name, self._post, self._timeout_s, self._skip = name, post, timeout_s, skip
         self.watch: Watch | None = None  # where a peer has raised in the call that this rank is in
         self.begun = self.ended = 0  # calls
+        self.has_missed_opening = False  # since this rank has last asked to tune anew
         self._limit = math.inf  # the call that is not begun before `_opens_at` is known
         self._opens_at: int | None = None
         self._asked: HubMessage | None = None  # the hub's letter that this rank has not answered
@@ -168,6 +177,7 @@ class Ballot:
     def begin(self, *, asks: bool = False) -> bool:
         """Begin a call; return whether all ranks open a session in it. asks: this rank is to tune anew."""
         if asks:
+            self.has_missed_opening = False
             self._posted_in = self.begun + 1  # before the thread sees that the call has begun
         call = self.begun = self.begun + 1
         try:
@@ -230,6 +240,7 @@ class Ballot:
             if call < self._limit:
                 return False
             opens = self._opens_at == call
+            self.has_missed_opening |= self._opens_at is None
             if opens or self._opens_at is None:  # or its time is up
                 self._limit, self._opens_at = math.inf, None
             return opens
@@ -248,7 +259,8 @@ class Ballot:
             elif about == "opens" and (self.begun < call or self._limit <= call):
                 self._limit = self._opens_at = call  # the second: whoever has begun the call waits there
             elif about == "opens":
-                self._limit = math.inf  # it has gone on without: too late
+                self._limit, self.has_missed_opening = math.inf, True  # it has gone on without: too late
+                self._skip()
             elif about == "raised":
                 self._failures[letter["rank"]] = letter
             self._changed.notify_all()

@@ -108,7 +108,8 @@ class ProcessGroup(RankGroup):
         self.rendezvous.close()
 
     def _next_sequence(self) -> int:
-        self._sequence += 1
+        """Return the number of this rank's next exchange: behind openings that peers made without it."""
+        self._sequence += 1 + self._ballots.take_missed()
         return self._sequence - 1
 
     def _publish_failure(self, sequence: int, error: BaseException) -> None:

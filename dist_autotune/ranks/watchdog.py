@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 from .client import Client, HubLost, HubSilent
 from .store import StoreLost
+
+logger = logging.getLogger("dist_autotune")
 
 HEARTBEAT_S = 1.0
 PATIENCE = 10  # a rank that compiles extends its deadline at most this many times
@@ -176,13 +179,21 @@ class Watchdog:
             where = watch.whereabouts() if watch.whereabouts is not None else ""
         except Exception as error:  # a device that cannot be asked must not end the thread
             where = f"Its position is unknown ({type(error).__name__}: {error}). "
-        watch.report(f"Rank {self._rank} {finding}. {where}{condition}, {outlook}.")
+        _tell(watch, f"Rank {self._rank} {finding}. {where}{condition}, {outlook}.")
 
     def _abort(self, watch: Watch, is_stuck: Callable[[], bool]) -> None:
         if watch.on_stuck != "abort":
             return
-        watch.report(f"Rank {self._rank} ends: it is still in {watch.what} (on_stuck='abort').")
+        _tell(watch, f"Rank {self._rank} ends: it is still in {watch.what} (on_stuck='abort').")
         with contextlib.suppress(Exception):  # stderr may be no file
             faulthandler.dump_traceback(sys.stderr)
         if is_stuck():
             os._exit(1)
+
+
+def _tell(watch: Watch, text: str) -> None:
+    """Report a text; a report that fails ends neither the thread, which heartbeats need, nor the way out."""
+    try:
+        watch.report(text)
+    except Exception:  # the disk of the log is full, and warnings are errors
+        logger.warning("%s", text, exc_info=True)

@@ -219,7 +219,7 @@ class Winners:
             for other, earlier in self._read_waiting(safe_name(key.kernel)):
                 if earlier.names == new.names:
                     other.unlink(missing_ok=True)
-            path.write_text(to_json(new) + "\n", "utf-8")
+            _write_whole(path, f"{os.urandom(4).hex()}.tmp", to_json(new) + "\n")  # without the lock
 
     def remove_waiting(self, key: EntryKey) -> None:
         """Record that it has a winner."""
@@ -251,16 +251,9 @@ class Winners:
         return len(files)
 
     def _replace(self, path: Path, entry: Entry) -> None:
-        temporary = path.with_name(f"{os.urandom(4).hex() if self._faults.without_lock else 'entry'}.tmp")
+        temporary = f"{os.urandom(4).hex() if self._faults.without_lock else 'entry'}.tmp"
         text = to_json({"schema": SCHEMA_VERSION, **to_builtins(entry)}, indent=True) + "\n"
-        temporary.unlink(missing_ok=True)  # whatever it is: a link is not followed, a pipe not waited for
-        try:
-            with temporary.open("x", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+        _write_whole(path, temporary, text)
 
     @contextlib.contextmanager
     def _lock(self, directory: Path) -> Iterator[None]:
@@ -295,6 +288,19 @@ class Winners:
         if (about or text) not in self._faults.warned:
             self._faults.warned.add(about or text)
             warnings.warn(text, CacheWarning, stacklevel=3)
+
+
+def _write_whole(path: Path, temporary: str, text: str) -> None:
+    """Replace a file, by one of that name beside it: a full disk or a killed writer leaves no half of it."""
+    beside = path.with_name(temporary)
+    beside.unlink(missing_ok=True)  # whatever it is: a link is not followed, a pipe not waited for
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(beside, path)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def safe_name(name: str) -> str:

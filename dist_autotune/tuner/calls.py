@@ -39,7 +39,8 @@ class Retuning(enum.Enum):
 
     NONE: nobody has asked for it, or a session has tuned anew.
     WANTED: the next call opens a session; where ranks vote, it asks the peers to open one with this rank.
-    ASKED: the peers were asked; all open a session in one later call.
+    ASKED: the peers were asked; all open a session in one later call. WANTED again where this rank, or a
+        peer, was stopped for so long that this rank has gone on without.
     BEGUN: the session under way ignores results in memory and on disk; so does the next one if it fails.
         WANTED again where peers do not come to its opening, and settled calls go on.
     """
@@ -220,7 +221,8 @@ class Calls:
         """Begin a settled call of this rank; return whether all ranks open a session in it."""
         if state.function.is_alone or asks_nobody:
             return False
-        if asks := self._retuning is Retuning.WANTED:
+        is_lost = self._retuning is Retuning.ASKED and self._settled.has_missed_opening(state)
+        if asks := is_lost or self._retuning is Retuning.WANTED:
             self._retuning = Retuning.ASKED
         return self._settled.begin(state, asks=asks)
 

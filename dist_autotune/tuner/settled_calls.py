@@ -42,6 +42,10 @@ class SettledCalls:
             ballot.watch = self._watch(state)
         return ballot.begin(asks=asks)
 
+    def has_missed_opening(self, state: FunctionState) -> bool:
+        """Return whether this rank has gone on without a session that it has asked for."""
+        return (ballot := state.ballot) is not None and ballot.has_missed_opening
+
     def end(self, state: FunctionState, call: CallUnderWay, *, asks_nobody: bool) -> bool:
         """End a call; return whether a session is opened now for its new keys, by all ranks alike."""
         function, new = state.function, call.new or ()

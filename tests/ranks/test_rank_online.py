@@ -19,6 +19,7 @@ from rank_programs import (
 )
 
 from dist_autotune.logs.records import Note
+from dist_autotune.ranks.ballots import Ballot
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.triton_api import interception
 from ranks import assert_all_ok, run_ranks
@@ -216,6 +217,36 @@ def test_retune_beside_a_rank_that_is_late_delays_learning_and_raises_nothing():
 
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero == one == (zero[0], [16, 32])
+
+
+@pytest.mark.parametrize("stopped", [0, 1], ids=["a peer", "who asks"])
+def test_retune_outlasts_a_rank_that_is_stopped_between_its_promise_and_the_outcome(monkeypatch, stopped):
+    def program(rank):
+        step, bench = tuned_step({16: 3.0, 32: 1.0})
+        run_until_settled(step)
+        set_patience(step, SHORT_S)  # of the ballot that comes now, and of openings
+        genuine, opens = Ballot.take, []
+
+        def take_late(ballot, letter):
+            opens.append(letter["about"] == "opens")
+            if rank == stopped and opens.count(True) == 1 and opens[-1]:
+                wait_for(lambda: ballot._limit == math.inf)  # the call has gone on
+            genuine(ballot, letter)
+
+        monkeypatch.setattr(Ballot, "take", take_late)
+        before, has_tuned = len(bench.blocks()), torch.zeros(1)
+        if rank == 1:
+            step.retune()
+        for _ in range(200):
+            step()
+            has_tuned[0] = 16 in bench.blocks()[before:] and step.settled
+            dist.all_reduce(has_tuned, dist.ReduceOp.MIN)  # ranks are never more than a call apart
+            if has_tuned:
+                return opens.count(True)
+        raise AssertionError("the retune was lost")
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one >= 2
 
 
 @pytest.mark.parametrize("mode", ["online", "replay"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -216,6 +217,24 @@ def test_a_rank_that_does_not_hear_the_outcome_in_time_goes_on():
     assert [ballot.begin() for _ in range(4)] == [False] * 4
     ballot.take({"about": "opens", "call": 3})  # too late: the call has been made
     assert [ballot.begin() for _ in range(3)] == [False] * 3
+
+
+@pytest.mark.parametrize("outcome", ["none in time", "too late"])
+def test_a_rank_that_has_gone_on_without_an_opening_says_so_until_it_asks_again(outcome):
+    ballot = Ballot("b", lambda *word, waits: True, timeout_s=0)
+    ballot.begin(asks=True), ballot.end(has_new_key=False)
+    ballot.take({"about": "stop", "call": 1})
+    ballot.tell()
+    ballot.begin()
+    assert not ballot.has_missed_opening
+    if outcome == "too late":
+        ballot._limit = math.inf
+        ballot.take({"about": "opens", "call": 2})
+    else:
+        ballot.begin()
+    assert ballot.has_missed_opening
+    ballot.begin(asks=True)
+    assert not ballot.has_missed_opening
 
 
 @pytest.mark.parametrize("failures", [{1: 2}, {1: 2, 2: 4}, {2: 4, 1: 2}], ids=["one", "by call", "by turns"])

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -130,6 +131,18 @@ def test_a_context_waits_until_it_has_a_winner(tmp_path: Path) -> None:
     assert waiting_titles(tmp_path) == ["matmul[8]"]
     cache.put(entry(key="8"))  # as an import does
     assert waiting_titles(tmp_path) == []
+
+
+def test_a_context_that_found_the_disk_full_is_recorded_once_there_is_room(tmp_path: Path) -> None:
+    cache, limits = Winners(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))  # bytes: a write is cut off, as on a full disk
+    try:
+        cache.record_waiting(KEY, "train.py")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    cache.record_waiting(KEY, "train.py")
+    assert waiting_titles(tmp_path) == [entry().title]
 
 
 # ---- many writers
