@@ -68,18 +68,6 @@ def all_ranks(n: int) -> st.SearchStrategy[tuple[Message, ...]]:
     return st.tuples(*(messages(rank) for rank in range(n)))
 
 
-@given(all_ranks(3))
-def test_merging_is_associative(three):
-    first, second, third = three
-    assert first.merged(second).merged(third) == first.merged(second.merged(third))
-
-
-@given(all_ranks(2))
-def test_merging_is_commutative(two):
-    first, second = two
-    assert first.merged(second) == second.merged(first)
-
-
 @given(all_ranks(4))
 def test_any_tree_of_encoded_messages_gives_the_same_bytes(four):
     a, b, c, d = (message.encode() for message in four)
