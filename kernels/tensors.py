@@ -88,19 +88,31 @@ def _bytes_between(tensor: torch.Tensor) -> int:
 class Apart:
     """Refuses a result that overlaps operands which are read while it is written.
 
-    Made for tensors of one layout, for which a look at each operand's address is enough.
+    Made for tensors of one layout, for which a look at each address is enough.
     """
 
     def __init__(self, out: torch.Tensor, **operands: torch.Tensor) -> None:
-        behind = _bytes_between(out)
-        self._reaches = [(name, -_bytes_between(each), behind) for name, each in operands.items()]
+        self._names = tuple(operands)
+        self._before, self._behind = -max(map(_bytes_between, operands.values())), _bytes_between(out)
 
-    def check(self, out: torch.Tensor, *operands: torch.Tensor) -> None:
-        """Raise ValueError where `out` overlaps one of the operands, in the order of their names."""
-        begin = out.data_ptr()
-        for (name, before, behind), operand in zip(self._reaches, operands, strict=True):
-            if before < operand.data_ptr() - begin < behind and not _lie_side_by_side(out, operand):
-                raise ValueError(f"out overlaps {name}, which the call reads meanwhile; pass another tensor")
+    def check(self, out: torch.Tensor, one: torch.Tensor, other: torch.Tensor | None = None) -> None:
+        """Raise ValueError where `out` overlaps an operand; they come in the order of their names."""
+        begin, before, behind = out.data_ptr(), self._before, self._behind
+        if before < one.data_ptr() - begin < behind or (
+            other is not None and before < other.data_ptr() - begin < behind
+        ):
+            for name, each in zip(self._names, (one, other), strict=False):
+                assert each is not None
+                if _overlap(out, each):
+                    raise ValueError(
+                        f"out overlaps {name}, which the call reads meanwhile; pass another tensor"
+                    )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    distance = other.data_ptr() - one.data_ptr()
+    is_near = -_bytes_between(other) < distance < _bytes_between(one)
+    return is_near and not _lie_side_by_side(one, other)
 
 
 def _lie_side_by_side(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -224,7 +224,12 @@ class Calls:
         is_lost = self._retuning is Retuning.ASKED and self._settled.has_missed_opening(state)
         if asks := is_lost or self._retuning is Retuning.WANTED:
             self._retuning = Retuning.ASKED
-        return self._settled.begin(state, asks=asks)
+        try:
+            return self._settled.begin(state, asks=asks)
+        except BaseException:  # Ctrl-C, maybe before the peers were asked
+            if asks:
+                self._retuning = Retuning.WANTED
+            raise
 
     def _turn(self) -> AbstractContextManager[bool]:
         if self._is_program:

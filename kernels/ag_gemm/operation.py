@@ -159,7 +159,7 @@ class AllGatherGemm(Operation):
         bias: torch.Tensor | None = None,
         activation: str | None = None,
     ) -> torch.Tensor:
-        """Return the product; `out`, if given, is where it is written.
+        """Return the product; `out`, if given, is where it is written, beside weight and `op.gathered`.
 
         `bias` [N], contiguous, in fp16, bf16 or fp32, is added to the float32 sums and `activation` ("relu",
         "gelu", "gelu_tanh" or "silu") applied before they are rounded, once. Both are this rank's own.

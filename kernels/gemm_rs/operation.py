@@ -197,7 +197,7 @@ class GemmReduceScatter(Operation):
         scale_a: torch.Tensor | None = None,
         scale_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return this rank's rows; `out`, if given, is where they are written.
+        """Return this rank's rows; `out`, if given, is where they are written, beside a and weight.
 
         addend [M, N], contiguous: this rank adds it to `a @ weight.T` before the sum over the ranks. Not in
         fp8.

@@ -2,6 +2,7 @@
 
 import math
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -247,6 +248,26 @@ def test_retune_outlasts_a_rank_that_is_stopped_between_its_promise_and_the_outc
 
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero == one >= 2
+
+
+def test_retune_outlasts_a_ctrl_c_before_the_peers_are_asked(monkeypatch):
+    def program(rank):
+        step, bench = tuned_step({16: 3.0, 32: 1.0})
+        run_until_settled(step)
+        step()
+        if rank == 0:
+            step()
+        else:
+            step.retune()
+            with monkeypatch.context() as interrupting:
+                interrupting.setattr(Ballot, "_ask", mock.Mock(side_effect=KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    step()
+        dist.barrier()
+        return call_until_taken_up(step), sorted(set(bench.blocks()))
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one == (zero[0], [16, 32])
 
 
 @pytest.mark.parametrize("mode", ["online", "replay"])
