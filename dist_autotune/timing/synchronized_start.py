@@ -58,8 +58,10 @@ class SynchronizedStart:
         if not self._lags_ns:
             return filler_ms
         lag_ms, longest_ms = self._lag_ns * 1e-6, max(self._lags_ns) * 1e-6
+        slack_ms = (most_ms - filler_ms) / 2  # for ranks that come later than usual; the other half: earlier
         if longest_ms <= MOST_LAG_MS / MARGIN:
-            return min(max(0.0, MARGIN * longest_ms + filler_ms - lag_ms), most_ms)
+            usual_ms = min(MARGIN * longest_ms, longest_ms + slack_ms)
+            return min(max(0.0, usual_ms + filler_ms - lag_ms), most_ms)
         # A program works between its calls. Once in a while it does more, which says nothing of other calls.
-        usual_ms = sorted(self._lags_ns)[-2:][0] * 1e-6 + MOST_MARGIN_MS
+        usual_ms = sorted(self._lags_ns)[-2:][0] * 1e-6 + min(MOST_MARGIN_MS, slack_ms)
         return min(filler_ms + min(max(0.0, usual_ms - lag_ms), MOST_LAG_MS), most_ms)
