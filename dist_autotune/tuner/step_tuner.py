@@ -55,9 +55,13 @@ class StepTuner(BaseTuner):
             yield
             return
         opener = threading.current_thread()
-        with self._made_calls().step(mode), _checked():
-            yield
-            self._check_closed_by(opener)
+        with self._made_calls().step(mode):
+            hook = register_optimizer_step_pre_hook(lambda *_: check_before_step())
+            try:
+                yield
+                self._check_closed_by(opener)
+            finally:
+                hook.remove()
 
     def _check_closed_by(self, opener: threading.Thread) -> None:
         closer = threading.current_thread()
@@ -66,16 +70,6 @@ class StepTuner(BaseTuner):
                 f"a step of {self._name} was opened on thread {opener.name} and closed on thread "
                 f"{closer.name}: open and close a step on one thread, the one that runs the loop"
             )
-
-
-@contextlib.contextmanager
-def _checked() -> Iterator[None]:
-    """Ask the registered checks before each step of an optimizer in the block."""
-    hook = register_optimizer_step_pre_hook(lambda *_: check_before_step())
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def _name_of_steps(frame: FrameType | None, tuner: StepTuner) -> str:
