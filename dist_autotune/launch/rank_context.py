@@ -82,7 +82,7 @@ class RankContext:
     """One context on this rank; `search` is the state that all ranks share. `stage` says how far it is."""
 
     name: str
-    slot: str  # its key, or with agree="ordinal" its number: unique among the contexts of the kernel
+    agreed_key: str  # its key, or with agree="ordinal" its number: unique among the contexts of the kernel
     identity: ContextIdentity
     samples: Samples
     rank: int

@@ -101,7 +101,7 @@ class Registry:
         return found
 
     def _new(self, about: ContextIdentity, configs: dict[str, Any], tuner: Autotuner | None) -> RankContext:
-        """Return a context with a slot of its own among those of the kernel.
+        """Return a context with an agreed key of its own among those of the kernel.
 
         A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
         """
@@ -114,9 +114,9 @@ class Registry:
                 about = dataclasses.replace(about, texts={**about.texts, claim[1]: str(cached)})
             else:
                 claim = None
-        slot, name = self._slot(about)
+        agreed_key, name = self._agreed_key(about)
         samples = Samples(self._clock, self._options.statistic, flags_gaps=tuner is not None)
-        context = RankContext(name, slot, about, samples, self._rank, claim)
+        context = RankContext(name, agreed_key, about, samples, self._rank, claim)
         context.holds_claim_back = claim is not None and known.holds_back(about)
         context.search = known.search.contexts.get(name)
         self._choose_first(context)
@@ -124,16 +124,16 @@ class Registry:
         context.bans.update((each, reason) for each, (_, reason) in bans.items() if each in about.texts)
         return context
 
-    def _slot(self, about: ContextIdentity) -> tuple[str, str]:
-        """Return a free slot among the contexts of a kernel, and the name of the context that has it."""
-        kernel, slot = about.kernel, about.key_text
+    def _agreed_key(self, about: ContextIdentity) -> tuple[str, str]:
+        """Return the key that ranks agree by, free among a kernel's contexts, and the name of its context."""
+        kernel, key = about.kernel, about.key_text
         if self._options.agree == "ordinal":
-            taken = {each.slot for each in self.by_name.values() if each.identity.kernel == kernel}
-            slot = next(free for n in itertools.count() if (free := f"@{n}") not in taken)
-        name = context_name(self.names.alias(kernel), slot)
+            taken = {each.agreed_key for each in self.by_name.values() if each.identity.kernel == kernel}
+            key = next(free for n in itertools.count() if (free := f"@{n}") not in taken)
+        name = context_name(self.names.alias(kernel), key)
         if name in self.by_name:  # of another Autotuner, one that shares its contexts with peers'
-            name = context_name(f"{kernel}!", slot)
-        return slot, name
+            name = context_name(f"{kernel}!", key)
+        return key, name
 
     def _choose_first(self, context: RankContext) -> None:
         """Choose the candidate that a context begins with, if no rank has announced the context.
@@ -251,12 +251,12 @@ class Registry:
             family=f"{family_of(about.kernel)}{about.kernel.partition('#')[2]}",
             siblings=len(self.names.relatives(about.kernel)),
             place=place,
-            slot=context.slot,
+            agreed_key=context.agreed_key,
             claim=context.claim,
-            like=beginning.nearest_key,
+            nearest_key=beginning.nearest_key,
             default=next(iter(about.texts), ""),
             upgrade=beginning.upgrade,
-            told={
+            ms_by_key={
                 key: {places[t]: ms for t, ms in each.items() if t in places} for key, each in told.items()
             },
         )

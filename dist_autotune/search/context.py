@@ -97,7 +97,7 @@ class Context:
         self.kernel: Final = announcement.kernel
         self.key: Final = announcement.key
         self.kernel_id: Final = announcement.kernel_id
-        self.nearest_key: Final = announcement.like
+        self.nearest_key: Final = announcement.nearest_key
         self.is_choice: Final = announcement.is_choice
         self.upgrade, order = announcement.raced_first()
         self.digests: Final = tuple(digest for digest, _ in order)
@@ -121,7 +121,7 @@ class Context:
         self.by_run = RunVerdict.NOTHING
         self.shares: dict[int, float] = {}  # of the device, by candidate that was launched; see `Part.share`
         self.launches = 1  # in a run
-        self._told = announcement.told_by_text()
+        self._told = announcement.times_by_key()
         self._rules, self._meanwhile = rules, meanwhile
         judges = rules.judges(is_choice=announcement.is_choice)
         self.judge, self.final_judge = judges[0], judges[-1]  # of its candidates now, and of its result

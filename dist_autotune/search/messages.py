@@ -11,7 +11,7 @@ from collections.abc import Callable, Container
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import fields, force_setattr, replace
 
 from ..codec import from_json, to_builtins
@@ -91,7 +91,10 @@ Offers: TypeAlias = Annotated[dict[str, Offer], _by_key(min)]  # by the digest o
 
 
 class Announcement(Struct, frozen=True, omit_defaults=True):
-    """A context's first appearance on some ranks: the candidates they share, in the lowest rank's order."""
+    """A context's first appearance on some ranks: the candidates they share, in the lowest rank's order.
+
+    Logs and messages keep the names that three fields had first.
+    """
 
     rank: int
     kernel: str
@@ -103,12 +106,13 @@ class Announcement(Struct, frozen=True, omit_defaults=True):
     family: str = ""  # the same for all of them
     siblings: int = 1  # how many of the family a rank has launched, at most
     place: int = 0  # in the order in which `rank` has met its contexts
-    slot: str = ""  # with `kernel_id` it makes the context's name
+    agreed_key: str = field(default="", name="slot")  # with `kernel_id` it makes the context's name
     claim: Claim | None = None  # a result it already has
-    like: str = ""  # the tuned key whose winner stands first in `order`
+    nearest_key: str = field(default="", name="like")  # whose winner stands first in `order`
     default: str = ""  # the candidate that `rank` launches untuned; "": the first
     upgrade: Upgrade | None = None  # the lowest rank's that has one
-    told: dict[str, dict[str, float]] = {}  # ms by other key and by place in `order`, where they decide
+    # Of other keys, where they decide: ms by key and by place in `order`.
+    ms_by_key: dict[str, dict[str, float]] = field(default_factory=dict, name="told")
 
     def raced_first(self) -> tuple[str, list[tuple[str, str]]]:
         """Return what an old result was found with, and all candidates, those that are raced again first.
@@ -124,11 +128,12 @@ class Announcement(Struct, frozen=True, omit_defaults=True):
             return "", order
         return found_with, [*((digest, texts.pop(digest)) for digest in raced), *texts.items()]
 
-    def told_by_text(self) -> dict[str, dict[str, float]]:
-        """Return the ms that other keys have told, by key and by the config's text."""
+    def times_by_key(self) -> dict[str, dict[str, float]]:
+        """Return the ms of other keys, by key and by the config's text."""
         texts = [text for _, text in self.order]
         return {
-            key: {texts[int(place)]: ms for place, ms in times.items()} for key, times in self.told.items()
+            key: {texts[int(place)]: ms for place, ms in times.items()}
+            for key, times in self.ms_by_key.items()
         }
 
     def merged(self, other: Announcement) -> Announcement:
