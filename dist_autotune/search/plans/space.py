@@ -97,12 +97,13 @@ def levels_of(
         kept = {incumbent, *every.front, *near}
         usable = [index for index in usable if index in kept]
     kept_most = usable[:MOST_CANDIDATES] or [incumbent]
+    may_win = list(dict.fromkeys([*kept_most, *every.ms]))
     return replace(
         every,
         ms={index: every.ms[index] for index in kept_most},
         share={index: each for index, each in every.share.items() if index in kept_most},
         launches=launches,
-        usable=dict(itertools.islice(every.ms.items(), MOST_CANDIDATES)),
+        usable={index: every.ms[index] for index in may_win[:MOST_CANDIDATES]},
     )
 
 
