@@ -232,7 +232,8 @@ def test_a_settled_step_of_a_loop_executes_at_most_2_3_times_the_python_of_a_set
         with tuner.step():
             pass
 
-    tuned(), step()
+    for _ in range(2):  # the first call behind a session executes more, once
+        tuned(), step()
     assert tuned.settled
     assert tuner.settled
     assert 0 < bytecodes(step) <= 2.3 * bytecodes(tuned)
