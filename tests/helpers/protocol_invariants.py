@@ -158,7 +158,7 @@ class Witness:
         for name in {name for payload in told for name in payload.parts}:
             parts = [payload.parts[name] for payload in told if name in payload.parts]
             new = [part.announcement for part in parts if part.announcement is not None]
-            likes = {each.like for each in new if each.claim is None and each.shared == new[0].shared}
+            likes = {each.nearest_key for each in new if each.claim is None and each.shared == new[0].shared}
             assert len(likes) <= 1, f"{new[0].kernel}[{new[0].key}] begins as {likes}"
             self.counts["began as another key"] += any(likes)
 
