@@ -55,7 +55,9 @@ class Raced:
 
     @property
     def near(self) -> list[Plan]:
-        return [plan for ms, plan in self.timed if ms <= NEAR * self.timed[0][0]]
+        """Return the plans within NEAR of the fastest, which is one of them whatever its time."""
+        fastest_ms = self.timed[0][0] if self.timed else 0.0
+        return [plan for ms, plan in self.timed if ms <= max(NEAR * fastest_ms, fastest_ms)]
 
     def gain(self, base: Plan) -> float:
         """Return by what part of the base plan's time the fastest is faster."""
