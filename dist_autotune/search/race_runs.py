@@ -162,21 +162,13 @@ def _config_of(context: Context, index: int) -> tuple[str, str, str]:
 
 
 def _family_ratios(contexts: Iterable[Context]) -> dict[tuple[str, str, str], float]:
-    """Return what a config takes over the fastest of its context, as the median over a kernel's contexts.
-
-    Configs of one share are compared with each other first: a neighbour's trial is in the way of all of them.
-    """
-    found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    """Return what a config takes over the fastest of its share, as the median over a kernel's contexts."""
+    found: dict[tuple[str, str, str], list[float]] = {}
     for context in contexts:
-        fastest_ms, alike_ms = min(context.by_launches.ms.values()), _fastest_of_share(context)
+        alike_ms = _fastest_of_share(context)
         for index, ms in context.by_launches.ms.items():
-            ratio = ms / alike_ms[index], alike_ms[index] / fastest_ms
-            found.setdefault(_config_of(context, index), []).append(ratio)
-    return {
-        config: math.prod(map(statistics.median, zip(*each, strict=True)))
-        for config, each in found.items()
-        if len(each) >= FAMILY
-    }
+            found.setdefault(_config_of(context, index), []).append(ms / alike_ms[index])
+    return {config: statistics.median(each) for config, each in found.items() if len(each) >= FAMILY}
 
 
 def _fastest_of_share(context: Context) -> dict[int, float]:
@@ -194,10 +186,10 @@ def _steadied_ms(context: Context, ratios: Mapping[tuple[str, str, str], float])
     A few samples of one context may be spikes, or of runs in which a neighbour's trial was in its way; those
     differ by more than OWN_SAY, and count for nothing.
     """
-    fastest_ms, times = min(context.by_launches.ms.values()), {}
+    alike_ms, times = _fastest_of_share(context), {}
     for index, ms in context.by_launches.ms.items():
         if index not in context.banned:
-            usual_ms = fastest_ms * ratios.get(_config_of(context, index), ms / fastest_ms)
+            usual_ms = alike_ms[index] * ratios.get(_config_of(context, index), ms / alike_ms[index])
             differs = ms / usual_ms
             times[index] = usual_ms * (math.sqrt(differs) if 1 / OWN_SAY < differs < OWN_SAY else 1.0)
     return times

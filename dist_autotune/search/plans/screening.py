@@ -25,6 +25,8 @@ FIRST_LOOK = 32  # runs after which it ends if nothing seems to gain
 SECOND_LOOK = 10  # runs behind it: of the plan that seems to gain, and of the first, in turn
 GAIN = 0.01  # of a run: less is no gain
 DOUBT = 2.0  # standard deviations by which a gain must be more than that, from the second look on
+LOOK = 24  # runs; behind each only contexts change that may still gain by it
+SURE = 2.0  # standard deviations by which another candidate must be slower for a context not to change
 MOST_FINALISTS = 8
 ERRORS = (0.0, 1.0, 2.0)  # standard deviations that an effect must have to be one, in a plan each
 PAIR_ERRORS, PAIR_RUNS, MOST_PAIRS = 2.0, 2, 3  # by which a pair must beat the model, in so many runs
@@ -37,6 +39,8 @@ OF_NEIGHBOURS, OWN = 0.15, 0.10  # the prior's deviations, as parts of what a co
 ALONE = 0.8  # of its own, of a context that is like no other: it may slow others down
 OF_OPTION = 0.10  # of a choice, as a part of the run
 NEIGHBOURS = 6.0  # contexts further, half of the likeness is gone
+OF_LAUNCH = 0.3  # the deviation of what launches tell of leaving room, as a part of what a context takes
+DRIFT, DRIFT_RUNS = 0.02, 60.0  # of a run, by clocks and heat; runs further, half of it is still the same
 SHOWN = 0.5  # of what a context takes by its launches, in the run: the prior's mean
 
 Screening = Generator[Plan, float, "list[Plan]"]
@@ -44,13 +48,21 @@ Screening = Generator[Plan, float, "list[Plan]"]
 
 @dataclass(frozen=True)
 class Factor:
-    """A context and its candidates, the first of which has no effect."""
+    """A context and its candidates, the first of which has no effect.
+
+    Contexts of which launches tell something are alike, the more the nearer they are: the first candidate
+    leaves room to others, the second does not, or it is the first again.
+    """
 
     name: str
-    candidates: Sequence[int]  # of factors that are alike the n-th ones are; some may be the first again
+    candidates: Sequence[int]
     ms: Sequence[float] = ()  # of their launches in a run; (): a choice
-    is_alike: bool = False  # its candidates are like those of others, the nearer in the order of launch
     place: int = 0  # in the order of launch
+    told_ms: float | None = None  # what the second adds to a run, as launches tell
+
+    @property
+    def is_alike(self) -> bool:
+        return self.told_ms is not None
 
     @property
     def effects(self) -> list[int]:
@@ -61,23 +73,38 @@ def runs_at_most(effects: int) -> int:
     return min(LEAST_RUNS + RUNS_PER_EFFECT * effects, MOST_RUNS)
 
 
-def screened(factors: Sequence[Factor], first: Plan, *, may_end: bool) -> Screening:
+def screened(factors: Sequence[Factor], first: Plan, start: Plan, *, may_end: bool) -> Screening:
     """Yield plans, receive the agreed ms of each; return the plans to race, `first` first.
 
-    first: the plan that stays unless another promises a gain. may_end: after the looks, if none does.
+    first: the plan that stays unless another promises a gain. start: near which plans are looked at first.
+    may_end: after the looks, if none does.
     """
-    runs = runs_at_most(sum(len(factor.effects) for factor in factors))
-    design = itertools.islice(_design(factors), runs)
+    most = runs_at_most(sum(len(factor.effects) for factor in factors))
+    alike = [factor for factor in factors if factor.is_alike]
+    others = [factor for factor in factors if not factor.is_alike]
+    meetings = _meetings(others)
+    drawn = random.Random("screening")
     timed: list[tuple[Plan, float]] = []
+    yield from _run(itertools.islice(_design(alike, start, meetings, drawn), FIRST_LOOK), timed)
+    if len(timed) < FIRST_LOOK // 2:
+        return [first]
     if may_end:
-        yield from _run(itertools.islice(design, FIRST_LOOK), timed)
-        if len(timed) < FIRST_LOOK // 2 or (seems := _seems_best(factors, first, timed)) is None:
+        if (seems := _seems_best(factors, first, timed)) is None:
             return [first]
         yield from _run(itertools.islice(itertools.cycle((first, seems)), SECOND_LOOK), timed)
         if _finalists(factors, first, timed, DOUBT) == [first]:
             return [first]
-    yield from _run(design, timed)
-    if len(timed) < runs // 2:
+    made = FIRST_LOOK
+    while made < most and 2 * len(timed) >= made:
+        model = _Model(factors, timed)
+        best = model.best(first, 0.0)
+        unsure = [factor for factor in alike if not model.is_sure(factor, best)]
+        if not (unsure or others):
+            break
+        plans = ({**best, **plan} for plan in _design(unsure, best, meetings, drawn))
+        yield from _run(itertools.islice(plans, min(LOOK, most - made)), timed)
+        made += LOOK
+    if 2 * len(timed) < min(made, most):
         return [first]
     return _finalists(factors, first, timed, DOUBT * may_end)
 
@@ -118,24 +145,23 @@ def _finalists(
     return [plan for place, plan in enumerate(plans) if plan not in plans[:place]][:MOST_FINALISTS]
 
 
-def _design(factors: Sequence[Factor]) -> Iterator[Plan]:
-    """Yield plans, always the same: one stretch of alike contexts takes another kind, the others stay.
+def _design(
+    alike: Sequence[Factor], base: Plan, meetings: Iterator[Plan], drawn: random.Random
+) -> Iterator[Plan]:
+    """Yield plans: a stretch of alike contexts leaves room, or none, the others do as `base`.
 
-    Most effects show only near what contexts do together. The others meet each other evenly.
+    Most effects show only near what contexts do together. Those that are not alike meet each other evenly.
     """
-    drawn = random.Random("screening")
-    alike = [factor for factor in factors if factor.is_alike]
-    others = [factor for factor in factors if not factor.is_alike]
-    kinds = range(1, max((len(factor.candidates) for factor in alike), default=2))
-    deck: list[int] = []
-    for number, plan in enumerate(_meetings(others)):
+    for number, plan in enumerate(meetings):
         if alike:
             length = max(len(alike) // STRETCHES[number % len(STRETCHES)], 1)
-            begin, kind = drawn.randrange(len(alike)), _dealt(deck, kinds, drawn)
-            for place, factor in enumerate(alike):
-                is_inside = (place - begin) % len(alike) < length
-                plan[factor.name] = factor.candidates[kind if is_inside else 0]
-        yield {factor.name: plan[factor.name] for factor in factors}
+            begin, kind = drawn.randrange(len(alike)), drawn.randrange(2)
+            stretch = [*alike, *alike][begin : begin + length]
+            if all(factor.candidates[kind] == base[factor.name] for factor in stretch):
+                kind = 1 - kind
+            plan |= {factor.name: base[factor.name] for factor in alike}
+            plan |= {factor.name: factor.candidates[kind] for factor in stretch}
+        yield plan
 
 
 def _meetings(factors: Sequence[Factor]) -> Iterator[dict[str, int]]:
@@ -158,20 +184,13 @@ def _meetings(factors: Sequence[Factor]) -> Iterator[dict[str, int]]:
             }
 
 
-def _dealt(deck: list[int], values: Sequence[int], drawn: random.Random) -> int:
-    """Return a value; each comes up as often as any other."""
-    if not deck:
-        deck += values
-        drawn.shuffle(deck)
-    return deck.pop()
-
-
 class _Model:
     """What each candidate adds to a run over the first one of its context, in ms: mean and deviation.
 
     Bayesian linear regression in its dual form: of n runs an n x n matrix, however many effects there are.
-    Its noise is what runs differ by from what the others let expect, in the median: spikes hardly count.
-    Times beyond three deviations of it count as no more.
+    What launches tell of a context is a row like a run's. The noise is what runs differ by from what the
+    others let expect, in the median: spikes hardly count. Beyond three deviations of it times count as no
+    more. A drift of the device is as a part of the time that near runs share.
     """
 
     def __init__(self, factors: Sequence[Factor], timed: Sequence[tuple[Plan, float]]) -> None:
@@ -180,31 +199,38 @@ class _Model:
         effects = [(factor, kind) for factor in factors for kind in factor.effects]
         place_of = {(factor.name, factor.candidates[kind]): n for n, (factor, kind) in enumerate(effects)}
         prior = [[_covariance(one, other, run_ms) for other in effects] for one in effects]
-        expected = [SHOWN * (f.ms[kind] - f.ms[0]) if f.ms else 0.0 for f, kind in effects]
         active = [[place_of[w] for w in plan.items() if w in place_of] for plan in self._plans]
-        of_runs = [[math.fsum(row[e] for e in each) for row in prior] for each in active]  # runs x effects
-        common = run_ms**2  # of all runs: their mean is not known
-        between = [[math.fsum(row[e] for e in each) + common for each in active] for row in of_runs]
+        told = {e: factor for e, (factor, _) in enumerate(effects) if factor.told_ms is not None}
+        rows = [*active, *([e] for e in told)]
+        of_rows = [[math.fsum(row[e] for e in each) for row in prior] for each in rows]
+        between = [[math.fsum(row[e] for e in each) for each in rows] for row in of_rows]
+        for one, other in itertools.product(range(len(timed)), repeat=2):
+            drift = DRIFT**2 * 0.5 ** (abs(one - other) / DRIFT_RUNS)
+            between[one][other] += (1 + drift) * run_ms**2  # their mean is not known
+        expected = [0.0 if f.is_alike or not f.ms else SHOWN * (f.ms[kind] - f.ms[0]) for f, kind in effects]
         own_ms = [math.fsum(expected[e] for e in each) for each in active]
-        seen = [ms - own for ms, own in zip(_without_drift([ms for _, ms in timed]), own_ms, strict=True)]
-        middle_ms = statistics.median(seen)
-        far = FAR * 1.4826 * statistics.median(abs(ms - middle_ms) for ms in seen)
-        kept = [min(max(ms, middle_ms - far), middle_ms + far) for ms in seen]
-        fit = _Fit(between, NOISE * run_ms)
-        kept = fit.without_spikes(seen, kept)
-        noise = fit.noise_ms * fit.spread() / run_ms
-        fit = _Fit(between, min(max(noise, LEAST_NOISE), MOST_NOISE) * run_ms)
-        kept = fit.without_spikes(seen, kept)
-        self._place_of, self._prior, self._of_runs, self._lower = place_of, prior, of_runs, fit.lower
-        self._left = [ms - own for ms, own in zip(kept, fit.fitted, strict=True)]
-        self._noise_ms = fit.noise_ms
+        seen = [ms - own for (_, ms), own in zip(timed, own_ms, strict=True)]
+        told_ms = [factor.told_ms or 0.0 for factor in told.values()]
+        errors_ms = [OF_LAUNCH * factor.ms[0] for factor in told.values()]
+        fit = _Fit(between, seen, told_ms, NOISE * run_ms, errors_ms)
+        noise_ms = min(max(fit.spread(), LEAST_NOISE * run_ms), MOST_NOISE * run_ms)
+        fit = _Fit(between, seen, told_ms, noise_ms, errors_ms)
+        self._place_of, self._prior, self._of_rows, self._lower = place_of, prior, of_rows, fit.lower
+        self._left, self._noise_ms = fit.left, noise_ms
         self._mean_ms: dict[tuple[str, int], float] = {}
         self._error_ms: dict[tuple[str, int], float] = {}
         for where, e in place_of.items():
-            column = [row[e] for row in of_runs]
+            column = [row[e] for row in of_rows]
             self._mean_ms[where] = expected[e] + math.fsum(map(operator.mul, column, fit.weights))
             known = math.fsum(value * value for value in forward(fit.lower, column))
             self._error_ms[where] = math.sqrt(max(prior[e][e] - known, 0.0))
+
+    def is_sure(self, factor: Factor, plan: Plan) -> bool:
+        """Return whether any other candidate of a context makes the run slower, by SURE deviations."""
+        own = plan[factor.name]
+        others = [index for index in factor.candidates if index != own]
+        gains = (self.gain({factor.name: own}, {factor.name: index}) for index in others)
+        return own in factor.candidates and all(gain_ms >= SURE * error_ms for gain_ms, error_ms in gains)
 
     def best(self, first: Plan, errors: float) -> Plan:
         """Return of each context what adds least, by so many deviations; else the candidate of `first`."""
@@ -224,7 +250,7 @@ class _Model:
         changed = [(1, each) for each in plan.items() - first.items() if each in self._place_of]
         changed += [(-1, each) for each in first.items() - plan.items() if each in self._place_of]
         signs = {self._place_of[each]: sign for sign, each in changed}
-        between = [math.fsum(sign * row[e] for e, sign in signs.items()) for row in self._of_runs]
+        between = [math.fsum(sign * row[e] for e, sign in signs.items()) for row in self._of_rows]
         known = math.fsum(value * value for value in forward(self._lower, between))
         prior = math.fsum(v * w * self._prior[e][f] for e, v in signs.items() for f, w in signs.items())
         gain_ms = -math.fsum(sign * self._mean_ms[each] for sign, each in changed)
@@ -258,39 +284,46 @@ class _Model:
 
 
 class _Fit:
-    """The fit of times with one noise, where `between` has the prior covariances of the runs."""
+    """The fit of times of runs, of this noise, and of what launches tell, with these deviations.
 
-    def __init__(self, between: list[list[float]], noise_ms: float) -> None:
-        self._between, self.noise_ms = between, noise_ms
-        noisy = [[v + noise_ms**2 * (i == j) for j, v in enumerate(row)] for i, row in enumerate(between)]
+    between: the prior covariances of all of them, runs first.
+    """
+
+    def __init__(
+        self,
+        between: Sequence[Sequence[float]],
+        seen: Sequence[float],
+        told_ms: Sequence[float],
+        noise_ms: float,
+        errors_ms: Sequence[float],
+    ) -> None:
+        self._between, self._runs, self._noise_ms = between, len(seen), noise_ms
+        noises = [noise_ms] * len(seen) + [*errors_ms]
+        noisy = [[v + noises[i] ** 2 * (i == j) for j, v in enumerate(row)] for i, row in enumerate(between)]
         self.lower = cholesky(noisy)
-
-    def without_spikes(self, seen: Sequence[float], kept: list[float]) -> list[float]:
-        """Fit the times that were seen; return them, drawn to what is fitted where they are far from it.
-
-        kept: the times to begin with.
-        """
-        far = FAR * self.noise_ms
-        self._set(kept)
-        for _ in range(REFITS):
-            kept = [own + min(max(ms - own, -far), far) for own, ms in zip(self.fitted, seen, strict=True)]
-            self._set(kept)
-        return kept
+        middle_ms = statistics.median(seen)
+        far = FAR * 1.4826 * statistics.median(abs(ms - middle_ms) for ms in seen)
+        times = [*seen, *told_ms]
+        self._set([min(max(ms, middle_ms - far), middle_ms + far) for ms in seen] + [*told_ms])
+        for _ in range(REFITS):  # without the spikes
+            near = zip(times, self._fitted, noises, strict=True)
+            self._set([own + min(max(ms - own, -FAR * noise), FAR * noise) for ms, own, noise in near])
 
     def _set(self, times: Sequence[float]) -> None:
         self.weights = _backward(self.lower, forward(self.lower, times))
-        self.fitted = [math.fsum(map(operator.mul, row, self.weights)) for row in self._between]
+        self._fitted = [math.fsum(map(operator.mul, row, self.weights)) for row in self._between]
+        self.left = [ms - own for ms, own in zip(times, self._fitted, strict=True)]
 
     def spread(self) -> float:
-        """Return how far runs are from what the others let expect, over how far they should be: the median.
+        """Return the noise that runs show: how far they are from what the others let expect, in the median.
 
         A run's distance is its weight over its element of the inverse's diagonal (Rasmussen, 5.4.2).
         """
-        runs = range(len(self.lower))
-        columns = (forward(self.lower, [float(run == each) for each in runs]) for run in runs)
+        rows = range(len(self.lower))
+        columns = (forward(self.lower, [float(row == run) for row in rows]) for run in range(self._runs))
         inverse = [math.fsum(value * value for value in column) for column in columns]
-        distances = [abs(w) / math.sqrt(v) for w, v in zip(self.weights, inverse, strict=True)]
-        return 1.4826 * statistics.median(distances)
+        distances = [abs(w) / math.sqrt(v) for w, v in zip(self.weights[: self._runs], inverse, strict=True)]
+        return 1.4826 * self._noise_ms * statistics.median(distances)
 
 
 def _covariance(one: tuple[Factor, int], other: tuple[Factor, int], run_ms: float) -> float:
@@ -315,10 +348,3 @@ def _backward(lower: Sequence[Sequence[float]], right: Sequence[float]) -> list[
         for before in range(place):
             solved[before] -= row[before] * solved[place]
     return solved
-
-
-def _without_drift(times: Sequence[float]) -> list[float]:
-    """Return the times less what their neighbourhood takes: clocks and heat move slowly."""
-    wide = max(len(times) // 6, 8)
-    near = (times[max(0, number - wide) : number + wide + 1] for number in range(len(times)))
-    return [ms - statistics.median(window) for ms, window in zip(times, near, strict=True)]

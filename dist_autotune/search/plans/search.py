@@ -16,7 +16,7 @@ from typing import TypeAlias
 from ..strategies import racing_runs, rounds
 from . import screening
 from .screening import Factor
-from .space import MOST_CANDIDATES, Plan, PlanSpace, spread
+from .space import MOST_CANDIDATES, KernelLevels, Plan, PlanSpace, spread
 
 MOST_PLANS = 64  # of one race
 RUNS_PER_PLAN = 2.7
@@ -25,7 +25,7 @@ MORE_RUNS = 40  # of the best plan and that of the incumbents, where they are ne
 GAIN = 0.03  # of the time of the incumbents' plan, for another to be faster
 NEAR = 1.06  # of the best plan: plans that race again
 TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN = 30, 2.0
-CONFIRMING_RUNS = 12
+CONFIRMED, CONFIRMING_RUNS = 3, 16  # of the fastest, with the incumbents' plan
 NEAR_RUNS, MOST_NEAR = 45, 12  # of those near the best
 
 
@@ -90,8 +90,10 @@ def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
         return race.winner
     if keeps_kernels:
         space = space.with_incumbents()
-    moved, is_faster = yield from together(space)
-    return (yield from apart(space, moved, is_faster=is_faster))
+    wanting = space.wanting_room()
+    start, is_faster = yield from together(starts_of(space, wanting))
+    may_end = not (is_faster or wanting) and all(kernel.share for kernel in space.kernels)
+    return (yield from apart(space, start, is_faster=is_faster, may_end=may_end))
 
 
 def race_of(plans: Sequence[object]) -> float:
@@ -110,52 +112,71 @@ def few_plans(space: PlanSpace, *, keeps_kernels: bool) -> list[Plan]:
     return []
 
 
-def together(space: PlanSpace) -> Generator[AskedPlan, float, tuple[Plan, bool]]:
-    """Return the fastest plan in which all kernels leave the same room, and whether it gains.
+@dataclass(frozen=True)
+class Start:
+    """A plan in which contexts do alike; others are searched near it. room: that is left; None: none."""
 
-    If none gains over the incumbents' plan: the fastest that leaves room, as some contexts may gain by it.
-    """
-    base, options, rooms = space.incumbents, space.joint_options(), space.rooms()
-    if len(options) * (len(rooms) + 1) > MOST_PLANS:
+    plan: Plan
+    room: float | None = None
+
+
+def starts_of(space: PlanSpace, wanting: list[KernelLevels]) -> list[Start]:
+    """Return the incumbents' plan, and those in which all kernels, or those that want it, leave a room."""
+    options, rooms = space.joint_options(), space.rooms()
+    able = [kernel for kernel in space.kernels if kernel.leaves_room]
+    moving = [able, wanting] if wanting else [able]
+    if len(options) * (len(moving) * len(rooms) + 1) > MOST_PLANS:
         rooms = [rooms[place] for place in spread(range(len(rooms)), FEW_ROOMS)]
-    plans, roomy = [base], []
-    for chosen, room in itertools.product(options, [None, *rooms]):
-        moved = {} if room is None else {k.name: k.within(room) for k in space.kernels if k.leaves_room}
-        plan = space.with_kernels(chosen, moved)
-        if plan not in plans:
-            plans.append(plan)
-            roomy += [plan] if moved else []
-    plans = plans[:MOST_PLANS]
-    runs = max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * len(plans))
-    race = yield from raced("together", plans, runs, 0)
+    starts = [Start(space.incumbents)]
+    for chosen in options:
+        found = [Start(space.with_kernels(chosen, {}))]
+        for room, kernels in itertools.product(rooms, moving):
+            candidates = {kernel.name: kernel.within(room) for kernel in kernels}
+            found.append(Start(space.with_kernels(chosen, candidates), room))
+        for start in found:
+            if all(start.plan != other.plan for other in starts):
+                starts.append(start)
+    return starts[:MOST_PLANS]
+
+
+def together(starts: Sequence[Start]) -> Generator[AskedPlan, float, tuple[Start, bool]]:
+    """Return the fastest start, and whether it gains over the first.
+
+    If none does: the fastest that leaves room, as some contexts may gain by it.
+    """
+    plans = [start.plan for start in starts]
+    base = plans[0]
+    race = yield from raced("together", plans, max(TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN * len(plans)), 0)
     if race.gain(base) >= GAIN:
-        again = yield from raced("together, confirmed", [base, race.fastest], CONFIRMING_RUNS, 0)
+        few = [plan for plan in race.near if plan != base][:CONFIRMED]
+        again = yield from raced("together, confirmed", [base, *few], CONFIRMING_RUNS, 0)
         if again.gain(base) >= GAIN:  # and not by a few samples of which some were spikes
             near = [plan for plan in race.near if plan != base]
             last = yield from raced("together, near", near[:MOST_NEAR], NEAR_RUNS, 0)
-            return last.fastest, True
-    return next((plan for _, plan in race.timed if plan in roomy), base), False
+            return starts[plans.index(last.fastest)], True
+        race = Raced(again.winner, [*again.timed, *race.timed])
+    ordered = (starts[plans.index(plan)] for _, plan in race.timed)
+    return next((start for start in ordered if start.room is not None), starts[0]), False
 
 
-def apart(space: PlanSpace, moved: Plan, *, is_faster: bool) -> Search:
-    """Return the best plan in which some contexts do as in `moved`, others as in the incumbents' plan.
+def apart(space: PlanSpace, start: Start, *, is_faster: bool, may_end: bool) -> Search:
+    """Return the best plan in which some contexts do as at the start, others as in the incumbents' plan.
 
-    is_faster: `moved` is, but wins no tie; else the incumbents' plan stays unless another gains.
+    is_faster: the start is, but wins no tie; else the incumbents' plan stays unless another gains.
     """
-    kept = moved if is_faster else space.incumbents
-    factors = _factors(space, moved, is_faster=is_faster)
+    kept = start.plan if is_faster else space.incumbents
+    factors = _factors(space, start, is_faster=is_faster)
     if not factors:
         return kept
-    first = {factor.name: kept.get(factor.name, moved[factor.name]) for factor in factors}
-    may_end = not is_faster and all(kernel.share for kernel in space.kernels)
-    found = yield from _screened(space, moved, factors, first, may_end=may_end)
-    others = [space.moved(moved, each) for each in found[1:]]
-    plans = [*others, moved] if is_faster else [kept, *others]
+    first = {factor.name: kept.get(factor.name, start.plan[factor.name]) for factor in factors}
+    found = yield from _screened(space, start.plan, factors, first, may_end=may_end)
+    others = [space.moved(start.plan, each) for each in found[1:]]
+    plans = [*others, start.plan] if is_faster else [kept, *others]
     race = yield from raced("apart", plans, racing_runs(len(plans)), MORE_RUNS)
     return race.winner
 
 
-def _factors(space: PlanSpace, moved: Plan, *, is_faster: bool) -> list[Factor]:
+def _factors(space: PlanSpace, start: Start, *, is_faster: bool) -> list[Factor]:
     """Return what may differ from what contexts do together.
 
     Choices only where they gained together, and where no kernel leaves room: what options of single choices
@@ -164,21 +185,27 @@ def _factors(space: PlanSpace, moved: Plan, *, is_faster: bool) -> list[Factor]:
     moves_choices = is_faster and len(space.choices) > 1 and not any(k.leaves_room for k in space.kernels)
     factors = []
     kernels = {kernel.name: kernel for kernel in space.kernels}
-    for place, (name, index) in enumerate(moved.items()):
-        if (kernel := kernels.get(name)) is not None:
-            kinds = kernel.kinds(index)
-            times = [kernel.launches * kernel.ms[each] for each in kinds]
-            factors.append(Factor(name, kinds, times, kernel.leaves_room, place))
-        elif moves_choices:
-            others = [option for option in space.choices[name] if option != index]
-            factors.append(Factor(name, [index, *others]))
+    for place, (name, index) in enumerate(start.plan.items()):
+        if (kernel := kernels.get(name)) is None:
+            if moves_choices:
+                others = [option for option in space.choices[name] if option != index]
+                factors.append(Factor(name, [index, *others]))
+            continue
+        kinds, told_ms = kernel.kinds(index), None
+        if start.room is None:
+            kinds = [index] if kernel.leaves_room else kinds
+        elif kernel.leaves_room:
+            kinds = kernel.with_and_without(start.room)
+            told_ms = -kernel.launches * kernel.room_costs * kernel.ms[kernel.fullest]
+        times = [kernel.launches * kernel.ms[each] for each in kinds]
+        factors.append(Factor(name, kinds, times, place, told_ms))
     return factors if any(factor.effects for factor in factors) else []
 
 
 def _screened(
     space: PlanSpace, best: Plan, factors: Sequence[Factor], first: Plan, *, may_end: bool
 ) -> Generator[AskedPlan, float, list[Plan]]:
-    flow = screening.screened(factors, first, may_end=may_end)
+    flow = screening.screened(factors, first, best, may_end=may_end)
     plan = next(flow)
     for number in itertools.count():
         ms = yield AskedPlan(space.moved(best, plan), f"apart, run {number}")

@@ -21,6 +21,8 @@ FEWEST, NEAR = 4, 1.15  # of a context with a short front: the next fastest with
 MOST_CANDIDATES = 16  # of a context
 MOST_LEVELS = 6  # of a context, beside many others
 MOST_ROOMS = 8  # that all kernels leave
+MOST_COST = 0.5  # of its time, that one kernel's launches may tell of leaving room
+PROMISED = 0.03  # of all launches, that leaving room must gain by their times for kernels to want it
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,26 @@ class KernelLevels:
             others = spread(sorted(others, key=lambda index: -self.share[index]), most - 1)
         return [self.incumbent, *others][:most]
 
+    @property
+    def fullest(self) -> int:
+        """Return the fastest candidate of the largest share."""
+        return min(self.ms, key=lambda index: (-round(self.share[index] / SHARE_STEP), self.ms[index], index))
+
+    @property
+    def room_costs(self) -> float:
+        """Return by what part of its time it is slower, by launches, where it leaves room."""
+        full = round(self.share[self.fullest] / SHARE_STEP)
+        with_room = (ms for index, ms in self.ms.items() if round(self.share[index] / SHARE_STEP) < full)
+        return min(with_room) / self.ms[self.fullest] - 1
+
     def kinds(self, index: int) -> list[int]:
-        """Return `index`, then what to compare it with: of a kernel that can leave room the incumbent."""
-        if self.leaves_room:
-            return [index, self.incumbent]
+        """Return `index`, then what to compare it with."""
         return list(dict.fromkeys([index, *self.thinned(MOST_LEVELS)]))[:MOST_LEVELS]
+
+    def with_and_without(self, room: float) -> list[int]:
+        """Return its candidate within the room, then one that leaves less: the incumbent, or the fullest."""
+        is_within = self.share[self.incumbent] <= room + SHARE_STEP / 2
+        return [self.within(room), self.fullest if is_within else self.incumbent]
 
     def within(self, share: float) -> int:
         """Return the candidate that takes most of the device, at most this share; else that with least."""
@@ -187,6 +204,22 @@ class PlanSpace:
         ]
         own = {name: options[0] for name, options in self.choices.items()}
         return [own, *(each for each in found if each != own)]
+
+    def wanting_room(self) -> list[KernelLevels]:
+        """Return the kernels that are faster by launches where they and their neighbours leave room.
+
+        None if that promises little: a few samples of single kernels may be spikes.
+        """
+        able = [kernel for kernel in self.kernels if kernel.leaves_room]
+        costs = [min(max(kernel.room_costs, -MOST_COST), MOST_COST) for kernel in able]
+        wanting = [
+            kernel
+            for place, kernel in enumerate(able)
+            if math.fsum(cost * 0.5 ** abs(place - other) for other, cost in enumerate(costs)) < 0
+        ]
+        gain_ms = -math.fsum(k.launches * k.room_costs * k.ms[k.fullest] for k in wanting)
+        all_ms = math.fsum(kernel.launches * kernel.ms[kernel.incumbent] for kernel in self.kernels)
+        return wanting if gain_ms > PROMISED * all_ms else []
 
     def rooms(self) -> list[float]:
         """Return the shares of the device that kernels may keep to, the largest first."""

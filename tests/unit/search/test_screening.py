@@ -26,7 +26,7 @@ def alone(contexts=6, candidates=4, scale=0.1):
 def asked_and_found(factors, ms_of, **options):
     """Drive a screening; `ms_of(plan, number)` is the answer to the question of this number."""
     first = {factor.name: factor.candidates[0] for factor in factors}
-    flow, asked = screened(factors, **{"first": first, "may_end": False, **options}), []
+    flow, asked = screened(factors, **{"first": first, "start": first, "may_end": False, **options}), []
     plan = next(flow)
     while True:
         asked.append(dict(plan))
