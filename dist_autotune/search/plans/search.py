@@ -129,6 +129,8 @@ def starts_of(space: PlanSpace, wanting: list[KernelLevels]) -> list[Start]:
         rooms = [rooms[place] for place in spread(range(len(rooms)), FEW_ROOMS)]
     starts = [Start(space.incumbents)]
     for chosen in options:
+        if len(starts) >= MOST_PLANS:
+            break  # of several choices there are thousands, and each is compared with those before
         found = [Start(space.with_kernels(chosen, {}))]
         for room, kernels in itertools.product(rooms, moving):
             candidates = {kernel.name: kernel.within(room) for kernel in kernels}

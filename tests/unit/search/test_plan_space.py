@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from dist_autotune.search.plans.search import Raced, fastest_plan
+from dist_autotune.search.plans.search import MOST_PLANS, Raced, fastest_plan, starts_of
 from dist_autotune.search.plans.space import MOST_CANDIDATES, PlanSpace, levels_of
 
 # The fastest of each share, one that is slower than another of its share, one beyond three times the fastest.
@@ -40,6 +40,16 @@ def test_a_kernel_begins_with_its_incumbent_however_slow():
 
 def test_the_fastest_plan_is_near_itself_where_what_two_samples_tell_is_below_zero():
     assert Raced({}, [(-2.0, {"k": 1}), (1.0, {"k": 0})]).near == [{"k": 1}]
+
+
+def test_of_thousands_of_options_together_no_more_are_looked_at_than_are_raced(monkeypatch):
+    choices = {name: list(range(20)) for name in "abc"}
+    launched = {(name, option): frozenset("abc") for name in choices for option in choices[name]}
+    space = PlanSpace([], choices, launched, {name: [f"{name}{i}" for i in range(20)] for name in "abc"})
+    seen, genuine = [], PlanSpace.with_kernels
+    monkeypatch.setattr(PlanSpace, "with_kernels", lambda *about: seen.append(about) or genuine(*about))
+    starts_of(space, [])
+    assert len(seen) < 2 * MOST_PLANS
 
 
 def space_of(drawn):
