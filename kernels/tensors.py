@@ -40,7 +40,7 @@ def check_timeout(timeout_s: float) -> None:
 
 def check_eps(eps: float) -> None:
     """Raise TypeError or ValueError, with what was given, unless it is a number of at least 0."""
-    if not isinstance(eps, numbers.Real):
+    if not isinstance(eps, (float, numbers.Real)):  # a float asks no abstract class
         raise TypeError(f"eps={eps!r}: it must be a number of at least 0")
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps={eps}: it must be a number of at least 0")

@@ -297,8 +297,7 @@ class GemmAllReduce(Operation):
         if torch.is_grad_enabled():
             given = {"a" if multiplies else "part": a, "weight": weight, "out": out}
             check_no_gradient("GemmAllReduce", **given, residual=residual, norm_weight=norm_weight)
-        if eps is not EPS:
-            check_eps(eps)
+        check_eps(eps)
         of_part = self._own.layout_of(a)
         of_ending = None
         if not (out is residual is norm_weight is None):
