@@ -161,7 +161,7 @@ class Options:
 
     def rules(self) -> dict[str, Any]:
         """Return the options that steer decisions, as `Rules` and the log name them."""
-        names = ("mode", "objective", "rank_reduce", "max_runs", "budget_s")
+        names = ("mode", "objective", "statistic", "rank_reduce", "max_runs", "budget_s")
         n_repeat = DEFAULT_N_REPEAT if self.n_repeat is None else self.n_repeat
         n_warmup = DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
         given = {name: getattr(self, name) for name in names}

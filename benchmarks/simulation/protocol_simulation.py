@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from dist_autotune.search.messages import (
 from dist_autotune.search.rules import BY_LAUNCH, Rules
 from dist_autotune.search.state import SearchState
 from dist_autotune.search.strategies import STRATEGIES, exhaustive
+from dist_autotune.timing.samples import STATISTICS
 
 Ms = Mapping[str, float] | Callable[[str, int], float]
 
@@ -149,7 +149,7 @@ class Simulation:
     def _timed(self, ran: str, ms: float, where: Any) -> Part:
         samples = self._samples.setdefault(where, [])
         samples.append(ms)
-        so_far = statistics.median(samples)
+        so_far = STATISTICS[self.tuning.rules.statistic](samples)
         return Part(ran=ran, worst_ms=so_far, best_ms=so_far, total_fs=femtoseconds(so_far), measured=1)
 
     def _whole_ms(self, plan: dict[str, str], rank: int) -> float:

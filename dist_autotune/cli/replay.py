@@ -22,7 +22,7 @@ from ..reports.history import ContextHistory, SessionHistory, is_sample, is_time
 from ..search.messages import RunReport
 from ..search.rules import Rules
 from ..search.state import SearchState
-from ..search.strategies import STRATEGIES, Winner
+from ..search.strategies import STRATEGIES, Winner, interval
 from ..timing.samples import STATISTICS
 
 LONGEST = 160  # characters of a value that differs: the rest of a payload is in the log
@@ -185,7 +185,8 @@ def _search(opened: SessionOpened, context: ContextHistory, random: Random) -> W
         if not flow.is_warmup:
             own.append(samples[len(own)] if len(own) < len(samples) else random.choice(samples))
         ms = _agreed_ms(samples[:1] if flow.is_warmup else own, opened)
-        winner, runs = flow.resume(math.nan if ms is None else ms, banned), runs + 1
+        answer = math.nan if ms is None else interval(ms, 0.0, opened.statistic)
+        winner, runs = flow.resume(answer, banned), runs + 1
     if isinstance(winner, Winner) and incumbent in winner.tied:
         winner = incumbent
     all_ms = [None if i in banned else _agreed_ms(each, opened) for i, each in enumerate(recorded)]

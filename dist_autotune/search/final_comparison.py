@@ -34,10 +34,9 @@ class FinalComparison(RunPhase):
     """Compares plans in rounds of drawn order, which no period of the caller's fits; outlives its session."""
 
     def __init__(self, contexts: Mapping[str, Context], rules: Rules) -> None:
-        super().__init__(contexts, rules.rank_reduce)
+        super().__init__(contexts, rules)
         self.is_over = True
         self.defaults: dict[str, int] = {}  # the plan before this search, of undecided contexts
-        self._rules = rules
         self._sides = Sides()
 
     def take_up(self, context: Context) -> bool:

@@ -13,7 +13,7 @@ from .context import Context, Outcome, RunVerdict, Status
 from .messages import Part, RunReport
 from .plans.search import AskedPlan, Search
 from .plans.space import Plan
-from .rules import BY_RUN
+from .rules import BY_RUN, Rules
 from .strategies import interval
 
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
@@ -45,14 +45,14 @@ class RunPhase(Phase, abc.ABC):
     Kernels that come meanwhile are tuned by their launches first; runs judge nothing else then.
     """
 
-    def __init__(self, contexts: Mapping[str, Context], rank_reduce: str, name: str = "") -> None:
+    def __init__(self, contexts: Mapping[str, Context], rules: Rules, name: str = "") -> None:
         super().__init__(contexts)
         self.is_over = False
         self.waiting = False  # online: some rank has not read the last run's time
         self.has_counted = False  # the last run was a sample
         self.outcomes: dict[str, Outcome] = {}  # what it was for contexts, where one is judged at a time
         self.remark = ""  # for the log
-        self._rank_reduce, self._name = rank_reduce, name
+        self._rules, self._name = rules, name
         self._ms: dict[str, tuple[Plan, float]] = {}  # by label: plans and their agreed times
         self._search: Search = iter(())  # type: ignore[assignment]  # none yet
         self._asked = AskedPlan({}, "")
@@ -112,8 +112,9 @@ class RunPhase(Phase, abc.ABC):
                 return
         self._idle_runs = 0
         self.has_counted = not self._asked.is_warmup
-        ms = merged.run.agreed_ms(self._rank_reduce)
-        self._resume(math.nan if ms is None else interval(ms, merged.run.gap_ms))
+        ms = merged.run.agreed_ms(self._rules.rank_reduce)
+        statistic = self._rules.statistic
+        self._resume(math.nan if ms is None else interval(ms, merged.run.gap_ms, statistic))
 
     def _ran_as_planned(self, merged: RunReport) -> bool:
         if self.waiting:
@@ -170,12 +171,12 @@ class TakeTurns(RunPhase):
     def __init__(
         self,
         contexts: Mapping[str, Context],
-        rank_reduce: str,
+        rules: Rules,
         launched: frozenset[str] | None,
         *,
         only_alone: bool = False,
     ) -> None:
-        super().__init__(contexts, rank_reduce)
+        super().__init__(contexts, rules)
         self._only_alone = only_alone
         self._begin(self._turns(launched))
 

@@ -33,7 +33,7 @@ class RaceRuns(RunPhase):
     """
 
     def __init__(self, contexts: Mapping[str, Context], rules: Rules, number: int) -> None:
-        super().__init__(contexts, rules.rank_reduce, f"{number}: ")
+        super().__init__(contexts, rules, f"{number}: ")
         self._objective = rules.objective
         self._host_ms = 0.0  # of the slowest rank, in the last run
         self._seen: frozenset[str] | None = None  # launched under some option; None: there are no options

@@ -22,6 +22,7 @@ class Rules:
     n_warmup: int
     n_repeat: int
     rank_reduce: str
+    statistic: str = "median"
     objective: str = "kernel"
     mode: str = "replay"
     max_runs: int | None = None

@@ -375,9 +375,9 @@ class SearchState:
     def _search_by_runs(self, launched: frozenset[str] | None) -> RaceRuns | TakeTurns:
         if self.rules.races:
             if any(context.is_alone for context in self.unsettled):
-                return TakeTurns(self.contexts, self.rules.rank_reduce, None, only_alone=True)
+                return TakeTurns(self.contexts, self.rules, None, only_alone=True)
             return RaceRuns(self.contexts, self.rules, self._searches)
-        return TakeTurns(self.contexts, self.rules.rank_reduce, launched)
+        return TakeTurns(self.contexts, self.rules, launched)
 
 
 def _with_late_hosts(merged: RunReport) -> RunReport:

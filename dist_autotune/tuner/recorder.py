@@ -62,7 +62,6 @@ class Recorder:
             thunk=function.name,
             world_size=len(self._ranks),
             ranks=self._ranks,
-            statistic=options.statistic,
             device=function.device.text,
             versions=versions(),
             pid=os.getpid(),
