@@ -30,6 +30,7 @@ SURE = 2.0  # standard deviations by which another candidate must be slower for 
 MOST_FINALISTS = 8
 ERRORS = (0.0, 1.0, 2.0)  # standard deviations that an effect must have to be one, in a plan each
 PAIR_ERRORS, PAIR_RUNS, MOST_PAIRS = 2.0, 2, 3  # by which a pair must beat the model, in so many runs
+MOST_PAIRED = 64  # contexts that are looked at in pairs, those that take longest
 STRETCHES = (2, 4, 8)  # parts of all contexts that change together
 AGAIN = 2  # runs of one plan whose time may be the host's
 FAR = 3.0  # standard deviations beyond which a run is a spike
@@ -40,6 +41,7 @@ ALONE = 0.8  # of its own, of a context that is like no other: it may slow other
 OF_OPTION = 0.10  # of a choice, as a part of the run
 NEIGHBOURS = 6.0  # contexts further, half of the likeness is gone
 OF_LAUNCH = 0.3  # the deviation of what launches tell of leaving room, as a part of what a context takes
+MOST_TOLD = 128  # rows of that: of more contexts, neighbours share one, as fitting takes the cube of rows
 DRIFT, DRIFT_RUNS = 0.02, 60.0  # of a run, by clocks and heat; runs further, half of it is still the same
 SHOWN = 0.5  # of what a context takes by its launches, in the run: the prior's mean
 
@@ -94,7 +96,7 @@ def screened(factors: Sequence[Factor], first: Plan, start: Plan, *, may_end: bo
         yield from _run(itertools.islice(itertools.cycle((first, seems)), SECOND_LOOK), timed)
         if _finalists(factors, first, timed, DOUBT) == [first]:
             return [first]
-    made = FIRST_LOOK
+    made, look = FIRST_LOOK, LOOK if alike else most  # what is like no other changes to the end
     while made < most and 2 * len(timed) >= made:
         model = _Model(factors, timed)
         best = model.best(first, 0.0)
@@ -102,8 +104,8 @@ def screened(factors: Sequence[Factor], first: Plan, start: Plan, *, may_end: bo
         if not (unsure or others):
             break
         plans = ({**best, **plan} for plan in _design(unsure, best, meetings, drawn))
-        yield from _run(itertools.islice(plans, min(LOOK, most - made)), timed)
-        made += LOOK
+        yield from _run(itertools.islice(plans, min(look, most - made)), timed)
+        made += look
     if 2 * len(timed) < min(made, most):
         return [first]
     return _finalists(factors, first, timed, DOUBT * may_end)
@@ -200,18 +202,20 @@ class _Model:
         place_of = {(factor.name, factor.candidates[kind]): n for n, (factor, kind) in enumerate(effects)}
         prior = [[_covariance(one, other, run_ms) for other in effects] for one in effects]
         active = [[place_of[w] for w in plan.items() if w in place_of] for plan in self._plans]
-        told = {e: factor for e, (factor, _) in enumerate(effects) if factor.told_ms is not None}
-        rows = [*active, *([e] for e in told)]
-        of_rows = [[math.fsum(row[e] for e in each) for row in prior] for each in rows]
-        between = [[math.fsum(row[e] for e in each) for each in rows] for row in of_rows]
+        told = _in_rows([e for e, (factor, _) in enumerate(effects) if factor.is_alike])
+        rows = [*active, *told]
+        of_rows = [[math.fsum(map(row.__getitem__, each)) for row in prior] for each in rows]
+        between = [[math.fsum(map(row.__getitem__, each)) for each in rows] for row in of_rows]
         for one, other in itertools.product(range(len(timed)), repeat=2):
             drift = DRIFT**2 * 0.5 ** (abs(one - other) / DRIFT_RUNS)
             between[one][other] += (1 + drift) * run_ms**2  # their mean is not known
         expected = [0.0 if f.is_alike or not f.ms else SHOWN * (f.ms[kind] - f.ms[0]) for f, kind in effects]
         own_ms = [math.fsum(expected[e] for e in each) for each in active]
         seen = [ms - own for (_, ms), own in zip(timed, own_ms, strict=True)]
-        told_ms = [factor.told_ms or 0.0 for factor in told.values()]
-        errors_ms = [OF_LAUNCH * factor.ms[0] for factor in told.values()]
+        told_ms = [math.fsum(effects[e][0].told_ms or 0.0 for e in each) for each in told]
+        errors_ms = [
+            OF_LAUNCH * math.sqrt(math.fsum(effects[e][0].ms[0] ** 2 for e in each)) for each in told
+        ]
         fit = _Fit(between, seen, told_ms, NOISE * run_ms, errors_ms)
         noise_ms = min(max(fit.spread(), LEAST_NOISE * run_ms), MOST_NOISE * run_ms)
         fit = _Fit(between, seen, told_ms, noise_ms, errors_ms)
@@ -260,6 +264,8 @@ class _Model:
         """Return the pairs of candidates that beat `base` only together, the most gainful first."""
         found = []
         single = [factor for factor in self._factors if not factor.is_alike]
+        single.sort(key=lambda factor: -max(factor.ms, default=math.inf))  # choices first
+        del single[MOST_PAIRED:]
         having: dict[tuple[str, int], set[int]] = {}
         for number, plan in enumerate(self._plans):
             for where in plan.items():
@@ -324,6 +330,12 @@ class _Fit:
         inverse = [math.fsum(value * value for value in column) for column in columns]
         distances = [abs(w) / math.sqrt(v) for w, v in zip(self.weights[: self._runs], inverse, strict=True)]
         return 1.4826 * self._noise_ms * statistics.median(distances)
+
+
+def _in_rows(places: Sequence[int]) -> list[Sequence[int]]:
+    """Return neighbouring places together, in MOST_TOLD rows at most."""
+    length = max(math.ceil(len(places) / MOST_TOLD), 1)
+    return [places[begin : begin + length] for begin in range(0, len(places), length)]
 
 
 def _covariance(one: tuple[Factor, int], other: tuple[Factor, int], run_ms: float) -> float:

@@ -6,8 +6,12 @@ import math
 
 import pytest
 
+from dist_autotune.search.plans import screening
 from dist_autotune.search.plans.screening import (
     AGAIN,
+    MOST_PAIRED,
+    MOST_RUNS,
+    MOST_TOLD,
     Factor,
     runs_at_most,
     screened,
@@ -48,3 +52,23 @@ def test_with_too_few_times_the_first_candidates_stay(missing):
     half = runs_at_most(2 * 3) // 2
     _, plans = asked_and_found(factors, lambda plan, number: 1.0 if number < half - 1 else missing)
     assert plans == [{"k0": 0, "k1": 0}]
+
+
+def test_of_hundreds_of_contexts_launches_tell_in_a_bounded_number_of_rows(monkeypatch):
+    """Fitting takes the cube of the rows, between two runs: of 400 contexts with a row each 5 s."""
+    rows, genuine = [], screening.cholesky
+    monkeypatch.setattr(screening, "cholesky", lambda matrix: rows.append(len(matrix)) or genuine(matrix))
+    factors = [Factor(f"k{k}", [1, 0], [0.1, 0.1], k, told_ms=0.01) for k in range(2 * MOST_TOLD + 1)]
+    _, plans = asked_and_found(factors, lambda plan, number: 25.0 + 0.01 * (number % 7), may_end=True)
+    assert plans == [dict.fromkeys((factor.name for factor in factors), 1)]
+    assert max(rows) <= MOST_TOLD + MOST_RUNS
+
+
+def test_of_hundreds_of_contexts_a_bounded_number_is_looked_at_in_pairs(monkeypatch):
+    """All pairs of 400 contexts, of six candidates each, took 9 s between two runs."""
+    paired, genuine = [], screening.itertools.combinations
+    monkeypatch.setattr(
+        screening.itertools, "combinations", lambda all_, n: paired.append(len(all_)) or genuine(all_, n)
+    )
+    asked_and_found(alone(contexts=2 * MOST_PAIRED, candidates=2), lambda plan, number: 25.0 + number % 7)
+    assert paired == [MOST_PAIRED]
