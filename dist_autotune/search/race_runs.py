@@ -23,7 +23,8 @@ HOST_SHARE = 0.95  # of the device's time of a run: a host that takes longer bou
 def runs_at_most(choices: Mapping[str, int], kernels: int, *, keeps_kernels: bool) -> int:
     """Return how many runs the phase takes at most, for so many options of each choice, and kernels."""
     explored = sum(options * (EXPLORED_RUNS + 1) for options in choices.values())
-    return explored + plan_search.runs_at_most(kernels, [*choices.values()], keeps_kernels=keeps_kernels)
+    searched = plan_search.runs_at_most(kernels, [*choices.values()], keeps_kernels=keeps_kernels)
+    return explored + (max(searched, predicted.MOST_RUNS) if kernels and choices else searched)
 
 
 class RaceRuns(RunPhase):

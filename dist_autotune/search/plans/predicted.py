@@ -18,7 +18,8 @@ from ..expectation.arithmetic import log, normal_below
 from ..expectation.fields import Value, texts_by_field, values_of
 from ..expectation.gaussian import GaussianProcess
 from ..strategies import faster_of_two, least
-from .search import MORE_RUNS, AskedPlan, Search, raced
+from .search import MORE_RUNS, AskedPlan, Search, race_of, raced
+from .search import MOST_PLANS as MOST_RACED
 from .space import MOST_CANDIDATES, SHARE_STEP, KernelLevels, Plan, PlanSpace
 
 FEWEST_PLANS, MOST_PLANS = 12, 400
@@ -28,6 +29,7 @@ SHOWN = 0.5  # of what a candidate takes longer by its launches, beside other op
 SPIKE = 1.15  # times what is expected: such a time is taken again
 GAIN, CHANCE = 0.01, 0.02  # it ends when the chance that an untried plan wins by more is below
 NEAR, FINALISTS, NEAR_RUNS = 1.02, 5, 40  # of the best: plans that race with the first one
+MOST_RUNS = 2 * (MOST_TRIED + WAVE - 1) + NEAR_RUNS + MORE_RUNS
 _DEVIATION, _NOISE = 0.05, 0.1  # of what options add, expected; of a run, over the variance of that
 
 
@@ -67,10 +69,13 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     process = GaussianProcess(_fields(space, plans), deviation=_DEVIATION, noise=_NOISE)
     ms: dict[int, float] = {}  # of the plans that were tried
     first_ms = yield from _timed(plans, 0, 0.0)
-    if not 0 < least(first_ms) < math.inf:
-        return (yield from raced("all", plans, 2.0 * len(plans), MORE_RUNS)).winner
+    slower_ms = [_slower_ms(space, plan) for plan in plans]
+    if not 0 < least(first_ms) < math.inf:  # it tells nothing of others: those race that launches expect
+        few = sorted(range(1, len(plans)), key=slower_ms.__getitem__)[: MOST_RACED - 1]
+        known = [plans[index] for index in (0, *few)]
+        return (yield from raced("all", known, race_of(known), MORE_RUNS)).winner
     ms[0] = first_ms
-    by_launches = [least(first_ms) + _slower_ms(space, plan) for plan in plans]
+    by_launches = [least(first_ms) + each for each in slower_ms]
     limit_ms = by_launches[0] * (1 + LIKELY)
     spread = sorted(
         range(1, len(plans)),
