@@ -12,8 +12,9 @@ from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
 from .agreed_times import AgreedTimes
 from .expectation.flow import order_of
-from .expectation.order import MANY, Meanwhile, Order
+from .expectation.order import Meanwhile, Order
 from .messages import Announcement, Ban, Claim, Part
+from .plans.search import MOST_PLANS
 from .rules import BY_LAUNCH, Rules
 from .strategies import RunningFlow, Winner, least
 
@@ -153,8 +154,8 @@ class Context:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether it is a choice of too many options for plans: the whole run judges it alone."""
-        return self.is_choice and len(self.digests) > MANY and self._rules.tries_few(len(self.digests))
+        """Return whether it is a choice of too many options for a race of plans: it is judged by itself."""
+        return self.is_choice and self._rules.races and len(self.digests) > MOST_PLANS
 
     @property
     def title(self) -> str:

@@ -122,7 +122,7 @@ class Start:
 
 def starts_of(space: PlanSpace, wanting: list[KernelLevels]) -> list[Start]:
     """Return the incumbents' plan, and those in which all kernels, or those that want it, leave a room."""
-    options, rooms = space.joint_options(), space.rooms()
+    options, rooms = space.joint_options(MOST_PLANS), space.rooms()
     able = [kernel for kernel in space.kernels if kernel.leaves_room]
     moving = [able, wanting] if wanting else [able]
     if len(options) * (len(moving) * len(rooms) + 1) > MOST_PLANS:

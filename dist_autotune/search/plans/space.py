@@ -192,18 +192,29 @@ class PlanSpace:
             for indices in itertools.product(*map(candidates, kernels)):
                 yield {**options, **{k.name: i for k, i in zip(kernels, indices, strict=True)}}
 
-    def joint_options(self) -> list[dict[str, int]]:
-        """Return the first options, then those in which choices that are alike take the same one."""
+    def joint_options(self, most: int) -> list[dict[str, int]]:
+        """Return the first options, then those in which choices that are alike take the same one.
+
+        Of more than `most` first those in which one kind of choices takes another: so each option is there.
+        """
         of_kind: dict[tuple[str, ...], list[str]] = {}  # choices with the same options
         for name in self.choices:
             of_kind.setdefault((*self.texts[name],), []).append(name)
+        own = {name: options[0] for name, options in self.choices.items()}
         firsts = [self.choices[names[0]] for names in of_kind.values()]
-        found = [
+        together = (
             {name: index for names, index in zip(of_kind.values(), indices, strict=True) for name in names}
             for indices in itertools.product(*firsts)
+        )
+        found = [own, *(each for each in itertools.islice(together, most + 1) if each != own)]
+        if len(found) <= most:
+            return found
+        alone = [
+            own | dict.fromkeys(names, index)
+            for names, options in zip(of_kind.values(), firsts, strict=True)
+            for index in options[1:]
         ]
-        own = {name: options[0] for name, options in self.choices.items()}
-        return [own, *(each for each in found if each != own)]
+        return [own, *alone, *(each for each in found[1:] if each not in alone)]
 
     def wanting_room(self) -> list[KernelLevels]:
         """Return the kernels that are faster by launches where they and their neighbours leave room.

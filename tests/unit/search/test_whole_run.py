@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.simulation.protocol_simulation import Simulation
+from dist_autotune.search.budget import planned_runs
 from dist_autotune.search.messages import Part
 
 
@@ -67,6 +68,38 @@ def test_of_two_samples_a_slow_first_one_tells_nothing_of_the_second(statistic, 
     )
     simulation.session()
     assert simulation.winners() == {"k": "k1"}
+
+
+@pytest.mark.parametrize("options", [65, 100, 256])
+@pytest.mark.parametrize("kernel", [0, 4])
+def test_each_of_more_options_than_plans_race_is_tried(options, kernel):
+    """Those behind the 64th were never launched but to explore them: the last one, twice as fast, lost."""
+    contexts = named("way", candidates=options) | named("k", candidates=kernel)
+    ms = {name: 1.0 + number / 10 for number, name in enumerate(contexts["k"])}
+    last = f"way{options - 1}"
+    simulation = racing(
+        {name: each for name, each in contexts.items() if each},
+        ms,
+        choices={"way"},
+        run_ms=lambda plan: 1.0 if plan["way"] == last else 2.0,
+    )
+    runs = len(simulation.session(2000))
+    assert simulation.winners()["way"] == last
+    assert runs <= planned_runs(simulation.tuning.rules, [*simulation.tuning.contexts.values()])
+
+
+@pytest.mark.parametrize("gains", [{"way": 17}, {"depth": 13}, {"way": 17, "depth": 13}])
+def test_options_of_two_choices_are_found_where_their_combinations_are_too_many_to_race(gains):
+    """Of 20 x 20 combinations the first 64 were raced: of the first choice four options."""
+    wanted = {name: f"{name}{number}" for name, number in gains.items()}
+    simulation = racing(
+        named("way", "depth", candidates=20),
+        {},
+        choices={"way", "depth"},
+        run_ms=lambda plan: 4.0 - sum(plan[name] == option for name, option in wanted.items()),
+    )
+    simulation.session()
+    assert wanted.items() <= simulation.winners().items()
 
 
 def test_plans_hold_only_what_their_options_launch():
