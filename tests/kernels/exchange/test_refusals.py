@@ -414,3 +414,12 @@ def test_columns_of_one_matrix_lie_apart_from_each_other():
     for a in (whole[:, :4], whole[1:, 8:], whole[0, 3:11].unflatten(0, (2, 4))):
         with pytest.raises(ValueError, match="out overlaps a"):
             Apart(whole[:, 3:9], a=a).check(whole[:, 3:9], a)
+
+
+def test_a_row_that_was_expanded_overlaps_what_it_shares_elements_with():
+    line = zeros(12)
+    a, out = line[:6].expand(1, 6), line[4:10].expand(1, 6)
+    with pytest.raises(ValueError, match="out overlaps a"):
+        Apart(out, a=a).check(out, a)
+    beside = line[6:].expand(1, 6)
+    Apart(beside, a=a).check(beside, a)
