@@ -120,7 +120,7 @@ def _lie_side_by_side(one: torch.Tensor, other: torch.Tensor) -> bool:
     size, pitch = one.element_size(), one.stride(0)
     if other.element_size() != size or (pitch, one.stride(1), other.stride(1)) != (other.stride(0), 1, 1):
         return False
-    if pitch == 0:  # of a row that was expanded
+    if pitch == 0:  # as a single row may have it
         return False
     column = (other.data_ptr() - one.data_ptr()) // size % pitch
     return column >= one.shape[1] and column + other.shape[1] <= pitch
