@@ -37,7 +37,7 @@ shares that of the permits. The host enqueues the raise first: no wait at the he
 it up. A GEMM that has ended has seen in ARRIVED[r] that all has left: the side stream is empty and DONE[r] is
 0, so the next raise does not meet the last one, and what follows in the caller's stream may write what the
 pushes have read. Captured calls fork and join by events, the edges of their graphs; their GEMMs wait for
-ARRIVED[r], too. (A call of a rank alone, and one over experts, joins; on the CPU all do, for errors.) Behind
+ARRIVED[r], too. (A rank alone that gathers, and calls over experts, join; on the CPU all do.) Behind
 a GEMM that has given up its own pushes, calls that are enqueued already run ahead of the side stream. There
 two raises of a flag may count once; then `check` and `close` wait for ever.
 
@@ -249,8 +249,9 @@ class SumPusher:
     """Pushes sums to their ranks, rank + 1 first.
 
     partial: slot s - 1 holds this rank's sums for rank + s. staged: slot s - 1 holds the sums of rank + s for
-    this rank. with_permits: permits are given and taken here, and the kernel waits until all sums have left;
-    else the call has given and taken them, and joins.
+    this rank. with_permits: a call forks here, and joins here where it must, its permits are given and taken
+    here, and the kernel waits until all sums have left. Else who made the call has forked, given and taken
+    them, and joins.
     """
 
     def __init__(
@@ -302,6 +303,9 @@ class SumPusher:
         else:
             launch()
             self._push(first, rows, in_pieces)
+        # A capture has no part of a stream that it was not forked to, and ends only if it joins all it was.
+        if self._with_permits and (not at_once or pushes.memory.device.type == "cpu"):
+            pushes.stream.join()
 
     def _push(self, first: list[Step], rows: tuple[int, ...], in_pieces: bool) -> None:
         self._pushes.run(("sums", rows), self._steps(first, rows, in_pieces), at_once=True)

@@ -238,8 +238,6 @@ class GemmReduceScatter(Operation):
             in_steps = body.in_steps or self._in_steps(is_capturing=is_capturing)
             launch = functools.partial(self._launch, body, operands)
             self._pusher.run(launch, layout.rows, in_pieces=True, in_steps=in_steps, at_once=not is_capturing)
-            if is_capturing or not self._on_gpu:
-                self._pushes.stream.join()
             if isinstance(body, PlainBody):  # its kernel writes the NaN itself
                 self._pushes.put_back()
             else:

@@ -44,8 +44,6 @@ class Scattering:
         rows = (1,) * self.device.world_size
         options = {"in_pieces": True, "in_steps": in_steps, "at_once": not is_capturing}
         self.pusher.run(self.launch, rows, **options)
-        if is_capturing:
-            self.pushes.stream.join()
         self.pushes.put_back()
 
     def launch(self, step: int | None = None) -> None:

@@ -5,109 +5,24 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import itertools
-import types
 import weakref
 
 import pytest
 import torch
 from operation_runs import values
+from pretended_cuda import HIGHEST, NON_BLOCKING, MemoryOfGpus, PretendedDriver, PretendedMemory, install
 
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.exchange.flags import DONE, FLAGS, TOLD
 from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.symm import Copy, SymmetricTensor, Wait, Write, cuda, open_symmetric_memory
-from dist_autotune.kernels.symm.ranks import SharingRanks
-
-NON_BLOCKING, LOWEST, HIGHEST = 1, 0, -5
-
-
-class Signal:
-    """The driver's form of a write or a wait."""
-
-    def __init__(self) -> None:
-        self.writeValue, self.waitValue = types.SimpleNamespace(), types.SimpleNamespace()
-
-
-class PretendedDriver:
-    """Answers what the memory asks of CUDA's driver and remembers it; nothing is copied."""
-
-    CUstream_flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=NON_BLOCKING)
-    CUdeviceptr = CUstream = int
-    CUstreamBatchMemOpParams = Signal
-    CUstreamBatchMemOpType = types.SimpleNamespace(
-        CU_STREAM_MEM_OP_WRITE_VALUE_32="write", CU_STREAM_MEM_OP_WAIT_VALUE_32="wait"
-    )
-
-    def __init__(self) -> None:
-        self.made: dict[int, tuple[int, int]] = {}  # by handle: flags and priority
-        self.destroyed: list[int] = []
-        self.told: list[list[tuple[str, int, int]]] = []  # each call for a side stream: what, where, how much
-        self.refuses_at = -1
-        self._handles = itertools.count(7000)
-
-    def cuCtxGetStreamPriorityRange(self):
-        return 0, LOWEST, HIGHEST
-
-    def cuStreamCreateWithPriority(self, flags, priority):
-        handle = next(self._handles)
-        self.made[handle] = (flags, priority)
-        return 0, handle
-
-    def cuStreamDestroy(self, stream):
-        self.destroyed.append(stream)
-        return (0,)
-
-    def cuMemcpyAsync(self, dst, src, size, stream):
-        return self._tell([("copy", dst, size)])
-
-    def cuStreamBatchMemOp(self, stream, count, signals, flags):
-        assert (count, flags) == (len(signals), 0)
-        parts = [(each.operation, getattr(each, f"{each.operation}Value")) for each in signals]
-        assert all((part.operation, part.flags) == (kind, 0) for kind, part in parts)
-        return self._tell([(kind, part.address, part.value) for kind, part in parts])
-
-    def _tell(self, what):
-        self.told.append(what)
-        return (700 if len(self.told) - 1 == self.refuses_at else 0,)
-
-    def __getattr__(self, name):
-        return lambda *_: (0,)
-
-
-class PretendedMemory(cuda.CudaMemory):
-    name = "pretended"
-
-    def __init__(self) -> None:
-        super().__init__(SharingRanks(), torch.device("cpu"), "a test")
-
-    def _map(self, shape, dtype):
-        alone = torch.zeros(shape, dtype=dtype)
-        return SymmetricTensor(alone, (alone,))
-
-    def _release(self):
-        """Nothing to do."""
-
-    def _synchronize(self):
-        """Nothing to do."""
+from dist_autotune.kernels.symm import Copy, Wait, Write, cuda, open_symmetric_memory
 
 
 @pytest.fixture
 def driver(monkeypatch):
     driver = PretendedDriver()
-    event = types.SimpleNamespace(record=lambda stream: None, cuda_event=1)
-    stream = types.SimpleNamespace(query=lambda: True)
-    monkeypatch.setattr(cuda, "_load_driver", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(
-        torch.cuda, "ExternalStream", lambda handle, device: types.SimpleNamespace(cuda_stream=handle)
-    )
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    monkeypatch.setattr(cuda, "_abandoned", [])
-    monkeypatch.setattr(cuda, "_abandoned_streams", [])
+    install(monkeypatch, driver)
     return driver
 
 
@@ -190,16 +105,6 @@ def test_prepared_steps_reach_the_driver_in_order_in_as_few_calls_as_it_takes(dr
 # ---- what a settled exchange asks of the driver
 
 
-class OfTwoRanks(PretendedMemory):
-    def __init__(self) -> None:
-        super().__init__()
-        self.world_size, self.device = 2, types.SimpleNamespace(type="cuda", index=0)
-
-    def _map(self, shape, dtype):
-        own, other = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        return SymmetricTensor(own, (own, other))
-
-
 @pytest.fixture
 def asked(driver, monkeypatch):
     """Return the names of the driver's functions that are called from now on."""
@@ -217,7 +122,7 @@ COPY_BETWEEN_SIGNALS = ["cuStreamBatchMemOp", "cuMemcpyAsync", "cuStreamBatchMem
 
 
 def test_chunks_are_pushed_behind_one_fork_and_nothing_waits_for_the_side_stream(driver, asked):
-    memory = OfTwoRanks()
+    memory = MemoryOfGpus(2)
     gather, flags = memory.allocate((2, 4, 8), torch.float16), memory.allocate((FLAGS, 2), torch.int32)
     pusher = ChunkPusher(memory, gather, flags)
     fork = flags.local[DONE.value, memory.rank].data_ptr()
@@ -234,7 +139,7 @@ def test_chunks_are_pushed_behind_one_fork_and_nothing_waits_for_the_side_stream
 
 
 def test_sums_are_pushed_behind_a_fork_and_nothing_waits_for_the_side_stream(driver, asked):
-    memory = OfTwoRanks()
+    memory = MemoryOfGpus(2)
     sums, flags = memory.allocate((1, 4, 8), torch.float16), memory.allocate((FLAGS, 2), torch.int32)
     pushes = Pushes(memory, memory.side_stream(), flags)
     pusher = SumPusher(pushes, sums.local, sums, with_permits=True)
@@ -252,7 +157,7 @@ def test_sums_are_pushed_behind_a_fork_and_nothing_waits_for_the_side_stream(dri
 
 
 def test_a_copy_on_the_caller_s_stream_that_the_driver_refuses_is_told(driver):
-    memory = OfTwoRanks()
+    memory = MemoryOfGpus(2)
     to, source = (memory.allocate((size,), torch.int32).local for size in (8, 4))
     memory.copy_here(to, source)
     assert driver.told == [[("copy", to.data_ptr(), 16)]]

@@ -1,0 +1,232 @@
+"""A GPU whose driver remembers what it is asked, and which streams are in a capture; nothing is copied."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import GridExecutor
+
+from dist_autotune.kernels.ag_gemm import specialized as of_gather
+from dist_autotune.kernels.exchange import ballots, operation
+from dist_autotune.kernels.gemm_rs import specialized as of_scatter
+from dist_autotune.kernels.launches.settled import SettledLaunches, ShapeLaunch
+from dist_autotune.kernels.symm import SymmetricMemoryError, SymmetricTensor, cuda
+from dist_autotune.kernels.symm.ranks import SharingRanks
+
+NON_BLOCKING, LOWEST, HIGHEST = 1, 0, -5
+CALLER = 1  # the handle of the caller's stream
+UNJOINED, ISOLATED, CAPTURED = 904, 905, 907  # errors: of a capture's end, and of waits for events
+
+
+class Signal:
+    """The driver's form of a write or a wait."""
+
+    def __init__(self) -> None:
+        self.writeValue, self.waitValue = types.SimpleNamespace(), types.SimpleNamespace()
+
+
+class PretendedDriver:
+    """Answers what the memory asks of CUDA's driver and remembers it."""
+
+    CUstream_flags = types.SimpleNamespace(CU_STREAM_NON_BLOCKING=NON_BLOCKING)
+    CUdeviceptr = CUstream = CUevent = int
+    CUstreamBatchMemOpParams = Signal
+    CUstreamBatchMemOpType = types.SimpleNamespace(
+        CU_STREAM_MEM_OP_WRITE_VALUE_32="write", CU_STREAM_MEM_OP_WAIT_VALUE_32="wait"
+    )
+
+    def __init__(self) -> None:
+        self.made: dict[int, tuple[int, int]] = {}  # by handle: flags and priority
+        self.destroyed: list[int] = []
+        self.told: list[list[tuple[str, int, int]]] = []  # each call for a side stream: what, where, how much
+        self.refuses_at = -1
+        self._handles = itertools.count(7000)
+
+    def cuCtxGetStreamPriorityRange(self):
+        return 0, LOWEST, HIGHEST
+
+    def cuStreamCreateWithPriority(self, flags, priority):
+        handle = next(self._handles)
+        self.made[handle] = (flags, priority)
+        return 0, handle
+
+    def cuStreamDestroy(self, stream):
+        self.destroyed.append(stream)
+        return (0,)
+
+    def cuMemcpyAsync(self, dst, src, size, stream):
+        return self._tell([("copy", dst, size)])
+
+    def cuStreamBatchMemOp(self, stream, count, signals, flags):
+        assert (count, flags) == (len(signals), 0)
+        parts = [(each.operation, getattr(each, f"{each.operation}Value")) for each in signals]
+        assert all((part.operation, part.flags) == (kind, 0) for kind, part in parts)
+        return self._tell([(kind, part.address, part.value) for kind, part in parts])
+
+    def _tell(self, what):
+        self.told.append(what)
+        return (700 if len(self.told) - 1 == self.refuses_at else 0,)
+
+    def __getattr__(self, name):
+        return lambda *_: (0,)
+
+
+class CapturingDriver(PretendedDriver):
+    """Follows captures as CUDA does: who is in one, what each stream of it is behind, what it refuses.
+
+    CUDA lets a stream outside of the capture go on eagerly, as no operation wants: that fails here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_capturing = False
+        self.in_graph = 0  # commands of the last capture
+        self._behind: dict[int, frozenset[int]] = {}  # by stream of the capture: the commands before its next
+        self._events: dict[int, frozenset[int] | None] = {}  # None: recorded outside of the capture
+        self._commands = itertools.count()
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture what the caller's stream is given in the block."""
+        self.is_capturing, self._behind, self._events = True, {CALLER: frozenset()}, {}
+        yield
+        self.is_capturing, streams = False, self._behind
+        self._behind, self.in_graph = {}, len(streams[CALLER])
+        left = set().union(*streams.values()) - streams[CALLER]
+        assert not left, f"{UNJOINED}: {len(left)} commands of a forked stream are behind no join"
+
+    def _enqueue(self, stream: int) -> None:
+        if self.is_capturing:
+            assert stream in self._behind, "a command beside the capture: its stream was not forked"
+            self._behind[stream] |= {next(self._commands)}
+
+    def cuEventRecord(self, event, stream):
+        self._events[event] = self._behind.get(int(stream))
+        return (0,)
+
+    def cuStreamWaitEvent(self, stream, event, flags):
+        behind, stream = self._events.get(event), int(stream)
+        if behind is None:
+            return (ISOLATED if stream in self._behind else 0,)
+        if not self.is_capturing:
+            return (CAPTURED,)
+        self._behind[stream] = self._behind.get(stream, frozenset()) | behind
+        self._enqueue(stream)  # so a fork that nobody joins is seen even if nothing comes behind it
+        return (0,)
+
+    def cuMemcpyAsync(self, dst, src, size, stream):
+        self._enqueue(int(stream))
+        return super().cuMemcpyAsync(dst, src, size, stream)
+
+    def cuStreamBatchMemOp(self, stream, count, signals, flags):
+        self._enqueue(int(stream))
+        return super().cuStreamBatchMemOp(stream, count, signals, flags)
+
+    def cuStreamWriteValue32(self, stream, *_):
+        self._enqueue(int(stream))
+        return (0,)
+
+    cuStreamWaitValue32 = cuStreamWriteValue32
+
+
+class PretendedMemory(cuda.CudaMemory):
+    name = "pretended"
+
+    def __init__(self) -> None:
+        super().__init__(SharingRanks(), torch.device("cpu"), "a test")
+
+    def _map(self, shape, dtype):
+        alone = torch.zeros(shape, dtype=dtype)
+        return SymmetricTensor(alone, (alone,))
+
+    def _release(self):
+        """Nothing to do."""
+
+    def _synchronize(self):
+        """Nothing to do."""
+
+
+class Gpu(str):
+    """A device that torch takes for the CPU, and an operation for a GPU."""
+
+    __slots__ = ()
+    type, index = "cuda", 0
+
+    def __eq__(self, other: object) -> bool:
+        return str(other) == "cpu"
+
+    def __ne__(self, other: object) -> bool:
+        return str(other) != "cpu"
+
+    __hash__ = str.__hash__
+
+
+class MemoryOfGpus(PretendedMemory):
+    """Memory of rank 0 of some, which hears nothing of its peers."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self.world_size, self.device = world, Gpu("cpu")
+
+    def _map(self, shape, dtype):
+        ranks = tuple(torch.zeros(shape, dtype=dtype) for _ in range(self.world_size))
+        return SymmetricTensor(ranks[0], ranks)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, driver: PretendedDriver) -> None:
+    """Put the driver, and events and streams without a GPU, in the place of CUDA's."""
+    events = itertools.count(9000)
+    stream = types.SimpleNamespace(query=lambda: True)
+
+    def event(**_: Any) -> types.SimpleNamespace:
+        return types.SimpleNamespace(record=lambda stream: None, cuda_event=next(events))
+
+    monkeypatch.setattr(cuda, "_load_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda handle, device: types.SimpleNamespace(cuda_stream=handle)
+    )
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: CALLER, raising=False)
+    monkeypatch.setattr(cuda, "_abandoned", [])
+    monkeypatch.setattr(cuda, "_abandoned_streams", [])
+
+
+def install_for_operations(monkeypatch: pytest.MonkeyPatch, driver: CapturingDriver, world: int) -> None:
+    """Let operations open for rank 0 of `world` GPUs that run no kernel; the warp-specialised ones can."""
+    install(monkeypatch, driver)
+    zeros, nothing = torch.zeros, lambda *_, **__: None
+
+    def unpinned(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        return zeros(*size, **options)
+
+    def without_hosts(*_: Any, **__: Any) -> None:
+        raise SymmetricMemoryError("a test")
+
+    properties = types.SimpleNamespace(multi_processor_count=4, major=9, minor=0)
+    changes: dict[Any, dict[str, Callable[..., Any]]] = {
+        operation: {"open_symmetric_memory": lambda *_, **__: MemoryOfGpus(world)},
+        ballots: {"open_symmetric_memory": without_hosts},
+        torch: {"zeros": unpinned},
+        torch.cuda: {
+            "get_device_properties": lambda device: properties,
+            "is_current_stream_capturing": lambda: driver.is_capturing,
+            "synchronize": nothing,
+        },
+        of_gather: {"capability": lambda device: 9},
+        of_scatter: {"capability": lambda device: 9},
+        ShapeLaunch: {"__call__": nothing},
+        SettledLaunches: {"load": nothing},
+        GridExecutor: {"__call__": nothing},
+    }
+    for owner, values in changes.items():
+        for name, value in values.items():
+            monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
