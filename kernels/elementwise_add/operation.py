@@ -22,7 +22,10 @@ INTERPRETED_PROGRAMS = 3
 def elementwise_add(
     a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, variant: str = "auto"
 ) -> torch.Tensor:
-    """Return a + b for contiguous tensors of one shape, type (fp16, bf16 or fp32) and device."""
+    """Return a + b for contiguous tensors of one shape, type (fp16, bf16 or fp32) and device.
+
+    `out` overlaps neither: tuning launches the sum several times.
+    """
     for name, tensor in (("a", a), ("b", b), ("out", out)):
         if not isinstance(tensor, torch.Tensor) and (name != "out" or tensor is not None):
             raise TypeError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
@@ -56,6 +59,11 @@ def _check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, variant: str) ->
     for name, tensor in (("a", a), ("b", b), ("out", out)):
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
+    for name, tensor in (("a", a), ("b", b)):
+        if abs(tensor.data_ptr() - out.data_ptr()) < out.numel() * out.element_size():
+            raise ValueError(
+                f"out overlaps {name}, which is read again where a config is timed; pass another"
+            )
     if a.device.type != "cuda" and not INTERPRETED:
         raise ValueError(
             f"a is on {a.device}; move it to a GPU, or set TRITON_INTERPRET=1 before Triton is imported"

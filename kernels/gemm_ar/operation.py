@@ -121,8 +121,7 @@ class GemmAllReduce(Operation):
         if way not in (None, *WAYS):
             raise ValueError(f"way is {way!r}; it is one of {', '.join(WAYS)}, or None, which tunes it")
         self._m, self._n, self._dtype = m, n, dtype
-        is_dtype = isinstance(dtype, torch.dtype)  # else it is refused below, with those that are taken
-        self._has_low_latency = way in (None, LOW_LATENCY) and is_dtype and low_latency.can_take(1, n, dtype)
+        self._wants_low_latency = way in (None, LOW_LATENCY)
         self._overlaps = way == OVERLAPPED or (way is None and m >= OVERLAPPED_FROM)
         self._open_scatter = functools.partial(
             GemmReduceScatter, m, n, dtype, group, backend, timeout_s=timeout_s, collective=False
@@ -134,6 +133,7 @@ class GemmAllReduce(Operation):
 
     def _allocate(self) -> None:
         memory, world = self._memory, self.world_size
+        self._has_low_latency = self._wants_low_latency and low_latency.can_take(1, self._n, self._dtype)
         self._parts = memory.allocate((self._m, self._n), self._dtype)
         self._own = OwnBuffer(self._parts.local)
         self._sums = memory.allocate((triton.cdiv(self._m, world), self._n), self._dtype)

@@ -67,6 +67,7 @@ from ..tensors import (
     OwnBuffer,
     check_no_gradient,
     check_overlap,
+    check_sizes,
     check_tensor,
     layout_of,
     pitch_of,
@@ -75,7 +76,7 @@ from ..tensors import (
 )
 from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, ExpertShape
-from .operation import ExpertOperation, check_choices, check_experts
+from .operation import ExpertOperation, check_experts
 from .plan import Plan, Routing
 
 _SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
@@ -116,6 +117,7 @@ class AllGatherMoE(ExpertOperation):
         max_topk: int = 16,
         collective: bool | None = None,
     ) -> None:
+        check_sizes(k=k)
         self._k, self._key = k, (k, str(dtype))
         super().__init__(tokens_per_rank, dtype, group, backend, timeout_s, max_topk, collective)
 
@@ -182,11 +184,8 @@ class AllGatherMoE(ExpertOperation):
         self._check_usable()
         check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight)
         self._check_arguments(x_shard, weight, topk_ids, None)
-        check_choices("topk_weights", topk_weights, self.device, integers=False)
+        self._check_weights(topk_ids, topk_weights)
         known = self._known_tokens(topk_ids.shape[0], tokens)
-        if topk_weights.shape != topk_ids.shape:
-            given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
-            raise ValueError(f"{given} must be of one shape")
         with self._carrying_out():
             counts = self._tokens_of_all(x_shard.shape[0], known)
             out = x_shard.new_empty((sum(counts) * topk_ids.shape[1], weight.shape[1]))
@@ -241,10 +240,10 @@ class AllGatherMoE(ExpertOperation):
         self, x_shard: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor, out: torch.Tensor | None
     ) -> None:
         self._check_tokens(x_shard, weight)
-        if isinstance(topk_ids, torch.Tensor) and len(topk_ids) != len(x_shard):
+        self._check_ids(topk_ids)
+        if len(topk_ids) != len(x_shard):
             given = f"x_shard {list(x_shard.shape)} and topk_ids {list(topk_ids.shape)}"
             raise ValueError(f"{given} must have a row for each of the same tokens")
-        self._check_ids(topk_ids)
         if out is not None:
             check_tensor("out", out, self._dtype, self.device)
             if out.shape[1] != weight.shape[1]:

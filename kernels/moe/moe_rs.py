@@ -79,7 +79,7 @@ from ..tensors import (
 from .flags import NOT_COMPUTED
 from .launch import HEIGHTS, ExpertShape
 from .moe_rs_kernel import moe_reduce_scatter
-from .operation import ExpertOperation, check_choices, check_experts
+from .operation import ExpertOperation, check_experts
 from .plan import Plan, Routing
 
 _SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
@@ -234,10 +234,7 @@ class MoEReduceScatter(ExpertOperation):
     ) -> None:
         self._check_operands(y, weight)
         self._check_ids(topk_ids)
-        check_choices("topk_weights", topk_weights, self.device, integers=False)
-        if topk_weights.shape != topk_ids.shape:
-            given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
-            raise ValueError(f"{given} must be of one shape")
+        self._check_weights(topk_ids, topk_weights)
         check_out(out, [topk_ids.shape[0], self._n], self._dtype, self.device)
 
     def _check_operands(self, y: torch.Tensor, weight: torch.Tensor) -> None:

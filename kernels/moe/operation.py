@@ -164,6 +164,13 @@ class ExpertOperation(Operation):
                 f"{self.world_size} x {self._capacity} tokens with topk={topk} are 2**29 rows or more"
             )
 
+    def _check_weights(self, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        """Raise unless each of these choices has a weight."""
+        check_choices("topk_weights", topk_weights, self.device, integers=False)
+        if topk_weights.shape != topk_ids.shape:
+            given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
+            raise ValueError(f"{given} must be of one shape")
+
     def _known_tokens(self, own: int, tokens: Sequence[int] | None) -> tuple[int, ...] | None:
         """Return the tokens of all ranks if known; raise where no peer is needed to see an error."""
         self._follow()

@@ -171,10 +171,9 @@ class Routing:
         """Return the sorted choices in a layout with so many tokens of each rank, rank by rank."""
         if all(count == tokens_per_rank for count in self.tokens):
             return self.rows
-        ends = torch.tensor(self.tokens, device=self.rows.device).cumsum(0) * self.topk
-        rank = torch.bucketize(self.rows, ends, right=True)
-        begins = torch.nn.functional.pad(ends, (1, 0))
-        return (self.rows - begins[rank] + rank * tokens_per_rank * self.topk).to(torch.int32)
+        begins = self.plan.offsets  # on the device: numbers from the host would wait for it
+        rank = torch.bucketize(self.rows, begins[1:], right=True, out_int32=True)
+        return self.rows - begins[rank] + rank * tokens_per_rank * self.topk
 
 
 def shared_plan(

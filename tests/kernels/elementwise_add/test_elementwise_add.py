@@ -49,6 +49,13 @@ def test_an_empty_sum_and_a_new_result():
         pytest.param(lambda x: elementwise_add(x, 1), TypeError, "b is a int; a tensor", id="no tensor"),
         pytest.param(lambda x: elementwise_add(x.int(), x.int()), TypeError, "a is torch.int32", id="type"),
         pytest.param(lambda x: elementwise_add(x.T, x), ValueError, r"a has strides \(1, 4\)", id="strides"),
+        pytest.param(
+            lambda x: elementwise_add(x[2], x[0], x.flatten()[1:5]),
+            ValueError,
+            "out overlaps b",
+            id="overlap",
+        ),
+        pytest.param(lambda x: elementwise_add(x, x + 1, x), ValueError, "out overlaps a", id="in place"),
         pytest.param(lambda x: elementwise_add(x, x.to("meta")), ValueError, "b is on meta", id="device"),
         pytest.param(
             lambda x: elementwise_add(x, x, variant="fast"), ValueError, "no variant 'fast'", id="variant"

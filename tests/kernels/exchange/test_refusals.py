@@ -204,6 +204,7 @@ REDUCE = Refusing(
     OF_REDUCED,
     EMPTY
     | {
+        "float64": ({"dtype": torch.float64}, "dtype torch.float64 is not supported on cpu; use one of"),
         "no dtype": ({"dtype": None}, "dtype None is not supported on cpu; use one of"),
         "too many rows": ({"m": 2**24}, "m=16777216 rows; it must be 16777215 or less"),
         "no such way": (
@@ -235,6 +236,7 @@ OF_DISPATCH: Wrong = {
     "ids are floats": (lambda op: op(X, UP, IDS.float()), "topk_ids is torch.float32"),
     "ids are no tensor": (lambda op: op(X, UP, IDS.tolist()), "topk_ids is a list"),
     "one dimension": (lambda op: op(X, UP, IDS[:, 0]), r"topk_ids has shape \[4\]"),
+    "no dimension": (lambda op: op(X, UP, IDS[0, 0]), r"topk_ids has shape \[\]"),
     "too many choices": (
         lambda op: op(X, UP, IDS.new_zeros(4, 4)), "4 choices a token; .* max_topk=3"
     ),
@@ -276,7 +278,12 @@ DISPATCH = Refusing(
     GATHERING,
     (8, 6),
     OF_DISPATCH,
-    OF_EXPERTS | {"dtype": ({"dtype": torch.float64}, "torch.float64 is not supported on cpu")},
+    OF_EXPERTS
+    | {
+        "dtype": ({"dtype": torch.float64}, "torch.float64 is not supported on cpu"),
+        "k": ({"k": 0}, "k=0: must be at least 1"),
+        "k is no int": ({"k": "6"}, "k='6': must be an int of at least 1"),
+    },
     (lambda op: op(X, UP, IDS), lambda op: op.shard, lambda op: op.check()),
     waits=False,
     options={"max_topk": 3},
