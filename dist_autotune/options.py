@@ -138,6 +138,8 @@ class Options:
         for name in ("log_dir", "cache"):
             if getattr(self, name) == "":
                 raise InvalidOption(f"{name}='': give a directory; '.' is the current one")
+        if self.name == "":
+            raise InvalidOption("name='': give a name, or None for that of the function")
 
     def _check_objects(self) -> None:
         """Raise InvalidOption for an object that is not what its option takes."""

@@ -98,10 +98,11 @@ class BallotBox:
             self._ask(ballot, known, begins=begins)
         elif begins and call == known.call and not known.is_begun_enough:
             self._ask(ballot, known, begins=True)
-        if call == known.call and rank not in known.words:
+        said = known.words.get(rank) if call == known.call else False
+        if said is None:
             known.words[rank] = waits
             self._count(ballot, known)
-        else:
+        elif not (said and waits) or known.is_asked_to_stop:  # else it waits, and has only said so twice
             self._write([rank], {"ballot": ballot, "about": "words", "call": call, "all": False})
 
     def _ask(self, ballot: str, known: _BallotRound, *, begins: bool) -> None:
@@ -166,6 +167,7 @@ class Ballot:
         self._limit = math.inf  # the call that is not begun before `_opens_at` is known
         self._opens_at: int | None = None
         self._asked: HubMessage | None = None  # the hub's letter that this rank has not answered
+        self._is_unheard = False  # the hub could not be told that this rank is to tune anew
         self._posted_in = 0  # the latest call whose word this rank posts itself
         self._answers: dict[int, bool] = {}  # call -> all ranks have met a new key in it
         self._failures: dict[int, HubMessage] = {}  # rank -> the latest call in which it has raised
@@ -182,8 +184,8 @@ class Ballot:
         call = self.begun = self.begun + 1
         try:
             return (call >= self._limit and self._opens(call)) or (asks and self._ask("begins", call))
-        except BaseException:  # Ctrl-C while it waits: the call is not made
-            self.ended = call
+        except BaseException:  # Ctrl-C while it waits: the call is not made, and peers do not count it
+            self.begun -= 1
             raise
 
     def end(self, *, has_new_key: bool, waits: bool = True) -> bool:
@@ -199,6 +201,7 @@ class Ballot:
         is_over = False  # the hub knows that this rank does not wait
         try:
             is_sent = self._post(op, self.name, call, waits=waits)
+            self._is_unheard |= op == "begins" and not is_sent
             if not (is_sent and waits):
                 is_over = is_sent
                 return False
@@ -217,7 +220,7 @@ class Ballot:
             self._posted_in = 0
             known = self._asked
             if known is None or (known["about"], known["call"]) == ("asked", call):
-                self._asked = {"about": "asked", "call": call, "is_begun_enough": True}
+                self._asked = {"about": "left", "call": call}
 
     def report(self, error: str) -> None:
         """Tell the peers that this rank has raised in the call that it ends."""
@@ -282,10 +285,12 @@ class Ballot:
         with self._changed:
             if is_sent and self._asked is letter:
                 self._asked = None
+            if is_sent and self._is_unheard:
+                self._is_unheard, self.has_missed_opening = False, True
 
     def _has_reached(self, letter: HubMessage) -> bool:
         """Return whether this rank has gone far enough to answer a letter."""
-        if letter["about"] == "stop":
+        if letter["about"] in ("stop", "left"):
             return True
         return bool((self.begun if letter["is_begun_enough"] else self.ended) >= letter["call"])
 

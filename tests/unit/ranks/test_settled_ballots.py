@@ -308,8 +308,43 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_words_is_in_no_call_and_w
     with pytest.raises(KeyboardInterrupt):
         assert ballot.begin(asks=asks) or ballot.end(has_new_key=True)
     assert not ballot.is_in(1)
+    assert ballot.begun == (0 if asks else 1)  # as the peers count it
     ballot.tell()
     assert line.sent == [("begins" if asks else "met", 1), ("finished", 1)]
+
+
+def test_a_call_that_is_interrupted_before_it_begins_is_made_again_under_its_number():
+    ballot = Ballot("session", Line(), timeout_s=60)
+    ballot.take({"about": "stop", "call": 0})
+    ballot.tell()
+    ballot.begin(), ballot.end(has_new_key=False)
+    interrupted = mock.patch.object(ballot._changed, "wait_for", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        ballot.begin()
+    ballot.take({"about": "opens", "call": 2})
+    assert ballot.begin()
+
+
+def test_a_rank_that_says_twice_that_it_waits_is_not_told_that_nobody_does():
+    box, letters = BallotBox(range(2)), []
+    word = {"op": "begins", "ballot": "session", "call": 1, "waits": True}
+    for rank in (0, 0, 1):  # the first connection of rank 0 has broken, or a Ctrl-C ended its wait
+        box.handle({**word, "rank": rank}, None)
+    box.handle({"op": "listen", "rank": 0, "ballot": "", "call": 0, "id": 1}, letters.append)
+    assert [each["all"] for each in letters[0]["letters"] if each["about"] == "words"] == [True]
+
+
+def test_a_retune_that_the_hub_could_not_be_told_of_is_asked_for_again():
+    line = Line("broken", "broken")
+    ballot = Ballot("session", line, timeout_s=0)
+    assert not ballot.begin(asks=True)
+    ballot.tell()  # broken again
+    assert not ballot.has_missed_opening
+    ballot.tell()
+    assert ballot.has_missed_opening
+    ballot.begin(asks=True)
+    assert line.sent == [("finished", 1), ("begins", 2), ("finished", 2)]
+    assert not ballot.has_missed_opening
 
 
 def test_calls_on_two_threads_that_wait_for_the_outcome_are_both_told_it():

@@ -52,6 +52,7 @@ def thunk() -> str:
         ({"log_dir": ""}, "log_dir='': give a directory"),
         ({"cache": ""}, "cache='': give a directory"),
         ({"name": 3}, "name=3"),
+        ({"name": ""}, "name='': give a name"),
         ({"compile_jobs": 0}, "compile_jobs=0: expected an int of at least 1"),
         ({"filler_ms": -1}, "filler_ms=-1: expected milliseconds, from 0 to 1000"),
         ({"filler_ms": True}, "filler_ms=True"),
