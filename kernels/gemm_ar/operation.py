@@ -350,7 +350,7 @@ class GemmAllReduce(Operation):
             if weight is None:
                 if part.data_ptr() != a.data_ptr():
                     part.copy_(a)
-                elif way == COLLECTIVE and is_tuning():  # another run of the same function may follow
+                elif part is layout.part and way == COLLECTIVE and is_tuning():  # another run may follow
                     kept = a.clone()
             elif layout.product is not None and layout.product() == "own":
                 persistent_matmul(a, weight.T, out=part)

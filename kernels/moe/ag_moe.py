@@ -76,7 +76,7 @@ from ..tensors import (
 )
 from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, ExpertShape
-from .operation import ExpertOperation, check_experts
+from .operation import ExpertOperation, check_apart, check_experts
 from .plan import Plan, Routing
 
 _SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
@@ -153,6 +153,7 @@ class AllGatherMoE(ExpertOperation):
         if lie not in self._checked:
             self._check_arguments(x_shard, weight, topk_ids, out)
             remember(self._checked, lie, None)
+        check_apart(out, weight=weight)
         known = self._known_tokens(topk_ids.shape[0], tokens)
         if known is not None:
             self._check_rows(out, sum(known) * topk_ids.shape[1])

@@ -19,7 +19,7 @@ from ..exchange.push import Pushes
 from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..signals import Failure
 from ..symm import SymmetricMemoryError
-from ..tensors import check_tensor, layout_of, lies_by_columns, remember
+from ..tensors import Apart, check_tensor, layout_of, lies_by_columns, remember
 from .announcer import Announcer, ChoiceGatherer
 from .flags import (
     GIVEN_OTHERS,
@@ -72,6 +72,12 @@ def check_tokens(tokens: Sequence[int], own: int, rank: int, world_size: int, mo
     if counts[rank] != own:
         raise ValueError(f"tokens={list(counts)}, but rank {rank}, this one, passes {own} tokens")
     return counts
+
+
+def check_apart(out: torch.Tensor | None, **operands: torch.Tensor) -> None:
+    """Raise ValueError if a result that was given overlaps an operand."""
+    if out is not None and out.numel():
+        Apart(out, **operands).check(out, *operands.values())
 
 
 class ExpertOperation(Operation):

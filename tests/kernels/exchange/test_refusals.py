@@ -220,6 +220,7 @@ REDUCE = Refusing(
 
 IDS, WEIGHTS = torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
 X, UP, Y, DOWN = zeros(4, 6), zeros(3, 5, 6), zeros(8, 5), zeros(3, 6, 5)
+WIDE_Y = zeros(8, 8)
 OF_DISPATCH: Wrong = {
     "dtype": (lambda op: op(X.float(), UP, IDS), "x_shard is torch.float32 on cpu"),
     "K": (lambda op: op(zeros(4, 7), UP, IDS), r"x_shard has shape \[4, 7\]; .* K=6"),
@@ -244,6 +245,9 @@ OF_DISPATCH: Wrong = {
     "rows of out": (lambda op: op(X, UP, IDS, zeros(9, 5)), r"out has shape \[9, 5\]; .* 8 rows"),
     "columns of out": (lambda op: op(X, UP, IDS, zeros(8, 4)), "the result has 5 columns"),
     "out in op.shard": (lambda op: op(X, UP, IDS, op.shard[:, :5]), "out lies in op.shard, which peers read"),
+    "out in weight": (
+        lambda op: op(X, UP, IDS, UP.flatten()[:40].view(8, 5)), "out overlaps weight, which the call"
+    ),
     "too few counts": (lambda op: op(X, UP, IDS, tokens=[]), r"tokens=\[\] has 0 numbers"),
     "own count": (lambda op: op(X, UP, IDS, tokens=[3]), r"rank 0, this one, passes 4 tokens"),
     "count above": (lambda op: op(X, UP, IDS, tokens=[9]), "each must be 0 to tokens_per_rank=8"),
@@ -266,6 +270,9 @@ OF_COMBINE: Wrong = {
         lambda op: op(Y, DOWN, IDS, WEIGHTS[:3]), r"topk_ids \[4, 2\] and topk_weights \[3, 2\]"
     ),
     "out": (lambda op: op(Y, DOWN, IDS, WEIGHTS, zeros(3, 6)), r"out has .* \[4, 6\]"),
+    "out in y": (
+        lambda op: op(WIDE_Y[:, :5], DOWN, IDS, WEIGHTS, WIDE_Y[4:, 2:]), "out overlaps y, which the call"
+    ),
     "own count": (lambda op: op(Y, DOWN, IDS, WEIGHTS, tokens=[3]), "this one, passes 4 tokens"),
 }  # fmt: skip
 OF_EXPERTS = {"max_topk": ({"max_topk": 64}, "max_topk=64; it must be 1 to 63")}

@@ -71,6 +71,23 @@ def test_a_call_of_its_own_buffer_may_be_tuned():
     assert values(tuned_in_its_own_buffer, 2) == [(True, True)] * 2
 
 
+def tuned_in_place(rank):
+    """Tune a call by a collective whose result takes the place of what each rank adds."""
+    given, one = torch.randn(5, 40, device=device()).to(HALF), torch.eye(40, dtype=HALF, device=device())
+    part = given.clone()
+    with GemmAllReduce(9, 40, HALF, way=COLLECTIVE) as op:
+
+        @contextual_autotune(is_dist=True, max_runs=4, preserve=(part,), cache=False, log_dir=None)
+        def layer():
+            return op.all_reduce(part, part)
+
+        return error_ratio(layer(), given, one) < 1
+
+
+def test_a_sum_may_take_the_place_of_what_is_added():
+    assert values(tuned_in_place, 2) == [True] * 2
+
+
 def same_sums(rank):
     """Return whether sums with a residual have the same bits by each way of ours."""
     REDUCING[None].begin(rank)

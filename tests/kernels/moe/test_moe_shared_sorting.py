@@ -139,6 +139,7 @@ def mistakes(rank):
             message_of(lambda: down.by_expert(hidden[:15], weight, routing)),
             message_of(lambda: down.by_expert(hidden, weight, routing, torch.ones(8, 2))),
             message_of(lambda: down.by_expert(hidden, weight, routing, out=torch.zeros(3, 16))),
+            message_of(lambda: down.by_expert(hidden, weight, routing, out=hidden[4:8])),
             message_of(lambda: small.by_expert(hidden, weight, routing)),
         ]
         return texts, bool(down.by_expert(hidden, weight, routing).any())
@@ -152,6 +153,7 @@ def test_what_does_not_fit_a_routing_raises_with_values_and_the_operations_stay_
             "y has 15 rows; tokens [4, 4] of the ranks with topk=2 are 16 rows",
             "weights are [8, 2] in torch.float32; contiguous [16] in torch.float32 is needed",
             "out has shape [3, 16]",
+            "out overlaps y, which the call reads",
             "the routing is of tokens [4, 4]; this operation is open for 2 ranks of up to 3 tokens",
         ]
         for text, part in zip(texts, wanted, strict=True):
