@@ -173,6 +173,8 @@ class AllGatherGemm(Operation):
         A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
         at its end on the CPU, and on a GPU by a later call, `check` or `close`.
         """
+        if bias is scale_a is scale_weight is None and activation is None:
+            return self._call(a_shard, weight, out)
         return self._call(a_shard, weight, out, Epilogue(bias, activation, scale_a, scale_weight))
 
     def with_gathered(
@@ -243,7 +245,8 @@ class AllGatherGemm(Operation):
         self._calls += 1
         if not self._run_collective(product, is_capturing=is_capturing):
             choice = self._choose(layout)
-            self._load(product, choice)
+            if choice.consumer not in layout.loaded:
+                self._load(product, choice)
             self._run(product, choice, is_capturing=is_capturing)
         if not self._on_gpu:
             self._check_usable()
@@ -270,13 +273,12 @@ class AllGatherGemm(Operation):
 
     def _load(self, product: Product, choice: Choice) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `launches.loading.load`."""
-        loaded = product.layout.loaded
-        if choice.consumer in loaded or self._is_capturing():
+        if self._is_capturing():
             return
         call = self._call_of(product, choice)
         self._consumer(choice, product).load(self._buffer.a, product.weight, product.out, call)
         wait_for_all(call, only_load=True)  # for a call that fails on the host
-        loaded.add(choice.consumer)
+        product.layout.loaded.add(choice.consumer)
 
     def _run(self, product: Product, choice: Choice, *, is_capturing: bool) -> None:
         """Launch beside the pushes; if that fails, finish them too, so that peers get their signals."""
