@@ -103,16 +103,6 @@ def test_text_that_waits_in_a_buffer_is_written_once(capfd):
     assert capfd.readouterr().out.split() == ["ours", "the", "child's"]
 
 
-@pytest.mark.parametrize("does", ["spins", "sleeps"])
-def test_one_that_does_not_end_is_ended(does):
-    def work() -> None:
-        while does == "spins":
-            pass
-        signal.pause()
-
-    assert ending(work, limit_s=2.0) == Ending("did not compile within 2 s")
-
-
 def test_signals_for_the_job_do_not_end_a_compilation():
     def work() -> None:
         for job_signal in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -99,15 +99,6 @@ def test_an_error_of_the_user_s_reaches_the_caller_with_its_traceback(device, co
     assert compiler.processes_left() == []
 
 
-def test_a_first_config_that_fails_is_replaced_by_the_launch(device):
-    function = tuned_kernel(kernel(ASSERTED, TOO_LARGE, GOOD))
-    function()
-    (context,) = function.report.contexts
-    assert context.config.kwargs["BLOCK"] == GOOD
-    assert len(context.banned) == 2
-    assert {constants["BLOCK"] for constants in device.launched} == {GOOD}
-
-
 def test_when_none_is_left_every_reason_is_told(device):
     with pytest.raises(NoValidConfig) as caught:
         tuned_kernel(kernel(ASSERTED, TOO_LARGE))()

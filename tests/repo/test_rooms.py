@@ -6,27 +6,12 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "dist_autotune"
-
-# From top to bottom: a room may import rooms of the levels below its own, and the modules beside the rooms.
-LEVELS = (
-    ("cli",),
-    ("doctor", "script", "reports"),
-    ("tuner",),
-    ("launch", "bits"),
-    ("compilation", "timing"),
-    ("storage", "logs"),
-    ("triton_api", "search"),
-    ("ranks",),
-)
-LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
-BESIDE = {"codec", "combinations", "errors", "formatting", "options", "regular_files", "settings", "version"}
-ENTRANCES = {"__init__", "__main__"}  # they may import every room
 FOREIGN = {"torch", "triton", "numpy"}
 WITHOUT = {
     "search": FOREIGN,
@@ -35,23 +20,67 @@ WITHOUT = {
 }  # ranks: torch's store and groups
 MOST_MODULES = 12
 
-KERNELS = ROOT / "kernels"
-BENCHMARKS = ROOT / "benchmarks"
-KERNEL_LEVELS = (
-    ("tp",),
-    ("gemm_ar",),
-    ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
-    ("gemm", "exchange"),
-    ("launches", "symm"),
+
+@dataclass(frozen=True)
+class Package:
+    """Rooms and the modules beside them.
+
+    levels: from top to bottom; a room may import rooms of the levels below its own, and the modules beside.
+    """
+
+    name: str
+    root: Path
+    levels: tuple[tuple[str, ...], ...]
+    beside: set[str]
+    entrances: set[str]  # they may import every room
+
+    @property
+    def level(self) -> dict[str, int]:
+        return {room: number for number, rooms in enumerate(self.levels) for room in rooms}
+
+    def rooms(self) -> dict[str, Path]:
+        found = self.root.glob("*/__init__.py")
+        return {path.parent.name: path for path in found if path.parent.name != "kernels"}
+
+    def sources(self) -> list[Path]:
+        found = [*self.root.glob("*.py"), *self.root.glob("*/*.py")]
+        return sorted(path for path in found if path.parent.name != "kernels" or path.parent == self.root)
+
+
+TUNER = Package(
+    "dist_autotune",
+    ROOT / "dist_autotune",
+    (
+        ("cli",),
+        ("doctor", "script", "reports"),
+        ("tuner",),
+        ("launch", "bits"),
+        ("compilation", "timing"),
+        ("storage", "logs"),
+        ("triton_api", "search"),
+        ("ranks",),
+    ),
+    {"codec", "combinations", "errors", "formatting", "options", "regular_files", "settings", "version"},
+    {"__init__", "__main__"},
 )
-KERNEL_LEVEL = {room: number for number, rooms in enumerate(KERNEL_LEVELS) for room in rooms}
-KERNEL_ENTRANCES = {"ag_moe", "moe_rs", "persistent_gemm"}  # import paths of operations that share a room
-KERNELS_BESIDE = {
-    *("compat", "configs", "epilogues", "matrices", "rings", "signals", "tensors", "tiles"),
-}
+KERNELS = Package(
+    "dist_autotune.kernels",
+    ROOT / "kernels",
+    (
+        ("tp",),
+        ("gemm_ar",),
+        ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
+        ("gemm", "exchange"),
+        ("launches", "symm"),
+    ),
+    {"__init__", "compat", "configs", "epilogues", "matrices", "rings", "signals", "tensors", "tiles"},
+    {"ag_moe", "moe_rs", "persistent_gemm"},  # import paths of operations that share a room
+)
+PACKAGES = (TUNER, KERNELS)
+EACH = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 
 
-def imported(source: str, room: str, package: str = "dist_autotune") -> Iterator[str]:
+def imported(source: str, room: str, package: str) -> Iterator[str]:
     """Yield what a module of `room` imports, from the top of the package or of the installed ones."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -70,33 +99,20 @@ def imported(source: str, room: str, package: str = "dist_autotune") -> Iterator
                 yield base
 
 
-def breaches(source: str, room: str, name: str = "") -> list[str]:
+def breaches(package: Package, source: str, room: str, name: str = "") -> list[str]:
     """Return the imports of a module that the room it stands in may not have."""
-    found = []
-    for module in imported(source, room):
-        first, *rest = module.split(".")
-        if first == "dist_autotune":
-            target = rest[0]
-            if target == "kernels":
-                found += [module] if room != "doctor" else []
-            elif target in LEVEL:
-                allowed = name in ENTRANCES if not room else target == room or LEVEL[target] > LEVEL[room]
-                if not allowed:
-                    found.append(module)
-        elif first in WITHOUT.get(room, ()):
+    found, level = [], package.level
+    for module in imported(source, room, package.name):
+        first, *_ = module.split(".")
+        target = module.removeprefix(f"{package.name}.").partition(".")[0]
+        if target in level and target != module:
+            allowed = target == room or (level[target] > level[room] if room else name in package.entrances)
+        elif target == "kernels":
+            allowed = room == "doctor"
+        else:
+            allowed = first not in WITHOUT.get(room, ())
+        if not allowed:
             found.append(module)
-    return found
-
-
-def kernel_breaches(source: str, room: str, name: str = "") -> list[str]:
-    """Return the imports of a module of `kernels` that the room it stands in may not have."""
-    found = []
-    for module in imported(source, room, "dist_autotune.kernels"):
-        target = module.removeprefix("dist_autotune.kernels.").partition(".")[0]
-        if module.startswith("dist_autotune.kernels.") and target in KERNEL_LEVEL:
-            below = room and KERNEL_LEVEL[target] > KERNEL_LEVEL[room]
-            if not (target == room or below or (not room and name in KERNEL_ENTRANCES)):
-                found.append(module)
     return found
 
 
@@ -106,85 +122,62 @@ def crowded(paths: Iterable[Path]) -> list[str]:
     return [folder.name for folder, count in modules.items() if count > MOST_MODULES]
 
 
-SOURCES = sorted(path for path in PACKAGE.glob("*/*.py") if path.parent.name != "kernels")
-SOURCES += sorted(PACKAGE.glob("*.py"))
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): (package, path) for package in PACKAGES for path in package.sources()
+}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_a_room_imports_only_what_stands_below_it(path: Path) -> None:
-    room = "" if path.parent == PACKAGE else path.parent.name
-    assert breaches(path.read_text(), room, path.stem) == []
+@pytest.mark.parametrize(("package", "path"), SOURCES.values(), ids=SOURCES)
+def test_a_room_imports_only_what_stands_below_it(package: Package, path: Path) -> None:
+    room = "" if path.parent == package.root else path.parent.name
+    assert breaches(package, path.read_text(), room, path.stem) == []
 
 
-def test_every_room_has_a_level_and_says_what_it_is_for() -> None:
-    rooms = {
-        path.parent.name: path for path in PACKAGE.glob("*/__init__.py") if path.parent.name != "kernels"
-    }
-    assert set(rooms) == set(LEVEL)
-    for path in rooms.values():
+@EACH
+def test_every_room_has_a_level_and_says_what_it_is_for(package: Package) -> None:
+    assert set(package.rooms()) == set(package.level)
+    for path in package.rooms().values():
         tree = ast.parse(path.read_text())
         assert len(ast.get_docstring(tree) or "") > 30
-        assert len(tree.body) == 1, f"{path}: public names are those of dist_autotune alone"
+        assert package is KERNELS or len(tree.body) == 1, f"{path}: public names are those of dist_autotune"
 
 
-def test_modules_beside_the_rooms_are_few() -> None:
-    assert {path.stem for path in PACKAGE.glob("*.py")} == BESIDE | ENTRANCES
+@EACH
+def test_modules_beside_the_rooms_are_few(package: Package) -> None:
+    assert {path.stem for path in package.root.glob("*.py")} == package.beside | package.entrances
 
 
 def test_no_room_is_crowded() -> None:
-    assert crowded(path for package in (PACKAGE, KERNELS, BENCHMARKS) for path in package.rglob("*.py")) == []
-    assert crowded(PACKAGE / "search" / f"{number}.py" for number in range(12)) == []
-    assert crowded(PACKAGE / "search" / f"{number}.py" for number in range(13)) == ["search"]
+    roots = (TUNER.root, KERNELS.root, ROOT / "benchmarks")
+    assert crowded(path for root in roots for path in root.rglob("*.py")) == []
+    assert crowded(TUNER.root / "search" / f"{number}.py" for number in range(12)) == []
+    assert crowded(TUNER.root / "search" / f"{number}.py" for number in range(13)) == ["search"]
 
 
 @pytest.mark.parametrize(
-    "path", sorted(KERNELS.rglob("*.py")), ids=lambda path: path.relative_to(KERNELS).as_posix()
-)
-def test_a_room_of_kernels_imports_only_what_stands_below_it(path: Path) -> None:
-    room = "" if path.parent == KERNELS else path.parent.name
-    assert kernel_breaches(path.read_text(), room, path.stem) == []
-
-
-def test_every_room_of_kernels_has_a_level_and_says_what_it_is_for() -> None:
-    rooms = {path.parent.name: path for path in KERNELS.glob("*/__init__.py")}
-    assert set(rooms) == set(KERNEL_LEVEL)
-    assert all(len(ast.get_docstring(ast.parse(path.read_text())) or "") > 30 for path in rooms.values())
-    assert {path.stem for path in KERNELS.glob("*.py")} == KERNELS_BESIDE | KERNEL_ENTRANCES | {"__init__"}
-
-
-@pytest.mark.parametrize(
-    ("room", "name", "source", "breach"),
+    ("package", "room", "source", "breach"),
     [
-        ("gemm", "roles", "from ..ag_gemm.plain import Shape", "dist_autotune.kernels.ag_gemm.plain"),
-        ("gemm", "roles", "from ..exchange import push", "dist_autotune.kernels.exchange"),
-        ("symm", "base", "def f():\n    from .. import moe", "dist_autotune.kernels.moe"),
-        ("moe", "plan", "from ..gemm_rs import plain", "dist_autotune.kernels.gemm_rs"),
-        ("", "tiles", "from .gemm.roles import run", "dist_autotune.kernels.gemm.roles"),
+        (TUNER, "search", "import torch", "torch"),
+        (TUNER, "search", "from numpy import array", "numpy"),
+        (TUNER, "ranks", "from ..search.messages import Payload", "dist_autotune.search.messages"),
+        (TUNER, "ranks", "def f():\n    from ..tuner import session", "dist_autotune.tuner"),
+        (TUNER, "storage", "from ..logs.records import Note", "dist_autotune.logs.records"),
+        (TUNER, "tuner", "from dist_autotune.kernels import symm", "dist_autotune.kernels"),
+        (TUNER, "timing", "from .. import cli", "dist_autotune.cli"),
+        (TUNER, "", "from .tuner.session import Session", "dist_autotune.tuner.session"),
+        (KERNELS, "gemm", "from ..ag_gemm.plain import Shape", "dist_autotune.kernels.ag_gemm.plain"),
+        (KERNELS, "gemm", "from ..exchange import push", "dist_autotune.kernels.exchange"),
+        (KERNELS, "symm", "def f():\n    from .. import moe", "dist_autotune.kernels.moe"),
+        (KERNELS, "moe", "from ..gemm_rs import plain", "dist_autotune.kernels.gemm_rs"),
+        (KERNELS, "", "from .gemm.roles import run", "dist_autotune.kernels.gemm.roles"),
     ],
 )
-def test_a_breach_in_kernels_is_found(room: str, name: str, source: str, breach: str) -> None:
-    assert kernel_breaches(source, room, name) == [breach]
-
-
-@pytest.mark.parametrize(
-    ("room", "source", "breach"),
-    [
-        ("search", "import torch", "torch"),
-        ("search", "from numpy import array", "numpy"),
-        ("ranks", "from ..search.messages import Payload", "dist_autotune.search.messages"),
-        ("ranks", "def f():\n    from ..tuner import session", "dist_autotune.tuner"),
-        ("storage", "from ..logs.records import Note", "dist_autotune.logs.records"),
-        ("tuner", "from dist_autotune.kernels import symm", "dist_autotune.kernels"),
-        ("timing", "from .. import cli", "dist_autotune.cli"),
-        ("", "from .tuner.session import Session", "dist_autotune.tuner.session"),
-    ],
-)
-def test_a_breach_is_found(room: str, source: str, breach: str) -> None:
-    assert breaches(source, room) == [breach]
+def test_a_breach_is_found(package: Package, room: str, source: str, breach: str) -> None:
+    assert breaches(package, source, room) == [breach]
 
 
 def test_each_note_of_the_kernels_stands_once_and_is_cited() -> None:
-    texts = [re.sub(r"\n\s*(# )?", "\n", path.read_text()) for path in KERNELS.rglob("*.py")]
+    texts = [re.sub(r"\n\s*(# )?", "\n", path.read_text()) for path in KERNELS.root.rglob("*.py")]
     notes = Counter(name for text in texts for name in re.findall(r"\n\[Note: ([^]]+)\]", text))
     named = [name for text in texts for name in re.findall(r"[Ss]ee\s+\[Note:\s+([^]]+)\]", text)]
     cited = {" ".join(name.split()) for name in named}
@@ -197,4 +190,4 @@ def test_every_file_that_contributing_names_is_there() -> None:
     named = re.findall(r"`((?:\w+/)+[\w./]*|\w+\.\w+|\.ci/run)`", text) + re.findall(r"\]\(([^)#]+)", text)
     assert len(named) > 40
     assert [name for name in named if not (ROOT / name).exists()] == []
-    assert [room for room in LEVEL if f"dist_autotune/{room}/" not in text] == []
+    assert [room for room in TUNER.level if f"dist_autotune/{room}/" not in text] == []

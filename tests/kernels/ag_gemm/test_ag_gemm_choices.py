@@ -1,11 +1,15 @@
-"""That AllGatherGemm is right whatever each rank chooses for itself, and that the choices are tuned."""
+"""That AllGatherGemm is right whatever each rank chooses for itself, and that the choices are tuned.
+
+What it promises as other operations do is in `exchange/test_every_operation.py`.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
 import time
-import types
 from pathlib import Path
 
 import pytest
@@ -28,15 +32,19 @@ from operation_runs import (
     cases_of,
     delay_copies,
     device,
+    hold_launch,
+    message_of,
+    results,
     values,
 )
 from operations import HALF, factors
 from rank_programs import wait_for
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
-from dist_autotune.kernels.exchange.flags import ARRIVED, DONE, FLAGS, FREE, TOLD
-from dist_autotune.kernels.exchange.push import BLOCK_ROWS, ChunkPusher, piece_counts, piece_ends
-from dist_autotune.kernels.symm import Copy, SymmetricTensor, Wait
+from dist_autotune.kernels.exchange.flags import ARRIVED
+from dist_autotune.kernels.exchange.push import BLOCK_ROWS, piece_counts, piece_ends
+from dist_autotune.kernels.signals import as_patience
+from ranks import assert_all_ok, assert_killed
 
 PATIENCE_S = 60.0  # less than a test has
 
@@ -56,46 +64,6 @@ def test_pieces_end_at_whole_blocks_and_cover_the_chunk_once(rows, pieces):
         sizes = [end - begin for begin, end in zip((0, *ends[:-1]), ends, strict=True)]
         assert len(sizes) == pieces
         assert min(sizes) >= min(BLOCK_ROWS, rows)
-
-
-def test_a_chunk_is_told_of_piece_by_piece_in_the_order_that_the_proof_is_about():
-    """See the table at the top of `exchange.push`."""
-    rank, world, rows = 1, 3, 3 * BLOCK_ROWS
-    chunks, words = torch.zeros(world, world, rows, 4), torch.zeros(world, FLAGS, world, dtype=torch.int32)
-    gather, flags = (SymmetricTensor(of_ranks[rank], of_ranks) for of_ranks in (chunks, words))
-    memory = types.SimpleNamespace(rank=rank, world_size=world, device=torch.device("cpu"))
-    memory.side_stream, memory.hold = lambda: None, lambda tensor: tensor
-    ran, forked = [], []
-    memory.write_here = lambda word, value: forked.append((word.data_ptr(), value))
-    memory.prepare = lambda steps, stream: lambda: ran.append(steps)
-    places = {
-        flags.peers[at][row.value, of].data_ptr(): f"{name} of {of}" if at == rank else f"{name} on {at}"
-        for name, row in {"FREE": FREE, "TOLD": TOLD, "ARRIVED": ARRIVED, "DONE": DONE}.items()
-        for at in range(world)
-        for of in range(world)
-    }
-    pusher = ChunkPusher(memory, gather, flags)
-    places[pusher._noted.data_ptr()] = "noted"
-
-    def said(step):
-        if isinstance(step, Copy):
-            begin = (step.src.data_ptr() - gather.local[rank].data_ptr()) // 16
-            (peer,) = (
-                at for at in (0, 2) if step.dst.data_ptr() == gather.peers[at][rank, begin:].data_ptr()
-            )
-            assert step.dst.shape == step.src.shape
-            return f"copy {begin}..{begin + len(step.src)} to {peer}"
-        return f"{'wait ' if isinstance(step, Wait) else ''}{places[step.word.data_ptr()]}: {step.value}"
-
-    ends = [BLOCK_ROWS * piece for piece in range(4)]
-    wanted = ["wait DONE of 1: 1", "DONE of 1: 0", "FREE on 0: 1", "FREE on 2: 1"]
-    for peer in (0, 2):
-        wanted += [f"wait FREE of {peer}: 1", f"FREE of {peer}: 0", f"TOLD on {peer}: {rows}"]
-        for first, end in itertools.pairwise(ends):
-            wanted += [f"copy {first}..{end} to {peer}", f"ARRIVED on {peer}: {end}"]
-    pusher.start(rows, 3, is_capturing=False)
-    assert [said(step) for step in ran[0]] == [*wanted, "noted: 0", "ARRIVED of 1: 1"]
-    assert [(places[word], value) for word, value in forked] == [("DONE of 1", 1)]
 
 
 def in_pieces(rank, pieces_of_rank):
@@ -144,9 +112,20 @@ def first_tiles_first(rank):
         return [error_ratio(out, gathered_by_torch(a_shard), weight), 0.0 if len(copies) == 2 else 9.0]
 
 
+def pushed_in_the_order_of_use(rank):
+    """The rank before this one multiplies this chunk first, the one before that second."""
+    begin(rank)
+    with AllGatherGemm(16, 16, HALF, timeout_s=PATIENCE_S) as op:
+        copy, written = op._memory.copy, []
+        op._memory.copy = lambda dst, *rest: (written.append(dst.data_ptr()), copy(dst, *rest))
+        call_and_compare(op, 16, 16)
+        return written == [op._gather.peers[rank - step][rank].data_ptr() for step in (1, 2)]
+
+
 def pieces(rank, world):
     if world == 3:
-        return {"numbers that differ": lambda: in_pieces(rank, (2, 1, 3))}
+        cases = {"numbers that differ": lambda: in_pieces(rank, (2, 1, 3))}
+        return cases | cases_of((pushed_in_the_order_of_use,), rank)
     cases = {"late": lambda: late_pieces(rank, AllGatherGemm.__call__)}
     cases["late, as captured"] = lambda: late_pieces(rank, call_as_captured)
     return cases | cases_of((first_tiles_first,), rank)
@@ -155,6 +134,42 @@ def pieces(rank, world):
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_may_copy_in_different_numbers_of_pieces_late_and_tiles_wait_for_their_own(world):
     assert_cases(pieces, world, world)
+
+
+def die_in_the_middle(rank, consumer):
+    """Rank 1 dies when it has copied one of two pieces, on which rank 0 stops waiting."""
+    begin(rank)
+    op = AllGatherGemm(32, 16, HALF)
+    force(op, consumer=consumer, pieces=2)
+    call_and_compare(op, 32, 16)
+    if rank == 1:
+        copy, copies = op._memory.copy, []
+
+        def die_at_the_second(dst, src, stream):
+            copies.append(dst)
+            if len(copies) == 2:
+                stream.enqueue(lambda: os.kill(os.getpid(), signal.SIGKILL))
+            copy(dst, src, stream)
+
+        op._memory.copy = die_at_the_second
+    else:
+        arrived = op._pusher.flags[ARRIVED.value]
+        op._patience_ticks = as_patience(0.5)
+        hold_launch(op, lambda: int(arrived[1]) >= 16)
+    a_shard, weight = factors(32, 16, 16, HALF)
+    message = message_of(lambda: op(a_shard, weight))
+    return message, message_of(lambda: op(a_shard, weight)) == message, message_of(op.close) == message
+
+
+@pytest.mark.parametrize("consumer", ["plain", "matmul"])
+def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(consumer):
+    survivor, dead = results(die_in_the_middle, 2, consumer)
+    assert_killed(dead)
+    ((message, again, at_close),) = assert_all_ok([survivor])
+    assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1")
+    assert "did not push chunk 1" in message
+    assert again
+    assert at_close
 
 
 # ---- everything at once
@@ -223,6 +238,64 @@ def test_a_consumer_that_cannot_run_here_says_what_it_needs():
             ValueError, match="cannot take this call, plain and matmul can: it needs a Hopper"
         ):
             op(a_shard, weight)
+
+
+# ---- shards in place, a weight by columns, what was gathered last
+
+
+def by_columns_of_torchs_product(rank):
+    begin(rank, 0)
+    errors = []
+    with AllGatherGemm(37, 24, HALF, consumer="matmul") as op:
+        poison(op)
+        for m, n in ((37, 40), (20, 21), (37, 1)):
+            a_shard, weight = factors(m, n, 24, HALF)
+            across = weight.T.contiguous().T
+            errors.append(error_ratio(op(a_shard, across), gathered_by_torch(a_shard), weight))
+    return errors
+
+
+def copies_of_a_shard_in_place(rank):
+    """Return whether a call whose shard lies elsewhere makes one copy more, of 16 rows and of 3."""
+    begin(rank)
+    with AllGatherGemm(16, 32, HALF) as op:
+        versions = [op.shard._version]  # counts the writes to the gather buffer
+        for m in (16, 3):
+            a_shard, weight = factors(m, 8, 32, HALF)
+            op(op.shard[:m], weight)
+            versions.append(op.shard._version)
+            op(a_shard, weight)
+            versions.append(op.shard._version)
+        writes = [after - before for before, after in itertools.pairwise(versions)]
+        more = [copied - of_itself for of_itself, copied in zip(writes[::2], writes[1::2], strict=True)]
+        return more == [1, 1]
+
+
+def last_gathered(rank):
+    begin(rank)
+    right = []
+    with AllGatherGemm(16, 16, HALF) as op:
+        for call, m in (
+            (call_as_captured, 16),
+            (AllGatherGemm.__call__, 9),
+            (call_as_captured, 5),
+            (call_as_captured, 16),
+        ):
+            a_shard, weight = factors(m, 8, 16, HALF)
+            call(op, a_shard, weight)
+            right.append(torch.equal(op.gathered, gathered_by_torch(a_shard)))
+    return all(right)
+
+
+OWN = (by_columns_of_torchs_product, copies_of_a_shard_in_place, last_gathered)
+
+
+def own_cases(rank):
+    return cases_of(OWN, rank)
+
+
+def test_weights_by_columns_shards_in_place_and_what_was_gathered_last_are_right():
+    assert_cases(own_cases, 2)
 
 
 # ---- on GPUs

@@ -15,8 +15,10 @@ from ag_gemm_runs import GATHERING_ROWS, GatheringRows
 from every_operation import EVERY, EXPERTS, OF_ONE_WAY, each
 from gemm_ar_runs import REDUCING, Reducing
 from gemm_rs_runs import SCATTERING_SUMS
-from operation_runs import TWO, ends, message_of, results, values
+from operation_runs import TWO, ends, hold_launch, message_of, results, values
+from rank_programs import wait_for
 
+from dist_autotune.kernels.exchange.flags import ARRIVED
 from dist_autotune.kernels.exchange.operation import PeerTimeout
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, TWO_SHOT
 from ranks import assert_all_ok, assert_killed, meet
@@ -74,6 +76,7 @@ class OneSum(Reducing):
 
 OTHER_ROWS = {
     "AllGatherGemm": (GATHERING_ROWS, {}, rows_of_gather),
+    "AllGatherGemm, cuBLAS": (GatheringRows(consumer="matmul", pieces=2), {}, rows_of_gather),
     "AllGatherGemm, by a collective": (GATHERING_ROWS, {"collective": True}, rows_of_gather),
     "GemmReduceScatter": (SCATTERING_SUMS, {}, rows_of_scatter),
     "GemmReduceScatter, by a collective": (SCATTERING_SUMS, {"collective": True}, rows_of_scatter),
@@ -157,6 +160,41 @@ def test_a_host_that_does_not_come_is_named_before_a_collective():
     assert text.startswith(
         "PeerTimeout: GemmAllReduce, rank 0: rank 1 did not come to eager call 1 within 1.5 s"
     )
+
+
+STUCK = {  # how many copies the last one is, what is told
+    "AllGatherGemm": (GatheringRows(consumer="plain", pieces=1), 1, "chunk 0 was not copied"),
+    "AllGatherGemm, cuBLAS": (GatheringRows(consumer="matmul", pieces=2), 2, "chunk 0 was not copied"),
+    "GemmReduceScatter": (SCATTERING_SUMS, 1, "the sums of rank 0 were not copied"),
+}
+
+
+def stuck_copy(rank, runs, copies):
+    """Hold the last copy that rank 0 pushes back until its kernel has given up."""
+    runs.begin(rank)
+    op = runs.open(32, 16)
+    if rank == 0:
+        runs.forsake(op, 0.5)
+        copy, begun = op._memory.copy, []
+
+        def copy_last_late(dst, src, stream):
+            begun.append(dst)
+            if len(begun) == copies:
+                stream.enqueue(lambda: wait_for(op._error_records.any, 100.0))
+            copy(dst, src, stream)
+
+        op._memory.copy = copy_last_late
+        arrived = op._pusher._pushes._here[1][ARRIVED.value]
+        hold_launch(op, lambda: int(arrived) >= 32)
+    return message_of(lambda: runs.fresh_call(op, [32, 32]))
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come(name):
+    runs, copies, told = STUCK[name]
+    stuck, unharmed = values(stuck_copy, 2, runs, copies)
+    assert stuck.startswith(f"PeerTimeout: {runs.name}, rank 0: {told} to all peers in time.")
+    assert unharmed == "nothing was raised"
 
 
 # ---- results without a peer

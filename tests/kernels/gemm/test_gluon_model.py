@@ -164,7 +164,6 @@ def wait_for_stores_at_the_end(self: Any) -> None:
 STORE_WAIT = of("epilogue", "tma.store_wait")
 MULTIPLY, WAIT = of("mma", "warpgroup_mma"), of("mma", "warpgroup_mma_wait")
 ARRIVE, ACCUMULATOR = of("mma", "mbarrier.arrive"), of("mma", "WgmmaAccumulator")
-APPLY = of("epilogue", "Pointwise.apply")
 START, END = (of("any_width", f"AnyWidthAccumulator.{name}") for name in ("start", "end"))
 PRODUCTS = of("any_width", "_products")
 
@@ -253,27 +252,12 @@ FAULTS: dict[str, tuple[Any, ...]] = {  # what is put into the body, where; how 
         ),
         *(WRONG, WIDE_TILE, EITHER[:1]),
     ),
-    "the last k block lacks products": (  # 32 of its 52 elements of K
-        ("problem", "STEPS_OF_A_BLOCK", 2), WRONG, WIDE_TILE, EITHER[:1]
-    ),
-    "swapped tiles are at the wrong place": (
-        ("epilogue", "piece_start", lambda i, store_n, width: 0),
-        *(ANYHOW, WIDE_TILE | {"swap_ab": True}, EITHER[:1]),
+    "PTX is narrower than the tile": (
+        other_ptx("m64n80k16", "m64n72k16"), "of other columns", WIDE_TILE, EITHER[:1]
     ),
     # A deadlock, or an arrival too many.
     "turns are miscounted": (("roles", "ring_phase", lambda step, size: 0), ANYHOW, {}, EITHER[1:]),
 }  # fmt: skip
-OF_ENDINGS = {f"biases of {name}s": {"bias_along": name} for name in ("row", "column")}
-for name, scaled in {"row": (True, False), "column": (False, True)}.items():
-    OF_ENDINGS[f"scales of {name}s"] = {"scaled": scaled, "transposed": (False, True), "dtype": "fp8e4nv"}
-for name, ending in OF_ENDINGS.items():
-    elsewhere = "epilogue", "Pointwise.apply", lambda self, sums, *place: APPLY(self, sums, 0, 0, 0)
-    FAULTS[f"{name} are of another place"] = elsewhere, WRONG, ending, EITHER[:1]
-for name, value in (("STEP_OFFSET", 4), ("WARPGROUP_ROWS", 0), ("WARPGROUP_ROWS", 256)):
-    FAULTS[f"{name} is {value}"] = ("any_width", name, value), ANYHOW, WIDE_TILE, EITHER[:1]
-for width in (72, 128):  # columns are left out, or found behind the tile
-    ptx = other_ptx("m64n80k16", f"m64n{width}k16")
-    FAULTS[f"PTX is {width} columns wide"] = ptx, "of other columns", WIDE_TILE, EITHER[:1]
 
 
 @pytest.mark.parametrize(

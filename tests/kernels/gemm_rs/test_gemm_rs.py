@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 from epilogue_runs import quantized
 from gemm_rs_runs import SCATTERING_SUMS
-from operation_runs import GPU_BACKENDS, assert_cases, device, hold_launch, message_of, values
+from operation_runs import GPU_BACKENDS, assert_cases, device, message_of, values
 from operations import HALF, factors
-from rank_programs import wait_for
 
-from dist_autotune.kernels.exchange.flags import ARRIVED
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
-from dist_autotune.kernels.signals import as_patience
 
 
 def by_columns_with_addend(rank, index, n, k, collective):
@@ -65,30 +62,6 @@ def test_rows_that_the_ranks_cannot_share_are_refused_on_every_rank():
     for message, error in values(rows_that_do_not_divide, 3):
         assert message == "ValueError: a has 7 rows, which 3 ranks cannot share evenly; pad it to 9"
         assert error < 1
-
-
-def stuck_copy(rank):
-    """Hold the sums that rank 0 pushes back until its kernel has given up."""
-    SCATTERING_SUMS.begin(rank)
-    op = GemmReduceScatter(32, 16, HALF)
-    if rank == 0:
-        op._patience_ticks, copy = as_patience(0.5), op._memory.copy
-
-        def copy_late(dst, src, stream):
-            stream.enqueue(lambda: wait_for(op._error_records.any, 100.0))
-            copy(dst, src, stream)
-
-        op._memory.copy = copy_late
-        hold_launch(op, lambda: int(op._flags.local[ARRIVED.value, 1]) >= 16)
-    return message_of(lambda: op(*factors(32, 16, 16, HALF)))
-
-
-def test_sums_that_do_not_leave_are_told_from_a_peer_that_does_not_come():
-    stuck, unharmed = values(stuck_copy, 2)
-    assert stuck.startswith(
-        "PeerTimeout: GemmReduceScatter, rank 0: the sums of rank 0 were not copied to all peers in time."
-    )
-    assert unharmed == "nothing was raised"
 
 
 def outside_any_tuner(rank):

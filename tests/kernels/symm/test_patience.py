@@ -25,10 +25,9 @@ TURNS_PER_TICK = 2**20 / TURN_NS
 class Wait:
     """A wait of one warp for a word to become 5, in the model, where a poll is a turn."""
 
-    def __init__(self, *, patience_ticks: int, comes_at_poll: int = -1, clock_stands: bool = False) -> None:
+    def __init__(self, *, patience_ticks: int, comes_at_poll: int = -1) -> None:
         self.polls, self.readings = 0, 0
         self._word, self._comes_at_poll = Pointer(np.zeros(1, dtype=np.int64)), comes_at_poll
-        self._clock_stands = clock_stands
         with pytest.MonkeyPatch.context() as monkeypatch:
             self._load, self._clock = SIGNALS.tl.atomic_add, SIGNALS.ticks
             monkeypatch.setattr(SIGNALS.tl, "atomic_add", self._poll)
@@ -48,7 +47,7 @@ class Wait:
 
     def _read(self):
         self.readings += 1
-        return 1 if self._clock_stands else self._clock()
+        return self._clock()
 
 
 @pytest.mark.parametrize("poll", [1, 2, ROUND])

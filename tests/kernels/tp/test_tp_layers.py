@@ -78,9 +78,9 @@ def plan_of(dim, save_gathered=True):
     }
 
 
-def loss_of(model, tokens, parts=1):
+def loss_of(model, tokens):
     logits = model(tokens[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()) / parts
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def trained_beside_plain(rank, dim, how):
