@@ -25,10 +25,11 @@ from .pool import (
     POLL_S,
     Compilation,
     CompileCounts,
+    CompileOutcome,
     PoolOptions,
     why_no_child,
 )
-from .pool_process import CompileOutcome, PoolProcess
+from .pool_process import PoolProcess
 from .preflight import keeping_reason
 
 FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
@@ -315,7 +316,7 @@ class Backlog:
                 compilation = entry.to_compile[work]
                 compiles = executor.submit(compilation.compile).result
                 entry.to_compile[work] = replace(compilation, compile=compiles)
-            entry.end(work, CompileOutcome(0, COMPILED, "", f"{BY_RANK}: {self._no_child_because}"))
+            entry.end(work, CompileOutcome(0, COMPILED, remark=f"{BY_RANK}: {self._no_child_because}"))
         executor.shutdown(wait=False)
 
     def _stop(self) -> None:

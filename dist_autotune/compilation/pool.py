@@ -7,6 +7,7 @@ locked it looks at later, and finds the binary in Triton's cache or, in the lock
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -97,74 +98,77 @@ class CompileCounts:
         setattr(self, ending, getattr(self, ending) + 1)
 
 
+@dataclass(frozen=True)
+class CompileOutcome:
+    """How a compilation ended. COMPILED without a binary: the rank compiles itself, and meets the error."""
+
+    place: int  # among the process's compilations
+    ending: str  # COMPILED, FROM_PEERS, CACHED or FAILED
+    reason: str = ""  # why it failed
+    remark: str = ""  # on all that follow
+
+
 @dataclass(eq=False)
 class Task:
-    """A binary to compile, and how far it is."""
+    """A binary to compile."""
 
+    place: int
     compilation: Compilation
     lock: CompileLock | None = None
     child: CompilerChild | None = None
     refused_at: float | None = None  # when a peer was first seen to compile it
-    ending: str = ""  # COMPILED, FROM_PEERS, CACHED or FAILED; empty: not yet
-    reason: str = ""  # why it failed
 
     @property
     def key(self) -> str:
         return self.compilation.key
 
-    def give_up(self) -> None:
+    def give_up(self, *, is_compiled: bool = False) -> None:
         """End its child and release its lock, if there are any."""
         if self.child is not None:
             self.child.close()
         if self.lock is not None:
-            self.lock.release()
+            self.lock.release(is_compiled=is_compiled)
             self.lock = None
 
 
 class Pool:
-    """Compiles in `run`. At the end of its block it has no child and no lock.
+    """Compiles in `run`; `close` ends its children and gives up its locks.
 
-    on_end: called with each task as it ends. COMPILED without a binary: the rank compiles itself, and meets
-    the user's error.
-    priority: of a compilation by its place, the greatest first; 0: it is not compiled now.
+    priorities: of the compilations, read anew each time. The greatest is compiled first, and none with 0.
+    report: called with each outcome.
     """
 
     def __init__(
         self,
         compilations: Sequence[Compilation],
         options: PoolOptions,
-        on_end: Callable[[Task], None],
-        priority: Callable[[int], int] = lambda place: 1,
+        priorities: mmap.mmap,
+        report: Callable[[CompileOutcome], None],
     ) -> None:
-        self.tasks = [Task(compilation) for compilation in compilations]
-        self._places = {task: place for place, task in enumerate(self.tasks)}
-        self._priority = priority
-        self.remark = ""
-        self._options, self._on_end = options, on_end
-        self._waiting = [*self.tasks]
+        self._options, self._priorities, self._report = options, priorities, report
+        self._waiting = [Task(place, compilation) for place, compilation in enumerate(compilations)]
         self._running: list[Task] = []
         self._has_children = True  # False: they do not start, and the rank compiles the rest
+        self._remark = ""
 
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for task in self.tasks:
+    def close(self) -> None:
+        for task in (*self._waiting, *self._running):
             task.give_up()
 
     def run(self) -> None:
-        """Compile until every task has its ending."""
+        """Compile until every task has ended."""
         while self._waiting or self._running:
             if not (self._collect() or self._begin()):
                 time.sleep(POLL_S[self._options.in_background])
 
     def _begin(self) -> bool:
         """Start or end each task that can be; return whether any was."""
-        priorities = {task: self._priority(self._places[task]) for task in self._waiting}
-        in_order = sorted(self._waiting, key=lambda task: -priorities[task])
-        begun = {task for task in in_order if priorities[task] and self._try(task)}
-        self._waiting = [task for task in self._waiting if task not in begun]
-        return bool(begun)
+        before = len(self._waiting)
+        priorities = {task: self._priorities[task.place] for task in self._waiting}
+        for task in sorted(self._waiting, key=lambda task: -priorities[task]):
+            if priorities[task] and self._try(task):
+                self._waiting.remove(task)
+        return len(self._waiting) < before
 
     def _try(self, task: Task) -> bool:
         """Start or end a task; False: it has to wait. Taking over a peer's result needs no free worker."""
@@ -172,13 +176,13 @@ class Pool:
         if not has_room and task.refused_at is None:
             return False
         if time.monotonic() > self._options.until:
-            self._refuse(task, "not compiled: the candidates together took longer than the peers wait")
+            self._end(task, FAILED, "not compiled: the candidates together took longer than the peers wait")
         elif not self._lock(task):
             return False
         elif has_binary(task.key):
-            self._finish(task, FROM_PEERS)
+            self._end(task, FROM_PEERS)
         elif task.lock is not None and task.lock.known_failure:
-            self._refuse(task, task.lock.known_failure)
+            self._end(task, FAILED, task.lock.known_failure)
         elif has_room:
             self._start(task)
         else:
@@ -196,7 +200,7 @@ class Pool:
             # If its owner is stopped, this rank compiles for itself.
             return now - task.refused_at >= 2 * self._options.lasts_s + LOCK_GRACE_S
         except OSError as error:
-            self.remark = f"nothing shared, no locks in {knobs.cache.dir}: {error.strerror or error}"
+            self._remark = f"nothing shared, no locks in {knobs.cache.dir}: {error.strerror or error}"
         return True
 
     def _start(self, task: Task) -> None:
@@ -209,10 +213,10 @@ class Pool:
                 return
             except OSError as error:
                 self._leave_to_rank(f"no child ({error.strerror})")
-        self._finish(task, COMPILED)
+        self._end(task, COMPILED)
 
     def _leave_to_rank(self, why: str) -> None:
-        self._has_children, self.remark = False, f"{BY_RANK}: {why}"
+        self._has_children, self._remark = False, f"{BY_RANK}: {why}"
 
     def _collect(self) -> bool:
         """End the tasks whose children have ended; return whether any has."""
@@ -221,31 +225,20 @@ class Pool:
             assert task.child is not None
             if (ending := task.child.poll()) is None:
                 continue
-            self._running.remove(task)
             if ending.has_begun and ending.reason:
                 if task.lock is not None:
                     task.lock.record_failure(ending.reason)
-                self._refuse(task, ending.reason)
+                self._end(task, FAILED, ending.reason)
             else:
                 if not ending.has_begun:
                     self._leave_to_rank("child processes do not start")
-                self._finish(task, COMPILED)
+                self._end(task, COMPILED)
+            self._running.remove(task)
         return len(self._running) < before
 
-    def _finish(self, task: Task, ending: str) -> None:
-        if task.lock is not None:
-            task.lock.release(is_compiled=True)
-            task.lock = None
-        self._end(task, ending)
-
-    def _refuse(self, task: Task, reason: str) -> None:
-        task.reason = reason
-        task.give_up()
-        self._end(task, FAILED)
-
-    def _end(self, task: Task, ending: str) -> None:
-        task.ending = ending
-        self._on_end(task)
+    def _end(self, task: Task, ending: str, reason: str = "") -> None:
+        task.give_up(is_compiled=not reason)
+        self._report(CompileOutcome(task.place, ending, reason, self._remark))
 
 
 def why_no_child(options: PoolOptions) -> str:

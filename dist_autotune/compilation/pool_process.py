@@ -16,25 +16,15 @@ import time
 import traceback
 import weakref
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any, NoReturn
 
 from .compiler_child import PR_SET_DUMPABLE, close_files, fork, has_ended, leave_job, prctl, reaped
-from .pool import Compilation, Pool, PoolOptions, Task
+from .pool import Compilation, CompileOutcome, Pool, PoolOptions
 
 READ_BYTES = 1 << 20  # at a time; a candidate takes up to 1000
 PRIORITY = 10  # nice(2): a tenth of a core that one other thread wants
 PRIORITY_TRIES, PRIORITY_PAUSE_S = 100, 0.1  # Linux lets ten sessions of a host change theirs in a second
-
-
-@dataclass(frozen=True)
-class CompileOutcome:
-    """How a compilation ended."""
-
-    place: int  # among the process's compilations
-    ending: str  # COMPILED, FROM_PEERS, CACHED or FAILED
-    reason: str  # why it failed
-    remark: str = ""  # on all that follow
 
 
 class PoolProcess:
@@ -109,8 +99,7 @@ def _serve(
     parent: int,
     report: int,
 ) -> NoReturn:
-    def report_end(task: Task) -> None:
-        outcome = CompileOutcome(pool.tasks.index(task), task.ending, task.reason, pool.remark)
+    def tell(outcome: CompileOutcome) -> None:
         os.write(report, json.dumps(astuple(outcome)).encode() + b"\n")
 
     try:
@@ -121,7 +110,7 @@ def _serve(
         if options.in_background:
             _yield_cores()
         prctl(PR_SET_DUMPABLE, 0)  # from here on /proc/self cannot be written
-        with Pool(compilations, options, report_end, priorities.__getitem__) as pool:
+        with contextlib.closing(Pool(compilations, options, priorities, tell)) as pool:
             pool.run()
     except Exception:
         traceback.print_exc()

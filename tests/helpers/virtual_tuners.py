@@ -25,8 +25,7 @@ import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
 from dist_autotune import options as options_module
 from dist_autotune.compilation import backlog
-from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOptions
-from dist_autotune.compilation.pool_process import CompileOutcome
+from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, CompileOutcome, PoolOptions
 from dist_autotune.compilation.preflight import Planned
 from dist_autotune.launch.dispatcher import Dispatcher
 from dist_autotune.launch.rank_context import RankContext

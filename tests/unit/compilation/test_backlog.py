@@ -12,8 +12,7 @@ import pytest
 
 from dist_autotune.compilation import backlog, preflight
 from dist_autotune.compilation.backlog import Backlog, CompileState
-from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, PoolOptions
-from dist_autotune.compilation.pool_process import CompileOutcome
+from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, CompileOutcome, PoolOptions
 from dist_autotune.compilation.preflight import Planned
 from dist_autotune.launch.rank_context import RankContext
 from dist_autotune.storage.scope import ContextIdentity
