@@ -18,7 +18,7 @@ from ..timing.clock import Clock
 from ..triton_api import footprint, identity, interception
 from ..triton_api.footprint import RecordedGrid
 from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
-from .fast_path import CallUnderWay, Settled
+from .fast_path import CallUnderWay
 from .rank_context import NONE_FAILED, Binding, RankContext, Stage
 from .registry import Registry
 from .tunable import CHOICES, KnownChoices, Ranks, option_texts
@@ -46,7 +46,9 @@ class Dispatcher:
         # Of a session: from `begin_run` until `Session` has applied its report, or it has failed.
         self.run_under_way: CallUnderWay | None = None
         self._function = registry.known.function
-        self._model = self._new_call(tunes=False)  # settled calls are copies of it
+        # One rank leaves a kernel with one config to stock Triton: no peer can have more.
+        self.passes_single = self._function.is_alone
+        self._model = CallUnderWay(self, tunes=False)  # settled calls are copies of it
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self._known_choices = KnownChoices()
@@ -57,7 +59,7 @@ class Dispatcher:
 
     # -- the launch ----------------------------------------------------------------------------------------
 
-    def _handle(self, call: CallUnderWay, launch: Launch, failed: Mapping[str, str] = NONE_FAILED) -> Any:
+    def launch(self, call: CallUnderWay, launch: Launch, failed: Mapping[str, str] = NONE_FAILED) -> Any:
         """Launch the kernel once, as `Autotuner.run` would, with the config that this run plans for it.
 
         failed: candidates that have failed in this launch, with reasons.
@@ -84,12 +86,12 @@ class Dispatcher:
                     call.add(launch.tuner, binding.key, config)
                 return result
             except Exception as error:
-                if not (found := self._failure(call, launch, config, error)):
+                if not (found := self.failure(call, launch, config, error)):
                     raise
                 failed |= found
             candidate = binding.rank_context.chosen(binding, failed)
 
-    def _choose(self, call: CallUnderWay, name: str, options: Sequence[Any], key: Key, among: Ranks) -> Any:
+    def choose(self, call: CallUnderWay, name: str, options: Sequence[Any], key: Key, among: Ranks) -> Any:
         """Return the option that this run plans for a `tunable`; `among`: the ranks that share it."""
         if not self._ranks.issuperset(among):
             return CHOICES.recall(name, options, key, among)
@@ -192,7 +194,7 @@ class Dispatcher:
         if is_wanted and context.compile.keep_form(form := kernel_of(result)):
             self.to_preflight.setdefault(context, {})[form] = binding, launch
 
-    def _failure(self, call: CallUnderWay, launch: Launch, config: Any, error: Exception) -> dict[str, str]:
+    def failure(self, call: CallUnderWay, launch: Launch, config: Any, error: Exception) -> dict[str, str]:
         """Return {candidate: reason} for a launch that failed; {}: the error is the user's.
 
         In a run of a session the candidate is banned, and the run's report tells the peers. In a settled call
@@ -301,20 +303,14 @@ class Dispatcher:
         with self._lock:
             self._begin_anew()
             self._registry.has_news = True  # to the settled call after it
-            self.run_under_way = call = self._new_call(tunes=tunes, written=self._written)
+            self.run_under_way = call = CallUnderWay(self, tunes=tunes, written=self._written)
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
         return call
 
-    def _new_call(self, *, tunes: bool, written: WrittenTensors | None = None) -> CallUnderWay:
-        settled: Settled = {}
-        makes = self._handle, self._failure, self._choose
-        # One rank leaves a kernel with one config to stock Triton: no peer can have more.
-        return CallUnderWay(settled, *makes, tunes, self._function.is_alone, written)
-
     def _begin_anew(self) -> None:
         """Let each context choose its config anew; settled calls under way keep theirs."""
-        self._model = self._new_call(tunes=False)
+        self._model = CallUnderWay(self, tunes=False)
         self._known_choices.clear()
         self._registry.begin_run()
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from threading import get_ident
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from triton.runtime.autotuner import Autotuner
 
@@ -19,6 +18,9 @@ from ..triton_api.interception import INTERCEPTION, Run, is_capturing
 from ..triton_api.launch import Key, Launch, key_of
 from .rank_context import RankContext
 from .written_tensors import WrittenTensors, written_arguments
+
+if TYPE_CHECKING:
+    from .dispatcher import Dispatcher
 
 _MAKE = object.__new__
 Settled: TypeAlias = "dict[int, Known]"  # by the id of a living Autotuner
@@ -44,25 +46,13 @@ class CallUnderWay:
 
     Measured costs: docs/benchmarks.
 
-    settled: keys whose config is launched at once; empty in a run of a session. launch: makes every other
-    launch. failure: returns the candidate that an exception bans, with the reason, or {} for a user's error.
-    choose_for: returns the option of a `tunable`. tunes: launches may be trials. passes_single: leave a
-    kernel with one config to stock Triton. written: copies what launches change; None: not in a session.
+    launcher: makes the launches that are not settled. tunes: launches may be trials. written: copies what
+    launches change; None: not in a session.
     """
 
-    def __init__(
-        self,
-        settled: Settled,
-        launch: Callable[..., Any],
-        failure: Callable[..., dict[str, str]],
-        choose_for: Callable[..., Any],
-        tunes: bool,
-        passes_single: bool,
-        written: WrittenTensors | None = None,
-    ) -> None:
-        self.settled, self.launch, self.failure, self.choose_for = settled, launch, failure, choose_for
-        self.tunes, self.passes_single = tunes, passes_single
-        self.written = written
+    def __init__(self, launcher: Dispatcher, *, tunes: bool, written: WrittenTensors | None = None) -> None:
+        self.launcher, self.tunes, self.written = launcher, tunes, written
+        self.settled: Settled = {}  # keys whose config is launched at once; empty in a run of a session
         self.repeats = False  # a run that is captured: each launch takes its config once more
         self.changes = False  # a launch changes tensors, of a kernel that `launched` does not return
         self.new: set[RankContext] | None = None  # new or provisional, launched by this settled call
@@ -126,8 +116,8 @@ def dispatcher(before: Run) -> Run:
     is_stock = before.__module__ == Autotuner.__module__
 
     def launch_unknown(call: CallUnderWay, tuner: Autotuner, args: Any, kwargs: dict[str, Any]) -> Any:
-        if not call.passes_single or len(tuner.configs) > 1:
-            return call.launch(call, Launch(tuner, args, kwargs))
+        if len(tuner.configs) > 1 or not call.launcher.passes_single:
+            return call.launcher.launch(call, Launch(tuner, args, kwargs))
         changes = tuner.restore_value or tuner.reset_to_zero
         if changes and not (kwargs.get("warmup") or is_capturing()):
             call.keep(Launch(tuner, args, kwargs))
@@ -149,7 +139,7 @@ def dispatcher(before: Run) -> Run:
         try:
             config, options = known.only or known.by_key[key_of(tuner, args, kwargs)]
         except (KeyError, TypeError):  # new, or a key that cannot be hashed
-            return call.launch(call, Launch(tuner, args, kwargs))
+            return call.launcher.launch(call, Launch(tuner, args, kwargs))
         tuner.best_config = config
         try:
             if config.pre_hook is not None:
@@ -157,10 +147,10 @@ def dispatcher(before: Run) -> Run:
                 config.pre_hook({**named, **kwargs, **options})
             return tuner.fn.run(*args, **kwargs, **options)
         except Exception as error:
-            if known.only and call.passes_single:
+            if known.only and call.launcher.passes_single:
                 raise
-            if not (failed := call.failure(call, Launch(tuner, args, kwargs), config, error)):
+            if not (failed := call.launcher.failure(call, Launch(tuner, args, kwargs), config, error)):
                 raise
-        return call.launch(call, Launch(tuner, args, kwargs), failed)
+        return call.launcher.launch(call, Launch(tuner, args, kwargs), failed)
 
     return run

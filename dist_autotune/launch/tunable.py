@@ -135,7 +135,7 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
         options = _drawn(options)
     call, ranks = INTERCEPTION.call_here(), () if among is None else ranks_of(among)
     asked = name, options, tuple(key), ranks
-    option: T = CHOICES.recall(*asked) if call is None else call.choose_for(call, *asked)
+    option: T = CHOICES.recall(*asked) if call is None else call.launcher.choose(call, *asked)
     return option
 
 
@@ -154,7 +154,7 @@ class Standing(Generic[T]):
         call = INTERCEPTION.call_here() if INTERCEPTION.calls else None
         if call is not None and call.is_of_session:
             return self._choose()
-        answers, state = CHOICES.recall if call is None else call.choose_for, KnownChoices.state
+        answers, state = CHOICES.recall if call is None else call.launcher.choose, KnownChoices.state
         kept_at, kept_of, kept = self._kept
         if kept_at is state and kept_of == answers:
             made: T = kept
