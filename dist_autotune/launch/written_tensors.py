@@ -77,7 +77,7 @@ class WrittenTensors:
                 return
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    values = _without_overlap(tensor.detach()).clone()
+                    values = without_overlap(tensor.detach()).clone()
             except torch.OutOfMemoryError as error:
                 raise TuningError(
                     f"{name or 'the result'}: no memory for a copy of its {tensor.nbytes} bytes, to be put "
@@ -105,7 +105,7 @@ class WrittenTensors:
             with torch.inference_mode(False), torch.no_grad(), _ordered_with(copy.stream):
                 # A tensor of its own: the user's has a version that autograd compares.
                 there = torch.empty(0, dtype=dtype, device=alive.device)
-                _without_overlap(there.set_(alive, offset, shape, strides)).copy_(copy.values)
+                without_overlap(there.set_(alive, offset, shape, strides)).copy_(copy.values)
         return ", ".join(self._names)
 
 
@@ -138,8 +138,10 @@ def _is_frozen(tensor: torch.Tensor) -> bool:
     return not any(each is base for each in instances({type(base)}))
 
 
-def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view with each element of an expanded tensor once."""
+def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with each element of an expanded tensor once; other layouts have none twice."""
+    if tensor.layout is not torch.strided:
+        return tensor
     for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and not stride:
             tensor = tensor.narrow(dimension, 0, 1)

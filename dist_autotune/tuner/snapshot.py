@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ..errors import InvalidOption
+from ..launch.written_tensors import without_overlap
 
 
 class Snapshot:
@@ -59,11 +60,14 @@ def _restorer(item: Any) -> Callable[[], None]:
     if not isinstance(item, torch.Tensor):
         saved_state = copy.deepcopy(item.state_dict())
         return lambda: item.load_state_dict(_written_into(item.state_dict(), saved_state))
-    saved = item.detach().clone()
+    saved = without_overlap(item.detach()).clone()
 
-    @torch.no_grad()
     def restore() -> None:
-        item.copy_(saved)
+        # `.data` has a version of its own: autograd compares that of the item with what a graph has kept.
+        # Of other layouts it has memory of its own too, once it is written.
+        into = item.data if item.layout is torch.strided else item
+        with torch.inference_mode(item.is_inference()), torch.no_grad():
+            without_overlap(into).copy_(saved)
 
     return restore
 

@@ -100,3 +100,39 @@ def test_whatever_a_run_has_made_of_the_state_it_is_what_it_was(change):
         assert torch.equal(holder.tensors["a"], torch.full((2,), 7.0))
         assert torch.equal(holder.tensors["b"].to_dense(), torch.eye(2))
         holder.tensors["a"].mul_(3)
+
+
+def made_for_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
+def with_expanded_gradient() -> torch.Tensor:
+    tensor = torch.ones(3, requires_grad=True)
+    tensor.grad = torch.ones(1).expand(3)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "make",
+    [made_for_inference, with_expanded_gradient, lambda: torch.eye(3).to_sparse()],
+    ids=["of inference mode", "with an expanded gradient", "sparse"],
+)
+def test_a_tensor_of_any_kind_is_put_back(make):
+    tensor = make()
+    snapshot = Snapshot([tensor])
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.mul_(2)
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad + 1
+    snapshot.restore()
+    assert torch.equal(tensor.to_dense(), make().to_dense())
+    assert (tensor.grad is None) or torch.equal(tensor.grad, torch.ones(3))
+
+
+def test_a_graph_from_before_the_call_goes_backward_behind_it():
+    weight, factor = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
+    product = weight * factor
+    Snapshot([factor]).restore()
+    product.sum().backward()
+    assert torch.equal(weight.grad, factor)
