@@ -168,7 +168,7 @@ class Dispatcher:
         """Keep the share of the device that a launch of a compiled kernel takes."""
         if kernel is None or (device := preflight.current_device()) < 0:
             return
-        share = footprint.share(programs, kernel, footprint.multiprocessors(device))
+        share = footprint.share(programs, kernel, footprint.device_properties(device))
         context.shares[candidate] = max(context.shares.get(candidate, 0), share)
 
     def _ensure_loaded(self, launch: Launch, binding: Binding, candidate: str) -> Any:

@@ -150,12 +150,9 @@ class Registry:
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename contexts as the ranks have agreed, where kernels differ only in their candidates."""
         with self.lock:
-            by_name = dict(self.by_name)
-            for old, new in names.items():
-                if (context := by_name.pop(old, None)) is not None:
-                    context.name = new
-                    by_name[new] = context
-            self.by_name = by_name
+            for context in self.by_name.values():
+                context.name = names.get(context.name, context.name)
+            self.by_name = {context.name: context for context in self.by_name.values()}
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop contexts; the next launch admits them anew."""

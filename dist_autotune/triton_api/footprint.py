@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,32 +15,14 @@ REGISTERS_STEP = 8  # a thread gets a multiple of so many
 HALF = 0.5  # of an SM: a block that needs more lets no other of its kind beside it
 
 
-@dataclass(frozen=True)
-class Multiprocessors:
-    """What a device has of SMs, and each of them."""
-
-    count: int
-    shared_bytes: int
-    registers: int
-    threads: int
-
-
 @functools.cache
-def multiprocessors(device: int) -> Multiprocessors | None:
-    """Return the device's SMs; None: torch has no devices, though Triton may have."""
-    if not torch.cuda.is_available():
-        return None
-    known = torch.cuda.get_device_properties(device)
-    return Multiprocessors(
-        known.multi_processor_count,
-        known.shared_memory_per_multiprocessor,
-        getattr(known, "regs_per_multiprocessor", REGISTERS),  # not in the stubs
-        known.max_threads_per_multi_processor,
-    )
+def device_properties(device: int) -> Any:
+    """Return what torch knows of a device; None: torch has no devices, though Triton may have."""
+    return torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
 
 
-def share(programs: int, kernel: Any, device: Multiprocessors | None) -> int:
-    """Return the thousandths of the SMs that a launch of so many programs holds; 0: it is not known.
+def share(programs: int, kernel: Any, device: Any) -> int:
+    """Return the thousandths of a device's SMs that a launch of so many programs holds; 0: it is not known.
 
     Programs that wait for others to end hold nothing. An SM counts in half where what runs on it takes at
     most half of its shared memory, registers and threads.
@@ -52,15 +33,16 @@ def share(programs: int, kernel: Any, device: Multiprocessors | None) -> int:
         return 0
     threads = 32 * warps
     registers = math.ceil((getattr(kernel, "n_regs", 0) or 0) / REGISTERS_STEP) * REGISTERS_STEP
-    part = max(
-        (shared + RESERVED_BYTES) / device.shared_bytes,
-        registers * threads / device.registers,
-        threads / device.threads,
+    part: float = max(
+        (shared + RESERVED_BYTES) / device.shared_memory_per_multiprocessor,
+        registers * threads / getattr(device, "regs_per_multiprocessor", REGISTERS),
+        threads / device.max_threads_per_multi_processor,
     )
     blocks = programs * max(getattr(metadata, "num_ctas", 1) or 1, 1)
-    resident = min(blocks, device.count * max(int(1 / part), 1))
-    on_each = min(resident / min(resident, device.count) * part, 1.0)
-    held = min(resident, device.count) / device.count * (HALF if on_each <= HALF else 1.0)
+    count: int = device.multi_processor_count
+    resident = min(blocks, count * max(int(1 / part), 1))
+    on_each = min(resident / min(resident, count) * part, 1.0)
+    held = min(resident, count) / count * (HALF if on_each <= HALF else 1.0)
     return max(round(THOUSAND * held), 1)
 
 

@@ -6,9 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from dist_autotune.triton_api.footprint import Multiprocessors, RecordedGrid, share
+from dist_autotune.triton_api.footprint import RecordedGrid, share
 
-H200 = Multiprocessors(count=132, shared_bytes=233472, registers=65536, threads=2048)
+H200 = SimpleNamespace(
+    multi_processor_count=132,
+    shared_memory_per_multiprocessor=233472,
+    regs_per_multiprocessor=65536,
+    max_threads_per_multi_processor=2048,
+)
 
 
 def kernel(warps=8, shared=160_000, registers=168, ctas=1):
