@@ -154,17 +154,6 @@ class Copies:
 NOTHING = Copies()
 
 
-@functools.lru_cache(maxsize=CHOICES_KEPT)
-def plan_copies(shape: GemmShape, *, out: bool) -> tuple[Copies, GemmShape] | None:
-    """Return the copies to make and the shape of their product; None if the plain body is to run.
-
-    The shape's alignments are those of the caller's operands, 0 where TMA cannot address one. out: TMA cannot
-    write the caller's result, only scratch memory.
-    """
-    copies = what_to_copy(shape, out=out)
-    return None if copies is None else (copies, copied(shape, copies))
-
-
 def copied(shape: GemmShape, copies: Copies) -> GemmShape:
     """Return the shape of the product of the copies."""
     return replace(
@@ -174,8 +163,13 @@ def copied(shape: GemmShape, copies: Copies) -> GemmShape:
     )
 
 
+@functools.lru_cache(maxsize=CHOICES_KEPT)
 def what_to_copy(shape: GemmShape, *, out: bool) -> Copies | None:
-    """Return the copies with the best estimate; None where the plain body has it."""
+    """Return the copies with the best estimate; None where the plain body has it.
+
+    The shape's alignments are those of the caller's operands, 0 where TMA cannot address one. out: TMA cannot
+    write the caller's result, only scratch memory.
+    """
     (_, a_columns), (_, b_columns) = rows_in_memory(shape)
     itemsize = shape.dtype.itemsize
     a_ways = _ways(shape.a_alignment, a_columns * itemsize)

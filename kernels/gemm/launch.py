@@ -18,7 +18,7 @@ from ..launches.settled import SettledLaunches
 from ..matrices import LINE_BYTES, Block, Matrix, as_matrix, describe, matrix_of_rows
 from .body import gemm
 from .configs import GLUON_CANDIDATES, blocks_of
-from .copies import NOTHING, Copies, copy, padded_copy, plan_copies, room_for, runs_along_columns
+from .copies import NOTHING, Copies, copied, copy, padded_copy, room_for, runs_along_columns, what_to_copy
 from .pruning import GemmShape, prune
 
 tuned_gemm = triton.autotune(
@@ -121,10 +121,10 @@ def plan_launch(
     )
     copies, copies_out = NOTHING, c is None
     if not tensor_memory and (copies_out or min(shape.a_alignment, shape.b_alignment) < LINE_BYTES):
-        planned = plan_copies(shape, out=copies_out)
-        if planned is None:
+        chosen = what_to_copy(shape, out=copies_out)
+        if chosen is None:
             return None
-        copies, shape = planned
+        copies, shape = chosen, copied(shape, chosen)
     return LaunchPlan(shape, exchanged, left, right, c, copies)
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..configs import INTERPRETED
+from ..configs import INTERPRETED, not_too_large
 from ..gemm.configs import class_of_rows
 from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..symm import SymmetricTensor
@@ -98,9 +98,7 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         wanted = [each for each in configs if not each.kwargs["BLOCK_N"]]
         return [each for each in wanted if each.num_warps == warps_of_norm(args["N"])] or configs
     wanted = [each for each in configs if each.kwargs["BLOCK_N"]]
-    smallest = min((each.kwargs["BLOCK_N"] for each in wanted), default=0)
-    most = max(smallest, triton.next_power_of_2(args["N"]))
-    return [each for each in wanted if each.kwargs["BLOCK_N"] <= most] or configs
+    return not_too_large(wanted, BLOCK_N=args["N"]) or configs
 
 
 class RowsShape(NamedTuple):

@@ -19,7 +19,7 @@ A call on rank r:
     grouped GEMM, one persistent kernel:      for p = r + 1, r + 2, ...:
         products of stage 0, 1, ...               wait until DONE[p] >= 1, DONE[p] := 0
         a stage's tokens combined behind          our sums for p to their slot on rank p
-        AHEAD rounds of the next one's            ARRIVED[r] of rank p := 1
+        a round of the next one's                 ARRIVED[r] of rank p := 1
         tiles, its last block sets DONE[p];
         the own chunk last, once all
         ARRIVED[p] >= 1

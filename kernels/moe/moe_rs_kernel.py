@@ -37,12 +37,10 @@ from .routing import ENTRY
 FEW_ROWS = 16  # tokens of a combined block beside tiles of few rows; else 64 take a quarter of the claims
 
 GPU_CANDIDATES = [
-    with_fields(config, AHEAD=1, COMBINE_M=64 if config.kwargs["BLOCK_M"] >= 64 else FEW_ROWS)
-    for config in GPU_TILES
+    with_fields(config, COMBINE_M=64 if config.kwargs["BLOCK_M"] >= 64 else FEW_ROWS) for config in GPU_TILES
 ]
 CPU_CANDIDATES = [
-    with_fields(config, AHEAD=ahead, COMBINE_M=rows)
-    for config, ahead, rows in zip(CPU_TILES, (3, 1, 0, 2), (16, 16, 32, 8), strict=True)
+    with_fields(config, COMBINE_M=rows) for config, rows in zip(CPU_TILES, (16, 16, 32, 8), strict=True)
 ]
 CANDIDATES = CPU_CANDIDATES if INTERPRETED else GPU_CANDIDATES
 
@@ -146,14 +144,13 @@ def moe_reduce_scatter(
     GROUP_M: tl.constexpr,
     EPILOGUE_SUBTILE: tl.constexpr,  # store half a tile at a time, with half the registers for it
     TMA: tl.constexpr,
-    AHEAD: tl.constexpr,
     COMBINE_M: tl.constexpr,  # tokens of a block that is combined
 ):
     """Multiply the rows of stage 0, 1, ...; combine the tokens of each stage once its products are stored.
 
     Stage s is the chunk of rank + 1 + s, the own one the last. The work is one list, whose items the programs
     claim one by one. It has a part for each stage: the stage's tiles that the part before does not have; the
-    first tiles of the next stage, AHEAD rounds of them; the stage's blocks to combine. In a captured call
+    first tiles of the next stage, one for each program; the stage's blocks to combine. In a captured call
     each launch has one part. See [Note: a scatter of experts ends].
     """
     weight = Weight(b_ptr, experts, N, K, stride_be, stride_b)
@@ -184,7 +181,7 @@ def moe_reduce_scatter(
             if (peer != rank) & (tl.load(offsets_ptr + peer) == tl.load(offsets_ptr + peer + 1)):
                 notify(flags_ptr + DONE * WORLD + peer, 1)  # there is nothing to compute for it
 
-    most_ahead = AHEAD * tl.num_programs(0)
+    most_ahead = tl.num_programs(0)
     first_block = 0  # of the stage
     shift = 0  # from an item's number to that of its tile, among those of all stages
     if first_part > 0:

@@ -126,7 +126,7 @@ def matmul_all_reduce(
         sums = operators.multiply_and_all_reduce(rows, weight, group_name)
     if bias is not None:
         sums += bias
-    return sums.unflatten(0, a.shape[:-1])
+    return sums.view(*a.shape[:-1], sums.shape[1])
 
 
 def sum_gradient(tensor: Tensor, group: Group = None) -> Tensor:

@@ -16,7 +16,7 @@ from launch_path import launching as launching_on
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, blocks_of
-from dist_autotune.kernels.gemm.copies import Copies, copied
+from dist_autotune.kernels.gemm.copies import Copies
 from dist_autotune.kernels.gemm.pruning import GemmShape
 
 pytestmark = pytest.mark.aot
@@ -77,23 +77,22 @@ PIPELINED = next(
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDevice]:
     monkeypatch.setattr(copies, "_LAUNCHES", {})
     copies.copy_rows.device_caches.clear()
-    copies.plan_copies.cache_clear()
+    copies.what_to_copy.cache_clear()
     with launching_on(monkeypatch, launching, launching.tuned_gemm, [PIPELINED], blocks_of) as made:
         yield made
         copies._LAUNCHES.clear()
         copies.copy_rows.device_caches.clear()
-    copies.plan_copies.cache_clear()
+    copies.what_to_copy.cache_clear()
 
 
 @pytest.fixture
 def all_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have everything copied that may be."""
 
-    def plan(shape: GemmShape, *, out: bool) -> tuple[Copies, GemmShape]:
-        chosen = Copies(a=shape.a_alignment < 128, b=shape.b_alignment < 128, out=out)
-        return chosen, copied(shape, chosen)
+    def plan(shape: GemmShape, *, out: bool) -> Copies:
+        return Copies(a=shape.a_alignment < 128, b=shape.b_alignment < 128, out=out)
 
-    monkeypatch.setattr(launching, "plan_copies", plan)
+    monkeypatch.setattr(launching, "what_to_copy", plan)
 
 
 @pytest.fixture
@@ -143,7 +142,7 @@ def test_the_tuner_keeps_copied_and_other_operands_apart(device, all_copied, mon
     tuner = launching.tuned_gemm
     a, b, out = operands(256, 192, 72)
     multiply(a, b, out)
-    monkeypatch.setattr(launching, "plan_copies", lambda shape, *, out: (copies.NOTHING, shape))
+    monkeypatch.setattr(launching, "what_to_copy", lambda shape, *, out: copies.NOTHING)
     multiply(a, b, out)
     places = [tuner.keys.index(name) for name in ("a_alignment", "b_alignment")]
     keys = [settled.key for (settled,) in launching._SETTLED._of.values()]

@@ -187,7 +187,7 @@ def product(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
             "configs": [c for c in tuner.configs if c.kwargs["VARIANT"] == "cooperative"][:1],
             "cache": {},
         },
-        launching: {"_SETTLED": SettledLaunches(tuner, blocks_of), "plan_copies": plan_of(which)},
+        launching: {"_SETTLED": SettledLaunches(tuner, blocks_of), "what_to_copy": plan_of(which)},
         copies: {"_LAUNCHES": {}, "room_for": room_for},
         operation: {"_PLANS": {}, "_is_on_gpu": lambda tensor: True, "_device": lambda device: (9, 132)},
     }

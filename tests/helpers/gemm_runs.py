@@ -18,7 +18,7 @@ from dist_autotune.kernels.epilogues import Epilogue
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, NAMES
-from dist_autotune.kernels.gemm.copies import Copies, copied
+from dist_autotune.kernels.gemm.copies import Copies
 from dist_autotune.kernels.gemm.pruning import GemmShape, fits
 from dist_autotune.kernels.matrices import LINE_BYTES
 from dist_autotune.kernels.persistent_gemm import SCHEDULERS, persistent_matmul
@@ -128,12 +128,11 @@ def schedules(
 # ---- copies in scratch memory
 
 
-def plan_of(which: Copies) -> Callable[..., tuple[Copies, GemmShape]]:
+def plan_of(which: Copies) -> Callable[..., Copies]:
     """Return a plan by which what TMA cannot address is copied, and these operands."""
 
-    def plan(shape: GemmShape, *, out: bool) -> tuple[Copies, GemmShape]:
-        chosen = Copies(which.a or shape.a_alignment == 0, which.b or shape.b_alignment == 0, out)
-        return chosen, copied(shape, chosen)
+    def plan(shape: GemmShape, *, out: bool) -> Copies:
+        return Copies(which.a or shape.a_alignment == 0, which.b or shape.b_alignment == 0, out)
 
     return plan
 

@@ -78,13 +78,13 @@ def any_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave only candidates that every version of Triton has."""
     known = [config for config in GLUON_CANDIDATES if not config.kwargs["JOINED"]]
     monkeypatch.setattr(copies, "GLUON_CANDIDATES", known)
-    copies.plan_copies.cache_clear()
+    copies.what_to_copy.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def no_choice_is_kept() -> Iterator[None]:
     yield
-    copies.plan_copies.cache_clear()
+    copies.what_to_copy.cache_clear()
 
 
 # ---- the choice
@@ -196,7 +196,7 @@ def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout
 
     with pytest.MonkeyPatch.context() as patched:
         shapes = launch_as_tma(patched)
-        patched.setattr(launching, "plan_copies", plan_of(Copies(*further)))
+        patched.setattr(launching, "what_to_copy", plan_of(Copies(*further)))
         assert multiply(a, b, target)
     assert torch.equal(target.double(), a.double() @ b.double())
     assert len(shapes) == 1

@@ -36,7 +36,7 @@ def serves(rank):
         tp.reserve(6, WIDTH, torch.float32, mesh, all_reduce=True)
         opened = [key.kind for key in WORKSPACES.open]
         with torch.no_grad():
-            for shape in ((6, WIDTH), (2, 3, WIDTH), (2, 0, WIDTH), (1, WIDTH)):
+            for shape in ((6, WIDTH), (2, 3, WIDTH), (2, 0, WIDTH), (1, WIDTH), (WIDTH,)):
                 x = tensor_of(0, *shape, grad=False)
                 assert_close(parallel(x), whole(x))
         return opened == [GemmAllReduce]
