@@ -158,43 +158,26 @@ def test_outputs_are_found_in_any_nesting_and_named_by_their_path():
     assert OutputDigests(result, ()).tensors == 6  # the array too
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (torch.zeros(4), torch.zeros(2, 2)),
-        (torch.zeros(4), torch.zeros(4, dtype=torch.int32)),
-        (0.0, -0.0),
-        (1, True),
-        (np.zeros(2), np.zeros(2, dtype=np.int64)),
-        (float("nan"), -float("nan")),
-        (complex(0.0, 0.0), complex(0.0, -0.0)),
-        (sparse([-0.0]), sparse([0.0])),
-        (sparse([0.0]), torch.zeros(4).to_sparse()),
-        (sparse([1.0], size=4), sparse([1.0], size=5)),
-        (torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2).to(torch.float8_e5m2)),
-        (torch.tensor([True, False]), torch.tensor([True, True])),
-        (torch.zeros(0, 3), torch.zeros(3, 0)),
-        (np.array([1, None]), np.array([1, 2], dtype=object)),
-        (torch.zeros(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64)),
-    ],
-    ids=[
-        "shape",
-        "dtype",
-        "sign",
-        "type",
-        "array",
-        "NaN",
-        "sign of an imaginary zero",
-        "sign of a sparse zero",
-        "an explicit zero",
-        "size of a sparse one",
-        "fp8",
-        "bool",
-        "no elements",
-        "objects",
-        "complex",
-    ],
-)
+DIFFERENT = {
+    "shape": (torch.zeros(4), torch.zeros(2, 2)),
+    "dtype": (torch.zeros(4), torch.zeros(4, dtype=torch.int32)),
+    "sign": (0.0, -0.0),
+    "type": (1, True),
+    "array": (np.zeros(2), np.zeros(2, dtype=np.int64)),
+    "NaN": (float("nan"), -float("nan")),
+    "sign of an imaginary zero": (complex(0.0, 0.0), complex(0.0, -0.0)),
+    "sign of a sparse zero": (sparse([-0.0]), sparse([0.0])),
+    "an explicit zero": (sparse([0.0]), torch.zeros(4).to_sparse()),
+    "size of a sparse one": (sparse([1.0], size=4), sparse([1.0], size=5)),
+    "fp8": (torch.ones(2).to(torch.float8_e4m3fn), torch.ones(2).to(torch.float8_e5m2)),
+    "bool": (torch.tensor([True, False]), torch.tensor([True, True])),
+    "no elements": (torch.zeros(0, 3), torch.zeros(3, 0)),
+    "objects": (np.array([1, None]), np.array([1, 2], dtype=object)),
+    "complex": (torch.zeros(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64)),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
 def test_what_differs_has_another_digest(one, other):
     assert digests(one) != digests(other)
     assert digests(one) == digests(one)

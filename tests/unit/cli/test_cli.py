@@ -21,14 +21,6 @@ def run(*arguments: str | Path, answer: str | None = None) -> Result:
     return CliRunner().invoke(app, list(map(str, arguments)), input=answer)
 
 
-def assert_one_line_error(result: Result, *parts: str) -> None:
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert len(result.stderr.splitlines()) == 1
-    for part in parts:
-        assert part in result.stderr
-
-
 # ---- report
 
 
@@ -101,37 +93,8 @@ def test_report_as_json_holds_what_the_program_can_ask_for(tmp_path: Path) -> No
     assert session["candidates"][0][0]["rank_ms"] == {"0": 1.0, "1": 4.0}
 
 
-def test_report_of_what_is_not_there_says_what_is(tmp_path: Path) -> None:
-    write_session(tmp_path / "logs", "aa1")
-    assert_one_line_error(run("report", "logs", "--session", "b"), "No session 'b'", "aa1")
-    assert_one_line_error(run("report", "logs", "--kernel", "add"), "No kernel 'add'", "matmul")
-
-
 def test_the_command_says_its_version() -> None:
     assert run("--version").stdout == f"dist-autotune {__version__}\n"
-
-
-@pytest.mark.parametrize("option", ["--html", "--trace"])
-def test_a_report_into_a_directory_that_is_not_there_says_what_to_do(tmp_path: Path, option: str) -> None:
-    write_session(tmp_path / "logs")
-    assert_one_line_error(run("report", "logs", option, "away/all"), "away is no directory; make it first")
-
-
-def test_report_of_a_missing_directory_says_what_to_do() -> None:
-    assert_one_line_error(
-        run("report", "nowhere"), "There is no directory nowhere", "dist-autotune report DIR"
-    )
-
-
-def test_report_of_a_directory_without_records_says_what_to_do(tmp_path: Path) -> None:
-    assert_one_line_error(run("report", tmp_path), "holds no records", "dist-autotune report DIR")
-    (tmp_path / "rank-0.jsonl").write_text("garbage\ngarbage\n")
-    assert_one_line_error(run("report", tmp_path), "skipped 2 lines: 2 x damaged")
-
-
-def test_a_mistyped_setting_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DIST_AUTOTUNE_LOGDIR", "logs")
-    assert_one_line_error(run("report"), "DIST_AUTOTUNE_LOGDIR")
 
 
 # ---- cache
@@ -167,10 +130,6 @@ def test_cache_show_prints_an_entry_as_json(tmp_cache: Path, name: str) -> None:
     assert result.stderr == f"{tmp_cache / KEY.file_name}\n"
 
 
-def test_cache_show_of_an_unknown_name_says_how_to_find_one() -> None:
-    assert_one_line_error(run("cache", "show", "add"), "No entry of 'add'", "dist-autotune cache list")
-
-
 def test_cache_clear_asks_first(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry())
     refused = run("cache", "clear", answer="n\n")
@@ -180,3 +139,35 @@ def test_cache_clear_asks_first(tmp_cache: Path) -> None:
     assert agreed.exit_code == 0
     assert "Deleted 1 entry" in agreed.stdout
     assert list(Winners(tmp_cache).entries()) == []
+
+
+# ---- mistakes
+
+MISTAKES = {
+    "report logs --session b": ["No session 'b'", "aa1"],
+    "report logs --kernel add": ["No kernel 'add'", "matmul"],
+    "report logs --html away/all": ["away is no directory; make it first"],
+    "report logs --trace away/all": ["away is no directory; make it first"],
+    "report nowhere": ["There is no directory nowhere", "dist-autotune report DIR"],
+    "report empty": ["holds no records", "dist-autotune report DIR"],
+    "report garbage": ["skipped 2 lines: 2 x damaged"],
+    "report DIST_AUTOTUNE_LOGDIR=logs": ["DIST_AUTOTUNE_LOGDIR"],
+    "cache show add": ["No entry of 'add'", "dist-autotune cache list"],
+}
+
+
+@pytest.mark.parametrize(("command", "parts"), MISTAKES.items(), ids=MISTAKES)
+def test_a_mistake_is_one_line_with_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, parts: list[str]
+) -> None:
+    write_session(tmp_path / "logs", "aa1")
+    for name in ("empty", "garbage"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "garbage" / "rank-0.jsonl").write_text("garbage\ngarbage\n")
+    arguments = command.split()
+    if "=" in arguments[-1]:  # a variable of the environment
+        monkeypatch.setenv(*arguments.pop().split("="))
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert len(result.stderr.splitlines()) == 1
+    assert all(part in result.stderr for part in parts)

@@ -1,5 +1,6 @@
 """The sockets of the hub: who is served, who is turned away, and that nobody holds up others."""
 
+import contextlib
 import os
 import socket
 import time
@@ -13,6 +14,7 @@ from dist_autotune.ranks.hub import Hub
 from dist_autotune.ranks.wire import LENGTH, TOKEN_BYTES, pack, unpack
 
 MERGED = {"merged": b"all"}
+any_end = contextlib.suppress(OSError)  # closed or reset: anything but an answer
 
 
 def framed(body):
@@ -65,19 +67,9 @@ def test_strangers_are_turned_away(hub, client, first):
     port = hub.address().port
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(first + pack({"op": "publish", "id": 1, "sequence": 0, "rank": 1, "end": MERGED}))
-        with any_end():
+        with any_end:
             assert stranger.recv(100) == b""
     assert client.receive(client.send("look", 0), 10)["end"] is None
-
-
-class any_end:
-    """Closed or reset: anything but an answer."""
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, kind, error, traceback):
-        return isinstance(error, OSError)
 
 
 class RawRank:
@@ -123,7 +115,7 @@ class RawRank:
 def test_a_rank_that_sends_nonsense_loses_its_connection_and_the_others_are_served(hub, client, sent):
     with RawRank(hub) as rank:
         rank.socket.sendall(sent)
-        with any_end():
+        with any_end:
             assert rank.socket.recv(100) == b""
     assert client.receive(client.send("look", 0), 20)["end"] is None
 
@@ -185,12 +177,12 @@ def test_connections_that_show_no_token_make_room_for_each_other_and_are_closed_
     for stranger in strangers:
         stranger.sendall(b"half")
     for stranger in strangers[:-8]:  # the oldest; the others wait
-        with any_end():
+        with any_end:
             assert stranger.recv(100) == b""
     assert client.receive(client.send("look", 0), 20)["end"] is None
     assert len(os.listdir("/proc/self/fd")) <= before + 100 + 8 + 2
     for stranger in strangers[-8:]:
-        with any_end():
+        with any_end:
             assert stranger.recv(100) == b""
     for stranger in strangers:
         stranger.close()

@@ -77,27 +77,18 @@ class Layer:
         return 3 * x
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        Layer().method,
-        lambda x: Layer.method(Layer(), x),
-        Layer.of_class,
-        Layer().of_class,
-        Layer.static,
-        contextual_autotune(lambda x: 3 * x),
-        contextual_autotune(functools.partial(lambda factor, x: factor * x, 3)),
-    ],
-    ids=[
-        "method",
-        "by its class",
-        "classmethod",
-        "classmethod of an instance",
-        "staticmethod",
-        "lambda",
-        "partial",
-    ],
-)
+DECORATED = {
+    "method": Layer().method,
+    "by its class": lambda x: Layer.method(Layer(), x),
+    "classmethod": Layer.of_class,
+    "classmethod of an instance": Layer().of_class,
+    "staticmethod": Layer.static,
+    "lambda": contextual_autotune(lambda x: 3 * x),
+    "partial": contextual_autotune(functools.partial(lambda factor, x: factor * x, 3)),
+}
+
+
+@pytest.mark.parametrize("call", DECORATED.values(), ids=DECORATED)
 def test_methods_lambdas_and_partials_can_be_decorated(call):
     assert call(2) == 6
 
@@ -129,27 +120,18 @@ def test_a_decorated_function_is_copied_and_pickled_as_functions_are():
         pickle.dumps(contextual_autotune(lambda x: x))
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (3, "decorates a function, not 3"),
-        (coroutine, "is asynchronous"),
-        (async_generator, "is asynchronous"),
-        (functools.partial(coroutine), "is asynchronous"),
-        (Asynchronous(), "is asynchronous"),
-        (classmethod(thunk), "put @classmethod above @contextual_autotune"),
-        (staticmethod(thunk), "put @staticmethod above"),
-    ],
-    ids=[
-        "a number",
-        "async def",
-        "async generator",
-        "partial of async",
-        "async object",
-        "classmethod below",
-        "staticmethod below",
-    ],
-)
+REFUSED = {
+    "a number": (3, "decorates a function, not 3"),
+    "async def": (coroutine, "is asynchronous"),
+    "async generator": (async_generator, "is asynchronous"),
+    "partial of async": (functools.partial(coroutine), "is asynchronous"),
+    "async object": (Asynchronous(), "is asynchronous"),
+    "classmethod below": (classmethod(thunk), "put @classmethod above @contextual_autotune"),
+    "staticmethod below": (staticmethod(thunk), "put @staticmethod above"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_tuned_is_refused_with_what_to_do(wrong, message):
     with pytest.raises(TuningError, match=message):
         contextual_autotune(wrong)

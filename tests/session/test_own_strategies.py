@@ -1,0 +1,123 @@
+"""`search=` is a function of the user's own: what it is told, whose winner stands, what it may not do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from kernels_for_tests import launch, numbers, only, out_of_resources, winner
+
+from dist_autotune import TuningError
+from dist_autotune.search.strategies import Warmup
+
+MS = {16: 2.0, 32: 1.0, 64: 0.5}
+
+
+def test_a_strategy_is_told_the_time_so_far_and_inf_for_a_ban(bench):
+    told, times = [], iter([2.0, 9.0, 3.0])
+
+    def listening(candidates, *, n_warmup, n_repeat):
+        for request in (0, Warmup(0), 0, 1):
+            told.append((yield request))
+        return 0
+
+    kernel = bench.kernel({16: lambda _: next(times, 1.0), 32: 1.0})
+    kernel.fn.failures[32] = out_of_resources
+    bench.tune(lambda: launch(kernel, numbers()), search=listening, statistic="mean")()
+    assert told == [2.0, 2.0, 2.5, math.inf]  # a warm-up is no sample
+
+
+# ---- whose winner stands
+
+
+def test_a_tie_inside_the_noise_of_racing_goes_to_the_incumbent(bench):
+    options = {"search": "racing", "n_warmup": None, "n_repeat": None, "max_runs": 7}
+    tuned = bench.tuned({16: 1.005, 32: 1.0, 64: 3.0}, **options)
+    tuned()
+    assert (only(tuned.report).status, winner(only(tuned.report))) == ("partial", 32)
+    while not tuned.settled:
+        tuned()
+    assert winner(only(tuned.report)) == 32  # in one session 16, the first, would win
+
+
+def insists(candidates, *, n_warmup, n_repeat):
+    for index in candidates:
+        sent = yield index
+        assert isinstance(sent, float)
+    return 2
+
+
+@pytest.mark.parametrize(("failing", "ms"), [([64], 0.5), ([], math.nan)], ids=["banned", "no sample"])
+def test_a_winner_that_is_banned_or_has_no_sample_is_replaced_by_the_best_known(bench, failing, ms):
+    kernel = bench.kernel({**MS, 64: ms})
+    kernel.fn.failures.update(dict.fromkeys(failing, out_of_resources))
+    tuned = bench.tune(lambda: launch(kernel, numbers()), search=insists)
+    tuned()
+    assert winner(only(tuned.report)) == 32
+
+
+def test_the_word_of_a_strategy_of_the_users_stands_where_times_are_equal(bench):
+    tuned = bench.tuned(dict.fromkeys(MS, 1.0), search=insists)
+    tuned()
+    assert winner(only(tuned.report)) == 64
+
+
+# ---- what a strategy may not do
+
+
+def yields(*requests):
+    def strategy(candidates, *, n_warmup, n_repeat):
+        yield from requests
+        return 0
+
+    return strategy
+
+
+def returns(value):
+    def strategy(candidates, *, n_warmup, n_repeat):
+        yield 0
+        return value
+
+    return strategy
+
+
+def asks_for_a_banned_one_for_ever(candidates, *, n_warmup, n_repeat):
+    while True:
+        yield 1
+
+
+def raises_at_once(candidates, *, n_warmup, n_repeat):
+    raise KeyError("no such threshold")
+    yield 0
+
+
+def raises_later(candidates, *, n_warmup, n_repeat):
+    yield 0
+    raise ZeroDivisionError("division by zero")
+
+
+BREACHES = {
+    "is no generator": (lambda candidates, *, n_warmup, n_repeat: 1, "returned 1, expected a generator"),
+    "takes other arguments": (lambda candidates: iter(()), "TypeError"),
+    "too large": (yields(3), "asked for 3, which is none of 3 candidates"),
+    "negative": (yields(-1), "asked for -1"),
+    "text": (yields("a"), "asked for 'a'"),
+    "float": (yields(1.0), "asked for 1.0"),
+    "None": (yields(None), "asked for None"),
+    "warm-up of none": (yields(Warmup(7)), "asked for 7"),
+    "no winner": (returns(None), "returned None"),
+    "winner too large": (returns(3), "returned 3"),
+    "banned for ever": (asks_for_a_banned_one_for_ever, "keeps asking for candidates that are banned"),
+    "raises at once": (raises_at_once, "KeyError: 'no such threshold'"),
+    "raises later": (raises_later, "ZeroDivisionError: division by zero"),
+}
+
+
+@pytest.mark.parametrize(("strategy", "message"), BREACHES.values(), ids=BREACHES)
+def test_a_strategy_that_breaks_the_contract_gets_an_error_with_its_name(bench, strategy, message):
+    kernel = bench.kernel(MS)
+    kernel.fn.failures[32] = out_of_resources
+    with pytest.raises(TuningError) as caught:
+        bench.tune(lambda: launch(kernel, numbers()), search=strategy)()
+    assert str(caught.value).startswith(f"search={strategy.__qualname__}: ")
+    assert message in str(caught.value)
