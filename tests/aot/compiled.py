@@ -133,6 +133,11 @@ def events(ttgir: str) -> list[tuple[int, str]]:
     return found
 
 
+def order_of(ttgir: str, patterns: dict[str, str]) -> list[str]:
+    """Return in program order the names of the patterns that lines match."""
+    return [name for line in ttgir.splitlines() for name, each in patterns.items() if re.search(each, line)]
+
+
 def early_load(ttgir: str) -> str | None:
     """Return why a load of a tile may run before the poll that guards it; None if none can.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from compiled import BLACKWELL, CDNA3, HOPPER, check_fits, compile_for, resources
+from compiled import BLACKWELL, CDNA3, HOPPER, check_fits, compile_for, order_of, resources
 
 from dist_autotune.kernels.gemm_ar import low_latency, pull, rows
 
@@ -89,8 +89,7 @@ def test_rows_are_read_behind_the_acquire_and_before_the_release(norm):
         "barrier": r"gpu\.barrier|ttg\.barrier",
         "read": r"atomic_rmw add, release, sys",
     }
-    lines = compiled.asm["ttgir"].splitlines()
-    order = [name for line in lines for name, pattern in patterns.items() if re.search(pattern, line)]
+    order = order_of(compiled.asm["ttgir"], patterns)
     first_load, last_load = order.index("load"), len(order) - 1 - order[::-1].index("load")
     assert order[0] == "ticket"
     assert order.index("publish") < order.index("poll") < first_load

@@ -1,4 +1,8 @@
-"""A wait, compiled for GPUs that are not here: it polls for long before it reads the clock."""
+"""That a wait polls for long before it reads the clock, and that signals are ordered as the proofs ask.
+
+Of `GemmReduceScatter` and of the operations over experts, whose sorting compiles; those of `GemmAllReduce`
+are in a file of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ import re
 
 import pytest
 import triton
-from compiled import BLACKWELL, CDNA3, HOPPER, compile_for
+from compiled import BLACKWELL, CDNA3, HOPPER, compile_for, order_of, resources
+from plain_kernels import COMBINE, DISPATCH, ON_EACH, SCATTER
 
+from dist_autotune.kernels.moe.plan import search_bits
+from dist_autotune.kernels.moe.routing import count_choices, place_choices, sort_choices
 from dist_autotune.kernels.signals import wait_until
+
+pytestmark = pytest.mark.aot
 
 
 @triton.jit
@@ -51,3 +60,141 @@ def test_the_clock_is_read_behind_a_round_of_failed_polls_and_all_threads_agree(
 
 def test_without_its_own_clock_a_wait_counts_polls():
     assert not re.search(r"s_memrealtime|s_memtime|s_getreg", compiled_for(CDNA3, 4).asm["amdgcn"])
+
+
+# ---- GemmReduceScatter
+
+OF_TILES = {  # what the signals must be ordered against, and the signals
+    "multiply": r"warp_group_dot ",
+    "poll": r"atomic_rmw add, acquire, sys",
+    "load": r"tt\.load .*tensor<",
+    "store": r"tt\.store .*tensor<",
+    "barrier": r"gpu\.barrier|ttg\.barrier",
+    "count": r"atomic_rmw add, acq_rel, gpu",
+    "signal": r"atomic_rmw exch, release, sys, .*%c1_i32",
+}
+
+
+@pytest.mark.parametrize(
+    "config", SCATTER.candidates[:1] + SCATTER.candidates[6:7], ids=["halves", "whole tiles"]
+)
+def test_sums_are_loaded_behind_the_poll_and_handed_over_behind_the_stores(config):
+    compiled = SCATTER.compile(config)
+    ttgir = compiled.asm["ttgir"]
+    order = order_of(ttgir[ttgir.index("scf.while") :], OF_TILES)
+    halves = 2 if config.kwargs["EPILOGUE_SUBTILE"] else 1
+    polls = ["poll"] * 2  # one in front of its loop, one in it
+    own_rows = [*polls, *polls, *["load", "store"] * halves]  # for the first row, then for those of the tile
+    handed_over = [*["store"] * halves, "barrier", "count", "barrier", "signal"]
+    assert order[: order.index("signal") + 1] == ["multiply", *own_rows, *handed_over]
+    # Of a TMA store the program does not know when it is done.
+    assert "async_tma_copy_local_to_global" not in ttgir
+
+
+def test_signals_have_the_scope_of_those_who_read_them():
+    ptx = SCATTER.compile(SCATTER.candidates[0]).asm["ptx"]
+    assert "ld.global.sys.acquire" in ptx
+    assert "atom.global.gpu.acq_rel.add" in ptx
+    assert "atom.global.sys.release.exch" in ptx
+    assert not re.search(r"atom\.global\.sys\.\S*add", ptx)  # a poll is a load
+
+
+# ---- over experts
+
+OF_EXPERTS = {
+    "multiply": r"warp_group_dot |tt\.dot ",
+    "copy of A": r"async_copy_global_to_local",
+    "wait for peer": r"atomic_rmw add, acquire, sys",
+    "wait for tiles": r"atomic_rmw add, acquire, gpu",
+    "load": r"tt\.load .*tensor<.*(bf16|f32)",
+    "store": r"tt\.store .*tensor<",
+    "barrier": r"gpu\.barrier|ttg\.barrier",
+    "count tile": r"atomic_rmw add, release, gpu",
+    "count block": r"atomic_rmw add, acq_rel, gpu",
+    "signal": r"atomic_rmw exch, release, sys, .*%c1_i32",
+}
+
+
+def order_over_experts(compiled):
+    """Return the order of these, repetitions left out."""
+    found = order_of(compiled.asm["ttgir"], OF_EXPERTS)
+    return [name for name, before in zip(found, ["", *found], strict=False) if name != before]
+
+
+def test_sorted_rows_are_multiplied_without_asking_where_they_are():
+    """Compare how many words of the plan a kernel reads for its rows."""
+    for kernel in (DISPATCH, COMBINE):
+        words = []
+        for is_sorted in (False, True):
+            compiled = kernel.compile(kernel.candidates[0], SORTED=is_sorted)
+            words.append(len(re.findall(r"tt\.load .*tensor<128x!tt\.ptr<i32>", compiled.asm["ttgir"])))
+            kernel.check_fits(compiled, HOPPER)
+        assert words == [2, 1]  # source and row; row, and where its weight is
+
+
+def test_sorted_rows_that_tma_can_address_are_loaded_by_it():
+    for index in (2, 5, 8, 11):
+        config = COMBINE.candidates[index]
+        by_tma = config.kwargs["TMA"]
+        compiled = COMBINE.compile(config, SORTED=True, A_TMA_LEGAL=True)
+        COMBINE.check_fits(compiled, HOPPER, index)
+        assert resources(compiled, HOPPER)["spilled"] == 0, index
+        ptx = compiled.asm["ptx"]
+        assert ("cp.async.bulk.tensor.2d" in ptx, "cp.async.c" in ptx) == (by_tma, not by_tma)
+
+
+@pytest.mark.parametrize("config", [DISPATCH.candidates[0], DISPATCH.candidates[11]], ids=["TMA", "pointers"])
+def test_rows_are_loaded_behind_the_wait_for_their_chunk(config):
+    order = order_over_experts(DISPATCH.compile(config))
+    assert order == ["wait for peer", "copy of A", "multiply", "copy of A", "store", "wait for peer"]
+
+
+@pytest.mark.parametrize(
+    "config", [COMBINE.candidates[0], COMBINE.candidates[7]], ids=["halves", "whole tiles"]
+)
+def test_products_are_counted_behind_their_stores_and_combined_behind_the_counts(config):
+    order = order_over_experts(COMBINE.compile(config))
+    assert order == [
+        *("barrier", "signal"),  # of chunks without tokens
+        *("copy of A", "multiply", "copy of A", "load", "store", "barrier", "count tile"),
+        *("wait for tiles", "wait for peer", "load", "store", "barrier", "count block", "barrier", "signal"),
+        "wait for peer",
+    ]
+
+
+def test_rows_of_a_are_copied_16_bytes_at_a_time_and_those_of_the_weight_by_tma():
+    ptx = DISPATCH.compile(DISPATCH.candidates[0]).asm["ptx"]
+    assert set(re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*, (0x\w+)", ptx)) == {"0x10"}
+    assert "cp.async.bulk.tensor.2d" in ptx
+    assert "wgmma.mma_async" in ptx
+    assert not re.search(r"atom\.global\.sys\.\S*add", ptx)  # a poll is a load
+
+
+@ON_EACH
+def test_the_sorting_compiles_for_every_target(target):
+    common = dict.fromkeys(("counts_ptr", "starts_ptr", "offsets_ptr", "within_ptr"), "*i32")
+    numbers = ("pairs", "experts", "topk", "stride", "tokens", "told", "rank", "first", "patience_ticks")
+    types = {"ids_ptr": "*i64", "flags_ptr": "*i32", "errors_ptr": "*i64", **common}
+    types |= dict.fromkeys(numbers, "i32")
+    counting = compile_for(
+        target,
+        count_choices,
+        types,
+        {"WORLD": 8, "STAGES": 8, "BLOCK": 1024, "SHARED": True},
+        any_value=numbers,
+        num_warps=8,
+    )
+    assert resources(counting, target)["spilled"] <= 8  # bytes; it runs once in a call
+    for experts, by_first in ((64, False), (512, True))[: 2 if target is HOPPER else 1]:
+        names = ("rows_ptr", "sources_ptr", "groups_ptr", "ends_ptr", "tables_ptr")
+        types = {"ids_ptr": "*i64", **common, **dict.fromkeys(names, "*i32")}
+        numbers = ("experts", "stride", "first", "capacity")
+        types |= dict.fromkeys(numbers, "i32")
+        constexprs = {"ORDERS": 2 - by_first, "HEIGHTS": 4, "BY_FIRST": by_first, "WORLD": 8, "BLOCK": 1024}
+        constexprs |= {"STAGES": 8, "EXPERTS": experts, "SEARCH_BITS": search_bits(8, experts)}
+        placing = compile_for(target, place_choices, types, constexprs, any_value=numbers, num_warps=8)
+        assert resources(placing, target)["spilled"] <= 8
+        del constexprs["ORDERS"], constexprs["BY_FIRST"], constexprs["STAGES"], types["within_ptr"]
+        types |= {"weights_ptr": "*fp32", "sorted_weights_ptr": "*fp32"}
+        sorting = compile_for(target, sort_choices, types, constexprs, any_value=numbers, num_warps=8)
+        assert resources(sorting, target)["spilled"] <= 8

@@ -24,7 +24,6 @@ class Gathering(ExpertRuns):
 
     name, kernel, candidates = "AllGatherMoE", all_gather_moe, CANDIDATES
     can_be_in_place = True
-    lost_push = "did not push its tokens in time"
 
     def sizes(self, k, n):
         return k, n

@@ -9,7 +9,7 @@ import gluon_model
 import numpy as np
 import pytest
 import torch
-from gluon_model import Deadlock, Descriptor, Pointer
+from gluon_model import Descriptor, Pointer
 
 from dist_autotune.kernels.epilogues import NO_ACTIVATION, Epilogue, result_columns, sums_of_a_result
 from dist_autotune.kernels.gemm.configs import box_of
@@ -142,12 +142,7 @@ def multiply(
 def fails(**options: Any) -> str:
     """Return the first failure among a few launches in different orders; empty if there is none."""
     options = {"m": 11, "n": 30, "k": 9} | options
-    for seed in range(40):
-        try:
-            multiply(**options, seed=seed)
-        except AssertionError as error:
-            return "deadlock" if isinstance(error, Deadlock) else str(error) or "assertion"
-    return ""
+    return gluon_model.first_failure(lambda seed: multiply(**options, seed=seed), 40)
 
 
 def change(monkeypatch: pytest.MonkeyPatch, module: str, name: str, value: Any) -> None:

@@ -1,15 +1,19 @@
-"""Configs of the warp-specialised kernels that compute chunks of ranks, for the model: small tiles."""
+"""Calls of the warp-specialised kernels that compute chunks of ranks, for the model: with small tiles."""
 
 from __future__ import annotations
 
+import importlib
+import random
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from gluon_memory import Descriptor
+from gluon_machine import now
+from gluon_memory import Descriptor, Pointer
 
 BLOCK_M, BLOCK_N, BLOCK_K = 4, 8, 2
+GIVEN_UP = 1 << 30
 KINDS = pytest.mark.parametrize(
     ("variant", "tensor_memory"),
     [("cooperative", False), ("pingpong", False), ("cooperative", True)],
@@ -55,3 +59,33 @@ class Tile:
             "STORE_BUFFERS": store_buffers, "GROUP_M": 2, "JOINED": self.joined,
             "TENSOR_MEMORY": self.tensor_memory, "TRANS_B": not self.by_columns, "warps": self.warps,
         }  # fmt: skip
+
+
+@dataclass
+class Call:
+    """A call on one rank, and what its peers and it tell each other by."""
+
+    world: int
+    rank: int
+    m: int
+    n: int
+    k: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self._rows_of_flags = importlib.import_module("kernels_in_the_model.exchange.flags")
+        self.random = random.Random(self.seed)
+        self.capacity = self.m + 3
+        self.flags = np.zeros(self._rows_of_flags.FLAGS * self.world, dtype=np.int64)
+        self.errors = np.zeros(self.world, dtype=np.int64)
+
+    def peers(self) -> list[int]:
+        """Return the peers in the order of their chunks."""
+        return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def flag(self, row: str, peer: int) -> Pointer:
+        return Pointer(self.flags, getattr(self._rows_of_flags, row) * self.world + peer)
+
+    def wait_a_while(self, *turns: int) -> None:
+        for _ in range(self.random.choice(turns)):
+            now().pause()

@@ -25,8 +25,6 @@ class Scattering(ExpertRuns):
     """MoEReduceScatter is opened with N and called with this rank's part of K."""
 
     name, kernel, candidates = "MoEReduceScatter", moe_reduce_scatter, CANDIDATES
-    choices_copied = 2  # ids and weights
-    lost_push = "did not push its sums for chunk 0 in time"
 
     def begin(self, rank, candidate=None):
         """Do that; and memory that torch hands out is NaN from now on, so products that are read before they

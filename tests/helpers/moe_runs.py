@@ -23,9 +23,6 @@ GIVEN_OTHERS = "rank 0 was given other tokens= than the ranks have, or one of th
 class ExpertRuns(Runs):
     """An operation whose weight is one of experts: [experts, N, K]."""
 
-    choices_copied = 1  # how many copies to a peer are those of the choices
-    lost_push: str  # what a rank says of rank 0's part when a push does not come
-
     @abc.abstractmethod
     def fresh_call(self, op: Any, tokens: Sequence[int], *, told=True, topk=2, ids=None) -> None:
         """Call with fresh inputs and three experts; `ids` are this rank's choices."""

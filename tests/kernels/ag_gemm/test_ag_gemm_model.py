@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import gluon_model
@@ -15,8 +14,7 @@ import pytest
 import torch
 from gluon_machine import Task, machine, now
 from gluon_memory import Descriptor, Pointer
-from gluon_model import Deadlock
-from gluon_tiles import BLOCK_K, BLOCK_M, KINDS, Tile
+from gluon_tiles import BLOCK_K, BLOCK_M, GIVEN_UP, KINDS, Call, Tile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,9 +23,7 @@ from dist_autotune.kernels.epilogues import NO_ACTIVATION, Epilogue, sums_of_a_r
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
 KERNEL = gluon_model.load_kernel_module("ag_gemm.specialized_kernel")
-FLAGS = importlib.import_module("kernels_in_the_model.exchange.flags")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
-GIVEN_UP = 1 << 30
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,40 +47,24 @@ class GatherBuffer(Descriptor):
 
 
 @dataclass
-class Scene:
+class Scene(Call):
     """One call on one rank, its peers, and what is in memory."""
 
-    world: int
-    rank: int
-    m: int
-    n: int
-    k: int
-    seed: int
     dead: int | None = None
     rows_of_dead: int = 0  # so many come before it stops
     programs: int = 2
     patience_ticks: int = 10_000
     pieces: tuple[int, ...] = (1, 3)
-    random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
+        super().__post_init__()
         numbers = np.random.default_rng(self.seed)
-        self.capacity = self.m + 3
         self.a = numbers.integers(-3, 4, (self.world, self.m, self.k)).astype(float)
         self.b = numbers.integers(-3, 4, (self.n, self.k)).astype(float)
         self.gather = np.full((self.world * self.capacity, self.k), np.nan)
         self.scales = 2.0 ** numbers.integers(-3, 4, (self.world, self.m))  # of rows in fp8, and behind them
         self.gathered_scales = np.full((self.world * self.capacity, KERNEL.scaled_pitch(self.k) // 4), np.nan)
-        self.flags = np.zeros(FLAGS.FLAGS * self.world, dtype=np.int64)
-        self.errors = np.zeros(self.world, dtype=np.int64)
         self.put(self.rank, 0, self.m)
-
-    def peers(self) -> list[int]:
-        return [(self.rank + step) % self.world for step in range(1, self.world)]
-
-    def flag(self, row: str, peer: int) -> Pointer:
-        return Pointer(self.flags, getattr(FLAGS, row) * self.world + peer)
 
     def put(self, chunk: int, start: int, end: int) -> None:
         first = chunk * self.capacity
@@ -96,9 +76,7 @@ class Scene:
     def arrivals(self) -> list[Callable[[], None]]:
         """Return who puts chunks where they belong: each peer, in pieces, late; and our own pushes."""
 
-        def late() -> None:
-            for _ in range(self.random.choice([0, 4, 24])):
-                now().pause()
+        late = functools.partial(self.wait_a_while, 0, 4, 24)
 
         def peer_task(peer: int) -> Callable[[], None]:
             def arrive() -> None:
@@ -285,14 +263,8 @@ def test_tiles_of_any_width_wait_for_their_rows(variant, warps):
 
 
 def fails() -> str:
-    """Return the first failure among a few launches in different orders; empty if there is none."""
-    for seed in range(12):
-        scene = Scene(3, 1, 11, 20, 5, seed=seed, pieces=(1,) * 9)
-        try:
-            gather_and_multiply(scene)
-        except (AssertionError, ZeroDivisionError) as error:
-            return "deadlock" if isinstance(error, Deadlock) else str(error)
-    return ""
+    scenes = functools.partial(Scene, 3, 1, 11, 20, 5, pieces=(1,) * 9)
+    return gluon_model.first_failure(lambda seed: gather_and_multiply(scenes(seed=seed)), 12)
 
 
 def test_nothing_is_found_in_the_kernel_as_it_is():

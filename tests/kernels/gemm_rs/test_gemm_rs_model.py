@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,29 +14,20 @@ import numpy as np
 import pytest
 from gluon_machine import machine, now
 from gluon_memory import Descriptor, Pointer
-from gluon_model import Deadlock
-from gluon_tiles import BLOCK_M, KINDS, Tile
+from gluon_tiles import BLOCK_M, GIVEN_UP, KINDS, Call, Tile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.usefixtures("one_core")  # its tasks are threads that take turns
 
 KERNEL = gluon_model.load_kernel_module("gemm_rs.specialized_kernel")
-FLAGS = importlib.import_module("kernels_in_the_model.exchange.flags")
 SIGNALS = importlib.import_module("kernels_in_the_model.signals")
-GIVEN_UP = 1 << 30
 
 
 @dataclass
-class Scene:
+class Scene(Call):
     """One call on one rank, its peers and its side stream, and what is in memory."""
 
-    world: int
-    rank: int
-    m: int
-    n: int
-    k: int
-    seed: int
     captured: bool = False
     addend: bool = False
     dead: int | None = None  # the peer that neither gives a permit nor pushes
@@ -46,9 +36,8 @@ class Scene:
     patience_ticks: int = 10_000
 
     def __post_init__(self) -> None:
-        self.random = random.Random(self.seed)
-        numbers = np.random.default_rng(self.seed)
-        self.capacity, slots = self.m + 3, max(1, self.world - 1)
+        super().__post_init__()
+        numbers, slots = np.random.default_rng(self.seed), max(1, self.world - 1)
         self.a = numbers.integers(-3, 4, (self.world * self.m, self.k)).astype(float)
         self.b = numbers.integers(-3, 4, (self.n, self.k)).astype(float)
         self.extra = numbers.integers(-9, 10, (self.world * self.m, self.n)).astype(float)
@@ -56,17 +45,8 @@ class Scene:
         self.partial = np.full((slots * self.capacity, self.n), np.nan)
         self.staged = np.full(slots * self.capacity * self.n, np.nan)
         self.out = np.full((self.m, self.n), np.nan)
-        self.flags = np.zeros(FLAGS.FLAGS * self.world, dtype=np.int64)
         self.counts = np.zeros(self.world + 2, dtype=np.int64)
-        self.errors = np.zeros(self.world, dtype=np.int64)
         self.pushed: dict[int, np.ndarray] = {}  # what has left for each peer
-
-    def peers(self) -> list[int]:
-        """Return the peers in the order of their chunks."""
-        return [(self.rank + step) % self.world for step in range(1, self.world)]
-
-    def flag(self, row: str, peer: int) -> Pointer:
-        return Pointer(self.flags, getattr(FLAGS, row) * self.world + peer)
 
     def product(self, chunk: int) -> np.ndarray:
         """Return what is this rank's part of the sums for that one."""
@@ -102,7 +82,7 @@ class Scene:
     def receive(self, slot: int, peer: int) -> None:
         if self.late:
             now().pause(lambda: len(self.pushed) == self.world - 1, "our sums")
-        self.wait_a_while()
+        self.wait_a_while(0, 4, 60)
         first = slot * self.capacity * self.n
         here = slice(first, first + self.m * self.n)
         clocks = machine().published.setdefault(id(self.staged), np.full(self.staged.shape, -1.0))
@@ -111,20 +91,16 @@ class Scene:
         self.raise_late("TOLD", peer, rows)
         ends = [0, *sorted({self.random.randint(1, rows) for _ in range(2)} - {rows}), rows]
         for begin, end in itertools.pairwise(ends):
-            self.wait_a_while()
+            self.wait_a_while(0, 4, 60)
             behind = self.m if end == rows else min(end, self.m)  # of too few rows the rest is read, too
             piece = slice(first + begin * self.n, first + behind * self.n)
             clocks[piece] = machine().turns  # who reads must have acquired what follows
             self.raise_late("ARRIVED", peer, end)
 
     def raise_late(self, row: str, peer: int, value: int) -> None:
-        self.wait_a_while()
+        self.wait_a_while(0, 4, 60)
         if self.flag(row, peer).get() < GIVEN_UP:
             self.flag(row, peer).set(value)
-
-    def wait_a_while(self) -> None:
-        for _ in range(self.random.choice([0, 4, 60])):
-            now().pause()
 
 
 def launch(scene: Scene, variant: str, beside: list[Callable[[], None]], **options: Any) -> None:
@@ -243,14 +219,11 @@ def test_a_tile_of_any_width_is_added_up(variant, warps):
 
 
 def fails(variant: str = "cooperative", *, captured: bool = False, seeds: int = 12) -> str:
-    """Return the first failure among a few calls in different orders; empty if there is none."""
-    for seed in range(seeds):
-        try:
-            scene = Scene(3, 1, 11, 20, 5, seed=seed, captured=captured, late=not captured)
-            reduce_scatter(scene, variant, programs=3, buffers=2)
-        except AssertionError as error:
-            return "deadlock" if isinstance(error, Deadlock) else str(error)
-    return ""
+    scenes = functools.partial(Scene, 3, 1, 11, 20, 5, captured=captured, late=not captured)
+    options = {"programs": 3, "buffers": 2}
+    return gluon_model.first_failure(
+        lambda seed: reduce_scatter(scenes(seed=seed), variant, **options), seeds
+    )
 
 
 @CALLS

@@ -117,8 +117,9 @@ def test_a_peer_that_dies_behind_the_routing_is_named_and_the_wait_ends(of_scatt
     assert_killed(dead)
     (messages,) = assert_all_ok([survivor])
     name = "MoEReduceScatter" if of_scatter else "AllGatherMoE"
+    lost = "its sums for chunk 0" if of_scatter else "its tokens"
     assert messages[0].startswith(
-        f"PeerTimeout: {name}, rank 0: rank 1, or one that it waits for, did not push"
+        f"PeerTimeout: {name}, rank 0: rank 1, or one that it waits for, did not push {lost} in time"
     )
     assert set(messages) == {messages[0]}
 
