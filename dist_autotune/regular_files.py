@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -30,3 +31,16 @@ def read_bounded(path: Path, limit_bytes: int) -> bytes:
     if len(content) > limit_bytes:
         raise ValueError(f"larger than {limit_bytes} bytes")
     return content
+
+
+def replace_whole(path: Path, temporary: str, text: str) -> None:
+    """Replace a file, by one of that name beside it: a full disk or a killed writer leaves no half of it."""
+    beside = path.with_name(temporary)
+    beside.unlink(missing_ok=True)  # whatever it is: a link is not followed, a pipe not waited for
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(beside, path)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)

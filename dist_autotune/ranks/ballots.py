@@ -198,6 +198,8 @@ class Ballot:
 
     def _ask(self, op: str, call: int, *, waits: bool = True) -> bool:
         """Tell the hub, and wait for the words of all; return whether all open a session in this call."""
+        if self._answers.get(call):  # a Ctrl-C ended its first wait, and peers are in the session
+            return True
         is_over = False  # the hub knows that this rank does not wait
         try:
             is_sent = self._post(op, self.name, call, waits=waits)
@@ -257,7 +259,7 @@ class Ballot:
             if about in ("asked", "stop"):
                 self._asked = letter
             elif about == "words":
-                self._answers[call] = bool(letter["all"])
+                self._answers[call] = bool(letter["all"]) or self._answers.get(call, False)
                 self._answers.pop(call - ROUNDS, None)
             elif about == "opens" and (self.begun < call or self._limit <= call):
                 self._limit = self._opens_at = call  # the second: whoever has begun the call waits there

@@ -267,15 +267,14 @@ def _folded(table: Table) -> Html:
     """Return a table that is open while it is short."""
     is_short = len(table.rows) <= MOST_OPEN
     summary = element("summary", f"{table.title} ({len(table.rows)})")
-    return element("details", summary, _table(table, titled=False), open="" if is_short else None)
+    return element("details", summary, _table(table), open="" if is_short else None)
 
 
-def _table(table: Table, *, titled: bool = True) -> Html:
+def _table(table: Table) -> Html:
     kinds = ["figure" if name.startswith(">") else None for name in table.columns]
     names = [name.removeprefix(">") for name in table.columns]
     lines = [[element(tag, cell, class_=kind) for cell, kind in zip(row, kinds, strict=True)]
              for tag, row in (("th", names), *(("td", row) for row in table.rows))]  # fmt: skip
     rows = element("table", *(element("tr", *line) for line in lines))
     note = [element("p", table.note, class_="dim")] if table.note else []
-    title = element("h3", table.title) if titled else ""
-    return Html(title + element("div", rows, class_="scroll") + "".join(note))
+    return Html(element("div", rows, class_="scroll") + "".join(note))

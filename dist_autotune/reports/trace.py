@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -56,22 +56,14 @@ def _session_events(
         yield _named(rank, "process_name", f"rank {rank}")
         closed = session.closed
         facts = {"session": session.opened.session, "outcome": closed.outcome, "runs": closed.runs}
-        whole = Span(SESSION, session.opened.thunk, 0.0, max((s.end_s for s in own), default=0.0), facts)
+        end_s = max((s.end_s for s in own), default=0.0)
+        whole = Span(SESSION, session.opened.thunk, 0.0, end_s, facts, row="session")
         for span in (whole, *own):
-            place = rank, _row(span)
+            place = rank, span.row
             if place not in rows:
                 rows[place] = len(rows)
-                yield _named(rank, "thread_name", place[1], rows[place])
+                yield _named(rank, "thread_name", span.row, rows[place])
             yield _event(span, rank, rows[place], offset_s)
-
-
-def _row(span: Span) -> str:
-    """Return the row of a span; spans of one row nest."""
-    if span.kind == TRIAL:
-        return f"trials {span.name.rpartition(' #')[0]}"
-    if span.kind in (COMPILING, BEHIND):
-        return f"compiling {span.name}"
-    return "session" if span.kind == SESSION else "runs and exchanges"
 
 
 def _named(rank: int, what: str, name: str, row: int = 0) -> Event:
@@ -97,11 +89,8 @@ class Span:
     name: str
     begin_s: float
     end_s: float
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def seconds(self) -> float:
-        return self.end_s - self.begin_s
+    facts: dict[str, Any]
+    row: str = "runs and exchanges"  # on which spans nest
 
 
 def spans_of(session: SessionHistory) -> dict[int, list[Span]]:
@@ -142,15 +131,15 @@ def _run_spans(records: Sequence[Record]) -> Iterator[Span]:
     yield Span(RUN, f"run {started.run}", begin_s, end_s, {"trials": len(trials) or len(plans)})
     worked_s = min((span.begin_s for span in inner if span.kind != BEHIND), default=end_s)
     for trial in trials:
-        name = f"{context_label(trial.kernel, trial.key)} #{trial.config_id}"
+        label = context_label(trial.kernel, trial.key)
         facts = {
             "config": config_label(trial.config), "kind": trial.kind, "ms": trial.ms,
             "launches": trial.launches, "judge": trial.judge, "run": trial.run,
         }  # fmt: skip
-        yield Span(TRIAL, name, begin_s, worked_s, facts)
+        yield Span(TRIAL, f"{label} #{trial.config_id}", begin_s, worked_s, facts, f"trials {label}")
     for plan in plans:
         facts = {"counts": plan.counts, "ms": plan.ms, "judge": "run", "run": plan.run}
-        yield Span(TRIAL, f"whole run #{plan.judged}", begin_s, worked_s, facts)
+        yield Span(TRIAL, f"whole run #{plan.judged}", begin_s, worked_s, facts, "trials whole run")
     yield from inner
 
 
@@ -160,7 +149,8 @@ def _compiling(record: Preflighted, begin_s: float) -> Span:
     }
     began_s = max(record.elapsed_s - record.seconds, 0.0)
     kind = BEHIND if began_s < begin_s else COMPILING
-    return Span(kind, context_label(record.kernel, record.key), began_s, record.elapsed_s, facts)
+    label = context_label(record.kernel, record.key)
+    return Span(kind, label, began_s, record.elapsed_s, facts, f"compiling {label}")
 
 
 def _exchange(record: Exchanged, begin_s: float) -> Span:

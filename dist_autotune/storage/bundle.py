@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from ..codec import from_json, parse_json, to_json
-from ..regular_files import read_bounded, require_directory_of
+from ..regular_files import read_bounded, replace_whole, require_directory_of
 from ..version import __version__
 from .winners import IMPORTED, SCHEMA_VERSION, Entry, Winners
 
@@ -66,12 +66,7 @@ def write_whole(path: Path, content: str, *, replaces: bool) -> None:
         raise IsADirectoryError(f"{path} is a directory: name a file in it, such as {path / 'winners.json'}")
     if path.exists() and not replaces:
         raise FileExistsError(f"{path} is there already: --replace writes over it")
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-    try:
-        temporary.write_text(content, encoding="utf-8")
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_whole(path, f".{path.name}.{os.urandom(4).hex()}.tmp", content)
 
 
 def read(path: Path) -> list[Entry]:

@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from ..codec import digest, from_json, parse_json, to_builtins, to_json
 from ..errors import CacheWarning
 from ..formatting import context_label
-from ..regular_files import read_bounded
+from ..regular_files import read_bounded, replace_whole
 
 SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
 LOCK_S = 10.0  # the longest wait for the directory's lock
@@ -219,7 +219,7 @@ class Winners:
             for other, earlier in self._read_waiting(safe_name(key.kernel)):
                 if earlier.names == new.names:
                     other.unlink(missing_ok=True)
-            _write_whole(path, f"{os.urandom(4).hex()}.tmp", to_json(new) + "\n")  # without the lock
+            replace_whole(path, f"{os.urandom(4).hex()}.tmp", to_json(new) + "\n")  # without the lock
 
     def remove_waiting(self, key: EntryKey) -> None:
         """Record that it has a winner."""
@@ -253,7 +253,7 @@ class Winners:
     def _replace(self, path: Path, entry: Entry) -> None:
         temporary = f"{os.urandom(4).hex() if self._faults.without_lock else 'entry'}.tmp"
         text = to_json({"schema": SCHEMA_VERSION, **to_builtins(entry)}, indent=True) + "\n"
-        _write_whole(path, temporary, text)
+        replace_whole(path, temporary, text)
 
     @contextlib.contextmanager
     def _lock(self, directory: Path) -> Iterator[None]:
@@ -288,19 +288,6 @@ class Winners:
         if (about or text) not in self._faults.warned:
             self._faults.warned.add(about or text)
             warnings.warn(text, CacheWarning, stacklevel=3)
-
-
-def _write_whole(path: Path, temporary: str, text: str) -> None:
-    """Replace a file, by one of that name beside it: a full disk or a killed writer leaves no half of it."""
-    beside = path.with_name(temporary)
-    beside.unlink(missing_ok=True)  # whatever it is: a link is not followed, a pipe not waited for
-    try:
-        with beside.open("x", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(beside, path)
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
 
 
 def safe_name(name: str) -> str:

@@ -61,8 +61,10 @@ class Rank:
             self.state = "stopped"
         elif self.state == "between calls":
             self.state = "in a call"
-            assert not ballot.begin(asks=asks)
-            if len(self.sent) > posted:
+            if ballot.begin(asks=asks):
+                assert self.world.interrupts  # it was told before it made the call again
+                self.opened.append(("at once", ballot.begun))
+            elif len(self.sent) > posted:
                 self._wait_in_the_model()
                 self.state = "waiting to begin"
         elif self.state == "stopped":
@@ -107,6 +109,13 @@ class Rank:
         call = self.ballot.begun
         self.post("finished", "session", call, waits=False)
 
+    def interrupt(self) -> None:
+        """End the wait before a call by a Ctrl-C, as `begin` does: the call is made again."""
+        if self.state == "waiting to begin":
+            self.ballot._leave_to_thread(self.ballot.begun)
+        self.ballot.begun -= 1
+        self.state = "between calls"
+
 
 @dataclass
 class World:
@@ -118,11 +127,13 @@ class World:
     raises_in: list[set[int]] = field(default_factory=list)
     retunes_in: list[set[int]] = field(default_factory=list)
     gives_up: bool = False
+    interrupts: bool = False
 
     def run(self) -> list[Rank]:
         draw, box = random.Random(self.seed), BallotBox(range(self.size))
         ranks = [Rank(n, self) for n in range(self.size)]
         given_up: set[tuple[int, int]] = set()
+        interrupted: set[tuple[int, int]] = set()
         while True:
             steps: list[Any] = [rank.go_on for rank in ranks if rank.can_go_on]
             steps += [lambda rank=rank: box.handle(rank.sent.popleft(), None) for rank in ranks if rank.sent]
@@ -133,6 +144,12 @@ class World:
                 for rank in waiting:
                     given_up.add((rank.rank, rank.ballot.begun))
                     steps.append(rank.give_up)
+            if self.interrupts:
+                before = [r for r in ranks if r.state in ("stopped", "waiting to begin") and not r.opened]
+                for rank in before:
+                    if (rank.rank, rank.ballot.begun) not in interrupted:
+                        interrupted.add((rank.rank, rank.ballot.begun))
+                        steps.append(rank.interrupt)
             if not steps:
                 return ranks
             draw.choice(steps)()
@@ -187,16 +204,16 @@ def test_a_key_of_one_rank_is_taken_up_by_all_two_calls_after_the_last_has_heard
         assert {how for rank in ranks for how, _ in rank.opened} <= {"together"}
 
 
+@pytest.mark.parametrize("interrupts", [False, True], ids=["", "with Ctrl-C"])
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_whichever_ranks_are_to_tune_anew_nobody_waits_for_a_call_to_end_that_waits_for_it(size):
+def test_whichever_ranks_are_to_tune_anew_nobody_waits_for_a_call_to_end_that_waits_for_it(size, interrupts):
     opened = 0
     for seed in SEEDS:
         draw = random.Random(seed)
         new_in, retunes_in = (
             [{call for call in range(1, 6) if draw.random() < 0.2} for _ in range(size)] for _ in range(2)
         )
-        world = World(seed, size, new_in, retunes_in=retunes_in)
-        ranks = world.run()
+        ranks = World(seed, size, new_in, retunes_in=retunes_in, interrupts=interrupts).run()
         assert len({tuple(call for _, call in rank.opened) for rank in ranks}) == 1, seed
         assert all(rank.opened or rank.ballot.ended == CALLS for rank in ranks), seed
         opened += bool(ranks[0].opened)
