@@ -116,7 +116,8 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _lie_side_by_side(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two matrices are different columns of one."""
+    """Return whether two matrices, or one and the transpose of the other, are different columns of one."""
+    one, other = (each.mT if lies_by_columns(each) else each for each in (one, other))
     size, pitch = one.element_size(), one.stride(0)
     if other.element_size() != size or (pitch, one.stride(1), other.stride(1)) != (other.stride(0), 1, 1):
         return False

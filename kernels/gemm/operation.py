@@ -24,7 +24,7 @@ import triton.language as tl
 from ..configs import INTERPRETED, do_bench
 from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, sums_of_a_result
 from ..matrices import LINE_BYTES
-from ..tensors import FP8, check_fp8, check_no_gradient, check_scale, layout_of, remember
+from ..tensors import FP8, Apart, check_fp8, check_no_gradient, check_scale, layout_of, remember
 from ..tiles import chiplet_number, grouped_tile
 from .configs import NAMES, PLAIN_CANDIDATES, class_of_rows
 from .launch import LaunchPlan, execute, plan_launch
@@ -69,8 +69,8 @@ def persistent_matmul(
     their products with fewer bits than float32 has, as in `torch._scaled_mm(..., use_fast_accum=True)`.
 
     The result has the type of `out`, or `out_dtype`, or a's, bf16 for fp8: fp16, bf16 or fp32. All strides
-    are allowed for it, and for operands of 2 bytes. `out` shares no memory with the other tensors: they are
-    read while it is written, in part twice.
+    are allowed for it, and for operands of 2 bytes. `out` overlaps neither operand, scales nor bias: they are
+    read while it is written.
 
     `variant` is one of VARIANTS or PARTS; `auto` takes the fastest, as tuned. The first launch of a shape
     tunes: in context inside `contextual_autotune`, otherwise Triton tunes it alone. Numbers of rows M are
@@ -103,6 +103,7 @@ def persistent_matmul(
     epilogue = Epilogue(bias, activation, scale_a, scale_b)
     plan = _PLANS.get(key)
     if plan is not None and out_dtype in (None, out.dtype):
+        plan.apart.check(out, a, b)
         with _on(a.device):
             execute(plan, a, b, out, epilogue)
         return out
@@ -116,6 +117,7 @@ def persistent_matmul(
         return out
     if a.shape[1] == 0:
         return out.copy_(epilogue.of(a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)))
+    Apart(out, a=a, b=b).check(out, a, b)
     if _is_on_gpu(a):
         with _on(a.device):
             plan = _multiply(a, b, out, epilogue, variant, scheduler, programs)

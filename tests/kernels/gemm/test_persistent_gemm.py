@@ -86,6 +86,7 @@ def product(*shapes: tuple[int, ...], **options: Any) -> Callable[[], Any]:
 
 
 AB = ((2, 3), (3, 5))
+WHOLE = half(5, 12)
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no matrix": (product((2, 3, 4), (4, 5)), ValueError, r"a has shape \(2, 3, 4\)"),
     "inner sizes": (product((2, 3), (4, 5)), ValueError, "a has 3 columns, b has 4 rows"),
@@ -102,6 +103,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "shared places": (
         lambda: persistent_matmul(half(2, 3), half(3, 5), half(1, 5).expand(2, 5)),
         *(ValueError, r"strides \(0, 1\)"),
+    ),
+    "out in a": (
+        lambda: persistent_matmul(WHOLE[:, :5], half(5, 5), WHOLE[:, 4:9]), ValueError, "out overlaps a"
+    ),
+    "out in b": (
+        lambda: persistent_matmul(half(5, 5), WHOLE[:, :5].T, WHOLE[:, 4:9]), ValueError, "out overlaps b"
     ),
     "variant": (product(*AB, variant="fast"), ValueError, "no variant 'fast'; there are 'auto', 'pipelined'"),
     "scheduler": (product(*AB, scheduler="random"), ValueError, "no scheduler 'random'"),
@@ -120,6 +127,14 @@ def test_a_wrong_call_is_told_with_its_values(name):
     call, kind, text = WRONG[name]
     with pytest.raises(kind, match=text):
         call()
+
+
+def test_a_result_may_lie_beside_an_operand():
+    whole, a = (torch.randn(6, size, device=DEVICE).half() for size in (14, 8))
+    weight, out = whole[:, :8], whole[:, 8:]
+    for b in (weight.T, weight.T[:, :6]):
+        persistent_matmul(a, b, out)
+        torch.testing.assert_close(out.float(), a.float() @ b.float(), rtol=2e-3, atol=2e-3)
 
 
 # ---- what of the Gluon body can be tested without a GPU
