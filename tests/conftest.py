@@ -4,7 +4,7 @@ world         command                              what runs
 interpreter   pytest                               everything but the two below, on the CPU
 aot           pytest tests/aot                     kernels compiled for GPUs that need not be there
 gpu           DIST_AUTOTUNE_TEST_GPU=1 pytest      tests marked `gpu`, on real devices, many at once; a skip
-                                                   is a failure, unless Triton is older than the test needs
+                                                   is a failure
 
 `./launch.sh test` runs the first two, `./launch.sh test --gpu` the third (tests/helpers/gpu_session.py).
 """
@@ -162,8 +162,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         pyfuncitem.obj = function
 
 
-# ---- in the GPU world a skip is a failure: a machine rented for the tests must have run them. Unless the
-# version of Triton explains it.
+# ---- in the GPU world a skip is a failure: a machine rented for the tests must have run them
 
 
 @pytest.hookimpl(wrapper=True)
@@ -181,11 +180,7 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 def _refuse_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
-    import triton_versions
-
-    if not (IN_GPU_WORLD and report.skipped) or hasattr(report, "wasxfail"):
-        return
-    if not triton_versions.is_explained(str(report.longrepr)):
+    if IN_GPU_WORLD and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped in the GPU world: {report.longrepr}"
 

@@ -108,10 +108,6 @@ class Schedule(Generic[Name]):
         """Let a test run once more, alone and after all others."""
         self.jobs.append(Job((test,), devices, is_alone=True, seconds=seconds))
 
-    def waiting(self) -> list[Name]:
-        """Return the tests that have not begun."""
-        return [test for job in self.jobs for test in job.tests]
-
     def _free(self, job: Job[Name], shared: list[Job[Name]]) -> list[int]:
         """Return the devices that have room for the job, the emptiest first."""
         on = [[each.job for each in self.running if device in each.devices] for device in range(self.devices)]

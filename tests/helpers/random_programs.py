@@ -113,12 +113,6 @@ class Kernel:
         """Return every n that some rank launches it with."""
         return sorted({n for own in self.launches for n, _ in own})
 
-    @property
-    def is_plain(self) -> bool:
-        """Return whether every rank launches it in every run and measures it well."""
-        patterns = {pattern.kind for own in self.launches for _, pattern in own}
-        return patterns <= {"always"} and not self.bad_samples
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -166,10 +160,6 @@ class Program:
     lost_disks: tuple[int, ...] = field(default=())  # ranks that a restart finds without their entries
     changed_disks: tuple[int, ...] = field(default=())  # and those that find another winner in them
     loses_some: bool = False  # a restart finds a part of the entries on no disk
-
-    @property
-    def is_online(self) -> bool:
-        return self.options["mode"] == "online"
 
     def contexts(self) -> list[tuple[Kernel, int]]:
         return [(kernel, n) for kernel in self.kernels for n in kernel.keys]

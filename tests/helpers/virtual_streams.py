@@ -78,9 +78,6 @@ class VirtualStream:
     def query(self) -> bool:
         return self.gpu.has_done(self.last)
 
-    def synchronize(self) -> None:
-        self.gpu.wait_for(self.last)
-
 
 class VirtualEvent:
     def __init__(self, gpu: VirtualGpu) -> None:
@@ -97,14 +94,8 @@ class VirtualEvent:
         self.gpu.call()
         self.command = self.gpu.queue(on=stream)
 
-    def wait(self, stream: VirtualStream | None = None) -> None:
-        (stream or self.gpu.stream).wait_event(self)
-
     def query(self) -> bool:
         return self.gpu.has_done(self.command)
-
-    def synchronize(self) -> None:
-        self.gpu.wait_for(self.command)
 
     def elapsed_time(self, end: VirtualEvent) -> float:
         return end.at_ms - self.at_ms + self.gpu.event_cost_ms

@@ -52,7 +52,6 @@ class VirtualClock:
 
     def __init__(self, rank: VirtualRank) -> None:
         self._rank = rank
-        self.launched_last = 0  # the BLOCK
         self._took_ms: list[float | None] = []
         self._looks: dict[int, int] = {}
 
@@ -160,7 +159,6 @@ class VirtualKernel:
         rank.attempts.append((self._kernel, args[2], block, failure is None))
         if failure is not None:
             raise out_of_resources()
-        rank.clock.launched_last = block
         rank.launched_share = self._kernel.shares.get(block, 0)
         rank.clock.spend(self._ms(block))
 
@@ -190,7 +188,6 @@ class VirtualRank:
             tuple[Kernel, int, int, bool]
         ] = []  # since the last exchange, and whether it worked
         self.endings: list[Ending] = []
-        self.is_dirty = False  # an error ended the last call
         self.start_process()
 
     def start_process(self) -> None:
