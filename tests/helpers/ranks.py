@@ -71,19 +71,15 @@ def run_ranks(
     timeout_s: float = 60.0,
     backend: str = "gloo",
     init: Init = "file",
-    fresh: bool | None = None,
 ) -> list[Result]:
     """Return the Result of `fn(rank, *args)` for each rank, after `timeout_s` at the latest.
 
     `init` joins the ranks in a default process group through a file or, as torchrun does, through a TCP
-    store in a process that outlives every rank; "none" leaves them apart. `fresh` starts each rank as a
-    new interpreter (seconds, and fn must be importable); None does so where this process has started CUDA,
-    which does not survive a fork. No process of a rank's group is left when this returns.
+    store in a process that outlives every rank; "none" leaves them apart. No process of a rank's group is
+    left when this returns. To be called where this process has not started CUDA, which survives no fork.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group is open here, and its threads would be lost in forked ranks")
-    if fresh is None:
-        fresh = torch.cuda.is_initialized()
     if ON_GPUS:
         timeout_s = min(timeout_s, GPU_LIMIT_S)
     directory = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -92,7 +88,7 @@ def run_ranks(
         with contextlib.ExitStack() as cleanup:
             if init == "tcp":
                 job = replace(job, store_port=cleanup.enter_context(store_server(world_size)))
-            return _run(job, fresh=fresh)
+            return _run(job)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -177,18 +173,16 @@ class _Report:
 # ---- in the parent
 
 
-def _run(job: _Job, *, fresh: bool) -> list[Result]:
+def _run(job: _Job) -> list[Result]:
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: a rank that met them would hang
     started = time.monotonic()
     deadline = started + job.timeout_s
     pids: list[int] = []
     results: dict[int, Result] = {}
-    if fresh:
-        (Path(job.directory) / "job").write_bytes(pickle.dumps(sys.path) + pickle.dumps(job))
     try:
         for rank in range(job.world_size):
             _stderr_path(job, rank).touch()
-            pids.append(_fork(lambda rank=rank: _become_rank(job, rank, fresh=fresh)))
+            pids.append(_fork(lambda rank=rank: _become_rank(job, rank)))
         while len(results) < job.world_size:
             late = time.monotonic() > deadline
             left = {rank: pid for rank, pid in enumerate(pids) if rank not in results}
@@ -216,7 +210,7 @@ def _fork(main: Callable[[], None]) -> int:
     if pid:
         return pid
     try:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to tell, see _serve_rank
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to tell, see _become_rank
         os.setsid()  # one signal reaches the rank and all that it starts
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing spins on when pytest is killed
         main()
@@ -287,16 +281,10 @@ def store_server(world_size: int) -> Iterator[int]:
 # ---- in a rank
 
 
-def _become_rank(job: _Job, rank: int, *, fresh: bool) -> None:
+def _become_rank(job: _Job, rank: int) -> None:
+    """Run fn, write the report and leave the process; nothing that the parent had set up is torn down."""
     stderr = os.open(_stderr_path(job, rank), os.O_WRONLY | os.O_APPEND)
     os.dup2(stderr, 2)
-    if fresh:
-        os.execv(sys.executable, [sys.executable, __file__, job.directory, str(rank)])
-    _serve_rank(job, rank)
-
-
-def _serve_rank(job: _Job, rank: int) -> None:
-    """Run fn, write the report and leave the process; nothing that the parent had set up is torn down."""
     sys.stderr = io.TextIOWrapper(io.FileIO(2, "w", closefd=False), line_buffering=True, write_through=True)
     faulthandler.enable(sys.stderr)
     # At the deadline. Not `dump_traceback_later`: its thread can crash on the frames of one that is running.
@@ -366,16 +354,3 @@ def _report_path(job: _Job, rank: int) -> Path:
 
 def _stderr_path(job: _Job, rank: int) -> Path:
     return Path(job.directory) / f"rank-{rank}.stderr"
-
-
-def _main(directory: str, rank: str) -> None:
-    faulthandler.register(signal.SIGUSR1)  # the modules of fn may hang too, while they are imported
-    with (Path(directory) / "job").open("rb") as file:
-        sys.path[:] = pickle.load(file)  # first, so that the module of fn is found
-        _serve_rank(pickle.load(file), int(rank))
-
-
-if __name__ == "__main__":
-    import ranks  # not this module's own classes: a report is unpickled as one of `ranks`
-
-    ranks._main(*sys.argv[1:])

@@ -104,7 +104,7 @@ def test_a_config_that_kills_the_process_is_the_last_thing_in_its_log(bench):
     kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
     kernel.fn.failures[32] = lambda: os.kill(os.getpid(), signal.SIGKILL)
     tuned = bench.tune(lambda: launch(kernel, numbers()))
-    (result,) = run_ranks(lambda rank: tuned(), 1, init="none", fresh=False)
+    (result,) = run_ranks(lambda rank: tuned(), 1, init="none")
     assert result.signal is signal.SIGKILL
     last = records()[-1]
     assert isinstance(last, RunStarted)

@@ -22,7 +22,7 @@ LONG_S = 30.0  # longer than anything here takes; only a failure waits for it
 
 def in_child(function: Callable[[], Any]) -> Any:
     """Return what `function` returns in a process forked here."""
-    (value,) = assert_all_ok(run_ranks(lambda rank: function(), 1, init="none", fresh=False))
+    (value,) = assert_all_ok(run_ranks(lambda rank: function(), 1, init="none"))
     return value
 
 
