@@ -98,7 +98,7 @@ def _in_blocks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Epilogue(NamedTuple):
-    """The epilogue of one call, for sums [M, N]. Made in each call: no dataclass.
+    """The epilogue of one call, for sums [M, N]. A NamedTuple, as making a frozen dataclass takes longer.
 
     It multiplies them by the scale of their row, [M] or [M, 1], and of their column, [N] or [1, N], adds bias
     [N], then applies the activation. A gated one leaves [M, N / 2].
@@ -137,13 +137,13 @@ class Epilogue(NamedTuple):
             raise ValueError(f"bias has stride {bias.stride(0)}, not 1; call .contiguous()")
 
     def layout(self) -> Hashable:
-        """Return how its tensors lie, and its activation."""
+        """Return the layouts of its tensors, and its activation."""
         if self is ONLY_SUMS:
             return NO_LAYOUT
         return layout_of(self.bias), self.activation, layout_of(self.scale_a), layout_of(self.scale_b)
 
     def kind(self) -> EpilogueKind:
-        """Return the part that code and tuning depend on."""
+        """Return what the compiled code and the tuning depend on."""
         bias_dtype = None if self.bias is None else self.bias.dtype
         scaled = self.scale_a is not None, self.scale_b is not None
         return EpilogueKind(bias_dtype, self.activation or NO_ACTIVATION, scaled)

@@ -47,9 +47,9 @@ def check_eps(eps: float) -> None:
 
 
 def layout_of(tensor: Any, quantum: int = 16) -> Hashable:
-    """Return how a tensor lies, wherever that is; None, or the type of what is none.
+    """Return a tensor's alignment, shape, strides, dtype and device; None for None, else the type's name.
 
-    Tensors of one layout differ in their elements and in their address, by a multiple of `quantum` bytes.
+    Tensors of one layout differ in their elements, and in their address by a multiple of `quantum` bytes.
     """
     if tensor is None:
         return None
@@ -65,7 +65,7 @@ class OwnBuffer:
         self.begin, self._bytes = buffer.data_ptr(), buffer.numel() * buffer.element_size()
 
     def layout_of(self, tensor: Any) -> Hashable:
-        """Return how a tensor lies, and where in the buffer it begins, in bytes; -1 if beside it."""
+        """Return a tensor's layout, and its offset in the buffer, in bytes; -1 if it begins outside."""
         if not isinstance(tensor, torch.Tensor):
             return layout_of(tensor)
         address = tensor.data_ptr()
@@ -74,7 +74,7 @@ class OwnBuffer:
         return place, address % 16, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
     def check_beside(self, name: str, tensor: torch.Tensor | None, buffer: str, use: str) -> None:
-        """Raise if a tensor begins in the buffer, of which a call makes another use, as `peers read`."""
+        """Raise ValueError if a tensor begins in the buffer; `use` says what a call does with that."""
         if tensor is not None and 0 <= tensor.data_ptr() - self.begin < self._bytes:
             raise ValueError(f"{name} lies in {buffer}, which {use} in the call; pass another tensor")
 
@@ -86,9 +86,9 @@ def _bytes_between(tensor: torch.Tensor) -> int:
 
 
 class Apart:
-    """Refuses a result that overlaps operands which are read while it is written.
+    """Refuses a result that overlaps operands, which are read while it is written.
 
-    Made for tensors of one layout, for which a look at each address is enough.
+    It is made once for a layout; a call then compares addresses only.
     """
 
     def __init__(self, out: torch.Tensor, **operands: torch.Tensor) -> None:

@@ -60,8 +60,8 @@ def box_of(columns: int) -> int:
 def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
     """Return the block of each descriptor of the Gluon body; args: a config's, and those of a launch.
 
-    A kernel without a choice of layouts takes A by rows, [M, K], in tiles that end within A, and a weight,
-    [N, K]. Without sizes no matrix is smaller than a block.
+    Where args have no TRANS_A, A lies by rows, [M, K], and no tile reaches beyond it; where they have no
+    TRANS_B, B is a weight, [N, K]; where they have no sizes, no matrix is smaller than a block.
     """
     sums = sums_of_a_result(args.get("ACTIVATION"))
     if args.get("SWAP_AB"):
@@ -89,7 +89,7 @@ def blocks_of(args: dict[str, Any]) -> dict[str, Block]:
 
 
 def in_words(args: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of the product of 2-byte elements that takes as long."""
+    """Return the arguments of the product in 2-byte elements that moves as many bytes, and takes as long."""
     return {**args, "K": triton.cdiv(args["K"] * item_bytes(args.get("DTYPE")), 2)}
 
 

@@ -65,9 +65,9 @@ def _vectors(epilogue: Epilogue, *, exchanged: bool) -> tuple[torch.Tensor | Non
 
 @dataclass(frozen=True, eq=False)
 class LaunchPlan:
-    """The launch for tensors of one layout; TMA can address those matrices that are not None.
+    """The launch for tensors of one layout.
 
-    Their addresses are of the tensors that it was made for.
+    A matrix is None where TMA cannot address it. Each call replaces the matrices' addresses by its own.
     """
 
     shape: GemmShape

@@ -268,7 +268,7 @@ def prune_chunks(
 class ChunkShape(NamedTuple):
     """Key of the settled launches of a product over chunks: config, compiled kernel and grid depend on it.
 
-    Each call hashes one: no dataclass.
+    A NamedTuple, as each call hashes one.
     """
 
     m: int  # of all chunks

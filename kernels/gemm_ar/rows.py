@@ -109,7 +109,7 @@ class RowsShape(NamedTuple):
     rows: int
     strides: tuple[int, int]  # of the residual and of the result
     world_size: int
-    own: tuple[str, Any]  # the constant that the kernel alone has
+    own: tuple[str, Any]  # name and value of the constant that only one of the two kernels has
     has_residual: bool
     has_norm: bool
     sms: int

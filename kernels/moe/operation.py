@@ -83,10 +83,10 @@ def check_apart(out: torch.Tensor | None, **operands: torch.Tensor) -> None:
 class ExpertOperation(Operation):
     """An operation whose calls begin by telling all ranks which experts each token goes to."""
 
-    _orders: int  # of its tiles, see `routing`
-    _by_first: bool
-    _way: ClassVar[str]  # the `tunable` of a collective
-    _key: tuple[Hashable, ...]  # of that: columns and type of the operation
+    _orders: int  # how many orders of tiles its tables have, see `routing`
+    _by_first: bool  # a tile belongs to its first stage, not to its last
+    _way: ClassVar[str]  # the name of the `tunable` that chooses the collective
+    _key: tuple[Hashable, ...]  # of that choice: columns and type of the operation
     _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
     _mend_calls = ""
 
@@ -327,7 +327,7 @@ class ExpertOperation(Operation):
     ) -> ShapeLaunch[ExpertShape]:
         """Return the launches of the grouped GEMM for such tensors; is_gathered: as of a single rank.
 
-        constants: those that the shape does not know of; they follow from the other arguments.
+        constants: constexprs that `ExpertShape` does not have; the other arguments determine them.
         """
         aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
         key = choices, layout_of(weight), strides, aligned, is_sorted, is_gathered

@@ -17,7 +17,7 @@ MOST_ROWS = 2**24 - 1  # that a ballot can tell apart
 
 
 def word_of(call: str) -> int:
-    """Return what tells calls apart, beside their rows."""
+    """Return the upper bits of a ballot, which identify the call; the lower ones are its rows."""
     return zlib.crc32(call.encode()) % 2**7 << 24 | 2**31
 
 
@@ -44,7 +44,7 @@ class Announcements:
             raise ValueError(text)
 
     def explain(self) -> str:
-        """Return how what the peers have said of the last call differs from this rank's; or nothing."""
+        """Return how the peers' last announcements differ from this rank's; "" if they do not, or not yet."""
         return self._difference(self._ballots.read_said())
 
     def _difference(self, said: dict[int, int]) -> str:

@@ -152,7 +152,7 @@ class ProductsOfOneInput:
 
 
 def _state_of(x: Tensor) -> tuple[Any, ...] | None:
-    """Return what tells whether products of `x` may serve again; None for a tensor that cannot tell."""
+    """Return the state in which products of `x` stay valid; None for a tensor that counts no changes."""
     if torch.compiler.is_compiling():
         from torch._dynamo.comptime import comptime  # loaded by then; importing it takes a second
 

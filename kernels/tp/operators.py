@@ -113,7 +113,7 @@ def multiply_and_scatter(
 ) -> Tensor:
     """Return this rank's rows of the sum of all products; fp8: of one.
 
-    The scatter hides behind the largest product; the others are what its sums start from.
+    The scatter hides behind the largest product, which starts from the sum of the others.
     """
     if not a[0].shape[0]:
         return _sum_of_none(GemmReduceScatter, a[0], weights[0], group_name)
@@ -302,7 +302,7 @@ def register(
 ) -> None:
     """Register what an operator of the library computes, its shapes and, if it has any, its gradients.
 
-    `keep` sets up the context that `gradients` is given. meets_peers: who wait where a rank does not call it.
+    `keep` sets up the context that `gradients` is given. meets_peers: ranks that call it wait for all others.
     """
     library.impl(name, compute, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dist_autotune::{name}", shapes, lib=library)
