@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 from ..search.context import Context
 from ..triton_api.launch import Launch, load_kernel
 from . import preflight
-from .binaries import has_binary
+from .binaries import has_binary, why_not_shared
 from .compiler_child import START_S
 from .pool import (
     BY_RANK,
@@ -27,7 +27,6 @@ from .pool import (
     CompileCounts,
     CompileOutcome,
     PoolOptions,
-    why_no_child,
 )
 from .pool_process import PoolProcess
 from .preflight import keeping_reason
@@ -145,7 +144,8 @@ class Backlog:
         self._asked: list[tuple[_Entry, Work]] = []  # of the process
         self._started = 0.0
         self._failed_starts = 0  # processes in a row that told of no candidate
-        self._no_child_because = why_no_child(options)  # this process compiles
+        # Why this process compiles; empty: children do.
+        self._no_child_because = "no limit is set" if options.limit_s <= 0 else why_not_shared()
         self._advanced: float | None = None  # when `advance` has last ended
 
     def __bool__(self) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import gc
 import math
 import os
@@ -62,7 +61,7 @@ class CompilerChild:
     def __init__(
         self, work: Callable[[], Any], limit_s: float, *, is_cut_off: bool = False, yields: bool = False
     ) -> None:
-        self._limit_s = limit_s
+        self._limit_s, self._is_cut_off, self._yields = limit_s, is_cut_off, yields
         self._lasts_s = limit_s * WALL_FACTOR if yields else limit_s
         self._what = "the hook" if is_cut_off else "the compiler"
         self._late = "the hook did not end" if is_cut_off else "did not compile"
@@ -72,9 +71,7 @@ class CompilerChild:
         try:
             self._pid: int | None = fork()
             if self._pid == 0:
-                computes_s = limit_s if yields else None
-                prepare = functools.partial(_prepare, parent, self._lasts_s, computes_s, self._stderr)
-                _compile(work, prepare, self._report, is_cut_off=is_cut_off)
+                self._run(work, parent)
         except OSError:
             self._pid = None
             self._close_files()
@@ -145,6 +142,38 @@ class CompilerChild:
         os.close(self._stderr)
         os.close(self._report)
 
+    # -- in the child --------------------------------------------------------------------------------------
+
+    def _run(self, work: Callable[[], Any], parent: int) -> NoReturn:
+        try:
+            reason, result = "", None
+            try:
+                self._prepare(parent)
+                os.write(self._report, b"\n")
+                result = work()
+            except BaseException as error:
+                reason = (config_failure(error) or "")[:REASON_CHARACTERS]
+            os.write(self._report, pickle.dumps((reason, result if self._is_cut_off else None)))
+            _flush()
+            os._exit(0)
+        finally:
+            os._exit(1)
+
+    def _prepare(self, parent: int) -> None:
+        """Make this a process that ends with its limit, its parent, or its work."""
+        leave_job(parent, signal.SIGKILL, leads_session=not self._yields)
+        prctl(PR_SET_DUMPABLE, 0)  # the whole rank is not to be written to a core file
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(min(math.ceil(max(self._lasts_s, 0)), 10**6) + GRACE_S)
+        if self._yields:  # the limit is of the seconds that it computes
+            signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+            _, most = resource.getrlimit(resource.RLIMIT_CPU)
+            limit = max(1, math.ceil(self._limit_s))
+            resource.setrlimit(resource.RLIMIT_CPU, (limit if most < 0 else min(limit, most), most))
+        os.dup2(self._stderr, 2)
+        if self._is_cut_off:
+            _cut_off(self._report)
+
 
 def fork() -> int:
     """Fork as `os.fork` does, beside other threads, and with nothing left to write in either process.
@@ -191,40 +220,6 @@ def _flush() -> None:
 
 
 # ---- in the child
-
-
-def _compile(
-    work: Callable[[], Any], prepare: Callable[[], None], reporting: int, *, is_cut_off: bool
-) -> NoReturn:
-    try:
-        reason, result = "", None
-        try:
-            prepare()
-            if is_cut_off:
-                _cut_off(reporting)
-            os.write(reporting, b"\n")
-            result = work()
-        except BaseException as error:
-            reason = (config_failure(error) or "")[:REASON_CHARACTERS]
-        os.write(reporting, pickle.dumps((reason, result if is_cut_off else None)))
-        _flush()
-        os._exit(0)
-    finally:
-        os._exit(1)
-
-
-def _prepare(parent: int, lasts_s: float, computes_s: float | None, stderr: int) -> None:
-    """Make this a compiler's process; computes_s: what it may compute, where its parent yields the cores."""
-    leave_job(parent, signal.SIGKILL, leads_session=computes_s is None)
-    prctl(PR_SET_DUMPABLE, 0)  # the whole rank is not to be written to a core file
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(min(math.ceil(max(lasts_s, 0)), 10**6) + GRACE_S)
-    if computes_s is not None:
-        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        limit = max(1, math.ceil(computes_s))
-        resource.setrlimit(resource.RLIMIT_CPU, (limit if most < 0 else min(limit, most), most))
-    os.dup2(stderr, 2)
 
 
 def leave_job(parent: int, dies_by: signal.Signals, *, leads_session: bool) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from triton import knobs
 
 from .. import settings
-from .binaries import CompileLock, has_binary, why_not_shared
+from .binaries import CompileLock, has_binary
 from .compiler_child import WALL_FACTOR, CompilerChild
 
 WAIT_SHARE = 0.8  # of the time that peers wait, for preflight; then it gives up the candidates left
@@ -239,8 +239,3 @@ class Pool:
     def _end(self, task: Task, ending: str, reason: str = "") -> None:
         task.give_up(is_compiled=not reason)
         self._report(CompileOutcome(task.place, ending, reason, self._remark))
-
-
-def why_no_child(options: PoolOptions) -> str:
-    """Return why a rank has to compile in its own process; empty: children do."""
-    return "no limit is set" if options.limit_s <= 0 else why_not_shared()

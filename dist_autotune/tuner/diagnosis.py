@@ -161,18 +161,14 @@ def warning_at_end(function: FunctionSetup, run: RankRun, starved: Sequence[str]
     starved: titles of contexts that are no longer launched.
     """
     if not has_failed and run.has_sample and not run.has_time:
-        return warn_of_useless_clock(function.name, function.clock)
+        text = (
+            f"{function.name}: {type(function.clock).__name__} returned only times that are not finite or "
+            "not positive, so every kernel keeps its first config. dist_autotune.Clock documents the return "
+            "value."
+        )
+        _warn_once(f"clock of {function.name}", text)
+        return text
     if not has_failed and not run.launched:
         other_launchers.warn_of_bypasses()
         return "no launches of autotuned kernels seen"
     return f"no longer launched, settled with the samples so far: {', '.join(starved)}" if starved else ""
-
-
-def warn_of_useless_clock(name: str, clock: object) -> str:
-    """Warn once that a clock has given no time that can be used; return the text."""
-    text = (
-        f"{name}: {type(clock).__name__} returned only times that are not finite or not positive, "
-        "so every kernel keeps its first config. dist_autotune.Clock documents the return value."
-    )
-    _warn_once(f"clock of {name}", text)
-    return text
