@@ -29,7 +29,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .wire import HubMessage, Reply
 
@@ -70,15 +70,14 @@ class BallotBox:
         call, known = int(message["call"]), self._rounds.get(ballot)
         match message["op"]:
             case "raised":
-                letter = {"ballot": ballot, "about": "raised", "call": call, "rank": rank}
-                self._write(self._ranks, {**letter, "error": message["error"]})
+                self._write(self._ranks, "raised", ballot, call, rank=rank, error=message["error"])
             case "met":
                 self._met(rank, ballot, call, waits=bool(message["waits"]), begins=False)
             case "begins":
                 self._met(rank, ballot, call, waits=True, begins=True)
             case "finished" if known is not None and known.call == call and not known.is_asked_to_stop:
                 if known.words.get(rank):  # it has waited until now
-                    self._write([rank], {"ballot": ballot, "about": "words", "call": call, "all": False})
+                    self._write([rank], "words", ballot, call, all=False)
                 known.words[rank] = False
                 self._count(ballot, known)
             case "stops" if (
@@ -87,7 +86,7 @@ class BallotBox:
                 known.stops[rank] = call
                 if len(known.stops) == len(self._ranks):
                     known.opens_at = max(known.stops.values())
-                    self._write(self._ranks, {"ballot": ballot, "about": "opens", "call": known.opens_at})
+                    self._write(self._ranks, "opens", ballot, known.opens_at)
 
     def _met(self, rank: int, ballot: str, call: int, *, waits: bool, begins: bool) -> None:
         known = self._rounds.get(ballot)
@@ -103,27 +102,27 @@ class BallotBox:
             known.words[rank] = waits
             self._count(ballot, known)
         elif not (said and waits) or known.is_asked_to_stop:  # else it waits, and has only said so twice
-            self._write([rank], {"ballot": ballot, "about": "words", "call": call, "all": False})
+            self._write([rank], "words", ballot, call, all=False)
 
     def _ask(self, ballot: str, known: _BallotRound, *, begins: bool) -> None:
         known.is_begun_enough = begins
-        self._write(
-            self._ranks, {"ballot": ballot, "about": "asked", "call": known.call, "is_begun_enough": begins}
-        )
+        self._write(self._ranks, "asked", ballot, known.call, is_begun_enough=begins)
 
     def _count(self, ballot: str, known: _BallotRound) -> None:
         """End the wait for words if all have come."""
         if len(known.words) < len(self._ranks) or known.is_asked_to_stop:
             return
         is_all = all(known.words.values())
-        self._write(self._ranks, {"ballot": ballot, "about": "words", "call": known.call, "all": is_all})
+        self._write(self._ranks, "words", ballot, known.call, all=is_all)
         if is_all:
             del self._rounds[ballot]  # the session has another ballot
         else:
             known.is_asked_to_stop = True
-            self._write(self._ranks, {"ballot": ballot, "about": "stop", "call": known.call})
+            self._write(self._ranks, "stop", ballot, known.call)
 
-    def _write(self, ranks: Sequence[int], letter: HubMessage) -> None:
+    def _write(self, ranks: Sequence[int], about: str, ballot: str, call: int, **fields: Any) -> None:
+        """Leave a letter for each of these ranks; those that listen get it at once."""
+        letter = {"ballot": ballot, "about": about, "call": call, **fields}
         for rank in ranks:
             self._letters[rank].append(letter)
             self._sent[rank] += 1
