@@ -77,7 +77,7 @@ class WrittenTensors:
                 return
             try:
                 with torch.inference_mode(False), torch.no_grad():
-                    values = without_overlap(tensor.detach()).clone()
+                    values = without_overlap(_as_stored(tensor.detach())).clone()
             except torch.OutOfMemoryError as error:
                 raise TuningError(
                     f"{name or 'the result'}: no memory for a copy of its {tensor.nbytes} bytes, to be put "
@@ -136,6 +136,12 @@ def _is_frozen(tensor: torch.Tensor) -> bool:
         return False
     base = tensor if tensor._base is None else tensor._base
     return not any(each is base for each in instances({type(base)}))
+
+
+def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements as they lie in memory: of a conjugate or negative view, those it was made from."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    return torch._neg_view(tensor) if tensor.is_neg() else tensor
 
 
 def without_overlap(tensor: torch.Tensor) -> torch.Tensor:

@@ -109,6 +109,18 @@ def test_the_tensor_under_a_descriptor_is_put_back(bench):
     assert torch.equal(y, torch.zeros(8, 8))
 
 
+@pytest.mark.parametrize(
+    "view", [torch.conj, lambda z: z.conj().imag, lambda z: z.real], ids=["conjugate", "negative", "plain"]
+)
+def test_a_result_that_is_a_lazy_view_stays_what_it_was(view):
+    result = view(torch.full((2,), 1 + 2j))
+    expected, written = result.clone(), written_tensors.WrittenTensors()
+    written.begin_runs(result)
+    result.add_(3)
+    written.restore()
+    assert torch.equal(result, expected)
+
+
 @pytest.mark.parametrize("at_run", [0, 1, 2])
 def test_a_run_that_raises_leaves_exactly_its_own_effects(bench, at_run):
     kernel, y, runs = in_place(bench), torch.zeros(64), itertools.count()
