@@ -3,8 +3,7 @@
 import os
 import signal
 
-import triton
-from kernels_for_tests import Bench, add, launch, numbers, records
+from kernels_for_tests import Bench, block_of, launch, numbers, records
 
 from dist_autotune.storage.crash_guard import FOLDER
 from ranks import assert_all_ok, run_ranks
@@ -33,15 +32,11 @@ def scripted(bench, ms, events):
     return {block: time_of(block) for block in ms}
 
 
-def program(rank, events=None, options=EXHAUSTIVE, ms=MS, function=add):
+def program(rank, events=None, options=EXHAUSTIVE):
     """Tune one kernel; return what was launched and found."""
     bench, x = Bench(), numbers()
-    kernel = bench.kernel(scripted(bench, ms, events or {}), function)
-
-    def thunk():
-        return launch(kernel, x)
-
-    step = bench.tune(thunk, **options)
+    kernel = bench.kernel(scripted(bench, MS, events or {}))
+    step = bench.tune(lambda: launch(kernel, x), **options)
     step()
     return summary(bench, step)
 
@@ -49,8 +44,7 @@ def program(rank, events=None, options=EXHAUSTIVE, ms=MS, function=add):
 def summary(bench, step, rank=0):
     return {
         "blocks": bench.blocks(),
-        "runs": step.report.runs,
-        "winners": {f"{c.kernel}{n_of(c.key)}": block_of(c.config) for c in step.report.contexts},
+        "winners": {f"{c.kernel}{c.key[0]}": block_of(c.config) for c in step.report.contexts},
         "timings": {c.kernel: sorted(c.timings.values()) for c in step.report.contexts},
         "banned": {
             f"{context.kernel} {text.split(',')[0]}": reason
@@ -58,16 +52,7 @@ def summary(bench, step, rank=0):
             for text, reason in context.banned.items()
         },
         "notes": [event.text for event in records(rank=rank) if event.event == "note"],
-        "warning": step.report.warning,
     }
-
-
-def n_of(key):
-    return key[0] if key else ""
-
-
-def block_of(config):
-    return config.kwargs["BLOCK"] if isinstance(config, triton.Config) else config
 
 
 def alone(function, *arguments):

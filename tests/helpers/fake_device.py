@@ -12,16 +12,13 @@ from __future__ import annotations
 import time
 
 import pytest
-from virtual_gpu import CALL_MS, Command, VirtualGpu, VirtualGpus, VirtualStream
-
-__all__ = ["CALL_MS", "FakeDevice"]
+from virtual_gpu import Command, VirtualGpu, VirtualGpus, VirtualStream
 
 
 class FakeDevice(VirtualGpu):
-    """`idle_ms`, when the device is done with all that is queued, may be set; `capturing`: fillers fail."""
+    """`idle_ms`, when the device is done with all that is queued, may be set."""
 
     def __init__(self) -> None:
-        self.capturing = False
         gpus = VirtualGpus(0)
         super().__init__(gpus, 0)
         gpus.append(self)
@@ -45,7 +42,3 @@ class FakeDevice(VirtualGpu):
 
     def new_stream(self) -> VirtualStream:
         return self.streams[0] if self.streams else super().new_stream()
-
-    def sleep(self, cycles: int) -> None:
-        assert not self.capturing
-        super().sleep(cycles)

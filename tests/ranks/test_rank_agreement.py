@@ -6,31 +6,13 @@ import time
 import pytest
 import torch
 from kernels_for_tests import Bench, launch, numbers
-from rank_programs import blocks_of, own_cache, statuses_of, tune, tuned_step
+from rank_programs import blocks_of, own_cache, statuses_of, tune
 
 from dist_autotune import tunable
 from dist_autotune.tuner import session
 from ranks import assert_all_ok, run_ranks
 
 # ---- one decision, the same on all ranks
-
-
-def tuned_by_times(*times, world_size=2, **options):
-    """Return (runs, winner, launched blocks) of each rank; the configs take `times[rank]`."""
-
-    def program(rank):
-        step, bench = tuned_step(times[rank], **options)
-        assert torch.equal(step(), numbers() + 1)
-        (context,) = step.report.contexts
-        return step.report.runs, context.config.kwargs["BLOCK"], bench.blocks()
-
-    return assert_all_ok(run_ranks(program, world_size))
-
-
-def test_the_slowest_rank_decides():
-    # Each rank alone would take a config that is the worst for the other.
-    results = tuned_by_times({16: 1.0, 32: 9.0, 64: 3.0}, {16: 9.0, 32: 1.0, 64: 3.0})
-    assert results == [(4, 64, [16, 32, 64, 64])] * 2
 
 
 def test_ranks_expect_alike_what_other_keys_tell_and_try_the_same_few():
@@ -55,13 +37,6 @@ def test_ranks_expect_alike_what_other_keys_tell_and_try_the_same_few():
         zero, one, two = assert_all_ok(run_ranks(lambda rank, sizes=sizes: program(rank, sizes), 3))
         assert zero == one == two
         assert zero[0] == 3
-
-
-def test_ties_go_to_the_incumbent_the_same_on_every_rank():
-    assert (
-        tuned_by_times({16: 2.0, 32: 2.0, 64: 2.0}, {16: 1.0, 32: 2.0, 64: 1.5})
-        == [(4, 16, [16, 32, 64, 16])] * 2
-    )
 
 
 def test_a_rank_that_did_not_launch_in_the_last_run_still_has_its_say():
@@ -169,21 +144,3 @@ def test_options_that_differ_between_ranks_meet_in_their_intersection():
     assert zero == one
     assert zero[:2] == ("push", "push")
     assert zero[3] == "push"
-
-
-def test_the_slowest_rank_judges_the_whole_run():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 1.0, 32: 2.0})
-
-        def thunk():
-            launch(kernel, x)
-            bench.spend(10.0 if kernel.best_config.kwargs["BLOCK"] == 16 and rank else 1.0)
-
-        step = tune(bench, thunk, objective="thunk")
-        step()
-        return step.report.runs, blocks_of(step), statuses_of(step)
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
-    assert zero[1:] == ({"add64": 32}, {"add64": "tuned"})

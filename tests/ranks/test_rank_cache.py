@@ -32,15 +32,6 @@ def entries(rank) -> list[Path]:
 OTHER = {16: 1.0, 32: 3.0, 64: 2.0}
 
 
-def test_one_directory_for_all_ranks_holds_one_entry(tmp_cache):
-    def program(rank):
-        return tune_on_disk(rank, {16: 3.0, 32: 1.0}, cache=True)[1]
-
-    assert assert_all_ok(run_ranks(program, 4)) == [32] * 4
-    assert len(list(tmp_cache.glob("*.json"))) == 1
-    assert assert_all_ok(run_ranks(program, 4)) == [32] * 4
-
-
 @pytest.mark.parametrize("mode", ["replay", "online"])
 def test_one_rank_of_a_host_stores_for_all_and_any_what_others_do_not_launch(tmp_cache, monkeypatch, mode):
     def program(rank, of_one_rank):

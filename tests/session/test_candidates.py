@@ -43,13 +43,6 @@ def test_pruning_sees_the_arguments_of_the_launch(bench):
     assert "grid" in seen[0][1]
 
 
-def test_a_perf_model_leaves_its_top_candidates(bench):
-    pruning = {"perf_model": lambda BLOCK, **kwargs: -BLOCK, "top_k": 2}
-    kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0}, prune_configs_by=pruning)
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert bench.blocks() == [64, 32, 32]
-
-
 def test_pruned_to_none_is_tritons_error_naming_kernel_and_key(bench):
     kernel = bench.kernel(
         {16: 1.0, 32: 2.0}, prune_configs_by={"early_config_prune": lambda configs, args, **kw: []}

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -124,30 +123,6 @@ def test_a_winner_on_disk_that_fails_now_is_replaced_and_the_rest_is_tuned_anew(
     assert 32 not in bench.blocks()
     assert block_of(only(tuned.report).config) == 64
     assert only(tuned.report).status == "tuned"
-
-
-@pytest.mark.parametrize("where", ["launch", "pre_hook"])
-@every_failure
-def test_a_settled_winner_that_fails_is_replaced_in_the_same_call(bench, failure, where):
-    errors: dict[int, Callable[[], Exception]] = {}
-    hooks = {32: lambda arguments: fail(errors) if where == "pre_hook" else None}
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, pre_hooks=hooks)
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    tuned()
-    bench.forget()
-    errors[32] = failure
-    if where == "launch":
-        kernel.fn.failures[32] = failure
-    for _ in range(3):
-        assert torch.equal(tuned(), numbers() + 1)
-        assert is_outside()
-    assert 32 not in bench.blocks()
-
-
-def fail(errors: dict[int, Callable[[], Exception]]) -> None:
-    for error in errors.values():
-        raise error()
 
 
 def test_a_launch_that_runs_out_of_memory_is_banned_and_its_memory_is_free(bench):

@@ -1,12 +1,9 @@
-"""mode='online': one run a call, tried over the calls, and never a wait for the device."""
+"""mode='online': one run a call, tried over the calls, while keys come and go."""
 
 from __future__ import annotations
 
-from typing import Any
+from kernels_for_tests import double, launch, numbers, winner
 
-from kernels_for_tests import double, launch, numbers, only, records, winner
-
-from dist_autotune.logs.records import RunStarted
 from dist_autotune.search.state import ADMISSION_RUNS
 
 
@@ -41,48 +38,6 @@ def test_online_keys_that_each_come_once_are_admitted_in_sixteen_runs_and_the_se
     assert n <= 16 + 64 + 1  # the last one admitted is starved
     statuses = [context.status for context in tuned.report.contexts]
     assert (statuses.count("starved"), statuses.count("partial")) == (16, n - 16)
-
-
-class SlowClock:
-    """Its times are known two runs after the launch, as those of events on a busy device."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.run = 0
-        self.waited = 0
-
-    def start(self) -> Any:
-        return [self.run, self.inner.start()]
-
-    def stop(self, mark: Any) -> None:
-        self.inner.stop(mark[1])
-
-    def ready(self, mark: Any) -> bool:
-        return self.run >= mark[0] + 2
-
-    def read_ms(self, mark: Any) -> float:
-        self.waited += not self.ready(mark)
-        return self.inner.read_ms(mark[1])
-
-
-def test_online_never_waits_for_the_device(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    clock = SlowClock(bench.clock)
-
-    def thunk():
-        clock.run += 1
-        return launch(kernel, numbers())
-
-    tuned = bench.tune(thunk, mode="online", clock=clock, n_repeat=2)
-    calls = 0
-    while not tuned.settled:
-        tuned()
-        calls += 1
-        assert calls < 50
-    assert clock.waited == 0
-    assert (winner(only(tuned.report)), list(only(tuned.report).timings.values())) == (32, [3.0, 1.0, 2.0])
-    plan = [record.plan for record in records(RunStarted)]
-    assert any(not tried for tried in plan)  # while a sample is awaited the incumbent runs
 
 
 def test_new_keys_without_end_leave_few_under_way_and_one_that_comes_again_goes_on(bench):

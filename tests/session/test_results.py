@@ -79,33 +79,6 @@ def test_a_provisional_result_is_used_but_not_respected(bench):
     assert only(second.report).status == "tuned"
 
 
-def test_without_sharing_each_function_has_its_own_winner(bench):
-    fast = {"one": 16, "other": 32}
-    now = []
-    kernel = bench.kernel(
-        {block: lambda made: 1.0 if made.block == fast[now[-1]] else 2.0 for block in (16, 32)}
-    )
-
-    def body():
-        launch(kernel, numbers())
-
-    def thunk(name):
-        return bench.tune(body, name=name, share=False)
-
-    one, other = thunk("one"), thunk("other")
-    for name, tuned in (("one", one), ("other", other)) * 2:
-        now.append(name)
-        tuned()
-        assert bench.blocks()[-1] == fast[name]
-    bench.forget()
-    for name in ("one", "other"):  # and each finds its own on the disk
-        now.append(name)
-        fresh = thunk(name)
-        fresh()
-        assert only(fresh.report).status == "cached"
-    assert bench.blocks() == [16, 32]
-
-
 def test_a_kernel_whose_results_triton_would_store_is_tuned_and_its_own_store_left_alone(bench, monkeypatch):
     monkeypatch.setattr(Autotuner, "check_disk_cache", no_bench)  # there stock Triton reads and writes them
     kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)

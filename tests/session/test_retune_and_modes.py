@@ -1,4 +1,4 @@
-"""Whether a call tunes: anew after retune(), never in the cached mode, not at all in the mode off."""
+"""Whether a call tunes: anew after retune(), not at all in the mode off."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels_for_tests import KEY, block_of, entries, launch, no_bench, numbers, only, records
+from kernels_for_tests import KEY, block_of, entries, launch, numbers, only, records
 from triton.runtime.autotuner import Autotuner
 
 from dist_autotune.logs.records import SessionClosed, SessionOpened
@@ -67,21 +67,6 @@ def test_retune_from_inside_a_call_tunes_anew_at_the_next_call(bench, run):
 
 
 # ---- modes
-
-
-def test_mode_cached_uses_what_is_known_and_never_tries(bench, monkeypatch):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    bench.tune(lambda: launch(kernel, numbers()))()
-    bench.forget()
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    marks = bench.clock.marks
-    fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
-    tuned = bench.tune(lambda n: launch(fresh, numbers(n)))
-    for n in (64, 128, 64, 128, 128):
-        assert torch.equal(tuned(n), numbers(n) + 1)
-    assert bench.blocks() == [32] * 5  # 128: as its nearest tuned key
-    assert bench.clock.marks == marks
-    assert tuned.settled
 
 
 def test_mode_off_is_the_bare_function(bench, monkeypatch):

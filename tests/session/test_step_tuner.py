@@ -26,19 +26,6 @@ def step_tuner(bench):
     return StepTuner(clock=bench.clock, n_warmup=0, n_repeat=1, progress=False)
 
 
-def test_each_step_is_one_run_until_all_is_settled(bench, step_tuner):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    assert step_tuner.report is None
-    for settled in (False, False, True, True):
-        with step_tuner.step():
-            assert torch.equal(launch(kernel, numbers()), numbers() + 1)
-        assert is_outside()
-        assert step_tuner.settled is settled
-    assert bench.blocks() == [16, 32, 64, 32]
-    assert (winner(only(step_tuner.report)), step_tuner.report.runs) == (32, 3)
-    assert [record.thunk for record in records(SessionOpened)] == ["test_step_tuner.py"]
-
-
 def test_a_loop_may_leave_a_step_in_every_way(bench, step_tuner):
     kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
@@ -154,39 +154,25 @@ def test_the_tile_that_is_best_when_data_comes_late_wins(monkeypatch):
 OWN_MS = {16: 2.0, 32: 0.8, 64: 1.5}
 
 
-def choosing(gpus: VirtualGpus, extra_ms: Mapping[str, float], **options: Any) -> tuple[Any, Counter[int]]:
-    """Tune a function with the options of `extra_ms`; but for "matmul" they launch a kernel of their own.
-
-    Returns the report, and the launches of that kernel's configs.
-    """
-    gpu, launched = gpus[0], Counter()
+@pytest.mark.parametrize("n_repeat", [2, 10], ids=["early", "after more than 16 runs of another kernel"])
+def test_an_option_is_compared_with_the_kernel_that_only_it_launches_tuned(gpus, n_repeat):
+    gpu, extra_ms = gpus[0], {"matmul": 1.0, "plain": 0.0}
     before = autotuned([16, 32], lambda block: gpu.launch(0.1 + 0.001 * block))
-
-    def own(block: int) -> None:
-        launched[block] += 1
-        gpu.launch(OWN_MS[block])
-
-    kernel = autotuned(OWN_MS, own, double)
+    own = autotuned(OWN_MS, lambda block: gpu.launch(OWN_MS[block]), double)
 
     def step() -> None:
         launch(before)
         option = tunable("consumer", [*extra_ms])
         gpu.launch(extra_ms[option])
-        if option != "matmul":
-            launch(kernel)
+        if option == "plain":
+            launch(own)
         gpu.synchronize()
 
-    tuned = gpus.tuned(step, **options)
+    tuned = gpus.tuned(step, n_warmup=0, n_repeat=n_repeat)
     tuned()
-    return tuned.report, launched
-
-
-@pytest.mark.parametrize("n_repeat", [2, 10], ids=["early", "after more than 16 runs of another kernel"])
-def test_an_option_is_compared_with_the_kernel_that_only_it_launches_tuned(gpus, n_repeat):
-    report, _ = choosing(gpus, {"matmul": 1.0, "plain": 0.0}, n_warmup=0, n_repeat=n_repeat)
-    assert context(report, "consumer").config == "plain"
-    assert block_of(context(report, "double").config) == 32
-    assert {found.status for found in report.contexts} == {"tuned"}
+    assert context(tuned.report, "consumer").config == "plain"
+    assert block_of(context(tuned.report, "double").config) == 32
+    assert {found.status for found in tuned.report.contexts} == {"tuned"}
 
 
 # ---- ties
@@ -216,40 +202,21 @@ def test_the_winner_of_a_near_tie_is_the_same_in_57_of_60_sessions(monkeypatch):
 # ---- functions that the host is slower at than the device
 
 HOST_MS, DEVICE_MS = 30.0, 10.0
-LONGEST_FILLER_MS = 1.0  # of a run
-
-
-def host_bound(gpu: VirtualGpu, random: Random, body: Callable[[], None]) -> Callable[[], None]:
-    def step() -> None:
-        for _ in range(10):
-            gpu.launch(DEVICE_MS / 10, host_ms=HOST_MS / 10 * random.uniform(0.8, 1.2))
-        body()
-        gpu.synchronize()
-
-    return step
-
-
-def choosing_behind_the_host(gpus: VirtualGpus, random: Random) -> Any:
-    """Return a tuned function whose options differ in what the host hides."""
-    gpu, ms = gpus[0], [0.50, 0.45, 0.47]
-    return gpus.tuned(
-        host_bound(gpu, random, lambda: gpu.launch(ms[tunable("way", [0, 1, 2])], host_ms=0.0)),
-    )
 
 
 def test_options_of_a_host_bound_function_are_not_decided_by_the_hosts_noise(monkeypatch):
+    ms = [0.50, 0.45, 0.47]  # what the host hides
     found = []
     for seed in range(10):
-        tuned = choosing_behind_the_host(VirtualGpus(1).install(monkeypatch), Random(seed))
+        (gpu,) = gpus = VirtualGpus(1).install(monkeypatch)
+
+        def step(gpu: VirtualGpu = gpu, random: Random = Random(seed)) -> None:  # noqa: B008
+            for _ in range(10):
+                gpu.launch(DEVICE_MS / 10, host_ms=HOST_MS / 10 * random.uniform(0.8, 1.2))
+            gpu.launch(ms[tunable("way", [0, 1, 2])], host_ms=0.0)
+            gpu.synchronize()
+
+        tuned = gpus.tuned(step)
         tuned()
         found.append(only(tuned.report).config)
     assert found == [0] * 10
-
-
-def test_a_host_bound_function_is_slowed_down_by_no_more_than_its_filler(gpus):
-    tuned = choosing_behind_the_host(gpus, Random(0))
-    began_ms = gpus[0].host_ms
-    tuned()
-    took_ms = (gpus[0].host_ms - began_ms) / tuned.report.runs
-    assert took_ms <= 1.02 * HOST_MS + 1.5 + LONGEST_FILLER_MS
-    assert max(gpus[0].fillers_ms) <= LONGEST_FILLER_MS

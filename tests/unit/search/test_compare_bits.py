@@ -140,29 +140,6 @@ def test_whatever_changes_bits_the_last_run_has_those_of_the_first_configs(seed)
     assert outputs(final, outputs.on_rank) == Outputs()({}, 0)
 
 
-@pytest.mark.parametrize("max_runs", range(4, 20))
-def test_when_runs_are_spent_all_winners_that_change_bits_together_go_back_at_once(max_runs):
-    outputs = Outputs(pairs=itertools.combinations(("a1", "b1", "c1"), 2))
-    simulated = simulation(named("a", "b", "c", candidates=2), outputs, max_runs=max_runs)
-    plans = simulated.session()
-    assert outputs(plans[-1], 0) == outputs({}, 0)
-    assert len(plans) <= max_runs + 1  # one more if the last changed bits
-
-
-@settings(max_examples=50)
-@given(seed=st.integers(0, 1 << 32))
-def test_where_configs_do_not_act_together_the_fastest_that_keeps_the_bits_wins(seed):
-    random = Random(seed)
-    contexts = named(*"abc"[: random.randint(1, 3)], candidates=5)
-    others = [c for names in contexts.values() for c in names[1:]]
-    changing = {c for c in others if random.random() < 0.4}
-    times = {c: random.uniform(1, 3) for names in contexts.values() for c in names}
-    simulated = simulation(contexts, Outputs(changing), ms=times)
-    simulated.session()
-    kept = {name: [c for c in names if c not in changing] for name, names in contexts.items()}
-    assert simulated.winners() == {name: min(names, key=times.__getitem__) for name, names in kept.items()}
-
-
 @pytest.mark.parametrize("run", range(6, 30, 3))
 def test_where_a_first_config_fails_beside_an_option_kernels_of_that_are_compared_anew(run):
     """Only the last option of a launches b; the first config of c fails meanwhile."""

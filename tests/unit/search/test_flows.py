@@ -111,25 +111,6 @@ def test_candidates_are_the_indices_given_not_positions(strategy):
     assert {index_of(request) for request in asked} == {7, 2, 5}
 
 
-# ---- exhaustive
-
-
-@pytest.mark.parametrize(
-    ("n_warmup", "n_repeat", "expected"),
-    [
-        (0, 1, [0, 1]),
-        (0, 2, [0, 0, 1, 1]),
-        (1, 1, [Warmup(0), 0, Warmup(1), 1]),
-        (2, 3, [Warmup(0)] * 2 + [0] * 3 + [Warmup(1)] * 2 + [1] * 3),
-    ],
-    ids=["0+1", "0+2", "1+1", "2+3"],
-)
-def test_exhaustive_warms_up_and_measures_each_candidate_in_order(n_warmup, n_repeat, expected):
-    asked, winner = drive(exhaustive(range(2), n_warmup=n_warmup, n_repeat=n_repeat), [2.0, 1.0].__getitem__)
-    assert asked == expected
-    assert winner == 1
-
-
 # ---- racing: judged by noisy samples of known medians
 
 
@@ -148,11 +129,6 @@ def sampled(medians_ms: Sequence[float], noise: float, seed: int) -> Callable[[i
 
 def runs_of(asked: list[int | Warmup]) -> Counter[int]:
     return Counter(index_of(request) for request in asked)
-
-
-def test_racing_makes_rounds_of_alternating_order():
-    asked, _ = drive(racing(range(3), n_warmup=0, n_repeat=1), lambda index: 1.0)
-    assert asked[:9] == [Warmup(0), Warmup(1), Warmup(2), 0, 1, 2, 2, 1, 0]
 
 
 def test_racing_spends_one_run_on_a_candidate_that_is_a_hundred_times_slower():

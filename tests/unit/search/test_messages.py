@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from hypothesis import given
@@ -77,12 +76,3 @@ def test_any_tree_of_encoded_messages_gives_the_same_bytes(four):
         merge(c, merge(d, merge(a, b))),
     ]
     assert len(set(trees)) == 1
-
-
-def test_a_report_grows_with_contexts_not_with_ranks():
-    def merged_bytes(ranks: int, contexts: int) -> int:
-        part = {f"context-{i}": Part(ran="digest", worst_ms=0.123, measured=1) for i in range(contexts)}
-        return len(functools.reduce(merge, (RunReport(r, parts=part).encode() for r in range(ranks))))
-
-    assert merged_bytes(256, 4) < 1.2 * merged_bytes(2, 4)
-    assert merged_bytes(2, 8) > 1.5 * merged_bytes(2, 4)

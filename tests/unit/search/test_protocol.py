@@ -6,31 +6,8 @@ import itertools
 
 import pytest
 
-from benchmarks.simulation.protocol_simulation import Simulation, columns
+from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune.search.state import ADMISSION_RUNS
-
-# ---- the schedule
-
-
-@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "two ranks"])
-@pytest.mark.parametrize(
-    ("ms", "best_0", "best_1"),
-    [
-        ({"a0": 1.0, "a1": 2.0, "b0": 3.0, "b1": 2.0, "b2": 1.0}, "a0", "b2"),
-        ({"a0": 2.0, "a1": 1.0, "b0": 3.0, "b1": 1.0, "b2": 2.0}, "a1", "b1"),
-        ({"a0": 1.0, "a1": 1.0, "b0": 1.0, "b1": 1.0, "b2": 1.0}, "a0", "b0"),
-    ],
-    ids=["a0 b2", "a1 b1", "ties"],
-)
-def test_two_kernels_with_two_and_three_configs_follow_the_schedule(ms, best_0, best_1, ranks):
-    simulation = Simulation({"a": ["a0", "a1"], "b": ["b0", "b1", "b2"]}, ms, ranks=ranks, n_repeat=2)
-    plans = simulation.session()
-    assert columns(plans, "a") == ["a0", "a0", "a1", "a1", best_0, best_0, best_0]
-    assert columns(plans, "b") == ["b0", "b0", "b1", "b1", "b2", "b2", best_1]
-    assert simulation.statuses() == {"a": "tuned", "b": "tuned"}
-
-
-# ---- ends that come early
 
 
 @pytest.mark.parametrize(("first_run", "status"), [(ADMISSION_RUNS - 1, ""), (ADMISSION_RUNS, "partial")])

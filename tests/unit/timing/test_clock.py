@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from fake_device import CALL_MS, FakeDevice
+from fake_device import FakeDevice
 
 from dist_autotune import EventClock
 from dist_autotune.timing.samples import Samples
@@ -20,25 +19,19 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return FakeDevice().install(monkeypatch)
 
 
-def timed(device: FakeDevice, samples: Samples, ms: float = KERNEL_MS, host_ms: float = 0.03) -> None:
-    mark = samples.start()
-    device.launch(ms, host_ms)
-    samples.stop(mark)
-
-
 def finish(device: FakeDevice) -> None:
     device.host_ms = max(device.host_ms, device.idle_ms)
 
 
 class Runs:
-    """Runs of a function with one launch, each on an idle stream; behind a filler, if the clock makes one."""
+    """Runs of a function with one launch, each on an idle stream, behind a filler."""
 
-    def __init__(self, device: FakeDevice, clock: EventClock, *, times: str = "launches") -> None:
-        prepare(clock)
+    def __init__(self, device: FakeDevice) -> None:
+        clock = EventClock()
+        clock.prepare()
         self.device = device
         self.filler = clock.filler(LONGEST_MS)
-        self.watch = Samples(clock, "median", flags_gaps=times == "launches")
-        self._times_runs = times == "runs"
+        self.watch = Samples(clock, "median", flags_gaps=True)
 
     def sample(
         self, ms: float = KERNEL_MS, host_ms: float = 0.03, busy_ms: float = 0.0
@@ -49,41 +42,21 @@ class Runs:
         finish(device)
         if busy_ms:
             device.queue(busy_ms)
-        if filler is not None:
-            filler.begin(lambda: filler.length_ms(filler.wanted_ms))
-        if self._times_runs:
-            mark = watch.start()
-            device.launch(ms, host_ms)
-            watch.stop(mark)
-        else:
-            timed(device, watch, ms, host_ms)
-        late_ms = 0.0 if filler is None else filler.end()
+        filler.begin(lambda: filler.length_ms(filler.wanted_ms))
+        mark = watch.start()
+        device.launch(ms, host_ms)
+        watch.stop(mark)
+        late_ms = filler.end()
         finish(device)
         watch.report_run("a", waits=True)
         watch.apply_outcome(waiting=False, counts=True, late_ms=late_ms)
         return watch.sample.ms, watch.sample.gap_ms
 
 
-def prepare(clock: EventClock) -> None:
-    """Prepare the clock and forget what it launched for that."""
-    clock.prepare()
-    device = torch.cuda.current_stream().gpu
-    finish(device)
-    device.fillers_ms.clear()
-
-
-def samples_of(clock: EventClock) -> Samples:
-    prepare(clock)
-    return Samples(clock, "median", flags_gaps=True)
-
-
-# ---- whose time it is
-
-
 @pytest.mark.parametrize("kernel_ms", [0.002, 0.01, 0.1, 5.0])
 @pytest.mark.parametrize("host_ms", [0.01, 0.12, 0.9, 12.0])
 def test_behind_a_filler_a_launch_reads_the_kernels_own_time(device, kernel_ms, host_ms):
-    runs = Runs(device, EventClock())
+    runs = Runs(device)
     found = [runs.sample(ms=kernel_ms, host_ms=host_ms) for _ in range(4)]
     settled = [(pytest.approx(kernel_ms, abs=EXACT), 0.0)] * 4
     assert found[1:] == settled[1:]
@@ -91,7 +64,7 @@ def test_behind_a_filler_a_launch_reads_the_kernels_own_time(device, kernel_ms, 
 
 
 def test_a_stream_that_runs_dry_before_a_launch_is_found_out(device):
-    runs = Runs(device, EventClock())
+    runs = Runs(device)
     ms, gap_ms = runs.sample(busy_ms=0.012)  # at work when the run begins, done before it is queued
     assert ms > KERNEL_MS + EXACT
     assert ms - gap_ms <= KERNEL_MS + EXACT
@@ -113,14 +86,3 @@ def test_the_filler_is_loaded_before_the_run_and_elsewhere_there_is_none(device)
     assert device.fillers_ms[-1] == 1.0
     clock.prepare()
     assert len(device.fillers_ms) == launched
-
-
-# ---- what the events cost
-
-
-def test_nothing_waits_for_the_device_before_the_run_ends(device):
-    samples = samples_of(EventClock())
-    for _ in range(50):
-        timed(device, samples, ms=1000.0)
-    assert device.host_ms < 50 * (0.03 + 8 * CALL_MS)
-    assert device.synchronized == 0

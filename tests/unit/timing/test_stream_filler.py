@@ -53,13 +53,6 @@ def near(ms: float) -> Any:
 # ---- how long
 
 
-def test_the_first_filler_is_a_guess_and_the_next_ones_follow_the_host(gpu):
-    filler = filler_of(gpu)
-    for _ in range(3):
-        run(gpu, filler, host_ms=4.0)
-    assert gpu.fillers_ms == [FIRST_MS, near(MARGIN * 4.0), near(MARGIN * 4.0)]
-
-
 @pytest.mark.parametrize("mode", sorted(LONGEST_MS))
 def test_a_host_that_is_usually_slower_than_the_longest_filler_gets_none(gpu, mode):
     longest_ms = LONGEST_MS[mode]
