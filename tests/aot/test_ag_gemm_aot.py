@@ -10,8 +10,6 @@ import triton.language as tl
 from compiled import BLACKWELL, HOPPER, compile_for, early_load, events
 from plain_kernels import GATHER
 
-pytestmark = pytest.mark.aot
-
 CANDIDATES = GATHER.candidates
 
 

@@ -14,8 +14,6 @@ from dist_autotune.kernels.ag_gemm import specialized
 from dist_autotune.kernels.gemm.configs import box_of
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
 
-pytestmark = pytest.mark.aot
-
 
 def load_partition(ttgir: str) -> str:
     """Return the text of the partition that loads."""

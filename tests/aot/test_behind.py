@@ -24,8 +24,6 @@ from dist_autotune.compilation.preflight import plan
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
 
-pytestmark = pytest.mark.aot
-
 STEP_S = 10e-3  # shorter ones take the time that compilers need
 FIRST_STEPS = 5  # by then the times of the first one are known, and compiling has begun
 DEADLINE_S = 100.0

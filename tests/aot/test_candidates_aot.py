@@ -33,8 +33,6 @@ from dist_autotune.kernels.ag_gemm.matmul import await_chunks
 from dist_autotune.kernels.elementwise_add.operation import pipelined_add
 from dist_autotune.kernels.exchange.streams import await_peers
 
-pytestmark = pytest.mark.aot
-
 
 @ON_EACH
 @EACH

@@ -19,8 +19,6 @@ from triton.runtime.errors import OutOfResources
 
 from dist_autotune.compilation.compiler_child import CompilerChild, Ending
 
-pytestmark = pytest.mark.aot
-
 
 def ending(work: Callable[[], Any], limit_s: float = 60.0, *, is_cut_off: bool = False) -> Ending:
     child = CompilerChild(work, limit_s, is_cut_off=is_cut_off)

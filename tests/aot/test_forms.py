@@ -16,8 +16,6 @@ from candidates import GOOD, kernel_of_forms, settle, tuned
 from dist_autotune.compilation.backlog import FORMS
 from ranks import assert_all_ok, run_ranks
 
-pytestmark = pytest.mark.aot
-
 DEADLINE_S = 100.0
 Form = tuple[Any, Any]  # shift and FORM of a launch
 TWO_FORMS: dict[str, Sequence[Form]] = {

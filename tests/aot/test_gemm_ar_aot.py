@@ -9,8 +9,6 @@ from compiled import BLACKWELL, CDNA3, HOPPER, check_fits, compile_for, order_of
 
 from dist_autotune.kernels.gemm_ar import low_latency, pull, rows
 
-pytestmark = pytest.mark.aot
-
 TYPES = {
     **dict.fromkeys(("table_ptr", "words_table_ptr", "words_ptr", "ticket_ptr", "errors_ptr"), "*i64"),
     **dict.fromkeys(("mail_ptr",), "*i64"),

@@ -16,8 +16,6 @@ from dist_autotune.kernels.gemm_rs import specialized
 from dist_autotune.kernels.gemm_rs.call import ScatterCall, ScatterMemory, ScatterOperands
 from dist_autotune.kernels.gemm_rs.specialized import blocks_of_all
 
-pytestmark = pytest.mark.aot
-
 SMALL = next(config for config in SCATTER.candidates if config.kwargs["BLOCK_M"] == 64)
 SCALARS = ("M", "N", "K", "capacity", "first", "chunks", "rank", "patience_ticks", "size_class")
 

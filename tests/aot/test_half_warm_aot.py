@@ -10,8 +10,6 @@ from candidates import GOOD, kernel, settle, tuned
 
 from ranks import assert_all_ok, run_ranks
 
-pytestmark = pytest.mark.aot
-
 
 @pytest.fixture(autouse=True)
 def cache_as_before():

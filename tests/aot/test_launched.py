@@ -20,7 +20,6 @@ from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 from dist_autotune.kernels.launches.settled import ShapeLaunch
 
-pytestmark = pytest.mark.aot
 CONFIGS = [BY_TMA, BY_TMA_OTHERS, BY_POINTERS]
 
 

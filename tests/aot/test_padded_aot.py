@@ -19,9 +19,6 @@ from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, blocks_of
 from dist_autotune.kernels.gemm.copies import Copies
 from dist_autotune.kernels.gemm.pruning import GemmShape
 
-pytestmark = pytest.mark.aot
-
-
 # ---- the code
 
 

@@ -15,9 +15,6 @@ from dist_autotune.kernels.gemm.configs import PLAIN_GPU_CANDIDATES, accumulator
 from dist_autotune.kernels.gemm.mma import WIDEST_FROM_REGISTERS
 from dist_autotune.kernels.gemm.operation import plain_gemm
 
-pytestmark = pytest.mark.aot
-
-
 # One of each kind of code.
 HOPPER_KERNELS: dict[str, tuple[triton.Config, dict[str, Any]]] = {
     "pipelined": (candidate("pipelined", BLOCK_N=64), {"dtype": "fp16", "out": "fp16"}),

@@ -25,8 +25,6 @@ from dist_autotune.kernels.launches import settled as settled_launches
 from dist_autotune.kernels.matrices import LINE_BYTES
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
-pytestmark = pytest.mark.aot
-
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Any:

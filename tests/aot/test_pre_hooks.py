@@ -35,8 +35,6 @@ from dist_autotune.kernels.matrices import Block, set_block
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
-pytestmark = pytest.mark.aot
-
 FIRST, GOOD, TOO_LARGE, ABORTS = 16, 32, 128, 64
 SMALLEST = [8, 8]  # the block that a descriptor is made with: no config's
 

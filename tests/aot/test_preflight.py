@@ -38,9 +38,6 @@ from dist_autotune.reports.tables import rank_tables
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
-pytestmark = pytest.mark.aot
-
-
 ENDS_COMPILER = 512
 MODES = pytest.mark.parametrize("mode", ["replay", "online"])
 

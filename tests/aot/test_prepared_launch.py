@@ -40,8 +40,6 @@ from dist_autotune.kernels.launches.settled import SettledLaunches
 from dist_autotune.kernels.moe import plan as plans
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
-pytestmark = pytest.mark.aot
-
 IS_KNOWN = triton.__version__.startswith(("3.6.", "3.9."))
 NEEDS_BARE = pytest.mark.skipif(
     not IS_KNOWN, reason="what this Triton's function that launches takes is not known"

@@ -28,8 +28,6 @@ from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.launches import settled as settled_launches
 from dist_autotune.kernels.moe.launch import GPU_TILES, HIGHEST_HEIGHT, ExpertShape, counted
 
-pytestmark = pytest.mark.aot
-
 
 @dataclass(frozen=True)
 class World:

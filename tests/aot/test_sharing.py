@@ -18,8 +18,6 @@ from dist_autotune.compilation.pool import PoolOptions
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 
-pytestmark = pytest.mark.aot
-
 BLOCKS = (16, 64, 128)
 
 

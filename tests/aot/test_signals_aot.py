@@ -17,8 +17,6 @@ from dist_autotune.kernels.moe.plan import search_bits
 from dist_autotune.kernels.moe.routing import count_choices, place_choices, sort_choices
 from dist_autotune.kernels.signals import wait_until
 
-pytestmark = pytest.mark.aot
-
 
 @triton.jit
 def wait(signal_ptr, error_ptr, epoch, patience_ticks):

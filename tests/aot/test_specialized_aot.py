@@ -10,8 +10,6 @@ from specialized_kernels import EACH, GATHER, SCALED, SCATTER, TARGETS, candidat
 
 from dist_autotune.kernels.gemm.pruning import fewest_rows
 
-pytestmark = pytest.mark.aot
-
 LARGE = candidate(GATHER, "cooperative", (128, 256, 64), 8)
 BLACKWELL_S = candidate(GATHER, "cooperative", (128, 256, 64), 4)
 PINGPONG = candidate(GATHER, "pingpong", (128, 128, 64), 4)

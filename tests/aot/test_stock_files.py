@@ -16,8 +16,6 @@ from typer.testing import CliRunner
 from dist_autotune import contextual_autotune
 from dist_autotune.cli.commands import app
 
-pytestmark = pytest.mark.aot
-
 SLOW, FAST = GOOD, 64
 X, Y = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
 

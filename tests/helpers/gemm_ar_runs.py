@@ -83,14 +83,14 @@ def call_and_compare(op: GemmAllReduce, m: int, k: int, *, group=None) -> float:
     return error_ratio(out, a, weight, group)
 
 
-def call_with_norm(op: GemmAllReduce, m: int, k: int, *, group=None) -> float:
+def call_with_norm(op: GemmAllReduce, m: int, k: int) -> float:
     """Return the error of one call with a residual and a norm."""
     a, weight = factors(m, op._n, k, op._dtype)
     residual, norm_weight = of_all(m, op._n, op._dtype, m + k)
     out = torch.full((m, op._n), float("nan"), dtype=op._dtype, device=a.device)
     pair = op(a, weight, out, residual, norm_weight, EPS)
     assert pair[0] is out
-    return norm_error_ratio(pair, a, weight, residual, norm_weight, group)
+    return norm_error_ratio(pair, a, weight, residual, norm_weight)
 
 
 class Reducing(DenseRuns):
