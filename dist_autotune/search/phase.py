@@ -69,6 +69,11 @@ class RunPhase(Phase, abc.ABC):
         return self._name + self._asked.label
 
     @property
+    def follows_fit(self) -> bool:
+        """Return whether choosing the next run took the host long."""
+        return self._asked.follows_fit
+
+    @property
     def is_on_trial(self) -> bool:
         """Return whether the next run is a trial."""
         return not self.waiting

@@ -98,6 +98,11 @@ class SearchState:
         return None if self.run_phase is None or self.run_phase.holds else self.run_phase.label
 
     @property
+    def follows_fit(self) -> bool:
+        """Return whether choosing the next run took the host long, so that ranks come late to it."""
+        return self.run_phase is not None and self.run_phase.follows_fit
+
+    @property
     def _searched(self) -> list[Context]:  # by this session; any thread may ask
         return [context for context in tuple(self.contexts.values()) if context.began is not None]
 

@@ -80,13 +80,14 @@ class RankRun:
         is_filled = search.tries and not (self.is_replayed or interception.is_capturing())
         filler = self._filler if is_filled else None
         compiled_s = time_spent.seconds.compiling_s
+        start_of_run = functools.partial(self._start.lead_ms, follows_fit=search.follows_fit)
         if filler is None:
-            self._start.lead_ms(0.0)  # peers learn how late this rank comes in any case
+            start_of_run(0.0)  # peers learn how late this rank comes in any case
         else:
             length_ms = filler.length_ms(self._wanted_ms or filler.wanted_ms)
             # Online a trial begins no later than `filler_ms`, and at once if that does not cover the host.
             most_ms = self._most_lead_ms if self._waits or length_ms else 0.0
-            filler.begin(lambda: self._start.lead_ms(length_ms, most_ms))
+            filler.begin(lambda: start_of_run(length_ms, most_ms))
         mark = self._whole.start() if is_timed else None
         yield
         if is_timed:

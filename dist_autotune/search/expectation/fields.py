@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -37,12 +38,27 @@ def values_of(found: Sequence[Mapping[str, str]]) -> list[list[Value]]:
 
 def likeness(one: Sequence[Value], other: Sequence[Value]) -> float:
     """Return 1 for equal fields; each counts half for an integer that doubles and a text that differs."""
-    total, product = 0.0, 1.0
-    for a, b in zip(one, other, strict=True):
-        is_number = isinstance(a, float) and isinstance(b, float)
-        like = 1.0 if a == b else 1 / (1 + abs(a - b)) if is_number else 0.5  # type: ignore[operator]
-        total, product = total + like, product * like
-    return _ADDITIVE * total / len(one) + (1 - _ADDITIVE) * product if one else 1.0
+    return likenesses(one, [[each] for each in other])[0] if one else 1.0
+
+
+def likenesses(own: Sequence[Value], columns: Sequence[Sequence[Value]]) -> list[float]:
+    """Return how alike these fields are to those of each candidate; columns: all candidates', by field."""
+    totals, products = [0.0] * len(columns[0]), [1.0] * len(columns[0])
+    for value, column in zip(own, columns, strict=True):
+        of_value = {each: _of_field(value, each) for each in set(column)}
+        found = [of_value[each] for each in column]
+        totals = [*map(operator.add, totals, found)]
+        products = [*map(operator.mul, products, found)]
+    return [
+        _ADDITIVE * total / len(own) + (1 - _ADDITIVE) * product
+        for total, product in zip(totals, products, strict=True)
+    ]
+
+
+def _of_field(a: Value, b: Value) -> float:
+    if a == b:
+        return 1.0
+    return 1 / (1 + abs(a - b)) if isinstance(a, float) and isinstance(b, float) else 0.5
 
 
 def _value(text: str) -> Value:

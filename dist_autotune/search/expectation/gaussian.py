@@ -13,7 +13,7 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from .arithmetic import append_row, decay, forward, log
-from .fields import TimesByKey, Value, likeness
+from .fields import TimesByKey, Value, likenesses
 from .keys import by_distance, distance
 
 # Chosen on tables of real kernels: tests/unit/search/test_expectation_tables.py.
@@ -81,8 +81,9 @@ class GaussianProcess:
     def _alike(self, index: int) -> list[float]:
         """Return what a candidate shares with each, itself included, at one key."""
         if index not in self._rows:
-            own = self._fields[index]
-            self._rows[index] = [(1 - _APART) * likeness(own, each) for each in self._fields]
+            own, others = self._fields[index], [*zip(*self._fields, strict=True)]
+            alike = likenesses(own, others) if own else [1.0] * len(self._fields)
+            self._rows[index] = [(1 - _APART) * each for each in alike]
             self._rows[index][index] = 1.0
         return self._rows[index]
 

@@ -11,7 +11,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from ...codec import digest
 from ..expectation.arithmetic import log, normal_below
@@ -28,9 +30,11 @@ LIKELY = 0.1  # of the run, that the first ones are expected to lose at most by 
 SHOWN = 0.5  # of what a candidate takes longer by its launches, beside other options than in these
 SPIKE = 1.15  # times what is expected: such a time is taken again
 GAIN, CHANCE = 0.01, 0.02  # it ends when the chance that an untried plan wins by more is below
-NEAR, FINALISTS, NEAR_RUNS = 1.02, 5, 40  # of the best: plans that race with the first one
+SLOWER = 1.3  # times the usual: that a plan is slower than that counts no more
+NEAR, FINALISTS, NEAR_RUNS = 1.04, 8, 40  # of the best: plans that race with the first one ...
+EXPECTED = 2  # ... and with so many that are expected to be the fastest
 MOST_RUNS = 2 * (MOST_TRIED + WAVE - 1) + NEAR_RUNS + MORE_RUNS
-_DEVIATION, _NOISE = 0.05, 0.1  # of what options add, expected; of a run, over the variance of that
+_DEVIATION, _NOISE = 0.05, 0.05  # of what options add, expected; of a run, over the variance of that
 
 
 def plans_of(space: PlanSpace) -> list[Plan]:
@@ -67,29 +71,36 @@ def _holds_one_share(kernel: KernelLevels) -> bool:
 def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     """Return the fastest of the plans, of which the first wins ties."""
     process = GaussianProcess(_fields(space, plans), deviation=_DEVIATION, noise=_NOISE)
-    ms: dict[int, float] = {}  # of the plans that were tried
-    first_ms = yield from _timed(plans, 0, 0.0)
     slower_ms = [_slower_ms(space, plan) for plan in plans]
-    if not 0 < least(first_ms) < math.inf:  # it tells nothing of others: those race that launches expect
+    asked = [AskedPlan(plan, f"predicted, plan {index}") for index, plan in enumerate(plans)]
+    first_ms = yield replace(asked[0], follows_fit=True)
+    ms = {0: faster_of_two(first_ms, (yield asked[0]))}  # of the plans that were tried
+    if not _is_known(ms[0]):  # it tells nothing of others: those race that launches expect
         few = sorted(range(1, len(plans)), key=slower_ms.__getitem__)[: MOST_RACED - 1]
         known = [plans[index] for index in (0, *few)]
         return (yield from raced("all", known, race_of(known), MORE_RUNS)).winner
-    ms[0] = first_ms
-    by_launches = [least(first_ms) + each for each in slower_ms]
-    limit_ms = by_launches[0] * (1 + LIKELY)
-    spread = sorted(
-        range(1, len(plans)),
-        key=lambda i: (by_launches[i] > limit_ms, digest(repr(sorted(plans[i].items())))),
-    )
-    wave, expected = spread[: FIRST_WAVE - 1], [log(each) for each in by_launches]
+    model, wave = None, _first_wave(plans, slower_ms, LIKELY * least(ms[0]))
     while wave:
+        for place, index in enumerate(wave):
+            ms[index] = yield replace(asked[index], follows_fit=not place)
+        model = model or _Model(process, slower_ms, ms)
         for index in wave:
-            ms[index] = yield from _timed(plans, index, SPIKE * by_launches[index])
-        expected, wave = _next_wave(process, by_launches, ms)
-    limit = min(expected[index] for index in ms) + log(NEAR)
-    near = [i for i in sorted(ms, key=lambda i: (expected[i], i)) if i and expected[i] <= limit][:FINALISTS]
-    finalists = [plans[index] for index in (0, *near)]
+            if not least(ms[index]) <= SPIKE * model.by_launches[index]:
+                ms[index] = faster_of_two(ms[index], (yield asked[index]))
+        wave = model.next_wave(ms)
+    finalists = [plans[index] for index in model.finalists(ms)] if model else [plans[0]]
     return (yield from raced("predicted, near", finalists, NEAR_RUNS, MORE_RUNS)).winner
+
+
+def _first_wave(plans: Sequence[Plan], slower_ms: Sequence[float], likely_ms: float) -> list[int]:
+    """Return plans drawn from those that launches expect to lose little, then from the others."""
+    drawn = sorted(range(1, len(plans)), key=lambda index: digest(repr(sorted(plans[index].items()))))
+    drawn.sort(key=lambda index: slower_ms[index] > slower_ms[0] + likely_ms)
+    return drawn[: FIRST_WAVE - 1]
+
+
+def _is_known(ms: float) -> bool:
+    return 0 < least(ms) < math.inf
 
 
 def _fields(space: PlanSpace, plans: Sequence[Plan]) -> list[list[Value]]:
@@ -108,15 +119,6 @@ def _fields(space: PlanSpace, plans: Sequence[Plan]) -> list[list[Value]]:
     return values_of(found)
 
 
-def _timed(plans: Sequence[Plan], index: int, limit_ms: float) -> Generator[AskedPlan, float, float]:
-    """Return the time of a run; above the limit the faster one of two: one of them may be a spike."""
-    asked = AskedPlan(plans[index], f"predicted, plan {index}")
-    first_ms = yield asked
-    if math.isfinite(first_ms) and least(first_ms) <= limit_ms:
-        return first_ms
-    return faster_of_two(first_ms, (yield asked))
-
-
 def _slower_ms(space: PlanSpace, plan: Plan) -> float:
     """Return what the plan's launches are expected to take longer than the fastest candidates'."""
     launched = [kernel for kernel in space.kernels if kernel.name in plan]
@@ -126,19 +128,42 @@ def _slower_ms(space: PlanSpace, plan: Plan) -> float:
     return slower_ms if is_as_launched else SHOWN * slower_ms
 
 
-def _next_wave(
-    process: GaussianProcess, by_launches: Sequence[float], ms: Mapping[int, float]
-) -> tuple[list[float], list[int]]:
-    """Return the expected log ms of each plan, and the plans to try next; none when that cannot pay."""
-    added = {i: least(each) / by_launches[i] for i, each in ms.items() if 0 < least(each) < math.inf}
-    process.fit(added)
-    expected = [mean + log(each) for mean, each in zip(process.means, by_launches, strict=True)]
-    bar, none_wins = min(expected[index] for index in added) + log(1 - GAIN), 1.0
-    chances = {}
-    for index in range(len(expected)):
-        if index not in ms:
-            chances[index] = normal_below((bar - expected[index]) / math.sqrt(process.variances[index]))
-            none_wins *= 1 - chances[index]
-    if 1 - none_wins < CHANCE or len(ms) >= MOST_TRIED:
-        return expected, []
-    return expected, sorted(chances, key=lambda i: (-chances[i], expected[i], i))[:WAVE]
+class _Model:
+    """What the tried plans let expect of all: the ms that launches expect, and what each takes beyond that.
+
+    ms: of the tried plans, at first. Most are no spikes.
+    """
+
+    def __init__(self, process: GaussianProcess, slower_ms: Sequence[float], ms: Mapping[int, float]) -> None:
+        known = {index: least(each) for index, each in ms.items() if _is_known(each)}
+        fastest_ms = statistics.median(each - slower_ms[index] for index, each in known.items())
+        fastest_ms = max(fastest_ms, min(known.values()) / 2)  # launches may be slower than what holds them
+        self.by_launches = [fastest_ms + each for each in slower_ms]
+        self._logs = [log(each) for each in self.by_launches]
+        self._process = process
+        self._expected = list[float]()  # log ms, as last fitted
+
+    def next_wave(self, ms: Mapping[int, float]) -> list[int]:
+        """Return the plans to try next, the likeliest last; none when that cannot pay."""
+        added = {i: least(each) / self.by_launches[i] for i, each in ms.items() if _is_known(each)}
+        most = SLOWER * statistics.median(added.values())
+        self._process.fit({index: min(each, most) for index, each in added.items()})
+        self._expected = [mean + each for mean, each in zip(self._process.means, self._logs, strict=True)]
+        bar, none_wins = min(self._expected[index] for index in added) + log(1 - GAIN), 1.0
+        chances = {}
+        for index, expected in enumerate(self._expected):
+            if index not in ms:
+                deviation = math.sqrt(self._process.variances[index])
+                chances[index] = normal_below((bar - expected) / deviation)
+                none_wins *= 1 - chances[index]
+        if 1 - none_wins < CHANCE or len(ms) >= MOST_TRIED:
+            return []
+        return sorted(chances, key=lambda i: (-chances[i], self._expected[i], i))[WAVE - 1 :: -1]
+
+    def finalists(self, ms: Mapping[int, float]) -> list[int]:
+        """Return the first plan and the tried ones near the best, by their times and as they are expected."""
+        by_time = sorted((i for i in sorted(ms) if _is_known(ms[i])), key=lambda i: least(ms[i]))
+        near_ms = NEAR * least(ms[by_time[0]])
+        near = [index for index in by_time if least(ms[index]) <= near_ms][:FINALISTS]
+        near += sorted(by_time, key=self._expected.__getitem__)[:EXPECTED]
+        return [0, *dict.fromkeys(index for index in near if index)]

@@ -37,6 +37,7 @@ class AskedPlan:
     label: str
     is_warmup: bool = False  # the run is no sample
     may_bring: bool = False  # an option in the plan may bring kernels
+    follows_fit: bool = False  # choosing it took the host long: ranks come late to its run
 
 
 Search: TypeAlias = Generator[AskedPlan, float, Plan]
@@ -226,10 +227,11 @@ def raced(
         return Raced(plans[0])
     flow = rounds(list(range(len(plans))), 0, runs, more_runs)
     index = next(flow)
-    while True:
-        ms = yield AskedPlan(plans[index], f"{name}, plan {index}")
+    for number in itertools.count():
+        ms = yield AskedPlan(plans[index], f"{name}, plan {index}", follows_fit=not number)
         try:
             index = flow.send(ms)
         except StopIteration as stop:
             timed = sorted((ms, each) for each, ms in stop.value.ms.items() if math.isfinite(ms))
             return Raced(plans[stop.value], [(ms, plans[each]) for ms, each in timed])
+    raise AssertionError  # the count has no end
