@@ -83,7 +83,7 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     while wave:
         for place, index in enumerate(wave):
             ms[index] = yield replace(asked[index], follows_fit=not place)
-        model = model or _Model(process, slower_ms, ms)
+        model = model or _ExpectedTimes(process, slower_ms, ms)
         for index in wave:
             if not least(ms[index]) <= SPIKE * model.by_launches[index]:
                 ms[index] = faster_of_two(ms[index], (yield asked[index]))
@@ -128,7 +128,7 @@ def _slower_ms(space: PlanSpace, plan: Plan) -> float:
     return slower_ms if is_as_launched else SHOWN * slower_ms
 
 
-class _Model:
+class _ExpectedTimes:
     """What the tried plans let expect of all: the ms that launches expect, and what each takes beyond that.
 
     ms: of the tried plans, at first. Most are no spikes.
