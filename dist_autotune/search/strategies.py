@@ -275,6 +275,8 @@ def _duel(
         for index in (best, first) if (samples + made) % 2 else (first, best):
             agreed_ms[index] = yield Asked(index, 2, 1, runs - 2 * made)
         made += 1
+        if (samples + made) % 2 and samples + made > 2:
+            noise.learn(samples + made, {index: agreed_ms[index] for index in (best, first)})
     return made
 
 
