@@ -116,15 +116,20 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _lie_side_by_side(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two matrices, or one and the transpose of the other, are different columns of one."""
-    one, other = (each.mT if lies_by_columns(each) else each for each in (one, other))
-    size, pitch = one.element_size(), one.stride(0)
-    if other.element_size() != size or (pitch, one.stride(1), other.stride(1)) != (other.stride(0), 1, 1):
+    """Return whether two tensors are different columns of one matrix: their bytes are, by their strides."""
+    pitch, widths = 0, []
+    for each in (one, other):
+        size = width = each.element_size()
+        for count, step in zip(each.shape, each.stride(), strict=True):
+            if step == 1:
+                width += (count - 1) * size
+            elif count > 1:
+                pitch = math.gcd(pitch, step * size)
+        widths.append(width)
+    if pitch == 0:
         return False
-    if pitch == 0:  # as a single row may have it
-        return False
-    column = (other.data_ptr() - one.data_ptr()) // size % pitch
-    return column >= one.shape[1] and column + other.shape[1] <= pitch
+    column = (other.data_ptr() - one.data_ptr()) % pitch
+    return column >= widths[0] and column + widths[1] <= pitch
 
 
 def room_in(gather: torch.Tensor, rank: int, world_size: int, rows: int) -> torch.Tensor:

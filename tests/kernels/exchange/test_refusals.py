@@ -425,9 +425,14 @@ def test_columns_of_one_matrix_lie_apart_from_each_other():
     whole = zeros(4, 12)
     for a in (whole[:, :3], whole[:, 9:], whole[1:, :3]):
         Apart(whole[:, 3:9], a=a).check(whole[:, 3:9], a)
-    for a in (whole[:, :4], whole[1:, 8:], whole[0, 3:11].unflatten(0, (2, 4))):
+    every_other, floats = whole[:, 1::2], whole[:, :2].view(torch.float32)
+    for out, a in ((whole[:, 2:], floats), (floats, whole[:, 2:].T), (whole[:, ::2], every_other)):
+        Apart(out, a=a).check(out, a)
+    for a in (whole[:, :4], whole[1:, 8:], whole[0, 3:11].unflatten(0, (2, 4)), every_other):
         with pytest.raises(ValueError, match="out overlaps a"):
             Apart(whole[:, 3:9], a=a).check(whole[:, 3:9], a)
+    with pytest.raises(ValueError, match="out overlaps a"):
+        Apart(whole[:, 1:], a=floats).check(whole[:, 1:], floats)
 
 
 def test_a_row_with_a_stride_of_zero_overlaps_what_it_shares_elements_with():
