@@ -69,7 +69,7 @@ class RowsLayout(NamedTuple):
     product: Standing[str] | None  # one of PRODUCTS; None: torch's
     part: torch.Tensor  # what this rank adds, of the operation's memory
     launches: dict[str, RowsLaunch]
-    apart: Apart | None  # of a result that was given and its factors
+    apart: Apart | None  # a result that was given, from what it is the sum of
 
 
 class GemmAllReduce(Operation):
@@ -210,7 +210,7 @@ class GemmAllReduce(Operation):
         return self._call(a, weight, out, residual, norm_weight, eps)
 
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the sum over ranks of `part` [M, N], its rows contiguous; `out` as above.
+        """Return the sum over ranks of `part` [M, N], its rows contiguous; `out` as above, or `part` itself.
 
         Rows of `op.part` are not copied, and may be overwritten where nothing is being tuned.
         """
@@ -312,10 +312,11 @@ class GemmAllReduce(Operation):
                 self._check_part(a)
             self._check_ending(a.shape[0], out, residual, norm_weight)
             made = self._new_layout(*a.shape, multiplies=multiplies, has_norm=residual is not None)
-            if out is not None and weight is not None:
-                made = made._replace(apart=Apart(out, a=a, weight=weight))
+            if out is not None and (weight is not None or residual is None):
+                operands = {"part": a} if weight is None else {"a": a, "weight": weight}
+                made = made._replace(apart=Apart(out, **operands))
             layout = remember(self._layouts, lie, made)
-        if out is not None and weight is not None and layout.apart is not None:
+        if out is not None and layout.apart is not None and not (weight is None and out.is_set_to(a)):
             layout.apart.check(out, a, weight)
         is_capturing = self._follow()
         part = layout.part

@@ -191,6 +191,13 @@ OF_REDUCED: Wrong = OF_SUMS | {
     "out in op.part": (
         lambda op: op.all_reduce(op.part[:4], op.part[:4]), "out lies in op.part, which peers read"
     ),
+    "out in another place of part": (
+        lambda op: op.all_reduce((rows := ones(5, 6))[:4], rows[1:]), "out overlaps part, which the call"
+    ),
+    "out with other rows than part": (
+        lambda op: op.all_reduce((whole := ones(4, 9))[:, :6], whole.flatten()[:24].view(4, 6)),
+        "out overlaps part, which the call",
+    ),
     "a in op.part": (lambda op: op(op.part[:4], ones(6, 6)), "a lies in op.part, which this rank writes"),
     "residual in op.part": (
         lambda op: op(*FACTORS, None, op.part[:4], ones(6)), "residual lies in op.part, which this rank"
