@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ...codec import digest
@@ -79,17 +79,25 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
         few = sorted(range(1, len(plans)), key=slower_ms.__getitem__)[: MOST_RACED - 1]
         known = [plans[index] for index in (0, *few)]
         return (yield from raced("all", known, race_of(known), MORE_RUNS)).winner
-    model, wave = None, _first_wave(plans, slower_ms, LIKELY * least(ms[0]))
+    wave = _first_wave(plans, slower_ms, LIKELY * least(ms[0]))
+    ms |= yield from _timed(asked, wave)
+    model = _ExpectedTimes(process, slower_ms, ms)
     while wave:
-        for place, index in enumerate(wave):
-            ms[index] = yield replace(asked[index], follows_fit=not place)
-        model = model or _ExpectedTimes(process, slower_ms, ms)
         for index in wave:
             if not least(ms[index]) <= SPIKE * model.by_launches[index]:
                 ms[index] = faster_of_two(ms[index], (yield asked[index]))
         wave = model.next_wave(ms)
-    finalists = [plans[index] for index in model.finalists(ms)] if model else [plans[0]]
+        ms |= yield from _timed(asked, wave)
+    finalists = [plans[index] for index in model.finalists(ms)]
     return (yield from raced("predicted, near", finalists, NEAR_RUNS, MORE_RUNS)).winner
+
+
+def _timed(asked: Sequence[AskedPlan], wave: Sequence[int]) -> Generator[AskedPlan, float, dict[int, float]]:
+    """Launch the plans of a wave once; return their times."""
+    ms = {}
+    for place, index in enumerate(wave):
+        ms[index] = yield replace(asked[index], follows_fit=not place)
+    return ms
 
 
 def _first_wave(plans: Sequence[Plan], slower_ms: Sequence[float], likely_ms: float) -> list[int]:
