@@ -153,7 +153,8 @@ class _ExpectedTimes:
 
     def next_wave(self, ms: Mapping[int, float]) -> list[int]:
         """Return the plans to try next, the likeliest last; none when that cannot pay."""
-        added = {i: least(each) / self.by_launches[i] for i, each in ms.items() if _is_known(each)}
+        likely_ms = {index: self._likely_ms(index, each) for index, each in ms.items() if 0 < each < math.inf}
+        added = {index: each / self.by_launches[index] for index, each in likely_ms.items()}
         most = SLOWER * statistics.median(added.values())
         self._process.fit({index: min(each, most) for index, each in added.items()})
         self._expected = [mean + each for mean, each in zip(self._process.means, self._logs, strict=True)]
@@ -168,10 +169,14 @@ class _ExpectedTimes:
             return []
         return sorted(chances, key=lambda i: (-chances[i], self._expected[i], i))[WAVE - 1 :: -1]
 
+    def _likely_ms(self, index: int, ms: float) -> float:
+        """Return what a tried plan takes: of a time that may hold the host's, what is nearest to expected."""
+        return min(max(self.by_launches[index], least(ms)), float(ms))
+
     def finalists(self, ms: Mapping[int, float]) -> list[int]:
         """Return the first plan and the tried ones near the best, by their times and as they are expected."""
-        by_time = sorted((i for i in sorted(ms) if _is_known(ms[i])), key=lambda i: least(ms[i]))
-        near_ms = NEAR * least(ms[by_time[0]])
+        by_time = sorted((i for i in sorted(ms) if 0 < ms[i] < math.inf), key=ms.__getitem__)
+        near_ms = NEAR * ms[by_time[0]]
         near = [index for index in by_time if least(ms[index]) <= near_ms][:FINALISTS]
         near += sorted(by_time, key=self._expected.__getitem__)[:EXPECTED]
         return [0, *dict.fromkeys(index for index in near if index)]

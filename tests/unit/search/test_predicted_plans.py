@@ -196,6 +196,34 @@ def test_a_plan_that_took_least_when_it_was_tried_is_a_finalist_whatever_the_mod
     assert winner == fast
 
 
+def test_a_plan_that_may_have_taken_less_beside_a_late_host_is_no_finalist_in_place_of_faster_ones():
+    """With 10 % late runs winners lost 9.3 %, not 0.2: what a plan may take at least was believed."""
+
+    def regret(seed: int) -> float:
+        drawn = random.Random(seed)
+        by_launches = {index: drawn.uniform(1.0, 1.2) for index in range(16)}
+        launched = {("c", option): frozenset(["c", "k"]) for option in range(4)}
+        configs = [f"B: {2 ** (i // 4)}, G: {2 ** (i % 4)}" for i in range(16)]
+        texts = {"c": [*map(str, range(4))], "k": configs}
+        space = PlanSpace([levels_of("k", by_launches, {}, incumbent=0)], {"c": range(4)}, launched, texts)
+        plans = predicted.plans_of(space)
+        own = [by_launches[plan["k"]] * drawn.gauss(1, 0.05) for plan in plans]
+        flow, winner, timed = predicted.predicted(space, plans), None, {}
+        asked = next(flow)
+        while winner is None:
+            ms = own[plans.index(asked.plan)] * drawn.lognormvariate(0, 0.005)
+            late_ms = 0.6 * drawn.random() if drawn.random() < 0.1 else 0.0  # beside the device's work
+            timed.setdefault(asked.label, []).append(ms)
+            agreed_ms = statistics.median(timed[asked.label])
+            try:
+                asked = flow.send(AgreedMs(agreed_ms, agreed_ms - late_ms) if late_ms else agreed_ms)
+            except StopIteration as stop:
+                winner = stop.value
+        return own[plans.index(winner)] / min(own) - 1
+
+    assert statistics.fmean(map(regret, range(30))) <= 0.005
+
+
 def races(plans: int, gain: float, seeds: int = 100) -> tuple[float, float]:
     """Return in what part of races the first of so many plans wins, one being faster, and their mean runs."""
     kept, made = 0, 0
