@@ -110,17 +110,17 @@ class GatheredProduct(Simulation):
         return round(1000 * int(self._candidate("programs")) / SMS / fitting)
 
 
+def options_of_one_kernel() -> PlanSpace:
+    levels = levels_of("k", dict.fromkeys(range(16), 1.0), {}, incumbent=0)
+    launched = {("c", option): frozenset(["c", "k"]) for option in range(20)}
+    texts = {"c": [*map(str, range(20))], "k": [f"B: {i}" for i in range(16)]}
+    return PlanSpace([levels], {"c": range(20)}, launched, texts)
+
+
 @pytest.mark.parametrize("ms", [math.nan, AgreedMs(1.0, 0.0), 1.0])
 def test_plans_of_which_nothing_is_known_race_in_no_more_runs_than_are_planned(ms):
     """All 320 raced, in 642 runs, where the host hid what the first run takes."""
-    levels = levels_of("k", dict.fromkeys(range(16), 1.0), {}, incumbent=0)
-    launched = {("c", option): frozenset(["c", "k"]) for option in range(20)}
-    space = PlanSpace(
-        [levels],
-        {"c": range(20)},
-        launched,
-        {"c": [*map(str, range(20))], "k": [f"B: {i}" for i in range(16)]},
-    )
+    space = options_of_one_kernel()
     plans = predicted.plans_of(space)
     assert len(plans) == 320
     flow, winner = predicted.predicted(space, plans), None
@@ -132,6 +132,23 @@ def test_plans_of_which_nothing_is_known_race_in_no_more_runs_than_are_planned(m
             winner = stop.value
     assert winner == {"c": 0, "k": 0}
     assert len(asked) <= race_runs.runs_at_most({"c": 20}, 1, keeps_kernels=False)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_host_that_is_late_in_one_of_the_first_two_runs_leaves_all_plans_to_be_found(late):
+    """The time of the other run was not used, and only 64 of 320 plans raced."""
+    space = options_of_one_kernel()
+    plans = predicted.plans_of(space)
+    flow, winner, runs = predicted.predicted(space, plans), None, 0
+    asked = next(flow)
+    while winner is None:
+        ms = 0.9 if asked.plan["c"] == 19 else 1.0
+        try:
+            asked = flow.send(AgreedMs(ms, 0.0) if runs == late else ms)
+        except StopIteration as stop:
+            winner = stop.value
+        runs += 1
+    assert winner["c"] == 19
 
 
 def test_a_tile_that_wins_only_beside_another_number_of_pieces_is_found():
