@@ -37,7 +37,7 @@ shares that of the permits. The host enqueues the raise first: no wait at the he
 it up. A GEMM that has ended has seen in ARRIVED[r] that all has left: the side stream is empty and DONE[r] is
 0, so the next raise does not meet the last one, and what follows in the caller's stream may write what the
 pushes have read. Captured calls fork and join by events, the edges of their graphs; their GEMMs wait for
-ARRIVED[r], too. (A rank alone that gathers, and calls over experts, join; on the CPU all do.) Behind
+ARRIVED[r], too. (A rank alone that gathers, and calls over experts, join; on the CPU all pushes do.) Behind
 a GEMM that has given up its own pushes, calls that are enqueued already run ahead of the side stream. There
 two raises of a flag may count once; then `check` and `close` wait for ever.
 
