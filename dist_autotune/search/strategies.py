@@ -190,6 +190,7 @@ _RACING_RUNS_AT_LEAST = 69  # few candidates: near ties get more samples
 _TIE = 0.01  # candidates this near to the best are equals
 _TIE_ERRORS = 2.8  # so is the first one within so many standard errors
 _PRIOR_NOISE, _PRIOR_MOVES = 0.025, 4  # of one sample, agreed over the ranks; weighs as so many moves
+_FEW_SAMPLES = 9  # of each candidate: after fewer a race knows little more of its noise than the prior
 _MOST_NOISE = 0.06  # that one move may speak for: a median that moves further has met spikes
 
 
@@ -275,7 +276,8 @@ def _duel(
         for index in (best, first) if (samples + made) % 2 else (first, best):
             agreed_ms[index] = yield Asked(index, 2, 1, runs - 2 * made)
         made += 1
-        if (samples + made) % 2 and samples + made > 2:
+        # Else the race has learned it: more looks at two candidates would let one win by luck.
+        if samples < _FEW_SAMPLES and (samples + made) % 2 and samples + made > 2:
             noise.learn(samples + made, {index: agreed_ms[index] for index in (best, first)})
     return made
 
