@@ -70,8 +70,8 @@ class RunPhase(Phase, abc.ABC):
 
     @property
     def follows_fit(self) -> bool:
-        """Return whether choosing the next run took the host long."""
-        return self._asked.follows_fit
+        """Return whether choosing the next run took the host long; its plan may be asked for in several."""
+        return self._asked.follows_fit and not self._asked_runs
 
     @property
     def is_on_trial(self) -> bool:
