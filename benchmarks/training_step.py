@@ -14,11 +14,8 @@ embedding and cross-entropy, all of them tuned kernels. All arms have one model 
     async TP           plain torch, compiled, with `_micro_pipeline_tp`; CPU ranks only trace it
 
 With --dp 2 the parameters are shared by FSDP2, whose collectives run beside the kernels; two GPUs suffice.
-Then the limit of the collectives' CTAs is tuned, too. The arms are "first configs", "NCCL + cuBLAS", and
+The arms are then "first configs", "by launches", "by step", "NCCL + cuBLAS", and
 
-    collective alone   the limit tuned by the step, beside kernels tuned by their launches
-    by launches        the same without a limit
-    both               limit and kernels tuned by the time of the step
     best of families   "by launches" with the fastest combination of options, one option of each choice for
                        all its calls. All combinations are timed, then the faster third, until one is left
 
@@ -64,12 +61,10 @@ from benchmarks.operations.step_plans import (
 )
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.tp import layers
-from dist_autotune.kernels.tp.collective_groups import copied_group
 
 LIMIT_S = 540.0
 LIMIT = 0.05 if ON_GPU else 1e-4  # of a gradient's relative error: bfloat16 is rounded after each product
 TUNINGS = {"by launches": "kernel", "by step": "thunk"}  # arm -> objective
-LIMITED = {"collective alone": "kernel", "both": "thunk"}  # the same with limits of FSDP2's collectives
 CHECKED = ("layers.0.attention.wq.weight", "layers.0.feed_forward.w2.weight", "norm.weight")
 
 
@@ -85,11 +80,7 @@ class Step:
         shape = (dp, ranks.world_size // dp)
         mesh = dist.init_device_mesh(ranks.device.type, shape, mesh_dim_names=("dp", "tp"))
         self.mesh, self.sharing = mesh["tp"], mesh["dp"]
-        # On CPU ranks copies of the group stand for communicators with limits.
-        self.limits = tp.CollectiveGroups(mesh["dp"], make=None if ON_GPU else copied_group)
         self.plain, self.model = self.example.models(mesh, ranks.device)
-        if dp > 1:
-            tp.limit_sharding(self.model, self.limits)
         vocabulary = self.example.Shape().vocabulary
         self.tokens = torch.zeros((max(2, dp), length + 1), dtype=torch.int64, device=ranks.device)
         self.vocabulary, self.angles = vocabulary, self.example.angles_of(length, ranks.device)
@@ -212,13 +203,12 @@ def run(case: str, options: argparse.Namespace, plan: Plan, ranks: Ranks) -> dic
     picks, reports, facts = (plans if options.dp == 1 else plans_beside_sharding)(step, tuners, options)
     measured = measure(arms_of(step, picks), ranks, step.refresh, plan)
     if options.dp > 1:
-        facts |= explained_by(measured, step, picks["both"])
+        facts |= explained_by(measured, step, picks["by step"])
     ranks.say("; ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items()))
     texts = [
         (context, f"{name}: {context.config}") for name, each in reports.items() for context in each.contexts
     ]
     tp.release(step.mesh)
-    step.limits.close()
     return case_record(
         f"{step.example.Shape().depth} layers, {len(step.tokens)} x {options.tokens} tokens, "
         f"{options.dp} x {step.mesh.size()} ranks",
@@ -243,13 +233,10 @@ def plans(step: Step, tuners: list[Any], options: argparse.Namespace) -> Plans:
 
 
 def plans_beside_sharding(step: Step, tuners: list[Any], options: argparse.Namespace) -> Plans:
-    """Tune the step and the limit of FSDP2's collectives; search through the plans of families."""
+    """Tune the step beside FSDP2's collectives; search through the plans of families."""
     benchmark_nothing(tuners)  # stock tuning is no arm
-    picks, reports, steps = tune_all(step, tuners, LIMITED, options.budget_s)
-    limited = picks["collective alone"]
-    choices = {(name, key): each for (name, key), each in limited.choices.items() if name != step.limits.name}
-    picks["by launches"] = Picks(limited.held, choices)
-    picks["first configs"] = first_configs(tuners, limited)
+    picks, reports, steps = tune_all(step, tuners, TUNINGS, options.budget_s)
+    picks["first configs"] = first_configs(tuners, picks["by launches"])
     picks["best of families"], facts = best_of_families(step, picks["by launches"])
     return picks, reports, {"steps": steps, **facts}
 
@@ -272,7 +259,7 @@ def explained_by(measured: dict[str, Any], step: Step, found: Picks) -> dict[str
     alone, best = ms["by launches"], ms["best of families"]
     return {
         "gain_percent": round(100 * (alone / best - 1), 1),
-        "gain_found_percent": gain_found_percent(alone, ms["both"], best),
+        "gain_found_percent": gain_found_percent(alone, ms["by step"], best),
         "device_span_ms": None if busy is None else round(busy.span_ms, 3),
         "links_beside_kernels_ms": None if busy is None else round(busy.both_ms, 3),
         **bounds(parts),
@@ -287,17 +274,16 @@ def main() -> None:
     add_run_options(parser, warm_ups=30)
     options = parser.parse_args()
 
-    tuned, others = "by step", ("first configs", "stock", "by launches", PLAIN, "async TP")
+    others = ("first configs", "stock", "by launches", PLAIN, "async TP")
     if options.dp > 1:
-        tuned = "both"
-        others = ("first configs", "by launches", "collective alone", "best of families", PLAIN)
+        others = ("first configs", "by launches", "best of families", PLAIN)
     Benchmark(
         op="training_step",
         title="A tensor-parallel training step",
         case_title="layers, tokens, DP x TP",
-        ratios=[Ratio(of=other, to=tuned) for other in others],
+        ratios=[Ratio(of=other, to="by step") for other in others],
         limit_s=LIMIT_S,
-        needed=("first configs", "stock", "best of families", *TUNINGS, *LIMITED),
+        needed=("first configs", "stock", "best of families", *TUNINGS),
     ).start(options, ["the step"], run)
 
 

@@ -401,9 +401,6 @@ def main() -> None:
     world = dist.get_world_size()
     mesh = dist.init_device_mesh(device.type, (options.dp, world // options.dp), mesh_dim_names=("dp", "tp"))
     plain, parallel = models(mesh, device)
-    limits = tp.CollectiveGroups(mesh["dp"])  # of the CTAs of FSDP2's collectives, on GPUs
-    if options.dp > 1:
-        tp.limit_sharding(parallel, limits)
     optimizers = [
         torch.optim.AdamW(each.parameters(), lr=3e-4 if ON_GPU else 1e-2) for each in (plain, parallel)
     ]
@@ -437,7 +434,6 @@ def main() -> None:
         worst = max(worst, abs(losses[-1] / wanted.item() - 1))
     tell(step.report, options, settled_after, losses, worst)
     tp.release(mesh["tp"])
-    limits.close()
     dist.destroy_process_group()
 
 

@@ -13,7 +13,6 @@ from .layers import ColumnParallelLinear, RowParallelLinear, SwiGLU
 from .moe_layer import MoE
 from .parallelize import ColumnParallel, RowParallel, SequenceParallel, parallelize
 from .registry import meet_first, release, reserve
-from .sharding import limit_sharding
 
 __all__ = [
     "CollectiveGroups",
@@ -26,7 +25,6 @@ __all__ = [
     "SwiGLU",
     "all_gather_matmul",
     "check_calls",
-    "limit_sharding",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "meet_first",

@@ -128,17 +128,13 @@ def test_ag_gemm_ends_with_a_table_and_a_record_that_becomes_a_page(tmp_path: Pa
 def test_training_step_beside_fsdp2_tells_what_the_best_plan_of_families_gains() -> None:
     (case,) = record_of("training_step", "--dp", "2", "--budget-s", "1")["cases"]
     arms = {arm["name"]: arm for arm in case["arms"]}
-    families = ("by launches", "first configs", "best of families")
-    assert list(arms) == ["collective alone", "both", *families, "gloo + torch"]
+    families = ("first configs", "best of families")
+    assert list(arms) == ["by launches", "by step", *families, "gloo + torch"]
     assert [arm["unavailable"] for arm in arms.values() if "unavailable" in arm] == []
     assert max(arm["error"] for arm in arms.values()) < 1e-4
     timed, plans = map(int, re.findall(r"\d+", case["family_plans"]))
     assert 0 < timed <= plans
-    assert set(case["best_family_plan"]) <= {
-        "max CTAs of collectives",
-        "ag_gemm consumer",
-        "ag_gemm programs",
-    }
+    assert set(case["best_family_plan"]) <= {"ag_gemm consumer", "ag_gemm programs"}
     assert case["bound_by"] == "host"  # a profile needs a GPU
 
 

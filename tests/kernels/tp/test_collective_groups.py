@@ -12,16 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from documents import blocks, page
 from kernels_for_tests import Bench
 from operation_runs import values
 from rank_programs import SOON_S, ending, tune
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from dist_autotune.kernels.tp import CollectiveGroups, collective_groups, limit_sharding
+from dist_autotune.kernels.tp import CollectiveGroups, collective_groups
 from ranks import assert_all_ok, run_ranks
 
 LIMITS = (None, 4, 8)
@@ -250,75 +246,6 @@ def test_an_nccl_without_limits_is_named(monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
     with pytest.raises(RuntimeError, match=r"the NCCL of torch .* has no max_ctas"):
         collective_groups._has_nccl(None)
-
-
-# ---- under fully_shard
-
-
-def sharded_model(mesh: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def train(rank: int, model: nn.Module, tuned: Any = lambda step: step) -> list[float]:
-    """Return this rank's losses in six steps."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-
-    def step(x: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), -x)
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
-
-    step = tuned(step)
-    for number in range(6):
-        losses.append(step(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * number + rank))))
-    return losses
-
-
-def test_a_sharded_model_trains_as_ever_while_its_limit_is_tuned():
-    def program(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        plain = train(rank, sharded_model(mesh))
-        with CollectiveGroups(mesh, max_ctas=LIMITS, make=copy_of) as limits:
-            model, bench, taken = sharded_model(mesh), Bench(), []
-            limit_sharding(model, limits)
-
-            def tuned(step: Any) -> Any:
-                def timed(x: torch.Tensor) -> float:
-                    loss = step(x)
-                    taken.append(limits.limit())
-                    bench.spend(ms_of(rank)[taken[-1]])
-                    return loss
-
-                return tune(bench, timed, mode="online")
-
-            return plain, train(rank, model, tuned), taken
-
-    (plain, limited, taken), (*_, others) = assert_all_ok(run_ranks(program, 2))
-    assert limited == plain
-    assert taken == others
-    assert set(taken) == {None, 4, 8}
-    assert taken[-1] == 8
-
-
-def test_limits_of_other_ranks_and_models_without_shards_are_refused():
-    def program(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        with CollectiveGroups(mesh["tp"], max_ctas=(4,), make=copy_of) as limits:
-            model = sharded_model(mesh["dp"])
-            limit_sharding(model, limits)
-            plain = nn.Linear(2, 2)
-            return ending(lambda: model(torch.ones(1, 8))), ending(lambda: limit_sharding(plain, limits))
-
-    for rank, (other, plain) in enumerate(assert_all_ok(run_ranks(program, 4))):
-        ranks, limited = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert f"parameters are shared by ranks {ranks}, the limits are of {limited}" in other
-        assert plain.startswith("ValueError: limit_sharding: no module of the model is under fully_shard")
 
 
 # ---- the page
