@@ -53,8 +53,7 @@ def print_history(
     for each in shown:
         print_text(console, f"\n{tables.session_heading(each.session)}", "bold")
         print_text(console, tables.verdict(each), "bold")
-        for fact in tables.session_facts(each):
-            print_text(console, fact)
+        print_text(console, tables.session_place(each.session))
         for note in tables.session_notes(each.session):
             print_text(console, note, "yellow")
         print_tables(console, tables.contexts_table(each), *tables.rank_tables(each.session))

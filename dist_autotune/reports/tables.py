@@ -20,7 +20,6 @@ from ..formatting import (
 )
 from ..logs.records import Preflighted, SessionClosed
 from ..search.rules import BY_LAUNCH, BY_RUN
-from ..timing.time_spent import SecondsSpent
 from ..tuner.report import missing_gains
 from .history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
 from .report import SessionReport, cost_alone_percent
@@ -94,21 +93,6 @@ def session_place(session: SessionHistory) -> str:
     return "; ".join(filter(None, (opened.device, hosts, versions)))
 
 
-def session_facts(shown: SessionReport) -> list[str]:
-    """Return where and with what the session ran, and where its time went."""
-    report, facts = shown.report, [session_place(shown.session)]
-    if report.spent != SecondsSpent():
-        parts = ", ".join(f"{kind} {s:.1f}" for kind, s in seconds_by_kind(shown.session.closed).items())
-        facts.append(f"{report.seconds:.1f} s on rank {shown.session.ranks[0]}: {parts}")
-    return facts
-
-
-def seconds_by_kind(closed: SessionClosed) -> dict[str, float]:
-    """Return where the time of a rank went, in seconds. The rest: the tuner's own, and between calls."""
-    spent = {"runs": closed.runs_s, "compiling": closed.compiling_s, "exchanges": closed.exchanges_s}
-    return {**spent, "rest": closed.seconds - sum(spent.values())}
-
-
 def session_notes(session: SessionHistory) -> list[str]:
     """Return the reservations about the figures, then the remarks of the session."""
     notes = [WALL_CLOCK_NOTE] if session.is_wall_clock else []
@@ -121,7 +105,7 @@ def session_notes(session: SessionHistory) -> list[str]:
 
 def rank_tables(session: SessionHistory) -> list[Table]:
     """Return the tables about the ranks of a session."""
-    return [_stragglers_table(session), _compiling_table(session)]
+    return [_time_table(session), _stragglers_table(session), _compiling_table(session)]
 
 
 def context_tables(context: ContextHistory, most: int | None = None) -> list[Table]:
@@ -129,8 +113,18 @@ def context_tables(context: ContextHistory, most: int | None = None) -> list[Tab
 
     most: so many candidates, the fastest and the winner; None: all.
     """
+    shown, count = listed(context, most), len(context.candidates)
+    table = candidates_table(context, shown)
+    if len(shown) < count:
+        title = f"{table.title}{_counts(context, len(shown))}"
+        table = replace(table, title=title, note=f"{table.note} {SHOW_ALL}")
+    return [table, *tables_of_ranks_alone(context)]
+
+
+def tables_of_ranks_alone(context: ContextHistory) -> list[Table]:
+    """Return the table of what each rank alone would choose; none where that is the winner."""
     is_moot = all(choice is context.winner for choice, _ in ranks_by_choice(context))
-    return [_candidates_table(context, most), *([] if is_moot else [_alone_table(context)])]
+    return [] if is_moot else [_alone_table(context)]
 
 
 def contexts_table(shown: SessionReport) -> Table:
@@ -179,6 +173,17 @@ def contexts_table(shown: SessionReport) -> Table:
     if any(context.bit_class is not None for context in report.contexts):
         note += f" {BITS_NOTE}"
     return replace(table, note=note)
+
+
+def _time_table(session: SessionHistory) -> Table:
+    names = ("rank", ">seconds", ">runs", ">compiling", ">exchanges", ">rest")
+    rows = []
+    for closed in of_kind(session.records, SessionClosed):
+        spent = closed.runs_s, closed.compiling_s, closed.exchanges_s
+        if any(spent):
+            seconds = closed.seconds, *spent, closed.seconds - sum(spent)
+            rows.append((str(closed.rank), *(f"{each:.1f}" for each in seconds)))
+    return Table("Where the time went", names, rows, "The rest: the tuner's own, and between calls.")
 
 
 def _stragglers_table(session: SessionHistory) -> Table:
@@ -230,14 +235,14 @@ def listed(context: ContextHistory, most: int | None) -> list[CandidateHistory]:
     return [*ordered[:most], *winner]
 
 
-def _candidates_table(context: ContextHistory, most: int | None) -> Table:
+def candidates_table(context: ContextHistory, shown: Sequence[CandidateHistory]) -> Table:
+    """Return one row for each of the candidates `shown`."""
     names = (
         ">id", ">ms", ">over best %", ">spread %", ">slowest rank", ">samples", ">class of bits", "config",
         "remark",
     )  # fmt: skip
     ordered, shared = in_order(context.candidates), shared_parts(context)
     rows = []
-    shown = listed(context, most)
     for each in shown:
         over_best = percent_over(each.agreed_ms, ordered[0].agreed_ms)
         slowest = "-" if each.spread_percent is None else str(max(each.rank_ms, key=each.rank_ms.__getitem__))
@@ -247,10 +252,7 @@ def _candidates_table(context: ContextHistory, most: int | None) -> Table:
         texts = short_config(each, shared), remark
         bits = bits_label(context.settled.bit_classes.get(each.config), "")
         rows.append((str(each.config_id), *figures, slowest, str(each.samples), bits, *texts))
-    counts = _counts(context, len(shown)) if len(shown) < len(ordered) else ""
-    table = Table(f"{context.label}: candidates{counts}", names, rows, texts=2)
-    left_out = f" {SHOW_ALL}" if len(shown) < len(ordered) else ""
-    table = replace(table, note=candidates_note(context) + left_out)
+    table = Table(f"{context.label}: candidates", names, rows, _candidates_note(context), texts=2)
     return table.without_unknown(">class of bits", ">spread %", ">slowest rank")
 
 
@@ -263,7 +265,7 @@ def _counts(context: ContextHistory, shown: int) -> str:
     return f", {shown} of {count}" + (f" ({said})" if said else "")
 
 
-def candidates_note(context: ContextHistory) -> str:
+def _candidates_note(context: ContextHistory) -> str:
     """Return the note below the candidates: shared parts, and why the winner is not the first."""
     shared = shared_parts(context)
     notes = [f"All: {', '.join(shared)}."] if shared else []

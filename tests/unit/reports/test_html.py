@@ -118,15 +118,15 @@ def test_verdict_hosts_and_versions_stand_above_all_and_long_lists_are_folded(tm
         path.write_text(path.read_text().replace('"node":""', f'"node":"host-{path.stem[-1]}"'))
     page = write_page(tmp_path)
     (section, *_) = page.split("<section>")[1:]
-    head = Page(section.partition('class="cards"')[0].rpartition("<")[0]).text
+    head = Page(section.partition('<div class="scroll">')[0]).text
     assert "50.0 % less time than the first configs: 2.000 ms, not 4.000" in head
     assert "test device; 2 hosts: host-0, host-1; " in head
     assert "triton 3.6.0" in head
     assert "<details><summary>Sessions (5)</summary>" in page
 
 
-def test_the_lines_show_all_ranks_times_of_the_winner(tmp_path: Path) -> None:
-    """Its slowest rank takes more than twice the fastest candidate's time."""
+def test_a_candidate_has_its_times_of_all_ranks_and_a_bar_of_its_speed(tmp_path: Path) -> None:
+    """The winner's slowest rank takes more than twice the fastest candidate's time."""
     for rank in (0, 1):
         with SessionLog(tmp_path, rank) as log:
             for record in session_records("s1", rank, "layer", "EventClock"):
@@ -134,6 +134,9 @@ def test_the_lines_show_all_ranks_times_of_the_winner(tmp_path: Path) -> None:
                     record = structs.replace(record, statistic_ms=9.0, ms=9.0)
                 log.write(record)
     page = write_page(tmp_path)
-    (won,) = re.findall(r'<div class="row won">.*?</div></div>', page)
-    assert 'title="rank 1: 9.000 ms"' in won
-    assert "beyond" not in won
+    rows = [row for row in re.findall(r"<tr>.*?</tr>", page) if 'class="bar"' in row]
+    widths = [float(re.findall(r"width:([^%]*)%", row)[0]) for row in rows]
+    assert widths == pytest.approx([100.0, 100 * 2.0 / 3.3, 50.0, 0.0], abs=0.1)  # the last one is banned
+    assert 'title="rank 0: 1.500 ms, rank 1: 9.000 ms"' in rows[0]
+    assert rows[0].endswith(">winner</td></tr>")
+    assert "banned on all ranks by rank 1" in rows[3]
