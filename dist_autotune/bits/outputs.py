@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.masked import MaskedTensor
+from torch.nn.parameter import is_lazy
 
 from ..search.messages import Bits
 from ..timing.clock import Clock
@@ -124,6 +126,10 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _parts_of_tensor(tensor: torch.Tensor) -> list[tuple[str, Any]] | None:
     """Return the parts of a tensor that wraps or stores others, with explicit zeros; None: a plain tensor."""
+    if isinstance(tensor, MaskedTensor):
+        mask, data = tensor.get_mask(), tensor.get_data()
+        data = data.masked_fill(~mask, 0) if data.layout is torch.strided else data  # what is masked is no value
+        return [(".mask", mask), (".data", data)]
     if tensor.is_nested:
         return [(f"[{index}]", item) for index, item in enumerate(tensor.unbind())]
     if flatten := getattr(tensor, "__tensor_flatten__", None):  # of subclasses that wrap others
@@ -171,13 +177,15 @@ def _remark(unseen: Sequence[str]) -> str:
 
 def _has_bits(value: Any) -> bool:
     """Return whether a value is a tensor with memory: tracers pass on some that have none."""
-    return isinstance(value, torch.Tensor) and not (value.is_meta or hasattr(value, "fake_mode"))
+    return isinstance(value, torch.Tensor) and not (
+        is_lazy(value) or value.is_meta or hasattr(value, "fake_mode")
+    )
 
 
 def _description(value: Any) -> str:
     """Return dtype and shape of a tensor, which its hash leaves out; of another value its bits or text."""
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
+        return "not initialized" if is_lazy(value) else f"{value.dtype} {tuple(value.shape)}"
     if isinstance(value, (np.ndarray, np.generic)):
         return f"{value.dtype} {value.shape} {digest_of(value.tobytes().hex())}"
     bits = np.asarray(value).tobytes().hex() if isinstance(value, (float, complex)) else repr(value)

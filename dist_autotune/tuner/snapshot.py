@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections import OrderedDict
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from ..errors import InvalidOption
 from ..launch.written_tensors import without_overlap
@@ -58,8 +61,14 @@ def _check_kinds(option: str, items: Sequence[Any], *methods: str) -> None:
 
 def _restorer(item: Any) -> Callable[[], None]:
     if not isinstance(item, torch.Tensor):
-        saved_state = copy.deepcopy(item.state_dict())
-        return lambda: item.load_state_dict(_written_into(item.state_dict(), saved_state))
+        state = item.state_dict()
+        if any(map(is_lazy, tree_leaves(state))):
+            raise InvalidOption(
+                f"preserve= holds a {type(item).__qualname__} with parameters that are not initialized, which "
+                "cannot be put back: call it once before the function is tuned"
+            )
+        saved_state = copy.deepcopy(state)
+        return lambda: _load(item, saved_state)
     saved = without_overlap(item.detach()).clone()
 
     def restore() -> None:
@@ -70,6 +79,14 @@ def _restorer(item: Any) -> Callable[[], None]:
             without_overlap(into).copy_(saved)
 
     return restore
+
+
+def _load(item: Any, saved_state: Any) -> None:
+    live = item.state_dict()
+    loaded = _written_into(live, saved_state)
+    of_inference = any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in tree_leaves(live))
+    with torch.inference_mode() if of_inference else contextlib.nullcontext():
+        item.load_state_dict(loaded)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.masked import masked_tensor
 
 from dist_autotune.bits import outputs, tensor_hash
 from dist_autotune.bits.outputs import OutputDigests
@@ -252,6 +253,30 @@ def test_a_collective_under_way_is_waited_for_and_a_dtensor_counts_by_its_own_pa
 def test_parts_of_a_nested_tensor_are_outputs_of_their_own():
     nested = torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)])
     assert list(digests(nested)) == ["the result[0]", "the result[1]"]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
+def test_a_masked_tensor_is_compared_by_its_mask_and_what_that_shows():
+    mask = torch.tensor([True, False])
+    one, hidden, shown = (
+        digests(masked_tensor(torch.tensor(values), mask)) for values in ([1.0, 2.0], [1.0, 3.0], [4.0, 2.0])
+    )
+    assert one == hidden
+    assert [path for path in one if one[path] != shown[path]] == ["the result.data"]
+    other_mask = digests(masked_tensor(torch.tensor([1.0, 2.0]), ~mask))
+    assert one["the result.mask"] != other_mask["the result.mask"]
+
+
+def test_a_parameter_that_is_initialized_differs_from_what_it_was():
+    model = torch.nn.LazyLinear(1)
+    before = digests(None, [model])
+    assert digests(None, [model]) == before
+    model(torch.ones(2))
+    after = digests(None, [model])
+    assert {path for path in after if before.get(path) != after[path]} == {
+        "item 0 of preserve= and outputs=['weight']",
+        "item 0 of preserve= and outputs=['bias']",
+    }
 
 
 def test_named_state_counts_with_its_gradients():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dist_autotune.errors import InvalidOption
 from dist_autotune.tuner.snapshot import Snapshot
 
 
@@ -128,6 +129,29 @@ def test_a_tensor_of_any_kind_is_put_back(make):
     snapshot.restore()
     assert torch.equal(tensor.to_dense(), make().to_dense())
     assert (tensor.grad is None) or torch.equal(tensor.grad, torch.ones(3))
+
+
+def test_a_module_with_a_buffer_of_inference_mode_is_put_back_and_stays_trainable():
+    model = torch.nn.Linear(2, 1)
+    model.register_buffer("made_for_inference", made_for_inference())
+    weight = model.weight.detach().clone()
+    snapshot = Snapshot([model])
+    with torch.inference_mode():
+        model.made_for_inference.mul_(2)
+        model.weight.mul_(2)
+    snapshot.restore()
+    assert torch.equal(model.made_for_inference, made_for_inference())
+    assert torch.equal(model.weight, weight)
+    model(torch.ones(2)).backward()
+    assert model.weight.grad is not None
+
+
+def test_a_module_without_its_parameters_cannot_be_put_back():
+    model = torch.nn.LazyLinear(1)
+    with pytest.raises(InvalidOption, match="a LazyLinear with parameters that are not initialized"):
+        Snapshot([model])
+    model(torch.ones(2))
+    Snapshot([model]).restore()
 
 
 def test_a_graph_from_before_the_call_goes_backward_behind_it():
