@@ -112,8 +112,9 @@ class Options:
             raise InvalidOption(
                 "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it"
             )
-        if not isinstance(self.cache, bool):  # a later os.chdir does not move it
-            object.__setattr__(self, "cache", Path(self.cache).absolute())
+        cache = (settings.relative_cache_directory() or True) if self.cache is True else self.cache
+        if not isinstance(cache, bool):  # a later os.chdir does not move it
+            object.__setattr__(self, "cache", Path(cache).absolute())
 
     def _check_values(self) -> None:
         """Raise InvalidOption for a text, number or directory that cannot be used."""

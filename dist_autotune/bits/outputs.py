@@ -128,7 +128,8 @@ def _parts_of_tensor(tensor: torch.Tensor) -> list[tuple[str, Any]] | None:
     """Return the parts of a tensor that wraps or stores others, with explicit zeros; None: a plain tensor."""
     if isinstance(tensor, MaskedTensor):
         mask, data = tensor.get_mask(), tensor.get_data()
-        data = data.masked_fill(~mask, 0) if data.layout is torch.strided else data  # what is masked is no value
+        if data.layout is torch.strided:
+            data = data.masked_fill(~mask, 0)  # what is masked is no value
         return [(".mask", mask), (".data", data)]
     if tensor.is_nested:
         return [(f"[{index}]", item) for index, item in enumerate(tensor.unbind())]

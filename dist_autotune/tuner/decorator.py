@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -55,6 +56,16 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
 
     def __reduce__(self) -> str:  # as functions are copied and pickled: by name
         return str(getattr(self, "__qualname__", type(self).__qualname__))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ContextualAutotuner[P, R]:
+        """Return itself, as functions do, or of a copy's bound method or partial one that calls the copy."""
+        fn = copy.deepcopy(self.fn, memo)
+        if fn is self.fn:
+            return self
+        options = copy.copy(self.options)
+        for name in ("preserve", "outputs"):
+            object.__setattr__(options, name, copy.deepcopy(getattr(options, name), memo))
+        return type(self)(fn, options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

@@ -64,7 +64,7 @@ def _restorer(item: Any) -> Callable[[], None]:
         state = item.state_dict()
         if any(map(is_lazy, tree_leaves(state))):
             raise InvalidOption(
-                f"preserve= holds a {type(item).__qualname__} with parameters that are not initialized, which "
+                f"preserve= holds a {type(item).__qualname__} with parameters that are not initialized and "
                 "cannot be put back: call it once before the function is tuned"
             )
         saved_state = copy.deepcopy(state)

@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from dist_autotune import (
     ContextualAutotuner,
@@ -118,6 +119,28 @@ def test_a_decorated_function_is_copied_and_pickled_as_functions_are():
     assert pickle.loads(pickle.dumps(Layer.method)) is Layer.method
     with pytest.raises((AttributeError, pickle.PicklingError)):
         pickle.dumps(contextual_autotune(lambda x: x))
+
+
+class Tuned(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+        self.step = contextual_autotune(self.add, preserve=[self.weight], cache=False)
+        self.partial = contextual_autotune(functools.partial(Tuned.add, self), cache=False)
+
+    def add(self, x):
+        return x + self.weight.detach()
+
+
+def test_a_copied_model_s_tuned_methods_are_those_of_the_copy():
+    model = Tuned()
+    assert torch.equal(model.step(torch.ones(2)), torch.ones(2))
+    copied = copy.deepcopy(model)
+    torch.nn.init.constant_(copied.weight, 5.0)
+    assert torch.equal(copied.step(torch.ones(2)), torch.full((2,), 6.0))
+    assert torch.equal(copied.partial(torch.ones(2)), torch.full((2,), 6.0))
+    assert torch.equal(model.step(torch.ones(2)), torch.ones(2))
+    assert copied.step.options.preserve[0] is copied.weight
 
 
 REFUSED = {

@@ -122,8 +122,11 @@ def test_a_value_of_a_variable_that_cannot_be_used_is_an_error_of_the_decorator(
             contextual_autotune(thunk)
 
 
-def test_directories_are_resolved_when_the_function_is_decorated(tmp_path, monkeypatch, bench):
-    decorated = bench.tuned({16: 3.0, 32: 1.0}, cache="winners")
+@pytest.mark.parametrize("given", [True, False], ids=["by an option", "by a variable"])
+def test_directories_are_resolved_when_the_function_is_decorated(tmp_path, monkeypatch, bench, given):
+    if not given:
+        monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", "winners")
+    decorated = bench.tuned({16: 3.0, 32: 1.0}, cache="winners" if given else True)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
