@@ -149,7 +149,7 @@ def export_entries(
 
 
 def _report_waiting(cache: Winners, kernels: list[str] | None, device: str, *, refuses: bool) -> None:
-    """Name the keys that were launched and have no winner: what starts from the export lacks them."""
+    """Name the keys that were launched and have no winner: the export lacks them."""
     waiting = [
         each for each in cache.waiting() if _is_named(each.key.kernel, kernels) and device in each.key.device
     ]

@@ -35,7 +35,7 @@ app.command("run", context_settings={"allow_interspersed_args": False})(run.prep
 
 
 def main() -> None:
-    """Run the command line; a program of `run` after it, as the command line would change what ends it."""
+    """Run the command line. The program of `run` starts behind it, so its exceptions stay its own."""
     programs: list[Callable[[], None]] = []
     hook = sys.excepthook  # typer's shows a program's errors in its own way
     with terminal.escaping_characters():

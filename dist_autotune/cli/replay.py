@@ -1,4 +1,4 @@
-"""Replays logs: checks that decisions follow from what the ranks said, or tries another search on samples."""
+"""Replays logs: recomputes decisions from the ranks' messages, or tries another search on the samples."""
 
 from __future__ import annotations
 

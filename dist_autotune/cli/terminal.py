@@ -90,7 +90,7 @@ def print_tables(console: Console, *tables: Table) -> None:
 def _fitted(
     header: list[str], table: Table, width: int
 ) -> tuple[list[str], list[list[Text]], list[int | None]]:
-    """Return header, rows and widths of a table whose last columns, of texts, are one."""
+    """Return header, rows and widths of a table; its columns of long texts become one column."""
     first = len(header) - table.texts  # of the texts
     words = [max(map(len, name.split())) for name in header[:first]]
     for measured in (str, lambda cell: max(cell.split(), key=len, default="")):

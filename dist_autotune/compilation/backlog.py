@@ -271,7 +271,7 @@ class Backlog:
             self._stop()
 
     def _start(self, *, waits: bool) -> None:
-        """Have the process compile what is tried next, in order; replace it if it lacks some of that."""
+        """Let the process compile the next candidates, in order; start another if it lacks some."""
         entries = [entry for _, entry in self._in_order()]
         wanted = [(e, work) for e in entries for work in e.to_compile if work[0] not in e.unwanted]
         # What takes most of a run is known when the times of the first runs are read.
@@ -331,9 +331,9 @@ def _there(kernel: Any) -> Compilation:
 
 
 def _gain_ms(context: CompiledContext) -> tuple[float, float]:
-    """Return what a context may gain in a run, estimated from below and from above; zeros: not known.
+    """Return a lower and an upper estimate of what a context may gain in a run; zeros: not known.
 
-    From below first: in a host-bound run the time of every small kernel is the host's.
+    The lower one comes first: in a host-bound run the time of every small kernel is the host's.
     """
     if (search := context.search) is None:
         return 0.0, 0.0

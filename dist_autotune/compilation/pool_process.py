@@ -53,7 +53,7 @@ class PoolProcess:
         self.close = weakref.finalize(self, _end, pid, report, parent)  # at exit, at the latest
 
     def prefer(self, priorities: Sequence[int]) -> None:
-        """Compile what has the greatest priority next, and nothing that has 0."""
+        """Set the priorities: the greatest is compiled next, 0 never."""
         self._priorities[: len(priorities)] = bytes(priorities)
 
     def read(self) -> list[CompileOutcome]:

@@ -83,7 +83,7 @@ def _text_of(error: BaseException) -> str:
 
 
 class NotReproducible(RuntimeError):
-    """A `pre_hook` did what stubs cannot show, such as reading a tensor."""
+    """A `pre_hook` depends on something that stubs do not have, such as the elements of a tensor."""
 
 
 class TensorStub(torch.Tensor):

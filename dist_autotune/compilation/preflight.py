@@ -1,4 +1,4 @@
-"""Plans what compiling the candidates of a launch takes, and keeps why a candidate fails.
+"""Lists the compilations that the candidates of a launch need, and keeps the reason of each failure.
 
 A launch that compiles inside its timed interval would be charged seconds for it, so a candidate is loaded
 before its first sample; and one that does not load on some rank must be known before it is tried.

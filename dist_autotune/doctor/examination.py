@@ -1,4 +1,4 @@
-"""What `dist-autotune doctor` looks at: what could crash or hang runs in helper processes, as a probe."""
+"""Collects the facts for `dist-autotune doctor`. Probes that could crash or hang run in helper processes."""
 
 from __future__ import annotations
 

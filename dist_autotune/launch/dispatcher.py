@@ -114,7 +114,7 @@ class Dispatcher:
         return options[place]  # of this call: an earlier one may have given equal ones of other types
 
     def _is_beside_session(self, call: CallUnderWay) -> bool:
-        """Return whether another thread makes a run of a session, whose contexts this call leaves alone."""
+        """Return whether another thread makes a run of a session: this call then admits no context."""
         return self.run_under_way is not None and self.run_under_way is not call
 
     def _takes_incumbents(self, call: CallUnderWay) -> bool:

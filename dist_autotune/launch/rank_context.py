@@ -214,7 +214,7 @@ class RankContext:
         return {*unlikely} if upgrade is None else self.texts.keys() - set(upgrade[2])
 
     def report_run(self, *, waits: bool) -> Part | None:
-        """Return what this rank reports of the run, or again of one that is not read yet; None: nothing.
+        """Return this rank's report of the run, or of an earlier run whose clock was not read; None: nothing.
 
         waits: read the clock now.
         """

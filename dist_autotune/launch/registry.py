@@ -1,4 +1,4 @@
-"""The contexts that this rank has launched: finds that of a launch, and reports on all of them."""
+"""The contexts that this rank has launched: finds the context of a launch, and reports all of them."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Registry:
         return found
 
     def _new(self, about: ContextIdentity, configs: dict[str, Any], tuner: Autotuner | None) -> RankContext:
-        """Return a context with an agreed key of its own among those of the kernel.
+        """Return a new context; no other context of the kernel has its agreed key.
 
         A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
         """
@@ -174,7 +174,7 @@ class Registry:
                 context.holds_claim_back = self.known.holds_back(context.identity)
 
     def drop_unshared(self, dropped: set[str]) -> None:
-        """Drop these contexts, those that no rank has announced, and bans that the peers do not know."""
+        """Drop `dropped`, contexts that no rank has announced, and bans that the peers do not know."""
         by_name = self.by_name
         self.forget(dropped | {name for name, context in by_name.items() if context.search is None})
         for context in by_name.values():

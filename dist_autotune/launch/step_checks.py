@@ -13,12 +13,12 @@ _CHECKS: dict[Callable[[], None], None] = {}  # in the order of registration
 
 
 def register_step_check(check: Callable[[], None]) -> Callable[[], None]:
-    """Call a check before each step, which raises the failures that it finds; return what removes it."""
+    """Call `check`, which raises failures, before each step; return a function that removes it."""
     _CHECKS[check] = None
     return lambda: _CHECKS.pop(check, None)
 
 
 def check_before_step() -> None:
-    """Raise what a registered check finds."""
+    """Call all registered checks."""
     for check in tuple(_CHECKS):
         check()

@@ -56,7 +56,7 @@ def _told_apart(options: Sequence[Any]) -> tuple[Any, ...]:
 
 
 class Drawn(tuple[Any, ...]):
-    """The options drawn from `Combinations`; equal to itself alone, so looking it up reads none of them."""
+    """Options drawn from `Combinations`. Compared by identity, so that a look-up reads no option."""
 
     __hash__ = object.__hash__
 
@@ -140,7 +140,7 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
 
 
 class Standing(Generic[T]):
-    """Keeps what a function makes of the answers of `tunable`, until one of them may have changed.
+    """Keeps the result of a function that calls `tunable`, until an answer of `tunable` may have changed.
 
     choose: the function; it asks for the same names, options and keys in each call.
     """

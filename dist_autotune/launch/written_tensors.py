@@ -34,7 +34,7 @@ class _Copy:
 
 
 class WrittenTensors:
-    """Copies of what launches of one call change, from before the call. Any thread may launch."""
+    """Copies of the tensors that launches of one call change, from before the call. Any thread may launch."""
 
     def __init__(self) -> None:
         self._copies: dict[_Region, _Copy] = {}  # in the order of the first launches
@@ -43,7 +43,7 @@ class WrittenTensors:
         self._lock = fork_safe_lock()
 
     def begin_runs(self, result: object = None) -> None:
-        """Copy from now on what launches change, unless a run has allocated it; copy a `result` at once."""
+        """From now on copy what launches change, unless a run has allocated it; copy `result` at once."""
         self._there_before = _storages()
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
@@ -93,7 +93,7 @@ class WrittenTensors:
         return self._there_before is not None and (storage in self._there_before or _is_frozen(tensor))
 
     def restore(self) -> str:
-        """Put back what is still there; return the names of the arguments, "" where nothing was copied.
+        """Put back the tensors that still exist; return the names of the arguments, "" if nothing was copied.
 
         The last copy first: of overlapping parts of a storage, the first one holds what was there before.
         """
@@ -139,7 +139,7 @@ def _is_frozen(tensor: torch.Tensor) -> bool:
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements as they lie in memory: of a conjugate or negative view, those it was made from."""
+    """Return the tensor as it lies in memory: the base of a conjugate or negative view."""
     tensor = tensor.conj() if tensor.is_conj() else tensor
     return torch._neg_view(tensor) if tensor.is_neg() else tensor
 

@@ -1,4 +1,4 @@
-"""Records of what the ranks decided, made from the search's state: to log, and to check a log against."""
+"""Makes records of decisions from the state of the search: for the log, and to verify a log."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Progress:
             self._bar.start()
 
     def update(self, forecast: Forecast, step: Callable[[], StepTimes | None]) -> None:
-        """Show what follows a run. step: the times so far, called only when something is drawn."""
+        """Show the progress after a run. step: returns the times so far; called only to draw them."""
         now = self._clock()
         self._recent.append((forecast.runs, now))
         every_s = LINE_EVERY_S if self._bar is None else BAR_EVERY_S

@@ -82,7 +82,7 @@ class ContextAdmitted(ContextRecord, frozen=True, kw_only=True, tag="context_adm
 
 
 class RunStarted(Record, frozen=True, kw_only=True, tag="run_started"):
-    """Written and flushed before the run, so that a crash leaves what was being tried."""
+    """Written and flushed before the run: after a crash the log names the candidates on trial."""
 
     run: int
     plan: dict[str, int]  # context -> config id on trial

@@ -122,7 +122,7 @@ class BallotThread:
         ballot.tell()
 
     def _follow_peer_failure(self, ballot: Ballot) -> None:
-        """Report it if this rank stays in a call in which it may wait for a peer that has raised."""
+        """Report this rank if it stays in a call in which a peer has raised: it may wait for that peer."""
         if (found := ballot.peer_failure()) is not None and (watch := ballot.watch) is not None:
             call, reason = found
             self._watchdog.follow(watch, reason, lambda: ballot.is_in(call))

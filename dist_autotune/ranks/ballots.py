@@ -42,7 +42,7 @@ ROUNDS = 256  # that a hub remembers: of functions, the latest ones
 
 @dataclass
 class _BallotRound:
-    """The words of one call of a function, and what follows from them."""
+    """The words of the ranks about one call of a function, and the outcome."""
 
     call: int
     words: dict[int, bool] = field(default_factory=dict)  # rank -> it has met a new key, and waits
@@ -53,7 +53,7 @@ class _BallotRound:
 
 
 class BallotBox:
-    """The hub's side: takes in the words of ranks, and leaves messages for each of them."""
+    """The hub's side: receives the words of the ranks and writes a letter to each rank."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
@@ -121,7 +121,7 @@ class BallotBox:
             self._write(self._ranks, "stop", ballot, known.call)
 
     def _write(self, ranks: Sequence[int], about: str, ballot: str, call: int, **fields: Any) -> None:
-        """Leave a letter for each of these ranks; those that listen get it at once."""
+        """Write a letter to each of these ranks; a rank that listens gets it at once."""
         letter = {"ballot": ballot, "about": about, "call": call, **fields}
         for rank in ranks:
             self._letters[rank].append(letter)

@@ -142,7 +142,7 @@ class Exchange:
     # -- without a hub -------------------------------------------------------------------------------------
 
     def _wait_at_store(self, *, knows_hub: bool) -> None:
-        """Record this rank's arrival; end the exchange when those who are missing are known.
+        """Record this rank's arrival; end the exchange as soon as the missing ranks are known.
 
         knows_hub: it is lost or stuck, which the others may still be finding out.
         """
@@ -163,7 +163,7 @@ class Exchange:
 
     @property
     def _limit_s(self) -> float:
-        """Return how long one operation of the store may take: the time-out is for all of them."""
+        """Return the time limit of one operation of the store: all operations share the time-out."""
         return min(OPERATION_S, max(self._deadline - time.monotonic(), ARRIVAL_S))
 
     def _missing(self, ranks: list[int]) -> End:

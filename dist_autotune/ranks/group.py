@@ -31,7 +31,7 @@ Block: TypeAlias = contextlib.AbstractContextManager[None]
 
 
 class RankGroup:
-    """The ranks of a session; this class is one rank alone, whose payload is the merged one."""
+    """The ranks of a session. This base class is one rank alone: its payload is the merged payload."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank  # global, for names of logs and in messages

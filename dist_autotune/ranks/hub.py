@@ -148,7 +148,7 @@ class HubState:
             self._advance(number, exchange)
 
     def _advance(self, number: int, exchange: _ExchangeRound) -> None:
-        """End an exchange if nobody more will come to it, and tell those that wait."""
+        """End an exchange if no further rank will come to it, and answer the ranks that wait."""
         if exchange.end is None and len(exchange.payloads) == len(self._ranks):
             exchange.end = self.merges[number]([exchange.payloads[each] for each in self._ranks])
         elif exchange.end is None and exchange.first and (lost := self.lost - exchange.payloads.keys()):
@@ -165,7 +165,7 @@ class HubState:
             self._rounds = {later: kept for later, kept in self._rounds.items() if later > number}
 
     def _answer(self, exchange: _ExchangeRound, end: End) -> None:
-        """Send all that wait the end; the hub's own rank last, as it may end its process, and this thread."""
+        """Answer all waiting ranks, the hub's own rank last: it may end its process, and so this thread."""
         waiting, exchange.waiting = exchange.waiting, {}
         for rank in sorted(waiting, key=lambda each: each == self._ranks[0]):
             exchange.informed.add(rank)
@@ -231,7 +231,7 @@ class Hub:
             self.loop.call_later(RETURN_S, self._give_up, rank)
 
     def _give_up(self, rank: int) -> None:
-        """Give up a rank that has not come back, once this process has had the time to hear of it."""
+        """Give up a rank that has not come back, if this process was awake long enough to hear of it."""
         if rank in self.closed:
             left_s = self._woke_at + RETURN_S - time.monotonic()
             if left_s > 0:
@@ -299,7 +299,7 @@ class _Connection(asyncio.Protocol):
         self._timer = hub.loop.call_later(STRANGERS_S, self.transport.abort)  # unless it shows the token
 
     def data_received(self, data: bytes) -> None:
-        """Take in what has come; close the connection whatever goes wrong."""
+        """Handle received bytes; close the connection after any error."""
         self._received += data
         is_stranger = self in self._hub.strangers
         try:

@@ -11,7 +11,7 @@ from msgspec import msgpack
 HubMessage: TypeAlias = dict[str, Any]
 Reply: TypeAlias = Callable[[HubMessage], None]
 End: TypeAlias = dict[str, Any]
-"""How an exchange ended: "merged", "failed" or "missing", and what belongs to it."""
+"""The end of an exchange: the key "merged", "failed" or "missing", with its details."""
 
 TOKEN_BYTES = 32  # at the start of a connection, in either direction
 LENGTH = struct.Struct("!I")  # before a frame

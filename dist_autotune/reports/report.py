@@ -41,7 +41,7 @@ class SessionReport:
     contexts: tuple[ContextHistory, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return `TuningReport.to_dict()` under "report", and beside it what only all ranks' logs tell."""
+        """Return `TuningReport.to_dict()` under "report", and beside it figures from all ranks' logs."""
         opened = self.session.opened
         return {
             **{name: getattr(opened, name) for name in ABOUT},

@@ -1,4 +1,4 @@
-"""One execution of a program whose launches are tuned. Torch and Triton are imported by it, not before."""
+"""One execution of a program that is tuned. Nothing imports torch or Triton before the program does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names on disk the candidates under suspicion, so that the next start bans what killed the process.
+"""Names on disk the candidates that are launched, so that the next start bans one that killed the process.
 
 A candidate is suspected in the first run that launches it: alone while its launch, or its load, is under way,
 else with all others that are new in the run. Each function and rank has one file of one line, overwritten and
@@ -63,7 +63,7 @@ class CrashGuard:
         return found
 
     def begin_session(self, session: str, bans: CrashBans) -> None:
-        """Keep what all ranks have agreed to ban."""
+        """Begin a session with the bans that all ranks have agreed on."""
         self._session, self._bans, self._suspects = session, bans, {}
         if bans or self._file is not None:
             self._write()
@@ -91,7 +91,7 @@ class CrashGuard:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspect nobody in the block, or what the block itself loads."""
+        """Suspect no candidate in the block, except one that the block itself loads."""
         suspects = self._suspects
         self._suspect({})
         try:

@@ -59,7 +59,7 @@ def holds_other_result(tuner: Autotuner, key: Key, scope: str) -> bool:
 
 @dataclass(frozen=True)
 class KnownOfKernel:
-    """What other keys and older entries tell of a context's candidates, the same on all ranks."""
+    """Winners and times of a kernel's other keys, and any entry from before an upgrade, on all ranks."""
 
     winners: Mapping[str, str]  # digests by tuned key
     told: TimesByKey  # agreed times by key and text
@@ -147,7 +147,7 @@ class KnownResults:
         self.looks_on_disk = same_device
 
     def close(self) -> None:
-        """End a session: only in one do several ranks agree on what is on disk."""
+        """End a session: outside of one, several ranks cannot agree on entries on disk."""
         self.looks_on_disk &= self.function.is_alone
 
     def add_offers(self, offers: Offers) -> None:
@@ -215,7 +215,7 @@ class KnownResults:
         return tuner.cache.get(key) if counts else None
 
     def remember_choice(self, context: ContextIdentity, winner: str) -> None:
-        """Keep what the group agreed on for a `tunable`, for functions of this process that do not tune."""
+        """Keep the option that the group settled on, for functions of this process that do not tune."""
         _choices.setdefault(self.function.group, {})[self.entry_key(context).digest] = winner
 
     def _choice_in_memory(self, context: ContextIdentity) -> str | None:
@@ -226,7 +226,7 @@ class KnownResults:
     # -- what other keys and older entries tell ------------------------------------------------------------
 
     def of_kernel(self, context: ContextIdentity, kernel_id: str) -> KnownOfKernel:
-        """Return what other keys and older entries tell of a new key. kernel_id: the kernel's agreed name."""
+        """Return winners and times of other keys, and any upgrade. kernel_id: the kernel's agreed name."""
         upgrade = self._find_upgrade(context)
         if not self.function.keys_teach:
             return KnownOfKernel({}, {}, upgrade)

@@ -1,4 +1,4 @@
-"""What results depend on: a context as a rank launches it, and the function on one group of ranks."""
+"""All that a result depends on: the context as this rank launches it, and the function on its group."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class FunctionScope:
 
     @property
     def keys_teach(self) -> bool:
-        """Return whether a key may begin with what others tell.
+        """Return whether a new key may begin with the winners of other keys.
 
         Not with agree="ordinal": contexts that belong together have different keys. Not where bits are
         compared: the bits that are kept must not depend on earlier tuning.

@@ -120,7 +120,7 @@ class Entry(Struct, frozen=True):
 
     @property
     def result(self) -> tuple[str, int | None, str]:
-        """Return the part of the entry in which two of one key may differ."""
+        """Return the fields in which two entries of one key may differ."""
         return self.winner, self.bit_class, self.output_digest
 
 
@@ -138,7 +138,7 @@ class Waiting(Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, int, str, str, str]:
-        """Return what tells it apart from others, whatever its source and its candidates."""
+        """Return all that identifies it, without source and candidates."""
         return self.title, self.key.world_size, self.function, self.key.device, self.key.constants
 
 
@@ -165,7 +165,7 @@ class Winners:
         return None if self.directory is None else self._read(self.directory / key.file_name)
 
     def entries(self, kernel: str = "") -> Iterator[Entry]:
-        """Return every usable entry, by file name, or those of a kernel: no other file is read."""
+        """Yield all usable entries, by file name. kernel: of this kernel; no other file is read."""
         files = _entry_files(self.directory, safe_name(kernel) if kernel else "*")
         return filter(None, map(self._read, files))
 

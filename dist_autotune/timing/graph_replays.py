@@ -48,7 +48,7 @@ class GraphReplays:
         self._graph, self._replay = graph, graph.replay
 
     def replay(self, samples: Samples) -> None:
-        """Replay, and time replays behind a first one, in which the ranks meet."""
+        """Replay once, so that the ranks meet, then time further replays."""
         replay, self._replay = self._replay, None
         assert replay is not None
         if self._graph is not None:

@@ -1,4 +1,4 @@
-"""Keeps the device busy while the host prepares a run, so that what is timed is the device's work.
+"""Keeps the device busy while the host prepares a run, so that samples hold device time alone.
 
 An idle stream gets a *filler* before a run with a trial: torch's spin kernel, for somewhat longer than the
 host takes to enqueue the run. All that the function enqueues stands behind it, also on streams that it forks,

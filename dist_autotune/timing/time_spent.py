@@ -31,7 +31,7 @@ class TimeSpent:
 
     @contextlib.contextmanager
     def adding(self, name: str) -> Iterator[None]:
-        """Add the time of the block, but for what is compiled in it, to `name`."""
+        """Add the time of the block to `name`, without the time of compilations in it."""
         began, compiled_s = time.monotonic(), self.seconds.compiling_s
         try:
             yield

@@ -1,1 +1,1 @@
-"""Triton's Autotuner: what is known of it, and what stands in for its `run`. Imports no other room."""
+"""All that depends on Triton's Autotuner, and the function in place of its `run`. Imports no other room."""

@@ -1,4 +1,4 @@
-"""How much of the device a launch holds: its programs over the SMs, and what each takes of one."""
+"""The share of the device that a launch holds: programs per SM, and the part of an SM that each needs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Interception:
     # -- the dispatcher ------------------------------------------------------------------------------------
 
     def install(self, make: Callable[[Run], Run]) -> None:
-        """Put a dispatcher at `Autotuner.run`, once; what others put on top later stays on top.
+        """Replace `Autotuner.run` by a dispatcher, once; wrappers that others put around it later stay.
 
         It is put there again where somebody has restored stock Triton's function, or replaced it by one that
         leads past the dispatcher. make: given the function that stands there, returns the dispatcher.
@@ -115,7 +115,7 @@ class Interception:
         return _Entered(self.calls, call, (PROGRAM,) if as_program else (SESSION, get_ident()))
 
     def restore(self) -> None:
-        """End what a Ctrl-C may have left of a session's run."""
+        """Remove the calls of a session's run that a Ctrl-C may have left."""
         if (call := self.calls.get(SESSION)) is not None:
             # The session's own entry is the first to come and the last to go: it tells of the others.
             for key in [key for key, each in self.calls.copy().items() if each is call and key != SESSION]:

@@ -1,4 +1,4 @@
-"""The calls of a tuned function: each runs with what is settled, or opens a session or goes on with one."""
+"""The calls of a tuned function: a call runs with settled configs, or it belongs to a session."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Calls:
 
     @contextlib.contextmanager
     def step(self, mode: str, *, asks_nobody: bool = False) -> Iterator[None]:
-        """Make the block one call of mode="online": a trial, or a run with what is settled.
+        """Make the block one call of mode="online": a trial, or a run with settled configs.
 
         asks_nobody: run with known configs, and exchange nothing, whatever is new.
         """
@@ -164,7 +164,7 @@ class Calls:
         self._wants_session = True
         if self._options.mode == "online":
             return result
-        # There is no copy of the state before this run. Where it matters, this stays the call's run.
+        # The state before this run was not copied. Where it changes, the call returns this run's result.
         is_kept = bool(self._options.preserve) or call.changes_tensors
         with self._turn() as is_own:
             if not is_own or (self.settled and not _lacks_results(state, call)):
@@ -311,9 +311,9 @@ class Calls:
     # -- the function on its group -------------------------------------------------------------------------
 
     def _current_state(self, mode: str) -> FunctionState:
-        """Return the state for the group as it is now: a new one where group or mode is another.
+        """Return the state of the function; make a new one if the group or the mode has changed.
 
-        A retune that is wanted begins here: the session under way ends.
+        A retune that was asked for begins here and ends the session under way.
         """
         if self._retuning in TO_RETUNE:
             self.close()

@@ -111,7 +111,7 @@ class RankRun:
             ) from error
 
     def replay(self) -> None:
-        """Replay what is captured, and keep the times as the run's sample."""
+        """Replay the captured graph; its times are the run's sample."""
         with as_launch_failed():
             self._replays.replay(self._whole)
 
@@ -151,7 +151,7 @@ class RankRun:
         return report
 
     def _preflight(self) -> Iterator[tuple[CompiledContext, CompileCounts]]:
-        """Compile the candidates of new contexts, online while runs go on; yield those that are complete."""
+        """Compile the candidates of new contexts, online beside later runs; yield complete contexts."""
         state = self._state
         loading = functools.partial(state.guard.launching, loads=True)
         if (backlog := self._backlog) is None:  # an empty one still knows whether child processes start

@@ -1,4 +1,4 @@
-"""Writes the records of a session, and makes the contexts of its report from the same figures."""
+"""Writes the records of a session; its report has contexts with the same figures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Recorder:
         self._next_forecast = FIRST_FORECAST
 
     def note(self, text: str) -> None:
-        """Write a remark, and nothing that waits to be written; may be called on another thread."""
+        """Write a remark at once, before exchanges that are not written yet. Any thread may call it."""
         self._log.write(self._stamped(Note(text=text)))
 
     def write(self, record: Record) -> None:
@@ -81,7 +81,7 @@ class Recorder:
             self._exchanges.append(exchange)
 
     def record_contexts(self, run: int, search: SearchState, merged: RunReport, here: Container[str]) -> None:
-        """Write which contexts of a run are new; here: those that this rank launches."""
+        """Write the new contexts of a run. here: the contexts that this rank launches."""
         for name, context in search.contexts.items():
             if name in merged.parts and name not in self._admitted:
                 self._admitted.add(name)
@@ -90,7 +90,7 @@ class Recorder:
     def record_trial(
         self, run: int, context: Context, rank_context: RankContext, outcome: Outcome, whole: Samples
     ) -> None:
-        """Write what this rank's launches of one context took in one run; whole: the run's samples."""
+        """Write the time of this rank's launches of one context in one run. whole: samples of whole runs."""
         by_launch, report = outcome.judge == BY_LAUNCH, rank_context.run.report
         samples = rank_context.samples if by_launch else whole
         assert report is not None
@@ -110,14 +110,14 @@ class Recorder:
         )
 
     def record_whole_run(self, run: int, whole: Samples, *, counts: bool) -> None:
-        """Write what a run took as a whole on this rank."""
+        """Write the time of a whole run on this rank."""
         assert whole.report is not None
         self.write(RunTimed(run=run, judged=str(whole.report.ran), counts=counts, **_times(whole, None)))
 
     def record_outcomes(
         self, run: int, search: SearchState, merged: RunReport, outcomes: Mapping[str, Outcome]
     ) -> None:
-        """Write the bans of one run, and what several ranks agreed on; alone, the trials' records say it."""
+        """Write the bans of one run and, if there are several ranks, the times that they agreed on."""
         for name, outcome in outcomes.items():
             context = search.contexts[name]
             for ban in decisions.bans(run, context, merged.parts[name]):
@@ -128,7 +128,7 @@ class Recorder:
             self.write(decisions.banned(run, context, index))
 
     def record_forecast(self, search: SearchState) -> None:
-        """Write now and then, in an online session, what is left to try."""
+        """Write the trials left of an online session, after 50 runs and then after twice as many."""
         if search.rules.mode == "online" and search.has_work and search.runs == self._next_forecast:
             self._next_forecast *= 2
             self.write(Note(text=str(search.forecast), is_outlook=True))

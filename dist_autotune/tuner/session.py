@@ -234,7 +234,7 @@ class Session:
             yield
 
     def _replay_graph(self, function: Callable[[], Any], launches: CallUnderWay, watch: Watch) -> None:
-        """Capture the run once more; once all ranks have, time replays of it."""
+        """Make the run once more to capture it; when all ranks have captured it, time replays."""
         launches.repeats = True
         with self._under_way(launches, watch):
             self._run.capture(function)
@@ -331,7 +331,7 @@ class Session:
 
     @contextlib.contextmanager
     def _dropping_searches(self) -> Iterator[None]:
-        """Drop searches at a TuningError of the block: all ranks raise it, but for that of a user's flow."""
+        """Drop searches if the block raises a TuningError: all ranks do. The peers hear of a FlowFailed."""
         try:
             yield
         except TuningError as error:

@@ -1,4 +1,4 @@
-"""The settled calls of one tuned function: they try no candidate, and no rank waits in them for a peer."""
+"""The settled calls of one tuned function. They try no candidate and wait for no peer."""
 
 from __future__ import annotations
 

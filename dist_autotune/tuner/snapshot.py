@@ -33,7 +33,7 @@ class Snapshot:
 
 
 def check_preserved(preserved: Sequence[Any]) -> None:
-    """Raise InvalidOption for what cannot be put back."""
+    """Raise InvalidOption for an object whose state cannot be put back."""
     _check_kinds("preserve", preserved, "state_dict", "load_state_dict")
     for item in preserved:
         is_strided = isinstance(item, torch.Tensor) and item.layout is torch.strided
@@ -46,7 +46,7 @@ def check_preserved(preserved: Sequence[Any]) -> None:
 
 
 def check_outputs(outputs: Sequence[Any]) -> None:
-    """Raise InvalidOption for what has no bits to compare."""
+    """Raise InvalidOption for an object without tensors to compare."""
     _check_kinds("outputs", outputs, "state_dict")
 
 

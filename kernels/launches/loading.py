@@ -14,7 +14,7 @@ from ..configs import INTERPRETED
 
 
 def launch(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Launch `kernel`, a kernel with its grid, that makes TMA descriptors on the device; return what it does.
+    """Launch `kernel`, a kernel with its grid that makes TMA descriptors on the device; return its result.
 
     They need scratch memory; the caller's own allocator stays what it is.
     """

@@ -199,7 +199,7 @@ class AllGatherMoE(ExpertOperation):
         return out, routing
 
     def by_expert(self, x_shard: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Return the products of tokens whose choices were routed before, in that order."""
+        """Return the products of tokens that `route` has sorted, in that order."""
         self._check_usable()
         check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight)
         self._check_tokens(x_shard, weight)

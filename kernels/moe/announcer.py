@@ -1,4 +1,4 @@
-"""The first messages of a call: choices of this rank's tokens, to all peers, by pushes or a collective."""
+"""The first messages of a call: each rank sends its choices to all peers, by pushes or a collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory in which the choices of one call are sorted, and the two launches that sort them."""
+"""Sorts the choices of one call by expert: the memory, and the two launches."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def weights(self) -> torch.Tensor:
-        """If the sorting is shared, the sorted choices' weights, float32; 0 of those that are dropped."""
+        """float32, of a shared sorting: the weight of each sorted choice; 0 for a dropped choice."""
         return self._within.view(torch.float32)  # a shared sorting leaves `_within` free
 
     @property

@@ -59,7 +59,7 @@ class Experts(nn.Module):
     # ---- state dicts
 
     def _names(self, parameter_name: str, prefix: str) -> list[str]:
-        """Return what the matrices of the parameter are called, in their order."""
+        """Return the names of the matrices of the parameter, in their order."""
         experts = range(len(self.get_parameter(parameter_name)))
         return [f"{prefix}{i}.{name}.weight" for i in experts for name in self._held[parameter_name]]
 

@@ -25,7 +25,7 @@ from .registry import name_of
 
 
 def distribute(parameter: Tensor | None, mesh: DeviceMesh, placement: Placement) -> nn.Parameter | None:
-    """Return what this rank holds of a parameter that all ranks have alike; no rank tells another."""
+    """Return this rank's part of a parameter that is equal on all ranks; nothing is sent."""
     if parameter is None:
         return None
     if isinstance(parameter, DTensor):

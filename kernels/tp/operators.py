@@ -1,6 +1,6 @@
 """The registered operators, `torch.ops.dist_autotune`: what they compute, their shapes, their gradients.
 
-What is traced has them; eager calls leave them out (`functions`), as their dispatch takes longer than a call.
+Traced code calls them. Eager code does not (`functions`): dispatching an operator takes longer than a call.
 
     all_gather_matmul                every rank's rows times each weight.T, behind one gather
     matmul_reduce_scatter            this rank's rows of the sum of all products, over pairs and ranks
