@@ -61,7 +61,7 @@ class OutputComparison:
         self.remark = ""  # for the log, on the last run
 
     def take_result(self, result: Any) -> None:
-        """Keep what the function returned until its run has been timed."""
+        """Keep the function's result until its run has been timed."""
         self._result = result
 
     def hash_result(self) -> None:

@@ -160,7 +160,7 @@ class CompilerChild:
             os._exit(1)
 
     def _prepare(self, parent: int) -> None:
-        """Make this a process that ends with its limit, its parent, or its work."""
+        """Let this process end at its time limit, with its parent, or when its work is done."""
         leave_job(parent, signal.SIGKILL, leads_session=not self._yields)
         prctl(PR_SET_DUMPABLE, 0)  # the whole rank is not to be written to a core file
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -223,7 +223,7 @@ def _flush() -> None:
 
 
 def leave_job(parent: int, dies_by: signal.Signals, *, leads_session: bool) -> None:
-    """Cut this process off from the life of the rank it is a copy of; it gets `dies_by` when that is gone.
+    """Detach this process from the rank that it was forked from, whose end sends it `dies_by`.
 
     One signal ends it with its helpers. leads_session: Ctrl-C in the terminal does not reach it.
     """
@@ -250,7 +250,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def _cut_off(reporting: int) -> None:
-    """Take from this process all files and sockets but `reporting`, and the right to open any."""
+    """Close all files and sockets of this process except `reporting`, and forbid it to open any."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
@@ -259,7 +259,7 @@ def _cut_off(reporting: int) -> None:
 
 
 def close_files(reporting: int) -> None:
-    """Close what this process has open but standard files and `reporting`."""
+    """Close all files of this process except standard files and `reporting`."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) != reporting:
             with contextlib.suppress(OSError):  # the one that listed them

@@ -188,7 +188,7 @@ class Dispatcher:
         return kernel
 
     def _keep_form(self, call: CallUnderWay, launch: Launch, binding: Binding, result: Any) -> None:
-        """Keep a launch until the end of the run where candidates are to be compiled for its form."""
+        """Keep a launch until the end of the run if candidates are to be compiled for its form."""
         context = binding.rank_context
         is_wanted = call.tunes and context.is_to_preflight and not interception.is_interpreted()
         if is_wanted and context.compile.keep_form(form := kernel_of(result)):
@@ -220,8 +220,8 @@ class Dispatcher:
     ) -> None:
         """Record the failure of a candidate that is not banned.
 
-        counts: it may fail each time. After SETTLED_FAILURES in a row a session launches it once more, and
-        all ranks ban it if it fails.
+        counts: memory had not run out, so it may fail again. After SETTLED_FAILURES in a row a session
+        launches it once more, and all ranks ban it if it fails.
         """
         if candidate not in context.failures:
             config = config_label(context.texts[candidate])

@@ -169,7 +169,7 @@ class SessionHistory:
 
     @property
     def ranks(self) -> list[int]:
-        """Return the ranks whose logs are here."""
+        """Return the ranks that have logs here."""
         return sorted({record.rank for record in self.records})
 
     @property

@@ -1,7 +1,7 @@
 """Winners as the files that other tools read: stock Triton's own results, configs of FLA, of vLLM and SGLang.
 
-Such files know neither world size nor constants: of entries that would stand in one place, the newest does,
-and the others are left out.
+Such files hold neither world size nor constants. Of entries with the same place in a file the newest is
+written, and the others are left out.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class EventMark:
 
 
 class EventClock:
-    """CUDA events on the current stream, less what two events cost.
+    """Times launches by CUDA events on the current stream, and subtracts the cost of two events.
 
     Nothing waits for the device until `read_ms`, which polls, so that Ctrl-C works and a stuck kernel becomes
     a `LaunchTimeout` after `timeout_s`. An error that the device reports is a `LaunchFailed`.

@@ -16,7 +16,7 @@ _REPORTED = re.compile(r"(CUDA|HIP) error|Triton Error \[(CUDA|HIP)\]", re.I)
 
 
 class DeviceFailed(LaunchFailed, torch.AcceleratorError):
-    """A `LaunchFailed` that `except torch.AcceleratorError` catches, as it would the error behind it."""
+    """A `LaunchFailed` that is a torch.AcceleratorError too, like the error behind it."""
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reading:
-    """What this rank has measured of a candidate so far."""
+    """This rank's measurement of a candidate so far."""
 
     ran: str | None  # the candidate; None: what this rank launched in earlier runs only
     is_pending: bool = False  # the last run's clock is not read yet
@@ -42,7 +42,7 @@ class Reading:
 
 
 class Samples:
-    """What one context, or the whole run, is judged by.
+    """The samples by which one context, or the whole run, is judged.
 
     `start` and `stop` time launches, `report_run` reads the clock, and `apply_outcome` keeps the sample if
     the ranks agree that it counts. Until every rank has read its own (online), exchanges repeat one reading.
@@ -59,7 +59,7 @@ class Samples:
         self._clock, self._statistic = clock, STATISTICS[statistic]
         self._marks: list[Any] = []
         self._is_launching = False
-        # What only some clocks have; see `EventClock`.
+        # Methods that only some clocks have; see `EventClock`.
         self._is_ready: Callable[[Any], bool] = getattr(clock, "ready", lambda mark: True)
         self._is_running: Callable[[Any], bool] = getattr(clock, "is_running", lambda mark: False)
         flagged = clock if flags_gaps else None

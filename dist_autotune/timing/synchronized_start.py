@@ -1,8 +1,8 @@
 """Lets the ranks of one host begin a run at one moment.
 
-A rank that begins a run early waits for its peers in the first kernel that needs them, and that wait is in
-what is timed. So each rank keeps its device busy until one moment, which all compute alike: when the last
-rank sent its part of the exchange, plus how much later than that ranks have lately come to their run.
+A rank that begins a run early waits for its peers in the first kernel that needs them, and the sample holds
+that wait. So each rank keeps its device busy until one moment, which all compute alike: the time when the
+last rank sent its part of the exchange, plus the lag with which ranks have lately come to their runs.
 Processes of one host read one monotonic clock; over several hosts there is no such moment.
 """
 
@@ -51,7 +51,7 @@ class SynchronizedStart:
             self._lags_ns.append(lag_ns)
 
     def lead_ms(self, filler_ms: float, most_ms: float = math.inf, *, follows_fit: bool = False) -> float:
-        """Return how long to keep the device busy from now on, where `filler_ms` covers this rank's host.
+        """Return how long to keep the device busy from now on; `filler_ms` covers this rank's host.
 
         It covers the slowest rank too, if that comes no later than usual; 0 on a rank that is much later than
         one that does nothing else between runs. most_ms: the longest. follows_fit: all ranks have chosen the

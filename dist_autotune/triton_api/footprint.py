@@ -17,7 +17,7 @@ HALF = 0.5  # of an SM: a block that needs more lets no other of its kind beside
 
 @functools.cache
 def device_properties(device: int) -> Any:
-    """Return what torch knows of a device; None: torch has no devices, though Triton may have."""
+    """Return torch's properties of a device; None: torch has no devices, though Triton may have."""
     return torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
 
 

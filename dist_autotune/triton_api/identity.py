@@ -89,9 +89,9 @@ def config_digest(config: Any) -> str:
 
 
 def tell_apart(configs: Sequence[Any]) -> None:
-    """Add what hooks capture to their texts where configs of one kernel differ in nothing else.
+    """Add the values that hooks capture to their texts if configs of one kernel differ in nothing else.
 
-    Elsewhere it is left out: a hook may capture its rank, and its config is one candidate on all ranks.
+    Otherwise they are left out: a hook may capture its rank, and its config is one candidate on all ranks.
     """
     alike: dict[str, list[Any]] = {}
     for config in configs:
@@ -226,7 +226,7 @@ def _callees(value: Any) -> list[types.FunctionType]:
 
 
 def _collect(function: Callable[..., Any], parts: dict[Any, str], constants: list[str]) -> None:
-    """Walk `function` and what it refers to: sources of callees, values of captured constants."""
+    """Add the sources of `function` and its callees to `parts`, captured values to `constants`."""
     if function in parts:
         return
     name, source = _full_name(function), _source(function)

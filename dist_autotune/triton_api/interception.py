@@ -124,7 +124,7 @@ class Interception:
 
 
 class _Entered:
-    # No generator, whose end could come when another call is under way.
+    # A class: the end of a generator could come when another call is under way.
     def __init__(self, calls: dict[int | str, Any], call: Any, keys: tuple[int | str, ...]) -> None:
         self._calls, self._call, self._keys = calls, call, keys
         for key in keys:

@@ -62,7 +62,7 @@ class Launch:
         return key
 
     def key_names(self) -> tuple[str, ...]:
-        """Return the names of the key's values: those of arguments, then such as `a.dtype`."""
+        """Return the names of the key's values: arguments first, then types, as in `a.dtype`."""
         named = {**self._named(), **{k: v for k, v in self.kwargs.items() if k in self.tuner.arg_names}}
         dtypes = [f"{name}.dtype" for name, value in named.items() if hasattr(value, "dtype")]
         return *(name for name in self.tuner.keys if name in named), *dtypes

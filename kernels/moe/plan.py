@@ -104,9 +104,9 @@ class Plan:
         patience_ticks: int,
         weights: torch.Tensor | None = None,
     ) -> None:
-        """Enqueue the sorting of `pairs` choices, which starts when those of all ranks have come.
+        """Enqueue the sorting of `pairs` choices; it starts when the choices of all ranks have come.
 
-        weights: of the choices, in the places of `ids`, if the sorting is to be shared.
+        weights: of the choices, in the places of `ids`; then both operations of a layer share the sorting.
         """
         (self._zeroed if weights is None else self.words).zero_()  # a routing has no undefined word
         is_shared = weights is not None
@@ -154,12 +154,12 @@ class Routing:
 
     @property
     def rows(self) -> torch.Tensor:
-        """int32 [T * topk]: of each sorted choice, its number among those of all ranks, t * topk + j."""
+        """int32 [T * topk]: the number of each sorted choice in the order of all ranks, t * topk + j."""
         return self.plan.rows
 
     @property
     def weights(self) -> torch.Tensor:
-        """float32 [T * topk]: of each sorted choice; 0 of those that are dropped."""
+        """float32 [T * topk]: the weight of each sorted choice; 0 for a dropped choice."""
         return self.plan.weights
 
     @property

@@ -18,7 +18,7 @@ ALIGNED_BYTES = 16  # rows of a grouped product begin at multiples of it
 
 
 class Experts(nn.Module):
-    """The weights of SwiGLUs without bias, of each of which a rank holds its part of the hidden features.
+    """The weights of SwiGLUs without bias. A rank holds its part of the hidden features of each.
 
     gate_up [experts, 2, hidden, features] holds gates and ups, so that one gather serves both; down is
     [experts, features, hidden]. State dicts have the matrices one by one, as `3.gate_proj.weight`, under
@@ -100,7 +100,7 @@ class Experts(nn.Module):
 
 
 def _check_alike(experts: Sequence[tuple[nn.Linear, nn.Linear, nn.Linear]]) -> None:
-    """Raise unless all experts are as the first one is, and may be one parameter."""
+    """Raise unless all experts have the sizes and types of the first one: they become one parameter."""
     first = experts[0]
     hidden, features = first[0].weight.shape
     sizes = ((hidden, features), (hidden, features), (features, hidden))
@@ -125,7 +125,7 @@ def _one_parameter(
 
 
 def _matrices(parameter: Any) -> tuple[Tensor, ...]:
-    """Return the matrices of all experts, of each of which every rank holds a part."""
+    """Return the matrices of all experts; every rank holds a part of each."""
     first = parameter.dim() - 2
     placements = [_shifted(placement, first) for placement in _placements_of_matrix(parameter)]
     split: Tensor = parameter.redistribute(placements=placements)
@@ -133,7 +133,7 @@ def _matrices(parameter: Any) -> tuple[Tensor, ...]:
 
 
 def _placements_of_matrix(parameter: DTensor) -> list[Placement]:
-    """Return how the ranks share each matrix; what splits the experts splits an unsplit dimension instead."""
+    """Return the placements of each matrix; a split of the experts becomes one of an unsplit dimension."""
     first = parameter.dim() - 2
     dims = [each.dim - first if isinstance(each, Shard) else None for each in parameter.placements]
     free = next((dim for dim in (0, 1) if dim not in dims), None)

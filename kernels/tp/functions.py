@@ -242,7 +242,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 def _as_rows(name: str, dim: int, tensor: Tensor) -> tuple[Tensor, list[int]]:
-    """Return the tensor as a matrix whose rows run slowest along `dim`, and its sizes before the last.
+    """Return the tensor as a matrix, `dim` the slowest dimension of its rows; and all sizes but the last.
 
     Raises ValueError unless dim, an argument of that name, comes before the last.
     """
@@ -259,5 +259,5 @@ def _as_rows(name: str, dim: int, tensor: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def _from_rows(rows: Tensor, sizes: list[int], dim: int) -> Tensor:
-    """Return a view of the matrix with these sizes, the first of which belongs at `dim`."""
+    """Return the rows in these sizes; the first size is then moved to `dim`. A view."""
     return rows.unflatten(0, sizes).movedim(0, dim)

@@ -1,4 +1,4 @@
-"""Layers made from ordinary ones: what a rank holds of their parameters, and how tokens meet them.
+"""Tensor-parallel layers made from ordinary ones: each rank holds a part of the parameters.
 
 Between the layers each rank holds its part of the tokens, along one dimension of the activations; inside a
 pair of a column-parallel and a row-parallel layer, all tokens and its part of the features. What is to be
@@ -96,7 +96,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 def project(x: Tensor, linears: Sequence[ColumnParallelLinear]) -> tuple[Tensor, ...]:
-    """Return what each of the layers makes of the tokens, behind one gather."""
+    """Return the products of the tokens with each of the layers, behind one gather."""
     first = linears[0]
     return all_gather_matmul(
         x,
@@ -132,7 +132,7 @@ class ProductsOfOneInput:
         module.register_forward_hook(self._end, always_call=True)
 
     def product(self, index: int, x: Tensor) -> Tensor:
-        """Return what the layer of that index makes of `x`."""
+        """Return the product of `x` with the layer of that index."""
         state = _state_of(x) if self._is_shared else None
         if state is None:
             return project(x, [self._linears[index]])[0]

@@ -1,4 +1,4 @@
-"""A mixture of experts from a rank's tokens to its tokens, each rank with its part of every expert."""
+"""A mixture of experts: each rank passes its own tokens, and holds its part of every expert."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_CHOICES = 16  # of a token, in the operations that layers share
 
 
 class MoE(nn.Module):
-    """Routes each token to `topk` of the experts, SwiGLUs without bias, and weights what they return.
+    """Routes each token to `topk` of the experts, SwiGLUs without bias, and adds up their weighted results.
 
     router: a linear layer from features to experts; it computes in its own type, which may be float32.
     experts: gate, up and down of each. The weights of a token's experts are their probabilities among all
