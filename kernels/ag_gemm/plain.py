@@ -3,7 +3,7 @@
 Tiles of the own chunk come first, then chunk by chunk as they arrive. Before a tile a program polls ARRIVED,
 which the peer's side stream writes, unless it knows that the tile's rows are here. At the end one program
 parts from each peer, and the last one waits for the own chunk's pushes (`exchange.chunks`). Rejected: a wait
-inside the K loop, as Triton's pipeliner moves the loads above it (tests/aot/test_ag_gemm_aot.py).
+inside the K loop, as Triton's pipeliner moves the loads above it (tests/aot/test_signals_aot.py).
 
 Sessions on four H100 (2026-11-26) picked it at one of six shapes, 8192 x 1792 x 4096: 1.28 of cuBLAS's time
 alone. They picked the specialised kernel at four.

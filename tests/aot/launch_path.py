@@ -6,7 +6,7 @@ import hashlib
 import re
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -139,32 +139,48 @@ def leave_out_machine_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def launching(
+def active(
+    monkeypatch: pytest.MonkeyPatch, device: PretendedDevice, kernels: Iterable[Any], *untuned: Any
+) -> Iterator[None]:
+    """Make it this process's device, on which nothing has been compiled or launched."""
+    monkeypatch.setattr(driver, "_active", device)
+    leave_out_machine_code(monkeypatch)
+    for each in (spoil._LOST_CHUNKS, spoil._ALL, plan._COUNT, plan._PLACE, *untuned):
+        monkeypatch.setattr(each, "_of", {})
+    of_kernels = (kernel.device_caches.clear for kernel in (*kernels, *BESIDE))
+    caches = (triton.compiler.compiler.max_shared_mem.cache_clear, *of_kernels)
+    for clear in caches:
+        clear()
+    yield
+    for clear in caches:
+        clear()
+
+
+def leave(
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
     tuner: Any,
     configs: list[triton.Config],
     blocks_of: BlocksOf = lambda constants: {},
-) -> Iterator[LaunchingDevice]:
-    """Make it the device of `tuner`, with these configs only; `owner` has its settled launches."""
-    made = LaunchingDevice()
-    monkeypatch.setattr(driver, "_active", made)
-    leave_out_machine_code(monkeypatch)
-    for untuned in (spoil._LOST_CHUNKS, spoil._ALL, plan._COUNT, plan._PLACE):
-        monkeypatch.setattr(untuned, "_of", {})
+) -> None:
+    """Leave a tuner these configs, and no choice that it has made; `owner` has its settled launches."""
     monkeypatch.setattr(owner, "_SETTLED", SettledLaunches(tuner, blocks_of))
+    monkeypatch.setattr(tuner, "configs", configs)
+    monkeypatch.setattr(tuner, "cache", {})
+
+
+@contextmanager
+def launching(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, tuner: Any, *configs_and_blocks_of: Any
+) -> Iterator[LaunchingDevice]:
+    """Make such a device that of `tuner`, see `leave`."""
+    made = LaunchingDevice()
+    leave(monkeypatch, owner, tuner, *configs_and_blocks_of)
     if hasattr(owner, "can_run"):  # a kernel for some devices alone
         monkeypatch.setattr(owner, "capability", lambda device: 9)
     monkeypatch.setattr(loading, "allocate_scratch", lambda *asked: made.allocated.append(asked))
-    monkeypatch.setattr(tuner, "configs", configs)
-    monkeypatch.setattr(tuner, "cache", {})
-    of_kernels = (kernel.device_caches.clear for kernel in (tuner.fn, *BESIDE))
-    caches = (triton.compiler.compiler.max_shared_mem.cache_clear, *of_kernels)
-    for clear in caches:
-        clear()
-    yield made
-    for clear in caches:
-        clear()
+    with active(monkeypatch, made, [tuner.fn]):
+        yield made
 
 
 def allocator_of_the_caller() -> Any:

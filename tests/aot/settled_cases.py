@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 from unittest import mock
 
-import moe_rs_runs
+import expert_runs
 import torch
 import triton
-from ag_gemm_runs import GatheringRows
-from ag_moe_runs import GATHERING
-from gemm_rs_runs import SCATTERING_SUMS
+from dense_runs import SCATTERING_SUMS, GatheringRows
+from expert_runs import GATHERING, SCATTERING
 from launch_path import matrix
-from moe_rs_runs import SCATTERING
 from operations import Runs
 
 from dist_autotune.kernels.ag_gemm import plain as of_gather
@@ -139,7 +137,7 @@ class RunsCaller:
         of_operation, of_call = runs.sizes(case.k, case.n)
         with (
             in_a_group(case, _has_tma=case.has_tma, _upcasts=case.upcasts, _needs_fence=True),
-            mock.patch.object(moe_rs_runs, "of_all_ranks", lambda value, group=None: [value] * world),
+            mock.patch.object(expert_runs, "of_all_ranks", lambda value, group=None: [value] * world),
         ):
             op = self.operation = runs.open(CAPACITY, of_operation, case.dtype, collective=False)
             left, weight, *rest = runs.operands(op, self.rows, of_call, case.experts)

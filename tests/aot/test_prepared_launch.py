@@ -17,10 +17,9 @@ import pytest
 import torch
 import triton
 from gemm_runs import plan_of
-from launch_path import leave_out_machine_code
+from launch_path import active, leave
 from settled_cases import STAMPED
 from triton import knobs
-from triton.runtime.driver import driver
 
 from benchmarks.common.pretended_device import DeviceUnderTriton
 from dist_autotune.kernels.ag_gemm import matmul, plain, specialized
@@ -36,7 +35,6 @@ from dist_autotune.kernels.gemm.copies import NOTHING, Copies
 from dist_autotune.kernels.launches import bare, loading
 from dist_autotune.kernels.launches import prepared as preparing
 from dist_autotune.kernels.launches.bare import bare_launch
-from dist_autotune.kernels.launches.settled import SettledLaunches
 from dist_autotune.kernels.moe import plan as plans
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
@@ -97,24 +95,16 @@ def plain_value(value: Any) -> Any:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     made = Device()
-    monkeypatch.setattr(driver, "_active", made)
-    leave_out_machine_code(monkeypatch)
     monkeypatch.setattr(loading, "allocate_scratch", made.allocate)
-    for untuned in (matmul._AWAIT, spoil._LOST_CHUNKS, spoil._ALL):
-        monkeypatch.setattr(untuned, "_of", {})
-    monkeypatch.setattr(specialized, "_SETTLED", SettledLaunches(specialized.tuned, blocks_of))
-    monkeypatch.setattr(plain, "_SETTLED", SettledLaunches(plain.all_gather_gemm, lambda constants: {}))
-    for tuner in (specialized.tuned, plain.all_gather_gemm):
-        monkeypatch.setattr(tuner, "configs", tuner.configs[:1])
-        monkeypatch.setattr(tuner, "cache", {})
-    kernels = [specialized.tuned.fn, plain.all_gather_gemm.fn, matmul.await_chunks, spoil.spoil_lost_chunks]
+    for owner, tuner, blocks in (
+        (specialized, specialized.tuned, blocks_of),
+        (plain, plain.all_gather_gemm, lambda constants: {}),
+    ):
+        leave(monkeypatch, owner, tuner, tuner.configs[:1], blocks)
+    kernels = [specialized.tuned.fn, plain.all_gather_gemm.fn, matmul.await_chunks]
     kernels += [launching.tuned_gemm.fn, copies.copy_rows, STAMPED.kernel.fn]
-    caches = (triton.compiler.compiler.max_shared_mem.cache_clear, *(k.device_caches.clear for k in kernels))
-    for clear in caches:
-        clear()
-    yield made
-    for clear in caches:
-        clear()
+    with active(monkeypatch, made, kernels, matmul._AWAIT, plans._SORT):
+        yield made
 
 
 def plain_by(tma: bool) -> Callable[..., Consumer]:
@@ -180,17 +170,14 @@ def product(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
     """Return a call of `persistent_matmul`, which takes its tensors for a GPU's."""
     (m, n, k), options, which = PRODUCTS[name]
     tuner, room_for = launching.tuned_gemm, functools.cache(copies.room_for)  # the same memory in each call
+    cooperative = [config for config in tuner.configs if config.kwargs["VARIANT"] == "cooperative"]
+    leave(monkeypatch, launching, tuner, cooperative[:1], blocks_of)
+    on_gpu = {"_is_on_gpu": lambda tensor: True, "_on": lambda device: contextlib.nullcontext()}
     changes: dict[Any, dict[str, Any]] = {
-        tuner: {
-            "configs": [c for c in tuner.configs if c.kwargs["VARIANT"] == "cooperative"][:1],
-            "cache": {},
-        },
-        launching: {"_SETTLED": SettledLaunches(tuner, blocks_of), "what_to_copy": plan_of(which)},
+        launching: {"what_to_copy": plan_of(which), "room_for": room_for},
         copies: {"_LAUNCHES": {}, "room_for": room_for},
-        operation: {"_PLANS": {}, "_is_on_gpu": lambda tensor: True, "_device": lambda device: (9, 132)},
+        operation: {"_PLANS": {}, "_device": lambda device: (9, 132), **on_gpu},
     }
-    changes[launching]["room_for"] = room_for
-    changes[operation]["_on"] = lambda device: contextlib.nullcontext()
     for owner, values in changes.items():
         for attribute, value in values.items():
             monkeypatch.setattr(owner, attribute, value)
@@ -200,9 +187,7 @@ def product(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
 
 def rows_of_all(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
     """Return a call of `GemmAllReduce`, its product included."""
-    monkeypatch.setattr(STAMPED.module, "_SETTLED", SettledLaunches(STAMPED.kernel, lambda constants: {}))
-    monkeypatch.setattr(STAMPED.kernel, "configs", STAMPED.tiles[:1])
-    monkeypatch.setattr(STAMPED.kernel, "cache", {})
+    leave(monkeypatch, STAMPED.module, STAMPED.kernel, STAMPED.tiles[:1])
     return STAMPED.make(replace(STAMPED.plain, has_norm=False)).call
 
 
@@ -254,8 +239,6 @@ def test_numbers_with_a_fraction_are_handed_over_as_they_are(device):
 
 @pytest.mark.parametrize("is_shared", [False, True], ids=["of one call", "shared"])
 def test_prepared_launches_of_a_sorting_hand_over_what_triton_s_own_do(device, is_shared, monkeypatch):
-    for untuned in (plans._COUNT, plans._PLACE, plans._SORT):
-        monkeypatch.setattr(untuned, "_of", {})
     place = {"by_first": False, "device": torch.device("cpu")}
     plan = plans.Plan(world_size=WORLD, experts=4, most=256, orders=3 if is_shared else 2, **place)
     ids, odd_ids = torch.zeros(256, dtype=torch.int64), torch.zeros(257, dtype=torch.int64)[1:]
@@ -339,50 +322,35 @@ def test_hooks_are_handed_over_while_there_are_any(device, consumer, name):
     assert device.hooked == [True, False, True, True, False]  # the first launch is the tuner's
 
 
-class Counter:
-    """A hook that counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, told: Any) -> None:
-        self.calls += 1
-
-
 @NEEDS_BARE
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
 def test_a_hook_with_calls_of_its_own_is_no_empty_chain(device, monkeypatch, name):
     caller = Caller(SpecializedConsumer)
     calls(device, caller, 2)
     device.hooked.clear()
-    monkeypatch.setattr(knobs.runtime, name, Counter())
+    hook = functools.partial(lambda told: None)
+    hook.calls = 0
+    monkeypatch.setattr(knobs.runtime, name, hook)
     calls(device, caller, 2)
     assert device.hooked == [True, True]
 
 
-def compiled_by(device: Device) -> Any:
-    """Return a compiled kernel without descriptors, and its first launch."""
-    tensors = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
-    return matmul.await_chunks[(1, 1, 1)](*tensors, *[0] * 3, WORLD=WORLD, num_warps=1)
-
-
 @NEEDS_BARE
 def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monkeypatch):
-    compiled = compiled_by(device)
+    tensors = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
+    compiled = matmul.await_chunks[(1, 1, 1)](*tensors, *[0] * 3, WORLD=WORLD, num_warps=1)
     assert bare_launch(compiled, (1, 1, 1), 0, ()) is not None
-    with monkeypatch.context() as changed:  # another release
-        changed.setattr(bare.nvidia, "_BASE_ARGS_FORMAT", "iiiKKppOOOOO", raising=False)
-        changed.setattr(bare, "IS_3_9", False)
-        assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
-    with monkeypatch.context() as changed:
-        changed.setattr(compiled.run, "profile_scratch_size", 16)
-        assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
-    with monkeypatch.context() as changed:
-        changed.setattr(bare, "nvidia", None)
-        assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
+    changes = [
+        {(bare.nvidia, "_BASE_ARGS_FORMAT"): "iiiKKppOOOOO", (bare, "IS_3_9"): False},  # another release
+        {(compiled.run, "profile_scratch_size"): 16},
+        {(bare, "nvidia"): None},
+    ]
     if hasattr(compiled.run, "gsan_enabled"):  # it has arguments of its own
+        changes.append({(compiled.run, "gsan_enabled"): True})
+    for change in changes:
         with monkeypatch.context() as changed:
-            changed.setattr(compiled.run, "gsan_enabled", True)
+            for (owner, name), value in change.items():
+                changed.setattr(owner, name, value, raising=False)
             assert bare_launch(compiled, (1, 1, 1), 0, ()) is None
     compiled._run = lambda *args: None  # another backend's
     assert bare_launch(compiled, (1, 1, 1), 0, ()) is None

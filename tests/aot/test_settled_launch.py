@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from launch_path import (
     launching,
     matrix,
 )
-from settled_cases import ALL, PULLING, SPECIALIZED, STAMPED, WITH_DESCRIPTORS, Caller, Launches
+from settled_cases import ALL, CAPACITY, PULLING, SPECIALIZED, STAMPED, WITH_DESCRIPTORS, Caller, Launches
 
 from dist_autotune import contextual_autotune
 from dist_autotune.compilation import preflight as compiling
@@ -159,6 +160,32 @@ def test_a_weight_by_columns_is_described_as_its_rows_lie(world):
     )
     assert by_rows[1:7] == (case.n, case.k, case.k, 1, 128, 64)  # shape, strides, block
     assert by_columns[1:7] == (case.k, case.n, case.n, 1, 64, 128)
+
+
+@pytest.mark.parametrize(
+    "world", [SPECIALIZED["GemmReduceScatter, specialized"]], ids=["scatter"], indirect=True
+)
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_chunks_are_launched_at_once_or_each_alone_with_its_own_grid_and_the_same_tuning(
+    world, asked, captured
+):
+    caller, case = world.caller(), world.of.plain
+    op, (block_m, block_n) = caller.operation, (64, 128)
+    for _ in range(2):  # the short way launches what the long one does
+        with mock.patch.object(op, "_in_steps", return_value=captured):
+            caller.call()
+    launches = [world.named(made) for made in world.device.launches]
+    chunks = [(0, 1), (1, 1)] if captured else [(0, 2)]
+    assert [(each["first"], each["chunks"]) for each in launches] == chunks * 2
+    assert asked == [1]
+    capacity = CAPACITY // 2  # rows of a rank
+    numbers = {"M": 2 * case.rows, "N": case.n, "K": case.k, "capacity": capacity, "size_class": case.rows}
+    numbers |= {"patience_ticks": op._patience_ticks, "staged_ptr": op._staged.local.data_ptr()}
+    for made, named in zip(world.device.launches, launches, strict=True):
+        tiles = case.rows // block_m * (case.n // block_n)
+        assert made.grid == (named["chunks"] * tiles, 1, 1)
+        assert numbers.items() <= named.items()
+        assert named["partial_desc"][:3] == (op._partial.data_ptr(), capacity, case.n)
 
 
 # ---- scratch memory

@@ -1,14 +1,135 @@
-"""That the warp-specialised kernels of all operations compile and fit, and that each call has a candidate."""
+"""Warp-specialised kernels of all operations, compiled for GPUs that are not here, and what they take."""
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
-from compiled import BLACKWELL, HOPPER
-from specialized_kernels import EACH, GATHER, SCALED, SCATTER, TARGETS, candidate
+import torch
+import triton
+from compiled import BLACKWELL, HOPPER, SHARED_BYTES, check_fits, compile_for, compiled_on, events
+from gemm_compiled import descriptor_type, in_parallel
 
-from dist_autotune.kernels.gemm.pruning import fewest_rows
+from dist_autotune.kernels.ag_gemm import specialized as gathering
+from dist_autotune.kernels.ag_gemm.specialized_kernel import specialized_all_gather_gemm
+from dist_autotune.kernels.compat import HAS_INLINE_PTX
+from dist_autotune.kernels.epilogues import NO_ACTIVATION
+from dist_autotune.kernels.gemm import pruning
+from dist_autotune.kernels.gemm.configs import blocks_of, box_of, shared_bytes
+from dist_autotune.kernels.gemm.pruning import fewest_rows, prune_chunks
+from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
+from dist_autotune.kernels.gemm_rs import specialized as scattering
+from dist_autotune.kernels.gemm_rs.call import ScatterMemory, ScatterOperands
+from dist_autotune.kernels.gemm_rs.specialized_kernel import specialized_gemm_reduce_scatter
+
+TARGETS = pytest.mark.parametrize("target", [HOPPER, BLACKWELL], ids=["hopper", "blackwell"])
+SCALED = dict.fromkeys(("row_scale_ptr", "column_scale_ptr"), "*fp32")
+OF_A_CALL = ("M", "N", "K", "capacity", "rank", "patience_ticks", "size_class")
+
+
+@dataclass(frozen=True, eq=False)
+class SpecializedKernel:
+    """A kernel with the types of its arguments, descriptors apart, and its constants besides a config's."""
+
+    kernel: Any
+    candidates: list[triton.Config]
+    blocks_of: Callable[[dict[str, Any]], dict[str, Any]]
+    types: dict[str, str]
+    optional: tuple[str, ...]  # pointers that a plain call does not pass
+    constants: dict[str, Any] = field(default_factory=dict)
+    aligned: tuple[str, ...] = ()  # arguments that are multiples of 16
+    spilled_bytes: int = 0  # of a thread of four warps that share a tile on Hopper
+
+    def compile(
+        self,
+        config: triton.Config,
+        target: Any = HOPPER,
+        *,
+        dtype: str = "bf16",
+        types: dict[str, str] | None = None,
+        **constants: Any,
+    ) -> Any:
+        """Return the compiled kernel; `types` and `constants` are what differs from a plain call."""
+        made = {"WORLD": 4, "TENSOR_MEMORY": target is BLACKWELL, "DTYPE": dtype, "TRANS_B": True}
+        made |= self.constants | config.kwargs | constants
+        out = "bf16" if dtype == "fp8e4nv" else dtype
+        all_types = {
+            name: descriptor_type(out if name == "c_desc" else dtype, block)
+            for name, block in self.blocks_of(made).items()
+        }
+        all_types |= self.types | (types or {})
+        made |= {name: None for name in self.optional if name not in all_types}
+        any_value = tuple(name for name in all_types if name not in self.aligned)
+        warps = config.num_warps
+        return compile_for(target, self.kernel, all_types, made, any_value=any_value, num_warps=warps)
+
+    def usable_on(
+        self, target: Any, rows: int, n: int = 8192, *, by_rows: bool = True
+    ) -> list[triton.Config]:
+        """Return the candidates of a call with so many rows of each rank."""
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(pruning, "shared_memory_bytes", lambda: SHARED_BYTES[target])
+            args = {"M": 4 * rows, "N": n, "K": 8192, "TRANS_B": by_rows}
+            return prune_chunks(self.candidates, args, WORLD=4, TENSOR_MEMORY=target is BLACKWELL)
+
+    @functools.cache  # noqa: B019 - there are two
+    def compiled_for(self, target: Any) -> list[tuple[triton.Config, Any]]:
+        """Return candidates of a large call with what they compile to."""
+        configs = compiled_on(target, self.usable_on(target, 2048), "num_warps")
+        jobs = [lambda config=config: self.compile(config, target) for config in configs]
+        return list(zip(configs, in_parallel(jobs), strict=True))
+
+    def check_fits(
+        self, config: triton.Config, compiled: Any, target: Any, *, is_estimated: bool = True
+    ) -> None:
+        shares = target is HOPPER and config.kwargs["VARIANT"] == "cooperative" and config.num_warps == 4
+        used = check_fits(compiled, target, config, spilled=self.spilled_bytes if shares else 0)
+        estimate = shared_bytes(config.kwargs, 2, tensor_memory=target is BLACKWELL)
+        assert not is_estimated or 0 <= estimate - used["shared_bytes"] <= 1024, config
+        assert compiled.metadata.global_scratch_size == 0, config  # descriptors come from the host
+
+
+GATHER = SpecializedKernel(
+    specialized_all_gather_gemm,
+    gathering.CANDIDATES,
+    blocks_of,
+    {
+        **{"flags_ptr": "*i32", "errors_ptr": "*i64"},
+        **dict.fromkeys(OF_A_CALL, "i32"),
+    },
+    (*SCALED, "bias_ptr"),
+    {"ACTIVATION": NO_ACTIVATION},
+)
+SCATTER = SpecializedKernel(
+    specialized_gemm_reduce_scatter,
+    scattering.CANDIDATES,
+    scattering.blocks_of_all,
+    {
+        **{"staged_ptr": "*bf16", "flags_ptr": "*i32", "counts_ptr": "*i32", "errors_ptr": "*i64"},
+        **dict.fromkeys((*OF_A_CALL, "first", "chunks"), "i32"),
+    },
+    ("addend_ptr",),
+    aligned=("staged_ptr", "addend_ptr", "counts_ptr", "N"),
+    spilled_bytes=16 if HAS_INLINE_PTX else 8,  # numbers that are needed once a tile
+)
+EACH = pytest.mark.parametrize("kernel", [GATHER, SCATTER], ids=["gather", "scatter"])
+
+
+def candidate(
+    kernel: SpecializedKernel, variant: str, blocks: tuple[int, int, int], warps: int
+) -> triton.Config:
+    """Return the first candidate like that."""
+
+    def values(config: triton.Config) -> tuple[Any, ...]:
+        kwargs = config.kwargs
+        return kwargs["VARIANT"], kwargs["BLOCK_M"], kwargs["BLOCK_N"], kwargs["BLOCK_K"], config.num_warps
+
+    return next(config for config in kernel.candidates if values(config) == (variant, *blocks, warps))
+
 
 LARGE = candidate(GATHER, "cooperative", (128, 256, 64), 8)
 BLACKWELL_S = candidate(GATHER, "cooperative", (128, 256, 64), 4)
@@ -80,3 +201,173 @@ def test_a_weight_by_columns_leaves_out_what_cannot_read_it():
 @EACH
 def test_two_candidates_are_never_the_same(kernel):
     assert len({str(config) for config in kernel.candidates}) == len(kernel.candidates)
+
+
+# ---- AllGatherGemm
+
+
+def load_partition(ttgir: str) -> str:
+    """Return the text of the partition that loads."""
+    partitions = re.split(r"^\s*(?:default|partition\d+\()", ttgir, flags=re.MULTILINE)
+    (found,) = [text for text in partitions if "async_tma_copy_global_to_local" in text]
+    return found
+
+
+def loads_of_a_step(kwargs: dict[str, Any]) -> int:
+    """Return how many there are: of A and of B, and for tiles of any width of each box in each slot."""
+    of_b = [columns for columns in (kwargs["BLOCK_N"], kwargs["EXTRA_N"]) if columns]
+    if kwargs["JOINED"]:
+        return 1 + kwargs["NUM_BUFFERS"] * sum(columns // box_of(columns) for columns in of_b)
+    return 1 + len(of_b)
+
+
+@TARGETS
+def test_the_load_warp_polls_and_fences_in_the_loop_over_tiles_before_it_loads(target):
+    for config, compiled in GATHER.compiled_for(target):
+        partition = load_partition(compiled.asm["ttgir"])
+        before, tiles = partition.split("scf.while", 1)
+        assert [name for _, name in events(before) if name != "loop"] == [], config
+        names = [name for _, name in events(tiles) if name != "loop"]
+        assert names[:3] == ["poll", "poll", "fence"], config
+        loads = loads_of_a_step(config.kwargs)
+        first = names.index("load")
+        assert names.count("load") == loads, config
+        assert names[first : first + loads] == ["load"] * loads, config
+        assert "fence" not in names[first:], config  # behind the loads: it parts from the peers
+
+
+@TARGETS
+def test_nobody_else_polls(target):
+    for config, compiled in GATHER.compiled_for(target):
+        ttgir = compiled.asm["ttgir"]
+        assert ttgir.count("atomic_rmw") == load_partition(ttgir).count("atomic_rmw") > 0, config
+
+
+@TARGETS
+def test_a_poll_is_a_load_and_the_machine_code_has_its_fence(target):
+    for config, compiled in GATHER.compiled_for(target):
+        ptx, sass = compiled.asm["ptx"], compiled.asm["sass"]
+        assert "ld.global.sys.acquire" in ptx, config
+        assert "vote.sync.any" in ptx, config  # on the time, in the load warp; the others never come
+        assert "barrier.cta.red" not in ptx, config
+        assert not re.search(r"atom\.\S*add", ptx), config
+        assert "fence.proxy.async.global" in ptx, config
+        assert sass.index("LDG.E.STRONG.SYS") < sass.index("FENCE.VIEW.ASYNC.G") < sass.index("UTMALDG"), (
+            config
+        )
+
+
+@TARGETS
+def test_the_load_warp_lives_on_the_registers_that_it_keeps(target):
+    for config, compiled in GATHER.compiled_for(target):
+        parts = re.split(r"USETMAXREG", compiled.asm["sass"])
+        (loading,) = [part for part in parts if "UTMALDG" in part]
+        assert max(map(int, re.findall(r"\bR(\d+)\b", loading))) < LOADER_REGISTERS.value, config
+
+
+# ---- GemmReduceScatter
+
+
+@TARGETS
+def test_stores_are_complete_before_a_barrier_and_the_arrival_that_tells_of_them(target):
+    """All threads wait, not only one: of a piece of two boxes two threads start the copies."""
+    order = re.compile(
+        r"cp\.async\.bulk\.wait_group 0;(?P<between>.*?)mbarrier\.arrive\.shared::cta\.b64", re.DOTALL
+    )
+    for config, compiled in SCATTER.compiled_for(target):
+        found = order.findall(compiled.asm["ptx"])
+        storers = 2 if config.kwargs["VARIANT"] == "pingpong" and target is HOPPER else 1
+        assert len(found) == 2 * storers, config  # at each tile, and at the end
+        for between in found:
+            assert re.search(r"bar(rier)?\.(cta\.)?sync", between), config
+            assert "cp.async.bulk.tensor" not in between, config
+            assert "wait_group" not in between, config
+
+
+def partition_that_polls(sass: str) -> str:
+    parts = re.split(r"USETMAXREG|BRX", sass)
+    return "".join(part for part in parts if "LDG.E.STRONG.SYS" in part)
+
+
+@TARGETS
+def test_one_warp_counts_and_waits_for_peers_and_nobody_else_does(target):
+    for config, compiled in SCATTER.compiled_for(target):
+        ptx = compiled.asm["ptx"]
+        assert "ld.global.sys.acquire" in ptx, config
+        assert "vote.sync.any" in ptx, config  # on the time, in one warp
+        assert "barrier.cta.red" not in ptx, config
+        counted = re.findall(r"atom\.global\.gpu\.acq_rel\.add", ptx)
+        assert len(counted) == 2, config  # tiles; who claims no more
+        polls = partition_that_polls(compiled.asm["sass"])
+        assert "ATOMG.E.EXCH.STRONG.SYS" in polls, config  # DONE
+        assert not re.search(r"UTMASTG|UTMALDG|HGMMA|UTCHMMA", polls), config
+        assert max(map(int, re.findall(r"\bR(\d+)\b", polls))) < LOADER_REGISTERS.value, config
+
+
+def test_what_the_peers_have_sent_is_loaded_two_elements_at_a_time():
+    """A thread has two neighbours of a row; so the compiler must know that pairs begin at 4 bytes."""
+    (_config, compiled), *_ = SCATTER.compiled_for(HOPPER)
+    loads = re.findall(r"ld\.global\.(\w+) ", compiled.asm["ptx"])
+    assert loads.count("b32") > 8
+    assert "b16" not in loads
+
+
+# ---- what they take
+
+WORLD, ROWS, CAPACITY, N, K = 2, 192, 256, 512, 128
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def tensors_of_gather(n: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return zeros(WORLD, CAPACITY, K), zeros(n, K), zeros(WORLD * ROWS, n)
+
+
+def as_it_is(gather, weight, out):
+    return gather, weight, out
+
+
+TAKEN_BY_GATHER = {  # capability, rows, what is changed of the tensors, whether it can run
+    "no GPU": (0, ROWS, as_it_is, False),
+    "Hopper": (9, ROWS, as_it_is, True),
+    "the lowest tile": (9, 64, as_it_is, True),
+    "below a tile": (9, 63, as_it_is, False),
+    "below one of Blackwell": (10, 127, as_it_is, False),
+    "rows of out, no multiple of 16 bytes apart": (9, ROWS, lambda *_: tensors_of_gather(N + 4), False),
+    "out at an odd address": (
+        *(9, ROWS, lambda a, b, out: (a, b, zeros(out.numel() + 1)[1:].view_as(out)), False),
+    ),
+    "an expanded weight": (9, ROWS, lambda a, b, out: (a, b[:1].expand(N, K), out), False),
+    "one column": (9, ROWS, lambda a, b, out: (a, b[:1], out[:, :1]), False),
+}
+
+
+@pytest.mark.parametrize(
+    ("major", "rows", "change", "expected"), TAKEN_BY_GATHER.values(), ids=TAKEN_BY_GATHER
+)
+def test_a_gather_takes_calls_on_its_devices_whose_rows_tma_can_address(
+    major, rows, change, expected, monkeypatch
+):
+    if major:
+        monkeypatch.setattr(gathering, "capability", lambda device: major)
+    assert gathering.can_run(*change(*tensors_of_gather()), rows) is expected
+
+
+@pytest.mark.parametrize(
+    ("major", "rows", "n", "shift", "expected"),
+    [
+        *((9, 64, 512, 0, True), (10, 64, 512, 0, False), (10, 128, 512, 0, True), (8, 64, 512, 0, False)),
+        *((9, 63, 512, 0, False), (9, 64, 516, 0, False), (9, 64, 512, 1, False)),
+    ],
+)
+def test_a_scatter_takes_calls_on_its_devices_whose_rows_tma_can_address(
+    major, rows, n, shift, expected, monkeypatch
+):
+    monkeypatch.setattr(scattering, "capability", lambda device: major)
+    addend = zeros(2 * rows * n + shift)[shift:].view(2 * rows, n)
+    sums = zeros(1, rows, n)
+    held = ScatterMemory(sums, sums, *(zeros(4, dtype=torch.int32) for _ in range(3)))
+    operands = ScatterOperands(zeros(2 * rows, K), zeros(n, K), zeros(rows, n), addend)
+    assert scattering.can_run(operands, held) is expected

@@ -10,11 +10,9 @@ from unittest import mock
 import gpu_cases
 import pytest
 import torch
-from ag_gemm_runs import OF_SPECIALIZED_KERNEL
-from ag_moe_runs import GATHERING
+from dense_runs import OF_SPECIALIZED_KERNEL, SCATTERING_SUMS
 from every_operation import EVERY, OF_ONE_WAY
-from gemm_rs_runs import SCATTERING_SUMS
-from moe_rs_runs import SCATTERING, captured_layer, routed_layers, same_call_twice, sorted_rows
+from expert_runs import GATHERING, SCATTERING, captured_layer, routed_layers, same_call_twice, sorted_rows
 from operation_runs import GPU_BACKENDS, assert_cases, message_of, values
 from operations import (
     HALF,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from ag_gemm_runs import call_and_compare
+from dense_runs import call_and_compare
 from gpu_cases import make_scale, scaled
 from kernels_for_tests import is_outside
 from operation_runs import GPU_BACKENDS, results, values

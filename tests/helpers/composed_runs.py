@@ -9,14 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ag_gemm_runs
+import dense_runs
 import torch
 import torch.distributed as dist
-from ag_gemm_runs import GatheringRows
-from ag_moe_runs import GATHERING
-from gemm_ar_runs import REDUCING, Reducing
-from gemm_rs_runs import SCATTERING_SUMS
-from moe_rs_runs import SCATTERING
+from dense_runs import REDUCING, SCATTERING_SUMS, GatheringRows, Reducing
+from expert_runs import GATHERING, SCATTERING
 from operation_runs import device
 from operations import HALF, DenseRuns, Given, Runs, factors
 from torch import Tensor
@@ -154,7 +151,7 @@ class ProductOfTorch(DenseRuns):
         return torch.mm(operands[0], operands[1].T, out=out)
 
     def error_ratio(self, out, *operands, group=None):
-        return ag_gemm_runs.error_ratio(out, *operands)
+        return dense_runs.error_ratio(out, *operands)
 
 
 class SumOfTorch(ProductOfTorch):
@@ -172,7 +169,7 @@ class SumOfTorch(ProductOfTorch):
 
     def error_ratio(self, out, *operands, group=None):
         (a,), world = operands, dist.get_world_size()
-        wanted = ag_gemm_runs.gathered_by_torch(a).float().view(world, *a.shape).sum(0)
+        wanted = dense_runs.gathered_by_torch(a).float().view(world, *a.shape).sum(0)
         return float((out.float() - wanted).abs().max()) / (world * 2**-8)
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ag_gemm_runs import GATHERING_ROWS
-from ag_moe_runs import GATHERING
-from gemm_ar_runs import REDUCING
-from gemm_rs_runs import SCATTERING_SUMS
-from moe_rs_runs import SCATTERING
+from dense_runs import GATHERING_ROWS, REDUCING, SCATTERING_SUMS
+from expert_runs import GATHERING, SCATTERING
 
 DENSE = {
     "AllGatherGemm": GATHERING_ROWS,

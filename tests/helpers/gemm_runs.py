@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from ag_gemm_runs import error_ratio as relative_error_ratio
+from dense_runs import error_ratio as relative_error_ratio
 from epilogue_runs import error_ratio
 from operation_runs import DEVICE
 

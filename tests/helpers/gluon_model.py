@@ -9,7 +9,7 @@ early or as much out of turn as it may be:
     TMA store        reads its buffer at some time before the `store_wait` that asks for it, and writes to
                      memory at some later time, before the `cp.async.bulk.wait_group` that asks for that
     wgmma            reads its operands at some time before the `warpgroup_mma_wait` that asks for it
-    PTX of wgmma     the same; see `gluon_ptx`
+    PTX of wgmma     the same; see `inline_asm`
     tcgen05          the same, in order; `commit` arrives behind what was started before
     mbarrier         phases with pending arrivals and bytes; one arrival too many is an error
 
@@ -38,6 +38,7 @@ from typing import Any
 import gluon_instructions as instructions
 import numpy as np
 import pytest
+from gluon_instructions import inline_asm
 from gluon_machine import Deadlock, Machine, machine, now
 from gluon_memory import (
     BarrierLayout,
@@ -48,7 +49,6 @@ from gluon_memory import (
     TensorMemory,
     where,
 )
-from gluon_ptx import inline_asm
 
 __all__ = ["Deadlock", "Descriptor", "Pointer", "launch", "load_kernel_module"]
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from operation_runs import on_ranks
 from rank_programs import wait_for
 
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.symm.base import SymmetricTensor
 from dist_autotune.kernels.symm.cuda import CudaMemory, CudaStream
 from dist_autotune.kernels.symm.ranks import SharingRanks
-from ranks import assert_all_ok, run_ranks
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 LATE_S = 0.003  # a kernel of these sizes takes a hundredth of that
@@ -79,7 +79,5 @@ def opened(
     return kind(*args, dtype, timeout_s=PATIENCE_S, collective=False, **options)
 
 
-def on_one_gpu(fn: Callable[..., Any], *args: Any) -> Any:
-    """Return what `fn(0, *args)` returns in a process of its own, which ends what may hang."""
-    (value,) = assert_all_ok(run_ranks(fn, 1, *args, init="none", timeout_s=100.0))
-    return value
+# Makes a test of a function of a rank, in a process of its own, which ends what may hang.
+on_one_gpu = on_ranks(1, init="none", timeout_s=100.0)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 import math
 import os
 import random
+import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -18,7 +20,7 @@ import torch.distributed as dist
 from rank_programs import wait_for
 
 from dist_autotune.kernels.exchange.operation import Operation
-from ranks import Result, assert_all_ok, run_ranks
+from ranks import Init, Result, assert_all_ok, assert_killed, run_ranks
 
 Cases = dict[str, Callable[[], Any]]
 ON_GPUS = os.environ.get("DIST_AUTOTUNE_TEST_GPU") == "1"
@@ -28,24 +30,53 @@ TWO = [2, pytest.param(2, marks=pytest.mark.gpu(devices=2), id="2 GPUs")]
 GPU_BACKENDS = ["torch", "nvshmem"] if importlib.util.find_spec("nvshmem") or not ON_GPUS else ["torch"]
 
 
-def results(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Result]:
+def results(
+    fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0, init: Init = "file"
+) -> list[Result]:
     """Return how fn(rank, *args) ended on each of `world` ranks."""
-    return run_ranks(
-        fn, world, *args, timeout_s=timeout_s, backend="cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
-    )
+    backend = "cpu:gloo,cuda:nccl" if ON_GPUS else "gloo"
+    return run_ranks(fn, world, *args, timeout_s=timeout_s, backend=backend, init=init)
 
 
-def values(fn: Callable[..., Any], world: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def values(fn: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
     """Return what fn(rank, *args) returned on each of `world` ranks, all of which must end well."""
-    return assert_all_ok(results(fn, world, *args, timeout_s=timeout_s))
+    return assert_all_ok(results(fn, world, *args, **options))
 
 
-def assert_right(errors_of_ranks: list[list[float]]) -> None:
-    """Fail unless the arithmetic explains all errors of all ranks; see `error_ratio` of each operation."""
-    __tracebackhide__ = True
-    for rank, errors in enumerate(errors_of_ranks):
-        assert errors, f"rank {rank} compared nothing"
-        assert max(errors) < 1, f"rank {rank}: {errors}"
+def on_ranks(
+    world: int | None = None,
+    *,
+    within: Callable[[int], Any] | None = None,
+    the_last_is_killed: bool = False,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Return a decorator: the function is a test that runs on so many ranks; `rank` is its first argument.
+
+    It asserts, or returns what is right, see `is_right`, or cases, which are run one after another. world:
+    for None, that of its argument `world`. within: rank -> the context of it. options: of `results`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        def run(rank: int, given: dict[str, Any]) -> None:
+            with contextlib.nullcontext() if within is None else within(rank):
+                found = function(rank, **given)
+                failed = run_cases(found) if isinstance(found, dict) else []
+            assert not failed, "\n".join(failed)
+            assert found is None or isinstance(found, dict) or is_right(found), f"rank {rank}: {found}"
+
+        @functools.wraps(function)
+        def test(**given: Any) -> None:
+            __tracebackhide__ = True
+            ended = results(run, world or given["world"], given, **options)
+            if the_last_is_killed:
+                assert_killed(ended.pop())
+            assert_all_ok(ended)
+
+        parameters = [*inspect.signature(function).parameters.values()][1:]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # pytest's fixtures
+        return test
+
+    return decorate
 
 
 def assert_cases(cases: Callable[..., Cases], world: int, *args: Any, timeout_s: float = 120.0) -> None:
@@ -112,15 +143,21 @@ def message_of(call) -> str:
     return "nothing was raised"
 
 
-def ends(op: Operation, call: Callable[[], Any]) -> tuple[str, bool, bool]:
-    """Return how the call ended, and whether the next one and `close` end the same way."""
+def end_of(op: Operation, call: Callable[[], Any]) -> str:
+    """Return what a call raises; fail unless the next one and `close` raise the same."""
 
     def checked() -> None:
         call()
         op.check()
 
     first = message_of(checked)
-    return first, message_of(checked) == first, message_of(op.close) == first
+    assert [message_of(checked), message_of(op.close)] == [first, first]
+    return first
+
+
+def die() -> None:
+    """End this rank as nothing but the system ends one."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def cases_of(functions: Iterable[Callable[..., Any]], *args: Any, **options: Any) -> Cases:
@@ -128,19 +165,24 @@ def cases_of(functions: Iterable[Callable[..., Any]], *args: Any, **options: Any
     return {each.__name__: functools.partial(each, *args, **options) for each in functions}
 
 
+def is_right(value: Any) -> bool:
+    """Return whether it is True, or errors, some and all below 1: those that the arithmetic explains."""
+    if isinstance(value, bool):
+        return value
+    return max(value, default=math.inf) < 1 and not math.isnan(sum(value))
+
+
 def run_cases(cases: Cases) -> list[str]:
     """Run the cases in turn, all in this one process; return what was wrong, the same on all ranks.
 
-    A case is right when it returns what is true, or errors that are all below 1. After one that raises, on
-    any rank, the ranks may be apart and the rest is not run.
+    After one that raises, on any rank, the ranks may be apart and the rest is not run.
     """
     failed: list[str] = []
     for name, case in cases.items():
         text, raised = "", False
         try:
             value = case()
-            right = value if isinstance(value, bool) else max(value) < 1 and not math.isnan(sum(value))
-            text = "" if right else f"returned {value}"
+            text = "" if is_right(value) else f"returned {value}"
         except Exception:
             text, raised = traceback.format_exc(), True
         ends: list[Any] = [None] * dist.get_world_size()

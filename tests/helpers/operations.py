@@ -26,6 +26,9 @@ from operation_runs import (
 from dist_autotune.kernels.signals import as_patience
 
 HALF = torch.float16
+PATIENCE_S = 60.0  # less than a test has
+SHORT_S = 1.5  # of waits that are to end
+ALWAYS = {"collective": True, "timeout_s": PATIENCE_S}
 Given = tuple[torch.Tensor, ...]
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ag_gemm_runs import GATHERING_ROWS
-from ag_moe_runs import GATHERING
-from gemm_ar_runs import REDUCING
-from moe_rs_runs import SCATTERING
-from operation_runs import seed_and_leave_one
+from dense_runs import GATHERING_ROWS, REDUCING
+from expert_runs import GATHERING, SCATTERING
+from operation_runs import on_ranks, seed_and_leave_one
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -31,6 +30,11 @@ def workspaces(rank: int, candidate: int | None = None) -> Iterator[int]:
         seed_and_leave_one(rank, runs.kernel, runs.candidates, candidate)
     yield dist.get_world_size()
     tp.release()
+
+
+def in_workspaces(world: int | None = None, candidate: int | None = None) -> Any:
+    """Return a decorator: the function is a test that runs on each of so many ranks, see `on_ranks`."""
+    return on_ranks(world, within=lambda rank: workspaces(rank, candidate))
 
 
 def tensor_of(rank: int, *shape: int, seed: int = 0, grad: bool = True) -> Tensor:

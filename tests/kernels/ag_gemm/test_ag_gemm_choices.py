@@ -6,15 +6,13 @@ What it promises as other operations do is in `exchange/test_every_operation.py`
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from ag_gemm_runs import (
+from dense_runs import (
     begin,
     call_and_compare,
     call_as_captured,
@@ -27,15 +25,14 @@ from ag_gemm_runs import (
 )
 from operation_runs import (
     GPU_BACKENDS,
-    assert_cases,
-    assert_right,
     cases_of,
     delay_copies,
     device,
+    die,
+    end_of,
     hold_launch,
-    message_of,
-    results,
-    values,
+    on_ranks,
+    tuned_in_context,
 )
 from operations import HALF, factors
 from rank_programs import wait_for
@@ -44,7 +41,6 @@ from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.exchange.flags import ARRIVED
 from dist_autotune.kernels.exchange.push import BLOCK_ROWS, piece_counts, piece_ends
 from dist_autotune.kernels.signals import as_patience
-from ranks import assert_all_ok, assert_killed
 
 PATIENCE_S = 60.0  # less than a test has
 
@@ -122,7 +118,9 @@ def pushed_in_the_order_of_use(rank):
         return written == [op._gather.peers[rank - step][rank].data_ptr() for step in (1, 2)]
 
 
-def pieces(rank, world):
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_ranks_may_copy_in_different_numbers_of_pieces_late_and_tiles_wait_for_their_own(rank, world):
     if world == 3:
         cases = {"numbers that differ": lambda: in_pieces(rank, (2, 1, 3))}
         return cases | cases_of((pushed_in_the_order_of_use,), rank)
@@ -131,12 +129,9 @@ def pieces(rank, world):
     return cases | cases_of((first_tiles_first,), rank)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_may_copy_in_different_numbers_of_pieces_late_and_tiles_wait_for_their_own(world):
-    assert_cases(pieces, world, world)
-
-
-def die_in_the_middle(rank, consumer):
+@pytest.mark.parametrize("consumer", ["plain", "matmul"])
+@on_ranks(2, the_last_is_killed=True)
+def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(rank, consumer):
     """Rank 1 dies when it has copied one of two pieces, on which rank 0 stops waiting."""
     begin(rank)
     op = AllGatherGemm(32, 16, HALF)
@@ -148,7 +143,7 @@ def die_in_the_middle(rank, consumer):
         def die_at_the_second(dst, src, stream):
             copies.append(dst)
             if len(copies) == 2:
-                stream.enqueue(lambda: os.kill(os.getpid(), signal.SIGKILL))
+                stream.enqueue(die)
             copy(dst, src, stream)
 
         op._memory.copy = die_at_the_second
@@ -157,19 +152,9 @@ def die_in_the_middle(rank, consumer):
         op._patience_ticks = as_patience(0.5)
         hold_launch(op, lambda: int(arrived[1]) >= 16)
     a_shard, weight = factors(32, 16, 16, HALF)
-    message = message_of(lambda: op(a_shard, weight))
-    return message, message_of(lambda: op(a_shard, weight)) == message, message_of(op.close) == message
-
-
-@pytest.mark.parametrize("consumer", ["plain", "matmul"])
-def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(consumer):
-    survivor, dead = results(die_in_the_middle, 2, consumer)
-    assert_killed(dead)
-    ((message, again, at_close),) = assert_all_ok([survivor])
+    message = end_of(op, lambda: op(a_shard, weight))
     assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1")
     assert "did not push chunk 1" in message
-    assert again
-    assert at_close
 
 
 # ---- everything at once
@@ -196,39 +181,28 @@ def anything(rank, seed, calls=10, backend="auto"):
 
 
 @pytest.mark.parametrize(("world", "seed"), [(1, 0), (2, 1), (3, 2)])
-def test_ranks_may_choose_differently_in_each_call(world, seed):
-    assert_right(values(anything, world, seed))
+@on_ranks()
+def test_ranks_may_choose_differently_in_each_call(rank, world, seed):
+    return anything(rank, seed)
 
 
 # ---- what the caller fixes
 
 
-def fixed(rank):
+@on_ranks(2)
+def test_what_is_fixed_is_not_tuned_and_ranks_may_fix_differently(rank):
     """Fix other choices on each rank, in a tuned function: there is nothing left to tune but the kernel."""
-    from dist_autotune import contextual_autotune
-
     begin(rank)
     chosen = ({"consumer": "matmul", "pieces": 3, "programs": 5}, {"consumer": "plain", "programs": 1})[rank]
     with AllGatherGemm(64, 16, HALF, timeout_s=PATIENCE_S, **chosen) as op:
-        errors = []
-
-        @contextual_autotune(is_dist=True, cache=False, log_dir=None)
-        def step():
-            errors.append(call_and_compare(op, 64, 24))
-
+        step, errors = tuned_in_context(lambda: call_and_compare(op, 64, 24))
         step()
         weight = factors(64, 24, 16, HALF)[1]
         choice = op._choose(operands_of(op, weight, weight.new_empty(128, 24), 64))
         found = {context.kernel for context in step.report.contexts if context.kernel.startswith("ag_gemm ")}
-    return errors, found, (choice.consumer, choice.pieces, choice.programs)
-
-
-def test_what_is_fixed_is_not_tuned_and_ranks_may_fix_differently():
-    (errors, found, choice), (other_errors, other_found, other_choice) = values(fixed, 2)
-    assert max(errors + other_errors) < 1
-    assert (found, choice) == (set(), ("matmul", 3, 5))
-    assert other_found == {"ag_gemm pieces"}
-    assert (other_choice[0], other_choice[2]) == ("plain", 1)
+    assert found == (set(), {"ag_gemm pieces"})[rank]
+    assert chosen.items() <= choice._asdict().items()
+    return errors
 
 
 def test_a_consumer_that_cannot_run_here_says_what_it_needs():
@@ -250,8 +224,9 @@ def by_columns_of_torchs_product(rank):
         poison(op)
         for m, n in ((37, 40), (20, 21), (37, 1)):
             a_shard, weight = factors(m, n, 24, HALF)
-            across = weight.T.contiguous().T
-            errors.append(error_ratio(op(a_shard, across), gathered_by_torch(a_shard), weight))
+            errors.append(
+                error_ratio(op(a_shard, weight.T.contiguous().T), gathered_by_torch(a_shard), weight)
+            )
     return errors
 
 
@@ -262,53 +237,37 @@ def copies_of_a_shard_in_place(rank):
         versions = [op.shard._version]  # counts the writes to the gather buffer
         for m in (16, 3):
             a_shard, weight = factors(m, 8, 32, HALF)
-            op(op.shard[:m], weight)
-            versions.append(op.shard._version)
-            op(a_shard, weight)
-            versions.append(op.shard._version)
-        writes = [after - before for before, after in itertools.pairwise(versions)]
-        more = [copied - of_itself for of_itself, copied in zip(writes[::2], writes[1::2], strict=True)]
-        return more == [1, 1]
+            for given in (op.shard[:m], a_shard):
+                op(given, weight)
+                versions.append(op.shard._version)
+        of_itself, copied, *of_fewer = (after - before for before, after in itertools.pairwise(versions))
+        return copied - of_itself == of_fewer[1] - of_fewer[0] == 1
 
 
 def last_gathered(rank):
     begin(rank)
-    right = []
     with AllGatherGemm(16, 16, HALF) as op:
-        for call, m in (
-            (call_as_captured, 16),
-            (AllGatherGemm.__call__, 9),
-            (call_as_captured, 5),
-            (call_as_captured, 16),
-        ):
+        for m in (16, 9, 5, 16):
+            call = AllGatherGemm.__call__ if m == 9 else call_as_captured
             a_shard, weight = factors(m, 8, 16, HALF)
             call(op, a_shard, weight)
-            right.append(torch.equal(op.gathered, gathered_by_torch(a_shard)))
-    return all(right)
+            assert torch.equal(op.gathered, gathered_by_torch(a_shard))
+    return True
 
 
-OWN = (by_columns_of_torchs_product, copies_of_a_shard_in_place, last_gathered)
-
-
-def own_cases(rank):
-    return cases_of(OWN, rank)
-
-
-def test_weights_by_columns_shards_in_place_and_what_was_gathered_last_are_right():
-    assert_cases(own_cases, 2)
+@on_ranks(2)
+def test_weights_by_columns_shards_in_place_and_what_was_gathered_last_are_right(rank):
+    return cases_of((by_columns_of_torchs_product, copies_of_a_shard_in_place, last_gathered), rank)
 
 
 # ---- on GPUs
 
 
-def cases_on_gpus(rank, backend):
+@pytest.mark.gpu(devices=2, seconds=40)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@on_ranks(2, timeout_s=300)
+def test_all_of_the_above_is_so_on_gpus(rank, backend):
     cases = {
         f"anything, seed {seed}": lambda seed=seed: anything(rank, seed, 40, backend) for seed in range(4)
     }
     return cases | {"pieces": lambda: in_pieces(rank, (4, 2))}
-
-
-@pytest.mark.gpu(devices=2, seconds=40)
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_all_of_the_above_is_so_on_gpus(backend):
-    assert_cases(cases_on_gpus, 2, backend, timeout_s=300)

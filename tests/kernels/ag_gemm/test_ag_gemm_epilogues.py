@@ -10,8 +10,7 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
-from ag_gemm_runs import (
+from dense_runs import (
     LANES,
     WAYS,
     WAYS_ON_GPUS,
@@ -23,7 +22,7 @@ from ag_gemm_runs import (
     poison,
 )
 from epilogue_runs import error_ratio, quantized
-from operation_runs import GPU_BACKENDS, assert_cases, device, left_as_before
+from operation_runs import GPU_BACKENDS, device, left_as_before, on_ranks
 from operations import factors
 
 from dist_autotune import contextual_autotune
@@ -90,15 +89,11 @@ CALLS = {  # by the number of ranks
 }
 
 
-def every_way(rank):
-    begin(rank)
-    calls = CALLS[dist.get_world_size()]
-    return {f"{call}": lambda call=call: every_ending(rank, *call) for call in calls}
-
-
 @pytest.mark.parametrize("world", CALLS)
-def test_every_way_ends_with_each_rank_s_own_epilogue_and_scales(world):
-    assert_cases(every_way, world)
+@on_ranks()
+def test_every_way_ends_with_each_rank_s_own_epilogue_and_scales(rank, world):
+    begin(rank)
+    return {f"{call}": lambda call=call: every_ending(rank, *call) for call in CALLS[world]}
 
 
 def rounded_once(rank, way, lane):
@@ -109,15 +104,12 @@ def rounded_once(rank, way, lane):
         return bool((call_in_lane(op, large[:8], large, out, Epilogue(bias), lane) == 1).all())
 
 
-def rounded(rank):
+@on_ranks(2)
+def test_the_sums_are_rounded_once_behind_the_epilogue(rank):
+    """65536 alone is no float16."""
     begin(rank)
     ways = itertools.product(WAYS, LANES)
     return {f"{way}, {lane}": lambda way=way, lane=lane: rounded_once(rank, way, lane) for way, lane in ways}
-
-
-def test_the_sums_are_rounded_once_behind_the_epilogue():
-    """65536 alone is no float16."""
-    assert_cases(rounded, 2)
 
 
 def without_scales(rank, way):
@@ -133,13 +125,10 @@ def without_scales(rank, way):
     return errors
 
 
-def without_scales_each_way(rank):
+@on_ranks(2)
+def test_rows_of_a_rank_that_passes_no_scales_count_as_they_are(rank):
     begin(rank)
     return {way: lambda way=way: without_scales(rank, way) for way in WAYS}
-
-
-def test_rows_of_a_rank_that_passes_no_scales_count_as_they_are():
-    assert_cases(without_scales_each_way, 2)
 
 
 # ---- one rank, in this process
@@ -222,7 +211,10 @@ def eager_and_replayed(rank, way, backend, bias_dtype, activation):
     return errors
 
 
-def cases_on_gpus(rank, backend):
+@pytest.mark.gpu(devices=2, seconds=50)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@on_ranks(2, timeout_s=300)
+def test_every_way_ends_with_its_epilogue_on_gpus_eager_and_replayed(rank, backend):
     endings = [(HALF, "gelu"), (torch.float32, None), (None, "silu"), (HALF, "swiglu")]
     cases = itertools.product(WAYS_ON_GPUS, endings)
     return {
@@ -231,14 +223,11 @@ def cases_on_gpus(rank, backend):
     }
 
 
-@pytest.mark.gpu(devices=2, seconds=50)
+@pytest.mark.gpu(devices=2, seconds=35)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_every_way_ends_with_its_epilogue_on_gpus_eager_and_replayed(backend):
-    assert_cases(cases_on_gpus, 2, backend, timeout_s=300)
-
-
-def every_way_in_fp8(rank, backend):
-    """Return what went wrong in calls of some rows, each rank with a candidate of its own."""
+@on_ranks(2, timeout_s=300)
+def test_every_way_multiplies_fp8_on_gpus(rank, backend):
+    """Call with some rows, each rank with a candidate of its own."""
     torch.manual_seed(rank)
     specialized.tuned.configs = specialized.CANDIDATES[rank : rank + 1]
     all_gather_gemm.configs = CANDIDATES[rank : rank + 1]
@@ -250,9 +239,3 @@ def every_way_in_fp8(rank, backend):
             return [compared(op, m, n, ending_of(n, *ending)) for m, ending in endings.items()]
 
     return {name: lambda way=way: errors(way) for name, way in WAYS_ON_GPUS.items()}
-
-
-@pytest.mark.gpu(devices=2, seconds=35)
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_every_way_multiplies_fp8_on_gpus(backend):
-    assert_cases(every_way_in_fp8, 2, backend, timeout_s=300)

@@ -6,13 +6,11 @@ CPU ranks have no graphs: there what captured calls enqueue is called.
 from __future__ import annotations
 
 import functools
-import os
-import signal
 
 import pytest
 import torch
-from ag_gemm_runs import begin, call_and_compare, call_as_captured, gathered_by_torch, operands_of
-from operation_runs import GPU_BACKENDS, hold_launch, message_of, results, values
+from dense_runs import begin, call_and_compare, call_as_captured, gathered_by_torch, operands_of
+from operation_runs import GPU_BACKENDS, die, hold_launch, message_of, on_ranks
 from operations import HALF, factors
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
@@ -20,24 +18,26 @@ from dist_autotune.kernels.ag_gemm.call import Product
 from dist_autotune.kernels.epilogues import ONLY_SUMS
 from dist_autotune.kernels.exchange.flags import ARRIVED
 from dist_autotune.kernels.signals import as_patience
-from ranks import assert_all_ok, assert_killed, meet
+from ranks import meet
 
 PATIENCE_S = 60.0  # less than a test has
 as_captured = functools.partial(call_and_compare, call=call_as_captured)
 
 
-def dead_peer(rank, last):
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks(the_last_is_killed=True)
+def test_a_dead_peer_is_named_and_later_replays_do_not_wait_for_it(rank, world):
     op = AllGatherGemm(8, 16, HALF)
     as_captured(op, 8, 16)
     meet()
-    if rank == last:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == world - 1:
+        die()
     op._patience_ticks = as_patience(1.0)
     # Chunks are pushed in order: a survivor's may be held up by the dead peer's slot until its own kernel has
     # given that up. Whose kernel is as impatient may give up the survivor too, and then these two would wait
     # for each other once more. So each begins when what can come has come: rank 0, rank 1, ...
     arrived = op._pusher.flags[ARRIVED.value]
-    hold_launch(op, lambda: all(arrived[peer] for peer in range(last) if peer != rank))
+    hold_launch(op, lambda: all(arrived[peer] for peer in range(world - 1) if peer != rank))
     a_shard, weight = factors(8, 16, 16, HALF)
     message = message_of(lambda: op(a_shard, weight))
     del op._launch
@@ -46,30 +46,24 @@ def dead_peer(rank, last):
     for _ in range(2):  # what graphs that are enqueued already would do
         operands = operands_of(op, weight, out, 8)
         op._run(Product(weight, out, ONLY_SUMS, operands), op._choose(operands), is_capturing=True)
-    return message, message_of(op.check) == message
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_dead_peer_is_named_and_later_replays_do_not_wait_for_it(world):
-    *survivors, dead = results(dead_peer, world, world - 1)
-    assert_killed(dead)
-    for rank, (message, again) in enumerate(assert_all_ok(survivors)):
-        assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: ")
-        assert f"did not push chunk {world - 1} in time" in message
-        assert message.count("did not push") == 1
-        assert again
+    assert message_of(op.check) == message
+    assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: ")
+    assert f"did not push chunk {world - 1} in time" in message
+    assert message.count("did not push") == 1
 
 
 # ---- graphs
 
 
-def replayed_and_eager(rank, backend):
-    """Return whether what was gathered is that of the last call or replay."""
+@pytest.mark.gpu(devices=2, seconds=20)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@on_ranks(2, timeout_s=200)
+def test_what_was_gathered_is_of_the_last_call_or_replay(rank, backend):
     begin(rank)
     with AllGatherGemm(136, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
         a_shard, weight = factors(130, 200, 64, HALF)
         op(a_shard, weight)  # loads the kernel
-        graph, right = torch.cuda.CUDAGraph(), []
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             op(a_shard, weight)
         for replayed in (False, True, True, False, True):
@@ -78,11 +72,4 @@ def replayed_and_eager(rank, backend):
                 graph.replay()
             else:
                 op(a_shard, weight)
-            right.append(torch.equal(op.gathered, gathered_by_torch(a_shard)))
-        return right
-
-
-@pytest.mark.gpu(devices=2, seconds=20)
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_what_was_gathered_is_of_the_last_call_or_replay(backend):
-    assert values(replayed_and_eager, 2, backend, timeout_s=200) == [[True] * 5] * 2
+            assert torch.equal(op.gathered, gathered_by_torch(a_shard))

@@ -141,12 +141,7 @@ def gather_and_multiply(
         Pointer(scene.gathered_scales.reshape(-1)) if is_fp8 else None,
         Pointer(column_scales) if is_fp8 else None,
         None if bias is None else Pointer(bias),
-        scene.world * scene.m,
-        scene.n,
-        scene.k,
-        scene.capacity,
-        scene.rank,
-        scene.patience_ticks,
+        *(scene.world * scene.m, scene.n, scene.k, scene.capacity, scene.rank, scene.patience_ticks),
         scene.m,  # its class
         seed=scene.seed,
         beside=scene.arrivals(),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ag_gemm_runs import error_ratio
+from dense_runs import error_ratio
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 

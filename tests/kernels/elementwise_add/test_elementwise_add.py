@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
-from operation_runs import DEVICE
+from operation_runs import DEVICE, message_of
 
 from dist_autotune.kernels.elementwise_add import VARIANTS, elementwise_add
 
@@ -34,37 +35,22 @@ def test_an_empty_sum_and_a_new_result():
     assert torch.equal(elementwise_add(torch.ones(3), torch.ones(3)), torch.full((3,), 2.0))
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "text"),
-    [
-        pytest.param(
-            lambda x: elementwise_add(x, x[:2]),
-            ValueError,
-            r"b has shape \(2, 4\), a has \(4, 4\)",
-            id="shape",
-        ),
-        pytest.param(
-            lambda x: elementwise_add(x, x.half()), TypeError, "b is torch.float16, a is", id="types"
-        ),
-        pytest.param(lambda x: elementwise_add(x, 1), TypeError, "b is a int; a tensor", id="no tensor"),
-        pytest.param(lambda x: elementwise_add(x.int(), x.int()), TypeError, "a is torch.int32", id="type"),
-        pytest.param(lambda x: elementwise_add(x.T, x), ValueError, r"a has strides \(1, 4\)", id="strides"),
-        pytest.param(
-            lambda x: elementwise_add(x[2], x[0], x.flatten()[1:5]),
-            ValueError,
-            "out overlaps b",
-            id="overlap",
-        ),
-        pytest.param(lambda x: elementwise_add(x, x + 1, x), ValueError, "out overlaps a", id="in place"),
-        pytest.param(lambda x: elementwise_add(x, x.to("meta")), ValueError, "b is on meta", id="device"),
-        pytest.param(
-            lambda x: elementwise_add(x, x, variant="fast"), ValueError, "no variant 'fast'", id="variant"
-        ),
-    ],
-)
-def test_a_wrong_call_is_told_with_its_values(call, kind, text):
-    with pytest.raises(kind, match=text):
-        call(torch.arange(16.0, device=DEVICE).view(4, 4))
+WRONG = {  # what is told, and of which call
+    r"ValueError: b has shape \(2, 4\), a has \(4, 4\)": lambda x: elementwise_add(x, x[:2]),
+    "TypeError: b is torch.float16, a is": lambda x: elementwise_add(x, x.half()),
+    "TypeError: b is a int; a tensor": lambda x: elementwise_add(x, 1),
+    "TypeError: a is torch.int32": lambda x: elementwise_add(x.int(), x.int()),
+    r"ValueError: a has strides \(1, 4\)": lambda x: elementwise_add(x.T, x),
+    "ValueError: out overlaps b": lambda x: elementwise_add(x[2], x[0], x.flatten()[1:5]),
+    "ValueError: out overlaps a": lambda x: elementwise_add(x, x + 1, x),
+    "ValueError: b is on meta": lambda x: elementwise_add(x, x.to("meta")),
+    "ValueError: .*no variant 'fast'": lambda x: elementwise_add(x, x, variant="fast"),
+}
+
+
+@pytest.mark.parametrize("told", WRONG)
+def test_a_wrong_call_is_told_with_its_values(told):
+    assert re.match(told, message_of(lambda: WRONG[told](torch.arange(16.0, device=DEVICE).view(4, 4))))
 
 
 # ---- on a GPU

@@ -7,21 +7,23 @@ import time
 
 import pytest
 import torch.distributed as dist
-from collective_runs import PATIENCE_S, SHORT_S
-from operation_runs import message_of, values
+from operation_runs import message_of, on_ranks
+from operations import PATIENCE_S, SHORT_S
 
 from dist_autotune.kernels.exchange.ballots import NUMBERS, RING, Ballots
 from ranks import meet
 
 
-def in_step(rank, first, calls):
-    """Ask at random, and late at random; return the calls decided wrongly."""
+@pytest.mark.parametrize(("world", "first"), [(2, 0), (3, NUMBERS - RING)])
+@on_ranks()
+def test_all_ranks_decide_alike_around_the_ring_and_where_numbers_begin_anew(rank, world, first):
+    """Ask at random, and late at random."""
     box, order, late = Ballots("test", None, PATIENCE_S), random.Random(first), random.Random(rank)
     box._call, box._rings[rank][first % RING] = first, first << 32
     dist.barrier()
     wrong = []
-    for call in range(calls):
-        asked = [order.choice((0, 8, 8)) for _ in range(dist.get_world_size())]
+    for call in range(3 * RING):
+        asked = [order.choice((0, 8, 8)) for _ in range(world)]
         if order.random() < 0.7:
             asked = [8 * (asked[0] > 0)] * len(asked)
         if late.random() < 0.01:
@@ -30,67 +32,48 @@ def in_step(rank, first, calls):
         if box.agree(8, int(asked[rank] > 0), 8) != (set(asked) == {8} or (standing and 8 in asked)):
             wrong.append(call)
     box.check()
-    return wrong
+    assert wrong == []
 
 
-@pytest.mark.parametrize(("world", "first"), [(2, 0), (3, NUMBERS - RING)])
-def test_all_ranks_decide_alike_around_the_ring_and_where_numbers_begin_anew(world, first):
-    assert values(in_step, world, first, 3 * RING) == [[]] * world
-
-
-def far_ahead(rank):
+@on_ranks(2)
+def test_a_rank_that_asks_for_nothing_is_less_than_a_ring_ahead(rank):
     """Let rank 0, which asks for nothing, run as far ahead as it can while rank 1 stands still."""
     box = Ballots("test", None, SHORT_S)
     if rank == 1:
         meet()
-        return [box.agree(8, 1, 8) for _ in range(3)]
+        assert [box.agree(8, 1, 8) for _ in range(3)] == [0] * 3
+        return
     message = message_of(lambda: [box.agree(8, 0, 8) for _ in range(10 * RING)])
     meet()
-    return box._call, message
+    assert box._call == RING
+    told = f"rank 1 did not come to eager call {RING // 2} within 1.5 s; its last is"
+    assert message.startswith(f"PeerTimeout: test, rank 0: {told}")
 
 
-def test_a_rank_that_asks_for_nothing_is_less_than_a_ring_ahead():
-    (calls, message), decided = values(far_ahead, 2)
-    assert calls == RING
-    text = (
-        f"PeerTimeout: test, rank 0: rank 1 did not come to eager call {RING // 2} within 1.5 s; its last is"
-    )
-    assert message.startswith(text)
-    assert decided == [0] * 3
-
-
-def settled(rank):
+@on_ranks(2)
+def test_a_rank_that_goes_on_as_before_waits_for_nobody(rank):
     """Agree on a way, let rank 0 go on alone with it, then give it up together."""
     box = Ballots("test", None, PATIENCE_S)
-    agreed = [box.agree("key", 1, 8), box.agree("key", 3, 8), box.agree("key", 3, 8)]
-    if rank == 0:
-        alone = [box.agree("key", 3, 8) for _ in range(RING // 2 - 10)]
-        meet()
-    else:
+    assert [box.agree("key", way, 8) for way in (1, 3, 3)] == [1, 3, 3]
+    if rank == 1:
         meet()  # rank 0 has made all its calls
-        alone = [box.agree("key", 3, 8) for _ in range(RING // 2 - 10)]
+    assert {box.agree("key", 3, 8) for _ in range(RING // 2 - 10)} == {3}
+    if rank == 0:
+        meet()
     # Who wants another way does what peers do that may have gone on; all may want another one.
-    apart = box.agree("key", 3 if rank == 0 else 0, 8)
-    together = box.agree("key", 0, 8)
+    assert box.agree("key", 3 if rank == 0 else 0, 8) == 3
+    assert box.agree("key", 0, 8) == 0
     box.check()
-    return agreed, set(alone), apart, together, box.standing("key")
+    assert box.standing("key") == 0
 
 
-def test_a_rank_that_goes_on_as_before_waits_for_nobody():
-    assert values(settled, 2) == [([1, 3, 3], {3}, 3, 0, 0)] * 2
-
-
-def other_terms(rank):
+@on_ranks(2)
+def test_other_terms_in_a_call_that_nobody_read_are_told_later(rank):
     box = Ballots("test", None, PATIENCE_S)
     for _ in range(2):
         box.agree("key", 1, 8)
     box.agree("key", 1, 8 + rank)  # unread: it stands
     messages = [message_of(box.check), message_of(lambda: box.agree("key", 1, 8))]
     meet()
-    return messages
-
-
-def test_other_terms_in_a_call_that_nobody_read_are_told_later():
-    for rank, messages in enumerate(values(other_terms, 2)):
-        text = f"ValueError: test, rank {rank}: rank {1 - rank} made eager call 3 with other rows or tokens"
-        assert [message[: len(text)] for message in messages] == [text] * 2
+    told = f"ValueError: test, rank {rank}: rank {1 - rank} made eager call 3 with other rows or tokens"
+    assert [message[: len(told)] for message in messages] == [told] * 2

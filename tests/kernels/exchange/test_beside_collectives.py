@@ -22,10 +22,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from dense_runs import SCATTERING_SUMS
 from every_operation import WITH_COLLECTIVES, each
-from gemm_rs_runs import SCATTERING_SUMS
-from moe_rs_runs import SCATTERING
-from operation_runs import GPU_BACKENDS, device, message_of, values
+from expert_runs import SCATTERING
+from operation_runs import GPU_BACKENDS, device, message_of, on_ranks
 from operations import HALF, Runs, replays_among_eager_calls
 from triton.runtime import interpreter
 
@@ -73,7 +73,9 @@ def last_program_held_until(kernel: Any, until: Callable[[], object], started: l
         yield
 
 
-def in_a_mesh(rank, runs):
+@EACH
+@on_ranks(4)
+def test_nobody_waits_for_a_program_that_a_collective_of_the_other_dimension_keeps_out(rank, runs):
     across = [dist.new_group(pair) for pair in ([0, 1], [2, 3])][rank // 2]
     beside = [dist.new_group(pair) for pair in ([0, 2], [1, 3])][rank % 2]
     op, tokens = opened(rank, runs, across), [24, 17]
@@ -89,18 +91,14 @@ def in_a_mesh(rank, runs):
         dist.all_reduce(held, group=beside)
     error = runs.error_ratio(out, *given, group=across)
     op.close()
-    return error, float(held), started
+    assert float(held) == 2
+    assert started == ([0, 1, 2] if rank in (0, 3) else [])
+    return [error]
 
 
 @EACH
-def test_nobody_waits_for_a_program_that_a_collective_of_the_other_dimension_keeps_out(runs):
-    for rank, (error, held, started) in enumerate(values(in_a_mesh, 4, runs)):
-        assert error < 1
-        assert held == 2
-        assert started == ([0, 1, 2] if rank in (0, 3) else [])
-
-
-def late_programs(rank, runs):
+@on_ranks(2)
+def test_a_program_that_starts_when_the_peer_has_ended_its_call_disturbs_no_later_call(rank, runs):
     """Let the peer's call return before the last program of this rank's launch starts, three times."""
     op, tokens = opened(rank, runs), [24, 17]
     store = dist.distributed_c10d._get_default_store()
@@ -117,23 +115,15 @@ def late_programs(rank, runs):
             store.set(f"ended {call}", "")
         errors.append(runs.error_ratio(out, *given))
     op.close()
-    return errors, started
-
-
-@EACH
-def test_a_program_that_starts_when_the_peer_has_ended_its_call_disturbs_no_later_call(runs):
-    for rank, (errors, started) in enumerate(values(late_programs, 2, runs)):
-        assert max(errors) < 1
-        assert started == ([0, 1, 2] * 3 if rank == 0 else [])
+    assert started == ([0, 1, 2] * 3 if rank == 0 else [])
+    return errors
 
 
 # ---- captured calls: what a graph enqueues has no order but that of its edges
 
 
-def calls_in_steps(rank, runs):
-    """Return errors of calls, in steps by turns, and for how many DONE a stream waited in each."""
-    op, world = opened(rank, runs), dist.get_world_size()
-    done = {flag.data_ptr() for peer, flag in enumerate(op._flags.local[DONE.value]) if peer != rank}
+def note_waits(op):
+    """Return a list of the words that streams wait for from now on, by their addresses."""
     waits, wait_signal = [], op._memory.wait_signal
 
     def noted(flag, value, stream):
@@ -141,54 +131,49 @@ def calls_in_steps(rank, runs):
         wait_signal(flag, value, stream)
 
     op._memory.wait_signal = noted
-    errors, waited = [], []
+    return waits
+
+
+@EACH
+@pytest.mark.parametrize("world", [1, 4])
+@on_ranks()
+def test_no_stream_of_a_captured_call_waits_for_its_own_kernel(rank, runs, world):
+    """Make calls, in steps by turns, and see for how many DONE a stream waits in each."""
+    op = opened(rank, runs)
+    done = {flag.data_ptr() for peer, flag in enumerate(op._flags.local[DONE.value]) if peer != rank}
+    waits, errors = note_waits(op), []
     for call in range(4):
         tokens = [(24, 17, 0, 5)[(p + call) % 4] for p in range(world)]
         given = runs.operands(op, tokens, 32)
         out = runs.new_out(op, tokens, given)
         waits.clear()
-        (runs.call, runs.call_as_captured)[call % 2 == 0](op, given, out, tokens)
-        waited.append(len(done.intersection(waits)))
+        (runs.call_as_captured, runs.call)[call % 2](op, given, out, tokens)
+        assert len(done.intersection(waits)) == (0, world - 1)[call % 2]
         errors.append(runs.error_ratio(out, *given))
     op.close()
-    return errors, waited
+    return errors
 
 
-@EACH
-@pytest.mark.parametrize("world", [1, 4])
-def test_no_stream_of_a_captured_call_waits_for_its_own_kernel(runs, world):
-    for errors, waited in values(calls_in_steps, world, runs):
-        assert max(errors) < 1
-        assert waited == [0, world - 1] * 2
-
-
-def forsaken_in_steps(rank, runs):
+@on_ranks(2)
+def test_a_peer_that_does_not_permit_a_captured_push_is_named_and_later_replays_do_not_wait(rank):
     """Call as captured calls do, with a peer that never comes; and once more, as a replay would."""
-    op = opened(rank, runs)
+    runs, op = SCATTERING_SUMS, opened(rank, SCATTERING_SUMS)
     if rank == 1:
         op.abandon()
-        return "", 0, ""
-    op._patience_ticks = 2
-    waits, wait_signal = [], op._memory.wait_signal
-    op._memory.wait_signal = lambda *wait: (waits.append(wait[0].data_ptr()), wait_signal(*wait))
+        return
+    op._patience_ticks, waits = 2, note_waits(op)
     given = runs.operands(op, [24, 24], 32)
     out = runs.new_out(op, [24, 24], given)
     call = functools.partial(runs.call_as_captured, op, given, out, [24, 24])
     first = message_of(call)
-    op._errors.zero_()  # a replay does not look at what went wrong before
-    op._patience_ticks = 10**7
-    again = message_of(call)
-    fork = op._flags.local[DONE.value, rank].data_ptr()
-    op.abandon()
-    return first, len([word for word in waits if word != fork]), again
-
-
-def test_a_peer_that_does_not_permit_a_captured_push_is_named_and_later_replays_do_not_wait():
-    (first, waits, again), _ = values(forsaken_in_steps, 2, SCATTERING_SUMS)
     assert first.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1, or one that it waits for")
     assert "did not come to the call in time" in first
-    assert waits == 0  # what waited was a kernel, and kernels have patience
-    assert again == "nothing was raised"
+    op._errors.zero_()  # a replay does not look at what went wrong before
+    op._patience_ticks = 10**7
+    assert message_of(call) == "nothing was raised"
+    fork = op._flags.local[DONE.value, rank].data_ptr()
+    assert set(waits) <= {fork}  # what waited was a kernel, and kernels have patience
+    op.abandon()
 
 
 # ---- on GPUs
@@ -196,7 +181,11 @@ def test_a_peer_that_does_not_permit_a_captured_push_is_named_and_later_replays_
 REPEATS, REDUCTIONS, CALLS = 6, 100, 8
 
 
-def beside_an_all_reduce(rank, runs, captured):
+@EACH
+@pytest.mark.gpu(devices=2, seconds=25)
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@on_ranks(2, timeout_s=240)
+def test_calls_end_beside_all_reduces_that_never_pause(rank, runs, captured):
     """Call while another communicator's all-reduces follow each other on another stream without a pause.
 
     By turns one rank enqueues its all-reduces first and the other its calls: the first all-reduce holds SMs
@@ -240,22 +229,15 @@ def beside_an_all_reduce(rank, runs, captured):
     return errors
 
 
-@EACH
-@pytest.mark.gpu(devices=2, seconds=25)
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_calls_end_beside_all_reduces_that_never_pause(runs, captured):
-    for errors in values(beside_an_all_reduce, 2, runs, captured, timeout_s=240):
-        assert len(errors) == REPEATS
-        assert max(errors) < 1
+@pytest.fixture
+def one_hardware_queue(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of the ranks: before they start CUDA
 
 
+@pytest.mark.usefixtures("one_hardware_queue")
 @pytest.mark.gpu(devices=2, seconds=25)
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 @each(WITH_COLLECTIVES)
-def test_replays_among_eager_calls_are_right_where_all_streams_share_a_hardware_queue(
-    runs, backend, monkeypatch
-):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # of the ranks: before they start CUDA
-    for errors in values(replays_among_eager_calls, 2, runs, backend, timeout_s=240):
-        assert errors
-        assert max(errors) < 1
+@on_ranks(2, timeout_s=240)
+def test_replays_among_eager_calls_are_right_where_all_streams_share_a_hardware_queue(rank, runs, backend):
+    return replays_among_eager_calls(rank, runs, backend)

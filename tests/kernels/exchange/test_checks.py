@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
-from gemm_rs_runs import SCATTERING_SUMS
-from operation_runs import message_of, values
+from dense_runs import SCATTERING_SUMS
+from operation_runs import message_of, on_ranks
 from operations import factors
 
 from dist_autotune import StepTuner
+from dist_autotune.kernels.exchange.streams import StreamOrder
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tp import check_calls
@@ -31,7 +33,9 @@ def stepping(how):
             yield
 
 
-def steps_after_a_failure(rank, how):
+@pytest.mark.parametrize("how", ["StepTuner", "run"])
+@on_ranks(2)
+def test_an_optimizer_takes_no_result_without_a_peer(rank, how):
     """Let rank 1 miss a call; then make a step with what came out on rank 0."""
     SCATTERING_SUMS.begin(rank)
     op = GemmReduceScatter(16, 24, torch.float16)
@@ -42,27 +46,17 @@ def steps_after_a_failure(rank, how):
         op(*factors(16, 24, 16, torch.float16))
         optimizer.step()
     meet()
-    texts = []
     if rank == 0:
         op._patience_ticks = as_patience(0.5)
         message_of(lambda: op(*factors(16, 24, 16, torch.float16)))
         with contextlib.suppress(TimeoutError), stepping(how):
-            texts.append(message_of(optimizer.step))
-        texts.append(message_of(check_calls))
+            text = message_of(optimizer.step)
+        for told in (text, message_of(check_calls)):
+            assert told.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1")
+        assert weight.tolist() == [-1.0, -1.0]
     meet()
     op.abandon()
     check_calls()  # what is closed is not asked
-    return weight.tolist(), texts
-
-
-@pytest.mark.parametrize("how", ["StepTuner", "run"])
-def test_an_optimizer_takes_no_result_without_a_peer(how):
-    (weight, texts), (_, none) = values(steps_after_a_failure, 2, how)
-    assert weight == [-1.0, -1.0]
-    assert none == []
-    assert len(texts) == 2
-    for text in texts:
-        assert text.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1")
 
 
 class Streams:
@@ -70,15 +64,16 @@ class Streams:
 
     def __init__(self, monkeypatch):
         self.now, self.capturing, self.waits = 1, set(), []
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.now in self.capturing)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.stream(self.now))
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.now, raising=False)
         new = itertools.count(100)  # what torch makes of the default stream's handle
-        monkeypatch.setattr(
-            torch.cuda, "ExternalStream", lambda number, device: self.stream(number or next(new))
-        )
-        monkeypatch.setattr(torch.cuda, "stream", self.made_current)
-        monkeypatch.setattr(torch.cuda, "Event", lambda: Event(self))
+        for name, stand_in in {
+            "is_current_stream_capturing": lambda: self.now in self.capturing,
+            "current_stream": lambda device=None: self.stream(self.now),
+            "ExternalStream": lambda number, device: self.stream(number or next(new)),
+            "stream": self.made_current,
+            "Event": self.event,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.now, raising=False)
 
     @contextlib.contextmanager
     def made_current(self, stream):
@@ -87,28 +82,16 @@ class Streams:
         self.now = before
 
     def stream(self, number):
-        return Stream(self, number)
+        wait = lambda event: self.waits.append((number, event.on))  # noqa: E731
+        return SimpleNamespace(cuda_stream=number, wait_event=wait)
 
-
-class Stream:
-    def __init__(self, streams, number):
-        self._streams, self.cuda_stream = streams, number
-
-    def wait_event(self, event):
-        self._streams.waits.append((self.cuda_stream, event.on))
-
-
-class Event:
-    def __init__(self, streams):
-        self._streams, self.on = streams, None
-
-    def record(self):
-        self.on = self._streams.now
+    def event(self):
+        event = SimpleNamespace(on=None)
+        event.record = lambda: vars(event).update(on=self.now)
+        return event
 
 
 def test_a_call_on_another_stream_waits_on_the_device_for_the_last_one(monkeypatch):
-    from dist_autotune.kernels.exchange.streams import StreamOrder
-
     streams, order = Streams(monkeypatch), StreamOrder()
 
     def call(stream):

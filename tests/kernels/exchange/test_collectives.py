@@ -15,23 +15,23 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from ag_gemm_runs import begin
-from collective_runs import ALWAYS, PATIENCE_S, SHORT_S, launches_of, note_agreements, prefer
+from dense_runs import SCATTERING_SUMS, begin
 from every_operation import WITH_COLLECTIVES, each
-from gemm_rs_runs import SCATTERING_SUMS
-from moe_rs_runs import SCATTERING, captured_layer, routed_layers
+from expert_runs import SCATTERING, captured_layer, routed_layers
 from operation_runs import (
     GPU_BACKENDS,
-    assert_cases,
-    assert_right,
     message_of,
+    on_ranks,
     results,
     tuned_in_context,
     values,
 )
 from operations import (
+    ALWAYS,
     HALF,
+    PATIENCE_S,
     SHAPES,
+    SHORT_S,
     DenseRuns,
     in_a_subset,
     in_odd_places,
@@ -39,11 +39,42 @@ from operations import (
     three_calls,
 )
 
+from dist_autotune import contextual_autotune
 from dist_autotune.codec import digest
 from dist_autotune.kernels.exchange import collective
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.launch.tunable import CHOICES
+from dist_autotune.triton_api.identity import key_text
 from ranks import assert_all_ok, assert_killed, meet
+
+
+def launches_of(op):
+    """Return a list that grows with each launch of the operation's own kernel."""
+    launch, launched = op._launch, []
+
+    def counted(*args, **kwargs):
+        launched.append(1)
+        launch(*args, **kwargs)
+
+    op._launch = counted
+    return launched
+
+
+def prefer(op, choose):
+    """Have this rank want a collective where `choose()` says so, whatever its peers want."""
+    op._collective.wants = lambda rows, key: choose()
+
+
+def note_agreements(op, made):
+    """Append what the ranks agree on in each call."""
+    agree = op._collective.agree
+
+    def noted(*args, **given):
+        made.append(agree(*args, **given))
+        return made[-1]
+
+    op._collective.agree = noted
+
 
 # ---- every call by collectives
 
@@ -55,7 +86,9 @@ def launches_nothing(rank, runs):
         return runs.call_and_compare(op, [8] * op.world_size, 16) < 1 and not launched
 
 
-def of_three_ranks(rank, runs):
+@each(WITH_COLLECTIVES)
+@on_ranks(3)
+def test_every_call_is_right_and_no_kernel_multiplies_matrices(rank, runs):
     shapes = {
         "ragged, a rank without tokens": ((13, 0, 5), 24, 40, 5, 3, HALF),
         "no tokens": ((0, 0, 0), 16, 16, 3, 2, torch.float32),
@@ -69,11 +102,6 @@ def of_three_ranks(rank, runs):
     if isinstance(runs, DenseRuns):
         cases["no launch of ours"] = lambda: launches_nothing(rank, runs)
     return cases
-
-
-@each(WITH_COLLECTIVES)
-def test_every_call_is_right_and_no_kernel_multiplies_matrices(runs):
-    assert_cases(of_three_ranks, 3, runs)
 
 
 # ---- some calls by collectives
@@ -107,9 +135,13 @@ def some_calls(rank, runs, seed, calls=10, backend="auto"):
     return errors + [runs.error_ratio(*one) for one in kept]
 
 
-@each(WITH_COLLECTIVES)
-def test_ranks_may_want_it_differently_in_each_call(runs):
-    assert_right(values(some_calls, 2 + (runs.name in ("AllGatherMoE", "GemmReduceScatter")), runs, 2))
+WORLDS = {"AllGatherGemm": 2, "GemmReduceScatter": 3, "AllGatherMoE": 3, "MoEReduceScatter": 2}
+
+
+@pytest.mark.parametrize(("name", "world"), WORLDS.items(), ids=WORLDS)
+@on_ranks()
+def test_ranks_may_want_it_differently_in_each_call(rank, name, world):
+    return some_calls(rank, WITH_COLLECTIVES[name], 2)
 
 
 CAPTURES = {  # whether this rank wants it, is capturing, rows of each rank and choices a token; what is done
@@ -134,24 +166,20 @@ CAPTURES = {  # whether this rank wants it, is capturing, rows of each rank and 
 }
 
 
-def captures(rank, runs):
+@each({name: WITH_COLLECTIVES[name] for name in CAPTURES})
+@on_ranks(2)
+def test_a_captured_call_does_what_the_last_eager_one_of_as_many_rows_or_their_class_did(rank, runs):
     """Pretend to capture; on the CPU that runs what a replay would."""
     runs.begin(rank)
-    found, made = [], []
+    made = []
     with runs.open(16, 16, timeout_s=PATIENCE_S) as op:
         note_agreements(op, made)
-        for (wanted, captured, rows, topk), _ in CAPTURES[runs.name]:
+        for (wanted, captured, rows, topk), done in CAPTURES[runs.name]:
             prefer(op, lambda wanted=wanted: wanted)
             op._is_capturing = lambda captured=captured: captured
-            error = runs.call_and_compare(op, rows, 24, 3, topk, told=True)
-            found.append((error < 1, made[-1]))
+            assert runs.call_and_compare(op, rows, 24, 3, topk, told=True) < 1
+            assert made[-1] == done
             op._is_capturing = lambda: False
-    return found
-
-
-@each({name: WITH_COLLECTIVES[name] for name in CAPTURES})
-def test_a_captured_call_does_what_the_last_eager_one_of_as_many_rows_or_their_class_did(runs):
-    assert values(captures, 2, runs) == [[(True, done) for _, done in CAPTURES[runs.name]]] * 2
 
 
 # ---- who decides
@@ -182,10 +210,10 @@ def test_a_session_tries_it_on_all_ranks_in_the_same_runs_and_the_winner_stands(
     assert ways == [winner == "collective"] * 2
 
 
-def tuned_alone(rank):
+@pytest.mark.filterwarnings("ignore:.*is tuned without is_dist=True")
+@on_ranks(2)
+def test_where_one_rank_tunes_or_knows_a_result_alone_nobody_makes_it(rank):
     """Tune on rank 0 alone, then have rank 0 alone know a result."""
-    from dist_autotune import contextual_autotune
-
     begin(rank, 0)
     with GemmReduceScatter(32, 24, HALF, timeout_s=PATIENCE_S) as op:
         launched = launches_of(op)
@@ -197,19 +225,11 @@ def tuned_alone(rank):
         errors = [alone() for _ in range(30)]
         if rank == 0:
             name, key = op._collective._choice, (32, 2, *op._key)
-            from dist_autotune.triton_api.identity import key_text
-
             CHOICES.remember(name, key_text(key), digest('"collective"'), (0, 1))
-            errors.append(0.0 if op._collective.wants(32, op._key) else 9.0)
+            assert op._collective.wants(32, op._key)
         errors += [step() for _ in range(3)]
-    return errors, len(launched)
-
-
-@pytest.mark.filterwarnings("ignore:.*is tuned without is_dist=True")
-def test_where_one_rank_tunes_or_knows_a_result_alone_nobody_makes_it():
-    for errors, launches in values(tuned_alone, 2):
-        assert max(errors) < 1
-        assert launches == 33
+        assert len(launched) == 33
+    return errors
 
 
 def test_it_is_tried_up_to_a_number_of_rows(monkeypatch):
@@ -229,20 +249,14 @@ def test_it_is_tried_up_to_a_number_of_rows(monkeypatch):
 # ---- what goes wrong
 
 
-def without_nccl(rank, backends):
-    dist.get_backend_config = lambda group: backends
-    message = message_of(lambda: GemmReduceScatter(8, 16, HALF, collective=True, timeout_s=PATIENCE_S))
+@on_ranks(2)
+def test_a_group_that_cannot_make_it_is_refused_where_it_is_fixed(rank):
+    dist.get_backend_config = lambda group: "cuda:nccl,xcpu:gloo"
+    told = "ValueError: collective=True needs a backend on cpu; the group has cuda:nccl,xcpu:gloo"
+    assert message_of(lambda: GemmReduceScatter(8, 16, HALF, collective=True, timeout_s=PATIENCE_S)) == told
     with GemmReduceScatter(8, 16, HALF, timeout_s=PATIENCE_S) as op:
-        return message, op._collective.wants(8, ()), SCATTERING_SUMS.call_and_compare(op, [4], 16)
-
-
-def test_a_group_that_cannot_make_it_is_refused_where_it_is_fixed():
-    for message, wants, error in values(without_nccl, 2, "cuda:nccl,xcpu:gloo"):
-        assert message == (
-            "ValueError: collective=True needs a backend on cpu; the group has cuda:nccl,xcpu:gloo"
-        )
-        assert not wants
-        assert error < 1
+        assert not op._collective.wants(8, ())
+        return [SCATTERING_SUMS.call_and_compare(op, [4], 16)]
 
 
 def peer_that_does_not_come(rank, how):
@@ -284,7 +298,11 @@ def test_a_peer_that_does_not_come_is_named_and_the_wait_ends(how):
 # ---- on GPUs
 
 
-def cases_on_gpus(rank, runs, backend):
+@each(WITH_COLLECTIVES)
+@pytest.mark.gpu(devices=2, seconds=40)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@on_ranks(2, timeout_s=300)
+def test_all_of_the_above_is_so_on_gpus(rank, runs, backend):
     options = {"backend": backend, **ALWAYS}
     cases = {
         name: lambda shape=shape: three_calls(rank, runs, *shape, torch.bfloat16, **options)
@@ -299,20 +317,10 @@ def cases_on_gpus(rank, runs, backend):
     return cases
 
 
-@each(WITH_COLLECTIVES)
-@pytest.mark.gpu(devices=2, seconds=40)
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_all_of_the_above_is_so_on_gpus(runs, backend):
-    assert_cases(cases_on_gpus, 2, runs, backend, timeout_s=300)
-
-
-def cases_on_one_gpu(rank):
+@pytest.mark.gpu(devices=1)
+@on_ranks(1)
+def test_what_stands_between_the_collectives_is_right_on_one_gpu(rank):
     errors = []
     for runs in WITH_COLLECTIVES.values():
         errors += three_calls(rank, runs, (300,), 264, 520, 8, 2, torch.bfloat16, **ALWAYS)
     return errors + routed_layers(rank, [300], "any", **ALWAYS) + captured_layer(rank, [300], **ALWAYS)
-
-
-@pytest.mark.gpu(devices=1)
-def test_what_stands_between_the_collectives_is_right_on_one_gpu():
-    assert_right(values(cases_on_one_gpu, 1))

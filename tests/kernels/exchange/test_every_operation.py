@@ -10,7 +10,7 @@ from itertools import cycle
 import pytest
 import torch
 from every_operation import EVERY, OF_ONE_WAY, WITH_COLLECTIVES, each
-from operation_runs import assert_cases, cases_of, values
+from operation_runs import cases_of, on_ranks, values
 from operations import (
     HALF,
     SHAPES,
@@ -27,7 +27,9 @@ from operations import (
 )
 
 
-def of_two_ranks(rank, runs):
+@each(WITH_COLLECTIVES | OF_ONE_WAY)
+@on_ranks(2)
+def test_any_shape_type_layout_choice_and_candidate_is_right_and_nothing_beside_it_is_written(rank, runs):
     """Have the shapes by turns in each type and with each kind of choices."""
     turns = zip(
         runs.shapes.items(), cycle((HALF, torch.bfloat16, torch.float32)), cycle(("any", "one", "same"))
@@ -44,29 +46,14 @@ def of_two_ranks(rank, runs):
     return cases | cases_of((unequal_inner_parts, two_operations, in_odd_places), rank, runs)
 
 
-@each(WITH_COLLECTIVES | OF_ONE_WAY)
-def test_any_shape_type_layout_choice_and_candidate_is_right_and_nothing_beside_it_is_written(runs):
-    assert_cases(of_two_ranks, 2, runs)
-
-
-def of_columns(rank, runs):
+@each({name: runs for name, runs in EVERY.items() if name != "GemmReduceScatter"})  # see its own tests
+@on_ranks(2)
+def test_a_weight_may_lie_by_columns(rank, runs):
     sizes = enumerate((64, 40, 64, 40)[: runs.most_choices])  # as TMA takes it, ragged
     return {
         f"candidate {index}, {k}": lambda index=index, k=k: by_columns(rank, runs, index, k)
         for index, k in sizes
     }
-
-
-@each({name: runs for name, runs in EVERY.items() if name != "GemmReduceScatter"})  # see its own tests
-def test_a_weight_may_lie_by_columns(runs):
-    assert_cases(of_columns, 2, runs)
-
-
-def of_more_ranks(rank, runs, world):
-    cases = {"late ranks": lambda: many_calls(rank, runs, "random" if world == 4 else "one")}
-    if world == 4:
-        return cases
-    return cases | cases_of((late_pushes, in_a_subset), rank, runs)
 
 
 OF_WORLDS = {
@@ -79,8 +66,10 @@ OF_WORLDS |= {
 
 
 @pytest.mark.parametrize(("runs", "world"), OF_WORLDS.values(), ids=OF_WORLDS)
-def test_ranks_of_different_candidates_may_be_late_and_the_group_a_subset(runs, world):
-    assert_cases(of_more_ranks, world, runs, world)
+@on_ranks()
+def test_ranks_of_different_candidates_may_be_late_and_the_group_a_subset(rank, runs, world):
+    cases = {"late ranks": lambda: many_calls(rank, runs, "random" if world == 4 else "one")}
+    return cases if world == 4 else cases | cases_of((late_pushes, in_a_subset), rank, runs)
 
 
 ALONE = {name: (runs, {}) for name, runs in (EVERY | OF_ONE_WAY).items()}

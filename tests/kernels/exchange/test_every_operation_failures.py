@@ -6,22 +6,18 @@ Cases marked `gpu` repeat on GPUs.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 
 import pytest
 import torch.distributed as dist
-from ag_gemm_runs import GATHERING_ROWS, GatheringRows
+from dense_runs import GATHERING_ROWS, REDUCING, SCATTERING_SUMS, GatheringRows, Reducing
 from every_operation import EVERY, EXPERTS, OF_ONE_WAY, each
-from gemm_ar_runs import REDUCING, Reducing
-from gemm_rs_runs import SCATTERING_SUMS
-from operation_runs import TWO, ends, hold_launch, message_of, results, values
+from operation_runs import TWO, die, end_of, hold_launch, message_of, on_ranks
 from rank_programs import wait_for
 
 from dist_autotune.kernels.exchange.flags import ARRIVED
 from dist_autotune.kernels.exchange.operation import PeerTimeout
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, TWO_SHOT
-from ranks import assert_all_ok, assert_killed, meet
+from ranks import meet
 
 OF_KERNELS = {way: REDUCING[way] for way in (ONE_SHOT, TWO_SHOT, LOW_LATENCY)}
 
@@ -29,14 +25,11 @@ OF_KERNELS = {way: REDUCING[way] for way in (ONE_SHOT, TWO_SHOT, LOW_LATENCY)}
 # ---- ranks that differ
 
 
-def other_ways(rank):
-    return message_of(lambda: REDUCING[(ONE_SHOT, TWO_SHOT)[rank]].open(4, 4))
-
-
-def test_operations_opened_differently_raise_on_every_rank():
-    for message in values(other_ways, 2):
-        assert message.startswith("ValueError: the ranks pass different values of way: ")
-        assert "rank 0: 'one-shot'; rank 1: 'two-shot'" in message
+@on_ranks(2)
+def test_operations_opened_differently_raise_on_every_rank(rank):
+    message = message_of(lambda: REDUCING[(ONE_SHOT, TWO_SHOT)[rank]].open(4, 4))
+    assert message.startswith("ValueError: the ranks pass different values of way: ")
+    assert "rank 0: 'one-shot'; rank 1: 'two-shot'" in message
 
 
 def rows_of_reduce(rank, peer, rows):
@@ -70,26 +63,20 @@ OTHER_ROWS = {
 } | {f"GemmAllReduce, {way}": (OneSum(way), {}, rows_of_reduce) for way in OF_KERNELS}
 
 
-def different_rows(rank, runs, options):
-    op = runs.open(8, 16, **options)
-    rows = [4 if rank == 0 else 8] * op.world_size
-    operands = runs.operands(op, rows, 16)
-    out = runs.new_out(op, rows, operands).zero_()
-    told = ends(op, lambda: runs.call(op, operands, out, rows))
-    return told, bool(out[runs.result_of_peer].isnan().all())
-
-
 @pytest.mark.parametrize("case", OTHER_ROWS)
 @pytest.mark.parametrize("world", TWO)
-def test_different_rows_raise_on_every_rank(world, case):
+@on_ranks()
+def test_different_rows_raise_on_every_rank(rank, world, case):
     runs, options, told = OTHER_ROWS[case]
-    for rank, ((message, again, at_close), is_nan) in enumerate(values(different_rows, world, runs, options)):
-        peer, rows = (1, 8) if rank == 0 else (0, 4)
-        assert message.startswith(f"ValueError: {runs.name}, rank {rank}: {told(rank, peer, rows)}")
-        assert again
-        assert at_close
-        # The first launch of two has raised on the CPU.
-        assert is_nan or runs.name != "GemmAllReduce" or runs.way == TWO_SHOT
+    op = runs.open(8, 16, **options)
+    rows = [(4, 8)[rank]] * world
+    operands = runs.operands(op, rows, 16)
+    out = runs.new_out(op, rows, operands).zero_()
+    message = end_of(op, lambda: runs.call(op, operands, out, rows))
+    assert message.startswith(f"ValueError: {runs.name}, rank {rank}: {told(rank, 1 - rank, (8, 4)[rank])}")
+    # The first launch of two has raised on the CPU.
+    is_nan = bool(out[runs.result_of_peer].isnan().all())
+    assert is_nan or runs.name != "GemmAllReduce" or runs.way == TWO_SHOT
 
 
 # ---- ranks that die or stay away
@@ -104,48 +91,34 @@ LOST |= {f"GemmAllReduce, {OVERLAPPED}": OR_ANOTHER + "push its sums"}
 LOST |= dict.fromkeys(EXPERTS, OR_ANOTHER + "send its choices in time")
 
 
-def dead_peer(rank, runs, last):
+@pytest.mark.parametrize("name", LOST)
+@pytest.mark.parametrize("world", [3, *TWO[1:]])
+@on_ranks(the_last_is_killed=True)
+def test_a_dead_peer_is_named_and_the_wait_ends(rank, world, name):
+    runs = (EVERY | OF_ONE_WAY)[name]
     runs.begin(rank)
-    op = runs.open(8, 16)
-    rows = [6] * op.world_size
+    op, rows = runs.open(8, 16), [6] * world
     runs.fresh_call(op, rows)
     op.check()
     meet()
-    if rank == last:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == world - 1:
+        die()
     runs.forsake(op, 1.0)
-    return ends(op, lambda: runs.fresh_call(op, rows))
+    message = end_of(op, lambda: runs.fresh_call(op, rows))
+    lost_by = "GemmReduceScatter" if name.endswith(OVERLAPPED) else runs.name
+    assert message.startswith(f"PeerTimeout: {lost_by}, rank {rank}: ")
+    assert LOST[name].format(world - 1) in message
 
 
-@pytest.mark.parametrize("name", LOST)
-@pytest.mark.parametrize("world", [3, *TWO[1:]])
-def test_a_dead_peer_is_named_and_the_wait_ends(world, name):
-    runs = (EVERY | OF_ONE_WAY)[name]
-    *survivors, dead = results(dead_peer, world, runs, world - 1)
-    assert_killed(dead)
-    for rank, (message, again, at_close) in enumerate(assert_all_ok(survivors)):
-        lost_by = "GemmReduceScatter" if name.endswith(OVERLAPPED) else runs.name
-        assert message.startswith(f"PeerTimeout: {lost_by}, rank {rank}: ")
-        assert LOST[name].format(world - 1) in message
-        assert again
-        assert at_close
-
-
-def absent_host(rank):
+@on_ranks(2)
+def test_a_host_that_does_not_come_is_named_before_a_collective(rank):
     """Have rank 1 stay away from a call that rank 0 would make by a collective."""
     runs = REDUCING[COLLECTIVE]
     op = runs.open(8, 16, timeout_s=1.5)
-    text = message_of(lambda: runs.fresh_call(op, [8, 8])) if rank == 0 else ""
+    told = "PeerTimeout: GemmAllReduce, rank 0: rank 1 did not come to eager call 1 within 1.5 s"
+    assert rank == 1 or message_of(lambda: runs.fresh_call(op, [8, 8])).startswith(told)
     meet()
     op.abandon()
-    return text
-
-
-def test_a_host_that_does_not_come_is_named_before_a_collective():
-    text, _ = values(absent_host, 2)
-    assert text.startswith(
-        "PeerTimeout: GemmAllReduce, rank 0: rank 1 did not come to eager call 1 within 1.5 s"
-    )
 
 
 STUCK = {  # how many copies the last one is, what is told
@@ -155,10 +128,13 @@ STUCK = {  # how many copies the last one is, what is told
 }
 
 
-def stuck_copy(rank, runs, copies):
+@pytest.mark.parametrize("name", STUCK)
+@on_ranks(2)
+def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come(rank, name):
     """Hold the last copy that rank 0 pushes back until its kernel has given up."""
+    runs, copies, told = STUCK[name]
     runs.begin(rank)
-    op = runs.open(32, 16)
+    op, wanted = runs.open(32, 16), "nothing was raised"
     if rank == 0:
         runs.forsake(op, 0.5)
         copy, begun = op._memory.copy, []
@@ -172,15 +148,8 @@ def stuck_copy(rank, runs, copies):
         op._memory.copy = copy_last_late
         arrived = op._pusher._pushes._here[1][ARRIVED.value]
         hold_launch(op, lambda: int(arrived) >= 32)
-    return message_of(lambda: runs.fresh_call(op, [32, 32]))
-
-
-@pytest.mark.parametrize("name", STUCK)
-def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come(name):
-    runs, copies, told = STUCK[name]
-    stuck, unharmed = values(stuck_copy, 2, runs, copies)
-    assert stuck.startswith(f"PeerTimeout: {runs.name}, rank 0: {told} to all peers in time.")
-    assert unharmed == "nothing was raised"
+        wanted = f"PeerTimeout: {runs.name}, rank 0: {told} to all peers in time."
+    assert message_of(lambda: runs.fresh_call(op, [32, 32])).startswith(wanted)
 
 
 # ---- results without a peer
@@ -200,7 +169,9 @@ SPOILED = {
 }
 
 
-def without_a_peer(rank, runs):
+@each(SPOILED)
+@on_ranks(2)
+def test_a_result_without_a_peer_is_nan_now_and_later(rank, runs):
     """Call twice; then rank 0 alone, whose buffers hold what rank 1 sent before, and again."""
     runs.begin(rank)
     rows = [8, 8]
@@ -209,23 +180,16 @@ def without_a_peer(rank, runs):
     out = runs.new_out(op, rows, operands)
     for _ in range(2):
         runs.call(op, operands, out, rows)
-    before = bool(out.isfinite().all())
+    assert out.isfinite().all()
     dist.barrier()
-    spoiled = []
     if rank == 0:
         runs.forsake(op, 0.5)
         check, op._check_usable = op._check_usable, lambda: None  # of replays, which ask no host
         for _ in range(2):
             with contextlib.suppress(PeerTimeout):
                 runs.call(op, operands, out, rows)
-            spoiled.append(bool(out[runs.result_of_peer].isnan().all()))
+            assert out[runs.result_of_peer].isnan().all()
             out.zero_()
         op._check_usable = check
     meet()
     op.abandon()
-    return before, spoiled
-
-
-@each(SPOILED)
-def test_a_result_without_a_peer_is_nan_now_and_later(runs):
-    assert values(without_a_peer, 2, runs) == [(True, [True, True]), (True, [])]

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ag_gemm_runs import GATHERING_ROWS
-from gemm_rs_runs import SCATTERING_SUMS
-from operation_runs import device, synchronize, values
+from dense_runs import GATHERING_ROWS, SCATTERING_SUMS
+from operation_runs import device, on_ranks, synchronize
 from operations import HALF
 from rank_programs import wait_for
 
@@ -34,7 +33,8 @@ def held() -> tuple[int, int, int]:
     return pages * resource.getpagesize(), threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
-def many_calls(rank):
+@on_ranks(2)
+def test_ten_thousand_calls_leave_memory_threads_and_files_as_they_were(rank):
     """Exchange chunks in 10,000 calls with tensors and shapes of their own; the kernel is left out."""
     GATHERING_ROWS.begin(rank)
     with AllGatherGemm(8, 16, HALF) as op:
@@ -52,48 +52,34 @@ def many_calls(rank):
             rows = call % 8 + 1
             op(torch.ones(rows, 16, dtype=HALF), torch.ones(call % 5 + 1, 16, dtype=HALF))
         after = held()
-        chunks = bool((op.gathered == 1).all())
-    return before, after, chunks
+        assert (op.gathered == 1).all()
+    assert after[0] - before[0] < MOST_GROWN_BYTES
+    assert after[1:] == before[1:]
 
 
-def test_ten_thousand_calls_leave_memory_threads_and_files_as_they_were():
-    for before, after, chunks in values(many_calls, 2):
-        assert chunks
-        assert after[0] - before[0] < MOST_GROWN_BYTES
-        assert after[1:] == before[1:]
-
-
-def many_operations(rank):
+@on_ranks(2)
+def test_operations_that_are_closed_or_abandoned_leave_no_thread_and_no_file(rank):
     """Open and close operations of each kind, and abandon some."""
-    kinds = [
-        lambda: AllGatherGemm(8, 16, HALF, timeout_s=20.0),
-        lambda: GemmReduceScatter(8, 16, HALF, timeout_s=20.0),
-        lambda: MoEReduceScatter(8, 16, HALF, timeout_s=20.0),
-    ]
+    kinds = (AllGatherGemm, GemmReduceScatter, MoEReduceScatter)
     for round in range(12):
         if round == 2:
             before = held()
         for number, kind in enumerate(kinds):
-            op = kind()
-            if (round + number) % 3 == 0:
-                op.abandon()
-            else:
-                op.close()
+            op = kind(8, 16, HALF, timeout_s=20.0)
+            (op.close if (round + number) % 3 else op.abandon)()
         dist.barrier()
-    return before, held()
-
-
-def test_operations_that_are_closed_or_abandoned_leave_no_thread_and_no_file():
-    for before, after in values(many_operations, 2):
-        assert all(now <= then for now, then in zip(after[1:], before[1:], strict=True)), (before, after)
-        assert after[0] - before[0] < MOST_GROWN_BYTES
+    after = held()
+    assert all(now <= then for now, then in zip(after[1:], before[1:], strict=True)), (before, after)
+    assert after[0] - before[0] < MOST_GROWN_BYTES
 
 
 # ---- on GPUs
 
 
-def many_calls_on_gpus(rank):
-    """Make 10,000 calls of two operations with tensors of their own; return what was held, on both sides."""
+@pytest.mark.gpu(devices=2, alone=True, seconds=13)  # the device's free memory is read
+@on_ranks(2, timeout_s=240)
+def test_ten_thousand_calls_on_gpus_leave_memory_threads_and_files_as_they_were(rank):
+    """Make 10,000 calls of two operations with tensors of their own."""
     GATHERING_ROWS.begin(rank, 0)
     SCATTERING_SUMS.begin(rank, 0)
     found = []
@@ -112,19 +98,12 @@ def many_calls_on_gpus(rank):
             sums = scatter(product[:, :128].contiguous(), weight.new_full((256, 128), 2**-8))
         gather.check()
         scatter.check()
-        right = bool((sums == 2 * 128).all())
-    return found, right
-
-
-@pytest.mark.gpu(devices=2, alone=True, seconds=13)  # the device's free memory is read
-def test_ten_thousand_calls_on_gpus_leave_memory_threads_and_files_as_they_were():
-    for found, right in values(many_calls_on_gpus, 2, timeout_s=240):
-        (host, (allocated, free)), (host_after, (allocated_after, free_after)) = found
-        assert right
-        assert host_after[0] - host[0] < MOST_GROWN_BYTES
-        assert host_after[1:] == host[1:]
-        assert allocated_after == allocated
-        assert free - free_after < 2**21  # what a driver allocates at a time
+        assert (sums == 2 * 128).all()
+    (host, (allocated, free)), (host_after, (allocated_after, free_after)) = found
+    assert host_after[0] - host[0] < MOST_GROWN_BYTES
+    assert host_after[1:] == host[1:]
+    assert allocated_after == allocated
+    assert free - free_after < 2**21  # what a driver allocates at a time
 
 
 # torch's rendezvous of an allocation makes two arrays of pointers on the device, of 512 bytes in its
@@ -134,22 +113,16 @@ OF_TORCH_BYTES = 2 * 2 * 512
 ROUNDS = 20
 
 
-def many_operations_on_gpus(rank, backend):
-    """Open and close operations; return what was held after two and after twenty."""
+@pytest.mark.gpu(devices=2)
+@on_ranks(2, timeout_s=240)
+def test_operations_on_gpus_that_are_closed_leave_no_thread_no_file_and_no_memory(rank):
     found = []
     for round in range(ROUNDS):
-        with GemmReduceScatter(512, 256, HALF, backend=backend, timeout_s=60.0) as op:
+        with GemmReduceScatter(512, 256, HALF, backend="torch", timeout_s=60.0) as op:
             op._check_usable()
         if round in (1, ROUNDS - 1):
             synchronize()
             found.append((held()[1:], torch.cuda.memory_allocated()))
-    return found
-
-
-@pytest.mark.gpu(devices=2)
-def test_operations_on_gpus_that_are_closed_leave_no_thread_no_file_and_no_memory():
-    for (host, allocated), (host_after, allocated_after) in values(
-        many_operations_on_gpus, 2, "torch", timeout_s=240
-    ):
-        assert host_after == host
-        assert allocated_after - allocated <= (ROUNDS - 2) * OF_TORCH_BYTES
+    (host, allocated), (host_after, allocated_after) = found
+    assert host_after == host
+    assert allocated_after - allocated <= (ROUNDS - 2) * OF_TORCH_BYTES

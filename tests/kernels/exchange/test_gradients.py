@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 from every_operation import WITH_COLLECTIVES
-from moe_rs_runs import SCATTERING
-from operation_runs import message_of, values
+from expert_runs import SCATTERING
+from operation_runs import message_of, on_ranks
 from operations import HALF
 
 from dist_autotune.kernels.elementwise_add import elementwise_add
@@ -22,46 +22,34 @@ def told(name: str, *asking: str) -> str:
     )
 
 
-def asked_on_one_rank(rank):
-    """Let rank 0 alone ask for gradients, and every rank call again without; return what it was told."""
-    found = []
-    for runs in WITH_COLLECTIVES.values():
-        runs.begin(rank)
-        with runs.open(8, 16, timeout_s=10.0) as op:
-            texts, operands = [], runs.operands(op, [4, 4], 24)
-            if rank == 0:
-                left, weight, *rest = operands
-                asking = torch.nn.Parameter(weight.clone())
-                for given in (left, left.clone().requires_grad_()):
-                    texts.append(message_of(functools.partial(op, given, asking, *rest)))
-            out = runs.new_out(op, [4, 4], operands)
-            with torch.no_grad():
-                runs.call(op, (operands[0], torch.nn.Parameter(operands[1]), *operands[2:]), out, [4, 4])
-            found.append((runs.name, texts, runs.error_ratio(out, *operands) < 1, out.requires_grad))
-    return found
-
-
 NAMES = {"AllGatherGemm": "a_shard", "GemmReduceScatter": "a", "AllGatherMoE": "x_shard"}
 
 
-def test_one_rank_that_asks_for_gradients_is_told_before_the_hosts_meet_and_the_next_call_is_right():
-    for rank, found in enumerate(values(asked_on_one_rank, 2)):
-        for name, texts, right, requires_grad in found:
-            both = [told(name, "weight"), told(name, NAMES.get(name, "y"), "weight")]
-            assert texts == (both if rank == 0 else [])
-            assert right
-            assert not requires_grad
+@on_ranks(2)
+def test_one_rank_that_asks_for_gradients_is_told_before_the_hosts_meet_and_the_next_call_is_right(rank):
+    for runs in WITH_COLLECTIVES.values():
+        runs.begin(rank)
+        with runs.open(8, 16, timeout_s=10.0) as op:
+            left, weight, *rest = operands = runs.operands(op, [4, 4], 24)
+            asking = torch.nn.Parameter(weight.clone())
+            name = NAMES.get(runs.name, "y")
+            for given, names in ((left, ()), (left.clone().requires_grad_(), (name,)))[: 2 * (rank == 0)]:
+                text = message_of(functools.partial(op, given, asking, *rest))
+                assert text == told(runs.name, *names, "weight")
+            out = runs.new_out(op, [4, 4], operands)
+            with torch.no_grad():
+                runs.call(op, (left, torch.nn.Parameter(weight), *rest), out, [4, 4])
+            assert runs.error_ratio(out, *operands) < 1
+            assert not out.requires_grad
 
 
-def gates_with_gradients(rank):
+@on_ranks(2)
+def test_gates_that_ask_for_gradients_are_told(rank):
     SCATTERING.begin(rank)
     with SCATTERING.open(8, 24, HALF) as op:
         y, weight, ids, weights = SCATTERING.operands(op, [4, 4], 16, 3, 2)
-        return message_of(lambda: op(y, weight, ids, weights.requires_grad_()))
-
-
-def test_gates_that_ask_for_gradients_are_told():
-    assert values(gates_with_gradients, 2) == [told("MoEReduceScatter", "topk_weights")] * 2
+        text = message_of(lambda: op(y, weight, ids, weights.requires_grad_()))
+        assert text == told("MoEReduceScatter", "topk_weights")
 
 
 @pytest.mark.parametrize(

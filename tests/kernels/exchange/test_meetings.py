@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ag_gemm_runs import GATHERING_ROWS, error_ratio, gathered_by_torch
+from dense_runs import GATHERING_ROWS, error_ratio, gathered_by_torch
 from every_operation import EVERY, each
-from operation_runs import device, message_of, synchronize, values
+from operation_runs import device, message_of, on_ranks, synchronize, values
 from operations import factors
 from rank_programs import wait_for
-from tp_runs import workspaces
+from tp_runs import in_workspaces
 
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
@@ -91,14 +91,15 @@ def test_without_it_they_begin_at_once():
     assert values(late_peer, 2, GATHERING_ROWS, False)[0] == ([False, False], True)
 
 
-def absent_peer(rank, runs, meets):
+def calls_without_a_peer(rank, runs, meets):
+    """Return what rank 0 is told in two calls that rank 1 does not come to; nothing on rank 1."""
     op, call = opened(rank, runs)
     if meets:
         op.meet_first()
     call()
     meet()
     if rank == 1:
-        return None
+        return []
     op._patience_ticks = as_patience(0.5)
     messages = [message_of(call), message_of(call)]
     op.abandon()
@@ -106,36 +107,32 @@ def absent_peer(rank, runs, meets):
 
 
 @each(EVERY)
-def test_a_peer_that_does_not_come_is_named(runs):
-    message, again = values(absent_peer, 2, runs, True)[0]
+@on_ranks(2)
+def test_a_peer_that_does_not_come_is_named(rank, runs):
     told = f"PeerTimeout: {runs.name}, rank 0: rank 1 did not come to the call in time. Find out what that"
-    assert message == f"{told} rank is doing. Close it on all ranks and open another"
-    assert again == message
+    told += " rank is doing. Close it on all ranks and open another"
+    assert calls_without_a_peer(rank, runs, True) == ([told] * 2 if rank == 0 else [])
 
 
-def test_without_it_a_wait_that_ends_says_what_may_help():
-    message, _ = values(absent_peer, 2, GATHERING_ROWS, False)[0]
-    assert "If it waits for a send of this rank, call meet_first()." in message
+@on_ranks(2)
+def test_without_it_a_wait_that_ends_says_what_may_help(rank):
+    for message in calls_without_a_peer(rank, GATHERING_ROWS, False):
+        assert "If it waits for a send of this rank, call meet_first()." in message
 
 
-def workspaces_that_meet(rank):
-    with workspaces(rank):
-        up, down = (torch.ones(shape) for shape in ((8, 4), (4, 8)))
+@in_workspaces(2)
+def test_all_layers_of_a_group_meet_first_also_in_workspaces_that_are_opened_later(rank):
+    up, down = (torch.ones(shape) for shape in ((8, 4), (4, 8)))
 
-        def step(rows):
-            product = tp.all_gather_matmul(torch.ones(rows, 4), up)
-            return tp.matmul_reduce_scatter(product, down)
+    def step(rows):
+        return tp.matmul_reduce_scatter(tp.all_gather_matmul(torch.ones(rows, 4), up), down)
 
-        wanted = step(2)
-        tp.meet_first()
-        results = [step(2), step(6)]
-        meeting = [each.operation._meeting is not None for each in WORKSPACES.open.values()]
-        tp.release()
-        return torch.equal(results[0], wanted), results[1].shape, meeting
-
-
-def test_all_layers_of_a_group_meet_first_also_in_workspaces_that_are_opened_later():
-    assert values(workspaces_that_meet, 2) == [(True, (6, 4), [True, True])] * 2
+    wanted = step(2)
+    tp.meet_first()
+    assert torch.equal(step(2), wanted)
+    assert step(6).shape == (6, 4)
+    assert [each.operation._meeting is not None for each in WORKSPACES.open.values()] == [True, True]
+    tp.release()
 
 
 def test_one_rank_has_nobody_to_meet():
@@ -144,7 +141,9 @@ def test_one_rank_has_nobody_to_meet():
         assert GATHERING_ROWS.call_and_compare(op, [ROWS], 32) < 1
 
 
-def sends_behind_a_call(rank):
+@pytest.mark.gpu(devices=2)
+@on_ranks(2)
+def test_a_send_behind_a_call_finds_an_sm_on_gpus(rank):
     """Rank 1 comes to the call behind a receive, for whose send rank 0's kernel, on every SM, leaves none."""
     GATHERING_ROWS.begin(rank)
     sms = torch.cuda.get_device_properties(device()).multi_processor_count
@@ -164,9 +163,4 @@ def sends_behind_a_call(rank):
             with torch.cuda.stream(torch.cuda.Stream()):
                 exchange(rows, 1)
         op.check()
-        return error_ratio(product, gathered_by_torch(a_shard), weight)
-
-
-@pytest.mark.gpu(devices=2)
-def test_a_send_behind_a_call_finds_an_sm_on_gpus():
-    assert max(values(sends_behind_a_call, 2)) < 1
+        assert error_ratio(product, gathered_by_torch(a_shard), weight) < 1

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import epilogue_runs
 import pytest
 import torch
-from ag_gemm_runs import error_ratio, force
+from dense_runs import error_ratio, force
 from epilogue_runs import quantized
 from gpu_cases import covering_indices
 from host_as_peer import DEVICE, DTYPE, LATE_S, HostAsPeer, HostPeer, on_one_gpu, opened
@@ -26,6 +26,7 @@ from dist_autotune.kernels.ag_gemm.gather_buffer import RowFormat
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.epilogues import Epilogue, result_columns
 from dist_autotune.kernels.exchange import flags
+from dist_autotune.kernels.exchange.operation import Operation
 from dist_autotune.kernels.exchange.push import piece_ends
 from dist_autotune.kernels.gemm.pruning import prune_chunks
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
@@ -98,8 +99,10 @@ def one_call(
     return error_ratio(out, full, weight, epilogue), bool(torch.equal(op.gathered, full))
 
 
-def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
-    """Return what `one_call` does, for all candidates, shapes and numbers of pieces."""
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@on_one_gpu
+def test_rows_that_arrive_late_and_in_pieces_are_waited_for(rank: int, consumer: str) -> None:
+    """Call with all candidates, shapes and numbers of pieces."""
     torch.manual_seed(0)
     found = {}
     for name, shape in itertools.product(CONSUMERS[consumer], SHAPES):
@@ -111,12 +114,6 @@ def calls(rank: int, consumer: str) -> dict[str, tuple[float, bool]]:
                 found[f"{name}, {shape}, {pieces} pieces"] = one_call(op, peer, shape, pieces)
             gated = shape[0], shape[1] - shape[1] % 16, shape[2]
             found[f"{name}, {gated}, gated"] = one_call(op, peer, gated, 2, "swiglu")
-    return found
-
-
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_rows_that_arrive_late_and_in_pieces_are_waited_for(consumer: str) -> None:
-    found = on_one_gpu(calls, consumer)
     assert {case: seen for case, seen in found.items() if not (seen[0] < 1 and seen[1])} == {}
 
 
@@ -137,7 +134,9 @@ def call_in_fp8(op: AllGatherGemm, peer: Peer, shape: tuple[int, int, int], epil
     return epilogue_runs.error_ratio(out, full, weight, of_all)
 
 
-def calls_in_fp8(rank: int, consumer: str) -> dict[str, float]:
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@on_one_gpu
+def test_rows_in_fp8_arrive_with_their_scales(rank: int, consumer: str) -> None:
     torch.manual_seed(0)
     found = {}
     for name, shape in itertools.product(CONSUMERS[consumer], SHAPES_IN_FP8):
@@ -147,40 +146,32 @@ def calls_in_fp8(rank: int, consumer: str) -> dict[str, float]:
             peer, bias = Peer(memory), torch.randn(shape[1], device=DEVICE)
             for ending in (Epilogue(), Epilogue(bias, "gelu")):
                 found[f"{name}, {shape}, {ending.activation}"] = call_in_fp8(op, peer, shape, ending)
-    return found
-
-
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_rows_in_fp8_arrive_with_their_scales(consumer: str) -> None:
-    found = on_one_gpu(calls_in_fp8, consumer)
     assert {case: error for case, error in found.items() if not error < 1} == {}
 
 
-def forsaken(rank: int, consumer: str) -> tuple[str, str, float]:
-    """Call with a peer that does nothing; return what is said, twice, and the seconds."""
+@pytest.mark.parametrize("consumer", CONSUMERS)
+@on_one_gpu
+def test_a_peer_that_does_not_come_is_named_and_the_gpu_is_free(rank: int, consumer: str) -> None:
+    """Call with a peer that does nothing."""
     choose_candidate(consumer, next(iter(CONSUMERS[consumer])))
     rows, n, k = SHAPES[0]
     weight = torch.empty(n, k, dtype=DTYPE, device=DEVICE)
     memory = HostAsPeer()
     op = opened(memory, AllGatherGemm, rows, k, consumer=consumer, pieces=2, programs=132)
     one_call(op, Peer(memory), SHAPES[0], 2)
-    op._patience_ticks = as_patience(1.0)
-    began = time.monotonic()
-
-    def call() -> None:
-        op(op.shard, weight)
-        op.check()
-
-    return message_of(call), message_of(op.close), time.monotonic() - began
-
-
-@pytest.mark.parametrize("consumer", CONSUMERS)
-def test_a_peer_that_does_not_come_is_named_and_the_gpu_is_free(consumer: str) -> None:
-    message, again, took_s = on_one_gpu(forsaken, consumer)
+    message = told_in_time(op, lambda: op(op.shard, weight))
     assert message.startswith("PeerTimeout: AllGatherGemm, rank 0: rank 1")
     assert "did not push chunk 1 in time" in message
-    assert again == message
-    assert 1 <= took_s < 60
+    assert message_of(op.close) == message
+
+
+def told_in_time(op: Operation, call: Callable[[], object]) -> str:
+    """Return what a call raises whose peer does not come, once patience is over, and soon."""
+    op._patience_ticks = as_patience(1.0)
+    began = time.monotonic()
+    message = message_of(lambda: (call(), op.check()))
+    assert 1 <= time.monotonic() - began < 60
+    return message
 
 
 # ---- GEMM + reduce-scatter
@@ -203,16 +194,17 @@ def leave(body: str, index: int) -> bool:
     return body == "plain" or bool(prune_chunks(tuner.configs, args))
 
 
-def sums(
-    rank: int, body: str, captured: bool, indices: Sequence[int], calls: int
-) -> dict[str, list[tuple[float, float]]]:
-    """Return the errors of this rank's sums and of what it pushed, with a peer that is late."""
+def assert_sums(body: str, captured: bool, indices: Sequence[int], calls: int) -> None:
+    """Compare this rank's sums and what it pushed, with a peer that is late."""
     torch.manual_seed(0)
-    found = {}
-    for index in indices:
-        if leave(body, index):
-            found[str(BODIES[body][1][index])] = sums_of_a_candidate(body, captured, calls)
-    return found
+    found = {
+        str(BODIES[body][1][index]): sums_of_a_candidate(body, captured, calls)
+        for index in indices
+        if leave(body, index)
+    }
+    assert found
+    wrong = {which: errors for which, errors in found.items() if not all(max(pair) < 0.01 for pair in errors)}
+    assert wrong == {}
 
 
 def sums_of_a_candidate(body: str, captured: bool, calls: int) -> list[tuple[float, float]]:
@@ -264,39 +256,26 @@ def relative(result: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((result.float() - wanted).norm() / wanted.norm())
 
 
-def wrong(found: dict[str, list[tuple[float, float]]]) -> dict[str, list[tuple[float, float]]]:
-    assert found
-    return {which: errors for which, errors in found.items() if not all(max(pair) < 0.01 for pair in errors)}
-
-
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("body", BODIES)
-def test_sums_leave_while_the_kernel_waits_for_those_of_the_peer(body: str, captured: bool) -> None:
-    assert wrong(on_one_gpu(sums, body, captured, (0, 7), 5)) == {}
+@on_one_gpu
+def test_sums_leave_while_the_kernel_waits_for_those_of_the_peer(
+    rank: int, body: str, captured: bool
+) -> None:
+    assert_sums(body, captured, (0, 7), 5)
 
 
-def test_every_candidate_of_the_specialised_body_hands_over_and_adds() -> None:
-    indices = covering_indices(rs_specialized.CANDIDATES)
-    for some in (indices[::2], indices[1::2]):  # half of the compiling each
-        assert wrong(on_one_gpu(sums, "specialized", False, some, 3)) == {}
-
-
-def sums_forsaken(rank: int, body: str) -> tuple[str, float]:
-    leave(body, 0)
-    op = opened(HostAsPeer(), GemmReduceScatter, 256, 256)
-    op._patience_ticks = as_patience(1.0)
-    a, weight = (torch.randn(256, 256, device=DEVICE).to(DTYPE) for _ in range(2))
-    began = time.monotonic()
-
-    def call() -> None:
-        op(a, weight)
-        op.check()
-
-    return message_of(call), time.monotonic() - began
+@pytest.mark.parametrize("half", [0, 1])  # of the compiling
+@on_one_gpu
+def test_every_candidate_of_the_specialised_body_hands_over_and_adds(rank: int, half: int) -> None:
+    assert_sums("specialized", False, covering_indices(rs_specialized.CANDIDATES)[half::2], 3)
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_sums_that_do_not_come_are_told_and_the_gpu_is_free(body: str) -> None:
-    message, took_s = on_one_gpu(sums_forsaken, body)
+@on_one_gpu
+def test_sums_that_do_not_come_are_told_and_the_gpu_is_free(rank: int, body: str) -> None:
+    leave(body, 0)
+    op = opened(HostAsPeer(), GemmReduceScatter, 256, 256)
+    a, weight = (torch.randn(256, 256, device=DEVICE).to(DTYPE) for _ in range(2))
+    message = told_in_time(op, lambda: op(a, weight))
     assert message.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1, or one that it waits for")
-    assert 1 <= took_s < 60

@@ -6,8 +6,8 @@ import warnings
 
 import pytest
 import torch
-from gemm_rs_runs import SCATTERING_SUMS
-from moe_rs_runs import SCATTERING
+from dense_runs import SCATTERING_SUMS
+from expert_runs import SCATTERING
 from operation_runs import left_as_before
 from operations import HALF, factors
 

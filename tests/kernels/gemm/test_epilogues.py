@@ -120,56 +120,43 @@ def floats(*shape: int) -> torch.Tensor:
     return torch.zeros(shape)
 
 
-WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "activation": (
-        {"activation": "swish"},
-        ValueError,
-        "no activation 'swish'; there are 'relu', 'gelu', 'gelu_tanh', 'silu', 'glu', .*'swiglu', and None",
-    ),
-    "gates": (
-        {"activation": "swiglu"},
-        ValueError,
-        "'swiglu' takes 8 columns of gate, .* a multiple of 16, not 5; make the weight by interleave_gate_up",
-    ),
-    "shape": ({"bias": zeros(4)}, ValueError, r"bias has shape \(4,\); it must be \(5,\)"),
-    "a row": ({"bias": zeros(1, 5)}, ValueError, r"bias has shape \(1, 5\)"),
-    "type": (
-        {"bias": zeros(5).double()},
-        TypeError,
-        "bias is torch.float64; it must be one of torch.float16",
-    ),
-    "stride": ({"bias": zeros(10)[::2]}, ValueError, "bias has stride 2, not 1; call .contiguous()"),
-    "device": ({"bias": zeros(5).to("meta")}, ValueError, "bias is on meta, the product is on"),
-    "a list": ({"bias": [0.0] * 5}, TypeError, "bias is a list"),
-    "gradient": ({"bias": zeros(5, requires_grad=True)}, RuntimeError, "no backward, .* required by bias"),
-    "rows": (
-        {"scale_a": floats(1)},
-        ValueError,
-        r"scale_a has shape \(1,\); it must be \(2,\) or \(2, 1\): one scale for all is scale_a.expand",
-    ),
-    "columns": ({"scale_b": floats(5, 1)}, ValueError, r"scale_b has shape \(5, 1\); .* \(5,\) or \(1, 5\)"),
-    "half": ({"scale_a": zeros(2)}, TypeError, "scale_a is torch.float16; it must be torch.float32"),
-    "a number": ({"scale_b": 2.0}, TypeError, r"scale_b is a float; it must be a float32 tensor \(5,\)"),
-    "strides": (
-        {"scale_b": floats(10)[::2]},
-        ValueError,
-        r"scale_b has strides \(2,\); call .contiguous\(\)",
-    ),
-    "another device": (
-        {"scale_a": floats(2).to("meta")},
-        ValueError,
-        "scale_a is on meta, the product is on",
-    ),
-    "of scales": ({"scale_a": floats(2).requires_grad_()}, RuntimeError, "no backward, .* by scale_a"),
-    "out_dtype": ({"out_dtype": FP8}, TypeError, "out is torch.float8_e4m3fn; persistent_matmul writes"),
+WRONG: dict[type[Exception], dict[str, dict[str, Any]]] = {
+    ValueError: {
+        "no activation 'swish'; there are 'relu', 'gelu', 'gelu_tanh', 'silu', 'glu', .*'swiglu', and None": {
+            "activation": "swish"
+        },
+        "'swiglu' takes 8 columns of gate, .* a multiple of 16, not 5; .* by interleave_gate_up": {
+            "activation": "swiglu"
+        },
+        r"bias has shape \(4,\); it must be \(5,\)": {"bias": zeros(4)},
+        r"bias has shape \(1, 5\)": {"bias": zeros(1, 5)},
+        "bias has stride 2, not 1; call .contiguous()": {"bias": zeros(10)[::2]},
+        "bias is on meta, the product is on": {"bias": zeros(5).to("meta")},
+        r"scale_a has shape \(1,\); it must be \(2,\) or \(2, 1\): one scale for all is scale_a.expand": {
+            "scale_a": floats(1)
+        },
+        r"scale_b has shape \(5, 1\); .* \(5,\) or \(1, 5\)": {"scale_b": floats(5, 1)},
+        r"scale_b has strides \(2,\); call .contiguous\(\)": {"scale_b": floats(10)[::2]},
+        "scale_a is on meta, the product is on": {"scale_a": floats(2).to("meta")},
+    },
+    TypeError: {
+        "bias is torch.float64; it must be one of torch.float16": {"bias": zeros(5).double()},
+        "bias is a list": {"bias": [0.0] * 5},
+        "scale_a is torch.float16; it must be torch.float32": {"scale_a": zeros(2)},
+        r"scale_b is a float; it must be a float32 tensor \(5,\)": {"scale_b": 2.0},
+        "out is torch.float8_e4m3fn; persistent_matmul writes": {"out_dtype": FP8},
+    },
+    RuntimeError: {
+        "no backward, .* required by bias": {"bias": zeros(5, requires_grad=True)},
+        "no backward, .* by scale_a": {"scale_a": floats(2).requires_grad_()},
+    },
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_epilogue_is_told_with_its_values(name):
-    options, kind, text = WRONG[name]
-    with pytest.raises(kind, match=text):
-        persistent_matmul(zeros(2, 3), zeros(3, 5), **options)
+@pytest.mark.parametrize(("kind", "told"), [(kind, told) for kind, every in WRONG.items() for told in every])
+def test_a_wrong_epilogue_is_told_with_its_values(kind, told):
+    with pytest.raises(kind, match=told):
+        persistent_matmul(zeros(2, 3), zeros(3, 5), **WRONG[kind][told])
 
 
 # ---- in fp8

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from ag_gemm_runs import error_ratio
+from dense_runs import error_ratio
 from gemm_runs import (
     HALVES,
     LAYOUTS,

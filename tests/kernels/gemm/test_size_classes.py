@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ag_gemm_runs import error_ratio
+from dense_runs import error_ratio
 from gemm_runs import matrix
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized

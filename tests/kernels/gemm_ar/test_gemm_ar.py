@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gemm_ar_runs import (
+from dense_runs import (
     EPS,
     REDUCING,
-    call_and_compare,
-    call_with_norm,
-    error_ratio,
     norm_error_ratio,
     of_all,
+    reduce_error_ratio,
 )
-from operation_runs import assert_cases, device, values
+from operation_runs import device, on_ranks
 from operations import HALF, factors
 
 from dist_autotune import contextual_autotune
@@ -40,56 +38,45 @@ def without_a_product(rank, way):
                     pair = op.all_reduce_rms_norm(part, residual, norm_weight, EPS)
                     errors.append(norm_error_ratio(pair, given, one, residual, norm_weight))
                 else:
-                    errors.append(error_ratio(op.all_reduce(part), given, one))
+                    errors.append(reduce_error_ratio(op.all_reduce(part), given, one))
     return errors
 
 
-def without_products(rank):
+@on_ranks(2)
+def test_what_ranks_have_is_added_without_a_product(rank):
     return {way: lambda way=way: without_a_product(rank, way) for way in WAYS}
 
 
-def test_what_ranks_have_is_added_without_a_product():
-    assert_cases(without_products, 2)
-
-
-def tuned_in_its_own_buffer(rank):
-    """Tune a call whose rows are in the buffer, where a collective adds them up."""
+@on_ranks(2)
+def test_a_call_of_its_own_buffer_may_be_tuned(rank):
+    """Its rows are in the buffer, where a collective adds them up."""
     given, one = torch.randn(5, 40, device=device()).to(HALF), torch.eye(40, dtype=HALF, device=device())
     residual, norm_weight = of_all(5, 40, HALF, 3)
     with GemmAllReduce(9, 40, HALF, way=COLLECTIVE) as op:
         part = op.part[:5].copy_(given)
-
-        @contextual_autotune(is_dist=True, max_runs=4, cache=False, log_dir=None)
-        def layer():
-            return op.all_reduce_rms_norm(part, residual, norm_weight, EPS)
-
+        layer = tuned(lambda: op.all_reduce_rms_norm(part, residual, norm_weight, EPS))
         pair = layer()
-        return layer.report.runs > 1, norm_error_ratio(pair, given, one, residual, norm_weight) < 1
+        assert layer.report.runs > 1
+        return [norm_error_ratio(pair, given, one, residual, norm_weight)]
 
 
-def test_a_call_of_its_own_buffer_may_be_tuned():
-    assert values(tuned_in_its_own_buffer, 2) == [(True, True)] * 2
-
-
-def tuned_in_place(rank):
+@on_ranks(2)
+def test_a_sum_may_take_the_place_of_what_is_added(rank):
     """Tune a call by a collective whose result takes the place of what each rank adds."""
     given, one = torch.randn(5, 40, device=device()).to(HALF), torch.eye(40, dtype=HALF, device=device())
     part = given.clone()
     with GemmAllReduce(9, 40, HALF, way=COLLECTIVE) as op:
-
-        @contextual_autotune(is_dist=True, max_runs=4, preserve=(part,), cache=False, log_dir=None)
-        def layer():
-            return op.all_reduce(part, part)
-
-        return error_ratio(layer(), given, one) < 1
+        layer = tuned(lambda: op.all_reduce(part, part), preserve=(part,))
+        return [reduce_error_ratio(layer(), given, one)]
 
 
-def test_a_sum_may_take_the_place_of_what_is_added():
-    assert values(tuned_in_place, 2) == [True] * 2
+def tuned(layer, **options):
+    return contextual_autotune(layer, is_dist=True, max_runs=4, cache=False, log_dir=None, **options)
 
 
-def same_sums(rank):
-    """Return whether sums with a residual have the same bits by each way of ours."""
+@on_ranks(3)
+def test_ways_differ_in_no_bit(rank):
+    """Compare sums with a residual."""
     REDUCING[None].begin(rank)
     a, weight = factors(7, 34, 24, HALF)
     residual, norm_weight = of_all(7, 34, HALF, 1)
@@ -100,37 +87,30 @@ def same_sums(rank):
     return all(torch.equal(each, sums[0]) for each in sums)
 
 
-def test_ways_differ_in_no_bit():
-    assert values(same_sums, 3) == [True] * 3
+WANTED = {  # by each rank in a call, and the way that is taken
+    (TWO_SHOT, ONE_SHOT): ONE_SHOT,
+    (TWO_SHOT, TWO_SHOT): TWO_SHOT,
+    (COLLECTIVE, TWO_SHOT): TWO_SHOT,
+    (COLLECTIVE, COLLECTIVE): COLLECTIVE,
+}
 
 
-def ways_of_ranks(rank, wanted_of_call):
-    """Let each rank want its own way in each call; return the ways that were taken, and the errors."""
+@on_ranks(2)
+def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_call(rank):
     REDUCING[None].begin(rank)
     taken, errors = [], []
     with GemmAllReduce(9, 24, HALF) as op:
         settle = op._ways.settle
-
-        def noted(*args, **given):
-            taken.append(settle(*args, **given))
-            return taken[-1]
-
-        op._ways.settle = noted
-        for wanted in wanted_of_call:
+        op._ways.settle = lambda *args, **given: taken.append(settle(*args, **given)) or taken[-1]
+        for wanted in WANTED:
             op._choose = lambda layout, wanted=wanted: wanted[rank]
-            errors.append(call_with_norm(op, 9, 16))
+            errors.append(REDUCING[None].call_and_compare(op, [9], 16))
         op._is_capturing = lambda: True
-        errors += [call_and_compare(op, 9, 16), call_and_compare(op, 8, 16)]
+        errors += [REDUCING[None].call_and_compare(op, [rows], 16) for rows in (9, 8)]
         op._is_capturing = lambda: False
-    return taken, errors
-
-
-def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_call():
-    wanted = [(TWO_SHOT, ONE_SHOT), (TWO_SHOT, TWO_SHOT), (COLLECTIVE, TWO_SHOT), (COLLECTIVE, COLLECTIVE)]
-    expected = [ONE_SHOT, TWO_SHOT, TWO_SHOT, COLLECTIVE, COLLECTIVE, ONE_SHOT]
-    for taken, errors in values(ways_of_ranks, 2, wanted):
-        assert taken == expected
-        assert max(errors) < 1
+    # Each is a call for a sum, and one for a norm.
+    assert taken == [way for way in (*WANTED.values(), COLLECTIVE, ONE_SHOT) for _ in range(2)]
+    return errors
 
 
 def test_more_columns_than_a_norm_takes_are_refused():

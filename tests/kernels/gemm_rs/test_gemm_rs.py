@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from dense_runs import SCATTERING_SUMS
 from epilogue_runs import quantized
-from gemm_rs_runs import SCATTERING_SUMS
-from operation_runs import GPU_BACKENDS, assert_cases, device, message_of, values
+from operation_runs import GPU_BACKENDS, device, message_of, on_ranks
 from operations import HALF, factors
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
@@ -41,44 +41,33 @@ def _with_addend(a, weight, addend):
     return torch.cat([a, addend], 1), torch.cat([weight, ones], 1)
 
 
-def by_columns(rank):
+@on_ranks(2)
+def test_a_weight_may_lie_by_columns_and_a_rank_may_add_something(rank):
     places = [(40, 24), (21, 33), (1, 24), (24, 1)]
     cases = [(index, *place, False) for index, place in enumerate(places)]
     cases += [(None, *place, False) for place in places] + [(None, 21, 33, True)]
     return {f"{case}": lambda case=case: by_columns_with_addend(rank, *case) for case in cases}
 
 
-def test_a_weight_may_lie_by_columns_and_a_rank_may_add_something():
-    assert_cases(by_columns, 2)
-
-
-def rows_that_do_not_divide(rank):
+@on_ranks(3)
+def test_rows_that_the_ranks_cannot_share_are_refused_on_every_rank(rank):
     with GemmReduceScatter(12, 8, HALF) as op:
-        message = message_of(lambda: op(*factors(7, 8, 16, HALF)))
-        return message, SCATTERING_SUMS.call_and_compare(op, [3], 16)
+        told = "ValueError: a has 7 rows, which 3 ranks cannot share evenly; pad it to 9"
+        assert message_of(lambda: op(*factors(7, 8, 16, HALF))) == told
+        return [SCATTERING_SUMS.call_and_compare(op, [3], 16)]
 
 
-def test_rows_that_the_ranks_cannot_share_are_refused_on_every_rank():
-    for message, error in values(rows_that_do_not_divide, 3):
-        assert message == "ValueError: a has 7 rows, which 3 ranks cannot share evenly; pad it to 9"
-        assert error < 1
-
-
-def outside_any_tuner(rank):
+@pytest.mark.filterwarnings("ignore:GemmReduceScatter .* has not been tuned")  # it has not
+@on_ranks(2)
+def test_outside_a_tuned_function_a_call_is_one_launch_of_the_first_candidate(rank):
     SCATTERING_SUMS.begin(rank)
     gemm_reduce_scatter.configs, runs = CANDIDATES, []
     gemm_reduce_scatter.fn.add_pre_run_hook(lambda *args, **kwargs: runs.append(1))
     with GemmReduceScatter(128, 48, HALF) as op:
         SCATTERING_SUMS.poison(op)
         errors = [SCATTERING_SUMS.call_and_compare(op, [rows], 32) for rows in (64, 48, 64)]
-    return errors, len(runs)
-
-
-@pytest.mark.filterwarnings("ignore:GemmReduceScatter .* has not been tuned")  # it has not
-def test_outside_a_tuned_function_a_call_is_one_launch_of_the_first_candidate():
-    for errors, runs in values(outside_any_tuner, 2):
-        assert max(errors) < 1
-        assert runs == 3
+    assert len(runs) == 3
+    return errors
 
 
 # ---- in fp8: each rank scales its product by rows and columns, then rounds and sends it
@@ -136,13 +125,10 @@ def every_call(rank, candidate, backend="auto"):
         ]
 
 
-def of_each_candidate(rank):
+@on_ranks(2)
+def test_each_rank_scales_its_product_before_it_is_rounded_and_sent(rank):
     cases = {f"candidate {i}": lambda i=i: every_call(rank, i) for i in range(len(CANDIDATES))}
     return cases | {"different candidates": lambda: every_call(rank, None)}
-
-
-def test_each_rank_scales_its_product_before_it_is_rounded_and_sent():
-    assert_cases(of_each_candidate, 2)
 
 
 def test_results_are_bf16():
@@ -154,14 +140,11 @@ def test_results_are_bf16():
 # ---- on GPUs
 
 
-def calls_on_gpus(rank, backend):
+@pytest.mark.gpu(devices=2, seconds=40)
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+@on_ranks(2, timeout_s=240)
+def test_every_candidate_multiplies_fp8_on_gpus(rank, backend):
     return {
         f"candidate {index}": lambda index=index: every_call(rank, index, backend)
         for index in range(len(CANDIDATES))
     }
-
-
-@pytest.mark.gpu(devices=2, seconds=40)
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_every_candidate_multiplies_fp8_on_gpus(backend):
-    assert_cases(calls_on_gpus, 2, backend, timeout_s=240)

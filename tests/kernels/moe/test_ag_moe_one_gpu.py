@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
+from expert_runs import explained_error, products, random_choices, randoms, relative_error
 from host_as_peer import DEVICE, DTYPE, LATE_S, HostAsPeer, HostPeer, on_one_gpu, opened
-from moe_runs import explained_error, products, random_choices, randoms, relative_error
 from operation_runs import message_of
 
 from dist_autotune.kernels.exchange.flags import ARRIVED, FREE, GIVEN, TOLD
@@ -58,11 +58,16 @@ class Peer(HostPeer):
             self.take(op._flags.peers[1][flag.value, 0])
 
 
-def late_tokens(rank: int, index: int, captured: bool) -> list[tuple[float, bool]]:
-    """Return the errors of calls whose peer is late, and whether it was sent the right tokens."""
+BY_INDEX = pytest.mark.parametrize("index", [0, 10])
+
+
+@BY_INDEX
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+@on_one_gpu
+def test_tokens_that_arrive_late_are_waited_for(rank: int, index: int, captured: bool) -> None:
     torch.manual_seed(0)
     choose(index)
-    memory, (tokens, k, n, experts, topk), found = HostAsPeer(), (500, 264, 520, 5, 2), []
+    memory, (tokens, k, n, experts, topk) = HostAsPeer(), (500, 264, 520, 5, 2)
     with opened(memory, AllGatherMoE, tokens + 3, k) as op:
         peer, counts = Peer(memory), [tokens, tokens - 7]
         x, weight, ids = inputs(tokens, k, n, experts, topk)
@@ -87,27 +92,17 @@ def late_tokens(rank: int, index: int, captured: bool) -> list[tuple[float, bool
             peer.receive(op)
             op.check()
             all_x, all_ids = torch.cat([x, theirs.to(DEVICE)]), torch.cat([ids, their_ids.to(DEVICE)])
-            sent = op._gather.peers[1][0, :tokens]
-            found.append((error_of(out, all_x, weight, all_ids), bool(torch.equal(sent, x.cpu()))))
+            assert error_of(out, all_x, weight, all_ids) < 1
+            assert torch.equal(op._gather.peers[1][0, :tokens], x.cpu())
             if captured and not call:
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     op(x, weight, ids, out, tokens=counts)
-    return found
-
-
-BY_INDEX = pytest.mark.parametrize("index", [0, 10])
 
 
 @BY_INDEX
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_tokens_that_arrive_late_are_waited_for(index: int, captured: bool) -> None:
-    for error, is_sent in on_one_gpu(late_tokens, index, captured):
-        assert error < 1
-        assert is_sent
-
-
-def forsaken(rank: int, index: int) -> tuple[str, float]:
-    """Call with a peer that tells its choices and never pushes; return what is said, and the seconds."""
+@on_one_gpu
+def test_a_peer_that_never_pushes_is_named_and_the_gpu_is_free(rank: int, index: int) -> None:
+    """Call with a peer that tells its choices and never pushes."""
     choose(index)
     memory, (tokens, k, n, experts, topk) = HostAsPeer(), (300, 256, 256, 4, 2)
     op = opened(memory, AllGatherMoE, tokens, k)
@@ -123,12 +118,6 @@ def forsaken(rank: int, index: int) -> tuple[str, float]:
 
     message = message_of(call)
     op.abandon()
-    return message, time.monotonic() - began
-
-
-@BY_INDEX
-def test_a_peer_that_never_pushes_is_named_and_the_gpu_is_free(index: int) -> None:
-    message, took_s = on_one_gpu(forsaken, index)
     assert message.startswith("PeerTimeout: AllGatherMoE, rank 0: rank 1")
     assert "did not push its tokens in time" in message
-    assert 1 <= took_s < 60
+    assert 1 <= time.monotonic() - began < 60

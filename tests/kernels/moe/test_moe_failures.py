@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collective_runs import ALWAYS
 from every_operation import EXPERTS, each
-from moe_runs import GIVEN_OTHERS, delay_pushes, random_choices
-from operation_runs import TWO, assert_right, ends, message_of, values
+from expert_runs import GIVEN_OTHERS, delay_pushes, random_choices
+from operation_runs import TWO, end_of, message_of, on_ranks
+from operations import ALWAYS
 
 pytestmark = each(EXPERTS)
 WAYS = pytest.mark.parametrize("options", [{}, ALWAYS], ids=["overlapped", "by collectives"])
@@ -22,31 +22,19 @@ CHOSEN = {  # by rank 1, and which of these is told
 }
 
 
-def invalid_expert(rank, runs, chosen, options):
-    runs.begin(rank)
-    op = runs.open(8, 16, **options)
-    wrong = torch.tensor(chosen) if rank == 1 else None
-    return ends(op, lambda: runs.fresh_call(op, [4] * op.world_size, ids=wrong))
-
-
 @WAYS
 @pytest.mark.parametrize(("chosen", "told"), CHOSEN.values(), ids=CHOSEN)
 @pytest.mark.parametrize("world", [3, *TWO[1:]])
-def test_an_expert_that_there_is_not_is_named_with_its_rank_on_every_rank(runs, world, chosen, told, options):
-    for rank, (message, again, at_close) in enumerate(values(invalid_expert, world, runs, chosen, options)):
-        wanted = f"{runs.name}, rank {rank}: rank 1 chose expert {told}, which weight does not have"
-        assert message.startswith(f"ValueError: {wanted}")
-        assert again
-        assert at_close
-
-
-def wrong_tokens(rank, runs, told, options):
-    """Let rank 0 be told wrong numbers, all others the right ones."""
+@on_ranks()
+def test_an_expert_that_there_is_not_is_named_with_its_rank_on_every_rank(
+    rank, runs, world, chosen, told, options
+):
     runs.begin(rank)
     op = runs.open(8, 16, **options)
-    ids = random_choices((4, 6, 5)[rank], 3, 2)
-    first = message_of(lambda: runs.fresh_call(op, told if rank == 0 else (4, 6, 5), ids=ids))
-    return first, message_of(op.close)
+    wrong = torch.tensor(chosen) if rank == 1 else None
+    message = end_of(op, lambda: runs.fresh_call(op, [4] * world, ids=wrong))
+    wanted = f"{runs.name}, rank {rank}: rank 1 chose expert {told}, which weight does not have"
+    assert message.startswith(f"ValueError: {wanted}")
 
 
 WRONG = {
@@ -58,21 +46,25 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("told", "options"), WRONG.values(), ids=WRONG)
-def test_wrong_tokens_are_reported_by_name_on_every_rank(runs, told, options):
-    zero, *others = values(wrong_tokens, 3, runs, told, options)
+@on_ranks(3)
+def test_wrong_tokens_are_reported_by_name_on_every_rank(rank, runs, told, options):
+    """Let rank 0 be told wrong numbers, all others the right ones."""
+    runs.begin(rank)
+    op, right = runs.open(8, 16, **options), (4, 6, 5)
+    ids = random_choices(right[rank], 3, 2)
+    message = message_of(lambda: runs.fresh_call(op, told if rank == 0 else right, ids=ids))
     also = ", rank 2 has 5" if told[2] != 5 else ""
-    wanted = f"ValueError: {runs.name}, rank 0: tokens={list(told)} here, but rank 1 has 6{also}. Close it"
-    assert zero[0].startswith(wanted)
-    assert zero[1] == zero[0]
-    for rank, (message, at_close) in enumerate(others, 1):
-        assert message.startswith(f"ValueError: {runs.name}, rank {rank}: {GIVEN_OTHERS}")
-        assert at_close == message
+    here = f"tokens={list(told)} here, but rank 1 has 6{also}. Close it"
+    wanted = here if rank == 0 else GIVEN_OTHERS
+    assert message.startswith(f"ValueError: {runs.name}, rank {rank}: {wanted}")
+    assert message_of(op.close) == message
 
 
 NEEDED_LATER = {"AllGatherMoE": ([9, 0], [9, 12]), "MoEReduceScatter": ([0, 9], [12, 9])}
 
 
-def pushes_that_nobody_needs(rank, runs):
+@on_ranks(2)
+def test_late_pushes_of_two_calls_are_told_apart(rank, runs):
     """Push late from rank 1 what no tile needs in the first call, and some do in the second."""
     runs.begin(rank)
     with runs.open(16, 16) as op:
@@ -80,7 +72,3 @@ def pushes_that_nobody_needs(rank, runs):
         if rank == 1:
             delay_pushes(op, 1.0)
         return [runs.call_and_compare(op, tokens, 16) for tokens in NEEDED_LATER[runs.name]]
-
-
-def test_late_pushes_of_two_calls_are_told_apart(runs):
-    assert_right(values(pushes_that_nobody_needs, 2, runs))

@@ -5,21 +5,90 @@ What both promise is in `test_moe_failures.py`.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
-import torch.distributed as dist
-from ag_moe_runs import GATHERING
-from forked_programs import forked_programs, share_errors
-from moe_rs_runs import SCATTERING, same_call_twice
-from operation_runs import assert_right, ends, message_of, results, values
+import torch
+from expert_runs import GATHERING, SCATTERING, same_call_twice
+from operation_runs import die, end_of, message_of, on_ranks
 from operations import HALF, rows_of_call
+from triton.runtime import interpreter
 
 from dist_autotune.kernels.ag_moe import AllGatherMoE
+from dist_autotune.kernels.exchange.operation import Operation
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
 from dist_autotune.kernels.signals import as_patience
-from ranks import assert_all_ok, assert_killed, meet
+from ranks import meet
+
+
+def share_errors(op: Operation) -> None:
+    """Let children write the error records of an operation; to be called when it has been opened."""
+    op._errors.share_memory_()
+    op._error_records = op._errors.numpy()
+
+
+@contextlib.contextmanager
+def forked_programs(kernel: Any, programs: int, mapped: list[torch.Tensor]) -> Iterator[None]:
+    """Run each launch of `kernel`, interpreted, as that many processes; `mapped` is shared memory already."""
+    builder = interpreter.interpreter_builder
+    execute, set_dim, set_idx = (
+        interpreter.GridExecutor.__call__,
+        builder.set_grid_dim,
+        builder.set_grid_idx,
+    )
+    shared = {tensor.untyped_storage().data_ptr() for tensor in mapped}
+    state: dict[str, Any] = {"forks": False, "children": [], "is_child": False}
+
+    def set_grid_dim(*sizes: int) -> None:
+        set_dim(*((programs, 1, 1) if state["forks"] else sizes))
+
+    def set_grid_idx(x: int, y: int, z: int) -> None:
+        if state["forks"]:
+            assert (x, y, z) == (0, 0, 0), "the grid is to be one program"
+            for program in range(1, programs):
+                pid = os.fork()
+                if pid == 0:
+                    state["is_child"], x = True, program
+                    break
+                state["children"].append(pid)
+        set_idx(x, y, z)
+
+    def run(executor: Any, *args: Any, **kwargs: Any) -> None:
+        if executor.fn.__name__ != kernel.fn.__name__:
+            execute(executor, *args, **kwargs)
+            return
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in shared:
+                tensor.share_memory_()
+        state.update(forks=True, children=[])
+        try:
+            execute(executor, *args, **kwargs)
+        except BaseException:
+            if state["is_child"]:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            raise
+        finally:
+            if state["is_child"]:
+                os._exit(0)
+            state["forks"] = False
+            ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in state["children"]]
+        assert ends == [0] * (programs - 1)
+
+    with (
+        mock.patch.object(interpreter.GridExecutor, "__call__", run),
+        mock.patch.object(builder, "set_grid_dim", set_grid_dim),
+        mock.patch.object(builder, "set_grid_idx", set_grid_idx),
+    ):
+        yield
+
 
 HOST_PATIENCE_S = 3.0  # where a host waits for one that does not come, and for others that do
 
@@ -27,109 +96,83 @@ HOST_PATIENCE_S = 3.0  # where a host waits for one that does not come, and for 
 # ---- AllGatherMoE
 
 
-def different_topk(rank):
+@on_ranks(2)
+def test_different_numbers_of_choices_raise_on_every_rank(rank):
     GATHERING.begin(rank)
     op = AllGatherMoE(8, 16, HALF)
-    return ends(op, lambda: GATHERING.fresh_call(op, [4, 4], told=False, topk=2 + rank))
+    message = end_of(op, lambda: GATHERING.fresh_call(op, [4, 4], told=False, topk=2 + rank))
+    told = f"rank {1 - rank} has {3 - rank} choices a token, not as many"
+    assert message.startswith(f"ValueError: AllGatherMoE, rank {rank}: {told}")
 
 
-def test_different_numbers_of_choices_raise_on_every_rank():
-    for rank, (message, again, at_close) in enumerate(values(different_topk, 2)):
-        peer, theirs = (1, 3) if rank == 0 else (0, 2)
-        wanted = (
-            f"ValueError: AllGatherMoE, rank {rank}: rank {peer} has {theirs} choices a token, not as many"
-        )
-        assert message.startswith(wanted)
-        assert again
-        assert at_close
-
-
-def dead_before_its_number_of_tokens(rank):
+@on_ranks(3, the_last_is_killed=True)
+def test_a_dead_peer_is_named_where_hosts_wait_for_its_number_of_tokens(rank):
     GATHERING.begin(rank)
     op = AllGatherMoE(8, 16, HALF)
     GATHERING.fresh_call(op, [4, 4, 4])
     op.check()
     meet()
     if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
     op._hosts._timeout_s = HOST_PATIENCE_S
-    return message_of(lambda: GATHERING.fresh_call(op, [4, 4, 4], told=False)), message_of(op.close)
+    told = f"PeerTimeout: AllGatherMoE, rank {rank}: rank 2 did not come to eager call 1 within 3 s"
+    assert message_of(lambda: GATHERING.fresh_call(op, [4, 4, 4], told=False)).startswith(told)
+    broken = f"RuntimeError: AllGatherMoE, rank {rank}: call 2 was not carried out: PeerTimeout"
+    assert message_of(op.close).startswith(broken)
 
 
-def test_a_dead_peer_is_named_where_hosts_wait_for_its_number_of_tokens():
-    *survivors, dead = results(dead_before_its_number_of_tokens, 3)
-    assert_killed(dead)
-    for rank, (message, at_close) in enumerate(assert_all_ok(survivors)):
-        assert message.startswith(
-            f"PeerTimeout: AllGatherMoE, rank {rank}: rank 2 did not come to eager call 1 within 3 s"
-        )
-        broken = f"RuntimeError: AllGatherMoE, rank {rank}: call 2 was not carried out: PeerTimeout"
-        assert at_close.startswith(broken)
-
-
-def tokens_on_one_rank(rank):
+@on_ranks(2)
+def test_tokens_on_one_rank_only_are_told_on_both(rank):
     GATHERING.begin(rank)
     op = AllGatherMoE(8, 16, HALF)
     op._patience_ticks = as_patience(1.0)
     op._hosts._timeout_s = HOST_PATIENCE_S
-    first = message_of(lambda: GATHERING.fresh_call(op, [4, 4], told=rank == 0))
-    return first, message_of(op.close)
-
-
-def test_tokens_on_one_rank_only_are_told_on_both():
-    given, asked = values(tokens_on_one_rank, 2)
-    assert given[0].startswith("PeerTimeout: AllGatherMoE, rank 0: rank 1, or one that it waits for")
-    assert given[1] == given[0]
-    assert asked[0].startswith(
-        "PeerTimeout: AllGatherMoE, rank 1: rank 0 did not come to eager call 1 within 3 s"
-    )
-    assert "Pass tokens= on all ranks or on none" in asked[0]
-    assert asked[1].startswith("RuntimeError: AllGatherMoE, rank 1: call 1 was not carried out: PeerTimeout")
+    told = message_of(lambda: GATHERING.fresh_call(op, [4, 4], told=rank == 0))
+    at_close, name = message_of(op.close), f"AllGatherMoE, rank {rank}"
+    if rank == 0:
+        assert told.startswith(f"PeerTimeout: {name}: rank 1, or one that it waits for")
+        assert at_close == told
+    else:
+        assert told.startswith(f"PeerTimeout: {name}: rank 0 did not come to eager call 1 within 3 s")
+        assert "Pass tokens= on all ranks or on none" in told
+        assert at_close.startswith(f"RuntimeError: {name}: call 1 was not carried out: PeerTimeout")
 
 
 # ---- MoEReduceScatter
 
 
-def several_programs(rank, programs):
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_programs_of_a_launch_that_wait_for_each_other_are_right(rank, world):
     SCATTERING.begin(rank)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    tokens = [(33, 20, 0)[p] for p in range(world)]
+    tokens = [33, 20][:world]
     with MoEReduceScatter(40, 40, HALF, timeout_s=60.0) as op:
         SCATTERING.poison(op)
         share_errors(op)
         op._sms = 1  # a grid of one program, each launch of which becomes several
         mapped = [op._staged.local, op._flags.local, op._weights.local, op._ids.local]
-        with forked_programs(SCATTERING.kernel, programs, mapped):
+        with forked_programs(SCATTERING.kernel, 3, mapped):
             return [
                 SCATTERING.call_and_compare(op, rows_of_call(tokens, call), 24, 3, 2) for call in range(3)
             ]
 
 
-@pytest.mark.parametrize(("world", "programs"), [(1, 3), (2, 3)])
-def test_programs_of_a_launch_that_wait_for_each_other_are_right(world, programs):
-    assert_right(values(several_programs, world, programs))
+@on_ranks(2)
+def test_bits_repeat(rank):
+    return same_call_twice(rank)
 
 
-def test_bits_repeat():
-    assert values(same_call_twice, 2) == [True, True]
-
-
-def wrong_rows(rank):
+@on_ranks(2)
+def test_rows_that_do_not_fit_the_tokens_of_all_ranks_end_on_both(rank):
     """Let rank 1 find, when the hosts have told each other their numbers, that its y has not as many rows."""
     SCATTERING.begin(rank)
     op = MoEReduceScatter(8, 16, HALF)
     op._patience_ticks = as_patience(1.0)
-    first = message_of(lambda: SCATTERING.fresh_call(op, [4, 4], told=False, rows=14 if rank == 1 else None))
-    return first, message_of(op.close)
-
-
-def test_rows_that_do_not_fit_the_tokens_of_all_ranks_end_on_both():
-    peer, wrong = values(wrong_rows, 2)
-    assert wrong[0] == "ValueError: y has 14 rows; tokens [4, 4] of the ranks with topk=2 are 16 rows"
-    assert wrong[1].startswith(
-        "RuntimeError: MoEReduceScatter, rank 1: call 1 was not carried out: ValueError"
-    )
-    assert peer[0].startswith(
-        "PeerTimeout: MoEReduceScatter, rank 0: rank 1, or one that it waits for, did not"
-    )
-    assert peer[1] == peer[0]
+    told = message_of(lambda: SCATTERING.fresh_call(op, [4, 4], told=False, rows=(None, 14)[rank]))
+    at_close, name = message_of(op.close), f"MoEReduceScatter, rank {rank}"
+    if rank == 0:
+        assert told.startswith(f"PeerTimeout: {name}: rank 1, or one that it waits for, did not")
+        assert at_close == told
+    else:
+        assert told == "ValueError: y has 14 rows; tokens [4, 4] of the ranks with topk=2 are 16 rows"
+        assert at_close.startswith(f"RuntimeError: {name}: call 1 was not carried out: ValueError")

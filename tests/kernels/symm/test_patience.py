@@ -13,9 +13,9 @@ import triton.language as tl
 from gluon_instructions import TURN_NS
 from gluon_machine import machine
 from gluon_memory import Pointer
+from operation_runs import on_ranks
 
 from dist_autotune.kernels.signals import as_patience, poll_until
-from ranks import assert_all_ok, run_ranks
 
 SIGNALS = gluon_model.load_kernel_module("signals")
 ROUND, MOST_ROUNDS_PER_TICK = SIGNALS.POLLS_PER_ROUND, SIGNALS.MOST_ROUNDS_PER_TICK
@@ -87,28 +87,23 @@ class Clock:
         self.took_s = time.monotonic() - self._began
 
 
-def waits_in_vain(rank: int, programs: int, warps: int, timeout_s: float) -> tuple[float, int]:
-    """Return how long a launch of programs that wait took, and how many saw a signal."""
+@pytest.mark.gpu(alone=True)
+@pytest.mark.parametrize("warps", [1, 4, 8])
+@pytest.mark.parametrize("programs", [1, 132])
+@on_ranks(1, init="none", timeout_s=60.0)
+def test_a_wait_for_what_never_comes_lasts_as_long_as_was_said(rank, programs, warps):
     signal = torch.zeros(1, dtype=torch.int32, device="cuda")
     seen = torch.zeros(programs, dtype=torch.int32, device="cuda")
     poll_alone[(programs,)](signal, seen, as_patience(0.001), num_warps=warps)  # compiles
     with Clock() as clock:
-        poll_alone[(programs,)](signal, seen, as_patience(timeout_s), num_warps=warps)
-    return clock.took_s, int(seen.count_nonzero())
+        poll_alone[(programs,)](signal, seen, as_patience(2.0), num_warps=warps)
+    assert 2.0 <= clock.took_s <= 1.3 * 2.0 + 1
+    assert not seen.any()
 
 
-@pytest.mark.gpu(alone=True)
-@pytest.mark.parametrize("warps", [1, 4, 8])
-@pytest.mark.parametrize("programs", [1, 132])
-def test_a_wait_for_what_never_comes_lasts_as_long_as_was_said(programs, warps):
-    timeout_s = 2.0
-    ends = run_ranks(waits_in_vain, 1, programs, warps, timeout_s, init="none", timeout_s=60.0)
-    ((took_s, seen),) = assert_all_ok(ends)
-    assert timeout_s <= took_s <= 1.3 * timeout_s + 1
-    assert seen == 0
-
-
-def is_woken(rank: int) -> tuple[float, int]:
+@pytest.mark.gpu
+@on_ranks(1, init="none", timeout_s=60.0)
+def test_what_comes_after_the_clock_was_read_still_ends_the_wait(rank):
     signal = torch.zeros(1, dtype=torch.int32, device="cuda")
     seen = torch.zeros(132, dtype=torch.int32, device="cuda")
     poll_alone[(132,)](signal, seen, as_patience(0.001))
@@ -119,11 +114,5 @@ def is_woken(rank: int) -> tuple[float, int]:
         time.sleep(1.0)  # on purpose: the clock is read many times before the signal comes
         with torch.cuda.stream(other):
             signal.copy_(five, non_blocking=True)
-    return clock.took_s, int((seen == 5).sum())
-
-
-@pytest.mark.gpu
-def test_what_comes_after_the_clock_was_read_still_ends_the_wait():
-    ((took_s, seen),) = assert_all_ok(run_ranks(is_woken, 1, init="none", timeout_s=60.0))
-    assert seen == 132
-    assert 1.0 <= took_s < 20.0
+    assert (seen == 5).all()
+    assert 1.0 <= clock.took_s < 20.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -13,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from operation_runs import ON_GPUS, assert_cases, cases_of, values
+from operation_runs import ON_GPUS, cases_of, die, on_ranks
 
 from dist_autotune.kernels import symm
 from dist_autotune.kernels.symm import Copy, SymmetricMemoryError, Wait, Write, nvshmem, open_symmetric_memory
 from dist_autotune.kernels.symm import shm as shm_module
 from dist_autotune.kernels.symm.ranks import SharingRanks
-from ranks import assert_all_ok, assert_killed, meet, run_ranks
+from ranks import meet
 
 BACKENDS = ["shm", pytest.param("torch", marks=pytest.mark.gpu(devices=2))]
 if importlib.util.find_spec("nvshmem") or not ON_GPUS:  # there a skip is a failure; its absence has a test
@@ -145,7 +143,9 @@ def different_shapes_raise_on_every_rank_and_leave_the_memory_usable(rank, backe
         return memory.allocate((2,), torch.int32).local.tolist() == [0, 0]
 
 
-def of_every_backend(rank, backend):
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_ranks(2)
+def test_ranks_share_memory_and_signals(rank, backend):
     functions = (
         each_rank_reaches_the_memory_of_all,
         a_stream_copies_only_after_the_peer_has_signalled,
@@ -159,81 +159,57 @@ def of_every_backend(rank, backend):
     return cases_of(functions, rank, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_share_memory_and_signals(backend):
-    assert_cases(of_every_backend, 2, backend)
-
-
-def leave_by_exception(rank, backend):
+@on_ranks(2)
+def test_a_rank_that_fails_leaves_without_its_peers(rank):
     started = time.monotonic()
     if rank == 1:
-        with contextlib.suppress(KeyError), open_symmetric_memory(backend=backend) as memory:
+        with contextlib.suppress(KeyError), open_symmetric_memory(backend="shm") as memory:
             memory.allocate((4,), torch.int32)
             raise KeyError("the user's own")
-        return time.monotonic() - started
-    with pytest.raises(SymmetricMemoryError), open_symmetric_memory(backend=backend, timeout_s=10) as memory:
+        assert time.monotonic() - started < 30  # its patience is that of the default, 300 s
+        return
+    with pytest.raises(SymmetricMemoryError), open_symmetric_memory(backend="shm", timeout_s=10) as memory:
         memory.allocate((4,), torch.int32)
-    return None
-
-
-def test_a_rank_that_fails_leaves_without_its_peers():
-    _, elapsed_s = values(leave_by_exception, 2, "shm")
-    assert elapsed_s < 30  # its patience is that of the default, 300 s
 
 
 # ---- groups
 
 
-def use_a_subset(rank):
+@on_ranks(3)
+def test_a_group_may_be_a_subset_of_the_world(rank):
     group = dist.new_group([0, 2])
     with pytest.raises(TypeError, match="group=7: a process group is needed, or None"):
         open_symmetric_memory(7)
     if rank == 1:
         with pytest.raises(ValueError, match="global rank 1 is not a member"):
             open_symmetric_memory(group)
-        return None
+        return
     with open_symmetric_memory(group) as memory:
         tensor = memory.allocate((2,), torch.int32)
         for peer in tensor.peers:
             peer[memory.rank] = 10 + rank
         memory.barrier()
-        return memory.rank, tensor.local.tolist()
+        assert (memory.rank, tensor.local.tolist()) == (rank // 2, [10, 12])
 
 
-def test_a_group_may_be_a_subset_of_the_world():
-    assert values(use_a_subset, 3) == [(0, [10, 12]), None, (1, [10, 12])]
-
-
-def live_on_another_host(rank, directory):
+@on_ranks(2)
+def test_a_group_across_hosts_is_refused_on_every_rank(rank, tmp_path):
     if rank == 1:
-        symm.BOOT_ID = Path(directory, "boot")
+        symm.BOOT_ID = tmp_path / "boot"
         symm.BOOT_ID.write_text("another machine")
-    with pytest.raises(SymmetricMemoryError) as caught:
+    with pytest.raises(SymmetricMemoryError, match=r"^the group spans several hosts \(rank 0 on "):
         open_symmetric_memory()
-    return str(caught.value)
 
 
-def test_a_group_across_hosts_is_refused_on_every_rank(tmp_path):
-    for message in values(live_on_another_host, 2, tmp_path):
-        assert message.startswith("the group spans several hosts (rank 0 on ")
-
-
-def stay_away(rank, done):
+@on_ranks(2)
+def test_a_peer_that_does_not_come_ends_the_wait(rank):
     dist.barrier()
-    if rank == 1:
-        while not done.exists():
-            time.sleep(0.01)
-        return None
-    started = time.monotonic()
-    with pytest.raises(SymmetricMemoryError, match="rank 0 of 2 got no answer") as caught:
-        open_symmetric_memory(timeout_s=0.5)
-    done.touch()
-    return str(caught.value), time.monotonic() - started
-
-
-def test_a_peer_that_does_not_come_ends_the_wait(tmp_path):
-    (message, elapsed_s), _ = values(stay_away, 2, tmp_path / "done")
-    assert elapsed_s < 30, message
+    if rank == 0:
+        started = time.monotonic()
+        with pytest.raises(SymmetricMemoryError, match="rank 0 of 2 got no answer"):
+            open_symmetric_memory(timeout_s=0.5)
+        assert time.monotonic() - started < 30
+    meet()
 
 
 # ---- which backend
@@ -279,45 +255,34 @@ def shm_directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def look_for_files(rank):
+@pytest.mark.usefixtures("shm_directory")
+@on_ranks(2, the_last_is_killed=True)
+def test_nothing_has_a_name_once_it_is_mapped_and_a_killed_rank_leaves_nothing(rank):
     with open_symmetric_memory(backend="shm", timeout_s=5) as memory:
         memory.allocate((1000,), torch.float32)
         memory.barrier()
-        names = list(shm_module.DIRECTORY.glob("symmetric-*"))
+        assert list(shm_module.DIRECTORY.glob("symmetric-*")) == []
         memory.barrier()
         meet()
         if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
+            die()
+        with pytest.raises(SymmetricMemoryError, match=r"^rank 0 of 2 got no answer from all its peers"):
             memory.barrier()
-        except SymmetricMemoryError as error:
-            memory.abandon()
-            return names, str(error)
-    return None
+        memory.abandon()
+    assert list(shm_module.DIRECTORY.glob("symmetric-*")) == []
 
 
-def test_nothing_has_a_name_once_it_is_mapped_and_a_killed_rank_leaves_nothing(shm_directory):
-    survivor, killed = run_ranks(look_for_files, 2)
-    assert_killed(killed)
-    ((names, error),) = assert_all_ok([survivor])
-    assert names == []
-    assert error.startswith("rank 0 of 2 got no answer from all its peers")
-    assert list(shm_directory.glob("symmetric-*")) == []
-
-
-def run_out_of_space(rank):
+@pytest.mark.usefixtures("shm_directory")
+@on_ranks(2)
+def test_a_rank_without_space_fails_the_allocation_on_every_rank(rank):
     if rank == 1:
         shm_module._new_file = lambda size: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    told = r"failed on 1 of 2 ranks: rank 1: OSError: \[Errno 28\] No space left on device"
     with open_symmetric_memory(backend="shm") as memory:
-        with pytest.raises(SymmetricMemoryError) as caught:
+        with pytest.raises(SymmetricMemoryError, match=told):
             memory.allocate((8,), torch.float32)
-        return str(caught.value)
-
-
-def test_a_rank_without_space_fails_the_allocation_on_every_rank(shm_directory):
-    for message in values(run_out_of_space, 2):
-        assert "failed on 1 of 2 ranks: rank 1: OSError: [Errno 28] No space left on device" in message
-    assert list(shm_directory.glob("symmetric-*")) == []
+        memory.barrier()
+    assert list(shm_module.DIRECTORY.glob("symmetric-*")) == []
 
 
 def test_too_little_space_is_an_error_and_no_bus_error():
@@ -328,22 +293,16 @@ def test_too_little_space_is_an_error_and_no_bus_error():
         memory.allocate((2**50,), torch.int8)
 
 
-def wait_for_a_signal_that_never_comes(rank):
+@on_ranks(1)
+def test_a_cpu_stream_ends_its_wait_and_drops_what_follows(rank):
+    told = "rank 0 of 1 waited 0.5 s for a signal to reach 3; its value is 0"
     with open_symmetric_memory(backend="shm", timeout_s=0.1) as memory:
         word = memory.allocate((1,), torch.int32).local
         stream, ran = memory.side_stream(), []
         memory.wait_signal(word, 3, stream)
         stream.enqueue(lambda: ran.append("after"))
-        errors = []
         for _ in range(2):
-            with pytest.raises(TimeoutError) as caught:
+            with pytest.raises(TimeoutError, match=f"^{told}$"):
                 stream.join()
-            errors.append(str(caught.value))
         memory.abandon()
-        return errors, ran
-
-
-def test_a_cpu_stream_ends_its_wait_and_drops_what_follows():
-    ((errors, ran),) = values(wait_for_a_signal_that_never_comes, 1)
-    assert errors == ["rank 0 of 1 waited 0.5 s for a signal to reach 3; its value is 0"] * 2
-    assert ran == []
+        assert ran == []

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from operation_runs import values
+from operation_runs import on_ranks
 from pretended_cuda import HIGHEST, NON_BLOCKING, MemoryOfGpus, PretendedDriver, PretendedMemory, install
 
 from dist_autotune.kernels.exchange import operation
@@ -169,8 +169,9 @@ def test_a_copy_on_the_caller_s_stream_that_the_driver_refuses_is_told(driver):
 # ---- on GPUs
 
 
-def beside_the_pool(rank):
-    """Return whether side streams are none of torch's, and what a copy on one of them has copied."""
+@pytest.mark.gpu
+@on_ranks(1)
+def test_side_streams_are_none_that_torch_hands_out(rank):
     pooled = {
         torch.cuda.Stream(priority=priority).cuda_stream for priority in (0, -1, -2, -3) for _ in range(40)
     }
@@ -178,21 +179,19 @@ def beside_the_pool(rank):
         tensor = memory.allocate((4,), torch.int32)
         streams = [memory.side_stream() for _ in range(3)]
         handles = {stream.handle for stream in streams}
+        assert len(handles) == 3
+        assert not handles & pooled
         source = torch.arange(4, dtype=torch.int32, device=tensor.local.device)
         streams[0].fork()
         memory.copy(tensor.local, source, streams[0])
         streams[0].join()
-        copied = tensor.local.tolist()
-    return len(handles), len(handles & pooled), copied
+        assert tensor.local.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.gpu
-def test_side_streams_are_none_that_torch_hands_out():
-    assert values(beside_the_pool, 1) == [(3, 0, [0, 1, 2, 3])]
-
-
-def abandoned_words(rank):
-    """Return whether torch hands the words of an abandoned operation out again while a kernel may run."""
+@on_ranks(1)
+def test_pinned_words_of_an_abandoned_operation_are_not_handed_out_again(rank):
+    """Neither are they while a kernel may run."""
     op = GemmReduceScatter(64, 64, torch.float16)
     address = op._errors.data_ptr()
     torch.cuda._sleep(2_000_000_000)
@@ -201,9 +200,4 @@ def abandoned_words(rank):
     del op
     gc.collect()
     pinned = [torch.zeros(1, dtype=torch.int64, pin_memory=True) for _ in range(1000)]
-    return address in [words.data_ptr() for words in pinned]
-
-
-@pytest.mark.gpu
-def test_pinned_words_of_an_abandoned_operation_are_not_handed_out_again():
-    assert values(abandoned_words, 1) == [False]
+    assert address not in [words.data_ptr() for words in pinned]

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from documents import blocks, page
 from kernels_for_tests import Bench
-from operation_runs import values
-from rank_programs import SOON_S, ending, tune
+from operation_runs import on_ranks, values
+from rank_programs import ending, tune
 
 from dist_autotune.kernels.tp import CollectiveGroups, collective_groups
 from ranks import assert_all_ok, run_ranks
@@ -74,96 +74,79 @@ def test_a_step_takes_one_limit_on_all_ranks_and_settles_on_that_of_the_slowest(
     assert outside == (8, None)
 
 
-def test_without_nccl_every_call_gets_the_group_and_nothing_is_tuned():
-    def program(rank):
-        limits = CollectiveGroups(max_ctas=(4, 8))
-        step = Step(limits, {None: 1.0})
-        return step.tuned(), step.taken, step.tuned.report.contexts, limits.group() is dist.group.WORLD
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(2.0, [None], (), True)] * 2
-
-
-def test_a_failed_step_is_made_again_with_the_same_communicators():
-    def program(rank):
-        with CollectiveGroups(max_ctas=LIMITS, make=copy_of) as limits:
-            step, run = Step(limits, ms_of(rank)), Step.run
-
-            def failing_once() -> float:
-                total = run(step)
-                if rank == 1 and step.taken.count(4) == 1 and step.taken[-1] == 4:
-                    raise KeyError("of the step")
-                return total
-
-            step.tuned = tune(step.bench, failing_once)
-            return ending(step.tuned), step.tuned(), step.taken[-1]
-
-    (one, *first), (other, *second) = assert_all_ok(run_ranks(program, 2))
-    assert one.startswith("PeerFailed: rank 1 failed")
-    assert other == "KeyError: 'of the step'"
-    assert first == second == [2.0, 8]
+@on_ranks(2)
+def test_without_nccl_every_call_gets_the_group_and_nothing_is_tuned(rank):
+    limits = CollectiveGroups(max_ctas=(4, 8))
+    step = Step(limits, {None: 1.0})
+    assert step.tuned() == 2.0
+    assert (step.taken, step.tuned.report.contexts) == ([None], ())
+    assert limits.group() is dist.group.WORLD
 
 
-def test_a_peer_that_never_comes_to_make_a_communicator_is_not_waited_for_longer_than_said():
-    def program(rank):
-        limits = CollectiveGroups(max_ctas=(4,), make=copy_of, timeout_s=1.0)
-        before = number_of_groups()
-        ended = ending(limits.group) if rank == 0 else "raised before"
-        return ended, number_of_groups() - before
+@on_ranks(2)
+def test_a_failed_step_is_made_again_with_the_same_communicators(rank):
+    with CollectiveGroups(max_ctas=LIMITS, make=copy_of) as limits:
+        step, run = Step(limits, ms_of(rank)), Step.run
 
-    results = run_ranks(program, 2, timeout_s=SOON_S * 3)
-    ended, made = assert_all_ok(results)[0]
-    assert ended.startswith("RuntimeError: max CTAs of collectives: the limit 4: rank 0 of 2 got no answer")
-    assert made == 0
+        def failing_once() -> float:
+            total = run(step)
+            if rank == 1 and step.taken.count(4) == 1 and step.taken[-1] == 4:
+                raise KeyError("of the step")
+            return total
+
+        step.tuned = tune(step.bench, failing_once)
+        told = ("PeerFailed: rank 1 failed", "KeyError: 'of the step'")[rank]
+        assert ending(step.tuned).startswith(told)
+        assert (step.tuned(), step.taken[-1]) == (2.0, 8)
 
 
-def test_a_communicator_that_fails_on_one_rank_is_made_on_none():
-    def program(rank):
-        def make(group: dist.ProcessGroup, limit: int) -> dist.ProcessGroup:
-            if rank == 1 and limit == 4:
-                raise RuntimeError("no memory left")
-            return dist.new_group([rank], use_local_synchronization=True)
+@on_ranks(2, timeout_s=30.0)
+def test_a_peer_that_never_comes_to_make_a_communicator_is_not_waited_for_longer_than_said(rank):
+    limits = CollectiveGroups(max_ctas=(4,), make=copy_of, timeout_s=1.0)
+    before = number_of_groups()
+    told = "RuntimeError: max CTAs of collectives: the limit 4: rank 0 of 2 got no answer"
+    assert rank == 1 or ending(limits.group).startswith(told)
+    assert number_of_groups() == before
 
-        limits = CollectiveGroups(max_ctas=(4,), make=make)
-        return ending(limits.group), number_of_groups()
+
+@on_ranks(2)
+def test_a_communicator_that_fails_on_one_rank_is_made_on_none(rank):
+    def make(group: dist.ProcessGroup, limit: int) -> dist.ProcessGroup:
+        if rank == 1 and limit == 4:
+            raise RuntimeError("no memory left")
+        return dist.new_group([rank], use_local_synchronization=True)
 
     text = "failed on 1 of 2 ranks: rank 1: RuntimeError: no memory left"
-    for ended, groups in assert_all_ok(run_ranks(program, 2)):
-        assert ended.endswith(f"max CTAs of collectives: making the limit 4 {text}")
-        assert groups == 1
+    ended = ending(CollectiveGroups(max_ctas=(4,), make=make).group)
+    assert ended.endswith(f"max CTAs of collectives: making the limit 4 {text}")
+    assert number_of_groups() == 1
 
 
 @pytest.mark.parametrize(
     "differing", [{"max_ctas": (None, 4)}, {"max_ctas": (4, None, 8)}, {"name": "others"}], ids=str
 )
-def test_ranks_that_open_with_other_limits_all_learn_it(differing):
-    def program(rank):
-        options = {"max_ctas": LIMITS, "make": copy_of, **(differing if rank == 1 else {})}
-        return ending(lambda: CollectiveGroups(**options))
-
-    for text in assert_all_ok(run_ranks(program, 3)):
-        assert "ValueError" in text
-        assert "rank 0: the arguments of CollectiveGroups, max CTAs of collectives, None, 4, 8" in text
-        assert "rank 1: the arguments" in text
+@on_ranks(3)
+def test_ranks_that_open_with_other_limits_all_learn_it(rank, differing):
+    options = {"max_ctas": LIMITS, "make": copy_of, **(differing if rank == 1 else {})}
+    text = ending(lambda: CollectiveGroups(**options))
+    assert "ValueError" in text
+    assert "rank 0: the arguments of CollectiveGroups, max CTAs of collectives, None, 4, 8" in text
+    assert "rank 1: the arguments" in text
 
 
-def test_communicators_are_made_again_and_among_ranks_with_other_numbers_of_groups():
+@on_ranks(2)
+def test_communicators_are_made_again_and_among_ranks_with_other_numbers_of_groups(rank):
     """Their names would come again after closing, and differ, if torch made them alone."""
-
-    def program(rank):
-        extra = [dist.new_group([1], use_local_synchronization=True)] if rank == 1 else []
-        sums = []
-        for _ in range(2):
-            with CollectiveGroups(max_ctas=(4, 8), make=copy_of) as limits:
-                total = torch.ones(1)
-                dist.all_reduce(total, group=limits.group())
-                sums.append(float(total))
-                limits._taken.clear()
-                limits.release_unused()
-                dist.all_reduce(total, group=limits.group())
-                sums.append(float(total))
-        return sums, number_of_groups() - len(extra)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [([2.0, 4.0] * 2, 1)] * 2
+    extra = [dist.new_group([1], use_local_synchronization=True)] if rank == 1 else []
+    for _ in range(2):
+        with CollectiveGroups(max_ctas=(4, 8), make=copy_of) as limits:
+            total = torch.ones(1)
+            dist.all_reduce(total, group=limits.group())
+            limits._taken.clear()
+            limits.release_unused()
+            dist.all_reduce(total, group=limits.group())
+            assert float(total) == 4.0
+    assert number_of_groups() == 1 + len(extra)
 
 
 @pytest.mark.parametrize(
@@ -183,15 +166,12 @@ def test_limits_that_are_none_are_refused_before_anybody_waits(max_ctas, text):
         CollectiveGroups(max_ctas=max_ctas)
 
 
-def test_a_capture_makes_no_communicator(monkeypatch):
-    def program(rank):
-        limits = CollectiveGroups(max_ctas=(4,), make=copy_of)
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        return ending(lambda: limits.group((7,)))
-
+@on_ranks(2)
+def test_a_capture_makes_no_communicator(rank):
+    limits = CollectiveGroups(max_ctas=(4,), make=copy_of)
+    torch.cuda.is_initialized = torch.cuda.is_current_stream_capturing = lambda: True
     told = "RuntimeError: max CTAs of collectives: the communicator of 4 CTAs is not made yet"
-    assert all(text.startswith(told) for text in assert_all_ok(run_ranks(program, 2)))
+    assert ending(lambda: limits.group((7,))).startswith(told)
 
 
 # ---- what NCCL is asked for
@@ -251,19 +231,16 @@ def test_an_nccl_without_limits_is_named(monkeypatch):
 # ---- the page
 
 
-def test_the_recipe_of_the_page_reduces_beside_a_product():
+@on_ranks(2)
+def test_the_recipe_of_the_page_reduces_beside_a_product(rank):
     (recipe,) = blocks(page("docs/overlap.md"), "python")
-
-    def program(rank):
-        torch.manual_seed(rank)
-        given = {name: torch.randn(4, 4) for name in ("a", "b", "bucket")}
-        wanted = given["bucket"].clone()
-        dist.all_reduce(wanted)
-        exec(recipe, given)
-        product = given["product"]
-        return torch.equal(given["bucket"], wanted), torch.equal(product, given["a"] @ given["b"])
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(True, True)] * 2
+    torch.manual_seed(rank)
+    given = {name: torch.randn(4, 4) for name in ("a", "b", "bucket")}
+    wanted = given["bucket"].clone()
+    dist.all_reduce(wanted)
+    exec(recipe, given)
+    assert torch.equal(given["bucket"], wanted)
+    assert torch.equal(given["product"], given["a"] @ given["b"])
 
 
 # ---- on GPUs

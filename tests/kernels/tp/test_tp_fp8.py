@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from operation_runs import message_of, values
+from operation_runs import message_of
 from torch import Tensor, nn
-from tp_runs import FeedForward, tensor_of, workspaces
+from tp_runs import FeedForward, in_workspaces, tensor_of
 
 from dist_autotune.kernels import tp
 from dist_autotune.kernels.tp import ColumnParallel, RowParallel, parallelize
@@ -43,31 +43,22 @@ def error_of(got, wanted):
     return float((got.float() - wanted).norm() / wanted.norm())
 
 
-def products(rank):
-    """Return errors of products in fp8 of given rows, and how far those are from the products in bf16."""
-    with workspaces(rank) as world:
-        whole = torch.cat([tensor_of(each, TOKENS, WIDTH, grad=False) for each in range(world)]).to(BF16)
-        weights = [tensor_of(rank, rows, WIDTH, seed=rows, grad=False).to(BF16) for rows in (HIDDEN, 24)]
-        own, across = whole.chunk(world)[rank], weights[1].T.contiguous().T
-        results = tp.all_gather_matmul(own, [weights[0], across], fp8=True)
-        wanted = [rounded(whole) @ rounded(weight).T for weight in weights]
-        plain = [whole.float() @ weight.float().T for weight in weights]
-        parts = [tensor_of(each, world * TOKENS, HIDDEN, grad=False).to(BF16) for each in range(world)]
-        rights = [tensor_of(each, WIDTH, HIDDEN, seed=1, grad=False).to(BF16) for each in range(world)]
-        pairs = list(zip(parts, rights, strict=True))
-        results = [*results, tp.matmul_reduce_scatter(*pairs[rank], fp8=True)]
-        for sums, kind in ((wanted, rounded), (plain, Tensor.float)):
-            whole_sum = sum(kind(left) @ kind(right).T for left, right in pairs)
-            sums.append(whole_sum.chunk(world)[rank])
-        return [
-            [error_of(*pair) for pair in zip(results, expected, strict=True)] for expected in (wanted, plain)
-        ]
-
-
-def test_products_are_those_of_rows_rounded_to_fp8():
-    for errors, differences in values(products, 2):
-        assert max(errors) < OF_BF16
-        assert min(differences) > 2 * OF_BF16
+@in_workspaces(2)
+def test_products_are_those_of_rows_rounded_to_fp8(rank):
+    """Compare with products of given rows, and tell these from the products in bf16."""
+    whole = torch.cat([tensor_of(each, TOKENS, WIDTH, grad=False) for each in range(2)]).to(BF16)
+    weights = [tensor_of(rank, rows, WIDTH, seed=rows, grad=False).to(BF16) for rows in (HIDDEN, 24)]
+    own, across = whole.chunk(2)[rank], weights[1].T.contiguous().T
+    parts = [tensor_of(each, 2 * TOKENS, HIDDEN, grad=False).to(BF16) for each in range(2)]
+    rights = [tensor_of(each, WIDTH, HIDDEN, seed=1, grad=False).to(BF16) for each in range(2)]
+    pairs = list(zip(parts, rights, strict=True))
+    results = [*tp.all_gather_matmul(own, [weights[0], across], fp8=True)]
+    results += [tp.matmul_reduce_scatter(*pairs[rank], fp8=True)]
+    for kind in (rounded, Tensor.float):
+        wanted = [kind(whole) @ kind(weight).T for weight in weights]
+        wanted.append(sum(kind(left) @ kind(right).T for left, right in pairs).chunk(2)[rank])
+        errors = [error_of(*pair) for pair in zip(results, wanted, strict=True)]
+        assert max(errors) < OF_BF16 if kind is rounded else min(errors) > 2 * OF_BF16
 
 
 def of_float32(plain, x, ranks):
@@ -79,67 +70,56 @@ def of_float32(plain, x, ranks):
     return result.detach(), torch.autograd.grad(result.square().sum(), weights)
 
 
-def trained(rank):
-    """Return the errors of a block and its gradients, that of bf16, and whether compiling changes no bit."""
-    with workspaces(rank) as world:
-        mesh = dist.init_device_mesh("cpu", (world,))
-        torch.manual_seed(0)
-        plain = FeedForward(WIDTH, HIDDEN).to(BF16)
-        style = {"": ColumnParallel("w1", "w3", fp8=True), "w2": RowParallel(fp8=True)}
-        model = parallelize(copy.deepcopy(plain), mesh, style)
-        whole = torch.randn(world * TOKENS, WIDTH).to(BF16)
-        wanted, gradients = of_float32(plain, whole.float(), world)
-        in_bf16 = plain(whole).detach().float()
-        found = []
-        compiled = torch.compile(lambda x: model(x), fullgraph=True, backend="aot_eager")  # with its hooks
-        for forward in (model, compiled):
-            model.zero_grad()
-            result = forward(whole.chunk(world)[rank])
-            result.float().square().sum().backward()
-            of_weights = [layer.weight.grad.full_tensor() for layer in (model.w1, model.w3, model.w2)]
-            found.append([result.detach(), *of_weights])
-        eager, of_graph = found
-        own = wanted.chunk(world)[rank]
-        errors = [error_of(*pair) for pair in zip(eager, [own, *gradients], strict=True)]
-        differs = error_of(in_bf16.chunk(world)[rank], own)
-        with torch.no_grad():
-            again = model(whole.chunk(world)[rank])
-        alike = all(map(torch.equal, eager, of_graph)) and torch.equal(again, eager[0])
-        return errors, differs, alike
+@in_workspaces(2)
+def test_a_block_multiplies_in_fp8_and_its_gradients_are_those_of_its_bf16_tensors(rank):
+    mesh = dist.init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    plain = FeedForward(WIDTH, HIDDEN).to(BF16)
+    style = {"": ColumnParallel("w1", "w3", fp8=True), "w2": RowParallel(fp8=True)}
+    model = parallelize(copy.deepcopy(plain), mesh, style)
+    whole = torch.randn(2 * TOKENS, WIDTH).to(BF16)
+    wanted, gradients = of_float32(plain, whole.float(), 2)
+    in_bf16 = plain(whole).detach().float()
+    found = []
+    compiled = torch.compile(lambda x: model(x), fullgraph=True, backend="aot_eager")  # with its hooks
+    for forward in (model, compiled):
+        model.zero_grad()
+        result = forward(whole.chunk(2)[rank])
+        result.float().square().sum().backward()
+        of_weights = [layer.weight.grad.full_tensor() for layer in (model.w1, model.w3, model.w2)]
+        found.append([result.detach(), *of_weights])
+    eager, of_graph = found
+    own = wanted.chunk(2)[rank]
+    errors = [error_of(*pair) for pair in zip(eager, [own, *gradients], strict=True)]
+    assert max(errors) < OF_BLOCK < error_of(in_bf16.chunk(2)[rank], own)
+    assert all(map(torch.equal, eager, of_graph))  # compiling changes no bit
+    with torch.no_grad():
+        assert torch.equal(model(whole.chunk(2)[rank]), eager[0])
 
 
-def test_a_block_multiplies_in_fp8_and_its_gradients_are_those_of_its_bf16_tensors():
-    for errors, differs, alike in values(trained, 2):
-        assert max(errors) < OF_BLOCK < differs
-        assert alike
-
-
-def mistakes(rank):
-    with workspaces(rank):
-        x, up, halves = tensor_of(rank, 4, 16), tensor_of(0, 32, 16), tensor_of(0, 32, 24).to(BF16)
-        layer, mesh = nn.Linear(16, 16), dist.init_device_mesh("cpu", (2,))
-        texts = [
-            message_of(lambda: tp.all_gather_matmul(x, up, fp8=True)),
-            message_of(lambda: tp.matmul_reduce_scatter(x, up, fp8=True)),
-            message_of(lambda: tp.all_gather_matmul(halves[:4], halves, fp8=True)),
-            message_of(lambda: tp.matmul_reduce_scatter(halves[:4], halves, fp8=True)),
-            message_of(lambda: tp.ColumnParallelLinear(layer, mesh, gather=False, fp8=True)),
-            message_of(lambda: tp.RowParallelLinear(layer, mesh, all_reduce=True, fp8=True)),
-        ]
-        product = tp.matmul_reduce_scatter(halves[:4, :16], halves[:, :16], fp8=True)
-        return texts, product.shape, product.dtype
-
-
-def test_what_cannot_be_in_fp8_raises_with_values_and_the_next_call_works():
+@in_workspaces(2)
+def test_what_cannot_be_in_fp8_raises_with_values_and_the_next_call_works(rank):
     of_type = "TypeError: fp8=True takes activations and weights in torch.bfloat16, not torch.float32"
     of_rows = "ValueError: k=24: rows of torch.float8_e4m3fn are whole 16 bytes; pad K to 32"
-    for texts, shape, dtype in values(mistakes, 2):
-        assert texts == [
-            *(of_type, of_type, of_rows, of_rows),
+    x, up, halves = tensor_of(rank, 4, 16), tensor_of(0, 32, 16), tensor_of(0, 32, 24).to(BF16)
+    layer, mesh = nn.Linear(16, 16), dist.init_device_mesh("cpu", (2,))
+    for call, told in (
+        (lambda: tp.all_gather_matmul(x, up, fp8=True), of_type),
+        (lambda: tp.matmul_reduce_scatter(x, up, fp8=True), of_type),
+        (lambda: tp.all_gather_matmul(halves[:4], halves, fp8=True), of_rows),
+        (lambda: tp.matmul_reduce_scatter(halves[:4], halves, fp8=True), of_rows),
+        (
+            lambda: tp.ColumnParallelLinear(layer, mesh, gather=False, fp8=True),
             "ValueError: fp8=True, gather=False: without a gather the product is torch's, in bf16",
+        ),
+        (
+            lambda: tp.RowParallelLinear(layer, mesh, all_reduce=True, fp8=True),
             "ValueError: fp8=True, all_reduce=True: products before an all-reduce are in bf16",
-        ]
-        assert (shape, dtype) == ((2, 32), BF16)
+        ),
+    ):
+        assert message_of(call) == told
+    product = tp.matmul_reduce_scatter(halves[:4, :16], halves[:, :16], fp8=True)
+    assert (product.shape, product.dtype) == ((2, 32), BF16)
 
 
 def test_the_largest_number_of_a_row_is_fp8s_and_rows_of_zeros_stay_zeros():

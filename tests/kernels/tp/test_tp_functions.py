@@ -2,138 +2,116 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from operation_runs import message_of, values
+from operation_runs import message_of, on_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
-from tp_runs import assert_close, block, tensor_of, tensors_of_all, workspaces
+from tp_runs import assert_close, block, in_workspaces, tensor_of, tensors_of_all
 
 from dist_autotune.kernels import tp
+from dist_autotune.kernels.gemm_ar import GemmAllReduce
+from dist_autotune.kernels.tp.registry import WORKSPACES
 
 # ---- against plain torch
-
-
-def gathered_products(rank, columns, save_gathered):
-    """Compare products and gradients of two weights behind one gather, in calls of changing rows."""
-    with workspaces(rank) as world:
-        for seed, rows in enumerate((12, 5, 0, 20)):
-            shards = tensors_of_all(world, rows, 16, seed=seed)
-            sizes = (24, 9)
-            weights = [tensors_of_all(world, n, 16, seed=10 * n + seed) for n in sizes]
-            biases = tensors_of_all(world, 24, seed=77)
-            grads = [tensors_of_all(world, world * rows, n, seed=99 + n) for n in sizes]
-            full, wanted = torch.cat(shards), torch.zeros(())
-            for each in range(world):
-                first = full @ weights[0][each].T + biases[each]
-                wanted = wanted + (first * grads[0][each]).sum()
-                wanted = wanted + (full @ weights[1][each].T * grads[1][each]).sum()
-            own = [shards[rank], weights[0][rank], weights[1][rank], biases[rank]]
-            expected = torch.autograd.grad(wanted, own)
-            given = [each[rank].T.contiguous().T if columns else each[rank] for each in weights]
-            results = tp.all_gather_matmul(
-                shards[rank], given, bias=[biases[rank], None], save_gathered=save_gathered
-            )
-            assert_close(results[0], full @ weights[0][rank].T + biases[rank])
-            assert_close(results[1], full @ weights[1][rank].T)
-            got = torch.autograd.grad(results, own, [each[rank] for each in grads])
-            for one, other in zip(got, expected, strict=True):
-                assert_close(one, other)
 
 
 @pytest.mark.parametrize(
     ("world", "columns", "save_gathered"),
     [(1, True, False), (2, False, False), (3, True, True), (3, False, False)],
 )
-def test_products_behind_one_gather_and_their_gradients_are_those_of_torch(world, columns, save_gathered):
-    values(gathered_products, world, columns, save_gathered)
-
-
-def scattered_sums(rank, columns):
-    with workspaces(rank) as world:
-        for seed, rows in enumerate((8, 3, 0, 12)):
-            inputs = tensors_of_all(world, world * rows, 12, seed=seed)
-            weights = tensors_of_all(world, 16, 12, seed=10 + seed)
-            bias = tensor_of(0, 16, seed=5)
-            grads = tensors_of_all(world, rows, 16, seed=20)
-            sums = sum(a @ weight.T for a, weight in zip(inputs, weights, strict=True)) + bias
-            own = [inputs[rank], weights[rank], bias]
-            expected = torch.autograd.grad(sums, own, torch.cat(grads))
-            weight = weights[rank].T.contiguous().T if columns else weights[rank]
-            got = tp.matmul_reduce_scatter(inputs[rank], weight, bias=bias)
-            assert_close(got, sums.detach()[rank * rows : (rank + 1) * rows])
-            for one, other in zip(torch.autograd.grad(got, own, grads[rank]), expected, strict=True):
-                assert_close(one, other)
+@in_workspaces()
+def test_products_behind_one_gather_and_their_gradients_are_those_of_torch(
+    rank, world, columns, save_gathered
+):
+    """Compare two weights behind one gather, in calls of changing rows."""
+    for seed, rows in enumerate((12, 5, 0, 20)):
+        shards, sizes = tensors_of_all(world, rows, 16, seed=seed), (24, 9)
+        weights = [tensors_of_all(world, n, 16, seed=10 * n + seed) for n in sizes]
+        biases = tensors_of_all(world, 24, seed=77)
+        grads = [tensors_of_all(world, world * rows, n, seed=99 + n) for n in sizes]
+        full, wanted = torch.cat(shards), torch.zeros(())
+        for each in range(world):
+            first = full @ weights[0][each].T + biases[each]
+            wanted = wanted + (first * grads[0][each]).sum()
+            wanted = wanted + (full @ weights[1][each].T * grads[1][each]).sum()
+        own = [shards[rank], weights[0][rank], weights[1][rank], biases[rank]]
+        expected = torch.autograd.grad(wanted, own)
+        given = [each[rank].T.contiguous().T if columns else each[rank] for each in weights]
+        bias = [biases[rank], None]
+        results = tp.all_gather_matmul(shards[rank], given, bias=bias, save_gathered=save_gathered)
+        assert_close(results[0], full @ weights[0][rank].T + biases[rank])
+        assert_close(results[1], full @ weights[1][rank].T)
+        got = torch.autograd.grad(results, own, [each[rank] for each in grads])
+        for pair in zip(got, expected, strict=True):
+            assert_close(*pair)
 
 
 @pytest.mark.parametrize(("world", "columns"), [(1, True), (2, True), (3, False)])
-def test_scattered_sums_and_their_gradients_are_those_of_torch(world, columns):
-    values(scattered_sums, world, columns)
-
-
-def what_runs(rank):
-    """Return which operators of ours and which views torch sees in an eager pair, and ours under a mode."""
-    with workspaces(rank) as world:
-        x, up, down = tensor_of(rank, 4, 8), tensor_of(rank, 12, 8), tensor_of(rank, 8, 12)
-        block(x, up, down).sum().backward()  # opens
-        with torch.profiler.profile() as profile:
-            block(x, up, down).backward(torch.ones(4, 8))
-            with torch.no_grad():
-                block(x, up, down)
-        names = {event.name for event in profile.events()}
-        with FlopCounterMode(display=False), torch.profiler.profile() as profile:
-            block(x, up, down)
-        assert world == 2
-        return (
-            sorted(name for name in names if name.startswith("dist_autotune::") or name in VIEWS),
-            sorted({event.name for event in profile.events() if event.name.startswith("dist_autotune::")}),
-        )
+@in_workspaces()
+def test_scattered_sums_and_their_gradients_are_those_of_torch(rank, world, columns):
+    for seed, rows in enumerate((8, 3, 0, 12)):
+        inputs = tensors_of_all(world, world * rows, 12, seed=seed)
+        weights, bias = tensors_of_all(world, 16, 12, seed=10 + seed), tensor_of(0, 16, seed=5)
+        grads = tensors_of_all(world, rows, 16, seed=20)
+        sums = sum(a @ weight.T for a, weight in zip(inputs, weights, strict=True)) + bias
+        own = [inputs[rank], weights[rank], bias]
+        expected = torch.autograd.grad(sums, own, torch.cat(grads))
+        weight = weights[rank].T.contiguous().T if columns else weights[rank]
+        got = tp.matmul_reduce_scatter(inputs[rank], weight, bias=bias)
+        assert_close(got, sums.detach()[rank * rows : (rank + 1) * rows])
+        for pair in zip(torch.autograd.grad(got, own, grads[rank]), expected, strict=True):
+            assert_close(*pair)
 
 
 VIEWS = {"aten::movedim", "aten::reshape", "aten::unflatten"}
 
 
-def test_an_eager_call_is_no_operator_and_views_nothing_unless_somebody_looks_on():
-    # An operator's dispatch takes longer than the product's launch.
-    operators = ["dist_autotune::all_gather_matmul", "dist_autotune::matmul_reduce_scatter"]
-    assert values(what_runs, 2) == [([], operators)] * 2
+@in_workspaces(2)
+def test_an_eager_call_is_no_operator_and_views_nothing_unless_somebody_looks_on(rank):
+    """An operator's dispatch takes longer than the product's launch."""
+    x, up, down = tensor_of(rank, 4, 8), tensor_of(rank, 12, 8), tensor_of(rank, 8, 12)
+    block(x, up, down).sum().backward()  # opens
+    with torch.profiler.profile() as profile:
+        block(x, up, down).backward(torch.ones(4, 8))
+        with torch.no_grad():
+            block(x, up, down)
+    names = {event.name for event in profile.events()}
+    assert not {name for name in names if name.startswith("dist_autotune::") or name in VIEWS}
+    with FlopCounterMode(display=False), torch.profiler.profile() as profile:
+        block(x, up, down)
+    ours = {event.name for event in profile.events() if event.name.startswith("dist_autotune::")}
+    assert ours == {"dist_autotune::all_gather_matmul", "dist_autotune::matmul_reduce_scatter"}
 
 
-def some_without_rows(rank):
-    """Return what ranks are told, and the shape of a product afterwards, where the last one has no rows."""
-    with workspaces(rank) as world:
-        rows = 0 if rank == world - 1 else 4
-        calls = [
-            lambda: tp.all_gather_matmul(tensor_of(rank, rows, 8), tensor_of(rank, 12, 8)),
-            lambda: tp.matmul_reduce_scatter(tensor_of(rank, rows, 8), tensor_of(rank, 12, 8)),
-        ]
-        return [message_of(call) for call in calls]
-
-
-def test_a_rank_without_rows_beside_others_is_refused_on_all():
-    for texts in values(some_without_rows, 2):
-        for text in texts:
-            assert "every rank must pass as many rows; rank 0: 4, rank 1: 0" in text
-
-
-def along_the_second_dimension(rank):
-    """Shard [2, S, K] along S: no token may change its place in the sequence."""
-    with workspaces(rank) as world:
-        shards = tensors_of_all(world, 2, 3, 8)
-        up, down = tensor_of(0, 12, 8, seed=1), tensor_of(0, 8, 12, seed=2)
-        full = torch.cat(shards, 1)
-        hidden = tp.all_gather_matmul(shards[rank], up, gather_dim=1)
-        assert_close(hidden, full @ up.T)
-        result = tp.matmul_reduce_scatter(hidden.relu(), down, scatter_dim=1)
-        wanted = (full @ up.T).relu() @ down.T * world
-        assert_close(result, wanted[:, 3 * rank : 3 * rank + 3])
-        result.sum().backward()
-        assert_close(shards[rank].grad, torch.autograd.grad(wanted.sum(), shards[rank])[0])
+@in_workspaces(2)
+def test_a_rank_without_rows_beside_others_is_refused_on_all(rank):
+    rows = (4, 0)[rank]
+    for call in (
+        lambda: tp.all_gather_matmul(tensor_of(rank, rows, 8), tensor_of(rank, 12, 8)),
+        lambda: tp.matmul_reduce_scatter(tensor_of(rank, rows, 8), tensor_of(rank, 12, 8)),
+    ):
+        assert "every rank must pass as many rows; rank 0: 4, rank 1: 0" in message_of(call)
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_tokens_of_several_sequences_keep_their_places(world):
-    values(along_the_second_dimension, world)
+@in_workspaces()
+def test_tokens_of_several_sequences_keep_their_places(rank, world):
+    """Shard [2, S, K] along S: no token may change its place in the sequence."""
+    shards = tensors_of_all(world, 2, 3, 8)
+    up, down = tensor_of(0, 12, 8, seed=1), tensor_of(0, 8, 12, seed=2)
+    full = torch.cat(shards, 1)
+    hidden = tp.all_gather_matmul(shards[rank], up, gather_dim=1)
+    assert_close(hidden, full @ up.T)
+    result = tp.matmul_reduce_scatter(hidden.relu(), down, scatter_dim=1)
+    wanted = (full @ up.T).relu() @ down.T * world
+    assert_close(result, wanted[:, 3 * rank : 3 * rank + 3])
+    result.sum().backward()
+    assert_close(shards[rank].grad, torch.autograd.grad(wanted.sum(), shards[rank])[0])
 
 
 # ---- orders of use
@@ -150,138 +128,114 @@ def plain_gradients(world, rank):
     return torch.autograd.grad(loss, [shards[rank], ups[rank], downs[rank]])
 
 
-def used_in_every_order(rank):
-    with workspaces(rank) as world:
-        own = x, up, down = [tensor_of(rank, *shape) for shape in SHAPES]
-        once = plain_gradients(world, rank)
+@in_workspaces(2)
+def test_accumulation_checkpoints_and_repeated_backwards_give_the_gradients_of_torch(rank):
+    own = x, up, down = [tensor_of(rank, *shape) for shape in SHAPES]
+    once = plain_gradients(2, rank)
 
-        def compare(name, result, times=1):
-            result.sum().backward()
-            for tensor, wanted in zip(own, once, strict=True):
-                torch.testing.assert_close(
-                    tensor.grad, times * wanted, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
-                )
-                tensor.grad = None
+    def compare(name, result, times=1):
+        result.sum().backward()
+        for tensor, wanted in zip(own, once, strict=True):
+            torch.testing.assert_close(
+                tensor.grad, times * wanted, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+            )
+            tensor.grad = None
 
-        compare("once", block(x, up, down))
-        compare("two passes before any backward", block(x, up, down) + block(x, up, down), 2)
-        for _ in range(2):
-            block(x, up, down).sum().backward()
-        compare("accumulation over three passes", block(x, up, down), 3)
-        kept = block(x, up, down)
-        kept.sum().backward(retain_graph=True)
-        block(x.detach() + 1, up.detach(), down.detach())  # what it writes must not be what was saved
-        compare("backward twice of one graph, calls between", kept, 2)
-        for reentrant in (True, False):
-            again = checkpoint(block, x, up, down, use_reentrant=reentrant)
-            compare(f"checkpointing, reentrant={reentrant}", again)
-        compare("gradients of two passes at once", torch.cat([block(x, up, down), block(x, up, down)]), 2)
-        with torch.no_grad():
-            assert not block(x, up, down).requires_grad
-        with torch.inference_mode():
-            block(x, up, down)
-        compare("after calls without gradients", block(x, up, down))
-    return True
-
-
-def test_accumulation_checkpoints_and_repeated_backwards_give_the_gradients_of_torch():
-    assert values(used_in_every_order, 2) == [True] * 2
+    compare("once", block(x, up, down))
+    compare("two passes before any backward", block(x, up, down) + block(x, up, down), 2)
+    for _ in range(2):
+        block(x, up, down).sum().backward()
+    compare("accumulation over three passes", block(x, up, down), 3)
+    kept = block(x, up, down)
+    kept.sum().backward(retain_graph=True)
+    block(x.detach() + 1, up.detach(), down.detach())  # what it writes must not be what was saved
+    compare("backward twice of one graph, calls between", kept, 2)
+    for reentrant in (True, False):
+        again = checkpoint(block, x, up, down, use_reentrant=reentrant)
+        compare(f"checkpointing, reentrant={reentrant}", again)
+    compare("gradients of two passes at once", torch.cat([block(x, up, down), block(x, up, down)]), 2)
+    with torch.no_grad():
+        assert not block(x, up, down).requires_grad
+    with torch.inference_mode():
+        block(x, up, down)
+    compare("after calls without gradients", block(x, up, down))
 
 
-def frozen_parts(rank):
-    """Ask for some gradients only; return which came, and how many elements the first product has kept."""
-    with workspaces(rank):
-        found = []
-        for of_x, of_weights in ((True, False), (False, True)):
-            x, up, down = (tensor_of(rank, *shape, grad=False) for shape in SHAPES)
-            x.requires_grad_(of_x)
-            up.requires_grad_(of_weights)
-            down.requires_grad_(of_weights)
-            kept = []
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda t, to=kept: to.append(t.numel()) or t, lambda t: t
-            ):
-                hidden = tp.all_gather_matmul(x, up)
-            tp.matmul_reduce_scatter(hidden.relu(), down).sum().backward()
-            found.append([each.grad is not None for each in (x, up, down)] + kept)
-        return found
-
-
-def test_frozen_weights_keep_no_gathered_rows_and_get_no_gradient():
+@in_workspaces(2)
+def test_frozen_weights_keep_no_gathered_rows_and_get_no_gradient(rank):
     shard, weight = 4 * 8, 12 * 8
-    only_x, only_weights = [True, False, False, shard, weight], [False, True, True, 2 * shard, weight]
-    assert values(frozen_parts, 2) == [[only_x, only_weights]] * 2
+    for of_x, elements in ((True, [shard, weight]), (False, [2 * shard, weight])):
+        x, up, down = tensors = [tensor_of(rank, *shape, grad=False) for shape in SHAPES]
+        for tensor, asks in zip(tensors, (of_x, not of_x, not of_x), strict=True):
+            tensor.requires_grad_(asks)
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, to=kept: to.append(t.numel()) or t, lambda t: t
+        ):
+            hidden = tp.all_gather_matmul(x, up)
+        tp.matmul_reduce_scatter(hidden.relu(), down).sum().backward()
+        assert [each.grad is not None for each in tensors] == [of_x, not of_x, not of_x]
+        assert kept == elements
 
 
-def shared_weight(rank):
+@in_workspaces(2)
+def test_one_weight_may_serve_both_products_and_its_transpose_is_not_copied(rank):
     """Use one weight in both directions, as tied layers do."""
-    with workspaces(rank) as world:
-        shards, weights = tensors_of_all(world, 4, 8), tensors_of_all(world, 12, 8, seed=3)
-        own = [shards[rank], weights[rank]]
-        result = tp.matmul_reduce_scatter(tp.all_gather_matmul(*own), weights[rank].T)
-        wanted = sum(torch.cat(shards) @ weight.T @ weight for weight in weights)
-        pairs = (torch.autograd.grad(each.sin().sum(), own) for each in (result, wanted))
-        for got, expected in zip(*pairs, strict=True):
-            assert_close(got, expected)
-
-
-def test_one_weight_may_serve_both_products_and_its_transpose_is_not_copied():
-    values(shared_weight, 2)
+    shards, weights = tensors_of_all(2, 4, 8), tensors_of_all(2, 12, 8, seed=3)
+    own = [shards[rank], weights[rank]]
+    result = tp.matmul_reduce_scatter(tp.all_gather_matmul(*own), weights[rank].T)
+    wanted = sum(torch.cat(shards) @ weight.T @ weight for weight in weights)
+    pairs = (torch.autograd.grad(each.sin().sum(), own) for each in (result, wanted))
+    for pair in zip(*pairs, strict=True):
+        assert_close(*pair)
 
 
 # ---- what goes wrong
 
 
-def mistakes(rank):
-    with workspaces(rank):
-        x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8, seed=1)
-        hidden = tp.all_gather_matmul(x, up, save_gathered=False)
-        texts = [
-            message_of(lambda: tp.all_gather_matmul(x, up, gather_dim=1)),
-            message_of(lambda: tp.all_gather_matmul(x, [up, up], bias=[None])),
-            message_of(lambda: tp.all_gather_matmul(x, [])),
-            message_of(lambda: tp.all_gather_matmul(x, up[:, :6])),
-            message_of(lambda: tp.matmul_reduce_scatter(torch.ones(2, 3, 8), up, scatter_dim=1)),
-            message_of(lambda: torch.autograd.grad(hidden.sum(), x, create_graph=True)),
-        ]
-        leaf = x.detach().requires_grad_()
-        result = tp.all_gather_matmul(leaf, up, save_gathered=False)
-        with torch.no_grad():
-            leaf += 1
-        texts.append(message_of(lambda: result.sum().backward()).partition("[")[0])
-        return texts, block(x, up, up.T).shape
+@in_workspaces(2)
+def test_mistakes_raise_with_values_and_the_next_call_works(rank):
+    x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8, seed=1)
+    hidden = tp.all_gather_matmul(x, up, save_gathered=False)
+    mistakes = {
+        "ValueError: gather_dim=1 of a tensor [4, 8]; it is 0 to 0, a dimension before the last": (
+            lambda: tp.all_gather_matmul(x, up, gather_dim=1)
+        ),
+        "ValueError: 2 weights and 1 biases; as many of each, at least one": (
+            lambda: tp.all_gather_matmul(x, [up, up], bias=[None])
+        ),
+        "ValueError: 0 weights and 0 biases; as many of each, at least one": (
+            lambda: tp.all_gather_matmul(x, [])
+        ),
+        "ValueError: a_shard [4, 8] and weight [12, 6] must both have K=8 columns; the weight is [N, K], "
+        "not [K, N]": lambda: tp.all_gather_matmul(x, up[:, :6]),
+        "ValueError: dimension 1 of a has 3 entries; pad it to 4 for 2 ranks": (
+            lambda: tp.matmul_reduce_scatter(torch.ones(2, 3, 8), up, scatter_dim=1)
+        ),
+        "RuntimeError: these products have no second derivative: call backward without create_graph=True": (
+            lambda: torch.autograd.grad(hidden.sum(), x, create_graph=True)
+        ),
+    }
+    assert [message_of(call) for call in mistakes.values()] == [*mistakes]
+    leaf = x.detach().requires_grad_()
+    result = tp.all_gather_matmul(leaf, up, save_gathered=False)
+    with torch.no_grad():
+        leaf += 1
+    assert message_of(lambda: result.sum().backward()).startswith(
+        "RuntimeError: one of the variables needed for gradient computation has been modified by an "
+        "inplace operation: ["
+    )
+    assert block(x, up, up.T).shape == (4, 8)
 
 
-def test_mistakes_raise_with_values_and_the_next_call_works():
-    for texts, shape in values(mistakes, 2):
-        assert texts == [
-            "ValueError: gather_dim=1 of a tensor [4, 8]; it is 0 to 0, a dimension before the last",
-            "ValueError: 2 weights and 1 biases; as many of each, at least one",
-            "ValueError: 0 weights and 0 biases; as many of each, at least one",
-            "ValueError: a_shard [4, 8] and weight [12, 6] must both have K=8 columns; the weight is [N, K], "
-            "not [K, N]",
-            "ValueError: dimension 1 of a has 3 entries; pad it to 4 for 2 ranks",
-            "RuntimeError: these products have no second derivative: call backward without create_graph=True",
-            "RuntimeError: one of the variables needed for gradient computation has been modified by an "
-            "inplace operation: ",
-        ]
-        assert shape == (4, 8)
-
-
-def other_rows(rank):
-    with workspaces(rank):
-        up = tensor_of(0, 12, 8)
-        tp.reserve(16, 8, torch.float32, timeout_s=20.0)
-        texts = [message_of(lambda: tp.all_gather_matmul(tensor_of(rank, 4 + rank, 8), up)) for _ in range(2)]
-        texts.append(message_of(tp.release))
-        return texts, tp.all_gather_matmul(tensor_of(rank, 5, 8), up).shape
-
-
-def test_after_a_failed_call_release_raises_it_and_the_next_call_works():
-    for rank, (texts, shape) in enumerate(values(other_rows, 2)):
-        told = f"ValueError: AllGatherGemm, rank {rank}: rank {1 - rank} pushed {5 - rank} rows"
-        assert [text[: len(told)] for text in texts] == [told] * 3
-        assert shape == (10, 12)
+@in_workspaces(2)
+def test_after_a_failed_call_release_raises_it_and_the_next_call_works(rank):
+    up, told = tensor_of(0, 12, 8), f"ValueError: AllGatherGemm, rank {rank}: rank {1 - rank} pushed"
+    tp.reserve(16, 8, torch.float32, timeout_s=20.0)
+    texts = [message_of(lambda: tp.all_gather_matmul(tensor_of(rank, 4 + rank, 8), up)) for _ in range(2)]
+    for text in (*texts, message_of(tp.release)):
+        assert text.startswith(f"{told} {5 - rank} rows")
+    assert tp.all_gather_matmul(tensor_of(rank, 5, 8), up).shape == (10, 12)
 
 
 # ---- on GPUs
@@ -291,7 +245,10 @@ def error_of(got, wanted):
     return float((got.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-def on_gpus(rank):
+@pytest.mark.gpu(devices=2)
+@pytest.mark.filterwarnings("ignore:.* has not been tuned")  # they have not
+@on_ranks(2)
+def test_bfloat16_and_captured_steps_are_right_on_gpus(rank):
     """Compare bfloat16 with float32, then replays of a captured forward and backward with eager calls."""
     place = {"device": f"cuda:{rank}", "dtype": torch.bfloat16}
     torch.manual_seed(0)
@@ -329,11 +286,52 @@ def on_gpus(rank):
         kept = [each.clone() for each in captured]
         errors += [error_of(*pair) for pair in zip(kept, with_gradients(*own), strict=True)]
     tp.release()
-    return errors
+    assert max(errors) < 0.02  # two products, each rounded to 8 bits
 
 
-@pytest.mark.gpu(devices=2)
-@pytest.mark.filterwarnings("ignore:.* has not been tuned")  # they have not
-def test_bfloat16_and_captured_steps_are_right_on_gpus():
-    for errors in values(on_gpus, 2):
-        assert max(errors) < 0.02  # two products, each rounded to 8 bits
+# ---- layers for serving, whose tokens are on all ranks
+
+WIDTH = 16
+PLAN = {"0": tp.ColumnParallel(gather=False), "2": tp.RowParallel(all_reduce=True)}
+
+
+def model_of_all() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.ReLU(), nn.Linear(3 * WIDTH, WIDTH))
+
+
+@in_workspaces(3)
+def test_layers_for_serving_compute_what_the_whole_model_does(rank):
+    whole, mesh = model_of_all(), init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))["tp"]
+    parallel = tp.parallelize(copy.deepcopy(whole), mesh, PLAN)
+    tp.reserve(6, WIDTH, torch.float32, mesh, all_reduce=True)
+    assert [key.kind for key in WORKSPACES.open] == [GemmAllReduce]
+    with torch.no_grad():
+        for shape in ((6, WIDTH), (2, 3, WIDTH), (2, 0, WIDTH), (1, WIDTH), (WIDTH,)):
+            x = tensor_of(0, *shape, grad=False)
+            assert_close(parallel(x), whole(x))
+
+
+@in_workspaces(2)
+def test_layers_for_serving_refuse_gradients_and_go_on(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
+    parallel, x = tp.parallelize(model_of_all(), mesh, PLAN), tensor_of(0, 4, WIDTH, grad=False)
+    told = "RuntimeError: ColumnParallelLinear(gather=False) has no backward"
+    assert message_of(lambda: parallel(x)).startswith(told)
+    told = "RuntimeError: matmul_all_reduce has no backward, but grad is enabled"
+    assert message_of(lambda: parallel[2](x.repeat(1, 3)[:, :24])).startswith(told)
+    with torch.no_grad():
+        assert_close(parallel(x), model_of_all()(x))
+
+
+@pytest.mark.usefixtures("compiler")
+@in_workspaces(2)
+@torch.no_grad()
+def test_a_compiled_call_sees_one_operator(rank):
+    """The operator gives the shape, and the graph the sum."""
+    factors = [(tensor_of(r, 5, 8, grad=False), tensor_of(r, WIDTH, 8, seed=1, grad=False)) for r in range(2)]
+    (a, weight), bias = factors[rank], tensor_of(0, WIDTH, seed=2, grad=False)
+    compiled = torch.compile(
+        lambda a: tp.matmul_all_reduce(a, weight, bias=bias), backend="eager", fullgraph=True
+    )
+    assert_close(compiled(a), sum(left @ right.T for left, right in factors) + bias)

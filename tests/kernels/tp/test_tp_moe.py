@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from operation_runs import message_of, values
+from operation_runs import message_of, on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from tp_runs import assert_close, tensor_of, tensors_of_all, workspaces
+from tp_runs import assert_close, in_workspaces, tensor_of, tensors_of_all
 
 from dist_autotune.kernels import tp
 
@@ -34,93 +34,58 @@ def plain_moe(router, experts, x):
     return (chosen * weights[..., None]).sum(1)
 
 
-def gradient(linear):
-    return linear.weight.grad
-
-
-def trained_beside_plain(rank, how):
-    with workspaces(rank) as world:
-        mesh, hidden = dist.init_device_mesh("cpu", (world,)), 8 * world
-        router, experts = plain_experts(hidden)
-        layer = tp.MoE(router, experts, mesh, topk=TOPK)
-        forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if how == "compiled" else layer
-        for step in range(2):  # gradients add up
-            shards = tensors_of_all(world, TOKENS, FEATURES, seed=step)
-            x = shards[rank].detach().requires_grad_()
-            result = checkpoint(layer, x, use_reentrant=False) if how == "checkpointed" else forward(x)
-            wanted = plain_moe(router, experts, torch.cat(shards))
-            assert_close(result, wanted.chunk(world)[rank])
-            result.sin().sum().backward()
-            wanted.sin().sum().backward()
-            assert_close(x.grad, shards[rank].grad)
-        of_gates, of_ups, of_downs = (
-            torch.stack(list(map(gradient, each))) for each in zip(*experts, strict=True)
-        )
-        assert_close(layer.gate.weight.grad.full_tensor(), router.weight.grad)
-        assert_close(layer.experts.gate_up.grad.full_tensor(), torch.stack([of_gates, of_ups], 1))
-        assert_close(layer.experts.down.grad.full_tensor(), of_downs)
-        with torch.no_grad():
-            assert layer(x.view(2, 3, FEATURES)).shape == (2, 3, FEATURES)
-
-
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(
-    ("world", "how"),
-    [
-        (1, "eager"),
-        (3, "eager"),
-        (2, "checkpointed"),
-        (2, "compiled"),
-    ],
-)
-def test_a_mixture_of_experts_trains_as_plain_torch(world, how):
-    values(trained_beside_plain, world, how)
+@pytest.mark.parametrize(("world", "how"), [(1, "eager"), (3, "eager"), (2, "checkpointed"), (2, "compiled")])
+@in_workspaces()
+def test_a_mixture_of_experts_trains_as_plain_torch(rank, world, how):
+    mesh, hidden = dist.init_device_mesh("cpu", (world,)), 8 * world
+    router, experts = plain_experts(hidden)
+    layer = tp.MoE(router, experts, mesh, topk=TOPK)
+    forward = torch.compile(layer, fullgraph=True, backend="aot_eager") if how == "compiled" else layer
+    for step in range(2):  # gradients add up
+        shards = tensors_of_all(world, TOKENS, FEATURES, seed=step)
+        x = shards[rank].detach().requires_grad_()
+        result = checkpoint(layer, x, use_reentrant=False) if how == "checkpointed" else forward(x)
+        wanted = plain_moe(router, experts, torch.cat(shards))
+        assert_close(result, wanted.chunk(world)[rank])
+        result.sin().sum().backward()
+        wanted.sin().sum().backward()
+        assert_close(x.grad, shards[rank].grad)
+    of_gates, of_ups, of_downs = (
+        torch.stack([linear.weight.grad for linear in each]) for each in zip(*experts, strict=True)
+    )
+    assert_close(layer.gate.weight.grad.full_tensor(), router.weight.grad)
+    assert_close(layer.experts.gate_up.grad.full_tensor(), torch.stack([of_gates, of_ups], 1))
+    assert_close(layer.experts.down.grad.full_tensor(), of_downs)
+    with torch.no_grad():
+        assert layer(x.view(2, 3, FEATURES)).shape == (2, 3, FEATURES)
 
 
-def operators_with_dropped_choices(rank):
+@in_workspaces(2)
+def test_dropped_choices_count_nowhere_in_the_gradients(rank):
     """Drop choices (-1) whose row, and weight, are NaN; compare all gradients with plain torch."""
-    with workspaces(rank) as world:
-        ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
-        shards = tensors_of_all(world, TOKENS, 8)
-        weights, backs = tensors_of_all(world, 3, 16, 8, seed=1), tensors_of_all(world, 3, 8, 16, seed=2)
-        factors = tensors_of_all(world, TOKENS, TOPK, seed=3)
-        ids = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % 4 - 1  # the same on all ranks
-        all_ids, x = ids.repeat(world, 1).reshape(-1), torch.cat(shards).repeat_interleave(TOPK, 0)
-        kept = (all_ids >= 0).float()[:, None]
-        scale = kept * torch.cat(factors).reshape(-1, 1)
-        sums = 0
-        for each in range(world):
-            rows = torch.einsum("rk,rnk->rn", x, weights[each][all_ids]).sin() * kept
-            part = torch.einsum("rn,rkn->rk", rows, backs[each][all_ids]) * scale
-            sums = sums + part.view(-1, TOPK, 8).sum(1)
-        own = [shards[rank], weights[rank], backs[rank], factors[rank]]
-        expected = torch.autograd.grad(sums.square().sum(), own)
-        given = factors[rank].where(ids >= 0, float("nan"))
-        rows, routing = ops.all_gather_moe(shards[rank], weights[rank], ids, given, name)
-        rows = rows.sin().where((torch.arange(len(rows)) < int(kept.sum()))[:, None], float("nan"))
-        got = ops.moe_reduce_scatter(rows, backs[rank], routing, given, TOPK, name)
-        assert_close(got, sums.chunk(world)[rank])
-        for pair in zip(torch.autograd.grad(got.square().sum(), own), expected, strict=True):
-            assert_close(*pair)
-
-
-def test_dropped_choices_count_nowhere_in_the_gradients():
-    values(operators_with_dropped_choices, 2)
-
-
-def opchecked(rank, of_gather_checks, of_scatter_checks):
-    with workspaces(rank) as world:
-        ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
-        ids, factors = torch.tensor([[0, 2], [1, 0], [2, 2]]), tensor_of(rank, 3, 2)
-        x, y = tensor_of(rank, 3, 8), tensor_of(rank, 6 * world, 16)
-        of_gather = (x, tensor_of(rank, 3, 16, 8), ids, factors.detach(), name)
-        routing = ops.all_gather_moe(*of_gather)[1]
-        of_scatter = (y, tensor_of(rank, 3, 8, 16), routing, factors, 2, name)
-        found = [
-            torch.library.opcheck(ops.all_gather_moe.default, of_gather, test_utils=of_gather_checks),
-            torch.library.opcheck(ops.moe_reduce_scatter.default, of_scatter, test_utils=of_scatter_checks),
-        ]
-        return {result for one in found for result in one.values()}
+    ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
+    shards = tensors_of_all(2, TOKENS, 8)
+    weights, backs = tensors_of_all(2, 3, 16, 8, seed=1), tensors_of_all(2, 3, 8, 16, seed=2)
+    factors = tensors_of_all(2, TOKENS, TOPK, seed=3)
+    ids = torch.arange(TOKENS * TOPK).view(TOKENS, TOPK) % 4 - 1  # the same on all ranks
+    all_ids, x = ids.repeat(2, 1).reshape(-1), torch.cat(shards).repeat_interleave(TOPK, 0)
+    kept = (all_ids >= 0).float()[:, None]
+    scale = kept * torch.cat(factors).reshape(-1, 1)
+    sums = 0
+    for weight, back in zip(weights, backs, strict=True):
+        rows = torch.einsum("rk,rnk->rn", x, weight[all_ids]).sin() * kept
+        part = torch.einsum("rn,rkn->rk", rows, back[all_ids]) * scale
+        sums = sums + part.view(-1, TOPK, 8).sum(1)
+    own = [shards[rank], weights[rank], backs[rank], factors[rank]]
+    expected = torch.autograd.grad(sums.square().sum(), own)
+    given = factors[rank].where(ids >= 0, float("nan"))
+    rows, routing = ops.all_gather_moe(shards[rank], weights[rank], ids, given, name)
+    rows = rows.sin().where((torch.arange(len(rows)) < int(kept.sum()))[:, None], float("nan"))
+    got = ops.moe_reduce_scatter(rows, backs[rank], routing, given, TOPK, name)
+    assert_close(got, sums.chunk(2)[rank])
+    for pair in zip(torch.autograd.grad(got.square().sum(), own), expected, strict=True):
+        assert_close(*pair)
 
 
 QUICK_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -128,15 +93,26 @@ QUICK_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    ("world", "checks"),
+    ("world", "of_gather_checks", "of_scatter_checks"),
     [
-        (2, (QUICK_CHECKS, QUICK_CHECKS)),
+        (2, QUICK_CHECKS, QUICK_CHECKS),
         # With symbolic sizes torch simplifies those of a plan, which both have, for five seconds.
-        (1, (["test_aot_dispatch_dynamic"], ["test_aot_dispatch_static"])),
+        (1, ["test_aot_dispatch_dynamic"], ["test_aot_dispatch_static"]),
     ],
 )
-def test_the_operators_over_experts_pass_torchs_own_checks(world, checks):
-    assert values(opchecked, world, *checks) == [{"SUCCESS"}] * world
+@in_workspaces()
+def test_the_operators_over_experts_pass_torchs_own_checks(rank, world, of_gather_checks, of_scatter_checks):
+    ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
+    ids, factors = torch.tensor([[0, 2], [1, 0], [2, 2]]), tensor_of(rank, 3, 2)
+    of_gather = (tensor_of(rank, 3, 8), tensor_of(rank, 3, 16, 8), ids, factors.detach(), name)
+    routing = ops.all_gather_moe(*of_gather)[1]
+    of_scatter = (tensor_of(rank, 6 * world, 16), tensor_of(rank, 3, 8, 16), routing, factors, 2, name)
+    for operator, arguments, checks in (
+        (ops.all_gather_moe, of_gather, of_gather_checks),
+        (ops.moe_reduce_scatter, of_scatter, of_scatter_checks),
+    ):
+        ends = torch.library.opcheck(operator.default, arguments, test_utils=checks)
+        assert set(ends.values()) == {"SUCCESS"}
 
 
 def sigmoid_route(bias):
@@ -167,72 +143,63 @@ ROUTED = {  # options, what they mean for plain torch
 }
 
 
-def routed_beside_plain(rank, options, route):
-    """Add a shared expert behind a gate of its own, as Qwen's models have it."""
-    with workspaces(rank) as world:
-        mesh, hidden = dist.init_device_mesh("cpu", (world,)), 8 * world
-        router, experts = plain_experts(hidden)
-        *shared, gate = *experts.pop(), nn.Linear(FEATURES, 1, bias=False)
-        experts.append(tuple(nn.Linear(each.in_features, each.out_features, bias=False) for each in shared))
-        layer = tp.MoE(router, experts, mesh, topk=TOPK, **options)
-        of_shared = tp.SwiGLU(*shared, mesh)
-        of_gate = tp.parallelize(copy.deepcopy(gate), mesh, {"": tp.SequenceParallel()})
-        x = tensor_of(rank, TOKENS, FEATURES)
-        result = layer(x) + of_gate(x).sigmoid() * of_shared(x)
-        all_x = torch.cat(tensors_of_all(world, TOKENS, FEATURES)).detach().requires_grad_()
-        routed = [route(F.linear(part, router.weight)) for part in all_x.chunk(world)]
-        weights, ids = (torch.cat(each) for each in zip(*routed, strict=True))
-        of_all = torch.stack([down(F.silu(gate(all_x)) * up(all_x)) for gate, up, down in experts], 1)
-        chosen = of_all.gather(1, ids.clamp(min=0)[..., None].expand(-1, -1, FEATURES))
-        wanted = (chosen * (weights * (ids >= 0))[..., None]).sum(1)
-        wanted = wanted + gate(all_x).sigmoid() * shared[2](F.silu(shared[0](all_x)) * shared[1](all_x))
-        assert_close(result, wanted.chunk(world)[rank])
-        result.square().sum().backward()
-        wanted.square().sum().backward()
-        assert_close(x.grad, all_x.grad.chunk(world)[rank])
-        pairs = {
-            layer.gate.weight: router.weight.grad,
-            of_gate.weight: gate.weight.grad,
-            of_shared.down_proj.weight: shared[2].weight.grad,
-            layer.experts.down: torch.stack([*map(gradient_or_zeros, (each[2] for each in experts))]),
-        }
-        for parameter, expected in pairs.items():
-            assert_close(parameter.grad.full_tensor(), expected)
-
-
-def gradient_or_zeros(linear):
-    return torch.zeros_like(linear.weight) if linear.weight.grad is None else linear.weight.grad
-
-
 @pytest.mark.parametrize(("options", "route"), ROUTED.values(), ids=ROUTED)
-def test_routers_of_other_models_and_shared_experts_train_as_plain_torch(options, route):
-    values(routed_beside_plain, 2, options, route)
+@in_workspaces(2)
+def test_routers_of_other_models_and_shared_experts_train_as_plain_torch(rank, options, route):
+    """Add a shared expert behind a gate of its own, as Qwen's models have it."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    router, experts = plain_experts(16)
+    *shared, gate = *experts.pop(), nn.Linear(FEATURES, 1, bias=False)
+    experts.append(tuple(nn.Linear(each.in_features, each.out_features, bias=False) for each in shared))
+    layer = tp.MoE(router, experts, mesh, topk=TOPK, **options)
+    of_shared = tp.SwiGLU(*shared, mesh)
+    of_gate = tp.parallelize(copy.deepcopy(gate), mesh, {"": tp.SequenceParallel()})
+    x = tensor_of(rank, TOKENS, FEATURES)
+    result = layer(x) + of_gate(x).sigmoid() * of_shared(x)
+    all_x = torch.cat(tensors_of_all(2, TOKENS, FEATURES)).detach().requires_grad_()
+    routed = [route(F.linear(part, router.weight)) for part in all_x.chunk(2)]
+    weights, ids = (torch.cat(each) for each in zip(*routed, strict=True))
+    of_all = torch.stack([down(F.silu(gate(all_x)) * up(all_x)) for gate, up, down in experts], 1)
+    chosen = of_all.gather(1, ids.clamp(min=0)[..., None].expand(-1, -1, FEATURES))
+    wanted = (chosen * (weights * (ids >= 0))[..., None]).sum(1)
+    wanted = wanted + gate(all_x).sigmoid() * shared[2](F.silu(shared[0](all_x)) * shared[1](all_x))
+    assert_close(result, wanted.chunk(2)[rank])
+    result.square().sum().backward()
+    wanted.square().sum().backward()
+    assert_close(x.grad, all_x.grad.chunk(2)[rank])
+    downs = [each[2].weight for each in experts]
+    of_downs = [torch.zeros_like(each) if each.grad is None else each.grad for each in downs]
+    pairs = {
+        layer.gate.weight: router.weight.grad,
+        of_gate.weight: gate.weight.grad,
+        of_shared.down_proj.weight: shared[2].weight.grad,
+        layer.experts.down: torch.stack(of_downs),
+    }
+    for parameter, expected in pairs.items():
+        assert_close(parameter.grad.full_tensor(), expected)
 
 
-def odd_calls(rank):
+@in_workspaces(2)
+def test_ranks_may_be_without_tokens_and_the_router_in_another_type(rank):
     """Build under no_grad; call without tokens, and with a router in float32 before experts in bfloat16."""
-    with workspaces(rank):
-        mesh = dist.init_device_mesh("cpu", (2,))
-        router, experts = plain_experts(16)
-        rounded = [tuple(copy.deepcopy(layer).bfloat16() for layer in expert) for expert in experts]
-        with torch.no_grad():
-            layer, halves = (tp.MoE(router, each, mesh, topk=TOPK) for each in (experts, rounded))
-        layer(torch.empty(0, FEATURES)).sum().backward()
-        parameters = [*layer.parameters()]
-        x = tensor_of(rank, TOKENS, FEATURES, grad=False).bfloat16()
-        with torch.no_grad():
-            wanted = plain_moe(router, [[layer.float() for layer in each] for each in rounded], x.float())
-            error = (halves(x) - wanted).norm() / wanted.norm()
-        return len(parameters), any(each.grad.full_tensor().any() for each in parameters), float(error)
+    mesh = dist.init_device_mesh("cpu", (2,))
+    router, experts = plain_experts(16)
+    rounded = [tuple(copy.deepcopy(layer).bfloat16() for layer in expert) for expert in experts]
+    with torch.no_grad():
+        layer, halves = (tp.MoE(router, each, mesh, topk=TOPK) for each in (experts, rounded))
+    layer(torch.empty(0, FEATURES)).sum().backward()
+    parameters = [*layer.parameters()]
+    assert len(parameters) == 3
+    assert not any(each.grad.full_tensor().any() for each in parameters)
+    x = tensor_of(rank, TOKENS, FEATURES, grad=False).bfloat16()
+    with torch.no_grad():
+        wanted = plain_moe(router, [[layer.float() for layer in each] for each in rounded], x.float())
+        error = float((halves(x) - wanted).norm() / wanted.norm())
+    assert error < 4 * torch.finfo(torch.bfloat16).eps  # of gates, ups, what they make, and its products
 
 
-def test_ranks_may_be_without_tokens_and_the_router_in_another_type():
-    for parameters, any_gradient, error in values(odd_calls, 2):
-        assert (parameters, any_gradient) == (3, False)
-        assert error < 4 * torch.finfo(torch.bfloat16).eps  # of gates, ups, what they make, and its products
-
-
-def mistakes(rank):
+@on_ranks(2)
+def test_experts_that_do_not_fit_raise_with_values(rank):
     mesh = dist.init_device_mesh("cpu", (2,))
     router, experts = plain_experts(16)
     (gate, up, down), *others = experts
@@ -241,27 +208,32 @@ def mistakes(rank):
         return tp.MoE(router, experts, mesh, topk=topk, **options)
 
     wrong = moe(*experts, route=lambda logits: logits.topk(3))
-    return [
-        message_of(lambda: moe(*others)),
-        message_of(lambda: moe(*experts, topk=5)),
-        message_of(lambda: tp.MoE(*plain_experts(12), mesh, topk=2)),
-        message_of(lambda: moe(*others, (gate, up, nn.Linear(16, FEATURES)))),
-        message_of(lambda: moe(*others, (gate, nn.Linear(FEATURES, 24, bias=False), down))),
-        message_of(lambda: moe(*others, (gate, up, copy.deepcopy(down).half()))),
-        message_of(lambda: wrong(torch.zeros(TOKENS, FEATURES))),
-    ]
-
-
-def test_experts_that_do_not_fit_raise_with_values():
-    router = "ValueError: a router of 4 experts"
-    as_first = "in torch.float32, as expert 0 has it, is needed"
-    for texts in values(mistakes, 2):
-        assert texts == [
-            f"{router}, 3 experts and topk=2: as many of each, and topk of 1 to 3",
-            f"{router}, 4 experts and topk=5: as many of each, and topk of 1 to 4",
-            "ValueError: 6 hidden features of a rank; a multiple of 4 is needed, for the weights' gradients",
-            "ValueError: expert 3 has a bias, which would be lost; layers without are needed",
-            f"ValueError: up of expert 3 is [24, 16] in torch.float32; [16, 16] {as_first}",
-            f"ValueError: down of expert 3 is [16, 16] in torch.float16; [16, 16] {as_first}",
-            "ValueError: route returned weights [6, 3] and ids [6, 3]; both must be [tokens, topk] = [6, 2]",
-        ]
+    of_router, as_first = "a router of 4 experts", "in torch.float32, as expert 0 has it, is needed"
+    for call, told in (
+        (lambda: moe(*others), f"{of_router}, 3 experts and topk=2: as many of each, and topk of 1 to 3"),
+        (
+            lambda: moe(*experts, topk=5),
+            f"{of_router}, 4 experts and topk=5: as many of each, and topk of 1 to 4",
+        ),
+        (
+            lambda: tp.MoE(*plain_experts(12), mesh, topk=2),
+            "6 hidden features of a rank; a multiple of 4 is needed, for the weights' gradients",
+        ),
+        (
+            lambda: moe(*others, (gate, up, nn.Linear(16, FEATURES))),
+            "expert 3 has a bias, which would be lost; layers without are needed",
+        ),
+        (
+            lambda: moe(*others, (gate, nn.Linear(FEATURES, 24, bias=False), down)),
+            f"up of expert 3 is [24, 16] in torch.float32; [16, 16] {as_first}",
+        ),
+        (
+            lambda: moe(*others, (gate, up, copy.deepcopy(down).half())),
+            f"down of expert 3 is [16, 16] in torch.float16; [16, 16] {as_first}",
+        ),
+        (
+            lambda: wrong(torch.zeros(TOKENS, FEATURES)),
+            "route returned weights [6, 3] and ids [6, 3]; both must be [tokens, topk] = [6, 2]",
+        ),
+    ):
+        assert message_of(call) == f"ValueError: {told}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from operation_runs import values
 from torch.fx.experimental.proxy_tensor import make_fx
-from tp_runs import assert_close, block, tensor_of, workspaces
+from tp_runs import assert_close, block, in_workspaces, tensor_of
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels import tp
@@ -19,115 +18,94 @@ from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
 pytestmark = pytest.mark.usefixtures("compiler")
 
 
-def compiled(rank, save_gathered):
-    with workspaces(rank):
-        up, gate, down = (tensor_of(0, *shape, seed=1) for shape in ((12, 8), (12, 8), (8, 12)))
-        x, bias = tensor_of(rank, 4, 8), tensor_of(0, 8, seed=7)
-        found = []
-        for group in (None, dist.group.WORLD, dist.group.WORLD.group_name):
-
-            def layer(x, group=group):
-                of_up, of_gate = tp.all_gather_matmul(x, [up, gate], group, save_gathered=save_gathered)
-                return tp.matmul_reduce_scatter(of_up * of_gate.sigmoid(), down, group, bias=bias)
-
-            results = []
-            for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-                result = function(x)
-                results.append(
-                    [result, *torch.autograd.grad(result.square().sum(), [x, up, gate, down, bias])]
-                )
-            found += [torch.equal(*pair) for pair in zip(*results, strict=True)]
-        return all(found), len(found)
-
-
 @pytest.mark.parametrize("save_gathered", [True, False], ids=["saved", "gathered again"])
-def test_a_compiled_layer_is_one_graph_with_the_same_bits(save_gathered):
-    assert values(compiled, 2, save_gathered) == [(True, 18)] * 2
+@in_workspaces(2)
+def test_a_compiled_layer_is_one_graph_with_the_same_bits(rank, save_gathered):
+    up, gate, down = (tensor_of(0, *shape, seed=1) for shape in ((12, 8), (12, 8), (8, 12)))
+    x, bias = tensor_of(rank, 4, 8), tensor_of(0, 8, seed=7)
+    for group in (None, dist.group.WORLD, dist.group.WORLD.group_name):
 
+        def layer(x, group=group):
+            of_up, of_gate = tp.all_gather_matmul(x, [up, gate], group, save_gathered=save_gathered)
+            return tp.matmul_reduce_scatter(of_up * of_gate.sigmoid(), down, group, bias=bias)
 
-def tuned_while_compiled(rank):
-    """Tune a compiled forward and backward in context, with two candidates of each kernel."""
-    with workspaces(rank, 0):
-        all_gather_gemm.configs, gemm_reduce_scatter.configs = OF_GATHER[:2], OF_SCATTER[:2]
-        own = [tensor_of(rank, *shape) for shape in ((32, 32), (32, 32), (32, 32))]
-        layer = torch.compile(block, fullgraph=True, backend="aot_eager")
-
-        def step(function=layer):
-            result = function(*own)
-            return [result, *torch.autograd.grad((result / 100).square().sum(), own)]
-
-        wanted = step(block)
-        options = {"n_warmup": 0, "n_repeat": 1, "cache": False, "log_dir": None, "progress": False}
-        tuned = contextual_autotune(step, is_dist=True, **options)
-        got = tuned()
-        for pair in zip(got, wanted, strict=True):
-            assert_close(*pair)
-        found = [(context.kernel, context.status) for context in tuned.report.contexts]
-        return tuned.settled, sorted(set(found) - {each for each in found if each[0].startswith("ag_gemm ")})
+        results = []
+        for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+            result = function(x)
+            results.append([result, *torch.autograd.grad(result.square().sum(), [x, up, gate, down, bias])])
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:.* has not been tuned")  # at first they have not
-def test_kernels_of_a_compiled_forward_and_backward_are_tuned_in_context():
-    of_both = [(name, "tuned") for name in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_rs way")]
-    assert values(tuned_while_compiled, 2) == [(True, of_both)] * 2
+@in_workspaces(2, candidate=0)
+def test_kernels_of_a_compiled_forward_and_backward_are_tuned_in_context(rank):
+    """Tune with two candidates of each kernel."""
+    all_gather_gemm.configs, gemm_reduce_scatter.configs = OF_GATHER[:2], OF_SCATTER[:2]
+    own = [tensor_of(rank, *shape) for shape in ((32, 32), (32, 32), (32, 32))]
+    layer = torch.compile(block, fullgraph=True, backend="aot_eager")
+
+    def step(function=layer):
+        result = function(*own)
+        return [result, *torch.autograd.grad((result / 100).square().sum(), own)]
+
+    wanted = step(block)
+    options = {"n_warmup": 0, "n_repeat": 1, "cache": False, "log_dir": None, "progress": False}
+    tuned = contextual_autotune(step, is_dist=True, **options)
+    for pair in zip(tuned(), wanted, strict=True):
+        assert_close(*pair)
+    assert tuned.settled
+    found = {(context.kernel, context.status) for context in tuned.report.contexts}
+    of_both = {(name, "tuned") for name in ("all_gather_gemm", "gemm_reduce_scatter", "gemm_rs way")}
+    assert {each for each in found if not each[0].startswith("ag_gemm ")} == of_both
 
 
-def opchecked(rank):
-    with workspaces(rank) as world:
-        ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
-        x, up, gate = tensor_of(rank, 4, 8), tensor_of(0, 12, 8), tensor_of(0, 6, 8)
-        a, b = tensor_of(rank, 4 * world, 12), tensor_of(rank, 4 * world, 6)
-        down, gate_down = tensor_of(0, 8, 12), tensor_of(0, 8, 6)
-        found = [
-            torch.library.opcheck(ops.all_gather_matmul.default, (x, [up, gate], name, True)),
-            torch.library.opcheck(ops.all_gather_matmul.default, (x, [up], name, False)),
-            torch.library.opcheck(ops.matmul_reduce_scatter.default, ([a], [down], name)),
-            torch.library.opcheck(ops.matmul_reduce_scatter.default, ([a, b], [down, gate_down], name)),
-            torch.library.opcheck(
-                ops.matmul_reduce_scatter_backward.default,
-                (tensor_of(rank, 4, 8, grad=False), [a.detach()], [down.detach()], name, [True], [True]),
-            ),
-        ]
-        return {result for one in found for result in one.values()}
-
-
-def test_the_operators_pass_torchs_own_checks():
-    assert values(opchecked, 2) == [{"SUCCESS"}] * 2
-
-
-def unread_on_one_rank(rank, backend, grad):
-    """Read the products on rank 0 alone; return how many calls the compiled function makes of each kind."""
-    with workspaces(rank):
-        up, down = tensor_of(0, 12, 8, grad=grad), tensor_of(0, 8, 12, grad=grad)
-
-        def layer(x):
-            made = tp.matmul_reduce_scatter(tp.all_gather_matmul(x, up).relu(), down)
-            return x + made if rank == 0 else 2 * x
-
-        function = torch.compile(layer, fullgraph=True, backend=backend)
-        return list(function(tensor_of(rank, 4, 8, grad=grad)).shape)
+@in_workspaces(2)
+def test_the_operators_pass_torchs_own_checks(rank):
+    ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
+    x, up, gate = tensor_of(rank, 4, 8), tensor_of(0, 12, 8), tensor_of(0, 6, 8)
+    a, b = tensor_of(rank, 8, 12), tensor_of(rank, 8, 6)
+    down, gate_down = tensor_of(0, 8, 12), tensor_of(0, 8, 6)
+    gradients = tensor_of(rank, 4, 8, grad=False), [a.detach()], [down.detach()], name, [True], [True]
+    for operator, arguments in (
+        (ops.all_gather_matmul, (x, [up, gate], name, True)),
+        (ops.all_gather_matmul, (x, [up], name, False)),
+        (ops.matmul_reduce_scatter, ([a], [down], name)),
+        (ops.matmul_reduce_scatter, ([a, b], [down, gate_down], name)),
+        (ops.matmul_reduce_scatter_backward, gradients),
+    ):
+        assert set(torch.library.opcheck(operator.default, arguments).values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["without gradients", "with gradients"])
-def test_a_compiled_rank_that_reads_no_result_still_meets_its_peers(grad):
-    assert values(unread_on_one_rank, 2, "aot_eager", grad) == [[4, 8]] * 2
+@in_workspaces(2)
+def test_a_compiled_rank_that_reads_no_result_still_meets_its_peers(rank, grad):
+    """Read the products on rank 0 alone."""
+    up, down = tensor_of(0, 12, 8, grad=grad), tensor_of(0, 8, 12, grad=grad)
+
+    def layer(x):
+        made = tp.matmul_reduce_scatter(tp.all_gather_matmul(x, up).relu(), down)
+        return x + made if rank == 0 else 2 * x
+
+    function = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert function(tensor_of(rank, 4, 8, grad=grad)).shape == (4, 8)
 
 
-def traced(rank):
-    """Trace each operator that meets peers, with a result that nobody reads; return what the graph keeps."""
+@in_workspaces(2)
+def test_a_graph_keeps_every_call_that_peers_wait_for(rank):
+    """Trace each operator that meets peers, with a result that nobody reads."""
     ops, name = torch.ops.dist_autotune, dist.group.WORLD.group_name
     x, up, down = (tensor_of(0, *shape, grad=False) for shape in ((4, 8), (12, 8), (8, 12)))
     weight, ids = tensor_of(0, 3, 12, 8, grad=False), torch.zeros(4, 1, dtype=torch.int64)
     words, y = torch.zeros(64, dtype=torch.int32), tensor_of(0, 8, 8, grad=False)
-    calls = {
+    for operator, arguments in {
         ops.all_gather_matmul: (x, [up], name, True),
         ops.matmul_reduce_scatter: ([tensor_of(0, 8, 12, grad=False)], [down], name),
         ops.matmul_reduce_scatter_backward: (x, [y[:, :4]], [up.T[:, :4]], name, [True], [True]),
         ops.all_gather_moe: (x, weight, ids, ids.float(), name),
         ops.all_gather_routed: (x, weight, words, 1, name),
         ops.moe_reduce_scatter: (y, weight, words, None, 1, name),
-    }
-    return {str(operator): calls_kept(operator, arguments, x) for operator, arguments in calls.items()}
+    }.items():
+        assert calls_kept(operator, arguments, x) == 1, operator
 
 
 def calls_kept(operator, arguments, x):
@@ -138,9 +116,3 @@ def calls_kept(operator, arguments, x):
     graph = make_fx(unread, tracing_mode="fake", _allow_non_fake_inputs=True)(x).graph
     graph.eliminate_dead_code()
     return sum(node.target is operator.default for node in graph.nodes)
-
-
-def test_a_graph_keeps_every_call_that_peers_wait_for():
-    for kept in values(traced, 2):
-        assert len(kept) == 6
-        assert set(kept.values()) == {1}, kept
