@@ -114,19 +114,14 @@ class Part:
             return [self.sizes.part_of(number)] * self.world
         return self.sizes.tokens(number, self.world)
 
-    def operands(self, number: int) -> Given:
+    def given(self, number: int) -> Given:
+        """Return the operands of that call."""
         _, of_call = self.runs.sizes(self.sizes.k, self.sizes.n)
         kind = KINDS[number % len(KINDS)]
         return self.runs.operands(self.op, self.rows(number), of_call, self.sizes.experts, 2, kind)
 
-    def result(self, number: int, given: Given) -> Tensor:
-        return self.runs.new_out(self.op, self.rows(number), given)
-
     def call(self, number: int, given: Given, out: Tensor) -> None:
         self.runs.call(self.op, given, out, self.rows(number))
-
-    def error(self, out: Tensor, *given: Tensor) -> float:
-        return self.runs.error_ratio(out, *given)
 
 
 class ProductOfTorch(DenseRuns):
@@ -211,8 +206,8 @@ class Turns:
         self._graphs: list[tuple[Part, int, Given, Tensor, torch.cuda.CUDAGraph]] = []
 
     def fenced(self, part: Part, number: int) -> tuple[Given, Tensor]:
-        given = tuple(self._fences.copy_of(each) for each in part.operands(number))
-        return given, self._fences.copy_of(part.result(number, given))
+        given = tuple(map(self._fences.copy_of, part.given(number)))
+        return given, self._fences.copy_of(part.runs.new_out(part.op, part.rows(number), given))
 
     def call(self, part: Part, number: int) -> None:
         """Call with operands in new places, and leave NaN in these."""
@@ -236,7 +231,7 @@ class Turns:
         for size in (64, 1024, 8192, 1 << 20):  # of what a graph reads and nobody holds
             torch.full((size,), -1, device=device(), dtype=torch.int32)
         part, number, given, out, graph = self._graphs[index % len(self._graphs)]
-        for place, fresh in zip(given, part.operands(number), strict=True):
+        for place, fresh in zip(given, part.given(number), strict=True):
             place.copy_(fresh)
         out.fill_(math.nan)
         graph.replay()
@@ -251,7 +246,7 @@ class Turns:
             if part.op is not None:
                 part.op.check()
         self._graphs.clear()  # before their communicators
-        errors = [(part.name, part.error(*tensors)) for part, tensors in self._kept]
+        errors = [(part.name, part.runs.error_ratio(*tensors)) for part, tensors in self._kept]
         found = [
             f"call {call}, {name}: {error}" for call, (name, error) in enumerate(errors) if not error < 1
         ]

@@ -29,12 +29,11 @@ from typing import Any
 
 import pytest
 from gpu_schedule import SECONDS, Placed, Schedule, jobs_at_once, jobs_of, part_of
-from process_states import status_of
+from process_states import TELL_S, let_them_tell, status_of
 
 LIMIT_S = 540.0  # of the session
 TEST_LIMIT_S = 150.0  # of a test; `run_ranks` ends ranks sooner, and tells where they stood
 POLL_S = 0.01
-TELL_S = 2.0  # how long a process that is to be killed may take to say where it stands
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal a process gets when its parent dies
 SLOWEST = 10
 
@@ -53,23 +52,20 @@ def add_options(parser: pytest.Parser) -> None:
     )
 
 
+def mark_of(item: pytest.Item) -> dict[str, Any]:
+    """Return what the test's mark `gpu` says; empty: it has none."""
+    marker = item.get_closest_marker("gpu")
+    return {} if marker is None else {"devices": marker.args[0] if marker.args else 1, **marker.kwargs}
+
+
 def devices_needed(item: pytest.Item) -> int:
-    """Return how many devices the test's mark `gpu` asks for; 0: it has none."""
-    marker = item.get_closest_marker("gpu")
-    if marker is None:
-        return 0
-    return int(marker.kwargs.get("devices", marker.args[0] if marker.args else 1))
-
-
-def runs_alone(item: pytest.Item) -> bool:
-    marker = item.get_closest_marker("gpu")
-    return bool(marker and marker.kwargs.get("alone", False))
+    """Return how many devices the test asks for; 0: it has no mark `gpu`."""
+    return int(mark_of(item).get("devices", 0))
 
 
 def seconds_needed(item: pytest.Item, last: dict[str, float]) -> float:
     """Return what the test took in the last run, or else what its mark says."""
-    marker = item.get_closest_marker("gpu")
-    return last.get(item.nodeid) or float((marker and marker.kwargs.get("seconds")) or SECONDS)
+    return last.get(item.nodeid) or float(mark_of(item).get("seconds", SECONDS))
 
 
 @dataclass
@@ -190,7 +186,7 @@ class GpuSession:
                 index,
                 getattr(item, "function", item),
                 devices_needed(item),
-                runs_alone(item),
+                mark_of(item).get("alone", False),
                 seconds_needed(item, last),
             )
             for index, item in enumerate(self.items)
@@ -225,6 +221,7 @@ class GpuSession:
         number = placed.job.tests[0]
         told, log = (self.directory / f"{number}-{time.monotonic_ns()}.{end}" for end in ("jsonl", "log"))
         told.touch()
+        log.touch()
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -245,7 +242,7 @@ class GpuSession:
         if not pid:
             if time.monotonic() - began <= self._limit_s(process.current):
                 return
-            _let_it_tell(process.pid)
+            let_them_tell({process.pid: process.log})
             self._read(process)
             if not self._kill(process):
                 self.stuck.append(process.pid)
@@ -257,8 +254,8 @@ class GpuSession:
         self.schedule.end(process.placed, left)
 
     def _limit_s(self, index: int | None) -> float:
-        marker = None if index is None else self.items[index].get_closest_marker("gpu")
-        return float((marker and marker.kwargs.get("limit_s")) or self.test_limit_s)
+        mark = {} if index is None else mark_of(self.items[index])
+        return float(mark.get("limit_s", self.test_limit_s))
 
     def _read(self, process: Running) -> None:
         with process.told.open("rb") as file:
@@ -287,7 +284,7 @@ class GpuSession:
             why = (
                 f"its process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             )
-        log = process.log.read_text(errors="replace")[-6000:] if process.log.exists() else ""
+        log = process.log.read_text(errors="replace")[-6000:]
         report = pytest.TestReport(
             nodeid=item.nodeid,
             location=item.location,
@@ -462,13 +459,6 @@ def _reason(reports: list[pytest.TestReport]) -> str:
             text = crash.message if crash is not None else report.longreprtext
             return " ".join(text.split())[:300]
     return ""
-
-
-def _let_it_tell(pid: int) -> None:
-    """Let a process that is to be killed write where it stands."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.2)
 
 
 def _descendants(pid: int) -> list[int]:
