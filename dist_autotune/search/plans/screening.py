@@ -45,7 +45,8 @@ MOST_TOLD = 128  # rows of that: of more contexts, neighbours share one, as fitt
 DRIFT, DRIFT_RUNS = 0.02, 60.0  # of a run, by clocks and heat; runs further, half of it is still the same
 SHOWN = 0.5  # of what a context takes by its launches, in the run: the prior's mean
 
-Screening = Generator[Plan, float, "list[Plan]"]
+Asked = tuple[Plan, bool]  # and whether choosing it took a fit, which takes the host long
+Screening = Generator[Asked, float, "list[Plan]"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def screened(factors: Sequence[Factor], first: Plan, start: Plan, *, may_end: bo
     meetings = _meetings(others)
     drawn = random.Random("screening")
     timed: list[tuple[Plan, float]] = []
-    yield from _run(itertools.islice(_design(alike, start, meetings, drawn), FIRST_LOOK), timed)
+    yield from _run(itertools.islice(_design(alike, start, meetings, drawn), FIRST_LOOK), timed, fits=False)
     if len(timed) < FIRST_LOOK // 2:
         return [first]
     if may_end:
@@ -111,11 +112,16 @@ def screened(factors: Sequence[Factor], first: Plan, start: Plan, *, may_end: bo
     return _finalists(factors, first, timed, DOUBT * may_end)
 
 
-def _run(plans: Iterable[Plan], timed: list[tuple[Plan, float]]) -> Generator[Plan, float, None]:
-    """Yield plans, each again whose time may be the host's; add those that have one to `timed`."""
-    for plan in plans:
-        for _ in range(AGAIN):
-            ms = yield plan
+def _run(
+    plans: Iterable[Plan], timed: list[tuple[Plan, float]], *, fits: bool = True
+) -> Generator[Asked, float, None]:
+    """Yield plans, each again whose time may be the host's; add those that have one to `timed`.
+
+    fits: choosing them took a fit.
+    """
+    for number, plan in enumerate(plans):
+        for attempt in range(AGAIN):
+            ms = yield plan, fits and not (number or attempt)
             if least(ms) == ms:
                 break
         if math.isfinite(ms):

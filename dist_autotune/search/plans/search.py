@@ -209,11 +209,11 @@ def _screened(
     space: PlanSpace, best: Plan, factors: Sequence[Factor], first: Plan, *, may_end: bool
 ) -> Generator[AskedPlan, float, list[Plan]]:
     flow = screening.screened(factors, first, best, may_end=may_end)
-    plan = next(flow)
+    plan, follows_fit = next(flow)
     for number in itertools.count():
-        ms = yield AskedPlan(space.moved(best, plan), f"apart, run {number}")
+        ms = yield AskedPlan(space.moved(best, plan), f"apart, run {number}", follows_fit=follows_fit)
         try:
-            plan = flow.send(ms)
+            plan, follows_fit = flow.send(ms)
         except StopIteration as stop:
             return list(stop.value)
     raise AssertionError  # the count has no end

@@ -31,11 +31,11 @@ def asked_and_found(factors, ms_of, **options):
     """Drive a screening; `ms_of(plan, number)` is the answer to the question of this number."""
     first = {factor.name: factor.candidates[0] for factor in factors}
     flow, asked = screened(factors, **{"first": first, "start": first, "may_end": False, **options}), []
-    plan = next(flow)
+    plan, _ = next(flow)
     while True:
         asked.append(dict(plan))
         try:
-            plan = flow.send(ms_of(plan, len(asked) - 1))
+            plan, _ = flow.send(ms_of(plan, len(asked) - 1))
         except StopIteration as stop:
             return asked, stop.value
 
@@ -44,6 +44,31 @@ def test_a_time_that_may_be_the_hosts_is_asked_for_again_and_no_more_often():
     asked, _ = asked_and_found(alone(contexts=2), lambda plan, number: AgreedMs(1.0, 0.5))
     assert len(asked) == AGAIN * runs_at_most(2 * 3)
     assert all(asked[number] == asked[number + 1] for number in range(0, len(asked), AGAIN))
+
+
+@pytest.mark.parametrize("may_end", [False, True])
+def test_of_a_run_that_follows_a_fit_it_is_known_that_ranks_come_late_to_it(monkeypatch, may_end):
+    fits, genuine = [0], screening.cholesky
+
+    def counted(matrix):
+        fits[-1] += 1
+        return genuine(matrix)
+
+    monkeypatch.setattr(screening, "cholesky", counted)
+    factors = [Factor(f"k{k}", [1, 0], [2.0, 2.0], k, told_ms=-0.2) for k in range(12)]
+    first = {factor.name: 1 for factor in factors}
+    flow, told = screened(factors, first, first, may_end=may_end), []
+    plan, follows_fit = next(flow)
+    while True:
+        told.append(follows_fit)
+        fits.append(0)
+        try:
+            plan, follows_fit = flow.send(25.0 - 0.2 * sum(index == 0 for index in plan.values()))
+        except StopIteration:
+            break
+    assert len(told) > screening.FIRST_LOOK
+    assert sum(told) >= 1 + may_end
+    assert told == [count > 0 for count in fits[:-1]]
 
 
 @pytest.mark.parametrize("missing", [math.nan, math.inf])
