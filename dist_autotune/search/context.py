@@ -18,6 +18,8 @@ from .plans.search import MOST_PLANS
 from .rules import BY_LAUNCH, Rules
 from .strategies import RunningFlow, Winner, least
 
+NOT_SHARED = "not a candidate on every rank"  # why it is banned where ranks have others
+
 
 class Status(enum.StrEnum):
     """How far the search of a context is.
@@ -265,7 +267,7 @@ class Context:
     def ban_missing(self, announcement: Announcement) -> None:
         """Ban what some rank does not have among its candidates."""
         missing = [digest for digest in self.digests if digest not in announcement.shared]
-        self.apply_bans(dict.fromkeys(missing, (announcement.rank, "not a candidate on every rank")))
+        self.apply_bans(dict.fromkeys(missing, (announcement.rank, NOT_SHARED)))
 
     def adopt(self, claim: Claim) -> bool:
         """Take the result that some rank already has; return whether every rank can use it."""

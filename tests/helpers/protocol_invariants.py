@@ -19,7 +19,7 @@ from virtual_tuners import FUNCTIONS, Boom, Ending, VirtualRank
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
 from dist_autotune.launch.rank_context import Binding
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
-from dist_autotune.search.context import Context
+from dist_autotune.search.context import NOT_SHARED, Context
 from dist_autotune.search.messages import Message, Opening, RunReport, decode, merge
 from dist_autotune.search.rules import BY_LAUNCH, BY_RUN
 from dist_autotune.search.state import ADMISSION_RUNS, SearchState
@@ -200,14 +200,19 @@ class Witness:
         context = rank.state.search.contexts.get(name)
         if context is None:
             return
+        known = rank.state.registry.by_name[name]
         banned = {context.digests[index] for index in context.banned}
+        if len(known.texts) == 1:  # it launches what it has, also where its peers do not have that
+            banned -= {context.digests[i] for i, (_, why) in context.banned.items() if why == NOT_SHARED}
         assert not (worked | failed) & banned, f"rank {rank.agreement.rank} launches what is banned"
         planned = context.digests[context.planned]
         if context.is_tuned_by_launches and any(name == told for _, told in self._compiling):
             self.counts["launches held"] += 1
             assert planned == context.digests[context.incumbent], "tried before all ranks have it"
-        known = rank.state.registry.by_name[name]
-        if planned in known.texts and planned not in known.bans.keys() | failed:
+        replaced = (
+            set() if rank.state.function.tunes else known.failing.keys()
+        )  # no session launches it once more
+        if planned in known.texts and planned not in known.bans.keys() | failed | replaced:
             assert worked == {planned}, f"rank {rank.agreement.rank} launches {worked}, planned is {planned}"
 
     # -- payloads ------------------------------------------------------------------------------------------
