@@ -168,6 +168,7 @@ class Ballot:
         self._asked: HubMessage | None = None  # the hub's letter that this rank has not answered
         self._is_unheard = False  # the hub could not be told that this rank is to tune anew
         self._posted_in = 0  # the latest call whose word this rank posts itself
+        self._interrupted_in = 0  # the latest call at whose end a Ctrl-C ended the wait for words
         self._answers: dict[int, bool] = {}  # call -> all ranks have met a new key in it
         self._failures: dict[int, HubMessage] = {}  # rank -> the latest call in which it has raised
         self._warned_in = 0  # the latest call for which `peer_failure` returned one
@@ -176,7 +177,15 @@ class Ballot:
     # -- settled calls -------------------------------------------------------------------------------------
 
     def begin(self, *, asks: bool = False) -> bool:
-        """Begin a call; return whether all ranks open a session in it. asks: this rank is to tune anew."""
+        """Begin a call; return whether all ranks open a session in it. asks: this rank is to tune anew.
+
+        Where a Ctrl-C ended the wait behind the call before, all words may have come: peers wait at the
+        opening for this rank.
+        """
+        before, self._interrupted_in = self._interrupted_in, 0
+        if before == self.begun > 0 and self._answer(before, min(self._timeout_s, 1.0)):
+            self.begun += 1
+            return True
         if asks:
             self.has_missed_opening = False
             self._posted_in = self.begun + 1  # before the thread sees that the call has begun
@@ -211,6 +220,9 @@ class Ballot:
                 answer = self._answer(call, min(self._timeout_s, 1.0))
             is_over = answer is not None
             return bool(answer)
+        except BaseException:
+            self._interrupted_in = call if op == "met" else 0
+            raise
         finally:
             if not is_over:
                 self._leave_to_thread(call)

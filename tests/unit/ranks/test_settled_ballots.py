@@ -330,6 +330,29 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_words_is_in_no_call_and_w
     assert line.sent == [("begins" if asks else "met", 1), ("finished", 1)]
 
 
+@pytest.mark.parametrize("is_all", [True, False])
+@pytest.mark.parametrize("is_early", [True, False], ids=["words come at once", "words come later"])
+def test_a_rank_that_is_interrupted_as_words_come_joins_its_peers_in_its_next_call(is_all, is_early):
+    ballot = Ballot("session", Line(), timeout_s=60)
+    words = {"about": "words", "call": 1, "all": is_all}
+
+    def interrupted(*_):
+        if is_early:
+            ballot.take(words)
+        raise KeyboardInterrupt
+
+    ballot.begin()
+    with mock.patch.object(ballot._changed, "wait_for", interrupted), pytest.raises(KeyboardInterrupt):
+        ballot.end(has_new_key=True)
+    with ThreadPoolExecutor(1) as threads:
+        opens = threads.submit(ballot.begin)
+        if not is_early:
+            wait_for(lambda: ballot._changed._waiters)
+            ballot.take(words)
+        assert opens.result(SOON_S) is is_all
+    assert ballot.begun == 2
+
+
 def test_a_call_that_is_interrupted_before_it_begins_is_made_again_under_its_number():
     ballot = Ballot("session", Line(), timeout_s=60)
     ballot.take({"about": "stop", "call": 0})
