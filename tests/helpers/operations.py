@@ -151,6 +151,16 @@ class Runs(abc.ABC):
             buffer.fill_(float("nan"))
         synchronize()
 
+    @contextmanager
+    def opened(
+        self, rank: int, rows: int, size: int, *args: Any, candidate: int | None = None, **named: Any
+    ) -> Iterator[Any]:
+        """Begin and open it, on all ranks that there are; what is written before it is read is NaN."""
+        self.begin(rank, candidate)
+        with self.open(rows, size, *args, **named) as op:
+            self.poison(op)
+            yield op
+
     def fresh_call(self, op: Any, rows: Sequence[int], size: int = 16, *, told: bool = True) -> torch.Tensor:
         """Return the result of a call with fresh inputs, though the ranks may not agree on `rows`."""
         operands = self.operands(op, rows, size)
@@ -201,10 +211,8 @@ def rows_of_call(rows: Sequence[int], call: int) -> list[int]:
 
 def three_calls(rank, runs, rows, k, n, experts, topk, dtype=HALF, kind="any", **options):
     """Let the host ask for the tokens, then be told, then (where that is possible) call in place."""
-    runs.begin(rank)
     of_operation, of_call = runs.sizes(k, n)
-    with runs.open(max(*rows, 1), of_operation, dtype, **options) as op:
-        runs.poison(op)
+    with runs.opened(rank, max(*rows, 1), of_operation, dtype, **options) as op:
         return [
             runs.call_and_compare(
                 op, rows_of_call(rows, call), of_call, experts, topk,
@@ -219,11 +227,9 @@ def many_calls(rank, runs, delays, **options):
 
     No rank waits for another between calls, save the hosts for counts.
     """
-    runs.begin(rank)
     world, kept = dist.get_world_size(), []
     of_operation, _ = runs.sizes(16, 33)
-    with runs.open(24, of_operation, **options) as op:
-        runs.poison(op)
+    with runs.opened(rank, 24, of_operation, **options) as op:
         for call in range(4):
             rows = [(24, 7, 0, 5)[(p + call) % 4] for p in range(world)]
             size = (24, 16)[call % 2]
@@ -239,25 +245,20 @@ def many_calls(rank, runs, delays, **options):
 
 
 def one_candidate(rank, runs, index, rows=(34, 17), k=24, n=40, experts=3, **options):
-    runs.begin(rank, index)
     of_operation, of_call = runs.sizes(k, n)
-    with runs.open(rows[0], of_operation, **options) as op:
-        runs.poison(op)
+    with runs.opened(rank, rows[0], of_operation, candidate=index, **options) as op:
         return [runs.call_and_compare(op, rows_of_call(rows, call), of_call, experts, 2) for call in range(2)]
 
 
 def unequal_inner_parts(rank, runs):
     """Let each rank have a size of its own: of K, or where that is the operation's, of N."""
-    runs.begin(rank)
-    with runs.open(9, 16) as op:
+    with runs.opened(rank, 9, 16) as op:
         return [runs.call_and_compare(op, [9, 4], 8 + 30 * rank) for _ in range(2)]
 
 
 def by_columns(rank, runs, index, k):
-    runs.begin(rank, index)
     rows, (of_operation, of_call) = [13, 20], runs.sizes(k, k)
-    with runs.open(20, of_operation) as op:
-        runs.poison(op)
+    with runs.opened(rank, 20, of_operation, candidate=index) as op:
         operands = left, weight, *rest = runs.operands(op, rows, of_call, 5, 3)
         given = (left, weight.mT.contiguous().mT, *rest)
         return [runs.error_ratio(runs.call(op, given, runs.new_out(op, rows, operands), rows), *operands)]
@@ -272,10 +273,9 @@ def two_operations(rank, runs):
 
 def in_odd_places(rank, runs, **options):
     """Pass slices of larger tensors, whose rows begin at odd addresses; nothing beside `out` is written."""
-    runs.begin(rank)
     of_operation, of_call = runs.sizes(32, 20)
     rows = [8] * dist.get_world_size()
-    with runs.open(8, of_operation, **options) as op:
+    with runs.opened(rank, 8, of_operation, **options) as op:
         operands = runs.operands(op, rows, of_call)
         out = runs.new_out(op, rows, operands)
         room = torch.full((*out.shape[:-1], out.shape[-1] + 30), float("nan"), dtype=HALF, device=device())
@@ -297,9 +297,7 @@ def in_a_larger_one(tensor):
 
 def late_pushes(rank, runs):
     """Copy late from rank 0: its peers' kernels are waiting for its rows by then."""
-    runs.begin(rank)
-    with runs.open(16, 16, torch.float32) as op:
-        runs.poison(op)
+    with runs.opened(rank, 16, 16, torch.float32) as op:
         if rank == 0:
             delay_copies(op, lambda: time.sleep(0.2))
         return [runs.call_and_compare(op, [16, 9, 12], 16) for _ in range(2)]

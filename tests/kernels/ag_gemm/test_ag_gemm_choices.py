@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from dense_runs import (
+    GATHERING_ROWS,
     begin,
     call_and_compare,
     call_as_captured,
@@ -21,7 +22,6 @@ from dense_runs import (
     force,
     gathered_by_torch,
     operands_of,
-    poison,
 )
 from operation_runs import (
     GPU_BACKENDS,
@@ -64,19 +64,15 @@ def test_pieces_end_at_whole_blocks_and_cover_the_chunk_once(rows, pieces):
 
 def in_pieces(rank, pieces_of_rank):
     """Call with m that changes and is no multiple of anything, candidates that differ, and N that differs."""
-    begin(rank)
-    with AllGatherGemm(77, 24, HALF, timeout_s=PATIENCE_S) as op:
+    with GATHERING_ROWS.opened(rank, 77, 24, HALF, timeout_s=PATIENCE_S) as op:
         force(op, consumer="plain", pieces=pieces_of_rank[rank])
-        poison(op)
         return [call_and_compare(op, m, 20 + 8 * rank, in_place=m == 61) for m in (77, 5, 61, 77)]
 
 
 def late_pieces(rank, call):
     """Copy each piece late on rank 0, and note what the first tiles of its chunk can have found."""
-    begin(rank)
-    with AllGatherGemm(64, 16, HALF, timeout_s=PATIENCE_S) as op:
+    with GATHERING_ROWS.opened(rank, 64, 16, HALF, timeout_s=PATIENCE_S) as op:
         force(op, consumer="plain", pieces=4)
-        poison(op)
         if rank == 0:
             delay_copies(op, lambda: time.sleep(0.1))
         return [call_and_compare(op, 64, 16, call=call) for _ in range(2)]
@@ -84,8 +80,8 @@ def late_pieces(rank, call):
 
 def first_tiles_first(rank):
     """Hold the second half of each chunk back until the peer's kernel has written tiles of the first."""
-    begin(rank, 0)  # tiles of 16 rows
-    with AllGatherGemm(32, 16, HALF, timeout_s=PATIENCE_S) as op:
+    of_16_rows = {"candidate": 0}  # tiles
+    with GATHERING_ROWS.opened(rank, 32, 16, HALF, timeout_s=PATIENCE_S, **of_16_rows) as op:
         force(op, consumer="plain", pieces=2, programs=1)
         a_shard, weight = factors(32, 16, 16, HALF)
         out = torch.full((64, 16), float("nan"), dtype=HALF, device=device())
@@ -110,8 +106,7 @@ def first_tiles_first(rank):
 
 def pushed_in_the_order_of_use(rank):
     """The rank before this one multiplies this chunk first, the one before that second."""
-    begin(rank)
-    with AllGatherGemm(16, 16, HALF, timeout_s=PATIENCE_S) as op:
+    with GATHERING_ROWS.opened(rank, 16, 16, HALF, timeout_s=PATIENCE_S) as op:
         copy, written = op._memory.copy, []
         op._memory.copy = lambda dst, *rest: (written.append(dst.data_ptr()), copy(dst, *rest))
         call_and_compare(op, 16, 16)
@@ -162,11 +157,9 @@ def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(rank, consumer):
 
 def anything(rank, seed, calls=10, backend="auto"):
     """Choose at random on each rank, back to back, delayed at random; results are looked at in the end."""
-    begin(rank)
     order, own, kept = random.Random(seed), random.Random(f"{seed}, {rank}"), []
-    with AllGatherGemm(50, 16, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
+    with GATHERING_ROWS.opened(rank, 50, 16, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
         choose_at_random(op, f"{seed}, {rank}")
-        poison(op)
         for _ in range(calls):
             m, n = order.choice((50, 33, 16, 7)), own.choice((16, 24, 33))
             kind, copied = order.choice((call_as_captured, AllGatherGemm.__call__)), own.random() < 0.5
@@ -192,9 +185,8 @@ def test_ranks_may_choose_differently_in_each_call(rank, world, seed):
 @on_ranks(2)
 def test_what_is_fixed_is_not_tuned_and_ranks_may_fix_differently(rank):
     """Fix other choices on each rank, in a tuned function: there is nothing left to tune but the kernel."""
-    begin(rank)
     chosen = ({"consumer": "matmul", "pieces": 3, "programs": 5}, {"consumer": "plain", "programs": 1})[rank]
-    with AllGatherGemm(64, 16, HALF, timeout_s=PATIENCE_S, **chosen) as op:
+    with GATHERING_ROWS.opened(rank, 64, 16, HALF, timeout_s=PATIENCE_S, **chosen) as op:
         step, errors = tuned_in_context(lambda: call_and_compare(op, 64, 24))
         step()
         weight = factors(64, 24, 16, HALF)[1]
@@ -218,10 +210,8 @@ def test_a_consumer_that_cannot_run_here_says_what_it_needs():
 
 
 def by_columns_of_torchs_product(rank):
-    begin(rank, 0)
     errors = []
-    with AllGatherGemm(37, 24, HALF, consumer="matmul") as op:
-        poison(op)
+    with GATHERING_ROWS.opened(rank, 37, 24, HALF, consumer="matmul", candidate=0) as op:
         for m, n in ((37, 40), (20, 21), (37, 1)):
             a_shard, weight = factors(m, n, 24, HALF)
             errors.append(
@@ -232,8 +222,7 @@ def by_columns_of_torchs_product(rank):
 
 def copies_of_a_shard_in_place(rank):
     """Return whether a call whose shard lies elsewhere makes one copy more, of 16 rows and of 3."""
-    begin(rank)
-    with AllGatherGemm(16, 32, HALF) as op:
+    with GATHERING_ROWS.opened(rank, 16, 32, HALF) as op:
         versions = [op.shard._version]  # counts the writes to the gather buffer
         for m in (16, 3):
             a_shard, weight = factors(m, 8, 32, HALF)
@@ -245,8 +234,7 @@ def copies_of_a_shard_in_place(rank):
 
 
 def last_gathered(rank):
-    begin(rank)
-    with AllGatherGemm(16, 16, HALF) as op:
+    with GATHERING_ROWS.opened(rank, 16, 16, HALF) as op:
         for m in (16, 9, 5, 16):
             call = AllGatherGemm.__call__ if m == 9 else call_as_captured
             a_shard, weight = factors(m, 8, 16, HALF)

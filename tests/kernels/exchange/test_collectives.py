@@ -80,8 +80,7 @@ def note_agreements(op, made):
 
 
 def launches_nothing(rank, runs):
-    runs.begin(rank)
-    with runs.open(8, 16, **ALWAYS) as op:
+    with runs.opened(rank, 8, 16, **ALWAYS) as op:
         launched = launches_of(op)
         return runs.call_and_compare(op, [8] * op.world_size, 16) < 1 and not launched
 
@@ -109,11 +108,10 @@ def test_every_call_is_right_and_no_kernel_multiplies_matrices(rank, runs):
 
 def some_calls(rank, runs, seed, calls=10, backend="auto"):
     """Want them at random on each rank, mixed with captured calls' lane; results are looked at in the end."""
-    runs.begin(rank)
     order, own, kept, made = random.Random(seed), random.Random(f"{seed}, {rank}"), [], []
     world, (of_operation, _) = dist.get_world_size(), runs.sizes(16, 24)
     mixes_lanes = runs.name == "AllGatherGemm"
-    with runs.open(24, of_operation, backend=backend, timeout_s=PATIENCE_S) as op:
+    with runs.opened(rank, 24, of_operation, backend=backend, timeout_s=PATIENCE_S) as op:
         prefer(op, lambda: shared or own.random() < 0.5)
         note_agreements(op, made)
         for _ in range(calls):
@@ -170,9 +168,8 @@ CAPTURES = {  # whether this rank wants it, is capturing, rows of each rank and 
 @on_ranks(2)
 def test_a_captured_call_does_what_the_last_eager_one_of_as_many_rows_or_their_class_did(rank, runs):
     """Pretend to capture; on the CPU that runs what a replay would."""
-    runs.begin(rank)
     made = []
-    with runs.open(16, 16, timeout_s=PATIENCE_S) as op:
+    with runs.opened(rank, 16, 16, timeout_s=PATIENCE_S) as op:
         note_agreements(op, made)
         for (wanted, captured, rows, topk), done in CAPTURES[runs.name]:
             prefer(op, lambda wanted=wanted: wanted)
@@ -187,9 +184,8 @@ def test_a_captured_call_does_what_the_last_eager_one_of_as_many_rows_or_their_c
 
 def tuned(rank, runs):
     """Tune with a size of each rank's own, then call outside of the session."""
-    runs.begin(rank, 0)
     made, rows, (of_operation, _) = [], [16, 9], runs.sizes(16, 24)
-    with runs.open(16, of_operation, timeout_s=PATIENCE_S) as op:
+    with runs.opened(rank, 16, of_operation, candidate=0, timeout_s=PATIENCE_S) as op:
         note_agreements(op, made)
         size = 24 + 16 * rank
         step, errors = tuned_in_context(lambda: runs.call_and_compare(op, rows, size, told=True))

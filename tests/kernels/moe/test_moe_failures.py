@@ -66,9 +66,7 @@ NEEDED_LATER = {"AllGatherMoE": ([9, 0], [9, 12]), "MoEReduceScatter": ([0, 9], 
 @on_ranks(2)
 def test_late_pushes_of_two_calls_are_told_apart(rank, runs):
     """Push late from rank 1 what no tile needs in the first call, and some do in the second."""
-    runs.begin(rank)
-    with runs.open(16, 16) as op:
-        runs.poison(op)
+    with runs.opened(rank, 16, 16) as op:
         if rank == 1:
             delay_pushes(op, 1.0)
         return [runs.call_and_compare(op, tokens, 16) for tokens in NEEDED_LATER[runs.name]]

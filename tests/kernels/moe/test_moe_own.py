@@ -144,10 +144,8 @@ def test_tokens_on_one_rank_only_are_told_on_both(rank):
 @pytest.mark.parametrize("world", [1, 2])
 @on_ranks()
 def test_programs_of_a_launch_that_wait_for_each_other_are_right(rank, world):
-    SCATTERING.begin(rank)
     tokens = [33, 20][:world]
-    with MoEReduceScatter(40, 40, HALF, timeout_s=60.0) as op:
-        SCATTERING.poison(op)
+    with SCATTERING.opened(rank, 40, 40, timeout_s=60.0) as op:
         share_errors(op)
         op._sms = 1  # a grid of one program, each launch of which becomes several
         mapped = [op._staged.local, op._flags.local, op._weights.local, op._ids.local]
