@@ -262,6 +262,12 @@ def bench() -> Bench:
 
 
 @pytest.fixture
+def kernel(bench: Bench) -> Any:
+    """Return an autotuned kernel of two configs, the second of which is faster."""
+    return bench.kernel({16: 3.0, 32: 1.0})
+
+
+@pytest.fixture
 def import_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """Return what imports a text as the module `kernels_of_a_user`, each time anew."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)

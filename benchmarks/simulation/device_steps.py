@@ -45,13 +45,12 @@ class Candidate:
 @dataclass(frozen=True)
 class Collective:
     ms: float  # with all CTAs, alone
-    ctas: int = MOST_CTAS
     choice: str = ""  # of its limit
 
     def with_limit(self, plan: Plan) -> tuple[float, int]:
         """Return (ms, CTAs) under the option of its choice."""
-        ctas = CTAS[plan[self.choice]] * self.ctas // MOST_CTAS if self.choice else self.ctas
-        return self.ms * SLOWER_WITH.get(ctas * MOST_CTAS // self.ctas, 1.0), ctas
+        ctas = CTAS[plan[self.choice]] if self.choice else MOST_CTAS
+        return self.ms * SLOWER_WITH.get(ctas, 1.0), ctas
 
 
 @dataclass(frozen=True)
@@ -175,14 +174,13 @@ def beside_collectives(
     kernels: int,
     choices: int = 0,
     *,
-    ctas: int = MOST_CTAS,
     share: float = 1.0,
     mixed: bool = False,
 ) -> DeviceStep:
     """Return a step of kernels with collectives beside them.
 
-    choices: limits of the collectives, which take turns with them. ctas: that a collective needs. share: of
-    the kernels that have one: those behind. mixed: every fourth kernel is small, of many programs.
+    choices: limits of the collectives, which take turns with them. share: of the kernels that have one: those
+    behind. mixed: every fourth kernel is small, of many programs.
     """
     made, first = [], round(kernels * (1 - share))
     ratio = random.uniform(0.8, 1.4)  # of a collective over its kernel
@@ -192,7 +190,7 @@ def beside_collectives(
             made.append(filling(f"norm{number}", "norm", 0.2 * ms))
             continue
         choice = f"limit{number % choices}" if choices else ""
-        beside = Collective(ms * ratio * random.uniform(0.8, 1.25), ctas, choice) if number >= first else None
+        beside = Collective(ms * ratio * random.uniform(0.8, 1.25), choice) if number >= first else None
         family = "gemm" if number % 3 or kernels < 24 else "attention"
         made.append(persistent(random, f"k{number}", family, ms, beside))
     options = [*CTAS]

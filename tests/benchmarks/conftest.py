@@ -1,7 +1,5 @@
 """What the tests of benchmarks' commands are given."""
 
-from __future__ import annotations
-
 import argparse
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """The benchmarks of persistent_matmul and elementwise_add: shapes, records without a GPU, runs on one."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

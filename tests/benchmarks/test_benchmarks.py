@@ -1,7 +1,5 @@
 """The benchmarks: only right results are timed, in turns; what cannot run is told; records become pages."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Commands of benchmarks: those on the pages parse, and every program tells what it does and takes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

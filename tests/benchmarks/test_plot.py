@@ -1,7 +1,5 @@
 """The pictures of benchmarks: the bound is what can be reached, each arm of a record has its bar."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +19,7 @@ from benchmarks.common.plot import all_gather_gemm_ms, draw
         pytest.param(4.0, 0.0, 1, 1, 4.0, id="one rank gathers nothing"),
     ],
 )
-def test_the_bound_lets_each_part_be_multiplied_once_it_is_here(
-    gemm_ms: float, copies_ms: float, ranks: int, pieces: int, wanted: float
-) -> None:
+def test_the_bound_lets_each_part_be_multiplied_once_it_is_here(gemm_ms, copies_ms, ranks, pieces, wanted):
     assert all_gather_gemm_ms(gemm_ms, copies_ms, ranks, pieces) == pytest.approx(wanted)
 
 

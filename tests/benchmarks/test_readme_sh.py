@@ -1,7 +1,5 @@
 """benchmarks/readme.sh: what it refuses, the commands of all its parts, and some parts on CPU ranks."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """The benchmark of regret: sessions that tune, their picks as they were, and what is made of the times."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

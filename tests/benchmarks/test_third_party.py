@@ -1,7 +1,5 @@
 """benchmarks/third_party.py: its arms, with a script whose kernel runs in the interpreter."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

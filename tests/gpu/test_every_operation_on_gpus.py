@@ -3,8 +3,6 @@
 All cases of an operation run in one process a rank, which costs the start of CUDA once.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import gpu_cases

@@ -1,7 +1,5 @@
 """The tuner on two GPUs: one rank's device refuses a config, a rank dies, autograd's threads, captures."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -139,9 +137,7 @@ def killed_while_tuning(rank: int, backend: str) -> tuple[str, float, bool, floa
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
-def test_a_rank_that_is_killed_while_tuning_leaves_the_other_with_an_error_and_a_free_gpu(
-    backend: str,
-) -> None:
+def test_a_rank_that_is_killed_while_tuning_leaves_the_other_with_an_error_and_a_free_gpu(backend):
     survivor, dead = results(killed_while_tuning, 2, backend, timeout_s=200)
     assert_killed(dead)
     assert survivor.ok, describe(survivor)
@@ -180,7 +176,6 @@ def tuned_in_backward(rank: int) -> tuple[list[bool], str, int]:
     def step() -> None:
         x.grad = None
         Scale.apply(x).sum().backward()
-        assert x.grad is not None
         right.append(bool((x.grad == 2).all()))
 
     step()

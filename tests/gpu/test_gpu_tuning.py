@@ -1,7 +1,5 @@
 """The tuner on one GPU: CUDA events, loading before timing, capture, streams, launches without an end."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -38,7 +36,6 @@ def test_times_in_context_agree_with_a_benchmark_of_the_winner() -> None:
     thunk = tuned(lambda: scaled(kernel, x), n_warmup=2, n_repeat=9)
     thunk()
     report = thunk.report
-    assert report is not None
     y = torch.empty_like(x)
     grid = (triton.cdiv(x.numel(), kernel.best_config.kwargs["BLOCK"]),)
     alone_ms = triton.testing.do_bench(
@@ -74,16 +71,13 @@ def test_a_config_that_does_not_fit_is_banned_before_it_is_tried() -> None:
 
     c = thunk()
     report = thunk.report
-    assert report is not None
     assert set(launched) == {2}
     (reason,) = report.contexts[0].banned.values()
     assert "out of resource: shared memory" in reason
     torch.testing.assert_close(c, (a.float() @ b.float()), rtol=1e-2, atol=1e-1)
 
 
-def test_a_hook_that_shapes_a_descriptor_and_zeroes_an_output_is_rehearsed_beside_a_cuda_context(
-    tmp_path: Path,
-) -> None:
+def test_a_hook_that_shapes_a_descriptor_and_zeroes_an_output_is_rehearsed_beside_a_cuda_context(tmp_path):
     """A child that touched the GPU would fail, and its config would be left to its first launch."""
 
     def hook(nargs: dict[str, Any]) -> None:
@@ -111,7 +105,6 @@ def test_a_hook_that_shapes_a_descriptor_and_zeroes_an_output_is_rehearsed_besid
     function = tuned(thunk, log_dir=str(tmp_path))
     function()
     report = function.report
-    assert report is not None
     assert runs == [True] * report.runs
     assert len(calls) == report.runs
     records = map(json.loads, (tmp_path / "rank-0.jsonl").read_text().splitlines())
@@ -135,7 +128,6 @@ def test_events_are_recorded_on_the_stream_of_the_launch() -> None:
 
     assert torch.equal(thunk(), 2 * x)
     report = thunk.report
-    assert report is not None
     assert all(ms < 5 for ms in report.contexts[0].timings.values())
 
 
@@ -159,7 +151,6 @@ def test_online_candidates_are_compiled_beside_a_cuda_context_while_every_step_i
     while not function.settled and time.monotonic() < deadline:
         assert torch.equal(function(), 2 * x)
     report = function.report
-    assert report is not None
     assert report.contexts[0].status == "tuned"
     assert report.contexts[0].banned == {}
     assert set(launched) == set(BLOCKS)
@@ -182,7 +173,6 @@ def tuned_alone_on_its_stream(**options: Any) -> Any:
     tuning = tuned(thunk, n_warmup=2, n_repeat=7, **options)
     tuning()
     report = tuning.report
-    assert report is not None
     return report.contexts[0]
 
 

@@ -1,7 +1,5 @@
 """Tensors that kernels change in place, on a GPU: copies and launches keep the order of streams."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,7 +1,5 @@
 """`dist-autotune run` on two ranks that torchrun starts: a script with it and without it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

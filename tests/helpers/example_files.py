@@ -6,6 +6,7 @@ alone would choose differently: rank 0 config 0, rank 1 config 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import structs
@@ -42,17 +43,18 @@ def write_session(
     name: str = "s1",
     *,
     thunk: str = "layer",
-    clock: str = "EventClock",
     ranks: tuple[int, ...] = (0, 1),
+    part: slice = slice(None),
+    change: Callable[[records.Record], records.Record] = lambda record: record,
 ) -> None:
-    """Write what `ranks`, of the two there are, log of one session."""
+    """Write what `ranks`, of the two there are, log of one session, or a part of it, each record changed."""
     for rank in ranks:
         with SessionLog(directory, rank) as log:
-            for record in session_records(name, rank, thunk, clock):
-                log.write(record)
+            for record in session_records(name, rank, thunk)[part]:
+                log.write(change(record))
 
 
-def session_records(name: str, rank: int, thunk: str, clock: str) -> list[records.Record]:
+def session_records(name: str = "s1", rank: int = 0, thunk: str = "layer") -> list[records.Record]:
     here = {"session": name, "rank": rank}
     about = {**here, "context": "c0ffee", "kernel": "matmul", "key": "4096, 'fp16'"}
     out: list[records.Record] = [
@@ -60,7 +62,7 @@ def session_records(name: str, rank: int, thunk: str, clock: str) -> list[record
             **here, thunk=thunk, world_size=2, ranks=(0, 1), mode="replay", search="exhaustive",
             objective="kernel", statistic="median", rank_reduce="max", n_warmup=0, n_repeat=SAMPLES,
             device="test device", versions={"triton": "3.6.0"}, pid=1, started_at="2026-01-02T03:04:05Z",
-            clock=clock,
+            clock="EventClock",
         ),
         records.ContextAdmitted(**about, run=0, candidates=CONFIGS, incumbent=0),
         records.Banned(

@@ -29,7 +29,7 @@ import triton.language as tl
 from triton.compiler.errors import CompilationError, CompileTimeAssertionFailure
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from dist_autotune import contextual_autotune
+from dist_autotune import contextual_autotune, tunable
 from dist_autotune.logs.records import read_records
 from dist_autotune.triton_api.interception import INTERCEPTION
 
@@ -159,14 +159,15 @@ class Bench:
         pre_hooks: Mapping[int, Callable[[dict[str, Any]], Any]] | None = None,
         interpreted: bool = False,
         name: str | None = None,
+        probe: type[Probe] = Probe,
         **options: Any,
     ) -> Any:
         """Return an autotuned kernel with one config for each BLOCK in `ms`, in that order."""
         hooks = pre_hooks or {}
         if configs is None:
             configs = [triton.Config({"BLOCK": block}, pre_hook=hooks.get(block)) for block in ms]
-        probe = Probe(function, name or function.__name__, ms, self.launches, interpreted)
-        return triton.autotune(list(configs), list(key), **options)(probe)
+        made = probe(function, name or function.__name__, ms, self.launches, interpreted)
+        return triton.autotune(list(configs), list(key), **options)(made)
 
     def tune(self, thunk: Callable[..., Any] | None = None, **options: Any) -> Any:
         """Decorate with this bench's clock; one sample of each config unless `options` say otherwise."""
@@ -178,6 +179,15 @@ class Bench:
         """Return a tuned function that launches a kernel of its own once."""
         kernel = self.kernel(ms)
         return self.tune(lambda: launch(kernel, numbers()), **options)
+
+    def choosing(self, name: str, ms: Mapping[Any, float]) -> Callable[..., Any]:
+        """Return a function that asks for an option, its arguments being the key, and takes its ms."""
+
+        def thunk(*key: Any) -> Any:
+            self.spend(ms[chosen := tunable(name, [*ms], key=key)])
+            return chosen
+
+        return thunk
 
     def spend(self, ms: float) -> None:
         """Let the run under way take `ms` more, outside every kernel."""

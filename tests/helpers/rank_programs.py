@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from kernels_for_tests import Bench, Ms, add, double, is_outside, launch, numbers, out_of_resources
 
 from dist_autotune import is_tuning
@@ -32,6 +33,13 @@ def tuned_step(ms: Mapping[int, Ms], function: Any = add, **options: Any) -> tup
     bench = Bench()
     kernel = bench.kernel(ms, function)
     return tune(bench, lambda: launch(kernel, numbers()), **options), bench
+
+
+def grid(rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Return the row of one of four ranks, {0, 1} or {2, 3}, and its column, {0, 2} or {1, 3}, as groups."""
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return rows[rank // 2], columns[rank % 2]
 
 
 def ending(call: Callable[[], Any]) -> str:

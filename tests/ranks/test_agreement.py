@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch.distributed as dist
-from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, join, wait_for
+from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, grid, join, wait_for
 
 from dist_autotune.ranks import hub, rendezvous
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
@@ -156,10 +156,7 @@ def test_a_forked_child_of_a_rank_is_alone():
 @pytest.mark.parametrize("init", ["file", "tcp"])
 def test_groups_do_not_hear_each_other(init):
     def program(rank):
-        rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        row, column = rows[rank // 2], columns[rank % 2]
-        heard = []
+        (row, column), heard = grid(rank), []
         for n in range(5):
             time.sleep(0.01 * ((rank + n) % 3))
             heard += [exchange(rank, group=row), exchange(rank, group=column), exchange(rank)]

@@ -4,8 +4,6 @@ One rank that skips what its peers wait for is an outage: they sit in their coll
 binaries' level, with Triton's compiler, is in `tests/aot/test_half_warm_aot.py`.
 """
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path

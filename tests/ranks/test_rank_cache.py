@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from kernels_for_tests import Bench, add, double, launch, numbers, out_of_resources, records
+import triton
+from kernels_for_tests import Bench, add, double, launch, numbers, only, out_of_resources, records
 from msgspec import structs
 from rank_programs import blocks_of, own_cache, statuses_of, tune, tune_on_disk
 
 from dist_autotune.regular_files import read_bounded
+from dist_autotune.storage import bundle
 from dist_autotune.storage import winners as cache_module
-from dist_autotune.storage.winners import LAUNCHED, EntryKey
+from dist_autotune.storage.winners import LAUNCHED, EntryKey, Winners
 from ranks import assert_all_ok, run_ranks
 
 
@@ -280,3 +282,85 @@ def test_what_the_ranks_of_this_group_have_not_agreed_does_not_count(by):
         return statuses_of(step), blocks_of(step), kernel.cache[numbers_key(x)].kwargs
 
     assert assert_all_ok(run_ranks(program, 4)) == [({"add64": "tuned"}, {"add64": 16}, {"BLOCK": 16})] * 4
+
+
+# ---- after an upgrade
+
+
+OLD_MS = {16: 5.0, 32: 1.0, 64: 3.0, 128: 2.0, 256: 4.0}  # 32, 128 and 64 are its best
+NEW_MS = {16: 0.5, 32: 5.0, 64: 3.0, 128: 4.0, 256: 0.5}
+SAID = f"3 of 5 candidates, the best with Triton {triton.__version__}; raced again after an upgrade"
+
+
+def tuned_on(rank, ms, version, **options):
+    """Tune with a version of Triton, each run with a collective; return launches, winner and remark."""
+    triton.__version__ = version
+    bench, x = Bench(), numbers()
+    kernel = bench.kernel(ms)
+
+    def thunk():
+        y = launch(kernel, x)
+        dist.all_reduce(y)  # what a rank that makes fewer runs would leave the others in
+
+    step = tune(bench, thunk, cache=own_cache(rank), **options)
+    while not step.settled:
+        step()
+    return bench.blocks(), blocks_of(step)["add64"], only(step.report).again
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+@pytest.mark.parametrize("warm", [(0,), (1,), (0, 1)], ids=lambda warm: "-".join(map(str, warm)))
+def test_all_ranks_race_the_best_of_an_old_entry_that_some_of_them_hold(warm, mode):
+    assert_all_ok(run_ranks(lambda rank: tuned_on(rank, OLD_MS, triton.__version__), 2))
+    for rank in {0, 1} - set(warm):
+        shutil.rmtree(own_cache(rank))
+    zero, one = assert_all_ok(run_ranks(lambda rank: tuned_on(rank, NEW_MS, "99.0", mode=mode), 2))
+    assert zero[1:] == one[1:] == (64, SAID)
+    assert len(zero[0]) == len(one[0])
+    assert zero[0][1:] == one[0][1:]  # in its first run a rank knows of its own disk alone
+    assert set((zero, one)[warm[0]][0]) == {32, 64, 128}
+
+
+# ---- with which config ranks begin a new key
+
+
+def sweep(rank, sizes, **options):
+    """Tune each size in turn; return the BLOCKs launched for the last one, and its winner."""
+    bench = Bench()
+    kernel = bench.kernel({16: 3.0, 32: 1.0 + rank, 64: 9.0})
+    step = tune(bench, lambda n: launch(kernel, numbers(n)), **options)
+    for n in sizes:
+        step(n)
+    return bench.blocks(n=sizes[-1]), blocks_of(step)
+
+
+def test_all_ranks_begin_a_new_key_with_the_winner_of_the_nearest():
+    results = run_ranks(lambda rank: sweep(rank, [64, 128]), 2)
+    assert assert_all_ok(results) == [([32, 32, 16, 64, 32], {"add128": 32})] * 2
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_entries_of_one_rank_that_the_session_has_opened_are_neighbours_on_all(holder):
+    assert_all_ok(run_ranks(lambda rank: sweep(rank, [64], cache=own_cache(rank)), 2))
+    shutil.rmtree(own_cache(1 - holder))
+    again = run_ranks(lambda rank: sweep(rank, [128], cache=own_cache(rank)), 2)
+    assert [blocks[0] for blocks, _ in assert_all_ok(again)] == [32, 32]
+
+
+def test_an_entry_that_the_ranks_have_not_agreed_on_is_no_neighbour():
+    assert_all_ok(run_ranks(lambda rank: sweep(rank, [64], cache=own_cache(rank)), 2))
+    shutil.rmtree(own_cache(0))
+    again = run_ranks(lambda rank: sweep(rank, [128], cache=own_cache(rank), name="another"), 2)
+    assert [blocks[0] for blocks, _ in assert_all_ok(again)] == [16, 16]
+
+
+@pytest.mark.parametrize(("size", "mode"), [(64, "strict"), (128, "cached"), (128, "tune")])
+def test_what_one_rank_has_imported_all_ranks_begin_with(size, mode, monkeypatch):
+    assert_all_ok(run_ranks(lambda rank: sweep(rank, [64], cache=own_cache(rank)), 2))
+    entries = list(Winners(own_cache(0)).entries())
+    for rank in range(2):
+        shutil.rmtree(own_cache(rank))
+    bundle.merge(Winners(own_cache(1)), entries, replaces=False)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    again = run_ranks(lambda rank: sweep(rank, [size], cache=own_cache(rank), name="another"), 2)
+    assert [blocks[0] for blocks, _ in assert_all_ok(again)] == [32, 32]

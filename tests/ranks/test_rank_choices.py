@@ -1,7 +1,5 @@
 """A `tunable` among ranks: all of them take the same option in every run, whatever each of them knows."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 
@@ -50,31 +48,27 @@ def test_ranks_take_the_same_option_in_every_run_and_settle_on_that_of_the_slowe
     assert set(first[2]) == {None, 4, 8}
 
 
-@pytest.mark.parametrize("holder", [0, 1])
-def test_a_result_that_one_rank_alone_knows_is_launched_once_all_have_it(holder):
+@pytest.mark.parametrize(
+    ("holder", "mode", "taken"),
+    [
+        # A result of another function is not offered at the opening: it is given to all in the first run.
+        *((holder, "another function", [None, 8]) for holder in (0, 1)),
+        *((0, mode, [8]) for mode in ("tune", "cached", "strict")),
+    ],
+)
+def test_a_result_that_one_rank_alone_knows_is_taken_once_all_have_it(holder, mode, taken, monkeypatch):
     def program(rank, ms):
         choosing = Choosing(ms, cache=own_cache(rank))
         return choosing.tuned(), choosing.taken
 
     assert_all_ok(run_ranks(lambda rank: program(rank, times_of(rank)), 2))
-    for rank in range(2):
-        shutil.rmtree(own_cache(rank) / LAUNCHED)  # as of another function: it is not offered at the opening
     shutil.rmtree(own_cache(1 - holder))
+    if mode == "another function":
+        shutil.rmtree(own_cache(holder) / LAUNCHED)
+    else:
+        monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
     again = run_ranks(lambda rank: program(rank, {None: 1.0, 4: 2.0, 8: 3.0}), 2)
-    assert assert_all_ok(again) == [(8, [None, 8])] * 2
-
-
-@pytest.mark.parametrize("mode", ["tune", "cached", "strict"])
-def test_a_result_that_the_opening_shares_is_taken_at_once(mode, monkeypatch):
-    def program(rank, ms):
-        choosing = Choosing(ms, cache=own_cache(rank))
-        return choosing.tuned(), choosing.taken
-
-    assert_all_ok(run_ranks(lambda rank: program(rank, times_of(rank)), 2))
-    shutil.rmtree(own_cache(1))
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-    again = run_ranks(lambda rank: program(rank, {None: 1.0, 4: 2.0, 8: 3.0}), 2)
-    assert assert_all_ok(again) == [(8, [8])] * 2
+    assert assert_all_ok(again) == [(8, taken)] * 2
 
 
 def test_without_a_cache_another_function_of_the_process_takes_what_the_ranks_agreed_on(monkeypatch):

@@ -1,7 +1,5 @@
 """What ranks share and what not: grids of groups, groups inside a call, the user's communicators."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path
@@ -11,19 +9,23 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources, records
-from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, ending, run_until_settled, tune, tuned_step
+from rank_programs import (
+    SHORT_S,
+    TIMEOUT_S,
+    blocks_of,
+    ending,
+    failing_step,
+    grid,
+    raise_,
+    run_until_settled,
+    tune,
+    tuned_step,
+)
 
 from dist_autotune import AgreementTimeout
 from ranks import assert_all_ok, assert_killed, meet, run_ranks
 
 MODES = pytest.mark.parametrize("mode", ["replay", "online"])
-
-
-def grid(rank):
-    """Return this rank's row, {0, 1} or {2, 3}, and its column, {0, 2} or {1, 3}, as groups."""
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    return rows[rank // 2], columns[rank % 2]
 
 
 # ---- tensor-parallel rows, data-parallel columns
@@ -34,14 +36,11 @@ def test_a_step_of_rows_and_columns_tunes_each_kernel_on_its_own_group(mode):
     # Rank r takes 1 + r ms with config 16; 32 takes 2.5 ms everywhere. The slowest rank of the group decides.
     def program(rank):
         row, column = grid(rank)
-        bench, x = Bench(), numbers()
-        ms = {16: 1.0 + rank, 32: 2.5}
-        linear, update = bench.kernel(ms), bench.kernel(ms, double)
-        forward = tune(bench, lambda: launch(linear, x), group=row, mode=mode)
-        optimizer = tune(bench, lambda: launch(update, x), group=column, mode=mode)
+        forward, _ = tuned_step({16: 1.0 + rank, 32: 2.5}, group=row, mode=mode)
+        optimizer, _ = tuned_step({16: 1.0 + rank, 32: 2.5}, double, group=column, mode=mode)
         for _ in range(5):  # a training loop: both are under way at once in online mode
-            assert torch.equal(forward(), x + 1)
-            assert torch.equal(optimizer(), x * 2)
+            assert torch.equal(forward(), numbers() + 1)
+            assert torch.equal(optimizer(), numbers() * 2)
         assert forward.settled
         assert optimizer.settled
         assert forward.report.world_size == optimizer.report.world_size == 2
@@ -53,17 +52,9 @@ def test_a_step_of_rows_and_columns_tunes_each_kernel_on_its_own_group(mode):
 def test_a_failure_in_a_row_leaves_the_columns_and_the_other_row_alone():
     def program(rank):
         row, column = grid(rank)
-        bench, x, runs = Bench(), numbers(), []
-        linear, update = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 2.0, 32: 1.0 + rank}, double)
-
-        def forward_thunk():
-            runs.append(None)
-            if rank == 1 and len(runs) == 2:
-                raise ValueError("boom")
-            return launch(linear, x)
-
-        forward = tune(bench, forward_thunk, group=row)
-        optimizer = tune(bench, lambda: launch(update, x), group=column)
+        fails = {1: lambda: raise_(ValueError("boom"))}
+        forward, _, _ = failing_step(rank, fails=fails, at_run=2, group=row)
+        optimizer, _ = tuned_step({16: 2.0, 32: 1.0 + rank}, double, group=column)
         first = ending(forward).partition(":")[0].partition("(")[0]
         optimizer()
         forward()
@@ -72,25 +63,18 @@ def test_a_failure_in_a_row_leaves_the_columns_and_the_other_row_alone():
     endings = ["PeerFailed", "ValueError", "returned tensor", "returned tensor"]
     by_column = [{"double64": 16}, {"double64": 16}] * 2  # the slower of a column takes 3 or 4 ms with 32
     for rank, result in enumerate(assert_all_ok(run_ranks(program, 4))):
-        assert result == (endings[rank], True, {"add64": 32}, by_column[rank])
+        assert result == (endings[rank], True, {"add64": 32, "double64": 16}, by_column[rank])
 
 
 def test_a_rank_that_dies_is_named_in_its_row_and_in_its_column_and_missed_by_nobody_else():
     def program(rank):
         row, column = grid(rank)
         meet()  # all groups are connected
-        bench, x = Bench(), numbers()
-        linear, update = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0}, double)
-
-        def forward_thunk():
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return launch(linear, x)
-
         # Impatient with rank 1 only: rank 0 comes to its column late, when it has given up its row.
         of_row, of_column = SHORT_S if rank < 2 else TIMEOUT_S, SHORT_S if rank % 2 else TIMEOUT_S
-        forward = tune(bench, forward_thunk, group=row, timeout_s=of_row)
-        optimizer = tune(bench, lambda: launch(update, x), group=column, timeout_s=of_column)
+        fails = {1: lambda: os.kill(os.getpid(), signal.SIGKILL)}
+        forward, _, _ = failing_step(rank, fails=fails, at_run=1, group=row, timeout_s=of_row)
+        optimizer, _ = tuned_step({16: 3.0, 32: 1.0}, double, group=column, timeout_s=of_column)
         endings = []
         for step in (forward, optimizer):
             try:

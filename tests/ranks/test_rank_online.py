@@ -1,5 +1,6 @@
 """One trial per call, and settled calls that vote: plans stay equal whatever each rank measures and meets."""
 
+import contextlib
 import math
 import time
 from unittest import mock
@@ -66,6 +67,15 @@ def test_a_trial_is_judged_when_the_last_rank_has_read_its_clock(late):
     assert [blocks[n * (1 + waits)] for n in range(3)] == [16, 32, 64]  # others are incumbents
 
 
+def settled_step(**options):
+    """Return a settled function of one kernel, its bench, and the sizes that it launches: one, so far."""
+    bench, sizes = Bench(), [64]
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], **options)
+    run_until_settled(step)
+    return step, bench, sizes
+
+
 def call_until_taken_up(step, calls=200):
     """Call until a session opens, with ranks never more than a call apart; return how many calls it took."""
     sessions = step.report.session
@@ -80,10 +90,7 @@ def call_until_taken_up(step, calls=200):
 @pytest.mark.parametrize("mode", ["online", "replay"])
 def test_a_new_key_of_one_rank_is_taken_up_by_all_in_one_call(mode):
     def program(rank):
-        bench, sizes = Bench(), [64]
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode=mode)
-        run_until_settled(step)
+        step, bench, sizes = settled_step(mode=mode)
         if rank == 1:
             sizes.append(8)
         calls = call_until_taken_up(step)
@@ -129,10 +136,7 @@ def test_a_rank_that_is_late_in_a_settled_call_delays_learning_and_raises_nothin
 @pytest.mark.parametrize("what", ["a new key", "retune"])
 def test_a_rank_that_is_late_where_all_open_a_session_delays_it_and_raises_nothing(what):
     def program(rank):
-        bench, sizes = Bench(), [64]
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes])
-        step()
+        step, bench, sizes = settled_step()
         set_patience(step, SHORT_S)
         step()
         before, late_s = len(bench.blocks()), 2 * SHORT_S
@@ -183,8 +187,7 @@ def test_retune_on_one_rank_is_taken_up_by_all_in_one_call(mode):
 
 def test_captured_calls_of_one_rank_do_not_count_where_ranks_take_up_together(monkeypatch):
     def program(rank):
-        step, bench = tuned_step({16: 3.0, 32: 1.0})
-        run_until_settled(step)
+        step, bench, _ = settled_step()
         step()
         before = len(bench.blocks())
         if rank == 0:
@@ -203,17 +206,24 @@ def test_captured_calls_of_one_rank_do_not_count_where_ranks_take_up_together(mo
     assert one == ([], zero[1], [16, 32])
 
 
-def test_retune_beside_a_rank_that_is_late_delays_learning_and_raises_nothing():
+@pytest.mark.parametrize("trouble", ["a peer is late", "Ctrl-C before the peers are asked"])
+def test_retune_outlasts_trouble_in_its_call(trouble, monkeypatch):
     def program(rank):
-        step, bench = tuned_step({16: 3.0, 32: 1.0})
-        run_until_settled(step)
-        set_patience(step, SHORT_S)
-        if rank == 1:
-            step.retune()
+        step, bench, _ = settled_step()
+        if trouble == "a peer is late":
+            set_patience(step, SHORT_S)
+            step.retune() if rank == 1 else time.sleep(2 * SHORT_S)
+            step()
+            set_patience(step, TIMEOUT_S)
         else:
-            time.sleep(2 * SHORT_S)
-        step()
-        set_patience(step, TIMEOUT_S)
+            step()
+            with monkeypatch.context() as interrupting, contextlib.suppress(KeyboardInterrupt):
+                interrupting.setattr(Ballot, "_ask", mock.Mock(side_effect=KeyboardInterrupt))
+                if rank == 1:
+                    step.retune()
+                    step()  # which is made again: the peer makes no call meanwhile
+                    pytest.fail("it was not interrupted")
+        dist.barrier()
         return call_until_taken_up(step), sorted(set(bench.blocks()))
 
     zero, one = assert_all_ok(run_ranks(program, 2))
@@ -250,32 +260,10 @@ def test_retune_outlasts_a_rank_that_is_stopped_between_its_promise_and_the_outc
     assert zero == one >= 2
 
 
-def test_retune_outlasts_a_ctrl_c_before_the_peers_are_asked(monkeypatch):
-    def program(rank):
-        step, bench = tuned_step({16: 3.0, 32: 1.0})
-        run_until_settled(step)
-        step()
-        if rank == 1:
-            step.retune()
-            with monkeypatch.context() as interrupting:
-                interrupting.setattr(Ballot, "_ask", mock.Mock(side_effect=KeyboardInterrupt))
-                with pytest.raises(KeyboardInterrupt):
-                    step()  # which is made again: the peer makes no call meanwhile
-        dist.barrier()
-        return call_until_taken_up(step), sorted(set(bench.blocks()))
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one == (zero[0], [16, 32])
-
-
 @pytest.mark.parametrize("mode", ["online", "replay"])
 def test_without_the_vote_new_keys_keep_the_config_of_the_nearest_key_and_are_logged(mode):
     def program(rank):
-        bench, sizes = Bench(), [64]
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode=mode, watch=False)
-        while not step.settled:
-            step()
+        step, bench, sizes = settled_step(mode=mode, watch=False)
         before = len(exchanges(rank))
         if rank == 1:
             sizes.append(8)

@@ -1,7 +1,5 @@
 """Tensors that kernels change in place, on several ranks: each rank's call ends as one run of it does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels_for_tests import Bench, accumulate, launch, numbers

@@ -1,7 +1,5 @@
 """The rank harness: how each rank ends is reported, whatever the rank does, and within the time allowed."""
 
-from __future__ import annotations
-
 import signal
 import time
 from pathlib import Path

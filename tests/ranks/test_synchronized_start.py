@@ -1,7 +1,5 @@
 """That the ranks of one host begin a run together, whatever each does between the exchange and the run."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """That a kernel of a test that uses memory beside its tensors fails, and says where."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

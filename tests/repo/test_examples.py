@@ -1,7 +1,5 @@
 """The examples: they end well, and print what they promise."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/glossary.md: its names are there, a word comes once, and no two classes share a name."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

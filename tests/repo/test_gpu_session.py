@@ -1,12 +1,11 @@
 """The session of tests on GPUs: what runs beside what, and that no test takes another's result along."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from documents import ROOT
@@ -193,3 +192,14 @@ class Session(gpu_session.GpuSession):
     assert [each["test"][-3:] for each in record["not_run"]] == ["[1]", "[2]"]
     assert [bool(each["stopped_after_s"]) for each in record["not_run"]] == [True, False]
     assert "not run in 0 s: 2" in printed
+
+
+@pytest.mark.parametrize(("in_gpu_world", "outcome"), [(True, "failed"), (False, "skipped")])
+def test_a_skip_is_a_failure_in_the_gpu_world_alone(request, monkeypatch, in_gpu_world, outcome):
+    plugins = request.config.pluginmanager.get_plugins()
+    path = str(Path(__file__).parents[1] / "conftest.py")
+    (conftest,) = (plugin for plugin in plugins if getattr(plugin, "__file__", None) == path)
+    monkeypatch.setattr(conftest, "IN_GPU_WORLD", in_gpu_world)
+    report = SimpleNamespace(outcome="skipped", skipped=True, longrepr=("file", 1, "Skipped: no NVSHMEM"))
+    conftest._refuse_skip(report)
+    assert report.outcome == outcome

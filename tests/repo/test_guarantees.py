@@ -1,7 +1,5 @@
 """Every guarantee of docs/guarantees.md names tests that there are, and says which of them need a GPU."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

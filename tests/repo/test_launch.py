@@ -1,7 +1,5 @@
 """launch.sh: the command that it puts together on each kind of machine, and one real start."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

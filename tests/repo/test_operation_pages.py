@@ -1,7 +1,5 @@
 """The programs on the pages of the operations: two ranks run each, and get what plain torch computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

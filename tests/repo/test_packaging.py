@@ -1,7 +1,5 @@
 """What the package promises whoever imports it: the names, the cost, and that nothing changes."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """That the interpreter as conftest leaves it prepares `triton.language` for each launch, and puts it back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,7 +1,5 @@
 """What the README and other pages state: their programs run, figures are recorded, links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records of benchmarks: their index says what stands in them, and so does the README."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

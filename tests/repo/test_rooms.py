@@ -1,7 +1,5 @@
 """Which room of the packages may import which, read from the source; and that a breach is found."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """docs/troubleshooting.md quotes messages that the package has, and leaves out none of its errors."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

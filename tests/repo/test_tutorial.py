@@ -1,7 +1,5 @@
 """docs/tutorial.md: its files are written and its commands run, in order, and print what the page shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -13,9 +11,7 @@ PAGE = page("docs/tutorial.md")
 
 def test_each_command_prints_what_the_page_shows() -> None:
     for program in blocks(PAGE, "python"):
-        name = re.match(r"# (\w+\.py)\n", program)
-        assert name is not None
-        Path(name[1]).write_text(program)
+        Path(re.match(r"# (\w+\.py)\n", program)[1]).write_text(program)
     commands = commands_of(PAGE)
     assert len(commands) == 7
     for command, shown in commands:

@@ -1,7 +1,5 @@
 """Where runs end: the steps of one optimizer among several, or the calls of a function in a module."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """A program under `dist-autotune run` sees what it would see without it, and ends as it would."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

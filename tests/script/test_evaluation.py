@@ -1,7 +1,5 @@
 """A script with evaluations, accumulation, checkpoints: it settles, ships its bundle, runs strict."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

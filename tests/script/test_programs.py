@@ -1,7 +1,5 @@
 """Small programs as people write them, through `dist-autotune run`: each ends as without it, and is tuned."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import re
@@ -108,9 +106,8 @@ def test_the_recipe_of_a_framework_tunes_its_steps(tmp_path, monkeypatch, name, 
     assert len({str(plan) for plan in plans[0]}) > 2  # several configs were tried
 
 
-def test_the_recipes_of_a_loop_and_of_torchtitan_tune_each_step(bench, monkeypatch):
+def test_the_recipes_of_a_loop_and_of_torchtitan_tune_each_step(bench, kernel, monkeypatch):
     """The trainer stands in for torchtitan's: `train` calls `train_step` with an iterator of batches."""
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
 
     class Trainer:
         def train(self):
@@ -134,8 +131,7 @@ def test_the_recipes_of_a_loop_and_of_torchtitan_tune_each_step(bench, monkeypat
     assert loop["tuner"].report is not None
 
 
-def test_the_recipe_of_an_evaluation_settles_both(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_the_recipe_of_an_evaluation_settles_both(bench, kernel):
     x, weight = numbers(), torch.zeros(1, requires_grad=True)
     names = {
         "model": lambda x: launch(kernel, x),

@@ -1,7 +1,5 @@
 """Programs on several ranks under `dist-autotune run`: one fails, leaves early, or launches nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import sys

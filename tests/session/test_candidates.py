@@ -1,11 +1,12 @@
-"""Which configs of a kernel are tried: those that pruning leaves, each once; a single one never."""
+"""Which configs of a kernel are tried: those that pruning leaves, once; none where a launch compiles only."""
 
-from __future__ import annotations
+import concurrent.futures
 
 import pytest
 import torch
 import triton
-from kernels_for_tests import Probe, add, launch, numbers, only
+from kernels_for_tests import Probe, launch, numbers, only
+from triton.runtime._async_compile import AsyncCompileMode
 from triton.runtime.errors import AutotunerError
 
 
@@ -65,15 +66,56 @@ def test_the_values_of_a_config_may_be_lists(bench):
             assert ORDER in ([0, 1], [1, 0])
             return super().run(*args, BLOCK=16 if ORDER == [0, 1] else 32, **kwargs)
 
-    probe = Ordered(add, "add", {16: 2.0, 32: 1.0}, bench.launches)
     configs = [triton.Config({"ORDER": order}) for order in ([0, 1], [1, 0])]
-    kernel = triton.autotune(configs, ["n"])(probe)
-
-    def thunk():
-        kernel[(4,)](numbers(), torch.zeros(64), 64)
-
-    tuned = bench.tune(thunk)
+    kernel = bench.kernel({16: 2.0, 32: 1.0}, configs=configs, probe=Ordered)
+    tuned = bench.tune(lambda: kernel[(4,)](numbers(), torch.zeros(64), 64))
     tuned()
     tuned()
     assert bench.blocks() == [16, 32, 32, 32]
     assert only(tuned.report).config.kwargs == {"ORDER": [1, 0]}
+
+
+# ---- launches that only compile
+
+
+def run_warmup(kernel):
+    return kernel.run(numbers(), numbers(), 64, grid=(4,), warmup=True)
+
+
+@pytest.mark.parametrize(
+    "compile_only",
+    [run_warmup, lambda kernel: kernel.warmup(numbers(), numbers(), 64, grid=(4,))],
+    ids=["run(warmup=True)", "warmup()"],
+)
+def test_compiling_only_is_no_launch(bench, kernel, compile_only):
+    tuned = bench.tune(lambda: compile_only(kernel))
+    tuned()
+    assert bench.blocks() == []
+    assert bench.clock.marks == 0
+    assert tuned.report.contexts == ()
+
+
+def test_compiling_only_between_trials_advances_nothing(bench, kernel):
+    def thunk():
+        run_warmup(kernel)
+        launch(kernel, numbers())
+        run_warmup(kernel)
+
+    tuned = bench.tune(thunk)
+    tuned()
+    assert bench.blocks() == [16, 32, 32]
+    assert bench.clock.marks == 2
+
+
+def test_launches_that_only_queue_compilations_are_no_trials(bench, kernel):
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+
+        def thunk():
+            with AsyncCompileMode(executor):
+                launch(kernel, numbers())
+
+        tuned = bench.tune(thunk)
+        tuned()
+    assert bench.blocks() == [16] * tuned.report.runs
+    assert bench.clock.marks == 0
+    assert tuned.report.contexts == ()

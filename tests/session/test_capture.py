@@ -1,7 +1,5 @@
 """Under CUDA-graph capture: no mark, no wait, no trial, only the incumbent. The capture is pretended."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +9,7 @@ import pytest
 import torch
 from kernels_for_tests import Bench, launch, numbers, only, out_of_resources
 
-from dist_autotune import NoValidConfig, tunable
+from dist_autotune import NoValidConfig
 
 LONG_S = 30.0  # longer than anything here takes; only a failure waits for it
 
@@ -63,8 +61,7 @@ def test_a_call_under_capture_is_one_run_of_incumbents(bench, capture, mode):
     assert tuned.report is None
 
 
-def test_a_config_that_fails_under_capture_is_replaced_in_that_launch(bench, capture):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_config_that_fails_under_capture_is_replaced_in_that_launch(bench, kernel, capture):
     kernel.fn.failures[16] = out_of_resources
     tuned = bench.tune(lambda: launch(kernel, numbers()))
     with capture:
@@ -102,8 +99,7 @@ def test_captures_on_two_threads_prune_one_after_another_and_leave_the_kernel_no
     assert getattr(kernel, "nargs", None) is None
 
 
-def test_a_captured_call_takes_the_winner_that_is_on_disk_or_in_memory(bench, capture):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_captured_call_takes_the_winner_that_is_on_disk_or_in_memory(bench, kernel, capture):
     bench.tune(lambda: launch(kernel, numbers()))()
     bench.forget()
     fresh = bench.kernel({16: 3.0, 32: 1.0})
@@ -141,9 +137,7 @@ def test_launches_that_the_function_captures_itself_are_no_trials(bench, capture
     assert bench.clock.marks == 2
 
 
-def test_a_launch_and_its_capture_in_one_run_are_one_sample(bench, capture):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
+def test_a_launch_and_its_capture_in_one_run_are_one_sample(bench, kernel, capture):
     def thunk():
         launch(kernel, numbers())
         with capture:
@@ -157,12 +151,7 @@ def test_a_launch_and_its_capture_in_one_run_are_one_sample(bench, capture):
 
 
 def test_the_host_choices_of_a_captured_call_are_the_settled_ones(bench, capture):
-    def thunk():
-        chosen = tunable("slices", [1, 2])
-        bench.spend({1: 2.0, 2: 1.0}[chosen])
-        return chosen
-
-    tuned = bench.tune(thunk)
+    tuned = bench.tune(bench.choosing("slices", {1: 2.0, 2: 1.0}))
     with capture:
         assert tuned() == 1
     assert tuned() == 2

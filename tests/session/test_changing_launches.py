@@ -1,8 +1,7 @@
 """Launches that come and go: kernels and keys that vary between runs, keys that a later call brings."""
 
-from __future__ import annotations
-
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,12 @@ from kernels_for_tests import (
     records,
     winner,
 )
+from typer.testing import CliRunner
 
-from dist_autotune.logs.records import ContextSettled, SessionClosed
+from dist_autotune.cli.commands import app
+from dist_autotune.cli.replay import verify
+from dist_autotune.logs.records import ContextAdmitted, ContextSettled, SessionClosed
+from dist_autotune.reports.history import load_history
 
 
 def test_a_kernel_launched_only_in_the_first_run_starves_and_that_is_said(bench):
@@ -101,3 +104,128 @@ def test_a_sweep_over_shapes_tunes_every_shape(bench, tmp_cache):
     assert [block_of(kernel.cache[n, F32, F32]) for n in shapes] == [32] * len(shapes)
     assert [entry["config"].split(",")[0] for entry in entries(tmp_cache)] == ["BLOCK: 32"] * len(shapes)
     assert [record.status for record in records(ContextSettled)] == ["tuned"] * len(shapes)
+
+
+# ---- a new key begins with the winner of the nearest, and is tuned like any other
+
+
+# BLOCK -> ms: 32 wins for few numbers, 64 for many.
+SMALL_OR_LARGE = {
+    16: 3.0,
+    32: lambda launch: 1.0 if launch.n < 500 else 2.0,
+    64: lambda launch: 2.0 if launch.n < 500 else 1.0,
+}
+
+
+@pytest.fixture
+def tuned(bench):
+    """A function with the keys 64, where 32 wins, and 1024, where 64 does."""
+    kernel = bench.kernel(SMALL_OR_LARGE)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    tuned(64), tuned(1024)
+    bench.forget()
+    return tuned
+
+
+@pytest.mark.parametrize(("n", "block"), [(100, 32), (255, 32), (260, 64), (4096, 64)])
+def test_a_new_key_is_first_launched_with_the_winner_of_the_nearest_key(bench, tuned, n, block):
+    assert torch.equal(tuned(n), numbers(n) + 1)
+    assert bench.blocks()[0] == block
+
+
+def test_it_is_tried_against_the_first_config_and_all_others(bench, tuned):
+    tuned(400)  # as 1024: 64, which loses here
+    assert bench.blocks() == [64, 64, 16, 32, 32]
+    assert block_of(only(tuned.report).config) == 32
+    assert sorted(only(tuned.report).timings.values()) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("mode", ["tune", "cached"])
+def test_the_next_process_begins_with_what_is_on_disk(bench, tuned, mode, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    fresh = bench.kernel(SMALL_OR_LARGE, do_bench=no_bench)
+    again = bench.tune(lambda n: launch(fresh, numbers(n)))
+    again(2048)
+    again(100)
+    assert (bench.blocks(n=2048)[0], bench.blocks(n=100)[0]) == (64, 32)
+    if mode == "cached":
+        assert bench.blocks() == [64, 32]
+
+
+def test_with_four_keys_told_a_new_one_begins_where_they_expect_the_fastest(bench):
+    """The nearest key's winner is its own exception: all the others, and the field, say 32."""
+    ms = {16: 3.0, 32: 1.0, 64: lambda launch: 0.99 if launch.n == 900 else 2.0}
+    kernel = bench.kernel(ms)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
+    for n in (700, 800, 900):
+        tuned(n)
+    bench.forget()
+    tuned(920)
+    assert bench.blocks(n=920)[0] == 64  # three keys: the nearest
+    bench.forget()
+    tuned(890)
+    assert bench.blocks(n=890)[0] == 32
+    *_, admitted = records(ContextAdmitted)
+    assert (admitted.like, admitted.candidates[admitted.incumbent].split(",")[0]) == ("", "BLOCK: 32")
+
+
+# BLOCK -> ms of 14 blocks: 64 wins, the farther the slower, with every n.
+MANY = {8 * step: 1.0 + 0.25 * abs(step - 8) for step in range(1, 15)}
+
+
+@pytest.mark.parametrize(("search", "most"), [("expected", 3), ("racing", 14), ("auto", 14)])
+def test_expected_tries_what_four_other_keys_let_expect_something_of(bench, search, most):
+    kernel = bench.kernel(MANY)
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), search=search, n_repeat=None, n_warmup=None)
+    for n in (64, 128, 256, 512):
+        tuned(n)
+        context = only(tuned.report)
+        assert block_of(context.config) == 64
+        assert (len(context.timings) == 14) == (context.untried == "") == (search != "expected")
+    bench.forget()
+    tuned(1024)
+    context = only(tuned.report)
+    assert (len(context.timings), block_of(context.config)) == (most, 64)
+    assert set(bench.blocks()) == {block_of_text(text) for text in context.timings}
+    told = context.untried
+    assert told.startswith("tried 3 of 14; the rest was expected at least") == (search == "expected")
+    assert told in str(tuned.report)
+    assert told in Path(".autotune_logs/rank-0.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("search", "is_carried"), [("expected", False), ("auto", False), ("expected", True)], ids=repr
+)
+def test_the_next_process_expects_of_a_new_key_what_the_entries_on_disk_tell(
+    bench, search, is_carried, tmp_path, monkeypatch
+):
+    """What all keys tell is left out of the one that is the nearest: its own winner is another.
+
+    is_carried: by a bundle, into an empty cache.
+    """
+    odd = {
+        block: lambda launch, ms=ms: 0.9 if launch.n == 900 and launch.block == 8 else ms
+        for block, ms in MANY.items()
+    }
+    kernels = bench.kernel(odd), bench.kernel(odd)  # one of each process
+    sizes = (64, 128, 256, 512, 900)
+    options = {"n_repeat": None, "n_warmup": None}
+    first = bench.tune(lambda n: launch(kernels[0], numbers(n)), search="racing", **options)
+    for n in sizes:
+        first(n)
+    bench.forget()
+    if is_carried:
+        assert CliRunner().invoke(app, ["cache", "export", "all.json"]).exit_code == 0
+        monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", str(tmp_path / "other"))
+        assert CliRunner().invoke(app, ["cache", "import", "all.json"]).exit_code == 0
+    tuned = bench.tune(lambda n: launch(kernels[1], numbers(n)), search=search, **options)
+    tuned(1024)
+    context = only(tuned.report)
+    assert (bench.blocks()[0], block_of(context.config)) == (64, 64)
+    assert len(context.timings) == (3 if search == "expected" else 14)
+    (verdict,) = verify(load_history(Path(".autotune_logs")).sessions[len(sizes) :])
+    assert not verdict.differences
+
+
+def block_of_text(text):
+    return int(text.split(",")[0].removeprefix("BLOCK: "))

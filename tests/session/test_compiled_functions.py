@@ -1,7 +1,5 @@
 """Functions that torch compiles or traces: what it hides is no launch, and nothing waits for one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels_for_tests import launch, numbers, only, records
@@ -14,9 +12,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Guards may run slower on Python 
 
 
 @pytest.fixture
-def add_one(bench, request):
+def add_one(bench, kernel, request):
     """Return an operator of torch's that launches an autotuned kernel, and is traced without doing so."""
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
 
     def body(x: torch.Tensor) -> torch.Tensor:
         return launch(kernel, x)
@@ -57,8 +54,7 @@ def test_launches_of_an_operator_in_a_compiled_function_are_tuned(bench, add_one
 
 
 @MODES
-def test_a_tuned_function_inside_a_compiled_function_is_called_between_its_graphs(bench, mode):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_tuned_function_inside_a_compiled_function_is_called_between_its_graphs(bench, kernel, mode):
     tuned = bench.tune(lambda x: launch(kernel, x), mode=mode)
     graphs: list[list[str]] = []
 

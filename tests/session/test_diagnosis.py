@@ -1,7 +1,5 @@
 """A launch that never ends, or breaks the device: who says so, what is named, how every rank ends."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

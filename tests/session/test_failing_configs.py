@@ -1,7 +1,5 @@
 """A config that cannot be launched is replaced in the same call, banned, and never wins."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -125,8 +123,7 @@ def test_a_winner_on_disk_that_fails_now_is_replaced_and_the_rest_is_tuned_anew(
     assert only(tuned.report).status == "tuned"
 
 
-def test_a_launch_that_runs_out_of_memory_is_banned_and_its_memory_is_free(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_launch_that_runs_out_of_memory_is_banned_and_its_memory_is_free(bench, kernel):
     workspaces: list[weakref.ref[torch.Tensor]] = []
 
     def failing():
@@ -188,8 +185,7 @@ def test_a_failure_in_a_settled_launch_replaces_that_launch_only(bench, error, m
     assert str(error).splitlines()[0] in text
 
 
-def test_memory_that_runs_out_again_and_again_bans_nothing(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_memory_that_runs_out_again_and_again_bans_nothing(bench, kernel):
     tuned = bench.tune(lambda: launch(kernel, numbers()))
     tuned()
     kernel.fn.failures[32] = lambda: torch.OutOfMemoryError("CUDA out of memory")

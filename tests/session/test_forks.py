@@ -1,7 +1,5 @@
 """A forked child is in no call of its parent, and finds nothing locked."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable
@@ -40,8 +38,7 @@ def fork_in_first_run(bench: Bench, kernel: Any, in_the_child: Callable[[], Any]
     return values[0], tuned
 
 
-def test_a_child_forked_during_a_session_finds_the_stock_function(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_child_forked_during_a_session_finds_the_stock_function(bench, kernel):
     seen, _ = fork_in_first_run(
         bench, kernel, lambda: (is_outside(), is_tuning(), tunable("in a child", [1, 2]))
     )
@@ -63,8 +60,7 @@ def test_launches_in_a_child_are_stock_launches(bench):
     assert benched == []
 
 
-def test_a_child_writes_no_logs_of_the_session(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_child_writes_no_logs_of_the_session(bench, kernel):
     log = Path(".autotune_logs/rank-0.jsonl").absolute()
 
     def child():

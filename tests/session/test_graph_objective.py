@@ -1,7 +1,5 @@
 """objective="graph": replays of a captured run judge; eager calls keep what they have found."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heuristics are a part of a kernel, hooks of a config: what differs in them alone is another one."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -21,9 +19,9 @@ def even_of_another_day(args):
     return args["n"] % 32 == 0
 
 
-def with_heuristic(bench, function, ms=None):
+def with_heuristic(bench, function):
     """Return an autotuned kernel over `@triton.heuristics`."""
-    kernel = bench.kernel(ms or {16: 3.0, 32: 1.0})
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
     kernel.fn = triton.runtime.autotuner.Heuristics(kernel.fn, kernel.arg_names, {"EVEN": function})
     return kernel
 

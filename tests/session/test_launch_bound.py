@@ -1,7 +1,5 @@
 """Contexts whose times hold the host's part: fed where that helps, flagged, and not decided by it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

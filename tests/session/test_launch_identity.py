@@ -1,7 +1,5 @@
 """Every launch of the user is one launch of the kernel, with that launch's arguments, grid and config."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any
@@ -12,7 +10,6 @@ import triton
 import triton.language as tl
 from kernels_for_tests import (
     Probe,
-    add,
     grid_of,
     launch,
     numbers,
@@ -52,9 +49,7 @@ def test_two_keys_of_one_kernel_are_two_contexts_and_every_run_is_right(bench, i
     assert bench.blocks(n=256) == [16, 32, 32]
 
 
-def test_the_same_key_twice_is_one_context_with_one_config_and_one_sample_per_run(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
+def test_the_same_key_twice_is_one_context_with_one_config_and_one_sample_per_run(bench, kernel):
     def thunk():
         return launch(kernel, numbers()), launch(kernel, numbers())
 
@@ -94,8 +89,7 @@ def test_autotuners_made_anew_for_every_call_share_one_context_and_are_let_go(be
 # ---- arguments
 
 
-def test_outputs_are_allocated_anew_and_each_run_writes_its_own(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_outputs_are_allocated_anew_and_each_run_writes_its_own(bench, kernel):
     outputs = []
 
     def thunk():
@@ -106,19 +100,14 @@ def test_outputs_are_allocated_anew_and_each_run_writes_its_own(bench):
     assert all(torch.equal(y, numbers() + run + 1) for run, y in enumerate(outputs))
 
 
-def grid_by_lambda(n):
-    return lambda meta: (triton.cdiv(n, meta["BLOCK"]),)
+GRIDS = {
+    "by lambda": grid_of,
+    "by tuple": lambda n: (triton.cdiv(n, 16),),
+    "of three": lambda n: (triton.cdiv(n, 16), 1, 1),
+}
 
 
-def grid_by_tuple(n):
-    return (triton.cdiv(n, 16),)
-
-
-def grid_of_three(n):
-    return (triton.cdiv(n, 16), 1, 1)
-
-
-@pytest.mark.parametrize("grid", [grid_by_lambda, grid_by_tuple, grid_of_three])
+@pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
 @pytest.mark.parametrize("interpreted", [False, True], ids=["emulated", "interpreted"])
 def test_the_grid_is_that_of_this_launch(bench, grid, interpreted):
     kernel = bench.kernel({16: 2.0, 32: 1.0}, key=(), interpreted=interpreted)
@@ -172,8 +161,7 @@ def test_an_argument_with_a_default_makes_the_key_that_stock_triton_makes(bench,
     assert torch.equal(y, x + (call[0] if call else 1.0))
 
 
-def test_an_argument_that_a_config_sets_too_is_stocks_value_error(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_an_argument_that_a_config_sets_too_is_stocks_value_error(bench, kernel):
     x = numbers()
 
     def thunk():
@@ -228,12 +216,10 @@ def test_a_pre_hook_may_shape_a_tensor_descriptor_for_the_config_that_is_launche
         hooked.append(arguments["BLOCK"])
         arguments["x_ptr"].block_shape = [arguments["BLOCK"]]
 
-    shapes, hooked = [], []
-    probe = Described(add, "add", {16: 3.0, 32: 2.0, 64: 1.0}, bench.launches)
-    probe.failures[64] = out_of_resources
-    configs = [triton.Config({"BLOCK": block}, pre_hook=hook) for block in (16, 32, 64)]
-    kernel = triton.autotune(configs, ["n"])(probe)
-    y = torch.zeros(64)
+    shapes, hooked, y = [], [], torch.zeros(64)
+    hooks = dict.fromkeys((16, 32, 64), hook)
+    kernel = bench.kernel({16: 3.0, 32: 2.0, 64: 1.0}, pre_hooks=hooks, probe=Described)
+    kernel.fn.failures[64] = out_of_resources
 
     def thunk():
         kernel[grid_of(64)](TensorDescriptor.from_tensor(numbers(), [1]), y.zero_(), 64)

@@ -1,7 +1,5 @@
 """Thousands of candidates as a product of values: a few are compiled and tried, in kernels and in choices."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

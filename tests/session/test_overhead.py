@@ -1,7 +1,5 @@
 """What the tuner costs: nothing between calls, little in settled ones. Times are printed, bounds wide."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os
@@ -121,10 +119,9 @@ def test_a_wrapper_that_leads_past_the_dispatcher_is_called_by_it_for_what_passe
     assert passed == [single] * 3  # the kernel with one config, once per run
 
 
-def test_the_dispatcher_comes_back_where_stock_tritons_was_put_back(bench, monkeypatch):
+def test_the_dispatcher_comes_back_where_stock_tritons_was_put_back(bench, kernel, monkeypatch):
     bench.tune(lambda: None)()
     monkeypatch.setattr(Autotuner, "run", stock_run(Autotuner.run))
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
     bench.tune(lambda: launch(kernel, numbers()))()
     assert bench.blocks() == [16, 32, 32]
 

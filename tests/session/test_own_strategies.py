@@ -1,7 +1,5 @@
 """`search=` is a function of the user's own: what it is told, whose winner stands, what it may not do."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

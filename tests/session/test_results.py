@@ -1,7 +1,5 @@
 """Where results are found: Triton's own objects, its listeners, the report."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -94,9 +92,8 @@ def test_a_kernel_whose_results_triton_would_store_is_tuned_and_its_own_store_le
 # ---- who listens
 
 
-def test_a_result_is_printed_as_stock_does(bench, monkeypatch, capsys):
+def test_a_result_is_printed_as_stock_does(bench, kernel, monkeypatch, capsys):
     monkeypatch.setattr(knobs.autotuning, "print", True)
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
     tuned = bench.tune(lambda: launch(kernel, numbers()))
     tuned()
     printed = capsys.readouterr().out
@@ -107,10 +104,9 @@ def test_a_result_is_printed_as_stock_does(bench, monkeypatch, capsys):
 
 
 @NEEDS_LISTENER
-def test_the_listener_hears_of_every_final_result(bench, monkeypatch):
+def test_the_listener_hears_of_every_final_result(bench, kernel, monkeypatch):
     heard = []
     monkeypatch.setattr(knobs.autotuning, "listener", lambda **event: heard.append(event))
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
     tuned = bench.tune(lambda: launch(kernel, numbers()))
     tuned()
     tuned()

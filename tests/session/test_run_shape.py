@@ -1,20 +1,25 @@
 """How often a function runs, what each run tries, and how a session ends, whatever the function does."""
 
-from __future__ import annotations
+from pathlib import Path
 
 import pytest
 import torch
 from kernels_for_tests import (
+    KEY,
+    block_of,
     double,
+    entries,
     launch,
     numbers,
     only,
     records,
     winner,
 )
+from triton.runtime.autotuner import Autotuner
 
 from dist_autotune import contextual_autotune, is_tuning
-from dist_autotune.logs.records import SessionOpened
+from dist_autotune.logs.records import Note, SessionClosed, SessionOpened
+from dist_autotune.search.state import ADMISSION_RUNS
 from dist_autotune.search.strategies import STRATEGIES
 
 # ---- the schedule
@@ -28,8 +33,7 @@ def test_by_default_it_races(bench):
     assert bench.blocks()[-1] == winner(only(tuned.report)) == 16
 
 
-def test_is_tuning_is_true_only_while_a_launch_may_be_a_trial(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_is_tuning_is_true_only_while_a_launch_may_be_a_trial(bench, kernel):
     seen = []
 
     def thunk():
@@ -114,9 +118,7 @@ def test_all_defaults_work_in_the_interpreter(bench, objective):
     assert tuned.report.clock == "WallClock"
 
 
-def test_a_kernel_launched_again_by_backward_has_one_config_in_the_run(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
+def test_a_kernel_launched_again_by_backward_has_one_config_in_the_run(bench, kernel):
     class AddOne(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -134,3 +136,191 @@ def test_a_kernel_launched_again_by_backward_has_one_config_in_the_run(bench):
 
     assert torch.equal(bench.tune(thunk)(), torch.ones(64))
     assert bench.blocks() == [16, 16, 32, 32, 32, 32]
+
+
+# ---- anew, or not at all
+
+
+# ---- anew
+
+
+def test_retune_ignores_what_memory_and_disk_hold(bench, tmp_cache):
+    ms = {16: 3.0, 32: 1.0}
+    kernel = bench.kernel(ms)
+    tuned = bench.tune(lambda: launch(kernel, numbers()))
+    tuned()
+    assert tuned.settled
+    ms[32] = 9.0
+    tuned.retune()
+    assert not tuned.settled
+    bench.forget()
+    tuned()
+    assert bench.blocks() == [16, 32, 16]
+    assert (only(tuned.report).status, block_of(kernel.cache[KEY])) == ("tuned", 16)
+    assert ["BLOCK: 16" in entry["config"] for entry in entries(tmp_cache)] == [True]
+    tuned()
+    assert bench.blocks() == [16, 32, 16, 16]
+
+
+def test_retune_in_the_middle_of_a_session_starts_it_anew(bench):
+    tuned = bench.tuned({16: 3.0, 32: 1.0, 64: 2.0}, mode="online")
+    tuned()
+    tuned()
+    tuned.retune()
+    for _ in range(4):
+        tuned()
+    assert bench.blocks() == [16, 32, 16, 32, 64, 32]
+    assert len(records(SessionOpened)) == len(records(SessionClosed)) == 2
+    assert tuned.settled
+
+
+@pytest.mark.parametrize("run", [2, 5], ids=["while tuning", "in a settled call"])
+def test_retune_from_inside_a_call_tunes_anew_at_the_next_call(bench, run):
+    kernel = bench.kernel({16: 1.0, 32: 2.0})
+    runs = []
+
+    def thunk():
+        runs.append(launch(kernel, numbers()))
+        if len(runs) == run:
+            tuned.retune()
+
+    tuned = bench.tune(thunk)
+    tuned()
+    while len(runs) < run:
+        tuned()
+    assert bench.blocks() == [16, 32] + [16] * (len(runs) - 2)
+    assert not tuned.settled
+    bench.forget()
+    tuned()
+    assert bench.blocks() == [16, 32, 16]
+    assert tuned.settled
+
+
+# ---- modes
+
+
+def test_mode_off_is_the_bare_function(bench, monkeypatch):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "off")
+    stock = Autotuner.run
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=lambda call, quantiles: call() or [1.0] * 3)
+    seen = []
+
+    def thunk():
+        seen.append(Autotuner.run)
+        return launch(kernel, numbers())
+
+    tuned = bench.tune(thunk)
+    assert torch.equal(tuned(), numbers() + 1)
+    assert seen == [stock]
+    assert bench.clock.marks == 0
+    assert tuned.report is None
+    assert tuned.settled
+    assert not Path(".autotune_logs").exists()
+
+
+# ---- judged by whole runs
+
+
+def test_objective_thunk_adopts_a_plan_that_beats_the_default(bench):
+    tuned = bench.tuned({16: 2.0, 32: 1.0}, objective="thunk")
+    tuned()
+    assert winner(only(tuned.report)) == 32
+    duel = bench.blocks()[4:-1]
+    assert duel == [32, 16] * (len(duel) // 2)
+    assert len(duel) >= 6
+
+
+def test_objective_thunk_keeps_the_default_plan_when_it_is_not_beaten_and_says_so(bench):
+    kernel = bench.kernel({16: 2.0, 32: 1.0})
+
+    def thunk():
+        launch(kernel, numbers())
+        if len(bench.blocks()) > 4 and bench.blocks()[-1] == 32:
+            bench.spend(5.0)  # what looked fast when tuned alone is not in the final comparison
+
+    tuned = bench.tune(thunk, objective="thunk")
+    tuned()
+    assert winner(only(tuned.report)) == 16
+    assert bench.blocks()[-1] == 16
+    assert any("the default plan is kept" in record.text for record in records(Note))
+    assert kernel.best_config.kwargs["BLOCK"] == 16
+
+
+def plans_that_only_seem_fast(bench, **options):
+    """Return a tuned function whose default plan (16, 16) is best, though each step away from it pays."""
+    first, second = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 3.0, 32: 1.0}, double)
+
+    def thunk():
+        launch(first, numbers())
+        launch(second, numbers())
+        bench.spend({(16, 16): 0.0, (32, 32): 50.0}.get(tuple(bench.blocks()[-2:]), 60.0))
+
+    return bench.tune(thunk, objective="thunk", **options)
+
+
+@pytest.mark.parametrize("max_runs", [5, 7, 10, 15, 18], ids="max_runs={}".format)
+def test_a_plan_that_has_not_met_the_default_one_is_provisional_and_the_next_call_compares_them(
+    bench, tmp_cache, max_runs
+):
+    tuned = plans_that_only_seem_fast(bench, max_runs=max_runs)
+    tuned()
+    assert {context.status for context in tuned.report.contexts} == {"partial"}
+    assert list(tmp_cache.glob("*.json")) == []
+    while not tuned.settled:
+        began = len(bench.blocks())
+        tuned()
+        assert len(bench.blocks()) - began <= 2 * max_runs
+        assert len(bench.blocks()) < 20 * max_runs
+    assert bench.blocks()[-2:] == [16, 16]
+    assert {context.status for context in tuned.report.contexts} == {"tuned"}
+    assert any("the default plan is kept" in record.text for record in records(Note))
+
+
+# ---- online
+
+
+def test_online_a_context_starves_after_64_runs_and_resumes_when_launched_again(bench):
+    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 2.0, 32: 1.0}, double)
+
+    def thunk(with_other):
+        launch(one, numbers())
+        if with_other:
+            launch(other, numbers())
+
+    tuned = bench.tune(thunk, mode="online", n_repeat=2)
+    tuned(True)
+    for _ in range(70):
+        tuned(False)
+    statuses = {context.kernel: context.status for context in tuned.report.contexts}
+    assert statuses == {"add": "tuned", "double": "starved"}
+    for _ in range(8):
+        tuned(True)
+    assert bench.blocks("double")[-1] == 32
+    assert other.best_config.kwargs["BLOCK"] == 32
+    assert tuned.settled
+
+
+def test_online_keys_that_each_come_once_are_admitted_in_sixteen_runs_and_the_session_ends(bench, kernel):
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online")
+    for n in range(1, 200):
+        tuned(n)
+        if tuned.settled:
+            break
+    assert n <= 16 + 64 + 1  # the last one admitted is starved
+    statuses = [context.status for context in tuned.report.contexts]
+    assert (statuses.count("starved"), statuses.count("partial")) == (16, n - 16)
+
+
+def test_new_keys_without_end_leave_few_under_way_and_one_that_comes_again_goes_on(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode="online")
+    tuned(64)
+    under_way = []
+    for n in range(65, 265):
+        tuned(n)
+        under_way.append(sum(context.status == "tuning" for context in tuned.report.contexts))
+    assert max(under_way) <= ADMISSION_RUNS
+    for _ in range(8):
+        tuned(64)
+    (first,) = [context for context in tuned.report.contexts if context.key[0] == 64]
+    assert (first.status, winner(first)) == ("tuned", 32)

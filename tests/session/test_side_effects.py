@@ -1,7 +1,5 @@
 """What runs leave behind: nothing is wiped, hidden or kept alive, and what is preserved is put back."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any
@@ -149,8 +147,7 @@ class Counting:
         self.loads += 1
 
 
-def test_settled_calls_copy_nothing_and_put_nothing_back(bench, monkeypatch):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_settled_calls_copy_nothing_and_put_nothing_back(bench, kernel, monkeypatch):
     counting = Counting()
     tuned = bench.tune(lambda: launch(kernel, numbers()), preserve=[counting])
     tuned()
@@ -172,8 +169,7 @@ def step_of(kernel: Any, weight: torch.Tensor, drawn: list[Any]) -> Any:
     return step
 
 
-def test_a_new_key_is_tuned_beside_the_call_s_run_where_state_is_preserved(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_new_key_is_tuned_beside_the_call_s_run_where_state_is_preserved(bench, kernel):
     weight, drawn = numbers(), []
     tuned = bench.tune(step_of(kernel, weight, drawn), preserve=[weight])
     tuned(64)
@@ -190,8 +186,7 @@ def test_a_new_key_is_tuned_beside_the_call_s_run_where_state_is_preserved(bench
     assert torch.equal(weight, numbers() + 23)
 
 
-def test_what_it_returns_is_of_the_run_whose_effects_stay(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_what_it_returns_is_of_the_run_whose_effects_stay(bench, kernel):
     weight, out = numbers(), torch.zeros(64)
 
     def step(n):

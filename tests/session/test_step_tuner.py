@@ -1,7 +1,5 @@
 """`StepTuner`: a with block is a run, as a call of an online function is."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading
@@ -69,12 +67,11 @@ def is_interrupted(function: Callable[[], None], at: int) -> bool:
     return False
 
 
-def test_ctrl_c_anywhere_in_a_settled_step_leaves_no_call_under_way(bench, step_tuner):
+def test_ctrl_c_anywhere_in_a_settled_step_leaves_no_call_under_way(bench, kernel, step_tuner):
     def step() -> None:
         with step_tuner.step():
             launch(kernel, numbers())
 
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
     step(), step(), step()
     at = 0
     while is_interrupted(step, at):
@@ -104,8 +101,7 @@ def test_what_a_step_raises_reaches_the_caller_and_a_later_one_makes_that_run_ag
     assert step_tuner.settled
 
 
-def test_steps_and_tuned_functions_join_the_run_that_they_lie_in(bench, step_tuner):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_steps_and_tuned_functions_join_the_run_that_they_lie_in(bench, kernel, step_tuner):
     other = StepTuner(progress=False)
 
     def launch_in_a_step():
@@ -144,10 +140,8 @@ def on_thread(name, function):
 @pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
 @pytest.mark.parametrize("opener_lives", [True, False], ids=["the opener goes on", "the opener has ended"])
 def test_a_step_closed_on_another_thread_is_an_error_and_leaves_nothing_locked(
-    bench, step_tuner, is_settled, opener_lives
+    bench, kernel, step_tuner, is_settled, opener_lives
 ):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
     def step():
         with step_tuner.step():
             launch(kernel, numbers())
@@ -195,9 +189,7 @@ def test_an_option_that_cannot_be_used_is_an_error_with_its_value(options, text)
         StepTuner(**options)
 
 
-def test_a_key_that_is_launched_too_seldom_is_named_and_recorded(bench, step_tuner, caplog):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
+def test_a_key_that_is_launched_too_seldom_is_named_and_recorded(bench, kernel, step_tuner, caplog):
     def train(*, evaluates: bool) -> None:
         with step_tuner.step():
             launch(kernel, numbers())

@@ -1,12 +1,10 @@
 """DIST_AUTOTUNE_MODE=strict: what is not tuned is an error, and nothing is launched."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels_for_tests import grid_of, is_outside, launch, no_bench, numbers, out_of_resources
 
-from dist_autotune import NotTuned, TuningError, tunable
+from dist_autotune import NotTuned, TuningError
 
 
 @pytest.fixture
@@ -15,9 +13,8 @@ def strict(monkeypatch):
 
 
 @pytest.fixture
-def shipped(bench, strict):
+def shipped(bench, kernel, strict):
     """A function of the next process, in the strict mode: of its keys, 64 and 1024 are on disk."""
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
     tuned = bench.tune(lambda n: launch(kernel, numbers(n)))
     tuned(64), tuned(1024)
     bench.forget()
@@ -68,14 +65,9 @@ def test_a_provisional_result_does_not_count(bench, strict):
 
 
 def test_a_kernel_without_a_choice_needs_no_result(bench, strict):
-    def prune(configs, named, **_):
-        return configs[:1]
-
     strict()
-    one, pruned = (
-        bench.kernel({16: 3.0}),
-        bench.kernel({16: 3.0, 32: 1.0}, prune_configs_by={"early_config_prune": prune}),
-    )
+    prune = {"early_config_prune": lambda configs, named, **_: configs[:1]}
+    one, pruned = bench.kernel({16: 3.0}), bench.kernel({16: 3.0, 32: 1.0}, prune_configs_by=prune)
     bench.tune(lambda: [launch(one, numbers()), launch(pruned, numbers())])()
     assert bench.blocks() == [16, 16]
 
@@ -98,19 +90,14 @@ def test_a_captured_launch_that_is_not_tuned_is_an_error(bench, shipped, monkeyp
     assert bench.blocks() == [32]
 
 
-def test_compiling_only_is_no_launch(bench, strict):
+def test_compiling_only_is_no_launch(bench, kernel, strict):
     strict()
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
     tuned = bench.tune(lambda: kernel.run(numbers(), numbers(), 64, grid=grid_of(64), warmup=True))
     assert tuned() == "compiled 16"
 
 
 def test_a_choice_of_the_host_that_is_not_tuned_is_an_error(bench, strict):
-    def thunk(n):
-        chosen = tunable("slices", [1, 2], key=(n,))
-        bench.spend({1: 2.0, 2: 1.0}[chosen])
-        return chosen
-
+    thunk = bench.choosing("slices", {1: 2.0, 2: 1.0})
     bench.tune(thunk)(64)
     strict()
     fresh = bench.tune(thunk)
@@ -120,16 +107,11 @@ def test_a_choice_of_the_host_that_is_not_tuned_is_an_error(bench, strict):
 
 
 def test_a_choice_of_the_host_that_memory_knows_needs_no_cache(bench, monkeypatch):
-    def thunk():
-        chosen = tunable("slices without a cache", [1, 2])
-        bench.spend({1: 2.0, 2: 1.0}[chosen])
-        return chosen
-
+    thunk = bench.choosing("slices without a cache", {1: 2.0, 2: 1.0})
     bench.tune(thunk, cache=False)()
-    for mode in ("strict", "cached"):
+    for mode in ("cached", "strict"):
         monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
         assert bench.tune(thunk, cache=False)() == 2
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
     with pytest.raises(NotTuned):
         bench.tune(thunk, cache=False, share=False)()
 
@@ -137,11 +119,8 @@ def test_a_choice_of_the_host_that_memory_knows_needs_no_cache(bench, monkeypatc
 @pytest.mark.parametrize("mode", ["strict", "cached"])
 def test_a_choice_on_disk_counts_before_that_of_another_cache_in_memory(bench, monkeypatch, mode):
     def tuned_to(fast, cache):
-        def thunk():
-            bench.spend(1.0 if (chosen := tunable("slices of two caches", [1, 2])) == fast else 2.0)
-            return chosen
-
-        return bench.tune(thunk, cache=cache)()
+        ms = {1: 2.0, 2: 2.0} | ({fast: 1.0} if fast else {})
+        return bench.tune(bench.choosing("slices of two caches", ms), cache=cache)()
 
     assert [tuned_to(fast, cache=f"cache-{fast}") for fast in (1, 2)] == [1, 2]
     monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
@@ -149,10 +128,7 @@ def test_a_choice_on_disk_counts_before_that_of_another_cache_in_memory(bench, m
 
 
 def test_a_provisional_choice_does_not_count(bench, strict):
-    def thunk():
-        bench.spend({1: 3.0, 2: 2.0, 4: 1.0}[chosen := tunable("slices, provisional", [1, 2, 4])])
-        return chosen
-
+    thunk = bench.choosing("slices, provisional", {1: 3.0, 2: 2.0, 4: 1.0})
     bench.tune(thunk, cache=False, max_runs=2)()
     strict()
     with pytest.raises(NotTuned):

@@ -1,7 +1,5 @@
 """The active call belongs to the whole process, one at a time; settled calls run on any thread."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import queue
 import sys
@@ -81,9 +79,7 @@ def backward(in_backward: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     "threaded", [False, True], ids=["on the thread of the call", "on a thread of its own"]
 )
-def test_a_kernel_that_backward_launches_is_tuned(bench, threaded):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
+def test_a_kernel_that_backward_launches_is_tuned(bench, kernel, threaded):
     def step():
         backward(lambda: launch(kernel, numbers()))
 
@@ -181,6 +177,20 @@ def test_a_call_that_waits_for_an_unknown_thread_in_an_unseen_way_ends_with_the_
 # ---- threads that have calls of their own
 
 
+def hand_over(reached: threading.Event, awaited: threading.Event) -> None:
+    reached.set()
+    assert awaited.wait(LONG_S)
+
+
+def beside_a_settled_call(tuned: Any, n: int, inside: threading.Event, meanwhile: Callable[[], Any]) -> None:
+    """Call it on another thread, whose result is right whatever is done once that is `inside`."""
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(tuned, n)
+        assert inside.wait(LONG_S)
+        meanwhile()
+        assert torch.equal(settled.result(LONG_S), numbers(n) + 1)
+
+
 def test_a_call_on_another_thread_waits_its_turn(bench):
     one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 3.0}, double)
     order: list[str] = []
@@ -198,8 +208,7 @@ def test_a_call_on_another_thread_waits_its_turn(bench):
     thread.start()
 
     def first_thunk():
-        in_first.set()
-        assert about_to_call.wait(LONG_S)
+        hand_over(in_first, about_to_call)
         order.append("first")
         return launch(one, numbers())
 
@@ -211,8 +220,7 @@ def test_a_call_on_another_thread_waits_its_turn(bench):
     assert [context.kernel for context in second.report.contexts] == ["double"]
 
 
-def test_settled_calls_run_on_any_number_of_threads_at_once(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_settled_calls_run_on_any_number_of_threads_at_once(bench, kernel):
     together = threading.Barrier(4)
 
     def thunk():
@@ -255,14 +263,12 @@ def test_two_settled_functions_on_two_threads_that_feed_each_other_do_not_wait(b
             served.result(LONG_S)
 
 
-def test_a_call_whose_function_is_tuned_on_another_thread_goes_on_with_what_is_settled(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_call_whose_function_is_tuned_on_another_thread_goes_on_with_what_is_settled(bench, kernel):
     inside, in_session = threading.Event(), threading.Event()
 
     def thunk(n):
         if n == 64 and tuned.settled:
-            inside.set()
-            assert in_session.wait(LONG_S)
+            hand_over(inside, in_session)
         elif n == 8:
             in_session.set()
         return launch(kernel, numbers(n))
@@ -270,35 +276,23 @@ def test_a_call_whose_function_is_tuned_on_another_thread_goes_on_with_what_is_s
     tuned = bench.tune(thunk)
     tuned(64)
     bench.forget()
-    with ThreadPoolExecutor(1) as pool:
-        settled = pool.submit(tuned, 64)
-        assert inside.wait(LONG_S)
-        tuned(8)
-        assert torch.equal(settled.result(LONG_S), numbers() + 1)
+    beside_a_settled_call(tuned, 64, inside, lambda: tuned(8))
     assert bench.blocks(n=64) == [32]
     assert sorted(bench.blocks(n=8)) == [16, 32, 32, 32]
 
 
-def test_a_key_that_is_new_to_a_settled_call_is_tuned_though_another_thread_retunes_meanwhile(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_key_that_is_new_to_a_settled_call_is_tuned_though_another_thread_retunes_meanwhile(bench, kernel):
     has_launched, is_retuned = threading.Event(), threading.Event()
 
     def thunk(n):
         y = launch(kernel, numbers(n))
         if n == 8:
-            has_launched.set()
-            assert is_retuned.wait(LONG_S)
+            hand_over(has_launched, is_retuned)
         return y
 
     tuned = bench.tune(thunk)
     tuned(64)
-    with ThreadPoolExecutor(1) as pool:
-        settled = pool.submit(tuned, 8)
-        assert has_launched.wait(LONG_S)
-        tuned.retune()  # drops all contexts, that of the new key too
-        tuned(64)
-        is_retuned.set()
-        assert torch.equal(settled.result(LONG_S), numbers(8) + 1)
+    beside_a_settled_call(tuned, 8, has_launched, lambda: (tuned.retune(), tuned(64), is_retuned.set()))
     assert tuned.settled
     assert bench.blocks(n=8) == [32, 32, 16, 32]  # it begins with the winner of the nearest key
 
@@ -316,27 +310,20 @@ def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_anothe
     def thunk(n):
         y = launch(kernel, numbers(n))
         if n == 8 and tuned.settled:
-            has_launched.set()
-            assert session_began.wait(LONG_S)
+            hand_over(has_launched, session_began)
         elif n == 16 and is_tuning():
-            session_began.set()
-            assert waits_for_turn.wait(LONG_S)
+            hand_over(session_began, waits_for_turn)
         return y
 
     monkeypatch.setattr(active_call.SessionTurn, "acquire", noted_acquire)
     tuned = bench.tune(thunk)
     tuned(64)
-    with ThreadPoolExecutor(1) as pool:
-        settled = pool.submit(tuned, 8)
-        assert has_launched.wait(LONG_S)
-        tuned(16)
-        assert torch.equal(settled.result(LONG_S), numbers(8) + 1)
+    beside_a_settled_call(tuned, 8, has_launched, lambda: tuned(16))
     assert tuned.settled
     assert bench.blocks(n=8) == [32, 32, 16, 32]
 
 
-def test_a_thread_beside_a_session_launches_new_keys_while_the_session_admits_others(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_thread_beside_a_session_launches_new_keys_while_the_session_admits_others(bench, kernel):
     inside, session_began, is_over = threading.Event(), threading.Event(), threading.Event()
 
     def thunk(sizes):
@@ -344,8 +331,7 @@ def test_a_thread_beside_a_session_launches_new_keys_while_the_session_admits_ot
             launch(kernel, numbers(n))
             session_began.set() if is_tuning() else None
         if not sizes:
-            inside.set()
-            assert session_began.wait(LONG_S)
+            hand_over(inside, session_began)
             while not is_over.is_set():
                 assert torch.equal(launch(kernel, numbers(8)), numbers(8) + 1)
 
@@ -362,22 +348,19 @@ def test_a_thread_beside_a_session_launches_new_keys_while_the_session_admits_ot
         settled.result(LONG_S)
 
 
-def test_what_a_settled_call_launches_while_a_run_is_reported_is_no_part_of_the_session(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_what_a_settled_call_launches_while_a_run_is_reported_is_no_part_of_the_session(bench, kernel):
     inside, is_reporting, has_launched = threading.Event(), threading.Event(), threading.Event()
     read_ms = bench.clock.read_ms
 
     def read_beside(mark):
         if inside.is_set() and not is_reporting.is_set():
-            is_reporting.set()
-            assert has_launched.wait(LONG_S)
+            hand_over(is_reporting, has_launched)
         return read_ms(mark)
 
     def thunk(n):
         if n != 8:
             return launch(kernel, numbers(n))
-        inside.set()
-        assert is_reporting.wait(LONG_S)
+        hand_over(inside, is_reporting)
         y = launch(kernel, numbers(n))
         has_launched.set()
         return y
@@ -385,11 +368,7 @@ def test_what_a_settled_call_launches_while_a_run_is_reported_is_no_part_of_the_
     bench.clock.read_ms = read_beside
     tuned = bench.tune(thunk)
     tuned(64)
-    with ThreadPoolExecutor(1) as pool:
-        settled = pool.submit(tuned, 8)
-        assert inside.wait(LONG_S)
-        tuned(16)
-        assert torch.equal(settled.result(LONG_S), numbers(8) + 1)
+    beside_a_settled_call(tuned, 8, inside, lambda: tuned(16))
     assert [context.key[0] for context in tuned.report.contexts] == [16]
     assert bench.blocks(n=8) == [32]
 

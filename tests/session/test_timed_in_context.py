@@ -3,8 +3,6 @@
 First uses, copies and peers, options and their own kernels, near ties, slow hosts, processes that go on.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence

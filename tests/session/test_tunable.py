@@ -1,7 +1,5 @@
 """Choices of the host, `tunable(name, options)`: when they are tuned, what comes back, what is refused."""
 
-from __future__ import annotations
-
 import pytest
 from kernels_for_tests import launch, numbers
 
@@ -34,13 +32,7 @@ def test_a_tunable_is_chosen_by_the_time_of_the_run_after_the_kernels(bench):
 def test_a_tunable_outside_a_tuned_function_is_the_settled_choice_or_the_first_option(bench):
     options = ["copy engine", "kernel"]
     assert tunable("transport", options, key=(64,)) == "copy engine"
-
-    def thunk(size):
-        chosen = tunable("transport", options, key=(size,))
-        bench.spend({"copy engine": 2.0, "kernel": 1.0}[chosen])
-        return chosen
-
-    tuned = bench.tune(thunk)
+    tuned = bench.tune(bench.choosing("transport", {"copy engine": 2.0, "kernel": 1.0}))
     assert tuned(64) == "kernel"
     assert tunable("transport", options, key=(64,)) == "kernel"
     assert tunable("transport", options, key=(128,)) == "copy engine"

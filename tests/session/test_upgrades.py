@@ -1,7 +1,5 @@
 """After an upgrade of Triton, driver or kernel the three best of an old entry are raced again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """What the user's function, kernel, hook or grid raises reaches the caller, and the next call goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -88,9 +86,7 @@ def out_of_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_an_allocation_that_fails_elsewhere_in_the_function_is_the_users(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
+def test_an_allocation_that_fails_elsewhere_in_the_function_is_the_users(bench, kernel):
     def thunk():
         launch(kernel, numbers())
         out_of_memory()
@@ -158,8 +154,7 @@ GRIDS = [out_of_memory, compiler_trouble, Grid(), functools.partial(out_of_memor
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: type(grid).__name__)
-def test_an_error_of_any_callable_grid_is_the_users(bench, grid):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_an_error_of_any_callable_grid_is_the_users(bench, kernel, grid):
     with pytest.raises(RuntimeError, match=r"CUDA out of memory|PassManager::run failed"):
         bench.tune(lambda: kernel[grid](numbers(), numbers(), 64))()
     assert records(Banned) == []

@@ -1,8 +1,5 @@
 """What stands around an autotuned kernel: heuristics, subclasses, hooks and grids that launch others."""
 
-from __future__ import annotations
-
-import json
 from typing import Any
 
 import pytest
@@ -11,8 +8,8 @@ import triton
 from kernels_for_tests import (
     Bench,
     Probe,
-    add,
     double,
+    entries,
     launch,
     numbers,
     only,
@@ -29,9 +26,10 @@ def with_heuristics(bench: Bench, *, below: bool) -> Any:
             assert EVEN is True
             return super().run(*args, **kwargs)
 
-    probe = WithEven(add, "add", {16: 3.0, 32: 1.0}, bench.launches)
-    autotune = triton.autotune([triton.Config({"BLOCK": b}) for b in (16, 32)], ["n"])
-    return autotune(heuristics(probe)) if below else heuristics(autotune(probe))
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, probe=WithEven)
+    if not below:
+        return heuristics(kernel)
+    return triton.autotune(kernel.configs, ["n"])(heuristics(kernel.fn))
 
 
 @pytest.mark.parametrize("below", [True, False], ids=["below autotune", "above autotune"])
@@ -46,19 +44,20 @@ def test_heuristics_may_stand_below_or_above(bench, below):
 class Counting(Autotuner):
     """As some libraries do: works around the launch, then asks which config it was."""
 
-    seen: list[int]
-
     def run(self, *args, **kwargs):
         result = super().run(*args, **kwargs)
-        self.seen.append(self.best_config.kwargs["BLOCK"])
+        self.__dict__.setdefault("seen", []).append(self.best_config.kwargs["BLOCK"])
         return result
 
 
+def made_by(kind: type, bench: Bench, ms: Any) -> Any:
+    """Return a kernel that an autotuner of this class launches."""
+    kernel = bench.kernel(ms)
+    return kind(kernel.fn, kernel.fn.arg_names, kernel.configs, ["n"], None, None)
+
+
 def test_a_subclass_that_overrides_run_and_calls_super_is_tuned(bench):
-    probe = Probe(add, "add", {16: lambda made: 1.0 * made.n, 32: 100.0}, bench.launches)
-    configs = [triton.Config({"BLOCK": b}) for b in (16, 32)]
-    kernel = Counting(probe, probe.arg_names, configs, ["n"], None, None)
-    kernel.seen = []
+    kernel = made_by(Counting, bench, {16: lambda made: 1.0 * made.n, 32: 100.0})
     tuned = bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 256)])
     for _ in range(3):  # the last one by the dispatcher alone
         tuned()
@@ -91,15 +90,9 @@ class Fixed(Autotuner):
         return self.fn.run(*args, **kwargs, **self.best_config.all_kwargs())
 
 
-def made_by(kind: type, bench: Bench) -> Any:
-    probe = Probe(add, "add", {16: 3.0, 32: 1.0}, bench.launches)
-    configs = [triton.Config({"BLOCK": b}) for b in (16, 32)]
-    return kind(probe, probe.arg_names, configs, ["n"], None, None)
-
-
 @pytest.mark.parametrize("kind", [Library, Fixed])
 def test_a_subclass_that_launches_past_autotuner_run_is_let_be_and_named_once(bench, kind):
-    kernel, before = made_by(kind, bench), kind.run
+    kernel, before = made_by(kind, bench, {16: 3.0, 32: 1.0}), kind.run
     tuned = bench.tune(lambda: launch(kernel, numbers()))
     text = rf"test_wrapped_kernels\.{kind.__name__} overrides Autotuner\.run .* super"
     with pytest.warns(UserWarning, match=text):
@@ -111,15 +104,12 @@ def test_a_subclass_that_launches_past_autotuner_run_is_let_be_and_named_once(be
 
 @pytest.mark.parametrize("max_runs", [None, 2], ids=["settled", "interrupted"])
 def test_a_config_that_failed_or_was_only_tried_is_never_kept_for_a_subclass(bench, tmp_cache, max_runs):
-    probe = Probe(add, "add", {16: 3.0, 32: 2.0, 64: 1.0}, bench.launches)
-    probe.failures[64] = out_of_resources
-    configs = [triton.Config({"BLOCK": b}) for b in (16, 32, 64)]
-    kernel = Counting(probe, probe.arg_names, configs, ["n"], None, None)
-    kernel.seen = []
+    kernel = made_by(Counting, bench, {16: 3.0, 32: 2.0, 64: 1.0})
+    kernel.fn.failures[64] = out_of_resources
     bench.tune(lambda: launch(kernel, numbers()), max_runs=max_runs)()
     assert kernel.seen == bench.blocks()
-    kept = [json.loads(path.read_text())["config"] for path in tmp_cache.glob("*.json")]
-    assert [text.split(",")[0] for text in kept] == (["BLOCK: 32"] if max_runs is None else [])
+    kept = [entry["config"].split(",")[0] for entry in entries(tmp_cache)]
+    assert kept == (["BLOCK: 32"] if max_runs is None else [])
 
 
 def test_a_grid_function_may_launch_another_autotuned_kernel(bench):

@@ -1,7 +1,5 @@
 """Tensors that `restore_value` and `reset_to_zero` name: the call ends as if the function had run once."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools
@@ -23,8 +21,8 @@ MS = {16: 3.0, 32: 1.0, 64: 2.0}
 every_sign = pytest.mark.parametrize("sign", ["restore_value", "reset_to_zero"])
 
 
-def in_place(bench, sign: str = "restore_value", function=accumulate, ms=MS, **options):
-    return bench.kernel(ms, function, **{sign: ["y_ptr"]}, **options)
+def in_place(bench, sign: str = "restore_value", ms=MS, **options):
+    return bench.kernel(ms, accumulate, **{sign: ["y_ptr"]}, **options)
 
 
 def ones(n: int = 64) -> torch.Tensor:

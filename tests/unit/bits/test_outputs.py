@@ -1,7 +1,5 @@
 """Digests of outputs: every bit and every place counts, strides do not, and nothing is left out unsaid."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`cache export` and `cache import`: what they say, what they refuse, and that nothing is lost silently."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -74,9 +72,7 @@ def test_a_terminal_obeys_nothing_that_a_bundle_says(exported: Any) -> None:
     ],
     ids=["not compared", "class", "digest"],
 )
-def test_the_same_winner_with_other_bits_is_named_and_stays(
-    exported: Any, ours: Any, theirs: Any, kept: str, other: str
-) -> None:
+def test_the_same_winner_with_other_bits_is_named_and_stays(exported, ours, theirs, kept, other):
     here_too = structs.replace(here(), bit_class=ours[0], output_digest=ours[1])
     theirs_too = structs.replace(here(), bit_class=theirs[0], output_digest=theirs[1])
     cache = exported(theirs_too)
@@ -139,8 +135,7 @@ def test_an_export_overwrites_nothing_unless_asked_for(tmp_cache: Path) -> None:
     assert "away is no directory; make it first" in run("export", "away/all.json").stderr
 
 
-def test_files_of_other_tools_overwrite_nothing_unless_asked_for(bench: Any) -> None:
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_files_of_other_tools_overwrite_nothing_unless_asked_for(bench: Any, kernel: Any) -> None:
     bench.tune(lambda: launch(kernel, numbers()))()
     assert "Wrote 1 file for 1 entry to out." in run("export", "out", "--format", "fla").stdout
     Path("out/add.json").write_text("mine")

@@ -1,7 +1,5 @@
 """The command line: what it prints, and that a mistake is one line with the next step and exit code 2."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -60,9 +58,7 @@ HOSTILE = {
     [["report"], ["report", "--html", "all.html"], ["report", "--trace", "all.json"], ["replay"]],
     ids=" ".join,
 )
-def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(
-    tmp_path: Path, command: list[str], line: bytes
-) -> None:
+def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(tmp_path, command, line):
     write_session(tmp_path / "logs")
     with (tmp_path / "logs" / "rank-0.jsonl").open("ab") as file:
         file.write(line)
@@ -157,9 +153,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("command", "parts"), MISTAKES.items(), ids=MISTAKES)
-def test_a_mistake_is_one_line_with_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, parts: list[str]
-) -> None:
+def test_a_mistake_is_one_line_with_the_next_step(tmp_path, monkeypatch, command, parts):
     write_session(tmp_path / "logs", "aa1")
     for name in ("empty", "garbage"):
         (tmp_path / name).mkdir()

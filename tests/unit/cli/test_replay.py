@@ -1,7 +1,5 @@
 """`dist-autotune replay`: true logs verify, changed ones are found, other searches use their samples."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -185,9 +183,7 @@ def changed_payload(record: dict[str, Any]) -> bool:
     ],
     ids=["winner", "plan", "payload of one rank", "payload, as the first rank has it"],
 )
-def test_a_changed_record_is_found_and_named(
-    rank: int, event: str, edit: Callable[[dict[str, Any]], bool], about: str, what: str
-) -> None:
+def test_a_changed_record_is_found_and_named(rank, event, edit, about, what):
     change(rank, event, edit)
     (verdict,) = verdicts()
     first = verdict.differences[0]

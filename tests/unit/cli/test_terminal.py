@@ -1,7 +1,5 @@
 """The report on a terminal of 80 columns, whatever the logs hold, and on one line a row into a pipe."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -39,10 +37,10 @@ def write_hard_session(directory: Path, ranks: int = 2, *, kernel: str = "all_ga
     for rank in range(ranks):
         here = {"session": "0123456789ab", "rank": rank}
         about = {**here, "context": "c0ffee", "kernel": kernel, "key": KEY, "run": 0}
-        opened = session_records("s", 0, "a_function_of_a_long_name_" * 3, "WallClock")[0]
-        facts = {**structs.asdict(opened), **here, "world_size": ranks, "ranks": tuple(range(ranks))}
+        opened = session_records(thunk="a_function_of_a_long_name_" * 3)[0]
+        facts = {"clock": "WallClock", "world_size": ranks, "ranks": tuple(range(ranks))}
         with SessionLog(directory, rank) as log:
-            log.write(records.SessionOpened(**facts))
+            log.write(structs.replace(opened, **here, **facts))
             log.write(records.ContextAdmitted(**about, candidates=candidates, incumbent=0))
             for index, config in enumerate(candidates[:-1]):
                 ms = 1234.5 * (index + 1) + rank
@@ -75,15 +73,11 @@ def test_many_ranks_fit_and_are_named_in_ranges(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", range(1, 12))
 def test_a_log_that_ends_anywhere_fits_too(tmp_path: Path, kept: int) -> None:
-    with SessionLog(tmp_path, 0) as log:
-        for record in session_records("s1", 0, "layer", "EventClock")[:kept]:
-            log.write(record)
+    write_session(tmp_path, ranks=(0,), part=slice(kept))
     assert max(map(cell_len, printed(tmp_path))) <= 80
 
 
-def test_options_at_their_defaults_and_what_all_candidates_share_are_said_once_at_most(
-    tmp_path: Path,
-) -> None:
+def test_options_at_their_defaults_and_what_all_candidates_share_are_said_once_at_most(tmp_path):
     write_hard_session(tmp_path)
     text = " ".join("\n".join(printed(tmp_path, 132)).split())
     for left_out in ("maxnreg", "ir_override", "num_ctas", "None"):
@@ -111,12 +105,15 @@ def test_a_log_of_an_older_version_shows_what_it_says(tmp_path: Path) -> None:
 
 def test_a_terminal_obeys_nothing_that_a_log_says(tmp_path: Path) -> None:
     text = "\x1b[31mred\x07"
-    for record in session_records("s1", 0, text, "EventClock"):
+
+    def hostile(record: records.Record) -> records.Record:
         about = {"kernel": text, "key": text} if isinstance(record, records.ContextRecord) else {}
         reason = {"reason": text} if isinstance(record, records.Banned) else {}
-        with SessionLog(tmp_path, 0) as log:
-            log.write(structs.replace(record, **about, **reason))
-            log.write(records.Note(session="s1", text=text))
+        return structs.replace(record, **about, **reason)
+
+    write_session(tmp_path, thunk=text, ranks=(0,), change=hostile)
+    with SessionLog(tmp_path, 0) as log:
+        log.write(records.Note(session="s1", text=text))
     for width in (80, 1000):
         lines = "\n".join(printed(tmp_path, width))
         assert not re.search(r"[\x00-\x09\x0b-\x1f]", lines)
@@ -126,9 +123,8 @@ def test_a_terminal_obeys_nothing_that_a_log_says(tmp_path: Path) -> None:
 def test_contexts_come_in_the_order_of_their_share(tmp_path: Path) -> None:
     for name, kernel, ms in (("c1", "small", 1.0), ("c2", "large", 9.0), ("c3", "medium", 5.0)):
         with SessionLog(tmp_path, 0) as log:
-            opened = session_records("s1", 0, "layer", "EventClock")[0]
             about = {"session": "s1", "context": name, "kernel": kernel, "key": "", "run": 0}
-            log.write(opened)
+            log.write(session_records()[0])
             log.write(records.ContextAdmitted(**about, candidates=("A", "B"), incumbent=0))
             winner = {"config_id": 0, "config": "A", "status": "tuned", "ms": ms, "judge": "launch"}
             log.write(records.ContextSettled(**about, **winner, launches=2))
@@ -149,9 +145,7 @@ ENDED = TuningReport(
 )
 
 
-def test_and_on_a_terminal_it_fits_80_columns(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_and_on_a_terminal_it_fits_80_columns(capfd, monkeypatch):
     for name, text in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", "80")):
         monkeypatch.setenv(name, text)
     terminal.print_ending("train.py", ENDED, "a remark")
@@ -167,7 +161,7 @@ def write_many_candidates(directory: Path, *, settled: bool = True, **settling: 
     about = {"session": "s1", "context": "c1", "kernel": "matmul", "key": "4096", "run": 0}
     configs = tuple(f"BLOCK: {number}, GROUP: {number % 7}" for number in range(200))
     with SessionLog(directory, 0) as log:
-        log.write(session_records("s1", 0, "layer", "EventClock")[0])
+        log.write(session_records()[0])
         log.write(records.ContextAdmitted(**about, candidates=configs, incumbent=0))
         for number, config in enumerate(configs):
             ms = 300.0 - number
@@ -213,9 +207,7 @@ def test_of_200_candidates_the_ten_fastest_are_listed(tmp_path: Path, width: int
     ],
     ids=["gain", "none", "dropped", "cached", "one rank", "untimed"],
 )
-def test_there_is_a_gain_or_the_reason_why_there_is_none(
-    tmp_path: Path, settling: dict[str, object], verdict: str, reason: str
-) -> None:
+def test_there_is_a_gain_or_the_reason_why_there_is_none(tmp_path, settling, verdict, reason):
     write_many_candidates(tmp_path, **settling)
     text = " ".join(" ".join(printed(tmp_path)).split())
     assert verdict in text

@@ -1,7 +1,5 @@
 """What waits for its compilation: in which order, for how long, what becomes of it. No process is made."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What stands in for the arguments of a launch tells no lie about them, and what is changed there is told."""
 
-from __future__ import annotations
-
 import threading
 from collections import namedtuple
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The doctor: what it says of this machine and of machines that are not here, and that nothing stops it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -69,9 +67,7 @@ def helpers_of(monkeypatch: pytest.MonkeyPatch, *programs: str, limit_s: float =
     return run_helpers("any", len(programs), limit_s, {})
 
 
-def test_a_helper_that_hangs_is_killed_with_all_that_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_helper_that_hangs_is_killed_with_all_that_it_started(tmp_path, monkeypatch):
     program = (
         "import subprocess\n"
         f"grandchild = subprocess.Popen({HANG!r})\n"
@@ -159,9 +155,7 @@ def with_ranks(facts: dict[str, Any], *, stage: str = "", problem: str = "") -> 
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
-def test_what_is_wrong_is_told_with_the_next_step(
-    seen: Examination, level: str, check: str, step: str
-) -> None:
+def test_what_is_wrong_is_told_with_the_next_step(seen, level, check, step):
     (finding,) = [finding for finding in judge(seen) if finding.level != "ok"]
     assert (finding.level, finding.check) == (level, check)
     assert step in finding.next_step
@@ -188,9 +182,7 @@ def test_libraries_that_do_not_go_together_are_a_problem() -> None:
 
 
 @pytest.mark.parametrize("crashing", [0, 1], ids=["rank 0", "rank 1"])
-def test_a_rank_that_dies_in_the_probe_of_the_ranks_is_named(
-    monkeypatch: pytest.MonkeyPatch, crashing: int
-) -> None:
+def test_a_rank_that_dies_in_the_probe_of_the_ranks_is_named(monkeypatch, crashing):
     real = examination.command
     dies = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGABRT:d})"]
     monkeypatch.setattr(

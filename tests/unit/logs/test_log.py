@@ -1,9 +1,6 @@
 """Logs: what is in the files, that nothing in them is lost or torn, and what they cost."""
 
-from __future__ import annotations
-
 import json
-import multiprocessing
 import os
 import signal
 import typing
@@ -17,8 +14,7 @@ from dist_autotune.codec import from_json, to_json
 from dist_autotune.logs import records
 from dist_autotune.logs.records import describe_skipped, read_records
 from dist_autotune.logs.writer import LogLines, SessionLog
-
-fork = multiprocessing.get_context("fork")
+from ranks import assert_all_ok, assert_killed, run_ranks
 
 
 def note(text: str, rank: int = 0) -> records.Note:
@@ -40,15 +36,15 @@ def lines(path: Path) -> list[str]:
 
 
 def test_both_files_hold_every_event_in_order(tmp_path: Path) -> None:
-    expected = session_records("s1", 0, "layer", "EventClock")
-    write_session(tmp_path, "s1", ranks=(0,))
+    expected = session_records()
+    write_session(tmp_path, ranks=(0,))
     assert read(tmp_path / "rank-0.jsonl") == expected
     assert len(lines(tmp_path / "rank-0.log")) == len(expected)
 
 
 @pytest.mark.parametrize("kind", typing.get_args(records.AnyRecord), ids=lambda kind: kind.__name__)
 def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Record]) -> None:
-    known = {type(record): record for record in session_records("s1", 0, "layer", "EventClock")}
+    known = {type(record): record for record in session_records()}
     known[records.RunFailed] = records.RunFailed(run=3, by_rank=1, error="ValueError: two\nlines")
     known[records.Note] = note("said")
     known[records.Preflighted] = records.Preflighted(
@@ -65,9 +61,7 @@ def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Rec
     assert from_json(kind, json.loads(to_json(record))) == record
 
 
-def test_logs_stay_in_one_place_when_the_working_directory_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_stay_in_one_place_when_the_working_directory_changes(tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     with SessionLog(Path("logs"), 0) as log:
@@ -80,21 +74,14 @@ def test_logs_stay_in_one_place_when_the_working_directory_changes(
 # ---- several writers, and writers that die
 
 
-def append_notes(directory: Path, writer: int, count: int) -> None:
-    with SessionLog(directory, 0) as log:
-        for number in range(count):
-            log.write(note(f"{writer}:{number} " + "x" * 500))
-
-
 def test_processes_with_the_same_rank_number_neither_truncate_nor_tear_lines(tmp_path: Path) -> None:
+    def append_notes(writer: int) -> None:
+        with SessionLog(tmp_path, 0) as log:
+            for number in range(count):
+                log.write(note(f"{writer}:{number} " + "x" * 500))
+
     writers, count = 4, 500
-    processes = [
-        fork.Process(target=append_notes, args=(tmp_path, writer, count)) for writer in range(writers)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
+    assert_all_ok(run_ranks(append_notes, writers, init="none"))
     texts = [record.text for record in read(tmp_path / "rank-0.jsonl")]
     for writer in range(writers):
         own = [int(text.split()[0].split(":")[1]) for text in texts if text.startswith(f"{writer}:")]
@@ -111,17 +98,13 @@ def test_a_second_session_appends(tmp_path: Path) -> None:
     assert set(names) == {"s1", "s2"}
 
 
-def start_run_and_die(directory: Path) -> None:
-    log = SessionLog(directory, 0)
-    log.write(records.RunStarted(session="s1", run=3, plan={"c0ffee": 2}))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_crash_leaves_the_record_of_what_was_tried(tmp_path: Path) -> None:
-    process = fork.Process(target=start_run_and_die, args=(tmp_path,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    def start_run_and_die(rank: int) -> None:
+        SessionLog(tmp_path, rank).write(records.RunStarted(session="s1", run=3, plan={"c0ffee": 2}))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    (killed,) = run_ranks(start_run_and_die, 1, init="none")
+    assert_killed(killed)
     (last,) = read(tmp_path / "rank-0.jsonl")
     assert isinstance(last, records.RunStarted)
     assert last.plan == {"c0ffee": 2}
@@ -139,9 +122,7 @@ def test_a_directory_that_cannot_be_written_is_one_warning_then_silence(tmp_path
     assert len(caught) == 1
 
 
-def test_a_full_disk_is_one_warning_and_its_torn_line_spoils_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_warning_and_its_torn_line_spoils_no_other(tmp_path, monkeypatch):
     write = os.write
     with SessionLog(tmp_path, 0) as log:
         log.write(note("whole"))

@@ -1,7 +1,5 @@
 """Progress: on the first rank, a bar on a terminal and lines elsewhere, and in nobody's way."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -3,14 +3,18 @@
 import contextlib
 import os
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from rank_programs import wait_for
+from rank_programs import SOON_S, wait_for
 
 from dist_autotune.ranks import hub as hub_module
+from dist_autotune.ranks.ballot_thread import BallotThread
 from dist_autotune.ranks.client import Client, HubLost
-from dist_autotune.ranks.hub import Hub
+from dist_autotune.ranks.hub import Hub, HubState
+from dist_autotune.ranks.watchdog import Watchdog
 from dist_autotune.ranks.wire import LENGTH, TOKEN_BYTES, pack, unpack
 
 MERGED = {"merged": b"all"}
@@ -237,3 +241,145 @@ def test_a_hub_that_is_gone_is_told_apart_from_one_that_is_slow(hub, client):
         client.receive(request, 10)
     with pytest.raises(HubLost):
         client.send("look", 0)
+
+
+def joined(payloads):
+    return {"merged": b" ".join(payloads)}
+
+
+class Ranks:
+    """The messages of all ranks to the state of one hub, and what each was told."""
+
+    def __init__(self, size):
+        self.state = HubState(range(size))
+        self.told = {rank: [] for rank in range(size)}
+        self.replies = {rank: self.told[rank].append for rank in range(size)}
+
+    def send(self, rank, op, sequence=0, **fields):
+        asks = {} if op == "beat" else {"id": 1}
+        if op == "post":
+            fields = {"payload": b"x", **fields}
+            self.state.merges[sequence] = joined
+        message = {"op": op, "rank": rank, "sequence": sequence, **asks, **fields}
+        self.state.handle(message, self.replies[rank])
+
+    def give_up(self, rank, sequence=0, is_patient=True):
+        self.send(rank, "give up", sequence, end={"by": rank}, is_patient=is_patient)
+
+
+# ---- the state
+
+
+@pytest.mark.parametrize("end", [MERGED, {"failed": 0}], ids=["merged", "failed"])
+def test_who_asks_again_when_everybody_has_been_told_gets_the_same_end(end):
+    # A rank may be interrupted, or give up, in the moment in which it is told.
+    ranks = Ranks(2)
+    ranks.send(1, "post")
+    ranks.send(0, "publish", end=end)
+    assert len(ranks.state) == 0
+    ranks.send(1, "publish", end={"failed": 1})
+    ranks.give_up(1)
+    ranks.send(0, "post")
+    ranks.send(1, "beat")
+    assert [told["end"] for told in ranks.told[0] + ranks.told[1]] == [end] * 5
+    assert len(ranks.state) == 0
+
+
+def test_beats_of_a_missing_rank_buy_patience_once_each():
+    ranks = Ranks(3)
+    ranks.send(0, "post")
+    ranks.send(2, "beat")
+    ranks.give_up(0)
+    assert ranks.told[0] == [{"id": 1, "wait": True}]
+    ranks.give_up(1)  # another rank has not seen that beat
+    assert ranks.told[1] == [{"id": 1, "wait": True}]
+    ranks.give_up(0)
+    assert ranks.told[0][-1]["end"]["missing"] == [1, 2]
+
+
+def test_a_rank_whose_connection_was_lost_when_the_others_were_told_may_still_ask():
+    ranks = Ranks(2)
+    ranks.send(0, "post")
+    ranks.send(1, "post")  # answered, though nobody may have read it
+    ranks.send(0, "post", 1)
+    ranks.send(1, "post")
+    assert ranks.told[1] == [{"id": 1, "end": {"merged": b"x x"}}] * 2
+
+
+# ---- the thread that brings ballots the hub's letters
+
+
+@pytest.fixture
+def thread(hub):
+    """The ballots of rank 1."""
+    watchdog = Watchdog(1, 1.0, lambda: None)
+    thread = BallotThread(lambda: client_of(hub, 1), watchdog)
+    yield thread
+    thread.close()
+    if thread._thread is not None:
+        thread._thread.join(SOON_S)
+
+
+def words_of(hub, ballot):
+    known = hub.ballots._rounds.get(ballot)
+    return {} if known is None else known.words
+
+
+def test_calls_on_several_threads_send_one_word_at_a_time():
+    made, is_free, together = [], threading.Lock(), threading.Barrier(2)
+
+    class Client:
+        def __init__(self):
+            made.append(self)
+            time.sleep(0.02)  # on purpose: the other thread comes here meanwhile
+
+        def notify(self, *word, **fields):
+            assert is_free.acquire(blocking=False), "two threads write to one connection"
+            time.sleep(0.02)
+            is_free.release()
+
+    def post(call):
+        together.wait(SOON_S)
+        return words._post("met", "a function", call, waits=False)
+
+    words = BallotThread(Client, watchdog=None)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(post, range(2))) == [True, True]
+    assert len(made) == 1
+
+
+def test_words_that_meet_a_broken_connection_are_sent_on_the_next_one(hub, thread):
+    names = ["a", "b"]
+    ballots = [thread.ballot(name, SOON_S, None) for name in names]
+    wait_for(lambda: 1 in hub.ballots._listening)
+    own, notify, broken = thread._own, thread._own.notify, []
+
+    def break_once(op, *about, **word):
+        if op == "finished" and not broken:
+            broken.append(op)
+            own.close()
+            raise HubLost("broken")
+        notify(op, *about, **word)
+
+    own.notify = break_once
+    peer = client_of(hub, 0)
+    for name in names:
+        peer.notify("met", 0, ballot=name, call=1, waits=True)
+    wait_for(lambda: all(each.is_asked for each in ballots))
+    for each in ballots:
+        each.begin(), each.end(has_new_key=False)
+    wait_for(lambda: all(1 in words_of(hub, name) for name in names))
+    assert broken
+    peer.notify("raised", 0, ballot="a", call=2, error="Boom")
+    wait_for(lambda: ballots[0]._failures)  # it still hears
+    peer.close()
+
+
+def test_letters_of_a_ballot_that_has_not_begun_are_kept_for_it(hub, thread):
+    thread.ballot("a", SOON_S, None)
+    peer = client_of(hub, 0)
+    for call in (1, 2):
+        peer.notify("raised", 0, ballot="b", call=call, error=str(call))
+    wait_for(lambda: len(thread._early.get("b", [])) == 2)
+    assert thread.ballot("b", SOON_S, None)._failures[0]["call"] == 2
+    peer.close()

@@ -1,14 +1,12 @@
 """The HTML report: one well-formed page that loads nothing and runs nothing, whatever the logs hold."""
 
-from __future__ import annotations
-
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from example_files import session_records, write_session
+from example_files import write_session
 from msgspec import structs
 
 from dist_autotune.logs import records
@@ -72,12 +70,13 @@ def test_the_page_loads_nothing_and_is_well_formed(tmp_path: Path) -> None:
     "text", ["<script>alert(1)</script>", "\"'><i onload=x>", "{style} {0}", "\u6838\x1b[31m"]
 )
 def test_no_text_of_a_log_becomes_html(tmp_path: Path, text: str) -> None:
-    for record in session_records("s1", 0, text, "EventClock"):
-        with SessionLog(tmp_path, 0) as log:
-            about = {"kernel": text, "key": text} if isinstance(record, records.ContextRecord) else {}
-            named = {"config": text} if isinstance(record, records.ConfigRecord) else {}
-            reason = {"reason": text} if isinstance(record, records.Banned) else {}
-            log.write(type(record)(**{**structs.asdict(record), **about, **named, **reason}))
+    def hostile(record: records.Record) -> records.Record:
+        about = {"kernel": text, "key": text} if isinstance(record, records.ContextRecord) else {}
+        named = {"config": text} if isinstance(record, records.ConfigRecord) else {}
+        reason = {"reason": text} if isinstance(record, records.Banned) else {}
+        return structs.replace(record, **about, **named, **reason)
+
+    write_session(tmp_path, thunk=text, ranks=(0,), change=hostile)
     with SessionLog(tmp_path, 0) as log:
         log.write(records.Note(session="s1", text=text))
     page = Page(write_page(tmp_path))
@@ -89,13 +88,12 @@ def test_no_text_of_a_log_becomes_html(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("ms", [2.0, 1e-300, math.inf, math.nan, -1.0, 0.0], ids=str)
 def test_widths_and_places_are_percentages_between_0_and_100(tmp_path: Path, ms: float) -> None:
-    for rank in (0, 1):
-        for record in session_records("s1", rank, "layer", "EventClock"):
-            if isinstance(record, records.ContextSettled):
-                timings = {**record.timings, record.config: ms}
-                record = structs.replace(record, ms=ms, default_ms=ms, timings=timings)
-            with SessionLog(tmp_path, rank) as log:
-                log.write(record)
+    def odd(record: records.Record) -> records.Record:
+        if not isinstance(record, records.ContextSettled):
+            return record
+        return structs.replace(record, ms=ms, default_ms=ms, timings={**record.timings, record.config: ms})
+
+    write_session(tmp_path, change=odd)
     page = Page(write_page(tmp_path))
     found = [style for name, style in page.attributes if name == "style"]
     numbers = [float(number) for style in found for number in re.findall(r":([^;%]*)%", style)]
@@ -105,9 +103,7 @@ def test_widths_and_places_are_percentages_between_0_and_100(tmp_path: Path, ms:
 
 @pytest.mark.parametrize("kept", range(1, 12))
 def test_a_log_that_ends_anywhere_has_a_page(tmp_path: Path, kept: int) -> None:
-    with SessionLog(tmp_path, 0) as log:
-        for record in session_records("s1", 0, "layer", "EventClock")[:kept]:
-            log.write(record)
+    write_session(tmp_path, ranks=(0,), part=slice(kept))
     assert "unfinished" in Page(write_page(tmp_path)).text
 
 
@@ -127,12 +123,12 @@ def test_verdict_hosts_and_versions_stand_above_all_and_long_lists_are_folded(tm
 
 def test_a_candidate_has_its_times_of_all_ranks_and_a_bar_of_its_speed(tmp_path: Path) -> None:
     """The winner's slowest rank takes more than twice the fastest candidate's time."""
-    for rank in (0, 1):
-        with SessionLog(tmp_path, rank) as log:
-            for record in session_records("s1", rank, "layer", "EventClock"):
-                if isinstance(record, records.Trial) and record.config_id == 1 and rank == 1:
-                    record = structs.replace(record, statistic_ms=9.0, ms=9.0)
-                log.write(record)
+
+    def slower(record: records.Record) -> records.Record:
+        is_its = isinstance(record, records.Trial) and (record.config_id, record.rank) == (1, 1)
+        return structs.replace(record, statistic_ms=9.0, ms=9.0) if is_its else record
+
+    write_session(tmp_path, change=slower)
     page = write_page(tmp_path)
     rows = [row for row in re.findall(r"<tr>.*?</tr>", page) if 'class="bar"' in row]
     widths = [float(re.findall(r"width:([^%]*)%", row)[0]) for row in rows]

@@ -1,14 +1,12 @@
 """The report of a session, and what is read out of the logs of several ranks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from example_files import session_records, write_session
+from example_files import write_session
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 from kernels_for_tests import records as records_of
 from rank_programs import tune
@@ -85,9 +83,7 @@ def test_a_report_without_contexts_says_so_and_why() -> None:
     ],
     ids=["kernel", "choice"],
 )
-def test_a_step_tells_of_the_kernels_or_of_the_choices_whichever_gain_more(
-    first_option_ms: float, told: str
-) -> None:
+def test_a_step_tells_of_the_kernels_or_of_the_choices_whichever_gain_more(first_option_ms, told):
     kernel = replace(CONTEXT, default_ms=2.0)
     choice = replace(CONTEXT, ms=1.0, default_ms=first_option_ms, judge=BY_RUN)
     assert str(TuningReport(runs=9, contexts=(kernel, choice)).step) == told
@@ -115,9 +111,8 @@ def test_a_session_is_put_together_from_the_logs_of_its_ranks(tmp_path: Path) ->
 
 
 def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path) -> None:
+    write_session(tmp_path, ranks=(0,), part=slice(10))
     with SessionLog(tmp_path, 0) as log:
-        for record in session_records("s1", 0, "layer", "EventClock")[:10]:
-            log.write(record)
         log.write(records.RunFailed(session="s1", run=2, by_rank=1, error="ValueError: no"))
     session = load_one(tmp_path)
     assert session.closed.outcome == "unfinished"
@@ -127,9 +122,7 @@ def test_a_session_that_crashed_is_unfinished_and_still_readable(tmp_path: Path)
 
 
 def test_a_session_whose_opening_is_lost_is_left_out_and_counted(tmp_path: Path) -> None:
-    with SessionLog(tmp_path, 0) as log:
-        for record in session_records("s1", 0, "layer", "EventClock")[1:4]:
-            log.write(record)
+    write_session(tmp_path, ranks=(0,), part=slice(1, 4))
     history = load_history(tmp_path)
     assert history.sessions == ()
     assert history.skipped == {"rank-0.jsonl": "skipped 3 lines: 3 x of a session whose opening is lost"}

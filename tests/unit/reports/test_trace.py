@@ -1,7 +1,5 @@
 """The trace of a session: what Chrome and Perfetto read, with events that nest."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -57,8 +55,7 @@ def test_runs_trials_and_exchanges_are_events_of_their_rank(tmp_path: Path) -> N
     assert all(e["args"]["ms"] for e in trials)
 
 
-def test_a_real_session_nests_and_fills_its_time(bench: Bench) -> None:
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_a_real_session_nests_and_fills_its_time(bench: Bench, kernel: Any) -> None:
     tuned = bench.tune(
         lambda: (tunable("rows", [1, 2]), launch(kernel, numbers())), n_warmup=None, n_repeat=None
     )
@@ -76,7 +73,7 @@ def test_a_real_session_nests_and_fills_its_time(bench: Bench) -> None:
 def test_compilations_behind_several_runs_have_rows_of_their_own(tmp_path: Path) -> None:
     counts = {"compiled": 3, "from_peers": 0, "cached": 1, "failed": 0, "workers": 2}
     with SessionLog(tmp_path, 0) as log:
-        log.write(session_records("s1", 0, "layer", "EventClock")[0])
+        log.write(session_records()[0])
         for run in range(3):
             log.write(records.RunStarted(session="s1", run=run, plan={}, elapsed_s=run + 1.0))
         for key, seconds in (("1", 2.5), ("2", 1.5)):

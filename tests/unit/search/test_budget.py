@@ -1,7 +1,5 @@
 """How far a session has come: told by its report, its log and its bar while it is under way."""
 
-from __future__ import annotations
-
 from kernels_for_tests import Bench, records
 
 from dist_autotune.logs.records import Note

@@ -1,7 +1,5 @@
 """Bits of outputs, decided: whatever configs change, alone or together, the last run has the first's bits."""
 
-from __future__ import annotations
-
 import itertools
 from random import Random
 

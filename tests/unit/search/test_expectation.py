@@ -1,7 +1,5 @@
 """What other keys tell of a new one: which of them are near, the model, how many candidates are tried."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

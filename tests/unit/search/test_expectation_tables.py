@@ -3,8 +3,6 @@
 tests/data/tables_h100.json.gz tells how they were recorded: one H100, agreed medians of three samples.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -63,7 +61,6 @@ def search(subject: Table, key: str, told: dict[str, dict[str, float]]) -> Found
     row, start = subject.told(key), best_start(key, subject.configs, told) or subject.configs[0]
     texts = [start, *(text for text in subject.configs if text != start)]
     order = order_of(key, texts, told)
-    assert order is not None
     while True:
         if (index := order.next()) is not None:
             order.tell(index, row.get(texts[index], math.inf))
@@ -130,11 +127,8 @@ class Raced:
     failed: int
 
 
-def race(
-    texts: list[str], row: dict[str, float], order: Order | None, noise: float, spikes: float = 0.0
-) -> Raced:
-    """Run the flow with noisy samples, of which a share are spikes of twice the time."""
-    assert order is not None
+def race(texts: list[str], row: dict[str, float], order: Order | None) -> Raced:
+    """Run the flow with samples of which each has a noise of 1 %."""
     rng, samples, runs = random.Random(0), defaultdict[int, list[float]](list), 0
     flow = RunningFlow(partial(expected, order=order), len(texts), name="expected", n_warmup=0, n_repeat=1)
     winner = flow.resume(None, ())
@@ -142,11 +136,7 @@ def race(
         ms = math.nan
         if flow.index is not None:
             runs += 1
-            ms = (
-                row.get(texts[flow.index], math.inf)
-                * rng.gauss(1, noise)
-                * (2 if rng.random() < spikes else 1)
-            )
+            ms = row.get(texts[flow.index], math.inf) * rng.gauss(1, 0.01)
             if not flow.is_warmup:
                 samples[flow.index].append(ms)
                 ms = statistics.median(samples[flow.index])
@@ -171,7 +161,7 @@ def test_of_many_a_few_waves_find_the_best_where_no_other_key_tells():
     subject, found = table("many"), []
     for key in subject.keys:
         row = subject.told(key)
-        raced = race(subject.configs, row, order_of(key, subject.configs, {}), 0.01)
+        raced = race(subject.configs, row, order_of(key, subject.configs, {}))
         assert raced.compiled <= MOST_COMPILED
         found.append(raced.ms / min(row.values()) - 1)
     assert statistics.fmean(found) <= 0.01
@@ -234,7 +224,7 @@ def test_of_4800_configs_at_most_150_are_compiled_and_the_pick_is_near_the_best_
     best = min(ms[config] for config in random.Random(1).sample([*space], 1000))
     texts = {each: ", ".join(f"{n}: {v}" for n, v in zip(names, each, strict=True)) for each in drawn(space)}
     row = {text: ms[config] for config, text in texts.items()}
-    raced = race([*texts.values()], row, order_of("1", [*texts.values()], {}), 0.01)
+    raced = race([*texts.values()], row, order_of("1", [*texts.values()], {}))
     assert raced.compiled <= 150 < len(space) == 4800
     assert raced.failed <= 12  # of a tenth of all
     assert raced.ms <= 1.03 * best

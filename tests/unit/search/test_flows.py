@@ -1,7 +1,5 @@
 """Search strategies by `next` and `send` alone: no kernel, no rank, no clock."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics
@@ -9,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
+from flows import driven
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,29 +22,21 @@ from dist_autotune.search.strategies import (
     racing_runs,
 )
 
-ASKS_ALLOWED = 10_000
-
 
 def drive(flow: Flow, answer: Callable[[int], float]) -> tuple[list[int | Warmup], int]:
     """Answer what `flow` asks for; return all it asked for, and its winner.
 
     As in a session, a warm-up of a candidate that has samples is answered by their time so far.
     """
-    asked: list[int | Warmup] = []
     sampled: dict[int, float] = {}
-    value = None
-    while len(asked) < ASKS_ALLOWED:
-        try:
-            request = next(flow) if value is None else flow.send(value)
-        except StopIteration as stop:
-            return asked, stop.value
-        asked.append(request)
-        if isinstance(request, Warmup):
-            ms = answer(request.index)
-            value = ms if ms == math.inf else sampled.get(request.index, ms)
-        else:
-            value = sampled[request] = answer(request)
-    raise AssertionError("the flow does not end")
+
+    def tell(request: int | Warmup) -> float:
+        ms = answer(index_of(request))
+        if not isinstance(request, Warmup):
+            sampled[request] = ms
+        return ms if ms == math.inf else sampled.get(index_of(request), ms)
+
+    return driven(flow, tell)
 
 
 def index_of(request: int | Warmup) -> int:

@@ -1,7 +1,5 @@
 """A step that takes the host longer than the device: the search ends before all candidates are compiled."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

@@ -1,7 +1,5 @@
 """What ranks tell each other, and how it merges: in any order, in any tree, as large as that of one rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given

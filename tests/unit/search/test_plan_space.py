@@ -1,7 +1,5 @@
 """Which candidates of a kernel the run judges: the front of time and share, whatever the unit of time."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 

@@ -1,14 +1,14 @@
 """A product behind a gather, beside three choices: what predicted plans cost and lose."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
+from flows import driven
 
 from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune.search import race_runs
@@ -110,11 +110,15 @@ class GatheredProduct(Simulation):
         return round(1000 * int(self._candidate("programs")) / SMS / fitting)
 
 
+def space_of(ms: dict[int, float], options: int, texts: list[str]) -> PlanSpace:
+    """Return a space of one kernel, whose candidates take these ms alone, and a choice of so many options."""
+    launched = {("c", option): frozenset(["c", "k"]) for option in range(options)}
+    texts_of = {"c": [*map(str, range(options))], "k": texts}
+    return PlanSpace([levels_of("k", ms, {}, incumbent=0)], {"c": range(options)}, launched, texts_of)
+
+
 def options_of_one_kernel() -> PlanSpace:
-    levels = levels_of("k", dict.fromkeys(range(16), 1.0), {}, incumbent=0)
-    launched = {("c", option): frozenset(["c", "k"]) for option in range(20)}
-    texts = {"c": [*map(str, range(20))], "k": [f"B: {i}" for i in range(16)]}
-    return PlanSpace([levels], {"c": range(20)}, launched, texts)
+    return space_of(dict.fromkeys(range(16), 1.0), 20, [f"B: {i}" for i in range(16)])
 
 
 @pytest.mark.parametrize("ms", [math.nan, AgreedMs(1.0, 0.0), 1.0])
@@ -123,13 +127,7 @@ def test_plans_of_which_nothing_is_known_race_in_no_more_runs_than_are_planned(m
     space = options_of_one_kernel()
     plans = predicted.plans_of(space)
     assert len(plans) == 320
-    flow, winner = predicted.predicted(space, plans), None
-    asked = [next(flow)]
-    while winner is None:
-        try:
-            asked.append(flow.send(ms))
-        except StopIteration as stop:
-            winner = stop.value
+    asked, winner = driven(predicted.predicted(space, plans), lambda _: ms)
     assert winner == {"c": 0, "k": 0}
     assert len(asked) <= race_runs.runs_at_most({"c": 20}, 1, keeps_kernels=False)
 
@@ -137,17 +135,13 @@ def test_plans_of_which_nothing_is_known_race_in_no_more_runs_than_are_planned(m
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_host_that_is_late_in_one_of_the_first_two_runs_leaves_all_plans_to_be_found(late):
     """The time of the other run was not used, and only 64 of 320 plans raced."""
-    space = options_of_one_kernel()
-    plans = predicted.plans_of(space)
-    flow, winner, runs = predicted.predicted(space, plans), None, 0
-    asked = next(flow)
-    while winner is None:
+    space, runs = options_of_one_kernel(), itertools.count()
+
+    def answer(asked):
         ms = 0.9 if asked.plan["c"] == 19 else 1.0
-        try:
-            asked = flow.send(AgreedMs(ms, 0.0) if runs == late else ms)
-        except StopIteration as stop:
-            winner = stop.value
-        runs += 1
+        return AgreedMs(ms, 0.0) if next(runs) == late else ms
+
+    _, winner = driven(predicted.predicted(space, predicted.plans_of(space)), answer)
     assert winner["c"] == 19
 
 
@@ -193,22 +187,19 @@ def test_of_a_run_that_follows_a_fit_it_is_known_that_ranks_come_late_to_it(monk
 def test_a_plan_that_took_least_when_it_was_tried_is_a_finalist_whatever_the_model_expects(seed):
     """The model expected 0.194 ms of plans that had taken 0.181, and others raced."""
     drawn = random.Random(seed)
-    levels = levels_of("k", {index: drawn.uniform(1.0, 1.2) for index in range(16)}, {}, incumbent=0)
-    launched = {("c", option): frozenset(["c", "k"]) for option in range(4)}
-    texts = {"c": [*map(str, range(4))], "k": [f"B: {2**i}" for i in range(16)]}
-    space = PlanSpace([levels], {"c": range(4)}, launched, texts)
-    plans = predicted.plans_of(space)
+    ms = {index: drawn.uniform(1.0, 1.2) for index in range(16)}
+    space = space_of(ms, 4, [f"B: {2**i}" for i in range(16)])
+    plans, timed = predicted.plans_of(space), defaultdict(list)
     fast = plans[drawn.randrange(1, len(plans))]  # 9 % faster than all that are like it
-    flow, winner = predicted.predicted(space, plans), None
-    asked, timed = next(flow), {}
-    while winner is None:
+
+    def answer(asked):
         spike = drawn.choice([1.0, 1.0, 1.0, 5.0]) if "near" not in asked.label else 1.0
-        ms = (0.91 if asked.plan == fast else 1.0) * spike * drawn.lognormvariate(0, 0.003)
-        timed.setdefault(asked.label, []).append(ms)
-        try:
-            asked = flow.send(statistics.median(timed[asked.label]))
-        except StopIteration as stop:
-            winner = stop.value
+        timed[asked.label].append(
+            (0.91 if asked.plan == fast else 1.0) * spike * drawn.lognormvariate(0, 0.003)
+        )
+        return statistics.median(timed[asked.label])
+
+    _, winner = driven(predicted.predicted(space, plans), answer)
     assert f"predicted, plan {plans.index(fast)}" in timed
     assert winner == fast
 
@@ -219,23 +210,18 @@ def test_a_plan_that_may_have_taken_less_beside_a_late_host_is_no_finalist_in_pl
     def regret(seed: int) -> float:
         drawn = random.Random(seed)
         by_launches = {index: drawn.uniform(1.0, 1.2) for index in range(16)}
-        launched = {("c", option): frozenset(["c", "k"]) for option in range(4)}
-        configs = [f"B: {2 ** (i // 4)}, G: {2 ** (i % 4)}" for i in range(16)]
-        texts = {"c": [*map(str, range(4))], "k": configs}
-        space = PlanSpace([levels_of("k", by_launches, {}, incumbent=0)], {"c": range(4)}, launched, texts)
-        plans = predicted.plans_of(space)
+        space = space_of(by_launches, 4, [f"B: {2 ** (i // 4)}, G: {2 ** (i % 4)}" for i in range(16)])
+        plans, timed = predicted.plans_of(space), defaultdict(list)
         own = [by_launches[plan["k"]] * drawn.gauss(1, 0.05) for plan in plans]
-        flow, winner, timed = predicted.predicted(space, plans), None, {}
-        asked = next(flow)
-        while winner is None:
+
+        def answer(asked):
             ms = own[plans.index(asked.plan)] * drawn.lognormvariate(0, 0.005)
             late_ms = 0.6 * drawn.random() if drawn.random() < 0.1 else 0.0  # beside the device's work
-            timed.setdefault(asked.label, []).append(ms)
+            timed[asked.label].append(ms)
             agreed_ms = statistics.median(timed[asked.label])
-            try:
-                asked = flow.send(AgreedMs(agreed_ms, agreed_ms - late_ms) if late_ms else agreed_ms)
-            except StopIteration as stop:
-                winner = stop.value
+            return AgreedMs(agreed_ms, agreed_ms - late_ms) if late_ms else agreed_ms
+
+        _, winner = driven(predicted.predicted(space, plans), answer)
         return own[plans.index(winner)] / min(own) - 1
 
     assert statistics.fmean(map(regret, range(30))) <= 0.005
@@ -247,16 +233,14 @@ def races(plans: int, gain: float, seeds: int = 100) -> tuple[float, float]:
     for seed in range(seeds):
         drawn, samples = random.Random(seed), [[] for _ in range(plans)]
         own = [1.0, 1 - gain, *(1 - gain * drawn.random() for _ in range(plans - 2))]
-        flow = rounds([*range(plans)], 0, predicted.NEAR_RUNS, MORE_RUNS)
-        index, winner = next(flow), None
-        while winner is None:
+
+        def answer(index, drawn=drawn, samples=samples, own=own):
             spike = drawn.choice([1.25, 2.0, 4.0]) if drawn.random() < 0.03 else 1.0
             samples[index].append(own[index] * spike * drawn.lognormvariate(0, 0.006))
-            made += 1
-            try:
-                index = flow.send(statistics.median(samples[index]))
-            except StopIteration as stop:
-                winner = stop.value
+            return statistics.median(samples[index])
+
+        asked, winner = driven(rounds([*range(plans)], 0, predicted.NEAR_RUNS, MORE_RUNS), answer)
+        made += len(asked)
         kept += winner == 0
     return kept / seeds, made / seeds
 

@@ -1,13 +1,16 @@
 """How what all ranks said becomes the next plan: no kernel, no process, no clock."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
+from kernels_for_tests import Bench, launch, numbers
+from rank_programs import tune
 
-from benchmarks.simulation.protocol_simulation import Simulation
-from dist_autotune.search.state import ADMISSION_RUNS
+from benchmarks.simulation.protocol_simulation import Simulation, columns
+from dist_autotune import tunable
+from dist_autotune.search.context import RunVerdict
+from dist_autotune.search.state import ADMISSION_RUNS, STARVED_RUNS
+from ranks import assert_all_ok, run_ranks
 
 
 @pytest.mark.parametrize(("first_run", "status"), [(ADMISSION_RUNS - 1, ""), (ADMISSION_RUNS, "partial")])
@@ -37,3 +40,128 @@ def test_a_search_without_an_end_is_cut_at_four_times_what_is_planned():
     plans = simulation.session()
     assert len(plans) == 4 * (2 * 3 + 1)
     assert (simulation.statuses(), simulation.winners()) == ({"a": "partial"}, {"a": "a1"})
+
+
+# ---- contexts that are compiled
+
+
+CANDIDATES = {"a": ["a0", "a1", "a2"]}
+MS = {"a0": 3.0, "a1": 1.0, "a2": 2.0}
+
+
+def test_nothing_is_tried_until_the_slowest_rank_has_all():
+    left = {0: [2, 1, 0, 0, 0, 0], 1: [2, 2, 1, 1, 0, 0]}
+    simulation = Simulation(
+        CANDIDATES, MS, ranks=2, mode="online", compiling=lambda run, rank, name: (left[rank] + [0] * 9)[run]
+    )
+    plans = simulation.session()
+    assert columns(plans, "a") == ["a0"] * 5 + ["a1", "a2", "a1"]
+    assert simulation.statuses() == {"a": "tuned"}
+
+
+def test_contexts_are_tuned_as_each_is_compiled():
+    simulation = Simulation(
+        {"a": ["a0", "a1"], "b": ["b0", "b1"]},
+        {"a0": 2.0, "a1": 1.0, "b0": 2.0, "b1": 1.0},
+        mode="online",
+        compiling=lambda run, rank, name: {"a": run < 2, "b": run < 5}[name] + 0,
+    )
+    plans = simulation.session()
+    assert columns(plans, "a") == ["a0"] * 3 + ["a1"] * 5
+    assert columns(plans, "b") == ["b0"] * 6 + ["b1"] * 2
+
+
+# ---- in which order contexts are judged by the whole run
+
+
+def turns_of(plans, names):
+    """Return the contexts in the order in which a rival of theirs first ran."""
+    firsts = {name: next(c for c in columns(plans, name) if c is not None) for name in names}
+    tried = [name for plan in plans for name in names if plan.get(name, firsts[name]) != firsts[name]]
+    return list(dict.fromkeys(tried))
+
+
+def only_with(run_ms, condition, mode="replay", **options):
+    """Return a simulation in which `detail` is asked for only under some option of `way`."""
+    names = ["way", "detail", "other"]
+    simulation = Simulation(
+        {name: [f"{name}0", f"{name}1"] for name in names},
+        {},
+        choices=set(names),
+        run_ms=lambda plan: run_ms[plan["way"]],
+        launches=lambda run, rank, name: name != "detail" or condition(simulation._candidate("way")),
+        mode=mode,
+        **options,
+    )
+    return simulation
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_a_choice_that_the_best_plan_does_not_ask_for_gets_no_turn(mode):
+    simulation = only_with({"way0": 2.0, "way1": 1.0}, lambda way: way == "way0", mode)
+    simulation.tuning.open()
+    while any(simulation.tuning.unsettled) or not simulation.plans:
+        simulation.run()
+        assert len(simulation.plans) < 100
+    assert simulation.statuses() == {"way": "tuned", "detail": "starved", "other": "tuned"}
+    assert simulation.tuning.contexts["detail"].by_run is RunVerdict.LEFT_OUT
+    assert "detail1" not in columns(simulation.plans, "detail")
+    # The first run, those of `way` and `other`; then, as long as a run that asks for it may still come.
+    last_asked = max(number for number, plan in enumerate(simulation.plans) if plan["way"] == "way0")
+    assert len(simulation.plans) == max(1 + 2 + 2, last_asked + 1 + STARVED_RUNS[mode])
+
+
+def test_a_choice_asked_for_in_the_first_run_only_is_told_of():
+    simulation = Simulation(
+        {"once": ["once0", "once1"], "other": ["other0", "other1"]},
+        {},
+        choices={"once", "other"},
+        run_ms=lambda plan: {"other0": 1.0, "other1": 2.0}[plan["other"]],
+        launches=lambda run, rank, name: name == "other" or run == 0,
+    )
+    simulation.session()
+    assert simulation.statuses() == {"once": "starved", "other": "tuned"}
+    assert simulation.tuning.contexts["once"].by_run is RunVerdict.NOTHING
+
+
+def test_a_choice_that_a_later_winner_asks_for_has_its_turn_after_that():
+    names = ["kernel", "detail", "way"]
+    simulation = Simulation(
+        {name: [f"{name}0", f"{name}1"] for name in names},
+        {"kernel0": 1.0, "kernel1": 2.0},
+        choices={"detail", "way"},
+        run_ms=lambda plan: {"way0": 2.0, "way1": 1.0}[plan["way"]],
+        launches=lambda run, rank, name: (
+            name != "detail" or run == 0 or simulation._candidate("way") == "way1"
+        ),
+    )
+    plans = simulation.session()
+    assert turns_of(plans, ["detail", "way"]) == ["way", "detail"]
+    assert simulation.statuses() == {"kernel": "tuned", "detail": "tuned", "way": "tuned"}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_in_a_session_too(world):
+    def program(rank):
+        bench, asked = Bench(), []
+        kernel = bench.kernel({16: 2.0, 32: 1.0})
+
+        def step():
+            launch(kernel, numbers())
+            way = tunable(f"way {world}", ["fast", "slow"])
+            asked.append(way)
+            bench.spend(2.0 if way == "slow" else 1.0)
+            if way == "slow":
+                asked.append(tunable(f"detail {world}", [1, 2]))
+            asked.append(tunable(f"last {world}", [3, 4]))
+
+        tuned = tune(bench, step)
+        tuned()
+        statuses = {context.kernel: context.status for context in tuned.report.contexts}
+        return statuses, asked, tuned.report.warning
+
+    for statuses, asked, warning in assert_all_ok(run_ranks(program, world)):
+        assert warning == ""
+        assert statuses[f"way {world}"] == statuses[f"last {world}"] == "tuned"
+        assert statuses[f"detail {world}"] == "starved"
+        assert 2 not in asked

@@ -1,7 +1,5 @@
 """Random sessions of virtual ranks: a few hundred; `tests/helpers/fuzz.py` plays thousands."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from random import Random

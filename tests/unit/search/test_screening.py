@@ -1,10 +1,9 @@
 """Screening of many contexts where times are the host's or missing; what it finds: test_whole_steps.py."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
+from flows import driven
 
 from dist_autotune.search.plans import screening
 from dist_autotune.search.plans.screening import (
@@ -29,15 +28,10 @@ def alone(contexts=6, candidates=4, scale=0.1):
 
 def asked_and_found(factors, ms_of, **options):
     """Drive a screening; `ms_of(plan, number)` is the answer to the question of this number."""
-    first = {factor.name: factor.candidates[0] for factor in factors}
-    flow, asked = screened(factors, **{"first": first, "start": first, "may_end": False, **options}), []
-    plan, _ = next(flow)
-    while True:
-        asked.append(dict(plan))
-        try:
-            plan, _ = flow.send(ms_of(plan, len(asked) - 1))
-        except StopIteration as stop:
-            return asked, stop.value
+    first, asked = {factor.name: factor.candidates[0] for factor in factors}, []
+    flow = screened(factors, **{"first": first, "start": first, "may_end": False, **options})
+    _, plans = driven(flow, lambda each: asked.append(dict(each[0])) or ms_of(each[0], len(asked) - 1))
+    return asked, plans
 
 
 def test_a_time_that_may_be_the_hosts_is_asked_for_again_and_no_more_often():

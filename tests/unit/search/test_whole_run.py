@@ -1,7 +1,5 @@
 """The search for the fastest plan, `search="racing"`: what is launched, in which order, and how it ends."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

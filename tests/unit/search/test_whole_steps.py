@@ -1,7 +1,5 @@
 """objective='thunk' on steps of many kernels, simulated: how many runs it takes, how good the plan is."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

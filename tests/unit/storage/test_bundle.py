@@ -1,7 +1,5 @@
 """A bundle carries winners with their evidence; what is wrong with one is found before anything is stored."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -85,9 +83,7 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
 
 
 @pytest.mark.parametrize(("path", "value", "reason"), DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_bundle_is_refused_with_its_value(
-    tmp_path: Path, path: Any, value: Any, reason: str
-) -> None:
+def test_a_damaged_bundle_is_refused_with_its_value(tmp_path, path, value, reason):
     file = written(tmp_path / "all.json", with_evidence(key="1"), with_evidence(key="2"))
     data = json.loads(file.read_text())
     changed(data, *path, value=value)
@@ -96,9 +92,7 @@ def test_a_damaged_bundle_is_refused_with_its_value(
         bundle.read(file)
 
 
-def test_a_bundle_is_never_read_whole_when_it_is_huge(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bundle_is_never_read_whole_when_it_is_huge(tmp_path, monkeypatch):
     file = written(tmp_path / "all.json", entry())
     monkeypatch.setattr(bundle, "MAX_BUNDLE_BYTES", 100)
     with pytest.raises(ValueError, match="larger than 100 bytes"):

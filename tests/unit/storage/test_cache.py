@@ -1,7 +1,5 @@
 """The disk cache: entries survive many writers, killed writers, damaged files and unusable directories."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing
@@ -10,7 +8,6 @@ import resource
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from example_files import KEY, entry
@@ -19,6 +16,7 @@ from msgspec import structs
 from dist_autotune.errors import CacheWarning
 from dist_autotune.storage import winners as cache_module
 from dist_autotune.storage.winners import Entry, EntryKey, Winners
+from ranks import assert_all_ok, assert_killed, run_ranks
 
 fork = multiprocessing.get_context("fork")
 
@@ -53,9 +51,7 @@ def test_an_entry_is_not_used_when_anything_of_its_key_changes(tmp_path: Path, f
     assert cache.get(structs.replace(KEY, **{field: CHANGES[field]})) is None
 
 
-def test_a_step_that_stores_a_winner_waits_for_no_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_stores_a_winner_waits_for_no_disk(tmp_path, monkeypatch):
     for call in ("fsync", "fdatasync", "sync"):
         monkeypatch.setattr(os, call, lambda *_: pytest.fail("waited for the disk"))
     Winners(tmp_path).put(entry())
@@ -81,9 +77,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize(("content", "reason"), DAMAGED.values(), ids=DAMAGED.keys())
-def test_a_damaged_file_is_a_warning_with_its_path_and_a_miss(
-    tmp_path: Path, content: str, reason: str
-) -> None:
+def test_a_damaged_file_is_a_warning_with_its_path_and_a_miss(tmp_path, content, reason):
     path = tmp_path / KEY.file_name
     path.write_text(content)
     cache = Winners(tmp_path)
@@ -151,38 +145,20 @@ def test_a_context_that_found_the_disk_full_is_recorded_once_there_is_room(tmp_p
 WRITERS = 16
 
 
-def put_all(
-    directory: Path, writer: int, keys: list[str], start: multiprocessing.synchronize.Barrier
-) -> None:
-    cache = Winners(directory)
-    start.wait(60)
-    for key in keys:
-        cache.put(
-            entry(key=key, winner=f"c{writer}", candidates=tuple(f"c{each}" for each in range(WRITERS)))
-        )
-
-
 def test_16_processes_writing_at_once_lose_nothing(tmp_path: Path) -> None:
-    own, shared = 8, 4
-    start = fork.Barrier(WRITERS)
-    shared_keys = [f"shared {i}" for i in range(shared)]
-    processes = [
-        fork.Process(
-            target=put_all,
-            args=(tmp_path, writer, [f"{writer}.{i}" for i in range(own)] + shared_keys, start),
-        )
-        for writer in range(WRITERS)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * WRITERS
+    start, shared = fork.Barrier(WRITERS), [f"shared {i}" for i in range(4)]
+    candidates = tuple(f"c{each}" for each in range(WRITERS))
+
+    def put_all(writer: int) -> None:
+        cache = Winners(tmp_path)
+        start.wait(60)
+        for key in [*(f"{writer}.{i}" for i in range(8)), *shared]:
+            cache.put(entry(key=key, winner=f"c{writer}", candidates=candidates))
+
+    assert_all_ok(run_ranks(put_all, WRITERS, init="none", timeout_s=120))
     found = all_of(Winners(tmp_path))  # warnings are errors: every file is valid
-    assert {each.key.key for each in found.values()} == {
-        *shared_keys,
-        *(f"{writer}.{i}" for writer in range(WRITERS) for i in range(own)),
-    }
+    own = {f"{writer}.{i}" for writer in range(WRITERS) for i in range(8)}
+    assert {each.key.key for each in found.values()} == {*shared, *own}
     assert list(tmp_path.glob("*.tmp")) == []
 
 
@@ -210,17 +186,14 @@ def test_a_writer_killed_in_its_loop_leaves_valid_entries_and_no_lock(tmp_path: 
     assert Winners(tmp_path).get(KEY) == entry()
 
 
-def put_and_die_before_the_replace(directory: Path) -> None:
-    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # in this child only
-    Winners(directory).put(entry(winner="c0"))
-
-
 def test_what_a_writer_killed_mid_write_leaves_is_invisible_and_cleaned_up_later(tmp_path: Path) -> None:
+    def put_and_die_before_the_replace(rank: int) -> None:
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # in this child only
+        Winners(tmp_path).put(entry(winner="c0"))
+
     Winners(tmp_path).put(entry())
-    process = fork.Process(target=put_and_die_before_the_replace, args=(tmp_path,))
-    process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    (killed,) = run_ranks(put_and_die_before_the_replace, 1, init="none")
+    assert_killed(killed)
     assert len(list(tmp_path.glob("*.tmp"))) == 1
     assert all_of(Winners(tmp_path)) == {KEY.digest: entry()}
     Winners(tmp_path).put(entry(key="1"))
@@ -233,9 +206,7 @@ def test_what_a_writer_killed_mid_write_leaves_is_invisible_and_cleaned_up_later
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT], ids=errno.errorcode.get)
 @pytest.mark.parametrize(("owner", "call"), [(os, "replace"), (Path, "open")], ids=["replace", "open"])
-def test_a_directory_that_cannot_be_written_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, owner: Any, call: str
-) -> None:
+def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch, number, owner, call):
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number), "some file")
 
@@ -250,9 +221,7 @@ def test_a_directory_that_cannot_be_written_is_one_warning(
     assert cache.get(KEY) == entry()
 
 
-def test_a_read_only_directory_is_one_warning_though_the_lock_fails_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_directory_is_one_warning_though_the_lock_fails_too(tmp_path, monkeypatch):
     open_path, open_file = Path.open, os.open
 
     def refuse_writing(path: str, flags: int, *rest: int) -> int:
@@ -272,9 +241,7 @@ def test_a_read_only_directory_is_one_warning_though_the_lock_fails_too(
     assert len(caught) == 1
 
 
-def test_without_locks_on_the_filesystem_entries_are_written_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_on_the_filesystem_entries_are_written_with_one_warning(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -1,7 +1,5 @@
 """What other tools read: which entries have a place in their files, and why the others have none."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
@@ -109,16 +107,13 @@ def fla_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("FLA_CACHE_MODE", "strict")
     monkeypatch.setenv("FLA_CONFIG_DIR", str(tmp_path / "out"))
     spec = importlib.util.spec_from_file_location("fla_cache", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "fla_cache", module)
     spec.loader.exec_module(module)
     return module
 
 
-def test_fla_takes_the_exported_winner_and_benchmarks_nothing(bench, fla_cache, tmp_path):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
+def test_fla_takes_the_exported_winner_and_benchmarks_nothing(bench, kernel, fla_cache, tmp_path):
     bench.tune(lambda: launch(kernel, numbers()))()
     done = CliRunner().invoke(app, ["cache", "export", "--format", "fla", str(tmp_path / "out")])
     assert "FLA_CACHE_MODE=strict" in done.stdout

@@ -1,7 +1,5 @@
 """The clock of CUDA events, on a device that is arithmetic: whose time it reads, what is done about it."""
 
-from __future__ import annotations
-
 import pytest
 from fake_device import FakeDevice
 

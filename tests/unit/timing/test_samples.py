@@ -1,7 +1,5 @@
 """How the marks of a clock become a run's sample, and samples the statistic that a rank tells."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,12 +10,9 @@ from dist_autotune.timing.samples import Reading, Samples
 class ListClock:
     """A clock whose marks are read in the order they were made."""
 
-    def __init__(self, *times_ms: float, ready: bool | None = None) -> None:
+    def __init__(self, *times_ms: float) -> None:
         self.times_ms = list(times_ms)
-        self.is_ready = ready
         self.events: list[str] = []
-        if ready is not None:
-            self.ready = lambda mark: self.is_ready
 
     def start(self) -> float:
         self.events.append("start")
@@ -31,15 +26,15 @@ class ListClock:
         return mark
 
 
-def run(samples: Samples, launches: int = 1, ran: str = "a", **given: bool) -> Reading:
+def run(samples: Samples, launches: int = 1) -> Reading:
     samples.begin_run()
     for _ in range(launches):
         samples.stop(samples.start())
-    return samples.report_run(ran, **{"waits": True, **given})
+    return samples.report_run("a", waits=True)
 
 
-def sample(samples: Samples, launches: int = 1, ran: str = "a") -> Reading:
-    report = run(samples, launches, ran)
+def sample(samples: Samples, launches: int = 1) -> Reading:
+    report = run(samples, launches)
     samples.apply_outcome(waiting=False, counts=True)
     return report
 

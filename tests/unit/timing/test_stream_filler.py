@@ -1,7 +1,5 @@
 """What keeps the stream busy while the host prepares a run: how long, when not, what it tells of hosts."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -28,9 +26,7 @@ def filler_of(gpu: VirtualGpu, longest_ms: float = LONGEST) -> StreamFiller:
     clock.prepare()
     gpu.synchronize()
     gpu.fillers_ms.clear()
-    filler = clock.filler(longest_ms)
-    assert filler is not None
-    return filler
+    return clock.filler(longest_ms)
 
 
 def run(

@@ -1,7 +1,5 @@
 """How much of the device a launch holds, from its grid and what is known of the compiled kernel."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Names that are the same text on every rank and in every process, or an error that says why not."""
 
-from __future__ import annotations
-
 import enum
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Objects are found by type, while other threads build tuples."""
 
-from __future__ import annotations
-
 import threading
 
 from thread_switches import beside, frequent_switches

@@ -1,7 +1,5 @@
 """What can be decorated, what a decorated function is to Python, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

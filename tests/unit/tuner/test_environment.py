@@ -1,7 +1,5 @@
 """The environment: what its variables decide, behind arguments; what cannot be used is an error."""
 
-from __future__ import annotations
-
 import os
 import pwd
 from pathlib import Path

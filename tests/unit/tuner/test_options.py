@@ -1,7 +1,5 @@
 """Options: what cannot be used is an error with the value given and what is needed. Exported names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What is said once, where a program looks as if it meant something else."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

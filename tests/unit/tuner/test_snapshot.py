@@ -1,7 +1,5 @@
 """State that is put back: copied once, whatever its holder does with what it loads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

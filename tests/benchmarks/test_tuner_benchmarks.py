@@ -1,0 +1,156 @@
+"""The benchmarks of the tuner: how long it takes, what it costs, the bits and times that it finds."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import run_program, torchrun
+
+from benchmarks.common import render
+from benchmarks.operations.step_bounds import Busy, busy_of
+from benchmarks.tuner import clock_error, tuning_time
+from benchmarks.tuner.tuning_time import ARMS
+from benchmarks.tuner.whole_step import explained_by
+
+PROGRAM = "benchmarks.tuner.tuning_time"
+
+
+def start_forked(
+    arguments: list[str], ranks: int, directory: Path, environment: dict[str, str]
+) -> list[dict[str, Any]]:
+    """Stand for `start_ranks`: ranks that have imported torch already."""
+    environment = environment | {tuning_time.STARTED: repr(time.time())}
+    run_program(PROGRAM, "--one-rank", *arguments, ranks=ranks, environment=environment)
+    return [json.loads(Path(f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def test_a_warm_start_tries_nothing_and_the_parts_explain_the_whole(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(tuning_time, "start_ranks", start_forked)
+    monkeypatch.setattr(tuning_time.subprocess, "run", lambda *args, **kwargs: None)  # warms the disk
+    command = [PROGRAM, "--rounds", "1", "--json", "record.json", "--commit", "0ff1ce"]
+    monkeypatch.setattr(sys, "argv", command)
+    tuning_time.main()
+    record = json.loads((tmp_path / "record.json").read_text())
+    (found,) = record["rounds"]
+    assert list(found) == list(ARMS)
+    for values in found.values():
+        begun = values["imports_s"] + values["group_s"] + values["opening_s"]
+        assert values["settled_s"] == pytest.approx(begun + values["session_s"], abs=0.01)
+        spent = values["compiling_s"] + values["runs_s"] + values["exchanges_s"]
+        assert 0 < spent <= values["session_s"]
+    assert found["cold"]["runs"] > found["all warm"]["runs"] == 1
+    assert record["command"] == "python -m benchmarks.tuner.tuning_time --ranks=2 --dtype=bf16 --rounds=1"
+    page = render.page(record)
+    assert "| cold |" in page
+    assert "commit 0ff1ce" in page
+    assert "all warm" in capsys.readouterr().out
+
+
+def test_the_program_ends_with_a_table_and_a_record(tmp_path):
+    arguments = ("--ranks", "2", "--calls", "20", "--json", "record.json")
+    printed = run_program("benchmarks.tuner.exchange_cost", *arguments, ranks=1)
+    (found,) = json.loads((tmp_path / "record.json").read_text())["real"]
+    assert all(cost["median"] > 0 for cost in found["ms"].values())
+    assert {"1 contexts", "10 contexts", "settled call with vote", "settled call without"} == found[
+        "ms"
+    ].keys()
+    assert f"| 2 | {found['round_trip_ms']['median']:.4f}" in printed
+
+
+# ---- reproducible bits
+
+
+def test_classes_of_a_kernel_and_sessions_without_a_change_of_bits() -> None:
+    arguments = ("--subjects", "add", "split", "--sessions", "2", "--json", "b.json")
+    printed = run_program("benchmarks.tuner.bit_classes", *arguments)
+    assert "add: 0 changes of bits in 2 sessions" in printed
+    assert "split: 0 changes of bits in 2 sessions" in printed
+    table = json.loads(Path("b.json").read_text())["table"]
+    add, split = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
+    columns = ("kernel", "configs", "classes", "unsteady")
+    assert [add[name] for name in columns] == ["pipelined_add", "2", "1", "0"]
+    assert add["same bits ms"] == add["best ms"]
+    assert [split[name] for name in ("kernel", "configs", "unsteady")] == ["split_matmul", "8", "0"]
+
+
+def test_the_cost_of_hashing_is_printed() -> None:
+    printed = run_program("benchmarks.tuner.output_hash", "--mib", "1", "--rounds", "1", ranks=1)
+    (row,) = (line for line in printed.splitlines() if line.startswith("| 1 |"))
+    assert all(float(cell) > 0 for cell in row.strip("| ").split("|"))
+
+
+# ---- the clock; the times themselves need a GPU
+
+
+@pytest.mark.gpu(alone=True, seconds=20)
+def test_on_a_gpu_it_ends_with_a_record(tmp_path):
+    arguments = ("--microseconds", "2", "500", "2000", "--json", "record.json")
+    result = torchrun("benchmarks.tuner.clock_error", *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    arms = {(found["function"], found["feeds"]) for found in record["measured"]}
+    assert arms == {("idle", False), ("idle", True), ("busy", False), ("busy", True)}
+
+
+@pytest.mark.gpu(alone=True)
+def test_times_in_context_are_the_gpus_own_within_3_percent_and_two_events_or_flagged():
+    rows, nothing_us = clock_error.measure((2, 10, 20, 50, 100, 500, 5000), 15)
+    assert nothing_us < 5  # a constant that all candidates carry; more would be no clock
+    wrong = [
+        row
+        for row in rows
+        if row.gpu_us >= clock_error.JUDGED_FROM_US
+        and not row.launch_bound
+        and abs(row.clock_us - row.gpu_us) > 0.03 * row.gpu_us + nothing_us
+    ]
+    assert not wrong
+    by_arm = {(row.wanted_us, row.function, row.feeds): row for row in rows}
+    for wanted_us in (10, 20, 50, 100):  # the host takes longer than 3 % of these
+        assert by_arm[wanted_us, "idle", False].launch_bound
+    for wanted_us in (2, 10, 20, 50, 100, 500, 5000):
+        assert not by_arm[wanted_us, "idle", True].launch_bound  # feeding is enough
+        assert not by_arm[wanted_us, "busy", False].launch_bound  # and not needed here
+
+
+# ---- a whole step: the best family, what was found, what bounds it
+
+
+def measured(**ms):
+    arms = [{"name": name, "ms": each} for name, each in ms.items()]
+    return {"arms": [*arms, {"name": "broken", "unavailable": "no device"}]}
+
+
+TIMES = {"launches": 10.0, "run": 6.4, "all: 100": 6.0, "all: 132": 10.0}
+
+
+def test_the_gain_that_was_found_is_a_part_of_the_best_familys():
+    facts = explained_by(measured(**TIMES, **{"products alone": 5.0, "all-reduces alone": 4.0}), 1.0)
+    assert (facts["best_family_plan"], facts["gain_found_percent"]) == ("all: 100", 90.0)
+
+
+@pytest.mark.parametrize(
+    ("products", "links", "host", "expected"), [(5, 4, 1, "device"), (4, 5, 1, "links"), (4, 5, 6, "host")]
+)
+def test_the_longest_part_bounds_the_step(products, links, host, expected):
+    parts = {"products alone": products, "all-reduces alone": links}
+    assert explained_by(measured(**TIMES, **parts), host)["bound_by"] == expected
+
+
+def test_where_no_family_plan_is_faster_nothing_was_to_be_found():
+    times = {"launches": 5.0, "run": 5.0, "all: 132": 5.0, "products alone": 4.0, "all-reduces alone": 1.0}
+    assert explained_by(measured(**times), 1.0)["gain_found_percent"] is None
+
+
+def test_a_profile_tells_kernels_from_collectives_and_counts_what_overlaps_once():
+    ran = [
+        ("spin_kernel(long)", 0.0, 10.0),
+        ("matmul", 10.0, 14.0),
+        ("norm", 13.0, 15.0),
+        ("ncclDevKernel_AllGather", 14.0, 18.0),
+        ("FSDP::all_gather", 12.0, 19.0),
+    ]
+    assert busy_of(ran) == Busy(span_ms=8.0, kernels_ms=5.0, links_ms=4.0, both_ms=1.0)
+    assert busy_of(ran[:1]) is None
