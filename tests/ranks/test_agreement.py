@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from operation_runs import on_ranks
 from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, grid, join, wait_for
 
 from dist_autotune.ranks import hub, rendezvous
@@ -85,30 +86,28 @@ def test_a_store_that_stalls_once_does_not_part_a_rank_from_its_peers(monkeypatc
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["let go", "still held by the program"])
-def test_everything_that_was_started_for_a_group_ends_with_it(held):
-    def program(rank):
-        def threads():
-            return sum(thread.name.startswith("dist_autotune") for thread in threading.enumerate())
+@on_ranks(2)
+def test_everything_that_was_started_for_a_group_ends_with_it(rank, held):
+    def threads():
+        return sum(thread.name.startswith("dist_autotune") for thread in threading.enumerate())
 
-        def descriptors():
-            return len(os.listdir("/proc/self/fd"))
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
 
-        kept, counts = [], []
-        for n in range(6):
-            group = dist.new_group([0, 1])
-            exchange(rank, group=group)
-            with GROUPS.of(group).running(Watch("a run", TIMEOUT_S, "raise", print)):
-                pass
-            if n in (1, 5):
-                wait_for(lambda: threads() <= 2)  # of this group alone: the watchdog, and the hub on rank 0
-                counts.append(descriptors())
-            dist.barrier()
-            dist.destroy_process_group(group)
-            kept.append(group if held else None)
-        return counts
-
-    for before, after in assert_all_ok(run_ranks(program, 2)):
-        assert held or after <= before  # of a group that is held, torch keeps its own
+    kept, counts = [], []
+    for n in range(6):
+        group = dist.new_group([0, 1])
+        exchange(rank, group=group)
+        with GROUPS.of(group).running(Watch("a run", TIMEOUT_S, "raise", print)):
+            pass
+        if n in (1, 5):
+            wait_for(lambda: threads() <= 2)  # of this group alone: the watchdog, and the hub on rank 0
+            counts.append(descriptors())
+        dist.barrier()
+        dist.destroy_process_group(group)
+        kept.append(group if held else None)
+    before, after = counts
+    assert held or after <= before  # of a group that is held, torch keeps its own
 
 
 def test_hundreds_of_groups_made_and_ended_leave_no_thread_and_no_descriptor(monkeypatch):
@@ -141,16 +140,14 @@ def test_hundreds_of_groups_made_and_ended_leave_no_thread_and_no_descriptor(mon
 # ---- which agreement a call uses
 
 
-def test_a_forked_child_of_a_rank_is_alone():
-    def program(rank):
-        exchange(rank)
-        pid = os.fork()
-        if pid == 0:
-            os._exit(0 if exchange(7) == [7] else 1)
-        status = os.waitpid(pid, 0)[1]
-        return os.waitstatus_to_exitcode(status), exchange(rank)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(0, [0, 1])] * 2
+@on_ranks(2)
+def test_a_forked_child_of_a_rank_is_alone(rank):
+    exchange(rank)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if exchange(7) == [7] else 1)
+    status = os.waitpid(pid, 0)[1]
+    assert (os.waitstatus_to_exitcode(status), exchange(rank)) == (0, [0, 1])
 
 
 @pytest.mark.parametrize("init", ["file", "tcp"])

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from kernels_for_tests import Bench, launch, numbers, only, winner
+from operation_runs import on_ranks
 from rank_programs import ending, tune
 
 from ranks import assert_all_ok, run_ranks
@@ -75,15 +76,13 @@ def test_a_config_that_does_not_repeat_itself_on_one_rank_is_banned_on_all_in_ev
         assert all(session[1] == {FAST: reason} and session[3] for session in found)
 
 
-def test_a_function_that_does_not_repeat_itself_on_one_rank_is_refused_on_all():
-    def program(rank):
-        count = itertools.count()
+@on_ranks(2)
+def test_a_function_that_does_not_repeat_itself_on_one_rank_is_refused_on_all(rank):
+    count = itertools.count()
 
-        def change(rank, block, y):
-            return changed(y, next(count) + 0.5) if rank == 1 else y
+    def change(rank, block, y):
+        return changed(y, next(count) + 0.5) if rank == 1 else y
 
-        return ending(lambda: sessions(rank, change=change))
-
-    for text in assert_all_ok(run_ranks(program, 2)):
-        assert text.startswith("TuningError: bits='same': two runs with the same configs (add[64")
-        assert "different bits in the result on rank 1" in text
+    text = ending(lambda: sessions(rank, change=change))
+    assert text.startswith("TuningError: bits='same': two runs with the same configs (add[64")
+    assert "different bits in the result on rank 1" in text

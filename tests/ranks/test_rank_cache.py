@@ -11,6 +11,7 @@ import torch.distributed as dist
 import triton
 from kernels_for_tests import Bench, add, double, launch, numbers, only, out_of_resources, records
 from msgspec import structs
+from operation_runs import on_ranks
 from rank_programs import blocks_of, own_cache, statuses_of, tune, tune_on_disk
 
 from dist_autotune.regular_files import read_bounded
@@ -206,26 +207,24 @@ def test_a_result_that_one_rank_has_lost_is_given_to_it(without):
         assert tuple(others) == expected
 
 
-def test_a_config_that_fails_after_all_is_settled_is_banned_on_all_ranks():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-        step = tune(bench, lambda: launch(kernel, x))
-        step()
-        if rank == 1:
-            kernel.fn.failures[32] = out_of_resources
-        bench.forget()
-        outputs = []
-        for _ in range(500):  # three failures ask for a session, which all ranks open in one later call
-            outputs.append(step())
-            ended = torch.tensor(float(blocks_of(step) == {"add64": 64} and step.settled))
-            dist.all_reduce(ended, op=dist.ReduceOp.MIN)
-            if ended:
-                break
-        assert all(torch.equal(y, x + 1) for y in outputs)
-        return blocks_of(step), bench.blocks()[-1], step.settled
-
-    assert assert_all_ok(run_ranks(program, 2)) == [({"add64": 64}, 64, True)] * 2
+@on_ranks(2)
+def test_a_config_that_fails_after_all_is_settled_is_banned_on_all_ranks(rank):
+    bench, x = Bench(), numbers()
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+    step = tune(bench, lambda: launch(kernel, x))
+    step()
+    if rank == 1:
+        kernel.fn.failures[32] = out_of_resources
+    bench.forget()
+    outputs = []
+    for _ in range(500):  # three failures ask for a session, which all ranks open in one later call
+        outputs.append(step())
+        ended = torch.tensor(float(blocks_of(step) == {"add64": 64} and step.settled))
+        dist.all_reduce(ended, op=dist.ReduceOp.MIN)
+        if ended:
+            break
+    assert all(torch.equal(y, x + 1) for y in outputs)
+    assert (blocks_of(step), bench.blocks()[-1], step.settled) == ({"add64": 64}, 64, True)
 
 
 @pytest.mark.parametrize("watch", [True, False], ids=["watched", "unwatched"])
@@ -260,28 +259,30 @@ def numbers_key(x):
 
 
 @pytest.mark.parametrize("by", ["stock", "a session of one rank", "another group"])
-def test_what_the_ranks_of_this_group_have_not_agreed_does_not_count(by):
-    def program(rank):
-        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0})
-        if by == "stock":
-            kernel.cache[numbers_key(x)] = kernel.configs[1 + rank % 2]
-        elif by == "a session of one rank":
-            own = bench.kernel({16: 1.0, 32: 0.1 if rank else 5.0})
-            own.cache = kernel.cache
-            warnings.filterwarnings("ignore", message=".*is tuned without is_dist=True")
-            bench.tune(lambda: launch(kernel, x), cache=False)()
-        else:
-            kernel.fn.ms = {16: 3.0, 32: 1.0 + 4 * (rank % 2), 64: 2.0}
-            tune(bench, lambda: launch(kernel, x), group=groups[rank % 2])()
-            assert kernel.cache[numbers_key(x)].kwargs["BLOCK"] == (64 if rank % 2 else 32)
-            kernel.fn.ms = {16: 1.0, 32: 2.0, 64: 3.0}
-        step = tune(bench, lambda: launch(kernel, x))
-        step()
-        return statuses_of(step), blocks_of(step), kernel.cache[numbers_key(x)].kwargs
-
-    assert assert_all_ok(run_ranks(program, 4)) == [({"add64": "tuned"}, {"add64": 16}, {"BLOCK": 16})] * 4
+@on_ranks(4)
+def test_what_the_ranks_of_this_group_have_not_agreed_does_not_count(rank, by):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    bench, x = Bench(), numbers()
+    kernel = bench.kernel({16: 1.0, 32: 2.0, 64: 3.0})
+    if by == "stock":
+        kernel.cache[numbers_key(x)] = kernel.configs[1 + rank % 2]
+    elif by == "a session of one rank":
+        own = bench.kernel({16: 1.0, 32: 0.1 if rank else 5.0})
+        own.cache = kernel.cache
+        warnings.filterwarnings("ignore", message=".*is tuned without is_dist=True")
+        bench.tune(lambda: launch(kernel, x), cache=False)()
+    else:
+        kernel.fn.ms = {16: 3.0, 32: 1.0 + 4 * (rank % 2), 64: 2.0}
+        tune(bench, lambda: launch(kernel, x), group=groups[rank % 2])()
+        assert kernel.cache[numbers_key(x)].kwargs["BLOCK"] == (64 if rank % 2 else 32)
+        kernel.fn.ms = {16: 1.0, 32: 2.0, 64: 3.0}
+    step = tune(bench, lambda: launch(kernel, x))
+    step()
+    assert (statuses_of(step), blocks_of(step), kernel.cache[numbers_key(x)].kwargs) == (
+        {"add64": "tuned"},
+        {"add64": 16},
+        {"BLOCK": 16},
+    )
 
 
 # ---- after an upgrade

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
+from operation_runs import on_ranks
 from rank_programs import ending, tune, tuned_step
 
 from dist_autotune import NoValidConfig
@@ -148,18 +149,19 @@ def test_all_configs_fail(failing):
         assert then == "returned tensor"  # the next call starts anew
 
 
-def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(monkeypatch):
+@on_ranks(2)
+def test_a_config_that_does_not_load_on_one_rank_is_banned_before_it_is_tried(rank, monkeypatch):
     # Nothing loads in the interpreter: the place where it would is made to fail on one rank.
-    def program(rank):
-        def plan(launch, configs, hooks_s):
-            failing = [c for c, config in configs.items() if config.kwargs["BLOCK"] == 32 and rank]
-            return dispatcher.preflight.Planned(reasons=dict.fromkeys(failing, "no room"))
+    def plan(launch, configs, hooks_s):
+        failing = [c for c, config in configs.items() if config.kwargs["BLOCK"] == 32 and rank]
+        return dispatcher.preflight.Planned(reasons=dict.fromkeys(failing, "no room"))
 
-        monkeypatch.setattr(dispatcher.interception, "is_interpreted", lambda: False)
-        monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: -1)
-        monkeypatch.setattr(dispatcher.preflight, "plan", plan)
-        step, bench = tuned_step({16: 3.0, 32: 1.0, 64: 2.0})
-        step()
-        return bench.blocks(), list(step.report.contexts[0].banned.values())
-
-    assert assert_all_ok(run_ranks(program, 2)) == [([16, 64, 64], ["rank 1: no room"])] * 2
+    monkeypatch.setattr(dispatcher.interception, "is_interpreted", lambda: False)
+    monkeypatch.setattr(dispatcher.preflight, "current_device", lambda: -1)
+    monkeypatch.setattr(dispatcher.preflight, "plan", plan)
+    step, bench = tuned_step({16: 3.0, 32: 1.0, 64: 2.0})
+    step()
+    assert (bench.blocks(), list(step.report.contexts[0].banned.values())) == (
+        [16, 64, 64],
+        ["rank 1: no room"],
+    )

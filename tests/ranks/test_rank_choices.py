@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from kernels_for_tests import Bench
+from operation_runs import on_ranks
 from rank_programs import ending, own_cache, tune
 
 from dist_autotune import tunable
@@ -71,53 +72,47 @@ def test_a_result_that_one_rank_alone_knows_is_taken_once_all_have_it(holder, mo
     assert assert_all_ok(again) == [(8, taken)] * 2
 
 
-def test_without_a_cache_another_function_of_the_process_takes_what_the_ranks_agreed_on(monkeypatch):
-    def program(rank):
-        Choosing(times_of(rank), cache=False).tuned()
-        monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
-        choosing = Choosing(times_of(rank), cache=False)
-        return choosing.tuned(), choosing.taken
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(8, [8])] * 2
+@on_ranks(2)
+def test_without_a_cache_another_function_of_the_process_takes_what_the_ranks_agreed_on(rank, monkeypatch):
+    Choosing(times_of(rank), cache=False).tuned()
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "strict")
+    choosing = Choosing(times_of(rank), cache=False)
+    assert (choosing.tuned(), choosing.taken) == (8, [8])
 
 
 @pytest.mark.parametrize("mode", ["strict", "cached"])
 @pytest.mark.parametrize("name", ["choosing", "another"])  # what another one has tuned counts, too
-def test_what_ranks_have_on_disk_counts_before_a_result_of_another_cache_in_memory(name, mode, monkeypatch):
-    def program(rank):
-        for fast in (4, 8):
-            Choosing({**dict.fromkeys(OPTIONS, 9.0), fast: 1.0}, cache=f"cache-{fast}").tuned()
-        monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-        by_cache = [Choosing(times_of(rank), cache=f"cache-{fast}", name=name) for fast in (4, 8)]
-        for choosing in (*by_cache, *by_cache):  # by turns
-            choosing.tuned()
-        return [choosing.taken for choosing in by_cache]
-
-    assert assert_all_ok(run_ranks(program, 2)) == [[[4, 4], [8, 8]]] * 2
-
-
-@pytest.mark.filterwarnings("ignore:.* is tuned without is_dist=True")
-def test_a_function_that_does_not_agree_with_them_takes_the_first_option_until_one_has_agreed():
-    def program(rank):
-        alone = Choosing(times_of(rank), is_dist=False, name="alone")
-        before = alone.tuned(), alone.ask(), alone.tuned.report.contexts
-        together = Choosing(times_of(rank))
-        together.tuned()
-        return before, alone.tuned(), alone.ask()
-
-    assert assert_all_ok(run_ranks(program, 2)) == [((None, None, ()), 8, 8)] * 2
+@on_ranks(2)
+def test_what_ranks_have_on_disk_counts_before_a_result_of_another_cache_in_memory(
+    rank, name, mode, monkeypatch
+):
+    for fast in (4, 8):
+        Choosing({**dict.fromkeys(OPTIONS, 9.0), fast: 1.0}, cache=f"cache-{fast}").tuned()
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    by_cache = [Choosing(times_of(rank), cache=f"cache-{fast}", name=name) for fast in (4, 8)]
+    for choosing in (*by_cache, *by_cache):  # by turns
+        choosing.tuned()
+    assert [choosing.taken for choosing in by_cache] == [[4, 4], [8, 8]]
 
 
 @pytest.mark.filterwarnings("ignore:.* is tuned without is_dist=True")
-def test_a_function_of_fewer_ranks_does_not_choose_for_the_others():
-    def program(rank):
-        pair = dist.new_group([0, 1])
-        mine = {} if rank == 2 else {"group": pair}
-        choosing = Choosing(times_of(rank), is_dist=rank < 2, **mine)
-        choosing.among = dist.group.WORLD
-        return choosing.tuned(), choosing.ask()
+@on_ranks(2)
+def test_a_function_that_does_not_agree_with_them_takes_the_first_option_until_one_has_agreed(rank):
+    alone = Choosing(times_of(rank), is_dist=False, name="alone")
+    before = alone.tuned(), alone.ask(), alone.tuned.report.contexts
+    together = Choosing(times_of(rank))
+    together.tuned()
+    assert (before, alone.tuned(), alone.ask()) == ((None, None, ()), 8, 8)
 
-    assert assert_all_ok(run_ranks(program, 3)) == [(None, None)] * 3
+
+@pytest.mark.filterwarnings("ignore:.* is tuned without is_dist=True")
+@on_ranks(3)
+def test_a_function_of_fewer_ranks_does_not_choose_for_the_others(rank):
+    pair = dist.new_group([0, 1])
+    mine = {} if rank == 2 else {"group": pair}
+    choosing = Choosing(times_of(rank), is_dist=rank < 2, **mine)
+    choosing.among = dist.group.WORLD
+    assert (choosing.tuned(), choosing.ask()) == (None, None)
 
 
 def test_results_of_groups_that_overlap_are_told_apart_outside():

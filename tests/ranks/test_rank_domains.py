@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources, records
+from operation_runs import on_ranks
 from rank_programs import (
     SHORT_S,
     TIMEOUT_S,
@@ -92,16 +93,14 @@ def test_a_rank_that_dies_is_named_in_its_row_and_in_its_column_and_missed_by_no
     assert three == ["returned", (1,)]
 
 
-def test_a_function_of_another_group_inside_a_call_agrees_on_the_group_of_the_call():
-    def program(rank):
-        row, column = grid(rank)
-        inner, bench = tuned_step({16: 1.0 + rank, 32: 2.5}, group=row)
-        outer = tune(bench, inner, group=column, name="outer")
-        outer()
-        return inner.report, list(blocks_of(outer).values()), outer.report.runs
-
+@on_ranks(4)
+def test_a_function_of_another_group_inside_a_call_agrees_on_the_group_of_the_call(rank):
+    row, column = grid(rank)
+    inner, bench = tuned_step({16: 1.0 + rank, 32: 2.5}, group=row)
+    outer = tune(bench, inner, group=column, name="outer")
+    outer()
     # The columns {0, 2} and {1, 3} decide, not the rows; and both make the same runs, so nothing waits.
-    assert assert_all_ok(run_ranks(program, 4)) == [(None, [32], 3)] * 4
+    assert (inner.report, list(blocks_of(outer).values()), outer.report.runs) == (None, [32], 3)
 
 
 def test_a_function_inside_a_tuned_function_costs_no_exchange_of_its_own():

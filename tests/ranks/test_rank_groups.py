@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from kernels_for_tests import Bench, double, launch, numbers, records
+from operation_runs import on_ranks
 from rank_programs import SHORT_S, TIMEOUT_S, blocks_of, ending, grid, statuses_of, tune, tuned_step
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -46,13 +47,11 @@ def test_names_of_absent_ranks_are_global():
     assert "for rank 3 to agree" in text
 
 
-def test_is_dist_without_a_process_group_is_one_rank():
-    def program(rank):
-        step, bench = tuned_step({16: 2.0, 32: 1.0})
-        step()
-        return dist.is_initialized(), step.report.world_size, bench.blocks()
-
-    assert assert_all_ok(run_ranks(program, 2, init="none")) == [(False, 1, [16, 32, 32])] * 2
+@on_ranks(2, init="none")
+def test_is_dist_without_a_process_group_is_one_rank(rank):
+    step, bench = tuned_step({16: 2.0, 32: 1.0})
+    step()
+    assert (dist.is_initialized(), step.report.world_size, bench.blocks()) == (False, 1, [16, 32, 32])
 
 
 @pytest.mark.parametrize("what", ["world of one", "group of one", "is_dist=False"])
@@ -95,38 +94,32 @@ def test_one_function_on_one_group_then_another():
         assert [winner for winner, _ in winners] == ([16, 32, 16] if rank < 2 else [32, 32, 32])
 
 
-def test_sessions_back_to_back_hear_no_stale_message():
-    def program(rank):
-        winners = []
-        for n in range(12):
-            fast = 16 if n % 2 else 32
-            step, _ = tuned_step(
-                {16: 1.0 if fast == 16 else 2.0 + rank, 32: 1.0 if fast == 32 else 2.0 + rank}
-            )
-            step()
-            winners += blocks_of(step).values()
-        return winners
-
-    assert assert_all_ok(run_ranks(program, 3)) == [[32, 16] * 6] * 3
+@on_ranks(3)
+def test_sessions_back_to_back_hear_no_stale_message(rank):
+    winners = []
+    for n in range(12):
+        fast = 16 if n % 2 else 32
+        step, _ = tuned_step({16: 1.0 if fast == 16 else 2.0 + rank, 32: 1.0 if fast == 32 else 2.0 + rank})
+        step()
+        winners += blocks_of(step).values()
+    assert winners == [32, 16] * 6
 
 
-def test_functions_called_in_different_order_are_a_mismatch_not_a_wrong_answer():
-    def program(rank):
-        first, _ = tuned_step({16: 1.0, 32: 2.0}, name="first", mode="online")
-        second, _ = tuned_step({16: 1.0, 32: 2.0}, double, name="second", mode="online")
-        for step in (first, second):
-            step()
-        order = [first, second] if rank else [second, first]
-        endings = [ending(step) for step in order]
-        return endings, [ending(step).partition("(")[0] for step in (first, second, first, second)]
-
-    for endings, then in assert_all_ok(run_ranks(program, 2)):
-        said = [text.partition(". ")[0] for text in endings]
-        assert said == [
-            "RankMismatch: ranks differ in the tuned function: rank 0: second; rank 1: first",
-            "RankMismatch: ranks differ in the tuned function: rank 0: first; rank 1: second",
-        ]
-        assert then == ["returned tensor"] * 4
+@on_ranks(2)
+def test_functions_called_in_different_order_are_a_mismatch_not_a_wrong_answer(rank):
+    first, _ = tuned_step({16: 1.0, 32: 2.0}, name="first", mode="online")
+    second, _ = tuned_step({16: 1.0, 32: 2.0}, double, name="second", mode="online")
+    for step in (first, second):
+        step()
+    order = [first, second] if rank else [second, first]
+    endings = [ending(step) for step in order]
+    endings, then = endings, [ending(step).partition("(")[0] for step in (first, second, first, second)]
+    said = [text.partition(". ")[0] for text in endings]
+    assert said == [
+        "RankMismatch: ranks differ in the tuned function: rank 0: second; rank 1: first",
+        "RankMismatch: ranks differ in the tuned function: rank 0: first; rank 1: second",
+    ]
+    assert then == ["returned tensor"] * 4
 
 
 def test_the_process_group_may_end_and_begin_again():
@@ -150,22 +143,20 @@ def test_the_process_group_may_end_and_begin_again():
     assert zero == one == ([16, 32, 32], 1)
 
 
-def test_first_calls_of_a_group_on_several_threads_make_one(monkeypatch):
-    def program(rank):
-        both = threading.Barrier(2)
+@on_ranks(2)
+def test_first_calls_of_a_group_on_several_threads_make_one(rank, monkeypatch):
+    both = threading.Barrier(2)
 
-        class MadeAtOnce(ProcessGroup):
-            def __init__(self, own: dist.ProcessGroup) -> None:
-                super().__init__(own)
-                both.wait(TIMEOUT_S)
+    class MadeAtOnce(ProcessGroup):
+        def __init__(self, own: dist.ProcessGroup) -> None:
+            super().__init__(own)
+            both.wait(TIMEOUT_S)
 
-        monkeypatch.setattr(rank_group, "ProcessGroup", MadeAtOnce)
-        groups = rank_group.Groups()
-        with ThreadPoolExecutor(2) as pool:
-            one, other = pool.map(groups.of, [None, None])
-        return one is other is groups.of(None), one.ranks
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(True, (0, 1))] * 2
+    monkeypatch.setattr(rank_group, "ProcessGroup", MadeAtOnce)
+    groups = rank_group.Groups()
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(groups.of, [None, None])
+    assert (one is other is groups.of(None), one.ranks) == (True, (0, 1))
 
 
 # ---- a DeviceMesh for a group

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
+from operation_runs import on_ranks
 from rank_programs import blocks_of, ending, run_until_settled, tune
 
 from ranks import assert_all_ok, run_ranks
@@ -39,23 +40,21 @@ def test_keys_of_some_ranks_are_agreed_among_those():
     assert others == [(3, {"add64": 16, "add16": 32}, [16, 32, 32], [16, 32, 16])] * 2
 
 
-def test_ranks_may_launch_in_different_order_and_number():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        first = bench.kernel({16: 1.0 + rank, 32: 1.5})
-        second = bench.kernel({16: 3.0, 32: 2.0 - rank}, double)
+@on_ranks(2)
+def test_ranks_may_launch_in_different_order_and_number(rank):
+    bench, x = Bench(), numbers()
+    first = bench.kernel({16: 1.0 + rank, 32: 1.5})
+    second = bench.kernel({16: 3.0, 32: 2.0 - rank}, double)
 
-        def thunk():
-            if rank:
-                launch(second, x), launch(second, x), launch(first, x)
-            else:
-                launch(first, x), launch(second, x)
+    def thunk():
+        if rank:
+            launch(second, x), launch(second, x), launch(first, x)
+        else:
+            launch(first, x), launch(second, x)
 
-        step = tune(bench, thunk)
-        step()
-        return step.report.runs, blocks_of(step)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(3, {"add64": 32, "double64": 32})] * 2
+    step = tune(bench, thunk)
+    step()
+    assert (step.report.runs, blocks_of(step)) == (3, {"add64": 32, "double64": 32})
 
 
 def test_what_fails_for_the_key_of_one_rank_is_not_banned_for_the_keys_of_others():
@@ -113,18 +112,19 @@ def test_ranks_that_launch_nothing_keep_in_step(mode, agree):
     ],
     ids=["sixty-four", "one", "zero", "numpy", "None", "dtype"],
 )
-def test_values_that_are_one_key_of_a_dict_are_one_key_of_all_ranks(values):
+@on_ranks(3)
+def test_values_that_are_one_key_of_a_dict_are_one_key_of_all_ranks(rank, values):
     # Not a numpy number beside a Python one: it has a dtype, which stock Triton takes into the key.
-    def program(rank):
-        bench = Bench()
-        kernel = bench.kernel({16: 1.0 + rank, 32: 2.5})
-        run = kernel.fn.run
-        kernel.fn.run = lambda x, y, n, **kwargs: run(x, y, 64, **kwargs)
-        step = tune(bench, lambda: kernel[(4,)](numbers(), torch.zeros(64), values[rank]))
-        step()
-        return step.report.runs, [context.config.kwargs["BLOCK"] for context in step.report.contexts]
-
-    assert assert_all_ok(run_ranks(program, 3)) == [(3, [32])] * 3
+    bench = Bench()
+    kernel = bench.kernel({16: 1.0 + rank, 32: 2.5})
+    run = kernel.fn.run
+    kernel.fn.run = lambda x, y, n, **kwargs: run(x, y, 64, **kwargs)
+    step = tune(bench, lambda: kernel[(4,)](numbers(), torch.zeros(64), values[rank]))
+    step()
+    assert (step.report.runs, [context.config.kwargs["BLOCK"] for context in step.report.contexts]) == (
+        3,
+        [32],
+    )
 
 
 # ---- keys that hold a rank or a local size

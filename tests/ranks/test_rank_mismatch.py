@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from kernels_for_tests import EMULATIONS, Bench, launch, numbers
+from operation_runs import on_ranks
 from rank_programs import blocks_of, ending, tune, tune_on_disk
 
 import dist_autotune.tuner.function_state
@@ -25,14 +26,12 @@ MS = {16: 1.0, 32: 3.0, 64: 2.0}
         ("search", ({"n_repeat": None, "n_warmup": None}, {"search": "racing"}), ("auto", "racing")),
     ],
 )
-def test_options_that_differ(name, options, values):
-    def program(rank):
-        changed = options[0] | (options[1] if rank == 2 else {})
-        return ending(lambda: tune_on_disk(rank, MS, **{"n_repeat": 1, **changed}))
-
-    for text in assert_all_ok(run_ranks(program, 3)):
-        told = f"ranks differ in the option {name}: rank 0: {values[0]}; rank 2: {values[1]}. All ranks must"
-        assert text.startswith(f"RankMismatch: {told} run")
+@on_ranks(3)
+def test_options_that_differ(rank, name, options, values):
+    changed = options[0] | (options[1] if rank == 2 else {})
+    text = ending(lambda: tune_on_disk(rank, MS, **{"n_repeat": 1, **changed}))
+    told = f"ranks differ in the option {name}: rank 0: {values[0]}; rank 2: {values[1]}. All ranks must"
+    assert text.startswith(f"RankMismatch: {told} run")
 
 
 @pytest.mark.parametrize(
@@ -57,24 +56,21 @@ def test_versions_that_differ(what, replace, monkeypatch):
     assert zero == one
 
 
-def test_functions_of_different_source_or_name():
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel(MS)
+@on_ranks(2)
+def test_functions_of_different_source_or_name(rank):
+    bench, x = Bench(), numbers()
+    kernel = bench.kernel(MS)
 
-        def one(x):
-            return launch(kernel, x)
+    def one(x):
+        return launch(kernel, x)
 
-        def other(x):
-            return 0 + launch(kernel, x)
+    def other(x):
+        return 0 + launch(kernel, x)
 
-        by_name = ending(lambda: tune(bench, other if rank else one)(x))
-        by_source = ending(lambda: tune(bench, other if rank else one, name="step")(x))
-        return by_name, by_source
-
-    for by_name, by_source in assert_all_ok(run_ranks(program, 2)):
-        assert by_name.startswith("RankMismatch: ranks differ in the tuned function: rank 0: ")
-        assert by_source.startswith("RankMismatch: ranks differ in the source of the tuned function: ")
+    by_name = ending(lambda: tune(bench, other if rank else one)(x))
+    by_source = ending(lambda: tune(bench, other if rank else one, name="step")(x))
+    assert by_name.startswith("RankMismatch: ranks differ in the tuned function: rank 0: ")
+    assert by_source.startswith("RankMismatch: ranks differ in the source of the tuned function: ")
 
 
 KERNEL = """

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers, records
+from operation_runs import on_ranks
 from rank_programs import (
     SHORT_S,
     TIMEOUT_S,
@@ -303,16 +304,17 @@ def test_a_key_that_is_launched_seldom_takes_its_result_from_disk_and_waits_for_
         assert ended == ([32, 32, 32], (), [])
 
 
-def test_a_sweep_over_shapes_tunes_every_shape_on_all_ranks():
-    def program(rank):
-        bench = Bench()
-        kernel = bench.kernel({16: 3.0, 32: 1.0 + rank})
-        step = tune(bench, lambda n: launch(kernel, numbers(n)))
-        for n in (16, 24, 32, 40):
-            step(n)
-        return bench.blocks(), [config.kwargs["BLOCK"] for config in kernel.cache.values()]
-
-    assert assert_all_ok(run_ranks(program, 2)) == [([16, 32, 32] + [32, 32, 16, 32] * 3, [32] * 4)] * 2
+@on_ranks(2)
+def test_a_sweep_over_shapes_tunes_every_shape_on_all_ranks(rank):
+    bench = Bench()
+    kernel = bench.kernel({16: 3.0, 32: 1.0 + rank})
+    step = tune(bench, lambda n: launch(kernel, numbers(n)))
+    for n in (16, 24, 32, 40):
+        step(n)
+    assert (bench.blocks(), [config.kwargs["BLOCK"] for config in kernel.cache.values()]) == (
+        [16, 32, 32] + [32, 32, 16, 32] * 3,
+        [32] * 4,
+    )
 
 
 def test_training_is_bit_equal_to_the_same_configs_without_the_tuner():
@@ -350,17 +352,15 @@ def test_training_is_bit_equal_to_the_same_configs_without_the_tuner():
     assert one == one_bare
 
 
-def test_one_run_and_one_exchange_a_call():
-    def program(rank):
-        bench, x, counts = Bench(), numbers(), []
-        kernel = bench.kernel({16: 1.0 + rank, 32: 1.5, 64: 9.0})
-        step = tune(bench, lambda: launch(kernel, x), mode="online")
-        for _ in range(6):
-            assert torch.equal(step(), x + 1)
-            counts.append((len(bench.blocks()), step.settled))
-        return counts, bench.blocks(), len(exchanges(rank)), step.report.runs
-
-    for counts, blocks, exchanged, runs in assert_all_ok(run_ranks(program, 2)):
-        assert counts == [(1, False), (2, False), (3, True), (4, True), (5, True), (6, True)]
-        assert blocks == [16, 32, 64, 32, 32, 32]
-        assert (exchanged, runs) == (4, 3)  # the opening, then one for each trial
+@on_ranks(2)
+def test_one_run_and_one_exchange_a_call(rank):
+    bench, x, counts = Bench(), numbers(), []
+    kernel = bench.kernel({16: 1.0 + rank, 32: 1.5, 64: 9.0})
+    step = tune(bench, lambda: launch(kernel, x), mode="online")
+    for _ in range(6):
+        assert torch.equal(step(), x + 1)
+        counts.append((len(bench.blocks()), step.settled))
+    counts, blocks, exchanged, runs = counts, bench.blocks(), len(exchanges(rank)), step.report.runs
+    assert counts == [(1, False), (2, False), (3, True), (4, True), (5, True), (6, True)]
+    assert blocks == [16, 32, 64, 32, 32, 32]
+    assert (exchanged, runs) == (4, 3)  # the opening, then one for each trial

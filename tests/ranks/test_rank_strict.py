@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from kernels_for_tests import Bench, launch, numbers
+from operation_runs import on_ranks
 from process_states import has_ended
 from rank_programs import SHORT_S, TIMEOUT_S, ending, own_cache, set_patience, tune, wait_for
 
@@ -69,15 +70,13 @@ def test_in_the_first_call_the_ranks_that_lack_a_result_raise_and_the_others_lea
         assert blocks == ([32] if rank in lacking else [32, 32])
 
 
-def test_in_a_settled_call_all_that_lack_a_result_raise_and_stay_in_step(shipped):
-    def program(rank):
-        bench, step = step_of(rank)
-        step([64])
-        errors = [kind(lambda: step([100])) for _ in range(3)]
-        another = tune(bench, lambda: [launch(bench.kernel({16: 3.0}), numbers())])
-        return errors, kind(lambda: step([64])), kind(another)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(["NotTuned"] * 3, "returned ", "returned ")] * 2
+@on_ranks(2)
+def test_in_a_settled_call_all_that_lack_a_result_raise_and_stay_in_step(rank, shipped):
+    bench, step = step_of(rank)
+    step([64])
+    errors = [kind(lambda: step([100])) for _ in range(3)]
+    another = tune(bench, lambda: [launch(bench.kernel({16: 3.0}), numbers())])
+    assert (errors, kind(lambda: step([64])), kind(another)) == (["NotTuned"] * 3, "returned ", "returned ")
 
 
 @pytest.mark.parametrize("settled", [False, True], ids=["first call", "settled call"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels_for_tests import Bench, is_outside, launch, numbers, records
+from operation_runs import on_ranks
 from process_states import has_ended
 from rank_programs import (
     IN_TIME_S,
@@ -137,20 +138,18 @@ def test_ranks_that_never_call_are_named(init, absent):
     assert SHORT_S - 0.1 < max(waited_s) < IN_TIME_S
 
 
-def test_a_rank_absent_from_a_settled_call_is_missed_by_nobody():
-    def program(rank):
-        step, _, x = failing_step(rank, fails={}, at_run=0)
+@on_ranks(3)
+def test_a_rank_absent_from_a_settled_call_is_missed_by_nobody(rank):
+    step, _, x = failing_step(rank, fails={}, at_run=0)
+    step()
+    set_patience(step, SHORT_S)
+    if rank == 1:
+        wait_for(lambda: Path("done-0").exists() and Path("done-2").exists())
+    for _ in range(3):
         step()
-        set_patience(step, SHORT_S)
-        if rank == 1:
-            wait_for(lambda: Path("done-0").exists() and Path("done-2").exists())
-        for _ in range(3):
-            step()
-        Path(f"done-{rank}").touch()
-        assert step.settled
-        return torch.equal(step(), x + 1)
-
-    assert assert_all_ok(run_ranks(program, 3)) == [True] * 3
+    Path(f"done-{rank}").touch()
+    assert step.settled
+    assert torch.equal(step(), x + 1)
 
 
 # ---- slow, because it compiles

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernels_for_tests import Bench, accumulate, launch, numbers
+from operation_runs import on_ranks
 from rank_programs import Boom, blocks_of, ending, tune
 
 from ranks import assert_all_ok, run_ranks
@@ -54,21 +55,19 @@ def test_a_rank_that_raises_leaves_its_own_run_on_every_rank():
     assert zero[1] == one[1] == {"accumulate64": 32}
 
 
-def test_ranks_tune_a_new_key_together_when_one_of_them_cannot_put_its_call_back():
-    def program(rank):
-        bench, y = Bench(), torch.zeros(64)
-        kernel, other = in_place(bench), bench.kernel(MS)
+@on_ranks(2)
+def test_ranks_tune_a_new_key_together_when_one_of_them_cannot_put_its_call_back(rank):
+    bench, y = Bench(), torch.zeros(64)
+    kernel, other = in_place(bench), bench.kernel(MS)
 
-        def thunk(n):
-            if rank == 0:
-                launch(kernel, numbers(), y)
-            launch(other, numbers(n))
+    def thunk(n):
+        if rank == 0:
+            launch(kernel, numbers(), y)
+        launch(other, numbers(n))
 
-        step = tune(bench, thunk)
-        sizes = 8, 8, 16, 16, 16, 16, 16
-        for n in sizes:
-            step(n)
-        assert torch.equal(y, len(sizes) * numbers() if rank == 0 else torch.zeros(64))
-        return step.settled, bench.blocks("add", n=16)[-1]
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(True, 32)] * 2
+    step = tune(bench, thunk)
+    sizes = 8, 8, 16, 16, 16, 16, 16
+    for n in sizes:
+        step(n)
+    assert torch.equal(y, len(sizes) * numbers() if rank == 0 else torch.zeros(64))
+    assert (step.settled, bench.blocks("add", n=16)[-1]) == (True, 32)

@@ -5,6 +5,7 @@ import functools
 import pytest
 import triton
 from kernels_for_tests import Bench, launch, numbers, only, winner
+from operation_runs import on_ranks
 from rank_programs import ending, tune
 
 from dist_autotune.triton_api import identity
@@ -35,31 +36,27 @@ def test_another_heuristic_is_another_kernel_to_the_cache():
         assert only(tuned.report).status == status
 
 
-def test_ranks_whose_heuristics_differ_are_told():
-    def program(rank):
-        bench = Bench()
-        kernel = with_heuristic(bench, even_of_another_day if rank else even)
-        return ending(tune(bench, lambda: launch(kernel, numbers())))
-
-    for end in assert_all_ok(run_ranks(program, 2)):
-        assert end.startswith("RankMismatch: ranks differ in the source of kernel add.EVEN")
+@on_ranks(2)
+def test_ranks_whose_heuristics_differ_are_told(rank):
+    bench = Bench()
+    kernel = with_heuristic(bench, even_of_another_day if rank else even)
+    end = ending(tune(bench, lambda: launch(kernel, numbers())))
+    assert end.startswith("RankMismatch: ranks differ in the source of kernel add.EVEN")
 
 
-def test_a_hook_and_a_heuristic_may_capture_their_rank():
-    def program(rank):
-        def hook(arguments):
-            hooked.append(rank)
+@on_ranks(2)
+def test_a_hook_and_a_heuristic_may_capture_their_rank(rank):
+    def hook(arguments):
+        hooked.append(rank)
 
-        bench, hooked = Bench(), []
-        configs = [triton.Config({"BLOCK": block}, pre_hook=hook) for block in (16, 32)]
-        kernel = bench.kernel({16: 3.0, 32: 1.0}, configs=configs)
-        heuristic = lambda arguments: rank >= 0  # noqa: E731
-        kernel.fn = triton.runtime.autotuner.Heuristics(kernel.fn, kernel.arg_names, {"EVEN": heuristic})
-        tuned = tune(bench, lambda: launch(kernel, numbers()))
-        tuned()
-        return winner(only(tuned.report)), set(hooked) == {rank}
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(32, True)] * 2
+    bench, hooked = Bench(), []
+    configs = [triton.Config({"BLOCK": block}, pre_hook=hook) for block in (16, 32)]
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, configs=configs)
+    heuristic = lambda arguments: rank >= 0  # noqa: E731
+    kernel.fn = triton.runtime.autotuner.Heuristics(kernel.fn, kernel.arg_names, {"EVEN": heuristic})
+    tuned = tune(bench, lambda: launch(kernel, numbers()))
+    tuned()
+    assert (winner(only(tuned.report)), set(hooked) == {rank}) == (32, True)
 
 
 def note(names, arguments, *, width=1):
