@@ -83,12 +83,10 @@ def poll_until(signal_ptr, epoch, patience_ticks, FENCE: tl.constexpr, SCOPE: tl
     """
     TARGET: tl.constexpr = compiled_for()
     HAS_CLOCK: tl.constexpr = TARGET == "cuda"
-    PER_TICK: tl.constexpr = POLLS_PER_TICK_AMD if TARGET == "hip" else POLLS_PER_TICK_CPU
-    POLLS: tl.constexpr = POLLS_PER_ROUND if HAS_CLOCK else PER_TICK
-    ROUNDS_PER_TICK: tl.constexpr = MOST_ROUNDS_PER_TICK if HAS_CLOCK else 1
+    POLLS: tl.constexpr = polls_per_round(TARGET)
     # Adding 0 compiles to one thread's ld.acquire and a broadcast; a compare-and-swap would be a real RMW.
     value = tl.atomic_add(signal_ptr, 0, sem="acquire", scope=SCOPE)
-    rounds_left = patience_ticks * ROUNDS_PER_TICK
+    rounds_left = rounds_of(patience_ticks, HAS_CLOCK)
     began = 0  # until the clock has been read
     polls = 0  # of the round
     while (value - epoch < 0) & (rounds_left > 0):
@@ -98,7 +96,7 @@ def poll_until(signal_ptr, epoch, patience_ticks, FENCE: tl.constexpr, SCOPE: tl
         polls += 1
         if polls == POLLS:
             polls = 0
-            rounds_left, began = _after_round(rounds_left, began, patience_ticks, HAS_CLOCK)
+            rounds_left, began = after_round(rounds_left, began, patience_ticks, HAS_CLOCK)
     if FENCE:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -106,8 +104,20 @@ def poll_until(signal_ptr, epoch, patience_ticks, FENCE: tl.constexpr, SCOPE: tl
     return value
 
 
+@triton.constexpr_function
+def polls_per_round(target):
+    """Return after how many polls a wait asks whether it has lasted long enough."""
+    return {"cuda": POLLS_PER_ROUND, "hip": POLLS_PER_TICK_AMD}.get(target, POLLS_PER_TICK_CPU)
+
+
 @triton.jit
-def _after_round(rounds_left, began, patience_ticks, HAS_CLOCK: tl.constexpr):
+def rounds_of(patience_ticks, HAS_CLOCK: tl.constexpr):
+    """Return how many rounds of polls a wait lasts at most."""
+    return patience_ticks * MOST_ROUNDS_PER_TICK if HAS_CLOCK else patience_ticks
+
+
+@triton.jit
+def after_round(rounds_left, began, patience_ticks, HAS_CLOCK: tl.constexpr):
     """Return how many rounds of polls are left, none behind the patience, and when the first one ended."""
     rounds_left -= 1
     if HAS_CLOCK:
@@ -117,41 +127,6 @@ def _after_round(rounds_left, began, patience_ticks, HAS_CLOCK: tl.constexpr):
         is_late = in_any_thread(tl.where(now - began > patience_ticks, 1, 0))
         rounds_left = tl.where(is_late != 0, 0, rounds_left)
     return rounds_left, began
-
-
-@triton.jit
-def poll_words(words_ptr, mask, stamp, patience_ticks):
-    """Spin until the upper halves of all int64 words are `stamp`, an int32, or patience has ended.
-
-    Return the words and whether all have it. words_ptr, mask: a block. Each word is stored whole, so its
-    lower half is that of its stamp; no memory beside the words is ordered by this.
-    """
-    TARGET: tl.constexpr = compiled_for()
-    HAS_CLOCK: tl.constexpr = TARGET == "cuda"
-    PER_TICK: tl.constexpr = POLLS_PER_TICK_AMD if TARGET == "hip" else POLLS_PER_TICK_CPU
-    POLLS: tl.constexpr = POLLS_PER_ROUND if HAS_CLOCK else PER_TICK
-    ROUNDS_PER_TICK: tl.constexpr = MOST_ROUNDS_PER_TICK if HAS_CLOCK else 1
-    words = tl.load(words_ptr, mask=mask, other=0, volatile=True)
-    missing = _without_stamp(words, mask, stamp)
-    rounds_left = patience_ticks * ROUNDS_PER_TICK
-    began = 0
-    polls = 0
-    while (missing > 0) & (rounds_left > 0):
-        if TARGET == "cpu":
-            leave_the_core(SLEEP_CPU_S)
-        words = tl.load(words_ptr, mask=mask, other=0, volatile=True)
-        missing = _without_stamp(words, mask, stamp)
-        polls += 1
-        if polls == POLLS:
-            polls = 0
-            rounds_left, began = _after_round(rounds_left, began, patience_ticks, HAS_CLOCK)
-    return words, missing == 0
-
-
-@triton.jit
-def _without_stamp(words, mask, stamp):
-    """Return 1 if a word of the block has another stamp, else 0."""
-    return tl.max(tl.where(mask & ((words >> 32).to(tl.int32) != stamp), 1, 0), axis=0)
 
 
 @triton.jit

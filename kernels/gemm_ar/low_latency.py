@@ -13,14 +13,18 @@ A launch on rank r, by any number of programs:
     take tickets, which count the call, one by one; a ticket is a part of a row, as long as there are some:
         store that part, stamped, to mail[c % 2, r] of every peer
     when all parts have been taken, for each of some parts:
-        wait until its words of mail[c % 2, p] have the stamp c, for every peer p
+        wait until the words of mail[c % 2, p] have the stamp c, for all peers p together
         add what ranks 0, 1, ... sent, end and write it
 
 **The call is counted on the device**: eager calls and replayed graphs do the same. The program that takes the
-last ticket of a launch adds what is left of TICKETS.
+last ticket of a launch adds what is left of TICKETS, at its end.
 
 **It ends**, with room for one program on each rank: none waits before all parts have been taken by programs
 that have begun, and those send them without waiting.
+
+**The product may have sent the words** (`sending`), to this rank, too. Then nobody sends here, and a rank's
+own words are found as a peer's are. It ends as all programs of that kernel have begun when this one does, and
+wait for nobody. What a peer does makes no difference to this rank.
 
 **Nothing is overwritten too early**, as two buffers take turns. Rank r writes mail[c % 2, r] of rank p in
 call c. Before, r ended call c - 1, in which it waited for words that p sent in c - 1; so on p call c - 2 had
@@ -30,9 +34,6 @@ ended, which read what is overwritten. This needs that each call waits for every
 none, has a stamp other than c (for 2**32 calls).
 
 **Sums have the same bits on all ranks, and every wait has a bound**, as in `pull`.
-
-Measured (two H200, 2026-11-26, in graphs, product included): 1 and 8 rows of 8192 x 8192 take 0.027 and 0.028
-ms, in one shot 0.030, by NCCL 0.033 and 0.034.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..configs import take_first
+from ..compat import compiled_for, leave_the_core
+from ..configs import capability, take_first
 from ..launches.settled import SettledLaunches
-from ..signals import poll_words, record_failure
+from ..signals import SLEEP_CPU_S, after_round, polls_per_round, record_failure, rounds_of
 from ..symm import SymmetricMemory
 from .rows import (
     Ends,
@@ -56,11 +58,12 @@ from .rows import (
     addresses_of,
     candidate,
     end_row,
+    load_ending,
     prune,
     with_norms,
 )
 
-MOST_ROWS = 32  # more are many words
+MOST_ROWS = 64  # more are many words
 MOST_COLUMNS = 2**18
 TICKET_BITS = tl.constexpr(24)
 TICKETS = tl.constexpr(1 << 24)  # above those of any call: a ticket for each part, and one for each program
@@ -95,7 +98,7 @@ class Mail(NamedTuple):
 
 @triton.autotune(
     configs=CANDIDATES,
-    key=["size_class", "N", "WORLD", "NORM"],
+    key=["size_class", "N", "WORLD", "SENT", "NORM"],
     prune_configs_by={"early_config_prune": prune},
     do_bench=take_first,  # outside a tuned function: a launch ends when the peers have come, behind theirs
 )
@@ -122,6 +125,7 @@ def exchange_rows(
     eps,
     WORLD: tl.constexpr,
     PACK: tl.constexpr,  # elements of a word
+    SENT: tl.constexpr,  # the words are sent to all, this rank among them, by `sending.multiply_and_send`
     HAS_RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
     ROW: tl.constexpr,  # the least power of 2 that is N or more, if NORM
@@ -129,6 +133,7 @@ def exchange_rows(
     PER_SM: tl.constexpr,  # the grid's: programs on an SM, at most
 ):
     """Write the rows' sum over ranks + residual; and its RMSNorm if NORM."""
+    TARGET: tl.constexpr = compiled_for()
     WIDTH: tl.constexpr = ROW if NORM else BLOCK_N
     length = N // PACK
     blocks = tl.cdiv(N, WIDTH)
@@ -138,24 +143,26 @@ def exchange_rows(
     call = (ticket >> TICKET_BITS) + 1
     part = tl.cast(ticket & (TICKETS - 1), tl.int32)
     mail = Mail(table_ptr, mail_ptr, capacity, length, lost_ptr, errors_ptr, rank, call, patience_ticks)
-    while part < parts:
-        _send(part_ptr, part // blocks, part % blocks, mail, WORLD, WIDTH // PACK)
-        part = tl.cast(tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu") & (TICKETS - 1), tl.int32)
-    order = part - parts  # how many programs came here before
-    if order == programs - 1:
-        tl.atomic_add(ticket_ptr, -parts - programs + TICKETS, sem="relaxed", scope="gpu")
-
+    to_send = 0
+    if not SENT:
+        to_send = parts
+        while part < parts:
+            _send(part_ptr, part // blocks, part % blocks, mail, WORLD, WIDTH // PACK)
+            part = tl.cast(tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu") & (TICKETS - 1), tl.int32)
+    order = part - to_send  # how many programs came here before
     tail = Tail(residual_ptr, stride_residual, weight_ptr, sum_ptr, out_ptr, stride_out, eps)
     for part in range(order, parts, programs):
         row = part // blocks
         first = part % blocks * (WIDTH // PACK)
-        total, is_lost = _receive(part_ptr, 0, row, first, mail, out_ptr, WORLD, WIDTH // PACK)
-        for peer in tl.static_range(1, WORLD):
-            more, misses = _receive(part_ptr, peer, row, first, mail, out_ptr, WORLD, WIDTH // PACK)
-            total += more
-            is_lost += misses
         cols = first * PACK + tl.arange(0, WIDTH)
-        end_row(total, row, row, cols, cols < N, N, is_lost, tail, HAS_RESIDUAL, NORM)
+        mask = cols < N
+        ending = load_ending(row, cols, mask, tail, HAS_RESIDUAL, NORM)
+        total, is_lost = _receive(part_ptr, row, first, mail, out_ptr, WORLD, WIDTH // PACK, SENT)
+        end_row(total, row, cols, mask, N, is_lost, ending, tail, HAS_RESIDUAL, NORM)
+    if SENT and TARGET == "cuda":
+        tl.extra.cuda.gdc_wait()  # the kernel before this one has ended, too, and read `ticket`
+    if order == programs - 1:
+        tl.atomic_add(ticket_ptr, -to_send - programs + TICKETS, sem="relaxed", scope="gpu")
 
 
 @triton.jit
@@ -180,25 +187,70 @@ def _send(part_ptr, row, block, mail, WORLD: tl.constexpr, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _receive(part_ptr, peer, row, first, mail, like_ptr, WORLD: tl.constexpr, WORDS: tl.constexpr):
-    """Return a part of a rank's row in float32, and 1 if it does not come; `like_ptr` has its type."""
+def _receive(
+    part_ptr, row, first, mail, like_ptr, WORLD: tl.constexpr, WORDS: tl.constexpr, SENT: tl.constexpr
+):
+    """Return the sum over ranks of a part of a row, and 1 if a rank's part of it does not come.
+
+    All ranks' words are looked at in turns until none is missing: who waited for one after the other would
+    look once more for each.
+    """
+    TARGET: tl.constexpr = compiled_for()
+    HAS_CLOCK: tl.constexpr = TARGET == "cuda"
+    POLLS: tl.constexpr = polls_per_round(TARGET)
+    waited_for = 0  # a bit for each rank that has not been given up
+    for peer in tl.static_range(0, WORLD):
+        waited_for += tl.where(tl.load(mail.lost_ptr + peer) == 0, 1 << peer, 0)
+    total, missing = _look(part_ptr, row, first, mail, like_ptr, WORLD, WORDS, SENT)
+    pending = tl.max(missing & waited_for, axis=0)
+    rounds_left = rounds_of(mail.patience_ticks, HAS_CLOCK)
+    began = 0
+    polls = 0
+    while (pending > 0) & (rounds_left > 0):
+        if TARGET == "cpu":
+            leave_the_core(SLEEP_CPU_S)
+        total, missing = _look(part_ptr, row, first, mail, like_ptr, WORLD, WORDS, SENT)
+        pending = tl.max(missing & waited_for, axis=0)
+        polls += 1
+        if polls == POLLS:
+            polls = 0
+            rounds_left, began = after_round(rounds_left, began, mail.patience_ticks, HAS_CLOCK)
+    is_lost = 0
+    if (pending > 0) | (waited_for != (1 << WORLD) - 1):
+        for peer in tl.static_range(0, WORLD):
+            if tl.max((missing >> peer) & 1, axis=0) > 0:
+                is_lost = 1
+                record_failure(mail.errors_ptr + peer, NOT_SENT, mail.call, mail.call.to(tl.int32))
+                tl.store(mail.lost_ptr + peer, 1)
+    return total, is_lost
+
+
+@triton.jit
+def _look(part_ptr, row, first, mail, like_ptr, WORLD: tl.constexpr, WORDS: tl.constexpr, SENT: tl.constexpr):
+    """Return the sum of what is there of all ranks, and for each word a bit for each rank that is missing.
+
+    `like_ptr` has the type of the elements. Each word is stored whole, so its lower half is that of its
+    stamp; no memory beside the words is ordered by this.
+    """
+    tl.static_assert(WORLD < 32)
     places = first + tl.arange(0, WORDS)
     mask = places < mail.length
-    is_lost = 0
-    if peer == mail.rank:
-        elements = tl.load(part_ptr + row * mail.length + places, mask=mask, other=0)
-    else:
-        was_lost = tl.load(mail.lost_ptr + peer)
-        patience_ticks = tl.where(was_lost != 0, 0, mail.patience_ticks)
-        stamp = mail.call.to(tl.int32)
-        slot_ptr = _slot_of(mail.mail_ptr, peer, row, mail, WORLD)
-        words, is_here = poll_words(slot_ptr + places, mask, stamp, patience_ticks)
-        elements = words.to(tl.int32)
-        if not is_here:
-            is_lost = 1
-            record_failure(mail.errors_ptr + peer, NOT_SENT, mail.call, stamp)
-            tl.store(mail.lost_ptr + peer, 1)
-    return _unpacked(elements, like_ptr), is_lost
+    missing = tl.zeros((WORDS,), dtype=tl.int32)
+    stamp = mail.call.to(tl.int32)
+    for peer in tl.static_range(0, WORLD):
+        if (peer == mail.rank) & (not SENT):
+            elements = tl.load(part_ptr + row * mail.length + places, mask=mask, other=0)
+        else:
+            slot_ptr = _slot_of(mail.mail_ptr, peer, row, mail, WORLD)
+            words = tl.load(slot_ptr + places, mask=mask, other=0, volatile=True)
+            elements = words.to(tl.int32)
+            missing |= tl.where(mask & ((words >> 32).to(tl.int32) != stamp), 1 << peer, 0)
+        of_rank = _unpacked(elements, like_ptr)
+        if peer == 0:
+            total = of_rank
+        else:
+            total += of_rank
+    return total, missing
 
 
 @triton.jit
@@ -248,8 +300,14 @@ def open_mail(
     return MailMemory(table, mail.local, ticket, lost, errors)
 
 
-def prepare(place: Place, part: torch.Tensor, memory: MailMemory, ends: Ends) -> RowsLaunch:
-    """Return the exchange of `part` [M, N], contiguous, which is kept; as `pull.prepare`."""
-    rows, tensors, pack = len(part), (part.view(torch.int32), *memory), elements_of_word(part.dtype)
+def prepare(place: Place, part: torch.Tensor, memory: MailMemory, ends: Ends, *, sent: bool) -> RowsLaunch:
+    """Return the exchange of `part` [M, N], contiguous, which is kept; as `pull.prepare`.
+
+    sent: by `sending.multiply_and_send`, just before; `part` is not read then.
+    """
+    rows, tensors = len(part), (part.view(torch.int32), *memory)
+    own = {"PACK": elements_of_word(part.dtype), "SENT": sent}
+    if sent and capability(part.device):
+        own["launch_pdl"] = True
     sizes = (rows, memory.mail.shape[2])
-    return RowsLaunch(_SETTLED, place, tensors, sizes, ends, rows=rows, of_all=rows, PACK=pack)
+    return RowsLaunch(_SETTLED, place, tensors, sizes, ends, rows=rows, of_all=rows, **own)

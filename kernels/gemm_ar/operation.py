@@ -6,13 +6,14 @@ A call is a product, by torch or `persistent_matmul`, and an exchange of rows. W
     sums     [m / W, N], symmetric: the sums of the rows that this rank owns, in two-shot calls
     words, ticket: see `pull`
 
-    low-latency  product to parts | send rows, add what comes, end them
+    low-latency  multiply, send what comes out | add what comes, end it; or, of an operand that does not suit,
+                 product to parts | send rows, add what comes, end them
     one-shot     product to parts | add rows of all parts, end them
     two-shot     product to parts | add the own rows of all parts, to sums | read all sums, end them
     collective   product to parts, or to the result | all-reduce | end them
     overlapped   GemmReduceScatter to sums | read all sums, end them
 
-A low-latency call is one launch of `low_latency.exchange_rows`; every other kernel behind a bar is one of
+The kernels of low-latency calls are in `sending` and `low_latency`; every other kernel behind a bar is
 `pull.add_rows`. Why they end, and read no row too early or too late, is said there; why all ranks take the
 same way, in `ways`.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ from ..tensors import (
     layout_of,
     remember,
 )
-from . import low_latency, pull
+from . import low_latency, pull, sending
 from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS
 from .rows import MOST_COLUMNS_OF_NORM, Ends, RowsLaunch, addresses_of
 from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, OVERLAPPED_FROM, TWO_SHOT, WAYS, Ways
@@ -57,6 +58,7 @@ EPS = 1e-6
 PRODUCTS = ("torch", "own")
 OWN_FROM = 257  # rows, as a choice: below, reading the weight bounds a product, and cuBLAS reads as fast
 GATHER = "gather"  # the second launch of two shots
+SEND = "send"  # the first launch of a low-latency call
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -68,7 +70,8 @@ class RowsLayout(NamedTuple):
     choose: Standing[str]  # one of them
     product: Standing[str] | None  # one of PRODUCTS; None: torch's
     part: torch.Tensor  # what this rank adds, of the operation's memory
-    launches: dict[str, RowsLaunch]
+    launches: dict[str, Any]
+    is_sent: bool  # by the kernel that multiplies, in low-latency calls
     apart: Apart | None  # a result that was given, from what it is the sum of
 
 
@@ -91,14 +94,14 @@ class GemmAllReduce(Operation):
     same shapes. `timeout_s` is how long a kernel waits for a peer. Opening and closing are collective. Tune
     it inside `contextual_autotune`: outside, a shape that has not been tuned takes the first candidate.
 
-    `way` is "low-latency" (up to 32 rows and an even n; other calls are one-shot then), "one-shot",
+    `way` is "low-latency" (up to 64 rows and an even n; other calls are one-shot then), "one-shot",
     "two-shot", "collective" or "overlapped" (with a product, and rows that the ranks share evenly; other
     calls are two-shot then) for all calls, or None, which tunes it for each M; all ranks pass the same.
     Where this rank would take another than the last call with as many rows did, its host waits for the peers
     to come to the call. A captured call takes the way of the last eager one with as many rows.
 
     Each rank holds m * (1 + 1 / W) * n elements of symmetric memory beside its operands, and for low-latency
-    calls 4 W * min(m, 32) * n elements more; where calls may be overlapped, from m = 1024 on, what
+    calls 4 W * min(m, 64) * n elements more; where calls may be overlapped, from m = 1024 on, what
     `GemmReduceScatter` holds.
     """
 
@@ -148,6 +151,7 @@ class GemmAllReduce(Operation):
         self._mail: low_latency.MailMemory | None = None
         if self._has_low_latency and world > 1:
             self._mail = low_latency.open_mail(memory, self._m, self._n, self._dtype, self._errors)
+            self._sending = sending.open_sums(memory, self._mail, self._m, self._n)
         self._ways = self._open_ways(memory)
         self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
         self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
@@ -276,7 +280,7 @@ class GemmAllReduce(Operation):
             key_of_product = (rows, self._n, k, dtype)
             ask = functools.partial(tunable, "gemm_ar product", PRODUCTS, key=key_of_product)
             product = Standing(ask)
-        return RowsLayout(rows, ways, choose, product, self._parts.local[:rows], {}, None)
+        return RowsLayout(rows, ways, choose, product, self._parts.local[:rows], {}, False, None)
 
     def _choose(self, layout: RowsLayout) -> str:
         return layout.choose()
@@ -312,6 +316,8 @@ class GemmAllReduce(Operation):
                 self._check_part(a)
             self._check_ending(a.shape[0], out, residual, norm_weight)
             made = self._new_layout(*a.shape, multiplies=multiplies, has_norm=residual is not None)
+            if weight is not None and self._mail is not None and sending.can_send(a, weight):
+                made = made._replace(is_sent=True)
             if out is not None and (weight is not None or residual is None):
                 operands = {"part": a} if weight is None else {"a": a, "weight": weight}
                 made = made._replace(apart=Apart(out, **operands))
@@ -353,6 +359,8 @@ class GemmAllReduce(Operation):
                     part.copy_(a)
                 elif part is layout.part and way == COLLECTIVE and is_tuning():  # another run may follow
                     kept = a.clone()
+            elif way == LOW_LATENCY and layout.is_sent:
+                self._send(layout, a, weight)
             elif layout.product is not None and layout.product() == "own":
                 persistent_matmul(a, weight.T, out=part)
             else:
@@ -360,6 +368,14 @@ class GemmAllReduce(Operation):
             self._exchange(way, layout, part, ends, eps)
             if kept is not None:
                 a.copy_(kept)
+
+    def _send(self, layout: RowsLayout, a: torch.Tensor, weight: torch.Tensor) -> None:
+        launch = layout.launches.get(SEND)
+        if launch is None:
+            assert self._mail is not None
+            place = self.rank, self.world_size, self._mail.mail.shape[2]
+            launch = layout.launches[SEND] = sending.prepare(*place, self._sending, a, weight)
+        launch((), (a, weight), ())
 
     def _exchange(self, way: str, layout: RowsLayout, part: torch.Tensor, ends: Ends, eps: float) -> None:
         """Enqueue what adds up the ranks' parts, and ends the sums."""
@@ -389,7 +405,7 @@ class GemmAllReduce(Operation):
         place = (self.rank, self.world_size, sms)
         if what == LOW_LATENCY:
             assert self._mail is not None
-            return low_latency.prepare(place, layout.part, self._mail, ends)
+            return low_latency.prepare(place, layout.part, self._mail, ends, sent=layout.is_sent)
         of_all = functools.partial(pull.prepare, memory=self._held, ends=ends, m=rows)
         if what == TWO_SHOT:  # the sums of the own rows
             first = min(self.rank * chunk, rows)

@@ -45,14 +45,27 @@ class Tail(NamedTuple):
 
 
 @triton.jit
-def end_row(total, at, row, cols, mask, N, is_lost, tail, HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr):
-    """Apply the tail to columns of a float32 sum, to all of them if NORM, and write them.
+def load_ending(at, cols, mask, tail, HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr):
+    """Return columns of the residual's row `at` and of the norm's weight, 0 where there is none.
 
-    at: the row among all m, row: that of `out`.
+    To be called before a wait for peers, behind which their latency would show.
     """
+    residual = 0.0
+    weight = 0.0
     if HAS_RESIDUAL:
         residual_row_ptr = tail.residual_ptr + tl.cast(at, tl.int64) * tail.stride_residual
-        total += tl.load(residual_row_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        residual = tl.load(residual_row_ptr + cols, mask=mask, other=0.0)
+    if NORM:
+        weight = tl.load(tail.weight_ptr + cols, mask=mask, other=0.0)
+    return residual, weight
+
+
+@triton.jit
+def end_row(total, row, cols, mask, N, is_lost, ending, tail, HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr):
+    """Apply the tail to columns of a float32 sum, to all of them if NORM, and write them to row `row`."""
+    residual, weight = ending
+    if HAS_RESIDUAL:
+        total += residual.to(tl.float32)
     total = tl.where(is_lost != 0, float("nan"), total)
     if NORM:
         rounded = total.to(tail.sum_ptr.dtype.element_ty)
@@ -60,7 +73,7 @@ def end_row(total, at, row, cols, mask, N, is_lost, tail, HAS_RESIDUAL: tl.const
         value = rounded.to(tl.float32)
         squares = tl.where(mask, value * value, 0.0)
         scale = tl.rsqrt(tl.sum(squares, axis=0) / N + tail.eps)
-        total = value * scale * tl.load(tail.weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+        total = value * scale * weight.to(tl.float32)
     out_ptrs = tail.out_ptr + tl.cast(row, tl.int64) * tail.stride_out + cols
     tl.store(out_ptrs, total.to(tail.out_ptr.dtype.element_ty), mask=mask)
 
@@ -109,7 +122,7 @@ class RowsShape(NamedTuple):
     rows: int
     strides: tuple[int, int]  # of the residual and of the result
     world_size: int
-    own: tuple[str, Any]  # name and value of the constant that only one of the two kernels has
+    own: tuple[tuple[str, Any], ...]  # names and values of the constants that only one of the kernels has
     has_residual: bool
     has_norm: bool
     sms: int
@@ -121,10 +134,9 @@ class RowsShape(NamedTuple):
         return {"size_class": self.size_class, "N": self.n}
 
     def constants(self) -> dict[str, Any]:
-        (own, value) = self.own
         row = triton.next_power_of_2(self.n) if self.has_norm else 1
         ending = {"HAS_RESIDUAL": self.has_residual, "NORM": self.has_norm, "ROW": row}
-        return {"WORLD": self.world_size, own: value, **ending}
+        return {"WORLD": self.world_size, **dict(self.own), **ending}
 
     def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
         """Return how many programs run: at most the blocks of all rows."""
@@ -135,7 +147,7 @@ class RowsShape(NamedTuple):
 class RowsLaunch:
     """Launches a kernel that writes `rows` rows, on the current stream; it is tuned as `of_all` rows are.
 
-    held, sizes: the kernel's own tensors and numbers; own: its constant. `ends` are a call's, of which none
+    held, sizes: the kernel's own tensors and numbers; own: its constants. `ends` are a call's, of which none
     is kept: others that lie alike may be launched with.
     """
 
@@ -153,7 +165,6 @@ class RowsLaunch:
     ) -> None:
         (rank, world_size, sms), (residual, norm_weight, out, _) = place, ends
         strides = ((out if residual is None else residual).stride(0), out.stride(0))
-        (constant,) = own.items()
         tensors = (*held, *(out if each is None else each for each in ends))
         shape = RowsShape(
             size_class=class_of_rows(of_all),
@@ -161,7 +172,7 @@ class RowsLaunch:
             rows=rows,
             strides=strides,
             world_size=world_size,
-            own=constant,
+            own=tuple(own.items()),
             has_residual=residual is not None,
             has_norm=norm_weight is not None,
             sms=sms,

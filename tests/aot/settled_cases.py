@@ -22,7 +22,7 @@ from dist_autotune.kernels.ag_gemm import specialized as of_specialized_gather
 from dist_autotune.kernels.configs import candidate
 from dist_autotune.kernels.exchange import operation
 from dist_autotune.kernels.gemm.configs import blocks_of
-from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull, rows
+from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull, rows, sending
 from dist_autotune.kernels.gemm_ar import operation as of_rows
 from dist_autotune.kernels.gemm_ar.ways import LOW_LATENCY, ONE_SHOT
 from dist_autotune.kernels.gemm_rs import plain as of_scatter
@@ -382,7 +382,61 @@ def _of_rows(kernel: Any, module: Any, way: str) -> Launches:
     )
 
 
+@dataclass(frozen=True)
+class Products:
+    """What the product of few rows depends on; pads, in elements, are of its operands."""
+
+    m: int = 8
+    n: int = 256
+    k: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    world: int = 2
+    programs: int = 132
+    pads: tuple[int, int] = (0, 0)
+    rank: int = 1
+
+
+CHANGES_OF_PRODUCTS = {
+    "rows": {"m": 17},
+    "columns": {"n": 250},
+    "inner dimension": {"k": 80},
+    "float16": {"dtype": torch.float16},
+    "world size": {"world": 4},
+    "a stride of a": {"pads": (8, 0)},
+    "a stride of the weight": {"pads": (0, 8)},
+}
+
+
+class ProductCaller:
+    """Sends products, of operands that lie as those of the first did, by an operation's memory."""
+
+    def __init__(self, case: Products) -> None:
+        op = RowsCaller(LOW_LATENCY, Rows(n=case.n, dtype=case.dtype, world=case.world)).operation
+        pad_a, pad_weight = case.pads
+        a, weight = (
+            matrix(case.m, case.k, case.dtype, pad_a),
+            matrix(case.n, case.k, case.dtype, pad_weight),
+        )
+        assert sending.can_send(a, weight)
+        self.launch = sending.prepare(case.rank, case.world, 16, op._sending, a, weight)
+        self.tensors = {**op._sending._asdict(), "a": a, "weight": weight}
+
+    def call(self) -> None:
+        self.launch((), (self.tensors["a"], self.tensors["weight"]), ())
+
+
 STAMPED = _of_rows(low_latency.exchange_rows, low_latency, LOW_LATENCY)
 PULLING = _of_rows(pull.add_rows, pull, ONE_SHOT)
+SENDING = Launches(
+    sending.multiply_and_send,
+    sending,
+    [sending.candidate(32, 64, 32, split, 2) for split in (1, 2)],
+    sending.candidate(32, 128, 32, 2, 2),
+    ProductCaller,
+    Products(),
+    CHANGES_OF_PRODUCTS,
+    descriptors=0,
+)
 ALL = WITH_DESCRIPTORS | SPECIALIZED
 ALL |= {"GemmAllReduce, low-latency": STAMPED, "GemmAllReduce, one-shot": PULLING}
+ALL |= {"GemmAllReduce, product of few rows": SENDING}

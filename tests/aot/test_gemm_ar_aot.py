@@ -5,9 +5,20 @@ from __future__ import annotations
 import re
 
 import pytest
-from compiled import BLACKWELL, CDNA3, HOPPER, check_fits, compile_for, order_of, resources
+import torch
+from compiled import (
+    BLACKWELL,
+    CDNA3,
+    HOPPER,
+    SHARED_BYTES,
+    check_fits,
+    compile_for,
+    order_of,
+    resources,
+)
 
-from dist_autotune.kernels.gemm_ar import low_latency, pull, rows
+from dist_autotune.kernels import configs
+from dist_autotune.kernels.gemm_ar import low_latency, pull, rows, sending
 
 TYPES = {
     **dict.fromkeys(("table_ptr", "words_table_ptr", "words_ptr", "ticket_ptr", "errors_ptr"), "*i64"),
@@ -29,7 +40,7 @@ NORMS = {"HAS_RESIDUAL": True, "NORM": True}
 
 def compile_candidate(config, target=HOPPER, world=8, columns=COLUMNS, kernel=pull.add_rows, **values):
     of_end = SUMS if config.kwargs["BLOCK_N"] else {**NORMS, "ROW": columns}
-    of_kernel = {"OWNER": False} if kernel is pull.add_rows else {"PACK": 2}
+    of_kernel = {"OWNER": False} if kernel is pull.add_rows else {"PACK": 2, "SENT": False}
     names = kernel.fn.arg_names
     return compile_for(
         target,
@@ -111,3 +122,58 @@ def test_stamped_words_are_moved_whole_and_past_the_nearest_cache(norm):
     assert re.search(r"st\.global\.v2\.b64", ptx)
     assert re.search(r"ld\.volatile\.global\.v2\.b64", ptx)
     assert not re.search(r"ld\.volatile\.global(?:\.v\d)?\.b(?:8|16|32)", ptx)
+
+
+OF_PRODUCTS = {
+    **dict.fromkeys(("table_ptr", "ticket_ptr"), "*i64"),
+    **dict.fromkeys(("a_ptr", "weight_ptr"), "*bf16"),
+    **dict.fromkeys(("rows", "capacity", "size_class", "N", "K", "stride_a", "stride_weight", "rank"), "i32"),
+    "sums_ptr": "*fp32",
+    "arrived_ptr": "*i32",
+}
+
+
+def compile_product(config, step=sending.LARGEST_STEP):
+    return compile_for(
+        HOPPER,
+        sending.multiply_and_send.fn,
+        OF_PRODUCTS,
+        {"WORLD": 8, "STEP_K": step, **config.kwargs},
+        any_value=("rows", "capacity", "size_class", "rank"),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@pytest.mark.parametrize("size_class", [16, 32, 48])
+def test_a_product_of_few_rows_keeps_tiles_of_all_its_stages_in_flight(size_class, monkeypatch):
+    monkeypatch.setattr(configs, "shared_memory_bytes", lambda: SHARED_BYTES[HOPPER])
+    given = {"size_class": size_class, "a_ptr": torch.empty(1, dtype=torch.bfloat16)}
+    candidates = sending.prune(sending.CANDIDATES, given)
+    assert len(candidates) >= 4
+    for config in candidates:
+        compiled = compile_product(config)
+        check_fits(compiled, HOPPER, config)
+        ptx = compiled.asm["ptx"]
+        assert "wgmma.mma_async" in ptx
+        assert set(re.findall(r"cp\.async\.cg\S* \[[^]]*\], \[[^]]*\], (\S+),", ptx)) == {"0x10"}
+        assert f"cp.async.wait_group \t{2 * (config.num_stages - 2)};" in ptx  # of two operands
+        assert re.search(r"st\.global\.v2\.b64", ptx)
+
+
+def test_the_end_of_an_inner_dimension_is_loaded_by_sixteen_bytes_too():
+    ptx = compile_product(sending.CANDIDATES[0], step=16).asm["ptx"]
+    assert set(re.findall(r"cp\.async\.c[ag]\S* \[[^]]*\], \[[^]]*\], (\S+),", ptx)) == {"0x10"}
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["sum", "norm"])
+def test_what_was_sent_is_counted_behind_the_kernel_that_sent_it(norm):
+    (config, *_) = usable(low_latency.CANDIDATES, COLUMNS, norm=norm)
+    for sent in (False, True):
+        compiled = compile_candidate(config, world=2, kernel=low_latency.exchange_rows, SENT=sent)
+        check_fits(compiled, HOPPER, config)
+        wait = r"griddepcontrol\.wait|grid_dependency_wait"
+        patterns = {"count": r"atomic_rmw add, relaxed, gpu", "wait": wait}
+        order = order_of(compiled.asm["ttgir"], patterns)
+        assert order == (["count", "wait", "count"] if sent else ["count"] * 3)
+    assert compile_product(sending.CANDIDATES[0]).asm["ptx"].count("griddepcontrol.launch_dependents") == 1

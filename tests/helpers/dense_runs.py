@@ -20,7 +20,7 @@ from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
 from dist_autotune.kernels.configs import take_first
 from dist_autotune.kernels.epilogues import ONLY_SUMS, Epilogue
 from dist_autotune.kernels.gemm.pruning import prune_chunks
-from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull
+from dist_autotune.kernels.gemm_ar import GemmAllReduce, low_latency, pull, sending
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, OVERLAPPED
 from dist_autotune.kernels.gemm_ar.ways import WAYS as WAYS_OF_REDUCING
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
@@ -271,6 +271,12 @@ SCATTERING_SUMS = ScatteringSums()
 EPS = 1e-5
 KERNELS = {"add_rows": (pull.add_rows, pull.CANDIDATES)}
 KERNELS |= {"exchange_rows": (low_latency.exchange_rows, low_latency.CANDIDATES)}
+KERNELS |= {"multiply_and_send": (sending.multiply_and_send, sending.CANDIDATES)}
+
+
+def kind_of(config) -> int:
+    """Return what candidates share of which a call leaves one: of products; of sums; of norms."""
+    return config.kwargs.get("BLOCK_M") or (0 if config.kwargs["BLOCK_N"] else config.num_warps)
 
 
 def of_all(m: int, n: int, dtype: torch.dtype, call: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -332,9 +338,9 @@ class Reducing(DenseRuns):
         SCATTERING_SUMS.begin(rank, candidate)
         for kernel, candidates in KERNELS.values():
             seed_and_leave_one(rank, kernel, candidates, candidate)
-            kinds: dict[int, list] = {}  # of sums; of norms, one for each number of warps
+            kinds: dict[int, list] = {}
             for each in candidates:
-                kinds.setdefault(0 if each.kwargs["BLOCK_N"] else each.num_warps, []).append(each)
+                kinds.setdefault(kind_of(each), []).append(each)
             place = rank if candidate is None else candidate
             kernel.configs = [kind[place % len(kind)] for kind in kinds.values()]
 

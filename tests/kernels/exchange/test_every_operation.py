@@ -90,7 +90,7 @@ TUNED = {
         *(f"ag_gemm {choice}" for choice in ("way", "consumer", "pieces", "programs")),
     },
     "GemmReduceScatter": {"gemm_reduce_scatter", "gemm_rs way"},
-    "GemmAllReduce": {"add_rows", "exchange_rows", "gemm_ar way"},
+    "GemmAllReduce": {"add_rows", "exchange_rows", "multiply_and_send", "gemm_ar way"},
     "AllGatherMoE": {"all_gather_moe", "ag_moe way"},
     "MoEReduceScatter": {"moe_reduce_scatter", "moe_rs way"},
 }

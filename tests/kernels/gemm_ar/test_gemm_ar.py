@@ -87,6 +87,17 @@ def test_ways_differ_in_no_bit(rank):
     return all(torch.equal(each, sums[0]) for each in sums)
 
 
+@on_ranks(2)
+def test_products_of_few_rows_are_sent_by_their_kernel_whatever_its_candidates_and_where_they_can_be(rank):
+    REDUCING[None].begin(rank)
+    with GemmAllReduce(20, 40, torch.bfloat16, way=LOW_LATENCY) as op:
+        errors = [REDUCING[None].call_and_compare(op, [rows], 80) for rows in (3, 17)]
+        errors.append(REDUCING[None].call_and_compare(op, [5], 80 if rank == 0 else 24))
+        is_sent = ["send" in layout.launches for layout in op._layouts.values()]
+    assert is_sent == [True] * 4 + [rank == 0] * 2  # a sum and a norm each
+    return errors
+
+
 WANTED = {  # by each rank in a call, and the way that is taken
     (TWO_SHOT, ONE_SHOT): ONE_SHOT,
     (TWO_SHOT, TWO_SHOT): TWO_SHOT,
