@@ -54,8 +54,11 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
         calls = self._calls or self._made_calls()
         return calls.call(mode, functools.partial(self.fn, *args, **kwargs) if args or kwargs else self.fn)
 
-    def __reduce__(self) -> str:  # as functions are copied and pickled: by name
-        return str(getattr(self, "__qualname__", type(self).__qualname__))
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """As functions by name; a bound method, a partial one or an object with it."""
+        if isinstance(self.fn, types.MethodType) or not hasattr(self.fn, "__qualname__"):
+            return type(self), (self.fn, self.options)
+        return str(self.fn.__qualname__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextualAutotuner[P, R]:
         """Return itself, as functions do, or of a copy's bound method or partial one that calls the copy."""

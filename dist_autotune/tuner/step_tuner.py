@@ -41,6 +41,9 @@ class StepTuner(BaseTuner):
             raise InvalidOption(f"{text}; it takes the options of contextual_autotune") from None
         super().__init__(None, checked, checked.name or _name_of_steps(sys._getframe(1), self))
 
+    def __getstate__(self) -> dict[str, Any]:  # a copy tunes for itself
+        return {**vars(self), "_calls": None}
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Make the block one run. What it raises reaches the caller; a later step makes that run again.

@@ -12,6 +12,7 @@ import torch
 
 from dist_autotune import (
     ContextualAutotuner,
+    StepTuner,
     TuningError,
     contextual_autotune,
 )
@@ -130,15 +131,27 @@ class Tuned(torch.nn.Module):
         return x + self.weight.detach()
 
 
-def test_a_copied_model_s_tuned_methods_are_those_of_the_copy():
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copied_model_s_tuned_methods_are_those_of_the_copy(copy_of):
     model = Tuned()
     assert torch.equal(model.step(torch.ones(2)), torch.ones(2))
-    copied = copy.deepcopy(model)
+    copied = copy_of(model)
     torch.nn.init.constant_(copied.weight, 5.0)
     assert torch.equal(copied.step(torch.ones(2)), torch.full((2,), 6.0))
     assert torch.equal(copied.partial(torch.ones(2)), torch.full((2,), 6.0))
     assert torch.equal(model.step(torch.ones(2)), torch.ones(2))
     assert copied.step.options.preserve[0] is copied.weight
+
+
+def test_a_step_tuner_is_copied_and_pickled_without_what_is_under_way():
+    tuner = StepTuner(log_dir=None, cache=False)
+    with tuner.step():
+        pass
+    for copied in (copy.deepcopy(tuner), pickle.loads(pickle.dumps(tuner))):
+        assert copied.report is None
+        with copied.step():
+            pass
+        assert copied.report is not None
 
 
 REFUSED = {
