@@ -133,9 +133,9 @@ OF_PRODUCTS = {
 }
 
 
-def compile_product(config, step=sending.LARGEST_STEP):
+def compile_product(config, step=sending.LARGEST_STEP, target=HOPPER):
     return compile_for(
-        HOPPER,
+        target,
         sending.multiply_and_send.fn,
         OF_PRODUCTS,
         {"WORLD": 8, "STEP_K": step, **config.kwargs},
@@ -159,6 +159,14 @@ def test_a_product_of_few_rows_keeps_tiles_of_all_its_stages_in_flight(size_clas
         assert set(re.findall(r"cp\.async\.cg\S* \[[^]]*\], \[[^]]*\], (\S+),", ptx)) == {"0x10"}
         assert f"cp.async.wait_group \t{2 * (config.num_stages - 2)};" in ptx  # of two operands
         assert re.search(r"st\.global\.v2\.b64", ptx)
+
+
+@pytest.mark.parametrize("height", [16, 64])
+def test_a_product_of_few_rows_fits_blackwell(height):
+    config = next(each for each in sending.CANDIDATES if each.kwargs["BLOCK_M"] == height)
+    compiled = compile_product(config, target=BLACKWELL)
+    check_fits(compiled, BLACKWELL, config)
+    assert "tcgen05.mma" in compiled.asm["ptx"]
 
 
 def test_the_end_of_an_inner_dimension_is_loaded_by_sixteen_bytes_too():
