@@ -38,7 +38,7 @@ from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks
 from benchmarks.common.records import clocks_seen, describe_run, leave_record
 from dist_autotune.kernels.ag_gemm import AllGatherGemm, plain, specialized
 from dist_autotune.kernels.symm.base import SymmetricMemory, SymmetricTensor
-from dist_autotune.kernels.symm.cuda import CudaMemory
+from dist_autotune.kernels.symm.cuda import CudaMemory, _Handles
 from dist_autotune.kernels.symm.ranks import SharingRanks
 
 ROWS, COLUMNS, K = (4096, 3584, 8192) if ON_GPU else (512, 256, 256)
@@ -87,7 +87,7 @@ class _PretendedMemory(CudaMemory):
 
     def __init__(self) -> None:
         SymmetricMemory.__init__(self, _PretendedRanks(), torch.device("cpu"), "there is no GPU")
-        self._streams = []  # of the driver's own
+        self._streams, self._handles = [], _Handles()  # of the driver's own
         names = ("cuMemcpyAsync", "cuStreamBatchMemOp", "cuStreamWriteValue32", "cuStreamWaitValue32")
         self._driver = types.SimpleNamespace(
             **dict.fromkeys(names, lambda *args: (0,)),
@@ -102,11 +102,8 @@ class _PretendedMemory(CudaMemory):
     def side_stream(self) -> Any:
         return _Stream()
 
-    def copy_here(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        self._driver.cuMemcpyAsync(dst.data_ptr(), src.data_ptr(), src.numel() * src.element_size(), 0)
-
-    def write_here(self, word: torch.Tensor, value: int) -> None:
-        self._driver.cuStreamWriteValue32(0, word.data_ptr(), value, 0)
+    def _here(self) -> int:
+        return 0
 
     def _map(self, shape: tuple[int, ...], dtype: torch.dtype) -> SymmetricTensor:
         ranks = [torch.zeros(shape, dtype=dtype) for _ in range(2)]

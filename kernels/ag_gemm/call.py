@@ -10,13 +10,13 @@ import torch
 from dist_autotune.launch.tunable import Standing
 
 from ..epilogues import ONLY_SUMS, Epilogue
-from ..exchange.spoil import spoil_chunks
+from ..exchange.spoil import Spoiling
 from ..tensors import Apart
 from .choices import CallOptions, Choice
 
 
 class GatherCall(NamedTuple):
-    """One call on one rank, as all consumers launch it. Made in each call: no dataclass."""
+    """One call on one rank, as all consumers launch it. Made in many calls: no dataclass."""
 
     rows: int  # of each rank's chunk
     rank: int
@@ -27,10 +27,6 @@ class GatherCall(NamedTuple):
     flags: torch.Tensor  # int32
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
     epilogue: Epilogue = ONLY_SUMS
-
-    def spoil(self, out: torch.Tensor, *, only_load: bool = False) -> None:
-        """Enqueue the last kernel of a call, see `spoil_chunks`; or only load it."""
-        spoil_chunks(out, self.flags, self.rank, self.rows, self.world_size, only_load=only_load)
 
 
 class Consumer(Protocol):
@@ -57,8 +53,10 @@ class GatherLayout:
     options: CallOptions
     choose: Standing[Choice]  # one of the options
     apart: Apart  # of result and weight
+    spoil: Spoiling  # of the result; the last kernel of a call
     loaded: set[str] = field(default_factory=set)  # consumers with loaded kernels
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
+    calls: dict[Choice, GatherCall] = field(default_factory=dict)  # without an epilogue
 
 
 class Product(NamedTuple):

@@ -81,13 +81,14 @@ class GatherBuffer:
     def __init__(self, memory: SymmetricMemory, row: RowFormat, capacity: int) -> None:
         width, of_row = row.memory
         self.symmetric: SymmetricTensor = memory.allocate((memory.world_size, capacity, width), of_row)
-        self._memory, self._is_dense = memory, not row.is_scaled
+        self._is_dense = not row.is_scaled
         self._row, self._rank, self._world_size = row, memory.rank, memory.world_size
         self.a, self.scales = row.rows_in(self.symmetric.local), row.scales_in(self.symmetric.local)
         self.shard = self.a[memory.rank]
         chunk = self.symmetric.local[memory.rank]
         self._begin, self._own = chunk.data_ptr(), OwnBuffer(self.symmetric.local)
         self.layout_of = self._own.layout_of
+        self._copy = memory.prepare_copy_here(chunk)
         self._storage_at = chunk.untyped_storage().data_ptr()
         self._whole = self.symmetric.local.flatten(0, 1)  # a view
 
@@ -96,7 +97,7 @@ class GatherBuffer:
         rows = a_shard.shape[0]
         if a_shard.data_ptr() != self._begin:
             if self._is_dense and a_shard.is_contiguous():
-                self._memory.copy_here(self.shard, a_shard)
+                self._copy(a_shard)
             else:
                 self.shard[:rows].copy_(a_shard.detach())
         if self.scales is not None:

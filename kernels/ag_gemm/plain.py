@@ -182,14 +182,12 @@ class PlainConsumer:
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         tensors, scalars = self._arguments_of(gather, weight, out, call)
         _SETTLED.load(self._shape_of(call), (*tensors, *scalars))
-        call.spoil(out, only_load=True)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         launch = self._launches.get(call.programs)
         if launch is None:
             launch = self._launches[call.programs] = ShapeLaunch(_SETTLED, self._shape_of(call))
         launch((), *self._arguments_of(gather, weight, out, call))
-        call.spoil(out)
 
     def _shape_of(self, call: GatherCall) -> ChunkShape:
         kind, world = call.epilogue.kind(), call.world_size

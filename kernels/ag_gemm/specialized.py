@@ -11,7 +11,7 @@ from ..compat import HAS_INLINE_PTX
 from ..configs import capability, take_first
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
 from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
-from ..launches.settled import SettledLaunches, ShapeLaunch, Tensors
+from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..matrices import Matrix, describe_at, matrix_of_rows
 from ..tensors import FP8, lies_by_columns
 from .call import GatherCall
@@ -89,33 +89,29 @@ class SpecializedConsumer:
 
     def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         shape = self._shape_of(call)
-        tensors, scalars = self._arguments_of(call)
+        ending = call.epilogue
+        tensors = (call.flags, call.errors, ending.scale_a, ending.scale_b, ending.bias)
+        scalars = (*self._sizes, call.capacity, call.rank, call.patience_ticks, _size_class(call.rows))
         b = weight.data_ptr()
         descriptors = describe_at(self._matrices, (gather.data_ptr(), b, b, out.data_ptr()))
         _SETTLED.load(shape, (*descriptors, *tensors, *scalars))
-        call.spoil(out, only_load=True)
 
     def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
         launch = self._launches.get(call.programs)
         if launch is None:
-            launch = ShapeLaunch(_SETTLED, self._shape_of(call), self._matrices)
+            held, numbers = (call.flags, call.errors), (*self._sizes, call.capacity, call.rank)
+            launch = ShapeLaunch(_SETTLED, self._shape_of(call), self._matrices, held=held, numbers=numbers)
             self._launches[call.programs] = launch
-        b = weight.data_ptr()
-        launch((gather.data_ptr(), b, b, out.data_ptr()), *self._arguments_of(call))
-        call.spoil(out)
+        b, ending = weight.data_ptr(), call.epilogue
+        tensors = (ending.scale_a, ending.scale_b, ending.bias)
+        scalars = (call.patience_ticks, _size_class(call.rows))
+        launch((gather.data_ptr(), b, b, out.data_ptr()), tensors, scalars)
 
     def _shape_of(self, call: GatherCall) -> ChunkShape:
         world, kind = call.world_size, call.epilogue.kind()
         of_launch = (world, world, call.programs, _size_class(call.rows))
         constants = (*self._constants, kind.activation)
         return ChunkShape(*self._sizes, *of_launch, *self._compiled_for, constants, (kind,))
-
-    def _arguments_of(self, call: GatherCall) -> tuple[Tensors, tuple[int, ...]]:
-        """Return the kernel's arguments between descriptors and constants: tensors and scalars."""
-        ending = call.epilogue
-        tensors = (call.flags, call.errors, ending.scale_a, ending.scale_b, ending.bias)
-        scalars = (call.capacity, call.rank, call.patience_ticks, _size_class(call.rows))
-        return tensors, (*self._sizes, *scalars)
 
 
 def _matrices(

@@ -8,8 +8,6 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
-import torch
-
 from dist_autotune.launch.step_checks import register_step_check
 
 
@@ -18,6 +16,9 @@ class Caller(Protocol):
 
     def raise_known_failure(self) -> None:
         """Raise the failures that the host can see now."""
+
+    def wait_for_device(self) -> None:
+        """Wait for the calls so far, behind a failed one not for ever."""
 
 
 _OPEN: weakref.WeakSet[Caller] = weakref.WeakSet()
@@ -33,9 +34,9 @@ def check_calls(*, wait: bool = True) -> None:
 
     wait: wait for the device first, so that no call is under way. Without it, failures so far are raised.
     """
-    if wait and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
     for caller in tuple(_OPEN):
+        if wait:
+            caller.wait_for_device()
         caller.raise_known_failure()
 
 

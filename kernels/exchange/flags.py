@@ -14,7 +14,7 @@ TOLD = tl.constexpr(1)  # above 0 once p has announced its push: its rows, or it
 ARRIVED = tl.constexpr(2)  # above 0 once p's rows are here; of chunks and sums, how many of them are
 # ARRIVED of this rank itself: 1 once its chunk, or sums, are with all peers; its side stream writes it.
 DONE = tl.constexpr(3)  # 1 once this rank's sums for p are complete; this rank's kernel writes it
-# DONE of this rank itself: 1 once the caller's stream has come to an eager call.
+# DONE of this rank itself: 1 from when the caller's stream comes to an eager call until its pushes have left.
 # 4 and 5: the values of TOLD and ARRIVED after a call: 0, or far ahead where p is given up. This rank's
 # kernel writes both.
 AFTER = tl.constexpr(4)

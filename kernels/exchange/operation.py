@@ -8,6 +8,8 @@ the device; the host does not see replays of graphs.
 from __future__ import annotations
 
 import abc
+import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -17,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 from ..configs import INTERPRETED
-from ..signals import Failure, as_patience, read_failure
+from ..signals import TICK_S, Failure, as_patience, read_failure
 from ..symm import SymmetricMemoryError, open_symmetric_memory
 from ..symm.base import Shared
 from ..tensors import FP8, check_timeout
 from .calls import watch
 from .streams import NOT_COME, Meeting, StreamOrder
 
+POLL_S = 1e-4  # of the host that waits for the device
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
 
@@ -134,12 +137,28 @@ class Operation(Shared):
     # ---- what the caller may use
 
     def check(self) -> None:
-        """Wait for the device and raise the failures of the calls so far."""
+        """Wait for the device, see `wait_for_device`, and raise the failures of the calls so far."""
         if not (self._is_closed or self._broken_by):
             self._check_peers()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self.wait_for_device()
         self._check_usable()
+
+    def wait_for_device(self) -> None:
+        """Wait for the device; behind a failed call 2 W times as long as a kernel waits for a peer, at most.
+
+        Then side streams may wait for ever: a peer that has given this rank up gives no further permits.
+        """
+        if self._is_closed or not self._on_gpu:
+            return
+        is_done, deadline = self._memory.mark(), math.inf
+        while not is_done():
+            now = time.monotonic()
+            if now > deadline:
+                return
+            if deadline == math.inf and self._error_records.tobytes() != self._no_errors:
+                deadline = now + 2 * self.world_size * self._patience_ticks * TICK_S
+            time.sleep(POLL_S)
+        torch.cuda.synchronize(self.device)
 
     def raise_known_failure(self) -> None:
         """Raise the failures that the host can see now; none if the operation is closed."""

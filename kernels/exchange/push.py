@@ -19,7 +19,8 @@ Call k on rank r, with m rows:
 
     caller's stream                           side stream: copy engine and stream memory operations
     a_shard to chunk r, if it is not there
-    fork: DONE[r] := 1                 -->    wait until DONE[r] >= 1, DONE[r] := 0
+    fork: wait until DONE[r] = 0,
+        DONE[r] := 1                   -->    wait until DONE[r] >= 1
     GEMM, one persistent kernel:              FREE[r] of every peer := 1
         chunk r at once,                      for p = r - 1, r - 2, ... (mod W):
         rows up to i of chunk p once              wait until FREE[p] >= 1, FREE[p] := 0
@@ -27,19 +28,24 @@ Call k on rank r, with m rows:
         at last all that p has announced          for each piece of chunk r, up to row i:
         and ARRIVED[r]                                the piece to chunk r on rank p
     TOLD, ARRIVED := AFTER                            ARRIVED[r] of rank p := i
-                                              ARRIVED[r] := 1
+                                              DONE[r] := 0, ARRIVED[r] := 1
 
 Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
 
 [Note: a fork is a flag, and nothing joins] The side stream of an eager call waits for DONE[r] of this rank
 itself, which the caller's stream raises. That orders as an event does, in one call of the driver, as the wait
 shares that of the permits. The host enqueues the raise first: no wait at the head of a hardware queue holds
-it up. A GEMM that has ended has seen in ARRIVED[r] that all has left: the side stream is empty and DONE[r] is
-0, so the next raise does not meet the last one, and what follows in the caller's stream may write what the
-pushes have read. Captured calls fork and join by events, the edges of their graphs; their GEMMs wait for
-ARRIVED[r], too. (A rank alone that gathers, and calls over experts, join; on the CPU all pushes do.) Behind
-a GEMM that has given up its own pushes, calls that are enqueued already run ahead of the side stream. There
-two raises of a flag may count once; then `check` and `close` wait for ever.
+it up. A GEMM that has ended has seen in ARRIVED[r] that all has left: the side stream is empty, and what
+follows in the caller's stream may write what the pushes have read. Captured calls fork and join by events,
+the edges of their graphs; their GEMMs wait for ARRIVED[r], too. (A rank alone that gathers, and calls over
+experts, join; on the CPU all pushes do.)
+
+[Note: no raise is lost] The side stream lowers DONE[r] at its end of a call, which the next raise awaits.
+Behind a GEMM that has seen ARRIVED[r] that wait is over. Behind one that has given up its own pushes, eager
+calls that are enqueued already would else run ahead of the side stream; of two raises one would be lost, and
+it would wait for ever. (Two H100: the wait takes the device no time that shows. Replays behind such a call do
+not wait, which would take each eager call 2 to 6 us, and a peer that has given this rank up may give too few
+permits: a side stream may still be left waiting, so `Operation.wait_for_device` has a bound.)
 
 [Note: a push ends] The pushes of call k wait for their fork and for the peers' FREE, which follows the peers'
 forks; none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end,
@@ -91,7 +97,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 import torch
 
 from ..configs import INTERPRETED
-from ..symm import Copy, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
+from ..symm import Copy, Lowered, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from ..tensors import remember
 from .flags import AFTER, ARRIVED, DONE, FREE, TOLD
 
@@ -129,24 +135,30 @@ class Pushes:
         rows = range(len(flags.local))
         self._here = [[flags.local[row, peer] for row in rows] for peer in range(world)]
         self._there = [[theirs[row, rank] for row in rows] for theirs in flags.peers]
-        self._risen, self._following = flags.local[RISEN], flags.local[FOLLOWING]
+        self._set_risen, self._following = (
+            memory.prepare_copy_here(flags.local[RISEN]),
+            flags.local[FOLLOWING],
+        )
         self.leave = Write(flags.local[ARRIVED.value, rank], 1)
         # They let the peers write here: see [Note: no slot is overwritten while it is read].
         self._permits = [self.raising(peer, FREE.value, 1) for peer in self.before]
-        self._fork = self._here[rank][DONE.value]
-        self._eager_permits = [*self.taking(rank, DONE.value), *self._permits]
+        own = self._here[rank][DONE.value]
+        self._raise = memory.prepare_here([Lowered(own), Write(own, 1)])
+        self._eager_permits: list[Step] = [Wait(own, 1), *self._permits]
+        self._eager_end: list[Step] = [Write(own, 0)]
         self._prepared: dict[Hashable, Callable[[], None]] = {}
 
-    def fork(self, *, at_once: bool) -> list[Step]:
-        """Return the first steps of a call, the permits, which come behind the caller's work so far.
+    def fork(self, *, at_once: bool) -> tuple[list[Step], list[Step]]:
+        """Return the first steps of a call, behind the caller's work so far, the permits; and the last ones.
 
-        at_once: as in `run`. See [Note: a fork is a flag, and nothing joins].
+        at_once: as in `run`. The last ones come before `leave`. See [Note: a fork is a flag, and nothing
+        joins], and see [Note: no raise is lost].
         """
         if not at_once:
             self.stream.fork()
-            return self._permits
-        self.memory.write_here(self._fork, 1)
-        return self._eager_permits
+            return self._permits, []
+        self._raise()
+        return self._eager_permits, self._eager_end
 
     def run(self, key: Hashable, steps: Iterable[Step], *, at_once: bool) -> None:
         """Enqueue the steps on the side stream. `key` identifies them.
@@ -195,7 +207,7 @@ class Pushes:
 
     def put_back(self) -> None:
         """Enqueue that flags which peers raise are lowered: see [Note: no stale pushes]."""
-        self.memory.copy_here(self._risen, self._following)  # it may need an SM: free behind the kernels
+        self._set_risen(self._following)  # it may need an SM: free behind the kernels
 
 
 class ChunkPusher:
@@ -212,8 +224,8 @@ class ChunkPusher:
 
     def start(self, rows: int, pieces: int, *, is_capturing: bool) -> None:
         """Enqueue the pushes of one call behind the caller's work so far: see [Note: a push ends]."""
-        first = self._pushes.fork(at_once=not is_capturing)
-        steps = self._steps(first, rows, pieces, noted=rows if is_capturing else 0)
+        first, last = self._pushes.fork(at_once=not is_capturing)
+        steps = self._steps(first, last, rows, pieces, noted=rows if is_capturing else 0)
         self._pushes.run((rows, pieces), steps, at_once=not is_capturing)
 
     def finish(self, *, is_capturing: bool) -> None:
@@ -221,7 +233,9 @@ class ChunkPusher:
         if is_capturing or self._joins:
             self._pushes.stream.join()
 
-    def _steps(self, first: list[Step], rows: int, pieces: int, *, noted: int) -> Iterator[Step]:
+    def _steps(
+        self, first: list[Step], last: list[Step], rows: int, pieces: int, *, noted: int
+    ) -> Iterator[Step]:
         pushes = self._pushes
         yield from first
         for peer, slot in self._slots:
@@ -230,6 +244,7 @@ class ChunkPusher:
             for a, b in itertools.pairwise((0, *piece_ends(rows, pieces))):
                 yield from pushes.sending(peer, [(slot[a:b], self._shard[a:b])], ARRIVED.value, b)
         yield Write(self._noted, noted)
+        yield from last
         yield pushes.leave
 
     @contextlib.contextmanager
@@ -287,39 +302,47 @@ class SumPusher:
         at_once: as in `Pushes.run`.
         """
         pushes = self._pushes
-        first = pushes.fork(at_once=at_once) if self._with_permits else []
+        first, last = pushes.fork(at_once=at_once) if self._with_permits else ([], [])
         if in_steps:
             if first:  # a kernel of each rank waits for them
                 pushes.run("permits", first, at_once=at_once)
             for step, (peer, there, here) in enumerate(self._sums):
                 launch(step)
                 pushes.stream.fork()
-                steps = self._sending(peer, there, here, rows[peer], in_pieces)
+                steps = self._sending(last, peer, there, here, rows[peer], in_pieces)
                 pushes.run((peer, rows[peer]), steps, at_once=at_once)
             launch(len(self._sums))
         elif pushes.memory.device.type == "cpu":
-            self._push(first, rows, in_pieces)
+            self._push(first, last, rows, in_pieces)
             launch()
         else:
             launch()
-            self._push(first, rows, in_pieces)
+            self._push(first, last, rows, in_pieces)
         # A capture has no part of a stream that it was not forked to, and ends only if it joins all it was.
         if self._with_permits and (not at_once or pushes.memory.device.type == "cpu"):
             pushes.stream.join()
 
-    def _push(self, first: list[Step], rows: tuple[int, ...], in_pieces: bool) -> None:
-        self._pushes.run(("sums", rows), self._steps(first, rows, in_pieces), at_once=True)
+    def _push(self, first: list[Step], last: list[Step], rows: tuple[int, ...], in_pieces: bool) -> None:
+        self._pushes.run(("sums", rows), self._steps(first, last, rows, in_pieces), at_once=True)
 
-    def _steps(self, first: list[Step], rows: tuple[int, ...], in_pieces: bool) -> Iterator[Step]:
+    def _steps(
+        self, first: list[Step], last: list[Step], rows: tuple[int, ...], in_pieces: bool
+    ) -> Iterator[Step]:
         yield from first
         for peer, there, here in self._sums:
             if self._with_permits:
                 yield from self._pushes.taking(peer, FREE.value)
             yield from self._pushes.taking(peer, DONE.value)
-            yield from self._sending(peer, there, here, rows[peer], in_pieces)
+            yield from self._sending(last, peer, there, here, rows[peer], in_pieces)
 
     def _sending(
-        self, peer: int, there: torch.Tensor, here: torch.Tensor, rows: int, in_pieces: bool
+        self,
+        last: list[Step],
+        peer: int,
+        there: torch.Tensor,
+        here: torch.Tensor,
+        rows: int,
+        in_pieces: bool,
     ) -> Iterator[Step]:
         """Yield the copies of one peer's sums, and the flags that announce them.
 
@@ -336,4 +359,5 @@ class SumPusher:
                 yield self._pushes.raising(peer, TOLD.value, rows)
             yield self._pushes.raising(peer, ARRIVED.value, end)
         if self._with_permits and peer == self._sums[-1][0]:
+            yield from last
             yield self._pushes.leave

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launches.prepared import PlainLaunches
+from ..launches.prepared import PlainLaunches, PreparedLaunch
 from .flags import AFTER, TOLD
 from .peers import Peers, is_any_lost
 
@@ -74,46 +74,44 @@ def spoil_without_peers(
 _LOST_CHUNKS, _ALL = PlainLaunches(spoil_lost_chunks), PlainLaunches(spoil_without_peers)
 
 
-def spoil_chunks(
-    out: torch.Tensor,
-    flags: torch.Tensor,
-    rank: int,
-    rows: int,
-    world_size: int,
-    *,
-    only_load: bool = False,
-) -> None:
-    """Enqueue a kernel that fills chunks of `out`, of so many rows, whose ranks a call has given up.
+class Spoiling:
+    """Enqueues one of the kernels for results that lie alike; it keeps none. A rank alone needs none.
 
-    only_load: only load it. It puts the flags back, too.
+    flags: the operation's. It puts them back, too, in place of `Pushes.put_back`.
     """
-    programs = world_size if world_size > 1 else 0
-    _enqueue(_LOST_CHUNKS, programs, out, flags, world_size, (rank, rows), only_load)
+
+    def __init__(
+        self,
+        launches: PlainLaunches,
+        programs: int,
+        out: torch.Tensor,
+        flags: torch.Tensor,
+        rank: int,
+        rows: int,
+    ) -> None:
+        world = flags.shape[1]
+        self._launches, self._programs = launches, programs if world > 1 else 0
+        self._kind = (programs, world, out.device, out.dtype)
+        self._flags, self._numbers = flags, (out.shape[1], out.stride(0), rank, rows)
+        self._constants = {"WORLD": world, "BLOCK": COLUMNS}
+        self._rest = (flags.data_ptr(), *self._numbers)
+        self._prepared: PreparedLaunch | None = None
+
+    def __call__(self, out: torch.Tensor, *, only_load: bool = False) -> None:
+        """Enqueue it for `out`, or only load it."""
+        if self._prepared is not None:
+            self._prepared.at((), [out.data_ptr(), *self._rest])
+        elif self._programs:
+            given = (self._kind, self._programs, (out, self._flags), self._numbers, self._constants)
+            self._launches.launch(*given, only_load=only_load)
+            self._prepared = None if only_load else self._launches.find(self._kind)
 
 
-def spoil_all(
-    out: torch.Tensor, flags: torch.Tensor, rank: int, world_size: int, *, only_load: bool = False
-) -> None:
-    """Enqueue a kernel that fills `out` with NaN if a peer is given up; only_load: only load it.
-
-    It puts the flags back, too, in place of `Pushes.put_back`.
-    """
-    programs = max(1, min(PROGRAMS, out.shape[0])) if world_size > 1 else 0
-    _enqueue(_ALL, programs, out, flags, world_size, (rank, out.shape[0]), only_load)
+def spoiling_chunks(out: torch.Tensor, flags: torch.Tensor, rank: int, rows: int) -> Spoiling:
+    """Return what fills chunks of such results, of so many rows, whose ranks a call has given up."""
+    return Spoiling(_LOST_CHUNKS, flags.shape[1], out, flags, rank, rows)
 
 
-def _enqueue(
-    launches: PlainLaunches,
-    programs: int,
-    out: torch.Tensor,
-    flags: torch.Tensor,
-    world_size: int,
-    numbers: tuple[int, ...],
-    only_load: bool,
-) -> None:
-    if programs == 0:
-        return
-    constants = {"WORLD": world_size, "BLOCK": COLUMNS}
-    scalars = (out.shape[1], out.stride(0), *numbers)
-    kind = (programs, world_size, out.device, out.dtype)
-    launches.launch(kind, programs, (out, flags), scalars, constants, only_load=only_load)
+def spoiling_all(out: torch.Tensor, flags: torch.Tensor, rank: int) -> Spoiling:
+    """Return what fills such results with NaN if a peer is given up."""
+    return Spoiling(_ALL, max(1, min(PROGRAMS, out.shape[0])), out, flags, rank, out.shape[0])

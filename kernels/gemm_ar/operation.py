@@ -32,6 +32,7 @@ from dist_autotune import is_tuning, tunable
 from dist_autotune.launch.tunable import Standing
 
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
+from ..gemm.configs import class_of_rows
 from ..gemm.operation import persistent_matmul
 from ..gemm_rs import GemmReduceScatter
 from ..signals import Failure
@@ -66,6 +67,7 @@ class RowsLayout(NamedTuple):
     """What is the same in all calls whose tensors lie alike."""
 
     rows: int
+    kind: tuple[int, bool]  # class of rows, and whether it may be overlapped: calls of a kind take one way
     ways: tuple[str, ...]  # that it may take
     choose: Standing[str]  # one of them
     product: Standing[str] | None  # one of PRODUCTS; None: torch's
@@ -96,9 +98,9 @@ class GemmAllReduce(Operation):
 
     `way` is "low-latency" (up to 64 rows and an even n; other calls are one-shot then), "one-shot",
     "two-shot", "collective" or "overlapped" (with a product, and rows that the ranks share evenly; other
-    calls are two-shot then) for all calls, or None, which tunes it for each M; all ranks pass the same.
-    Where this rank would take another than the last call with as many rows did, its host waits for the peers
-    to come to the call. A captured call takes the way of the last eager one with as many rows.
+    calls are two-shot then) for all calls, or None, which tunes it for each class of M (see `gemm.configs`);
+    all ranks pass the same. Where this rank would take another than the last call of the class did, its host
+    waits for the peers to come to the call. A captured call takes the way of the last eager one of its class.
 
     Each rank holds m * (1 + 1 / W) * n elements of symmetric memory beside its operands, and for low-latency
     calls 4 W * min(m, 64) * n elements more; where calls may be overlapped, from m = 1024 on, what
@@ -273,14 +275,16 @@ class GemmAllReduce(Operation):
     def _new_layout(self, rows: int, k: int, *, multiplies: bool, has_norm: bool) -> RowsLayout:
         dtype = str(self._dtype)
         can_overlap = self._scatter is not None and multiplies and rows % self.world_size == 0
-        ways = self._ways.options(rows, can_overlap=can_overlap)
-        key = (rows, self.world_size, self._n, dtype, has_norm)  # equal on all ranks
+        size_class = class_of_rows(rows)
+        ways = self._ways.options(size_class, can_overlap=can_overlap)
+        kind = size_class, OVERLAPPED in ways
+        key = (*kind, self.world_size, self._n, dtype, has_norm)  # equal on all ranks
         choose, product = Standing(functools.partial(self._ways.choose, ways, key)), None
         if multiplies and rows >= OWN_FROM and self._dtype != torch.float32:
-            key_of_product = (rows, self._n, k, dtype)
+            key_of_product = (size_class, self._n, k, dtype)
             ask = functools.partial(tunable, "gemm_ar product", PRODUCTS, key=key_of_product)
             product = Standing(ask)
-        return RowsLayout(rows, ways, choose, product, self._parts.local[:rows], {}, False, None)
+        return RowsLayout(rows, kind, ways, choose, product, self._parts.local[:rows], {}, False, None)
 
     def _choose(self, layout: RowsLayout) -> str:
         return layout.choose()
@@ -344,7 +348,7 @@ class GemmAllReduce(Operation):
     ) -> None:
         wanted, rows = self._choose(layout), layout.rows
         with self._carrying_out():
-            way = self._ways.settle(wanted, rows, is_capturing=is_capturing)
+            way = self._ways.settle(layout.kind, wanted, rows, is_capturing=is_capturing)
             if way == OVERLAPPED and way in layout.ways:
                 assert self._scatter is not None
                 assert weight is not None

@@ -9,7 +9,8 @@
 It is one choice of all ranks, as none ends alone: fixed by the caller; or a `tunable` among the group's
 ranks, judged by the time of the whole run. In an eager call each rank says on its ballot which way it would
 take. Once all say the same they take it, until one does not; else one-shot, which needs nobody's word. A
-captured call takes the way of the last eager call with as many rows.
+captured call takes the way of the last eager call of its class of rows, see `gemm.configs`. Calls of a class
+that may be overlapped, and those that may not, are apart.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Ways(Collective):
         super().__init__("GemmAllReduce", "gemm_ar way", group, memory, fixed=made, timeout_s=timeout_s)
 
     def options(self, rows: int, *, can_overlap: bool) -> tuple[str, ...]:
-        """Return the ways that a call with so many rows may take, first the one that nobody tuned.
+        """Return the ways that calls of a class of rows may take, first the one that nobody tuned.
 
         can_overlap: there is a product, whose rows all ranks share evenly.
         """
@@ -78,14 +79,14 @@ class Ways(Collective):
             return options[0]
         return tunable(self._choice, options, key=key, among=self._group or dist.group.WORLD)
 
-    def settle(self, way: str, rows: int, *, is_capturing: bool) -> str:
+    def settle(self, key: Hashable, way: str, rows: int, *, is_capturing: bool) -> str:
         """Return the way of this call, the same on all ranks. To be asked once in each.
 
-        It waits for the peers' hosts if this rank would take another way than the last call with as many rows
+        It waits for the peers' hosts if this rank would take another way than the last call with that key
         did. Raises PeerTimeout, and ValueError as `Ballots.agree` does.
         """
         if self._ballots is None:
             return way
         if is_capturing:
-            return WAYS[self._ballots.standing(rows)]
-        return WAYS[self._ballots.agree(rows, WAYS.index(way), rows)]
+            return WAYS[self._ballots.standing(key)]
+        return WAYS[self._ballots.agree(key, WAYS.index(way), rows)]

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ..exchange.spoil import Spoiling
 from ..tensors import Apart
 
 
@@ -65,3 +66,4 @@ class ScatterLayout(NamedTuple):
     shape: tuple[int, int]  # of the result
     body: Body
     apart: Apart  # of result and factors
+    spoil: Spoiling  # of the result

@@ -11,8 +11,9 @@ in float32. The memory of a rank, W ranks:
 A call in one launch on rank r:
 
     caller's stream                           side stream: copy engine and stream memory operations
-    fork: DONE[r] := 1                 -->    (enqueued behind the launch of the GEMM)
-    GEMM, one persistent kernel:              wait until DONE[r] >= 1, DONE[r] := 0
+    fork: wait until DONE[r] = 0,
+        DONE[r] := 1                   -->    (enqueued behind the launch of the GEMM)
+    GEMM, one persistent kernel:              wait until DONE[r] >= 1
         chunk p, its last tile sets DONE[p]   FREE[r] of every peer := 1
         ...                                   for p = r + 1, r + 2, ... (mod W):
         chunk r: a tile once all ARRIVED[p]       wait until FREE[p] >= 1, FREE[p] := 0
@@ -20,7 +21,7 @@ A call in one launch on rank r:
         all of them before it ends,               our sums for p to their slot on rank p, in pieces, and
         and ARRIVED[r]                                TOLD[r] of rank p := rows, behind the first,
     TOLD, ARRIVED := AFTER                            ARRIVED[r] of rank p := the last row of each
-                                              ARRIVED[r] := 1
+                                              DONE[r] := 0, ARRIVED[r] := 1
 
 A call in steps, a launch for each chunk; behind the fork its side stream waits for no flag. Captured calls
 are made so, with events as forks and a join:
@@ -80,7 +81,7 @@ from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS
 from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
 from ..exchange.push import Pushes, SumPusher
-from ..exchange.spoil import spoil_all
+from ..exchange.spoil import spoiling_all
 from ..gemm.configs import class_of_rows
 from ..signals import Failure
 from ..tensors import (
@@ -172,7 +173,8 @@ class GemmReduceScatter(Operation):
         self._counts = hold(torch.zeros(world + 2, dtype=torch.int32, device=self.device))
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, with_permits=True)
-        spoil_all(self._partial[0], self._flags.local, self.rank, world, only_load=True)
+        some = self._partial[0]
+        spoiling_all(some, self._flags.local, self.rank)(some, only_load=True)
         self._collective = self._open_collective(self._memory)
 
     def _read_device(self, dtype: torch.dtype) -> None:
@@ -241,7 +243,7 @@ class GemmReduceScatter(Operation):
             if isinstance(body, PlainBody):  # its kernel writes the NaN itself
                 self._pushes.put_back()
             else:
-                spoil_all(out, self._flags.local, self.rank, self.world_size)
+                layout.spoil(out)
         return out
 
     # ---- one call
@@ -293,7 +295,8 @@ class GemmReduceScatter(Operation):
             out = a.new_empty(shape, dtype=self._out_dtype)
         body = self._make_body(ScatterOperands(a, weight, out, *others))
         rows, apart = (shape[0],) * self.world_size, Apart(out, a=a, weight=weight)
-        return ScatterLayout(all_rows, class_of_rows(all_rows), rows, shape, body, apart)
+        spoil = spoiling_all(out, self._flags.local, self.rank)
+        return ScatterLayout(all_rows, class_of_rows(all_rows), rows, shape, body, apart, spoil)
 
     def _make_body(self, operands: ScatterOperands) -> Body:
         if specialized.can_run(operands, self._held):

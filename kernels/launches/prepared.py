@@ -93,6 +93,10 @@ class PlainLaunches:
         self._kernel, self._options = kernel, options
         self._of: dict[Hashable, PreparedLaunch] = {}
 
+    def find(self, kind: Hashable) -> PreparedLaunch | None:
+        """Return the prepared launch of a kind, if there is one."""
+        return self._of.get(kind)
+
     def launch(
         self,
         kind: Hashable,

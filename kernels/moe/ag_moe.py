@@ -60,7 +60,7 @@ import torch
 import torch.distributed as dist
 
 from ..exchange.flags import ARRIVED
-from ..exchange.spoil import spoil_all
+from ..exchange.spoil import spoiling_all
 from ..launches.settled import SettledLaunches
 from ..signals import Failure
 from ..tensors import (
@@ -128,7 +128,7 @@ class AllGatherMoE(ExpertOperation):
         self._own = OwnBuffer(self._shard)
         self._slots = [(peer, self._gather.peers[peer][self.rank]) for peer in self._pushes.before]
         self._pushes.warm_up((slot, self._shard) for _, slot in self._slots)
-        spoil_all(self._shard, self._flags.local, self.rank, self.world_size, only_load=True)
+        spoiling_all(self._shard, self._flags.local, self.rank)(self._shard, only_load=True)
 
     # ---- what the caller may use
 
@@ -282,7 +282,7 @@ class AllGatherMoE(ExpertOperation):
 
     def _finish(self, out: torch.Tensor, is_gathered: bool) -> None:
         if not is_gathered:  # no tile writes rows of choices that are missing
-            spoil_all(out, self._flags.local, self.rank, self.world_size)
+            spoiling_all(out, self._flags.local, self.rank)(out)
             self._pushes.stream.join()
 
     def _push(self, tokens: int) -> None:

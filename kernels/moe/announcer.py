@@ -29,9 +29,9 @@ class Announcer:
         at_once: as in `Pushes.run`.
         """
         pushes = self._pushes
-        first = pushes.fork(at_once=at_once)
+        first, last = pushes.fork(at_once=at_once)
         taking = (step for peer in pushes.before for step in pushes.taking(peer, FREE.value))
-        pushes.run("no choices", itertools.chain(first, taking), at_once=at_once)
+        pushes.run("no choices", itertools.chain(first, taking, last), at_once=at_once)
 
     def announce(
         self,
@@ -48,17 +48,17 @@ class Announcer:
         lists: experts, and weights if there are any, one element a choice, rank by rank; this rank's lie in
         place, from `rank * stride` on. given: this rank's digest of the tokens of all ranks.
         """
-        first = self._pushes.fork(at_once=at_once)
+        first, last = self._pushes.fork(at_once=at_once)
         begin = self._pushes.memory.rank * stride
         part, told = slice(begin, begin + tokens * topk), tokens * TOPK_SPAN.value + topk
-        steps = self._steps(first, lists if tokens else (), part, told, given)
-        self._pushes.run(("choices", tokens, topk, len(lists), given), steps, at_once=at_once)
+        steps = self._steps(lists if tokens else (), part, told, given)
+        key = "choices", tokens, topk, len(lists), given
+        self._pushes.run(key, itertools.chain(first, steps, last), at_once=at_once)
 
     def _steps(
-        self, first: list[Step], lists: tuple[SymmetricTensor, ...], part: slice, told: int, given: int
+        self, lists: tuple[SymmetricTensor, ...], part: slice, told: int, given: int
     ) -> Iterator[Step]:
         pushes = self._pushes
-        yield from first
         for peer in pushes.before:
             copies = [(each.peers[peer][part], each.local[part]) for each in lists]
             yield from pushes.taking(peer, FREE.value)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from . import nvshmem
-from .base import Copy, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
+from .base import Copy, Lowered, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from .nvshmem import NvshmemMemory
 from .ranks import SharingRanks, SymmetricMemoryError
 from .shm import ShmMemory
@@ -24,6 +24,7 @@ from .torch_symm import TorchMemory
 
 __all__ = [
     "Copy",
+    "Lowered",
     "SideStream",
     "Step",
     "SymmetricMemory",

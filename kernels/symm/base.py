@@ -52,6 +52,12 @@ class Wait(NamedTuple):
     value: int
 
 
+class Lowered(NamedTuple):
+    """A wait until a word is 0, on the caller's stream: see `SymmetricMemory.prepare_here`."""
+
+    word: torch.Tensor
+
+
 Step = Copy | Write | Wait
 
 
@@ -161,13 +167,35 @@ class SymmetricMemory(Shared):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: SideStream) -> None:
         """Enqueue a copy between contiguous tensors of one size, this rank's or a peer's."""
 
-    def copy_here(self, dst: torch.Tensor, src: torch.Tensor) -> None:
-        """Copy a contiguous tensor to the beginning of another, on the caller's current stream."""
-        dst.view(-1)[: src.numel()].copy_(src.detach().view(-1))
+    def prepare_copy_here(self, dst: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """Return a function that copies a contiguous tensor to the beginning of `dst`, also contiguous.
 
-    def write_here(self, word: torch.Tensor, value: int) -> None:
-        """Enqueue the setting of an int32 word on the caller's current stream, as `write_signal` does."""
-        word.fill_(value)
+        It enqueues that on the caller's current stream.
+        """
+        room = dst.view(-1)
+
+        def run(src: torch.Tensor) -> None:
+            room[: src.numel()].copy_(src.detach().view(-1))
+
+        return run
+
+    def prepare_here(self, steps: Sequence[Write | Lowered]) -> Callable[[], None]:
+        """Return a function that enqueues the steps on the caller's current stream.
+
+        A CUDA stream waits without a bound: the caller must make sure that the word becomes 0. On the CPU it
+        is 0 as soon as a call has returned.
+        """
+        writes = [step for step in steps if isinstance(step, Write)]
+
+        def run() -> None:
+            for word, value in writes:
+                word.fill_(value)
+
+        return run
+
+    def mark(self) -> Callable[[], bool]:
+        """Return what tells whether all work so far is done, on the caller's stream and on side streams."""
+        return lambda: True
 
     @abc.abstractmethod
     def write_signal(self, word: torch.Tensor, value: int, stream: SideStream) -> None:

@@ -346,7 +346,9 @@ class RowsCaller:
 
     def __init__(self, way: str, case: Rows) -> None:
         ways = types.SimpleNamespace(
-            options=lambda rows, **can: (way,), choose=lambda ways, key: way, settle=lambda way, *a, **b: way
+            options=lambda rows, **can: (way,),
+            choose=lambda ways, key: way,
+            settle=lambda key, way, *_, **__: way,
         )
         with in_a_group(case), mock.patch.object(of_rows, "Ways", return_value=ways):
             op = self.operation = GemmAllReduce(16, case.n, case.dtype, way=way)

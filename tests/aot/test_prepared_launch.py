@@ -128,12 +128,14 @@ class Caller:
         self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
         self.consumer = consumer(*self.tensors)
         self.flags = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
+        self.spoil = spoil.spoiling_chunks(self.tensors[2], self.flags[0], 1, ROWS)
         self.patience_ticks = 0
 
     def call(self) -> None:
         self.patience_ticks += 1
         call = GatherCall(ROWS, 1, WORLD, CAPACITY, self.patience_ticks, 132, *self.flags)
         self.consumer.launch(*self.tensors, call)
+        self.spoil(self.tensors[2])
 
 
 def calls(device: Device, caller: Caller, count: int) -> list[tuple[Any, ...]]:

@@ -24,6 +24,9 @@ CALLER = 1  # the handle of the caller's stream
 UNJOINED, ISOLATED, CAPTURED = 904, 905, 907  # errors: of a capture's end, and of waits for events
 
 
+SIGNALS = {("write", 0): "write", ("wait", 0): "wait", ("wait", 1): "wait for no other"}  # by their flags
+
+
 class Signal:
     """The driver's form of a write or a wait."""
 
@@ -66,8 +69,9 @@ class PretendedDriver:
     def cuStreamBatchMemOp(self, stream, count, signals, flags):
         assert (count, flags) == (len(signals), 0)
         parts = [(each.operation, getattr(each, f"{each.operation}Value")) for each in signals]
-        assert all((part.operation, part.flags) == (kind, 0) for kind, part in parts)
-        return self._tell([(kind, part.address, part.value) for kind, part in parts])
+        assert all(part.operation == kind for kind, part in parts)
+        told = [(SIGNALS[kind, part.flags], part.address, part.value) for kind, part in parts]
+        return self._tell(told)
 
     def _tell(self, what):
         self.told.append(what)
@@ -182,7 +186,8 @@ class MemoryOfGpus(PretendedMemory):
 def install(monkeypatch: pytest.MonkeyPatch, driver: PretendedDriver) -> None:
     """Put the driver, and events and streams without a GPU, in the place of CUDA's."""
     events = itertools.count(9000)
-    stream = types.SimpleNamespace(query=lambda: True)
+    done = types.SimpleNamespace(query=lambda: True)
+    stream = types.SimpleNamespace(query=lambda: True, record_event=lambda: done)
 
     def event(**_: Any) -> types.SimpleNamespace:
         return types.SimpleNamespace(record=lambda stream: None, cuda_event=next(events))
@@ -192,7 +197,9 @@ def install(monkeypatch: pytest.MonkeyPatch, driver: PretendedDriver) -> None:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: stream)
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(
-        torch.cuda, "ExternalStream", lambda handle, device: types.SimpleNamespace(cuda_stream=handle)
+        torch.cuda,
+        "ExternalStream",
+        lambda handle, device: types.SimpleNamespace(cuda_stream=handle, **vars(stream)),
     )
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: CALLER, raising=False)
     monkeypatch.setattr(cuda, "_abandoned", [])

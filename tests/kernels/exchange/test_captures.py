@@ -137,7 +137,7 @@ PLANTED = {  # whose method, what it does instead, of how many ranks, which call
         *(("sums of experts", "a shared sorting"), f"{UNJOINED}: "),
     ),
     "pushes without a fork": (
-        *(Pushes, "fork", lambda pushes, *, at_once: pushes._permits, 2),
+        *(Pushes, "fork", lambda pushes, *, at_once: (pushes._permits, []), 2),
         *(("gather", "scatter", "reduce, overlapped", "experts"), "beside the capture"),
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -12,10 +13,13 @@ import torch
 from dense_runs import SCATTERING_SUMS
 from operation_runs import message_of, on_ranks
 from operations import factors
+from pretended_cuda import CapturingDriver, install_for_operations
 
 from dist_autotune import StepTuner
+from dist_autotune.kernels.exchange.operation import PeerTimeout
 from dist_autotune.kernels.exchange.streams import StreamOrder
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
+from dist_autotune.kernels.gemm_rs.handover import NO_PERMIT
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tp import check_calls
 from dist_autotune.script.boundaries import OptimizerSteps
@@ -106,3 +110,19 @@ def test_a_call_on_another_stream_waits_on_the_device_for_the_last_one(monkeypat
     streams.capturing = {5}
     assert call(5) == [], "another capture, which may not wait for what is outside"
     assert call(2) == [(2, 1)], "eager calls among themselves"
+
+
+def test_a_check_ends_once_a_call_has_failed_though_the_device_does_not(monkeypatch):
+    install_for_operations(monkeypatch, CapturingDriver(), 2)
+    with GemmReduceScatter(16, 24, torch.float16, timeout_s=0.1, collective=False) as op:
+        done, polls = iter([False, False, True]), []
+        monkeypatch.setattr(op._memory, "mark", lambda: lambda: polls.append(0) or next(done))
+        op.check()
+        assert len(polls) == 3  # as long as no call has failed it waits for the device
+        monkeypatch.setattr(op._memory, "mark", lambda: lambda: False)
+        op._errors[1] = NO_PERMIT.value << 60
+        for end in (op.check, check_calls, op.close):
+            began = time.monotonic()
+            with pytest.raises(PeerTimeout, match="rank 0: rank 1, or one that it waits for"):
+                end()
+            assert 2 * 2 * 0.1 <= time.monotonic() - began < 30

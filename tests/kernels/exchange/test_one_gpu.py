@@ -279,3 +279,44 @@ def test_sums_that_do_not_come_are_told_and_the_gpu_is_free(rank: int, body: str
     a, weight = (torch.randn(256, 256, device=DEVICE).to(DTYPE) for _ in range(2))
     message = told_in_time(op, lambda: op(a, weight))
     assert message.startswith("PeerTimeout: GemmReduceScatter, rank 0: rank 1, or one that it waits for")
+
+
+# ---- pushes that do not leave
+
+
+@pytest.mark.parametrize("name", ["AllGatherGemm", "GemmReduceScatter"])
+@on_one_gpu
+def test_calls_behind_pushes_that_do_not_leave_end(rank: int, name: str) -> None:
+    """No check waits longer than kernels do; and once the pushes leave the device is free."""
+    memory, (rows, n, k) = HostAsPeer(), SHAPES[0]
+    weight = torch.zeros(n, k, dtype=DTYPE, device=DEVICE)
+    if name == "AllGatherGemm":
+        choose_candidate("specialized", "cooperative")
+        op = opened(memory, AllGatherGemm, rows, k, consumer="specialized", pieces=1, programs=132)
+        pushes = op._pusher._pushes
+    else:
+        leave("specialized", 0)
+        rows *= 2
+        op = opened(memory, GemmReduceScatter, rows, n)
+        pushes = op._pushes
+    a = torch.zeros(rows, k, dtype=DTYPE, device=DEVICE)
+    held = memory.hold(torch.zeros(1, dtype=torch.int32, device=DEVICE))[0]
+    op._patience_ticks = as_patience(0.3)
+    op(a, weight)  # loads what the others launch, and gives the peer up
+    torch.cuda.synchronize()
+    memory.wait_signal(held, 1, pushes.stream)
+    op._check_usable = lambda: None  # of calls that are enqueued before the host can hear of the failure
+    for _ in range(4):
+        op(a, weight)
+    del op._check_usable
+
+    def told(step: Callable[[], None]) -> None:
+        began = time.monotonic()
+        assert message_of(step).startswith(f"PeerTimeout: {name}, rank 0: rank 1")
+        assert time.monotonic() - began < 20
+
+    told(op.check)
+    HostPeer(memory).write(held, 1)
+    told(op.check)
+    torch.cuda.synchronize()
+    told(op.close)

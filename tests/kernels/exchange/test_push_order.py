@@ -9,6 +9,7 @@ what must hold before it goes on.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -17,9 +18,10 @@ from random import Random
 import pytest
 import torch
 
-from dist_autotune.kernels.exchange.flags import ARRIVED, DONE, FLAGS, FREE
+from dist_autotune.kernels.exchange.flags import AFTER, ARRIVED, DONE, FLAGS, FREE
 from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
-from dist_autotune.kernels.symm.base import SymmetricMemory, SymmetricTensor
+from dist_autotune.kernels.signals import GIVEN_UP
+from dist_autotune.kernels.symm.base import Lowered, SymmetricMemory, SymmetricTensor
 
 Work = Callable[[], Iterator[Callable[[], bool] | None]]
 
@@ -52,6 +54,10 @@ class Command:
 
 def nothing() -> Iterator[None]:
     yield from ()
+
+
+def until_lowered(word: torch.Tensor) -> Iterator[Callable[[], bool]]:
+    yield lambda: int(word) == 0
 
 
 class Stream:
@@ -103,16 +109,23 @@ class Device(SymmetricMemory):
 
         stream.add(work, runs_beside=True)
 
-    def copy_here(self, dst, src) -> None:
-        def work():
+    def prepare_copy_here(self, dst):
+        def copy(src):
             for place in self.random.sample(range(src.numel()), src.numel()):
                 dst.view(-1)[place] = src.reshape(-1)[place]
                 yield None
 
-        self.caller.add(work, runs_beside=True)
+        return lambda src: self.caller.add(lambda: copy(src), runs_beside=True)
 
-    def write_here(self, word, value) -> None:
-        self.write_signal(word, value, self.caller)
+    def prepare_here(self, steps):
+        def run() -> None:
+            for step in steps:
+                if isinstance(step, Lowered):
+                    self.caller.add(functools.partial(until_lowered, step.word))
+                else:
+                    self.write_signal(step.word, step.value, self.caller)
+
+        return run
 
     def write_signal(self, word, value, stream) -> None:
         def work():
@@ -328,7 +341,7 @@ def ends(kind, seed: int) -> bool:
     for device in ranks:
         device.forget()  # what opening has enqueued
     for _ in range(CALLS):
-        is_replay = random.random() < 0.3
+        is_replay = kind not in GIVING_UP and random.random() < 0.3
         for operation in operations:
             operation.make("replay" if is_replay else random.choice(WAYS[:2]))
     return Run(ranks, random).to_its_end()
@@ -353,13 +366,98 @@ def test_calls_end_and_read_what_they_should_in_any_order(kind):
 @pytest.mark.parametrize("kind", [Scattering, Gathering])
 def test_a_side_stream_that_does_not_wait_for_its_fork_is_found(kind, monkeypatch):
     fork = Pushes.fork
-    monkeypatch.setattr(Pushes, "fork", lambda self, **options: fork(self, **options)[-len(self.before) :])
+
+    def without_wait(self, **options):
+        first, last = fork(self, **options)
+        return first[-len(self.before) :], last
+
+    monkeypatch.setattr(Pushes, "fork", without_wait)
     assert fails(kind, 50)
 
 
+def without_lowered(monkeypatch):
+    """Have no call wait until the side stream has ended the last one."""
+    prepare = Device.prepare_here
+
+    def prepare_here(self, steps):
+        return prepare(self, [step for step in steps if not isinstance(step, Lowered)])
+
+    monkeypatch.setattr(Device, "prepare_here", prepare_here)
+
+
 def test_sums_that_the_next_call_overwrites_before_they_have_left_are_found(monkeypatch):
+    """Their kernel does not wait for that, and the side stream says too early that it is through."""
+    fork = Pushes.fork
+
+    def lowered_at_once(self, **options):
+        (wait, *permits), last = fork(self, **options)
+        return [wait, *last, *permits], []
+
     monkeypatch.setattr(Scattering, "leaves", False)
+    monkeypatch.setattr(Pushes, "fork", lowered_at_once)
     assert fails(Scattering, 150) == "wrong"
+
+
+class GivingUp:
+    """A kernel that gives up its own pushes after a while; it compares no data, which may come late."""
+
+    def part(self):
+        """Wait for the peers' data, and a while until the own data is with them."""
+        flags, rank, world = self.flags, self.device.rank, self.device.world_size
+        for peer in ((rank + step) % world for step in range(1, world)):
+            yield raised(flags, ARRIVED, peer)
+        have_left = raised(flags, ARRIVED, rank)
+        for _ in range(self.device.random.choice([0, 3, 30])):
+            if have_left():
+                break
+            yield None
+        if not have_left():
+            flags[AFTER.value + 1, rank] = FAR_AHEAD
+        self.calls += 1
+
+    def read(self):
+        yield None
+
+
+FAR_AHEAD = 1 + GIVEN_UP.value
+
+
+class GatheringOrGivingUp(GivingUp, Gathering):
+    def kernel(self):
+        return self.part()
+
+
+class ScatteringOrGivingUp(GivingUp, Scattering):
+    def kernel(self, slots, is_last, in_steps):
+        for slot in slots:
+            yield None
+            if in_steps:
+                yield raised(self.flags, FREE, self.peers[slot])
+                self.flags[FREE.value, self.peers[slot]] = 0
+            else:
+                self.flags[DONE.value, self.peers[slot]] = 1
+        if is_last:
+            yield from self.part()
+
+
+# Without replays, which do not wait for the side stream of eager calls.
+GIVING_UP = [GatheringOrGivingUp, ScatteringOrGivingUp]
+
+
+@pytest.mark.parametrize("kind", GIVING_UP)
+def test_calls_behind_one_that_has_given_up_its_own_pushes_end(kind):
+    assert fails(kind, 60) == ""
+
+
+@pytest.mark.parametrize("kind", GIVING_UP)
+def test_without_a_wait_for_the_side_stream_they_do_not(kind, monkeypatch):
+    prepare = Device.prepare_here
+
+    def prepare_here(self, steps):
+        return prepare(self, [step for step in steps if not isinstance(step, Lowered)])
+
+    monkeypatch.setattr(Device, "prepare_here", prepare_here)
+    assert fails(kind, 60) == "deadlock"
 
 
 def test_pushes_that_are_enqueued_before_their_kernel_are_found(monkeypatch):

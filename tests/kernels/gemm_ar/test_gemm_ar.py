@@ -110,7 +110,7 @@ WANTED = {  # by each rank in a call, and the way that is taken
 def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_call(rank):
     REDUCING[None].begin(rank)
     taken, errors = [], []
-    with GemmAllReduce(9, 24, HALF) as op:
+    with GemmAllReduce(17, 24, HALF) as op:
         settle = op._ways.settle
         op._ways.settle = lambda *args, **given: taken.append(settle(*args, **given)) or taken[-1]
         for wanted in WANTED:
@@ -118,12 +118,25 @@ def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_c
             a, weight, *of_norm = given = REDUCING[None].operands(op, [9], 16)
             errors.append(norm_error_ratio(op(a, weight, None, *of_norm, EPS), *given))
         op._is_capturing = lambda: True
-        for rows in (9, 8):
+        for rows in (9, 8, 17):
             a, weight, *_ = REDUCING[None].operands(op, [rows], 16)
             errors.append(reduce_error_ratio(op(a, weight), a, weight))
         op._is_capturing = lambda: False
-    assert taken == [*WANTED.values(), COLLECTIVE, ONE_SHOT]
+    # 17 rows are of another class.
+    assert taken == [*WANTED.values(), COLLECTIVE, COLLECTIVE, ONE_SHOT]
     return errors
+
+
+@on_ranks(2)
+def test_the_way_is_tuned_once_for_a_class_of_rows(rank):
+    keys, counts, weight = set(), [], torch.zeros(24, 16, dtype=HALF, device=device())
+    with GemmAllReduce(17, 24, HALF) as op:
+        layer = tuned(lambda a: op(a, weight))
+        for rows in (9, 10, 17):
+            layer(torch.zeros(rows, 16, dtype=HALF, device=device()))
+            keys |= {each.key for each in layer.report.contexts if each.kernel == "gemm_ar way"}
+            counts.append(len(keys))
+    assert counts == [1, 1, 2]
 
 
 def test_more_columns_than_a_norm_takes_are_refused():

@@ -109,7 +109,7 @@ def test_prepared_steps_reach_the_driver_in_order_in_as_few_calls_as_it_takes(dr
 def asked(driver, monkeypatch):
     """Return the names of the driver's functions that are called from now on."""
     names = []
-    for name in (*FORK_OR_JOIN, *FORK_BY_FLAG, *COPY_BETWEEN_SIGNALS[:2]):
+    for name in {*FORK_OR_JOIN, *FORK_BY_FLAG, *COPY_BETWEEN_SIGNALS}:
         answer = getattr(driver, name)
         note = functools.partial(lambda name, answer, *given: (names.append(name), answer(*given))[1], name)
         monkeypatch.setattr(driver, name, functools.partial(note, answer), raising=False)
@@ -117,7 +117,7 @@ def asked(driver, monkeypatch):
 
 
 FORK_OR_JOIN = ["cuEventRecord", "cuStreamWaitEvent"]
-FORK_BY_FLAG = ["cuStreamWriteValue32"]
+FORK_BY_FLAG = ["cuStreamBatchMemOp"]
 COPY_BETWEEN_SIGNALS = ["cuStreamBatchMemOp", "cuMemcpyAsync", "cuStreamBatchMemOp"]
 
 
@@ -132,7 +132,10 @@ def test_chunks_are_pushed_behind_one_fork_and_nothing_waits_for_the_side_stream
         pusher.start(4, 1, is_capturing=False)
         pusher.finish(is_capturing=False)
         assert asked == [*FORK_BY_FLAG, *COPY_BETWEEN_SIGNALS]
-        assert driver.told[0][:2] == [("wait", fork, 1), ("write", fork, 0)]
+        raising, beginning, _, end = driver.told
+        assert raising == [("wait for no other", fork, 0), ("write", fork, 1)]
+        assert beginning[0] == ("wait", fork, 1)
+        assert end[-2] == ("write", fork, 0)  # before it says that all has left
     asked.clear()
     pusher.finish(is_capturing=True)
     assert asked == FORK_OR_JOIN
@@ -159,11 +162,12 @@ def test_sums_are_pushed_behind_a_fork_and_nothing_waits_for_the_side_stream(dri
 def test_a_copy_on_the_caller_s_stream_that_the_driver_refuses_is_told(driver):
     memory = MemoryOfGpus(2)
     to, source = (memory.allocate((size,), torch.int32).local for size in (8, 4))
-    memory.copy_here(to, source)
+    copy = memory.prepare_copy_here(to)
+    copy(source)
     assert driver.told == [[("copy", to.data_ptr(), 16)]]
     driver.refuses_at = 1
     with pytest.raises(cuda.SymmetricMemoryError, match="the CUDA driver reports 700"):
-        memory.copy_here(to, source)
+        copy(source)
 
 
 # ---- on GPUs
