@@ -6,9 +6,13 @@ Each function is tuned with search="exhaustive" at each of its sizes; the table 
 bans of all its contexts, as the log has them.
 
 Subjects: a blocked matrix product with 72 configs at 30 shapes; the same kernel with 300 configs drawn from
-4,800 at 6 shapes; RMSNorm by rows with 20 configs at 24 shapes;
-persistent_matmul with its own candidates at 20 shapes. On a GPU, where they are installed: layers of
-flash-linear-attention, forward and backward, at 6 sizes.
+4,800 at 6 shapes; RMSNorm by rows with 20 configs at 24 shapes; persistent_matmul and the product of
+AllGatherMoE with their own candidates. Where they are installed: Liger's kernels, with configs for what its
+own rules set; on a GPU the kernels that two layers of flash-linear-attention launch, forward and backward,
+each by itself, as the layers keep the device waiting for the host.
+
+A table also holds what each candidate's launch takes of the device: programs, registers of a thread, spilled
+ones, bytes of shared memory.
 
 Traps: calls follow each other, so small operands lie in the L2 cache; three samples a candidate, so equal
 times differ by about 1 %. Without a GPU tiny sizes run in the interpreter: behaviour, not speed.
@@ -16,23 +20,30 @@ times differ by about 1 %. Without a GPU tiny sizes run in the interpreter: beha
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.autotuner import Autotuner
 
 from benchmarks.common.options import new_parser
 from benchmarks.common.ranks import ON_GPU, Ranks, run_on_ranks, time_limit
 
 from dist_autotune import TunedContext, contextual_autotune  # isort: skip  after common
+from dist_autotune.kernels.ag_moe import AllGatherMoE  # isort: skip
 from dist_autotune.kernels.persistent_gemm import persistent_matmul  # isort: skip
+from dist_autotune.launch.dispatcher import Dispatcher  # isort: skip
+from dist_autotune.triton_api.footprint import device_properties  # isort: skip
+from dist_autotune.triton_api.launch import key_of  # isort: skip
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16  # bf16 is wrong in the interpreter
@@ -146,54 +157,189 @@ def norm_calls() -> Iterator[Call]:
         yield norm
 
 
-# -- this project's product, and layers of another package ---------------------------------------------------
+# -- this project's products ---------------------------------------------------------------------------------
 
 
 def persistent_calls() -> Iterator[Call]:
-    for m, n, k in shapes(20):
+    for m, n, k in shapes(20 if ON_GPU else 1):
         a, b = tensor(m, k), tensor(k, n)
         yield lambda a=a, b=b: persistent_matmul(a, b)
 
 
-def attention_calls() -> Iterator[Call]:
+def moe_calls() -> Iterator[Call]:
+    """Yield products of tokens with their experts on a single rank."""
+    hidden_sizes = (2048, 4096, 7168) if ON_GPU else (32,)
+    tokens_of_ranks = (512, 4096, 8192) if ON_GPU else (8,)
+    for hidden, tokens in itertools.product(hidden_sizes, tokens_of_ranks):
+        operation = AllGatherMoE(
+            tokens, hidden, DTYPE, backend="torch" if ON_GPU else "shm", max_topk=4, collective=False
+        )
+        weight, ids = tensor(8, hidden // 2, hidden), torch.randint(8, (tokens, 4), device=DEVICE)
+        x = tensor(tokens, hidden)
+        yield partial(operation, x, weight, ids, tokens=[tokens])
+        operation.close()
+
+
+# -- kernels of other packages -------------------------------------------------------------------------------
+
+
+LIGER_ROWS = 2048 if ON_GPU else 4
+LIGER_WIDTHS = (2816, 4096, 5632, 8192, 11008, 14336, 18944, 28672) if ON_GPU else (48,)
+
+
+def liger_configs(name: str, sizes: Sequence[int], warps: Sequence[int]) -> list[triton.Config]:
+    if not ON_GPU:
+        sizes, warps = sizes[:2], warps[:2]
+    return [triton.Config({name: size}, num_warps=each) for size in sizes for each in warps]
+
+
+def swiglu_calls() -> Iterator[Call]:
+    from liger_kernel.ops import swiglu
+
+    configs = liger_configs("BLOCK_SIZE", (256, 512, 1024, 2048, 4096, 8192), (1, 2, 4, 8, 16))
+    for kernel in (swiglu._swiglu_forward_kernel_tiled, swiglu._swiglu_backward_kernel_tiled):
+        tuned = triton.autotune(configs, ["n_cols"])(kernel)
+        for columns in LIGER_WIDTHS:
+            x = [tensor(LIGER_ROWS, columns) for _ in range(3)]
+            grid = lambda meta, n=columns: (LIGER_ROWS, triton.cdiv(n, meta["BLOCK_SIZE"]))  # noqa: E731
+            yield partial(tuned[grid], *x, columns, 1.0, columns)
+
+
+def block_norm_calls() -> Iterator[Call]:
+    from liger_kernel.ops import rms_norm as norm
+
+    configs = liger_configs("BLOCK_ROW", (1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16))
+    tuned = triton.autotune(configs, ["n_rows", "n_cols"])(norm._block_rms_norm_forward_kernel)
+    for rows, columns in itertools.product((1024, 16384, 65536) if ON_GPU else (4,), (128, 256, 512)):
+        x, y, w = tensor(rows, columns), tensor(rows, columns), tensor(columns)
+        scales = torch.empty(rows, device=DEVICE)
+        grid = lambda meta, count=rows: (triton.cdiv(count, meta["BLOCK_ROW"]),)  # noqa: E731
+        yield partial(
+            tuned[grid], y, columns, x, columns, w, 1, scales, 1, rows, columns, 1e-6, 0.0,
+            norm._CASTING_MODE_LLAMA.value, elementwise_affine=True, BLOCK_SIZE=columns,
+        )  # fmt: skip
+
+
+def cross_entropy_calls() -> Iterator[Call]:
+    from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
+
+    configs = liger_configs("BLOCK_SIZE", (1024, 2048, 4096, 8192, 16384, 32768), (4, 8, 16, 32))
+    tuned = triton.autotune(configs, ["n_cols", "n_non_ignore"])(liger_cross_entropy_kernel)
+    vocabularies = (32000, 50257, 128256, 151936) if ON_GPU else (64,)
+    for tokens, columns in itertools.product((512, 4096) if ON_GPU else (4,), vocabularies):
+        x, losses = tensor(tokens, columns), torch.empty(tokens, device=DEVICE)
+        target = torch.randint(columns, (tokens,), device=DEVICE)
+        yield partial(
+            tuned[(tokens,)], x, columns, target, 1, None, losses, None, 1, None, 0, None, 0, columns,
+            tokens, 0.0, 0.0, -100, 0.0, 0.0, "mean", None, False, False, False,
+            HAS_WEIGHT=False, HAS_SOFTCAPPING=False, HAS_GRADIENTS=True,
+        )  # fmt: skip
+
+
+def attention_calls(hidden: int) -> Iterator[Call]:
+    """Yield the launches of two layers' steps, each by itself."""
     import fla.layers
 
-    for name, hidden, tokens in itertools.product(
-        ("DeltaNet", "GatedLinearAttention"), (1024, 2048), (1024, 2048, 4096)
-    ):
-        model = getattr(fla.layers, name)(hidden_size=hidden, num_heads=4).cuda().bfloat16()
-        x = tensor(2, tokens, hidden)
-
-        def step(model: torch.nn.Module = model, x: torch.Tensor = x) -> None:
+    for name in ("DeltaNet", "GatedLinearAttention"):
+        model = getattr(fla.layers, name)(hidden_size=hidden, num_heads=hidden // 256).cuda().bfloat16()
+        x = tensor(4, 2048, hidden)
+        with captured() as calls:
             y = model(x)[0]
             torch.autograd.grad(y.float().square().mean(), list(model.parameters()), allow_unused=True)
+        yield from calls
 
-        yield step
+
+@contextlib.contextmanager
+def captured() -> Iterator[list[Call]]:
+    """Collect the first launch of each autotuned kernel and key; their first configs run."""
+    stock: Callable[..., Any] = Autotuner.run
+    known: set[Any] = set()
+    calls: list[Call] = []
+
+    def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+        if (found := (id(tuner), key_of(tuner, args, kwargs))) not in known and len(tuner.configs) > 1:
+            known.add(found)
+            calls.append(partial(tuner.run, *args, **kwargs))
+        configs, tuner.configs = tuner.configs, tuner.configs[:1]
+        try:
+            return stock(tuner, *args, **kwargs)
+        finally:
+            tuner.configs = configs
+
+    Autotuner.run = run
+    try:
+        yield calls
+    finally:
+        Autotuner.run = stock
 
 
 def subjects() -> dict[str, Callable[[], Iterator[Call]]]:
     """Return what can be tuned here."""
     few = 30 if ON_GPU else 2
     found: dict[str, Callable[[], Iterator[Call]]] = {
+        "persistent": persistent_calls,
         "norm": norm_calls,
+        "moe": moe_calls,
         "matmul": lambda: matmul_calls(matmul_configs(), shapes(few)),
         "many": lambda: matmul_calls(many_matmul_configs(), shapes(6 if ON_GPU else 1)),
     }
-    if ON_GPU:
-        found["persistent"] = persistent_calls
-        if importlib.util.find_spec("fla") is not None:
-            found["fla"] = attention_calls
+    if importlib.util.find_spec("liger_kernel") is not None:
+        found["cross_entropy"] = cross_entropy_calls
+        if ON_GPU:  # the interpreter passes numbers as they are, and these convert them
+            found |= {"swiglu": swiglu_calls, "block_norm": block_norm_calls}
+    if ON_GPU and importlib.util.find_spec("fla") is not None:
+        found |= {f"fla{hidden}": partial(attention_calls, hidden) for hidden in (1024, 2048)}
     return found
 
 
-def table_row(subject: str, context: TunedContext) -> dict[str, Any]:
-    """Return the times and bans of one kernel and key."""
+Footprints = dict[tuple[str, str], dict[str, tuple[int, ...]]]  # by kernel and key, by candidate's text
+
+
+@contextlib.contextmanager
+def footprints() -> Iterator[Footprints]:
+    """Collect programs, registers, spilled registers and shared bytes of the launches that are timed."""
+    found: Footprints = {}
+    stock = Dispatcher.__dict__["_keep_share"]
+
+    def keep(context: Any, candidate: str, programs: int, kernel: Any) -> None:
+        stock.__func__(context, candidate, programs, kernel)
+        if kernel is not None:
+            counts = (programs, kernel.n_regs or 0, kernel.n_spills or 0, kernel.metadata.shared)
+            name = context.identity.source.short_name, context.identity.key_text
+            found.setdefault(name, {})[context.texts[candidate]] = counts
+
+    Dispatcher._keep_share = staticmethod(keep)
+    try:
+        yield found
+    finally:
+        Dispatcher._keep_share = stock
+
+
+def table_row(subject: str, context: TunedContext, found: Footprints) -> dict[str, Any]:
+    """Return the times, bans and footprints of one kernel and key."""
     return {
         "subject": subject,
         "kernel": context.kernel,
         "key": context.key_text or ", ".join(map(str, context.key)),
         "ms": {text: round(ms, 6) for text, ms in context.timings.items()},
         "banned": sorted(context.banned),
+        "launch_bound": context.launch_bound,
+        "footprints": found.get((context.kernel, context.key_text), {}),
+    }
+
+
+def device_facts() -> dict[str, Any]:
+    if not ON_GPU:
+        return {"device": "CPU, Triton's interpreter"}
+    device = device_properties(0)
+    return {
+        "device": device.name,
+        "sms": device.multi_processor_count,
+        "shared_bytes_of_sm": device.shared_memory_per_multiprocessor,
+        "registers_of_sm": device.regs_per_multiprocessor,
+        "threads_of_sm": device.max_threads_per_multi_processor,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
     }
 
 
@@ -205,27 +351,23 @@ def main() -> None:
 
     def body(ranks: Ranks) -> int:
         rows: list[dict[str, Any]] = []
-        with time_limit(LIMIT_S):
-            for name, calls in subjects().items():
-                if options.subjects is not None and name not in options.subjects:
-                    continue
-                for call in calls():
-                    tuned = contextual_autotune(
-                        call,
-                        search="exhaustive",
-                        n_warmup=1,
-                        n_repeat=3,
-                        cache=False,
-                        log_dir=None,
-                        name=name,
-                    )
-                    tuned()
-                    assert tuned.report is not None
-                    rows += [table_row(name, context) for context in tuned.report.contexts]
-                    ranks.say(f"{name}: {tuned.report.runs} runs, {tuned.report.seconds:.1f} s")
-                device = torch.cuda.get_device_name() if ON_GPU else "CPU, Triton's interpreter"
-                options.tables.write_text(json.dumps({"device": device, "rows": rows}))  # after each subject
-        return 0
+
+        def record(name: str) -> None:
+            for call in known[name]():
+                tuned = contextual_autotune(
+                    call, search="exhaustive", n_warmup=1, n_repeat=3, cache=False, log_dir=None, name=name
+                )
+                tuned()
+                assert tuned.report is not None
+                rows.extend(table_row(name, context, found) for context in tuned.report.contexts)
+                ranks.say(f"{name}: {tuned.report.runs} runs, {tuned.report.seconds:.1f} s")
+                # After each call: what a limit ends loses one.
+                options.tables.write_text(json.dumps({**device_facts(), "rows": rows}))
+
+        known = subjects()
+        with time_limit(LIMIT_S), footprints() as found:
+            failed = [name for name in options.subjects or known if ranks.attempt(partial(record, name))]
+        return 1 if failed else 0
 
     run_on_ranks(body)
 
