@@ -135,6 +135,7 @@ class Simulation:
                 is_choice=name in self.choices,
                 kernel_id=self._family(name),
                 place=list(self.contexts).index(name),
+                fills=self._fills(name),
             )
         context = self.tuning.contexts.get(name)
         part = Part(ran=candidate)
@@ -155,6 +156,10 @@ class Simulation:
     def _whole_ms(self, plan: dict[str, str], rank: int) -> float:
         took = sum(self._launch_ms(n, c, rank) for n, c in plan.items() if n not in self.choices)
         return took + self.run_ms(plan)
+
+    def _fills(self, name: str) -> tuple[float, ...]:
+        """Return how much of the SMs' time a context's launches fill, by candidate; (): it is not known."""
+        return ()
 
     def _family(self, name: str) -> str:
         """Return the name of a context's kernel."""

@@ -48,6 +48,7 @@ from dist_autotune.triton_api.launch import key_of  # isort: skip
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float16  # bf16 is wrong in the interpreter
 LIMIT_S = 540.0
+LEAST_MS = 0.005 if ON_GPU else 0.0
 WIDTHS = (512, 1024, 1536, 2048, 3072, 4096, 5120, 8192) if ON_GPU else (16, 32)
 Call = Callable[[], Any]
 
@@ -328,6 +329,33 @@ def table_row(subject: str, context: TunedContext, found: Footprints) -> dict[st
     }
 
 
+def grouped(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a table of each kernel, [key][config]; ms of null: banned; of 0: no candidate of the key.
+
+    Left out are keys whose best time is near the clock's step, or of which the host hid some.
+    """
+    rows = [row for row in rows if row["ms"] and not row["launch_bound"]]
+    kernels: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if min(row["ms"].values()) >= LEAST_MS:
+            kernels.setdefault((row["subject"], row["kernel"]), []).append(row)
+    tables = []
+    for (subject, kernel), of_kernel in kernels.items():
+        configs = [*dict.fromkeys(text for row in of_kernel for text in (*row["ms"], *row["banned"]))]
+        table: dict[str, Any] = {"subject": subject, "kernel": kernel, "configs": configs}
+        table["keys"] = [row["key"] for row in of_kernel]
+        table["ms"] = [
+            [row["ms"].get(text, None if text in row["banned"] else 0) for text in configs]
+            for row in of_kernel
+        ]
+        for place, name in enumerate(("programs", "registers", "spills", "shared_bytes")):
+            table[name] = [
+                [row["footprints"].get(text, [None] * 4)[place] for text in configs] for row in of_kernel
+            ]
+        tables.append(table)
+    return tables
+
+
 def device_facts() -> dict[str, Any]:
     if not ON_GPU:
         return {"device": "CPU, Triton's interpreter"}
@@ -362,7 +390,7 @@ def main() -> None:
                 rows.extend(table_row(name, context, found) for context in tuned.report.contexts)
                 ranks.say(f"{name}: {tuned.report.runs} runs, {tuned.report.seconds:.1f} s")
                 # After each call: what a limit ends loses one.
-                options.tables.write_text(json.dumps({**device_facts(), "rows": rows}))
+                options.tables.write_text(json.dumps({**device_facts(), "kernels": grouped(rows)}))
 
         known = subjects()
         with time_limit(LIMIT_S), footprints() as found:

@@ -13,7 +13,7 @@ from ..compilation.backlog import CompileState
 from ..errors import NoValidConfig
 from ..formatting import config_label
 from ..search.context import Context
-from ..search.expectation.fields import TimesByKey
+from ..search.expectation.fields import UNKNOWN, Fills, TimesByKey
 from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
 from ..search.expectation.order import best_start
@@ -98,6 +98,9 @@ class RankContext:
     failures: dict[str, tuple[int, str]] = field(default_factory=dict)
     run: RunLaunches = field(default_factory=RunLaunches)
     shares: dict[str, int] = field(default_factory=dict)  # candidate -> thousandths of the SMs that it holds
+    fills: Fills = field(
+        default_factory=dict
+    )  # how much of the SMs' time launches fill, by the config's text
     compile: CompileState = field(default_factory=CompileState)
     launches_per_run: int = 0  # in the last run that launched it before it was settled
     is_published: bool = False  # its result stands where launches outside the function find it
@@ -164,11 +167,12 @@ class RankContext:
             return self.stage is Stage.NEW
         return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
 
-    def begin_with(self, known: KnownOfKernel, *, tries_few: bool) -> None:
+    def begin_with(self, known: KnownOfKernel, *, tries_few: bool, is_alone: bool) -> None:
         """Choose the first candidate: the winner before an upgrade, or one that other keys suggest.
 
         That is the fastest by their times, or else the winner of the nearest key. All ranks know the same
-        other keys, so all choose alike. tries_few: the search tries only what is fast by their times.
+        other keys, so all choose alike; what launches fill they have to agree on, unless this one is alone.
+        tries_few: the search tries only what is fast by their times.
         """
         before = self.beginning
         if (upgrade := known.upgrade or before.upgrade) is not None:
@@ -179,7 +183,7 @@ class RankContext:
         nearest = next(iter(by_distance(key, winners)), "")
         expected, has_new_times = before.expected, before.other_times != known.told
         if has_new_times:
-            text = best_start(key, texts.values(), known.told)
+            text = best_start(key, texts.values(), known.told, self.fills if is_alone else UNKNOWN)
             expected = next((each for each, own in texts.items() if text and own == text), "")
         first = expected or winners.get(nearest, "")
         self.beginning = replace(
@@ -195,7 +199,7 @@ class RankContext:
     def _unlikely(self, other_times: TimesByKey) -> set[str]:
         """Return the candidates that are slow by the times of other keys."""
         candidates = self.candidates
-        order = order_of(self.identity.key_text, [*candidates.values()], other_times)
+        order = order_of(self.identity.key_text, [*candidates.values()], other_times, fills=self.fills)
         likely = range(len(candidates)) if order is None else order.likely
         return {each for index, each in enumerate(candidates) if index not in likely}
 

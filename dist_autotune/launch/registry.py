@@ -11,9 +11,12 @@ from typing import Any
 from msgspec.structs import replace
 from triton.runtime.autotuner import Autotuner
 
+from ..compilation import preflight
 from ..formatting import config_label
 from ..options import Options
 from ..search.context import Context, Outcome
+from ..search.expectation.fields import Fills, filled
+from ..search.expectation.order import FEWEST
 from ..search.kernel_families import context_name
 from ..search.messages import Announcement, Part
 from ..search.rules import BY_LAUNCH
@@ -21,7 +24,7 @@ from ..storage.known_results import KnownResults
 from ..storage.scope import ContextIdentity
 from ..timing.clock import Clock
 from ..timing.samples import Samples
-from ..triton_api import identity
+from ..triton_api import footprint, identity
 from ..triton_api.identity import KernelIdentity, family_of
 from ..triton_api.interception import fork_safe_lock
 from ..triton_api.launch import Key, Launch, config_texts
@@ -76,7 +79,7 @@ class Registry:
             launch.constants_text(),
             launch.key_names(),
         )
-        context = self._find_context(about) or self._new(about, configs, tuner)
+        context = self._find_context(about) or self._new(about, configs, tuner, launch)
         return Binding(weakref.ref(tuner), key, configs, context)
 
     def choice(
@@ -100,7 +103,13 @@ class Registry:
             self._choose_first(found)
         return found
 
-    def _new(self, about: ContextIdentity, configs: dict[str, Any], tuner: Autotuner | None) -> RankContext:
+    def _new(
+        self,
+        about: ContextIdentity,
+        configs: dict[str, Any],
+        tuner: Autotuner | None,
+        launch: Launch | None = None,
+    ) -> RankContext:
         """Return a new context; no other context of the kernel has its agreed key.
 
         A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
@@ -119,6 +128,8 @@ class Registry:
         context = RankContext(name, agreed_key, about, samples, self._rank, claim)
         context.holds_claim_back = claim is not None and known.holds_back(about)
         context.search = known.search.contexts.get(name)
+        if launch is not None and len(configs) >= FEWEST and known.function.keys_teach:
+            context.fills = _fills(launch, configs, about.texts)
         self._choose_first(context)
         bans = {} if context.search is not None else known.search.crash_bans.get(name, {})
         context.bans.update((each, reason) for each, (_, reason) in bans.items() if each in about.texts)
@@ -142,7 +153,8 @@ class Registry:
         """
         if context.stage is Stage.NEW and context.run.choice is None and len(context.texts) > 1:
             known = self.known.of_kernel(context.identity, self.names.alias(context.identity.kernel))
-            context.begin_with(known, tries_few=self._tries_few(context))
+            is_alone = self.known.function.is_alone
+            context.begin_with(known, tries_few=self._tries_few(context), is_alone=is_alone)
 
     def _tries_few(self, context: RankContext) -> bool:
         return self.known.search.rules.tries_few(len(context.texts))
@@ -237,6 +249,7 @@ class Registry:
         about, beginning = context.identity, context.beginning
         places = {text: str(place) for place, text in enumerate(context.candidates.values())}
         told = (beginning.other_times or {}) if self._tries_few(context) else {}
+        of_time = filled if context.fills else float
         return Announcement(
             rank=context.rank,
             kernel=about.source.short_name,
@@ -254,8 +267,10 @@ class Registry:
             default=next(iter(about.texts), ""),
             upgrade=beginning.upgrade,
             ms_by_key={
-                key: {places[t]: ms for t, ms in each.items() if t in places} for key, each in told.items()
+                key: {places[t]: of_time(ms) for t, ms in each.items() if t in places}
+                for key, each in told.items()
             },
+            fills=tuple(context.fills[text] for text in context.candidates.values()) if context.fills else (),
         )
 
     def reported(self) -> list[RankContext]:
@@ -291,3 +306,14 @@ class Registry:
             context.reported_bans.update(report.bans)
             counts = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
             context.samples.apply_outcome(waiting=search.waiting, counts=counts, late_ms=late_ms)
+
+
+def _fills(launch: Launch, configs: Mapping[str, Any], texts: Mapping[str, str]) -> Fills:
+    """Return how much of the SMs' time a launch with each config fills; {}: its grid does not tell."""
+    index = preflight.current_device()
+    if index < 0 or (device := footprint.device_properties(index)) is None:
+        return {}
+    programs = {texts[each]: launch.programs(config) for each, config in configs.items()}
+    if not all(programs.values()):
+        return {}
+    return {text: footprint.fill(count, device.multi_processor_count) for text, count in programs.items()}

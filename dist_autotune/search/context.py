@@ -11,6 +11,7 @@ from typing import Final
 from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
 from .agreed_times import AgreedTimes
+from .expectation.fields import LaunchMs
 from .expectation.flow import order_of
 from .expectation.order import Meanwhile, Order
 from .messages import Announcement, Ban, Claim, Part
@@ -125,6 +126,7 @@ class Context:
         self.shares: dict[int, float] = {}  # of the device, by candidate that was launched; see `Part.share`
         self.launches = 1  # in a run
         self._told = announcement.times_by_key()
+        self.fills = dict(zip((text for _, text in announcement.order), announcement.fills, strict=False))
         self._rules, self._meanwhile = rules, meanwhile
         judges = rules.judges(is_choice=announcement.is_choice)
         self.judge, self.final_judge = judges[0], judges[-1]  # of its candidates now, and of its result
@@ -220,10 +222,11 @@ class Context:
         wanted = self._order.likely - self._ran
         return {digest for index, digest in enumerate(self.digests) if index not in wanted}
 
-    def ms_by_text(self) -> dict[str, float]:
+    def ms_by_text(self) -> dict[str, LaunchMs]:
         """Return the times by its launches, by the config's text: of its search, or so far."""
         so_far = {index: least(self.times.agreed_ms(index)) for index in self.times.ms}
-        return {self.texts[index]: ms for index, ms in (self.by_launches.ms or so_far).items() if ms > 0}
+        known = {self.texts[index]: ms for index, ms in (self.by_launches.ms or so_far).items() if ms > 0}
+        return {text: LaunchMs(ms, self.fills.get(text, 1.0)) for text, ms in known.items()}
 
     @property
     def device_ms(self) -> tuple[float, float]:
@@ -305,7 +308,7 @@ class Context:
             self._order = None
             races_all = self.raced == len(self.digests)  # else some, after an upgrade
             if races_all and self._rules.tries_few(len(self.texts)):
-                self._order = order_of(self.key, self.texts, self._told, self._meanwhile)
+                self._order = order_of(self.key, self.texts, self._told, self._meanwhile, self.fills)
             self.flow = self._rules.flow_of(self.raced, self._order)
             self._resume(None)
             return

@@ -80,7 +80,8 @@ class Offer(Struct, frozen=True, order=True):
     ms: float
     relatives: str  # the same for entries of other keys, see `EntryKey.relatives`
     key: str
-    times: tuple[tuple[str, float], ...] = ()  # ms by the config's text; of one rank alone, or the first
+    # By the config's text ms and `LaunchMs.fill`; of one rank alone, or the first.
+    times: tuple[tuple[str, float, float], ...] = ()
 
     @property
     def claim(self) -> Claim:
@@ -113,6 +114,7 @@ class Announcement(Struct, frozen=True, omit_defaults=True):
     upgrade: Upgrade | None = None  # the lowest rank's that has one
     # Of other keys, where they decide: ms by key and by place in `order`.
     ms_by_key: dict[str, dict[str, float]] = field(default_factory=dict, name="told")
+    fills: tuple[float, ...] = ()  # how much of the SMs' time launches fill, as in `order`; then told ones do
 
     def raced_first(self) -> tuple[str, list[tuple[str, str]]]:
         """Return what an old result was found with, and all candidates, those that are raced again first.

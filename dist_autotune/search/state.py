@@ -19,6 +19,7 @@ from . import budget
 from .budget import Forecast
 from .compare_bits import CompareBits
 from .context import Context, NextRun, Outcome, RunVerdict, Status
+from .expectation.fields import TimesByKey
 from .expectation.order import Meanwhile
 from .final_comparison import FinalComparison
 from .kernel_families import KernelFamilies
@@ -147,7 +148,7 @@ class SearchState:
             and not (context.provisional or context.is_spent)
         }
 
-    def times_by_key(self, kernel_id: str, *, so_far: bool = False) -> dict[str, dict[str, float]]:
+    def times_by_key(self, kernel_id: str, *, so_far: bool = False) -> TimesByKey:
         """Return the agreed times of a kernel's launches, by key and config, of searches that are over.
 
         so_far: of those under way, too.

@@ -17,7 +17,7 @@ from ..codec import digest, to_json
 from ..errors import NotTuned
 from ..formatting import config_label, context_label
 from ..ranks.group import RankGroup
-from ..search.expectation.fields import TimesByKey
+from ..search.expectation.fields import LaunchMs, TimesByKey
 from ..search.expectation.keys import by_distance, named
 from ..search.messages import Claim, Offer, Offers, Upgrade
 from ..search.state import SearchState
@@ -163,7 +163,7 @@ class KnownResults:
                 entry.ms,
                 entry.key.relatives,
                 entry.key.key,
-                tuple(sorted(entry.timings.items())) if function.tells_times else (),
+                entry.times if function.tells_times else (),
             )
             for entry in entries
             if entry.key.scope in scopes and conditions <= asdict(entry.key).items() and self._may_use(entry)
@@ -236,7 +236,8 @@ class KnownResults:
         """Return the times, by key and config, of this process and of the nearest keys on disk."""
         if context.is_choice:
             return {}
-        times = {offer.key: dict(offer.times) for offer in self._related(context) if offer.times}
+        offers = (offer for offer in self._related(context) if offer.times)
+        times = {each.key: {text: LaunchMs(ms, fill) for text, ms, fill in each.times} for each in offers}
         nearest = by_distance(context.key_text, times)[:TELLING]
         return {**{key: times[key] for key in nearest}, **self.search.times_by_key(kernel_id)}
 

@@ -102,6 +102,7 @@ class Entry(Struct, frozen=True):
     config: str  # its text
     ms: float
     timings: Mapping[str, float] = {}  # candidate's text -> agreed ms
+    fills: Mapping[str, float] = {}  # candidate's text -> how much of the SMs' time its launch fills
     created_at: str = ""  # wall clock, ISO 8601, UTC: for people
     package_version: str = ""
     evidence: Evidence = Evidence()
@@ -117,6 +118,11 @@ class Entry(Struct, frozen=True):
     @property
     def title(self) -> str:
         return context_label(self.key.kernel, self.key.key)
+
+    @property
+    def times(self) -> tuple[tuple[str, float, float], ...]:
+        """Return agreed ms and fill of each candidate's text; a fill that is not known is 1."""
+        return tuple((text, ms, self.fills.get(text, 1.0)) for text, ms in sorted(self.timings.items()))
 
     @property
     def result(self) -> tuple[str, int | None, str]:

@@ -46,6 +46,11 @@ def share(programs: int, kernel: Any, device: Any) -> int:
     return max(round(THOUSAND * held), 1)
 
 
+def fill(programs: int, processors: int) -> float:
+    """Return how much of the SMs' time programs of equal length fill, one on each SM at a time."""
+    return programs / (math.ceil(programs / processors) * processors)
+
+
 class RecordedGrid:
     """A grid that remembers how many programs it had; it is evaluated by the launch alone."""
 
@@ -53,15 +58,15 @@ class RecordedGrid:
         self._grid = grid
         self.programs = 0
         if not callable(grid):
-            self.programs = _product(grid)
+            self.programs = product(grid)
 
     def __call__(self, meta: Any) -> Any:
         found = self._grid(meta)
-        self.programs = _product(found)
+        self.programs = product(found)
         return found
 
 
-def _product(grid: Any) -> int:
+def product(grid: Any) -> int:
     """Return the number of programs; 0: not a grid of integers."""
     try:
         return math.prod(int(size) for size in grid) if not isinstance(grid, int) else grid

@@ -17,7 +17,7 @@ from triton.runtime.errors import AutotunerError
 
 from ..combinations import drawn
 from ..errors import TuningError
-from . import identity
+from . import footprint, identity
 
 Key: TypeAlias = tuple[Any, ...]
 
@@ -111,6 +111,17 @@ class Launch:
 
     def hook_arguments(self, config: Any) -> dict[str, Any]:
         return {**self._named(), **self.kwargs, **config.all_kwargs()}
+
+    def programs(self, config: Any) -> int:
+        """Return how many programs `config` would launch, as far as a grid's function tells; 0: unknown."""
+        grid, parameters = self.kwargs.get("grid"), inspect.signature(self.tuner.base_fn).parameters
+        if not callable(grid):
+            return 0
+        defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+        try:
+            return footprint.product(grid({**defaults, **self.hook_arguments(config)}))
+        except Exception:  # a launch with this config raises it, where it is the user's to see
+            return 0
 
     def run_pre_hook(self, config: Any) -> None:
         """Make `config` the tuner's best and call its own hook, as a steady-state stock launch does."""

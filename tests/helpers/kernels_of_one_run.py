@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.simulation.protocol_simulation import Simulation
@@ -18,6 +18,7 @@ class Kernel:
     kernel: str
     key: str
     ms: dict[str, float]  # by the config's text, the first one first
+    fills: dict[str, float] = field(default_factory=dict)  # how much of the SMs' time a launch fills
 
 
 class OneRun(Simulation):
@@ -53,6 +54,10 @@ class OneRun(Simulation):
 
     def _compiling(self, run: int, rank: int, name: str) -> int:
         return len(self._left.get(name, ()))
+
+    def _fills(self, name: str) -> tuple[float, ...]:
+        fills = self.kernels[name].fills
+        return tuple(fills[text] for text in self.contexts[name]) if fills else ()
 
     def _family(self, name: str) -> str:
         return self.kernels[name].kernel

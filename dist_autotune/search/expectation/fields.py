@@ -11,9 +11,38 @@ from typing import TypeAlias
 from .arithmetic import log
 
 TimesByKey: TypeAlias = Mapping[str, Mapping[str, float]]  # ms of a kernel: by key, by the config's text
+Fills: TypeAlias = Mapping[str, float]  # see `LaunchMs.fill`: by the config's text
+UNKNOWN: Fills = {}
 Value: TypeAlias = "float | str"
 
 _ADDITIVE = 0.5  # of the likeness: what the fields add up; the rest is of all fields together
+
+
+class LaunchMs(float):
+    """The time of a launch whose programs fill `fill` of the SMs' time; see `footprint.fill`."""
+
+    fill: float
+
+    def __new__(cls, ms: float, fill: float) -> LaunchMs:
+        launch_ms = super().__new__(cls, ms)
+        launch_ms.fill = fill
+        return launch_ms
+
+
+def filled(ms: float) -> float:
+    """Return about what a launch would take if its programs filled the SMs' time: half of the rest counts.
+
+    With all of it, starts on the tables of real kernels lose more, and so they do with none.
+    """
+    return ms * math.sqrt(ms.fill) if isinstance(ms, LaunchMs) else ms
+
+
+def by_place(times: Mapping[str, float], texts: Sequence[str], *, fills: bool) -> dict[int, float]:
+    """Return a key's times of these candidates; fills: as if each filled the SMs' time."""
+    places = {text: index for index, text in enumerate(texts)}
+    known = {places[text]: ms for text, ms in sorted(times.items()) if text in places}
+    return {index: filled(ms) for index, ms in known.items()} if fills else known
+
 
 _FIELD = re.compile(
     r"""(\w+)"?: ((?:'[^']*'|\([^)]*\)|\[[^\]]*\]|[^,}])*)"""

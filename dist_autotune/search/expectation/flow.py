@@ -6,23 +6,28 @@ import math
 from collections.abc import Callable, Sequence
 
 from ..strategies import PAIR_FACTOR, Flow, Pause, Warmup, Winner, faster_of_two, racing_runs, rounds, within
-from .fields import TimesByKey
+from .fields import UNKNOWN, Fills, TimesByKey
 from .model import Expectation
 from .order import AT_LEAST, FEWEST, KEYS, Meanwhile, Order, Waves
 
 
 def order_of(
-    key: str, texts: Sequence[str], told: TimesByKey, meanwhile: Callable[[], Meanwhile] = Meanwhile
+    key: str,
+    texts: Sequence[str],
+    told: TimesByKey,
+    meanwhile: Callable[[], Meanwhile] = Meanwhile,
+    fills: Fills = UNKNOWN,
 ) -> Order | None:
     """Return the order of trials of a key's candidates, the first one first; None: all are to be tried.
 
-    told: by other keys before the first trial. meanwhile: returns what the session knows later on.
+    told: by other keys before the first trial. meanwhile: returns what the session knows later on. fills: how
+    much of the SMs' time launches at this key fill.
     """
     if len(texts) >= FEWEST and len(told) >= KEYS:
-        expectation = Expectation(key, texts, told)
+        expectation = Expectation(key, texts, told, fills)
         if expectation.keys >= KEYS:
             return Order(expectation, first=0)
-    return Waves(key, texts, told, meanwhile) if len(texts) > AT_LEAST else None
+    return Waves(key, texts, told, meanwhile, fills) if len(texts) > AT_LEAST else None
 
 
 def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: Order) -> Flow:

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from .arithmetic import append_row, decay, forward, log
-from .fields import TimesByKey, Value, likenesses
+from .fields import TimesByKey, Value, by_place, likenesses
 from .keys import by_distance, distance
 
 # Chosen on tables of real kernels: tests/unit/search/test_expectation_tables.py.
@@ -30,12 +30,18 @@ class GaussianProcess:
     """The expected log ms of each candidate of one key.
 
     fields: of its candidates. deviation: of the rest, expected. noise: of a time, over the variance of the
-    rest.
+    rest. fills: how much of the SMs' time its launches fill, by candidate.
     """
 
     def __init__(
-        self, fields: Sequence[Sequence[Value]], *, deviation: float = 0.35, noise: float = 1e-3
+        self,
+        fields: Sequence[Sequence[Value]],
+        *,
+        deviation: float = 0.35,
+        noise: float = 1e-3,
+        fills: Sequence[float] = (),
     ) -> None:
+        self._scales = [math.sqrt(fill) for fill in fills or [1.0] * len(fields)]
         self._fields, self._deviation, self._noise = fields, deviation, noise
         self._rows: dict[int, list[float]] = {}  # of what candidates share
         self._own, self._lower = list[int](), list[list[float]]()  # as last fitted
@@ -47,7 +53,7 @@ class GaussianProcess:
 
         own: times of the key itself, by place. kin: how much of the rest other keys share, and their times.
         """
-        groups = [(1.0, own), *kin]
+        groups = [(1.0, {index: ms * self._scales[index] for index, ms in own.items()}), *kin]
         self.means, self.variances = [0.0] * len(self._columns), [1 + _LEVEL] * len(self._columns)
         rows = [(group, index) for group, (_, known) in enumerate(groups) for index in known]
         if not rows:
@@ -75,7 +81,8 @@ class GaussianProcess:
         for candidate, column in enumerate(self._columns):
             new = [shared(row, 0, candidate) for row in rows[kept:]]
             column[:] = forward(self._lower, new, column[:kept])
-            self.means[candidate] = levels[0] + math.fsum(map(operator.mul, column, weights))
+            mean = levels[0] + math.fsum(map(operator.mul, column, weights))
+            self.means[candidate] = mean - log(self._scales[candidate])
             self.variances[candidate] = _DOUBT * variance * max(1 + _LEVEL - _square(column), self._noise)
 
     def _alike(self, index: int) -> list[float]:
@@ -88,12 +95,17 @@ class GaussianProcess:
         return self._rows[index]
 
 
-def kin_of(key: str, texts: Sequence[str], told: TimesByKey) -> list[tuple[float, dict[int, float]]]:
-    """Return how much the nearest told keys share with a key, and their times by place."""
-    places, rows = {text: index for index, text in enumerate(texts)}, 0
+def kin_of(
+    key: str, texts: Sequence[str], told: TimesByKey, *, fills: bool = False
+) -> list[tuple[float, dict[int, float]]]:
+    """Return how much the nearest told keys share with a key, and their times by place.
+
+    fills: they count as if they filled the SMs' time.
+    """
+    rows = 0
     kin: list[tuple[float, dict[int, float]]] = []
     for other in by_distance(key, told.keys() - {key})[:_KIN]:
-        known = {places[text]: ms for text, ms in sorted(told[other].items()) if text in places}
+        known = by_place(told[other], texts, fills=fills)
         rows += len(known)
         if rows > _MOST_ROWS:
             break

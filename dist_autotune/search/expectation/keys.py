@@ -26,10 +26,13 @@ def distance(one: str, other: str) -> float:
 
     A negative integer counts as far below zero as its opposite lies above. inf: not comparable.
     """
-    (shape, integers), (other_shape, others) = _split(one), _split(other)
-    if shape != other_shape:
-        return math.inf
-    return sum(abs(_scaled(a) - _scaled(b)) for a, b in zip(integers, others, strict=True))
+    return math.inf if _split(one)[0] != _split(other)[0] else sum(map(abs, doublings(one, other)))
+
+
+def doublings(one: str, other: str) -> list[float]:
+    """Return by how many doublings each integer of `other` is above that of `one`, which can be compared."""
+    pairs = zip(_split(one)[1], _split(other)[1], strict=True)
+    return [_scaled(integer) - _scaled(own) for own, integer in pairs]
 
 
 def named(text: str, key: str) -> str:

@@ -1,6 +1,7 @@
 """Expected times of the candidates of a key, from the times that other keys of the kernel have told.
 
-The logarithm of a time is the level of its key, what its config adds at all keys, shrunk, and a rest. The
+The logarithm of a time is the level of its key, what its config adds at all keys and for each doubling of a
+size, shrunk, and a rest. The
 rest of a key varies as that of near keys does, and alike for configs with near fields: a Gaussian process,
 whose covariance the other keys give, after K. Swersky, J. Snoek and R. Adams, "Multi-Task Bayesian
 Optimization" (NIPS 2013). Each time observed at the key narrows it. Every step is arithmetic or a root: the
@@ -11,22 +12,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from .arithmetic import decay, log
-from .fields import TimesByKey, fields_of, likeness
-from .keys import distance
+from .fields import UNKNOWN, Fills, TimesByKey, by_place, fields_of, likeness
+from .keys import distance, doublings
 
 # Chosen on tables of real kernels, keys held back: tests/unit/search/test_expectation_tables.py.
 _NEAR = 2.0  # doublings of sizes that make a key count less, by e
 _FAR = 0.001  # how much the farthest counts at least
 _SHRINK = 0.3  # told times, of weight 1, that what a config adds is pulled to 0 by
-_FITS = 3  # levels and what configs add, in turns
+_SHRINK_SLOPE = 1.0  # the same of what it adds more for each doubling of a size
+_SLOPES_KEYS = 8  # told keys; of fewer, such slopes are too sure of themselves
+_FITS = 4  # levels and what configs add, in turns
 _PRIOR_KEYS = 1.0  # that the fields' covariance weighs as much as
 _DOUBT_KEYS = 4.0  # near ones, that leave a rest with twice the variance that they show
 _LEAST_REST = 0.05  # standard deviation of a rest, at least
 _NOISE = 0.02  # of one observed time
 _LEVEL_VARIANCE = 16.0  # of a key's level, in squared logarithms: nothing is known of it
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a key has told: logs of ms by candidate. at: 1, and its sizes in doublings of the new key's."""
+
+    weight: float
+    logs: dict[int, float]
+    at: tuple[float, ...]
+
 
 _Weighted: TypeAlias = list[tuple[float, dict[int, float]]]  # of each told key: its weight, and by candidate
 
@@ -36,36 +50,56 @@ class Expectation:
 
     means, variances: by candidate, given what `observe` has told. An observation takes time in the number of
     candidates times that of told keys and observations. Keys that `distance` cannot compare tell nothing.
+    fills: of the key's own launches; where they are known, told ones count as if they filled the SMs' time.
     """
 
-    def __init__(self, key: str, texts: Sequence[str], told: TimesByKey) -> None:
-        places = {text: index for index, text in enumerate(texts)}
-        pairs: _Weighted = []
+    def __init__(self, key: str, texts: Sequence[str], told: TimesByKey, fills: Fills = UNKNOWN) -> None:
+        self.means: list[float] = []
+        pairs: list[_Told] = []
         for other in sorted(told):
             far = distance(key, other)
-            logs = {places[text]: log(ms) for text, ms in sorted(told[other].items()) if text in places}
-            if other != key and far < math.inf and logs:
-                pairs.append((max(decay(min(far, 100.0) / _NEAR), _FAR), logs))
+            known = by_place(told[other], texts, fills=bool(fills))
+            if other != key and far < math.inf and known:
+                logs = {index: log(ms) for index, ms in known.items()}
+                weight = max(decay(min(far, 100.0) / _NEAR), _FAR)
+                pairs.append(_Told(weight, logs, (1.0, *doublings(key, other))))
         self.keys = len(pairs)  # that have told something of these candidates
-        self.told = {index for _, logs in pairs for index in logs}  # candidates that some key has told of
+        self.told = {index for each in pairs for index in each.logs}  # candidates that some key has told of
         self._fields = fields_of(texts)
         self._fit(pairs)
+        if fills:
+            unfilled = (log(fills.get(text, 1.0)) / 2 for text in texts)
+            self.means = [mean - each for mean, each in zip(self.means, unfilled, strict=True)]
         self._factors: list[list[float]] = []  # of the observations, as in a Cholesky decomposition
 
-    def _fit(self, told: _Weighted) -> None:
+    def _fit(self, told: list[_Told]) -> None:
         """Set the means, and what `_covariance` takes: the rests of the told keys from them."""
         count = len(self._fields)
-        rests = told
-        masses = _sums([(weight, dict.fromkeys(logs, 1.0)) for weight, logs in told], count)
-        self.means = [0.0] * count
-        for _ in range(_FITS):
-            rests = [(weight, _without_level(logs, self.means)) for weight, logs in told]
-            added = zip(_sums(rests, count), masses, strict=True)
-            self.means = [total / (mass + _SHRINK) for total, mass in added]
-        varied = [(w, {index: part - self.means[index] for index, part in rest.items()}) for w, rest in rests]
+        unknowns = len(told[0].at) if len(told) >= _SLOPES_KEYS else 1
+        rests = [_without_level(each.logs) for each in told]
+        added = [[0.0] * count for _ in range(unknowns)]
+        for place in [*range(unknowns)] * _FITS:
+            parts = [(each.weight, each.at[place], rest) for each, rest in zip(told, rests, strict=True)]
+            masses = _sums(
+                [(weight * at * at, dict.fromkeys(rest, 1.0)) for weight, at, rest in parts], count
+            )
+            pulls = _sums([(weight * at, rest) for weight, at, rest in parts], count)
+            shrink, before = _SHRINK_SLOPE if place else _SHRINK, added[place]
+            added[place] = [
+                (pull + mass * own) / (mass + shrink)
+                for pull, mass, own in zip(pulls, masses, before, strict=True)
+            ]
+            steps = [now - own for now, own in zip(added[place], before, strict=True)]
+            rests = [
+                _without_level({index: part - at * steps[index] for index, part in rest.items()})
+                for _, at, rest in parts
+            ]
+        self.means = added[0]
+        masses = _sums([(each.weight, dict.fromkeys(each.logs, 1.0)) for each in told], count)
+        varied = [(each.weight, rest) for each, rest in zip(told, rests, strict=True)]
         squares = math.fsum(weight * part * part for weight, rest in varied for part in rest.values())
         total = math.fsum(weight for weight, _ in varied) or 1.0
-        doubt = 1 + _DOUBT_KEYS / total
+        doubt = 1 + _DOUBT_KEYS * unknowns / total
         self._rest = doubt * max(squares / (math.fsum(masses) or 1.0), _LEAST_REST**2)
         effective = total * total / (math.fsum(weight * weight for weight, _ in varied) or 1.0)
         self._prior = _PRIOR_KEYS / (_PRIOR_KEYS + effective)
@@ -99,10 +133,9 @@ class Expectation:
         self._factors.append(factor)
 
 
-def _without_level(logs: dict[int, float], added: Sequence[float]) -> dict[int, float]:
-    """Return a key's times less its level, the mean of them without what their configs add."""
-    level = math.fsum(ms - added[index] for index, ms in logs.items()) / len(logs)
-    return {index: ms - level for index, ms in logs.items()}
+def _without_level(logs: dict[int, float]) -> dict[int, float]:
+    level = math.fsum(logs.values()) / len(logs)
+    return {index: part - level for index, part in logs.items()}
 
 
 def _sums(weighted: _Weighted, count: int) -> list[float]:

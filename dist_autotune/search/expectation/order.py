@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ...codec import digest
 from ..strategies import least
 from .arithmetic import log, normal_below
-from .fields import TimesByKey, fields_of
+from .fields import UNKNOWN, Fills, TimesByKey, fields_of
 from .gaussian import GaussianProcess, kin_of
 from .model import Expectation
 
@@ -36,13 +36,13 @@ def most_tried(candidates: int) -> int:
     return min(max(AT_LEAST, int(share * candidates)), candidates)
 
 
-def best_start(key: str, texts: Collection[str], told: TimesByKey) -> str:
+def best_start(key: str, texts: Collection[str], told: TimesByKey, fills: Fills = UNKNOWN) -> str:
     """Return the text of the candidate that is expected to be the fastest at an untuned key; "": unknown.
 
     Unknown: fewer than KEYS other keys have told times of these candidates. The order of `texts` is nothing.
     """
     ordered = sorted(texts)
-    if len(told) < KEYS or (expectation := Expectation(key, ordered, told)).keys < KEYS:
+    if len(told) < KEYS or (expectation := Expectation(key, ordered, told, fills)).keys < KEYS:
         return ""
     return ordered[min(expectation.told, key=lambda index: (expectation.means[index], index))]
 
@@ -181,11 +181,18 @@ class Waves(Order):
     """
 
     def __init__(
-        self, key: str, texts: Sequence[str], told: TimesByKey, meanwhile: Callable[[], Meanwhile] = Meanwhile
+        self,
+        key: str,
+        texts: Sequence[str],
+        told: TimesByKey,
+        meanwhile: Callable[[], Meanwhile] = Meanwhile,
+        fills: Fills = UNKNOWN,
     ) -> None:
         self._told, self._key, self._texts, self._meanwhile = told, key, texts, meanwhile
-        self._process = GaussianProcess(fields_of(texts))
-        self._process.fit({}, kin_of(key, texts, told))
+        self._fills = fills
+        of_own = [fills.get(text, 1.0) for text in texts]
+        self._process = GaussianProcess(fields_of(texts), fills=of_own)
+        self._process.fit({}, kin_of(key, texts, told, fills=bool(fills)))
         super().__init__(self._process, first=0)
         self._best_of_waves: list[float] = []
         self.most, first, self._wave_size = _sizes(len(texts))
@@ -213,7 +220,8 @@ class Waves(Order):
         times = {**own, **failed} if own else {}
         meanwhile = self._meanwhile()
         self._gain = max(GAIN, GAIN_OF_RUN / max(meanwhile.part, GAIN_OF_RUN))
-        self._process.fit(times, kin_of(self._key, self._texts, {**self._told, **meanwhile.told}))
+        told = {**self._told, **meanwhile.told}
+        self._process.fit(times, kin_of(self._key, self._texts, told, fills=bool(self._fills)))
         ordered, none_wins = self._promising(range(len(self._texts)))
         self.is_hidden |= bool(self.ms) and not own
         if self.ms and len(self.tried) >= AT_LEAST and self._cannot_pay(1 - none_wins):
