@@ -314,6 +314,6 @@ def _fills(launch: Launch, configs: Mapping[str, Any], texts: Mapping[str, str])
     if index < 0 or (device := footprint.device_properties(index)) is None:
         return {}
     programs = {texts[each]: launch.programs(config) for each, config in configs.items()}
-    if not all(programs.values()):
+    if min(programs.values()) <= 0:
         return {}
     return {text: footprint.fill(count, device.multi_processor_count) for text, count in programs.items()}
