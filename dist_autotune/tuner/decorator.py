@@ -57,18 +57,23 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
     def __reduce__(self) -> str | tuple[Any, ...]:
         """As functions by name; a bound method, a partial one or an object with it."""
         if isinstance(self.fn, types.MethodType) or not hasattr(self.fn, "__qualname__"):
-            return type(self), (self.fn, self.options)
+            return type(self), (self.fn, self.options), {"_log_dir": self._log_dir}
         return str(self.fn.__qualname__)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextualAutotuner[P, R]:
         """Return itself, as functions do, or of a copy's bound method or partial one that calls the copy."""
         fn = copy.deepcopy(self.fn, memo)
-        if fn is self.fn:
+        if id(self) in memo:  # what the method is bound to holds this function
+            copied: ContextualAutotuner[P, R] = memo[id(self)]
+            return copied
+        if fn is self.fn or (isinstance(fn, types.MethodType) and fn == self.fn):
             return self
         options = copy.copy(self.options)
         for name in ("preserve", "outputs"):
             object.__setattr__(options, name, copy.deepcopy(getattr(options, name), memo))
-        return type(self)(fn, options)
+        copied = type(self)(fn, options)
+        copied._log_dir = self._log_dir
+        return copied
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)

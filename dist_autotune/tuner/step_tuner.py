@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import sys
 import threading
@@ -43,6 +44,9 @@ class StepTuner(BaseTuner):
 
     def __getstate__(self) -> dict[str, Any]:  # a copy tunes for itself
         return {**vars(self), "_calls": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepTuner:  # with the same group and clock
+        return copy.copy(self)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
