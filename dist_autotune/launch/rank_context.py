@@ -196,6 +196,13 @@ class RankContext:
         if has_new_times and tries_few:
             self.beginning = replace(self.beginning, unlikely=self._unlikely(known.told))
 
+    def follow(self, search: Context) -> None:
+        """Follow the agreed search. Candidates that it names and this rank has left out are compiled, too."""
+        left_out = self.outside_race if self.search is None else set[str]()
+        self.search, self.announced = search, True
+        if left_out.intersection(search.digests) - search.outside_race:
+            self.compile.waves = -1  # launches of the lowest rank fill another part of its SMs' time
+
     def _unlikely(self, other_times: TimesByKey) -> set[str]:
         """Return the candidates that are slow by the times of other keys."""
         candidates = self.candidates

@@ -302,7 +302,7 @@ class Registry:
                 context.search = context.search or searches.get(context.name)
                 continue
             search, outcome = searches[context.name], outcomes[context.name]
-            context.search, context.announced = search, True
+            context.follow(search)
             context.reported_bans.update(report.bans)
             counts = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
             context.samples.apply_outcome(waiting=search.waiting, counts=counts, late_ms=late_ms)

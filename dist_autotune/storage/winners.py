@@ -114,6 +114,8 @@ class Entry(Struct, frozen=True):
             raise ValueError(f"winner: {self.winner!r} is none of its {len(self.key.candidates)} candidates")
         if not 0 < self.ms < math.inf:
             raise ValueError(f"ms: expected a positive number, found {self.ms}")
+        if wrong := [each for each in self.fills.values() if not 0 < each <= 1]:
+            raise ValueError(f"fills: expected parts of 1, found {wrong[0]}")
 
     @property
     def title(self) -> str:

@@ -12,7 +12,7 @@ from dist_autotune.compilation import backlog, preflight
 from dist_autotune.compilation.backlog import Backlog, CompileState
 from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, CompileOutcome, PoolOptions
 from dist_autotune.compilation.preflight import Planned
-from dist_autotune.launch.rank_context import RankContext
+from dist_autotune.launch.rank_context import Beginning, RankContext
 from dist_autotune.storage.scope import ContextIdentity
 
 
@@ -196,6 +196,23 @@ def test_what_the_search_names_later_is_compiled_once_too():
     assert context.is_to_preflight
     context.compile.waves = 1
     assert not context.is_to_preflight
+
+
+def test_what_only_this_rank_thought_slow_is_compiled_before_the_search_tries_it():
+    nothing: Any = SimpleNamespace()
+    about = ContextIdentity("k[]", nothing, (), "[]", {"a": "A: 1", "b": "A: 2", "c": "A: 3"})
+    search: Any = SimpleNamespace(
+        is_tuned_by_launches=True, waves=0, digests=["a", "b", "c"], outside_race={"c"}
+    )
+    for left_out, is_wanted in (({"b"}, True), ({"c"}, False), ({"of another rank"}, False)):
+        context = RankContext("k[]", "[]", about, nothing, rank=0)
+        context.beginning = Beginning(unlikely=left_out)
+        context.compile.is_preflighted = True
+        context.follow(search)
+        assert context.is_to_preflight == is_wanted
+        context.compile.waves = search.waves
+        context.follow(search)
+        assert not context.is_to_preflight
 
 
 def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in_any_case(world):

@@ -88,6 +88,16 @@ def test_a_damaged_file_is_a_warning_with_its_path_and_a_miss(tmp_path, content,
     assert Winners(tmp_path).get(KEY) == entry()
 
 
+@pytest.mark.parametrize("fill", [-0.5, 0.0, 1.5])
+def test_an_entry_with_a_fill_that_no_launch_has_is_ignored(tmp_path: Path, fill: float) -> None:
+    path, stored = tmp_path / KEY.file_name, structs.replace(entry(), fills={"BLOCK=128": 0.5})
+    Winners(tmp_path).put(stored)
+    assert Winners(tmp_path).get(KEY) == stored
+    path.write_text(path.read_text().replace("0.5", str(fill)))
+    with pytest.warns(CacheWarning, match=f"fills: expected parts of 1, found {fill}"):
+        assert Winners(tmp_path).get(KEY) is None
+
+
 def test_a_pipe_in_place_of_an_entry_is_a_miss_and_nothing_waits_for_its_other_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / KEY.file_name)
     with pytest.warns(CacheWarning, match="not a regular file"):
