@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
@@ -102,6 +103,8 @@ class Options:
     bits: str = settings.DEFAULT_BITS
     outputs: Sequence[Any] = ()
 
+    _made_in = ""  # no option: the directory that a relative DIST_AUTOTUNE_CACHE_DIR starts from
+
     def __post_init__(self) -> None:
         settings.check_variables()
         self._check_values()
@@ -112,9 +115,10 @@ class Options:
             raise InvalidOption(
                 "objective='graph' belongs to mode='replay': a run is captured and replayed to judge it"
             )
-        cache = (settings.relative_cache_directory() or True) if self.cache is True else self.cache
-        if not isinstance(cache, bool):  # a later os.chdir does not move it
-            object.__setattr__(self, "cache", Path(cache).absolute())
+        with contextlib.suppress(FileNotFoundError):  # it was removed
+            object.__setattr__(self, "_made_in", os.getcwd())
+        if not isinstance(self.cache, bool):  # a later os.chdir does not move it
+            object.__setattr__(self, "cache", Path(self.cache).absolute())
 
     def _check_values(self) -> None:
         """Raise InvalidOption for a text, number or directory that cannot be used."""
@@ -230,7 +234,7 @@ class Options:
             return None
         if self.cache is not True:
             return Path(self.cache)
-        directory = settings.cache_directory()
+        directory = settings.cache_directory(self._made_in)
         if directory is None:
             text = f"No cache: {settings.NO_HOME}. Winners are not kept on disk."
             warnings.warn(text, CacheWarning, stacklevel=2)

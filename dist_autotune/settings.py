@@ -114,16 +114,10 @@ def compile_jobs() -> int | None:
     return int(text) if text else None
 
 
-def relative_cache_directory() -> str | None:
-    """Return DIST_AUTOTUNE_CACHE_DIR where an `os.chdir` would move it."""
-    chosen = os.environ.get(CACHE_DIR)
-    return chosen if chosen and not os.path.isabs(chosen) else None
-
-
-def cache_directory() -> Path | None:
+def cache_directory(working_directory: str = "") -> Path | None:
     """Return DIST_AUTOTUNE_CACHE_DIR, or this user's, such as `~/.cache/dist_autotune`; None: no home."""
     if chosen := os.environ.get(CACHE_DIR):
-        return Path(chosen).absolute()
+        return Path(working_directory, chosen).absolute()
     import platformdirs  # only needed where no directory was chosen
 
     try:

@@ -1,5 +1,6 @@
 """The environment: what its variables decide, behind arguments; what cannot be used is an error."""
 
+import copy
 import os
 import pwd
 from pathlib import Path
@@ -132,6 +133,24 @@ def test_directories_are_resolved_when_the_function_is_decorated(tmp_path, monke
     assert (tmp_path / ".autotune_logs" / "rank-0.log").exists()
     assert list((tmp_path / "winners").glob("add-*.json"))
     assert list(elsewhere.iterdir()) == []
+
+
+def test_a_cache_directory_that_a_variable_names_later_counts_wherever_the_function_was_decorated(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", "winners")
+    options = contextual_autotune(thunk).options
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for value, wanted in (
+        ("winners", tmp_path / "winners"),
+        ("others", tmp_path / "others"),
+        ("/a", Path("/a")),
+    ):
+        monkeypatch.setenv("DIST_AUTOTUNE_CACHE_DIR", value)
+        assert options.resolved_cache_dir() == wanted
+        assert copy.deepcopy(options).resolved_cache_dir() == wanted
 
 
 def test_the_environment_is_read_in_one_module_only():
