@@ -8,8 +8,6 @@ the device; the host does not see replays of graphs.
 from __future__ import annotations
 
 import abc
-import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -23,10 +21,9 @@ from ..signals import TICK_S, Failure, as_patience, read_failure
 from ..symm import SymmetricMemoryError, open_symmetric_memory
 from ..symm.base import Shared
 from ..tensors import FP8, check_timeout
-from .calls import watch
+from .calls import leave, wait_for_device, watch
 from .streams import NOT_COME, Meeting, StreamOrder
 
-POLL_S = 1e-4  # of the host that waits for the device
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
 
@@ -137,28 +134,24 @@ class Operation(Shared):
     # ---- what the caller may use
 
     def check(self) -> None:
-        """Wait for the device, see `wait_for_device`, and raise the failures of the calls so far."""
+        """Wait for the device, see `calls.wait_for_device`, and raise the failures of the calls so far."""
         if not (self._is_closed or self._broken_by):
             self._check_peers()
-        self.wait_for_device()
+        if self._on_gpu and not self._is_closed:
+            wait_for_device(self)
         self._check_usable()
 
-    def wait_for_device(self) -> None:
-        """Wait for the device; behind a failed call 2 W times as long as a kernel waits for a peer, at most.
+    def mark(self) -> Callable[[], bool]:
+        """Return what tells whether the calls so far are done, and all before them on their streams."""
+        return self._memory.mark() if self._on_gpu and not self._is_closed else lambda: True
 
-        Then side streams may wait for ever: a peer that has given this rank up gives no further permits.
-        """
-        if self._is_closed or not self._on_gpu:
-            return
-        is_done, deadline = self._memory.mark(), math.inf
-        while not is_done():
-            now = time.monotonic()
-            if now > deadline:
-                return
-            if deadline == math.inf and self._error_records.tobytes() != self._no_errors:
-                deadline = now + 2 * self.world_size * self._patience_ticks * TICK_S
-            time.sleep(POLL_S)
-        torch.cuda.synchronize(self.device)
+    def has_failed(self) -> bool:
+        """Return whether a call has failed on the device, as far as the host can see now."""
+        return not self._is_closed and self._error_records.tobytes() != self._no_errors
+
+    def longest_wait_s(self) -> float:
+        """Return how long calls may go on behind a failed one: W waits here, and as many of a peer."""
+        return 2 * self.world_size * self._patience_ticks * TICK_S
 
     def raise_known_failure(self) -> None:
         """Raise the failures that the host can see now; none if the operation is closed."""
@@ -196,6 +189,7 @@ class Operation(Shared):
     def abandon(self) -> None:
         """Close without meeting the peers: the way out of a rank that has failed."""
         if not self._is_closed:
+            leave(self)
             self._memory.abandon()  # never freed, as kernels that still run may write it
             self._end()
 

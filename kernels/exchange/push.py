@@ -45,7 +45,7 @@ Behind a GEMM that has seen ARRIVED[r] that wait is over. Behind one that has gi
 calls that are enqueued already would else run ahead of the side stream; of two raises one would be lost, and
 it would wait for ever. (Two H100: the wait takes the device no time that shows. Replays behind such a call do
 not wait, which would take each eager call 2 to 6 us, and a peer that has given this rank up may give too few
-permits: a side stream may still be left waiting, so `Operation.wait_for_device` has a bound.)
+permits: a side stream may still be left waiting, so `calls.wait_for_device` has a bound.)
 
 [Note: a push ends] The pushes of call k wait for their fork and for the peers' FREE, which follows the peers'
 forks; none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end,

@@ -99,12 +99,12 @@ class Spoiling:
 
     def __call__(self, out: torch.Tensor, *, only_load: bool = False) -> None:
         """Enqueue it for `out`, or only load it."""
-        if self._prepared is not None:
+        if self._prepared is not None and not only_load:
             self._prepared.at((), [out.data_ptr(), *self._rest])
         elif self._programs:
             given = (self._kind, self._programs, (out, self._flags), self._numbers, self._constants)
             self._launches.launch(*given, only_load=only_load)
-            self._prepared = None if only_load else self._launches.find(self._kind)
+            self._prepared = self._launches.find(self._kind)
 
 
 def spoiling_chunks(out: torch.Tensor, flags: torch.Tensor, rank: int, rows: int) -> Spoiling:

@@ -159,6 +159,14 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
     assert first == again
 
 
+def test_what_is_only_loaded_is_not_launched_though_it_is_prepared(device):
+    caller = Caller(CONSUMERS["matmul's wait"])
+    calls(device, caller, 2)
+    launched = len(device.spoilers)
+    caller.spoil(caller.tensors[2], only_load=True)
+    assert len(device.spoilers) == launched > 0
+
+
 # ---- whole calls
 
 PRODUCTS = {  # m, n and k, options of the call, what is copied
