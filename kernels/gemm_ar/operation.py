@@ -151,9 +151,11 @@ class GemmAllReduce(Operation):
         self._own_table.points_to = (self._parts.local,)  # type: ignore[attr-defined]
         self._held = pull.PullMemory(table_of_words, words.local, ticket, self._errors)
         self._mail: low_latency.MailMemory | None = None
+        self._sending: sending.SendMemory | None = None
         if self._has_low_latency and world > 1:
             self._mail = low_latency.open_mail(memory, self._m, self._n, self._dtype, self._errors)
-            self._sending = sending.open_sums(memory, self._mail, self._m, self._n)
+            if sending.pays_on(self.device, self._dtype):
+                self._sending = sending.open_sums(memory, self._mail, self._m, self._n)
         self._ways = self._open_ways(memory)
         self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
         self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
@@ -320,7 +322,7 @@ class GemmAllReduce(Operation):
                 self._check_part(a)
             self._check_ending(a.shape[0], out, residual, norm_weight)
             made = self._new_layout(*a.shape, multiplies=multiplies, has_norm=residual is not None)
-            if weight is not None and self._mail is not None and sending.can_send(a, weight):
+            if weight is not None and self._sending is not None and sending.can_send(a, weight):
                 made = made._replace(is_sent=True)
             if out is not None and (weight is not None or residual is None):
                 operands = {"part": a} if weight is None else {"a": a, "weight": weight}
@@ -377,6 +379,7 @@ class GemmAllReduce(Operation):
         launch = layout.launches.get(SEND)
         if launch is None:
             assert self._mail is not None
+            assert self._sending is not None
             place = self.rank, self.world_size, self._mail.mail.shape[2]
             launch = layout.launches[SEND] = sending.prepare(*place, self._sending, a, weight)
         launch((), (a, weight), ())

@@ -200,13 +200,15 @@ def open_sums(memory: SymmetricMemory, mail: MailMemory, m: int, n: int) -> Send
     return SendMemory(mail.table, mail.ticket, memory.hold(sums), memory.hold(arrived))
 
 
+def pays_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether operations of that type have the kernel there: 16-bit types, from Hopper on."""
+    return dtype in (torch.float16, torch.bfloat16) and (device.type != "cuda" or capability(device) >= 9)
+
+
 def can_send(a: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the kernel can multiply them: 16-bit types on a device on which it pays."""
-    if a.device.type == "cuda" and capability(a.device) < 9:
-        return False
+    """Return whether the kernel, if there is one, can multiply them."""
     return (
         len(a) <= MOST_ROWS
-        and a.dtype in (torch.float16, torch.bfloat16)
         and a.shape[1] % QUANTUM == 0
         and all(each.data_ptr() % QUANTUM == 0 and _lies_by_rows(each) for each in (a, weight))
     )

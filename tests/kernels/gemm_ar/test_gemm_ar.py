@@ -98,6 +98,14 @@ def test_products_of_few_rows_are_sent_by_their_kernel_whatever_its_candidates_a
     return errors
 
 
+@on_ranks(2)
+def test_an_operation_whose_products_are_never_sent_holds_nothing_for_that(rank):
+    REDUCING[None].begin(rank)
+    with GemmAllReduce(20, 40, torch.float32, way=LOW_LATENCY) as op:
+        assert op._sending is None
+        return [REDUCING[None].call_and_compare(op, [3], 80)]
+
+
 WANTED = {  # by each rank in a call, and the way that is taken
     (TWO_SHOT, ONE_SHOT): ONE_SHOT,
     (TWO_SHOT, TWO_SHOT): TWO_SHOT,
