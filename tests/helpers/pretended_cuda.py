@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 from dist_autotune.kernels.ag_gemm import specialized as of_gather
-from dist_autotune.kernels.exchange import ballots, operation
+from dist_autotune.kernels.exchange import ballots, calls, operation
 from dist_autotune.kernels.gemm_rs import specialized as of_scatter
 from dist_autotune.kernels.launches.settled import SettledLaunches, ShapeLaunch
 from dist_autotune.kernels.symm import SymmetricMemoryError, SymmetricTensor, cuda
@@ -208,6 +209,8 @@ def install(monkeypatch: pytest.MonkeyPatch, driver: PretendedDriver) -> None:
 
 def install_for_operations(monkeypatch: pytest.MonkeyPatch, driver: CapturingDriver, world: int) -> None:
     """Let operations open for rank 0 of `world` GPUs that run no kernel; the warp-specialised ones can."""
+    monkeypatch.setattr(calls, "_OPEN", weakref.WeakSet())  # later tests ask none of these operations
+    monkeypatch.setattr(calls, "_LEFT", [])
     install(monkeypatch, driver)
     zeros, nothing = torch.zeros, lambda *_, **__: None
 

@@ -16,7 +16,6 @@ from operations import factors
 from pretended_cuda import CapturingDriver, install_for_operations
 
 from dist_autotune import StepTuner
-from dist_autotune.kernels.exchange import calls
 from dist_autotune.kernels.exchange.operation import PeerTimeout
 from dist_autotune.kernels.exchange.streams import StreamOrder
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
@@ -115,7 +114,6 @@ def test_a_call_on_another_stream_waits_on_the_device_for_the_last_one(monkeypat
 
 def test_a_check_ends_once_a_call_has_failed_though_the_device_does_not(monkeypatch):
     install_for_operations(monkeypatch, CapturingDriver(), 2)
-    monkeypatch.setattr(calls, "_LEFT", [])
     with GemmReduceScatter(16, 24, torch.float16, timeout_s=0.1, collective=False) as op:
         done, polls = iter([False, False, True]), []
         monkeypatch.setattr(op._memory, "mark", lambda: lambda: polls.append(0) or next(done))
@@ -133,7 +131,6 @@ def test_a_check_ends_once_a_call_has_failed_though_the_device_does_not(monkeypa
 @pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
 def test_a_check_of_another_operation_ends_too(monkeypatch, is_closed):
     install_for_operations(monkeypatch, CapturingDriver(), 2)
-    monkeypatch.setattr(calls, "_LEFT", [])
     sizes = (16, 24, torch.float16)
     failed = GemmReduceScatter(*sizes, timeout_s=0.1, collective=False)
     monkeypatch.setattr(failed._memory, "mark", lambda: lambda: not is_stuck)
