@@ -52,7 +52,7 @@ def fill(programs: int, processors: int) -> float:
 
 
 class RecordedGrid:
-    """A grid that remembers how many programs it had; it is evaluated by the launch alone."""
+    """The grid of a launch; it remembers how many programs it had."""
 
     def __init__(self, grid: Any) -> None:
         self._grid = grid
