@@ -58,7 +58,6 @@ from .rows import (
     addresses_of,
     candidate,
     end_row,
-    load_ending,
     prune,
     with_norms,
 )
@@ -156,9 +155,8 @@ def exchange_rows(
         first = part % blocks * (WIDTH // PACK)
         cols = first * PACK + tl.arange(0, WIDTH)
         mask = cols < N
-        ending = load_ending(row, cols, mask, tail, HAS_RESIDUAL, NORM)
         total, is_lost = _receive(part_ptr, row, first, mail, out_ptr, WORLD, WIDTH // PACK, SENT)
-        end_row(total, row, cols, mask, N, is_lost, ending, tail, HAS_RESIDUAL, NORM)
+        end_row(total, row, row, cols, mask, N, is_lost, tail, HAS_RESIDUAL, NORM)
     if SENT and TARGET == "cuda":
         tl.extra.cuda.gdc_wait()  # the kernel before this one has ended, too, and read `ticket`
     if order == programs - 1:

@@ -67,7 +67,6 @@ from .rows import (
     Tail,
     candidate,
     end_row,
-    load_ending,
     prune,
     with_norms,
 )
@@ -160,14 +159,13 @@ def add_rows(
         cols = item % blocks * WIDTH + tl.arange(0, WIDTH)
         mask = cols < N
         at = first + row
-        ending = load_ending(at, cols, mask, tail, HAS_RESIDUAL, NORM)
         if OWNER:
             total = _load_row(table_ptr, at // chunk, at % chunk, cols, mask, N, out_ptr)
         else:
             total = _load_row(table_ptr, 0, at, cols, mask, N, out_ptr)
             for peer in tl.static_range(1, WORLD):
                 total += _load_row(table_ptr, peer, at, cols, mask, N, out_ptr)
-        end_row(total, row, cols, mask, N, is_lost, ending, tail, HAS_RESIDUAL, NORM)
+        end_row(total, at, row, cols, mask, N, is_lost, tail, HAS_RESIDUAL, NORM)
     _end(exchange, WORLD)
 
 

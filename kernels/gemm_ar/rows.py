@@ -45,27 +45,14 @@ class Tail(NamedTuple):
 
 
 @triton.jit
-def load_ending(at, cols, mask, tail, HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr):
-    """Return columns of the residual's row `at` and of the norm's weight, 0 where there is none.
+def end_row(total, at, row, cols, mask, N, is_lost, tail, HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr):
+    """Apply the tail to columns of a float32 sum, to all of them if NORM, and write them.
 
-    To be called before a wait for peers, behind which their latency would show.
+    at: the row among all m, row: that of `out`. The norm's weight is loaded last: held longer, it spills.
     """
-    residual = 0.0
-    weight = 0.0
     if HAS_RESIDUAL:
         residual_row_ptr = tail.residual_ptr + tl.cast(at, tl.int64) * tail.stride_residual
-        residual = tl.load(residual_row_ptr + cols, mask=mask, other=0.0)
-    if NORM:
-        weight = tl.load(tail.weight_ptr + cols, mask=mask, other=0.0)
-    return residual, weight
-
-
-@triton.jit
-def end_row(total, row, cols, mask, N, is_lost, ending, tail, HAS_RESIDUAL: tl.constexpr, NORM: tl.constexpr):
-    """Apply the tail to columns of a float32 sum, to all of them if NORM, and write them to row `row`."""
-    residual, weight = ending
-    if HAS_RESIDUAL:
-        total += residual.to(tl.float32)
+        total += tl.load(residual_row_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     total = tl.where(is_lost != 0, float("nan"), total)
     if NORM:
         rounded = total.to(tail.sum_ptr.dtype.element_ty)
@@ -73,7 +60,7 @@ def end_row(total, row, cols, mask, N, is_lost, ending, tail, HAS_RESIDUAL: tl.c
         value = rounded.to(tl.float32)
         squares = tl.where(mask, value * value, 0.0)
         scale = tl.rsqrt(tl.sum(squares, axis=0) / N + tail.eps)
-        total = value * scale * weight.to(tl.float32)
+        total = value * scale * tl.load(tail.weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     out_ptrs = tail.out_ptr + tl.cast(row, tl.int64) * tail.stride_out + cols
     tl.store(out_ptrs, total.to(tail.out_ptr.dtype.element_ty), mask=mask)
 
