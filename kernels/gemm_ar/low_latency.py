@@ -235,7 +235,8 @@ def _look(part_ptr, row, first, mail, like_ptr, WORLD: tl.constexpr, WORDS: tl.c
     mask = places < mail.length
     missing = tl.zeros((WORDS,), dtype=tl.int32)
     stamp = mail.call.to(tl.int32)
-    for peer in tl.static_range(0, WORLD):
+    total = tl.zeros((WORDS * (32 // like_ptr.dtype.element_ty.primitive_bitwidth),), dtype=tl.float32)
+    for peer in tl.range(0, WORLD, loop_unroll_factor=2):  # words of more ranks at once would spill
         if (peer == mail.rank) & (not SENT):
             elements = tl.load(part_ptr + row * mail.length + places, mask=mask, other=0)
         else:
@@ -243,11 +244,7 @@ def _look(part_ptr, row, first, mail, like_ptr, WORLD: tl.constexpr, WORDS: tl.c
             words = tl.load(slot_ptr + places, mask=mask, other=0, volatile=True)
             elements = words.to(tl.int32)
             missing |= tl.where(mask & ((words >> 32).to(tl.int32) != stamp), 1 << peer, 0)
-        of_rank = _unpacked(elements, like_ptr)
-        if peer == 0:
-            total = of_rank
-        else:
-            total += of_rank
+        total += _unpacked(elements, like_ptr)
     return total, missing
 
 
