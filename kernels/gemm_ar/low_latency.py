@@ -236,7 +236,7 @@ def _look(part_ptr, row, first, mail, like_ptr, WORLD: tl.constexpr, WORDS: tl.c
     missing = tl.zeros((WORDS,), dtype=tl.int32)
     stamp = mail.call.to(tl.int32)
     total = tl.zeros((WORDS * (32 // like_ptr.dtype.element_ty.primitive_bitwidth),), dtype=tl.float32)
-    for peer in tl.range(0, WORLD, loop_unroll_factor=2):  # words of more ranks at once would spill
+    for peer in tl.range(0, WORLD, loop_unroll_factor=2 if WORDS <= 4096 else 1):  # more words would spill
         if (peer == mail.rank) & (not SENT):
             elements = tl.load(part_ptr + row * mail.length + places, mask=mask, other=0)
         else:
