@@ -5,6 +5,7 @@ are kernels of this project, of benchmarks/tuner/record_tables.py, of Liger and 
 """
 
 import gzip
+import itertools
 import json
 import math
 import random
@@ -166,9 +167,9 @@ def race(texts: list[str], row: dict[str, float], order: Order | None) -> Raced:
     return Raced(row[winner], len(order.likely), len(order.likely) - len(order.tried))
 
 
-def run_flow(strategy: Strategy, texts: list[str], row: dict[str, float]) -> tuple[str, int]:
+def run_flow(strategy: Strategy, texts: list[str], row: dict[str, float], seed: int = 0) -> tuple[str, int]:
     """Return the winner's text, and the runs; each sample has a noise of 1 %."""
-    rng, samples, runs = random.Random(0), defaultdict[int, list[float]](list), 0
+    rng, samples, runs = random.Random(seed), defaultdict[int, list[float]](list), 0
     flow = RunningFlow(strategy, len(texts), name="of a table", n_warmup=0, n_repeat=3)
     winner = flow.resume(None, ())
     while winner is None:
@@ -187,12 +188,12 @@ def run_flow(strategy: Strategy, texts: list[str], row: dict[str, float]) -> tup
 @pytest.mark.parametrize("name", [each for each in SUBJECTS if each != "many"])
 def test_strategies_that_try_all_candidates_lose_no_more_than_a_tie_and_the_noise(name, strategy):
     subject, found = table(name), []
-    for key in subject.keys[:6]:
+    for key, seed in itertools.product(subject.keys[:6], range(6)):
         row = subject.told(key)
-        winner, runs = run_flow(strategy, [*row], row)
+        winner, runs = run_flow(strategy, [*row], row, seed)
         assert runs <= (3 * len(row) if strategy is exhaustive else racing_runs(len(row)))
         found.append(subject.regret(key, winner))
-    assert statistics.fmean(found) <= 0.022  # of SwiGLU backward, whose first candidate nearly ties: 2.15 %
+    assert statistics.fmean(found) <= 0.02
     assert max(found) <= 0.035  # the first candidate wins what it ties with: 1 %, or 2.8 standard errors
 
 
