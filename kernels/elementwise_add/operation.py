@@ -92,6 +92,18 @@ _autotune = functools.partial(
 @triton.jit
 def pipelined_add(a_ptr, b_ptr, out_ptr, n, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """Write out = a + b; STAGES - 1 blocks are loaded ahead."""
+    _add(a_ptr, b_ptr, out_ptr, n, BLOCK, STAGES)
+
+
+@_autotune(restore_value=["out_ptr"])
+@triton.jit
+def pipelined_add_in_place(a_ptr, b_ptr, out_ptr, n, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """Do the same where out is a or b: tuning launches it several times, each on what `out` was before."""
+    _add(a_ptr, b_ptr, out_ptr, n, BLOCK, STAGES)
+
+
+@triton.jit
+def _add(a_ptr, b_ptr, out_ptr, n, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     for block in tl.range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0), num_stages=STAGES):
         at = tl.cast(block, tl.int64) * BLOCK + offs
@@ -100,10 +112,6 @@ def pipelined_add(a_ptr, b_ptr, out_ptr, n, BLOCK: tl.constexpr, STAGES: tl.cons
         # In float32: the sum of two halves, rounded once more, is rounded as if once.
         total = a.to(tl.float32) + b.to(tl.float32)
         tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < n)
-
-
-# Tuning launches it several times, each on what `out` was before.
-pipelined_add_in_place = _autotune(restore_value=["out_ptr"])(pipelined_add.fn)
 
 
 def _launch(add: Autotuner, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, programs: int) -> None:

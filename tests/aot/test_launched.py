@@ -5,6 +5,8 @@ The compiler and the tuner are real, the device is pretended: what reaches the l
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from launch_path import LaunchingDevice, launched, launching
 from settled_cases import BY_POINTERS, BY_TMA, BY_TMA_OTHERS, SUMS, Caller
 
 from benchmarks.common.launched import Launched, Observer, autotuners
-from dist_autotune import contextual_autotune
+from dist_autotune import contextual_autotune, kernels
 from dist_autotune.compilation import preflight as compiling
 from dist_autotune.kernels.gemm_rs import plain as gemm_rs
 from dist_autotune.kernels.gemm_rs.plain import gemm_reduce_scatter
@@ -91,10 +93,14 @@ def test_what_a_call_launches_is_seen_also_where_the_launch_was_prepared_before(
     assert not triton.knobs.runtime.launch_enter_hook.calls
 
 
-def test_the_kernels_of_all_operations_are_found() -> None:
-    import dist_autotune.kernels.ag_gemm
-    import dist_autotune.kernels.moe_rs  # noqa: F401 - is it found
-
+def test_the_kernels_of_all_operations_are_found_each_by_a_name_of_its_own() -> None:
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        importlib.import_module(module.name)
     names = [tuner.base_fn.__name__ for tuner in autotuners()]
-    assert {"all_gather_gemm", "specialized_all_gather_gemm", "gemm_reduce_scatter"} <= set(names)
+    assert {
+        "all_gather_gemm",
+        "specialized_all_gather_gemm",
+        "gemm_reduce_scatter",
+        "multiply_and_send",
+    } <= set(names)
     assert len(names) == len(set(names))
