@@ -39,8 +39,8 @@ class Results:
         winner = context.digests[index]
         if about.is_choice:
             ranks = function.group.ranks if about.is_joint else ()
-            replaces = not function.is_replayed
-            CHOICES.remember(context.kernel, about.key_text, winner, ranks, replaces=replaces)
+            name, replaces = context.kernel, not function.is_replayed
+            CHOICES.remember(name, about.key_text, winner, ranks, among=about.texts, replaces=replaces)
             if not context.provisional:
                 known.remember_choice(about, winner)
         self._to_memory(context, rank_context, seconds)

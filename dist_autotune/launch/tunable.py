@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
@@ -82,31 +82,43 @@ class Choices:
     """Settled choices of this process, for calls of `tunable` outside a tuned function."""
 
     def __init__(self) -> None:
-        self._settled: dict[tuple[str, str], dict[Ranks, str]] = {}  # the last one last
+        # By name and key, then by the ranks that took it and all options then, by digest; the last one last.
+        self._settled: dict[tuple[str, str], dict[tuple[Ranks, frozenset[str]], str]] = {}
         self._known = KnownChoices()
 
     def remember(
-        self, name: str, key_text: str, option: str, agreed_by: Ranks, *, replaces: bool = True
+        self,
+        name: str,
+        key_text: str,
+        option: str,
+        agreed_by: Ranks,
+        *,
+        among: Iterable[str] = (),
+        replaces: bool = True,
     ) -> None:
-        """Keep the digest of a settled option.
+        """Keep the digest of a settled option. among: those of all options.
 
         agreed_by: the ranks that took it together; (): one rank chose for itself.
         replaces: also where another option is kept.
         """
-        settled = self._settled.setdefault((name, key_text), {})
-        if agreed_by in settled and not replaces:
+        settled, place = self._settled.setdefault((name, key_text), {}), (agreed_by, frozenset(among))
+        if place in settled and not replaces:
             return
-        settled.pop(agreed_by, None)
-        settled[agreed_by] = option
+        settled.pop(place, None)
+        settled[place] = option
         self._known.clear()
 
     def recall(self, name: str, options: Sequence[T], key: tuple[Any, ...], among: Ranks) -> T:
-        """Return the option that all of `among` settled last, or the first."""
+        """Return the option that all of `among` settled last, of these options if they have, or the first."""
         if (place := self._known.find(name, options, key, among)) is None:
             places = option_texts(name, options).places
             settled = self._settled.get((name, identity.key_text(key)), {}).items()
-            usable = [own for ranks, own in settled if bool(ranks) == bool(among) and {*among} <= {*ranks}]
-            place = places.get(usable[-1], 0) if usable else 0
+            usable = [
+                (options_then == places.keys(), number, own)
+                for number, ((ranks, options_then), own) in enumerate(settled)
+                if bool(ranks) == bool(among) and {*among} <= {*ranks}
+            ]
+            place = places.get(max(usable)[-1], 0) if usable else 0
             self._known.add(name, options, key, among, place)
         return options[place]
 

@@ -112,7 +112,7 @@ class Session:
         """Run `thunk` until every context is settled, then once more; return the last result.
 
         beside: the result of a settled run that the call has made before. Then that is returned, and the runs
-        here leave no effects.
+        here leave no effects, nor does one that raises.
         """
         preserve = self.function.options.preserve
         steps = diagnosis.optimizer_steps(INTERCEPTION.turn.works_for_call)
@@ -120,10 +120,19 @@ class Session:
             snapshot = Snapshot(preserve)
             self.state.written.begin_runs(beside)
             while True:
-                with self._one_run(thunk):
-                    result = thunk()
-                    if self._run.outputs is not None:
-                        self._run.outputs.take_result(result)
+                try:
+                    with self._one_run(thunk):
+                        result = thunk()
+                        if self._run.outputs is not None:
+                            self._run.outputs.take_result(result)
+                except BaseException:
+                    if beside is not None:
+                        with contextlib.suppress(
+                            RuntimeError
+                        ):  # a broken device: what the run raised says so
+                            self._put_back()
+                            snapshot.restore()
+                    raise
                 is_done = self.state.search.done
                 if is_done and beside is None:
                     self.close()

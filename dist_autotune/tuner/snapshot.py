@@ -69,9 +69,14 @@ def _restorer(item: Any) -> Callable[[], None]:
             )
         saved_state = copy.deepcopy(state)
         return lambda: _load(item, saved_state)
-    saved = without_overlap(item.detach()).clone()
+    saved, shape = without_overlap(item.detach()).clone(), item.shape
 
     def restore() -> None:
+        if item.shape != shape:
+            raise InvalidOption(
+                f"preserve= holds a tensor of shape {tuple(shape)}, and a run made it {tuple(item.shape)}: "
+                "give the object that holds it and has a state_dict(), or let runs keep its shape"
+            )
         # `.data` has a version of its own: autograd compares that of the item with what a graph has kept.
         # Of other layouts it has memory of its own too, once it is written.
         into = item.data if item.layout is torch.strided else item

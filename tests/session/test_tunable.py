@@ -39,6 +39,20 @@ def test_a_tunable_outside_a_tuned_function_is_the_settled_choice_or_the_first_o
     assert tunable("transport", ["copy engine"], key=(64,)) == "copy engine"
 
 
+def test_outside_each_list_of_options_has_the_choice_that_was_settled_for_it(bench):
+    ms = {1: 5.0, 2: 2.0, 4: 1.0}
+
+    def thunk(n):
+        bench.spend(ms[chosen := tunable("splits", [1, 2] if n < 100 else [1, 2, 4])])
+        return chosen
+
+    tuned = bench.tune(thunk)
+    assert [tuned(64), tuned(128), tuned(64)] == [2, 4, 2]
+    assert [tunable("splits", [1, 2]), tunable("splits", [2, 1]), tunable("splits", [1, 2, 4])] == [2, 2, 4]
+    assert tunable("splits", [1, 4]) == 4, "no list of its own: what was settled last"
+    assert tunable("splits", [1, 3]) == 1
+
+
 @pytest.mark.parametrize(
     "options",
     [[], None, 3, "ab", iter([1]), [object()], [{1, 2}], [1.0, float("nan")], [float("inf")]],

@@ -152,6 +152,15 @@ def test_a_module_without_its_parameters_cannot_be_put_back():
     Snapshot([model]).restore()
 
 
+@pytest.mark.parametrize("size", [8, 0, 1])
+def test_a_tensor_whose_shape_a_run_has_changed_is_named(size):
+    count = torch.zeros(1, 1)
+    snapshot = Snapshot([count])
+    count.resize_(size)
+    with pytest.raises(InvalidOption, match=rf"a tensor of shape \(1, 1\), and a run made it \({size},\)"):
+        snapshot.restore()
+
+
 def test_a_graph_from_before_the_call_goes_backward_behind_it():
     weight, factor = torch.ones(3, requires_grad=True), torch.full((3,), 2.0)
     product = weight * factor
