@@ -98,9 +98,7 @@ class RankContext:
     failures: dict[str, tuple[int, str]] = field(default_factory=dict)
     run: RunLaunches = field(default_factory=RunLaunches)
     shares: dict[str, int] = field(default_factory=dict)  # candidate -> thousandths of the SMs that it holds
-    fills: Fills = field(
-        default_factory=dict
-    )  # how much of the SMs' time launches fill, by the config's text
+    fills: Fills = field(default_factory=dict)  # config's text -> the part of the SMs' time it fills
     compile: CompileState = field(default_factory=CompileState)
     launches_per_run: int = 0  # in the last run that launched it before it was settled
     is_published: bool = False  # its result stands where launches outside the function find it

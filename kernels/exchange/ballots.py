@@ -1,7 +1,8 @@
 """Host-side agreement, in shared memory, on the way in which all ranks run a call.
 
 Each rank has a ring of int64 words in a file that its peers map. The ballot of call c is word c % RING: c,
-the way that the rank votes for, and the call's terms. Way 0 needs no agreement. No device is involved.
+the way that the rank votes for, and the call's terms. Way 0 needs no agreement, and way 1 is a collective.
+No device is involved.
 
 [Note: all ranks decide alike] Each key has a standing way: the one that all ranks last voted for in one call,
 on the same terms; at first 0. A rank that votes for it takes it without reading its peers' ballots. A rank
@@ -13,7 +14,8 @@ where all have read that none votes for it.
 [Note: ballots end] A rank writes its ballot before it waits for anything of that call. So where hosts make
 the same calls in the same order all ballots are written. Every wait has a bound.
 
-Other terms of a peer in a call that took the standing way are found in a later call, or by `check`.
+Other terms of a peer in a call by a standing collective are found in a later call, or by `check`. In other
+ways the operation's kernels find them.
 
 Where there is no way to agree on, ranks only name their terms (`exchange`, or `cast` and `read`): the tokens
 of a call over experts, the next call of tensor-parallel layers.
@@ -39,6 +41,7 @@ RING = 1024  # divides NUMBERS
 NUMBERS = 2**31  # of calls, before they begin anew
 QUICK_POLLS = 1000  # without a sleep, about 0.1 ms: hosts that make the same calls are not far apart
 POLL_S = 5e-5  # between later polls
+COLLECTIVE = 1  # the way
 TERMS_BITS = 28  # of a ballot; the way has the four above
 
 
@@ -63,38 +66,40 @@ class Ballots:
         self._operation, self._timeout_s, self._advice = operation, timeout_s, advice
         self._call = 0
         self._standing: dict[Hashable, int] = {}
-        self._unread: deque[tuple[int, int]] = deque()  # calls, with what all should have named
+        self._unread: deque[tuple[int, int]] = deque()  # collectives, with what all should have named
 
     def agree(self, key: Hashable, way: int, terms: int) -> int:
         """Count a call; return the way that all ranks take in it.
 
         key: calls of one key share a standing way; the same on all ranks. way: this rank's vote, 0 to 15.
         Waits for the peers unless it is the standing way, see [Note: all ranks decide alike]. Raises
-        PeerTimeout, and ValueError where a peer made an earlier call on other terms.
+        PeerTimeout, and ValueError where a peer made an earlier collective on other terms.
         """
         standing, word = self._standing.get(key, 0), way << TERMS_BITS | terms % 2**TERMS_BITS if way else 0
         if self._unread:
             self._verify()
         self.cast(word)
         if way == standing:
-            if way:
-                self._unread.append((self._call, word))
-            return way
+            return self._take(way, terms)
         named = set(self.read().values())
         if standing and any(each >> TERMS_BITS == standing for each in named):
-            self._unread.append((self._call, standing << TERMS_BITS | terms % 2**TERMS_BITS))
-            return standing
+            return self._take(standing, terms)
         self._standing.pop(key, None)
         if named != {word}:
             return 0
         return remember(self._standing, key, way)
+
+    def _take(self, way: int, terms: int) -> int:
+        if way == COLLECTIVE:
+            self._unread.append((self._call, way << TERMS_BITS | terms % 2**TERMS_BITS))
+        return way
 
     def standing(self, key: Hashable) -> int:
         """Return the standing way of that key."""
         return self._standing.get(key, 0)
 
     def check(self) -> None:
-        """Wait for all ballots of calls that took the standing way; raise what `agree` would."""
+        """Wait for all ballots of calls by a standing collective; raise what `agree` would."""
         for call, _ in self._unread:
             self._read_all(call)
         self._verify()

@@ -135,10 +135,8 @@ class Pushes:
         rows = range(len(flags.local))
         self._here = [[flags.local[row, peer] for row in rows] for peer in range(world)]
         self._there = [[theirs[row, rank] for row in rows] for theirs in flags.peers]
-        self._set_risen, self._following = (
-            memory.prepare_copy_here(flags.local[RISEN]),
-            flags.local[FOLLOWING],
-        )
+        self._set_risen = memory.prepare_copy_here(flags.local[RISEN])
+        self._following = flags.local[FOLLOWING]
         self.leave = Write(flags.local[ARRIVED.value, rank], 1)
         # They let the peers write here: see [Note: no slot is overwritten while it is read].
         self._permits = [self.raising(peer, FREE.value, 1) for peer in self.before]

@@ -1,12 +1,13 @@
 """The kernel for few rows: it sends each peer its rows in words that say of which call they are.
 
 A word of 64 bits is stored whole: the lower half are two elements of 16 bits, or one of 32, the upper half
-the number c of the call, its stamp. Who finds the stamp of its call has the elements. So no flag is raised
-behind the data, and nothing is acknowledged. What a rank holds, W ranks, R rows at most:
+its stamp: the number c of the call, and how many rows it has. Who finds the stamp of its call has the
+elements. So no flag is raised behind the data, and nothing is acknowledged. Who finds its call with other
+rows gives the rank up: they passed different numbers. What a rank holds, W ranks, R rows at most:
 
     mail    int64 [2, W, R, words of a row], symmetric: mail[c % 2, p] is what rank p sends in call c
     ticket  int64 [1]: TICKETS for each call that has begun, and 1 for each ticket of this one
-    lost    int32 [W]: 1 once a peer has been given up
+    lost    int32 [1]: a bit for each peer that has been given up
 
 A launch on rank r, by any number of programs:
 
@@ -31,7 +32,7 @@ call c. Before, r ended call c - 1, in which it waited for words that p sent in 
 ended, which read what is overwritten. This needs that each call waits for every peer: it has a row at least.
 
 **Nothing is read too early**: a word is there as a whole, and what a slot may hold of other calls, or of
-none, has a stamp other than c (for 2**32 calls).
+none, has a stamp of another call (for 2**25 calls).
 
 **Sums have the same bits on all ranks, and every wait has a bound**, as in `pull`.
 """
@@ -49,6 +50,7 @@ from ..configs import capability, take_first
 from ..launches.settled import SettledLaunches
 from ..signals import SLEEP_CPU_S, after_round, polls_per_round, record_failure, rounds_of
 from ..symm import SymmetricMemory
+from .pull import OTHER_ROWS
 from .rows import (
     Ends,
     Place,
@@ -67,7 +69,9 @@ MOST_COLUMNS = 2**18
 TICKET_BITS = tl.constexpr(24)
 TICKETS = tl.constexpr(1 << 24)  # above those of any call: a ticket for each part, and one for each program
 
-NOT_SENT = tl.constexpr(4)  # what a failure record says about a peer
+NOT_SENT = tl.constexpr(4)  # what a failure record says about a peer, beside OTHER_ROWS
+ROWS_BITS = tl.constexpr(7)  # of a stamp, the lowest: as many as MOST_ROWS needs
+ROWS_MASK = tl.constexpr(127)
 
 CANDIDATES = with_norms(
     [
@@ -91,7 +95,7 @@ class Mail(NamedTuple):
     lost_ptr: Any
     errors_ptr: Any  # int64 [WORLD], in memory that the host reads without waiting
     rank: Any
-    call: Any
+    stamp: Any  # int32
     patience_ticks: Any
 
 
@@ -141,7 +145,8 @@ def exchange_rows(
     ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
     call = (ticket >> TICKET_BITS) + 1
     part = tl.cast(ticket & (TICKETS - 1), tl.int32)
-    mail = Mail(table_ptr, mail_ptr, capacity, length, lost_ptr, errors_ptr, rank, call, patience_ticks)
+    stamp = stamp_of(call, rows)
+    mail = Mail(table_ptr, mail_ptr, capacity, length, lost_ptr, errors_ptr, rank, stamp, patience_ticks)
     to_send = 0
     if not SENT:
         to_send = parts
@@ -164,9 +169,21 @@ def exchange_rows(
 
 
 @triton.jit
+def stamp_of(call, rows):
+    """Return the stamp, an int32, of a call with so many rows."""
+    return tl.cast((call << ROWS_BITS) | rows, tl.int32)
+
+
+@triton.jit
+def word_of(stamp, elements):
+    """Return stamped words; elements: two of 16 bits each, or one of 32, in the lower half of an int64."""
+    return (tl.cast(stamp, tl.int64) << 32) | elements
+
+
+@triton.jit
 def _slot_of(mail_ptr, sender, row, mail, WORLD: tl.constexpr):
-    """Return where a row of this call, of a sender, lies in a rank's mail."""
-    slot = (mail.call & 1) * WORLD + sender
+    """Return where a row of this call, of a sender, lies in a rank's mail, of less than 2**31 words."""
+    slot = ((mail.stamp >> ROWS_BITS) & 1) * WORLD + sender
     return mail_ptr + (slot * mail.capacity + row) * mail.length
 
 
@@ -176,7 +193,7 @@ def _send(part_ptr, row, block, mail, WORLD: tl.constexpr, WORDS: tl.constexpr):
     places = block * WORDS + tl.arange(0, WORDS)
     mask = places < mail.length
     elements = tl.load(part_ptr + row * mail.length + places, mask=mask, other=0)
-    words = (mail.call << 32) | (elements.to(tl.int64) & 0xFFFFFFFF)
+    words = word_of(mail.stamp, elements.to(tl.int64) & 0xFFFFFFFF)
     for peer in range(0, WORLD):
         if peer != mail.rank:
             theirs_ptr = tl.load(mail.table_ptr + peer).to(tl.pointer_type(tl.int64))
@@ -196,15 +213,16 @@ def _receive(
     TARGET: tl.constexpr = compiled_for()
     HAS_CLOCK: tl.constexpr = TARGET == "cuda"
     POLLS: tl.constexpr = polls_per_round(TARGET)
-    waited_for = 0  # a bit for each rank that has not been given up
-    for peer in tl.static_range(0, WORLD):
-        waited_for += tl.where(tl.load(mail.lost_ptr + peer) == 0, 1 << peer, 0)
     total, missing = _look(part_ptr, row, first, mail, like_ptr, WORLD, WORDS, SENT)
-    pending = tl.max(missing & waited_for, axis=0)
+    pending = tl.max(missing, axis=0)
+    waited_for = -1  # a bit for each rank that has not been given up, as far as this program has asked
     rounds_left = rounds_of(mail.patience_ticks, HAS_CLOCK)
     began = 0
     polls = 0
     while (pending > 0) & (rounds_left > 0):
+        if polls == 0:
+            # One thread reads it for all: see `signals.in_any_thread`.
+            waited_for = ~tl.atomic_or(mail.lost_ptr, 0, sem="relaxed", scope="gpu")
         if TARGET == "cpu":
             leave_the_core(SLEEP_CPU_S)
         total, missing = _look(part_ptr, row, first, mail, like_ptr, WORLD, WORDS, SENT)
@@ -212,15 +230,33 @@ def _receive(
         polls += 1
         if polls == POLLS:
             polls = 0
+            if pending > 0:
+                _give_up_other_rows(row, first, mail, WORLD)
             rounds_left, began = after_round(rounds_left, began, mail.patience_ticks, HAS_CLOCK)
     is_lost = 0
-    if (pending > 0) | (waited_for != (1 << WORLD) - 1):
+    if (pending > 0) | (waited_for != -1):
         for peer in tl.static_range(0, WORLD):
             if tl.max((missing >> peer) & 1, axis=0) > 0:
                 is_lost = 1
-                record_failure(mail.errors_ptr + peer, NOT_SENT, mail.call, mail.call.to(tl.int32))
-                tl.store(mail.lost_ptr + peer, 1)
+                if (waited_for >> peer) & 1 != 0:
+                    _give_up(peer, NOT_SENT, 0, mail)
     return total, is_lost
+
+
+@triton.jit
+def _give_up(peer, kind, seen, mail):
+    record_failure(mail.errors_ptr + peer, kind, mail.stamp >> ROWS_BITS, seen)
+    tl.atomic_or(mail.lost_ptr, 1 << peer, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def _give_up_other_rows(row, first, mail, WORLD: tl.constexpr):
+    """Give up the ranks that have sent this part in this call, with other rows: its first word tells."""
+    for peer in tl.range(0, WORLD):
+        slot_ptr = _slot_of(mail.mail_ptr, peer, row, mail, WORLD)
+        found = tl.cast(tl.load(slot_ptr + first, volatile=True) >> 32, tl.int32)
+        if (found != mail.stamp) & (found >> ROWS_BITS == mail.stamp >> ROWS_BITS):
+            _give_up(peer, OTHER_ROWS, found & ROWS_MASK, mail)
 
 
 @triton.jit
@@ -234,7 +270,6 @@ def _look(part_ptr, row, first, mail, like_ptr, WORLD: tl.constexpr, WORDS: tl.c
     places = first + tl.arange(0, WORDS)
     mask = places < mail.length
     missing = tl.zeros((WORDS,), dtype=tl.int32)
-    stamp = mail.call.to(tl.int32)
     total = tl.zeros((WORDS * (32 // like_ptr.dtype.element_ty.primitive_bitwidth),), dtype=tl.float32)
     for peer in tl.range(0, WORLD, loop_unroll_factor=2 if WORDS <= 4096 else 1):  # more words would spill
         if (peer == mail.rank) & (not SENT):
@@ -243,7 +278,7 @@ def _look(part_ptr, row, first, mail, like_ptr, WORLD: tl.constexpr, WORDS: tl.c
             slot_ptr = _slot_of(mail.mail_ptr, peer, row, mail, WORLD)
             words = tl.load(slot_ptr + places, mask=mask, other=0, volatile=True)
             elements = words.to(tl.int32)
-            missing |= tl.where(mask & ((words >> 32).to(tl.int32) != stamp), 1 << peer, 0)
+            missing |= tl.where(mask & ((words >> 32).to(tl.int32) != mail.stamp), 1 << peer, 0)
         total += _unpacked(elements, like_ptr)
     return total, missing
 
@@ -291,7 +326,7 @@ def open_mail(
     mail = memory.allocate((2, world, min(m, MOST_ROWS), n // elements_of_word(dtype)), torch.int64)
     table = memory.hold(addresses_of(mail))
     ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=device))
-    lost = memory.hold(torch.zeros(world, dtype=torch.int32, device=device))
+    lost = memory.hold(torch.zeros(1, dtype=torch.int32, device=device))
     return MailMemory(table, mail.local, ticket, lost, errors)
 
 

@@ -33,7 +33,7 @@ from ..gemm.configs import class_of_rows
 from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..signals import count_up
 from ..symm import SymmetricMemory
-from .low_latency import MOST_ROWS, TICKET_BITS, MailMemory
+from .low_latency import MOST_ROWS, TICKET_BITS, MailMemory, stamp_of, word_of
 
 LARGEST_STEP = 256  # of the candidates' along K
 QUANTUM = 16  # of K, and of bytes: what rows are loaded by
@@ -145,7 +145,8 @@ def multiply_and_send(
     if is_whole:
         part = tl.trans(acc).to(a_ptr.dtype.element_ty).to(tl.int16, bitcast=True)
         even, odd = tl.split(tl.reshape(part, (BLOCK_M, BLOCK_N // 2, 2)))
-        words = (call << 32) | ((odd.to(tl.int64) & 0xFFFF) << 16) | (even.to(tl.int64) & 0xFFFF)
+        elements = ((odd.to(tl.int64) & 0xFFFF) << 16) | (even.to(tl.int64) & 0xFFFF)
+        words = word_of(stamp_of(call, rows), elements)
         length = N // 2
         cols = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         within = offs_m[:, None] * length + cols[None, :]

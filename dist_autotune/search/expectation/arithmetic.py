@@ -15,16 +15,26 @@ _TAIL = (5.383e-06, 4.88906e-05, 3.80036e-05, 0.0032776263, 0.0211410061, 0.0498
 
 
 def log(value: float) -> float:
-    """Return the natural logarithm of a positive number, within 1e-14 of it.
-
-    As 2 atanh((m - 1) / (m + 1)) by its series, m the mantissa from 1/2 to 1.
-    """
+    """Return the natural logarithm of a positive number, within 1e-14 of it."""
     mantissa, exponent = math.frexp(value)
-    ratio = (mantissa - 1) / (mantissa + 1)
+    return exponent * _LN2 + _log_near_1(mantissa)
+
+
+def signed_log2(integer: int) -> float:
+    """Return log2(1 + |n|) of an integer of any size, with its sign; exact where that is whole."""
+    size = 1 + abs(integer)
+    exponent = size.bit_length() - 1
+    found = exponent + _log_near_1(size / (1 << exponent)) / _LN2
+    return -found if integer < 0 else found
+
+
+def _log_near_1(value: float) -> float:
+    """Return the natural logarithm of a number from 1/2 to 2, by the series of 2 atanh((v - 1) / (v + 1))."""
+    ratio = (value - 1) / (value + 1)
     square, total = ratio * ratio, 0.0
     for term in range(_TERMS, -1, -1):
         total = total * square + 1 / (2 * term + 1)
-    return exponent * _LN2 + 2 * ratio * total
+    return 2 * ratio * total
 
 
 def decay(value: float) -> float:

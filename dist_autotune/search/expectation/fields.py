@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from .arithmetic import log
+from .arithmetic import signed_log2
 
 TimesByKey: TypeAlias = Mapping[str, Mapping[str, float]]  # ms of a kernel: by key, by the config's text
 Fills: TypeAlias = Mapping[str, float]  # see `LaunchMs.fill`: by the config's text
@@ -93,4 +93,4 @@ def _of_field(a: Value, b: Value) -> float:
 def _value(text: str) -> Value:
     if not re.fullmatch(r"-?\d{1,18}", text):
         return text
-    return math.copysign(log(1 + abs(int(text))) / log(2), int(text))
+    return signed_log2(int(text))

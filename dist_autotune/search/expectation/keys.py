@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Iterable
 
+from .arithmetic import signed_log2
+
 _TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\w.+#-]+""")
 _INTEGER = re.compile(r"-?\d{1,999}")  # Python refuses to read thousands of digits
 
@@ -32,17 +34,13 @@ def distance(one: str, other: str) -> float:
 def doublings(one: str, other: str) -> list[float]:
     """Return by how many doublings each integer of `other` is above that of `one`, which can be compared."""
     pairs = zip(_split(one)[1], _split(other)[1], strict=True)
-    return [_scaled(integer) - _scaled(own) for own, integer in pairs]
+    return [signed_log2(integer) - signed_log2(own) for own, integer in pairs]
 
 
 def named(text: str, key: str) -> str:
     """Return `text`, which names the values of some key, with the integers of another one, `key`."""
     integers = iter(_split(key)[1])
     return _TOKEN.sub(lambda token: str(next(integers)) if _INTEGER.fullmatch(token[0]) else token[0], text)
-
-
-def _scaled(integer: int) -> float:
-    return math.copysign(math.log2(1 + abs(integer)), integer)
 
 
 @functools.lru_cache(maxsize=4096)

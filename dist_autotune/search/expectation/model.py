@@ -1,11 +1,10 @@
 """Expected times of the candidates of a key, from the times that other keys of the kernel have told.
 
 The logarithm of a time is the level of its key, what its config adds at all keys and for each doubling of a
-size, shrunk, and a rest. The
-rest of a key varies as that of near keys does, and alike for configs with near fields: a Gaussian process,
-whose covariance the other keys give, after K. Swersky, J. Snoek and R. Adams, "Multi-Task Bayesian
-Optimization" (NIPS 2013). Each time observed at the key narrows it. Every step is arithmetic or a root: the
-same on all ranks.
+size, shrunk, and a rest. The rest of a key varies as that of near keys does, and alike for configs with near
+fields: a Gaussian process, whose covariance the other keys give, after K. Swersky, J. Snoek and R. Adams,
+"Multi-Task Bayesian Optimization" (NIPS 2013). Each time observed at the key narrows it. Every step is
+arithmetic or a root: the same on all ranks.
 """
 
 from __future__ import annotations

@@ -63,12 +63,23 @@ OTHER_ROWS = {
 } | {f"GemmAllReduce, {way}": (OneSum(way), {}, rows_of_reduce) for way in OF_KERNELS}
 
 
-@pytest.mark.parametrize("case", OTHER_ROWS)
+IN_CALLS = [  # a collective that all have agreed on is for gloo or NCCL to end
+    pytest.param(case, settled, id=f"{case}, {'settled' if settled else 'first call'}")
+    for case in OTHER_ROWS
+    for settled in (False, True)
+    if not (settled and case.endswith("a collective"))
+]
+
+
+@pytest.mark.parametrize(("case", "settled"), IN_CALLS)
 @pytest.mark.parametrize("world", TWO)
 @on_ranks()
-def test_different_rows_raise_on_every_rank(rank, world, case):
+def test_different_rows_raise_on_every_rank(rank, world, case, settled):
     runs, options, told = OTHER_ROWS[case]
+    runs.begin(rank, 0)
     op = runs.open(8, 16, **options)
+    if settled:  # for all rows of their class
+        runs.fresh_call(op, [6] * world)
     rows = [(4, 8)[rank]] * world
     operands = runs.operands(op, rows, 16)
     out = runs.new_out(op, rows, operands).zero_()

@@ -48,6 +48,11 @@ def test_keys_that_differ_in_anything_but_integers_cannot_be_compared(other):
     assert by_distance(f"4096, {F16}", [other, f"1, {F16}"]) == [f"1, {F16}"]
 
 
+def test_integers_of_any_number_of_digits_are_compared_by_their_doublings():
+    assert distance(f"{2**600 - 1}, {F16}", f"{2**1200 - 1}, {F16}") == 600
+    assert distance(f"{-(2**1200) + 1}, {F16}", f"1, {F16}") == 1201
+
+
 TEXTS = [
     f"BLOCK: {block}, SPLIT: {split}, num_warps: {warps}, num_ctas: 1"
     for block in (16, 32, 64, 128)
