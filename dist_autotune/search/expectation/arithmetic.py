@@ -10,7 +10,7 @@ import operator
 from collections.abc import Sequence
 
 _LN2 = 0.6931471805599453
-_TERMS = 24  # of the series: the last is below 2^-60
+_SERIES = tuple(1 / odd for odd in range(49, 0, -2))  # of atanh; the highest power adds less than 2^-60
 _TAIL = (5.383e-06, 4.88906e-05, 3.80036e-05, 0.0032776263, 0.0211410061, 0.049867347, 1.0)
 
 
@@ -32,8 +32,8 @@ def _log_near_1(value: float) -> float:
     """Return the natural logarithm of a number from 1/2 to 2, by the series of 2 atanh((v - 1) / (v + 1))."""
     ratio = (value - 1) / (value + 1)
     square, total = ratio * ratio, 0.0
-    for term in range(_TERMS, -1, -1):
-        total = total * square + 1 / (2 * term + 1)
+    for factor in _SERIES:
+        total = total * square + factor
     return 2 * ratio * total
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from .arithmetic import decay, log
 from .fields import UNKNOWN, Fills, TimesByKey, by_place, fields_of, likeness
@@ -39,9 +38,6 @@ class _Told:
     weight: float
     logs: dict[int, float]
     at: tuple[float, ...]
-
-
-_Weighted: TypeAlias = list[tuple[float, dict[int, float]]]  # of each told key: its weight, and by candidate
 
 
 class Expectation:
@@ -77,36 +73,37 @@ class Expectation:
         unknowns = len(told[0].at) if len(told) >= _SLOPES_KEYS else 1
         rests = [_without_level(each.logs) for each in told]
         added = [[0.0] * count for _ in range(unknowns)]
+        masses = [_masses(told, place, count) for place in range(unknowns)]
         for place in [*range(unknowns)] * _FITS:
-            parts = [(each.weight, each.at[place], rest) for each, rest in zip(told, rests, strict=True)]
-            masses = _sums(
-                [(weight * at * at, dict.fromkeys(rest, 1.0)) for weight, at, rest in parts], count
-            )
-            pulls = _sums([(weight * at, rest) for weight, at, rest in parts], count)
+            sizes = [each.at[place] for each in told]
+            pulls = [0.0] * count
+            for each, size, rest in zip(told, sizes, rests, strict=True):
+                weight = each.weight * size
+                for index, part in rest.items():
+                    pulls[index] += weight * part
             shrink, before = _SHRINK_SLOPE if place else _SHRINK, added[place]
             added[place] = [
                 (pull + mass * own) / (mass + shrink)
-                for pull, mass, own in zip(pulls, masses, before, strict=True)
+                for pull, mass, own in zip(pulls, masses[place], before, strict=True)
             ]
             steps = [now - own for now, own in zip(added[place], before, strict=True)]
             rests = [
-                _without_level({index: part - at * steps[index] for index, part in rest.items()})
-                for _, at, rest in parts
+                _without_level({index: part - size * steps[index] for index, part in rest.items()})
+                for size, rest in zip(sizes, rests, strict=True)
             ]
         self.means = added[0]
-        masses = _sums([(each.weight, dict.fromkeys(each.logs, 1.0)) for each in told], count)
         varied = [(each.weight, rest) for each, rest in zip(told, rests, strict=True)]
         squares = math.fsum(weight * part * part for weight, rest in varied for part in rest.values())
         total = math.fsum(weight for weight, _ in varied) or 1.0
         doubt = 1 + _DOUBT_KEYS * unknowns / total
-        self._rest = doubt * max(squares / (math.fsum(masses) or 1.0), _LEAST_REST**2)
+        self._rest = doubt * max(squares / (math.fsum(masses[0]) or 1.0), _LEAST_REST**2)
         effective = total * total / (math.fsum(weight * weight for weight, _ in varied) or 1.0)
         self._prior = _PRIOR_KEYS / (_PRIOR_KEYS + effective)
         self._patterns: list[dict[int, float]] = []
         for weight, rest in varied:
             scale = math.sqrt((1 - self._prior) * weight / total)
             self._patterns.append({index: scale * part for index, part in rest.items()})
-        self._own = [_NOISE**2 + (0.0 if mass else self._rest) for mass in masses]
+        self._own = [_NOISE**2 + (0.0 if mass else self._rest) for mass in masses[0]]
         self.variances = [self._covariance(index, index) for index in range(count)]
 
     def _covariance(self, one: int, other: int) -> float:
@@ -137,9 +134,11 @@ def _without_level(logs: dict[int, float]) -> dict[int, float]:
     return {index: part - level for index, part in logs.items()}
 
 
-def _sums(weighted: _Weighted, count: int) -> list[float]:
-    sums = [0.0] * count
-    for weight, parts in weighted:
-        for index, part in parts.items():
-            sums[index] += weight * part
-    return sums
+def _masses(told: list[_Told], place: int, count: int) -> list[float]:
+    """Return of each candidate what told keys weigh, times the square of that place of `at`."""
+    masses = [0.0] * count
+    for each in told:
+        mass = each.weight * each.at[place] * each.at[place]
+        for index in each.logs:
+            masses[index] += mass
+    return masses
