@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import uuid
 from pathlib import Path
 
 import torch
@@ -101,7 +102,9 @@ def _compare(ranks: SharingRanks, device: torch.device, unusable: str | None) ->
     """Raise on all ranks if they cannot share memory; return why each cannot use NVSHMEM."""
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    facts = ranks.exchange({"boot": boot, "host": socket.gethostname(), "gpu": gpu, "unusable": unusable})
+    own = {"boot": boot, "host": socket.gethostname(), "gpu": gpu, "unusable": unusable}
+    facts = ranks.exchange(own | {"name": uuid.uuid4().hex})
+    ranks.memory_name = facts[0]["name"]
     if len({fact["boot"] for fact in facts}) > 1:  # containers of one machine have names of their own
         hosts = ", ".join(f"rank {rank} on {fact['host']}" for rank, fact in enumerate(facts))
         raise SymmetricMemoryError(

@@ -140,12 +140,13 @@ class SymmetricMemory(Shared):
     def close(self) -> None:
         """Give the memory back once every rank has come here; a second call does nothing.
 
-        Where a peer does not come, this rank's part is abandoned to the end of the process.
+        Where a peer does not come, or has abandoned its part, so is this rank's, to the end of the process.
         """
         if self._is_closed:
             return
         try:
-            self.barrier()
+            self._synchronize()
+            self._ranks.meet_to_close()
             self._release()
         except Exception:
             self.abandon()
@@ -156,6 +157,7 @@ class SymmetricMemory(Shared):
 
     def abandon(self) -> None:
         """Stop using the memory without meeting the peers: the way out of a rank that has failed."""
+        self._ranks.abandon()
         self._is_closed = True
         self._held.clear()
 

@@ -1,4 +1,10 @@
-"""The ranks that share memory, and how they exchange small values before any memory is shared."""
+"""The ranks that share memory, and how they exchange small values before any memory is shared.
+
+[Note: who fails leaves] A rank whose calls have failed abandons its memory and meets nobody. Its peers may
+not know of the failure and close theirs: their last exchange then meets a later one of that rank, which opens
+other memory, for instance. So the exchange of a close names its memory. Who has abandoned that memory makes
+its own exchange once more; who closes it and finds another exchange raises, and goes on to the next.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,9 @@ import torch
 import torch.distributed as dist
 
 MESSAGE_BYTES = 2048  # all ranks send as much: a collective over tensors of one size
+CLOSES = "closes"  # key of the exchange of a close
+
+_abandoned: set[str] = set()  # names of memory that this process has left
 
 
 class SymmetricMemoryError(RuntimeError):
@@ -23,6 +32,8 @@ class SharingRanks:
 
     Everything goes over the caller's own group, which may be a subset of the world and of gloo or NCCL.
     """
+
+    memory_name = ""  # the same on all ranks, once they know that they can share it
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 300.0) -> None:
         self.group = group
@@ -47,9 +58,32 @@ class SharingRanks:
         return f"rank {self.rank} of {self.world_size}"
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the JSON value of each rank, by rank; collective, `timeout_s` long at most."""
+        """Return the JSON value of each rank, by rank; collective, `timeout_s` long at most.
+
+        Peers that close memory which this rank has abandoned are asked again: see [Note: who fails leaves].
+        """
         if self.world_size == 1:
             return [value]
+        while True:
+            found = self._gather(value)
+            if not any(isinstance(each, dict) and each.get(CLOSES) in _abandoned for each in found):
+                return found
+
+    def meet_to_close(self) -> None:
+        """Return when all ranks close the memory; raise where some have abandoned it; collective."""
+        own = {CLOSES: self.memory_name}
+        left = [rank for rank, each in enumerate(self.exchange(own)) if each != own]
+        if left:
+            raise SymmetricMemoryError(
+                f"{self} closed its memory, which ranks {left} had left behind a failure of theirs. Open "
+                "another on all ranks"
+            )
+
+    def abandon(self) -> None:
+        """Remember that this rank meets nobody in a close of the memory."""
+        _abandoned.add(self.memory_name)
+
+    def _gather(self, value: Any) -> list[Any]:
         text = json.dumps(value).encode()
         if len(text) > MESSAGE_BYTES:
             raise ValueError(f"a message of {len(text)} bytes; {MESSAGE_BYTES} fit")

@@ -172,6 +172,23 @@ def test_a_rank_that_fails_leaves_without_its_peers(rank):
         memory.allocate((4,), torch.int32)
 
 
+@on_ranks(3)
+def test_a_close_of_memory_that_a_peer_has_abandoned_meets_no_later_exchange_of_it(rank):
+    """Rank 0 abandons the first of two; all close the second, and share a third."""
+    first, second = (open_symmetric_memory(backend="shm") for _ in range(2))
+    if rank == 0:
+        first.abandon()
+    else:
+        with pytest.raises(SymmetricMemoryError, match=r"which ranks \[0\] had left behind a failure"):
+            first.close()
+    second.close()
+    with open_symmetric_memory(backend="shm") as third:
+        word = third.allocate((1,), torch.int32)
+        word.local.fill_(rank)
+        third.barrier()
+        assert [int(each) for each in word.peers] == [0, 1, 2]
+
+
 # ---- groups
 
 

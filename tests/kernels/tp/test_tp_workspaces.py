@@ -86,6 +86,22 @@ def test_ranks_with_other_rows_across_a_capacity_all_hear_of_it(rank, kind):
 
 
 @in_workspaces(2)
+def test_ranks_whose_peer_alone_has_failed_release_with_it_and_begin_anew(rank, monkeypatch):
+    """Have the host of rank 1 fail in a call, of which rank 0 does not hear, between two other workspaces."""
+    x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
+    tp.reserve(8, 16, torch.float32)
+    wanted = tp.all_gather_matmul(x, up)
+    tp.reserve(8, 24, torch.float32)
+    (operation,) = (each.operation for key, each in WORKSPACES.open.items() if key.columns == 8)
+    if rank == 1:
+        monkeypatch.setattr(operation, "_launch", lambda *_: 1 // 0)
+    told = message_of(lambda: tp.all_gather_matmul(x, up))
+    assert told == ("nothing was raised", "ZeroDivisionError: integer division or modulo by zero")[rank]
+    assert ("ranks [1] had left", "was not carried out")[rank] in message_of(tp.release)
+    assert torch.equal(tp.all_gather_matmul(x, up), wanted)
+
+
+@in_workspaces(2)
 def test_workspaces_are_given_back_by_width_and_with_their_group(rank):
     """Release one of two widths; then open another in a new group, the one before being gone."""
     tp.reserve(8, 8, torch.float32)
