@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from gpu_cases import GraphCall, kept_from_replays_among_eager_calls
 from operation_runs import (
+    ON_GPUS,
     delay_copies,
     device,
     left_as_before,
@@ -77,6 +78,7 @@ class Runs(abc.ABC):
     candidates: list[Any]
     shapes = SHAPES
     can_be_in_place = False
+    asks_for_rows = True  # those of its peers, where a call is not told them
     most_choices: int | None = None  # how many ranks or indices have candidates of their own; all
     own_operands: int | None = None  # so many differ from rank to rank; all
     result_of_peer: Any = slice(None)  # what of a result on rank 0 needs rank 1
@@ -195,7 +197,7 @@ class Runs(abc.ABC):
 class DenseRuns(Runs):
     """An operation whose weight is a matrix, and of which all ranks pass as many rows."""
 
-    shapes = DENSE_SHAPES
+    shapes, asks_for_rows = DENSE_SHAPES, False
 
     def rows_of(self, rows: Sequence[int]) -> int:
         return max(1, rows[0])
@@ -210,16 +212,18 @@ def rows_of_call(rows: Sequence[int], call: int) -> list[int]:
 
 
 def three_calls(rank, runs, rows, k, n, experts, topk, dtype=HALF, kind="any", **options):
-    """Let the host ask for the tokens, then be told, then (where that is possible) call in place."""
+    """Let the host ask for the tokens, then be told, then (where that is possible) call in place.
+
+    Where nobody asks, the second call is made on GPUs alone: other tests call again and again.
+    """
+    ways = [{"told": False}, *([{"told": True}] if runs.asks_for_rows or ON_GPUS else [])]
+    ways += [{"in_place": True}] if runs.can_be_in_place else []
     of_operation, of_call = runs.sizes(k, n)
     with runs.opened(rank, max(*rows, 1), of_operation, dtype, **options) as op:
         return [
-            runs.call_and_compare(
-                op, rows_of_call(rows, call), of_call, experts, topk,
-                kind=kind, told=call == 1, in_place=call == 2 and runs.can_be_in_place,
-            )
-            for call in range(3 if runs.can_be_in_place else 2)
-        ]  # fmt: skip
+            runs.call_and_compare(op, rows_of_call(rows, call), of_call, experts, topk, kind=kind, **way)
+            for call, way in enumerate(ways)
+        ]
 
 
 def many_calls(rank, runs, delays, **options):
