@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import types
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +21,10 @@ from ranks import assert_all_ok
 PROGRAMS = Path(__file__).parent / "programs"
 RECIPES = (Path(__file__).parents[2] / "docs" / "training-scripts.md").read_text()
 ONE_OF_EACH = ("--n-repeat", "1", "--n-warmup", "0", "--no-progress")
-FRAMEWORKS = {"hugging_face": "transformers", "with_lightning": "lightning"}
+FRAMEWORKS = {  # package, and what of it the program uses: it may be imported when it is asked for
+    "hugging_face": ("transformers", ("Trainer", "TrainingArguments")),
+    "with_lightning": ("lightning", ("Trainer",)),
+}
 
 
 def run(name: str, ranks: int, *, options: Sequence[str] | None, arguments: Sequence[str] = ()) -> list[str]:
@@ -40,10 +44,14 @@ def run_bare(name: str, ranks: int) -> list[str]:
     return run(name, ranks, options=None)
 
 
-def skip_without(name: str) -> None:
-    package = FRAMEWORKS.get(name)
-    if package is not None and importlib.util.find_spec(package) is None:
+def import_framework(name: str) -> None:
+    """Import it here, once and not on each rank, or skip the test; it warns of what is no matter here."""
+    package, names = FRAMEWORKS.get(name, ("", ()))
+    if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"needs {package}: pip install transformers accelerate lightning")
+    with warnings.catch_warnings(action="ignore"):
+        for each in names:
+            getattr(importlib.import_module(package), each)
 
 
 def settled(ranks: int) -> list[dict[str, str]]:
@@ -64,7 +72,7 @@ def settled(ranks: int) -> list[dict[str, str]]:
     ],
 )
 def test_a_program_prints_the_same_losses_and_all_its_ranks_take_the_same_configs(name, ranks):
-    skip_without(name)
+    import_framework(name)
     bare = run_bare(name, ranks)
     tuned = run(name, ranks, options=ONE_OF_EACH)
     assert tuned == bare
@@ -96,7 +104,7 @@ def recipe(name: str) -> str:
     ("name", "module"), [("hugging_face", "tuned_trainer"), ("with_lightning", "tuned_lightning")]
 )
 def test_the_recipe_of_a_framework_tunes_its_steps(tmp_path, monkeypatch, name, module):
-    skip_without(name)
+    import_framework(name)
     (tmp_path / f"{module}.py").write_text(recipe(f"{module}.py"))
     monkeypatch.syspath_prepend(tmp_path)
     bare = run_bare(name, 2)
