@@ -5,6 +5,8 @@ What it promises as other operations do is in `exchange/test_every_operation.py`
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from dense_runs import (
@@ -14,12 +16,13 @@ from dense_runs import (
     of_all,
     reduce_error_ratio,
 )
-from operation_runs import device, on_ranks
+from operation_runs import device, message_of, on_ranks
 from operations import HALF, factors
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
+from ranks import meet
 
 OURS = (ONE_SHOT, TWO_SHOT, LOW_LATENCY)  # those with candidates
 
@@ -68,6 +71,26 @@ def test_a_sum_may_take_the_place_of_what_is_added(rank):
     with GemmAllReduce(9, 40, HALF, way=COLLECTIVE) as op:
         layer = tuned(lambda: op.all_reduce(part, part), preserve=(part,))
         return [reduce_error_ratio(layer(), given, one)]
+
+
+@on_ranks(2)
+def test_patience_lasts_about_as_long_in_low_latency_calls_as_in_one_shot(rank):
+    """Have rank 0 call alone, in the interpreter, whose patience is a number of polls; compare CPU time."""
+    lasted_s = []
+    for way in (LOW_LATENCY, ONE_SHOT):
+        runs = REDUCING[way]
+        runs.begin(rank, 0)
+        op = runs.open(8, 16)
+        runs.fresh_call(op, [1, 1])
+        meet()
+        if rank == 0:
+            runs.forsake(op, 0.1)
+            began = time.process_time()
+            assert message_of(lambda op=op, runs=runs: runs.fresh_call(op, [1, 1])).startswith("PeerTimeout")
+            lasted_s.append(time.process_time() - began)
+        meet()
+        op.abandon()
+    assert rank == 1 or lasted_s[0] < 2.5 * lasted_s[1], lasted_s
 
 
 def tuned(layer, **options):
