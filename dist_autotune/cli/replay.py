@@ -16,7 +16,16 @@ from ..codec import from_json
 from ..errors import InvalidOption, TuningError
 from ..formatting import Table, config_label, context_label, counted, format_ms, format_percent
 from ..logs import decisions
-from ..logs.records import ContextSettled, Merged, Record, RunFailed, RunStarted, SessionClosed, SessionOpened
+from ..logs.records import (
+    ContextSettled,
+    Merged,
+    Record,
+    RunFailed,
+    RunStarted,
+    SessionClosed,
+    SessionOpened,
+    Trial,
+)
 from ..options import Options
 from ..reports.history import ContextHistory, SessionHistory, is_sample, is_time, of_kind, percent_over
 from ..search.messages import RunReport
@@ -84,8 +93,9 @@ def _recompute(verdict: Verdict, session: SessionHistory, state: SearchState) ->
     for record in session.records:
         if isinstance(record, RunStarted | Merged | ContextSettled):
             records[record.run].append(record)
-    closed, merges = of_kind(session.records, SessionClosed), of_kind(session.records, Merged)
-    verdict.runs = max((each.run for each in merges), default=0 if records else -1) + 1
+    closed = of_kind(session.records, SessionClosed)
+    followed = (each.run for each in session.records if isinstance(each, Merged | Trial | ContextSettled))
+    verdict.runs = max(followed, default=-1) + 1  # one that was started and raised has no reports
     state.open()
     for run in range(verdict.runs):
         plan, merged = decisions.plan_of(state), of_kind(records[run], Merged)

@@ -1,11 +1,13 @@
 """`dist-autotune replay`: true logs verify, changed ones are found, other searches use their samples."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from example_files import write_session
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 from rank_programs import tune
@@ -125,6 +127,26 @@ def test_a_session_goes_on_from_the_contexts_that_earlier_ones_have_settled() ->
     tuned.retune()
     tuned()
     assert_as_recorded(sessions=3)
+
+
+def test_a_session_that_ended_with_its_first_run_replays_as_it_was_recorded() -> None:
+    bench, fails = Bench(), [False]
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
+
+    def thunk() -> torch.Tensor:
+        y = launch(kernel, numbers())
+        if fails.pop():
+            raise ValueError("mine")
+        fails.append(False)
+        return y
+
+    tuned = bench.tune(thunk, bits="same", max_runs=4)
+    for fails[:] in ([False], [True], [False]):
+        with contextlib.suppress(ValueError):
+            tuned()
+    assert len(found := verdicts()) == 3
+    assert [each for verdict in found for each in verdict.differences] == []
+    assert run().exit_code == 0
 
 
 # ---- sessions of several ranks
