@@ -185,6 +185,7 @@ class SearchState:
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
+        before = self.runs
         self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
         self._elapsed_s.clear()
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
@@ -192,7 +193,8 @@ class SearchState:
         if self.compare_bits is not None:
             self.compare_bits.open()
         for context in self.contexts.values():
-            context.last_run, context.began = 0, None
+            # Runs without a launch count on: sessions that are cut short would begin with as many each.
+            context.last_run, context.began = context.last_run - before, None
             if not context.provisional:
                 self._comparison.defaults.pop(context.name, None)
             elif not self.closing and self.rules.mode == "replay":

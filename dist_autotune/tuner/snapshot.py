@@ -88,10 +88,15 @@ def _restorer(item: Any) -> Callable[[], None]:
 
 def _load(item: Any, saved_state: Any) -> None:
     live = item.state_dict()
-    loaded = _written_into(live, saved_state)
-    of_inference = any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in tree_leaves(live))
-    with torch.inference_mode() if of_inference else contextlib.nullcontext():
-        item.load_state_dict(loaded)
+    tensors = [leaf for leaf in tree_leaves(live) if isinstance(leaf, torch.Tensor)]
+    of_inference = any(tensor.is_inference() for tensor in tensors)
+    with contextlib.ExitStack() as versions:  # as above: what a run has changed has other ones already
+        for tensor in tensors:
+            if not tensor.is_inference():
+                versions.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
+        loaded = _written_into(live, saved_state)
+        with torch.inference_mode() if of_inference else contextlib.nullcontext():
+            item.load_state_dict(loaded)
 
 
 @torch.no_grad()

@@ -276,6 +276,19 @@ def test_a_plan_that_has_not_met_the_default_one_is_provisional_and_the_next_cal
     assert any("the default plan is kept" in record.text for record in records(Note))
 
 
+@pytest.mark.parametrize("max_runs", [3, 4], ids="max_runs={}".format)
+def test_a_key_that_comes_no_more_does_not_keep_short_sessions_from_tuning_another(bench, max_runs):
+    kernel, sizes = bench.kernel({16: 3.0, 32: 1.0}), [64, 128]
+    thunk = lambda: [launch(kernel, numbers(n)) for n in sizes]  # noqa: E731
+    tuned = bench.tune(thunk, objective="thunk", max_runs=max_runs)
+    tuned()
+    sizes.remove(128)
+    while not tuned.settled:
+        tuned()
+        assert len(bench.blocks(n=64)) < 60
+    assert bench.blocks(n=64)[-1] == 32
+
+
 # ---- online
 
 

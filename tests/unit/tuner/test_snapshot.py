@@ -167,3 +167,21 @@ def test_a_graph_from_before_the_call_goes_backward_behind_it():
     Snapshot([factor]).restore()
     product.sum().backward()
     assert torch.equal(weight.grad, factor)
+
+
+def test_a_graph_through_a_model_goes_backward_behind_a_call_that_left_the_model_alone():
+    layers = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
+    model, x = torch.nn.Sequential(*layers), torch.rand(2, 4, requires_grad=True)
+    loss = model(x).sum()
+    snapshot = Snapshot([model])
+    model[1].running_mean.data.add_(1)  # as a forward does: autograd does not see it
+    snapshot.restore()
+    loss.backward()
+    assert x.grad is not None
+    loss = model(x).sum()
+    snapshot = Snapshot([model])
+    with torch.no_grad():
+        model[2].weight.add_(1)
+    snapshot.restore()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
