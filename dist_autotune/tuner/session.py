@@ -119,33 +119,36 @@ class Session:
         with self._reporting_failures(), steps as stepped:
             snapshot = Snapshot(preserve)
             self.state.written.begin_runs(beside)
-            while True:
-                try:
+            with contextlib.nullcontext() if beside is None else self._leaving_nothing(snapshot):
+                while True:
                     with self._one_run(thunk):
                         result = thunk()
                         if self._run.outputs is not None:
                             self._run.outputs.take_result(result)
-                except BaseException:
-                    if beside is not None:
-                        with contextlib.suppress(
-                            RuntimeError
-                        ):  # a broken device: what the run raised says so
-                            self._put_back()
-                            snapshot.restore()
-                    raise
-                is_done = self.state.search.done
-                if is_done and beside is None:
-                    self.close()
-                    return result
-                if not preserve:
-                    online = self.function.bits == "any"
-                    diagnosis.warn_of_repeated_steps(self.function.name, stepped, may_be_online=online)
-                del result  # a trial's outputs must not add to the memory of the next
+                    is_done = self.state.search.done
+                    if is_done and beside is None:
+                        self.close()
+                        return result
+                    if not preserve:
+                        online = self.function.bits == "any"
+                        diagnosis.warn_of_repeated_steps(self.function.name, stepped, may_be_online=online)
+                    del result  # a trial's outputs must not add to the memory of the next
+                    self._put_back()
+                    snapshot.restore()  # last: it is from before the call
+                    if is_done and beside is not None:
+                        self.close()
+                        return beside[0]
+
+    @contextlib.contextmanager
+    def _leaving_nothing(self, snapshot: Snapshot) -> Iterator[None]:
+        """Put back what runs have changed if the block raises: the call's own run was before it."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # of a broken device, as the block's own
                 self._put_back()
-                snapshot.restore()  # last: it is from before the call
-                if is_done and beside is not None:
-                    self.close()
-                    return beside[0]
+                snapshot.restore()
+            raise
 
     def _put_back(self) -> None:
         """Put back the tensors that kernels are declared to change; log once which."""
