@@ -140,6 +140,9 @@ class AllGatherGemm(Operation):
     def _check_peers(self) -> None:
         self._collective.check()
 
+    def _other_rows(self) -> str:
+        return self._collective.differing()
+
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:
             return f"rank {peer} pushed {failure.seen} rows, not as many as this rank passed"

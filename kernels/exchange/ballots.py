@@ -15,7 +15,7 @@ where all have read that none votes for it.
 the same calls in the same order all ballots are written. Every wait has a bound.
 
 Other terms of a peer in a call by a standing collective are found in a later call, or by `check`. In other
-ways the operation's kernels find them.
+ways the operation's kernels find them; where ranks take different ways, `differing` tells why nobody comes.
 
 Where there is no way to agree on, ranks only name their terms (`exchange`, or `cast` and `read`): the tokens
 of a call over experts, the next call of tensor-parallel layers.
@@ -75,7 +75,7 @@ class Ballots:
         Waits for the peers unless it is the standing way, see [Note: all ranks decide alike]. Raises
         PeerTimeout, and ValueError where a peer made an earlier collective on other terms.
         """
-        standing, word = self._standing.get(key, 0), way << TERMS_BITS | terms % 2**TERMS_BITS if way else 0
+        standing, word = self._standing.get(key, 0), way << TERMS_BITS | terms % 2**TERMS_BITS
         if self._unread:
             self._verify()
         self.cast(word)
@@ -93,6 +93,15 @@ class Ballots:
         if way == COLLECTIVE:
             self._unread.append((self._call, way << TERMS_BITS | terms % 2**TERMS_BITS))
         return way
+
+    def differing(self) -> dict[int, int]:
+        """Return the ranks' terms in the first of the last calls in which not all named the same; else {}."""
+        for call in range(max(1, self._call - RING // 2 + 1), self._call + 1):
+            ballots = [int(ring[call % RING]) for ring in self._rings]
+            named = {rank: each % 2**TERMS_BITS for rank, each in enumerate(ballots) if each >> 32 == call}
+            if len(set(named.values())) > 1:
+                return named
+        return {}
 
     def standing(self, key: Hashable) -> int:
         """Return the standing way of that key."""

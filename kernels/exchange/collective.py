@@ -133,6 +133,11 @@ class Collective:
         if self._ballots is not None:
             self._ballots.check()
 
+    def differing(self) -> str:
+        """Return how the ranks' rows differ in one of the last eager calls; "" if they do not."""
+        named = {} if self._ballots is None else self._ballots.differing()
+        return ", ".join(f"rank {rank} has {rows} rows" for rank, rows in named.items())
+
     def all_gather(self, gathered: torch.Tensor, shard: torch.Tensor) -> None:
         """Write the shards of all ranks to `gathered`, of which `shard` may be the own part."""
         if self._world_size > 1:

@@ -91,6 +91,10 @@ class Operation(Shared):
         """Return sentences about several peers at once."""
         return []
 
+    def _other_rows(self) -> str:
+        """Return with which rows ranks came to a call, where they differ and hosts can tell, or ""."""
+        return ""
+
     def _failure(self) -> Exception | None:
         """Return the exception for the error records, None where there are none."""
         flags = enumerate(self._error_records)
@@ -109,6 +113,8 @@ class Operation(Shared):
         if why := self.explain():
             return ValueError(f"{text}{why}. {next_step}")
         if any(failure.kind not in self._wrong_calls for failure in failures.values()):
+            if why := self._other_rows():
+                return ValueError(f"{text}In an eager call {why}. {self._mend_calls}{next_step}")
             waits = " If it waits for a send of this rank, call meet_first()." * (self._meeting is None)
             return PeerTimeout(f"{text}Find out what that rank is doing.{waits} {next_step}")
         return ValueError(f"{text}{self._mend_calls}{next_step}")

@@ -166,6 +166,9 @@ class GemmAllReduce(Operation):
     def _check_peers(self) -> None:
         self._ways.check()
 
+    def _other_rows(self) -> str:
+        return self._ways.differing()
+
     def _check_usable(self) -> None:
         if not self._is_closed and self._scatter is not None:
             self._scatter.raise_known_failure()  # which says more than that the call was not carried out

@@ -187,6 +187,9 @@ class GemmReduceScatter(Operation):
     def _check_peers(self) -> None:
         self._collective.check()
 
+    def _other_rows(self) -> str:
+        return self._collective.differing()
+
     # ---- what the caller may use
 
     def __call__(

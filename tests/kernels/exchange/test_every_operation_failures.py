@@ -17,6 +17,7 @@ from rank_programs import wait_for
 from dist_autotune.kernels.exchange.flags import ARRIVED
 from dist_autotune.kernels.exchange.operation import PeerTimeout
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, TWO_SHOT
+from dist_autotune.kernels.signals import as_patience
 from ranks import meet
 
 OF_KERNELS = {way: REDUCING[way] for way in (ONE_SHOT, TWO_SHOT, LOW_LATENCY)}
@@ -88,6 +89,19 @@ def test_different_rows_raise_on_every_rank(rank, world, case, settled):
     # The first launch of two has raised on the CPU.
     is_nan = bool(out[runs.result_of_peer].isnan().all())
     assert is_nan or runs.name != "GemmAllReduce" or runs.way == TWO_SHOT
+
+
+@on_ranks(2)
+def test_so_do_rows_of_another_class_that_has_no_way_yet(rank):
+    """Settle the way of up to 16 rows; rank 1 then calls with 20, whose class goes another way."""
+    runs = OneSum(LOW_LATENCY)
+    runs.begin(rank, 0)
+    op = runs.open(40, 16)
+    runs.fresh_call(op, [4, 4])
+    op._patience_ticks = as_patience(0.1)
+    message = end_of(op, lambda: runs.fresh_call(op, [(4, 20)[rank]] * 2))
+    assert message.startswith(f"ValueError: GemmAllReduce, rank {rank}: rank {1 - rank}, or one that it ")
+    assert "In an eager call rank 0 has 4 rows, rank 1 has 20 rows. Every rank must pass as many" in message
 
 
 # ---- ranks that die or stay away
