@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from dist_autotune.cli.commands import main
+from ranks import run_ranks
+
 ENDINGS = {
     "returns": "print('fine', type(__builtins__), __doc__, __spec__, __package__)",
     "has exit handlers": "import atexit, sys; x = 5; atexit.register(lambda: print(sys.modules[__name__].x))",
@@ -97,11 +100,16 @@ def test_the_variable_off_runs_the_program_alone(tmp_path):
     ],
     ids=str,
 )
-def test_an_option_that_cannot_be_used_is_named_and_nothing_is_run(tmp_path, arguments, text):
+def test_an_option_that_cannot_be_used_is_named_and_nothing_is_run(tmp_path, capfd, arguments, text):
     (tmp_path / "program.py").write_text("print('ran')")
-    ended = start("-m", "dist_autotune", "run", *arguments)
-    assert (ended.returncode, ended.stdout) == (2, "")
+    (ended,) = run_ranks(become_the_command, 1, arguments, init="none")
+    assert (ended.exitcode, capfd.readouterr().out) == (2, "")
     assert text in ended.stderr
+
+
+def become_the_command(rank, arguments):
+    sys.argv = ["dist-autotune", "run", *arguments]
+    main()
 
 
 def test_bits_that_no_step_can_keep_are_refused_and_nothing_is_run(tmp_path):
