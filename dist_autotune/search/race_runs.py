@@ -39,6 +39,7 @@ class RaceRuns(RunPhase):
         self._host_ms = 0.0  # of the slowest rank, in the last run
         self._seen: frozenset[str] | None = None  # launched under some option; None: there are no options
         self._members = {c.name for c in contexts.values() if not c.settled}  # settled by this search
+        self._left: dict[str, tuple[Status, int | None, dict[int, float]]] = {}  # status, winner, ms then
         self._begin(self._searched())
 
     def explains_absence(self, context: Context) -> bool:
@@ -52,9 +53,18 @@ class RaceRuns(RunPhase):
         self._settle(self._best_so_far() if self._is_banned(plan) else plan, Status.TUNED)
 
     def leave(self) -> None:
-        """Stop early: each context takes the best candidate so far, as partial."""
-        self._search.close()
+        """Stop early: each context takes the best candidate so far, as partial. `resume` goes on."""
+        judged = (c for c in self._contexts.values() if not (c.is_tuned_by_launches or c.provisional))
+        self._left = {c.name: (c.status, c.winner, {**c.times.ms}) for c in judged}
         self._settle(self._best_so_far(), Status.PARTIAL)
+
+    def resume(self) -> None:
+        """Go on in another session: contexts that `leave` has settled are as they were."""
+        for name, (status, winner, ms) in self._left.items():
+            context = self._contexts[name]
+            if context.provisional:
+                context.status, context.winner, context.began = status, winner, 0
+                context.times.ms = {i: each for i, each in ms.items() if i not in context.banned}
 
     def _timed(self) -> list[tuple[float, Plan]]:
         """Return the timed plans without a banned candidate, the fastest first."""

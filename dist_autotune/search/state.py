@@ -52,7 +52,8 @@ class SearchState:
         compares = rules.bits != "any" and rules.tunes
         self.compare_bits = CompareBits(self.contexts, rules.bits) if compares else None
         self._race_launches = RaceLaunches(self.contexts)
-        self._searches = 0  # by whole runs, in the session
+        self._searches = 0  # by whole runs
+        self._left_race: RaceRuns | None = None  # the last session was cut short in it
         self._comparison = FinalComparison(self.contexts, rules)
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
@@ -189,12 +190,17 @@ class SearchState:
         self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
         self._elapsed_s.clear()
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
-        self._comparison.is_over, self.race_runs, self._searches = True, None, 0
+        self._comparison.is_over, self.race_runs, self._left_race = True, self._left_race, None
         if self.compare_bits is not None:
             self.compare_bits.open()
         for context in self.contexts.values():
             # Runs without a launch count on: sessions that are cut short would begin with as many each.
             context.last_run, context.began = context.last_run - before, None
+        if self.race_runs is not None:
+            self.race_runs.resume()
+        for context in self.contexts.values():
+            if context.began is not None:
+                continue  # of the race
             if not context.provisional:
                 self._comparison.defaults.pop(context.name, None)
             elif not self.closing and self.rules.mode == "replay":
@@ -212,7 +218,7 @@ class SearchState:
             del self.contexts[name]
             self._comparison.defaults.pop(name, None)
         self._comparison.drop()
-        self.race_runs = None
+        self.race_runs = self._left_race = None
         self._apply_plan()
         return dropped
 
@@ -223,6 +229,9 @@ class SearchState:
             return
         if self.race_runs is not None:
             self.race_runs.leave()
+            goes_on = self.rules.mode == "replay" and self.compare_bits is None
+            if goes_on and isinstance(self.race_runs, RaceRuns):
+                self._left_race = self.race_runs
             self.race_runs = None
         for context in self.unsettled:
             context.settle(Status.PARTIAL)

@@ -17,7 +17,7 @@ from kernels_for_tests import (
 )
 from triton.runtime.autotuner import Autotuner
 
-from dist_autotune import contextual_autotune, is_tuning
+from dist_autotune import contextual_autotune, is_tuning, tunable
 from dist_autotune.logs.records import Note, SessionClosed, SessionOpened
 from dist_autotune.search.state import ADMISSION_RUNS
 from dist_autotune.search.strategies import STRATEGIES
@@ -287,6 +287,24 @@ def test_a_key_that_comes_no_more_does_not_keep_short_sessions_from_tuning_anoth
         tuned()
         assert len(bench.blocks(n=64)) < 60
     assert bench.blocks(n=64)[-1] == 32
+
+
+@pytest.mark.parametrize("objective", ["kernel", "thunk"])
+@pytest.mark.parametrize("max_runs", [4, 9, 20], ids="max_runs={}".format)
+def test_a_search_by_whole_runs_that_is_cut_short_goes_on_in_the_next_call(bench, objective, max_runs):
+    kernel, ms = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 1.5}), {"a": 2.0, "b": 1.0, "c": 3.0}
+
+    def thunk():
+        launch(kernel, numbers())
+        bench.spend(ms[chosen := tunable("cut short", [*ms])])
+        return chosen
+
+    tuned = bench.tune(thunk, objective=objective, n_warmup=None, n_repeat=None, max_runs=max_runs)
+    while not tuned.settled:
+        chosen = tuned()
+        assert len(bench.blocks()) < 100
+    assert (chosen, bench.blocks()[-1]) == ("b", 32)
+    assert {context.status for context in tuned.report.contexts} == {"tuned"}
 
 
 # ---- online
