@@ -309,10 +309,10 @@ class AllGatherGemm(Operation):
         See [Note: a collective needs no permit].
         """
         weight, out, epilogue, layout = product
-        rows, of_all, size_class = layout.rows, layout.shape[0], layout.size_class
+        rows, size_class = layout.rows, layout.size_class
         wants = self._fixed.consumer is None and self._collective.wants(size_class, self._key)
         try:
-            if not self._collective.agree(size_class, of_all, wants=wants, is_capturing=is_capturing):
+            if not self._collective.agree(size_class, rows, wants=wants, is_capturing=is_capturing):
                 return False
             gathered, own = self._buffer.room(rows)
             with self._gathered.by_collective(rows, is_capturing=is_capturing):

@@ -6,6 +6,7 @@ Cases marked `gpu` repeat on GPUs.
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch.distributed as dist
@@ -91,16 +92,23 @@ def test_different_rows_raise_on_every_rank(rank, world, case, settled):
     assert is_nan or runs.name != "GemmAllReduce" or runs.way == TWO_SHOT
 
 
+@pytest.mark.parametrize(
+    "runs", [OneSum(LOW_LATENCY), GATHERING_ROWS], ids=["GemmAllReduce", "AllGatherGemm"]
+)
 @on_ranks(2)
-def test_so_do_rows_of_another_class_that_has_no_way_yet(rank):
+def test_so_do_rows_of_another_class_that_has_no_way_yet(rank, runs):
     """Settle the way of up to 16 rows; rank 1 then calls with 20, whose class goes another way."""
-    runs = OneSum(LOW_LATENCY)
     runs.begin(rank, 0)
-    op = runs.open(40, 16)
+    by_a_collective = {} if runs.name == "GemmAllReduce" else {"collective": True}
+    op = runs.open(40, 16, **by_a_collective, timeout_s=1.0)
     runs.fresh_call(op, [4, 4])
     op._patience_ticks = as_patience(0.1)
-    message = end_of(op, lambda: runs.fresh_call(op, [(4, 20)[rank]] * 2))
-    assert message.startswith(f"ValueError: GemmAllReduce, rank {rank}: rank {1 - rank}, or one that it ")
+    call = functools.partial(runs.fresh_call, op, [(4, 20)[rank]] * 2)
+    if by_a_collective and rank == 0:
+        assert "all ranks agreed on a collective, and one did not take part" in message_of(call)
+        return
+    message = end_of(op, call)
+    assert message.startswith(f"ValueError: {runs.name}, rank {rank}: rank {1 - rank}, or one that it ")
     assert "In an eager call rank 0 has 4 rows, rank 1 has 20 rows. Every rank must pass as many" in message
 
 
