@@ -67,7 +67,7 @@ class RowsLayout(NamedTuple):
     """What is the same in all calls whose tensors lie alike."""
 
     rows: int
-    kind: tuple[int, bool]  # class of rows, and whether it may be overlapped: calls of a kind take one way
+    kind: tuple[int, bool, bool]  # class of rows, may it be overlapped, has it a norm: all calls take one way
     ways: tuple[str, ...]  # that it may take
     choose: Standing[str]  # one of them
     product: Standing[str] | None  # one of PRODUCTS; None: torch's
@@ -282,8 +282,9 @@ class GemmAllReduce(Operation):
         can_overlap = self._scatter is not None and multiplies and rows % self.world_size == 0
         size_class = class_of_rows(rows)
         ways = self._ways.options(size_class, can_overlap=can_overlap)
-        kind = size_class, OVERLAPPED in ways
-        key = (*kind, self.world_size, self._n, dtype, has_norm)  # equal on all ranks
+        may_overlap = OVERLAPPED in ways
+        kind = size_class, may_overlap, has_norm
+        key = (size_class, may_overlap, self.world_size, self._n, dtype, has_norm)  # equal on all ranks
         choose, product = Standing(functools.partial(self._ways.choose, ways, key)), None
         if multiplies and rows >= OWN_FROM and self._dtype != torch.float32:
             key_of_product = (size_class, self._n, k, dtype)

@@ -9,8 +9,8 @@
 It is one choice of all ranks, as none ends alone: fixed by the caller; or a `tunable` among the group's
 ranks, judged by the time of the whole run. In an eager call each rank says on its ballot which way it would
 take. Once all say the same they take it, until one does not; else one-shot, which needs nobody's word. A
-captured call takes the way of the last eager call of its class of rows, see `gemm.configs`. Calls of a class
-that may be overlapped, and those that may not, are apart.
+captured call takes the way of the last eager call of its kind: the class of rows, see `gemm.configs`, with a
+norm or without, and whether it may be overlapped.
 """
 
 from __future__ import annotations

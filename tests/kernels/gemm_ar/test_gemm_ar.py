@@ -146,8 +146,8 @@ def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_c
         op._ways.settle = lambda *args, **given: taken.append(settle(*args, **given)) or taken[-1]
         for wanted in WANTED:
             op._choose = lambda layout, wanted=wanted: wanted[rank]
-            a, weight, *of_norm = given = REDUCING[None].operands(op, [9], 16)
-            errors.append(norm_error_ratio(op(a, weight, None, *of_norm, EPS), *given))
+            a, weight, *_ = REDUCING[None].operands(op, [9], 16)
+            errors.append(reduce_error_ratio(op(a, weight), a, weight))
         op._is_capturing = lambda: True
         for rows in (9, 8, 17):
             a, weight, *_ = REDUCING[None].operands(op, [rows], 16)
@@ -155,6 +155,24 @@ def test_a_way_is_taken_by_all_ranks_or_none_and_captured_as_in_the_last_eager_c
         op._is_capturing = lambda: False
     # 17 rows are of another class.
     assert taken == [*WANTED.values(), COLLECTIVE, COLLECTIVE, ONE_SHOT]
+    return errors
+
+
+@on_ranks(2)
+def test_settled_calls_with_a_norm_and_without_take_ways_of_their_own_and_wait_for_nobody(rank):
+    """Have both be tuned to different ways, and no host read another's ballot once they are."""
+    REDUCING[None].begin(rank)
+    with GemmAllReduce(17, 24, HALF) as op:
+        ballots, errors = op._ways._ballots, []
+        for is_settled in (False, True):
+            if is_settled:
+                ballots.read = lambda: pytest.fail("a host waits for its peers' ballots")
+            a, weight, *of_norm = given = REDUCING[None].operands(op, [9], 16)
+            op._choose = lambda layout: TWO_SHOT
+            errors.append(reduce_error_ratio(op(a, weight), a, weight))
+            op._choose = lambda layout: COLLECTIVE
+            errors.append(norm_error_ratio(op(a, weight, None, *of_norm, EPS), *given))
+        del ballots.read
     return errors
 
 
