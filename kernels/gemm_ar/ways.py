@@ -27,7 +27,8 @@ from ..symm import SymmetricMemory
 ONE_SHOT, TWO_SHOT, COLLECTIVE = "one-shot", "two-shot", "collective"
 LOW_LATENCY = "low-latency"
 OVERLAPPED = "overlapped"
-WAYS = (ONE_SHOT, COLLECTIVE, TWO_SHOT, LOW_LATENCY, OVERLAPPED)  # by their numbers on ballots
+WAYS = (ONE_SHOT, TWO_SHOT, COLLECTIVE, LOW_LATENCY, OVERLAPPED)
+_ON_BALLOTS = (ONE_SHOT, COLLECTIVE, TWO_SHOT, LOW_LATENCY, OVERLAPPED)  # by number, see `ballots`
 OVERLAPPED_FROM = 1024  # rows, as a choice: the product of fewer is too short to hide what is sent
 MOST_ROWS_OF_SHOTS = 2048  # above, the collective is what an untuned call takes
 
@@ -66,8 +67,7 @@ class Ways(Collective):
             if way == OVERLAPPED and not can_overlap:
                 return (TWO_SHOT,)
             return (ONE_SHOT if way == LOW_LATENCY and not can_be_low else way,)
-        ways = [ONE_SHOT, TWO_SHOT]
-        ways.insert(0 if rows > MOST_ROWS_OF_SHOTS else len(ways), COLLECTIVE)
+        ways = [COLLECTIVE, *WAYS[:2]] if rows > MOST_ROWS_OF_SHOTS else [*WAYS[:3]]
         if can_be_low:
             ways.insert(0, LOW_LATENCY)
         if can_overlap and rows >= OVERLAPPED_FROM:
@@ -89,5 +89,5 @@ class Ways(Collective):
         if self._ballots is None:
             return way
         if is_capturing:
-            return WAYS[self._ballots.standing(key)]
-        return WAYS[self._ballots.agree(key, WAYS.index(way), rows)]
+            return _ON_BALLOTS[self._ballots.standing(key)]
+        return _ON_BALLOTS[self._ballots.agree(key, _ON_BALLOTS.index(way), rows)]
