@@ -12,10 +12,11 @@ it waits for nobody. The result is rounded, stamped and stored to the mail of al
 `exchange_rows` is a dependent launch: it may begin once all programs of this kernel have multiplied. So it
 takes room from none of them. It ends behind this kernel, and counts the call there, which is read here.
 
-Measured (two H200, 2026-11-27, in graphs, the median of 24): 1, 8 and 64 rows of 8192 x 28672 take 62.4, 63.1
-and 69.7 us; cuBLAS and then `exchange_rows` 67.6, 68.5 and 79.0; cuBLAS and NCCL 74.0, 74.6 and 86.1. A
-kernel that only reads the weight takes 53.9 us (4.36 TB/s), this one 55.7, 56.5 and 60.9 in a row of 20,
-cuBLAS 58.8, 60.1 and 64.2. Without the dependent launch a call takes 0.3 to 2.1 us more.
+Measured on two H200, 2026-11-27, before what receives took its present form, in graphs, the median of 24: 1,
+8 and 64 rows of 8192 x 28672 take 62.4, 63.1 and 69.7 us; cuBLAS and then `exchange_rows` 67.6, 68.5 and
+79.0; cuBLAS and NCCL 74.0, 74.6 and 86.1. A kernel that only reads the weight takes 53.9 us (4.36 TB/s), this
+one 55.7, 56.5 and 60.9 in a row of 20, cuBLAS 58.8, 60.1 and 64.2. Without the dependent launch a call takes
+0.3 to 2.1 us more.
 """
 
 from __future__ import annotations
