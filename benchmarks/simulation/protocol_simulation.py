@@ -109,7 +109,7 @@ class Simulation:
         plan = {name: self._candidate(name) for name in names}
         whole = Part()
         if judged is not None:
-            whole = self._timed("|".join(judged), self._whole_ms(plan, rank), ("run", rank, judged))
+            whole = Part("|".join(judged), **self._times(self._whole_ms(plan, rank), ("run", rank, judged)))
         parts = {name: self._part(run, rank, name, plan[name]) for name in names}
         for name in self.contexts:
             if (left := self.compiling(run, rank, name)) and (rank, name) in self._announced:
@@ -138,20 +138,25 @@ class Simulation:
                 fills=self._fills(name),
             )
         context = self.tuning.contexts.get(name)
-        part = Part(ran=candidate)
+        times: dict[str, Any] = {}
         on_trial = context is None or (context.judge == BY_LAUNCH and context.trial is not None)
         if on_trial and name not in self.choices and not (context is not None and context.is_warmup):
             ms = self._launch_ms(name, candidate, rank)
-            part = self._timed(candidate, ms, (name, rank, candidate))
+            times = self._times(ms, (name, rank, candidate))
         bans = {c: (rank, reason) for c, reason in self.bans(run, rank, name).items()}
         share = self._share(name, candidate)
-        return replace(part, bans=bans, announcement=announcement, share=share)
+        return Part(candidate, bans=bans, announcement=announcement, share=share, **times)
 
-    def _timed(self, ran: str, ms: float, where: Any) -> Part:
+    def _times(self, ms: float, where: Any) -> dict[str, Any]:
         samples = self._samples.setdefault(where, [])
         samples.append(ms)
         so_far = STATISTICS[self.tuning.rules.statistic](samples)
-        return Part(ran=ran, worst_ms=so_far, best_ms=so_far, total_fs=femtoseconds(so_far), measured=1)
+        return {
+            "worst_ms": so_far,
+            "best_ms": so_far,
+            "total_fs": femtoseconds(so_far),
+            "measured": 1,
+        }
 
     def _whole_ms(self, plan: dict[str, str], rank: int) -> float:
         took = sum(self._launch_ms(n, c, rank) for n, c in plan.items() if n not in self.choices)

@@ -46,21 +46,25 @@ class Mergeable(Struct, frozen=True, omit_defaults=True):
     """What has fields that say in their types how they merge: `Annotated[float, max]`."""
 
     def __post_init__(self) -> None:
-        for name, default, _ in _fields(type(self)):
+        for name, default in _objects(type(self)):
             if getattr(self, name) == default:
                 force_setattr(self, name, default)  # an equal other object would be encoded
 
     def merged(self, other: Self) -> Self:
-        return type(self)(
-            *(merge(getattr(self, name), getattr(other, name)) for name, _, merge in _fields(type(self)))
-        )
+        return type(self)(*[merge(get(self), get(other)) for get, merge in _merges(type(self))])
 
 
 @functools.cache
-def _fields(kind: type[Mergeable]) -> tuple[tuple[str, Any, Any], ...]:
-    """Return name, default and merge of each field."""
+def _merges(kind: type[Mergeable]) -> list[tuple[Callable[[Mergeable], Any], Merge[Any]]]:
+    """Return of each field what reads it and how it merges."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return tuple((each.name, each.default, hints[each.name].__metadata__[0]) for each in fields(kind))
+    return [(operator.attrgetter(each.name), hints[each.name].__metadata__[0]) for each in fields(kind)]
+
+
+@functools.cache
+def _objects(kind: type[Mergeable]) -> list[tuple[str, Any]]:
+    """Return name and default of each field whose default may be equal to another object."""
+    return [(each.name, each.default) for each in fields(kind) if isinstance(each.default, float | Struct)]
 
 
 Ban: TypeAlias = tuple[int, str]  # (rank, its reason)

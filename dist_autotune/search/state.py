@@ -330,10 +330,11 @@ class SearchState:
     def _starve(self, patience: int) -> None:
         """Settle contexts that no rank has launched for `patience` runs, unless a plan leaves them out."""
         for context in self.unsettled:
+            if self.runs - context.last_run < patience:
+                continue
             if any(phase.explains_absence(context) for phase in (self.race_runs, self.compare_bits) if phase):
                 continue
-            if self.runs - context.last_run >= patience:
-                context.settle(Status.STARVED)
+            context.settle(Status.STARVED)
 
     def _admit(self, name: str, announcement: Announcement, bans: dict[str, Ban]) -> Context:
         """Return a new context. Raises NoValidConfig when nothing works on every rank."""

@@ -65,15 +65,16 @@ def values_of(found: Sequence[Mapping[str, str]]) -> list[list[Value]]:
     return [[_value(fields.get(name, "")) for name in names] for fields in found]
 
 
-def likeness(one: Sequence[Value], other: Sequence[Value]) -> float:
-    """Return 1 for equal fields; each counts half for an integer that doubles and a text that differs."""
-    return likenesses(one, [[each] for each in other])[0] if one else 1.0
+def likenesses(fields: Sequence[Sequence[Value]], index: int) -> list[float]:
+    """Return how alike a candidate's fields are to those of each: 1 for equal ones, itself included.
 
-
-def likenesses(own: Sequence[Value], columns: Sequence[Sequence[Value]]) -> list[float]:
-    """Return how alike these fields are to those of each candidate; columns: all candidates', by field."""
-    totals, products = [0.0] * len(columns[0]), [1.0] * len(columns[0])
-    for value, column in zip(own, columns, strict=True):
+    Each field counts half for an integer that doubles and a text that differs.
+    """
+    own = fields[index]
+    if not own:
+        return [1.0] * len(fields)
+    totals, products = [0.0] * len(fields), [1.0] * len(fields)
+    for value, column in zip(own, zip(*fields, strict=True), strict=True):
         of_value = {each: _of_field(value, each) for each in set(column)}
         found = [of_value[each] for each in column]
         totals = [*map(operator.add, totals, found)]

@@ -88,9 +88,7 @@ class GaussianProcess:
     def _alike(self, index: int) -> list[float]:
         """Return what a candidate shares with each, itself included, at one key."""
         if index not in self._rows:
-            own, others = self._fields[index], [*zip(*self._fields, strict=True)]
-            alike = likenesses(own, others) if own else [1.0] * len(self._fields)
-            self._rows[index] = [(1 - _APART) * each for each in alike]
+            self._rows[index] = [(1 - _APART) * each for each in likenesses(self._fields, index)]
             self._rows[index][index] = 1.0
         return self._rows[index]
 

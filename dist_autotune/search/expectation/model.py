@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .arithmetic import decay, log
-from .fields import UNKNOWN, Fills, TimesByKey, by_place, fields_of, likeness
+from .fields import UNKNOWN, Fills, TimesByKey, by_place, fields_of, likenesses
 from .keys import distance, doublings
 
 # Chosen on tables of real kernels, keys held back: tests/unit/search/test_expectation_tables.py.
@@ -104,12 +104,12 @@ class Expectation:
             scale = math.sqrt((1 - self._prior) * weight / total)
             self._patterns.append({index: scale * part for index, part in rest.items()})
         self._own = [_NOISE**2 + (0.0 if mass else self._rest) for mass in masses[0]]
-        self.variances = [self._covariance(index, index) for index in range(count)]
+        self.variances = [self._covariance(index, index, 1.0) for index in range(count)]
 
-    def _covariance(self, one: int, other: int) -> float:
+    def _covariance(self, one: int, other: int, alike: float) -> float:
         """Return the covariance of two candidates before anything is observed."""
         total = _LEVEL_VARIANCE + (self._own[one] if one == other else 0.0)
-        total += self._prior * self._rest * likeness(self._fields[one], self._fields[other])
+        total += self._prior * self._rest * alike
         for pattern in self._patterns:
             if one in pattern and other in pattern:
                 total += pattern[one] * pattern[other]
@@ -117,7 +117,8 @@ class Expectation:
 
     def observe(self, index: int, ms: float) -> None:
         """Take in the time of a candidate at this key: conditions all others on it."""
-        column = [self._covariance(index, other) for other in range(len(self._fields))]
+        alike = likenesses(self._fields, index)
+        column = [self._covariance(index, other, each) for other, each in enumerate(alike)]
         for factor in self._factors:
             if weight := factor[index]:
                 column = [c - weight * f for c, f in zip(column, factor, strict=True)]

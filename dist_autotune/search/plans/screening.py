@@ -332,8 +332,11 @@ class _Fit:
 
         A run's distance is its weight over its element of the inverse's diagonal (Rasmussen, 5.4.2).
         """
-        rows = range(len(self.lower))
-        columns = (forward(self.lower, [float(row == run) for row in rows]) for run in range(self._runs))
+        size = len(self.lower)
+        columns = (  # of the inverse of L, from the diagonal on
+            forward([row[run:] for row in self.lower[run:]], [1.0] + [0.0] * (size - run - 1))
+            for run in range(self._runs)
+        )
         inverse = [math.fsum(value * value for value in column) for column in columns]
         distances = [abs(w) / math.sqrt(v) for w, v in zip(self.weights[: self._runs], inverse, strict=True)]
         return 1.4826 * self._noise_ms * statistics.median(distances)
@@ -362,8 +365,7 @@ def _backward(lower: Sequence[Sequence[float]], right: Sequence[float]) -> list[
     """Return x of L^T x = right."""
     solved = list(right)
     for place in range(len(solved) - 1, -1, -1):
-        row = lower[place]
-        solved[place] /= row[-1]
-        for before in range(place):
-            solved[before] -= row[before] * solved[place]
+        *before, diagonal = lower[place]
+        own = solved[place] = solved[place] / diagonal
+        solved[:place] = [value - factor * own for value, factor in zip(solved, before, strict=False)]
     return solved

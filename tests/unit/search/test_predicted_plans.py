@@ -37,6 +37,7 @@ class GatheredProduct(Simulation):
     def __init__(self, seed: int) -> None:
         self._random = rng = random.Random(seed)
         self.shape = SHAPES[seed % len(SHAPES)]
+        self._steps: dict[tuple[str, ...], float] = {}
         self._flops = rng.uniform(700e9, 780e9) / SMS  # of an SM in a ms
         self._bytes = rng.uniform(280e6, 390e6)  # of the gather in a ms
         self.kernels = {name: dict(self._configs(tiles)) for name, tiles in TILES.items()}
@@ -64,19 +65,26 @@ class GatheredProduct(Simulation):
         return name not in self.kernels or name == consumer
 
     def step_ms(self, plan: dict[str, str]) -> float:
+        consumer = plan["consumer"]
+        launched = consumer, plan["pieces"], plan.get("programs", ""), plan.get(consumer, "")
+        if launched not in self._steps:
+            self._steps[launched] = self._step_ms(*launched)
+        return self._steps[launched]
+
+    def _step_ms(self, consumer: str, pieces_text: str, programs: str, config: str) -> float:
         m, n, k = self.shape
-        pieces, consumer = int(plan["pieces"]), plan["consumer"]
+        pieces = int(pieces_text)
         come_ms = [0.01 + (i + 1) * (m // 2 * k * 2 / self._bytes / pieces + 0.003) for i in range(pieces)]
         if consumer == "matmul":
             return come_ms[-1] + 2 * m * n * k / (self._flops * SMS) + 0.01
-        rows, columns, speed = self.kernels[consumer][plan[consumer]]
+        rows, columns, speed = self.kernels[consumer][config]
         tile_ms = 2 * rows * columns * k / self._flops / speed + 0.002
         begin_ms = [0.0] * math.ceil(m / 2 / rows)
         begin_ms += [
             come_ms[math.ceil(min(end, m // 2) * pieces / (m // 2)) - 1]
             for end in range(rows, m // 2 + rows, rows)
         ]
-        free_ms = [0.0] * int(plan["programs"])
+        free_ms = [0.0] * int(programs)
         for tile in range(len(begin_ms) * math.ceil(n / columns)):
             program, row = tile % len(free_ms), tile // math.ceil(n / columns)
             free_ms[program] = max(free_ms[program], begin_ms[row]) + tile_ms
