@@ -70,21 +70,26 @@ class CompareBits(Phase):
     def __init__(self, contexts: Mapping[str, Context], rule: str) -> None:
         super().__init__(contexts)
         self._rule = rule
+        self._base: Plan = {}
+        self._origins: dict[str, Plan] = {}  # the options beside which a context was first launched
+        self._halves: list[Plan] = []  # of batches that change outputs, still to compare; the last one first
         self.open()
 
     def open(self) -> None:
-        """Begin a session: its inputs are others, and so are its digests."""
+        """Begin a session, which goes on where the last one was cut short."""
         self.remark = ""  # for the log
         self.new_bans: list[tuple[Context, int]] = []  # of the last run
         self._has_given_up = False  # `check`: there is nothing to compare, or it changes by itself
-        self._base: Plan = {}
-        self._origins: dict[str, Plan] = {}  # the options beside which a context was first launched
         self._bringing_runs = 0  # in a row that announced contexts
+        known = self._contexts.keys()
+        self._origins = {name: each for name, each in self._origins.items() if known >= {name, *each}}
         self._begin()
+        self._asked = Compared() if self._needs_base else NOTHING
 
     def _begin(self) -> None:
-        """Compare with another base plan, or in another session: digests are others."""
+        """Compare with another base plan, or in another session: its inputs and digests are others."""
         self._asked = NOTHING  # of the next run
+        self._base = {n: i for n, i in self._base.items() if n in self._contexts and self._works(n, i)}
         self._references: dict[tuple[tuple[str, int], ...], str] = {}  # digest of the base plan, by options
         self._base_runs = 0
         for context in self._contexts.values():
@@ -108,7 +113,9 @@ class CompareBits(Phase):
 
     def explains_absence(self, context: Context) -> bool:
         """Return whether a context may be launched again though it was not: under other options."""
-        return not self.is_over and context.judge == BY_RUN and context.name not in self._asked.batch
+        if self.is_over or context.name in self._asked.batch:
+            return False
+        return context.judge == BY_RUN or self._origins.get(context.name, {}) != self._asked.options
 
     @property
     def admits(self) -> bool:
@@ -153,8 +160,9 @@ class CompareBits(Phase):
             if name in merged.parts and name not in self._origins:
                 self._origins[name] = self._options
             if name not in self._base or not self._references:
+                known = self._base.get(name, context.incumbent)
                 first = [i for i, number in sorted(context.bit_classes.items()) if not number]
-                self._base[name] = next((i for i in first if self._works(name, i)), context.incumbent)
+                self._base[name] = next((i for i in first if self._works(name, i)), known)
 
     def _changed(self, merged: RunReport) -> dict[str, int | None]:
         """Return the launched candidates that are not of the base plan and its options; None: several."""
@@ -213,12 +221,15 @@ class CompareBits(Phase):
             if self._needs_base:
                 yield from self._repeat_base({})
             elif kernels := self._pending(is_choice=False):
+                kernels = self._half_of(kernels)
                 options = self._origins[next(iter(kernels))]
                 batch = {name: i for name, i in kernels.items() if self._origins[name] == options}
                 is_away |= bool(options)
                 yield from self._sort(options, batch)
-            elif self._start_searches():
+            elif (name := self._start_searches()) is not None:
                 # An option stays until the kernels that it brings are tuned.
+                options = self._origins.get(name, {})
+                is_away |= bool(options)
                 is_waiting = bool(options or self._pending(is_choice=True))
                 yield Compared(options, is_free=True) if is_waiting else NOTHING
             elif choices := self._pending(is_choice=True):
@@ -236,13 +247,13 @@ class CompareBits(Phase):
         is_searching = any(not context.settled for context in self._contexts.values())
         return is_searching and self._base_runs < RUNS and not self._has_given_up
 
-    def _start_searches(self) -> bool:
-        """Let compared kernels be tuned by their launches; return whether some are under way."""
+    def _start_searches(self) -> str | None:
+        """Let compared kernels be tuned by their launches; return the first that is under way."""
         tuned = [context for context in self._contexts.values() if context.is_tuned_by_launches]
         for context in tuned:
             if context.trial is None:
                 context.start()  # also if one candidate is left: a result with a time is kept
-        return any(context.is_tuned_by_launches for context in tuned)
+        return next((context.name for context in tuned if context.is_tuned_by_launches), None)
 
     def _pending(self, *, is_choice: bool) -> Plan:
         """Return the next candidate of each context that has some to compare."""
@@ -265,6 +276,14 @@ class CompareBits(Phase):
         while not self._has_given_up and (self._needs_base or _key(options) not in self._references):
             yield from self._outputs_of(options, {})
 
+    def _half_of(self, kernels: Plan) -> Plan:
+        """Return what is pending of the half to compare next; all if there is none."""
+        while self._halves:
+            if half := {n: i for n, i in self._halves[-1].items() if kernels.get(n) == i}:
+                return half
+            self._halves.pop()
+        return kernels
+
     def _sort(self, options: Plan, batch: Plan) -> Comparison:
         """Run a batch twice; where outputs change, each half of it, down to what changes them."""
         yield from self._repeat_base(options)
@@ -276,8 +295,7 @@ class CompareBits(Phase):
             found.append(bits)
             if bits.digest != self._references[_key(options)] and len(batch) > 1:
                 items, middle = list(batch.items()), len(batch) // 2
-                yield from self._sort(options, dict(items[:middle]))
-                yield from self._sort(options, dict(items[middle:]))
+                self._halves += [dict(items[middle:]), dict(items[:middle])]
                 return
         for name, index in batch.items():
             if found[0].digest == found[1].digest:

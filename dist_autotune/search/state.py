@@ -97,7 +97,8 @@ class SearchState:
     @property
     def judged_run(self) -> str | None:
         """Return what the whole next run is a sample of; None: it is not timed."""
-        return None if self.run_phase is None or self.run_phase.holds else self.run_phase.label
+        phase = self.phase
+        return phase.label if isinstance(phase, RunPhase) and not phase.holds else None
 
     @property
     def follows_fit(self) -> bool:
@@ -191,8 +192,6 @@ class SearchState:
         self._elapsed_s.clear()
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
         self._comparison.is_over, self.race_runs, self._left_race = True, self._left_race, None
-        if self.compare_bits is not None:
-            self.compare_bits.open()
         for context in self.contexts.values():
             # Runs without a launch count on: sessions that are cut short would begin with as many each.
             context.last_run, context.began = context.last_run - before, None
@@ -208,6 +207,8 @@ class SearchState:
         if not any(self.unsettled):
             self._begin_next(None)
         self._close_if_spent(0.0)
+        if self.compare_bits is not None:
+            self.compare_bits.open()
         self._apply_plan()
 
     def drop_unsettled(self) -> set[str]:
@@ -229,8 +230,7 @@ class SearchState:
             return
         if self.race_runs is not None:
             self.race_runs.leave()
-            goes_on = self.rules.mode == "replay" and self.compare_bits is None
-            if goes_on and isinstance(self.race_runs, RaceRuns):
+            if self.rules.mode == "replay" and isinstance(self.race_runs, RaceRuns):
                 self._left_race = self.race_runs
             self.race_runs = None
         for context in self.unsettled:

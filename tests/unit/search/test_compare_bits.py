@@ -154,3 +154,45 @@ def test_where_a_first_config_fails_beside_an_option_kernels_of_that_are_compare
     plans = simulated.session()
     assert simulated.winners() == {"a": "a2", "c": "c2", "b": "b2"}
     assert outputs(plans[-1], 0) == outputs({}, 0)
+
+
+@pytest.mark.parametrize("bits", ["same", "check"])
+@pytest.mark.parametrize("max_runs", [6, 11], ids="max_runs={}".format)
+@pytest.mark.parametrize(
+    ("contexts", "objective"),
+    [
+        (named(*"abcdefgh"), "kernel"),
+        (named("a", "x"), "kernel"),
+        (named("a", "x", "of_x2"), "kernel"),
+        (named("a", "b"), "thunk"),
+    ],
+    ids=["kernels", "a choice", "a kernel that an option brings", "plans of kernels"],
+)
+def test_a_comparison_that_is_cut_short_goes_on_in_the_next_session(contexts, objective, max_runs, bits):
+    def simulated(**options):
+        def launches(run, rank, name):
+            return name != "of_x2" or made._candidate("x") == "x2"
+
+        def outputs(plan, rank):  # of other inputs in each session
+            return f"{made._began} {sorted({'a1', 'c2', 'x1'} & set(plan.values()))}"
+
+        made = simulation(
+            contexts,
+            outputs,
+            bits=bits,
+            search="racing",
+            objective=objective,
+            choices={"x"},
+            launches=launches,
+            run_ms=lambda plan: 2.0 - 0.5 * int(plan.get("x", "x0")[-1]),
+            **options,
+        )
+        return made
+
+    whole, parts = simulated(), simulated(max_runs=max_runs)
+    whole.session()
+    parts.session()
+    while "partial" in parts.statuses().values():
+        parts.session()
+        assert len(parts.plans) < 6 * len(whole.plans)
+    assert parts.winners() == whole.winners()
