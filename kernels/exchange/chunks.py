@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from ..signals import GIVEN_UP, MOST_PATIENCE_TICKS, give_up, poll_until, record_failure, wait_until
-from .flags import AFTER, ARRIVED, TOLD
-from .peers import free_side_stream, give_up_peer
+from .flags import AFTER, ARRIVED
+from .peers import free_side_stream, give_up_peer, told_by
 
 # The kinds of failure records.
 NOT_PUSHED = tl.constexpr(1)
@@ -33,7 +33,7 @@ def wait_for_rows(chunk, rows, peers, WORLD: tl.constexpr, FENCE: tl.constexpr):
     # See [Note: ranks with other rows].
     arrived = poll_until(arrived_ptr, 1, patience_ticks, FENCE)
     if (arrived < rows) & (arrived > 0):
-        announced = tl.load(flags_ptr + TOLD * WORLD + chunk)
+        announced = told_by(chunk, peers, WORLD)
         if announced < rows:
             record_failure(peers.errors_ptr + chunk, OTHER_ROWS, 0, announced)
             arrived += GIVEN_UP  # for the caller alone: the announced rows do come
@@ -51,7 +51,7 @@ def part_from(peer, m, peers, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours and return once its chunk is here, or it is given up."""
     arrived = wait_for_rows(peer, 1, peers, WORLD, False)
     if arrived < GIVEN_UP:
-        announced = tl.load(peers.flags_ptr + TOLD * WORLD + peer)
+        announced = told_by(peer, peers, WORLD)
         if announced != m:
             record_failure(peers.errors_ptr + peer, OTHER_ROWS, 0, announced)
         # All of it, were it more than ours: see [Note: no stale pushes].

@@ -36,6 +36,15 @@ def wait_for_flag(FLAG: tl.constexpr, KIND: tl.constexpr, peer, peers, WORLD: tl
 
 
 @triton.jit
+def told_by(peer, peers, WORLD: tl.constexpr):
+    """Return TOLD of a peer that has announced something: given up, if another program does so meanwhile.
+
+    So one thread reads it for all, as `poll_until` does: see `signals.in_any_thread`.
+    """
+    return tl.atomic_add(peers.flags_ptr + TOLD * WORLD + peer, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
 def wait_for_all(FLAG: tl.constexpr, KIND: tl.constexpr, peers, WORLD: tl.constexpr):
     """Return once every peer has raised its flag or is given up."""
     for peer in range(0, WORLD):

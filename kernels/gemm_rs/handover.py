@@ -6,8 +6,15 @@ import triton
 import triton.language as tl
 
 from ..exchange.chunks import NOT_PUSHED, OTHER_ROWS, wait_for_own
-from ..exchange.flags import ARRIVED, DONE, TOLD
-from ..exchange.peers import free_side_stream, give_up_peer, is_given_up, take_permit, wait_for_flag
+from ..exchange.flags import ARRIVED, DONE
+from ..exchange.peers import (
+    free_side_stream,
+    give_up_peer,
+    is_given_up,
+    take_permit,
+    told_by,
+    wait_for_flag,
+)
 from ..signals import GIVEN_UP, count_up, notify, poll_until, record_failure
 
 NO_PERMIT = tl.constexpr(4)  # a kind of failure record, beside those of chunks
@@ -48,9 +55,10 @@ def await_sums(rows, peers, WORLD: tl.constexpr):
     for peer in range(0, WORLD):
         if peer != peers.rank:
             arrived = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
-            told = tl.load(peers.flags_ptr + TOLD * WORLD + peer)  # it is there before the first piece
-            if (arrived >= 1) & (arrived < rows) & (told >= rows):
-                arrived = _await_rows(rows, peer, peers, WORLD)
+            if (arrived >= 1) & (arrived < rows):
+                told = told_by(peer, peers, WORLD)  # it is there before the first piece
+                if told >= rows:
+                    arrived = _await_rows(rows, peer, peers, WORLD)
             here = min(here, max(arrived, rows))
     return here
 
@@ -80,7 +88,7 @@ def _part_from(peer, m, peers, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours and return once all are here, or it is given up."""
     arrived = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
     if not is_given_up(arrived):
-        told = tl.load(peers.flags_ptr + TOLD * WORLD + peer)
+        told = told_by(peer, peers, WORLD)
         if told != m:
             record_failure(peers.errors_ptr + peer, OTHER_ROWS, 0, told)
         # All of them, were they more than ours: behind this call nobody expects a piece of this push.

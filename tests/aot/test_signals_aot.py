@@ -8,7 +8,7 @@ import pytest
 import triton
 import triton.language as tl
 from compiled import BLACKWELL, CDNA3, HOPPER, compile_for, early_load, events, order_of, resources
-from plain_kernels import COMBINE, DISPATCH, GATHER, ON_EACH, SCATTER
+from plain_kernels import COMBINE, DISPATCH, EACH, GATHER, ON_EACH, SCATTER
 
 from dist_autotune.kernels.moe.plan import search_bits
 from dist_autotune.kernels.moe.routing import count_choices, place_choices, sort_choices
@@ -57,6 +57,26 @@ def test_without_its_own_clock_a_wait_counts_polls():
     assert not re.search(r"s_memrealtime|s_memtime|s_getreg", compiled_for(CDNA3, 4).asm["amdgcn"])
 
 
+@EACH
+def test_one_thread_reads_a_flag_for_all(kernel):
+    """Another program may give the peer up between the loads of two threads: one would wait, the other not.
+
+    AFTER, which is read past the caches, decides nothing but whether sums are NaN.
+    """
+    flags, loads = {"%flags_ptr"}, []
+    for line in kernel.compile(kernel.candidates[0]).asm["ttir"].splitlines():
+        match = re.match(r"\s*(%\w+) = ([\w.]+) (%\w+)", line)
+        if match is None:
+            continue
+        name, operation, operand = match.groups()  # a name may stand for another value in another region
+        is_flag = operation == "tt.addptr" and operand in flags
+        flags = flags | {name} if is_flag else flags - {name}
+        loads += [line] if operation == "tt.load" and operand in flags else []
+    of_after = [line for line in loads if "isVolatile" in line]
+    assert len(of_after) == (8 if kernel in (SCATTER, COMBINE) else 0)
+    assert loads == of_after
+
+
 # ---- GemmReduceScatter
 
 OF_TILES = {  # what the signals must be ordered against, and the signals
@@ -79,7 +99,8 @@ def test_sums_are_loaded_behind_the_poll_and_handed_over_behind_the_stores(confi
     order = order_of(ttgir[ttgir.index("scf.while") :], OF_TILES)
     halves = 2 if config.kwargs["EPILOGUE_SUBTILE"] else 1
     polls = ["poll"] * 2  # one in front of its loop, one in it
-    own_rows = [*polls, *polls, *["load", "store"] * halves]  # for the first row, then for those of the tile
+    # For the first row; TOLD; for the rows of the tile.
+    own_rows = [*polls, "poll", *polls, *["load", "store"] * halves]
     handed_over = [*["store"] * halves, "barrier", "count", "barrier", "signal"]
     assert order[: order.index("signal") + 1] == ["multiply", *own_rows, *handed_over]
     # Of a TMA store the program does not know when it is done.
