@@ -10,13 +10,21 @@ import math
 import time
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from dist_autotune.launch.step_checks import register_step_check
 
 POLL_S = 1e-4  # of the host that waits for the device
+
+
+class UnderWay(NamedTuple):
+    """The calls of an operation so far, and all before them on their streams."""
+
+    is_done: Callable[[], bool]
+    has_failed: Callable[[], bool]  # as far as the host can see; also when the operation is closed, or gone
+    longest_wait_s: float  # that they may go on behind a failed one
 
 
 class Caller(Protocol):
@@ -27,18 +35,12 @@ class Caller(Protocol):
     def raise_known_failure(self) -> None:
         """Raise the failures that the host can see now."""
 
-    def has_failed(self) -> bool:
-        """Return whether there are any in calls that have reached the device."""
-
-    def mark(self) -> Callable[[], bool]:
-        """Return what tells whether its calls so far are done, and all before them."""
-
-    def longest_wait_s(self) -> float:
-        """Return how long its calls may go on behind a failed one."""
+    def under_way(self) -> UnderWay:
+        """Return what tells how far its calls so far are."""
 
 
 _OPEN: weakref.WeakSet[Caller] = weakref.WeakSet()
-_LEFT: list[Callable[[], bool]] = []  # marks of operations that were closed after a failure
+_LEFT: list[UnderWay] = []  # of operations that did not meet their peers to close
 
 
 def watch(caller: Caller) -> None:
@@ -47,10 +49,11 @@ def watch(caller: Caller) -> None:
 
 
 def leave(caller: Caller) -> None:
-    """Remember what a failed operation that is about to close may have left on the device."""
-    if caller.has_failed():
-        with contextlib.suppress(RuntimeError):  # it must close
-            _LEFT.append(caller.mark())
+    """Remember what an operation that is about to be abandoned may leave on the device."""
+    with contextlib.suppress(RuntimeError):  # it must close
+        if caller.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return
+        _LEFT[:] = [*(each for each in _LEFT if not each.is_done()), caller.under_way()]
 
 
 def wait_for_device(first: Caller | None = None) -> None:
@@ -62,8 +65,8 @@ def wait_for_device(first: Caller | None = None) -> None:
     """
     others = (each for each in tuple(_OPEN) if each is not first)
     callers = [*others] if first is None else [first, *others]
-    marks, deadline = [*(each.mark() for each in callers), *_LEFT], math.inf
-    while not all(is_done() for is_done in marks):
+    calls, deadline = [*(each.under_way() for each in callers), *_LEFT], math.inf
+    while not all(each.is_done() for each in calls):
         now = time.monotonic()
         if now > deadline:
             for each in callers:
@@ -72,10 +75,10 @@ def wait_for_device(first: Caller | None = None) -> None:
                 "the device does not end what it was given behind a call that failed, of an operation that "
                 "is closed now. Begin anew in another process"
             )
-        if deadline == math.inf and (_LEFT or any(each.has_failed() for each in callers)):
-            deadline = now + max(each.longest_wait_s() for each in callers)
+        if deadline == math.inf and any(each.has_failed() for each in calls):
+            deadline = now + max(each.longest_wait_s for each in calls)
         time.sleep(POLL_S)
-    _LEFT.clear()
+    _LEFT[:] = [each for each in _LEFT if each not in calls]
     for device in {each.device for each in callers if each.device.type == "cuda"}:
         torch.cuda.synchronize(device)
 

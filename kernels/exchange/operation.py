@@ -8,6 +8,7 @@ the device; the host does not see replays of graphs.
 from __future__ import annotations
 
 import abc
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -21,7 +22,7 @@ from ..signals import TICK_S, Failure, as_patience, read_failure
 from ..symm import SymmetricMemoryError, open_symmetric_memory
 from ..symm.base import Shared
 from ..tensors import FP8, check_timeout
-from .calls import leave, wait_for_device, watch
+from .calls import UnderWay, leave, wait_for_device, watch
 from .streams import NOT_COME, Meeting, StreamOrder
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
@@ -44,6 +45,7 @@ class Operation(Shared):
     _wrong_calls: ClassVar[tuple[int, ...]]  # kinds of failure that callers have caused
     _further_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # beside halves
     is_captured = False  # some call was: a graph may replay in its memory
+    _is_closed = True  # until it is open
     _mend_calls: ClassVar[str] = "Every rank must pass as many rows. "  # advice for those kinds
 
     def __init__(
@@ -57,7 +59,7 @@ class Operation(Shared):
         self.device = self._memory.device
         self._on_gpu = self.device.type == "cuda"  # each call asks, and torch makes a string for each
         self.backend = f"{self._memory.name}: {self._memory.reason}"
-        self._is_closed, self._broken_by = False, ""
+        self._broken_by = ""
         self.explain: Callable[[], str] = str  # the owner's reason why peers did not make a call, or ""
         self._calls = 0
         self._patience_ticks = as_patience(timeout_s)
@@ -77,6 +79,7 @@ class Operation(Shared):
         self._read_device(dtype)
         self._streams = StreamOrder()
         self._meeting: Meeting | None = None
+        self._is_closed = False
         watch(self)
 
     @abc.abstractmethod
@@ -147,17 +150,18 @@ class Operation(Shared):
             wait_for_device(self)
         self._check_usable()
 
-    def mark(self) -> Callable[[], bool]:
-        """Return what tells whether the calls so far are done, and all before them on their streams."""
-        return self._memory.mark() if self._on_gpu and not self._is_closed else lambda: True
+    def under_way(self) -> UnderWay:
+        """Return what tells how far the calls so far are.
 
-    def has_failed(self) -> bool:
-        """Return whether a call has failed on the device, as far as the host can see now."""
-        return not self._is_closed and self._error_records.tobytes() != self._no_errors
-
-    def longest_wait_s(self) -> float:
-        """Return how long calls may go on behind a failed one: W waits here, and as many of a peer."""
-        return 2 * self.world_size * self._patience_ticks * TICK_S
+        Behind a failed one there may be W waits here, and as many of a peer. A side stream may wait for ever
+        also behind a call that was not carried out: no kernel of it gives the peer up.
+        """
+        if self._is_closed:
+            return UnderWay(lambda: True, lambda: False, 0.0)
+        records, none, is_broken = self._error_records, self._no_errors, self._broken_by != ""
+        is_done = self._memory.mark() if self._on_gpu else lambda: True
+        longest_wait_s = 2 * self.world_size * self._patience_ticks * TICK_S
+        return UnderWay(is_done, lambda: is_broken or records.tobytes() != none, longest_wait_s)
 
     def raise_known_failure(self) -> None:
         """Raise the failures that the host can see now; none if the operation is closed."""
@@ -198,6 +202,11 @@ class Operation(Shared):
             leave(self)
             self._memory.abandon()  # never freed, as kernels that still run may write it
             self._end()
+
+    def __del__(self) -> None:
+        """Abandon what was dropped without being closed: kernels may still run."""
+        if not self._is_closed and self._on_gpu and not sys.is_finalizing():
+            self.abandon()
 
     def refuse(self, reason: str) -> None:
         """Take no more calls: peers have made one that this rank could not make."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import time
 import warnings
@@ -21,6 +22,7 @@ from dist_autotune.kernels.exchange.streams import StreamOrder
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.handover import NO_PERMIT
 from dist_autotune.kernels.signals import as_patience
+from dist_autotune.kernels.symm import cuda
 from dist_autotune.kernels.tp import check_calls
 from dist_autotune.script.boundaries import OptimizerSteps
 from ranks import meet
@@ -128,22 +130,57 @@ def test_a_check_ends_once_a_call_has_failed_though_the_device_does_not(monkeypa
             assert 2 * 2 * 0.1 <= time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("is_closed", [False, True], ids=["open", "closed"])
-def test_a_check_of_another_operation_ends_too(monkeypatch, is_closed):
+def test_a_check_ends_where_a_call_was_not_carried_out_and_the_device_does_not(monkeypatch):
+    """Let no kernel be launched beside what waits for a peer that does not come: nobody gives it up."""
+    install_for_operations(monkeypatch, CapturingDriver(), 2)
+    op = GemmReduceScatter(16, 24, torch.float16, timeout_s=0.1, collective=False)
+    began = time.monotonic()
+    monkeypatch.setattr(op._memory, "mark", lambda: lambda: time.monotonic() > began + 30)
+    op.refuse("call 1 was not carried out")
+    with pytest.raises(RuntimeError, match="GemmReduceScatter, rank 0: call 1 was not carried out"):
+        op.close()
+    assert 2 * 2 * 0.1 <= time.monotonic() - began < 30
+
+
+ENDS = {
+    "open": lambda operations: None,
+    "closed": lambda operations: operations[0].abandon(),
+    "dropped": lambda operations: operations.clear(),
+}
+
+
+@pytest.mark.parametrize("fails", ["before", "after"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_check_of_another_operation_ends_too(monkeypatch, end, fails):
     install_for_operations(monkeypatch, CapturingDriver(), 2)
     sizes = (16, 24, torch.float16)
-    failed = GemmReduceScatter(*sizes, timeout_s=0.1, collective=False)
-    monkeypatch.setattr(failed._memory, "mark", lambda: lambda: not is_stuck)
-    failed._errors[1] = NO_PERMIT.value << 60
+    operations = [GemmReduceScatter(*sizes, timeout_s=0.1, collective=False)]
+    memory, errors = operations[0]._memory, operations[0]._errors
     is_stuck, began = True, time.monotonic()
+    monkeypatch.setattr(memory, "mark", lambda: lambda: not is_stuck or time.monotonic() > began + 30)
     with GemmReduceScatter(*sizes, timeout_s=0.1, collective=False) as op:
-        if is_closed:
-            failed.abandon()
-        text = "of an operation that is closed" if is_closed else "rank 0: rank 1, or one that it waits for"
-        for end in (op.check, check_calls):
+        if fails == "before":
+            errors[1] = NO_PERMIT.value << 60
+        ENDS[end](operations)
+        gc.collect()
+        errors[1] = NO_PERMIT.value << 60
+        text = (
+            "rank 0: rank 1, or one that it waits for" if end == "open" else "of an operation that is closed"
+        )
+        for check in (op.check, check_calls):
             with pytest.raises(TimeoutError, match=text):
-                end()
+                check()
         assert 2 * 2 * 2 * 0.1 <= time.monotonic() - began < 30
         is_stuck = False
         op.check()
-    failed.abandon()
+    for each in operations:
+        each.abandon()
+
+
+def test_an_operation_that_is_dropped_keeps_its_memory_where_kernels_may_still_run(monkeypatch):
+    install_for_operations(monkeypatch, CapturingDriver(), 2)
+    op = GemmReduceScatter(16, 24, torch.float16, collective=False)
+    kept = {id(op._flags), id(op._partial)}
+    del op
+    gc.collect()
+    assert kept <= {*map(id, cuda._abandoned)}
