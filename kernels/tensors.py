@@ -286,6 +286,19 @@ def check_out(
     check_tensor("out", out, dtype, device)
     if list(out.shape) != list(shape):
         raise ValueError(f"out has shape {list(out.shape)}; the result has {list(shape)}")
+    check_distinct("out", out)
+
+
+def check_distinct(name: str, matrix: torch.Tensor) -> None:
+    """Raise ValueError where two elements of a matrix are one in memory."""
+    (rows, columns), (down, along) = matrix.shape, matrix.stride()
+    # So many rows further down, and so many columns back, lies the same element.
+    step = math.gcd(down, along) or 1
+    if matrix.numel() > 1 and along // step < rows and down // step < columns:
+        raise ValueError(
+            f"{name} has shape {list(matrix.shape)} and strides {matrix.stride()}: elements overlap; pass a "
+            "tensor with its own memory"
+        )
 
 
 def check_overlap(

@@ -24,7 +24,16 @@ import triton.language as tl
 from ..configs import INTERPRETED, do_bench
 from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, sums_of_a_result
 from ..matrices import LINE_BYTES
-from ..tensors import FP8, Apart, check_fp8, check_no_gradient, check_scale, layout_of, remember
+from ..tensors import (
+    FP8,
+    Apart,
+    check_distinct,
+    check_fp8,
+    check_no_gradient,
+    check_scale,
+    layout_of,
+    remember,
+)
 from ..tiles import chiplet_number, grouped_tile
 from .configs import NAMES, PLAIN_CANDIDATES, class_of_rows
 from .launch import LaunchPlan, execute, plan_launch
@@ -246,10 +255,7 @@ def check_out(
     check_out_dtype(out.dtype)
     if out_dtype is not None and out_dtype != out.dtype:
         raise TypeError(f"out is {out.dtype}, out_dtype says {out_dtype}; leave one of them out")
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape, strict=True)):
-        raise ValueError(
-            f"out has strides {out.stride()}: elements overlap; pass a tensor with its own memory"
-        )
+    check_distinct("out", out)
 
 
 def check_out_dtype(dtype: torch.dtype) -> None:

@@ -65,6 +65,7 @@ from ..launches.settled import SettledLaunches
 from ..signals import Failure
 from ..tensors import (
     OwnBuffer,
+    check_distinct,
     check_no_gradient,
     check_overlap,
     check_sizes,
@@ -249,6 +250,7 @@ class AllGatherMoE(ExpertOperation):
             check_tensor("out", out, self._dtype, self.device)
             if out.shape[1] != weight.shape[1]:
                 raise ValueError(f"out has shape {list(out.shape)}; the result has {weight.shape[1]} columns")
+            check_distinct("out", out)
             self._own.check_beside("out", out, "op.shard", "peers read")
 
     def _check_rows(self, out: torch.Tensor | None, rows: int) -> None:

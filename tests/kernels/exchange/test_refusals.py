@@ -50,6 +50,11 @@ def zeros(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
+def overlapping(rows: int, columns: int, step: int = 1) -> torch.Tensor:
+    """Return rows that begin `step` elements apart."""
+    return zeros(rows * columns).as_strided((rows, columns), (step, 1))
+
+
 # ---- AllGatherGemm
 
 A, W, SQUARE = zeros(4, 8), zeros(6, 8), zeros(8, 8)
@@ -65,6 +70,8 @@ OF_GATHER: Wrong = {
     r"rows of a_shard are not contiguous \(strides \(1, 4\)\)": lambda op: op(zeros(8, 4).T, W),
     r"out has shape \[3, 6\]; the result has \[4, 6\]": lambda op: op(A, W, zeros(3, 6)),
     "out is torch.float32": lambda op: op(A, W, zeros(4, 6).float()),
+    r"out has shape \[4, 6\] and strides \(5, 1\): elements": lambda op: op(A, W, overlapping(4, 6, 5)),
+    r"strides \(0, 1\): elements overlap; pass": lambda op: op(A, W, zeros(6).expand(4, 6)),
     "out lies in op.gathered, which peers write in the call": lambda op: op(A, zeros(8, 8), op.shard),
     "out overlaps weight, which the call reads": lambda op: op(A, SQUARE, SQUARE[:4]),
     r"overlaps op.shard .* pass op.shard\[:m\]": lambda op: op(op.shard[1:3], W),
@@ -113,6 +120,7 @@ OF_SUMS: Wrong = {
     r"weight \[5, 3\] must be .* \[n=6, K\]": lambda op: op(ones(4, 3), ones(5, 3)),
     "the same K, at least 1": lambda op: op(ones(4, 0), ones(6, 0)),
     r"out has shape \[3, 6\]": lambda op: op(*FACTORS, ones(3, 6)),
+    r"out has .* strides \(1, 1\): elements overlap": lambda op: op(*FACTORS, overlapping(4, 6)),
     "out overlaps a, which the call": lambda op: op(WHOLE[:, :3], ones(6, 3), WHOLE[:, 2:8]),
     "out overlaps weight, which": lambda op: op(ones(4, 3), WIDE[:, :3], WIDE[1:5, 2:8]),
     "a is a int": lambda op: op(1, ones(6, 3)),
@@ -136,6 +144,10 @@ OF_REDUCED: Wrong = OF_SUMS | {
     "eps=-1.0: it must be": lambda op: op.all_reduce_rms_norm(ones(4, 6), ones(4, 6), ones(6), eps=-1.0),
     "required by norm_weight": lambda op: op(*FACTORS, None, ones(4, 6), ones(6).requires_grad_()),
     r"part has shape \[4, 5\]; it must be \[M, n=6\]": lambda op: op.all_reduce(ones(4, 5)),
+    r"strides \(2, 1\): elements": lambda op: op.all_reduce(ones(4, 6), overlapping(4, 6, 2)),
+    r"strides \(3, 1\): elements": (
+        lambda op: op.all_reduce_rms_norm(ones(4, 6), ones(4, 6), ones(6), out=overlapping(4, 6, 3))
+    ),
     "part has 9 rows": lambda op: op.all_reduce_rms_norm(ones(9, 6), ones(9, 6), ones(6)),
     r"overlaps op.part .*; pass op.part\[:M\]": lambda op: op.all_reduce(op.part[2:4]),
     "out lies in op.part, which peers read": lambda op: op.all_reduce(op.part[:4], op.part[:4]),
@@ -192,6 +204,7 @@ OF_DISPATCH: Wrong = {
     "0 choices a token": lambda op: op(X, UP, IDS[:, :0]),
     r"out has shape \[9, 5\]; .* 8 rows": lambda op: op(X, UP, IDS, zeros(9, 5)),
     "the result has 5 columns": lambda op: op(X, UP, IDS, zeros(8, 4)),
+    r"out has .* strides \(1, 1\): elements overlap": lambda op: op(X, UP, IDS, overlapping(8, 5)),
     "out lies in op.shard, which peers read": lambda op: op(X, UP, IDS, op.shard[:, :5]),
     "out overlaps weight, which the call": lambda op: op(X, UP, IDS, UP.flatten()[:40].view(8, 5)),
     r"tokens=\[\] has 0 numbers": lambda op: op(X, UP, IDS, tokens=[]),
@@ -210,6 +223,7 @@ OF_COMBINE: Wrong = {
     "topk_weights is torch.int64": lambda op: op(Y, DOWN, IDS, IDS),
     r"topk_ids \[4, 2\] and topk_weights \[3, 2\]": lambda op: op(Y, DOWN, IDS, WEIGHTS[:3]),
     r"out has .* \[4, 6\]": lambda op: op(Y, DOWN, IDS, WEIGHTS, zeros(3, 6)),
+    r"strides \(1, 1\): elements overlap": lambda op: op(Y, DOWN, IDS, WEIGHTS, overlapping(4, 6)),
     "out overlaps y, which the call": lambda op: op(WIDE_Y[:, :5], DOWN, IDS, WEIGHTS, WIDE_Y[4:, 2:]),
     "this one, passes 4 tokens": lambda op: op(Y, DOWN, IDS, WEIGHTS, tokens=[3]),
 }

@@ -92,6 +92,9 @@ WRONG: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "a has 3 columns, b has 4 rows": product((2, 3), (4, 5)),
         r"\(2, 5\)": product(*AB, (2, 4)),
         r"strides \(0, 1\)": lambda: persistent_matmul(half(2, 3), half(3, 5), half(1, 5).expand(2, 5)),
+        r"shape \[2, 5\] and strides \(4, 1\): elements overlap": lambda: persistent_matmul(
+            half(2, 3), half(3, 5), half(10).as_strided((2, 5), (4, 1))
+        ),
         "out overlaps a": lambda: persistent_matmul((whole := half(5, 12))[:, :5], half(5, 5), whole[:, 4:9]),
         "out overlaps b": lambda: persistent_matmul(
             half(5, 5), (whole := half(5, 12))[:, :5].T, whole[:, 4:9]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from thread_switches import frequent_switches
 
 from dist_autotune.kernels import tensors
-from dist_autotune.kernels.tensors import layout_of, remember
+from dist_autotune.kernels.tensors import check_distinct, layout_of, remember
 
 
 def test_a_layout_is_shape_strides_type_device_and_alignment():
@@ -20,6 +21,17 @@ def test_a_layout_is_shape_strides_type_device_and_alignment():
     assert layout_of(rows) == layout_of(tensor[2:24])
     others = (rows, beside, tensor[:, :8], tensor.T, tensor.view(torch.int32), [tensor], None)
     assert len({layout_of(other) for other in (tensor, *others)}) == 1 + len(others)
+
+
+def test_elements_of_a_matrix_that_are_one_in_memory_are_found_and_no_others():
+    memory = torch.arange(64)
+    for rows, columns, down, along in itertools.product(range(4), range(4), range(8), range(8)):
+        matrix = memory.as_strided((rows, columns), (down, along))
+        if len(set(matrix.flatten().tolist())) == matrix.numel():
+            check_distinct("out", matrix)
+        else:
+            with pytest.raises(ValueError, match=r"out has shape .* and strides .*: elements overlap"):
+                check_distinct("out", matrix)
 
 
 def test_the_oldest_is_forgotten_and_what_is_there_is_replaced(monkeypatch):
