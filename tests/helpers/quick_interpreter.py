@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ MOST_KEPT = 4096  # larger constants of kernels are few
 def install() -> None:
     """Change the interpreter, for good, in this process and those that it forks."""
     interpreter._patch_lang = _PatchOnce(interpreter._patch_lang)
+    interpreter._patch_builtin = _BuiltinsOnce()
     options = interpreter.interpreter_builder.options
     if not options.debug:  # then it computes whether integers overflow and does not look at the answer
         without = dataclasses.replace(options, sanitize_overflow=False)
@@ -33,12 +35,16 @@ def install() -> None:
     core._type_for_tuple_values = _types_of_tuples(core._type_for_tuple_values)
     interpreter._get_np_dtype = _numpy_types(interpreter._get_np_dtype)
     core.tensor.__init__ = _tensors(core.tensor.__init__)
+    core.dtype.__eq__ = _same_types(core.dtype.__eq__)
+    core._unwrap_if_constexpr = _unwrapped(core._unwrap_if_constexpr)
+    interpreter.TensorHandle.__init__ = _handles()
     launch = interpreter.GridExecutor.__call__
     interpreter.GridExecutor.__call__ = functools.partialmethod(_in_a_roomy_frame, launch)
     semantic = interpreter.TritonSemantic
     semantic.binary_op_type_checking_impl = _operands(semantic.binary_op_type_checking_impl)
     semantic.broadcast_impl_value = _broadcast(semantic.broadcast_impl_value)
     semantic.scalar_constant = _constants(semantic.scalar_constant)
+    semantic.cast = _cast(semantic.cast)
     _rewrite_kernels()
 
 
@@ -113,7 +119,7 @@ def _tensors(init: Any) -> Any:
     kept: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
     def init_once(self: Any, handle: Any, type: Any) -> None:
-        sides = tuple(type.shape) if type.is_block() else ()
+        sides = type.shape if type.is_block() else ()
         found = kept.get(sides)
         if found is None:
             init(self, handle, type)
@@ -126,6 +132,43 @@ def _tensors(init: Any) -> Any:
     return init_once
 
 
+def _handles() -> Any:
+    check = interpreter.TensorHandle.__post_init__
+    most: dict[str, int] = {}  # bytes of an element that `check` has found right
+
+    def init_once(self: Any, data: Any, dtype: Any, attr: dict[str, Any] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        name = dtype.name
+        if data.itemsize > most.get(name, 0):
+            check(self)
+            most[name] = data.itemsize
+
+    return init_once
+
+
+def _same_types(equal: Any) -> Any:
+    return lambda self, other: self is other or equal(self, other)
+
+
+def _unwrapped(unwrap: Any) -> Any:
+    plain = {core.tensor, core.dtype, int, float, bool, str, type(None)}
+
+    def unwrap_unless_plain(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is core.constexpr else unwrap(value)
+
+    return unwrap_unless_plain
+
+
+def _cast(cast: Any) -> Any:
+    def cast_unless_alike(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, fp_downcast_rounding)
+
+    return cast_unless_alike
+
+
 def _operands(check: Any) -> Any:
     def check_unless_alike(
         self: Any,
@@ -136,10 +179,18 @@ def _operands(check: Any) -> Any:
         arithmetic_check: bool = True,
         div_or_mod: bool = False,
     ) -> tuple[Any, Any]:
-        if type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype:
+        if type(lhs) is core.tensor:
             kind = lhs.dtype
-            if type(kind) is core.dtype and not (div_or_mod and kind.is_floating()):
-                return self.broadcast_impl_value(lhs, rhs)  # nothing to convert
+            takes_int32 = kind is tl.int32 or (allow_lhs_ptr and type(kind) is core.pointer_type)
+            if type(rhs) is int and takes_int32 and -(2**31) <= rhs < 2**31:
+                rhs = self.scalar_constant(rhs, tl.int32)
+                return self.broadcast_impl_value(lhs, rhs)
+            if type(rhs) is core.tensor:
+                alike = rhs.dtype is kind and type(kind) is core.dtype
+                if (takes_int32 and rhs.dtype is tl.int32) or (
+                    alike and not (div_or_mod and kind.is_floating())
+                ):
+                    return self.broadcast_impl_value(lhs, rhs)  # nothing to convert
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     return check_unless_alike
@@ -201,5 +252,42 @@ class _PatchOnce:
         return scope
 
 
+class _BuiltinsOnce:
+    """Finds the built-in functions of a module or class once, and calls them unchecked."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, list[tuple[str, Any]]] = {}
+
+    def __call__(self, package: Any, builder: Any, scope: Any) -> None:
+        if package not in self._kept:
+            members = inspect.getmembers(package)
+            self._kept[package] = [(name, each) for name, each in members if core.is_builtin(each)]
+        semantic = interpreter.TritonSemantic(builder)
+        for name, member in self._kept[package]:
+            if getattr(package, name) is member:  # else another launch has replaced it
+                scope.set_attr(package, name, _with_semantic(member, semantic))
+
+
+_CHECKING = core.builtin(int).__code__  # it asks whether `_semantic` is there
+
+
+def _with_semantic(builtin: Any, semantic: Any) -> Any:
+    member = builtin.__wrapped__ if getattr(builtin, "__code__", None) is _CHECKING else builtin
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return member(*args, **kwargs)
+
+    return call
+
+
+_modules_of: dict[Any, set[str]] = {}
+
+
 def _language_modules(fn: Any) -> set[str]:
-    return {value.__name__ for value in fn.__globals__.values() if value is tl or value is core}
+    if fn not in _modules_of:
+        found = {value.__name__ for value in fn.__globals__.values() if value is tl or value is core}
+        if not found:
+            return found  # yet
+        _modules_of[fn] = found
+    return _modules_of[fn]
