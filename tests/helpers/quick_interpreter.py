@@ -268,7 +268,7 @@ class _BuiltinsOnce:
                 scope.set_attr(package, name, _with_semantic(member, semantic))
 
 
-_CHECKING = core.builtin(int).__code__  # it asks whether `_semantic` is there
+_CHECKING = core.builtin(lambda _semantic: None).__code__  # it asks whether `_semantic` is there
 
 
 def _with_semantic(builtin: Any, semantic: Any) -> Any:
