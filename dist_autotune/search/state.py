@@ -198,18 +198,26 @@ class SearchState:
         if self.race_runs is not None:
             self.race_runs.resume()
         for context in self.contexts.values():
-            if context.began is not None:
-                continue  # of the race
-            if not context.provisional:
+            if context.settled and not context.provisional:
                 self._comparison.defaults.pop(context.name, None)
-            elif not self.closing and self.rules.mode == "replay":
-                self._begin(context, 0)
-        if not any(self.unsettled):
-            self._begin_next(None)
+        if not self.closing and self.rules.mode == "replay":
+            self._take_up()
         self._close_if_spent(0.0)
         if self.compare_bits is not None:
             self.compare_bits.open()
+        if all(context.last_run == 0 for context in self.unsettled):  # else the first run tells who is left
+            self._begin_next(None)
         self._apply_plan()
+
+    def _take_up(self) -> None:
+        """Begin the searches that earlier sessions left; others wait for a launch if some are launched."""
+        left = [context for context in self.contexts.values() if context.provisional]
+        launched = [context for context in left if -context.last_run < STARVED_RUNS["replay"]]
+        for context in launched if launched or self._searched else left:
+            self._begin(context, 0)
+        for context in left:
+            if context.provisional:
+                context.settle(Status.STARVED)
 
     def drop_unsettled(self) -> set[str]:
         """Drop searches under way, and what nothing works for; return their names."""
@@ -316,7 +324,8 @@ class SearchState:
             context.ban_missing(part.announcement)
         if part.ran is not None:
             context.last_run = self.runs
-            if context.status is Status.STARVED and self.rules.mode == "online" and not self.closing:
+            is_left = self.rules.mode == "online" or context.began is None
+            if context.status is Status.STARVED and is_left and not self.closing:
                 context.apply_bans(part.bans)
                 self._begin(context, max(self.runs - 1, 0))  # launched again, but this run was no trial
                 return Outcome()

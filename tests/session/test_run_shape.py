@@ -276,7 +276,7 @@ def test_a_plan_that_has_not_met_the_default_one_is_provisional_and_the_next_cal
     assert any("the default plan is kept" in record.text for record in records(Note))
 
 
-@pytest.mark.parametrize("max_runs", [3, 4], ids="max_runs={}".format)
+@pytest.mark.parametrize("max_runs", [2, 3, 4], ids="max_runs={}".format)
 def test_a_key_that_comes_no_more_does_not_keep_short_sessions_from_tuning_another(bench, max_runs):
     kernel, sizes = bench.kernel({16: 3.0, 32: 1.0}), [64, 128]
     thunk = lambda: [launch(kernel, numbers(n)) for n in sizes]  # noqa: E731
@@ -287,10 +287,28 @@ def test_a_key_that_comes_no_more_does_not_keep_short_sessions_from_tuning_anoth
         tuned()
         assert len(bench.blocks(n=64)) < 60
     assert bench.blocks(n=64)[-1] == 32
+    sizes.append(128)
+    tuned()
+    while not tuned.settled:
+        tuned()
+    assert bench.blocks(n=128)[-1] == 32
+
+
+def test_a_key_that_comes_back_is_tuned_by_a_session_that_goes_on_with_another(bench):
+    kernel, sizes = bench.kernel({16 << i: 9.0 - i for i in range(8)}), [64, 128]
+    tuned = bench.tune(lambda: [launch(kernel, numbers(n)) for n in sizes], max_runs=3)
+    tuned()
+    sizes.remove(128)
+    tuned()
+    assert not tuned.settled
+    sizes.append(128)
+    while not tuned.settled:
+        tuned()
+    assert (bench.blocks(n=64)[-1], bench.blocks(n=128)[-1]) == (2048, 2048)
 
 
 @pytest.mark.parametrize("objective", ["kernel", "thunk"])
-@pytest.mark.parametrize("max_runs", [4, 9, 20], ids="max_runs={}".format)
+@pytest.mark.parametrize("max_runs", [2, 4, 9, 20], ids="max_runs={}".format)
 def test_a_search_by_whole_runs_that_is_cut_short_goes_on_in_the_next_call(bench, objective, max_runs):
     kernel, ms = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0, 128: 1.5}), {"a": 2.0, "b": 1.0, "c": 3.0}
 
