@@ -26,6 +26,7 @@ from .space import MOST_CANDIDATES, SHARE_STEP, KernelLevels, Plan, PlanSpace
 
 FEWEST_PLANS, MOST_PLANS = 12, 400
 FIRST_WAVE, WAVE, MOST_TRIED = 20, 3, 96  # plans
+MOST_UNTOLD = 6  # of them that launch no kernel, and are taken twice
 LIKELY = 0.1  # of the run, that the first ones are expected to lose at most by their launches
 SHOWN = 0.5  # of what a candidate takes longer by its launches, beside other options than in these
 SPIKE = 1.15  # times what is expected: such a time is taken again
@@ -81,12 +82,13 @@ def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
         few = sorted(range(1, len(plans)), key=slower_ms.__getitem__)[: MOST_RACED - 1]
         known = [plans[index] for index in (0, *few)]
         return (yield from raced("all", known, race_of(known), MORE_RUNS)).winner
-    wave = _first_wave(plans, slower_ms, LIKELY * least(ms[0]))
+    untold = _untold(space, plans)
+    wave = _first_wave(plans, slower_ms, LIKELY * least(ms[0]), untold)
     ms |= yield from _timed(asked, wave)
     model = _ExpectedTimes(process, slower_ms, ms)
     while wave:
         for index in wave:
-            if not least(ms[index]) <= SPIKE * model.by_launches[index]:
+            if index in untold or not least(ms[index]) <= SPIKE * model.by_launches[index]:
                 ms[index] = faster_of_two(ms[index], (yield asked[index]))
         wave = model.next_wave(ms)
         ms |= yield from _timed(asked, wave)
@@ -102,11 +104,19 @@ def _timed(asked: Sequence[AskedPlan], wave: Sequence[int]) -> Generator[AskedPl
     return ms
 
 
-def _first_wave(plans: Sequence[Plan], slower_ms: Sequence[float], likely_ms: float) -> list[int]:
+def _untold(space: PlanSpace, plans: Sequence[Plan]) -> list[int]:
+    """Return some plans that launch no kernel: neither launches nor other plans tell of their times."""
+    names = {kernel.name for kernel in space.kernels}
+    return [index for index, plan in enumerate(plans) if index and not names & plan.keys()][:MOST_UNTOLD]
+
+
+def _first_wave(
+    plans: Sequence[Plan], slower_ms: Sequence[float], likely_ms: float, untold: Sequence[int]
+) -> list[int]:
     """Return plans drawn from those that launches expect to lose little, then from the others."""
     drawn = sorted(range(1, len(plans)), key=lambda index: digest(repr(sorted(plans[index].items()))))
     drawn.sort(key=lambda index: slower_ms[index] > slower_ms[0] + likely_ms)
-    return drawn[: FIRST_WAVE - 1]
+    return [*untold, *(index for index in drawn if index not in untold)][: FIRST_WAVE - 1]
 
 
 def _is_known(ms: float) -> bool:

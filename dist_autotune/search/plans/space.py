@@ -167,8 +167,8 @@ class PlanSpace:
 
     def with_kernels(self, options: Plan, candidates: Plan) -> dict[str, int]:
         """Return the plan of these options, with candidates, or else the incumbents, of what they launch."""
-        asked = {name: index for name, index in options.items() if self._is_launched(name, options)}
-        return {**asked, **{k.name: candidates.get(k.name, k.incumbent) for k in self.launched_by(options)}}
+        asked = self._asked(options)
+        return {**asked, **{k.name: candidates.get(k.name, k.incumbent) for k in self.launched_by(asked)}}
 
     def moved(self, plan: Plan, others: Plan) -> dict[str, int]:
         """Return the plan with other candidates and options, and with what these options launch."""
@@ -179,8 +179,7 @@ class PlanSpace:
         """Yield the options of all choices together, the incumbents' first, each combination once."""
         known: list[Plan] = []
         for indices in itertools.product(*self.choices.values()):
-            combination = dict(zip(self.choices, indices, strict=True))
-            options = {name: i for name, i in combination.items() if self._is_launched(name, combination)}
+            options = self._asked(dict(zip(self.choices, indices, strict=True)))
             if options not in known:
                 known.append(options)
                 yield options
@@ -240,10 +239,18 @@ class PlanSpace:
         places = spread(range(len(ordered)), MOST_ROOMS)
         return [ordered[place] * SHARE_STEP for place in places]
 
-    def _is_launched(self, name: str, combination: Plan) -> bool:
-        """Return whether a context is launched under these options, as all choices that matter to it say."""
-        for choice, index in combination.items():
+    def _asked(self, options: Plan) -> dict[str, int]:
+        """Return the options of those choices that are asked for, beside the others."""
+        asked = dict(options)
+        while unasked := [name for name in asked if not self._is_launched(name, asked)]:
+            for name in unasked:
+                del asked[name]
+        return asked
+
+    def _is_launched(self, name: str, asked: Plan) -> bool:
+        """Return whether all choices that matter to a context launch it; one that is not asked does not."""
+        for choice in self.choices:
             seen = {i: name in launched for (c, i), launched in self._launched.items() if c == choice}
-            if choice != name and len(set(seen.values())) > 1 and not seen.get(index, False):
+            if choice != name and len(set(seen.values())) > 1 and not seen.get(asked.get(choice, -1), False):
                 return False
         return True

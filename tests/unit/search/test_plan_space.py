@@ -50,6 +50,24 @@ def test_of_thousands_of_options_together_no_more_are_looked_at_than_are_raced(m
     assert len(seen) < 2 * MOST_PLANS
 
 
+def test_a_kernel_of_an_option_that_is_not_asked_for_makes_no_other_plan():
+    ways, consumers = ["own", "collective"], ["one", "other"]
+    launched = {
+        ("way", 0): {"way", "consumer", "k"},
+        ("way", 1): {"way"},
+        ("consumer", 0): {"way", "consumer", "k"},
+        ("consumer", 1): {"way", "consumer", "of_other"},
+    }
+    kernels = [levels_of(name, {0: 1.0, 1: 1.1, 2: 1.2}, {}, incumbent=0) for name in ("k", "of_other")]
+    choices = {"way": range(2), "consumer": range(2)}
+    texts = {"way": ways, "consumer": consumers}
+    space = PlanSpace(kernels, choices, {each: frozenset(seen) for each, seen in launched.items()}, texts)
+    plans = list(space.all_plans(lambda kernel: [*kernel.ms]))
+    assert [plan for plan in plans if plan["way"]] == [{"way": 1}]
+    assert len(plans) == 7
+    assert space.moved(space.incumbents, {"way": 1, "consumer": 1, "of_other": 2}) == {"way": 1}
+
+
 def space_of(drawn):
     """Return a space whose kernels depend on options, with the launches that a run of some options makes."""
     choices = {f"c{place}": list(range(drawn.randint(2, 3))) for place in range(drawn.randint(0, 3))}

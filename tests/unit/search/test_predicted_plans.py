@@ -165,6 +165,36 @@ def test_a_tile_that_wins_only_beside_another_number_of_pieces_is_found():
     assert max(regrets) <= 0.015
 
 
+class BesideCollective(GatheredProduct):
+    """With a choice "way" before the others: a collective, beside which none of them is asked for."""
+
+    def __init__(self, seed: int, takes: float) -> None:
+        super().__init__(seed)
+        self._collective_ms = takes * self.best_ms()
+        self.contexts, self.choices = {"way": ["own", "collective"], **self.contexts}, ("way", *self.choices)
+
+    def _is_launched(self, run: int, rank: int, name: str) -> bool:
+        is_own = self._candidate("way") == "own"
+        return name == "way" or (is_own and super()._is_launched(run, rank, name))
+
+    def step_ms(self, plan: dict[str, str]) -> float:
+        return self._collective_ms if plan.get("way") == "collective" else super().step_ms(plan)
+
+
+@pytest.mark.parametrize(("takes", "most"), [(0.85, 8), (0.95, 20), (1.1, 5)])
+def test_what_a_plan_does_not_launch_makes_no_other_plan_of_it(takes, most):
+    """Beside the collective all configs of another consumer's kernel ran: it alone, up to 57 times of 280."""
+    regrets, least = [], min(takes, 1.0)
+    for seed in range(4):
+        session = BesideCollective(seed, takes)
+        plans = session.session(RUNS_AT_MOST)
+        assert sum(plan["way"] == "collective" for plan in plans) <= most
+        best_ms = least / takes * session.step_ms({"way": "collective"})
+        regrets.append(session.step_ms(session.winners()) / best_ms - 1)
+    assert statistics.fmean(regrets) <= 0.003
+    assert max(regrets) <= 0.015
+
+
 def test_of_a_run_that_follows_a_fit_it_is_known_that_ranks_come_late_to_it(monkeypatch):
     fits, follows_fit, told = 0, [], []
     fit = GaussianProcess.fit
