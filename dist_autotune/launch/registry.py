@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 from msgspec.structs import replace
@@ -26,7 +27,7 @@ from ..timing.clock import Clock
 from ..timing.samples import Samples
 from ..triton_api import footprint, identity
 from ..triton_api.identity import KernelIdentity, family_of
-from ..triton_api.interception import fork_safe_lock
+from ..triton_api.interception import INTERCEPTION, fork_safe_lock
 from ..triton_api.launch import Key, Launch, config_texts
 from .kernel_names import KernelNames
 from .rank_context import Binding, RankContext, Stage
@@ -313,7 +314,34 @@ def _fills(launch: Launch, configs: Mapping[str, Any], texts: Mapping[str, str])
     index = preflight.current_device()
     if index < 0 or (device := footprint.device_properties(index)) is None:
         return {}
-    programs = {texts[each]: launch.programs(config) for each, config in configs.items()}
-    if min(programs.values()) <= 0:
-        return {}
-    return {text: footprint.fill(count, device.multi_processor_count) for text, count in programs.items()}
+    calls, thread, fills = INTERCEPTION.calls, get_ident(), {}
+    call = calls.get(thread)
+    calls[thread] = _ASKING
+    try:
+        for each, config in configs.items():
+            if (programs := launch.programs(config)) <= 0:
+                return {}
+            fills[texts[each]] = footprint.fill(programs, device.multi_processor_count)
+    finally:
+        if call is None:
+            del calls[thread]
+        else:
+            calls[thread] = call
+    return fills
+
+
+class _Asking:
+    """Stands for the call while a grid's function is asked: its launches are none of the user's."""
+
+    settled: Mapping[int, Any] = {}
+    passes_single = False
+
+    @property
+    def launcher(self) -> _Asking:
+        return self
+
+    def launch(self, *about: object) -> None:
+        raise RuntimeError("a grid's function launches a kernel, so it is not asked about other configs")
+
+
+_ASKING = _Asking()

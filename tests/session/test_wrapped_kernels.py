@@ -1,5 +1,6 @@
 """What stands around an autotuned kernel: heuristics, subclasses, hooks and grids that launch others."""
 
+import types
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import triton
 from kernels_for_tests import (
     Bench,
     Probe,
+    accumulate,
     double,
     entries,
     launch,
@@ -16,6 +18,10 @@ from kernels_for_tests import (
     out_of_resources,
 )
 from triton.runtime.autotuner import Autotuner
+
+from dist_autotune.compilation import preflight
+from dist_autotune.search.expectation.order import FEWEST
+from dist_autotune.triton_api import footprint
 
 
 def with_heuristics(bench: Bench, *, below: bool) -> Any:
@@ -132,6 +138,37 @@ def test_a_grid_function_may_launch_another_autotuned_kernel(bench):
     assert all(torch.equal(y, numbers() * 2) for y in doubled)
     assert bench.blocks("add") == [16, 32, 32]
     assert bench.blocks("double") == [16, 32, 16]
+
+
+@pytest.mark.parametrize("does", ["launches", "raises", "counts"])
+def test_a_grid_function_that_is_asked_about_all_configs_launches_nothing_and_may_raise(
+    bench, monkeypatch, does
+):
+    device = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(preflight, "current_device", lambda: 0)
+    monkeypatch.setattr(footprint, "device_properties", lambda index: device)
+    inner = bench.kernel({16: 1.0, 32: 3.0}, accumulate)
+    outer = bench.kernel({1 << i: 20.0 - i for i in range(FEWEST)})
+    asked, total = [], torch.zeros(64)
+
+    def grid(meta):
+        asked.append(meta["BLOCK"])
+        if does == "launches":
+            launch(inner, numbers(), total)
+        if does == "raises" and asked.count(1) == 1:
+            raise ValueError("a grid that is asked before its launch")
+        return (triton.cdiv(64, meta["BLOCK"]),)
+
+    def thunk():
+        outer[grid](numbers(), y := torch.full((64,), -1.0), 64)
+        return y
+
+    tuned = bench.tune(thunk)
+    assert torch.equal(tuned(), numbers() + 1)
+    assert bench.blocks("add")[-1] == 1 << (FEWEST - 1)
+    assert torch.equal(total, numbers() * len(bench.blocks("accumulate")))
+    assert len(bench.blocks("accumulate")) == (tuned.report.runs if does == "launches" else 0)
+    assert len(asked) - tuned.report.runs == (FEWEST if does == "counts" else 1)  # by no launch
 
 
 def test_a_pre_hook_may_launch_another_autotuned_kernel(bench):
