@@ -1,12 +1,15 @@
 """benchmarks/third_party.py: its arms, with a script whose kernel runs in the interpreter."""
 
 import json
-import os
-import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from benchmarks.common.processes import with_benchmarks
+from programs import printed, start_program
+
+from benchmarks import third_party
+from ranks import assert_all_ok
 
 SCRIPT = """
 import sys, time
@@ -32,26 +35,25 @@ for step in range(int(sys.argv[sys.argv.index("--steps") + 1])):
 """
 
 
-def test_a_script_is_tuned_and_its_bundle_leaves_nothing_to_try(tmp_path: Path) -> None:
+def run_forked(command: Sequence[str], environment: dict[str, str], limit_s: float, output: Any) -> str:
+    """Stand for `run_limited`: a process that has imported torch already."""
+    begin = [sys.executable, *third_party.RUN]
+    assert list(command[: len(begin)]) == begin
+    script = next(index for index, word in enumerate(command) if word.endswith(".py"))
+    options, program, arguments = command[len(begin) : script], Path(command[script]), command[script + 1 :]
+    assert_all_ok(start_program(program, *arguments, ranks=1, environment=environment, options=options))
+    output.write(printed(0))
+    return ""
+
+
+def test_a_script_is_tuned_and_its_bundle_leaves_nothing_to_try(tmp_path: Path, monkeypatch) -> None:
     script, record = tmp_path / "train.py", tmp_path / "record.json"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "benchmarks.third_party", "--steps", "30", "--limit-s", "60"]
-    command += [
-        "--search",
-        "expected",
-        "--arms",
-        "tuned",
-        "restarted",
-        "--json",
-        str(record),
-        "--",
-        str(script),
-    ]
-    ended = subprocess.run(
-        command, env={**with_benchmarks(os.environ), "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
+    options = ["--steps", "30", "--search", "expected", "--arms", "tuned", "restarted", "--json", str(record)]
+    monkeypatch.setattr(third_party, "run_limited", run_forked)
+    monkeypatch.setattr(sys, "argv", ["third_party", *options, "--", str(script)])
 
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert third_party.main() == 0
     arms = json.loads(record.read_text())["arms"]
     assert [len(arm["ms"]) for arm in arms.values()] == [30, 30]
     assert len({tuple(arm["losses"]) for arm in arms.values()}) == 1  # a block's size changes no bit here
