@@ -68,6 +68,7 @@ BENCHMARKS = {
     ),
     "overlap": Times(
         IN_STEP | {"torch, step", "all-reduce"},
+        ("--m", "24", "--n", "16", "--k", "16", "--mib", "0.01"),
         tuned=frozenset({"persistent_gemm", "max CTAs of collectives"}),
     ),
     "parallel_layers": Times({"ours", "gloo + torch", "gloo + own GEMM"}, ("--layers", "mlp")),

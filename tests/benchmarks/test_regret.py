@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,7 +34,17 @@ def test_regret_is_what_a_pick_takes_longer_than_the_least_of_all_arms():
 
 
 SAYS_AND_FAILS = "import sys; print('ValueError: of a rank'); sys.exit(3)"
-HANGS = "import time; time.sleep(60)"
+HANGS = "import time; time.sleep(600)"
+LIMIT_S = 0.5
+
+
+class WithLimit(subprocess.Popen):
+    """A process whose limit is over if it hangs, and never before its end if it does not."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout == LIMIT_S and HANGS in self.args:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return super().wait(None if timeout == LIMIT_S else timeout)
 
 
 def programs(monkeypatch: pytest.MonkeyPatch, *sources: str) -> list[tuple[str, ...]]:
@@ -55,8 +66,9 @@ def start(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_a_session_that_fails_or_hangs_is_told_and_the_rest_goes_on(monkeypatch, capfd):
+    monkeypatch.setattr(subprocess, "Popen", WithLimit)
     started = programs(monkeypatch, "", SAYS_AND_FAILS, HANGS, "", "")
-    assert start(monkeypatch, "--sessions", "4", "--session-limit-s", "0.5", "--nproc", "3") == 0
+    assert start(monkeypatch, "--sessions", "4", "--session-limit-s", str(LIMIT_S), "--nproc", "3") == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[1].startswith("session 2: ")
     assert lines[1].endswith("s, ended with 3; ValueError: of a rank")

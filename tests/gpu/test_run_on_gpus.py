@@ -1,4 +1,4 @@
-"""`dist-autotune run` on two GPUs: a script with it and without it. CPU ranks: tests/script/test_programs.py."""
+"""`dist-autotune run` on two GPUs: a script with it and without it. CPU ranks: test_programs.py."""
 
 import os
 import subprocess

@@ -109,8 +109,9 @@ def test_fails():
     print("printed before")
     assert 1 + 1 == 3, "the sum"
 
-@pytest.mark.gpu(limit_s=2)
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, marks=pytest.mark.gpu), pytest.param(1, marks=pytest.mark.gpu(limit_s=2))]
+)
 def test_hangs_once(number):
     if number == 1:
         Path("hangs.pid").write_text(str(os.getpid()))

@@ -84,7 +84,7 @@ def test_a_program_prints_the_same_losses_and_all_its_ranks_take_the_same_config
 
 @pytest.mark.torchrun
 def test_torchrun_starts_the_ranks_of_a_tuned_program(tmp_path):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = ["-m", "dist_autotune", "run", *ONE_OF_EACH, str(PROGRAMS / "plain_loop.py")]
     ended = subprocess.run([*launcher, *program], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stderr
