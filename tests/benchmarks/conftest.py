@@ -1,10 +1,15 @@
 """What the tests of benchmarks' commands are given."""
 
 import argparse
+import functools
 import runpy
 import sys
 
 import pytest
+
+import dist_autotune
+from benchmarks.common import tuned
+from benchmarks.fresh_sessions import plans
 
 
 class Parsed(Exception):
@@ -28,3 +33,11 @@ def parser_of(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
     return start
+
+
+@pytest.fixture
+def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks that are forked try each candidate once; the default races for AllGatherGemm."""
+    once = functools.partial(dist_autotune.contextual_autotune, n_warmup=0, n_repeat=1)
+    for module in (dist_autotune, tuned, plans):  # of examples, of operations, of fresh sessions
+        monkeypatch.setattr(module, "contextual_autotune", once)

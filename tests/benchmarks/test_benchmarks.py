@@ -1,6 +1,5 @@
 """The benchmarks: only right results are timed, in turns; what cannot run is told; records become pages."""
 
-import functools
 import json
 import os
 import re
@@ -14,9 +13,8 @@ import pytest
 import torch
 from programs import environment_of_rank, run_program, torchrun
 
-import dist_autotune
 from benchmarks.common import arms as arms_module
-from benchmarks.common import records, render, tuned
+from benchmarks.common import records, render
 from benchmarks.common.arms import Arm, Plan, Timed, measure
 from benchmarks.common.processes import with_benchmarks
 from benchmarks.common.ranks import Ranks, Unsupported
@@ -84,14 +82,6 @@ BENCHMARKS = {
     ),
     "elementwise_add": Times({"copy", "torch.add", "ours"}, most_error=0.0, ranks=1),
 }
-
-
-@pytest.fixture
-def tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ranks that are forked try each candidate once; the default races for AllGatherGemm."""
-    once = functools.partial(dist_autotune.contextual_autotune, n_warmup=0, n_repeat=1)
-    for module in (dist_autotune, tuned):  # of examples, and of operations
-        monkeypatch.setattr(module, "contextual_autotune", once)
 
 
 def record_of(name: str, *arguments: str, ranks: int = 2) -> dict[str, Any]:

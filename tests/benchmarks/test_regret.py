@@ -96,6 +96,7 @@ def test_with_a_directory_only_sessions_that_did_not_end_well_are_run_again(monk
 # ---- picks
 
 
+@pytest.mark.usefixtures("tried_once")
 def test_two_sessions_tune_and_every_pick_and_alternative_is_timed(tmp_path: Path) -> None:
     common = ("--op", "ag_gemm", "--shapes", TINY, "--sessions", "2", "--directory", str(tmp_path / "kept"))
     common += ("--warm-ups", "1", "--iterations", "2", "--json", "record.json", "--commit", "0ff1ce")

@@ -27,6 +27,7 @@ def start_forked(
     return [json.loads(Path(f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@pytest.mark.usefixtures("tried_once")
 def test_a_warm_start_tries_nothing_and_the_parts_explain_the_whole(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(tuning_time, "start_ranks", start_forked)
     monkeypatch.setattr(tuning_time.subprocess, "run", lambda *args, **kwargs: None)  # warms the disk
