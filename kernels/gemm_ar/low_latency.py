@@ -257,8 +257,9 @@ def _give_up_other_rows(row, first, mail, WORLD: tl.constexpr):
     for peer in tl.range(0, WORLD):
         slot_ptr = _slot_of(mail.mail_ptr, peer, row, mail, WORLD)
         found = tl.cast(tl.load(slot_ptr + first, volatile=True) >> 32, tl.int32)
-        if (found != mail.stamp) & (found >> ROWS_BITS == mail.stamp >> ROWS_BITS):
-            _give_up(peer, OTHER_ROWS, found & ROWS_MASK, mail)
+        rows = found & ROWS_MASK  # 0: of a word that nobody has sent, whose number of the call comes, too
+        if (found != mail.stamp) & (found >> ROWS_BITS == mail.stamp >> ROWS_BITS) & (rows != 0):
+            _give_up(peer, OTHER_ROWS, rows, mail)
 
 
 @triton.jit

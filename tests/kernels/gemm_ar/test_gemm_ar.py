@@ -21,6 +21,7 @@ from operations import HALF, factors
 
 from dist_autotune import contextual_autotune
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
+from dist_autotune.kernels.gemm_ar.low_latency import TICKET_BITS
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
 from ranks import meet
 
@@ -91,6 +92,21 @@ def test_patience_lasts_about_as_long_in_low_latency_calls_as_in_one_shot(rank):
         meet()
         op.abandon()
     assert rank == 1 or lasted_s[0] < 2.5 * lasted_s[1], lasted_s
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["sent by the exchange", "by the product"])
+@on_ranks(2)
+def test_a_word_that_nobody_has_sent_is_of_no_call_when_their_numbers_begin_anew(rank, is_sent):
+    """Let rank 0 wait in the call whose number is 0 again, which no word was sent in before."""
+    REDUCING[LOW_LATENCY].begin(rank)
+    with REDUCING[LOW_LATENCY].open(8, 16) as op:
+        a, weight = factors(3, 16, 16 if is_sent else 24, HALF)
+        op(a, weight)  # from now on no host waits for another
+        op._mail.ticket.fill_((2**25 - 1) << TICKET_BITS.value)
+        meet()
+        if rank == 1:
+            time.sleep(0.3)
+        return [reduce_error_ratio(op(a, weight), a, weight)]
 
 
 def tuned(layer, **options):
