@@ -294,6 +294,8 @@ def _combine_stage(
     lost = 0
     if item < end:
         lost = _wait_for_products(stage, items, peers.errors_ptr + rank, peers.patience_ticks)
+        # Without a tile nothing was sorted: see [Note: programs find other choices].
+        lost += tl.where(tl.load(items.ends_ptr + WORLD - 1) == 0, 1, 0)
         if chunk == rank:
             wait_for_all(ARRIVED, NOT_PUSHED, peers, WORLD)
             lost += is_any_lost(peers, WORLD)

@@ -67,7 +67,7 @@ class Plan:
             begin += _aligned(math.prod(shape))
         counted = stages * (experts + 1)
         self._zeroed = parts["zeroed"]
-        self._counts, self.counters = self._zeroed[: counted + 1], self._zeroed[counted + 1 :]
+        self._counts, self.counters = self._zeroed[: counted + 2], self._zeroed[counted + 2 :]
         self._starts, self.offsets, self._within = parts["starts"], parts["offsets"], parts["within"]
         self.starts = self._starts[: experts + 1]
         self.rows, self.sources = parts["rows"], parts["sources"]
@@ -193,7 +193,7 @@ def _shapes(world_size: int, experts: int, most: int, orders: int, stages: int) 
     counted, tables = stages * (experts + 1), orders * HEIGHTS
     padded = triton.next_power_of_2(experts + 1)
     return {
-        "zeroed": (counted + 1 + 3 * stages,),
+        "zeroed": (counted + 2 + 3 * stages,),
         "starts": (counted,),
         "offsets": (world_size + 1,),
         **dict.fromkeys(("within", "rows", "sources"), (most,)),

@@ -24,6 +24,10 @@ OWN_FIRST, for `MoEReduceScatter`: by the first stage, then by expert, with the 
 block with rows of the own chunk and of others counts as one of theirs.
 
 Where all chunks are here before a kernel starts, there is one stage, as for a single rank.
+
+[Note: programs find other choices] A peer that is given up may come back: then TOLD changes while programs
+read it, in that call or, of a graph, in a later one. They count other choices, whose places would not fit
+together, and might lie outside of the memory. So nothing is sorted then: each table is empty.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ SHARED_DIGEST = tl.constexpr(1)  # added to the digest by a call whose sorting i
 LOWEST_HEIGHT_BITS = tl.constexpr(4)  # of the first table: blocks of 16 rows
 ENTRY = tl.constexpr(4)  # flags of a table's entry
 FAR = tl.constexpr(2**31 - 1)
+LOST = tl.constexpr(1 << 16)  # added to the ticket for each rank that a program finds given up
 
 
 def digest_of(tokens: tuple[int, ...]) -> int:
@@ -69,7 +74,8 @@ def count_choices(
     ids_ptr,  # int64: the choices of rank p begin at p * stride
     flags_ptr,  # int32 [7, WORLD]
     errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
-    counts_ptr,  # int32 [STAGES, experts + 1], zeros, and a ticket behind them: choices by stage and expert
+    counts_ptr,  # int32 [STAGES, experts + 1], zeros: choices by stage and expert; behind them a ticket,
+    # below 0 if nothing is sorted, and a bit for each rank that some program finds given up
     starts_ptr,  # int32 [STAGES, experts + 1]: where they start when sorted
     offsets_ptr,  # int32 [WORLD + 1]: choices of all ranks before p
     within_ptr,  # int32 [pairs]: the place of each choice among those of its stage and expert
@@ -94,6 +100,8 @@ def count_choices(
     digest = tl.full((), 0, tl.int64)
     offset = 0
     odd = 0  # ranks whose number of tokens is not known
+    lost = 0  # of them, how many are given up
+    ticket_ptr = counts_ptr + STAGES * groups
     for peer in range(0, WORLD):
         count = tokens
         if peer != rank:
@@ -102,6 +110,8 @@ def count_choices(
             if is_given_up(value):
                 count = 0
                 odd += 1
+                lost += 1
+                tl.atomic_or(ticket_ptr + 1, 1 << (peer % 32), sem="relaxed", scope="gpu")
                 if program == 0:
                     free_side_stream(peer, flags_ptr, WORLD)
             elif value % TOPK_SPAN != topk:
@@ -133,9 +143,31 @@ def count_choices(
         tl.store(offsets_ptr + WORLD, offset)
         if odd == 0:
             _compare_tokens(tokens, digest, told, rank, flags_ptr, errors_ptr, WORLD)
-    ticket = count_up(counts_ptr + STAGES * groups, "acq_rel")
-    if ticket == tl.num_programs(0) - 1:
+    if lost > 0:
+        tl.atomic_add(ticket_ptr, lost * LOST, sem="relaxed", scope="gpu")
+    ticket = count_up(ticket_ptr, "acq_rel")
+    if ticket % LOST == tl.num_programs(0) - 1:
+        if ticket >= LOST:
+            _forget_choices_that_differ(ticket // LOST, counts_ptr, STAGES * groups, WORLD, BLOCK)
         _start_groups(counts_ptr, starts_ptr, groups, STAGES, BLOCK)
+
+
+@triton.jit
+def _forget_choices_that_differ(lost, counts_ptr, groups, WORLD: tl.constexpr, BLOCK: tl.constexpr):
+    """Count no choice, unless all programs found the same ranks given up; lost: so many, added up.
+
+    See [Note: programs find other choices].
+    """
+    ranks = tl.atomic_or(counts_ptr + groups + 1, 0, sem="relaxed", scope="gpu")
+    of_each = 0
+    for peer in range(0, WORLD):
+        of_each += (ranks >> (peer % 32)) & 1
+    if lost != of_each * tl.num_programs(0):
+        for begin in range(0, groups, BLOCK):
+            group = begin + tl.arange(0, BLOCK)
+            tl.store(counts_ptr + group, 0, mask=group < groups)
+        tl.store(counts_ptr + groups, -1)
+        tl.debug_barrier()  # threads read what others have stored
 
 
 @triton.jit
@@ -218,7 +250,7 @@ def place_choices(
             BLOCK,
             False,
         )
-    else:
+    elif tl.load(counts_ptr + STAGES * (experts + 1)) >= 0:
         for peer in range(0, WORLD):
             offset = tl.load(offsets_ptr + peer)
             number = tl.load(offsets_ptr + peer + 1) - offset
@@ -268,7 +300,7 @@ def sort_choices(
             *(program // HEIGHTS, program % HEIGHTS + LOWEST_HEIGHT_BITS, experts + 1),
             *(False, WORLD, EXPERTS, SEARCH_BITS, BLOCK, True),
         )
-    else:
+    elif tl.load(counts_ptr + WORLD * (experts + 1)) >= 0:
         for expert in tl.range(program - tables, experts + 1, tl.num_programs(0) - tables):
             place = tl.load(starts_ptr + expert)
             for stage in range(0, WORLD):

@@ -6,15 +6,23 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from expert_runs import SCATTERING
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operation_runs import on_ranks
+from operations import HALF
 
 from dist_autotune.kernels.exchange.flags import FLAGS, GIVEN, TOLD
+from dist_autotune.kernels.exchange.peers import wait_for_flag
+from dist_autotune.kernels.moe import plan as planning
+from dist_autotune.kernels.moe import routing
 from dist_autotune.kernels.moe.flags import GIVEN_OTHERS, TOPK_SPAN
 from dist_autotune.kernels.moe.launch import HEIGHTS
 from dist_autotune.kernels.moe.plan import LOWEST, Plan
 from dist_autotune.kernels.moe.routing import digest_of
-from dist_autotune.kernels.signals import Failure, read_failure
+from dist_autotune.kernels.signals import GIVEN_UP, Failure, read_failure
 
 CAPACITY = 24  # tokens of a rank
 
@@ -119,6 +127,51 @@ def check(routed: Routed, ids, experts, *, first, by_first) -> None:
             assert plan.ends[table].tolist() == ends
         else:  # expert by expert
             assert [block[:2] for block in blocks] == sorted(block[:2] for block in blocks)
+
+
+@triton.jit
+def lost_by_the_second(FLAG: tl.constexpr, KIND: tl.constexpr, peer, peers, WORLD: tl.constexpr):
+    value = wait_for_flag(FLAG, KIND, peer, peers, WORLD)
+    return tl.where((tl.program_id(0) == 1) & (peer == WORLD - 1), GIVEN_UP + 1, value)
+
+
+@triton.jit
+def lost_by_all(FLAG: tl.constexpr, KIND: tl.constexpr, peer, peers, WORLD: tl.constexpr):
+    value = wait_for_flag(FLAG, KIND, peer, peers, WORLD)
+    return tl.where(peer == WORLD - 1, GIVEN_UP + 1, value)
+
+
+def count_in_two_programs(monkeypatch):
+    monkeypatch.setattr(planning, "PROGRAMS", 2)
+    monkeypatch.setattr(planning, "BLOCK", 8)
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["one operation's", "shared"])
+def test_programs_that_find_other_choices_sort_nothing(monkeypatch, is_shared):
+    """Let the second of two programs find rank 2 given up, when it comes back as the first one reads."""
+    count_in_two_programs(monkeypatch)
+    ids = [torch.arange(2 * CAPACITY).view(CAPACITY, 2) % 5] * 3
+    monkeypatch.setattr(routing, "wait_for_flag", lost_by_all)
+    plan = route(ids, 5, is_shared=is_shared).plan
+    places = 4 * CAPACITY  # of ranks 0 and 1
+    assert sorted(plan.rows[:places].tolist()) == [*range(places)]
+    assert plan.ends[:, -1].min() > 0
+    monkeypatch.setattr(routing, "wait_for_flag", lost_by_the_second)
+    plan = route(ids, 5, is_shared=is_shared).plan
+    assert plan.ends.unique().tolist() == [0]
+    assert plan.counters.unique().tolist() == [0]
+
+
+@on_ranks(2)
+def test_sums_of_choices_that_were_not_sorted_are_nan_on_every_rank(rank, monkeypatch):
+    SCATTERING.begin(rank)
+    with SCATTERING.open(24, 16, HALF) as op:
+        given = SCATTERING.operands(op, [24, 24], 16, 5, 2)
+        assert not op(*given).isnan().any()
+        if rank == 0:
+            count_in_two_programs(monkeypatch)
+            monkeypatch.setattr(routing, "wait_for_flag", lost_by_the_second)
+        assert op(*given).isnan().all()
 
 
 @st.composite
