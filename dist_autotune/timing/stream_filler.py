@@ -24,6 +24,7 @@ LONGEST_MS = {"replay": 20.0, "online": 1.0}  # unless filler_ms= says; a filler
 FIRST_MS = 1.0  # before the host's time is known
 MARGIN = 1.5  # of the host's longest time but one of the last runs: one may be an outlier
 LATE_SHARE = 0.25  # a host that takes so much longer than usual may have delayed the device
+COMPILED_MS = 5.0  # in a run: less is a look for what is compiled
 CYCLES_PER_MS = 2_000_000  # of an SM at 2 GHz, before the rate is measured
 MEASURED_MS = 0.2  # fillers that are shorter say too little of the rate
 _REMEMBERED = 9  # runs
@@ -42,6 +43,7 @@ class StreamFiller:
         self._begin: torch.cuda.Event | None = None  # of the run under way, behind the filler
         self._filled_ms = 0.0
         self._began_ns = 0
+        self._is_first = True  # run: all ranks compile in it
 
     @property
     def wanted_ms(self) -> float:
@@ -89,8 +91,9 @@ class StreamFiller:
     def end(self, compiled_ms: float = 0.0) -> float:
         """Return how many ms the host may have added to the run, beyond what it always does.
 
-        0.0 where a filler covered the host, and for a function that waits for the device at its end: its
-        host's own time is not known. compiled_ms: of the run; one that compiles says nothing of others.
+        0.0 where a filler covered the host; of a function that waits for the device at its end, whose host's
+        own time is not known, what it compiled. compiled_ms: of the run; one that compiles says nothing of
+        others.
         """
         if self._begin is None:
             return 0.0
@@ -106,6 +109,9 @@ class StreamFiller:
             self._host_ms.append(host_ms)
             if not has_waited:
                 self._enqueued_ms.append(host_ms)
-        if was_fed or has_waited or host_ms <= (1 + LATE_SHARE) * usual_ms:
-            return 0.0
-        return host_ms - max(usual_ms, self._filled_ms)
+        is_first, self._is_first = self._is_first, False
+        has_compiled = compiled_ms > COMPILED_MS and not is_first
+        late_ms = compiled_ms - self._filled_ms if has_compiled else 0.0
+        if not has_waited and host_ms > (1 + LATE_SHARE) * usual_ms:
+            late_ms = max(late_ms, host_ms - max(usual_ms, self._filled_ms))
+        return 0.0 if was_fed else max(late_ms, 0.0)

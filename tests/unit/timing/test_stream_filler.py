@@ -30,14 +30,20 @@ def filler_of(gpu: VirtualGpu, longest_ms: float = LONGEST) -> StreamFiller:
 
 
 def run(
-    gpu: VirtualGpu, filler: StreamFiller, host_ms: float, ms: float = 0.01, *, waits: bool = False
+    gpu: VirtualGpu,
+    filler: StreamFiller,
+    host_ms: float,
+    ms: float = 0.01,
+    *,
+    waits: bool = False,
+    compiled_ms: float = 0.0,
 ) -> float:
     """Make a run of one launch; return how late the host was."""
     filler.begin(lambda: filler.length_ms(filler.wanted_ms))
-    gpu.launch(ms, host_ms=host_ms)
+    gpu.launch(ms, host_ms=host_ms + compiled_ms)
     if waits:
         gpu.synchronize()
-    late_ms = filler.end()
+    late_ms = filler.end(compiled_ms)
     gpu.synchronize()  # what a session does when it reads its events
     return late_ms
 
@@ -87,6 +93,17 @@ def test_a_host_that_is_slow_for_all_fillers_is_late_only_when_it_is_slower_than
     ]
     assert found[:5] == [0.0] * 5
     assert found[5:] == [near(2 * LATE_SHARE * usual_ms), 0.0]
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["", "it waits for the device"])
+def test_a_rank_that_compiles_behind_its_first_run_is_late_by_that(gpu, waits):
+    """Its peers may wait for its data in that run, and took what it compiled for the candidate's time."""
+    filler = filler_of(gpu)
+    compiled = [run(gpu, filler, 0.2, waits=waits, compiled_ms=300.0) for _ in range(2)]
+    assert compiled[0] == 0.0  # all ranks compile
+    assert compiled[1] == pytest.approx(300.0, abs=2 * FIRST_MS)
+    found = [run(gpu, filler, 0.2, waits=waits, compiled_ms=each) for each in (0.0, 0.01, 300.0)]
+    assert found == [0.0, 0.0, pytest.approx(300.0, abs=2 * FIRST_MS)]
 
 
 # ---- in a session
