@@ -19,7 +19,11 @@ from triton.runtime.autotuner import Autotuner
 from dist_autotune import StepTuner, contextual_autotune
 from dist_autotune.triton_api.interception import INTERCEPTION
 
-CALL_US_ALLOWED = 20.0  # the promise is 4 us on an idle core; slower ones and busy ones need room
+CALLS_PROMISED = (
+    48  # of a method: they take the promised 4 us on an idle core, and longer on a slow or busy one
+)
+PROMISES_ALLOWED = 5.0  # caches and neighbours do not stretch both alike
+BYTECODES_ALLOWED = 400  # of a settled call, which executes 300
 
 
 # ---- one dispatcher, which stays
@@ -170,11 +174,27 @@ def test_a_settled_call_costs_little_more_than_the_bare_function(capsys, request
     tuned = contextual_autotune(thunk, progress=False)
     tuned()
     assert tuned.settled
-    calls = functools.partial(tuned, **arguments), functools.partial(thunk, **arguments)
-    pairs = [[best_us(call, 500) for call in calls] for _ in range(3)]
-    added_us = statistics.median(decorated - bare for decorated, bare in pairs)
+    calls = functools.partial(tuned, **arguments), functools.partial(thunk, **arguments), as_promised
+    rounds = [[best_us(call, 500) for call in calls] for _ in range(3)]
+    added_us = statistics.median(decorated - bare for decorated, bare, _ in rounds)
     report(capsys, f"a settled call ({request.node.callspec.id}) adds {added_us:.1f} us; promised: 4 us")
-    assert added_us < CALL_US_ALLOWED
+    promises = statistics.median((decorated - bare) / promised for decorated, bare, promised in rounds)
+    assert promises < PROMISES_ALLOWED
+    assert 0 < bytecodes(calls[0]) <= BYTECODES_ALLOWED
+
+
+class Method:
+    def __init__(self) -> None:
+        self.x = 0
+
+    def call(self, x: int) -> int:
+        self.x = x
+        return self.x
+
+
+def as_promised(method: Method = Method()) -> None:  # noqa: B008
+    for x in range(CALLS_PROMISED):
+        method.call(x)
 
 
 def bytecodes(function: Callable[[], Any]) -> int:
