@@ -338,12 +338,13 @@ class SearchState:
 
     def _starve(self, patience: int) -> None:
         """Settle contexts that no rank has launched for `patience` runs, unless a plan leaves them out."""
+        bits = self.compare_bits
+        phase = self.race_runs if bits is None or bits.is_over else bits
         for context in self.unsettled:
             if self.runs - context.last_run < patience:
                 continue
-            if any(phase.explains_absence(context) for phase in (self.race_runs, self.compare_bits) if phase):
-                continue
-            context.settle(Status.STARVED)
+            if phase is None or not phase.explains_absence(context):
+                context.settle(Status.STARVED)
 
     def _admit(self, name: str, announcement: Announcement, bans: dict[str, Ban]) -> Context:
         """Return a new context. Raises NoValidConfig when nothing works on every rank."""

@@ -196,3 +196,33 @@ def test_a_comparison_that_is_cut_short_goes_on_in_the_next_session(contexts, ob
         parts.session()
         assert len(parts.plans) < 6 * len(whole.plans)
     assert parts.winners() == whole.winners()
+
+
+def test_an_option_that_is_to_be_compared_may_be_missing_where_a_search_of_plans_goes_on():
+    """With bits="same" the session raised: the search of plans kept the choice from starving."""
+    contexts = {"kernel": [f"k{i}" for i in range(4)], "choice": [f"o{i}" for i in range(4)]}
+    calls = [
+        [],
+        ["kernel"],
+        ["kernel", "choice"],
+        ["choice"],
+        [],
+        ["choice"],
+        ["kernel", "choice"],
+        ["choice"],
+    ]
+    simulated = simulation(
+        contexts,
+        lambda plan, rank: f"{simulated._began} {sorted({'k1', 'o1'} & set(plan.values()))}",
+        choices={"choice"},
+        ms={"k0": 2.5, "k1": 2.8, "k2": 2.8, "k3": 1.2, "o0": 1.0, "o1": 1.0, "o2": 1.0, "o3": 1.0},
+        objective="thunk",
+        search="racing",
+        max_runs=7,
+        launches=lambda run, rank, name: name not in missing,
+    )
+    for names in [*calls, *[[]] * 30]:
+        missing = names
+        simulated.session()
+    assert simulated.statuses() == {"kernel": "tuned", "choice": "tuned"}
+    assert simulated.winners()["kernel"] == "k3"
