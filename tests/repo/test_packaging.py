@@ -5,27 +5,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 import dist_autotune
 
 ROOT = Path(__file__).parents[2]
-
-# Forks of a process that has imported torch and triton: one import of those, several figures. They are of the
-# processor's time, because a busy machine may take any time it likes.
-TIME_THE_IMPORT = """
-import os, time
-started = time.process_time()
-import torch, torch.distributed, triton
-print(1000 * (time.process_time() - started), flush=True)
-for _ in range(4):
-    if os.fork() == 0:
-        started = time.process_time()
-        from dist_autotune import StepTuner, contextual_autotune, tunable
-        print(1000 * (time.process_time() - started), flush=True)
-        os._exit(0)
-    os.wait()
-"""
 
 WITHOUT = """
 import sys
@@ -36,8 +23,43 @@ class Without:
 sys.meta_path.insert(0, Without())
 """
 
-IMPORT_AND_LOOK_AROUND = """
+# One import of torch and triton, and forks that import ours. Figures are of the processor's time, because a
+# busy machine may take any time it likes.
+IMPORTS = """
+import os, time, traceback
+
+def fork(name, program):
+    if os.fork() == 0:
+        for number, ending in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{name}.{ending}", os.O_WRONLY | os.O_CREAT), number)
+        try:
+            exec(program, {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+
+started = time.process_time()
+import torch, torch.distributed
+fork("without triton", "import sys; sys.argv[1] = 'triton'; from dist_autotune import contextual_autotune")
 import triton
+torch_ms = 1000 * (time.process_time() - started)
+for number in range(4):
+    fork(f"import {number}", TIME_THE_IMPORT)
+fork("look around", LOOK_AROUND)
+print(torch_ms)
+"""
+
+TIME_THE_IMPORT = """
+import time
+started = time.process_time()
+from dist_autotune import StepTuner, contextual_autotune, tunable
+print(1000 * (time.process_time() - started))
+"""
+
+LOOK_AROUND = """
+import sys, triton
 from triton import knobs
 from triton.runtime.autotuner import Autotuner
 before = [dict(vars(each)) for each in (Autotuner, knobs.autotuning, triton)]
@@ -61,27 +83,38 @@ def test_exports_are_sorted_listed_once_and_there():
     assert [name for name in names if not hasattr(dist_autotune, name)] == []
 
 
-def test_the_import_changes_nothing_and_loads_nothing_that_only_some_need():
-    done = run_python(WITHOUT + IMPORT_AND_LOOK_AROUND, "nvshmem,cuda,nvidia,hypothesis,pytest")
-    assert done.stderr == ""  # it can be imported without a GPU and without those
-    loaded = done.stdout.split()
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return what reads what a fork has printed, or its errors, by name and ending."""
+    directory = tmp_path_factory.mktemp("imports")
+    programs = f"{TIME_THE_IMPORT=}\n{LOOK_AROUND=}\nimport os; os.chdir({str(directory)!r})\n"
+    done = run_python(WITHOUT + programs + IMPORTS, "nvshmem,cuda,nvidia,hypothesis,pytest")
+    assert done.stderr == ""
+    (directory / "torch.out").write_text(done.stdout)
+    return lambda name: (directory / name).read_text()
+
+
+def test_the_import_changes_nothing_and_loads_nothing_that_only_some_need(imported):
+    assert imported("look around.err") == ""  # it can be imported without a GPU and without those
+    loaded = imported("look around.out").split()
     assert "dist_autotune" in loaded
     assert {"matplotlib", "typer", "dist_autotune.kernels"}.isdisjoint(loaded)
     # Nor what the first call of a tuned function needs: most of the package, and the lock of its files.
     assert {"dist_autotune.tuner.session", "dist_autotune.logs.records", "filelock"}.isdisjoint(loaded)
 
 
-def test_the_import_costs_less_than_a_sixth_of_torch_and_triton():
+def test_the_import_costs_less_than_a_sixth_of_torch_and_triton(imported):
     # A share, not milliseconds: a slow or busy machine stretches both.
     # The first of ours may compile the sources.
-    torch_ms, first, *others = map(float, run_python(TIME_THE_IMPORT).stdout.split())
+    torch_ms, first, *others = map(
+        float, map(imported, ["torch.out", *(f"import {n}.out" for n in range(4))])
+    )
     assert min(others) < torch_ms / 6, (torch_ms, first, others)
 
 
-def test_an_import_without_triton_says_what_is_missing():
-    done = run_python(WITHOUT + "from dist_autotune import contextual_autotune", "triton")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'triton'"
+def test_an_import_without_triton_says_what_is_missing(imported):
+    error = "ModuleNotFoundError: No module named 'triton'"
+    assert imported("without triton.err").splitlines()[-1] == error
 
 
 def test_the_package_imports_neither_torch_nor_triton_before_they_are_needed():
