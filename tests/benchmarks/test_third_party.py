@@ -59,4 +59,6 @@ def test_a_script_is_tuned_and_its_bundle_leaves_nothing_to_try(tmp_path: Path, 
     assert len({tuple(arm["losses"]) for arm in arms.values()}) == 1  # a block's size changes no bit here
     (session,) = arms["tuned"]["sessions"]
     assert len(session["report"]["contexts"][0]["timings"]) == 2
-    assert all(not session["report"]["outlook"] for session in arms["restarted"]["sessions"])
+    (again,) = arms["restarted"]["sessions"]
+    assert [context["status"] for context in again["report"]["contexts"]] == ["cached"]
+    assert not again["report"]["outlook"]
