@@ -130,6 +130,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if not IN_GPU_WORLD and nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()  # modules leave objects, and a session looks through all that are not frozen
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()  # what was imported stays: collections, of which tests make many, take a fifth of the time

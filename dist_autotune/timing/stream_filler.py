@@ -91,9 +91,9 @@ class StreamFiller:
     def end(self, compiled_ms: float = 0.0) -> float:
         """Return how many ms the host may have added to the run, beyond what it always does.
 
-        0.0 where a filler covered the host; of a function that waits for the device at its end, whose host's
-        own time is not known, what it compiled. compiled_ms: of the run; one that compiles says nothing of
-        others.
+        0.0 where a filler covered the host. Of a function that waits for the device at its end the host's
+        own time is not known: what it compiled counts. compiled_ms: of the run; one that compiles says
+        nothing of others.
         """
         if self._begin is None:
             return 0.0

@@ -156,6 +156,7 @@ def count_choices(
 def _forget_choices_that_differ(lost, counts_ptr, groups, WORLD: tl.constexpr, BLOCK: tl.constexpr):
     """Count no choice, unless all programs found the same ranks given up; lost: so many, added up.
 
+    Of more than 32 ranks some share a bit: where one of those is given up, no choice is counted either.
     See [Note: programs find other choices].
     """
     ranks = tl.atomic_or(counts_ptr + groups + 1, 0, sem="relaxed", scope="gpu")
