@@ -80,39 +80,37 @@ class OwnBuffer:
 
 
 def _bytes_between(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element of a tensor to the end of the last one."""
+    """Return the bytes from the first element of a tensor to the end of the last one; 0 if it has none."""
+    if tensor.numel() == 0:
+        return 0
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
 class Apart:
-    """Refuses a result that overlaps operands, which are read while it is written.
+    """Refuses a result that overlaps an operand of any kind, which is read while it is written.
 
-    It is made once for a layout; a call then compares addresses only.
+    It is made once for a layout; a call then compares addresses only. Operands may be None.
     """
 
-    def __init__(self, out: torch.Tensor, **operands: torch.Tensor) -> None:
+    def __init__(self, out: torch.Tensor, **operands: torch.Tensor | None) -> None:
         self._names = tuple(operands)
-        self._before, self._behind = -max(map(_bytes_between, operands.values())), _bytes_between(out)
+        self._before = -max([_bytes_between(each) for each in operands.values() if each is not None])
+        self._behind = _bytes_between(out)
 
-    def check(self, out: torch.Tensor, one: torch.Tensor, other: torch.Tensor | None = None) -> None:
+    def check(self, out: torch.Tensor, *operands: torch.Tensor | None) -> None:
         """Raise ValueError where `out` overlaps an operand; they come in the order of their names."""
         begin, before, behind = out.data_ptr(), self._before, self._behind
-        if before < one.data_ptr() - begin < behind or (
-            other is not None and before < other.data_ptr() - begin < behind
-        ):
-            for name, each in zip(self._names, (one, other), strict=False):
-                assert each is not None
-                if _overlap(out, each):
-                    raise ValueError(
-                        f"out overlaps {name}, which the call reads meanwhile; pass another tensor"
-                    )
+        for each in operands:
+            if each is not None and before < each.data_ptr() - begin < behind and _overlap(out, each):
+                name = next(name for name, one in zip(self._names, operands, strict=True) if one is each)
+                raise ValueError(f"out overlaps {name}, which the call reads meanwhile; pass another tensor")
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     distance = other.data_ptr() - one.data_ptr()
     is_near = -_bytes_between(other) < distance < _bytes_between(one)
-    return is_near and not _lie_side_by_side(one, other)
+    return is_near and 0 not in (one.numel(), other.numel()) and not _lie_side_by_side(one, other)
 
 
 def _lie_side_by_side(one: torch.Tensor, other: torch.Tensor) -> bool:

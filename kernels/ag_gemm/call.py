@@ -52,8 +52,8 @@ class GatherLayout:
     shape: tuple[int, int]  # of the result
     options: CallOptions
     choose: Standing[Choice]  # one of the options
-    apart: Apart  # of result and weight
     spoil: Spoiling  # of the result; the last kernel of a call
+    apart: Apart | None = None  # of a result that was given and all operands
     loaded: set[str] = field(default_factory=set)  # consumers with loaded kernels
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
     calls: dict[Choice, GatherCall] = field(default_factory=dict)  # without an epilogue

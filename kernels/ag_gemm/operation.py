@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -163,7 +164,7 @@ class AllGatherGemm(Operation):
         bias: torch.Tensor | None = None,
         activation: str | None = None,
     ) -> torch.Tensor:
-        """Return the product; `out`, if given, is where it is written, beside weight and `op.gathered`.
+        """Return the product; `out`, if given, is where it is written, beside all operands and `op.gathered`.
 
         `bias` [N], contiguous, in fp16, bf16 or fp32, is added to the float32 sums and `activation` ("relu",
         "gelu", "gelu_tanh" or "silu") applied before they are rounded, once. Both are this rank's own.
@@ -238,9 +239,12 @@ class AllGatherGemm(Operation):
             epilogue = epilogue._replace(scale_a=self._buffer.scales)
         if layout is None:
             made = self._new_layout(weight, out, len(a_shard), epilogue.kind())
+            if out is not None:
+                given = {"bias": bias, "scale_a": scale_a, "scale_weight": scale_weight}
+                made = replace(made, apart=Apart(out, a_shard=a_shard, weight=weight, **given))
             layout = remember(self._layouts, key, made)
-        if out is not None:
-            layout.apart.check(out, weight)
+        if out is not None and layout.apart is not None:
+            layout.apart.check(out, a_shard, weight, bias, scale_a, scale_weight)
         is_capturing = self._follow()
         if out is None:
             out = weight.new_empty(layout.shape, dtype=self._format.product_dtype)
@@ -269,9 +273,9 @@ class AllGatherGemm(Operation):
         options = options_for(
             rows, self._sms, world_size=self.world_size, specialized=can_run, key=key, fixed=self._fixed
         )
-        apart, choose = Apart(out, weight=weight), Standing(options.choose)
+        choose = Standing(options.choose)
         spoil = spoiling_chunks(out, self._pusher.flags, self.rank, rows)
-        return GatherLayout(rows, class_of_rows(shape[0]), shape, options, choose, apart, spoil)
+        return GatherLayout(rows, class_of_rows(shape[0]), shape, options, choose, spoil)
 
     def _choose(self, layout: GatherLayout) -> Choice:
         return layout.choose()

@@ -16,7 +16,6 @@ import triton
 from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
 from ..launches.settled import SettledLaunches
 from ..matrices import LINE_BYTES, Block, Matrix, as_matrix, describe, matrix_of_rows
-from ..tensors import Apart
 from .body import gemm
 from .configs import GLUON_CANDIDATES, blocks_of
 from .copies import NOTHING, Copies, copied, copy, padded_copy, room_for, runs_along_columns, what_to_copy
@@ -76,7 +75,6 @@ class LaunchPlan:
     b: Matrix | None
     out: Matrix | None
     copies: Copies
-    apart: Apart  # out from a and b
 
 
 def plan_launch(
@@ -93,7 +91,7 @@ def plan_launch(
 
     Then the plain body computes it. On Blackwell nothing is copied.
     """
-    c, apart = as_matrix(out), Apart(out, a=a, b=b)
+    c = as_matrix(out)
     exchanged = runs_along_columns(out) if c is None else c.transposed
     if exchanged and epilogue.activation in GATED:  # gate and up would be rows of all tiles
         c, exchanged = None, False
@@ -127,7 +125,7 @@ def plan_launch(
         if chosen is None:
             return None
         copies, shape = chosen, copied(shape, chosen)
-    return LaunchPlan(shape, exchanged, left, right, c, copies, apart)
+    return LaunchPlan(shape, exchanged, left, right, c, copies)
 
 
 def execute(

@@ -46,7 +46,7 @@ SCHEDULERS = ("auto", "grouped", "chiplet")
 CHIPLETS = 8  # of an MI300X or MI350X, each with an L2 cache of its own
 INTERPRETED_PROGRAMS = 3  # the interpreter runs them one after the other
 
-_PLANS: dict[Hashable, LaunchPlan] = {}  # by the layouts of arguments that have been checked
+_PLANS: dict[Hashable, tuple[LaunchPlan, Apart]] = {}  # by the layouts of arguments that have been checked
 
 
 def persistent_matmul(
@@ -110,9 +110,10 @@ def persistent_matmul(
     lie = (layout_of(each, LINE_BYTES) for each in tensors.values())
     key = (*lie, activation, variant, scheduler, programs)
     epilogue = Epilogue(bias, activation, scale_a, scale_b)
-    plan = _PLANS.get(key)
-    if plan is not None and out_dtype in (None, out.dtype):
-        plan.apart.check(out, a, b)
+    known = _PLANS.get(key)
+    if known is not None and out_dtype in (None, out.dtype):
+        plan, apart = known
+        apart.check(out, a, b, bias, scale_a, scale_b)
         with _on(a.device):
             execute(plan, a, b, out, epilogue)
         return out
@@ -126,12 +127,13 @@ def persistent_matmul(
         return out
     if a.shape[1] == 0:
         return out.copy_(epilogue.of(a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)))
-    Apart(out, a=a, b=b).check(out, a, b)
+    apart = Apart(out, a=a, b=b, bias=bias, scale_a=scale_a, scale_b=scale_b)
+    apart.check(out, a, b, bias, scale_a, scale_b)
     if _is_on_gpu(a):
         with _on(a.device):
-            plan = _multiply(a, b, out, epilogue, variant, scheduler, programs)
-        if plan is not None:
-            remember(_PLANS, key, plan)
+            made = _multiply(a, b, out, epilogue, variant, scheduler, programs)
+        if made is not None:
+            remember(_PLANS, key, (made, apart))
     elif INTERPRETED:
         _run_plain(a, b, out, epilogue, scheduler, programs or INTERPRETED_PROGRAMS)
     else:

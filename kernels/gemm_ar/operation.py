@@ -237,7 +237,7 @@ class GemmAllReduce(Operation):
         eps: float = EPS,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pair for s = sum over ranks of `part` [M, N] + residual, as above, without a product."""
+        """Return the pair for s = sum over ranks of `part` [M, N] + residual; `out` as in `all_reduce`."""
         result = self._call(part, None, out, residual, norm_weight, eps, multiplies=False)
         assert isinstance(result, tuple)
         return result
@@ -328,12 +328,13 @@ class GemmAllReduce(Operation):
             made = self._new_layout(*a.shape, multiplies=multiplies, has_norm=residual is not None)
             if weight is not None and self._sending is not None and sending.can_send(a, weight):
                 made = made._replace(is_sent=True)
-            if out is not None and (weight is not None or residual is None):
-                operands = {"part": a} if weight is None else {"a": a, "weight": weight}
-                made = made._replace(apart=Apart(out, **operands))
+            if out is not None:
+                rest = {"weight": weight, "residual": residual, "norm_weight": norm_weight}
+                made = made._replace(apart=Apart(out, **{"a" if multiplies else "part": a}, **rest))
             layout = remember(self._layouts, lie, made)
-        if out is not None and layout.apart is not None and not (weight is None and out.is_set_to(a)):
-            layout.apart.check(out, a, weight)
+        if out is not None and layout.apart is not None:
+            is_in_place = not multiplies and out.is_set_to(a)
+            layout.apart.check(out, None if is_in_place else a, weight, residual, norm_weight)
         is_capturing = self._follow()
         part = layout.part
         result = part.new_empty(part.shape) if out is None else out

@@ -65,5 +65,5 @@ class ScatterLayout(NamedTuple):
     rows: tuple[int, ...]  # of each rank
     shape: tuple[int, int]  # of the result
     body: Body
-    apart: Apart  # of result and factors
+    apart: Apart  # of the result and all operands
     spoil: Spoiling  # of the result

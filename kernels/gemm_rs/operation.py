@@ -202,7 +202,7 @@ class GemmReduceScatter(Operation):
         scale_a: torch.Tensor | None = None,
         scale_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return this rank's rows; `out`, if given, is where they are written, beside a and weight.
+        """Return this rank's rows; `out`, if given, is where they are written, beside all operands.
 
         addend [M, N], contiguous: this rank adds it to `a @ weight.T` before the sum over the ranks. Not in
         fp8.
@@ -228,7 +228,7 @@ class GemmReduceScatter(Operation):
             self._check_arguments(*given)
             layout = remember(self._layouts, lie, self._new_layout(*given))
         if out is not None:
-            layout.apart.check(out, a, weight)
+            layout.apart.check(out, a, weight, addend, scale_a, scale_weight)
         is_capturing = self._follow()
         if out is None:
             out = a.new_empty(layout.shape, dtype=self._out_dtype)
@@ -291,13 +291,20 @@ class GemmReduceScatter(Operation):
             out.copy_(result)
 
     def _new_layout(
-        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, *others: torch.Tensor | None
+        self,
+        a: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        addend: torch.Tensor | None,
+        scale_a: torch.Tensor | None,
+        scale_weight: torch.Tensor | None,
     ) -> ScatterLayout:
         all_rows, shape = len(a), (len(a) // self.world_size, self._n)
         if out is None:
             out = a.new_empty(shape, dtype=self._out_dtype)
-        body = self._make_body(ScatterOperands(a, weight, out, *others))
-        rows, apart = (shape[0],) * self.world_size, Apart(out, a=a, weight=weight)
+        body = self._make_body(ScatterOperands(a, weight, out, addend, scale_a, scale_weight))
+        others = {"addend": addend, "scale_a": scale_a, "scale_weight": scale_weight}
+        rows, apart = (shape[0],) * self.world_size, Apart(out, a=a, weight=weight, **others)
         spoil = spoiling_all(out, self._flags.local, self.rank)
         return ScatterLayout(all_rows, class_of_rows(all_rows), rows, shape, body, apart, spoil)
 

@@ -154,7 +154,7 @@ class AllGatherMoE(ExpertOperation):
         if lie not in self._checked:
             self._check_arguments(x_shard, weight, topk_ids, out)
             remember(self._checked, lie, None)
-        check_apart(out, weight=weight)
+        check_apart(out, x_shard=x_shard, weight=weight, topk_ids=topk_ids)
         known = self._known_tokens(topk_ids.shape[0], tokens)
         if known is not None:
             self._check_rows(out, sum(known) * topk_ids.shape[1])

@@ -175,7 +175,7 @@ class MoEReduceScatter(ExpertOperation):
         if lie not in self._checked:
             self._check_arguments(*given)
             remember(self._checked, lie, None)
-        check_apart(out, y=y, weight=weight)
+        check_apart(out, y=y, weight=weight, topk_ids=topk_ids, topk_weights=topk_weights)
         known = self._known_tokens(topk_ids.shape[0], tokens)
         topk = topk_ids.shape[1]
         if known is not None:
@@ -211,7 +211,7 @@ class MoEReduceScatter(ExpertOperation):
         self._check_routing(routing, weight)
         self._check_rows(y, routing.tokens, routing.topk)
         check_out(out, [routing.tokens[self.rank], self._n], self._dtype, self.device)
-        check_apart(out, y=y, weight=weight)
+        check_apart(out, y=y, weight=weight, weights=weights, routing=routing.words)
         if factors.shape != (y.shape[0],) or factors.dtype != torch.float32 or not factors.is_contiguous():
             given = f"weights are {list(factors.shape)} in {factors.dtype}"
             raise ValueError(f"{given}; contiguous [{y.shape[0]}] in torch.float32 is needed")

@@ -74,9 +74,9 @@ def check_tokens(tokens: Sequence[int], own: int, rank: int, world_size: int, mo
     return counts
 
 
-def check_apart(out: torch.Tensor | None, **operands: torch.Tensor) -> None:
+def check_apart(out: torch.Tensor | None, **operands: torch.Tensor | None) -> None:
     """Raise ValueError if a result that was given overlaps an operand."""
-    if out is not None and out.numel():
+    if out is not None:
         Apart(out, **operands).check(out, *operands.values())
 
 

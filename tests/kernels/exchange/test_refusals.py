@@ -341,6 +341,72 @@ def test_scales_are_for_fp8_alone_whose_rows_are_whole_16_bytes_and_have_no_adde
         of_halves(ROWS.half(), WEIGHT.half(), scale_weight=SCALE)
 
 
+# ---- a result in an operand
+
+VECTOR, SIX = torch.ones(16), ones(6)
+GATHERED_FP8 = functools.partial(AllGatherGemm, 16, 32, FP8, backend="shm")
+SCATTERED_FP8 = functools.partial(GemmReduceScatter, 16, 20, FP8, backend="shm")
+IN_FP8 = {"weight": WEIGHT, "scale_a": VECTOR, "scale_weight": SCALE}
+Sharing = tuple[Callable[..., Any], str, dict[str, torch.Tensor], tuple[int, int]]
+
+
+def sums_by_expert(op: MoEReduceScatter, out: torch.Tensor, **given: torch.Tensor) -> Any:
+    with DISPATCH.open() as dispatch:
+        _, routing = dispatch.route(X, UP, IDS, WEIGHTS)
+    return op.by_expert(routing=routing, out=out, **given)
+
+
+SHARING: list[Sharing] = [  # how it is opened, the call, its operands, the shape of its result
+    (GATHER.open, "__call__", {"a_shard": A, "weight": W, "bias": zeros(6)}, (4, 6)),
+    (GATHERED_FP8, "__call__", {"a_shard": ROWS, **IN_FP8}, (16, 20)),
+    (SCATTER.open, "__call__", {"a": ones(4, 3), "weight": ones(6, 3), "addend": ones(4, 6)}, (4, 6)),
+    (SCATTERED_FP8, "__call__", {"a": ROWS, **IN_FP8}, (16, 20)),
+    (
+        REDUCE.open,
+        "__call__",
+        {"a": ones(4, 3), "weight": ones(6, 3), "residual": ones(4, 6), "norm_weight": SIX},
+        (4, 6),
+    ),
+    (REDUCE.open, "all_reduce", {"part": ones(4, 6)}, (4, 6)),
+    (
+        REDUCE.open,
+        "all_reduce_rms_norm",
+        {"part": ones(4, 6), "residual": ones(4, 6), "norm_weight": SIX},
+        (4, 6),
+    ),
+    (DISPATCH.open, "__call__", {"x_shard": X, "weight": UP, "topk_ids": IDS}, (8, 5)),
+    (COMBINE.open, "__call__", {"y": Y, "weight": DOWN, "topk_ids": IDS, "topk_weights": WEIGHTS}, (4, 6)),
+    (COMBINE.open, "by_expert", {"y": Y, "weight": DOWN, "weights": torch.ones(8)}, (4, 6)),
+]
+
+
+@pytest.mark.parametrize(
+    ("opened", "method", "operands", "shape", "name"),
+    [
+        pytest.param(*case, name, id=f"{name} of {index}")
+        for index, case in enumerate(SHARING)
+        for name in case[2]
+    ],
+)
+def test_a_result_that_lies_in_any_operand_is_refused_by_its_name(opened, method, operands, shape, name):
+    (moved, out), free = in_one_memory(operands[name], shape), in_one_memory(zeros(1), shape)[1]
+    with opened() as op:
+        call = functools.partial(sums_by_expert, op) if method == "by_expert" else getattr(op, method)
+        for _ in range(2):  # not only with a new layout
+            with pytest.raises(ValueError, match=f"out overlaps {name}, which the call reads meanwhile"):
+                call(out=out, **operands | {name: moved})
+        call(out=free, **operands)
+
+
+def in_one_memory(operand: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the operand, and a result of that shape that begins in its last element."""
+    begin, size = (operand.nbytes - operand.element_size()) // 2 * 2, 2 * shape[0] * shape[1]
+    memory = torch.zeros(max(begin + size, operand.nbytes), dtype=torch.uint8)
+    moved = memory[: operand.nbytes].view(operand.dtype).view(operand.shape)
+    dtype = torch.bfloat16 if shape == (16, 20) else HALF
+    return moved.copy_(operand), memory[begin : begin + size].view(dtype).view(shape)
+
+
 # ---- a launch that fails
 
 

@@ -99,6 +99,15 @@ WRONG: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         "out overlaps b": lambda: persistent_matmul(
             half(5, 5), (whole := half(5, 12))[:, :5].T, whole[:, 4:9]
         ),
+        "out overlaps bias": lambda: persistent_matmul(
+            half(2, 3), half(3, 5), (whole := half(14))[:10].view(2, 5), bias=whole[9:]
+        ),
+        "out overlaps scale_b": lambda: persistent_matmul(
+            half(2, 3),
+            half(3, 5),
+            (whole := half(20))[:10].view(2, 5),
+            scale_b=whole[8:18].view(torch.float32),
+        ),
         "no variant 'fast'; there are 'auto', 'pipelined'": product(*AB, variant="fast"),
         "no scheduler 'random'": product(*AB, scheduler="random"),
         "programs is 0": product(*AB, programs=0),
