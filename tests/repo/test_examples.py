@@ -52,7 +52,7 @@ def test_training_step_tunes_while_it_learns_and_keeps_the_ranks_alike() -> None
 def test_a_transformer_is_trained_as_plain_torch_trains_it() -> None:
     text = run_program(EXAMPLES / "train_transformer.py", "--steps", "3", "--dp", "2", ranks=4)
     assert "3 steps on 2 x 2 ranks, still being tuned" in text
-    ends = r"^loss ([\d.]+) at first, ([\d.]+) at the end; at most (\d\.\de-\d\d) from plain torch$"
+    ends = r"^loss ([\d.]+) at first, ([\d.]+) at the end; at most (\d\.\de-\d\d) from plain torch"
     found = re.search(ends, text, re.M)
     assert found is not None, text
     assert float(found[2]) < float(found[1])
