@@ -57,7 +57,8 @@ class Options:
         share: False: results belong to this function alone.
         name: of the function in logs, reports and cache; None: its qualified name, or the program's file.
         watch: with is_dist, vote after a settled call whether some rank met a new key.
-        preserve: tensors or objects with state_dict() to put back before each further run (replay).
+        preserve: tensors, generators, modules, optimizers and other objects with state_dict(). All that they
+            keep is put back before each further run (replay).
         cache: True: the user's cache directory; a path: that directory; False, or `off` of `run`: none.
         log_dir: directory of `rank-N.log` and `rank-N.jsonl`; None, or `off` of `run`: no files.
         clock: how a launch is timed; None: CUDA events on a GPU, the wall clock without one.

@@ -98,7 +98,7 @@ def _of_named(name: str, item: Any) -> Iterator[tuple[str, Any]]:
         yield name, item
         yield f"{name}.grad", item.grad if item.is_leaf else None
         return
-    yield name, item.state_dict()
+    yield name, item.state_dict() if hasattr(item, "state_dict") else getattr(item, "__dict__", None)
     if isinstance(item, torch.nn.Module):
         yield f"{name}.grad", {key: parameter.grad for key, parameter in item.named_parameters()}
 

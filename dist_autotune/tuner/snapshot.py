@@ -1,30 +1,53 @@
-"""Putting state back between the runs of one call, so that only the final run leaves its effects."""
+"""Putting state back between the runs of one call, so that only the final run leaves its effects.
+
+State is found by walking what `preserve=` names: tensors, generators, containers, and the attributes of
+modules, optimizers and other objects with a `state_dict`. Each tensor is copied and put back in place: the
+same object, memory and dtype, whatever a `state_dict` leaves out or converts.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import enum
 import random
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import InvalidOption
 from ..launch.written_tensors import without_overlap
 
+_Restore: TypeAlias = Callable[[], None]
+_PLAIN = (str, bytes, int, float, complex, type(None), enum.Enum, torch.dtype, torch.device)
+_CONTAINERS = (dict, list, tuple, set, deque)
+_GENERATORS = (
+    torch.Generator,
+    random.Random,
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
+)
+_LIBRARIES = ("torch", "triton", "numpy", "dist_autotune")
+_MISSING = object()
+
 
 class Snapshot:
-    """A copy of random states, and of named tensors and `state_dict()` holders with their gradients."""
+    """A copy of random states, and of the state that named objects keep, with gradients."""
 
     def __init__(self, preserved: Sequence[Any]) -> None:
-        self._restorers: list[Callable[[], None]] = [_random_state()]
-        for item in preserved:
-            self._restorers += [_restorer(item), *_gradients(item)]
+        self._restorers = [_random_state()]
+        seen: dict[int, Any] = {}  # with the objects: the id of one that has gone would be given again
+        pending = [*preserved]
+        while pending:
+            if id(item := pending.pop()) not in seen:
+                seen[id(item)] = item
+                restorers, held = _opened(item)
+                self._restorers += restorers
+                pending += [each for each in held if not isinstance(each, _PLAIN)]
 
     def restore(self) -> None:
         """Put everything back. Tensors keep their storage: only their contents are written."""
@@ -34,127 +57,196 @@ class Snapshot:
 
 def check_preserved(preserved: Sequence[Any]) -> None:
     """Raise InvalidOption for an object whose state cannot be put back."""
-    _check_kinds("preserve", preserved, "state_dict", "load_state_dict")
     for item in preserved:
-        is_strided = isinstance(item, torch.Tensor) and item.layout is torch.strided
-        steps = zip(item.shape, item.stride(), strict=True) if is_strided else ()
-        if any(size > 1 and not step for size, step in steps):
+        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
+            if any(size > 1 and not step for size, step in zip(item.shape, item.stride(), strict=True)):
+                raise InvalidOption(
+                    f"preserve= holds a tensor of shape {tuple(item.shape)} and strides {item.stride()}: "
+                    "elements overlap and cannot be restored; preserve the tensor that it was expanded from"
+                )
+        elif not (isinstance(item, torch.Tensor) or _is_generator(item) or _is_holder(item)):
             raise InvalidOption(
-                f"preserve= holds a tensor of shape {tuple(item.shape)} and strides {item.stride()}: "
-                "elements overlap in memory and cannot be restored; preserve the tensor it was expanded from"
+                f"preserve= holds {_kind(item)}: it is neither a tensor, nor a generator of random numbers, "
+                "nor an object with state_dict() or with attributes that hold tensors"
             )
 
 
 def check_outputs(outputs: Sequence[Any]) -> None:
     """Raise InvalidOption for an object without tensors to compare."""
-    _check_kinds("outputs", outputs, "state_dict")
+    for item in outputs:
+        if not isinstance(item, torch.Tensor) and not callable(getattr(item, "state_dict", None)):
+            raise InvalidOption(f"outputs= holds {_kind(item)}: it is no tensor and has no state_dict()")
 
 
-def _check_kinds(option: str, items: Sequence[Any], *methods: str) -> None:
-    for item in items:
-        if not isinstance(item, torch.Tensor) and not all(callable(getattr(item, m, None)) for m in methods):
-            raise InvalidOption(
-                f"{option}= holds a {type(item).__module__}.{type(item).__qualname__}: it is neither a "
-                f"tensor nor does it have {' and '.join(f'{method}()' for method in methods)}"
-            )
+def _kind(item: Any) -> str:
+    return f"a {type(item).__module__}.{type(item).__qualname__}"
 
 
-def _restorer(item: Any) -> Callable[[], None]:
-    if not isinstance(item, torch.Tensor):
-        state = item.state_dict()
-        if any(map(is_lazy, tree_leaves(state))):
-            raise InvalidOption(
-                f"preserve= holds a {type(item).__qualname__} with parameters that are not initialized and "
-                "cannot be put back: call it once before the function is tuned"
-            )
-        saved_state = copy.deepcopy(state)
-        return lambda: _load(item, saved_state)
-    saved, shape = without_overlap(item.detach()).clone(), item.shape
+# -- what belongs to the state -----------------------------------------------------------------------------
+
+
+def _opened(item: Any) -> tuple[list[_Restore], list[Any]]:
+    """Return what puts an object's own state back, and the objects that it keeps."""
+    if isinstance(item, torch.Tensor):
+        attributes = getattr(item, "__dict__", {})  # such as `main_grad`
+        gradient = item.grad if item.is_leaf and item.requires_grad else None
+        restorers = [_tensor(item), _gradient(item, gradient), _bindings(attributes, _is_held)]
+        return restorers, [gradient, *attributes.values()]
+    if isinstance(item, np.ndarray):
+        return [_array(item)] if item.flags.writeable else [], []
+    if _is_generator(item):
+        return [_generator(item)], []
+    if isinstance(item, dict):
+        return [_bindings(item, _is_state)], [*item, *item.values()]
+    if isinstance(item, _CONTAINERS):
+        return [] if isinstance(item, tuple) else [_items(item)], [*item]
+    if _is_holder(item):
+        # A library's module counts calls beside state in C++, as DistributedDataParallel does.
+        of_library = isinstance(item, torch.nn.Module) and _is_of_library(item)
+        return [_bindings(vars(item), _is_held if of_library else _is_state)], [*vars(item).values()]
+    return [], []
+
+
+def _is_state(value: Any) -> bool:
+    """Return whether a value is state, and not an object beside it, such as an operation."""
+    return isinstance(value, _PLAIN) or _is_held(value)
+
+
+def _is_held(value: Any) -> bool:
+    """Return whether a value is state that can change in place."""
+    kinds = torch.Tensor, np.ndarray, *_CONTAINERS
+    return isinstance(value, kinds) or _is_generator(value) or _is_holder(value)
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
+def _is_holder(value: Any) -> bool:
+    """Return whether attributes are state: there is a `state_dict`, or a user's object holds tensors."""
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(value, type) or not isinstance(attributes, dict):
+        return False
+    if callable(getattr(value, "state_dict", None)):
+        return True
+    if _is_of_library(value):
+        return False
+    values = list(attributes.values())
+    values += [each for value in values if isinstance(value, (list, tuple)) for each in value]
+    values += [each for value in values if isinstance(value, dict) for each in value.values()]
+    return any(isinstance(each, torch.Tensor) or _is_generator(each) for each in values)
+
+
+def _is_of_library(value: Any) -> bool:
+    return str(type(value).__module__).partition(".")[0] in _LIBRARIES
+
+
+# -- how each kind is put back -----------------------------------------------------------------------------
+
+
+def _bindings(live: dict[Any, Any], belongs: Callable[[Any], bool]) -> _Restore:
+    """Put back what names are bound to. An object that is no state and was made by a run stays."""
+    known, saved = {*live}, {name: value for name, value in live.items() if belongs(value)}
 
     def restore() -> None:
-        if item.shape != shape:
-            raise InvalidOption(
-                f"preserve= holds a tensor of shape {tuple(shape)}, and a run made it {tuple(item.shape)}: "
-                "give the object that holds it and has a state_dict(), or let runs keep its shape"
-            )
-        # `.data` has a version of its own: autograd compares that of the item with what a graph has kept.
-        # Of other layouts it has memory of its own too, once it is written.
-        into = item.data if item.layout is torch.strided else item
-        with torch.inference_mode(item.is_inference()), torch.no_grad():
-            without_overlap(into).copy_(saved)
+        for name in [name for name, value in live.items() if name not in known and belongs(value)]:
+            del live[name]
+        for name, value in saved.items():
+            now = live.get(name, _MISSING)
+            if now is not value and (now is _MISSING or value is not None or belongs(now)):
+                live[name] = value
 
     return restore
 
 
-def _load(item: Any, saved_state: Any) -> None:
-    live = item.state_dict()
-    tensors = [leaf for leaf in tree_leaves(live) if isinstance(leaf, torch.Tensor)]
-    of_inference = any(tensor.is_inference() for tensor in tensors)
-    with contextlib.ExitStack() as versions:  # as above: what a run has changed has other ones already
-        for tensor in tensors:
-            if not tensor.is_inference():
-                versions.enter_context(torch.autograd._unsafe_preserve_version_counter(tensor))
-        loaded = _written_into(live, saved_state)
-        with torch.inference_mode() if of_inference else contextlib.nullcontext():
-            item.load_state_dict(loaded)
+def _items(live: Any) -> _Restore:
+    saved = [*live]
+
+    def restore() -> None:
+        now = [*live]
+        if len(now) != len(saved) or any(one is not other for one, other in zip(now, saved, strict=True)):
+            live.clear()
+            (live.update if isinstance(live, set) else live.extend)(saved)
+
+    return restore
 
 
-@torch.no_grad()
-def _written_into(live: Any, saved: Any) -> Any:
-    """Return the saved state to load, written into the tensors of the `live` state where they fit.
+def _array(live: np.ndarray[Any, Any]) -> _Restore:
+    saved = live.copy()
 
-    Optimizers keep and change what they load, so the saved copy itself is never loaded; and a second copy is
-    made only where a tensor does not fit.
-    """
-    if isinstance(saved, torch.Tensor):
-        if not _fits(live, saved):
-            return saved.clone()
-        live.copy_(saved)
-        return live
-    if type(saved) in (dict, OrderedDict):
-        known = live if isinstance(live, dict) else {}
-        loaded = copy.copy(saved)  # with the versions of a module
-        loaded.update((key, _written_into(known.get(key), value)) for key, value in saved.items())
-        return loaded
-    if type(saved) in (list, tuple):
-        items = live if isinstance(live, (list, tuple)) and len(live) == len(saved) else [None] * len(saved)
-        return type(saved)(map(_written_into, items, saved))
-    return copy.deepcopy(saved)
+    def restore() -> None:
+        live[...] = saved
+
+    return restore
 
 
-def _fits(live: Any, saved: torch.Tensor) -> bool:
-    """Return whether the saved values can be written into a tensor whose elements do not overlap."""
-    return (
-        type(live) is type(saved)
-        and (live.shape, live.dtype, live.device) == (saved.shape, saved.dtype, saved.device)
-        and live.layout is saved.layout is torch.strided
-        and all(stride or size <= 1 for size, stride in zip(live.shape, live.stride(), strict=True))
-    )
+def _tensor(item: torch.Tensor) -> _Restore:
+    if is_lazy(item):
+        raise InvalidOption(
+            "preserve= holds a module with parameters that are not initialized and cannot be put back: call "
+            "it once before the function is tuned"
+        )
+    # `.data` has a version of its own: autograd compares that of the item with what a graph has kept. Of
+    # other layouts it has memory of its own too, once it is written.
+    is_plain = item.layout is torch.strided and not is_traceable_wrapper_subclass(item)
+    memory = item.data if item.layout is torch.strided else item
+    if is_plain and not _has_memory(memory):  # sharded: its owner frees and fills it
+        return lambda: None
+    saved = without_overlap(memory.detach()).clone()
+
+    def restore() -> None:
+        with torch.inference_mode(item.is_inference()), torch.no_grad():
+            if is_plain:
+                if not _has_memory(memory):
+                    memory.untyped_storage().resize_(_bytes_needed(memory))
+                if not _is_same_memory(item, memory):  # a run has resized it, or bound it to other memory
+                    item.data = memory
+            without_overlap(memory).copy_(saved)
+
+    return restore
 
 
-def _gradients(item: Any) -> list[Callable[[], None]]:
-    """Gradients are in no state_dict, but a run adds to them."""
-    owners: Iterable[Any] = [item] if isinstance(item, torch.Tensor) else ()
-    if isinstance(item, torch.nn.Module):
-        owners = item.parameters()
-    elif isinstance(item, torch.optim.Optimizer):
-        owners = [parameter for group in item.param_groups for parameter in group["params"]]
-    return [_gradient(owner) for owner in owners if owner.is_leaf and owner.requires_grad]
+def _bytes_needed(tensor: torch.Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return int(last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
-def _gradient(owner: torch.Tensor) -> Callable[[], None]:
-    gradient = owner.grad
-    restore = None if gradient is None else _restorer(gradient)
-
-    def put_back() -> None:
-        owner.grad = gradient
-        if restore is not None:
-            restore()
-
-    return put_back
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() >= _bytes_needed(tensor)
 
 
-def _random_state() -> Callable[[], None]:
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    layouts = [(each.shape, each.stride(), each.dtype, each.data_ptr()) for each in (one, other)]
+    return layouts[0] == layouts[1]
+
+
+def _gradient(owner: torch.Tensor, gradient: torch.Tensor | None) -> _Restore:
+    def restore() -> None:
+        if owner.is_leaf and owner.grad is not gradient:
+            owner.grad = gradient
+
+    return restore
+
+
+def _generator(live: Any) -> _Restore:
+    if isinstance(live, random.Random):
+        state = live.getstate()
+        return lambda: live.setstate(state)
+    if isinstance(live, np.random.Generator):
+        live = live.bit_generator
+    if isinstance(live, np.random.BitGenerator):
+        numbers = live.state
+
+        def restore() -> None:
+            live.state = numbers
+
+        return restore
+    saved = live.get_state()
+    return lambda: live.set_state(saved)
+
+
+def _random_state() -> _Restore:
     on_cpu = torch.get_rng_state()
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     in_python, in_numpy = random.getstate(), np.random.get_state()
