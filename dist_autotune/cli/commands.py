@@ -1,10 +1,9 @@
-"""The command `dist-autotune`: reports from logs, their replay, the cache, and the doctor."""
+"""The command `dist-autotune`: reports from logs, the cache, and the doctor."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +17,8 @@ from ..reports.history import History, load_history
 from ..reports.html import write_html
 from ..reports.report import SessionReport, reports_of
 from ..reports.trace import write_trace
-from ..search.strategies import STRATEGIES
 from ..version import __version__
-from . import cache_commands, replay, run, terminal
+from . import cache_commands, run, terminal
 
 app = typer.Typer(
     cls=terminal.OneLineErrors,
@@ -103,46 +101,6 @@ def report(
         typer.echo(to_json({**data, "sessions": [each.as_dict() for each in shown]}, indent=True))
     elif html is None and trace is None:
         terminal.print_history(terminal.open_console(), history, shown, all_candidates=all_candidates)
-
-
-@app.command("replay")
-def replay_logs(
-    directory: LogDirectory = None,
-    search: Annotated[
-        str | None, typer.Option(help=f"Try this search on the recorded samples: {', '.join(STRATEGIES)}.")
-    ] = None,
-    n_repeat: Annotated[int | None, typer.Option(min=1, help="Its measured runs per config.")] = None,
-    n_warmup: Annotated[int | None, typer.Option(min=0, help="Its unmeasured runs before them.")] = None,
-    statistic: Annotated[str | None, typer.Option(help="Over the samples of a rank.")] = None,
-    rank_reduce: Annotated[str | None, typer.Option(help="Over ranks: max or mean.")] = None,
-    seed: Annotated[int, typer.Option(help="For runs that are drawn again.")] = 0,
-    every: EverySession = False,
-    as_json: AsJson = False,
-) -> None:
-    """Recompute every decision of the logged sessions; with options, try another search on their samples.
-
-    The exit code is 1 if something recorded does not follow from what was recorded before it.
-    """
-    changes = {
-        "search": search, "n_repeat": n_repeat, "n_warmup": n_warmup, "statistic": statistic,
-        "rank_reduce": rank_reduce,
-    }  # fmt: skip
-    options = {name: value for name, value in changes.items() if value is not None}
-    history = _read(directory)
-    verdicts = replay.verify(history.sessions)
-    searched = history.sessions if every else history.newest()
-    found = replay.what_if(searched, options, seed) if options else []
-    if as_json:
-        sessions, another = list(map(asdict, verdicts)), list(map(asdict, found))
-        data = {"sessions": sessions, "another_search": another, "unreadable": history.skipped}
-        typer.echo(to_json(data, indent=True))
-    else:
-        console = terminal.open_console()
-        for name, text in history.skipped.items():
-            terminal.print_text(console, f"{name}: {text}", "yellow")
-        terminal.print_tables(console, *replay.verdicts_tables(verdicts), replay.what_if_table(found))
-    if history.skipped or any(verdict.differences for verdict in verdicts):
-        raise typer.Exit(1)
 
 
 @app.command("doctor")

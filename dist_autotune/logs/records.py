@@ -48,12 +48,10 @@ class SessionOpened(Record, frozen=True, kw_only=True, tag="session_opened"):
     clock: str = ""
     node: str = ""  # the name of this rank's host
     continues: str = ""  # the session whose contexts it takes up; empty: it begins with none
-    own_search: bool = False  # `search` names a function of the user's
     max_runs: int | None = None
     budget_s: float | None = None
     bits: str = "any"  # | "same" | "check": see `dist_autotune.contextual_autotune`
     tries_all: bool = False  # search="racing", where auto would try a few of many candidates
-    tunes: bool = True  # False: nothing is tried (DIST_AUTOTUNE_MODE=cached)
 
 
 class ContextRecord(Record, frozen=True, kw_only=True):

@@ -69,8 +69,6 @@ class Recorder:
             clock=type(function.clock).__name__,
             node=socket.gethostname(),
             continues=continues,
-            own_search=callable(options.search),
-            tunes=function.tunes,
         )
         self._log.write(self._stamped(opened))
 

@@ -22,9 +22,7 @@ from rank_programs import (
 )
 
 from dist_autotune import PeerFailed, TuningError
-from dist_autotune.cli import replay
 from dist_autotune.logs.records import SessionClosed, SessionOpened
-from dist_autotune.reports.history import load_history
 from ranks import assert_all_ok, run_ranks
 
 
@@ -151,8 +149,6 @@ def test_a_step_that_raises_every_few_calls_and_is_caught_costs_those_runs_alone
     assert (timings, winner, opened) == ([1.0, 2.0, 3.0], {"add64": 32}, 1)
     failed = [sorted(pair) for pair in zip(zero[4], one[4], strict=True) if pair != ("returned None",) * 2]
     assert failed == [["Boom", "PeerFailed"]] * 4
-    (verdict,) = replay.verify(load_history(Path(".autotune_logs")).sessions)
-    assert verdict.differences == []
 
 
 def test_a_rank_that_comes_back_without_the_session_makes_all_begin_anew():

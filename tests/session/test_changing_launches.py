@@ -24,10 +24,8 @@ from kernels_for_tests import (
 from typer.testing import CliRunner
 
 from dist_autotune.cli.commands import app
-from dist_autotune.cli.replay import verify
 from dist_autotune.launch import registry
 from dist_autotune.logs.records import ContextAdmitted, ContextSettled, SessionClosed
-from dist_autotune.reports.history import load_history
 from dist_autotune.triton_api import footprint
 
 
@@ -228,8 +226,6 @@ def test_the_next_process_expects_of_a_new_key_what_the_entries_on_disk_tell(
     context = only(tuned.report)
     assert (bench.blocks()[0], block_of(context.config)) == (64, 64)
     assert len(context.timings) == (3 if search == "expected" else 14)
-    (verdict,) = verify(load_history(Path(".autotune_logs")).sessions[len(sizes) :])
-    assert not verdict.differences
 
 
 def by_waves(launch: Launch) -> float:
