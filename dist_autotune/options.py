@@ -25,15 +25,12 @@ VALUES = {  # the texts that an option takes; what is not here takes something e
     "mode": ("replay", "online"),
     "search": ("auto", "exhaustive", "racing", "expected"),
     "objective": ("kernel", "thunk", "graph"),
-    "statistic": ("median", "mean", "min"),
-    "rank_reduce": ("max", "mean"),
-    "agree": ("key", "ordinal"),
     "on_stuck": ("raise", "abort"),
     "bits": settings.BIT_RULES,
 }
 AGREED = (  # what must be equal on all ranks
-    *("n_repeat", "n_warmup", "mode", "search", "objective", "statistic", "rank_reduce", "agree", "share"),
-    *("watch", "max_runs", "budget_s", "filler_ms", "bits"),
+    *("n_repeat", "n_warmup", "mode", "search", "objective", "share", "watch"),
+    *("max_runs", "budget_s", "filler_ms", "bits"),
 )
 OF_FUNCTIONS = ("mode", "group", "preserve", "clock", "bits", "outputs")  # `dist-autotune run` lacks them
 
@@ -50,9 +47,6 @@ class Options:
         search: `exhaustive`, `racing`, `expected`, `auto`, or a function returning a flow (docs/options.md).
         objective: `kernel` judges a config by its launches, `thunk` by the time of the whole run, `graph` by
             replays of the whole run, captured into a CUDA graph (docs/search.md).
-        statistic: over the samples of one rank: `median`, `mean` or `min`.
-        rank_reduce: over ranks: `max` or `mean`.
-        agree: contexts of ranks belong together by `key`, or as the n-th of a kernel (`ordinal`).
         group: torch.distributed process group, or a DeviceMesh of one dimension; None: the default group.
         share: False: results belong to this function alone.
         name: of the function in logs, reports and cache; None: its qualified name, or the program's file.
@@ -83,9 +77,6 @@ class Options:
     mode: str = "replay"
     search: str | Callable[..., Any] = "auto"
     objective: str = "kernel"
-    statistic: str = "median"
-    rank_reduce: str = "max"
-    agree: str = "key"
     group: Any = None
     share: bool = True
     name: str | None = None
@@ -169,7 +160,7 @@ class Options:
 
     def rules(self) -> dict[str, Any]:
         """Return the options that steer decisions, as `Rules` and the log name them."""
-        names = ("mode", "objective", "statistic", "rank_reduce", "max_runs", "budget_s")
+        names = ("mode", "objective", "max_runs", "budget_s")
         n_repeat = DEFAULT_N_REPEAT if self.n_repeat is None else self.n_repeat
         n_warmup = DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
         given = {name: getattr(self, name) for name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,24 +17,22 @@ from dist_autotune.search.messages import (
     RunReport,
     checked,
     decode,
-    femtoseconds,
     merge,
 )
 from dist_autotune.search.rules import BY_LAUNCH, Rules
 from dist_autotune.search.state import SearchState
 from dist_autotune.search.strategies import STRATEGIES, exhaustive
-from dist_autotune.timing.samples import STATISTICS
 
 Ms = Mapping[str, float] | Callable[[str, int], float]
 
 
 def rules(**options: Any) -> Rules:
-    chosen = {"search": "exhaustive", "n_warmup": 0, "n_repeat": 1, "rank_reduce": "max", **options}
+    chosen = {"search": "exhaustive", "n_warmup": 0, "n_repeat": 1, **options}
     return Rules(**{"strategy": STRATEGIES.get(chosen["search"], exhaustive), **chosen})
 
 
 class Simulation:
-    """All ranks at once: each launches what is planned and tells its own statistic.
+    """All ranks at once: each launches what is planned and tells its own median.
 
     `contexts` are the candidates of each, in the order of first launch; `ms` maps candidates to a time,
     for all ranks or by rank. The whole run takes the sum of its launches, and `run_ms(plan)` more.
@@ -150,11 +149,10 @@ class Simulation:
     def _times(self, ms: float, where: Any) -> dict[str, Any]:
         samples = self._samples.setdefault(where, [])
         samples.append(ms)
-        so_far = STATISTICS[self.tuning.rules.statistic](samples)
+        so_far = statistics.median(samples)
         return {
             "worst_ms": so_far,
             "best_ms": so_far,
-            "total_fs": femtoseconds(so_far),
             "measured": 1,
         }
 

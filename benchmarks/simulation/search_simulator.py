@@ -5,7 +5,7 @@
 
 Protocol: candidates have true times drawn from 1 + gamma(1.2, 0.25); a sample of one rank is the true time
 times lognormal jitter (2 %), a per-rank offset (1 %), a spike (3 % of samples, x1.5), the clock's drift
-(x1.00 to x1.11, time constant 30 runs) and x1.3 in a candidate's first run. The statistic of a rank is the
+(x1.00 to x1.11, time constant 30 runs) and x1.3 in a candidate's first run. The time of a rank is the
 median of its samples, ranks are reduced by max, as in a session. Reported over many sessions: runs, regret
 of the pick (its true time over the best one), the chance of more than 1 % regret, and the chance that two
 sessions on the same candidates pick differently.

@@ -17,7 +17,7 @@ from ..search.expectation.fields import UNKNOWN, Fills, TimesByKey
 from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
 from ..search.expectation.order import best_start
-from ..search.messages import MIXED, Claim, Part, Upgrade, femtoseconds
+from ..search.messages import MIXED, Claim, Part, Upgrade
 from ..search.rules import BY_LAUNCH
 from ..storage.known_results import KnownOfKernel
 from ..storage.scope import ContextIdentity
@@ -82,7 +82,6 @@ class RankContext:
     """One context on this rank; `search` is the state that all ranks share. `stage` says how far it is."""
 
     name: str
-    agreed_key: str  # its key, or with agree="ordinal" its number: unique among the contexts of the kernel
     identity: ContextIdentity
     samples: Samples
     rank: int
@@ -236,7 +235,7 @@ class RankContext:
         return self._report_earlier_runs() or (Part() if self.run.ran else None)
 
     def _report_earlier_runs(self) -> Part | None:
-        """Return the statistic of the candidate on trial where only earlier runs have launched it here."""
+        """Return the median of the candidate on trial where only earlier runs have launched it here."""
         if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
             return None
         earlier = self.samples.report_earlier_runs(self.search.digests[self.search.trial])
@@ -308,4 +307,4 @@ def part_of(reading: Reading) -> Part:
     if ms is None:
         pending, unmeasured = int(reading.is_pending), int(reading.is_timed)
         return Part(reading.ran, pending=pending, unmeasured=unmeasured)
-    return Part(reading.ran, ms, ms, femtoseconds(ms), gap_ms=reading.gap_ms, measured=1)
+    return Part(reading.ran, ms, ms, gap_ms=reading.gap_ms, measured=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from threading import get_ident
@@ -14,7 +13,6 @@ from triton.runtime.autotuner import Autotuner
 
 from ..compilation import preflight
 from ..formatting import config_label
-from ..options import Options
 from ..search.context import Context, Outcome
 from ..search.expectation.fields import Fills, filled
 from ..search.expectation.order import FEWEST
@@ -41,14 +39,12 @@ class Registry:
     lock: taken by who replaces it, or admits a launch.
     """
 
-    def __init__(
-        self, names: KernelNames, options: Options, clock: Clock, rank: int, known: KnownResults
-    ) -> None:
+    def __init__(self, names: KernelNames, clock: Clock, rank: int, known: KnownResults) -> None:
         self.by_name: Mapping[str, RankContext] = {}
         self.lock = fork_safe_lock()
         self.has_news = False  # contexts have changed since a run began: a settled call has them choose anew
         self.names, self.known = names, known
-        self._options, self._clock, self._rank = options, clock, rank
+        self._clock, self._rank = clock, rank
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -111,7 +107,7 @@ class Registry:
         tuner: Autotuner | None,
         launch: Launch | None = None,
     ) -> RankContext:
-        """Return a new context; no other context of the kernel has its agreed key.
+        """Return a new context.
 
         A config that `Autotuner.cache` holds and that is none of the candidates is added to `configs`.
         """
@@ -124,28 +120,23 @@ class Registry:
                 about = dataclasses.replace(about, texts={**about.texts, claim[1]: str(cached)})
             else:
                 claim = None
-        agreed_key, name = self._agreed_key(about)
-        samples = Samples(self._clock, self._options.statistic, flags_gaps=tuner is not None)
-        context = RankContext(name, agreed_key, about, samples, self._rank, claim)
+        samples = Samples(self._clock, flags_gaps=tuner is not None)
+        context = RankContext(self._free_name(about), about, samples, self._rank, claim)
         context.holds_claim_back = claim is not None and known.holds_back(about)
-        context.search = known.search.contexts.get(name)
+        context.search = known.search.contexts.get(context.name)
         if launch is not None and len(configs) >= FEWEST and known.function.keys_teach:
             context.fills = _fills(launch, configs, about.texts)
         self._choose_first(context)
-        bans = {} if context.search is not None else known.search.crash_bans.get(name, {})
+        bans = {} if context.search is not None else known.search.crash_bans.get(context.name, {})
         context.bans.update((each, reason) for each, (_, reason) in bans.items() if each in about.texts)
         return context
 
-    def _agreed_key(self, about: ContextIdentity) -> tuple[str, str]:
-        """Return the key that ranks agree by, free among a kernel's contexts, and the name of its context."""
-        kernel, key = about.kernel, about.key_text
-        if self._options.agree == "ordinal":
-            taken = {each.agreed_key for each in self.by_name.values() if each.identity.kernel == kernel}
-            key = next(free for n in itertools.count() if (free := f"@{n}") not in taken)
-        name = context_name(self.names.alias(kernel), key)
+    def _free_name(self, about: ContextIdentity) -> str:
+        """Return the name of a new context, which no other one has."""
+        name = context_name(self.names.alias(about.kernel), about.key_text)
         if name in self.by_name:  # of another Autotuner, one that shares its contexts with peers'
-            name = context_name(f"{kernel}!", key)
-        return key, name
+            name = context_name(f"{about.kernel}!", about.key_text)
+        return name
 
     def _choose_first(self, context: RankContext) -> None:
         """Choose the candidate that a context begins with, if no rank has announced the context.
@@ -262,7 +253,6 @@ class Registry:
             family=f"{family_of(about.kernel)}{about.kernel.partition('#')[2]}",
             siblings=len(self.names.relatives(about.kernel)),
             place=place,
-            agreed_key=context.agreed_key,
             claim=context.claim,
             nearest_key=beginning.nearest_key,
             default=next(iter(about.texts), ""),

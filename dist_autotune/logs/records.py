@@ -37,8 +37,6 @@ class SessionOpened(Record, frozen=True, kw_only=True, tag="session_opened"):
     mode: str
     search: str
     objective: str
-    statistic: str
-    rank_reduce: str
     n_warmup: int
     n_repeat: int
     device: str
@@ -92,7 +90,7 @@ class Trial(ConfigRecord, frozen=True, kw_only=True, tag="trial"):
     n: int  # ... of n planned for this config (0: the search does not say)
     launches: int
     ms: float | None  # mean per launch of this run, this rank; None: no usable sample
-    statistic_ms: float | None  # this rank's statistic so far of this config
+    median_ms: float | None  # this rank's median so far of this config
     gap_ms: float = 0.0  # how much of `ms` may be the host's; 0.0: none, or the clock cannot tell
     judge: str = "launch"  # `ms` is of the kernel's launches, or of the whole "run"
 
@@ -104,7 +102,7 @@ class RunTimed(Record, frozen=True, kw_only=True, tag="run_timed"):
     judged: str  # "context|candidate" by digest; "|tuned" and "|default": the comparison of plans
     counts: bool  # False: a warm-up, or a run that did not count
     ms: float | None
-    statistic_ms: float | None
+    median_ms: float | None
 
 
 class Merged(Record, frozen=True, kw_only=True, tag="merged"):

@@ -67,8 +67,8 @@ class CandidateHistory:
 
     @cached_property
     def rank_ms(self) -> dict[int, float]:
-        """Return each rank's own statistic, of the ranks that have one."""
-        return {trial.rank: ms for trial in self.trials if is_time(ms := trial.statistic_ms)}
+        """Return each rank's own median, of the ranks that have one."""
+        return {trial.rank: ms for trial in self.trials if is_time(ms := trial.median_ms)}
 
     @property
     def samples(self) -> int:
@@ -123,7 +123,7 @@ class ContextHistory:
         )
 
     def choices_alone(self) -> dict[int, CandidateHistory]:
-        """Return, for each rank, the candidate that is fastest by this rank's own statistic."""
+        """Return, for each rank, the candidate that is fastest by this rank's own median."""
         timed: defaultdict[int, list[CandidateHistory]] = defaultdict(list)
         for candidate in self.candidates:
             for rank in candidate.rank_ms:
@@ -138,7 +138,7 @@ class ContextHistory:
             known = {each.config: ms for each in agreed if each.counted and is_time(ms := each.ms)}
         if not known and self.is_alone:
             samples = filter(is_sample, of_kind(self.records, Trial))
-            known = {trial.config: ms for trial in samples if (ms := trial.statistic_ms) is not None}
+            known = {trial.config: ms for trial in samples if (ms := trial.median_ms) is not None}
         return known
 
 

@@ -24,7 +24,7 @@ from .history import (
 )
 
 # Fields of the opening that a reader of the figures needs.
-ABOUT = ("started_at", "device", "versions", "mode", "search", "objective", "statistic", "rank_reduce")
+ABOUT = ("started_at", "device", "versions", "mode", "search", "objective")
 # Fields that a result has alike in the log and in the program's report.
 AS_SETTLED = (
     *("status", "timings", "banned", "launch_bound"),

@@ -6,7 +6,6 @@ import math
 from collections.abc import Container
 
 from .messages import Part
-from .rules import Rules
 from .strategies import interval
 
 HOST_SHARE = 0.03  # of an agreed time: a larger part of the host's counts
@@ -15,16 +14,15 @@ HOST_SHARE = 0.03  # of an agreed time: a larger part of the host's counts
 class AgreedTimes:
     """Agreed milliseconds so far, by candidate."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self) -> None:
         self.ms: dict[int, float] = {}
         self.warmup_ms: dict[int, float] = {}  # of a warm-up run: no sample, but something known
         self.fastest_ms: dict[int, float] = {}  # the fastest rank's
         self.gap_ms: dict[int, float] = {}  # how much of the agreed ms may be a host's
-        self._rules = rules
 
     def record_sample(self, index: int, judged: Part) -> float:
         """Return the agreed time so far; nan unless each rank that launched the candidate has a sample."""
-        ms = judged.agreed_ms(self._rules.rank_reduce)
+        ms = judged.agreed_ms
         if ms is None:
             self.ms.pop(index, None)
         else:
@@ -34,9 +32,9 @@ class AgreedTimes:
 
     def record_warmup(self, index: int, judged: Part) -> float:
         """Return the agreed time so far; without samples that of the warm-up."""
-        ms = judged.agreed_ms(self._rules.rank_reduce)
+        ms = judged.agreed_ms
         if ms is not None:
-            self.warmup_ms[index] = interval(ms, judged.gap_ms, self._rules.statistic)
+            self.warmup_ms[index] = interval(ms, judged.gap_ms)
         return self._so_far(index) if ms is None or index in self.ms else self.warmup_ms[index]
 
     def agreed_ms(self, index: int) -> float:
@@ -44,7 +42,7 @@ class AgreedTimes:
         return self._so_far(index) if index in self.ms else self.warmup_ms.get(index, 0.0)
 
     def _so_far(self, index: int) -> float:
-        return interval(self.ms.get(index, math.nan), self.host_ms(index), self._rules.statistic)
+        return interval(self.ms.get(index, math.nan), self.host_ms(index))
 
     def drop_samples(self) -> None:
         self.ms, self.warmup_ms, self.fastest_ms, self.gap_ms = {}, {}, {}, {}

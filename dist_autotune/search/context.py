@@ -109,7 +109,7 @@ class Context:
         # The first so many candidates are raced: after an upgrade the best of an old result.
         self.raced = len(announcement.upgrade[2]) if self.upgrade and announcement.upgrade else len(order)
         self.banned: dict[int, Ban] = {}
-        self.times = AgreedTimes(rules)
+        self.times = AgreedTimes()
         self.status = Status.UNDER_WAY
         self.winner: int | None = None
         self.began: int | None = None  # the run of this session in which its search began

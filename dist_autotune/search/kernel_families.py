@@ -10,9 +10,9 @@ from ..codec import digest
 from .messages import Part, RunReport
 
 
-def context_name(kernel_id: str, agreed_key: str) -> str:
+def context_name(kernel_id: str, key: str) -> str:
     """Return the name of a kernel's context, the same on all ranks."""
-    return digest(f"{kernel_id}|{agreed_key}")
+    return digest(f"{kernel_id}|{key}")
 
 
 class KernelFamilies:
@@ -42,7 +42,7 @@ class KernelFamilies:
             if self._siblings[family] == 1:
                 self.aliases.update(dict.fromkeys(kernels[1:], kernels[0]))
         names = {
-            name: context_name(self.aliases[each.kernel_id], each.agreed_key)
+            name: context_name(self.aliases[each.kernel_id], each.key)
             for name, each in announced.items()
             # On a rank that has both they are two kernels, though they were taken for one before.
             if name not in known and each.kernel_id in self.aliases and each.siblings == 1

@@ -8,7 +8,6 @@ import math
 import operator
 import typing
 from collections.abc import Callable, Container
-from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
 from msgspec import Struct, field
@@ -17,7 +16,6 @@ from msgspec.structs import fields, force_setattr, replace
 from ..codec import from_json, to_builtins
 from ..errors import RankMismatch
 
-FS_PER_MS = 10**12
 MIXED = "*"  # launches of one run did not all use one candidate; messages were not all of one kind
 
 T = TypeVar("T")
@@ -98,12 +96,12 @@ Offers: TypeAlias = Annotated[dict[str, Offer], _by_key(min)]  # by the digest o
 class Announcement(Struct, frozen=True, omit_defaults=True):
     """A context's first appearance on some ranks: the candidates they share, in the lowest rank's order.
 
-    Logs and messages keep the names that three fields had first.
+    Logs and messages keep the names that two fields had first.
     """
 
     rank: int
     kernel: str
-    key: str
+    key: str  # with `kernel_id` it makes the context's name
     order: tuple[tuple[str, str], ...]  # (digest, text) of each candidate
     shared: tuple[str, ...]  # digests, sorted
     is_choice: bool = False  # a `tunable`: options instead of configs
@@ -111,7 +109,6 @@ class Announcement(Struct, frozen=True, omit_defaults=True):
     family: str = ""  # the same for all of them
     siblings: int = 1  # how many of the family a rank has launched, at most
     place: int = 0  # in the order in which `rank` has met its contexts
-    agreed_key: str = field(default="", name="slot")  # with `kernel_id` it makes the context's name
     claim: Claim | None = None  # a result it already has
     nearest_key: str = field(default="", name="like")  # whose winner stands first in `order`
     default: str = ""  # the candidate that `rank` launches untuned; "": the first
@@ -170,24 +167,22 @@ class Part(Mergeable, frozen=True):
     """What ranks say of one context after a run."""
 
     ran: Annotated[str | None, _if_both(_same)] = None  # digest launched; MIXED; None: no launch
-    worst_ms: Annotated[float, max] = -math.inf  # of the per-rank statistic so far of the candidate on trial
+    worst_ms: Annotated[float, max] = -math.inf  # of the ranks' medians so far of the candidate on trial
     best_ms: Annotated[float, min] = math.inf
-    total_fs: Annotated[int, operator.add] = 0  # their sum, whole: the same in whatever order it is added up
-    measured: Annotated[int, operator.add] = 0  # ranks with a statistic
+    measured: Annotated[int, operator.add] = 0  # ranks with a sample
     unmeasured: Annotated[int, operator.add] = 0  # ranks that launched it and have none
     pending: Annotated[int, operator.add] = 0  # ranks whose sample is not read yet (online)
     bans: Bans = {}
     announcement: Annotated[Announcement | None, _if_both(Announcement.merged)] = None
-    gap_ms: Annotated[float, max] = 0.0  # how much of a rank's statistic may be its host's
+    gap_ms: Annotated[float, max] = 0.0  # how much of a rank's median may be its host's
     compiling: Annotated[int, max] = 0  # online: candidates that some rank has still to compile or load
     share: Annotated[int, max] = 0  # thousandths of the device that a launch of `ran` holds; 0: not known
     launches: Annotated[int, max] = 1  # in the run
 
-    def agreed_ms(self, rank_reduce: str) -> float | None:
-        """Return the statistic reduced over the ranks; None where a rank that launched it has none."""
-        if self.unmeasured or not self.measured:
-            return None
-        return self.worst_ms if rank_reduce == "max" else self.total_fs / (self.measured * FS_PER_MS)
+    @property
+    def agreed_ms(self) -> float | None:
+        """Return the slowest rank's median; None where a rank that launched the candidate has no sample."""
+        return None if self.unmeasured or not self.measured else self.worst_ms
 
 
 class Bits(Mergeable, frozen=True):
@@ -196,11 +191,6 @@ class Bits(Mergeable, frozen=True):
     digest: Annotated[str, _sum_of_digests] = ""  # of every rank's outputs
     tensors: Annotated[int, operator.add] = 0  # among them
     differs: Annotated[Ban | None, _if_both(min)] = None  # the output unlike the session's first run; a rank
-
-
-def femtoseconds(ms: float) -> int:
-    """Return a finite time in whole femtoseconds."""
-    return round(Fraction(ms) * FS_PER_MS)
 
 
 # Of a run in which a process ended: no more is known; a rank had raised, so others may have been killed; the

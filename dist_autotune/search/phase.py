@@ -117,9 +117,8 @@ class RunPhase(Phase, abc.ABC):
                 return
         self._idle_runs = 0
         self.has_counted = not self._asked.is_warmup
-        ms = merged.run.agreed_ms(self._rules.rank_reduce)
-        statistic = self._rules.statistic
-        self._resume(math.nan if ms is None else interval(ms, merged.run.gap_ms, statistic))
+        ms = merged.run.agreed_ms
+        self._resume(math.nan if ms is None else interval(ms, merged.run.gap_ms))
 
     def _ran_as_planned(self, merged: RunReport) -> bool:
         if self.waiting:

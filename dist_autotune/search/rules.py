@@ -21,8 +21,6 @@ class Rules:
     search: str
     n_warmup: int
     n_repeat: int
-    rank_reduce: str
-    statistic: str = "median"
     objective: str = "kernel"
     mode: str = "replay"
     max_runs: int | None = None

@@ -74,10 +74,7 @@ class Winner(int):
 
 
 class AgreedMs(float):
-    """An agreed time that may hold the host's time: the candidate's own lies between `least_ms` and it.
-
-    With `statistic="min"` every time is one: it is the least of its samples, no median of them.
-    """
+    """An agreed time that may hold the host's time: the candidate's own lies between `least_ms` and it."""
 
     least_ms: float
 
@@ -87,9 +84,9 @@ class AgreedMs(float):
         return agreed
 
 
-def interval(ms: float, host_ms: float, statistic: str) -> float:
+def interval(ms: float, host_ms: float) -> float:
     """Return an agreed time that may hold `host_ms` of the host's."""
-    return AgreedMs(ms, ms - host_ms) if host_ms > 0 or statistic == "min" else ms
+    return AgreedMs(ms, ms - host_ms) if host_ms > 0 else ms
 
 
 def least(ms: float) -> float:

@@ -88,7 +88,6 @@ class KnownResults:
             "driver": device.driver,
             "triton_version": triton.__version__,
             "world_size": len(function.group.ranks),
-            "agree": function.options.agree,
         }
         self.folder = self._folder(function.scope, function.kernel_scope)  # of what the function launches
 

@@ -81,8 +81,6 @@ class FunctionScope:
     def keys_teach(self) -> bool:
         """Return whether a new key may begin with the winners of other keys.
 
-        Not with agree="ordinal": contexts that belong together have different keys. Not where bits are
-        compared: the bits that are kept must not depend on earlier tuning.
+        Not where bits are compared: the bits that are kept must not depend on earlier tuning.
         """
-        agrees_by_order = self.options.agree == "ordinal" and not self.is_alone
-        return not agrees_by_order and self.bits == "any"
+        return self.bits == "any"

@@ -30,7 +30,7 @@ from ..errors import CacheWarning
 from ..formatting import context_label
 from ..regular_files import read_bounded, replace_whole
 
-SCHEMA_VERSION = 1  # raise it when the fields of EntryKey or their meaning change
+SCHEMA_VERSION = 2  # raise it when the fields of EntryKey or their meaning change
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
 WAITING = "waiting"  # in it a file for each context that was launched and has no winner yet
@@ -54,7 +54,6 @@ class EntryKey(Struct, frozen=True):
     triton_version: str
     world_size: int
     scope: str = ""  # the function, when contexts are not shared between functions
-    agree: str = "key"
     driver: str = ""
 
     @property

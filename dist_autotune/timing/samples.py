@@ -1,4 +1,4 @@
-"""Samples of one rank: marks of a clock become a run's sample, samples become the rank's statistic."""
+"""Samples of one rank: marks of a clock become a run's sample, samples become the rank's median."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from ..errors import InvalidOption
 if TYPE_CHECKING:
     from .clock import Clock  # imports torch, which readers of logs do not need
 
-STATISTICS: dict[str, Callable[[list[float]], float]] = {
-    "median": statistics.median,
-    "mean": statistics.fmean,
-    "min": min,
-}
 READ_WITHIN_RUNS = 2  # online: how many runs later the clock is read, ready or not
 GAP_SHARE = 0.03  # of a sample: a smaller part of the host's does not count
 
@@ -37,7 +32,7 @@ class Reading:
     ran: str | None  # the candidate; None: what this rank launched in earlier runs only
     is_pending: bool = False  # the last run's clock is not read yet
     is_timed: bool = False  # it is read; False: nothing was timed
-    ms: float | None = None  # the statistic so far; None: no sample
+    ms: float | None = None  # the median so far; None: no sample
     gap_ms: float = 0.0  # how much of it may be the host's
 
 
@@ -50,13 +45,13 @@ class Samples:
     flags_gaps: ask how much of a launch may be the host's. A whole run may keep the device waiting always.
     """
 
-    def __init__(self, clock: Clock, statistic: str, *, flags_gaps: bool = False) -> None:
+    def __init__(self, clock: Clock, *, flags_gaps: bool = False) -> None:
         self.by_candidate: dict[str, list[Sample]] = {}  # those that count
         self.sample: Sample | None = None  # of the run that is reported
         self.report: Reading | None = None  # None: the ranks have agreed on the last one
         self._reports = 0  # how often it was given
         self._is_mixed = False
-        self._clock, self._statistic = clock, STATISTICS[statistic]
+        self._clock = clock
         self._marks: list[Any] = []
         self._is_launching = False
         # Methods that only some clocks have; see `EventClock`.
@@ -112,7 +107,7 @@ class Samples:
         return self.report
 
     def report_earlier_runs(self, candidate: str) -> Reading | None:
-        """Return the statistic of a candidate that this rank launched in earlier runs only; None: never."""
+        """Return the median of a candidate that this rank launched in earlier runs only; None: never."""
         known = self.by_candidate.get(candidate)
         return None if known is None else self._reading(None, known)
 
@@ -160,6 +155,6 @@ class Samples:
             return Reading(ran, is_timed=True)
         exact = [sample.ms for sample in samples if sample.gap_ms <= GAP_SHARE * sample.ms]
         # Samples without the host's part say the kernel's time, and the others add nothing.
-        ms = self._statistic(exact or [sample.ms for sample in samples])
+        ms = statistics.median(exact or [sample.ms for sample in samples])
         gap_ms = 0.0 if exact else min(ms, statistics.median(sample.gap_ms for sample in samples))
         return Reading(ran, is_timed=True, ms=ms, gap_ms=gap_ms)

@@ -107,7 +107,7 @@ class FunctionState:
         function = self.function
         self.known.search = self.search = self._new_search()
         names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
-        self.registry = Registry(names, function.options, function.clock, rank, self.known)
+        self.registry = Registry(names, function.clock, rank, self.known)
         self.dispatcher = Dispatcher(
             self.registry, function.clock, self.guard, self.compiling, self._note, self.written
         )

@@ -42,7 +42,7 @@ class RankRun:
         self.launched: set[str] = set()  # contexts, in any run so far
         self.has_sample = self.has_time = False  # a run was a sample here, and one of them gave a time
         self.shares_clock = False  # all ranks read one monotonic clock
-        self._whole = Samples(clock, options.statistic)  # of whole runs
+        self._whole = Samples(clock)  # of whole runs
         self._replays = GraphReplays()
         self.is_replayed = False  # replays judge the run under way
         self._state, self._log = state, log

@@ -133,11 +133,11 @@ class Recorder:
 
 
 def _times(samples: Samples, part: Part | None) -> dict[str, Any]:
-    """Return the time of the run that is reported, and the statistic so far: of a part, or of whole runs."""
+    """Return the time of the run that is reported, and the median so far: of a part, or of whole runs."""
     ms = None if samples.sample is None else samples.sample.ms
     if part is not None:
-        return {"ms": ms, "statistic_ms": part.worst_ms if part.measured else None}
-    return {"ms": ms, "statistic_ms": None if samples.report is None else samples.report.ms}
+        return {"ms": ms, "median_ms": part.worst_ms if part.measured else None}
+    return {"ms": ms, "median_ms": None if samples.report is None else samples.report.ms}
 
 
 def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]) -> tuple[TunedContext, ...]:

@@ -23,7 +23,7 @@ class TunedContext:
     key: Any
     config: Any  # the winning triton.Config, or the winning option of a `tunable`; None: there is none
     ms: float | None = None  # agreed over the ranks; None: never timed
-    fastest_rank_ms: float | None = None  # of the winner; `ms` is that of the slowest, or the mean
+    fastest_rank_ms: float | None = None  # of the winner; `ms` is that of the slowest
     status: str = "tuned"  # | "cached" | "starved" | "partial" | "tuning" | "unfinished": it was dropped
     timings: Mapping[str, float] = field(default_factory=dict)  # candidate's text -> agreed ms
     banned: Mapping[str, str] = field(default_factory=dict)  # candidate's text -> reason

@@ -60,7 +60,7 @@ def session_records(name: str = "s1", rank: int = 0, thunk: str = "layer") -> li
     out: list[records.Record] = [
         records.SessionOpened(
             **here, thunk=thunk, world_size=2, ranks=(0, 1), mode="replay", search="exhaustive",
-            objective="kernel", statistic="median", rank_reduce="max", n_warmup=0, n_repeat=SAMPLES,
+            objective="kernel", n_warmup=0, n_repeat=SAMPLES,
             device="test device", versions={"triton": "3.6.0"}, pid=1, started_at="2026-01-02T03:04:05Z",
             clock="EventClock",
         ),
@@ -80,7 +80,7 @@ def session_records(name: str = "s1", rank: int = 0, thunk: str = "layer") -> li
                 records.RunStarted(**here, run=run, plan={"c0ffee": config_id}, elapsed_s=run / 10),
                 records.Trial(
                     **about, **config, run=run, kind="sample", k=k, n=SAMPLES, launches=1, ms=own_ms,
-                    statistic_ms=own_ms, elapsed_s=run / 10,
+                    median_ms=own_ms, elapsed_s=run / 10,
                 ),
                 records.Agreed(
                     **about, **config, run=run, ms=max(times), fastest_rank_ms=min(times), counted=True,

@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from typing import Any
 
-from random_programs import OF_THE_PACKAGE, Kernel, Program, having, true_winners, viable_blocks
+from random_programs import OF_THE_PACKAGE, Kernel, Program, having, true_winner, viable_blocks
 from triton.runtime.errors import OutOfResources
 from virtual_ranks import Gone, VirtualAgreement
 from virtual_tuners import FUNCTIONS, Boom, Ending, VirtualRank
@@ -346,7 +346,7 @@ def check_figures(program: Program, report: Any, counts: Counter[str]) -> None:
     patterns |= {pattern.kind for choice in program.choices for pattern in choice.launches}
     is_steady = patterns <= {"always"} and not (program.is_noisy or program.events)
     least_run_ms = 0.0  # of the slowest rank, if each is in every run
-    if patterns <= {"always"} and program.options.get("rank_reduce", "max") == "max":
+    if patterns <= {"always"}:
         always = [kernel for kernel in program.kernels if not kernel.under]
         least_run_ms = max(
             sum(
@@ -415,8 +415,8 @@ def check_winners(program: Program, endings: list[Ending], counts: Counter[str])
             assert (kernel.function, n) not in endings[0].winners, "a kernel with one config has a context"
             counts["passed straight through"] += 1
             continue
-        expected = true_winners(kernel, n, program.options["rank_reduce"])
+        expected = true_winner(kernel, n)
         for rank in having(kernel, n):
             block = endings[rank].winners[kernel.function, n]
-            assert block in expected, f"kernel {kernel.function} [{n}], rank {rank}: {block}, not {expected}"
+            assert block == expected, f"kernel {kernel.function} [{n}], rank {rank}: {block}, not {expected}"
         counts["winners known beforehand"] += 1

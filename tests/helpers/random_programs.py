@@ -189,15 +189,11 @@ def viable_blocks(kernel: Kernel, n: int) -> list[int]:
     ]
 
 
-def true_winners(kernel: Kernel, n: int, rank_reduce: str) -> list[int]:
-    """Return the BLOCK that is fastest; several where the sum of times leaves a tie open."""
-    times: dict[int, float] = {}
-    for block in viable_blocks(kernel, n):
-        by_rank = [kernel.ms[rank, block] for rank in having(kernel, n)]
-        times[block] = max(by_rank) if rank_reduce == "max" else math.fsum(by_rank) / len(by_rank)
-    fastest = min(times.values())
-    ties = [block for block, ms in times.items() if ms <= fastest + 1e-9]
-    return ties[:1] if rank_reduce == "max" else ties
+def true_winner(kernel: Kernel, n: int) -> int:
+    """Return the BLOCK that is fastest by its slowest rank, the first of equal ones."""
+    ranks = having(kernel, n)
+    times = {block: max(kernel.ms[rank, block] for rank in ranks) for block in viable_blocks(kernel, n)}
+    return min(times, key=times.__getitem__)
 
 
 def draw_program(random: Random) -> Program:
@@ -250,9 +246,6 @@ def _options(random: Random, search: str, *, is_plain: bool) -> dict[str, Any]:
         "objective": "kernel" if is_plain else random.choice(objectives),
         "n_warmup": random.choice((0, 0, 1, 2)) if counts else None,
         "n_repeat": random.choice((1, 1, 2, 3)) if counts else None,
-        "statistic": random.choice(("median", "mean", "min")),
-        "rank_reduce": random.choice(("max", "max", "mean")),
-        "agree": "key" if is_plain else random.choice(("key", "key", "ordinal")),
         "share": random.random() < 0.8,
         "watch": is_plain or random.random() < 0.8,
         "max_runs": random.randrange(1, random.choice((30, 300))) if is_limited else None,

@@ -23,7 +23,7 @@ from ranks import assert_all_ok, run_ranks
 def test_time_of_one_exchange_with_8_ranks(capsys):
     def program(rank):
         agreement = GROUPS.of(None)
-        part = Part(ran="0123456789abcdef", worst_ms=1.25, best_ms=1.25, total_fs=125 * 10**10, measured=1)
+        part = Part(ran="0123456789abcdef", worst_ms=1.25, best_ms=1.25, measured=1)
         payload = RunReport(rank, parts={"fedcba9876543210": part}).encode()
         times_ms = []
         for _ in range(100):

@@ -113,17 +113,6 @@ def test_an_entry_of_the_key_of_one_rank_only():
     assert one == (4, 16, "tuned", [16, 32, 64, 16])
 
 
-def test_ordinal_agreement_finds_its_entries():
-    def program(rank):
-        ms = {16: 5.0 * rank + 1, 32: 2.0}
-        return tune_on_disk(rank, ms, x=numbers(64 + rank), agree="ordinal")[1:3]
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(32, "tuned")] * 2
-    assert assert_all_ok(run_ranks(program, 2)) == [(32, "cached")] * 2
-    shutil.rmtree(own_cache(1))
-    assert assert_all_ok(run_ranks(program, 2)) == [(32, "cached")] * 2
-
-
 # ---- what the cache holds besides
 
 

@@ -131,7 +131,7 @@ def test_a_step_that_raises_every_few_calls_and_is_caught_costs_those_runs_alone
                 raise Boom(f"batch {batch}")
 
         batch = 0
-        step = tune(bench, thunk, mode=mode, n_warmup=1, n_repeat=2, statistic="mean", name="step")
+        step = tune(bench, thunk, mode=mode, n_warmup=1, n_repeat=2, name="step")
         while not step.settled:
             endings.append(ending(step).partition(":")[0])
         (context,) = step.report.contexts

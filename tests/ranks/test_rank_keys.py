@@ -1,11 +1,11 @@
-"""Keys and kernels that only some ranks have, or that hold a rank: agreed among those that have them."""
+"""Keys and kernels that only some ranks have, or that hold a rank: tuned among those that have them."""
 
 import numpy as np
 import pytest
 import torch
 from kernels_for_tests import Bench, double, launch, numbers, out_of_resources
 from operation_runs import on_ranks
-from rank_programs import blocks_of, ending, run_until_settled, tune
+from rank_programs import blocks_of, run_until_settled, tune
 
 from ranks import assert_all_ok, run_ranks
 
@@ -80,9 +80,8 @@ def test_what_fails_for_the_key_of_one_rank_is_not_banned_for_the_keys_of_others
     assert one == (4, {"add64": 32, "add8": 64}, {64: 0, 8: 1})
 
 
-@pytest.mark.parametrize("agree", ["key", "ordinal"])
 @MODES
-def test_ranks_that_launch_nothing_keep_in_step(mode, agree):
+def test_ranks_that_launch_nothing_keep_in_step(mode):
     def program(rank):
         bench, runs = Bench(), []
         kernel = bench.kernel({16: 3.0, 32: 1.0 + rank})
@@ -91,7 +90,7 @@ def test_ranks_that_launch_nothing_keep_in_step(mode, agree):
             runs.append(None)
             return launch(kernel, numbers(64)) if rank == 1 else None
 
-        step = tune(bench, thunk, mode=mode, agree=agree)
+        step = tune(bench, thunk, mode=mode)
         run_until_settled(step)
         return len(runs), blocks_of(step)
 
@@ -125,86 +124,3 @@ def test_values_that_are_one_key_of_a_dict_are_one_key_of_all_ranks(rank, values
         3,
         [32],
     )
-
-
-# ---- keys that hold a rank or a local size
-
-
-@pytest.mark.parametrize(("agree", "winners"), [("key", (16, 32)), ("ordinal", (32, 32))])
-def test_contexts_of_local_sizes_agree_by_their_order(agree, winners):
-    def program(rank):
-        bench = Bench()
-        kernel = bench.kernel({16: 5.0 if rank else 1.0, 32: 2.0})
-        step = tune(bench, lambda: launch(kernel, numbers(64 + rank)), agree=agree)
-        step()
-        (context,) = step.report.contexts
-        return step.report.runs, context.key[0], context.config.kwargs["BLOCK"]
-
-    assert assert_all_ok(run_ranks(program, 2)) == [(3, 64, winners[0]), (3, 65, winners[1])]
-
-
-def test_ordinal_agreement_pairs_the_nth_keys_of_each_kernel():
-    def program(rank):
-        bench = Bench()
-        by_key = lambda launch: {16: 1.0, 32: 2.0}[launch.block] if launch.n < 50 else 48 / launch.block  # noqa: E731
-        first = bench.kernel({16: by_key, 32: by_key})
-        second = bench.kernel({16: 9.0 * rank + 1, 32: 2.0}, double)
-
-        def thunk():
-            if rank:
-                launch(second, numbers(7))
-            launch(first, numbers(10 + rank)), launch(first, numbers(100 + rank))
-            if not rank:
-                launch(second, numbers(6))
-
-        step = tune(bench, thunk, agree="ordinal")
-        step()
-        return step.report.runs, blocks_of(step)
-
-    assert assert_all_ok(run_ranks(program, 2)) == [
-        (3, {"add10": 16, "add100": 32, "double6": 32}),
-        (3, {"add11": 16, "add101": 32, "double7": 32}),
-    ]
-
-
-def test_ordinal_agreement_survives_a_dropped_session():
-    def program(rank):
-        bench, runs = Bench(), []
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-        def thunk():
-            runs.append(None)
-            launch(kernel, numbers(64 + rank))
-            if len(runs) > 4:
-                launch(kernel, numbers(8 + rank))
-            if len(runs) == 6 and rank:
-                raise ValueError("boom")
-
-        step = tune(bench, thunk, agree="ordinal")
-        step()  # three runs settle the first key
-        endings = [ending(step)[:4] for _ in range(3)]  # run 6, of the third call, fails
-        return endings, blocks_of(step), bench.blocks()[-2:]
-
-    for rank, (endings, blocks, last) in enumerate(assert_all_ok(run_ranks(program, 2))):
-        assert endings == ["retu", "Valu" if rank else "Peer", "retu"]
-        assert set(blocks.values()) == {32}
-        assert last == [32, 32]
-
-
-@MODES
-def test_the_nth_context_is_agreed_among_the_ranks_that_have_so_many(mode):
-    # Ranks 0 and 2 have two local sizes, rank 1 has one: the second pair agrees without it.
-    def program(rank):
-        sizes = [64 + rank] if rank == 1 else [64 + rank, 128 + rank]
-        bench = Bench()
-        slow = {64: {16: 1.0, 32: 2.0 + 3 * (rank == 1)}, 128: {16: 1.0 + 3 * (rank == 2), 32: 2.0}}
-        by_size = lambda launch: slow[128 if launch.n >= 128 else 64][launch.block]  # noqa: E731
-        kernel = bench.kernel({16: by_size, 32: by_size})
-        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode=mode, agree="ordinal")
-        run_until_settled(step)
-        return list(blocks_of(step).values()) if rank == 1 else sorted(blocks_of(step).items())
-
-    zero, one, two = assert_all_ok(run_ranks(program, 3))
-    assert zero == [("add128", 32), ("add64", 16)]
-    assert one == [16]
-    assert two == [("add130", 32), ("add66", 16)]

@@ -88,8 +88,8 @@ def test_the_variable_off_runs_the_program_alone(tmp_path):
     [
         (["missing.py"], "There is no file missing.py"),
         (
-            ["--statistic", "worst", "program.py"],
-            "statistic='worst': expected one of 'median', 'mean', 'min'",
+            ["--objective", "worst", "program.py"],
+            "objective='worst': expected one of 'kernel', 'thunk', 'graph'",
         ),
         (["--n-repeat", "0", "program.py"], "n_repeat=0: expected an int of at least 1"),
         (["--n-repeat", "few", "program.py"], "Invalid value for '--n-repeat'"),

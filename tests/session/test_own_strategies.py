@@ -21,7 +21,7 @@ def test_a_strategy_is_told_the_time_so_far_and_inf_for_a_ban(bench):
 
     kernel = bench.kernel({16: lambda _: next(times, 1.0), 32: 1.0})
     kernel.fn.failures[32] = out_of_resources
-    bench.tune(lambda: launch(kernel, numbers()), search=listening, statistic="mean")()
+    bench.tune(lambda: launch(kernel, numbers()), search=listening)()
     assert told == [2.0, 2.0, 2.5, math.inf]  # a warm-up is no sample
 
 

@@ -179,7 +179,7 @@ def test_with_the_mode_off_a_step_is_nothing(bench, step_tuner, monkeypatch):
     [
         ({"mode": "replay"}, "mode='replay': a step cannot be repeated"),
         ({"preserve": [torch.ones(1)]}, "preserve= belongs to mode='replay'"),
-        ({"statistic": "worst"}, "statistic='worst'"),
+        ({"objective": "worst"}, "objective='worst'"),
         ({"n_repeats": 3}, r"^StepTuner\(\) got an unexpected .* 'n_repeats'"),
     ],
     ids=str,

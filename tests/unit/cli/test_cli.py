@@ -55,7 +55,7 @@ HOSTILE = {
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE.keys())
 @pytest.mark.parametrize(
     "command",
-    [["report"], ["report", "--html", "all.html"], ["report", "--trace", "all.json"], ["replay"]],
+    [["report"], ["report", "--html", "all.html"], ["report", "--trace", "all.json"]],
     ids=" ".join,
 )
 def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(tmp_path, command, line):
@@ -64,7 +64,7 @@ def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(tmp_path, c
         file.write(line)
     os.mkfifo(tmp_path / "logs" / "rank-2.jsonl")
     result = run(*command, "logs")
-    assert result.exit_code == (command[0] == "replay"), result.output
+    assert result.exit_code == 0, result.output
     if "--trace" in command:
         json.loads((tmp_path / "all.json").read_text())
         return

@@ -46,9 +46,7 @@ def write_hard_session(directory: Path, ranks: int = 2, *, kernel: str = "all_ga
                 ms = 1234.5 * (index + 1) + rank
                 config = {"config_id": index, "config": config}
                 log.write(
-                    records.Trial(
-                        **about, **config, kind="sample", k=1, n=1, launches=1, ms=ms, statistic_ms=ms
-                    )
+                    records.Trial(**about, **config, kind="sample", k=1, n=1, launches=1, ms=ms, median_ms=ms)
                 )
                 log.write(records.Agreed(**about, **config, ms=ms, fastest_rank_ms=1234.5, counted=True))
             reason = "\n".join(f"line {number} of what a compiler says: error" for number in range(50))

@@ -50,9 +50,7 @@ def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Rec
     known[records.Preflighted] = records.Preflighted(
         run=0, kernel="f", key="1", compiled=3, from_peers=2, cached=1, failed=1, seconds=4.2, workers=2
     )
-    known[records.RunTimed] = records.RunTimed(
-        run=3, judged="c0ffee|c1", counts=True, ms=2.5, statistic_ms=2.5
-    )
+    known[records.RunTimed] = records.RunTimed(run=3, judged="c0ffee|c1", counts=True, ms=2.5, median_ms=2.5)
     known[records.Merged] = records.Merged(
         run=3, payload={"kind": "run", "parts": {"c0ffee": {"ran": "c1", "measured": 2, "worst_ms": 2.5}}}
     )

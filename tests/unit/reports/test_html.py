@@ -126,7 +126,7 @@ def test_a_candidate_has_its_times_of_all_ranks_and_a_bar_of_its_speed(tmp_path:
 
     def slower(record: records.Record) -> records.Record:
         is_its = isinstance(record, records.Trial) and (record.config_id, record.rank) == (1, 1)
-        return structs.replace(record, statistic_ms=9.0, ms=9.0) if is_its else record
+        return structs.replace(record, median_ms=9.0, ms=9.0) if is_its else record
 
     write_session(tmp_path, change=slower)
     page = write_page(tmp_path)

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from dist_autotune.search.expectation.order import Meanwhile, Waves
-from dist_autotune.search.messages import Part, femtoseconds
+from dist_autotune.search.messages import Part
 from dist_autotune.timing.samples import Samples
 from tests.helpers.kernels_of_one_run import Kernel, OneRun
 
@@ -82,18 +82,18 @@ class HostBoundStep(OneRun):
 
     def __init__(self, kernels: Sequence[Launched], seed: int) -> None:
         self.launched = {f"{each.kernel} {each.key}": each for each in kernels}
-        self._of_kernels = defaultdict[str, Samples](partial(Samples, ReadMarks(), "median", flags_gaps=True))
+        self._of_kernels = defaultdict[str, Samples](partial(Samples, ReadMarks(), flags_gaps=True))
         super().__init__(kernels, seed, COMPILED_IN_A_STEP, mode="online", second=STEP_MS / 1000)
 
     def _part(self, run: int, rank: int, name: str, candidate: str) -> Part:
         part = super()._part(run, rank, name, candidate)
         if part.measured:
             ms, gap_ms = self._timed_launches(name, candidate)
-            part = replace(part, worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), gap_ms=gap_ms)
+            part = replace(part, worst_ms=ms, best_ms=ms, gap_ms=gap_ms)
         return replace(part, launches=self.launched[name].launches)
 
     def _timed_launches(self, name: str, candidate: str) -> tuple[float, float]:
-        """Return the statistic of a candidate, with this run's launches, and the host's part of it."""
+        """Return the median of a candidate, with this run's launches, and the host's part of it."""
         kernel, samples = self.launched[name], self._of_kernels[name]
         for _ in range(kernel.launches):
             own_ms, host_ms = self._launch_ms(name, candidate, 0), 0.0

@@ -13,7 +13,6 @@ from dist_autotune.search.messages import (
     Opening,
     Part,
     RunReport,
-    femtoseconds,
     merge,
 )
 
@@ -37,7 +36,7 @@ def parts(draw: Any, rank: int) -> Part:
     kind = draw(st.sampled_from(["timed", "untimed", "pending"]))
     if kind == "timed":
         ms = draw(times)
-        return Part(worst_ms=ms, best_ms=ms, total_fs=femtoseconds(ms), measured=1, **fields)
+        return Part(worst_ms=ms, best_ms=ms, measured=1, **fields)
     return Part(unmeasured=int(kind == "untimed"), pending=int(kind == "pending"), **fields)
 
 

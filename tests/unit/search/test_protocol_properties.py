@@ -118,7 +118,7 @@ def test_kernels_taken_for_one_stay_two_on_a_rank_that_comes_to_have_both(first_
     one = kernel_of((16, 32), (16, 32), patterns=(ALWAYS, Pattern("never")))
     other = kernel_of((16, 32, 64), (16, 32, 64))
     late = ((96, Pattern("from", first_run)),), ((96, ALWAYS),)
-    program = program_of(one, replace(other, launches=late), agree="ordinal", n_repeat=3, calls=3)
+    program = program_of(one, replace(other, launches=late), n_repeat=3, calls=3)
     first, _ = play(program, Random(0), Counter())
     assert {n: block for (_, n), block in first.endings[-1].winners.items()} == {64: 32, 96: 64}
 

@@ -40,7 +40,7 @@ AT = r" - at `\$\.entries\[1\]"
 DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "another bundle": (("bundle",), 2, "not a bundle of version 1: bundle=2"),
     "no bundle": (("bundle",), None, "not a bundle of version 1: bundle=None"),
-    "another schema": (("schema",), 9, "schema 9, expected 1"),
+    "another schema": (("schema",), 9, "schema 9, expected 2"),
     "no list": (("entries",), {}, r"Expected `array`, got `object` - at `\$\.entries`"),
     "no object": (("entries", 1), [], f"Expected `object`, got `array`{AT}`"),
     "no winner": (

@@ -40,7 +40,7 @@ def files(directory: Path) -> list[str]:
 CHANGES = {
     "kernel": "other", "kernel_digest": "k2", "key": "8192, 'fp16'", "constants": "GROUP=8",
     "candidates": ("c0",), "device": "another device", "capability": "8.0", "triton_version": "3.9.0",
-    "world_size": 4, "scope": "layer", "agree": "ordinal", "driver": "580",
+    "world_size": 4, "scope": "layer", "driver": "580",
 }  # fmt: skip
 
 
@@ -62,15 +62,15 @@ def test_a_step_that_stores_a_winner_waits_for_no_disk(tmp_path, monkeypatch):
 
 DAMAGED = {
     "empty": ("", "empty file"),
-    "truncated": ('{"schema": 1, "key": {"ker', "damaged JSON"),
+    "truncated": ('{"schema": 2, "key": {"ker', "damaged JSON"),
     "garbage": ("\x00\x01 not json", "damaged JSON"),
     "endless nesting": ("[" * 100_000, "damaged JSON"),
     "no object": ("[]", "no schema version"),
     "empty object": ("{}", "no schema version"),
-    "another schema": ('{"schema": 99}', r"schema 99, expected 1\. Tuning again\."),
-    "no fields": ('{"schema": 1}', "missing"),
+    "another schema": ('{"schema": 99}', r"schema 99, expected 2\. Tuning again\."),
+    "no fields": ('{"schema": 2}', "missing"),
     "wrong type": (
-        '{"schema": 1, "key": 5, "winner": "c1", "config": "", "ms": 1}',
+        '{"schema": 2, "key": 5, "winner": "c1", "config": "", "ms": 1}',
         r"Expected `object`, got `int` - at `\$\.key`",
     ),
 }

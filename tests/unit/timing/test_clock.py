@@ -29,7 +29,7 @@ class Runs:
         clock.prepare()
         self.device = device
         self.filler = clock.filler(LONGEST_MS)
-        self.watch = Samples(clock, "median", flags_gaps=True)
+        self.watch = Samples(clock, flags_gaps=True)
 
     def sample(
         self, ms: float = KERNEL_MS, host_ms: float = 0.03, busy_ms: float = 0.0
