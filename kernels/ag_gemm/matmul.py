@@ -99,7 +99,7 @@ def _sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.mm(left, right, out_dtype=torch.float32)
     if right.shape[1] % FEWEST_COLUMNS_OF_FP8:
         return torch.mm(left.bfloat16(), right.bfloat16(), out_dtype=torch.float32)
-    one = torch.ones((), device=left.device)
+    one = torch.ones((), dtype=torch.float32, device=left.device)
     return torch._scaled_mm(left, right, one, one, out_dtype=torch.float32, use_fast_accum=True)
 
 
@@ -117,7 +117,7 @@ def _of_rows_and_columns(epilogue: Epilogue, out: torch.Tensor) -> tuple[torch.T
     """Return the scales as torch takes them, [M, 1] and [1, N]."""
     rows, columns = epilogue.scale_a, epilogue.scale_b
     if columns is None:
-        columns = torch.ones(out.shape[1], device=out.device)
+        columns = torch.ones(out.shape[1], dtype=torch.float32, device=out.device)
     assert rows is not None
     return rows.reshape(-1, 1).contiguous(), columns.reshape(1, -1)
 

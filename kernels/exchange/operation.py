@@ -66,12 +66,12 @@ class Operation(Shared):
         self._kept: frozenset[str] = frozenset({*vars(self), "_kept"})
         try:
             self._check_dtype(dtype)
-            # Pinned, not on the device: the host looks for failures without waiting for the GPU.
-            flags = torch.zeros(self.world_size, dtype=torch.int64, pin_memory=self._on_gpu)
-            self._errors = self._memory.hold(flags)
-            self._error_records = self._errors.numpy()
-            self._no_errors = self._error_records.tobytes()
             with torch.inference_mode(False):  # other threads and later calls may not write its tensors
+                # Pinned, not on the device: the host looks for failures without waiting for the GPU.
+                host = {"device": "cpu", "pin_memory": self._on_gpu}
+                self._errors = self._memory.hold(torch.zeros(self.world_size, dtype=torch.int64, **host))
+                self._error_records = self._errors.numpy()
+                self._no_errors = self._error_records.tobytes()
                 self._allocate()
         except BaseException:
             self._memory.abandon()

@@ -59,7 +59,8 @@ class Plan:
         self._kind = world_size, padded, orders, by_first, stages
         shapes = _shapes(world_size, experts, most, orders, stages)
         if words is None:
-            words = torch.empty(_length(shapes), dtype=torch.int32, device=device)
+            with torch.inference_mode(False):  # calls in other modes write it
+                words = torch.empty(_length(shapes), dtype=torch.int32, device=device)
         self.words = words  # written by the kernels of a call
         parts, begin = {}, 0
         for name, shape in shapes.items():
