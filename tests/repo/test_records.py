@@ -46,10 +46,11 @@ def test_the_index_says_of_a_record_what_it_says(row: list[str]) -> None:
     assert [figure for figure in figures if not is_recorded(figure, record)] == []
 
 
-def test_the_table_of_the_readme_has_the_figures_of_the_records() -> None:
+@pytest.mark.parametrize("name", ["README.md", "docs/measured.md"])
+def test_the_table_of_a_page_has_the_figures_of_the_records(name: str) -> None:
     names: list[str] = []
-    for workload, _, result, link in tables(README, "workload"):
-        names = re.findall(r"\]\(docs/benchmarks/([^)#]+)\)", link) or names  # "the same"
+    for workload, _, result, link in tables(page(name), "workload"):
+        names = re.findall(r"\]\((?:docs/)?benchmarks/([^)#]+)\)", link) or names  # "the same"
         record = " ".join(recorded(name) for name in names)
         figures = re.findall(r"\d+\.\d+", result)
         assert [figure for figure in figures if not is_recorded(figure, record)] == [], workload
@@ -58,6 +59,6 @@ def test_the_table_of_the_readme_has_the_figures_of_the_records() -> None:
 def test_the_times_in_the_readme_are_recorded_ones() -> None:
     pages = " ".join(recorded(path.name) for path in RECORDS.glob("*.md"))
     measured = README.replace(dict(commands_of(README))["./launch.sh layer.py"], "")  # not in the interpreter
-    stated = set(re.findall(r"\b\d+\.\d{3,4}(?= ms| +[\d.]+ %)", measured))
+    stated = set(re.findall(r"\b\d+\.\d+(?= (?:us|ms|s)\b)", measured))
     assert stated
     assert {figure for figure in stated if figure not in pages} == set()
