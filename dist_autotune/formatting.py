@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 WALL_CLOCK = "WallClock"  # the name of the clock of sessions without a GPU
-BITS_NOTE = "bits: class, 0 if as with the first config, and first digits of the outputs' digest."
+BITS_NOTE = "bits: whether the function's outputs are those of the first configs."
 LAUNCH_BOUND_NOTE = (
     "launch-bound: the device waited for the host, so times include host time; candidates that "
     "differ by no more than that left the incumbent in place."
@@ -37,9 +37,9 @@ def status_label(status: str, *, launch_bound: bool) -> str:
     return f"{status}, launch-bound" if launch_bound else status
 
 
-def bits_label(bit_class: int | None, output_digest: str) -> str:
-    """Return a class of bits and the first digits of the outputs' digest; `-` where nothing was compared."""
-    return "-" if bit_class is None else f"{bit_class} {output_digest[:8]}".rstrip()
+def bits_label(same_bits: bool | None) -> str:
+    """Return `same` or `other`; `-` where nothing was compared."""
+    return "-" if same_bits is None else "same" if same_bits else "other"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

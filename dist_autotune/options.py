@@ -66,8 +66,8 @@ class Options:
             part; None: 20, online 1.
         progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
             line every 5 s. False shows nothing.
-        bits: `same`: only configs whose outputs equal those of the first config, bit for bit, on all ranks;
-            `check`: which do is reported; both ban configs that do not repeat themselves (replay).
+        bits: `same`: the winners' outputs equal those of the first configs, bit for bit, on all ranks, or the
+            next best is verified; `check`: the report says of each winner whether they do (replay).
         outputs: what is compared beside the result and `preserve`: tensors or objects with state_dict().
     """
 

@@ -1,1 +1,1 @@
-"""What the tuner costs, what its clock is worth, and what equal bits cost."""
+"""What the tuner costs, and what its clock is worth."""

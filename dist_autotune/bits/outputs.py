@@ -50,34 +50,47 @@ class OutputDigests:
 
 
 class OutputComparison:
-    """The outputs of this rank's runs in one session; `named` are those beside the result."""
+    """The outputs of this rank's runs in one session; `named` are those beside the result.
+
+    Outputs are compared with those of the first of the compared runs in a row. The session's first run only
+    tells whether there are any.
+    """
 
     def __init__(self, clock: Clock, named: Sequence[Any], rank: int) -> None:
         self._clock, self._named, self._rank = clock, named, rank
         self._result: Any = None
         self._digests: OutputDigests | None = None  # of the run under way
         self._mark: Any = None  # of the clock, behind them
-        self._first: dict[str, str] | None = None  # digests of the session's first run, by path
+        self._first: dict[str, str] | None = None  # digests to compare with, by path
+        self._has_reported = False
         self.remark = ""  # for the log, on the last run
 
     def take_result(self, result: Any) -> None:
         """Keep the function's result until its run has been timed."""
         self._result = result
 
-    def hash_result(self) -> None:
-        """Hash the outputs of the run, on their devices; forget the result."""
+    def end_run(self, *, is_compared: bool) -> None:
+        """Hash the outputs of the run, on their devices, if it is compared; forget the result."""
+        if not is_compared:
+            self.abandon_run()
+            self._first = None
+            return
         self._digests, self._result = OutputDigests(self._result, self._named), None
         self._mark = self._clock.start()
         self._clock.stop(self._mark)
 
-    def report_run(self) -> Bits:
-        """Return the digest of the run's outputs; waits for the device."""
-        assert self._digests is not None
+    def report_run(self) -> Bits | None:
+        """Return the digest of the run's outputs, if it is compared; waits for the device."""
+        self.remark = ""
+        if self._digests is None:
+            return None
         self._clock.read_ms(self._mark)  # polls: a device that is stuck is an error in time
         digests, tensors, unseen = self._digests.read(), self._digests.tensors, self._digests.unseen
         self.abandon_run()
-        self.remark = "" if self._first is not None or not unseen else _remark(unseen)
-        first = self._first = self._first or digests
+        if unseen and not self._has_reported:
+            self.remark = _remark(unseen)
+        first = self._first or digests
+        self._first, self._has_reported = first if self._has_reported else None, True
         changed = [path for path in {**first, **digests} if digests.get(path) != first.get(path)]
         differs = (self._rank, changed[0]) if changed else None
         return Bits(digest_of(f"rank {self._rank} {digests}"), tensors, differs)

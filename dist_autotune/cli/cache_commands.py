@@ -11,7 +11,7 @@ import typer
 
 from .. import settings
 from ..codec import to_builtins, to_json
-from ..formatting import Table, bits_label, config_label, counted, format_ms
+from ..formatting import Table, config_label, counted, format_ms
 from ..storage import bundle, other_formats
 from ..storage.crash_guard import remove_abandoned
 from ..storage.winners import Entry, Winners
@@ -63,14 +63,13 @@ def list_entries(
 
 def _table(title: str, entries: list[Entry]) -> Table:
     """Return one row per entry."""
-    names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "bits", "kernel", "winner")
+    names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel", "winner")
     rows = []
     for entry in entries:
         key, created = entry.key, entry.created_at[:16].replace("T", " ")
         figures = key.digest[:8], format_ms(entry.ms), key.device, str(key.world_size), created
-        bits = bits_label(entry.bit_class, entry.output_digest)
-        rows.append((*figures, bits, entry.title, config_label(entry.config)))
-    return Table(title, names, rows, texts=2).without_unknown("bits")
+        rows.append((*figures, entry.title, config_label(entry.config)))
+    return Table(title, names, rows, texts=2)
 
 
 @app.command()
@@ -224,7 +223,7 @@ def import_entries(
 
 def _report_import(cache: Winners, merged: bundle.ImportResult, *, replaces: bool) -> None:
     """Print how many entries were added, and for each conflict which one was kept."""
-    differing = f"{len(merged.conflicts)} with another winner or other bits"
+    differing = f"{len(merged.conflicts)} with another winner"
     terminal.echo(f"Imported into {cache.directory}: {merged.added} new, {merged.same} as there, {differing}")
     for old, new in merged.conflicts:
         kept, other = (new, old) if replaces else (old, new)
@@ -256,8 +255,6 @@ def _hardware(device: str, capability: str) -> str:
 
 def _winner(entry: Entry) -> str:
     facts = [f"{format_ms(entry.ms)} ms", entry.created_at or "undated"]
-    if entry.bit_class is not None:
-        facts.append(f"bits {bits_label(entry.bit_class, entry.output_digest)}")
     return f"{config_label(entry.config)} ({', '.join(facts)})"
 
 

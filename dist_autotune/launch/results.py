@@ -58,8 +58,6 @@ class Results:
                 created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 package_version=__version__,
                 evidence=_evidence(context, rank_context),
-                bit_class=context.bit_classes.get(index),
-                output_digest=context.output_digests.get(index, ""),
             )
             if known.stores or context.ranks < len(function.group.ranks):
                 known.disk.put(entry)

@@ -60,7 +60,7 @@ def result(context: Context) -> dict[str, Any]:
     best = -1 if context.is_spent else context.incumbent
     is_open = not context.settled or context.provisional
     times, texts = context.times, context.texts
-    bans, classes = sorted(context.banned.items()), sorted(context.bit_classes.items())
+    bans = sorted(context.banned.items())
     return {
         "status": context.status.value or "tuning",
         "ms": times.ms.get(best),
@@ -70,8 +70,7 @@ def result(context: Context) -> dict[str, Any]:
         "launch_bound": best >= 0 and times.is_launch_bound(best, context.banned),
         "timings": {texts[index]: ms for index, ms in times.known(context.banned)},
         "banned": {texts[index]: f"rank {rank}: {reason}" for index, (rank, reason) in bans},
-        "bit_classes": {texts[index]: number for index, number in classes},
-        "output_digest": context.output_digests.get(best, ""),
+        "same_bits": context.same_bits,
         "again": again(context),
         "untried": context.untried,
     }

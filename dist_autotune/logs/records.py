@@ -156,8 +156,7 @@ class ContextSettled(ConfigRecord, frozen=True, kw_only=True, tag="context_settl
     banned: dict[str, str] = {}  # candidate's text -> rank and reason
     judge: str = "launch"  # `ms` is of one launch, or of the whole "run"
     launches: int = 1  # of this rank in one run; 0: only other ranks launch it
-    bit_classes: dict[str, int] = {}  # candidate's text -> class; 0: the first's
-    output_digest: str = ""  # of the function's outputs with the winner, on all ranks
+    same_bits: bool | None = None  # the winner leaves the first config's outputs; None: not verified
     again: str = ""  # which candidates were raced after an upgrade; "": there was none
     untried: str = ""  # what was not tried, and why
 

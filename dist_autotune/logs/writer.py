@@ -17,7 +17,16 @@ from pathlib import Path
 from msgspec.structs import asdict
 
 from ..codec import to_json
-from ..formatting import WALL_CLOCK, config_label, context_label, counted, format_ms, one_line, status_label
+from ..formatting import (
+    WALL_CLOCK,
+    bits_label,
+    config_label,
+    context_label,
+    counted,
+    format_ms,
+    one_line,
+    status_label,
+)
 from . import records
 from .records import Record
 
@@ -188,9 +197,8 @@ class LogLines:
             case records.ContextSettled():
                 status = status_label(record.status, launch_bound=record.launch_bound)
                 counts = f"{len(record.timings)} timed, {len(record.banned)} banned"
-                if record.bit_classes:
-                    classes = len(set(record.bit_classes.values()))
-                    counts += f", {counted(classes, 'class', 'classes')} of bits"
+                if record.same_bits is not None:
+                    counts += f", {bits_label(record.same_bits)} bits"
                 counts += f"; {record.untried}" if record.untried else ""
                 text = f"{self._time('winner', record.ms)}  {status}, {counts}"
             case _:

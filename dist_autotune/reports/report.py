@@ -26,10 +26,7 @@ from .history import (
 # Fields of the opening that a reader of the figures needs.
 ABOUT = ("started_at", "device", "versions", "mode", "search", "objective")
 # Fields that a result has alike in the log and in the program's report.
-AS_SETTLED = (
-    *("status", "timings", "banned", "launch_bound"),
-    *("bit_classes", "output_digest", "again", "untried"),
-)
+AS_SETTLED = (*("status", "timings", "banned", "launch_bound", "same_bits", "again", "untried"),)
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,6 @@ def _tuned_context(context: ContextHistory) -> TunedContext:
         launches=max(settled.launches, 0),
         key_text=first.key,
         config_text=config or "",
-        bit_class=settled.bit_classes.get(config or ""),
         **{name: getattr(settled, name) for name in AS_SETTLED},
     )
 

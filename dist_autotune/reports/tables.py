@@ -148,7 +148,7 @@ def contexts_table(shown: SessionReport) -> Table:
                 format_percent(None if is_alone else tuned.spread_percent),
                 format_percent(None if is_alone else cost_alone_percent(context)),
                 status_label(tuned.status, launch_bound=tuned.launch_bound),
-                bits_label(tuned.bit_class, tuned.output_digest),
+                bits_label(tuned.same_bits),
                 tuned.label,
                 config_label(tuned.config or "-"),
             )
@@ -170,7 +170,7 @@ def contexts_table(shown: SessionReport) -> Table:
     note += "".join(f" {text}" for text in missing_gains(report.contexts))
     if any(context.launch_bound for context in report.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
-    if any(context.bit_class is not None for context in report.contexts):
+    if any(context.same_bits is not None for context in report.contexts):
         note += f" {BITS_NOTE}"
     return replace(table, note=note)
 
@@ -238,8 +238,7 @@ def listed(context: ContextHistory, most: int | None) -> list[CandidateHistory]:
 def candidates_table(context: ContextHistory, shown: Sequence[CandidateHistory]) -> Table:
     """Return one row for each of the candidates `shown`."""
     names = (
-        ">id", ">ms", ">over best %", ">spread %", ">slowest rank", ">samples", ">class of bits", "config",
-        "remark",
+        ">id", ">ms", ">over best %", ">spread %", ">slowest rank", ">samples", "config", "remark",
     )  # fmt: skip
     ordered, shared = in_order(context.candidates), shared_parts(context)
     rows = []
@@ -250,10 +249,9 @@ def candidates_table(context: ContextHistory, shown: Sequence[CandidateHistory])
         winner = "winner" if each is context.winner else ""
         remark = f"banned on all ranks by {each.banned}" if each.banned else winner
         texts = short_config(each, shared), remark
-        bits = bits_label(context.settled.bit_classes.get(each.config), "")
-        rows.append((str(each.config_id), *figures, slowest, str(each.samples), bits, *texts))
+        rows.append((str(each.config_id), *figures, slowest, str(each.samples), *texts))
     table = Table(f"{context.label}: candidates", names, rows, _candidates_note(context), texts=2)
-    return table.without_unknown(">class of bits", ">spread %", ">slowest rank")
+    return table.without_unknown(">spread %", ">slowest rank")
 
 
 def _counts(context: ContextHistory, shown: int) -> str:

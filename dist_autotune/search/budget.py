@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..formatting import counted, format_ms, format_percent
-from . import compare_bits, race_runs
+from . import race_runs, verify_bits
 from .context import Context
 from .final_comparison import DUEL_RUNS, MOST_RUNS
 from .rules import BY_LAUNCH, BY_RUN, Rules
@@ -126,7 +126,7 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
         plans = math.prod(len(context.digests) for context in searched)
         in_turn += DUEL_RUNS if plans <= 2 else MOST_RUNS
     if rules.bits != "any":
-        together += compare_bits.runs_at_most(len(context.digests) for context in searched)
+        in_turn += verify_bits.runs_at_most(len(context.digests) for context in searched)
     return together + in_turn + 1
 
 

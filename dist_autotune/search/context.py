@@ -84,8 +84,8 @@ class Context:
     """The state of one context, the same on every rank. Candidates are indices of `digests` and `texts`.
 
     It writes its fields as it records runs and is settled. `SearchState` alone writes `last_run` and
-    `compiling`, and `began`, which `FinalComparison` sets back; `CompareBits` alone `bit_classes` and
-    `output_digests`. `RaceRuns` and `FinalComparison` add to `times.ms` what whole runs took.
+    `compiling`, and `began`, which `FinalComparison` sets back; `VerifyBits` alone `same_bits`.
+    `RaceRuns` and `FinalComparison` add to `times.ms` what whole runs took.
     meanwhile: returns what the session knows by now.
     """
 
@@ -119,8 +119,7 @@ class Context:
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.compiling = 0  # online: candidates that some rank has still to compile; then none is tried
         self.next_run = NextRun()
-        self.bit_classes: dict[int, int] = {}  # 0: outputs as with the first config
-        self.output_digests: dict[int, str] = {}  # of outputs of this session's runs, over all ranks
+        self.same_bits: bool | None = None  # the winner leaves the first config's outputs; None: not verified
         self.by_launches = LaunchResult()
         self.by_run = RunVerdict.NOTHING
         self.shares: dict[int, float] = {}  # of the device, by candidate that was launched; see `Part.share`

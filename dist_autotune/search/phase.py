@@ -1,6 +1,6 @@
 """The phases of a search: the one under way alone says what the next run launches, and what the last told.
 
-CompareBits -> RaceLaunches -> RaceRuns, or TakeTurns -> FinalComparison
+RaceLaunches -> RaceRuns, or TakeTurns -> FinalComparison -> VerifyBits
 """
 
 from __future__ import annotations

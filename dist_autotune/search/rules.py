@@ -25,7 +25,7 @@ class Rules:
     mode: str = "replay"
     max_runs: int | None = None
     budget_s: float | None = None
-    bits: str = "any"  # | "same" | "check": see `bit_classes`
+    bits: str = "any"  # | "same" | "check": see `verify_bits`
     tries_all: bool = False  # search="racing", as the user has asked
     tunes: bool = True  # False: nothing is ever tried, incumbents only (DIST_AUTOTUNE_MODE=cached)
 
@@ -37,11 +37,11 @@ class Rules:
     @property
     def expects(self) -> bool:
         """Return whether what other keys tell decides which candidates are tried."""
-        return self.search == "expected" and self.objective == "kernel" and self.bits == "any"
+        return self.search == "expected" and self.objective == "kernel"
 
     def tries_few(self, candidates: int) -> bool:
         """Return whether a search tries a few of so many candidates, if it can tell which."""
-        if self.tries_all or self.bits != "any":
+        if self.tries_all:
             return False
         return self.expects or (candidates > MANY and self.races)
 

@@ -1,9 +1,9 @@
 """How what all ranks said of a run becomes the next plan.
 
-The phases: where bits matter, candidates are compared (`compare_bits`); all kernels race together, each
-judged by its launches (`phase`); what the whole run judges is searched from these winners, as plans
-(`race_runs`) or one context after another (`TakeTurns`: without racing, and choices of many options); with
-`objective="thunk"`, the plan must beat the default one, and that by launches (`final_comparison`).
+The phases: all kernels race together, each judged by its launches (`phase`); what the whole run judges is
+searched from these winners, as plans (`race_runs`) or one context after another (`TakeTurns`: without racing,
+and choices of many options); with `objective="thunk"`, the plan must beat the default one, and that by
+launches (`final_comparison`); where bits matter, the winners' outputs are verified (`verify_bits`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from . import budget
 from .budget import Forecast
-from .compare_bits import CompareBits
 from .context import Context, NextRun, Outcome, RunVerdict, Status
 from .expectation.fields import TimesByKey
 from .expectation.order import Meanwhile
@@ -27,6 +26,7 @@ from .messages import Announcement, Ban, CrashBans, Part, RunReport
 from .phase import Phase, RaceLaunches, RunPhase, TakeTurns
 from .race_runs import RaceRuns
 from .rules import BY_LAUNCH, BY_RUN, Rules
+from .verify_bits import VerifyBits
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
@@ -49,8 +49,8 @@ class SearchState:
         self.remark = ""
         self.session = ""  # the last one that used this state
         self.crash_bans: CrashBans = {}
-        compares = rules.bits != "any" and rules.tunes
-        self.compare_bits = CompareBits(self.contexts, rules.bits) if compares else None
+        verifies = rules.bits != "any" and rules.tunes
+        self.verify_bits = VerifyBits(self.contexts, rules.bits) if verifies else None
         self._race_launches = RaceLaunches(self.contexts)
         self._searches = 0  # by whole runs
         self._left_race: RaceRuns | None = None  # the last session was cut short in it
@@ -68,9 +68,16 @@ class SearchState:
     @property
     def phase(self) -> Phase:
         """Return the phase under way, which says what the next run launches."""
-        if self.compare_bits is not None and not self.compare_bits.is_over:
-            return self.compare_bits
-        return self.run_phase or self._race_launches
+        return self._verifying or self.run_phase or self._race_launches
+
+    @property
+    def _verifying(self) -> VerifyBits | None:
+        return self.verify_bits if self.verify_bits is not None and self.verify_bits.is_under_way else None
+
+    @property
+    def compares_outputs(self) -> bool:
+        """Return whether the outputs of the next run are compared; of the first, whether there are any."""
+        return self.verify_bits is not None and (self.verify_bits.compares or not self.runs)
 
     @property
     def run_phase(self) -> RunPhase | None:
@@ -79,7 +86,8 @@ class SearchState:
 
     @property
     def has_trial(self) -> bool:
-        return self.run_phase is not None or any(c.trial is not None for c in self.contexts.values())
+        is_trying = self.run_phase is not None or self._verifying is not None
+        return is_trying or any(c.trial is not None for c in self.contexts.values())
 
     @property
     def has_work(self) -> bool:
@@ -114,7 +122,7 @@ class SearchState:
         """Return how far the session has come. Any thread may ask."""
         searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
         progress = [budget.runs_left(self.rules, context) for context in searched]
-        knows_most = self.run_phase is None and self.compare_bits is None
+        knows_most = self.run_phase is None and self.verify_bits is None
         knows_most &= all(context.final_judge == BY_LAUNCH for context in searched)
         return Forecast(
             left=sum(left for left, _, _ in progress),
@@ -135,6 +143,8 @@ class SearchState:
     def is_final(self, context: Context) -> bool:
         """Return whether the context's result is final: no whole run is still to judge it."""
         if not context.settled or context in self._comparison.undecided:
+            return False
+        if self.verify_bits is not None and not self.verify_bits.is_final(context):
             return False
         is_open = self.rules.races and context.began is not None and context.by_run is not RunVerdict.DECIDED
         return not (is_open and any(other.judge == BY_RUN for other in self.unsettled))
@@ -202,9 +212,9 @@ class SearchState:
                 self._comparison.defaults.pop(context.name, None)
         if not self.closing and self.rules.mode == "replay":
             self._take_up()
+        if self.verify_bits is not None:
+            self.verify_bits.open()
         self._close_if_spent(0.0)
-        if self.compare_bits is not None:
-            self.compare_bits.open()
         if all(context.last_run == 0 for context in self.unsettled):  # else the first run tells who is left
             self._begin_next(None)
         self._apply_plan()
@@ -222,7 +232,9 @@ class SearchState:
     def drop_unsettled(self) -> set[str]:
         """Drop searches under way, and what nothing works for; return their names."""
         spent = [context for context in self.contexts.values() if context.is_spent]
-        dropped = {context.name for context in (*self.unsettled, *self._comparison.undecided, *spent)}
+        unverified = [] if self.verify_bits is None else self.verify_bits.unverified
+        searched = (*self.unsettled, *self._comparison.undecided, *unverified, *spent)
+        dropped = {context.name for context in searched}
         for name in dropped:
             del self.contexts[name]
             self._comparison.defaults.pop(name, None)
@@ -244,11 +256,12 @@ class SearchState:
         for context in self.unsettled:
             context.settle(Status.PARTIAL)
         self._comparison.leave()
+        if self.verify_bits is not None:
+            self.verify_bits.leave()
 
     def step(self, merged: RunReport) -> dict[str, Outcome]:
         """Apply one run of all ranks; return what it was for each context."""
-        had_trial, was_closing, bits = self.has_trial, self.closing, self.compare_bits
-        run_phase = self.run_phase if bits is None or bits.is_over else None
+        had_trial, was_closing, run_phase = self.has_trial, self.closing, self.run_phase
         self._count_run(merged)
         merged = _with_late_hosts(merged)
         outcomes = {name: self._apply_part(name, merged) for name in merged.in_order(self.contexts)}
@@ -263,9 +276,10 @@ class SearchState:
             outcomes |= run_phase.outcomes
             self.remark = run_phase.remark or self.remark
         self._starve(patience)
+        if self.verify_bits is not None:
+            self.verify_bits.record(merged, closing=self.closing)
+            self.remark = self.verify_bits.remark or self.remark
         self._close_if_spent(merged.elapsed_s)
-        if bits is not None:
-            bits.record(merged, closing=self.closing)
         self._begin_next(merged.launched)
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
         self._end_if_idle(merged, is_idle=is_idle, was_closing=was_closing)
@@ -275,9 +289,9 @@ class SearchState:
     def _apply_plan(self) -> None:
         """Let each context launch what the phase under way plans, else its incumbent."""
         phase = self.phase
-        plan, compared = phase.plan(), phase.compared if isinstance(phase, CompareBits) else {}
+        plan, is_compared = phase.plan(), phase is self.verify_bits
         for name, context in self.contexts.items():
-            context.next_run = NextRun(plan.get(name), name in compared)
+            context.next_run = NextRun(plan.get(name), is_compared and name in plan)
 
     @property
     def _run_ms(self) -> float:
@@ -304,7 +318,7 @@ class SearchState:
 
     def _end_if_idle(self, merged: RunReport, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""
-        bits = self.compare_bits
+        bits = self.verify_bits
         self._idle_runs = self._idle_runs + 1 if is_idle else 0
         if is_idle:
             launched = [context for name, context in self.contexts.items() if name in merged.launched]
@@ -338,12 +352,10 @@ class SearchState:
 
     def _starve(self, patience: int) -> None:
         """Settle contexts that no rank has launched for `patience` runs, unless a plan leaves them out."""
-        bits = self.compare_bits
-        phase = self.race_runs if bits is None or bits.is_over else bits
         for context in self.unsettled:
             if self.runs - context.last_run < patience:
                 continue
-            if phase is None or not phase.explains_absence(context):
+            if self.race_runs is None or not self.race_runs.explains_absence(context):
                 context.settle(Status.STARVED)
 
     def _admit(self, name: str, announcement: Announcement, bans: dict[str, Ban]) -> Context:
@@ -372,23 +384,22 @@ class SearchState:
         is_late = self.runs > ADMISSION_RUNS
         if self.rules.mode == "online":  # shapes come as the data does: the runs count that brought any
             is_late = len(self._admitting | {self.runs}) > ADMISSION_RUNS
-        return is_late and not any(phase.admits for phase in (self.race_runs, self.compare_bits) if phase)
+        return is_late and not (self.race_runs is not None and self.race_runs.admits)
 
     def _begin(self, context: Context, run: int) -> None:
         """Start a search in a run, from 0; one that is judged by the whole run waits for its turn."""
         context.began = run
-        if self._comparison.take_up(context):
+        is_left = self.verify_bits is not None and self.verify_bits.take_up(context)
+        if self._comparison.take_up(context) or is_left:
             return
         context.status, context.by_run = Status.UNDER_WAY, RunVerdict.NOTHING
-        if context.judge == BY_LAUNCH and self.compare_bits is None:  # else it comes behind the comparison
+        if context.judge == BY_LAUNCH:
             context.start()
 
     def _begin_next(self, launched: frozenset[str] | None) -> None:
         """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""
         if not self._comparison.is_over:
             return  # new searches wait: a whole run is timed for one thing
-        if self.compare_bits is not None and not self.compare_bits.is_over:
-            return
         if self.race_runs is not None and self.race_runs.is_over:
             self.race_runs = None
         while not (self.race_runs or self.closing) and self._race_launches.is_over and any(self.unsettled):
@@ -399,6 +410,8 @@ class SearchState:
                 break  # contexts that the best plan does not launch wait
         if not (self.closing or any(self.unsettled)):
             self._comparison.begin()
+            if self.verify_bits is not None and self.run_phase is None:
+                self.verify_bits.begin()
 
     def _search_by_runs(self, launched: frozenset[str] | None) -> RaceRuns | TakeTurns:
         if self.rules.races:

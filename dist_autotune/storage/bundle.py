@@ -38,7 +38,7 @@ class ImportResult:
 
     added: int
     same: int  # the cache had the same results
-    conflicts: tuple[tuple[Entry, Entry], ...]  # (of the cache, of the bundle): other winners, or other bits
+    conflicts: tuple[tuple[Entry, Entry], ...]  # (of the cache, of the bundle): other winners
     missing: int  # could not be stored; a `CacheWarning` says why
 
 
@@ -90,7 +90,7 @@ def merge(winners: Winners, entries: Sequence[Entry], *, replaces: bool) -> Impo
     for entry in entries:
         winners.record_launch(IMPORTED, entry.key)
     pairs = [(old, entry) for old, entry in zip(stored, entries, strict=True) if old is not None]
-    conflicts = tuple((old, entry) for old, entry in pairs if old.result != entry.result)
+    conflicts = tuple((old, entry) for old, entry in pairs if old.winner != entry.winner)
     return ImportResult(
         added=sum(old is None and new for old, new in zip(stored, is_there, strict=True)),
         same=len(pairs) - len(conflicts),

@@ -97,15 +97,13 @@ class KnownResults:
 
     def entry_key(self, context: ContextIdentity) -> EntryKey:
         """Return all that a result of this context depends on."""
-        function, candidates = self.function, tuple(context.texts)
-        if function.bits != "same":  # a class of bits depends on the order of the configs
-            candidates = tuple(sorted(candidates))
+        function = self.function
         return EntryKey(
             kernel=context.source.short_name,
             kernel_digest=context.kernel,
             key=context.key_text,
             constants=context.constants,
-            candidates=candidates,
+            candidates=tuple(sorted(context.texts)),
             scope=function.scope if context.is_choice else function.kernel_scope,
             **self._conditions,
         )
@@ -165,12 +163,8 @@ class KnownResults:
                 entry.times if function.tells_times else (),
             )
             for entry in entries
-            if entry.key.scope in scopes and conditions <= asdict(entry.key).items() and self._may_use(entry)
+            if entry.key.scope in scopes and conditions <= asdict(entry.key).items()
         }
-
-    def _may_use(self, entry: Entry) -> bool:
-        """Return whether the entry holds the bits of the first config, where that is asked."""
-        return entry.bit_class == 0 or self.function.bits != "same"
 
     # -- the result of a context ---------------------------------------------------------------------------
 
@@ -193,7 +187,7 @@ class KnownResults:
         if key.digest in self._offers:
             return self._offers[key.digest].claim
         entry = self.disk.get(key) if self.looks_on_disk else None
-        if entry is None or not self._may_use(entry):
+        if entry is None:
             return None
         return self.function.group.rank, entry.winner, entry.ms
 

@@ -105,8 +105,6 @@ class Entry(Struct, frozen=True):
     created_at: str = ""  # wall clock, ISO 8601, UTC: for people
     package_version: str = ""
     evidence: Evidence = Evidence()
-    bit_class: int | None = None  # 0: outputs as with the first config; None: not compared
-    output_digest: str = ""
 
     def __post_init__(self) -> None:
         if self.winner not in self.key.candidates:
@@ -124,11 +122,6 @@ class Entry(Struct, frozen=True):
     def times(self) -> tuple[tuple[str, float, float], ...]:
         """Return agreed ms and fill of each candidate's text; a fill that is not known is 1."""
         return tuple((text, ms, self.fills.get(text, 1.0)) for text, ms in sorted(self.timings.items()))
-
-    @property
-    def result(self) -> tuple[str, int | None, str]:
-        """Return the fields in which two entries of one key may differ."""
-        return self.winner, self.bit_class, self.output_digest
 
 
 class Waiting(Struct, frozen=True):
@@ -197,7 +190,7 @@ class Winners:
         return filter(None, (self._read(self.directory / path.name) for path in names))
 
     def put(self, *entries: Entry, replaces: bool = True) -> None:
-        """Store each entry, unless there is one with the same result; `replaces`: in place of another one."""
+        """Store each entry, unless there is one with the same winner; `replaces`: in place of another one."""
         if self.directory is None:
             return
         try:
@@ -205,7 +198,7 @@ class Winners:
             with self._lock(self.directory):
                 for entry in entries:
                     stored = self.get(entry.key)
-                    if stored is None or (replaces and stored.result != entry.result):
+                    if stored is None or (replaces and stored.winner != entry.winner):
                         self._replace(self.directory / entry.key.file_name, entry)
                     if entry.evidence.full_name:
                         self.record_launch(entry.key.lineage(entry.evidence.full_name), entry.key)

@@ -47,7 +47,7 @@ class RankRun:
         self.is_replayed = False  # replays judge the run under way
         self._state, self._log = state, log
         self._waits = options.mode == "replay"  # for the device, after each run
-        named, is_needed = (*options.preserve, *options.outputs), state.search.compare_bits is not None
+        named, is_needed = (*options.preserve, *options.outputs), state.search.verify_bits is not None
         self.outputs = OutputComparison(clock, named, state.function.group.rank) if is_needed else None
         self._start = SynchronizedStart()
         make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
@@ -95,7 +95,7 @@ class RankRun:
         if filler is not None:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
         if self.outputs is not None:
-            self.outputs.hash_result()
+            self.outputs.end_run(is_compared=search.compares_outputs)
 
     def capture(self, function: Callable[[], Any]) -> None:
         """Capture the run, made once more; raises CaptureFailed."""

@@ -122,7 +122,7 @@ class Recorder:
                 self.write(ban)
             if outcome.index is not None and len(self._ranks) > 1:
                 self.write(decisions.agreed(run, context, outcome))
-        for context, index in search.compare_bits.new_bans if search.compare_bits is not None else ():
+        for context, index in search.verify_bits.new_bans if search.verify_bits is not None else ():
             self.write(decisions.banned(run, context, index))
 
     def record_forecast(self, search: SearchState) -> None:
@@ -156,7 +156,6 @@ def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]
                 launches=rank_context.launches_per_run,
                 key_text=context.key,
                 config_text="" if best is None else context.texts[best],
-                bit_class=None if best is None else context.bit_classes.get(best),
                 **decisions.result(context),
             )
         )

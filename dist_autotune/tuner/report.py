@@ -33,9 +33,7 @@ class TunedContext:
     launches: int = 1  # on this rank in one run
     key_text: str = ""  # as in the log; empty: made from `key`
     config_text: str = ""  # of the winner, as in `timings`
-    bit_class: int | None = None  # of the winner; 0: outputs as with the first config; None: not compared
-    bit_classes: Mapping[str, int] = field(default_factory=dict)  # candidate's text -> class
-    output_digest: str = ""  # of the function's outputs with the winner, on all ranks
+    same_bits: bool | None = None  # the winner leaves the first config's outputs; None: not verified
     again: str = ""  # which candidates were raced after an upgrade; empty: there was none
     untried: str = ""  # what was not tried, and why
 
@@ -103,7 +101,7 @@ class TunedContext:
         spread = f"{self.spread_percent:.1f} %" if is_known else "-"
         status = formatting.status_label(self.status, launch_bound=self.launch_bound)
         counts = str(len(self.timings)), str(len(self.banned))
-        bits = formatting.bits_label(self.bit_class, self.output_digest)
+        bits = formatting.bits_label(self.same_bits)
         config = "-" if self.config is None else config_label(self.config)
         return (self.label, format_ms(self.ms), spread, status, *counts, bits, config)
 
@@ -143,8 +141,8 @@ class TuningReport:
         trials, waits, held, compiling, runs, more_runs, left, least_trials, most_trials), step (None where
         unknown; before_ms, after_ms, gain_percent, judge, left_out), contexts (a list of kernel, key, config,
         ms, fastest_rank_ms, spread_percent, default_ms, gain_percent, judge, launches, run_ms, status,
-        launch_bound, timings, banned, bit_class, bit_classes, output_digest, again, untried). Configs and
-        keys are the texts of the log. `report --json` of the command line has the same as "report".
+        launch_bound, timings, banned, same_bits, again, untried). Configs and keys are the texts of the log.
+        `report --json` of the command line has the same as "report".
         """
         step, outlook = self.step, self.outlook
         figures = {name: value for name, value in vars(self).items() if name != "waiting"}  # of this rank

@@ -82,7 +82,7 @@ class Session:
         self._interrupted_by = ""  # the failure of the run that left it INTERRUPTED
         self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._has_put_back = False  # something that a kernel has changed
-        self._may_resume = state.search.compare_bits is None  # another call has other inputs, and other bits
+        self._may_resume = state.search.verify_bits is None  # another call has other inputs, and other bits
 
     @property
     def is_over(self) -> bool:

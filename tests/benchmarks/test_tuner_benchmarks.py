@@ -61,22 +61,6 @@ def test_the_program_ends_with_a_table_and_a_record(tmp_path):
     assert f"| 2 | {found['round_trip_ms']['median']:.4f}" in printed
 
 
-# ---- reproducible bits
-
-
-def test_classes_of_a_kernel_and_sessions_without_a_change_of_bits() -> None:
-    arguments = ("--subjects", "add", "split", "--sessions", "2", "--json", "b.json")
-    printed = run_program("benchmarks.tuner.bit_classes", *arguments)
-    assert "add: 0 changes of bits in 2 sessions" in printed
-    assert "split: 0 changes of bits in 2 sessions" in printed
-    table = json.loads(Path("b.json").read_text())["table"]
-    add, split = (dict(zip(table["columns"], row, strict=True)) for row in table["rows"])
-    columns = ("kernel", "configs", "classes", "unsteady")
-    assert [add[name] for name in columns] == ["pipelined_add", "2", "1", "0"]
-    assert add["same bits ms"] == add["best ms"]
-    assert [split[name] for name in ("kernel", "configs", "unsteady")] == ["split_matmul", "8", "0"]
-
-
 def test_the_cost_of_hashing_is_printed() -> None:
     printed = run_program("benchmarks.tuner.output_hash", "--mib", "1", "--rounds", "1", ranks=1)
     (row,) = (line for line in printed.splitlines() if line.startswith("| 1 |"))

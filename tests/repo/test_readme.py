@@ -50,7 +50,7 @@ def test_the_step_of_the_page_keeps_its_bits() -> None:
     exec(program, names)
     assert torch.equal(names["step"](numbers()), numbers() + 1)
     (context,) = names["step"].report.contexts
-    assert context.bit_class == 0
+    assert context.same_bits is True
 
 
 def test_the_schedule_table_is_what_happens() -> None:

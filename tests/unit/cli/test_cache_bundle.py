@@ -63,29 +63,6 @@ def test_a_terminal_obeys_nothing_that_a_bundle_says(exported: Any) -> None:
     assert all(r"\x1b[31mred" in each.output for each in results[:2])
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "kept", "other"),
-    [
-        ((None, ""), (0, "b" * 32), "2026-01-02T03:04:05Z", "2026-01-02T03:04:05Z, bits 0 bbbbbbbb"),
-        ((0, "a" * 32), (1, "b" * 32), "bits 0 aaaaaaaa", "bits 1 bbbbbbbb"),
-        ((0, "a" * 32), (0, "b" * 32), "bits 0 aaaaaaaa", "bits 0 bbbbbbbb"),
-    ],
-    ids=["not compared", "class", "digest"],
-)
-def test_the_same_winner_with_other_bits_is_named_and_stays(exported, ours, theirs, kept, other):
-    here_too = structs.replace(here(), bit_class=ours[0], output_digest=ours[1])
-    theirs_too = structs.replace(here(), bit_class=theirs[0], output_digest=theirs[1])
-    cache = exported(theirs_too)
-    cache.put(here_too)
-    head, said = run("import", "all.json").stdout.splitlines()
-    assert head.endswith("0 new, 0 as there, 1 with another winner or other bits")
-    assert f"{kept}), not " in said
-    assert f"{other}); --replace takes that of the bundle" in said
-    assert list(cache.entries()) == [here_too]
-    assert run("import", "all.json", "--replace").exit_code == 0
-    assert list(cache.entries()) == [theirs_too]
-
-
 def test_what_is_for_other_hardware_is_left_out_unless_asked_for(exported: Any) -> None:
     other = exported(here(key="1"), entry(key="2"))
     result = run("import", "all.json")

@@ -201,9 +201,7 @@ def with_bits(bench: Bench) -> Any:
     tuned = bench.tune(thunk, bits="check")
     tuned()
     (context,) = tuned.report.to_dict()["contexts"]
-    assert context["bit_class"] == 1
-    assert sorted(context["bit_classes"].values()) == [0, 0, 1]
-    assert len(context["output_digest"]) == 32
+    assert context["same_bits"] is False
     return tuned
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune import TuningError
-from dist_autotune.search import compare_bits
+from dist_autotune.search import verify_bits
 
 
 class Outputs:
@@ -37,39 +37,67 @@ def named(*names, candidates=3):
     return {name: [f"{name}{number}" for number in range(candidates)] for name in names}
 
 
+def banned(simulated, name):
+    context = simulated.tuning.contexts[name]
+    return {context.digests[index]: reason for index, (_, reason) in context.banned.items()}
+
+
+def same_bits(simulated):
+    return {name: context.same_bits for name, context in simulated.tuning.contexts.items()}
+
+
+def test_winners_that_change_nothing_cost_four_runs():
+    with_bits, without = (simulation(named(*"abcd"), Outputs(), bits=bits) for bits in ("same", "any"))
+    assert len(with_bits.session()) == len(without.session()) + 2 * verify_bits.RUNS
+    assert with_bits.winners() == without.winners()
+    assert set(same_bits(with_bits).values()) == {True}
+    assert set(same_bits(without).values()) == {None}
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_the_most_runs_are_what_the_docs_say(count):
+def test_where_every_candidate_changes_bits_the_runs_are_bounded(count):
     contexts = named(*"abcdefgh"[:count])
     every = [c for names in contexts.values() for c in names[1:]]
     simulated = simulation(contexts, Outputs(changing=every))
     plans = simulated.session()
     assert simulated.winners() == {name: f"{name}0" for name in contexts}
-    assert len(plans) - 1 <= 4 * sum(len(names) - 1 for names in contexts.values()) + 3
-    assert compare_bits.runs_at_most(len(names) for names in contexts.values()) >= len(plans) - 1
+    search_runs, final = 3, 1
+    most = verify_bits.runs_at_most(len(names) for names in contexts.values())
+    assert len(plans) <= search_runs + most + final
+
+
+def test_a_winner_that_changes_bits_gives_way_to_the_next_best():
+    simulated = simulation(named(*"abcde", candidates=4), Outputs(changing=["c3", "e3", "e2"]))
+    simulated.session()
+    assert simulated.winners() == {"a": "a3", "b": "b3", "c": "c2", "d": "d3", "e": "e1"}
+    assert banned(simulated, "c") == {"c3": "other bits than with the first config, in the outputs"}
+
+
+def test_check_says_of_each_winner_whether_the_outputs_are_the_same():
+    simulated = simulation(named(*"abcde"), Outputs(changing=["c2", "e2"]), bits="check")
+    simulated.session()
+    assert simulated.winners() == {name: f"{name}2" for name in "abcde"}
+    assert same_bits(simulated) == {"a": True, "b": True, "c": False, "d": True, "e": False}
 
 
 @pytest.mark.parametrize("run", range(9))
 def test_where_the_first_config_fails_the_next_one_stands_for_it(run):
-    outputs = Outputs(changing={"a0", "a2"})
+    """Four runs search, two are of the first configs, two of the winners; then the result stands."""
+    outputs = Outputs(changing={"a1"})
     simulated = simulation(
         named("a", "b", candidates=4),
         outputs,
         bans=lambda now, rank, name: {"a0": "failed"} if (now, name) == (run, "a") else {},
     )
     plans = simulated.session()
-    base = next(c for c in ("a1", "a2") if "other bits" not in str(banned(simulated, "a").get(c)))
-    assert outputs(plans[-1], 0) == outputs({"a": base}, 0)
-    assert simulated.winners()["b"] == "b3"
-
-
-def banned(simulated, name):
-    context = simulated.tuning.contexts[name]
-    return {context.digests[index]: reason for index, (_, reason) in context.banned.items()}
+    assert simulated.winners() == {"a": "a1" if run < 8 else "a3", "b": "b3"}
+    assert outputs(plans[-1], 0) == outputs({"a": "a1" if run < 8 else "a0"}, 0)
 
 
 def test_launches_that_no_plan_decides_are_refused():
     simulated = simulation({"a": ["a0", "a1"]}, Outputs())
-    simulated._candidate = lambda name: "a1"  # as where an Autotuner has pruned the planned config away
+    planned = simulated._candidate
+    simulated._candidate = lambda name: "a1" if len(simulated.plans) > 1 else planned(name)  # pruned away
     with pytest.raises(TuningError, match="other configs are launched than those planned"):
         simulated.session()
 
@@ -80,7 +108,7 @@ def test_a_kernel_that_is_not_launched_any_more_starves_and_the_others_go_on():
     )
     simulated.session()
     assert simulated.statuses() == {"a": "tuned", "b": "starved"}
-    assert simulated.winners() == {"a": "a2", "b": "b0"}
+    assert simulated.winners()["a"] == "a2"
 
 
 @settings(max_examples=150)
@@ -138,26 +166,7 @@ def test_whatever_changes_bits_the_last_run_has_those_of_the_first_configs(seed)
     assert outputs(final, outputs.on_rank) == Outputs()({}, 0)
 
 
-@pytest.mark.parametrize("run", range(6, 30, 3))
-def test_where_a_first_config_fails_beside_an_option_kernels_of_that_are_compared_anew(run):
-    """Only the last option of a launches b; the first config of c fails meanwhile."""
-    outputs = Outputs(changing={"b1"})
-    simulated = simulation(
-        named("a", "c", "b"),
-        outputs,
-        choices={"a"},
-        launches=lambda now, rank, name: name != "b" or simulated._candidate("a") == "a2",
-        bans=lambda now, rank, name: {"c0": "failed"} if (now, name) == (run, "c") else {},
-        run_ms=lambda plan: 4.0 * (plan["a"] != "a2"),
-        search="racing",
-    )
-    plans = simulated.session()
-    assert simulated.winners() == {"a": "a2", "c": "c2", "b": "b2"}
-    assert outputs(plans[-1], 0) == outputs({}, 0)
-
-
-@pytest.mark.parametrize("bits", ["same", "check"])
-@pytest.mark.parametrize("max_runs", [6, 11], ids="max_runs={}".format)
+@pytest.mark.parametrize("max_runs", [8, 11], ids="max_runs={}".format)
 @pytest.mark.parametrize(
     ("contexts", "objective"),
     [
@@ -168,7 +177,7 @@ def test_where_a_first_config_fails_beside_an_option_kernels_of_that_are_compare
     ],
     ids=["kernels", "a choice", "a kernel that an option brings", "plans of kernels"],
 )
-def test_a_comparison_that_is_cut_short_goes_on_in_the_next_session(contexts, objective, max_runs, bits):
+def test_a_session_that_is_cut_short_goes_on_in_the_next_one(contexts, objective, max_runs):
     def simulated(**options):
         def launches(run, rank, name):
             return name != "of_x2" or made._candidate("x") == "x2"
@@ -179,7 +188,6 @@ def test_a_comparison_that_is_cut_short_goes_on_in_the_next_session(contexts, ob
         made = simulation(
             contexts,
             outputs,
-            bits=bits,
             search="racing",
             objective=objective,
             choices={"x"},
@@ -196,33 +204,3 @@ def test_a_comparison_that_is_cut_short_goes_on_in_the_next_session(contexts, ob
         parts.session()
         assert len(parts.plans) < 6 * len(whole.plans)
     assert parts.winners() == whole.winners()
-
-
-def test_an_option_that_is_to_be_compared_may_be_missing_where_a_search_of_plans_goes_on():
-    """With bits="same" the session raised: the search of plans kept the choice from starving."""
-    contexts = {"kernel": [f"k{i}" for i in range(4)], "choice": [f"o{i}" for i in range(4)]}
-    calls = [
-        [],
-        ["kernel"],
-        ["kernel", "choice"],
-        ["choice"],
-        [],
-        ["choice"],
-        ["kernel", "choice"],
-        ["choice"],
-    ]
-    simulated = simulation(
-        contexts,
-        lambda plan, rank: f"{simulated._began} {sorted({'k1', 'o1'} & set(plan.values()))}",
-        choices={"choice"},
-        ms={"k0": 2.5, "k1": 2.8, "k2": 2.8, "k3": 1.2, "o0": 1.0, "o1": 1.0, "o2": 1.0, "o3": 1.0},
-        objective="thunk",
-        search="racing",
-        max_runs=7,
-        launches=lambda run, rank, name: name not in missing,
-    )
-    for names in [*calls, *[[]] * 30]:
-        missing = names
-        simulated.session()
-    assert simulated.statuses() == {"kernel": "tuned", "choice": "tuned"}
-    assert simulated.winners()["kernel"] == "k3"
