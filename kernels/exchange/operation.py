@@ -68,8 +68,9 @@ class Operation(Shared):
             self._check_dtype(dtype)
             with torch.inference_mode(False):  # other threads and later calls may not write its tensors
                 # Pinned, not on the device: the host looks for failures without waiting for the GPU.
-                host = {"device": "cpu", "pin_memory": self._on_gpu}
-                self._errors = self._memory.hold(torch.zeros(self.world_size, dtype=torch.int64, **host))
+                pinned, world = self._on_gpu, self.world_size
+                flags = torch.zeros(world, dtype=torch.int64, device="cpu", pin_memory=pinned)
+                self._errors = self._memory.hold(flags)
                 self._error_records = self._errors.numpy()
                 self._no_errors = self._error_records.tobytes()
                 self._allocate()

@@ -225,17 +225,20 @@ def opened(kind: type[Kind], tensor: torch.Tensor, rows: int, columns: int, grou
     """
     key = Key(kind, group_name, columns, tensor.dtype, tensor.device)
     found, announced = WORKSPACES.find(key), None
-    if found is not None and found.announce is not None and rows <= found.rows:
+    has_room = found is not None and rows <= found.rows
+    if _is_capturing(tensor):  # nothing is announced: ranks may capture a call more or less often
+        if found is not None and has_room:
+            return found.operation  # type: ignore[return-value]  # of the key's kind
+        asked = f"a captured call of {rows} rows of {columns} features in {tensor.dtype}"
+        room = "no workspace" if found is None else f"a workspace of {found.rows} rows"
+        raise RuntimeError(f"{asked} found {room}: call once before the capture, or reserve() it")
+    if found is not None and has_room and found.announce is not None:
         found.announce(rows)
-        return found.operation  # type: ignore[return-value]  # of the key's kind
+        return found.operation  # type: ignore[return-value]
     group, timeout_s = (_group_of(group_name), TIMEOUT_S) if found is None else (found.group, found.timeout_s)
     if group.size() > 1:
         announced = WORKSPACES.announce(key, rows, group, timeout_s)
-    if found is None or found.rows < rows:
-        if _is_capturing(tensor):
-            asked = f"a captured call of {rows} rows of {columns} features in {tensor.dtype}"
-            room = "no workspace" if found is None else f"a workspace of {found.rows} rows"
-            raise RuntimeError(f"{asked} found {room}: call once before the capture, or reserve() it")
+    if found is None or not has_room:
         if announced is not None:
             try:
                 announced.require_equal()
@@ -256,7 +259,7 @@ def opened(kind: type[Kind], tensor: torch.Tensor, rows: int, columns: int, grou
 def announce_none(kind: type[Operation], tensor: torch.Tensor, columns: int, group_name: str) -> None:
     """Tell the peers of a call without rows, which needs no operation; ValueError where one has some."""
     key, group = Key(kind, group_name, columns, tensor.dtype, tensor.device), _group_of(group_name)
-    if group.size() == 1:
+    if group.size() == 1 or _is_capturing(tensor):
         return
     found = WORKSPACES.find(key)
     try:

@@ -151,6 +151,20 @@ def test_a_capture_opens_nothing_and_keeps_what_it_uses_until_release(rank):
 
 
 @in_workspaces(2)
+def test_a_rank_that_captures_once_more_than_its_peer_grows_with_it(rank):
+    """Have rank 0 alone capture a call with rows, and one without."""
+    x, up, name = tensor_of(rank, 4, 8), tensor_of(0, 12, 8), dist.group.WORLD.group_name
+    tp.reserve(8, 8, torch.float32, timeout_s=5.0)
+    tp.all_gather_matmul(x, up)
+    if rank == 0:
+        registry._is_capturing = lambda tensor: True
+        registry.opened(registry.AllGatherGemm, x, 4, 8, name)
+        registry.announce_none(registry.AllGatherGemm, x[:0], 8, name)
+        registry._is_capturing = lambda tensor: False
+    assert tp.all_gather_matmul(tensor_of(rank, 6, 8), up).shape == (12, 12)
+
+
+@in_workspaces(2)
 def test_a_mesh_of_one_dimension_is_a_group_and_one_of_two_is_not(rank):
     mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     x, up = tensor_of(rank, 4, 8), tensor_of(0, 12, 8)
