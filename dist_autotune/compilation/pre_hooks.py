@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,11 +18,10 @@ import torch
 
 from ..formatting import described
 from ..triton_api.launch import Launch
-from .compiler_child import CompilerChild
+from .child import run_in_child
 
 LIMIT_S = 20.0  # for all hooks of a context; they take milliseconds
 REASON_CHARACTERS = 200
-_POLL_S = 1e-3
 
 
 def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict[str, Launch | str]:
@@ -38,18 +36,14 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict
         if limit_s <= 0:
             raise NotReproducible("no child may be started")
         pickled = pickle_arguments(launch, kept, adds=True)
-        child = CompilerChild(
+        ending = run_in_child(
             lambda: {each: rehearse_one(launch, pickled, kept, config) for each, config in configs.items()},
             min(limit_s, LIMIT_S),
             is_cut_off=True,
         )
     except Exception as error:  # of an argument that cannot be pickled, or of the fork
         return dict.fromkeys(configs, _text_of(error))
-    try:
-        while (ending := child.poll()) is None:
-            time.sleep(_POLL_S)
-    finally:
-        child.close()
+    assert ending is not None  # it is needed until it ends
     outcomes: dict[str, bytes | str]
     outcomes = ending.result or dict.fromkeys(configs, ending.reason or "the hook told nothing")
     return {

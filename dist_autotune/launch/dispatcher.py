@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..compilation import preflight
-from ..compilation.backlog import Backlog
+from ..compilation.compiler import Compiler
 from ..compilation.config_failures import config_failure, is_out_of_memory
 from ..formatting import config_label
-from ..search.expectation.order import MANY
 from ..search.messages import MIXED
 from ..storage.crash_guard import CrashGuard
 from ..timing.clock import Clock
@@ -321,26 +320,16 @@ class Dispatcher:
         self.to_preflight.clear()
         self._registry.abandon_run()
 
-    def preflight(self, backlog: Backlog, *, knows_all: bool) -> None:
-        """Give `backlog` the candidates of new contexts.
+    def preflight(self, compiler: Compiler) -> None:
+        """Let `compiler` compile the candidates that contexts may try next, for the run's forms of launch.
 
-        knows_all: also candidates that the search has not named yet, as the backlog outlasts the run.
+        A form that comes while others are compiled needs the same candidates as they.
         """
         launches, self.to_preflight = self.to_preflight, {}
         for context, by_form in launches.items():
-            context.compile.is_preflighted = True
-            context.compile.waves = 0 if context.search is None else context.search.waves
-            context.compile.has_all = knows_all and len(context.texts) <= MANY
+            state = context.compile
+            wanted = {*state.asked} if state.left else context.wanted_candidates
             for binding, launch in by_form.values():
-                if configs := _untried(binding, also_unlikely=context.compile.has_all):
-                    backlog.add(context, launch, configs)
-
-
-def _untried(binding: Binding, *, also_unlikely: bool = False) -> dict[str, Any]:
-    """Return the configs, by candidate, that may be tried and that the run has not launched.
-
-    also_unlikely: also those that the search does not try next.
-    """
-    context = binding.rank_context
-    left = {context.run.choice, *context.bans, *(() if also_unlikely else context.outside_race)}
-    return {c: config for c, config in binding.configs.items() if c not in left}
+                if configs := {c: config for c, config in binding.configs.items() if c in wanted}:
+                    compiler.want(context, launch, configs)
+            state.asked |= wanted | {*filter(None, [context.run.choice])}

@@ -9,7 +9,7 @@ from typing import Any
 
 from triton.runtime.autotuner import Autotuner
 
-from ..compilation.backlog import CompileState
+from ..compilation.compiler import CompileState
 from ..errors import NoValidConfig
 from ..formatting import config_label
 from ..search.context import Context
@@ -140,12 +140,21 @@ class RankContext:
         return self.measures and (self.compile.is_varied or self.search is None)
 
     @property
+    def needs_candidates(self) -> bool:
+        """Return whether it is tuned by launches, now or in the next run."""
+        return self.stage is Stage.NEW if self.search is None else self.search.is_tuned_by_launches
+
+    @property
     def is_to_preflight(self) -> bool:
         """Return whether candidates are still to be compiled; a new form of launch adds some."""
-        has_all = self.search is None or self.compile.has_all or self.compile.waves == self.search.waves
-        if self.compile.is_preflighted and has_all and not self.compile.left:
-            return False
-        return self.stage is Stage.NEW if self.search is None else self.search.is_tuned_by_launches
+        return self.needs_candidates and bool(self.compile.left or self.wanted_candidates)
+
+    @property
+    def wanted_candidates(self) -> set[str]:
+        """Return the candidates that may be tried next, and that the compiler was not asked for."""
+        return (
+            self.texts.keys() - self.compile.asked - self.bans.keys() - self.outside_race - {self.run.choice}
+        )
 
     @property
     def unreported_bans(self) -> dict[str, str]:
@@ -195,10 +204,7 @@ class RankContext:
 
     def follow(self, search: Context) -> None:
         """Follow the agreed search. Candidates that it names and this rank has left out are compiled, too."""
-        left_out = self.outside_race if self.search is None else set[str]()
         self.search, self.announced = search, True
-        if left_out.intersection(search.digests) - search.outside_race:
-            self.compile.waves = -1  # launches of the lowest rank fill another part of its SMs' time
 
     def _unlikely(self, other_times: TimesByKey) -> set[str]:
         """Return the candidates that are slow by the times of other keys."""

@@ -234,11 +234,6 @@ class Context:
         return least(ms), float(ms)
 
     @property
-    def promise(self) -> float:
-        """Return the chance that a candidate wins that is still to be compiled."""
-        return 1.0 if self._order is None else self._order.promise
-
-    @property
     def untried(self) -> str:
         """Return why candidates were not tried, once the search is over; empty: all were."""
         return self._order.untried_text() if self._order is not None and self.settled else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..bits.outputs import OutputComparison
-from ..compilation.backlog import Backlog, CompiledContext
-from ..compilation.pool import CompileCounts, PoolOptions
+from ..compilation.compiler import CompiledContext, Compiler
+from ..compilation.pool import CompileCounts, CompileOptions
 from ..errors import CaptureFailed, TuningError
 from ..formatting import described
 from ..launch.fast_path import CallUnderWay
@@ -32,6 +33,8 @@ from ..timing.synchronized_start import SynchronizedStart
 from ..triton_api import interception
 from .function_state import SOURCE_OF, FunctionState
 from .recorder import Recorder
+
+COMPILING_SHARE = 0.8  # of the time that peers wait; then the candidates left have failed
 
 
 class RankRun:
@@ -55,7 +58,7 @@ class RankRun:
         self._filler: StreamFiller | None = make_filler(longest_ms)
         self._most_lead_ms = math.inf if self._waits else longest_ms
         self._wanted_ms = 0.0  # the filler that the slowest rank wants
-        self._backlog: Backlog | None = None  # online: made when there is something to compile
+        self._compiler: Compiler | None = None  # made when there is something to compile
         self._late_ms = 0.0  # by how much this rank's host was late in the last trial
 
     def begin(self) -> CallUnderWay:
@@ -121,7 +124,7 @@ class RankRun:
         Online, it is compiled while the next runs go on. elapsed_s: since the session's first call.
         """
         state, function = self._state, self._state.function
-        if state.dispatcher.to_preflight or self._backlog:
+        if state.dispatcher.to_preflight or self._compiler:
             with state.compiling(), state.guard.paused():
                 for context, counts in self._preflight():
                     about, run = state.registry.by_name[context.name].identity, state.search.runs
@@ -150,25 +153,25 @@ class RankRun:
                 self._log.write(Note(text=self.outputs.remark))
         return report
 
-    def _preflight(self) -> Iterator[tuple[CompiledContext, CompileCounts]]:
-        """Compile the candidates of new contexts, online beside later runs; yield complete contexts."""
-        state = self._state
-        loading = functools.partial(state.guard.launching, loads=True)
-        if (backlog := self._backlog) is None:  # an empty one still knows whether child processes start
-            backlog = Backlog(self._pool_options(), loading)
-        if not self._waits:
-            self._backlog = backlog
-        with contextlib.closing(backlog) if self._waits else contextlib.nullcontext():
-            state.dispatcher.preflight(backlog, knows_all=not self._waits)
-            yield from backlog.finish() if self._waits else backlog.advance()
-
-    def _pool_options(self) -> PoolOptions:
-        """Return how this rank compiles; online no peer waits for it."""
-        function, session = self._state.function, self._log.session
+    def _preflight(self) -> list[tuple[CompiledContext, CompileCounts]]:
+        """Compile the candidates of new contexts, online beside later runs; return the complete contexts."""
+        state, function = self._state, self._state.function
         position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
-        peers_wait_s = watchdog.PATIENCE * function.timeout_s if self._waits and count > 1 else math.inf
-        chosen = {"jobs": function.options.resolved_compile_jobs(), "in_background": not self._waits}
-        return PoolOptions.of_rank(session, position, count, peers_wait_s, **chosen)
+        if (compiler := self._compiler) is None:
+            options = CompileOptions.of_rank(
+                position,
+                count,
+                jobs=function.options.resolved_compile_jobs(),
+                in_background=not self._waits,
+            )
+            compiler = Compiler(options, functools.partial(state.guard.launching, loads=True))
+            self._compiler = compiler
+        compiler.keep_only(lambda context: context.needs_candidates)
+        state.dispatcher.preflight(compiler)
+        if not self._waits:
+            return compiler.advance()
+        peers_wait_s = COMPILING_SHARE * watchdog.PATIENCE * function.timeout_s if count > 1 else math.inf
+        return compiler.advance(time.monotonic() + peers_wait_s)
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
         """Take over the merged report's timing and the names that the ranks have agreed on."""
@@ -201,11 +204,11 @@ class RankRun:
         self._state.dispatcher.abandon_run()
         self._whole.abandon_run()
         self._replays.close()
-        if self._backlog is not None:
-            self._backlog.drop_unannounced()
+        if self._compiler is not None:
+            self._compiler.keep_only(lambda context: context.announced)
 
     def close(self) -> None:
         """End compiling in the background; keep no graph."""
         self._replays.close()
-        if self._backlog is not None:
-            self._backlog.close()
+        if self._compiler is not None:
+            self._compiler.close()

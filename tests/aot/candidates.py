@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -19,8 +20,9 @@ from process_states import has_ended
 from triton.compiler.compiler import ASTSource
 
 from dist_autotune import ContextualAutotuner, contextual_autotune
-from dist_autotune.compilation.backlog import Backlog, CompileState
-from dist_autotune.compilation.pool import CompileCounts, PoolOptions
+from dist_autotune.compilation.compiler import Compiler as RankCompiler
+from dist_autotune.compilation.compiler import CompileState
+from dist_autotune.compilation.pool import CompileCounts, CompileOptions
 from dist_autotune.triton_api.launch import Launch
 
 GOOD, ASSERTED, TOO_LARGE, ABORTS = 16, 32, 128, 256
@@ -102,23 +104,20 @@ class Preflight:
 
 @dataclass(eq=False)
 class _Context:
-    """What a backlog asks of a context."""
+    """What the compiler asks of a context."""
 
     name: str = "a"
-    search: None = None
-    outside_race: frozenset[str] = frozenset()
-    launches_per_run: int = 0
     bans: dict[str, str] = field(default_factory=dict)
     compile: CompileState = field(default_factory=CompileState)
 
 
-def preflight(launch: Launch, options: PoolOptions) -> Preflight:
+def preflight(launch: Launch, deadline_s: float = math.inf, **options: Any) -> Preflight:
     """Compile and load all candidates of a launch, as a rank does that waits for them."""
     context = _Context()
     no_guard = lambda context, candidate: contextlib.nullcontext()  # noqa: E731
-    with contextlib.closing(Backlog(options, no_guard)) as backlog:
-        backlog.add(context, launch, launch.candidates())  # type: ignore[arg-type]
-        ((_, counts),) = backlog.finish()
+    compiler = RankCompiler(CompileOptions(**options), no_guard)
+    compiler.want(context, launch, launch.candidates())
+    ((_, counts),) = compiler.advance(time.monotonic() + deadline_s)
     return Preflight(context.bans, counts)
 
 

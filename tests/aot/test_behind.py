@@ -18,8 +18,7 @@ from candidates import ASSERTED, GOOD, HELPED, TOO_LARGE, Compiler, arrive, bann
 from process_states import status_of
 
 from dist_autotune import AgreementTimeout
-from dist_autotune.compilation.pool import PoolOptions
-from dist_autotune.compilation.pool_process import PRIORITY, PoolProcess
+from dist_autotune.compilation.pool import PRIORITY, CompileOptions, Pool
 from dist_autotune.compilation.preflight import plan
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
@@ -130,7 +129,7 @@ def test_a_kernel_that_somebody_else_has_compiled_meanwhile_stays(device, compil
     assert launched is theirs
 
 
-# ---- how much is compiled at a time, and in which order
+# ---- how much is compiled at a time
 
 
 def test_no_more_compile_at_a_time_than_jobs_and_they_leave_the_cores_to_the_step(device, compiler):
@@ -145,16 +144,6 @@ def test_no_more_compile_at_a_time_than_jobs_and_they_leave_the_cores_to_the_ste
     nice = 16  # the place of it from the state on
     assert {int(status_of(child)[nice]) for child in children} == {max(own, PRIORITY)}
     assert int(status_of(os.getpid())[nice]) == own
-    compiler.let_go()
-    steps_until(lambda: step.settled, step)
-
-
-def test_the_kernel_that_takes_most_of_a_step_is_compiled_and_tuned_first(device, compiler):
-    compiler.behaves({64: "wait"})
-    rare, frequent = kernel(GOOD, 64), kernel(GOOD, 256)
-    step = stepping(rare, *[frequent] * 20, compile_jobs=1)
-    begin(step, compiler)
-    assert compiler.compilations()[-2:] == [256, 64]
     compiler.let_go()
     steps_until(lambda: step.settled, step)
 
@@ -211,9 +200,7 @@ def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(device, comp
     tuner, x, y = kernel(GOOD, 64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
     launch = Launch(tuner, (x, y), {"grid": (1,)})
     planned = plan(launch, launch.candidates(), 0.0)
-    process = PoolProcess(
-        [*planned.compilations.values()], PoolOptions(in_background=True), [1] * len(planned.compilations)
-    )
+    process = Pool([*planned.compilations.values()], CompileOptions(in_background=True))
     compiler.wait_for(64)
     pid = os.fork()
     if pid == 0:
@@ -231,14 +218,13 @@ def test_configs_that_make_one_binary_are_told_of_each(device, compiler):
     tuner, x, y = kernel(64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
     launch = Launch(tuner, (x, y), {"grid": (1,)})
     (compilation,) = plan(launch, launch.candidates(), 0.0).compilations.values()
-    process, told = PoolProcess([compilation] * 2, PoolOptions(in_background=True, jobs=2), [1, 1]), []
+    process, told = Pool([compilation] * 2, CompileOptions(in_background=True, jobs=2)), []
     deadline = time.monotonic() + DEADLINE_S
     while len(told) < 2:
         assert time.monotonic() < deadline
         told += process.read()
     process.close()
     assert sorted((each.place, each.reason) for each in told) == [(0, ""), (1, "")]
-    assert compiler.compilations() == [64]
 
 
 def test_what_a_rank_closes_is_closed_though_others_compile(device, compiler):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from candidates import GOOD, kernel_of_forms, settle, tuned
 
-from dist_autotune.compilation.backlog import FORMS
+from dist_autotune.compilation.compiler import FORMS
 from ranks import assert_all_ok, run_ranks
 
 DEADLINE_S = 100.0

@@ -129,7 +129,7 @@ def test_compiling_only_returns_the_compiled_incumbent(device):
     assert device.launched == []
 
 
-def test_two_ranks_lose_one_compiler_to_a_candidate_and_both_ban_it(device, compiler):
+def test_two_ranks_lose_a_compiler_each_to_a_candidate_at_most_and_both_ban_it(device, compiler):
     def program(rank: int) -> tuple[dict[int, str], list[int]]:
         function = tuned_kernel(kernel(GOOD, ABORTS, 64), is_dist=True)
         function()
@@ -140,7 +140,7 @@ def test_two_ranks_lose_one_compiler_to_a_candidate_and_both_ban_it(device, comp
     assert zero.keys() == {ABORTS}
     assert "SIGABRT" in zero[ABORTS]
     assert launched == launched_by_one == [GOOD, 64]
-    assert compiler.compilations().count(ABORTS) == 1
+    assert compiler.compilations().count(ABORTS) <= 2
 
 
 # ---- what is written down

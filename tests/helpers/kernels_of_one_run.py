@@ -24,7 +24,7 @@ class Kernel:
 class OneRun(Simulation):
     """A session of one rank whose kernels are all met in its first run; compilers go on behind the runs.
 
-    rate: candidates compiled in a run, of the kernel first that may gain most.
+    rate: candidates compiled in a run.
     """
 
     def __init__(self, kernels: Sequence[Kernel], seed: int, rate: float = math.inf, **options: Any) -> None:
@@ -42,15 +42,11 @@ class OneRun(Simulation):
             if context.waves != self._waves.get(name):
                 self._waves[name] = context.waves
                 self._left[name] = [each for each in context.digests[1:] if each not in context.outside_race]
-        for name in sorted(self._left, key=self._gain_ms, reverse=True):
-            while self._left[name] and self._room >= 1:
-                self._left[name].pop()
+        for left in self._left.values():
+            while left and self._room >= 1:
+                left.pop()
                 self._room, self.compiled = self._room - 1, self.compiled + 1
         super().run()
-
-    def _gain_ms(self, name: str) -> float:
-        context = self.tuning.contexts[name]
-        return context.device_ms[0] * context.promise
 
     def _compiling(self, run: int, rank: int, name: str) -> int:
         return len(self._left.get(name, ()))

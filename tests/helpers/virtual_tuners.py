@@ -24,8 +24,8 @@ from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
 from dist_autotune import options as options_module
-from dist_autotune.compilation import backlog
-from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, CompileOutcome, PoolOptions
+from dist_autotune.compilation import compiler
+from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, CompileOptions, CompileOutcome
 from dist_autotune.compilation.preflight import Planned
 from dist_autotune.launch.dispatcher import Dispatcher
 from dist_autotune.launch.rank_context import RankContext
@@ -104,16 +104,12 @@ class VirtualDisk:
             del self.entries[name]
 
 
-class VirtualPoolProcess:
+class VirtualPool:
     """Stands in for the process that compiles behind the runs: how far it is at a look is scripted."""
 
-    def __init__(
-        self, compilations: Sequence[Compilation], options: PoolOptions, priorities: Sequence[int]
-    ) -> None:
+    def __init__(self, compilations: Sequence[Compilation], options: CompileOptions) -> None:
         self._left = dict(enumerate(compilations))
-        self.prefer(priorities)
         self._looks = 0
-        self.has_begun = True
         HERE.rank.compilers.append(self)
 
     @property
@@ -124,15 +120,11 @@ class VirtualPoolProcess:
     def read(self) -> list[CompileOutcome]:
         self._looks += 1
         count = self._drawn("compiled") % (COMPILED_AT_A_LOOK + 1)
-        in_order = sorted(self._left, key=lambda place: -self._priorities[place])
-        told = [(place, self._left.pop(place)) for place in in_order[:count] if self._priorities[place]]
+        told = [(place, self._left.pop(place)) for place in [*self._left][:count]]
         return [
             CompileOutcome(place, FAILED if compilation.key else COMPILED, compilation.key)
             for place, compilation in told
         ]
-
-    def prefer(self, priorities: Sequence[int]) -> None:
-        self._priorities = priorities
 
     def close(self) -> None:
         HERE.rank.compilers.remove(self)
@@ -192,7 +184,7 @@ class VirtualRank:
 
     def start_process(self) -> None:
         """Forget what memory holds, as a new process does."""
-        self.compilers: list[VirtualPoolProcess] = []  # under way
+        self.compilers: list[VirtualPool] = []  # under way
         program, rank = self.program, self.agreement.rank
         self.tuners = [self._tuner(kernel, rank) for kernel in program.kernels]
         options = {name: value for name, value in program.options.items() if value is not None}
@@ -385,8 +377,8 @@ def virtual_world() -> Iterator[None]:
             (interception, "is_interpreted", lambda: False),
             (dist_autotune.compilation.preflight, "current_device", lambda: -1),
             (dist_autotune.compilation.preflight, "plan", plan),
-            (backlog, "PoolProcess", VirtualPoolProcess),
-            (backlog, "POLL_S", {False: 0.0}),
+            (compiler, "Pool", VirtualPool),
+            (compiler, "POLL_S", 0.0),
             (Session, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
         ):
             stack.enter_context(mock.patch.object(place, name, value))

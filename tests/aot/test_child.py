@@ -10,23 +10,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from triton.runtime.errors import OutOfResources
 
-from dist_autotune.compilation.compiler_child import CompilerChild, Ending
+from dist_autotune.compilation.child import Ending, run_in_child
 
 
-def ending(work: Callable[[], Any], limit_s: float = 60.0, *, is_cut_off: bool = False) -> Ending:
-    child = CompilerChild(work, limit_s, is_cut_off=is_cut_off)
-    deadline = time.monotonic() + 2 * limit_s
-    while (end := child.poll()) is None:
-        assert time.monotonic() < deadline, "the child does not end"
-        time.sleep(1e-3)
-    return end
+def ending(work: Callable[[], Any], limit_s: float = 60.0, **options: Any) -> Ending | None:
+    return run_in_child(work, limit_s, **options)
 
 
 def raise_(error: BaseException) -> None:
@@ -125,7 +119,7 @@ def test_nothing_of_a_child_stays_open():
     before = descriptors()
     ending(lambda: None)
     ending(os.abort)
-    CompilerChild(signal.pause, 60.0).close()
+    assert ending(signal.pause, is_needed=lambda: False) is None
     assert descriptors() == before
 
 
