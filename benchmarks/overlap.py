@@ -1,18 +1,15 @@
-"""A GEMM beside an all-reduce: what tuning either side, or both, makes of the step.
+"""A GEMM beside an all-reduce: what tuning it in the step makes of the step.
 
     ./launch.sh -m benchmarks.overlap [--m M] [--n N] [--k K] [--mib MIB] [--shapes published]
                                       [--json FILE]
 
-The step is that of `examples/overlap.py`, and so are the candidates: tiles and numbers of programs, and how
-many CTAs the all-reduce may take. It is tuned five times, each time from nothing. Then all picks are timed,
-interleaved:
+The step is that of `examples/overlap.py`, and so are the candidates: tiles and numbers of programs. It is
+tuned three times, each time from nothing. Then all picks are timed, interleaved:
 
     alone, step          the pick of tuning the GEMM alone, in the whole step
     kernel, step         the pick by the GEMM's own time in the step
-    run, step            the pick by the run time of the step, objective="thunk": kernels alone
-    collective, step     the GEMM as tuned alone, and the limit by the run time of the step: collective alone
-    both, step           kernel and limit by the run time of the step
-    alone, GEMM          the same kernels with nothing beside them; and kernel, run, both
+    run, step            the pick by the run time of the step, objective="thunk"
+    alone, GEMM          the same kernels with nothing beside them; and kernel, run
     cuBLAS, step         torch.matmul in place of the kernel
     all-reduce           nothing beside it
 
@@ -40,7 +37,6 @@ from benchmarks.operations.products import explained_error, product_arm, relativ
 
 LIMIT_S = 600.0  # for everything about one case, tuning and compiling included
 PICKS = ("alone", "kernel", "run")  # the kernel's three tunings of the example, in its order
-WITH_LIMITS = ("collective", "both")  # those with the all-reduce's limit
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,8 @@ def product(step: Any, name: str, call: Callable[[], object]) -> Arm:
     return product_arm(name, lambda: run, step.c, error=error, **of_product)
 
 
-def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
-    """Return the arms: each pick in the step and without it, cuBLAS in the step, the all-reduce."""
+def arms_of(step: Any, configs: dict[str, Any]) -> list[Arm]:
+    """Return the arms: each config in the step and without it, cuBLAS in the step, the all-reduce."""
 
     def all_reduce() -> torch.Tensor:
         dist.all_reduce(step.bucket, op=dist.ReduceOp.MAX)
@@ -87,13 +83,12 @@ def arms_of(step: Any, picks: dict[str, Any]) -> list[Arm]:
 
     return [
         *(
-            product(step, f"{name}, step", lambda pick=pick: step(pick.config, pick.max_ctas))
-            for name, pick in picks.items()
+            product(step, f"{name}, step", lambda config=config: step(config))
+            for name, config in configs.items()
         ),
         *(
-            product(step, f"{name}, GEMM", lambda pick=pick: step.gemm(pick.config))
-            for name, pick in picks.items()
-            if name != "collective"  # the GEMM is that of "alone"
+            product(step, f"{name}, GEMM", lambda config=config: step.gemm(config))
+            for name, config in configs.items()
         ),
         product(step, "cuBLAS, step" if ON_GPU else "torch, step", beside_cublas),
         Arm(
@@ -116,15 +111,14 @@ def run_case(case: Case, options: argparse.Namespace, plan: Plan, ranks: Ranks) 
         for tensor in (step.a, step.b, step.bucket):
             tensor.normal_()
 
-    found, reports = example.picks_of(step, retune=True)
-    picks = dict(zip((*PICKS, *WITH_LIMITS), found.values(), strict=True))
-    measured = measure(arms_of(step, picks), ranks, refresh, plan)
+    reports = example.tuned_three_ways(step, retune=True)
+    configs = dict(zip(PICKS, example.picks_of(reports).values(), strict=True))
+    measured = measure(arms_of(step, configs), ranks, refresh, plan)
     texts = [
-        (context, f"{name}: {pick}")
-        for (name, pick), report in zip(picks.items(), reports.values(), strict=True)
+        (context, f"{name}: {example.label(context.config)}")
+        for name, report in zip(PICKS, reports.values(), strict=True)
         for context in report.contexts
     ]
-    step.limits.close()
     return case_record(case, measured, ranks, tuned=tuned_record(list(reports.values()), texts))
 
 
@@ -151,8 +145,6 @@ def main() -> None:
         ratios=[
             Ratio(name="step: alone / run", of="alone, step", to="run, step"),
             Ratio(name="step: kernel / run", of="kernel, step", to="run, step"),
-            Ratio(name="step: alone / collective", of="alone, step", to="collective, step"),
-            Ratio(name="step: alone / both", of="alone, step", to="both, step"),
             Ratio(name="GEMM: run / alone", of="run, GEMM", to="alone, GEMM"),
         ],
         limit_s=LIMIT_S,

@@ -4,8 +4,7 @@
 
 A persistent GEMM on every SM keeps the all-reduce out until it ends. One that leaves a few SMs free is
 slower itself, but the step ends sooner. So the same candidates (tiles, numbers of programs) are tuned three
-times: the GEMM alone, the step by the GEMM's time in it, and the step by its whole run time. The all-reduce
-can give way, too, with a limit of its CTAs: it is tuned beside the GEMM as tuned alone, then both together.
+times: the GEMM alone, the step by the GEMM's time in it, and the step by its whole run time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +22,10 @@ import triton
 import triton.language as tl
 
 from dist_autotune import TuningReport, contextual_autotune
-from dist_autotune.kernels.tp import CollectiveGroups
-from dist_autotune.kernels.tp.collective_groups import copied_group
 
 ON_GPU = torch.cuda.is_available() and not triton.knobs.runtime.interpret
 TILES = [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4)] if ON_GPU else [(16, 16, 16, 4, 1), (32, 16, 32, 4, 1)]
 LEFT_FREE = (0, 8, 16, 24, 32) if ON_GPU else (0, 1, 2)  # SMs for the all-reduce
-MAX_CTAS = (None, 4, 8, 16) if ON_GPU else (None, 4)  # of the all-reduce; None: as many as NCCL likes
 TIMED_STEPS = 30 if ON_GPU else 3
 
 
@@ -88,8 +83,6 @@ class Step:
         self.a, self.b = (torch.randn(rows, k, device=device, dtype=dtype) for rows in (m, n))
         self.c = torch.empty(m, n, device=device, dtype=dtype)
         self.bucket = torch.randn(int(bucket_mib * 2**20) // dtype.itemsize, device=device, dtype=dtype)
-        # On CPU ranks copies of the group stand for communicators with limits.
-        self.limits = CollectiveGroups(max_ctas=MAX_CTAS, make=None if ON_GPU else copied_group)
 
     def gemm(self, config: triton.Config | None = None) -> None:
         """Launch the GEMM: the autotuned kernel, or the kernel under it with `config`."""
@@ -103,17 +96,12 @@ class Step:
         )
         kernel[grid](self.a, self.b, self.c, m, n, k, **options)
 
-    def __call__(self, config: triton.Config | None = None, max_ctas: int | None = None) -> torch.Tensor:
+    def __call__(self, config: triton.Config | None = None) -> torch.Tensor:
         """Reduce the bucket over all ranks and multiply meanwhile; return the product."""
-        group = self.limits.communicator(max_ctas)
-        reduction = dist.all_reduce(self.bucket, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        reduction = dist.all_reduce(self.bucket, op=dist.ReduceOp.MAX, async_op=True)
         self.gemm(config)
         reduction.wait()  # on a GPU this orders streams, the host goes on
         return self.c
-
-    def limited(self, config: triton.Config | None = None) -> torch.Tensor:
-        """Do the same with the all-reduce's limit tuned."""
-        return self(config, self.limits.limit())
 
     def relative_error(self) -> float:
         """Return the error of the last product against float32, the largest of all ranks."""
@@ -135,16 +123,6 @@ def tuned_three_ways(step: Step, *, retune: bool = False) -> dict[str, TuningRep
     }
 
 
-def tuned_with_limits(step: Step, alone: triton.Config, *, retune: bool = False) -> dict[str, TuningReport]:
-    """Tune the all-reduce's limit beside the GEMM with the config `alone`, then the limit with the kernel."""
-    return {
-        "the all-reduce only": tuned(
-            lambda: step.limited(alone), f"all-reduce beside {label(alone)}", retune=retune
-        ),
-        "both, by run time": tuned(step.limited, "both by run time", retune=retune, objective="thunk"),
-    }
-
-
 def tuned(call: Callable[[], object], name: str, *, retune: bool, **options: Any) -> TuningReport:
     """Tune one call without the results of the others; return what was found."""
     function = contextual_autotune(is_dist=True, share=False, name=f"overlap: {name}", **options)(call)
@@ -156,28 +134,9 @@ def tuned(call: Callable[[], object], name: str, *, retune: bool, **options: Any
     return function.report
 
 
-@dataclass(frozen=True)
-class Pick:
-    """What a tuning has found: the GEMM's config and the all-reduce's limit."""
-
-    config: triton.Config
-    max_ctas: int | None
-
-    def __str__(self) -> str:
-        limit = "" if self.max_ctas is None else f", {self.max_ctas} CTAs"
-        return label(self.config) + limit
-
-
-def picks_of(step: Step, *, retune: bool = False) -> tuple[dict[str, Pick], dict[str, TuningReport]]:
-    """Tune everything; return what was found, and the reports."""
-    reports = tuned_three_ways(step, retune=retune)
-    alone = reports["alone"].contexts[0].config
-    reports |= tuned_with_limits(step, alone, retune=retune)
-    picks = {}
-    for name, report in reports.items():
-        found = {context.kernel: context.config for context in report.contexts}
-        picks[name] = Pick(found.get("persistent_gemm", alone), found.get(step.limits.name))
-    return picks, reports
+def picks_of(reports: dict[str, TuningReport]) -> dict[str, triton.Config]:
+    """Return the config that each tuning has found."""
+    return {name: report.contexts[0].config for name, report in reports.items()}
 
 
 def slowest_ms(call: Callable[[], object]) -> float:
@@ -232,10 +191,10 @@ def main() -> None:
     device = set_up()
     step = Step(options.rows, options.columns, options.k, options.bucket_mib, device)
     rows, errors = [], []
-    for name, pick in picks_of(step)[0].items():
-        gemm_ms = slowest_ms(lambda pick=pick: step.gemm(pick.config))
-        step_ms = slowest_ms(lambda pick=pick: step(pick.config, pick.max_ctas))
-        rows.append((name, str(pick), gemm_ms, step_ms))
+    for name, pick in picks_of(tuned_three_ways(step)).items():
+        gemm_ms = slowest_ms(lambda pick=pick: step.gemm(pick))
+        step_ms = slowest_ms(lambda pick=pick: step(pick))
+        rows.append((name, label(pick), gemm_ms, step_ms))
         errors.append(step.relative_error())
     error = max(errors)
     if dist.get_rank() == 0:
@@ -246,12 +205,11 @@ def main() -> None:
         print(f"relative error of the products {error:.1e}")
         if not ON_GPU:
             print("(interpreter: this shows how it works; the times mean nothing)")
-        print(f"{'tuned':<30}{'pick':<42}{'GEMM alone':>12}{'whole step':>12}")
+        print(f"{'tuned':<30}{'pick':<32}{'GEMM alone':>12}{'whole step':>12}")
         for name, pick, alone_ms, step_ms in rows:
-            print(f"{name:<30}{pick:<42}{alone_ms:>9.3f} ms{step_ms:>9.3f} ms")
+            print(f"{name:<30}{pick:<32}{alone_ms:>9.3f} ms{step_ms:>9.3f} ms")
     if error > 2e-2:  # bf16 rounds to 3 digits; a wrong tile is off by 1
         raise SystemExit(f"wrong result: relative error {error:.1e}")
-    step.limits.close()
     dist.destroy_process_group()
 
 

@@ -223,7 +223,7 @@ def time_overlap(case: overlap.Case, options: argparse.Namespace, ranks: Ranks, 
         for tensor in (step.a, step.b, step.bucket):
             tensor.normal_()
 
-    arms = overlap.arms_of(step, {label: example.Pick(config, None) for label, config in configs.items()})
+    arms = overlap.arms_of(step, configs)
     timed = [
         Contender(arm.name, arm.prepare(), (Launched("persistent_gemm", str(config)),))
         for arm, config in zip(arms, [*configs.values(), *configs.values()], strict=False)

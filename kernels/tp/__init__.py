@@ -1,5 +1,4 @@
-"""Tensor parallelism that trains: products with gradients, layers, a plan for whole models, and what it
-leaves of a GPU to collectives beside it.
+"""Tensor parallelism that trains: products with gradients, layers, a plan for whole models.
 
 May import the rooms of the operations, and what they may import.
 """
@@ -7,7 +6,6 @@ May import the rooms of the operations, and what they may import.
 from __future__ import annotations
 
 from ..exchange.calls import check_calls
-from .collective_groups import CollectiveGroups
 from .functions import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, sum_gradient
 from .layers import ColumnParallelLinear, RowParallelLinear, SwiGLU
 from .moe_layer import MoE
@@ -15,7 +13,6 @@ from .parallelize import ColumnParallel, RowParallel, SequenceParallel, parallel
 from .registry import meet_first, release, reserve
 
 __all__ = [
-    "CollectiveGroups",
     "ColumnParallel",
     "ColumnParallelLinear",
     "MoE",
