@@ -159,7 +159,7 @@ def test_what_the_search_names_is_compiled_once_whatever_this_rank_thought_slow(
 ):
     nothing: Any = SimpleNamespace()
     about = ContextIdentity("k[]", nothing, (), "[]", {"a": "A: 1", "b": "A: 2", "c": "A: 3"})
-    context = RankContext("k[]", "[]", about, nothing, rank=0, beginning=Beginning(unlikely=of_this_rank))
+    context = RankContext("k[]", about, nothing, rank=0, beginning=Beginning(unlikely=of_this_rank))
     context.run.choice = "a"
     if of_search is not None:
         search: Any = SimpleNamespace(is_tuned_by_launches=True, outside_race=of_search, is_lasting=False)
