@@ -44,16 +44,16 @@ class Dispatcher:
     ) -> None:
         # Of a session: from `begin_run` until `Session` has applied its report, or it has failed.
         self.run_under_way: CallUnderWay | None = None
-        self._function = registry.known.function
+        self.function = registry.known.function
         # One rank leaves a kernel with one config to stock Triton: no peer can have more.
-        self.passes_single = self._function.is_alone
+        self.passes_single = self.function.is_alone
         self._model = CallUnderWay(self, tunes=False)  # settled calls are copies of it
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._note, self._written = compiling, note, written
-        self._ranks = frozenset(self._function.group.ranks)
+        self._ranks = frozenset(self.function.group.ranks)
         self._lock = registry.lock
 
     # -- the launch ----------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Dispatcher:
 
     def _is_settled(self, call: CallUnderWay, context: RankContext) -> bool:
         """Return whether later calls take the same config, from the fast path."""
-        return not call.tunes and (context.stage is Stage.SETTLED or not self._function.tunes)
+        return not call.tunes and (context.stage is Stage.SETTLED or not self.function.tunes)
 
     def _candidate(
         self, call: CallUnderWay, binding: Binding, failed: Mapping[str, str] = NONE_FAILED
@@ -144,7 +144,7 @@ class Dispatcher:
         is_trial = call.tunes and run.count == 0 and context.tries(candidate)
         with self._guard.launching(context.name, candidate) if is_trial else contextlib.nullcontext():
             launch.run_pre_hook(config)
-            loaded = self._ensure_loaded(launch, binding, candidate) if call.tunes else None
+            loaded = self._ensure_loaded(call, launch, binding, candidate) if call.tunes else None
             if call.tunes and context.measures:
                 grid = RecordedGrid(launch.kwargs.get("grid"))
                 counted = launch.with_grid(grid) if callable(launch.kwargs.get("grid")) else launch
@@ -170,7 +170,7 @@ class Dispatcher:
         share = footprint.share(programs, kernel, footprint.device_properties(device))
         context.shares[candidate] = max(context.shares.get(candidate, 0), share)
 
-    def _ensure_loaded(self, launch: Launch, binding: Binding, candidate: str) -> Any:
+    def _ensure_loaded(self, call: CallUnderWay, launch: Launch, binding: Binding, candidate: str) -> Any:
         """Compile and load a candidate before its first launch, so that no timed interval holds that.
 
         Return the kernel that is expected to run; None under the interpreter.
@@ -179,9 +179,13 @@ class Dispatcher:
         loaded = binding.loaded.get((candidate, device))
         if device < 0 or (loaded is not None and not context.checks_form):
             return loaded
-        with self._compiling():
-            kernel = launch.compile(binding.configs[candidate])
-            load_kernel(kernel)
+        call.is_compiling = True
+        try:
+            with self._compiling():
+                kernel = launch.compile(binding.configs[candidate])
+                load_kernel(kernel)
+        finally:
+            call.is_compiling = False
         context.compile.is_varied |= loaded is not None and kernel is not loaded
         binding.loaded[candidate, device] = kernel
         return kernel
@@ -264,7 +268,7 @@ class Dispatcher:
 
     def _check_tuned(self, context: RankContext, candidate: str) -> None:
         """Raise NotTuned in the strict mode for a launch that would not be with a search's result."""
-        if self._function.is_strict and candidate != (winner := context.tuned):
+        if self.function.is_strict and candidate != (winner := context.tuned):
             about, kernel_id = context.identity, self._registry.names.alias(context.identity.kernel)
             _, failure = context.failures.get(winner or "", (0, NO_CONFIG_OF_LAUNCH))
             failure = context.bans.get(winner or "", failure)

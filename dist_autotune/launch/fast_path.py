@@ -9,21 +9,45 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Mapping, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from triton.runtime.autotuner import Autotuner
 
-from ..triton_api.interception import INTERCEPTION, Run, is_capturing
+from ..storage.scope import FunctionScope
+from ..triton_api.interception import (
+    INTERCEPTION,
+    Run,
+    can_benchmark,
+    has_driver,
+    is_capturing,
+    is_interpreted,
+)
 from ..triton_api.launch import Key, Launch, key_of
-from .rank_context import RankContext
+from .incumbents import IncumbentLauncher
+from .rank_context import NONE_FAILED, RankContext
+from .tunable import Ranks
 from .written_tensors import WrittenTensors, written_arguments
-
-if TYPE_CHECKING:
-    from .dispatcher import Dispatcher
 
 _MAKE = object.__new__
 Settled: TypeAlias = "dict[int, Known]"  # by the id of a living Autotuner
+
+
+class Launcher(Protocol):
+    """Makes launches that are not settled: of a tuned function, or of no call."""
+
+    @property
+    def passes_single(self) -> bool: ...  # a kernel with one config is left to stock Triton
+    @property
+    def function(self) -> FunctionScope | None: ...  # whose calls they are
+    def launch(self, call: CallUnderWay, launch: Launch, failed: Mapping[str, str] = NONE_FAILED) -> Any: ...
+    def choose(
+        self, call: CallUnderWay, name: str, options: Sequence[Any], key: Key, among: Ranks
+    ) -> Any: ...
+    def failure(
+        self, call: CallUnderWay, launch: Launch, config: Any, error: Exception
+    ) -> dict[str, str]: ...
 
 
 class Known:
@@ -50,8 +74,9 @@ class CallUnderWay:
     launches change; None: not in a session.
     """
 
-    def __init__(self, launcher: Dispatcher, *, tunes: bool, written: WrittenTensors | None = None) -> None:
+    def __init__(self, launcher: Launcher, *, tunes: bool, written: WrittenTensors | None = None) -> None:
         self.launcher, self.tunes, self.written = launcher, tunes, written
+        self.is_compiling = False  # in a launch of a session's run
         self.settled: Settled = {}  # keys whose config is launched at once; empty in a run of a session
         self.repeats = False  # a run that is captured: each launch takes its config once more
         self.changes = False  # a launch changes tensors, of a kernel that `launched` does not return
@@ -80,13 +105,6 @@ class CallUnderWay:
             known = self.settled[id(tuner)] = Known(tuner, self.settled)
         return known
 
-    def knows(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        known = self.settled.get(id(tuner))
-        try:
-            return known is not None and key_of(tuner, args, kwargs) in known.by_key
-        except TypeError:
-            return False
-
     def launched(self) -> list[Autotuner]:
         """Return the Autotuners that this call has launched at once."""
         launched = [known.tuner() for known in list(self.settled.values()) if known.call is self]
@@ -110,10 +128,14 @@ class CallUnderWay:
         return self.changes or any(map(written_arguments, self.launched()))
 
 
+INCUMBENTS = CallUnderWay(IncumbentLauncher(), tunes=False)  # of what belongs to no run
+
+
 def dispatcher(before: Run) -> Run:
     """Return the function to put in place of `before`, an `Autotuner.run`, for good."""
-    calls, call_of, call_for = INTERCEPTION.calls, INTERCEPTION.calls.get, INTERCEPTION.call_for
+    calls, call_of, call_of_others = INTERCEPTION.calls, INTERCEPTION.calls.get, INTERCEPTION.call_of_others
     is_stock = before.__module__ == Autotuner.__module__
+    outside = None if has_driver() and not is_interpreted() else _outside_without_driver(before)
 
     def launch_unknown(call: CallUnderWay, tuner: Autotuner, args: Any, kwargs: dict[str, Any]) -> Any:
         if len(tuner.configs) > 1 or not call.launcher.passes_single:
@@ -128,10 +150,8 @@ def dispatcher(before: Run) -> Run:
     @functools.wraps(before)
     def run(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
         if not calls:
-            return before(tuner, *args, **kwargs)
-        call = call_of(get_ident()) or call_for(tuner, args, kwargs)
-        if call is None:
-            return before(tuner, *args, **kwargs)
+            return (outside or before)(tuner, *args, **kwargs)
+        call = call_of(get_ident()) or call_of_others() or INCUMBENTS
         known = call.settled.get(id(tuner))
         if known is None or (known.configs and known.configs != tuner.configs) or kwargs.get("warmup"):
             return launch_unknown(call, tuner, args, kwargs)
@@ -154,3 +174,14 @@ def dispatcher(before: Run) -> Run:
         return call.launcher.launch(call, Launch(tuner, args, kwargs), failed)
 
     return run
+
+
+def _outside_without_driver(before: Run) -> Run:
+    """Return what launches outside of calls where stock Triton could not benchmark what it does not know."""
+
+    def outside(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
+        if len(tuner.configs) < 2 or key_of(tuner, args, kwargs) in tuner.cache or can_benchmark(tuner):
+            return before(tuner, *args, **kwargs)
+        return INCUMBENTS.launcher.launch(INCUMBENTS, Launch(tuner, args, kwargs))
+
+    return outside

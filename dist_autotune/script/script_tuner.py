@@ -14,7 +14,6 @@ from ..errors import AgreementTimeout, PeerFailed, RankMismatch
 from ..options import Options
 from ..triton_api import interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM
-from ..triton_api.turn import session_turn
 from ..tuner.base_tuner import BaseTuner
 from ..tuner.calls import Calls
 
@@ -37,6 +36,7 @@ class ScriptTuner(BaseTuner):
         self.lost: Exception | None = None  # why tuning has ended before its time
         self._pid = os.getpid()
         self._run = contextlib.ExitStack()  # the run under way
+        self._boundary = interception.fork_safe_lock()  # of the thread that ends a run
         self._shared = self._calls = Calls(None, options, name, self._log_dir, is_program=True)
         # Before the group is known. One rank's disk may hold what the others' do not.
         cache = options.cache if self._is_alone() else False
@@ -54,7 +54,7 @@ class ScriptTuner(BaseTuner):
 
     def begin(self) -> None:
         """Begin the first run."""
-        with session_turn(self._name, self.options.resolved_timeout_s):
+        with self._boundary:
             self._begin_run()
 
     def end_run(self) -> None:
@@ -67,9 +67,7 @@ class ScriptTuner(BaseTuner):
         self.boundaries += 1
         if INTERCEPTION.is_within():
             return
-        with session_turn(self._name, self.options.resolved_timeout_s) as is_own:
-            if not is_own:
-                return
+        with self._boundary:
             try:
                 if self._shared.group_has_changed():
                     self._abandon_run(RunAbandoned("another process group"))

@@ -15,11 +15,11 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from triton import knobs
+from triton.backends import backends
 from triton.runtime import _async_compile
 from triton.runtime.autotuner import Autotuner
 
-from .active_call import SessionTurn
-from .launch import Key, key_of
+from .launch import Key
 
 _IS_CAPTURING = torch.cuda.is_current_stream_capturing
 _IN_TLS = "dist_autotune"  # torch gives what is stashed under it to the threads of a thread's autograd
@@ -31,6 +31,13 @@ SESSION: Final = "session"  # threads without a call of their own launch for its
 PROGRAM: Final = "program"  # without a session, they launch for the program that is tuned as a whole
 
 
+class SessionTurn:
+    """The lock of the session that has the turn: see `turn.session_turn`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+
 class Interception:
     """The calls under way: at most one session, one program, and any number of settled calls.
 
@@ -38,7 +45,7 @@ class Interception:
     """
 
     def __init__(self) -> None:
-        self.turn = SessionTurn()  # of sessions
+        self.turn = SessionTurn()
         self.calls: dict[int | str, Any] = {}  # `CallUnderWay` by thread, and under SESSION and PROGRAM
         self._is_installed = False
         self._looked_at: object = None  # what stood at `Autotuner.run` the last time
@@ -65,30 +72,16 @@ class Interception:
 
     def call_here(self) -> Any:
         """Return the call that this thread launches for; None: it is in none."""
-        calls = self.calls
-        if not calls:
-            return None
-        return calls.get(get_ident()) or self._call_of_caller() or next(self._others(), None)
+        return self.calls.get(get_ident()) or self.call_of_others()
 
-    def call_for(self, tuner: Autotuner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the call that a launch of a thread without a call of its own belongs to; None: to none.
+    def call_of_others(self) -> Any:
+        """Return the call that a thread without one of its own launches for; None: none.
 
-        Autograd's threads launch for the call that waits for them. Other threads launch for the session, else
-        for the program, else for a settled call: one that knows the key, or else the latest.
+        Autograd's threads launch for the call that waits for them, other threads for the run of the session
+        under way, else for the program.
         """
-        if (call := self._call_of_caller()) is not None:
-            return call
-        others = list(self._others())
-        if len(others) < 2 or SESSION in self.calls or PROGRAM in self.calls:
-            return others[0] if others else None
-        for call in others:
-            if call.knows(tuner, args, kwargs):
-                return call
-        try:
-            has_result = key_of(tuner, args, kwargs) in tuner.cache
-        except TypeError:  # a key that cannot be hashed: the call says so
-            has_result = False
-        return None if has_result else others[0]
+        calls = self.calls
+        return (calls and (self._call_of_caller() or calls.get(SESSION) or calls.get(PROGRAM))) or None
 
     def _call_of_caller(self) -> Any:
         """Return the call of the thread that autograd runs on this one for."""
@@ -96,17 +89,18 @@ class Interception:
             return None
         return self.calls.get(torch._C._get_obj_in_tls(_IN_TLS))
 
-    def _others(self) -> Iterator[Any]:
-        """Yield the calls that other threads may launch for: session, program, the latest settled call."""
-        calls = self.calls.copy()
-        for key in (SESSION, PROGRAM):
-            if key in calls:
-                yield calls.pop(key)
-        yield from reversed(list(calls.values()))
+    def call_around(self) -> Any:
+        """Return the call that this thread is in, or that autograd runs on it for; None: it is in none."""
+        return (self.calls and (self.calls.get(get_ident()) or self._call_of_caller())) or None
+
+    def is_in_session(self) -> bool:
+        """Return whether this thread launches for the run of the session under way."""
+        run = self.calls.get(SESSION)
+        return run is not None and self.call_here() is run
 
     def is_within(self) -> bool:
         """Return whether this thread is in a call, or autograd runs on it for one."""
-        return bool(self.calls) and (get_ident() in self.calls or self._call_of_caller() is not None)
+        return self.call_around() is not None
 
     # -- a session's run -----------------------------------------------------------------------------------
 
@@ -127,6 +121,7 @@ class _Entered:
     # A class: the end of a generator could come when another call is under way.
     def __init__(self, calls: dict[int | str, Any], call: Any, keys: tuple[int | str, ...]) -> None:
         self._calls, self._call, self._keys = calls, call, keys
+        self._before = calls.get(keys[-1])  # what launches for the thread between runs
         for key in keys:
             calls[key] = call
 
@@ -136,7 +131,10 @@ class _Entered:
     def __exit__(self, *exception: object) -> None:
         for key in reversed(self._keys):
             if self._calls.get(key) is self._call:
-                del self._calls[key]
+                if key == get_ident() and self._before is not None:
+                    self._calls[key] = self._before
+                else:
+                    del self._calls[key]
 
 
 INTERCEPTION = Interception()
@@ -189,7 +187,6 @@ def _watch_forks() -> None:
 
 def _leave_to_parent() -> None:
     INTERCEPTION.calls.clear()
-    INTERCEPTION.turn.call = None
     INTERCEPTION.turn.lock = threading.RLock()
     for lock in _LOCKS:
         lock._at_fork_reinit()
@@ -241,6 +238,19 @@ def settled_config(tuner: Autotuner, key: Key) -> Any:
         return None
     config, _ = known.only or known.by_key.get(key, (None, None))
     return config
+
+
+def has_driver() -> bool:
+    """Return whether Triton finds a GPU, without which stock benchmarking raises."""
+    return any(backend.driver.is_active() for backend in backends.values())
+
+
+def can_benchmark(tuner: Autotuner) -> bool:
+    """Return whether stock Triton could time the configs of a kernel: with a driver, or a function given."""
+    try:
+        return has_driver() or tuner.do_bench is not None
+    except RuntimeError:  # of the driver that is not there
+        return False
 
 
 def is_interpreted() -> bool:

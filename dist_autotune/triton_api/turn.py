@@ -1,45 +1,68 @@
-"""The turn of sessions, taken for a block and given back whatever ends the block."""
+"""The turn of sessions: one call of a process has it, and the others wait for a bounded time."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
+from threading import get_ident
+from typing import Any
 
-from .interception import INTERCEPTION
+from .interception import INTERCEPTION, SESSION
+
+POLL_S = 0.05  # between two looks at the run under way
+WAIT_S = 2.0  # for one run of another session to end: it may wait for the thread that waits here
 
 
 @contextlib.contextmanager
-def session_turn(name: str, timeout_s: Callable[[], float]) -> Iterator[bool]:
-    """Take the turn for a session in the block; yield False where the block is a part of another call.
+def session_turn(bystander: Any) -> Iterator[bool]:
+    """Take the turn for a session in the block; yield False where the block goes on without a session.
 
-    name: of the function, for messages. timeout_s: see `SessionTurn.acquire`.
+    Without one, the block's launches are those of a thread without a call. So it ends, whatever the session
+    that has the turn waits for.
+
+    bystander: launches for this thread until a run of the session begins, and between runs.
     """
-    turn = INTERCEPTION.turn
-    if turn.belongs():
-        yield False
-    elif turn.is_mine:
+    turn, calls, thread, has_turn = INTERCEPTION.turn, INTERCEPTION.calls, get_ident(), False
+    if turn.lock._is_owned():  # type: ignore[attr-defined]
         yield True
-    else:
-        lock, has_turn = turn.lock, False
+        return
+    calls[thread] = bystander
+    try:
+        has_turn = _acquire()
+        if has_turn:
+            INTERCEPTION.restore()
+        else:
+            calls.pop(thread, None)
+        yield has_turn
+    finally:
         try:
-            has_turn = turn.acquire(name, timeout_s)
-            if has_turn:
+            if has_turn or turn.lock._is_owned():  # type: ignore[attr-defined]
                 INTERCEPTION.restore()
-                yield True
-            else:
-                with turn.lent():
-                    yield False
         finally:
-            try:
-                if has_turn or turn.is_mine:
-                    INTERCEPTION.restore()
-            finally:
-                # With `has_turn` nothing is called before the lock is free, so no Ctrl-C comes in
-                # between; without it, one came when the lock had just been taken.
-                if has_turn or turn.is_mine:
-                    turn.call = None
-                    try:
-                        lock.release()
-                    except RuntimeError:  # a step that another thread has opened: only that one could
-                        turn.lock = threading.RLock()  # threads that wait look for it at each poll
+            # No function is called before the entry is gone, so no Ctrl-C comes in between. The lock may have
+            # been taken without `has_turn`, when one came.
+            if thread in calls:
+                del calls[thread]
+            if has_turn or turn.lock._is_owned():  # type: ignore[attr-defined]
+                try:
+                    turn.lock.release()
+                except RuntimeError:  # of a step that another thread has opened, or in a forked child
+                    turn.lock = threading.RLock()  # threads that wait look for it at each poll
+
+
+def _acquire() -> bool:
+    """Wait for the turn and take it; return False once a run of another session has lasted for `WAIT_S`.
+
+    A run that compiles is given more time.
+    """
+    turn, began = INTERCEPTION.turn, time.monotonic()
+    run: Any = None
+    while not turn.lock.acquire(timeout=POLL_S):
+        under_way: Any = INTERCEPTION.calls.get(SESSION)
+        if under_way is None or under_way is not run or under_way.is_compiling:
+            run, began = under_way, time.monotonic()
+        elif time.monotonic() - began > WAIT_S:
+            return False
+    return True

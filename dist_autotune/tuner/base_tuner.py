@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from .. import settings
+from ..errors import TuningError
 from ..options import Options
+from ..triton_api.interception import INTERCEPTION, has_driver
 from .report import TuningReport
 
 if TYPE_CHECKING:
+    from ..storage.scope import FunctionScope
     from .calls import Calls
 
+_STRENGTH = ("any", "check", "same")  # of `bits`
 _FIRST_CALL = threading.Lock()  # several threads may make it at once
 
 
@@ -26,6 +32,8 @@ class BaseTuner:
         self.options = options
         self._function, self._name, self._log_dir = function, name, options.resolved_log_dir()
         self._calls: Calls | None = None
+        self._joined: FunctionScope | None = None  # the function around it that does what this one asks for
+        self._has_left = False  # with the mode off: launches outside have what they need
 
     @property
     def report(self) -> TuningReport | None:
@@ -44,6 +52,21 @@ class BaseTuner:
         """
         self._made_calls().retune()
 
+    def _join_or_leave(self, mode: str) -> None:
+        """Begin a call that is a part of another one, or of none with the mode off."""
+        if mode == "off":
+            if not self._has_left and not has_driver():  # stock Triton could not benchmark
+                from ..launch.fast_path import dispatcher
+
+                INTERCEPTION.install(dispatcher)
+            self._has_left = True
+            return
+        around = INTERCEPTION.call_around()
+        function = None if around is None else around.launcher.function
+        if function is not None and function is not self._joined:
+            _check_joins(self._name, self.options, function.name, function.options)
+            self._joined = function
+
     def _made_calls(self) -> Calls:
         if self._calls is None:
             from .calls import Calls  # imports all that a session needs: only for a call
@@ -52,3 +75,42 @@ class BaseTuner:
             with _FIRST_CALL:
                 self._calls = self._calls or made
         return self._calls
+
+
+def _check_joins(name: str, inner: Options, outer_name: str, outer: Options) -> None:
+    """Raise TuningError where an inner function asks for what the outer one does not do, with both values."""
+    for option, asked, given in _unmet(inner, outer):
+        raise TuningError(
+            f"{name} with {option}={asked} was called inside {outer_name} with {option}={given}, whose "
+            f"session it joins and which does not do that. Give {outer_name} {option}={asked} too, or leave "
+            f"it out of {name}."
+        )
+
+
+def _unmet(inner: Options, outer: Options) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (option, value of the inner function, value of the outer one) for what the outer lacks."""
+    if inner.is_dist and not outer.is_dist:
+        yield "is_dist", True, False
+    if inner.is_dist and outer.is_dist and (of_inner := _ranks(inner)) - (of_outer := _ranks(outer)):
+        yield "group", f"ranks {sorted(of_inner)}", f"ranks {sorted(of_outer)}"
+    bits = inner.resolved_bits(), outer.resolved_bits()
+    if _STRENGTH.index(bits[0]) > _STRENGTH.index(bits[1]):
+        yield "bits", repr(bits[0]), repr(bits[1])
+    kept = {id(each) for each in outer.preserve}
+    if outer.mode == "replay" and any(id(each) not in kept for each in inner.preserve):
+        yield "preserve", _kinds(inner), _kinds(outer)
+    if inner.objective not in ("kernel", outer.objective):
+        yield "objective", repr(inner.objective), repr(outer.objective)
+    if (inner.mode, outer.mode) == ("online", "replay"):
+        yield "mode", repr(inner.mode), repr(outer.mode)
+
+
+def _ranks(options: Options) -> set[int]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return set()
+    group = options.process_group()
+    return set(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+
+
+def _kinds(options: Options) -> str:
+    return f"[{', '.join(type(each).__name__ for each in options.preserve)}]"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..errors import AgreementTimeout
-from ..launch.fast_path import CallUnderWay, dispatcher
+from ..launch.fast_path import INCUMBENTS, CallUnderWay, dispatcher
 from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
@@ -52,6 +52,12 @@ class Retuning(enum.Enum):
 
 
 TO_RETUNE = Retuning.WANTED, Retuning.ASKED  # the next call that all ranks take up begins it
+
+
+class _InChild(BaseException):
+    """The function has returned in a child that was forked in it: the child leaves the session."""
+
+    result: Any = None
 
 
 class Calls:
@@ -127,8 +133,10 @@ class Calls:
                     return
                 state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=state is not None)
                 if is_of_session:
-                    with self._trial(state):
+                    pid = os.getpid()
+                    with contextlib.suppress(_InChild), self._trial(state):
                         yield
+                        _leave_in_child(pid)
                     return
         call, calls = self._begin_settled(state, asks_nobody), INTERCEPTION.calls
         place = PROGRAM if self._is_program else get_ident()
@@ -157,7 +165,8 @@ class Calls:
             self._settled.end_failed(state, call, error, asks_nobody=asks_nobody)
             raise
         finally:
-            del calls[thread]  # no call of a function, before which a Ctrl-C might come
+            if thread in calls:  # not in a child that was forked in the call
+                del calls[thread]  # no call of a function, before which a Ctrl-C might come
         has_news = call.new is not None or not state.function.is_alone  # most calls have none
         if not (has_news and self._settled.end(state, call, asks_nobody=asks_nobody)):
             return result
@@ -178,12 +187,22 @@ class Calls:
         self, state: FunctionState, thunk: Callable[[], T], beside: tuple[T] | None = None
     ) -> T:
         """Make a call that begins or goes on with a session; `beside`: see `Session.replay`."""
-        if self._options.mode == "online":
-            with self._trial(state):
-                return thunk()
+        pid = os.getpid()
+
+        def run() -> T:
+            result = thunk()
+            _leave_in_child(pid, result)
+            return result
+
         try:
+            if self._options.mode == "online":
+                with self._trial(state):
+                    return run()
             with self._session_under_way(state) as session:
-                return session.replay(thunk, beside=beside)
+                return session.replay(run, beside=beside)
+        except _InChild as left:
+            result: T = left.result
+            return result
         finally:
             state.written.end_call()
 
@@ -234,7 +253,7 @@ class Calls:
     def _turn(self) -> AbstractContextManager[bool]:
         if self._is_program:
             return contextlib.nullcontext(True)
-        return session_turn(self._name, self._options.resolved_timeout_s)
+        return session_turn(INCUMBENTS)
 
     def _begin_call(self, mode: str, asks_nobody: bool, *, takes_up: bool) -> tuple[FunctionState, bool]:
         """Return the state for a call that has the turn, and whether the call is a part of a session.
@@ -343,6 +362,14 @@ class Calls:
         rank = 0 if self.state is None else self.state.function.group.rank
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
+
+
+def _leave_in_child(pid: int, result: Any = None) -> None:
+    """Raise _InChild where the process `pid` has forked this one."""
+    if os.getpid() != pid:
+        left = _InChild()
+        left.result = result
+        raise left
 
 
 def _lacks_results(state: FunctionState, call: CallUnderWay) -> bool:

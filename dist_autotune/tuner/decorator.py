@@ -50,6 +50,7 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
             return result
         mode = settings.run_mode()
         if mode == "off" or INTERCEPTION.is_within():
+            self._join_or_leave(mode)
             return self.fn(*args, **kwargs)
         calls = self._calls or self._made_calls()
         return calls.call(mode, functools.partial(self.fn, *args, **kwargs) if args or kwargs else self.fn)

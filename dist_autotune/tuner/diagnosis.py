@@ -129,12 +129,12 @@ def warn_of_missing_is_dist(name: str) -> None:
 
 
 @contextlib.contextmanager
-def optimizer_steps(is_of_call: Callable[[], bool]) -> Iterator[list[str]]:
-    """Return a list of the optimizers' classes that step in the block, on threads of the call."""
+def optimizer_steps(is_in_session: Callable[[], bool]) -> Iterator[list[str]]:
+    """Return a list of the optimizers' classes that step in the block, in runs of the session."""
     stepped: list[str] = []
 
     def note(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_of_call():
+        if is_in_session():
             stepped.append(type(optimizer).__name__)
 
     handle = register_optimizer_step_post_hook(note)

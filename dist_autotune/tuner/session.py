@@ -115,7 +115,7 @@ class Session:
         here leave no effects, nor does one that raises.
         """
         preserve = self.function.options.preserve
-        steps = diagnosis.optimizer_steps(INTERCEPTION.turn.works_for_call)
+        steps = diagnosis.optimizer_steps(INTERCEPTION.is_in_session)
         with self._reporting_failures(), steps as stepped:
             snapshot = Snapshot(preserve)
             self.state.written.begin_runs(beside)

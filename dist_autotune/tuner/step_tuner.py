@@ -59,6 +59,7 @@ class StepTuner(BaseTuner):
         """
         mode = settings.run_mode()
         if mode == "off" or INTERCEPTION.is_within():
+            self._join_or_leave(mode)
             yield
             return
         opener = threading.current_thread()

@@ -25,7 +25,7 @@ from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, Pe
 from dist_autotune.ranks.ballots import Ballot, BallotBox
 from dist_autotune.ranks.exchange import Merge
 from dist_autotune.ranks.wire import HubMessage
-from dist_autotune.triton_api.active_call import SessionTurn
+from dist_autotune.triton_api.interception import SessionTurn
 
 HANG_S = 120.0  # of one program: ranks that take turns never wait, so only a defect of this file lasts
 
@@ -35,14 +35,8 @@ Watch = Callable[[int, "list[bytes]", "list[VirtualAgreement]"], None]  # sequen
 class EverybodysTurn(SessionTurn):
     """Nobody waits."""
 
-    is_mine = False
-
     def __init__(self) -> None:
-        super().__init__()
-        self.lock = mock.Mock()
-
-    def acquire(self, *args: Any) -> bool:
-        return True
+        self.lock = mock.Mock(**{"acquire.return_value": True, "_is_owned.return_value": False})
 
 
 class Gone(BaseException):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernels_for_tests import Bench, double, is_outside, launch, numbers, records
 
-from dist_autotune import is_tuning, tunable
+from dist_autotune import StepTuner, is_tuning, tunable
 from dist_autotune.logs.records import SessionClosed
 from ranks import assert_all_ok, run_ranks
 
@@ -58,6 +58,40 @@ def test_launches_in_a_child_are_stock_launches(bench):
 
     assert fork_in_first_run(bench, bench.kernel({16: 3.0, 32: 1.0}), child)[0] == (True, 2, 0)
     assert benched == []
+
+
+@pytest.mark.parametrize("is_step", [False, True], ids=["call", "step"])
+@pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
+def test_a_child_that_returns_through_the_call_it_was_forked_in_goes_on_as_if_untuned(
+    bench, kernel, is_step, is_settled
+):
+    def body():
+        nonlocal pid, forks
+        y = launch(kernel, numbers())
+        if forks:
+            forks, pid = False, os.fork()
+        return y
+
+    def step():
+        with tuner.step():
+            body()
+
+    pid, forks = -1, False
+    tuner = StepTuner(clock=bench.clock, n_warmup=0, n_repeat=1, progress=False)
+    call = step if is_step else bench.tune(body)
+    if is_settled:
+        call(), call(), call(), call()
+    bench.forget()
+    forks = True
+    try:
+        call()
+        if pid == 0:
+            os._exit(0 if (is_outside(), len(bench.launches)) == (True, 1) else 1)
+    finally:
+        if pid == 0:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert is_outside()
 
 
 def test_a_child_writes_no_logs_of_the_session(bench, kernel):

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import double, launch, no_bench, numbers, records
+from kernels_for_tests import KEY, double, launch, no_bench, numbers, out_of_resources, records
 from thread_switches import frequent_switches
 
-from dist_autotune import TuningError, is_tuning
+from dist_autotune import is_tuning
 from dist_autotune.logs.records import SessionOpened
-from dist_autotune.triton_api import active_call, interception
+from dist_autotune.triton_api import interception, turn
 from dist_autotune.triton_api.interception import propagate_to_autograd
 
-START = threading.Thread.start
 LONG_S = 30.0  # longer than anything here takes; only a failure waits for it
 
 
@@ -105,12 +104,18 @@ def by_thread_of_thread(function: Callable[[], Any]) -> None:
     by_queue(lambda: by_queue(function))
 
 
-@pytest.mark.parametrize("waits", [by_join, on_thread, by_queue, by_thread_of_thread])
+def by_earlier_thread(function: Callable[[], Any]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        assert not concurrent.futures.wait([pool.submit(function)], LONG_S).not_done
+
+
+@pytest.mark.parametrize("waits", [by_join, on_thread, by_queue, by_thread_of_thread, by_earlier_thread])
 @pytest.mark.parametrize("mode", ["replay", "online"])
-def test_a_tuned_function_on_a_thread_that_the_call_starts_and_waits_for_joins_the_call(
+def test_a_tuned_function_on_a_thread_that_the_call_waits_for_goes_on_and_launches_for_its_session(
     bench, waits, mode, monkeypatch
 ):
-    monkeypatch.setattr(active_call, "STILL_S", 0.05)
+    monkeypatch.setattr(turn, "WAIT_S", 0.05)
     inner = bench.tuned({16: 3.0, 32: 1.0}, name="inner")
     outer = bench.tune(lambda: waits(inner), name="outer", mode=mode)
     while not outer.settled:
@@ -118,60 +123,53 @@ def test_a_tuned_function_on_a_thread_that_the_call_starts_and_waits_for_joins_t
     blocks = bench.blocks()
     assert blocks[:2] == [16, 32]
     assert [record.thunk for record in records(SessionOpened)] == ["outer"]
-    outer()  # no session that `inner` could join: it has its own, and finds what it launches known
+    outer()  # no session that `inner` could wait for: it has its own, and finds what it launches known
     assert bench.blocks() == [*blocks, 32]
     assert [record.thunk for record in records(SessionOpened)] == ["outer", "inner"]
-    assert threading.Thread.start is START
 
 
-def submitted(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> None:
-    pool.submit(function).result(LONG_S)
+# ---- launches that belong to no run
 
 
-def waited(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> None:
-    assert not concurrent.futures.wait([pool.submit(function)], LONG_S).not_done
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_what_another_thread_launches_between_the_runs_of_a_session_benchmarks_nothing(bench, mode):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    other = bench.kernel({16: 1.0, 32: 3.0}, double, do_bench=no_bench)
+    read_ms, seen = bench.clock.read_ms, []
+
+    def read_beside(mark):
+        seen.append(on_thread(lambda: (is_tuning(), torch.equal(launch(other, numbers()), numbers() * 2))))
+        return read_ms(mark)
+
+    bench.clock.read_ms = read_beside
+    tuned = bench.tune(lambda: launch(kernel, numbers()), mode=mode)
+    while not tuned.settled:
+        tuned()
+    assert seen
+    assert set(seen) == {(False, True)}
+    assert set(bench.blocks("double")) == {16}
 
 
-def completed(pool: ThreadPoolExecutor, function: Callable[[], Any]) -> None:
-    next(concurrent.futures.as_completed([pool.submit(function)], LONG_S))
+def test_a_launch_that_belongs_to_no_run_replaces_a_config_that_fails(bench):
+    kernel = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
+    kernel.fn.failures[16] = out_of_resources
+    tuned = bench.tune(lambda helps: helps and on_thread(lambda: launch(kernel, numbers())))
+    tuned(False)
+    assert torch.equal(tuned(True), numbers() + 1)
+    assert bench.blocks() == [32]
 
 
-@pytest.mark.parametrize("waits", [submitted, waited, completed])
-def test_a_tuned_function_on_an_earlier_pool_joins_the_call_that_waits_for_its_future(bench, waits):
-    inner = bench.tuned({16: 3.0, 32: 1.0}, name="inner")
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()  # its thread is there
-        outer = bench.tune(lambda: waits(pool, inner), name="outer")
-        outer()
-        assert bench.blocks() == [16, 32, 32]
-        assert outer.settled
-    inner()  # joined then, and tunes nothing: what it launches is known
-    assert [record.thunk for record in records(SessionOpened)] == ["outer", "inner"]
-
-
-def test_a_call_that_waits_for_an_unknown_thread_in_an_unseen_way_ends_with_the_reason(bench):
-    inner = bench.tuned({16: 3.0, 32: 1.0}, name="inner", timeout_s=0.3)
-    asked, answered = queue.SimpleQueue(), queue.SimpleQueue()
-
-    def worker():
-        asked.get()
-        try:
-            answered.put(inner())
-        except TuningError as error:
-            answered.put(error)
-
-    thread = threading.Thread(target=worker, name="a worker")
-    thread.start()
-
-    def thunk():
-        asked.put(None)
-        answer = answered.get(timeout=LONG_S)
-        raise answer
-
-    with pytest.raises(TuningError, match=r"inner waited \d+ s on thread a worker for a call of outer"):
-        bench.tune(thunk, name="outer")()
-    thread.join()
-    assert torch.equal(inner(), numbers() + 1)  # the turn is free
+@pytest.mark.parametrize("mode", ["tune", "off"])
+def test_without_a_driver_an_untuned_launch_outside_takes_the_first_config_and_a_tuned_one_its_own(
+    bench, monkeypatch, mode
+):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    bench.tune(lambda: None)()
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    assert torch.equal(launch(kernel, numbers()), numbers() + 1)
+    kernel.cache[KEY] = kernel.configs[1]
+    launch(kernel, numbers())
+    assert bench.blocks() == [16, 32]
 
 
 # ---- threads that have calls of their own
@@ -299,13 +297,13 @@ def test_a_key_that_is_new_to_a_settled_call_is_tuned_though_another_thread_retu
 
 def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_another_thread(bench, monkeypatch):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
-    main, acquire = threading.get_ident(), active_call.SessionTurn.acquire
+    main, acquire = threading.get_ident(), turn._acquire
     has_launched, session_began, waits_for_turn = threading.Event(), threading.Event(), threading.Event()
 
-    def noted_acquire(*args: Any) -> bool:
+    def noted_acquire() -> bool:
         if threading.get_ident() != main:
             waits_for_turn.set()
-        return acquire(*args)
+        return acquire()
 
     def thunk(n):
         y = launch(kernel, numbers(n))
@@ -315,7 +313,7 @@ def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_anothe
             hand_over(session_began, waits_for_turn)
         return y
 
-    monkeypatch.setattr(active_call.SessionTurn, "acquire", noted_acquire)
+    monkeypatch.setattr(turn, "_acquire", noted_acquire)
     tuned = bench.tune(thunk)
     tuned(64)
     beside_a_settled_call(tuned, 8, has_launched, lambda: tuned(16))
