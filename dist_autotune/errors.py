@@ -60,6 +60,10 @@ class FlowFailed(TuningError):
     """A function given as `search=` raised, or did what no flow may; perhaps on this rank only."""
 
 
+class NotRepeatable(TuningError, TypeError):
+    """mode="replay" was to run a function again that was given what one run uses up: an iterator."""
+
+
 class CacheWarning(UserWarning):
     """A cache entry or directory could not be used; tuning goes on without it."""
 

@@ -21,6 +21,8 @@ from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
 from ..ranks.group import GROUPS, RankGroup
+from ..repeats.arguments import Arguments
+from ..repeats.repeated_call import RepeatedCall, saved_tensor_hooks
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autograd
 from ..triton_api.turn import session_turn
@@ -83,6 +85,7 @@ class Calls:
         self._report: TuningReport | None = None
         self._settled = SettledCalls(name, options, self._note)
         self._wants_session = True  # the next call opens one
+        self._changes_arguments = False  # a run takes a container apart that it was given
         self._retuning = Retuning.NONE
         self._world: Callable[[], Any] = lambda: None  # the default group of the last call; see `_keep_world`
         self._pid = -1
@@ -154,6 +157,7 @@ class Calls:
 
     def _settled_call(self, state: FunctionState, thunk: Callable[[], T], asks_nobody: bool) -> T:
         call, calls, thread = self._begin_settled(state, asks_nobody), INTERCEPTION.calls, get_ident()
+        arguments = Arguments(thunk) if self._changes_arguments else None
         calls[thread] = call
         try:
             if state.function.is_strict:
@@ -173,21 +177,30 @@ class Calls:
         self._wants_session = True
         if self._options.mode == "online":
             return result
-        # The state before this run was not copied. Where it changes, the call returns this run's result.
-        is_kept = bool(self._options.preserve) or call.changes_tensors
+        # The state before this run was not copied. Where it changes, or hooks of the caller have seen what
+        # autograd saves, the call returns this run's result.
+        is_kept = bool(self._options.preserve) or call.changes_tensors or saved_tensor_hooks() is not None
         with self._turn() as is_own:
             if not is_own or (self.settled and not _lacks_results(state, call)):
                 return result  # or another thread's session has tuned them
             self._wants_session = True
             beside = (result,) if is_kept else None
             del result  # the function's outputs must not add to the memory of the next run
-            return self._call_of_session(self._current_state(state.function.mode), thunk, beside)
+            state = self._current_state(state.function.mode)
+            return self._call_of_session(state, thunk, beside, arguments or Arguments(thunk))
 
     def _call_of_session(
-        self, state: FunctionState, thunk: Callable[[], T], beside: tuple[T] | None = None
+        self,
+        state: FunctionState,
+        thunk: Callable[[], T],
+        beside: tuple[T] | None = None,
+        settled_run: Arguments | None = None,
     ) -> T:
-        """Make a call that begins or goes on with a session; `beside`: see `Session.replay`."""
-        pid = os.getpid()
+        """Make a call that begins or goes on with a session; `beside`: see `Session.replay`.
+
+        settled_run: the call has made one, which found these arguments.
+        """
+        pid, arguments = os.getpid(), settled_run
 
         def run() -> T:
             result = thunk()
@@ -198,12 +211,16 @@ class Calls:
             if self._options.mode == "online":
                 with self._trial(state):
                     return run()
+            arguments = arguments or Arguments(thunk)
+            left = None if beside is None else Arguments(thunk)
+            call = RepeatedCall(self._name, run, arguments, left, has_run=settled_run is not None)
             with self._session_under_way(state) as session:
-                return session.replay(run, beside=beside)
-        except _InChild as left:
-            result: T = left.result
+                return session.replay(call, beside=beside)
+        except _InChild as left_run:
+            result: T = left_run.result
             return result
         finally:
+            self._changes_arguments |= arguments is not None and arguments.have_changed
             state.written.end_call()
 
     @contextlib.contextmanager

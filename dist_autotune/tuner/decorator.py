@@ -14,9 +14,10 @@ import torch
 from .. import settings
 from ..errors import InvalidOption
 from ..options import Options
+from ..repeats.arguments import refuse_iterators
+from ..repeats.snapshot import check_outputs, check_preserved
 from ..triton_api.interception import INTERCEPTION
 from .base_tuner import BaseTuner
-from .snapshot import check_outputs, check_preserved
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,6 +40,11 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
                 f"{fn!r} is asynchronous: its launches happen after the call has returned. "
                 "Decorate the synchronous function that launches the kernels."
             )
+        if options.mode == "replay" and inspect.isgeneratorfunction(_bare(fn)):
+            raise InvalidOption(
+                f"{fn!r} is a generator function: its launches happen after the call has returned. Decorate "
+                "the function that makes one item, or return a list."
+            )
         functools.update_wrapper(self, fn)
         self.fn, bare = fn, _bare(fn)
         name = str(options.name or getattr(bare, "__qualname__", type(bare).__qualname__))
@@ -52,8 +58,12 @@ class ContextualAutotuner(BaseTuner, Generic[P, R]):
         if mode == "off" or INTERCEPTION.is_within():
             self._join_or_leave(mode)
             return self.fn(*args, **kwargs)
-        calls = self._calls or self._made_calls()
-        return calls.call(mode, functools.partial(self.fn, *args, **kwargs) if args or kwargs else self.fn)
+        calls, thunk = self._calls or self._made_calls(), self.fn
+        if args or kwargs:
+            if mode == "tune" and self.options.mode == "replay" and _has_iterator(args, kwargs):
+                refuse_iterators(thunk, args, kwargs)  # a settled call may meet a key that is tuned
+            thunk = functools.partial(thunk, *args, **kwargs)
+        return calls.call(mode, thunk)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """As functions by name; a bound method, a partial one or an object with it."""
@@ -125,6 +135,13 @@ def _bare(fn: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
+
+
+def _has_iterator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    for value in args:
+        if hasattr(type(value), "__next__"):
+            return True
+    return bool(kwargs) and any(hasattr(type(value), "__next__") for value in kwargs.values())
 
 
 def _is_asynchronous(fn: Callable[..., Any]) -> bool:

@@ -25,6 +25,8 @@ from ..logs.progress import Progress
 from ..logs.records import Merged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..ranks.watchdog import Watch
+from ..repeats.repeated_call import RepeatedCall
+from ..repeats.snapshot import Snapshot
 from ..search.context import RunVerdict
 from ..search.messages import Message, Opening, RunReport, checked, decode, merge
 from ..timing.device_errors import as_launch_failed
@@ -36,7 +38,6 @@ from .function_state import SESSION_STATE, FunctionState, check_opening
 from .rank_run import RankRun
 from .recorder import Recorder, tuned_contexts
 from .report import TunedContext, TuningReport, step_times
-from .snapshot import Snapshot
 
 T = TypeVar("T")
 
@@ -108,8 +109,8 @@ class Session:
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
         return (self._ended or time.monotonic()) - self._began
 
-    def replay(self, thunk: Callable[[], T], *, beside: tuple[T] | None = None) -> T:
-        """Run `thunk` until every context is settled, then once more; return the last result.
+    def replay(self, call: RepeatedCall[T], *, beside: tuple[T] | None = None) -> T:
+        """Make runs of `call` until every context is settled, then once more; return the last result.
 
         beside: the result of a settled run that the call has made before. Then that is returned, and the runs
         here leave no effects, nor does one that raises.
@@ -119,15 +120,16 @@ class Session:
         with self._reporting_failures(), steps as stepped:
             snapshot = Snapshot(preserve)
             self.state.written.begin_runs(beside)
-            with contextlib.nullcontext() if beside is None else self._leaving_nothing(snapshot):
+            with contextlib.nullcontext() if beside is None else self._leaving_nothing(call, snapshot):
                 while True:
-                    with self._one_run(thunk):
-                        result = thunk()
+                    with self._one_run(call):
+                        result = call()
                         if self._run.outputs is not None:
                             self._run.outputs.take_result(result)
                     is_done = self.state.search.done
                     if is_done and beside is None:
                         self.close()
+                        call.end()
                         return result
                     if not preserve:
                         online = self.function.bits == "any"
@@ -137,10 +139,11 @@ class Session:
                     snapshot.restore()  # last: it is from before the call
                     if is_done and beside is not None:
                         self.close()
+                        call.end_beside()
                         return beside[0]
 
     @contextlib.contextmanager
-    def _leaving_nothing(self, snapshot: Snapshot) -> Iterator[None]:
+    def _leaving_nothing(self, call: RepeatedCall[Any], snapshot: Snapshot) -> Iterator[None]:
         """Put back what runs have changed if the block raises: the call's own run was before it."""
         try:
             yield
@@ -148,6 +151,7 @@ class Session:
             with contextlib.suppress(RuntimeError):  # of a broken device, as the block's own
                 self._put_back()
                 snapshot.restore()
+            call.end_beside()
             raise
 
     def _put_back(self) -> None:

@@ -52,6 +52,7 @@ TUNER = Package(
         ("cli",),
         ("doctor", "script", "reports"),
         ("tuner",),
+        ("repeats",),
         ("launch", "bits"),
         ("compilation", "timing"),
         ("storage", "logs"),

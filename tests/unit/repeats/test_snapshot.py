@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_autotune.errors import InvalidOption
-from dist_autotune.tuner.snapshot import Snapshot, check_preserved
+from dist_autotune.repeats.snapshot import Snapshot, check_preserved
 
 
 class Copies(TorchDispatchMode):

@@ -1,0 +1,1 @@
+"""What the runs of one replayed call share: state put back, arguments handed out anew. May import launch."""
