@@ -16,7 +16,6 @@ from ..options import Options
 from ..reports.history import History, load_history
 from ..reports.html import write_html
 from ..reports.report import SessionReport, reports_of
-from ..reports.trace import write_trace
 from ..version import __version__
 from . import cache_commands, run, terminal
 
@@ -74,10 +73,6 @@ def options(
 def report(
     directory: LogDirectory = None,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.")] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write a trace for https://ui.perfetto.dev or chrome://tracing."),
-    ] = None,
     kernel: Annotated[str, typer.Option(help="Show only kernels with this in their name.")] = "",
     session: Annotated[str, typer.Option(help="Show the session whose name begins so.")] = "",
     every: EverySession = False,
@@ -93,13 +88,10 @@ def report(
     if html is not None:
         write_html(html, history, shown)
         typer.echo(f"Wrote {html}", err=as_json)
-    if trace is not None:
-        write_trace(trace, [each.session for each in shown])
-        typer.echo(f"Wrote {trace}: open it in https://ui.perfetto.dev or chrome://tracing", err=as_json)
     if as_json:
         data = {"directory": str(history.directory.absolute()), "unreadable": history.skipped}
         typer.echo(to_json({**data, "sessions": [each.as_dict() for each in shown]}, indent=True))
-    elif html is None and trace is None:
+    elif html is None:
         terminal.print_history(terminal.open_console(), history, shown, all_candidates=all_candidates)
 
 
