@@ -1,11 +1,9 @@
-"""How figures, names and tables read, the same in logs, reports and on the command line."""
+"""How figures and names read, the same in logs, reports and on the command line."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 WALL_CLOCK = "WallClock"  # the name of the clock of sessions without a GPU
@@ -75,31 +73,3 @@ def config_label(config: object) -> str:
 def config_parts(text: str) -> tuple[str, ...]:
     """Return the `name: value` parts of a config's text; of other text itself."""
     return tuple(re.split(r", (?=\w+: )", config_label(text)))
-
-
-def align(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
-    """Return the lines of a plain table; the columns named in `right` are aligned to the right."""
-    lines = [columns, *rows]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    pads = [f">{w}" if name in right else f"<{w}" for name, w in zip(columns, widths, strict=True)]
-    return ["  ".join(map(format, cells, pads)).rstrip() for cells in lines]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table for people. A column whose name starts with `>` holds figures: it is aligned to the right."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    note: str = ""
-    texts: int = 0  # the last so many columns hold long texts: on a terminal they share one column
-
-    def without_unknown(self, *names: str) -> Table:
-        """Return the table without those of the columns `names` in which all is `-`."""
-        gone = {name for name in names if all(row[self.columns.index(name)] == "-" for row in self.rows)}
-        if not (gone and self.rows):
-            return self
-        kept = [place for place, name in enumerate(self.columns) if name not in gone]
-        columns, *rows = [tuple(line[place] for place in kept) for line in (self.columns, *self.rows)]
-        return replace(self, columns=columns, rows=rows)

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import plot
 from benchmarks.common.options import new_parser
-from dist_autotune.formatting import align
+from dist_autotune.tables import as_lines, table
 
 Row = tuple[str, ...]
 
@@ -24,9 +24,10 @@ Row = tuple[str, ...]
 def summary(record: dict[str, Any]) -> str:
     """Return the short table for a terminal, with the reasons of what is missing below it."""
     if "table" in record:
-        table = record["table"]
-        lines = align(table["columns"], table["rows"], right=set(table["figures"]))
-        return "\n".join([f"{record['title']}, {hardware(record)}", *lines, *table["notes"]])
+        own = record["table"]
+        columns = [f">{name}" if name in own["figures"] else name for name in own["columns"]]
+        lines = as_lines(table("", columns, own["rows"]))
+        return "\n".join([f"{record['title']}, {hardware(record)}", *lines, *own["notes"]])
     columns, rows = _summary(record)
     lines = [f"{record['title']}, {hardware(record)}, ms (median, slowest rank)"]
     if "event" not in record["figures"]:
@@ -34,7 +35,7 @@ def summary(record: dict[str, Any]) -> str:
     if without_multicast(record):
         lines.append(without_multicast(record))
     turned = list(zip(columns, *rows, strict=True))  # cases side by side: arms are too many for one line
-    lines += align(turned[0], turned[1:], right=set(turned[0][1:]))
+    lines += as_lines(table("", [turned[0][0], *(f">{name}" for name in turned[0][1:])], turned[1:]))
     return "\n".join([*lines, *_reasons(record), *_means(record)])
 
 

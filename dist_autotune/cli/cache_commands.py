@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 
 from .. import settings
 from ..codec import to_builtins, to_json
-from ..formatting import Table, config_label, counted, format_ms
+from ..formatting import config_label, counted, format_ms
 from ..storage import bundle, other_formats
 from ..storage.crash_guard import remove_abandoned
 from ..storage.winners import Entry, Winners
+from ..tables import stacked, table
 from . import terminal
 
 app = typer.Typer(no_args_is_help=True, help="The winners that are kept on disk.")
@@ -54,22 +56,22 @@ def list_entries(
         typer.echo(to_json({"directory": str(cache.directory), "entries": listed}, indent=True))
     elif entries:
         title = f"{_entries(len(entries))} in {cache.directory}"
-        terminal.print_tables(terminal.open_console(), _table(title, entries))
+        terminal.open_console().print(_table(title, entries))
     elif kernels or device:
         terminal.echo(f"No such entries in {cache.directory}: `dist-autotune cache list` lists all.")
     else:
         terminal.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
 
 
-def _table(title: str, entries: list[Entry]) -> Table:
+def _table(title: str, entries: list[Entry]) -> Group:
     """Return one row per entry."""
-    names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel", "winner")
+    names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel and winner")
     rows = []
     for entry in entries:
         key, created = entry.key, entry.created_at[:16].replace("T", " ")
         figures = key.digest[:8], format_ms(entry.ms), key.device, str(key.world_size), created
-        rows.append((*figures, entry.title, config_label(entry.config)))
-    return Table(title, names, rows, texts=2)
+        rows.append((*figures, stacked(entry.title, config_label(entry.config))))
+    return table(title, names, rows)
 
 
 @app.command()

@@ -14,8 +14,9 @@ from .. import settings
 from ..codec import to_json
 from ..options import Options
 from ..reports.history import History, load_history
-from ..reports.html import write_html
 from ..reports.report import SessionReport, reports_of
+from ..reports.tables import history_parts, write_html
+from ..tables import text
 from ..version import __version__
 from . import cache_commands, run, terminal
 
@@ -72,7 +73,9 @@ def options(
 @app.command()
 def report(
     directory: LogDirectory = None,
-    html: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the tables, with all candidates, as one HTML page.")
+    ] = None,
     kernel: Annotated[str, typer.Option(help="Show only kernels with this in their name.")] = "",
     session: Annotated[str, typer.Option(help="Show the session whose name begins so.")] = "",
     every: EverySession = False,
@@ -92,7 +95,7 @@ def report(
         data = {"directory": str(history.directory.absolute()), "unreadable": history.skipped}
         typer.echo(to_json({**data, "sessions": [each.as_dict() for each in shown]}, indent=True))
     elif html is None:
-        terminal.print_history(terminal.open_console(), history, shown, all_candidates=all_candidates)
+        terminal.open_console().print(*history_parts(history, shown, all_candidates=all_candidates), sep="\n")
 
 
 @app.command("doctor")
@@ -110,8 +113,8 @@ def examine_machine(as_json: AsJson = False) -> None:
         typer.echo(to_json(findings.as_dict(seen, found), indent=True))
     else:
         console = terminal.open_console()
-        terminal.print_tables(console, *findings.tables(seen, found))
-        terminal.print_text(console, "\n".join(["", *findings.next_steps(found)]), "bold")
+        console.print(*findings.tables(seen, found))
+        console.print(text("\n".join(["", *findings.next_steps(found)]), "bold"))
     if not findings.is_healthy(found):
         raise typer.Exit(1)
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.console import Group
 from torch.torch_version import TorchVersion
 
-from ..formatting import Table, counted
+from ..formatting import counted
+from ..tables import table
 from .examination import STARTUP, Examination
 
 SCHEMA_VERSION = 5  # of the JSON form
@@ -93,13 +95,13 @@ def as_dict(seen: Examination, findings: Sequence[Finding]) -> dict[str, Any]:
     return {**summary, **asdict(seen), "findings": [asdict(finding) for finding in findings]}
 
 
-def tables(seen: Examination, findings: Sequence[Finding]) -> Iterator[Table]:
+def tables(seen: Examination, findings: Sequence[Finding]) -> Iterator[Group]:
     """Yield the tables of versions, variables and findings."""
     versions = tuple((name, text or "none") for name, text in seen.versions.items())
-    yield Table("Versions", ("what", "version"), versions)
-    yield Table("Variables", ("variable", "value"), tuple(sorted(seen.variables.items())))
+    yield table("Versions", ("what", "version"), versions)
+    yield table("Variables", ("variable", "value"), tuple(sorted(seen.variables.items())))
     checks = tuple((finding.level, finding.check, finding.seen) for finding in findings)
-    yield Table("Findings", ("", "what", "seen"), checks)
+    yield table("Findings", ("", "what", "seen"), checks)
 
 
 def next_steps(findings: Sequence[Finding]) -> Iterator[str]:

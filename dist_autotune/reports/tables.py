@@ -1,15 +1,17 @@
-"""The report of a session as plain tables."""
+"""The report of a log directory as tables: on a terminal, into a pipe, and as one HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
 
 from ..formatting import (
     BITS_NOTE,
     LAUNCH_BOUND_NOTE,
     WALL_CLOCK_NOTE,
-    Table,
     bits_label,
     config_label,
     config_parts,
@@ -20,14 +22,44 @@ from ..formatting import (
 )
 from ..logs.records import Preflighted, SessionClosed
 from ..search.rules import BY_LAUNCH, BY_RUN
+from ..tables import stacked, table, text
 from ..tuner.report import missing_gains
-from .history import CandidateHistory, ContextHistory, SessionHistory, of_kind, percent_over
+from .history import CandidateHistory, ContextHistory, History, SessionHistory, of_kind, percent_over
 from .report import SessionReport, cost_alone_percent
 
 MOST_CANDIDATES = 10  # of a context
 MOST_CONTEXTS = 10  # whose candidates are listed
 LEAST_GAIN_PERCENT = 1.0  # a smaller one is within the tie of a race
 SHOW_ALL = "The others: --all-candidates."
+PAGE_WIDTH = 140  # columns of the HTML page
+
+
+def history_parts(
+    history: History, shown: Iterable[SessionReport], *, all_candidates: bool = False
+) -> Iterator[RenderableType]:
+    """Yield the list of all sessions, then the `shown` ones; of candidates the fastest, or all."""
+    most, most_contexts = (None, None) if all_candidates else (MOST_CANDIDATES, MOST_CONTEXTS)
+    yield sessions_table(history.sessions)
+    for name, reason in history.skipped.items():
+        yield text(f"{history.directory / name}: {reason}", "yellow")
+    for each in shown:
+        yield text(f"\n{session_heading(each.session)}\n{verdict(each)}", "bold")
+        yield text(session_place(each.session))
+        yield from (text(note, "yellow") for note in session_notes(each.session))
+        yield contexts_table(each)
+        yield from rank_tables(each.session)
+        for context in each.contexts[:most_contexts]:
+            yield from context_tables(context, most)
+        if rest := each.contexts[most_contexts or len(each.contexts) :]:
+            more = f"candidates of {counted(len(rest), 'more context')}"
+            yield text(f"\nNot listed: {more}. --all-candidates lists all, --kernel NAME some.", "dim")
+
+
+def write_html(path: Path, history: History, shown: Iterable[SessionReport]) -> None:
+    """Write the same tables, with all candidates, as one page that needs nothing beside it."""
+    console = Console(record=True, width=PAGE_WIDTH, file=io.StringIO())
+    console.print(*history_parts(history, shown, all_candidates=True), sep="\n")
+    console.save_html(str(path))
 
 
 def ranges(ranks: Sequence[int]) -> str:
@@ -41,7 +73,7 @@ def ranges(ranks: Sequence[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
-def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
+def sessions_table(sessions: Iterable[SessionHistory]) -> Group:
     """Return one row per session of the directory."""
     names = ("session", "started (UTC)", ">ranks", ">runs", ">contexts", "outcome", "function")
     rows = []
@@ -50,7 +82,7 @@ def sessions_table(sessions: Iterable[SessionHistory]) -> Table:
         started = opened.started_at[:16].replace("T", " ")
         counts = str(len(each.ranks)), str(closed.runs), str(len(each.contexts))
         rows.append((opened.session, started, *counts, closed.outcome, opened.thunk))
-    return Table("Sessions", names, rows, texts=1)
+    return table("Sessions", names, rows)
 
 
 def session_heading(session: SessionHistory) -> str:
@@ -103,36 +135,28 @@ def session_notes(session: SessionHistory) -> list[str]:
     return notes + session.remarks()
 
 
-def rank_tables(session: SessionHistory) -> list[Table]:
+def rank_tables(session: SessionHistory) -> list[Group]:
     """Return the tables about the ranks of a session."""
     return [_time_table(session), _stragglers_table(session), _compiling_table(session)]
 
 
-def context_tables(context: ContextHistory, most: int | None = None) -> list[Table]:
+def context_tables(context: ContextHistory, most: int | None = None) -> list[Group]:
     """Return the tables about one context: its candidates; what each rank alone would choose, if another.
 
     most: so many candidates, the fastest and the winner; None: all.
     """
-    shown, count = listed(context, most), len(context.candidates)
-    table = candidates_table(context, shown)
-    if len(shown) < count:
-        title = f"{table.title}{_counts(context, len(shown))}"
-        table = replace(table, title=title, note=f"{table.note} {SHOW_ALL}")
-    return [table, *tables_of_ranks_alone(context)]
+    found = [candidates_table(context, listed(context, most))]
+    if any(choice is not context.winner for choice, _ in ranks_by_choice(context)):
+        found.append(_alone_table(context))
+    return found
 
 
-def tables_of_ranks_alone(context: ContextHistory) -> list[Table]:
-    """Return the table of what each rank alone would choose; none where that is the winner."""
-    is_moot = all(choice is context.winner for choice, _ in ranks_by_choice(context))
-    return [] if is_moot else [_alone_table(context)]
-
-
-def contexts_table(shown: SessionReport) -> Table:
+def contexts_table(shown: SessionReport) -> Group:
     """Return one row per context, the one that takes most of a run's time first."""
     report = shown.report
     names = (
         ">share %", ">ms", ">launches a step", ">gain %", ">spread %", ">alone %", "status", "bits",
-        "context", "winner",
+        "context and winner",
     )  # fmt: skip
     varies = any(context.launches > 1 for context in report.contexts)
     rows = []
@@ -149,13 +173,11 @@ def contexts_table(shown: SessionReport) -> Table:
                 format_percent(None if is_alone else cost_alone_percent(context)),
                 status_label(tuned.status, launch_bound=tuned.launch_bound),
                 bits_label(tuned.same_bits),
-                tuned.label,
-                config_label(tuned.config or "-"),
+                stacked(tuned.label, config_label(tuned.config or "-")),
             )
         )
-    table = Table("Contexts", names, rows, texts=2).without_unknown(
-        ">launches a step", ">spread %", ">alone %", "bits"
-    )
+    optional = (">launches a step", ">spread %", ">alone %", "bits")
+    known = {name for place, name in enumerate(names) if any(row[place] != "-" for row in rows)}
     explained = {
         ">launches a step": "A step takes ms times launches",
         ">share %": "share: of the time of all these launches in a step",
@@ -164,18 +186,19 @@ def contexts_table(shown: SessionReport) -> Table:
         ">spread %": "spread: slowest rank over fastest",
         ">alone %": "alone: what the worst choice of one rank would have cost all",
     }
-    note = "".join(f"{text}. " for name, text in explained.items() if name in table.columns).rstrip()
+    left_out = set(optional) - known
+    note = "".join(f"{said}. " for name, said in explained.items() if name not in left_out).rstrip()
     if any(context.judge == BY_RUN for context in report.contexts):
         note += " Without a share: judged by the time of the whole run, which is its ms."
-    note += "".join(f" {text}" for text in missing_gains(report.contexts))
+    note += "".join(f" {reason}" for reason in missing_gains(report.contexts))
     if any(context.launch_bound for context in report.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
     if any(context.same_bits is not None for context in report.contexts):
         note += f" {BITS_NOTE}"
-    return replace(table, note=note)
+    return table("Contexts", names, rows, note, optional=optional)
 
 
-def _time_table(session: SessionHistory) -> Table:
+def _time_table(session: SessionHistory) -> Group:
     names = ("rank", ">seconds", ">runs", ">compiling", ">exchanges", ">rest")
     rows = []
     for closed in of_kind(session.records, SessionClosed):
@@ -183,19 +206,19 @@ def _time_table(session: SessionHistory) -> Table:
         if any(spent):
             seconds = closed.seconds, *spent, closed.seconds - sum(spent)
             rows.append((str(closed.rank), *(f"{each:.1f}" for each in seconds)))
-    return Table("Where the time went", names, rows, "The rest: the tuner's own, and between calls.")
+    return table("Where the time went", names, rows, "The rest: the tuner's own, and between calls.")
 
 
-def _stragglers_table(session: SessionHistory) -> Table:
+def _stragglers_table(session: SessionHistory) -> Group:
     names = ("rank", ">slowest in", ">of samples", ">median behind fastest %")
     rows = tuple(
         (str(s.rank), str(s.slowest_samples), str(s.compared_samples), format_percent(s.behind_percent))
         for s in session.stragglers()
     )
-    return Table("Stragglers", names, rows, "Samples that at least two ranks took in the same run.")
+    return table("Stragglers", names, rows, "Samples that at least two ranks took in the same run.")
 
 
-def _compiling_table(session: SessionHistory) -> Table:
+def _compiling_table(session: SessionHistory) -> Group:
     names = ("rank", ">compiled here", ">by peers", ">in the cache", ">failed", ">seconds")
     records = of_kind(session.records, Preflighted)
     rows = []
@@ -204,7 +227,7 @@ def _compiling_table(session: SessionHistory) -> Table:
         *counts, seconds = map(sum, zip(*own, strict=True))
         rows.append((str(rank), *map(str, counts), f"{seconds:.1f}"))
     note = "Candidates compiled and loaded before trials. By peers: by another process of the same host."
-    return Table("Compiling", names, rows, note)
+    return table("Compiling", names, rows, note)
 
 
 def shared_parts(context: ContextHistory) -> tuple[str, ...]:
@@ -235,7 +258,7 @@ def listed(context: ContextHistory, most: int | None) -> list[CandidateHistory]:
     return [*ordered[:most], *winner]
 
 
-def candidates_table(context: ContextHistory, shown: Sequence[CandidateHistory]) -> Table:
+def candidates_table(context: ContextHistory, shown: Sequence[CandidateHistory]) -> Group:
     """Return one row for each of the candidates `shown`."""
     names = (
         ">id", ">ms", ">over best %", ">spread %", ">slowest rank", ">samples", "config", "remark",
@@ -250,8 +273,10 @@ def candidates_table(context: ContextHistory, shown: Sequence[CandidateHistory])
         remark = f"banned on all ranks by {each.banned}" if each.banned else winner
         texts = short_config(each, shared), remark
         rows.append((str(each.config_id), *figures, slowest, str(each.samples), *texts))
-    table = Table(f"{context.label}: candidates", names, rows, _candidates_note(context), texts=2)
-    return table.without_unknown(">spread %", ">slowest rank")
+    title, note = f"{context.label}: candidates", _candidates_note(context)
+    if len(shown) < len(ordered):
+        title, note = f"{title}{_counts(context, len(shown))}", f"{note} {SHOW_ALL}".lstrip()
+    return table(title, names, rows, note, optional=(">spread %", ">slowest rank"))
 
 
 def _counts(context: ContextHistory, shown: int) -> str:
@@ -285,7 +310,7 @@ def ranks_by_choice(context: ContextHistory) -> list[tuple[CandidateHistory, lis
     return [(choices[own[0]], own) for own in ranks.values()]
 
 
-def _alone_table(context: ContextHistory) -> Table:
+def _alone_table(context: ContextHistory) -> Group:
     names = ("ranks", ">id", ">own ms", ">agreed ms", ">cost %", "config they alone would choose")
     shared = shared_parts(context)
     rows = []
@@ -295,4 +320,4 @@ def _alone_table(context: ContextHistory) -> Table:
         cost = format_percent(percent_over(choice.agreed_ms, context.settled.ms))
         figures = str(choice.config_id), own_ms, format_ms(choice.agreed_ms), cost
         rows.append((ranges(ranks), *figures, short_config(choice, shared)))
-    return Table(f"{context.label}: each rank alone", names, rows, texts=1)
+    return table(f"{context.label}: each rank alone", names, rows)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import formatting
 from ..formatting import config_label, context_label, counted, format_ms
 from ..search.budget import Forecast, StepTimes
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..timing.time_spent import SecondsSpent
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 MOST_LABELS = 4  # contexts that a remark names
 
@@ -155,13 +158,9 @@ class TuningReport:
         }
 
     def __str__(self) -> str:
-        lines = [self.heading]
-        if self.contexts:
-            columns = ("context", "ms", "spread", "status", "timed", "banned", "bits", "winner")
-            rows = [context._cells(self.world_size) for context in self.contexts]
-            table = formatting.Table("", columns, rows).without_unknown("bits")
-            lines += formatting.align(table.columns, table.rows, right={"ms", "spread", "timed", "banned"})
-        return "\n".join([*lines, *self.remarks])
+        from .. import tables  # rich, which nothing else here needs
+
+        return "\n".join([self.heading, *tables.as_lines(self.table), *self.remarks])
 
     @property
     def heading(self) -> str:
@@ -172,13 +171,13 @@ class TuningReport:
         return f"{found}\n{formatting.WALL_CLOCK_NOTE}" if is_wall_clock else found
 
     @property
-    def table(self) -> formatting.Table:
+    def table(self) -> Group:
         """The contexts, for a terminal of any width."""
-        columns = (">ms", ">spread", "status", ">timed", ">banned", "bits", "context", "winner")
-        rows = []
-        for label, *figures, winner in (context._cells(self.world_size) for context in self.contexts):
-            rows.append((*figures, label, winner))
-        return formatting.Table("Contexts", columns, rows, texts=2).without_unknown("bits")
+        from .. import tables
+
+        columns = ("context", ">ms", ">spread", "status", ">timed", ">banned", "bits", "winner")
+        rows = [context._cells(self.world_size) for context in self.contexts]
+        return tables.table("", columns, rows, optional=("bits",))
 
     @property
     def remarks(self) -> list[str]:

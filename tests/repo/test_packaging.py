@@ -118,7 +118,7 @@ def test_an_import_without_triton_says_what_is_missing(imported):
 
 
 def test_the_package_imports_neither_torch_nor_triton_before_they_are_needed():
-    modules = ("cli.commands", "script.tuned_program", "reports.html", "tuner.report")
+    modules = ("cli.commands", "script.tuned_program", "reports.tables", "tuner.report")
     imports = ", ".join(f"dist_autotune.{module}" for module in modules)
     done = run_python(f"{WITHOUT}import {imports}", "torch,triton,matplotlib")
     assert done.stderr == ""

@@ -59,7 +59,17 @@ TUNER = Package(
         ("triton_api", "search"),
         ("ranks",),
     ),
-    {"codec", "combinations", "errors", "formatting", "options", "regular_files", "settings", "version"},
+    {
+        "codec",
+        "combinations",
+        "errors",
+        "formatting",
+        "options",
+        "regular_files",
+        "settings",
+        "tables",
+        "version",
+    },
     {"__init__", "__main__"},
 )
 KERNELS = Package(

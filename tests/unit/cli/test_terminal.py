@@ -1,5 +1,6 @@
-"""The report on a terminal of 80 columns, whatever the logs hold, and on one line a row into a pipe."""
+"""No line of the report is wider than the terminal, or COLUMNS, whatever the logs hold."""
 
+import html
 import io
 import json
 import re
@@ -16,6 +17,7 @@ from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports.history import load_history
 from dist_autotune.reports.report import reports_of
+from dist_autotune.reports.tables import history_parts, write_html
 from dist_autotune.tuner.report import TunedContext, TuningReport
 
 LONG = ", ".join(f"BLOCK_{name}: {64 + place}" for place, name in enumerate("MNKABCDEFGH"))
@@ -27,7 +29,7 @@ def printed(directory: Path, width: int = 80, *, all_candidates: bool = False) -
     console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
     history = load_history(directory)
     shown = reports_of(history, history.sessions)
-    terminal.print_history(console, history, shown, all_candidates=all_candidates)
+    console.print(*history_parts(history, shown, all_candidates=all_candidates), sep="\n")
     return console.file.getvalue().splitlines()
 
 
@@ -211,3 +213,18 @@ def test_there_is_a_gain_or_the_reason_why_there_is_none(tmp_path, settling, ver
     assert verdict in text
     assert ("No gain of matmul[4096]: " in text) is bool(reason)
     assert reason in text
+
+
+def test_the_page_has_the_tables_and_no_text_of_a_log_becomes_html(
+    tmp_path: Path,
+) -> None:
+    hostile = "<script>alert(1)</script>"
+    write_many_candidates(tmp_path)
+    write_session(tmp_path, "s2", thunk=hostile, ranks=(0,))
+    history = load_history(tmp_path)
+    write_html(tmp_path / "report.html", history, reports_of(history, history.sessions))
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("BLOCK: ") >= 200
+    assert html.escape(hostile) in page
+    assert hostile not in page
+    assert not re.search(r"<(script|link|img|iframe)|url\(|@import|https?:", page)

@@ -12,7 +12,6 @@ from kernels_for_tests import records as records_of
 from rank_programs import tune
 
 from dist_autotune.errors import LaunchTimeout
-from dist_autotune.formatting import Table
 from dist_autotune.logs import records
 from dist_autotune.logs.writer import SessionLog
 from dist_autotune.reports import tables
@@ -20,6 +19,7 @@ from dist_autotune.reports.history import ContextHistory, SessionHistory, load_h
 from dist_autotune.reports.report import SessionReport, reports_of
 from dist_autotune.search.budget import Forecast
 from dist_autotune.search.rules import BY_RUN
+from dist_autotune.tables import as_lines
 from dist_autotune.tuner.report import TunedContext, TuningReport
 from ranks import assert_all_ok, run_ranks
 
@@ -40,10 +40,9 @@ def report_one(directory: Path) -> SessionReport:
     return report
 
 
-def shown(directory: Path) -> list[Table]:
+def shown(directory: Path) -> list[str]:
     report = report_one(directory)
-    of_contexts = [table for context in report.contexts for table in tables.context_tables(context)]
-    return [tables.contexts_table(report), *tables.rank_tables(report.session), *of_contexts]
+    return as_lines(*tables.history_parts(load_history(directory), [report]))
 
 
 ROOT = Path(records.__file__).parents[2]
