@@ -12,7 +12,6 @@ LAUNCH_BOUND_NOTE = (
     "launch-bound: the device waited for the host, so times include host time; candidates that "
     "differ by no more than that left the incumbent in place."
 )
-WAITING_NOTE = "Launched too seldom to try their configs (docs/training-scripts.md)"
 WALL_CLOCK_NOTE = "Wall-clock times (interpreter, no GPU): they show behaviour, not speed."
 
 

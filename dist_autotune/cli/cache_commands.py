@@ -129,14 +129,10 @@ def export_entries(
     kernels: Kernels = None,
     device: Device = "",
     replace: Annotated[bool, typer.Option("--replace", help="Write over files that are there.")] = False,
-    require_settled: Annotated[
-        bool, typer.Option("--require-settled", help="Refuse while a launched key has no winner.")
-    ] = False,
 ) -> None:
     """Write winners with their evidence to a bundle, or as files of other tools."""
     cache = _open_cache()
     entries = _chosen(cache, kernels, device)
-    _report_waiting(cache, kernels, device, refuses=require_settled)
     if not entries:
         terminal.fail(f"No such entries in {cache.directory}: `dist-autotune cache list` lists all.")
     if format_name is Format.bundle:
@@ -147,25 +143,6 @@ def export_entries(
         terminal.echo(f"Exported {_entries(len(entries))} of {cache.directory} to {path}")
     else:
         _export_files(path, entries, format_name.value, replaces=replace)
-
-
-def _report_waiting(cache: Winners, kernels: list[str] | None, device: str, *, refuses: bool) -> None:
-    """Name the keys that were launched and have no winner: the export lacks them."""
-    waiting = [
-        each for each in cache.waiting() if _is_named(each.key.kernel, kernels) and device in each.key.device
-    ]
-    for each in waiting:
-        ranks = counted(each.key.world_size, "rank")
-        since = each.since[:16].replace("T", " ")
-        terminal.echo(
-            f"Not tuned yet: {each.title}, launched by {each.function} on {ranks} since {since}", err=True
-        )
-    if waiting and refuses:
-        count = counted(len(waiting), "launched key")
-        terminal.fail(
-            f"{count} without a winner, so nothing is written (--require-settled). Run until `.settled`; "
-            "what is launched seldom, such as an evaluation, is tuned as a function of its own."
-        )
 
 
 def _export_files(path: Path, entries: list[Entry], format_name: str, *, replaces: bool) -> None:

@@ -101,7 +101,6 @@ class RankContext:
     compile: CompileState = field(default_factory=CompileState)
     launches_per_run: int = 0  # in the last run that launched it before it was settled
     is_published: bool = False  # its result stands where launches outside the function find it
-    is_recorded: bool = False  # the disk notes that it waits for a result
 
     @property
     def stage(self) -> Stage:

@@ -61,19 +61,8 @@ class Results:
             )
             if known.stores or context.ranks < len(function.group.ranks):
                 known.disk.put(entry)
-        if context.provisional:
-            self.record_waiting(rank_context)
-        elif context.status in ("tuned", "cached"):
-            known.disk.remove_waiting(key)
-            if not function.is_alone:
-                known.disk.record_launch(known.folder, key)
-
-    def record_waiting(self, rank_context: RankContext) -> None:
-        """Record on disk, once, that a context was launched and has no result yet."""
-        if self._function.tunes and len(rank_context.texts) > 1 and not rank_context.is_recorded:
-            rank_context.is_recorded = True
-            known = self._known
-            known.disk.record_waiting(known.entry_key(rank_context.identity), self._function.name)
+        if context.status in ("tuned", "cached") and not (context.provisional or function.is_alone):
+            known.disk.record_launch(known.folder, key)
 
     def _to_memory(self, context: Context, rank_context: RankContext, seconds: float) -> None:
         known = {**context.times.ms, **dict.fromkeys(context.banned, math.inf)}

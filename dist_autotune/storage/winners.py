@@ -10,7 +10,6 @@ Whatever is wrong with a file or with the directory is a `CacheWarning`, and tun
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import os
 import re
@@ -33,7 +32,6 @@ from ..regular_files import read_bounded, replace_whole
 SCHEMA_VERSION = 2  # raise it when the fields of EntryKey or their meaning change
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
-WAITING = "waiting"  # in it a file for each context that was launched and has no winner yet
 # In it a folder for each function, with an empty file for each entry that it uses, and for each lineage.
 LAUNCHED = "launched"
 BEST = 3  # candidates of an entry that are raced again after an upgrade
@@ -124,24 +122,6 @@ class Entry(Struct, frozen=True):
         return tuple((text, ms, self.fills.get(text, 1.0)) for text, ms in sorted(self.timings.items()))
 
 
-class Waiting(Struct, frozen=True):
-    """A context that was launched and has no winner yet."""
-
-    key: EntryKey
-    function: str  # that launches it
-    since: str  # ISO 8601, UTC: when the first process launched it
-    schema: int = SCHEMA_VERSION
-
-    @property
-    def title(self) -> str:
-        return context_label(self.key.kernel, self.key.key)
-
-    @property
-    def names(self) -> tuple[str, int, str, str, str]:
-        """Return all that identifies it, without source and candidates."""
-        return self.title, self.key.world_size, self.function, self.key.device, self.key.constants
-
-
 @dataclass
 class _Faults:
     """What is wrong with one directory, as far as this process has found out."""
@@ -209,36 +189,6 @@ class Winners:
                 reason = f"{self._faults.without_lock}. Wrote without it."
                 self._warn(f"No lock on the cache in {self.directory}: {reason}")
 
-    def record_waiting(self, key: EntryKey, function: str) -> None:
-        """Record that `function` launches a context without a winner; drop records of its earlier source."""
-        if self.directory is None or (path := self.directory / WAITING / key.file_name).exists():
-            return
-        new = Waiting(key, function, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for other, earlier in self._read_waiting(safe_name(key.kernel)):
-                if earlier.names == new.names:
-                    other.unlink(missing_ok=True)
-            replace_whole(path, f"{os.urandom(4).hex()}.tmp", to_json(new) + "\n")  # without the lock
-
-    def remove_waiting(self, key: EntryKey) -> None:
-        """Record that it has a winner."""
-        if self.directory is not None:
-            with contextlib.suppress(OSError):
-                (self.directory / WAITING / key.file_name).unlink(missing_ok=True)
-
-    def waiting(self) -> list[Waiting]:
-        """Return the contexts that wait and have no entry, by title."""
-        found = [each for path, each in self._read_waiting("*") if not (path.parents[1] / path.name).exists()]
-        return sorted(found, key=lambda each: each.names)
-
-    def _read_waiting(self, kernel: str) -> Iterator[tuple[Path, Waiting]]:
-        folder = None if self.directory is None else self.directory / WAITING
-        for path in _entry_files(folder, kernel):
-            with contextlib.suppress(OSError, ValueError):  # half written, or of another version
-                content = read_bounded(path, MAX_ENTRY_BYTES)
-                yield path, from_json(Waiting, parse_json(content, SCHEMA_VERSION))
-
     def clear(self) -> int:
         """Delete every entry, damaged ones too, and return how many there were."""
         files = _entry_files(self.directory)
@@ -246,8 +196,7 @@ class Winners:
             with self._lock(self.directory):
                 for path in files:
                     path.unlink(missing_ok=True)
-                for folder in (LAUNCHED, WAITING):
-                    shutil.rmtree(self.directory / folder, ignore_errors=True)
+                shutil.rmtree(self.directory / LAUNCHED, ignore_errors=True)
         return len(files)
 
     def _replace(self, path: Path, entry: Entry) -> None:

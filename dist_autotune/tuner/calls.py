@@ -8,7 +8,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
 from typing import Any, TypeVar
@@ -92,11 +91,8 @@ class Calls:
 
     @property
     def report(self) -> TuningReport | None:
-        session, state = self._session, self.state  # read once: another thread may ask
-        report = self._report if session is None else session.report()
-        if report is None or state is None or self._options.mode != "online":
-            return report
-        return replace(report, waiting=state.waiting)
+        session = self._session  # read once: another thread may ask
+        return self._report if session is None else session.report()
 
     @property
     def settled(self) -> bool:

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from ..codec import digest
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
-from ..launch.rank_context import RankContext, Stage
 from ..launch.registry import Registry
 from ..launch.results import Results
 from ..launch.written_tensors import WrittenTensors
@@ -206,27 +205,7 @@ class FunctionState:
             # What is not new may have settled before it was launched here.
             if context in new or (not rank_context.is_published and self.search.is_final(context)):
                 self.results.publish(context, rank_context, seconds)
-            elif not context.settled:
-                self.results.record_waiting(rank_context)
         return new
-
-    @property
-    def waiting(self) -> tuple[str, ...]:
-        """Titles of contexts without a result that this rank launches no more. Any thread may ask."""
-        known = self.registry.by_name.values()
-        return tuple(each.title for each in known if _waits(each, self.search.runs))
-
-
-def _waits(rank_context: RankContext, runs: int) -> bool:
-    """Return whether a context has no result, and no launch in the last of so many runs."""
-    context = rank_context.search
-    if len(rank_context.texts) == 1:
-        return False
-    if context is None:  # met in a settled call, and in no run of a session
-        return rank_context.stage is Stage.NEW
-    if context.settled:
-        return context.status == "starved"
-    return runs - context.last_run >= WAITS_AFTER_RUNS
 
 
 def check_opening(merged: Message) -> Opening:

@@ -124,7 +124,6 @@ class TuningReport:
     outlook: Forecast | None = None  # what is still to be tried; None: the session is over
     function: str = ""
     session: str = ""  # its name, the same on all ranks and in the logs
-    waiting: tuple[str, ...] = ()  # online: contexts that this rank has launched too seldom to tune them
 
     def share_percent(self, context: TunedContext) -> float | None:
         """Return the share of `context` in the launches of one run that are timed; None: unknown."""
@@ -148,9 +147,8 @@ class TuningReport:
         `report --json` of the command line has the same as "report".
         """
         step, outlook = self.step, self.outlook
-        figures = {name: value for name, value in vars(self).items() if name != "waiting"}  # of this rank
         return {
-            **figures,
+            **vars(self),
             "spent": asdict(self.spent),
             "outlook": outlook and {**asdict(outlook), "more_runs": outlook.more_runs},
             "step": step and {**asdict(step), "gain_percent": step.gain_percent},
@@ -192,8 +190,6 @@ class TuningReport:
         if self.outlook is not None:
             lines.append(f"Under way: {self.outlook}")
         lines += [f"{context.label}: {context.again}" for context in self.contexts if context.again]
-        if self.waiting:
-            lines.append(f"{formatting.WAITING_NOTE}: {', '.join(self.waiting)}")
         if self.warning:
             lines.append(f"Warning: {self.warning}")
         if self.log_dir is not None:

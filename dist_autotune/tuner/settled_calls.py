@@ -57,9 +57,6 @@ class SettledCalls:
             opens = ballot.end(has_new_key=has_new_key)
         if not (has_new_key or opens):
             return False
-        for context in new:
-            if context.tuned is None:
-                state.results.record_waiting(context)
         if not may_tune:
             self._note_untuned(new)
         elif self._options.mode == "online":

@@ -297,11 +297,11 @@ def test_a_key_that_is_launched_seldom_takes_its_result_from_disk_and_waits_for_
             step([64, 96] if number % 10 == 9 else [64])
             dist.barrier()
         waits = [note.text for note in records(Note, rank=rank) if "waits for launches" in note.text]
-        return bench.blocks(n=96)[1:], step.report.waiting, waits
+        return bench.blocks(n=96)[1:], waits
 
     assert_all_ok(run_ranks(evaluation, 2))
     for ended in assert_all_ok(run_ranks(training, 2)):
-        assert ended == ([32, 32, 32], (), [])
+        assert ended == ([32, 32, 32], [])
 
 
 @on_ranks(2)

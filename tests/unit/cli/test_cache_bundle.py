@@ -133,19 +133,3 @@ def test_from_a_bundle_the_next_machine_tries_nothing(bench: Any, tmp_path: Path
     fresh = bench.kernel({16: 3.0, 32: 1.0}, do_bench=no_bench)
     bench.tune(lambda: [launch(fresh, numbers(n)) for n in (64, 1024)])()
     assert bench.blocks() == [32, 32]
-
-
-def test_keys_without_a_winner_are_named_and_can_be_refused(tmp_cache: Path) -> None:
-    Winners(tmp_cache).record_waiting(entry(key="2").key, "train.py")
-    assert run("export", "all.json").stderr.startswith("Not tuned yet: matmul[2], ")  # there is no winner
-    Winners(tmp_cache).put(entry(key="1"))
-    refused = run("export", "all.json", "--require-settled")
-    assert (refused.exit_code, Path("all.json").exists()) == (2, False)
-    named, why = refused.stderr.splitlines()
-    assert named.startswith("Not tuned yet: matmul[2], launched by train.py on 2 ranks since 20")
-    assert why.startswith("1 launched key without a winner, so nothing is written (--require-settled).")
-    written = run("export", "all.json")
-    assert (written.exit_code, written.stderr.splitlines()) == (0, [named])
-    assert run("export", "other.json", "--require-settled", "--device", "H200").stderr.startswith("No such")
-    Winners(tmp_cache).put(entry(key="2"))
-    assert run("export", "both.json", "--require-settled").exit_code == 0

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import multiprocessing
 import os
-import resource
 import signal
 import time
 from pathlib import Path
@@ -117,36 +116,6 @@ def test_a_file_under_the_name_of_another_entry_is_a_miss(tmp_path: Path) -> Non
     (tmp_path / KEY.file_name).rename(tmp_path / other.file_name)
     with pytest.warns(CacheWarning, match=f"its content belongs in {KEY.file_name}"):
         assert Winners(tmp_path).get(other) is None
-
-
-# ---- contexts without a winner
-
-
-def waiting_titles(directory: Path) -> list[str]:
-    return [each.title for each in Winners(directory).waiting()]
-
-
-def test_a_context_waits_until_it_has_a_winner(tmp_path: Path) -> None:
-    cache = Winners(tmp_path)
-    cache.record_waiting(entry(key="8").key, "train.py")
-    cache.record_waiting(entry(key="4").key, "train.py")
-    assert waiting_titles(tmp_path) == ["matmul[4]", "matmul[8]"]
-    cache.remove_waiting(entry(key="4").key)
-    assert waiting_titles(tmp_path) == ["matmul[8]"]
-    cache.put(entry(key="8"))  # as an import does
-    assert waiting_titles(tmp_path) == []
-
-
-def test_a_context_that_found_the_disk_full_is_recorded_once_there_is_room(tmp_path: Path) -> None:
-    cache, limits = Winners(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))  # bytes: a write is cut off, as on a full disk
-    try:
-        cache.record_waiting(KEY, "train.py")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    cache.record_waiting(KEY, "train.py")
-    assert waiting_titles(tmp_path) == [entry().title]
 
 
 # ---- many writers
