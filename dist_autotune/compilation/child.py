@@ -31,7 +31,6 @@ from .config_failures import config_failure
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # prctl(2)
 POLL_S, ASK_S = 5e-3, 0.1  # between looks at a child; between questions whether it is needed
 REAP_S = 5.0  # a killed process that the kernel holds on to is left behind after this
-START_S = 30.0  # a child takes milliseconds to begin; fork handlers of other libraries may hang
 REASON_CHARACTERS = 1000  # of a failure's text
 STDERR_BYTES = 1 << 20  # of the compiler's own words: more is cut off
 WALL_FACTOR = 10  # times its limit that a child may last that yields the cores
@@ -46,7 +45,6 @@ class Ending:
     """How a child ended. Without a `reason` this process goes on: it loads the binary, or meets the error."""
 
     reason: str = ""  # why the candidate cannot be compiled
-    has_begun: bool = True  # False: the candidate has nothing to do with it
     result: Any = None  # of the work, if the child is cut off
 
 
@@ -65,14 +63,14 @@ def run_in_child(
     is_cut_off: the child runs a user's hook; it has no file or socket and can open none. yields: it gets
     little time on the cores; the limit is of what it computes, and it may last ten times as long.
     """
-    report = os.memfd_create("child-report")  # a line end when it begins, then how it went
+    report = os.memfd_create("child-report")  # how it went
     stderr = os.memfd_create("child-stderr")
     try:
         parent = os.getpid()
         if (pid := fork()) == 0:
             _be_child(work, limit_s, parent, report, stderr, is_cut_off=is_cut_off)
         try:
-            is_over = _wait(pid, limit_s * (WALL_FACTOR if yields else 1), report, is_needed)
+            is_over = _wait(pid, limit_s * (WALL_FACTOR if yields else 1), is_needed)
         finally:
             code = end(pid)
         text = os.pread(stderr, STDERR_BYTES, 0).decode(errors="replace")
@@ -86,20 +84,19 @@ def run_in_child(
         os.close(stderr)
     what = "the hook" if is_cut_off else "the compiler"
     if not is_over or code == -signal.SIGXCPU:
-        late = f"{'the hook did not end' if is_cut_off else 'did not compile'} within {limit_s:g} s"
-        return Ending(late, has_begun=bool(said))
+        return Ending(f"{'the hook did not end' if is_cut_off else 'did not compile'} within {limit_s:g} s")
     with contextlib.suppress(EOFError, pickle.UnpicklingError):
-        reason, result = pickle.loads(said.lstrip())
+        reason, result = pickle.loads(said)
         return Ending(reason, result=result)
     return Ending(_crash_text(what, code, text))
 
 
-def _wait(pid: int, lasts_s: float, report: int, is_needed: Callable[[], bool]) -> bool | None:
+def _wait(pid: int, lasts_s: float, is_needed: Callable[[], bool]) -> bool | None:
     """Wait for a child; return whether it ended within its time, None: it is no longer needed."""
     began, asked_s, needed = time.monotonic(), 0.0, True
     while not has_ended(pid):
         elapsed_s = time.monotonic() - began
-        if elapsed_s > lasts_s or (elapsed_s > START_S and not os.fstat(report).st_size):
+        if elapsed_s > lasts_s:
             return False if needed else None
         if needed and elapsed_s - asked_s > ASK_S:
             asked_s, needed = elapsed_s, is_needed()
@@ -194,7 +191,6 @@ def _be_child(
             os.dup2(stderr, 2)
             if is_cut_off:
                 _cut_off(report)
-            os.write(report, b"\n")
             result = work()
         except BaseException as error:
             reason = (config_failure(error) or "")[:REASON_CHARACTERS]

@@ -10,28 +10,16 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from ..triton_api.launch import Launch, load_kernel
 from . import preflight
 from .binaries import has_binary, why_not_shared
 from .child import POLL_S
-from .pool import (
-    BY_RANK,
-    CACHED,
-    COMPILED,
-    FAILED,
-    Compilation,
-    CompileCounts,
-    CompileOptions,
-    CompileOutcome,
-    Pool,
-)
+from .pool import BY_RANK, CACHED, COMPILED, FAILED, Compilation, CompileCounts, CompileOptions, Pool
 from .preflight import keeping_reason
 
 FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
-Work: TypeAlias = tuple[str, int]  # a candidate, and the form of launch that it is compiled for
-
 LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
 MOST_FAILED_POOLS = 3  # that end and tell of no candidate; then this process compiles
 TOO_LATE = "not compiled: the candidates together took longer than the peers wait"
@@ -72,39 +60,23 @@ class CompiledContext(Protocol):
 
 
 @dataclass(eq=False)
-class _Entry:
-    """The candidates of one context that are not compiled or loaded yet."""
+class _Task:
+    """A candidate to be compiled, for one form of launch, and loaded."""
+
+    context: CompiledContext
+    candidate: str
+    compilation: Compilation
+    turn: int  # among the candidates of a context: 0 is this rank's share
+    is_compiled: bool = False
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """A context that waits for candidates."""
 
     counts: CompileCounts
+    device: int  # of its first launch
     began: float
-    device: int  # of the context's first launch
-    forms: int = 0  # how many forms of launch have been added
-    to_compile: dict[Work, tuple[int, Compilation]] = field(default_factory=dict)  # with its turn
-    to_load: dict[Work, Compilation] = field(default_factory=dict)
-    reasons: dict[str, str] = field(default_factory=dict)  # failed candidates that are not banned yet
-
-    @property
-    def left(self) -> int:
-        return len({candidate for candidate, _ in (*self.to_compile, *self.to_load)})
-
-    def end(self, work: Work, outcome: CompileOutcome) -> None:
-        """Record how a compilation ended."""
-        if work not in self.to_compile:
-            return  # its candidate has failed in another form
-        _, compilation = self.to_compile.pop(work)
-        self.counts.add(outcome.ending)
-        self.counts.remark = self.counts.remark or outcome.remark
-        if outcome.reason:
-            self.reasons[work[0]] = outcome.reason
-            self.drop_failed()
-        else:
-            self.to_load[work] = compilation
-
-    def drop_failed(self) -> None:
-        """Drop the work left for candidates that failed in some form."""
-        for works in (self.to_compile, self.to_load):
-            for work in [work for work in works if work[0] in self.reasons]:
-                del works[work]
 
 
 class Compiler:
@@ -117,42 +89,42 @@ class Compiler:
         self, options: CompileOptions, loading: Callable[[str, str], AbstractContextManager[None]]
     ) -> None:
         self._options, self._loading = options, loading
-        self._entries: dict[CompiledContext, _Entry] = {}
+        self._waiting: dict[CompiledContext, _Waiting] = {}
+        self._tasks: dict[_Task, None] = {}  # in order
         self._pool: Pool | None = None
-        self._asked: list[tuple[_Entry, Work]] = []  # of the pool
+        self._asked: list[_Task] = []  # of the pool
         self._failed_pools = 0  # in a row that told of no candidate
         # Why this process compiles; empty: children do.
         self._no_child_because = "no limit is set" if options.limit_s <= 0 else why_not_shared()
         self._advanced: float | None = None  # when `advance` has last ended
 
     def __bool__(self) -> bool:
-        return bool(self._entries)
+        return bool(self._waiting)
 
     def want(self, context: CompiledContext, launch: Launch, configs: Mapping[str, Any]) -> None:
         """Let `context` wait until `configs` are compiled for a form of launch; `launch` is not kept.
 
-        A context may wait for several forms. A candidate that fails in one of them has failed.
+        A context may wait for several forms. A candidate that fails in one of them is banned.
         """
-        if (entry := self._entries.get(context)) is None:
-            counts, device = CompileCounts(workers=self._options.workers), preflight.current_device()
-            entry = self._entries[context] = _Entry(counts, time.monotonic(), device)
+        if context not in self._waiting:
+            counts = CompileCounts(workers=self._options.workers)
+            self._waiting[context] = _Waiting(counts, preflight.current_device(), time.monotonic())
+        counts = self._waiting[context].counts
         planned = preflight.plan(launch, configs, self._options.limit_s)
-        entry.counts.remark = entry.counts.remark or planned.remark
-        entry.reasons.update(planned.reasons)
+        counts.remark = counts.remark or planned.remark
+        reasons = dict(planned.reasons)
         for candidate, kernel in planned.kernels.items():
-            with keeping_reason(entry.reasons, candidate), self._loading(context.name, candidate):
+            with keeping_reason(reasons, candidate), self._loading(context.name, candidate):
                 load_kernel(kernel)
         for index, (candidate, compilation) in enumerate(planned.compilations.items()):
-            work = candidate, entry.forms
+            task = _Task(context, candidate, compilation, self._options.turn(index))
             if not self._no_child_because and has_binary(compilation.key):
-                entry.counts.add(CACHED)
-                entry.to_load[work] = compilation
-            else:
-                entry.to_compile[work] = self._options.turn(index), compilation
-        entry.forms += 1
-        entry.drop_failed()
+                counts.add(CACHED)
+                task.is_compiled = True
+            self._tasks[task] = None
+        self._ban(context, reasons)
         context.compile.asked.update(configs)
-        context.compile.left = entry.left
+        context.compile.left = len(self._left(context))
 
     def advance(self, deadline: float | None = None) -> list[tuple[CompiledContext, CompileCounts]]:
         """Load compiled candidates and ban failed ones; return the contexts whose candidates are complete.
@@ -162,10 +134,9 @@ class Compiler:
         """
         now = time.monotonic()
         until = now if self._advanced is None else now + LOADING_SHARE * (now - self._advanced)
-        complete = []
         try:
-            complete += self._advance(math.inf if deadline is not None else until)
-            while deadline is not None and self._entries:
+            complete = self._advance(math.inf if deadline is not None else until)
+            while deadline is not None and self._waiting:
                 time.sleep(POLL_S)
                 if time.monotonic() > deadline:
                     self._give_up()
@@ -178,14 +149,13 @@ class Compiler:
 
     def keep_only(self, stays: Callable[[Any], bool]) -> None:
         """Drop the contexts that need no candidates; their next launch is as their first."""
-        for context, entry in list(self._entries.items()):
-            if not stays(context):
-                del self._entries[context]
-                context.compile.left = 0
-                context.compile.asked.clear()
-                context.compile.forms.clear()
-                entry.to_compile.clear()
-        if not self._entries:
+        for context in [each for each in self._waiting if not stays(each)]:
+            del self._waiting[context]
+            self._tasks = {task: None for task in self._tasks if task.context is not context}
+            context.compile.left = 0
+            context.compile.asked.clear()
+            context.compile.forms.clear()
+        if not self._waiting:
             self._stop()
 
     def close(self) -> None:
@@ -195,43 +165,64 @@ class Compiler:
     def _advance(self, until: float) -> list[tuple[CompiledContext, CompileCounts]]:
         self._read()
         self._start()
-        complete, may_load = [], True
-        for context, entry in list(self._entries.items()):
-            while may_load and entry.to_load:
-                self._load(context, entry)
-                may_load = time.monotonic() < until
-            context.bans.update(entry.reasons)
-            entry.reasons = {}
-            context.compile.left = entry.left
-            if not entry.left:
-                del self._entries[context]
-                entry.counts.seconds = time.monotonic() - entry.began
-                remarks = entry.counts.remark, context.compile.remark
-                entry.counts.remark = "; ".join(filter(None, remarks))
+        for task in [task for task in self._tasks if task.is_compiled]:
+            if task in self._tasks:  # else it has failed in another form
+                self._load(task)
+                if time.monotonic() >= until:
+                    break
+        complete = []
+        for context, waiting in list(self._waiting.items()):
+            context.compile.left = len(self._left(context))
+            if not context.compile.left:
+                del self._waiting[context]
+                counts = waiting.counts
+                counts.seconds = time.monotonic() - waiting.began
+                counts.remark = "; ".join(filter(None, (counts.remark, context.compile.remark)))
                 context.compile.forms.clear()
-                complete.append((context, entry.counts))
-        if not self._entries:
+                complete.append((context, counts))
+        if not self._waiting:
             self._stop()
         return complete
 
-    def _load(self, context: CompiledContext, entry: _Entry) -> None:
-        work = next(iter(entry.to_load))
-        compilation, candidate = entry.to_load.pop(work), work[0]
-        with keeping_reason(entry.reasons, candidate), preflight.on_device(entry.device):
-            kernel = compilation.keep(compilation.compile())
-            with self._loading(context.name, candidate):
+    def _load(self, task: _Task) -> None:
+        context, reasons = task.context, dict[str, str]()
+        device = preflight.on_device(self._waiting[context].device)
+        with keeping_reason(reasons, task.candidate), device:
+            kernel = task.compilation.keep(task.compilation.compile())
+            with self._loading(context.name, task.candidate):
                 load_kernel(kernel)
-        entry.drop_failed()
+        del self._tasks[task]
+        self._ban(context, reasons)
+
+    def _ban(self, context: CompiledContext, reasons: Mapping[str, str]) -> None:
+        context.bans.update(reasons)
+        for task in [task for task in self._tasks if task.context is context and task.candidate in reasons]:
+            del self._tasks[task]
+
+    def _left(self, context: CompiledContext) -> set[str]:
+        return {task.candidate for task in self._tasks if task.context is context}
+
+    def _end(self, task: _Task, ending: str, reason: str = "", remark: str = "") -> None:
+        """Record how a compilation ended, unless its context or candidate was dropped."""
+        if task in self._tasks:
+            counts = self._waiting[task.context].counts
+            counts.add(ending)
+            counts.remark = counts.remark or remark
+            task.is_compiled = True
+            self._ban(task.context, {task.candidate: reason} if reason else {})
 
     def _give_up(self) -> None:
         """Let what is not compiled fail."""
         self._read()
         self._stop()
-        for entry in self._entries.values():
-            for work in list(entry.to_compile):
-                entry.end(work, CompileOutcome(0, FAILED, TOO_LATE))
+        for task in self._to_compile():
+            self._end(task, FAILED, TOO_LATE)
 
     # -- the pool ------------------------------------------------------------------------------------------
+
+    def _to_compile(self) -> list[_Task]:
+        """Return what is not compiled, this rank's share of each context first."""
+        return sorted((task for task in self._tasks if not task.is_compiled), key=lambda task: task.turn)
 
     def _read(self) -> None:
         """Apply the outcomes that the pool has told, and notice that it has ended."""
@@ -239,32 +230,29 @@ class Compiler:
             return
         has_ended = self._pool.has_ended  # asked first, so that nothing it has told is missed
         for outcome in self._pool.read():
-            entry, work = self._asked[outcome.place]
-            entry.end(work, outcome)
+            self._end(self._asked[outcome.place], outcome.ending, outcome.reason, outcome.remark)
             self._failed_pools = 0
         if has_ended:
-            self._failed_pools += any(work in entry.to_compile for entry, work in self._asked)
+            self._failed_pools += any(task in self._tasks and not task.is_compiled for task in self._asked)
             self._stop()
 
     def _start(self) -> None:
-        """Let a pool compile what is wanted, this rank's share first, if none is under way."""
-        entries = self._entries.values()
-        wanted = [(turn, entry, work) for entry in entries for work, (turn, _) in entry.to_compile.items()]
-        if self._pool is not None or not wanted:
+        """Let a pool compile what is wanted, if none is under way."""
+        if self._pool is not None or not (tasks := self._to_compile()):
             return
         if self._failed_pools >= MOST_FAILED_POOLS:
             self._no_child_because = "child processes do not start, or do not last"
         if not self._no_child_because:
-            self._asked = [(entry, work) for _, entry, work in sorted(wanted, key=lambda each: each[0])]
             try:
-                self._pool = Pool([entry.to_compile[work][1] for entry, work in self._asked], self._options)
+                self._pool = Pool([task.compilation for task in tasks], self._options)
+                self._asked = tasks
                 return
             except OSError as error:
                 self._no_child_because = f"no child ({error.strerror})"
-        for _, entry, work in wanted:  # each is compiled where it is loaded
-            entry.end(work, CompileOutcome(0, COMPILED, remark=f"{BY_RANK}: {self._no_child_because}"))
+        for task in tasks:  # each is compiled where it is loaded
+            self._end(task, COMPILED, remark=f"{BY_RANK}: {self._no_child_because}")
 
     def _stop(self) -> None:
         if self._pool is not None:
             self._pool.close()
-            self._pool = None
+            self._pool, self._asked = None, []

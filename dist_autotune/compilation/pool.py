@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, NoReturn
 
 from .. import settings
@@ -24,6 +24,7 @@ from .binaries import has_binary
 # Of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23).
 BACKGROUND_SHARE = 0.5
 PRIORITY = 10  # nice(2): a tenth of a core that one other thread wants
+START_S = 30.0  # the process takes milliseconds to begin; fork handlers of other libraries may hang
 READ_BYTES = 1 << 20  # at a time; a candidate takes up to 1000
 BY_RANK = "compiled in this process, without a limit"
 COMPILED, FROM_PEERS, CACHED, FAILED = "compiled", "from_peers", "cached", "failed"
@@ -38,30 +39,15 @@ class Compilation:
     keep: Callable[[Any], Any]  # puts the kernel where launches find it; returns the one they find
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CompileOptions:
     """How a rank compiles."""
 
     local_rank: int = 0
     local_ranks: int = 1  # of this host
-    limit_s: float = settings.DEFAULT_COMPILE_TIMEOUT_S  # for one candidate; 0: none, and no child
+    limit_s: float = field(default_factory=settings.compile_timeout_s)  # for one candidate; 0: none, no child
     jobs: int | None = None  # candidates compiled at a time; None: as many as `workers` says
     in_background: bool = False  # runs go on meanwhile: children yield the cores
-
-    @classmethod
-    def of_rank(
-        cls, position: int, ranks: int, *, jobs: int | None = None, in_background: bool = False
-    ) -> CompileOptions:
-        """Return the options of the rank at `position` of a group."""
-        local_rank, local_ranks = settings.place_on_host(position, ranks)
-        limit_s = settings.compile_timeout_s()
-        return cls(
-            local_rank=local_rank,
-            local_ranks=local_ranks,
-            limit_s=limit_s,
-            jobs=jobs,
-            in_background=in_background,
-        )
 
     @property
     def workers(self) -> int:
@@ -133,7 +119,7 @@ class Pool:
     @property
     def has_ended(self) -> bool:
         """Return whether it tells no more than `read` finds now: it has ended, or does not begin."""
-        is_late = time.monotonic() - self._began > child.START_S and not os.fstat(self._report).st_size
+        is_late = time.monotonic() - self._began > START_S and not os.fstat(self._report).st_size
         return is_late or child.has_ended(self._pid)
 
     def close(self) -> None:
@@ -186,6 +172,4 @@ def _compiled(compilation: Compilation, options: CompileOptions) -> tuple[str, s
         return COMPILED, "", f"{BY_RANK}: no child ({error.strerror})"
     if ending is None:
         return FROM_PEERS, "", ""
-    if not ending.has_begun:
-        return COMPILED, "", f"{BY_RANK}: child processes do not start"
     return (FAILED, ending.reason, "") if ending.reason else (COMPILED, "", "")

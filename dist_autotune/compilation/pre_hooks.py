@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -80,63 +80,43 @@ class NotReproducible(RuntimeError):
     """A `pre_hook` depends on something that stubs do not have, such as the elements of a tensor."""
 
 
+# What torch calls for facts that a meta tensor does not have.
+_OF_MEMORY = (torch.Tensor.storage_offset, torch.Tensor.untyped_storage)
+_OF_PLACE = (
+    torch.Tensor.device.__get__,
+    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_cpu.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.get_device,
+    torch.Tensor.data_ptr,
+)
+
+
 class TensorStub(torch.Tensor):
     """A tensor without memory: shape, strides, dtype, device and address are the original's.
 
     Writing to it does nothing. Reading from it raises, so nothing can depend on what the original holds.
     """
 
-    _device: torch.device
-    _address: int | None  # None: computed from another stub
+    _place: dict[Any, Any]  # missing in what torch computes from stubs
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorStub:
         """Return a stub; raises what torch raises for a tensor without strides or address."""
-        facts = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        return _marked(facts, tensor.device, tensor.data_ptr())
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        stub = meta.as_subclass(TensorStub)
+        stub._place = {fact: fact(tensor) for fact in _OF_PLACE}
+        return stub
 
     @classmethod
     def __torch_function__(
         cls, func: Any, kinds: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if (answer := _ANSWERS.get(func)) is not None:
-            return answer(args[0])
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if type(result) is torch.Tensor and result.device.type == "meta":
-            if not isinstance(args[0], TensorStub):
-                raise NotReproducible(f"{getattr(func, '__name__', func)} was called with a tensor")
-            return _marked(result, args[0]._device, None)
-        return result
-
-
-def _marked(facts: torch.Tensor, device: torch.device, address: int | None) -> TensorStub:
-    stub = facts.as_subclass(TensorStub)
-    stub._device, stub._address = device, address
-    return stub
-
-
-def _address_of(stub: TensorStub) -> int:
-    if stub._address is None:
-        raise NotReproducible("it reads the address of a computed tensor")
-    return stub._address
-
-
-def _refuse(stub: TensorStub) -> Any:
-    raise NotReproducible("it reads a tensor's memory")
-
-
-# Not overridden in the class: what torch itself asks of a stub is answered for its meta tensor.
-_ANSWERS: dict[Any, Callable[[TensorStub], Any]] = {
-    torch.Tensor.device.__get__: lambda tensor: tensor._device,
-    torch.Tensor.is_cuda.__get__: lambda tensor: tensor._device.type == "cuda",  # type: ignore[attr-defined]
-    torch.Tensor.is_cpu.__get__: lambda tensor: tensor._device.type == "cpu",  # type: ignore[attr-defined]
-    torch.Tensor.is_meta.__get__: lambda tensor: False,  # type: ignore[attr-defined]
-    torch.Tensor.get_device: lambda tensor: -1 if tensor._device.index is None else tensor._device.index,
-    torch.Tensor.data_ptr: _address_of,
-    torch.Tensor.storage_offset: _refuse,
-    torch.Tensor.untyped_storage: _refuse,
-}
+        if func in _OF_PLACE and hasattr(args[0], "_place"):
+            return args[0]._place[func]
+        if func in _OF_PLACE or func in _OF_MEMORY:
+            raise NotReproducible(f"it reads {func.__name__} of a tensor without memory")
+        return super().__torch_function__(func, kinds, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 # ---- arguments of a launch

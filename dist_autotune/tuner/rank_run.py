@@ -12,6 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from .. import settings
 from ..bits.outputs import OutputComparison
 from ..compilation.compiler import CompiledContext, Compiler
 from ..compilation.pool import CompileCounts, CompileOptions
@@ -158,9 +159,8 @@ class RankRun:
         state, function = self._state, self._state.function
         position, count = function.group.ranks.index(function.group.rank), len(function.group.ranks)
         if (compiler := self._compiler) is None:
-            options = CompileOptions.of_rank(
-                position,
-                count,
+            options = CompileOptions(
+                *settings.place_on_host(position, count),
                 jobs=function.options.resolved_compile_jobs(),
                 in_background=not self._waits,
             )

@@ -258,7 +258,7 @@ UNTOLD: dict[str, tuple[Hook, str]] = {
     "reads a tensor": (lambda nargs: nargs["y_ptr"][0].item(), "cannot be called on meta tensors"),
     "asks for memory": (
         lambda nargs: nargs["y_ptr"].untyped_storage(),
-        "NotReproducible: it reads a tensor's memory",
+        "NotReproducible: it reads untyped_storage of a tensor without memory",
     ),
     "opens a file": (lambda nargs: Path("calls").write_text("called"), "OSError"),
     "gives another base": (other_base, "NotReproducible: an argument was given another tensor"),

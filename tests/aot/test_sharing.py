@@ -12,6 +12,7 @@ import torch
 from candidates import ENDLESS, GOOD, Compiler, Preflight, arrive, kernel
 from candidates import preflight as preflight_launch
 
+from dist_autotune import settings
 from dist_autotune.compilation.pool import CompileOptions
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
@@ -143,7 +144,7 @@ def test_options_follow_torchrun(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", "7")
-    options = CompileOptions.of_rank(position=11, ranks=16)
+    options = CompileOptions(*settings.place_on_host(11, 16))
     assert (options.local_rank, options.local_ranks, options.limit_s) == (3, 4, 7.0)
     monkeypatch.delenv("LOCAL_RANK")
-    assert CompileOptions.of_rank(position=11, ranks=16).local_ranks == 16
+    assert settings.place_on_host(11, 16) == (11, 16)

@@ -70,7 +70,7 @@ def test_a_stand_in_has_the_facts_of_its_tensor(tensor):
         lambda tensor: tensor[1:].data_ptr(),
         lambda tensor: tensor.storage_offset(),
         lambda tensor: tensor.untyped_storage(),
-        lambda tensor: torch.cat([tensor, tensor]),
+        lambda tensor: torch.cat([tensor, tensor]).device,
     ],
     ids=["tolist", "item", "bool", "cpu", "numpy", "address of a part", "offset", "storage", "of several"],
 )
