@@ -196,6 +196,7 @@ class Bits(Mergeable, frozen=True):
 # Of a run in which a process ended: no more is known; a rank had raised, so others may have been killed; the
 # launch in which it ended is known.
 INEXACT, EXPLAINED, EXACT = range(3)
+DEATHS_TO_BAN = 2  # one may be a scheduler's, or the user's
 
 
 class Crash(Struct, frozen=True, omit_defaults=True):
@@ -235,7 +236,6 @@ class Opening(Message, frozen=True, tag="open"):
     sent_at: ClassVar[str] = "the opening of a session"
     offers: Offers = {}
     crashes: Annotated[dict[str, Crash], _by_key(Crash.merged)] = {}  # by session
-    crash_bans: Annotated[CrashBans, _by_key(_by_key(min))] = {}  # for earlier ones
 
 
 class RunReport(Message, frozen=True, tag="run"):
@@ -316,11 +316,16 @@ def checked(merged: Message, kind: type[M], facts: Facts | None = None) -> M:
 
 
 def bans_for_crashes(merged: Opening) -> CrashBans:
-    """Return what all ranks ban for crashes of earlier processes."""
+    """Return what all ranks ban for crashes of earlier processes: what was running in two of them."""
+    deaths: dict[tuple[str, str], list[tuple[str, Crash]]] = {}
+    for session, crash in sorted(merged.crashes.items(), key=lambda each: (each[1].at, each[0])):
+        for suspect in crash.suspects.items():
+            deaths.setdefault(suspect, []).append((session, crash))
     bans: CrashBans = {}
-    for session, crash in sorted(merged.crashes.items()):
-        reason = f"was running when rank {crash.rank}'s process was killed "
-        reason += f"(run {crash.run} of session {session}, {crash.at})"
-        for context, candidate in crash.suspects.items():
-            bans.setdefault(context, {})[candidate] = (crash.rank, reason)
-    return _by_key(_by_key(min))(bans, merged.crash_bans)
+    for (context, candidate), ended in deaths.items():
+        if len(ended) >= DEATHS_TO_BAN:
+            runs = [f"run {crash.run} of session {session}, {crash.at}" for session, crash in ended]
+            rank = ended[-1][1].rank
+            reason = f"was running when rank {rank}'s process was killed ({'; '.join(runs)})"
+            bans.setdefault(context, {})[candidate] = (rank, reason)
+    return bans

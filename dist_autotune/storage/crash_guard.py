@@ -1,8 +1,10 @@
-"""Names on disk the candidates that are launched, so that the next start bans one that killed the process.
+"""Names on disk the candidates that are launched, so that later starts ban one that kills the process.
 
 A candidate is suspected in the first run that launches it: alone while its launch, or its load, is under way,
-else with all others that are new in the run. Each function and rank has one file of one line, overwritten and
-locked by its process; a second process goes without a guard. Bans stay until the function settles.
+else with all others that are new in the run. One death convicts nobody, as anything may end a process; the
+second one does. Deaths are forgotten when the function settles, and a candidate's when it completes a run.
+Each function and rank has one file of one line, overwritten and locked by its process; a second process goes
+without a guard.
 
 Whatever is wrong with the file or its directory is a `CacheWarning`, and tuning goes on without a guard.
 """
@@ -19,12 +21,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from ..codec import digest, from_json, parse_json, to_builtins, to_json
 from ..errors import CacheWarning
-from ..search.messages import EXACT, EXPLAINED, INEXACT, Crash, CrashBans, Opening
+from ..search.messages import EXACT, EXPLAINED, INEXACT, Crash, Opening
 from .winners import Winners, safe_name
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 FOLDER = "crash-guard"  # in the cache's directory
 _OWNED: set[Path] = set()  # files that this process has locked: closing one a second time would unlock it
 
@@ -42,30 +46,28 @@ class CrashGuard:
         self._pid = os.getpid()  # a forked child leaves the file to its parent
         self._file: int | None = None  # its descriptor, once it is locked
         self._lock = threading.Lock()
-        self._session, self._bans = "", CrashBans()
+        self._session, self._crashes = "", dict[str, Crash]()  # earlier ones, by session
         self._run, self._suspects = 0, dict[str, str]()  # context -> candidate, new in the run under way
         self._has_run: set[tuple[str, str]] = set()  # launched in a run that this process completed
 
     def recover(self) -> Opening:
-        """Return the crash and the bans that a dead process left, and take over its file."""
-        found = Opening(self._rank, crash_bans=self._bans)
+        """Return the crashes that dead processes have left, and take over their file."""
         if self._path is not None and self._file is None and os.getpid() == self._pid:
             try:
                 with contextlib.suppress(OSError):
                     self._file = _lock(self._path)
                     if self._file is not None:
                         line = os.pread(self._file, 1 << 20, 0).partition(b"\n")[0]
-                        found = from_json(Opening, parse_json(line, SCHEMA_VERSION))
+                        self._crashes = from_json(Opening, parse_json(line, SCHEMA_VERSION)).crashes
             except ValueError as error:
                 text = f"Ignored {self._path}: {error}. Nothing is banned for an earlier crash."
                 warnings.warn(text, CacheWarning, stacklevel=2)
-        self._bans = found.crash_bans
-        return found
+        return Opening(self._rank, crashes=self._crashes)
 
-    def begin_session(self, session: str, bans: CrashBans) -> None:
-        """Begin a session with the bans that all ranks have agreed on."""
-        self._session, self._bans, self._suspects = session, bans, {}
-        if bans or self._file is not None:
+    def begin_session(self, session: str, crashes: Mapping[str, Crash]) -> None:
+        """Begin a session with the crashes that all ranks have agreed on."""
+        self._session, self._crashes, self._suspects = session, dict(crashes), {}
+        if crashes or self._file is not None:
             self._write()
 
     def begin_run(self, run: int, plan: Mapping[str, str]) -> None:
@@ -100,8 +102,11 @@ class CrashGuard:
             self._suspect(suspects)
 
     def end_run(self) -> None:
-        """Suspect nobody: a crash from here on is no candidate's doing."""
+        """Suspect nobody: a crash from here on is no candidate's doing, nor were those of what has run."""
         self._has_run.update(self._suspects.items())
+        for session, crash in self._crashes.items():
+            left = {name: each for name, each in crash.suspects.items() if (name, each) not in self._has_run}
+            self._crashes[session] = replace(crash, suspects=left)
         self._suspect({})
 
     def record_error(self) -> None:
@@ -110,8 +115,8 @@ class CrashGuard:
         self._write(EXPLAINED)
 
     def close(self) -> None:
-        """Drop all bans and delete the file: the function has settled, or nothing is left to launch."""
-        self._bans = CrashBans()
+        """Forget all crashes and delete the file: the function has settled, or nothing is left to launch."""
+        self._crashes = {}
         if self._path is not None and self._file is not None and os.getpid() == self._pid:
             _remove(self._path, self._file)
             self._file = None
@@ -126,9 +131,10 @@ class CrashGuard:
         if self._path is None or os.getpid() != self._pid:
             return
         suspects, now = suspects or self._suspects, time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-        crash = {self._session: Crash(self._rank, self._run, now, kind, suspects)}
-        is_told = suspects or kind == EXPLAINED
-        opening = Opening(self._rank, crashes=crash if is_told else {}, crash_bans=self._bans)
+        crashes = {session: crash for session, crash in self._crashes.items() if crash.suspects}
+        if suspects or kind == EXPLAINED:
+            crashes[self._session] = Crash(self._rank, self._run, now, kind, suspects)
+        opening = Opening(self._rank, crashes=crashes)
         data = to_json({"schema": SCHEMA_VERSION, **to_builtins(opening)}).encode() + b"\n"
         try:
             if self._file is None:

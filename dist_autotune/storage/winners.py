@@ -230,7 +230,7 @@ class Winners:
 
     def warn_unwritable(self, directory: Path, reason: str) -> None:
         """Warn, once in a process, that the directory or one in it cannot be written."""
-        text = "Winners are not kept on disk, and what kills the process is not banned at its next start."
+        text = "Winners are not kept on disk, and what kills the process twice is not banned."
         self._warn(f"Cannot write the cache in {directory}: {reason}. {text}", about="writing")
 
     def _warn(self, text: str, about: str = "") -> None:

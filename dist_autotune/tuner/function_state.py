@@ -152,7 +152,7 @@ class FunctionState:
         left = self.guard.recover()
         if self.known.ignores_known:
             return opening
-        return replace(opening, crashes=left.crashes, crash_bans=left.crash_bans)
+        return replace(opening, crashes=left.crashes)
 
     def open(self, session: str, merged: Opening) -> list[str]:
         """Begin the session that all ranks have agreed on; return remarks for its log."""
@@ -170,7 +170,7 @@ class FunctionState:
         self.known.open(merged.offers, same_device=len(devices) == 1, stores=is_first)
         self.search.open()
         self.search.crash_bans = bans_for_crashes(merged)
-        self.guard.begin_session(session, self.search.crash_bans)
+        self.guard.begin_session(session, merged.crashes)
         self.registry.open()
         return remarks
 

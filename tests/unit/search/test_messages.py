@@ -48,8 +48,7 @@ def messages(draw: Any, rank: int) -> Message:
     if kind is Opening:
         sessions = draw(st.sets(digests))
         crashes = {s: Crash(rank, 3, "noon", draw(st.integers(0, 2)), {"x": draw(digests)}) for s in sessions}
-        bans = {"x": dict.fromkeys(draw(st.sets(digests)), (rank, f"reason {rank}"))}
-        return Opening(rank, facts, offers, crashes, bans)
+        return Opening(rank, facts, offers, crashes)
     return RunReport(
         rank,
         facts,
