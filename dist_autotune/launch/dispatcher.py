@@ -285,6 +285,7 @@ class Dispatcher:
                     return self._registry.binding_of(launch)
                 for known in call.launched():
                     self._registry.names.keep(known)
+                launch.check_devices()
                 binding = self._registry.admit(launch)
             return binding
 

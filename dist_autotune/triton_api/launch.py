@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from triton import knobs
 from triton.runtime.autotuner import Autotuner
+from triton.runtime.driver import driver
 from triton.runtime.errors import AutotunerError
 
 from ..combinations import drawn
-from ..errors import TuningError
+from ..errors import TuningError, WrongDevice
 from . import footprint, identity
 
 Key: TypeAlias = tuple[Any, ...]
@@ -108,6 +110,27 @@ class Launch:
         constants = {each.name for each in parameters if "constexpr" in str(each.annotation)}
         names = sorted(constants & named.keys() - set(self.tuner.keys))
         return ", ".join(f"{name}={identity.value_text(named[name], strict=False)}" for name in names)
+
+    def check_devices(self) -> None:
+        """Raise WrongDevice for a tensor, or a descriptor's, that a kernel on a GPU cannot reach."""
+        try:
+            device = (
+                torch.device("cpu") if knobs.runtime.interpret else driver.active.get_active_torch_device()
+            )
+        except RuntimeError:  # no driver: the launch says so
+            return
+        if device.type == "cpu":
+            return
+        for name, value in {**self._named(), **self.kwargs}.items():
+            tensor = (
+                value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
+            )  # a descriptor's
+            place = tensor.device.type if isinstance(tensor, torch.Tensor) else ""
+            if place == "meta" or (place == "cpu" and not tensor.is_pinned()):
+                raise WrongDevice(
+                    f"{self}: {name} is on the device {place!r}, and the kernel runs on {device}. "
+                    f"Move it there before the launch: {name}.to({str(device)!r})."
+                )
 
     def hook_arguments(self, config: Any) -> dict[str, Any]:
         return {**self._named(), **self.kwargs, **config.all_kwargs()}

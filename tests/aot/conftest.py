@@ -19,12 +19,12 @@ class Device:
     """The pretended device of a test, for the kernels of `candidates`."""
 
     def __init__(self, driver: Any, *kernels: Any) -> None:
-        self._driver = driver
+        self.driver = driver
         self._kernels = kernels
 
     @property
     def launched(self) -> list[dict[str, Any]]:
-        return self._driver.launched
+        return self.driver.launched
 
     def forget(self) -> None:
         """Drop what this process has compiled; Triton's cache on disk stays."""
