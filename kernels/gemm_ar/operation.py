@@ -126,7 +126,7 @@ class GemmAllReduce(Operation):
         if way not in (None, *WAYS):
             raise ValueError(f"way is {way!r}; it is one of {', '.join(WAYS)}, or None, which tunes it")
         self._m, self._n, self._dtype = m, n, dtype
-        self._wants_low_latency = way in (None, LOW_LATENCY)
+        self._fixed, self._wants_low_latency = way, way in (None, LOW_LATENCY)
         self._overlaps = way == OVERLAPPED or (way is None and m >= OVERLAPPED_FROM)
         self._open_scatter = functools.partial(
             GemmReduceScatter, m, n, dtype, group, backend, timeout_s=timeout_s, collective=False
@@ -138,6 +138,7 @@ class GemmAllReduce(Operation):
 
     def _allocate(self) -> None:
         memory, world = self._memory, self.world_size
+        memory.require_equal("way", str(self._fixed))  # what is allocated depends on it
         self._has_low_latency = self._wants_low_latency and low_latency.can_take(1, self._n, self._dtype)
         self._parts = memory.allocate((self._m, self._n), self._dtype)
         self._own = OwnBuffer(self._parts.local)

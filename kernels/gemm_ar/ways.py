@@ -36,8 +36,8 @@ MOST_ROWS_OF_SHOTS = 2048  # above, the collective is what an untuned call takes
 class Ways(Collective):
     """The ways of one operation; opening is collective.
 
-    fixed: one of WAYS, or None, which tunes it. has_low_latency: for so many rows. Raises ValueError on all
-    ranks if they pass different ones, or the collective where their process group has none.
+    fixed: one of WAYS, or None, which tunes it; the same on all ranks. has_low_latency: for so many rows.
+    Raises ValueError on all ranks if it is the collective, which their process group has not.
     """
 
     def __init__(
@@ -49,7 +49,6 @@ class Ways(Collective):
         timeout_s: float,
         has_low_latency: Callable[[int], bool],
     ) -> None:
-        memory.require_equal("way", str(fixed))
         self._way, self._has_low_latency = fixed, has_low_latency
         made = {COLLECTIVE: True, ONE_SHOT: False, TWO_SHOT: False}.get(str(fixed))
         super().__init__("GemmAllReduce", "gemm_ar way", group, memory, fixed=made, timeout_s=timeout_s)

@@ -103,7 +103,7 @@ def _compare(ranks: SharingRanks, device: torch.device, unusable: str | None) ->
     boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     own = {"boot": boot, "host": socket.gethostname(), "gpu": gpu, "unusable": unusable}
-    facts = ranks.exchange(own | {"name": uuid.uuid4().hex})
+    facts = ranks.exchange("opening symmetric memory", own | {"name": uuid.uuid4().hex})
     ranks.memory_name = facts[0]["name"]
     if len({fact["boot"] for fact in facts}) > 1:  # containers of one machine have names of their own
         hosts = ", ".join(f"rank {rank} on {fact['host']}" for rank, fact in enumerate(facts))

@@ -106,7 +106,7 @@ class SymmetricMemory(Shared):
         """Return zeros of this shape on every rank, each of them mapped by every rank."""
         self._check_open()
         request = [list(shape), str(dtype)]
-        requests = self._ranks.exchange(request)
+        requests = self._ranks.exchange("allocating", request)
         if any(other != request for other in requests):
             asked = "; ".join(f"rank {rank}: {shape} {dtype}" for rank, (shape, dtype) in enumerate(requests))
             raise ValueError(
@@ -126,7 +126,7 @@ class SymmetricMemory(Shared):
     def require_equal(self, name: str, value: str | int | float) -> None:
         """Raise ValueError on every rank unless all pass the same value; collective."""
         self._check_open()
-        values = self._ranks.exchange(value)
+        values = self._ranks.exchange(f"comparing {name}", value)
         if any(other != value for other in values):
             passed = "; ".join(f"rank {rank}: {other!r}" for rank, other in enumerate(values))
             raise ValueError(f"the ranks pass different values of {name}: {passed}. Pass the same on all")
@@ -135,7 +135,7 @@ class SymmetricMemory(Shared):
         """Wait for this rank's device, then until every rank has come here."""
         self._check_open()
         self._synchronize()
-        self._ranks.exchange(None)
+        self._ranks.exchange("a barrier", None)
 
     def close(self) -> None:
         """Give the memory back once every rank has come here; a second call does nothing.

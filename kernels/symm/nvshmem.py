@@ -97,7 +97,7 @@ class _Library:
         return None
 
     def enter(self, ranks: SharingRanks, device: torch.device) -> None:
-        reasons = ranks.exchange(why_unusable(ranks))
+        reasons = ranks.exchange("opening NVSHMEM", why_unusable(ranks))
         if any(reasons):
             text = "; ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
             raise SymmetricMemoryError(f"the nvshmem backend cannot be used. {text}")
@@ -154,7 +154,8 @@ class _Library:
         cuda_device.set_current()
         unique_id = nvshmem.core.get_unique_id(empty=ranks.rank != 0)
         raw = unique_id._data.view(np.uint8)
-        raw[:] = np.frombuffer(bytes.fromhex(ranks.exchange(raw.tobytes().hex())[0]), dtype=np.uint8)
+        of_first = ranks.exchange("NVSHMEM's id", raw.tobytes().hex())[0]
+        raw[:] = np.frombuffer(bytes.fromhex(of_first), dtype=np.uint8)
         nvshmem.core.init(
             device=cuda_device,
             uid=unique_id,

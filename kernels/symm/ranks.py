@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MESSAGE_BYTES = 2048  # all ranks send as much: a collective over tensors of one size
-CLOSES = "closes"  # key of the exchange of a close
+MESSAGE_BYTES = 2048  # that all ranks send at first: a collective over tensors of one size
+CLOSES = "closing the memory "  # the step of a close, with the memory's name
 
-_abandoned: set[str] = set()  # names of memory that this process has left
+_abandoned: set[str] = set()  # the closes of memory that this process has left
 
 
 class SymmetricMemoryError(RuntimeError):
@@ -57,22 +57,25 @@ class SharingRanks:
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world_size}"
 
-    def exchange(self, value: Any) -> list[Any]:
+    def exchange(self, step: str, value: Any) -> list[Any]:
         """Return the JSON value of each rank, by rank; collective, `timeout_s` long at most.
 
-        Peers that close memory which this rank has abandoned are asked again: see [Note: who fails leaves].
+        Raises on all ranks where one is at another step. Peers that close memory which this rank has
+        abandoned are asked again: see [Note: who fails leaves].
         """
-        if self.world_size == 1:
-            return [value]
-        while True:
-            found = self._gather(value)
-            if not any(isinstance(each, dict) and each.get(CLOSES) in _abandoned for each in found):
-                return found
+        found = self._meet(step, value)
+        if any(at != step for at, _ in found):
+            steps = "; ".join(f"rank {rank}: {at}" for rank, (at, _) in enumerate(found))
+            raise SymmetricMemoryError(
+                f"{self}: the ranks are at different steps: {steps}. Open, use and close the same operations "
+                "on all, in the same order and with the same arguments"
+            )
+        return [each for _, each in found]
 
     def meet_to_close(self) -> None:
         """Return when all ranks close the memory; raise where some have abandoned it; collective."""
-        own = {CLOSES: self.memory_name}
-        left = [rank for rank, each in enumerate(self.exchange(own)) if each != own]
+        step = CLOSES + self.memory_name
+        left = [rank for rank, (at, _) in enumerate(self._meet(step, None)) if at != step]
         if left:
             raise SymmetricMemoryError(
                 f"{self} closed its memory, which ranks {left} had left behind a failure of theirs. Open "
@@ -81,13 +84,26 @@ class SharingRanks:
 
     def abandon(self) -> None:
         """Remember that this rank meets nobody in a close of the memory."""
-        _abandoned.add(self.memory_name)
+        _abandoned.add(CLOSES + self.memory_name)
 
-    def _gather(self, value: Any) -> list[Any]:
-        text = json.dumps(value).encode()
-        if len(text) > MESSAGE_BYTES:
-            raise ValueError(f"a message of {len(text)} bytes; {MESSAGE_BYTES} fit")
-        mine = torch.frombuffer(bytearray(text.ljust(MESSAGE_BYTES)), dtype=torch.uint8).to(self._channel())
+    def _meet(self, step: str, value: Any) -> list[tuple[str, Any]]:
+        """Return the step and the value of each rank."""
+        if self.world_size == 1:
+            return [(step, value)]
+        while True:
+            found = self._gather(json.dumps([step, value]).encode())
+            if not any(at in _abandoned for at, _ in found):
+                return found
+
+    def _gather(self, text: bytes) -> list[Any]:
+        """Return what all ranks' texts say; behind a round of lengths where one is too long for the first."""
+        is_long = len(text) > MESSAGE_BYTES
+        found = self._gather_texts(json.dumps(len(text)).encode() if is_long else text, MESSAGE_BYTES)
+        longest = max((each for each in found if isinstance(each, int)), default=0)
+        return self._gather_texts(text, longest) if longest else found
+
+    def _gather_texts(self, text: bytes, size: int) -> list[Any]:
+        mine = torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8).to(self._channel())
         theirs = [torch.empty_like(mine) for _ in range(self.world_size)]
         try:
             work = dist.all_gather(theirs, mine, group=self.group, async_op=True)
@@ -99,8 +115,8 @@ class SharingRanks:
 
     def raise_together(self, doing: str, error: Exception | None) -> None:
         """Raise on every rank if any has an error, so that none goes on alone; collective."""
-        text = None if error is None else f"{type(error).__name__}: {error}"[: MESSAGE_BYTES // 2]
-        failed = {rank: text for rank, text in enumerate(self.exchange(text)) if text is not None}
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        failed = {rank: text for rank, text in enumerate(self.exchange(doing, text)) if text is not None}
         if failed:
             reasons = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
             raise SymmetricMemoryError(

@@ -75,7 +75,7 @@ class ShmMemory(SymmetricMemory):
         except OSError as caught:
             error = caught
         try:
-            paths = self._ranks.exchange(path)
+            paths = self._ranks.exchange("naming files", path)
             self._ranks.raise_together(f"creating a file of shape {list(shape)} {dtype}", error)
             with self._ranks.together("mapping the peers' files"):
                 peers = tuple(_mapped(peer_path, shape, dtype) for peer_path in paths)

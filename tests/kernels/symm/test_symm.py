@@ -189,6 +189,28 @@ def test_a_close_of_memory_that_a_peer_has_abandoned_meets_no_later_exchange_of_
         assert [int(each) for each in word.peers] == [0, 1, 2]
 
 
+@on_ranks(2)
+def test_ranks_at_different_steps_are_told_both_and_go_on_together(rank):
+    with open_symmetric_memory(backend="shm") as memory:
+        step = (lambda: memory.allocate((4,), torch.int32), memory.barrier)[rank]
+        with pytest.raises(SymmetricMemoryError, match="rank 0: allocating; rank 1: a barrier"):
+            step()
+        assert memory.allocate((4,), torch.int32).local.shape == (4,)
+
+
+@on_ranks(2)
+def test_messages_of_any_length_arrive_and_fail_on_every_rank(rank):
+    ranks = SharingRanks(timeout_s=30.0)
+    texts = [4000 * (1 + rank) * "é", "short"]
+    for own in texts[:: 1 - 2 * rank]:
+        assert ranks.exchange("telling", own)[rank] == own
+    with pytest.raises(
+        SymmetricMemoryError, match=f"mapping failed on 1 of 2 ranks: rank 1: OSError: {9000 * 'é'}"
+    ):
+        ranks.raise_together("mapping", OSError(9000 * "é") if rank else None)
+    assert ranks.exchange("telling", rank) == [0, 1]
+
+
 # ---- groups
 
 
