@@ -113,19 +113,17 @@ class Launch:
 
     def check_devices(self) -> None:
         """Raise WrongDevice for a tensor, or a descriptor's, that a kernel on a GPU cannot reach."""
+        if knobs.runtime.interpret:
+            return
         try:
-            device = (
-                torch.device("cpu") if knobs.runtime.interpret else driver.active.get_active_torch_device()
-            )
+            device = driver.active.get_active_torch_device()
         except RuntimeError:  # no driver: the launch says so
             return
-        if device.type == "cpu":
-            return
         for name, value in {**self._named(), **self.kwargs}.items():
-            tensor = (
-                value if isinstance(value, torch.Tensor) else getattr(value, "base", None)
-            )  # a descriptor's
-            place = tensor.device.type if isinstance(tensor, torch.Tensor) else ""
+            tensor = getattr(value, "base", value)  # of a descriptor
+            if device.type == "cpu" or not isinstance(tensor, torch.Tensor):
+                continue
+            place = tensor.device.type
             if place == "meta" or (place == "cpu" and not tensor.is_pinned()):
                 raise WrongDevice(
                     f"{self}: {name} is on the device {place!r}, and the kernel runs on {device}. "
