@@ -139,7 +139,10 @@ def exchange_ms(rank: int, payloads: dict[int, bytes], calls: int) -> dict[str, 
     }
 
     def exchanging(payload: bytes) -> Callable[[], Any]:
-        return lambda: agreement.exchange(payload, merge, TIMEOUT_S, "a timing")
+        def decide(reports: dict[int, bytes]) -> bytes:
+            return merge(*reports.values())
+
+        return lambda: agreement.exchange(payload, decide, TIMEOUT_S, "a timing")
 
     calls_of = {f"{contexts} contexts": exchanging(payload) for contexts, payload in payloads.items()}
     calls_of |= {"settled call with vote": votes[True], "settled call without": votes[False]}

@@ -59,7 +59,9 @@ def _join(helper: Helper) -> None:
 
 def _exchange(helper: Helper) -> None:
     sent = Opening(helper.rank).encode()
-    ProcessGroup(dist.group.WORLD).exchange(sent, merge, EXCHANGE_LIMIT_S, "the doctor's exchange")
+    ProcessGroup(dist.group.WORLD).exchange(
+        sent, lambda reports: merge(*reports.values()), EXCHANGE_LIMIT_S, "the doctor's exchange"
+    )
 
 
 def _describe_devices(helper: Helper) -> dict[str, Any]:

@@ -1,183 +1,277 @@
-"""One rank's part in one exchange: through the hub of its group, or the store where the hub is lost."""
+"""The exchanges of a group: one report of each rank to the deciding rank, one order back.
+
+Exchange 7 has these keys. `7/3` is the report of rank 3. `7` is its end, which is written once, by
+`compare_set`: the order, the failure of a rank, or the ranks that were missing; so all ranks leave the
+exchange alike. `7/beats` counts on while a rank compiles that the others wait for. `7/left` counts the ranks
+that have read the end of a session's last exchange: the last one deletes all. Other keys are deleted in the
+next exchange; what ranks have left behind that died, the deciding rank deletes when all have come to a later
+one.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import time
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+import zlib
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import torch.distributed as dist
+from msgspec import Struct, msgpack
 
 from ..errors import NoValidConfig
 from ..formatting import described
-from . import watchdog
-from .client import LOOK, Client, HubLost, HubSilent
-from .hub import SEND_S, Hub
-from .rendezvous import Rendezvous
-from .store import OPERATION_S, StoreLost
-from .wire import End, HubMessage
+from .courier import Connections, Courier, Parcel, StoreLost, await_values
 
-Merge: TypeAlias = Callable[..., bytes]  # any number of payloads -> one
+T = TypeVar("T")
 
-SILENCE_S = 5.0  # a hub that does not answer for so long is stuck
-LOOK_S = 1.0  # a waiting rank asks the hub so often for a sign of life; more often if the time-out is short
-CONNECTIONS = 5  # how often in one exchange the hub may hang up
-ARRIVAL_S = 1.0  # how long ranks that come to the store wait for others that are on their way
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 1e-3, 20e-3  # between looks at the store
+Decide: TypeAlias = Callable[[dict[int, bytes]], bytes]  # the reports, by rank -> the order
+
+OPERATION_S = 5.0  # a store that does not answer for so long is lost
+LOOK_S = 0.1  # how often a waiting rank looks whether a peer has failed or compiles; oftener if it waits less
+PATIENCE = 10  # a rank that compiles extends its deadline at most this many times
+FAREWELL_S = 1.0  # how long the deciding rank waits for others to read a session's last order
+LARGE_BYTES = 1 << 16  # of a message that is compressed: torch's store takes 8 MiB
 
 
-class Exchange:
-    """One rank's part in one exchange."""
+class Failure(Struct, frozen=True, omit_defaults=True):
+    """How an exchange ended without an order: a rank has failed, or ranks were missing."""
 
-    def __init__(self, rendezvous: Rendezvous, sequence: int, timeout_s: float, what: str) -> None:
-        self._rendezvous, self._store = rendezvous, rendezvous.store
-        self._sequence, self._timeout_s, self._what = sequence, timeout_s, what
-        self._began = time.monotonic()
-        self._deadline = self._began + timeout_s
-        self._arrived_at = 0.0  # when this rank recorded its arrival in the store
-        self._store_error: StoreLost | None = None
-        self._merge_error: Exception | None = None
+    rank: int  # that has failed, or whose time was up
+    error: str = ""  # of the rank that has failed
+    is_unusable: bool = False  # it has no config left
+    missing: tuple[int, ...] = ()
+    waited_s: float = 0.0
+    what: str = ""  # the ranks were to agree on
+    is_lost: bool = False  # the store has gone; known to this rank alone
 
-    def take_part(self, payload: bytes, merge: Merge) -> End:
-        """Return how the exchange ended, the same on all ranks."""
-        client, pauses = self._rendezvous.client, _pauses()
+
+End: TypeAlias = bytes | Failure
+_to_bytes, _read_failure = msgpack.Encoder().encode, msgpack.Decoder(Failure).decode
+
+
+class Exchanges:
+    """The exchanges of one group as one rank sees them, by number. A rank makes one at a time."""
+
+    def __init__(
+        self, connections: Connections, prefix: str, ranks: tuple[int, ...], rank: int, heartbeat_s: float
+    ) -> None:
+        self._connections, self._prefix = connections, prefix
+        self._courier: Courier | None = None  # from an exchange to the end of its session
+        self._ranks, self._rank, self._leader = ranks, rank, ranks[0]
+        self._heartbeat_s = heartbeat_s
+        self._trash: list[str] = []  # keys to be deleted in the next exchange
+        self._limit_s = OPERATION_S
+        self._left = -1  # the exchange that this rank has left as the last of a session
+
+    def take_part(self, number: int, report: bytes, decide: Decide, timeout_s: float, what: str) -> End:
+        """Return the order, or how the exchange ended without one: the same on all ranks."""
+        began, self._limit_s = time.monotonic(), min(OPERATION_S, timeout_s / 2)
+        self._courier = self._courier or self._connections.take()
         try:
-            if client is not None and (end := self._through_hub(client, payload, merge)) is not None:
-                return end
-            while True:
-                if self._store_error is not None:
-                    raise self._store_error
-                found = None if client is not None else self._rendezvous.find_client(self._limit_s)
-                if (end := self._store.read_end(self._sequence, self._limit_s)) is not None:
-                    return end
-                if found is not None and (end := self._through_hub(found, payload, merge)) is not None:
-                    return end
-                client = client or found
-                self._wait_at_store(knows_hub=client is not None)
-                time.sleep(next(pauses))
-        except StoreLost:  # this rank reaches nobody
-            host = 0 if self._rendezvous.client is None else self._rendezvous.ranks[0]
-            return {**self._missing([host]), "is_lost": True}
-
-    # -- through the hub -----------------------------------------------------------------------------------
-
-    def _through_hub(self, client: Client, payload: bytes, merge: Merge) -> End | None:
-        """Return the end that the hub gives the exchange; None: it is lost or stuck."""
-        if self._rendezvous.is_lost:
-            return None
-        if (hub := self._rendezvous.hub) is not None:
-            hub.state.merges[self._sequence] = functools.partial(self._merge, hub, merge)
-        client.send_s, client.heard_at = min(SEND_S, self._timeout_s), self._began
-        for _ in range(CONNECTIONS):  # it hangs up on a rank that was stopped; to ask twice changes nothing
-            with contextlib.suppress(HubLost):
-                try:
-                    post = client.send("post", self._sequence, payload=payload, what=self._what)
-                    return self._settled(self._receive(client, post))
-                except HubSilent:
-                    return None
-        self._rendezvous.is_lost = True
-        return None
-
-    def _merge(self, hub: Hub, merge: Merge, payloads: list[bytes]) -> End:
-        """Return the end that all payloads make. Runs on the hub's thread."""
-        try:  # if the process was stopped, or merges for long, the others may have gone on meanwhile
-            merged = {"merged": merge(*payloads)}
-            return (self._store.read_end(self._sequence) if hub.was_away() else None) or merged
-        except Exception as error:
-            self._merge_error = error
-            return failure(self._rendezvous.rank, error)
-
-    def _receive(self, client: Client, post: int) -> End:
-        """Return the end of the exchange; at the time-out, the end that the hub sets then."""
-        latest = self._began + watchdog.PATIENCE * self._timeout_s
-        while (reply := self._receive_in_time(client, post)) is None:
-            is_patient = time.monotonic() < latest
-            giving_up = client.send("give up", self._sequence, end=self._missing([]), is_patient=is_patient)
-            reply = client.receive(giving_up, client.heard_at + SILENCE_S - time.monotonic())
-            if reply is None:
-                client.close()
-                raise HubSilent
-            if "end" in reply:
-                break
-            self._deadline = min(time.monotonic() + 3 * watchdog.HEARTBEAT_S, latest)
-        return dict(reply["end"])
-
-    def _receive_in_time(self, client: Client, post: int) -> HubMessage | None:
-        """Return the reply, or None when the time is up.
-
-        If the hub gives no sign of life, this rank records its arrival in the store, where others look.
-        """
-        hub, look_s = self._rendezvous.hub, min(LOOK_S, self._timeout_s / 8)
-        pauses = _pauses(look_s)
-        while (left_s := self._deadline - time.monotonic()) > 0:
-            awaits_hosts = hub is not None and hub.awaits_hosts
-            reply = client.receive(post, min(left_s, next(pauses) if awaits_hosts else look_s))
-            if reply is not None:
-                return reply
-            client.notify("look", self._sequence, id=LOOK)
-            if hub is not None and awaits_hosts:  # ranks of this host need no store that answers
-                limit_s = min(self._limit_s, SILENCE_S)
-                self._try_store(functools.partial(self._rendezvous.admit_hosts, hub, limit_s))
-            elif time.monotonic() - client.heard_at > 2 * look_s and not self._arrived_at:
-                self._try_store(self._record_arrival)
-        return None
-
-    def _try_store(self, operation: Callable[[], None]) -> None:
-        """Use the store while the hub may still answer; the first time that it fails is the last."""
-        if self._store_error is None:
-            try:
-                operation()
-            except StoreLost as error:
-                self._store_error = error
-
-    def _settled(self, end: End) -> End:
-        """Return `end`; store a bad one where it outlives the hub."""
-        if self._merge_error is not None:
-            raise self._merge_error
-        if "merged" not in end and self._rendezvous.hub is not None:
-            with contextlib.suppress(StoreLost):
-                self._store.publish_end(self._sequence, end)
+            if self._rank == self._leader:
+                end = self._lead(number, report, decide, timeout_s, what)
+            else:
+                end = self._follow(number, report, timeout_s, what)
+        except StoreLost as error:
+            waited_s = round(time.monotonic() - began, 1)
+            self._left = number
+            return Failure(self._rank, str(error), waited_s=waited_s, what=what, is_lost=True)
+        if isinstance(end, Failure):
+            self.leave(number, has_order=False)
         return end
 
-    # -- without a hub -------------------------------------------------------------------------------------
+    def _follow(self, number: int, report: bytes, timeout_s: float, what: str) -> End:
+        mine, packed, old = f"{number}/{self._rank}", _packed(report), self._left_over(number)
+        self._trash = [*self._trash, mine]
 
-    def _wait_at_store(self, *, knows_hub: bool) -> None:
-        """Record this rank's arrival; end the exchange as soon as the missing ranks are known.
+        def post_and_get(store: Any) -> bytes:
+            store.set(mine, packed)
+            for key in old:  # while the deciding rank gathers
+                store.delete_key(key)
+            return await_values(store, [str(number)])[0]
 
-        knows_hub: it is lost or stuck, which the others may still be finding out.
+        found = self._awaited(self._wait_for(post_and_get), number, timeout_s)
+        return _read_end(found if found is not None else self._give_up(number, timeout_s, what))
+
+    def _lead(self, number: int, report: bytes, decide: Decide, timeout_s: float, what: str) -> End:
+        mine = f"{number}/{self._rank}"
+        keys = {rank: f"{number}/{rank}" for rank in self._ranks if rank != self._rank}
+
+        def post_and_gather(store: Any) -> list[bytes]:
+            store.set(mine, b"here")
+            return await_values(store, [*keys.values()])
+
+        parcel = self._wait_for(post_and_gather)
+        try:
+            found = self._awaited(parcel, number, timeout_s)
+            if found is None:
+                end = self._give_up(number, timeout_s, what)
+                self._release(number, parcel)
+                return _read_end(end)
+            reports = {self._rank: report, **dict(zip(keys, map(_unpacked, found), strict=True))}
+            order = b"O" + _packed(decide(dict(sorted(reports.items()))))
+        except BaseException:  # of the decision, or Ctrl-C: who catches it calls `fail`
+            self._release(number, parcel)
+            raise
+        old = self._left_over(number)
+        self._trash += [str(number), mine]
+
+        def write_order(store: Any) -> bytes:
+            return bytes(store.compare_set(str(number), "", order))
+
+        writing = self._wait_for(write_order)
+        self._wait_for(lambda store: [store.delete_key(key) for key in old])
+        if not writing.wait(self._limit_s):
+            raise StoreLost(f"no answer in {self._limit_s:.3g} s")
+        return _read_end(writing.result())
+
+    def _wait_for(self, operation: Callable[[Any], T]) -> Parcel[T]:
+        """Start an operation that may wait for peers, behind those before."""
+        assert self._courier is not None
+        return self._courier.start(self._with_prefix(operation))
+
+    def _at_once(self, operation: Callable[[Any], T]) -> Parcel[T]:
+        """Start an operation that waits for nobody."""
+        return self._connections.scout.start(self._with_prefix(operation))
+
+    def _done(self, operation: Callable[[Any], T]) -> T:
+        return self._connections.scout.do(self._with_prefix(operation), self._limit_s)
+
+    def _with_prefix(self, operation: Callable[[Any], T]) -> Callable[[Any], T]:
+        return lambda connection: operation(dist.PrefixStore(self._prefix, connection))
+
+    def _left_over(self, number: int) -> list[str]:
+        """Return the keys of earlier exchanges, to be deleted now; others are kept."""
+        beats = f"{number}/beats"
+        old = [key for key in self._trash if key != beats]
+        self._trash = [beats] if beats in self._trash else []
+        return old
+
+    def _awaited(self, parcel: Parcel[T], number: int, timeout_s: float) -> T | None:
+        """Return what the courier's operation returns; None: a peer has failed, or the time is up."""
+        began = time.monotonic()
+        deadline, latest = began + timeout_s, began + PATIENCE * timeout_s
+        look, beats, beats_key = None, 0, f"{number}/beats"
+
+        def look_around(store: Any) -> tuple[bool, int]:
+            count = int(store.get(beats_key)) if store.check([beats_key]) else 0
+            return store.check([str(number)]), count
+
+        while not parcel.wait(min(LOOK_S, timeout_s / 8)):
+            now = time.monotonic()
+            if look is not None and look.wait(0):
+                has_ended, count = look.result()
+                if has_ended and self._rank == self._leader:
+                    return None
+                if count != beats:
+                    beats = count
+                    deadline = min(now + max(timeout_s, 3 * self._heartbeat_s), latest)
+                look = None
+            look = look or self._at_once(look_around)
+            if now >= deadline:
+                return None
+        return parcel.result()
+
+    def _give_up(self, number: int, timeout_s: float, what: str) -> bytes:
+        def write(store: Any) -> bytes:
+            missing = [rank for rank in self._ranks if not store.check([f"{number}/{rank}"])]
+            failure = Failure(
+                self._rank, missing=tuple(missing or [self._leader]), waited_s=timeout_s, what=what
+            )
+            return bytes(store.compare_set(str(number), "", b"F" + _to_bytes(failure)))
+
+        return self._done(write)
+
+    def _release(self, number: int, gathering: Parcel[Any]) -> None:
+        """Let the deciding rank's courier go, which waits for reports that may never come."""
+        keys, limit_s = [f"{number}/{rank}" for rank in self._ranks], self._limit_s
+
+        def stand_in(store: Any) -> None:
+            until = time.monotonic() + limit_s
+            while not gathering.is_done.wait(1e-3) and time.monotonic() < until:
+                for key in keys:
+                    if not store.check([key]):
+                        store.set(key, b"")
+
+        self._at_once(stand_in)
+
+    def fail(self, number: int, failure: Failure) -> bool:
+        """Write that a rank has failed; return whether the others learn of it in this exchange."""
+
+        def write(store: Any) -> bytes:
+            return bytes(store.compare_set(str(number), "", b"F" + _to_bytes(failure)))
+
+        try:
+            is_told = self._done(write)[:1] == b"F"
+        except StoreLost:
+            self._left = number
+            return True
+        if is_told:
+            self.leave(number, has_order=False)
+        return is_told
+
+    def find_failure(self, number: int) -> Failure | None:
+        """Return how an exchange that this rank has not come to has failed; raises StoreLost."""
+
+        def read(store: Any) -> bytes:
+            return bytes(store.get(str(number))) if store.check([str(number)]) else b""
+
+        end = _read_end(self._done(read))
+        return end if isinstance(end, Failure) else None
+
+    def beat(self, number: int) -> None:
+        """Count on: this rank compiles, and who waits for it in an exchange waits longer."""
+        key = f"{number}/beats"
+        if key not in self._trash:
+            self._trash.append(key)
+        self._at_once(lambda store: store.add(key, 1))
+
+    def leave(self, number: int, *, has_order: bool) -> None:
+        """Count this rank out; the last rank that leaves an exchange deletes its keys.
+
+        To be called behind a session's last exchange, and behind one without an order.
         """
-        if not self._arrived_at:
-            self._record_arrival()
-        now = time.monotonic()
-        if not knows_hub and now <= self._deadline:
+        if number == self._left:
             return
-        until = max(self._deadline, self._arrived_at + ARRIVAL_S) if knows_hub else self._deadline
-        missing = {self._rendezvous.ranks[0], *self._store.absent_ranks(self._sequence, self._limit_s)}
-        is_clear = len(missing) == 1 and (self._rendezvous.is_lost or now > self._deadline)
-        if is_clear or now > until:
-            self._store.publish_end(self._sequence, self._missing(sorted(missing)), self._limit_s)
+        self._left, count = number, len(self._ranks)
+        own = [str(number), *(f"{number}/{each}" for each in ("left", "beats", *self._ranks))]
+        # The deciding rank deletes them later where a rank has died, and does not leave.
+        self._trash = [*self._trash, *own] if self._rank == self._leader else []
+        before = [str(number - 1), *(f"{number - 1}/{rank}" for rank in self._ranks)]
 
-    def _record_arrival(self) -> None:
-        self._store.record_arrival(self._sequence, self._limit_s)
-        self._arrived_at = time.monotonic()
+        def write(store: Any) -> None:
+            if store.add(f"{number}/left", 1) == count:
+                for key in (*own, *before):
+                    store.delete_key(key)
+            elif has_order and self._rank == self._leader:  # its process may serve the store, and end now
+                until = time.monotonic() + FAREWELL_S
+                while store.check([str(number)]) and time.monotonic() < until:
+                    time.sleep(1e-3)
 
-    @property
-    def _limit_s(self) -> float:
-        """Return the time limit of one operation of the store: all operations share the time-out."""
-        return min(OPERATION_S, max(self._deadline - time.monotonic(), ARRIVAL_S))
+        self._at_once(lambda store: None).wait(self._limit_s)  # behind the last beat,
+        self._courier = self._courier or self._connections.take()
+        if self._wait_for(write).wait(self._limit_s):  # and behind the wait for the end
+            self.close()
 
-    def _missing(self, ranks: list[int]) -> End:
-        waited_s = round(time.monotonic() - self._began, 1)
-        return {"missing": ranks, "by": self._rendezvous.rank, "waited_s": waited_s, "what": self._what}
-
-
-def failure(rank: int, error: BaseException) -> End:
-    """Return the end of an exchange that a rank does not reach."""
-    return {"failed": rank, "error": described(error)[:2000], "unusable": isinstance(error, NoValidConfig)}
+    def close(self) -> None:
+        """Give the connection back."""
+        if self._courier is not None:
+            self._connections.give(self._courier)
+            self._courier = None
 
 
-def _pauses(last_s: float = _LAST_PAUSE_S) -> Iterator[float]:
-    pause_s = _FIRST_PAUSE_S
-    while True:
-        yield pause_s
-        pause_s = min(2 * pause_s, last_s)
+def failure_of(rank: int, error: BaseException) -> Failure:
+    """Return the end of an exchange that a rank does not come to."""
+    return Failure(rank, described(error)[:2000], isinstance(error, NoValidConfig))
+
+
+def _packed(message: bytes) -> bytes:
+    return b"Z" + zlib.compress(message, 1) if len(message) > LARGE_BYTES else b"P" + message
+
+
+def _unpacked(message: bytes) -> bytes:
+    return zlib.decompress(message[1:]) if message[:1] == b"Z" else message[1:]
+
+
+def _read_end(end: bytes) -> End:
+    return _read_failure(end[1:]) if end[:1] == b"F" else _unpacked(end[1:])

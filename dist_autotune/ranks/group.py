@@ -1,7 +1,8 @@
-"""The ranks that a session exchanges payloads with: those of a process group, or one rank alone.
+"""The ranks of a session: those of a process group, or one rank alone. The lowest rank decides.
 
-Every rank sends a payload, and all get the same end: the merged payload, the failure of a rank, or the ranks
-that were missing when somebody's time was up. No collective of the user's is touched; every wait has a limit.
+Every rank sends a report, and all get the same end: the order of the deciding rank, the failure of a rank,
+or the ranks that were missing when somebody's time was up. No collective of the user's is touched; every wait
+has a limit.
 """
 
 from __future__ import annotations
@@ -18,32 +19,36 @@ from ..errors import AgreementTimeout, InvalidOption, PeerFailed, PeerHasNoConfi
 from . import watchdog
 from .ballot_thread import BallotThread
 from .ballots import Ballot
-from .client import HubLost, HubSilent
-from .exchange import Exchange, Merge, failure
+from .courier import connections, prefix_of
+from .exchange import Decide, Exchanges, Failure, failure_of
 from .rendezvous import Rendezvous
 from .store import StoreLost
 from .watchdog import Watch, Watchdog
-from .wire import End
-
-FAREWELL_S = 0.5  # how long a failing rank waits for the hub to take in why
 
 Block: TypeAlias = contextlib.AbstractContextManager[None]
 
 
 class RankGroup:
-    """The ranks of a session. This base class is one rank alone: its payload is the merged payload."""
+    """The ranks of a session. This base class is one rank alone: it decides on its own report."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank  # global, for names of logs and in messages
         self.ranks: tuple[int, ...] = (rank,)  # of the group, global
-        self._watchdog = Watchdog(rank, watchdog.HEARTBEAT_S, lambda: None)
+        self._watchdog = Watchdog(rank, watchdog.HEARTBEAT_S)
 
-    def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
-        """Send `payload`, return all payloads merged; raises AgreementTimeout or PeerFailed."""
-        return payload
+    def exchange(self, report: bytes, decide: Decide, timeout_s: float, what: str) -> bytes:
+        """Send `report`, return the order that `decide` makes of all reports on the deciding rank.
+
+        Raises AgreementTimeout or PeerFailed; on the deciding rank what `decide` raises, and PeerFailed on
+        the others.
+        """
+        return decide({self.rank: report})
 
     def fail(self, error: BaseException) -> None:
         """Tell the peers that this rank does not reach the exchange it is due at."""
+
+    def leave(self) -> None:
+        """Delete what the last exchange has left in the store: to be called by all ranks behind a session."""
 
     def ballot(self, name: str, timeout_s: float, last: Ballot | None) -> Ballot | None:
         """Return a ballot for settled calls, in place of the `last` of the function; None: a rank alone."""
@@ -51,7 +56,7 @@ class RankGroup:
 
     def busy(self) -> Block:
         """Keep peers from giving this rank up while the block compiles."""
-        return self._watchdog.beating(0)
+        return self._watchdog.beating()
 
     def running(self, watch: Watch) -> Block:
         """Watch the block, which runs the user's code."""
@@ -66,39 +71,38 @@ class ProcessGroup(RankGroup):
         self.rendezvous = Rendezvous(group)
         self._group = weakref.ref(group)
         self.rank, self.ranks = self.rendezvous.rank, self.rendezvous.ranks
+        self._connections, prefix = connections(), prefix_of(group, self.ranks)
+        self._exchanges = Exchanges(self._connections, prefix, self.ranks, self.rank, watchdog.HEARTBEAT_S)
         self._sequence = 0
-        self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self.rendezvous.new_client)
+        self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self._beat, self._exchanges.find_failure)
         self._ballots = BallotThread(self.rendezvous.new_client, self._watchdog)
 
-    def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
+    def exchange(self, report: bytes, decide: Decide, timeout_s: float, what: str) -> bytes:
         sequence = self._next_sequence()
+        if self.rendezvous.client is None and self.rank == self.ranks[0]:
+            with contextlib.suppress(StoreLost):  # settled calls vote through the hub
+                self.rendezvous.find_client()
         try:
-            end = Exchange(self.rendezvous, sequence, timeout_s, what).take_part(payload, merge)
-        except BaseException as error:  # Ctrl-C while waiting: the peers must learn of it
+            end = self._exchanges.take_part(sequence, report, decide, timeout_s, what)
+        except BaseException as error:  # of the decision, or Ctrl-C: the peers must learn of it
             self._publish_failure(sequence, error)
             raise
-        if "merged" in end:
-            return bytes(end["merged"])
-        raise self._error_of(end)
+        if isinstance(end, Failure):
+            raise self._error_of(end)
+        return end
 
     def fail(self, error: BaseException) -> None:
         group = self._group()
         if self.pid == os.getpid() and group is not None and not _has_ended(group):
             self._publish_failure(self._next_sequence(), error)
 
+    def leave(self) -> None:
+        self._exchanges.leave(self._sequence - 1, has_order=True)
+
     def ballot(self, name: str, timeout_s: float, last: Ballot | None) -> Ballot | None:
         return self._ballots.ballot(name, timeout_s, last)
 
-    def busy(self) -> Block:
-        if self.rendezvous.client is None:
-            return contextlib.nullcontext()
-        with contextlib.suppress(HubLost, HubSilent):
-            self.rendezvous.client.notify("beat", self._sequence)
-        return self._watchdog.beating(self._sequence)
-
     def running(self, watch: Watch) -> Block:
-        if self.rendezvous.client is None and watch.whereabouts is None:
-            return contextlib.nullcontext()
         return self._watchdog.watching(self._sequence, watch)
 
     def close(self) -> None:
@@ -106,6 +110,10 @@ class ProcessGroup(RankGroup):
         self._watchdog.close()
         self._ballots.close()
         self.rendezvous.close()
+        self._exchanges.close()
+
+    def _beat(self) -> None:
+        self._exchanges.beat(self._sequence)
 
     def _next_sequence(self) -> int:
         """Return the number of this rank's next exchange: behind openings that peers made without it."""
@@ -113,34 +121,21 @@ class ProcessGroup(RankGroup):
         return self._sequence - 1
 
     def _publish_failure(self, sequence: int, error: BaseException) -> None:
-        end = failure(self.rank, error)
-        with contextlib.suppress(StoreLost):  # for a peer that has not found the hub yet, or finds it gone
-            self.rendezvous.store.publish_end(sequence, end)
-        with contextlib.suppress(StoreLost, HubLost, HubSilent, OSError):
-            client = None if self.rendezvous.is_lost else self.rendezvous.find_client()
-            if client is None:
-                return
-            try:
-                reply = client.receive(client.send("publish", sequence, end=end), FAREWELL_S)
-            except HubLost:  # it may take another one
-                reply = client.receive(client.send("publish", sequence, end=end), FAREWELL_S)
-            if reply is not None and "merged" in reply["end"]:
-                self.fail(error)  # the others have gone on: they meet the failure at their next exchange
+        if not self._exchanges.fail(sequence, failure_of(self.rank, error)):
+            self.fail(error)  # the others have gone on: they meet the failure at their next exchange
 
-    def _error_of(self, end: End) -> TuningError:
-        if "failed" in end:
-            rank, error = int(end["failed"]), str(end["error"])
-            kind = PeerHasNoConfig if end.get("unusable") else PeerFailed
-            text = f"rank {rank} failed, so this call ends on rank {self.rank} too: {error}"
-            return kind(text, rank, error)
-        missing = tuple(int(rank) for rank in end["missing"])
-        names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {list(missing)}"
-        what = end["what"]
-        text = f"Rank {end['by']} waited {end['waited_s']:g} s for {names} to agree on {what}."
-        if end.get("is_lost"):
-            text = f"Rank {self.rank} lost the store of the process group while agreeing on {what}: "
-            text += f"its host, usually {names}, is gone."
-        return AgreementTimeout(text, missing)
+    def _error_of(self, end: Failure) -> TuningError:
+        if end.is_lost:
+            store = self._connections
+            text = f"Rank {self.rank} lost {store.name}, while agreeing on {end.what}: {end.error}"
+            return AgreementTimeout(text, store.hosts)
+        if end.error:
+            kind = PeerHasNoConfig if end.is_unusable else PeerFailed
+            text = f"rank {end.rank} failed, so this call ends on rank {self.rank} too: {end.error}"
+            return kind(text, end.rank, end.error)
+        names = f"rank {end.missing[0]}" if len(end.missing) == 1 else f"ranks {list(end.missing)}"
+        text = f"Rank {end.rank} waited {end.waited_s:g} s for {names} to agree on {end.what}."
+        return AgreementTimeout(text, end.missing)
 
 
 class Groups:

@@ -12,13 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .client import Client, HubLost, HubSilent
-from .store import StoreLost
+from .courier import StoreLost
+from .exchange import PATIENCE, Failure
 
 logger = logging.getLogger("dist_autotune")
 
 HEARTBEAT_S = 1.0
-PATIENCE = 10  # a rank that compiles extends its deadline at most this many times
 
 
 @dataclass(frozen=True)
@@ -44,40 +43,43 @@ class _Run:
     is_abandoned: bool = False  # the peers have gone on, and `follow` reports it
 
 
-@dataclass(frozen=True, eq=False)
-class _Compiling:
-    """A block that compiles: the exchange whose peers wait for it, and since when."""
-
-    sequence: int
-    began: float
-
-
 class Watchdog:
     """Sends heartbeats while this rank compiles, and watches the runs of the user's function.
 
     Its thread starts when first needed, in a forked child too, and looks once a heartbeat.
+    beat: sends one. find_failure: returns how the exchange of a number has failed, if it has.
     """
 
-    def __init__(self, rank: int, heartbeat_s: float, new_client: Callable[[], Client | None]) -> None:
-        self._rank, self._heartbeat_s, self._new_client = rank, heartbeat_s, new_client
+    def __init__(
+        self,
+        rank: int,
+        heartbeat_s: float,
+        beat: Callable[[], None] = lambda: None,
+        find_failure: Callable[[int], Failure | None] = lambda sequence: None,
+    ) -> None:
+        self._rank, self._heartbeat_s = rank, heartbeat_s
+        self._beat, self._find_failure = beat, find_failure
+        self._beating = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = False
         # Of any number of threads:
-        self._compiling: list[_Compiling] = []
+        self._compiling: list[float] = []  # when blocks that compile have begun
         self._runs: list[_Run] = []
 
     @contextlib.contextmanager
-    def beating(self, sequence: int) -> Iterator[None]:
-        """Send heartbeats for an exchange while the block compiles."""
+    def beating(self) -> Iterator[None]:
+        """Send heartbeats while the block compiles."""
         self._start()
-        compiling = _Compiling(sequence, time.monotonic())
-        self._compiling.append(compiling)
+        began = time.monotonic()
+        self._compiling.append(began)
+        self._beat()
         try:
             yield
         finally:
-            self._compiling.remove(compiling)
+            with self._beating:  # none is sent behind the block
+                self._compiling.remove(began)
             for run in list(self._runs):
-                run.compiled_s += time.monotonic() - compiling.began
+                run.compiled_s += time.monotonic() - began
 
     @contextlib.contextmanager
     def watching(self, sequence: int, watch: Watch) -> Iterator[None]:
@@ -118,39 +120,28 @@ class Watchdog:
             self._thread.start()
 
     def _serve(self) -> None:
-        client: Client | None = None
-        while True:
+        while not self._is_closed:
             time.sleep(self._heartbeat_s)
-            if self._is_closed:
-                break
+            with self._beating:
+                if self._compiling and not self._is_closed:
+                    self._beat()
             latest = time.monotonic() - self._heartbeat_s
-            compiling, runs = list(self._compiling), [run for run in list(self._runs) if run.began <= latest]
-            for run in runs:
+            for run in [run for run in list(self._runs) if run.began <= latest]:
                 self._check_duration(run)
-            if not (compiling or runs):
-                continue
-            try:
-                client = client or self._new_client()
-                if client is None:
-                    continue
-                for each in compiling:
-                    client.notify("beat", each.sequence)
-                for run in runs:
-                    if not run.is_abandoned:
-                        self._check_peers(run, client)
-            except (StoreLost, HubLost, HubSilent):
-                client = None
-        if client is not None:
-            client.close()
+                if not (run.is_abandoned or self._is_closed):
+                    self._check_peers(run)
 
-    def _check_peers(self, run: _Run, client: Client) -> None:
+    def _check_peers(self, run: _Run) -> None:
         """See whether the peers have gone on without this rank."""
-        reply = client.receive(client.send("look", run.sequence), self._heartbeat_s)
-        if reply is not None and (end := reply["end"]) is not None:
+        try:
+            failure = self._find_failure(run.sequence)
+        except StoreLost:
+            return
+        if failure is not None:
             run.is_abandoned = True
             reason = "its peers timed out and went on without it"
-            if "failed" in end:
-                reason = f"rank {end['failed']} has failed ({end['error']})"
+            if failure.error:
+                reason = f"rank {failure.rank} has failed ({failure.error})"
             self.follow(run.watch, reason, lambda: run in self._runs)
 
     def _check_duration(self, run: _Run) -> None:
@@ -162,7 +153,7 @@ class Watchdog:
         if watch.whereabouts is None or run.is_abandoned:
             return
         lasted_s = now - run.began
-        compiled_s = run.compiled_s + sum(now - each.began for each in list(self._compiling))
+        compiled_s = run.compiled_s + sum(now - began for began in list(self._compiling))
         over_s = lasted_s - min(compiled_s, (PATIENCE - 1) * watch.timeout_s) - watch.timeout_s
         if over_s > 0 and not run.is_overdue:
             run.is_overdue = True

@@ -22,7 +22,7 @@ from ..launch.fast_path import CallUnderWay
 from ..launch.rank_context import part_of
 from ..logs import decisions
 from ..logs.records import Note, Preflighted, RunStarted
-from ..ranks import watchdog
+from ..ranks.exchange import PATIENCE
 from ..search.context import Outcome
 from ..search.messages import Part, RunReport
 from ..search.rules import BY_LAUNCH
@@ -170,7 +170,7 @@ class RankRun:
         state.dispatcher.preflight(compiler)
         if not self._waits:
             return compiler.advance()
-        peers_wait_s = COMPILING_SHARE * watchdog.PATIENCE * function.timeout_s if count > 1 else math.inf
+        peers_wait_s = COMPILING_SHARE * PATIENCE * function.timeout_s if count > 1 else math.inf
         return compiler.advance(time.monotonic() + peers_wait_s)
 
     def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:

@@ -42,6 +42,10 @@ from .report import TunedContext, TuningReport, step_times
 T = TypeVar("T")
 
 
+def _merged(reports: dict[int, bytes]) -> bytes:
+    return merge(*reports.values())
+
+
 class SessionStage(enum.Enum):
     """Where a session is on this rank. `Session` alone changes it, on the thread that has the turn.
 
@@ -292,7 +296,7 @@ class Session:
         group = self.function.group
         sent, began = message.encode(), time.perf_counter()
         try:
-            received = group.exchange(sent, merge, self.function.timeout_s, what)
+            received = group.exchange(sent, _merged, self.function.timeout_s, what)
         except BaseException as error:
             self._diagnosis.record_failed_exchange(error)
             self._run.abandon()
@@ -371,6 +375,7 @@ class Session:
         state, search = self.state, self.state.search
         state.known.close()
         self._run.close()
+        self.function.group.leave()
         launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
         left = [
             context

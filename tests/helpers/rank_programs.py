@@ -86,28 +86,19 @@ def set_patience(tuned: Any, timeout_s: float) -> None:
     tuned._calls.state.function.timeout_s = timeout_s
 
 
-def listen() -> list[tuple[str, int]]:
-    """Return a list that grows by (op, rank) whenever the default group's hub has taken in a message.
-
-    To be called on the rank that runs the hub, after an exchange.
-    """
-    hub, heard = GROUPS.of(None).rendezvous.hub, []
-    handle = hub.handle
-
-    def handle_and_note(message: dict[str, Any], reply: Callable[[Any], None]) -> None:
-        handle(message, reply)
-        heard.append((message["op"], message["rank"]))
-
-    hub.handle = handle_and_note
-    return heard
+def has_posted(rank: int) -> bool:
+    """Return whether a rank has come to the exchange that this rank of the default group makes next."""
+    group = GROUPS.of(None)
+    return group._exchanges._done(lambda store: store.check([f"{group._sequence}/{rank}"]))
 
 
 def interrupt_when_waiting() -> None:
-    """Send this process, which runs the hub, a Ctrl-C once it waits for its peers; returns at once."""
-    heard = listen()
+    """Send this process a Ctrl-C once it waits for its peers; returns at once."""
+    group = GROUPS.of(None)
+    key = f"{group._sequence}/{group.rank}"
 
     def interrupt() -> None:
-        wait_for(lambda: ("post", 0) in heard)
+        wait_for(lambda: group._exchanges._done(lambda store: store.check([key])))
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
@@ -138,15 +129,15 @@ def tune_on_disk(
 # ---- an exchange with nothing to tune
 
 
-def join(*payloads: bytes) -> bytes:
-    """Merge payloads so that what arrived, and how often, can be told afterwards."""
-    return b" ".join(payloads)
+def join(reports: Mapping[int, bytes]) -> bytes:
+    """Decide so that what arrived, and from whom, can be told afterwards."""
+    return b" ".join(reports.values())
 
 
-def exchange(payload: object, timeout_s: float = TIMEOUT_S, group: object = None) -> list[int]:
-    """Return the numbers that the ranks sent, sorted: a tree merges in an order of its own."""
-    merged = GROUPS.of(group).exchange(str(payload).encode(), join, timeout_s, "a test")
-    return sorted(map(int, merged.split()))
+def exchange(report: object, timeout_s: float = TIMEOUT_S, group: object = None) -> list[int]:
+    """Return the numbers that the ranks sent, by rank."""
+    order = GROUPS.of(group).exchange(str(report).encode(), join, timeout_s, "a test")
+    return [int(number) for number in order.split()]
 
 
 # ---- one rank fails

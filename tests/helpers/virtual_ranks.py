@@ -23,7 +23,7 @@ from unittest import mock
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig
 from dist_autotune.ranks.ballots import Ballot, BallotBox
-from dist_autotune.ranks.exchange import Merge
+from dist_autotune.ranks.exchange import Decide
 from dist_autotune.ranks.wire import HubMessage
 from dist_autotune.triton_api.interception import SessionTurn
 
@@ -62,7 +62,7 @@ class VirtualAgreement:
         self.turn = threading.Semaphore(0)
         self.has_ended = False
 
-    def exchange(self, payload: bytes, merge: Merge, timeout_s: float, what: str) -> bytes:
+    def exchange(self, payload: bytes, decide: Decide, timeout_s: float, what: str) -> bytes:
         sequence, self.sequence = self.sequence, self.sequence + 1
         if sequence == self.leaves_at:
             self.is_gone = True
@@ -70,7 +70,7 @@ class VirtualAgreement:
         if sequence == self.is_late_at:
             self.waits_for = sequence
             self.group.pass_on(self)
-        end = self.group.take_part(self, sequence, payload, merge)
+        end = self.group.take_part(self, sequence, payload, decide)
         if isinstance(end, bytes):
             return end
         raise end(self.rank, what)
@@ -82,6 +82,9 @@ class VirtualAgreement:
         end = self.group.ends.setdefault(sequence, _failure(self.rank, error))
         if isinstance(end, bytes):
             self.fail(error)  # the others have gone on
+
+    def leave(self) -> None:
+        pass
 
     def ballot(self, name: str, timeout_s: float, last: Ballot | None) -> VirtualBallot:
         if last is not None:
@@ -151,7 +154,6 @@ class VirtualGroup:
         self.world_size = world_size
         self.ends: dict[int, bytes | Callable[[int, str], Exception]] = {}
         self.missing: dict[int, tuple[int, ...]] = {}  # exchange -> ranks that did not come to it
-        self.trees = 0
         self.agreements = [self.make_agreement(rank) for rank in range(world_size)]
         self._random = random
         self._watch = watch
@@ -267,7 +269,7 @@ class VirtualGroup:
 
     # -- exchanges -----------------------------------------------------------------------------------------
 
-    def take_part(self, agreement: VirtualAgreement, sequence: int, payload: bytes, merge: Merge) -> Any:
+    def take_part(self, agreement: VirtualAgreement, sequence: int, payload: bytes, decide: Decide) -> Any:
         posted = self._posted.setdefault(sequence, {})
         posted[agreement.rank] = payload
         if len(posted) == self.world_size and sequence not in self.ends:
@@ -275,30 +277,12 @@ class VirtualGroup:
             try:
                 if self._watch is not None:
                     self._watch(sequence, payloads, self.agreements)
-                self.ends[sequence] = self._merged(payloads, merge)
+                self.ends[sequence] = decide(dict(enumerate(payloads)))
             except BaseException as error:  # of a check: not to be taken for a rank's own
                 self.broken = error
         agreement.waits_for = sequence
         self.pass_on(agreement)
         return self.ends[sequence]
-
-    def _merged(self, payloads: list[bytes], merge: Merge) -> bytes:
-        """Merge in two trees drawn at random: they must give the same bytes."""
-        first, second = (merge_as_a_tree(payloads, merge, self._random) for _ in range(2))
-        assert first == second, f"the merge depends on its order:\n{first!r}\n{second!r}"
-        self.trees += 2
-        return first
-
-
-def merge_as_a_tree(payloads: Sequence[bytes], merge: Merge, random: Random) -> bytes:
-    """Merge neighbours of a random order, two or three at a time, until one payload is left."""
-    left = list(payloads)
-    random.shuffle(left)
-    while len(left) > 1:
-        at = random.randrange(len(left) - 1)
-        some = left[at : at + 2 + random.randrange(2)]
-        left[at : at + len(some)] = [merge(*some)]
-    return left[0]
 
 
 def _failure(by: int, error: BaseException) -> Callable[[int, str], Exception]:

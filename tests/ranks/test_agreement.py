@@ -9,9 +9,8 @@ import time
 import pytest
 import torch.distributed as dist
 from operation_runs import on_ranks
-from rank_programs import SHORT_S, TIMEOUT_S, ending, exchange, grid, join, wait_for
+from rank_programs import TIMEOUT_S, exchange, grid, join, wait_for
 
-from dist_autotune.ranks import hub, rendezvous
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
 from dist_autotune.ranks.watchdog import Watch
 from dist_autotune.search.messages import Part, RunReport, merge
@@ -28,7 +27,7 @@ def test_time_of_one_exchange_with_8_ranks(capsys):
         times_ms = []
         for _ in range(100):
             began = time.perf_counter()
-            agreement.exchange(payload, merge, TIMEOUT_S, "a timing")
+            agreement.exchange(payload, lambda reports: merge(*reports.values()), TIMEOUT_S, "a timing")
             times_ms.append((time.perf_counter() - began) * 1e3)
         return statistics.median(times_ms), min(times_ms)
 
@@ -41,48 +40,6 @@ def test_time_of_one_exchange_with_8_ranks(capsys):
         # The promise, 1 ms with 8 ranks, holds where each rank has a core. The best: what others do on the
         # machine only adds. Polling, or a wait that is woken by its time-out, would show in each.
         assert max(best_ms) < 50
-
-
-@pytest.mark.parametrize("init", ["file", "tcp"])
-def test_ranks_of_other_hosts_are_let_in_when_they_ask(init, monkeypatch):
-    def program(rank):
-        # Ranks 2 and 3 take themselves for ranks of another host: they do not try the loopback way.
-        monkeypatch.setattr(rendezvous, "this_host", lambda: f"host {rank // 2}")
-        monkeypatch.setattr(hub, "this_host", lambda: f"host {rank // 2}")
-        heard = [exchange(rank + n) for n in range(3)]
-        return heard, GROUPS.of(None).rendezvous.store.read_address().outside is not None
-
-    expected = [[rank + n for rank in range(4)] for n in range(3)]
-    assert assert_all_ok(run_ranks(program, 4, init=init)) == [(expected, True)] * 4
-
-
-def test_a_store_that_stalls_once_does_not_part_a_rank_from_its_peers(monkeypatch):
-    class Stalling:
-        """The first operation with an effect takes longer than anybody waits, and then has its effect."""
-
-        def __init__(self, store):
-            self.store, self.goes_on, self.stalled = store, threading.Event(), []
-
-        def __getattr__(self, name):
-            if name in ("add", "compare_set") and not self.stalled:
-                self.stalled.append(name)
-                self.goes_on.wait(60)
-            return getattr(self.store, name)
-
-    def program(rank):
-        store = Stalling(dist.distributed_c10d._get_default_store())
-        if rank == 1:
-            prefixed = dist.PrefixStore
-            monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-            monkeypatch.setattr(dist, "PrefixStore", lambda prefix, _: prefixed(prefix, store.store))
-        first = ending(lambda: exchange(rank, SHORT_S))
-        stalled = list(store.stalled)
-        store.goes_on.set()
-        return first.partition(":")[0], len(stalled), exchange(rank)
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == ("AgreementTimeout", 0, [0, 1])
-    assert one == ("AgreementTimeout", 1, [0, 1])
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["let go", "still held by the program"])
@@ -101,7 +58,7 @@ def test_everything_that_was_started_for_a_group_ends_with_it(rank, held):
         with GROUPS.of(group).running(Watch("a run", TIMEOUT_S, "raise", print)):
             pass
         if n in (1, 5):
-            wait_for(lambda: threads() <= 2)  # of this group alone: the watchdog, and the hub on rank 0
+            wait_for(lambda: threads() <= 4)  # the watchdog, two with a connection, and on rank 0 the hub
             counts.append(descriptors())
         dist.barrier()
         dist.destroy_process_group(group)
@@ -123,13 +80,10 @@ def test_hundreds_of_groups_made_and_ended_leave_no_thread_and_no_descriptor(mon
         counts = []
         for n in range(300):
             agreement = ProcessGroup(StandIn(n))
-            assert agreement.exchange(b"%d" % rank, join, TIMEOUT_S, "a test").split() in (
-                [b"0", b"1"],
-                [b"1", b"0"],
-            )
+            assert agreement.exchange(b"%d" % rank, join, TIMEOUT_S, "a test") == b"0 1"
             agreement.close()
             if n in (9, 299):
-                wait_for(lambda: threading.active_count() == 1)
+                wait_for(lambda: threading.active_count() == 3)  # this one, and two with a connection
                 counts.append(len(os.listdir("/proc/self/fd")))
         return counts
 

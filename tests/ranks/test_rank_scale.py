@@ -4,8 +4,6 @@ import functools
 import random
 import re
 import sys
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,9 +11,7 @@ from kernels_for_tests import Bench, launch, numbers, out_of_resources, records
 from rank_programs import tune
 
 from dist_autotune.ranks import group
-from dist_autotune.ranks.hub import HubState
-from dist_autotune.ranks.wire import pack
-from dist_autotune.search.messages import Announcement, Part, RunReport, decode, merge
+from dist_autotune.search.messages import Announcement, Part, RunReport
 from ranks import assert_all_ok, run_ranks
 
 RANKS = 1024
@@ -94,93 +90,3 @@ def test_the_cost_model_of_the_docs_holds(contexts):
     assert zero[3] == pytest.approx(run + per_context * contexts, rel=0.15)
     assert one[2] == pytest.approx(run + per_context * contexts + per_ban, rel=0.15)  # the ban's run
     assert vote == []  # a settled call without a new key sends nothing
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What passes the hub in one exchange of simulated ranks; the network is left out."""
-
-    sent: list[int]  # bytes, by rank
-    received: list[int]
-    messages: int
-    calls: int  # of functions, while the hub handles messages: its work, whatever the machine
-    ms: float  # for the work of all: the hub's, and the ranks' merging
-
-
-def through_one_hub(size, contexts=4):
-    state = HubState(range(size))
-    payloads_sent = payloads(contexts, False, ban_chance=0)[:size]
-    replies = {rank: [] for rank in range(size)}
-    sent, calls = [0] * size, 0
-    began = time.perf_counter()
-
-    def tell(rank):
-        payload = payloads_sent[rank]
-        message = {"op": "post", "id": 0, "sequence": 0, "rank": rank, "payload": payload}
-        sent[rank] += len(pack(message))
-        sys.setprofile(count)
-        state.handle(message, replies[rank].append)
-        sys.setprofile(None)
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    state.merges[0] = lambda payloads: {"merged": merge(*payloads)}
-    for rank in reversed(range(size)):
-        tell(rank)
-    ms = (time.perf_counter() - began) * 1e3
-    for told in replies.values():
-        assert decode(told[-1]["end"]["merged"]).rank == 0
-    assert len(state) == 0
-    received = [sum(len(pack(message)) for message in told) for told in replies.values()]
-    return Traffic(sent, received, size + sum(map(len, replies.values())), calls, ms)
-
-
-def test_nothing_grows_with_the_square_of_the_ranks(capsys):
-    traffic = {size: through_one_hub(size) for size in (64, 256, 1024)}
-    for size, one in traffic.items():
-        leaf = size - 1
-        said(
-            capsys,
-            f"{size} ranks, 4 contexts: {one.messages} messages, {one.calls / size:.0f} calls a rank, "
-            f"{one.ms:.0f} ms for all the work; bytes out and in: a leaf {one.sent[leaf]} and "
-            f"{one.received[leaf]}, the root {one.sent[0]} and {one.received[0]}, all together "
-            f"{sum(one.sent) + sum(one.received)}",
-        )
-        assert one.messages == 2 * size  # a payload and the end
-        assert one.sent[leaf] < 1500
-        assert one.received[leaf] < 2000
-    few, many = traffic[64], traffic[1024]
-    assert sum(many.sent) / 1024 < 1.1 * sum(few.sent) / 64
-    assert sum(many.received) / 1024 < 1.1 * sum(few.received) / 64
-    assert many.calls / 1024 < 1.1 * few.calls / 64
-
-
-def test_asking_for_patience_costs_the_hub_the_same_with_any_number_of_ranks():
-    # All but one have come, that one compiles, and everybody's time is up again and again.
-    def calls_a_rank(size):
-        state, calls = HubState(range(size)), 0
-
-        def count(frame, event, argument):
-            nonlocal calls
-            calls += event in ("call", "c_call")
-
-        def tell(rank, op, **fields):
-            said = []
-            message = {"op": op, "id": 0, "sequence": 0, "rank": rank, **fields}
-            state.handle(message, said.append)
-            return said
-
-        for rank in range(1, size - 1):
-            tell(rank, "post", payload=b"")
-        sys.setprofile(count)
-        for _ in range(3):
-            tell(size - 1, "beat")
-            for rank in range(1, size - 1):
-                (verdict,) = tell(rank, "give up", end={}, is_patient=True)
-                assert "wait" in verdict
-        sys.setprofile(None)
-        return calls / size
-
-    assert calls_a_rank(1024) < 1.1 * calls_a_rank(64)

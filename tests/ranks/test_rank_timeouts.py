@@ -14,7 +14,6 @@ from process_states import has_ended
 from rank_programs import (
     IN_TIME_S,
     SHORT_S,
-    SOON_S,
     TIMEOUT_S,
     Boom,
     assert_next_call_works,
@@ -27,7 +26,6 @@ from rank_programs import (
 
 from dist_autotune import AgreementTimeout
 from dist_autotune.launch import dispatcher
-from dist_autotune.ranks import exchange
 from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 
 # ---- gone
@@ -35,8 +33,7 @@ from ranks import assert_all_ok, assert_killed, describe, meet, run_ranks
 
 @pytest.mark.parametrize("init", ["file", "tcp"])
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_is_named_by_the_others_in_time(init, killed, monkeypatch):
-    monkeypatch.setattr(exchange, "ARRIVAL_S", SOON_S)  # a busy survivor is not to be named too
+def test_a_killed_rank_is_named_by_the_others_in_time(init, killed):
     survivors = [rank for rank in range(3) if rank != killed]
 
     def program(rank):
@@ -84,26 +81,24 @@ def test_a_rank_that_is_told_to_terminate_in_the_middle_of_a_run_releases_its_pe
                 os.kill(os.getpid(), signal.SIGTERM)
             return y
 
-        step = tune(bench, thunk)
-        began = time.monotonic()
+        step = tune(bench, thunk, timeout_s=TIMEOUT_S if handled else IN_TIME_S)
         try:
             end = ending(step)
         finally:
             assert is_outside()
-        return end, time.monotonic() - began
+        return end
 
     results = run_ranks(program, 3)
     others = assert_all_ok([results[0], results[2]])
     if handled:
-        ((end, _),) = assert_all_ok([results[1]])
+        (end,) = assert_all_ok([results[1]])
         assert end == "SystemExit: 143"
     else:
         assert_killed(results[1], signal.SIGTERM)
-    for end, waited_s in others:
+    for end in others:
         expected = "PeerFailed: rank 1 failed" if handled else "AgreementTimeout: "
         assert end.startswith(expected)
         assert "ank 1" in end
-        assert waited_s < SOON_S
     started = [record for record in records(rank=1) if record.event == "run_started"]
     assert [record.run for record in started] == [0, 1]  # what the rank was doing is on disk
     assert list(started[-1].plan.values()) == [1]
