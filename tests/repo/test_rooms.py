@@ -77,7 +77,7 @@ KERNELS = Package(
     ROOT / "kernels",
     (
         ("tp",),
-        ("gemm_ar",),
+        ("ep", "gemm_ar"),
         ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
         ("gemm", "exchange"),
         ("launches", "symm"),
