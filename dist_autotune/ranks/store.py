@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import msgspec
 import torch.distributed as dist
 
-from ..codec import from_json
 from .hub import Address
 from .wire import End
 
@@ -59,7 +59,7 @@ class Store:
     def read_address(self, limit_s: float = OPERATION_S) -> Address | None:
         """Return the hub's address, if it stands here yet."""
         found = self._run(lambda: self._read("address"), limit_s)
-        return None if found is None else from_json(Address, found)
+        return None if found is None else msgspec.convert(found, Address)
 
     def request_access(self, host: str) -> None:
         """Ask the hub to listen on the interface towards `host`."""

@@ -65,7 +65,6 @@ TUNER = Package(
         "errors",
         "formatting",
         "options",
-        "regular_files",
         "settings",
         "tables",
         "version",
