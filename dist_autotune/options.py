@@ -50,7 +50,7 @@ class Options:
         group: torch.distributed process group, or a DeviceMesh of one dimension; None: the default group.
         share: False: results belong to this function alone.
         name: of the function in logs, reports and cache; None: its qualified name, or the program's file.
-        watch: with is_dist, vote after a settled call whether some rank met a new key.
+        watch: with is_dist, tune a key that all ranks meet in one settled call; False: it stays untuned.
         preserve: tensors, generators, modules, optimizers and other objects with state_dict(). All that they
             keep is put back before each further run (replay).
         cache: True: the user's cache directory; a path: that directory; False, or `off` of `run`: none.

@@ -19,7 +19,6 @@ from ..storage.scope import FunctionScope
 from ..triton_api.interception import (
     INTERCEPTION,
     Run,
-    can_benchmark,
     has_driver,
     is_capturing,
     is_interpreted,
@@ -180,8 +179,11 @@ def _outside_without_driver(before: Run) -> Run:
     """Return what launches outside of calls where stock Triton could not benchmark what it does not know."""
 
     def outside(tuner: Autotuner, *args: Any, **kwargs: Any) -> Any:
-        if len(tuner.configs) < 2 or key_of(tuner, args, kwargs) in tuner.cache or can_benchmark(tuner):
+        try:
             return before(tuner, *args, **kwargs)
+        except RuntimeError as error:  # of stock's benchmarking, before it launches anything
+            if "active drivers" not in str(error):
+                raise
         return INCUMBENTS.launcher.launch(INCUMBENTS, Launch(tuner, args, kwargs))
 
     return outside

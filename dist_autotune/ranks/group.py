@@ -17,12 +17,9 @@ import torch.distributed as dist
 from .. import settings
 from ..errors import AgreementTimeout, InvalidOption, PeerFailed, PeerHasNoConfig, TuningError
 from . import watchdog
-from .ballot_thread import BallotThread
-from .ballots import Ballot
 from .courier import connections, prefix_of
 from .exchange import Decide, Exchanges, Failure, failure_of
-from .rendezvous import Rendezvous
-from .store import StoreLost
+from .questions import CallCount, questions
 from .watchdog import Watch, Watchdog
 
 Block: TypeAlias = contextlib.AbstractContextManager[None]
@@ -50,8 +47,8 @@ class RankGroup:
     def leave(self) -> None:
         """Delete what the last exchange has left in the store: to be called by all ranks behind a session."""
 
-    def ballot(self, name: str, timeout_s: float, last: Ballot | None) -> Ballot | None:
-        """Return a ballot for settled calls, in place of the `last` of the function; None: a rank alone."""
+    def call_count(self, session: str, watch: Watch) -> CallCount | None:
+        """Return the count of a function's calls behind a session; None: nobody asks about them."""
         return None
 
     def busy(self) -> Block:
@@ -68,20 +65,15 @@ class ProcessGroup(RankGroup):
 
     def __init__(self, group: Any) -> None:
         self.pid = os.getpid()
-        self.rendezvous = Rendezvous(group)
         self._group = weakref.ref(group)
-        self.rank, self.ranks = self.rendezvous.rank, self.rendezvous.ranks
+        self.rank, self.ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(group))
         self._connections, prefix = connections(), prefix_of(group, self.ranks)
         self._exchanges = Exchanges(self._connections, prefix, self.ranks, self.rank, watchdog.HEARTBEAT_S)
         self._sequence = 0
         self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self._beat, self._exchanges.find_failure)
-        self._ballots = BallotThread(self.rendezvous.new_client, self._watchdog)
 
     def exchange(self, report: bytes, decide: Decide, timeout_s: float, what: str) -> bytes:
         sequence = self._next_sequence()
-        if self.rendezvous.client is None and self.rank == self.ranks[0]:
-            with contextlib.suppress(StoreLost):  # settled calls vote through the hub
-                self.rendezvous.find_client()
         try:
             end = self._exchanges.take_part(sequence, report, decide, timeout_s, what)
         except BaseException as error:  # of the decision, or Ctrl-C: the peers must learn of it
@@ -99,8 +91,9 @@ class ProcessGroup(RankGroup):
     def leave(self) -> None:
         self._exchanges.leave(self._sequence - 1, has_order=True)
 
-    def ballot(self, name: str, timeout_s: float, last: Ballot | None) -> Ballot | None:
-        return self._ballots.ballot(name, timeout_s, last)
+    def call_count(self, session: str, watch: Watch) -> CallCount | None:
+        known = questions()
+        return known.count(CallCount(known, session, self.ranks, self.rank, watch, self._watchdog))
 
     def running(self, watch: Watch) -> Block:
         return self._watchdog.watching(self._sequence, watch)
@@ -108,16 +101,14 @@ class ProcessGroup(RankGroup):
     def close(self) -> None:
         """End all that was started for the group: it has ended. Takes no lock: a collector may call it."""
         self._watchdog.close()
-        self._ballots.close()
-        self.rendezvous.close()
         self._exchanges.close()
 
     def _beat(self) -> None:
         self._exchanges.beat(self._sequence)
 
     def _next_sequence(self) -> int:
-        """Return the number of this rank's next exchange: behind openings that peers made without it."""
-        self._sequence += 1 + self._ballots.take_missed()
+        """Return the number of this rank's next exchange."""
+        self._sequence += 1
         return self._sequence - 1
 
     def _publish_failure(self, sequence: int, error: BaseException) -> None:

@@ -126,7 +126,7 @@ class KnownResults:
         return self._offers_of(itertools.chain.from_iterable(known))
 
     def offered_after(self, announced: Iterable[ContextIdentity]) -> Offers:
-        """Return all entries of the kernels that a run announces, if neither opening nor votes share them."""
+        """Return all entries of the kernels that a run announces, if no later session shares them."""
         function = self.function
         knows_all = function.options.watch or not function.tunes
         if function.is_alone or knows_all or self.ignores_known or not self.looks_on_disk:

@@ -108,6 +108,10 @@ class Interception:
         """Make a `with` block a run of the session, or of the program."""
         return _Entered(self.calls, call, (PROGRAM,) if as_program else (SESSION, get_ident()))
 
+    def standing_by(self, bystander: Any) -> _Entered:
+        """Let it launch for this thread in a `with` block, in which no run is under way."""
+        return _Entered(self.calls, bystander, (get_ident(),))
+
     def restore(self) -> None:
         """Remove the calls of a session's run that a Ctrl-C may have left."""
         if (call := self.calls.get(SESSION)) is not None:
@@ -243,14 +247,6 @@ def settled_config(tuner: Autotuner, key: Key) -> Any:
 def has_driver() -> bool:
     """Return whether Triton finds a GPU, without which stock benchmarking raises."""
     return any(backend.driver.is_active() for backend in backends.values())
-
-
-def can_benchmark(tuner: Autotuner) -> bool:
-    """Return whether stock Triton could time the configs of a kernel: with a driver, or a function given."""
-    try:
-        return has_driver() or tuner.do_bench is not None
-    except RuntimeError:  # of the driver that is not there
-        return False
 
 
 def is_interpreted() -> bool:

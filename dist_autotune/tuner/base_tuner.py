@@ -45,10 +45,15 @@ class BaseTuner:
         """Whether nothing is left to try: the moment to capture a CUDA graph. With the mode off, always."""
         return settings.run_mode() == "off" or (self._calls is not None and self._calls.settled)
 
+    @property
+    def untuned(self) -> tuple[tuple[str, Any, str], ...]:
+        """(kernel, key, reason) of what was launched and stays untuned, though nothing more will be tried."""
+        return () if self._calls is None else self._calls.untuned
+
     def retune(self) -> None:
         """Tune anew at the next call, whatever memory and disk hold.
 
-        Called on some ranks only, it is taken up by all of them a few calls later, if they vote (`watch`).
+        Called on some ranks only, it is taken up by all of them a few calls later (not with `watch=False`).
         """
         self._made_calls().retune()
 

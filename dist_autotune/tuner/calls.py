@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import enum
+import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import AgreementTimeout
 from ..launch.fast_path import INCUMBENTS, CallUnderWay, dispatcher
 from ..logs.records import Note
 from ..logs.writer import SessionLog
@@ -33,26 +32,6 @@ from .settled_calls import SettledCalls
 
 T = TypeVar("T")
 _IS_DISTRIBUTED = dist.is_available()
-
-
-class Retuning(enum.Enum):
-    """How far `Calls.retune` is on this rank; `Calls` alone changes it.
-
-    NONE: nobody has asked for it, or a session has tuned anew.
-    WANTED: the next call opens a session; where ranks vote, it asks the peers to open one with this rank.
-    ASKED: the peers were asked; all open a session in one later call. WANTED again where this rank, or a
-        peer, was stopped for so long that this rank has gone on without.
-    BEGUN: the session under way ignores results in memory and on disk; so does the next one if it fails.
-        WANTED again where peers do not come to its opening, and settled calls go on.
-    """
-
-    NONE = enum.auto()
-    WANTED = enum.auto()
-    ASKED = enum.auto()
-    BEGUN = enum.auto()
-
-
-TO_RETUNE = Retuning.WANTED, Retuning.ASKED  # the next call that all ranks take up begins it
 
 
 class _InChild(BaseException):
@@ -85,7 +64,8 @@ class Calls:
         self._settled = SettledCalls(name, options, self._note)
         self._wants_session = True  # the next call opens one
         self._changes_arguments = False  # a run takes a container apart that it was given
-        self._retuning = Retuning.NONE
+        self._is_to_retune = False  # the next call that all ranks take up tunes anew
+        self._is_retuning = False  # the session under way ignores results; so does the next one if it fails
         self._world: Callable[[], Any] = lambda: None  # the default group of the last call; see `_keep_world`
         self._pid = -1
 
@@ -96,11 +76,16 @@ class Calls:
 
     @property
     def settled(self) -> bool:
-        return self._session is None and not (self._wants_session or self._retuning in TO_RETUNE)
+        return self._session is None and not (self._wants_session or self._is_to_retune)
+
+    @property
+    def untuned(self) -> tuple[tuple[str, Any, str], ...]:
+        """(kernel, key, reason) of what was launched and stays untuned."""
+        return self._settled.untuned
 
     def retune(self) -> None:
         """Tune anew at the next call, or as soon as all ranks take it up."""
-        self._retuning = Retuning.WANTED
+        self._is_to_retune = True
 
     # -- one call ------------------------------------------------------------------------------------------
 
@@ -149,7 +134,7 @@ class Calls:
         finally:
             if place in calls and calls[place] is call:  # no call of a function, as in `_settled_call`
                 del calls[place]
-        self._wants_session |= self._settled.end(state, call, asks_nobody=asks_nobody)
+        self._wants_session |= self._end_settled(state, call, asks_nobody)
 
     def _settled_call(self, state: FunctionState, thunk: Callable[[], T], asks_nobody: bool) -> T:
         call, calls, thread = self._begin_settled(state, asks_nobody), INTERCEPTION.calls, get_ident()
@@ -168,7 +153,7 @@ class Calls:
             if thread in calls:  # not in a child that was forked in the call
                 del calls[thread]  # no call of a function, before which a Ctrl-C might come
         has_news = call.new is not None or not state.function.is_alone  # most calls have none
-        if not (has_news and self._settled.end(state, call, asks_nobody=asks_nobody)):
+        if not (has_news and self._end_settled(state, call, asks_nobody)):
             return result
         self._wants_session = True
         if self._options.mode == "online":
@@ -184,6 +169,17 @@ class Calls:
             del result  # the function's outputs must not add to the memory of the next run
             state = self._current_state(state.function.mode)
             return self._call_of_session(state, thunk, beside, arguments or Arguments(thunk))
+
+    def _end_settled(self, state: FunctionState, call: CallUnderWay, asks_nobody: bool) -> bool:
+        """Return whether a session is opened for new keys of a settled call, by all ranks alike."""
+        if call.new is None:
+            return self._settled.end(state, call, asks_nobody=asks_nobody)
+        with INTERCEPTION.standing_by(INCUMBENTS):
+            try:
+                return self._settled.end(state, call, asks_nobody=asks_nobody)
+            except BaseException:  # Ctrl-C while it asks
+                self._wants_session |= state.call_count is not None and state.call_count.has_opened
+                raise
 
     def _call_of_session(
         self,
@@ -239,7 +235,7 @@ class Calls:
             if state.function.group is not self._current_group():
                 return None
             self._keep_world()
-        if self._retuning in TO_RETUNE and not (is_settled and state.ballot is not None):
+        if self._is_to_retune and not (is_settled and state.call_count is not None):
             return None
         return state
 
@@ -253,15 +249,9 @@ class Calls:
         """Begin a settled call of this rank; return whether all ranks open a session in it."""
         if state.function.is_alone or asks_nobody:
             return False
-        is_lost = self._retuning is Retuning.ASKED and self._settled.has_missed_opening(state)
-        if asks := is_lost or self._retuning is Retuning.WANTED:
-            self._retuning = Retuning.ASKED
-        try:
-            return self._settled.begin(state, asks=asks)
-        except BaseException:  # Ctrl-C, maybe before the peers were asked
-            if asks:
-                self._retuning = Retuning.WANTED
-            raise
+        opens = self._settled.begin(state, retunes=self._is_to_retune)
+        self._is_to_retune &= self._settled.is_heard
+        return opens
 
     def _turn(self) -> AbstractContextManager[bool]:
         if self._is_program:
@@ -271,28 +261,17 @@ class Calls:
     def _begin_call(self, mode: str, asks_nobody: bool, *, takes_up: bool) -> tuple[FunctionState, bool]:
         """Return the state for a call that has the turn, and whether the call is a part of a session.
 
-        takes_up: all ranks open one in this call, for a new key or to tune anew. If a rank does not come in
-        time, the call is a settled one, and the ranks open a session later.
+        takes_up: all ranks open one in this call, to tune anew.
         """
+        self._wants_session |= takes_up
         state = self._current_state(mode)
-        if asks_nobody or not takes_up or self._session is not None:
-            return state, not (asks_nobody or self.settled)
-        self._wants_session = True
-        try:
-            with self._session_under_way(state):
-                return state, True
-        except AgreementTimeout as error:
-            self._wants_session = False
-            if self._retuning is Retuning.BEGUN:
-                self._retuning = Retuning.WANTED
-            self._note(f"no session, the ranks go on with what is settled: {error}")
-            return state, False
+        return state, not (asks_nobody or self.settled)
 
     def _begin_settled(self, state: FunctionState, asks_nobody: bool) -> CallUnderWay:
         """Return the launches of a settled call. asks_nobody: new keys in it ask for no session."""
         INTERCEPTION.install(dispatcher)
         propagate_to_autograd()
-        if asks_nobody and self._retuning is not Retuning.BEGUN:
+        if asks_nobody and not self._is_retuning:
             state.known.looks_on_disk |= state.function.is_alone
         return state.dispatcher.settled_call()
 
@@ -319,8 +298,9 @@ class Calls:
         tunes = state.function.tunes
         if tunes and not self._options.is_dist:
             diagnosis.warn_of_missing_is_dist(self._name)
-        state.known.ignores_known = self._retuning is Retuning.BEGUN and tunes
+        state.known.ignores_known = self._is_retuning and tunes
         self._wants_session = True
+        self._settled.begin_session()
         return Session(state, self._log_dir, is_of_program=self._is_program)
 
     def _keep_if_over(self) -> None:
@@ -331,8 +311,9 @@ class Calls:
         self._report, self._session = session.report(), None
         self._wants_session = session.wants_another
         has_retuned = session.state.known.ignores_known and not session.has_failed
-        if has_retuned and self._retuning is Retuning.BEGUN:
-            self._retuning = Retuning.NONE
+        self._is_retuning &= not has_retuned
+        if not session.has_failed:
+            _ = session.state.call_count  # from now on peers are answered
 
     def close(self) -> None:
         """End the session under way, if there is one; its report stays."""
@@ -347,15 +328,17 @@ class Calls:
 
         A retune that was asked for begins here and ends the session under way.
         """
-        if self._retuning in TO_RETUNE:
+        if self._is_to_retune:
             self.close()
-            self._wants_session, self._retuning = True, Retuning.BEGUN
+            self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
         options, known, group = self._options, self.state, self._current_group()
         if known is None or known.function.group is not group or known.function.mode != mode:
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
                 setup = FunctionSetup(options, self._name, source, group, mode=mode)
                 known = FunctionState(setup, self._note)
+                if setup.tunes and options.watch and not setup.is_alone:
+                    known.watches = functools.partial(self._settled.watch, known)
             except BaseException as error:  # see [Note: ranks leave together]
                 group.fail(error)
                 raise

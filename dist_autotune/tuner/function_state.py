@@ -17,8 +17,9 @@ from ..launch.registry import Registry
 from ..launch.results import Results
 from ..launch.written_tensors import WrittenTensors
 from ..options import Options
-from ..ranks.ballots import Ballot
 from ..ranks.group import RankGroup
+from ..ranks.questions import CallCount
+from ..ranks.watchdog import Watch
 from ..search import strategies
 from ..search.context import Context
 from ..search.messages import Facts, Message, Opening, RunReport, bans_for_crashes, checked
@@ -84,7 +85,7 @@ class FunctionState:
     """
 
     def __init__(self, function: FunctionSetup, note: Callable[[str], None]) -> None:
-        disk = Winners(function.options.resolved_cache_dir(), tunes=function.tunes)
+        disk = Winners(function.options.resolved_cache_dir())
         self.function, self._note = function, note
         self.known = KnownResults(function, disk, self._new_search())
         self.results = Results(self.known)
@@ -92,7 +93,8 @@ class FunctionState:
         self.written = WrittenTensors()  # by the launches of the call under way
         self.time_spent = TimeSpent()  # of the session under way
         self.has_refused = False  # a settled call: the peers know
-        self._ballot: Ballot | None = None
+        self.watches: Callable[[], Watch] | None = None  # settled calls; None: nobody asks about them
+        self._call_count: CallCount | None = None
         self._sources: Facts = {}  # of kernels, as all ranks have reported them
         self._reset()
 
@@ -112,15 +114,15 @@ class FunctionState:
         )
 
     @property
-    def ballot(self) -> Ballot | None:
-        """The ballot of settled calls since the last session; None: this rank asks nobody."""
-        function, ballot, session = self.function, self._ballot, self.search.session
-        if ballot is not None and ballot.name == session:
-            return ballot
-        if function.is_alone or not (function.tunes and function.options.watch):
+    def call_count(self) -> CallCount | None:
+        """The number of settled calls since the last session; None: nobody asks about them."""
+        count, session = self._call_count, self.search.session
+        if count is not None and count.session == session:
+            return count
+        if self.watches is None or not session:
             return None
-        self._ballot = function.group.ballot(session, function.timeout_s, ballot)
-        return self._ballot
+        self._call_count = self.function.group.call_count(session, self.watches())
+        return self._call_count
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:

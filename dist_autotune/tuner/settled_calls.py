@@ -1,18 +1,21 @@
-"""The settled calls of one tuned function. They try no candidate and wait for no peer."""
+"""The settled calls of one tuned function: they try nothing, and ask peers where something is new."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from ..errors import NotTuned
 from ..formatting import described
 from ..launch.fast_path import CallUnderWay
 from ..launch.rank_context import RankContext
 from ..options import Options
+from ..ranks.questions import Answer, CallCount
 from ..ranks.watchdog import Watch
 from . import diagnosis
 from .function_state import FunctionState
@@ -21,58 +24,107 @@ SELDOM = (
     "{} launches it too seldom to try its configs. Decorate the function that launches it, such as an "
     "evaluation, with @contextual_autotune: it is tuned in its first call (docs/training-scripts.md)."
 )
+ATTEMPTS = (
+    3  # calls that ask about a key; so many questions in a row that a rank does not answer end the asking
+)
 
 
 class SettledCalls:
-    """Casts this rank's ballots around settled calls, and logs once which keys they leave untuned.
+    """Asks the peers about new keys of settled calls, and keeps why keys stay untuned.
 
     note: writes a line of the log.
     """
 
     def __init__(self, name: str, options: Options, note: Callable[[str], None]) -> None:
         self._name, self._options, self._note = name, options, note
-        self._noted: set[str] = set()  # contexts that are logged as untuned
-        self._asking: set[str] = set()  # contexts that have asked for a session
+        self._untuned: dict[str, tuple[RankContext, str]] = {}  # by name, with reasons
+        self._asked: collections.Counter[str] = collections.Counter()  # contexts: in how many calls
+        self._unanswered = 0  # questions in a row that some rank gave no answer to
+        self._has_failing = False  # a settled config fails here: this rank asks before its next call
+        self._told_of = ""  # the session behind which stderr has a line
+        self._online: tuple[set[str], set[str]] = set(), set()  # contexts that have asked; that are logged
 
-    def begin(self, state: FunctionState, *, asks: bool) -> bool:
-        """Begin a call of several ranks; return whether all open a session in it. asks: this one wants to."""
-        if (ballot := state.ballot) is None:
+    @property
+    def untuned(self) -> tuple[tuple[str, Any, str], ...]:
+        """(kernel, key, reason) of each context that was launched and stays untuned."""
+        left = [(context, reason) for context, reason in self._untuned.values() if context.tuned is None]
+        return tuple((each.identity.source.short_name, each.identity.key, reason) for each, reason in left)
+
+    def begin_session(self) -> None:
+        """Ask anew: a session is opened."""
+        self._untuned.clear()
+        self._asked.clear()
+        self._unanswered, self._has_failing = 0, False
+
+    def begin(self, state: FunctionState, *, retunes: bool) -> bool:
+        """Begin a call of several ranks; return whether all open a session in it. retunes: this one is to.
+
+        A Ctrl-C while it asks is raised: the call is not made.
+        """
+        if (count := state.call_count) is None:
             return False
-        if ballot.watch is None:
-            ballot.watch = self._watch(state)
-        return ballot.begin(asks=asks)
+        count.begun += 1
+        if not (retunes or count.is_called or (self._has_failing and self.is_heard)):
+            return False
+        count.is_called, count.asks_before = False, count.begun
+        try:
+            answer = count.ask(begins=True)
+        except BaseException:
+            count.begun -= 1
+            raise
+        self._unanswered = self._unanswered + 1 if answer.is_late else 0
+        if not answer.opens:
+            self._tell(state, count, f"tuning anew waits: {answer.reason}", answer)
+        return answer.opens
 
-    def has_missed_opening(self, state: FunctionState) -> bool:
-        """Return whether this rank has gone on without a session that it has asked for."""
-        return (ballot := state.ballot) is not None and ballot.has_missed_opening
+    @property
+    def is_heard(self) -> bool:
+        """Whether the peers answer questions."""
+        return self._unanswered < ATTEMPTS
 
     def end(self, state: FunctionState, call: CallUnderWay, *, asks_nobody: bool) -> bool:
         """End a call; return whether a session is opened now for its new keys, by all ranks alike."""
-        function, new = state.function, call.new or ()
-        opens = may_tune = self._may_tune(state, asks_nobody=asks_nobody)
-        if not new and (function.is_alone or not may_tune):
-            return False
-        has_new_key = bool(new) and not asks_nobody
-        if may_tune and (ballot := state.ballot) is not None:
-            opens = ballot.end(has_new_key=has_new_key)
-        if not (has_new_key or opens):
+        new, may_tune = call.new or (), self._may_tune(state, asks_nobody=asks_nobody)
+        count = state.call_count if may_tune else None
+        unasked = (each for each in new if each.tuned is None and self._asked[each.name] < ATTEMPTS)
+        asking = list(unasked) if self.is_heard else []
+        if count is not None:
+            if asking:
+                count.asks_behind = count.begun
+            count.ended = count.begun
+        if not new or asks_nobody:
             return False
         if not may_tune:
-            self._note_untuned(new)
-        elif self._options.mode == "online":
+            why = "watch=False" if state.function.tunes else f"DIST_AUTOTUNE_MODE={state.function.mode}"
+            self._leave_untuned(new, why)
+            return False
+        if self._options.mode == "online":
             self._note_waiting(new)
-        return opens
+        if count is None:
+            return True
+        self._has_failing = any(each.tuned is not None for each in new)
+        return bool(asking) and self._ask(state, count, asking)
+
+    def _ask(self, state: FunctionState, count: CallCount, asking: Collection[RankContext]) -> bool:
+        answer = count.ask()
+        self._unanswered = self._unanswered + 1 if answer.is_late else 0
+        self._asked.update(context.name for context in asking)
+        if not answer.opens:
+            self._leave_untuned(asking, answer.reason)
+            titles = ", ".join(sorted(context.title for context in asking))
+            self._tell(state, count, f"{titles} keeps its config: {answer.reason}", answer)
+        return answer.opens
 
     def end_failed(
         self, state: FunctionState, call: CallUnderWay, error: BaseException, *, asks_nobody: bool
     ) -> None:
-        """End a call that raised. The peers hear of NotTuned, once: they may wait in a collective."""
+        """End a call that raised, which counts as a call. Peers hear of it: they may wait in a collective."""
         function = state.function
         if function.is_alone:
             return
-        if self._may_tune(state, asks_nobody=asks_nobody) and (ballot := state.ballot) is not None:
-            ballot.report(described(error)[:2000])
-            ballot.end(has_new_key=bool(call.new), waits=False)
+        if self._may_tune(state, asks_nobody=asks_nobody) and (count := state.call_count) is not None:
+            count.tell(described(error)[:2000])
+            count.ended = count.begun
         if isinstance(error, NotTuned) and not state.has_refused:
             state.has_refused = True  # each time costs the peers an exchange
             function.group.fail(error)
@@ -82,9 +134,9 @@ class SettledCalls:
         function = state.function
         if function.is_alone or not function.is_strict:
             return contextlib.nullcontext()
-        return function.group.running(self._watch(state))
+        return function.group.running(self.watch(state))
 
-    def _watch(self, state: FunctionState) -> Watch:
+    def watch(self, state: FunctionState) -> Watch:
         report = functools.partial(diagnosis.write_stuck, self._note)
         return Watch(f"a call of {self._name}", state.function.timeout_s, self._options.on_stuck, report)
 
@@ -93,19 +145,27 @@ class SettledCalls:
         function = state.function
         return function.tunes and (function.is_alone or self._options.watch) and not asks_nobody
 
-    def _note_untuned(self, new: Iterable[RankContext]) -> None:
-        """Log, once each, the keys that are new and that no call tunes."""
-        titles = {context.name: context.title for context in new}
-        for name in sorted(titles.keys() - self._noted):
-            self._noted.add(name)
-            text = "keeps the config of the nearest tuned key (watch=False)"
-            self._note(f"{titles[name]} is new to {self._name} and {text}")
+    def _leave_untuned(self, new: Iterable[RankContext], reason: str) -> None:
+        """Keep why keys stay untuned, and log it once each."""
+        for context in sorted(new, key=lambda each: each.title):
+            if context.name not in self._untuned and context.tuned is None:
+                self._note(f"{context.title} is new to {self._name} and keeps its config: {reason}")
+            self._untuned[context.name] = context, reason
+
+    def _tell(self, state: FunctionState, count: CallCount, text: str, answer: Answer) -> None:
+        """Say once behind a session, on stderr, which ranks have made how many calls."""
+        if self._told_of != count.session:
+            self._told_of = count.session
+            calls = ", ".join(f"rank {rank}: {calls}" for rank, calls in sorted(answer.calls.items()))
+            text = f"rank {count.rank}: {self._name}: {text}. Calls since the last session: {calls}"
+            diagnosis.write_stuck(self._note, text)
 
     def _note_waiting(self, new: Iterable[RankContext]) -> None:
         """Warn, once each, of keys that ask for a session again: the last one has not launched them."""
+        before, noted = self._online
         asking = {context.name: context.title for context in new if context.claim is None}
-        for name in sorted(asking.keys() & self._asking - self._noted):
-            self._noted.add(name)
+        for name in sorted(asking.keys() & before - noted):
+            noted.add(name)
             self._note(text := f"{asking[name]} waits for launches: {SELDOM.format(self._name)}")
             logging.getLogger("dist_autotune").warning("%s", text)
-        self._asking |= asking.keys()
+        before.update(asking)

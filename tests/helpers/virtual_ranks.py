@@ -12,9 +12,7 @@ when nobody can go on any more: that is the moment at which a real rank's time w
 
 from __future__ import annotations
 
-import functools
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from random import Random
@@ -22,9 +20,7 @@ from typing import Any
 from unittest import mock
 
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, PeerHasNoConfig
-from dist_autotune.ranks.ballots import Ballot, BallotBox
 from dist_autotune.ranks.exchange import Decide
-from dist_autotune.ranks.wire import HubMessage
 from dist_autotune.triton_api.interception import SessionTurn
 
 HANG_S = 120.0  # of one program: ranks that take turns never wait, so only a defect of this file lasts
@@ -55,10 +51,6 @@ class VirtualAgreement:
         self.leaves_at = -1  # the exchange that this rank does not come to any more
         self.is_late_at = -1  # the one that it comes to when the others have given it up
         self.waits_for: int | None = None
-        self.waits_until: Callable[[], Any] | None = None  # a word of the settled calls
-        self.ballots: dict[str, VirtualBallot] = {}
-        self.posted: deque[HubMessage] = deque()  # words on their way to the hub
-        self.letters: deque[HubMessage] = deque()  # on their way from it
         self.turn = threading.Semaphore(0)
         self.has_ended = False
 
@@ -86,27 +78,8 @@ class VirtualAgreement:
     def leave(self) -> None:
         pass
 
-    def ballot(self, name: str, timeout_s: float, last: Ballot | None) -> VirtualBallot:
-        if last is not None:
-            self.ballots.pop(last.name, None)
-        ballot = self.ballots[name] = VirtualBallot(self, name, timeout_s)
-        return ballot
-
-    def post(self, op: str, ballot: str, call: int, **word: Any) -> bool:
-        self.posted.append({"op": op, "ballot": ballot, "call": call, "rank": self.rank, **word})
-        return True
-
-    @property
-    def next_letter(self) -> HubMessage | None:
-        """Return the first letter of a ballot that this rank has begun."""
-        return next((letter for letter in self.letters if letter["ballot"] in self.ballots), None)
-
-    def take_letter(self) -> None:
-        """Do what the rank's thread does with a letter."""
-        letter = self.next_letter
-        assert letter is not None
-        self.letters.remove(letter)
-        self.ballots[letter["ballot"]].take(letter)
+    def call_count(self, session: str, watch: Any) -> None:
+        """Nobody asks about settled calls."""
 
     def busy(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -116,35 +89,7 @@ class VirtualAgreement:
 
     @property
     def can_go_on(self) -> bool:
-        if self.waits_until is not None:
-            return bool(self.waits_until())
         return self.waits_for is None or self.waits_for in self.group.ends
-
-
-class VirtualBallot(Ballot):
-    """One rank's real `Ballot`: its words and letters travel when ranks take turns."""
-
-    def __init__(self, agreement: VirtualAgreement, name: str, timeout_s: float) -> None:
-        super().__init__(name, agreement.post, timeout_s)
-        self._changed = VirtualCondition(agreement)
-
-
-class VirtualCondition(threading.Condition):
-    """A wait of one rank that ends when its condition holds, or when nobody can go on any more."""
-
-    def __init__(self, agreement: VirtualAgreement) -> None:
-        super().__init__()
-        self._agreement = agreement
-
-    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        agreement = self._agreement
-        agreement.waits_until = predicate
-        self.release()  # other ranks' turns bring the letters
-        try:
-            agreement.group.pass_on(agreement)
-        finally:
-            self.acquire()
-        return predicate()
 
 
 class VirtualGroup:
@@ -159,8 +104,6 @@ class VirtualGroup:
         self._watch = watch
         self._posted: dict[int, dict[int, bytes]] = {}
         self.broken: BaseException | None = None
-        self._box = BallotBox(range(world_size))
-        self._read = [0] * world_size  # letters, by rank
         self._all_ended = threading.Event()
 
     def run(self, program: Callable[[VirtualAgreement], Any]) -> list[Any]:
@@ -208,12 +151,7 @@ class VirtualGroup:
         if self.broken is not None:
             alive[0].turn.release()
             return
-        while self._random.random() < 0.7 and self._bring_a_word():
-            pass
-        while not (ready := [a for a in alive if a.can_go_on]) and self._bring_a_word():
-            pass
-        if not ready:
-            ready = [a for a in alive if a.waits_until is not None][:1]  # its time is up
+        ready = [a for a in alive if a.can_go_on]
         if not ready:
             self.give_up(alive)
             if self.broken is not None:
@@ -221,34 +159,8 @@ class VirtualGroup:
                 return
             ready = [a for a in alive if a.can_go_on]
         chosen = self.chosen(ready)
-        chosen.waits_for = chosen.waits_until = None
+        chosen.waits_for = None
         chosen.turn.release()
-
-    def _bring_a_word(self) -> bool:
-        """Bring one word to the hub or a letter to its rank, drawn at random; say whether one was there."""
-        there = [a for a in self.agreements if not a.is_gone]
-        for agreement in there:
-            for ballot in agreement.ballots.values():
-                ballot.tell()
-        moves = [(a, a.posted) for a in there if a.posted]
-        moves += [(a, a.letters) for a in there if a.next_letter is not None]
-        if not moves:
-            return False
-        agreement, chosen = moves[self._random.randrange(len(moves))]
-        if chosen is agreement.letters:
-            agreement.take_letter()
-        else:
-            self._box.handle(chosen.popleft(), lambda reply: None)
-            for rank in range(self.world_size):
-                self._box.handle(
-                    {"op": "listen", "rank": rank, "ballot": "", "call": self._read[rank], "id": 0},
-                    functools.partial(self._deliver, rank),
-                )
-        return True
-
-    def _deliver(self, rank: int, reply: HubMessage) -> None:
-        self.agreements[rank].letters.extend(reply["letters"])
-        self._read[rank] = reply["read"]
 
     def make_agreement(self, rank: int) -> VirtualAgreement:
         return VirtualAgreement(self, rank)

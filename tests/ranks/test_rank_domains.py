@@ -23,7 +23,7 @@ from rank_programs import (
     tuned_step,
 )
 
-from dist_autotune import AgreementTimeout
+from dist_autotune import AgreementTimeout, TuningError
 from ranks import assert_all_ok, assert_killed, meet, run_ranks
 
 MODES = pytest.mark.parametrize("mode", ["replay", "online"])
@@ -94,13 +94,16 @@ def test_a_rank_that_dies_is_named_in_its_row_and_in_its_column_and_missed_by_no
 
 
 @on_ranks(4)
-def test_a_function_of_another_group_inside_a_call_agrees_on_the_group_of_the_call(rank):
+def test_a_function_inside_a_call_agrees_on_the_group_of_the_call_or_is_refused(rank):
     row, column = grid(rank)
     inner, bench = tuned_step({16: 1.0 + rank, 32: 2.5}, group=row)
-    outer = tune(bench, inner, group=column, name="outer")
+    outer = tune(bench, inner, name="outer")
     outer()
-    # The columns {0, 2} and {1, 3} decide, not the rows; and both make the same runs, so nothing waits.
+    # All ranks decide, not the rows; and all make the same runs, so nothing waits.
     assert (inner.report, list(blocks_of(outer).values()), outer.report.runs) == (None, [32], 3)
+    across = tune(bench, inner, group=column, name="across")
+    with pytest.raises(TuningError, match=r"group=ranks \[.*\] was called inside across with group=ranks \["):
+        across()
 
 
 def test_a_function_inside_a_tuned_function_costs_no_exchange_of_its_own():

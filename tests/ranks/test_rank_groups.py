@@ -67,7 +67,7 @@ def test_alone_nothing_is_exchanged(what):
         if rank == 0:  # the other rank need not call
             step()
             assert not [event for event in records(rank=rank) if event.event == "exchanged"]
-            assert "dist_autotune hub" not in [thread.name for thread in threading.enumerate()]
+            assert "dist_autotune scout" not in [thread.name for thread in threading.enumerate()]
             return step.report.world_size, bench.blocks()
         return None
 

@@ -1,9 +1,4 @@
-"""One trial per call, and settled calls that vote: plans stay equal whatever each rank measures and meets."""
-
-import contextlib
-import math
-import time
-from unittest import mock
+"""One trial per call: plans stay equal whatever each rank measures and meets."""
 
 import pytest
 import torch
@@ -11,20 +6,13 @@ import torch.distributed as dist
 from kernels_for_tests import Bench, ScriptedClock, launch, numbers, records
 from operation_runs import on_ranks
 from rank_programs import (
-    SHORT_S,
-    TIMEOUT_S,
     blocks_of,
     run_until_settled,
-    set_patience,
     tune,
-    tuned_step,
-    wait_for,
 )
 
 from dist_autotune.logs.records import Note
-from dist_autotune.ranks.ballots import Ballot
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
-from dist_autotune.triton_api import interception
 from ranks import assert_all_ok, run_ranks
 
 
@@ -77,192 +65,8 @@ def settled_step(**options):
     return step, bench, sizes
 
 
-def call_until_taken_up(step, calls=200):
-    """Call until a session opens, with ranks never more than a call apart; return how many calls it took."""
-    sessions = step.report.session
-    for made in range(1, calls):
-        step()
-        dist.barrier()
-        if step.report.session != sessions and step.settled:
-            return made
-    raise AssertionError(f"no session in {calls} calls")
-
-
 @pytest.mark.parametrize("mode", ["online", "replay"])
-def test_a_new_key_of_one_rank_is_taken_up_by_all_in_one_call(mode):
-    def program(rank):
-        step, bench, sizes = settled_step(mode=mode)
-        if rank == 1:
-            sizes.append(8)
-        calls = call_until_taken_up(step)
-        step()
-        return calls, sorted(set(bench.blocks(n=8))), bench.blocks(n=8)[-1:]
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero[0] == one[0] >= 3
-    assert (zero[1], one[1:]) == ([], ([16, 32], [32]))
-
-
-def test_a_rank_that_is_late_in_a_settled_call_delays_learning_and_raises_nothing():
-    def program(rank):
-        bench, sizes, is_late = Bench(), [64], []
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-        def thunk():
-            if is_late:
-                time.sleep(is_late.pop())
-            return [launch(kernel, numbers(n)) for n in sizes]
-
-        step = tune(bench, thunk)
-        step()
-        set_patience(step, SHORT_S)
-        step()  # its calls wait no longer than that for words
-        set_patience(step, TIMEOUT_S)
-        if rank == 0:
-            is_late.append(2 * SHORT_S)
-        else:
-            sizes.append(8)
-        began = time.monotonic()
-        step()
-        took_s = time.monotonic() - began
-        dist.barrier()
-        return took_s, call_until_taken_up(step), sorted(set(bench.blocks(n=8)))
-
-    (zero_s, zero_calls, _), (_, one_calls, blocks) = assert_all_ok(run_ranks(program, 2))
-    assert zero_s >= 2 * SHORT_S
-    assert zero_calls == one_calls >= 2
-    assert blocks == [16, 32]
-
-
-@pytest.mark.parametrize("what", ["a new key", "retune"])
-def test_a_rank_that_is_late_where_all_open_a_session_delays_it_and_raises_nothing(what):
-    def program(rank):
-        step, bench, sizes = settled_step()
-        set_patience(step, SHORT_S)
-        step()
-        before, late_s = len(bench.blocks()), 2 * SHORT_S
-        if rank == 1:
-            step.retune() if what == "retune" else sizes.append(8)
-        has_tuned = torch.zeros(1)
-        for _ in range(40):
-            step()
-            has_tuned[0] = 16 in bench.blocks()[before:]
-            dist.broadcast(has_tuned, src=1)
-            if has_tuned:
-                break
-            ballot = step._calls.state.ballot
-            if rank == 0 and late_s and ballot._limit < math.inf:  # it has promised to stop
-                wait_for(lambda ballot=ballot: ballot._opens_at)
-                if ballot._opens_at == ballot.begun + 1:
-                    time.sleep(late_s)
-                    late_s = 0
-        notes = [event.text for event in records(rank=rank) if event.event == "note"]
-        return bool(has_tuned), late_s == 0, any("go on with what is settled" in text for text in notes)
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert (zero, one) == ((True, True, True), (True, False, True))
-
-
-@pytest.mark.parametrize("mode", ["online", "replay"])
-def test_retune_on_one_rank_is_taken_up_by_all_in_one_call(mode):
-    def program(rank):
-        bench, x = Bench(), numbers()
-        kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-        def thunk():
-            dist.barrier()  # a rank that waits for its peers' calls to end would keep them from ending
-            return launch(kernel, x)
-
-        step = tune(bench, thunk, mode=mode)
-        run_until_settled(step)
-        before = len(bench.blocks())
-        if rank == 1:
-            step.retune()
-        return call_until_taken_up(step), sorted(set(bench.blocks()[before:])), blocks_of(step)
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one
-    assert zero[0] >= 3
-    assert zero[1:] == ([16, 32], {"add64": 32})
-
-
-def test_captured_calls_of_one_rank_do_not_count_where_ranks_take_up_together(monkeypatch):
-    def program(rank):
-        step, bench, _ = settled_step()
-        step()
-        before = len(bench.blocks())
-        if rank == 0:
-            with monkeypatch.context() as capturing:
-                capturing.setattr(interception, "is_capturing", lambda: True)
-                for _ in range(3):
-                    step()
-        captured = bench.blocks()[before:]
-        dist.barrier()
-        if rank == 1:
-            step.retune()
-        return captured, call_until_taken_up(step), sorted(set(bench.blocks()[before:]))
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == ([32] * 3, zero[1], [16, 32])
-    assert one == ([], zero[1], [16, 32])
-
-
-@pytest.mark.parametrize("trouble", ["a peer is late", "Ctrl-C before the peers are asked"])
-def test_retune_outlasts_trouble_in_its_call(trouble, monkeypatch):
-    def program(rank):
-        step, bench, _ = settled_step()
-        if trouble == "a peer is late":
-            set_patience(step, SHORT_S)
-            step.retune() if rank == 1 else time.sleep(2 * SHORT_S)
-            step()
-            set_patience(step, TIMEOUT_S)
-        else:
-            step()
-            with monkeypatch.context() as interrupting, contextlib.suppress(KeyboardInterrupt):
-                interrupting.setattr(Ballot, "_ask", mock.Mock(side_effect=KeyboardInterrupt))
-                if rank == 1:
-                    step.retune()
-                    step()  # which is made again: the peer makes no call meanwhile
-                    pytest.fail("it was not interrupted")
-        dist.barrier()
-        return call_until_taken_up(step), sorted(set(bench.blocks()))
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one == (zero[0], [16, 32])
-
-
-@pytest.mark.parametrize("stopped", [0, 1], ids=["a peer", "who asks"])
-def test_retune_outlasts_a_rank_that_is_stopped_between_its_promise_and_the_outcome(monkeypatch, stopped):
-    def program(rank):
-        step, bench = tuned_step({16: 3.0, 32: 1.0})
-        run_until_settled(step)
-        set_patience(step, SHORT_S)  # of the ballot that comes now, and of openings
-        genuine, opens = Ballot.take, []
-
-        def take_late(ballot, letter):
-            opens.append(letter["about"] == "opens")
-            if rank == stopped and opens.count(True) == 1 and opens[-1]:
-                wait_for(lambda: ballot._limit == math.inf)  # the call has gone on
-            genuine(ballot, letter)
-
-        monkeypatch.setattr(Ballot, "take", take_late)
-        before, has_tuned = len(bench.blocks()), torch.zeros(1)
-        if rank == 1:
-            step.retune()
-        for _ in range(200):
-            step()
-            has_tuned[0] = 16 in bench.blocks()[before:] and step.settled
-            dist.all_reduce(has_tuned, dist.ReduceOp.MIN)  # ranks are never more than a call apart
-            if has_tuned:
-                return opens.count(True)
-        raise AssertionError("the retune was lost")
-
-    zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == one >= 2
-
-
-@pytest.mark.parametrize("mode", ["online", "replay"])
-def test_without_the_vote_new_keys_keep_the_config_of_the_nearest_key_and_are_logged(mode):
+def test_without_watch_new_keys_keep_the_config_of_the_nearest_key_and_are_told_as_untuned(mode):
     def program(rank):
         step, bench, sizes = settled_step(mode=mode, watch=False)
         before = len(exchanges(rank))
@@ -271,14 +75,15 @@ def test_without_the_vote_new_keys_keep_the_config_of_the_nearest_key_and_are_lo
         for _ in range(3):
             step()
         notes = [event.text for event in records(rank=rank) if event.event == "note"]
-        return step.settled, bench.blocks(n=8), len(exchanges(rank)) - before, notes
+        untuned = [(kernel, key[0], reason) for kernel, key, reason in step.untuned]
+        return step.settled, bench.blocks(n=8), len(exchanges(rank)) - before, untuned, notes
 
     zero, one = assert_all_ok(run_ranks(program, 2))
-    assert zero == (True, [], 0, [])
-    assert one[:3] == (True, [32, 32, 32], 0)
-    (note,) = one[3]
+    assert zero == (True, [], 0, [], [])
+    assert one[:4] == (True, [32, 32, 32], 0, [("add", 8, "watch=False")])
+    (note,) = one[4]
     assert note.startswith("add[8, ")
-    assert "keeps the config of the nearest tuned key" in note
+    assert "keeps its config: watch=False" in note
 
 
 def test_a_key_that_is_launched_seldom_takes_its_result_from_disk_and_waits_for_nothing():

@@ -217,6 +217,7 @@ def test_a_stuck_peer_is_ended_when_asked_for(when, quick_heartbeats):
     def program(rank, pid):
         bench, x, runs = Bench(), numbers(), []
         kernel = bench.kernel({16: 1.0, 32: 2.0})
+        store, letter = dist.distributed_c10d._get_default_store(), "dist_autotune/letters/1/0"
 
         def thunk():
             runs.append(None)
@@ -233,10 +234,11 @@ def test_a_stuck_peer_is_ended_when_asked_for(when, quick_heartbeats):
         step = tune(bench, thunk, on_stuck="abort")
         for _ in range(3):
             if rank == 1 and when == "settled, heard between calls" and len(runs) == 4:
-                wait_for(lambda: step._calls.state.ballot._failures)  # it has heard of the failure
+                wait_for(lambda: store.check(["raised"]) and not store.check([letter]))  # it has heard of it
             end = ending(step)
             if not end.startswith("returned"):
                 break
+        store.set("raised", "")
         wait_for(lambda: pid.exists() and pid.read_text() and has_ended(int(pid.read_text())))
         return end.partition(":")[0]
 

@@ -65,6 +65,7 @@ TUNER = Package(
         "errors",
         "formatting",
         "options",
+        "regular_files",
         "settings",
         "tables",
         "version",
@@ -76,7 +77,7 @@ KERNELS = Package(
     ROOT / "kernels",
     (
         ("tp",),
-        ("ep", "gemm_ar"),
+        ("gemm_ar",),
         ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
         ("gemm", "exchange"),
         ("launches", "symm"),
