@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import enum
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Group
+from msgspec.structs import asdict
 
 from .. import settings
-from ..codec import to_builtins, to_json
+from ..codec import to_json
 from ..formatting import config_label, counted, format_ms
-from ..storage import bundle, other_formats
+from ..storage import bundle
 from ..storage.crash_guard import remove_abandoned
+from ..storage.stock_files import stock_files
 from ..storage.winners import Entry, Winners
 from ..tables import stacked, table
 from . import terminal
@@ -28,16 +30,14 @@ Kernels = Annotated[
 Device = Annotated[str, typer.Option("--device", help="Only those of this device: a part of its name.")]
 
 
-def _chosen(cache: Winners, kernels: list[str] | None, device: str) -> list[Entry]:
+def _chosen(cache: Winners, kernels: list[str] | None, device: str, key: str = "") -> list[Entry]:
     return [
         entry
         for entry in cache.entries()
-        if _is_named(entry.key.kernel, kernels) and device in entry.key.device
+        if device in entry.key.device
+        and key in entry.key.key
+        and (not kernels or any(part in entry.key.kernel for part in kernels))
     ]
-
-
-def _is_named(kernel: str, parts: list[str] | None) -> bool:
-    return not parts or any(part in kernel for part in parts)
 
 
 @app.command("list")
@@ -52,26 +52,26 @@ def list_entries(
     cache = _open_cache()
     entries = _chosen(cache, kernels, device)
     if as_json:
-        listed = [{"digest": each.key.digest, **to_builtins(each)} for each in entries]
+        listed = [{"digest": each.key.digest, **asdict(each)} for each in entries]
         typer.echo(to_json({"directory": str(cache.directory), "entries": listed}, indent=True))
     elif entries:
-        title = f"{_entries(len(entries))} in {cache.directory}"
-        terminal.open_console().print(_table(title, entries))
+        names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel and winner")
+        rows = [
+            (
+                each.key.digest[:8],
+                format_ms(each.ms),
+                each.key.device,
+                str(each.key.world_size),
+                each.created_at[:16].replace("T", " "),
+                stacked(each.title, config_label(each.config)),
+            )
+            for each in entries
+        ]
+        terminal.open_console().print(table(f"{_entries(len(entries))} in {cache.directory}", names, rows))
     elif kernels or device:
         terminal.echo(f"No such entries in {cache.directory}: `dist-autotune cache list` lists all.")
     else:
         terminal.echo(f"No entries in {cache.directory}. A tuned function stores its winners there.")
-
-
-def _table(title: str, entries: list[Entry]) -> Group:
-    """Return one row per entry."""
-    names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel and winner")
-    rows = []
-    for entry in entries:
-        key, created = entry.key, entry.created_at[:16].replace("T", " ")
-        figures = key.digest[:8], format_ms(entry.ms), key.device, str(key.world_size), created
-        rows.append((*figures, stacked(entry.title, config_label(entry.config))))
-    return table(title, names, rows)
 
 
 @app.command()
@@ -80,7 +80,7 @@ def show(
         str, typer.Argument(help="The name of a kernel or a file, or the first digits of a digest.")
     ],
 ) -> None:
-    """Print the entries of a kernel, or of a digest, as JSON."""
+    """Print the entries of a kernel, or of a digest, as JSON; the winner comes first."""
     cache = _open_cache()
     found = [
         entry
@@ -91,19 +91,43 @@ def show(
         terminal.fail(f"No entry of {name!r} in {cache.directory}: `dist-autotune cache list` lists all.")
     for entry in found:
         terminal.echo(f"{cache.directory}/{entry.key.file_name}", err=True)  # the output stays pure JSON
-        typer.echo(to_json(entry, indent=True))
+        fields = asdict(entry)
+        first = {name: fields.pop(name) for name in ("config", "ms")}
+        typer.echo(to_json({**first, **fields}, indent=True))
 
 
 @app.command()
-def clear(yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False) -> None:
-    """Delete all entries, and the crash guards of processes that are gone."""
+def clear(
+    kernels: Kernels = None,
+    key: Annotated[str, typer.Option("--key", help="Only keys with this in their text.")] = "",
+    older_than: Annotated[
+        int, typer.Option("--older-than", min=0, help="Only those tuned so many days ago, or longer.")
+    ] = 0,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Delete entries: the chosen ones, or all, damaged ones too, and the crash guards of ended processes."""
     cache = _open_cache()
-    if not yes:
-        typer.confirm(f"Delete all entries in {cache.directory}?", abort=True)
     assert cache.directory is not None
+    if kernels or key or older_than:
+        before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=older_than)
+        chosen = [
+            each
+            for each in _chosen(cache, kernels, "", key)
+            if not older_than or each.created_at <= before.isoformat(timespec="seconds")
+        ]
+        _confirm(f"Delete {_entries(len(chosen))} of {cache.directory}?", yes or not chosen)
+        cache.remove(chosen)
+        terminal.echo(f"Deleted {_entries(len(chosen))} in {cache.directory}")
+        return
+    _confirm(f"Delete all entries in {cache.directory}?", yes)
     count = remove_abandoned(cache.directory)
     guards = f" and {counted(count, 'crash guard')}" if count else ""
     terminal.echo(f"Deleted {_entries(cache.clear())}{guards} in {cache.directory}")
+
+
+def _confirm(question: str, yes: bool) -> None:
+    if not yes:
+        typer.confirm(question, abort=True)
 
 
 class Format(enum.StrEnum):
@@ -111,59 +135,51 @@ class Format(enum.StrEnum):
 
     bundle = "bundle"
     triton = "triton"
-    fla = "fla"
-    vllm = "vllm"
-
-
-HOW_TO_USE = {
-    "triton": "Set TRITON_CACHE_DIR={path}, or copy its folders into Triton's cache.",
-    "fla": "Set FLA_CONFIG_DIR={path} and FLA_CACHE_MODE=strict.",
-    "vllm": "Set VLLM_TUNED_CONFIG_FOLDER={path}; for SGLang copy the files to its configs of this Triton.",
-}
 
 
 @app.command("export")
 def export_entries(
-    path: Annotated[Path, typer.Argument(help="The file to write; for other tools a directory.")],
+    path: Annotated[Path, typer.Argument(help="The file to write; for stock Triton a directory.")],
     format_name: Annotated[Format, typer.Option("--format", help="What is to be written.")] = Format.bundle,
     kernels: Kernels = None,
     device: Device = "",
     replace: Annotated[bool, typer.Option("--replace", help="Write over files that are there.")] = False,
 ) -> None:
-    """Write winners with their evidence to a bundle, or as files of other tools."""
+    """Write winners with their evidence to a bundle, or as the files of stock Triton."""
     cache = _open_cache()
     entries = _chosen(cache, kernels, device)
     if not entries:
         terminal.fail(f"No such entries in {cache.directory}: `dist-autotune cache list` lists all.")
-    if format_name is Format.bundle:
-        try:
-            bundle.write(path, entries, replaces=replace)
-        except ValueError as error:
-            terminal.fail(f"{error}. Choose kernels by --kernel.")
-        terminal.echo(f"Exported {_entries(len(entries))} of {cache.directory} to {path}")
-    else:
-        _export_files(path, entries, format_name.value, replaces=replace)
+    if format_name is Format.triton:
+        _export_files(path, entries, replaces=replace)
+        return
+    try:
+        bundle.write(path, entries, replaces=replace)
+    except ValueError as error:
+        terminal.fail(f"{error}. Choose kernels by --kernel.")
+    terminal.echo(f"Exported {_entries(len(entries))} of {cache.directory} to {path}")
 
 
-def _export_files(path: Path, entries: list[Entry], format_name: str, *, replaces: bool) -> None:
-    """Write the files of another tool into a directory; name the entries left out."""
+def _export_files(path: Path, entries: list[Entry], *, replaces: bool) -> None:
+    """Write the files of stock Triton into a directory; name the entries left out."""
     devices = sorted({entry.key.device for entry in entries})
     if len(devices) > 1:
         terminal.fail(f"The entries are of several devices, {', '.join(devices)}: choose one by --device.")
-    files = other_formats.files_of(entries, format_name)
-    for entry, reason in files.left_out:
+    contents, left_out = stock_files(entries)
+    for entry, reason in left_out:
         terminal.echo(f"Left out {entry.title}: {reason}", err=True)
-    texts = {path / name: text for name, text in files.texts().items()}
-    if not texts:
-        terminal.fail(f"Nothing can be written as --format {format_name}.")
-    there = [str(file) for file in texts if file.exists()]
+    if not contents:
+        terminal.fail("Nothing can be written as --format triton.")
+    there = [str(path / name) for name in contents if (path / name).exists()]
     if there and not replaces:
         terminal.fail(f"{there[0]} is there already, {len(there)} in all: --replace writes over them.")
-    for file, text in texts.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        bundle.write_whole(file, text, replaces=True)
-    written = f"{counted(len(texts), 'file')} for {_entries(files.written)}"
-    terminal.echo(f"Wrote {written} to {path}. {HOW_TO_USE[format_name].format(path=path)}")
+    for name, content in contents.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        bundle.write_whole(path / name, content, replaces=True)
+    written = f"{counted(len(contents), 'file')} for {_entries(len(contents))}"
+    terminal.echo(
+        f"Wrote {written} to {path}. Set TRITON_CACHE_DIR={path}, or copy its folders into Triton's cache."
+    )
 
 
 @app.command("import")

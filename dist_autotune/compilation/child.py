@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import gc
 import math
@@ -20,9 +21,9 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from triton import knobs
 
@@ -35,6 +36,7 @@ REASON_CHARACTERS = 1000  # of a failure's text
 STDERR_BYTES = 1 << 20  # of the compiler's own words: more is cut off
 WALL_FACTOR = 10  # times its limit that a child may last that yields the cores
 
+T = TypeVar("T")
 _LIBC = ctypes.CDLL(None)  # loaded here: the child only calls it
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTTOU)
 _ERROR_LINE = re.compile(r"(?:LLVM ERROR|Assertion|error:|fatal).*", re.IGNORECASE)
@@ -55,8 +57,8 @@ def run_in_child(
     is_cut_off: bool = False,
     yields: bool = False,
     is_needed: Callable[[], bool] = lambda: True,
-) -> Ending | None:
-    """Return how `work` ended in a forked process; None: it was ended, as it is no longer needed.
+) -> Generator[None, None, Ending | None]:
+    """Run `work` in a forked process: yields while it runs, returns how it ended, None: it was not needed.
 
     Raises OSError where the system allows no fork. A late child is killed, and so are its helpers.
 
@@ -70,7 +72,7 @@ def run_in_child(
         if (pid := fork()) == 0:
             _be_child(work, limit_s, parent, report, stderr, is_cut_off=is_cut_off)
         try:
-            is_over = _wait(pid, limit_s * (WALL_FACTOR if yields else 1), is_needed)
+            is_over = yield from _wait(pid, limit_s * (WALL_FACTOR if yields else 1), is_needed)
         finally:
             code = end(pid)
         text = os.pread(stderr, STDERR_BYTES, 0).decode(errors="replace")
@@ -91,7 +93,19 @@ def run_in_child(
     return Ending(_crash_text(what, code, text))
 
 
-def _wait(pid: int, lasts_s: float, is_needed: Callable[[], bool]) -> bool | None:
+def wait_for(steps: Generator[None, None, T]) -> T:
+    """Return what a generator returns, after a pause at each of its yields."""
+    with contextlib.closing(steps):
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                returned: T = end.value
+                return returned
+            time.sleep(POLL_S)
+
+
+def _wait(pid: int, lasts_s: float, is_needed: Callable[[], bool]) -> Generator[None, None, bool | None]:
     """Wait for a child; return whether it ended within its time, None: it is no longer needed."""
     began, asked_s, needed = time.monotonic(), 0.0, True
     while not has_ended(pid):
@@ -101,7 +115,7 @@ def _wait(pid: int, lasts_s: float, is_needed: Callable[[], bool]) -> bool | Non
         if needed and elapsed_s - asked_s > ASK_S:
             asked_s, needed = elapsed_s, is_needed()
             lasts_s = lasts_s if needed else elapsed_s + ASK_S  # what made it needless may be its own work
-        time.sleep(POLL_S)
+        yield
     return True
 
 
@@ -132,11 +146,21 @@ def fork() -> int:
         with warnings.catch_warnings():
             # From Python 3.12 on, a fork beside other threads is a warning; these children are made for it.
             warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
-            pid = os.fork()
+            pid = _fork()
     finally:
         if collects and pid != 0:
             gc.enable()
     return pid
+
+
+def _fork(tries: int = 100) -> int:
+    for _ in range(tries):
+        try:
+            return os.fork()
+        except RuntimeError as error:  # of a hook, such as filelock's while another thread forks or locks
+            refused = str(error)
+            time.sleep(1e-3)
+    raise OSError(errno.EAGAIN, refused)
 
 
 def has_ended(pid: int) -> bool:

@@ -12,10 +12,10 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, field
-from typing import Any, NoReturn
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeAlias
 
 from .. import settings
 from . import child
@@ -27,6 +27,7 @@ PRIORITY = 10  # nice(2): a tenth of a core that one other thread wants
 START_S = 30.0  # the process takes milliseconds to begin; fork handlers of other libraries may hang
 READ_BYTES = 1 << 20  # at a time; a candidate takes up to 1000
 BY_RANK = "compiled in this process, without a limit"
+Ended: TypeAlias = tuple[str, str, str]
 COMPILED, FROM_PEERS, CACHED, FAILED = "compiled", "from_peers", "cached", "failed"
 
 
@@ -144,12 +145,18 @@ def _serve(
         if options.in_background:
             os.setpriority(os.PRIO_PROCESS, 0, max(PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
 
-        def compile_one(place: int) -> None:
-            outcome = CompileOutcome(place, *_compiled(compilations[place], options))
-            os.write(report, json.dumps(astuple(outcome)).encode() + b"\n")
-
-        with ThreadPoolExecutor(options.workers) as threads:
-            list(threads.map(compile_one, range(len(compilations))))
+        waiting, running = deque(enumerate(compilations)), dict[int, Generator[None, None, Ended]]()
+        while waiting or running:  # on one thread: none forks or locks beside another one's fork
+            while waiting and len(running) < options.workers:
+                place, compilation = waiting.popleft()
+                running[place] = _compiled(compilation, options)
+            for place, steps in list(running.items()):
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    os.write(report, json.dumps((place, *end.value)).encode() + b"\n")
+                    del running[place]
+            time.sleep(child.POLL_S)
     except Exception:
         traceback.print_exc()
     finally:
@@ -157,12 +164,12 @@ def _serve(
         os._exit(0)
 
 
-def _compiled(compilation: Compilation, options: CompileOptions) -> tuple[str, str, str]:
-    """Return how a compilation in a child ended: the ending, why it failed, and a remark."""
+def _compiled(compilation: Compilation, options: CompileOptions) -> Generator[None, None, Ended]:
+    """Compile in a child: yields while it runs, returns the ending, why it failed, and a remark."""
     if has_binary(compilation.key):
         return FROM_PEERS, "", ""
     try:
-        ending = child.run_in_child(
+        ending = yield from child.run_in_child(
             compilation.compile,
             options.limit_s,
             yields=options.in_background,

@@ -18,7 +18,7 @@ import torch
 
 from ..formatting import described
 from ..triton_api.launch import Launch
-from .child import run_in_child
+from .child import run_in_child, wait_for
 
 LIMIT_S = 20.0  # for all hooks of a context; they take milliseconds
 REASON_CHARACTERS = 200
@@ -36,11 +36,10 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict
         if limit_s <= 0:
             raise NotReproducible("no child may be started")
         pickled = pickle_arguments(launch, kept, adds=True)
-        ending = run_in_child(
-            lambda: {each: rehearse_one(launch, pickled, kept, config) for each, config in configs.items()},
-            min(limit_s, LIMIT_S),
-            is_cut_off=True,
-        )
+        rehearsal = lambda: {  # noqa: E731
+            each: rehearse_one(launch, pickled, kept, config) for each, config in configs.items()
+        }
+        ending = wait_for(run_in_child(rehearsal, min(limit_s, LIMIT_S), is_cut_off=True))
     except Exception as error:  # of an argument that cannot be pickled, or of the fork
         return dict.fromkeys(configs, _text_of(error))
     assert ending is not None  # it is needed until it ends

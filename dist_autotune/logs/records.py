@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 
 from msgspec import Struct
 
-from ..codec import escaped, from_json, parse_json
+from ..codec import parse
 from ..formatting import counted
-from ..regular_files import open_regular
 
 SCHEMA_VERSION = 1
 LONGEST_LINE_BYTES = 64 << 20  # a longer one is read in parts, which are no records
@@ -191,27 +190,19 @@ AnyRecord: TypeAlias = (
 
 def read_records(path: Path, skipped: Counter[str]) -> Iterator[Record]:
     """Yield the records of a `rank-N.jsonl` file in order; count unusable lines by reason in `skipped`."""
-    try:
-        with open_regular(path) as file:
-            while line := file.readline(LONGEST_LINE_BYTES):
-                try:
-                    if line.strip():
-                        yield _record(line)
-                except ValueError as error:
-                    skipped[str(error)] += 1
-    except ValueError as error:
-        skipped[str(error)] += 1
+    if not path.is_file():  # a pipe would be waited for
+        skipped["not a regular file"] += 1
+        return
+    with path.open("rb") as file:
+        while line := file.readline(LONGEST_LINE_BYTES):
+            try:
+                if line.strip():
+                    yield parse(line, AnyRecord, SCHEMA_VERSION)  # type: ignore[arg-type]  # of a union
+            except ValueError as error:
+                skipped[str(error)] += 1
 
 
 def describe_skipped(reasons: Counter[str]) -> str:
     """Return `skipped 3 lines: 2 x damaged, 1 x schema 2, expected 1`."""
     listed = ", ".join(f"{n} x {reason}" for reason, n in reasons.items())
     return f"skipped {counted(reasons.total(), 'line')}: {listed}"
-
-
-def _record(line: bytes) -> Record:
-    """Return the record of one line; a ValueError says in a few words why there is none."""
-    data = parse_json(line, SCHEMA_VERSION)
-    if b"\\ud" in line.lower():
-        data = escaped(data)
-    return from_json(AnyRecord, data)  # type: ignore[arg-type]  # of a union

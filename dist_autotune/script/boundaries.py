@@ -6,16 +6,19 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Protocol
 
 from ..errors import InvalidOption
 from ..launch.step_checks import check_before_step
 from .import_hooks import ImportHooks
 
-STEPS_OF_OTHERS = 16  # after so many without one of the leading optimizer, the next one leads
+NO_BACKWARD = -1  # in torch's numbers of backward passes
+SERIES_OF_OTHERS = 16  # after so many without a step of the leading optimizer, the next one leads
 
 
 class Boundary(Protocol):
@@ -28,42 +31,109 @@ class Boundary(Protocol):
 
 
 class OptimizerSteps:
-    """A run ends after each step of the leading `torch.optim` optimizer: the one that steps first.
+    """A run ends with the last step of the leading `torch.optim` optimizer in a training step.
 
-    Which one leads follows from the order of steps alone, so it is the same on all ranks.
+    Steps without a forward pass between them are a series: those of one training step. The optimizer that
+    steps first leads; with which of its steps a series ends is learnt from earlier ones. All follows from the
+    order of steps, so it is the same on ranks whose other optimizers differ. Steps in a backward pass end the
+    run behind that.
     """
 
     missing = "no optimizer of torch.optim has stepped. Name what ends a run: --step module:function"
 
     def __init__(self) -> None:
         self._leader: Callable[[], Any] = lambda: None
-        self._others = STEPS_OF_OTHERS  # steps of others since the leader's last
+        self._leading_steps = 0  # of the leader in this series
+        self._lengths: deque[int] = deque(maxlen=2)  # the leader's steps in earlier series
+        self._series_of_others = 0  # since the leader's last step
+        self._has_ended = False  # a run, in this series
 
     @contextlib.contextmanager
     def watched(self, end_run: Callable[[], None]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
 
             def register(module: ModuleType) -> None:
-                def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-                    if self.count_step(optimizer):
-                        end_run()
-
-                before_step = module.register_optimizer_step_pre_hook(lambda *_: check_before_step())
-                stack.callback(before_step.remove)
-                stack.callback(module.register_optimizer_step_post_hook(after_step).remove)
+                steps = _StepHooks(self, end_run)
+                stack.callback(module.register_optimizer_step_pre_hook(steps.before).remove)
+                stack.callback(module.register_optimizer_step_post_hook(steps.after).remove)
 
             with ImportHooks({"torch.optim.optimizer": register}):
                 yield
 
+    def begin_series(self) -> None:
+        """Begin the steps of a training step."""
+        if self._leading_steps:
+            self._lengths.append(self._leading_steps)
+        else:
+            self._series_of_others += 1
+        self._leading_steps, self._has_ended = 0, False
+
     def count_step(self, optimizer: Any) -> bool:
         """Return whether a run ends with this step."""
         if optimizer is not self._leader():
-            self._others += 1
-            if self._others <= STEPS_OF_OTHERS:
+            if self._leader() is not None and self._series_of_others < SERIES_OF_OTHERS:
                 return False
-            self._leader = weakref.ref(optimizer)
-        self._others = 0
+            self._leader, self._leading_steps = weakref.ref(optimizer), 0
+            self._lengths.clear()
+        self._series_of_others = 0
+        self._leading_steps += 1
+        if self._has_ended or self._leading_steps < min(self._lengths, default=1):
+            return False
+        self._has_ended = True
         return True
+
+
+class _StepHooks:
+    """Finds the series of steps, from what autograd does between them."""
+
+    def __init__(self, steps: OptimizerSteps, end_run: Callable[[], None]) -> None:
+        import torch
+
+        self._autograd, self._backward = torch._C, torch.autograd.Variable._execution_engine
+        self._steps, self._end_run = steps, end_run
+        self._forward = -1  # how far autograd had recorded operations behind the last step
+        self._backwards: set[int] = (
+            set()
+        )  # backward passes, the outer one and those in it, that have had steps
+        self._ends = False
+
+    def before(self, *_: Any) -> None:
+        check_before_step()
+        if self._backwards and self._autograd._current_graph_task_id() == NO_BACKWARD:  # only inner ones
+            self._forward, self._ends = -1, False
+            self._backwards.clear()
+        if not self._backwards and self._forward != self._recorded():
+            self._steps.begin_series()
+
+    def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        ends, backward = self._steps.count_step(optimizer), self._autograd._current_graph_task_id()
+        self._forward = self._recorded()
+        if backward != NO_BACKWARD:
+            self._ends |= ends
+            if backward not in self._backwards:
+                self._backwards.add(backward)
+                self._backward.queue_callback(self._behind_backward)
+        elif ends:
+            self._end_run()
+
+    def _behind_backward(self) -> None:
+        if _is_inner_backward():
+            return
+        ends, self._ends, self._forward = self._ends, False, -1
+        self._backwards.clear()
+        if ends:
+            self._end_run()
+
+    def _recorded(self) -> int:
+        return int(self._autograd._autograd._get_sequence_nr())
+
+
+def _is_inner_backward() -> bool:
+    """Return whether the backward pass that ends now runs inside an operation of another one."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_qualname != "BackwardCFunction.apply":
+        frame = frame.f_back
+    return frame is not None
 
 
 class NamedCalls:

@@ -10,10 +10,10 @@ import typing
 from collections.abc import Callable, Container
 from typing import Annotated, Any, ClassVar, Self, TypeAlias, TypeVar
 
+import msgspec
 from msgspec import Struct, field
 from msgspec.structs import fields, force_setattr, replace
 
-from ..codec import from_json, to_builtins
 from ..errors import RankMismatch
 
 MIXED = "*"  # launches of one run did not all use one candidate; messages were not all of one kind
@@ -227,7 +227,7 @@ class Message(Mergeable, frozen=True, tag_field="kind", tag=MIXED):
 
     def encode(self) -> bytes:
         """Return the message as JSON: the same bytes in whatever order messages were merged."""
-        return json.dumps(to_builtins(self), separators=(",", ":"), sort_keys=True).encode()
+        return json.dumps(msgspec.to_builtins(self), separators=(",", ":"), sort_keys=True).encode()
 
 
 class Opening(Message, frozen=True, tag="open"):
@@ -272,7 +272,7 @@ class RunReport(Message, frozen=True, tag="run"):
 
     def decisive(self) -> dict[str, Any]:
         """Return as data what the next plan follows from: all but facts and offers."""
-        data: dict[str, Any] = to_builtins(replace(self, facts={}, offers={}))
+        data: dict[str, Any] = msgspec.to_builtins(replace(self, facts={}, offers={}))
         return data
 
 
@@ -282,7 +282,7 @@ AnyMessage: TypeAlias = Message | Opening | RunReport
 
 def decode(data: bytes) -> AnyMessage:
     """Return an encoded message."""
-    return from_json(AnyMessage, json.loads(data))  # type: ignore[arg-type]  # of a union
+    return msgspec.convert(json.loads(data), AnyMessage)  # type: ignore[no-any-return]
 
 
 def merge(first: bytes, *others: bytes) -> bytes:

@@ -58,6 +58,7 @@ class SearchState:
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
+        self._has_launched = False  # some rank, in this session
         self._elapsed_s: deque[float] = deque(maxlen=LAST_RUNS)  # at the ends of the last runs
         self._trials_made = self._waits = self._held = 0  # runs of the session
 
@@ -91,7 +92,10 @@ class SearchState:
 
     @property
     def has_work(self) -> bool:
-        return self.run_phase is not None or any(self.unsettled)
+        """Whether runs go on in this session: something is unsettled, or nothing has been launched yet."""
+        may_wait = self.rules.tunes and not (self._has_launched or self.closing)
+        awaits_launch = may_wait and self.runs < STARVED_RUNS[self.rules.mode]
+        return awaits_launch or self.run_phase is not None or any(self.unsettled)
 
     @property
     def tries(self) -> bool:
@@ -197,7 +201,7 @@ class SearchState:
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
-        before = self.runs
+        before, self._has_launched = self.runs, False
         self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
         self._elapsed_s.clear()
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
@@ -307,6 +311,7 @@ class SearchState:
     def _count_run(self, merged: RunReport) -> None:
         """Count a run as a trial, as a wait for a trial's time, or as held until candidates are compiled."""
         self.runs += 1
+        self._has_launched |= bool(merged.launched)
         self._elapsed_s.append(merged.elapsed_s)
         is_new = any(part.announcement for part in merged.parts.values())
         if is_new or any(each.is_on_trial for each in self._trials):

@@ -13,19 +13,17 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ..codec import from_json, parse_json, to_json
-from ..regular_files import read_bounded, replace_whole, require_directory_of
+from ..codec import parse, to_json
 from ..version import __version__
-from .winners import IMPORTED, SCHEMA_VERSION, Entry, Winners
+from .winners import IMPORTED, MAX_BYTES, SCHEMA_VERSION, Entry, Winners, read_bounded, replace_whole
 
 BUNDLE_VERSION = 1  # raise it when fields beside the entries change their meaning
-MAX_BUNDLE_BYTES = 256 << 20
 
 
 class Bundle(Struct, frozen=True, kw_only=True):
     """The contents of a file."""
 
-    bundle: int = BUNDLE_VERSION
+    bundle: int
     schema: int = SCHEMA_VERSION
     package_version: str = __version__
     exported_at: str = ""  # wall clock, ISO 8601, UTC: for people
@@ -48,10 +46,10 @@ def write(path: Path, entries: Iterable[Entry], *, replaces: bool) -> None:
     Raises FileExistsError unless it `replaces` a file that is there, ValueError for more than a bundle holds.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    bundle = Bundle(exported_at=now, entries=tuple(entries))
+    bundle = Bundle(bundle=BUNDLE_VERSION, exported_at=now, entries=tuple(entries))
     content = to_json(bundle, indent=True) + "\n"
-    if len(content.encode()) > MAX_BUNDLE_BYTES:
-        raise ValueError(f"{len(bundle.entries)} entries: more than a bundle's {MAX_BUNDLE_BYTES} bytes")
+    if len(content.encode()) > MAX_BYTES:
+        raise ValueError(f"{len(bundle.entries)} entries: more than a bundle's {MAX_BYTES} bytes")
     write_whole(path, content, replaces=replaces)
 
 
@@ -61,7 +59,8 @@ def write_whole(path: Path, content: str, *, replaces: bool) -> None:
     Raises FileExistsError unless it `replaces` one, IsADirectoryError where a directory is, FileNotFoundError
     where its own is not.
     """
-    require_directory_of(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: {path.parent} is no directory; make it first")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file in it, such as {path / 'winners.json'}")
     if path.exists() and not replaces:
@@ -71,11 +70,11 @@ def write_whole(path: Path, content: str, *, replaces: bool) -> None:
 
 def read(path: Path) -> list[Entry]:
     """Return the entries of a bundle; a ValueError says what is wrong with it, and with which entry."""
-    data = parse_json(read_bounded(path, MAX_BUNDLE_BYTES), SCHEMA_VERSION)
-    if data.get("bundle") != BUNDLE_VERSION:
-        raise ValueError(f"not a bundle of version {BUNDLE_VERSION}: bundle={data.get('bundle')!r}")
+    bundle = parse(read_bounded(path, MAX_BYTES), Bundle, SCHEMA_VERSION)
+    if bundle.bundle != BUNDLE_VERSION:
+        raise ValueError(f"not a bundle of version {BUNDLE_VERSION}: bundle={bundle.bundle!r}")
     entries: dict[str, Entry] = {}
-    for number, entry in enumerate(from_json(Bundle, data).entries):
+    for number, entry in enumerate(bundle.entries):
         if entry.key.digest in entries:
             raise ValueError(f"entry {number}: a second one for {entry.title}")
         entries[entry.key.digest] = entry

@@ -21,14 +21,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import msgspec
 from msgspec.structs import replace
 
-from ..codec import digest, from_json, parse_json, to_builtins, to_json
+from ..codec import digest, parse, to_json
 from ..errors import CacheWarning
 from ..search.messages import EXACT, EXPLAINED, INEXACT, Crash, Opening
 from .winners import Winners, safe_name
 
 SCHEMA_VERSION = 4
+OLD_DAYS = 30  # a guard that no start of its function has taken over meanwhile goes
 FOLDER = "crash-guard"  # in the cache's directory
 _OWNED: set[Path] = set()  # files that this process has locked: closing one a second time would unlock it
 
@@ -55,10 +57,11 @@ class CrashGuard:
         if self._path is not None and self._file is None and os.getpid() == self._pid:
             try:
                 with contextlib.suppress(OSError):
+                    remove_abandoned(self._path.parents[1], but=self._path, days=OLD_DAYS)
                     self._file = _lock(self._path)
                     if self._file is not None:
                         line = os.pread(self._file, 1 << 20, 0).partition(b"\n")[0]
-                        self._crashes = from_json(Opening, parse_json(line, SCHEMA_VERSION)).crashes
+                        self._crashes = parse(line, Opening, SCHEMA_VERSION).crashes
             except ValueError as error:
                 text = f"Ignored {self._path}: {error}. Nothing is banned for an earlier crash."
                 warnings.warn(text, CacheWarning, stacklevel=2)
@@ -135,7 +138,7 @@ class CrashGuard:
         if suspects or kind == EXPLAINED:
             crashes[self._session] = Crash(self._rank, self._run, now, kind, suspects)
         opening = Opening(self._rank, crashes=crashes)
-        data = to_json({"schema": SCHEMA_VERSION, **to_builtins(opening)}).encode() + b"\n"
+        data = to_json({"schema": SCHEMA_VERSION, **msgspec.to_builtins(opening)}).encode() + b"\n"
         try:
             if self._file is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,12 +174,12 @@ def _remove(path: Path, file: int) -> None:
     _OWNED.remove(path)
 
 
-def remove_abandoned(cache: Path) -> int:
-    """Delete the crash guards of dead processes; return their number."""
-    count = 0
+def remove_abandoned(cache: Path, *, but: Path | None = None, days: float = 0.0) -> int:
+    """Delete the crash guards of dead processes, written so many days ago; return their number."""
+    count, before = 0, time.time() - days * 86400
     for path in (cache / FOLDER).glob("*-rank-*.json"):
         with contextlib.suppress(OSError):
-            if (file := _lock(path)) is not None:
+            if path != but and path.stat().st_mtime <= before and (file := _lock(path)) is not None:
                 _remove(path, file)
                 count += 1
     return count

@@ -14,24 +14,24 @@ import math
 import os
 import re
 import shutil
+import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from ..codec import digest, from_json, parse_json, to_builtins, to_json
+from ..codec import digest, parse, to_json
 from ..errors import CacheWarning
 from ..formatting import context_label
-from ..regular_files import read_bounded, replace_whole
 
 SCHEMA_VERSION = 2  # raise it when the fields of EntryKey or their meaning change
 LOCK_S = 10.0  # the longest wait for the directory's lock
-MAX_ENTRY_BYTES = 16 << 20  # the largest of any use holds thousands of candidates in one of them
+MAX_BYTES = 256 << 20  # of a file that is read
 # In it a folder for each function, with an empty file for each entry that it uses, and for each lineage.
 LAUNCHED = "launched"
 BEST = 3  # candidates of an entry that are raced again after an upgrade
@@ -134,10 +134,13 @@ _FAULTS: dict[Path | None, _Faults] = {}  # by directory: many functions use one
 
 
 class Winners:
-    """The entries of one directory; without a directory everything is a miss and nothing is stored."""
+    """The entries of one directory; without a directory everything is a miss and nothing is stored.
 
-    def __init__(self, directory: Path | None) -> None:
-        self.directory = directory
+    tunes: what is missed is tuned again, which a warning says.
+    """
+
+    def __init__(self, directory: Path | None, *, tunes: bool = False) -> None:
+        self.directory, self._tunes = directory, tunes
         self._faults = _FAULTS.setdefault(directory, _Faults())
 
     def get(self, key: EntryKey) -> Entry | None:
@@ -189,6 +192,17 @@ class Winners:
                 reason = f"{self._faults.without_lock}. Wrote without it."
                 self._warn(f"No lock on the cache in {self.directory}: {reason}")
 
+    def remove(self, entries: Iterable[Entry]) -> None:
+        """Delete entries, and the folders that name no other."""
+        if self.directory is not None:
+            with self._lock(self.directory):
+                for entry in entries:
+                    for path in (self.directory, *(self.directory / LAUNCHED).glob("*")):
+                        (path / entry.key.file_name).unlink(missing_ok=True)
+                for folder in (self.directory / LAUNCHED).glob("*"):
+                    with contextlib.suppress(OSError):  # it is not empty
+                        folder.rmdir()
+
     def clear(self) -> int:
         """Delete every entry, damaged ones too, and return how many there were."""
         files = _entry_files(self.directory)
@@ -201,8 +215,9 @@ class Winners:
 
     def _replace(self, path: Path, entry: Entry) -> None:
         temporary = f"{os.urandom(4).hex() if self._faults.without_lock else 'entry'}.tmp"
-        text = to_json({"schema": SCHEMA_VERSION, **to_builtins(entry)}, indent=True) + "\n"
-        replace_whole(path, temporary, text)
+        replace_whole(
+            path, temporary, to_json({"schema": SCHEMA_VERSION, **asdict(entry)}, indent=True) + "\n"
+        )
 
     @contextlib.contextmanager
     def _lock(self, directory: Path) -> Iterator[None]:
@@ -218,13 +233,13 @@ class Winners:
 
     def _read(self, path: Path) -> Entry | None:
         try:
-            entry = from_json(Entry, parse_json(read_bounded(path, MAX_ENTRY_BYTES), SCHEMA_VERSION))
+            entry = parse(read_bounded(path, MAX_BYTES), Entry, SCHEMA_VERSION)
             if entry.key.file_name != path.name:
                 raise ValueError(f"its content belongs in {entry.key.file_name}")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            self._warn(f"Ignored {path}: {error}. Tuning again.")
+            self._warn(f"Ignored {path}: {error}.{' Tuning again.' if self._tunes else ''}")
             return None
         return entry
 
@@ -237,6 +252,29 @@ class Winners:
         if (about or text) not in self._faults.warned:
             self._faults.warned.add(about or text)
             warnings.warn(text, CacheWarning, stacklevel=3)
+
+
+def read_bounded(path: Path, limit_bytes: int) -> bytes:
+    """Return the content of a file; a ValueError for what is none, or is larger."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("not a regular file")  # a pipe would be waited for
+    if status.st_size > limit_bytes:
+        raise ValueError(f"larger than {limit_bytes} bytes")
+    return path.read_bytes()
+
+
+def replace_whole(path: Path, temporary: str, text: str) -> None:
+    """Replace a file, by one of that name beside it: a full disk or a killed writer leaves no half of it."""
+    beside = path.with_name(temporary)
+    beside.unlink(missing_ok=True)  # whatever it is: a link is not followed, a pipe not waited for
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(beside, path)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def safe_name(name: str) -> str:

@@ -85,7 +85,7 @@ class FunctionState:
     """
 
     def __init__(self, function: FunctionSetup, note: Callable[[str], None]) -> None:
-        disk = Winners(function.options.resolved_cache_dir())
+        disk = Winners(function.options.resolved_cache_dir(), tunes=function.tunes)
         self.function, self._note = function, note
         self.known = KnownResults(function, disk, self._new_search())
         self.results = Results(self.known)

@@ -57,7 +57,6 @@ from .rows import (
     RowsLaunch,
     RowsShape,
     Tail,
-    addresses_of,
     candidate,
     end_row,
     prune,
@@ -327,7 +326,7 @@ def open_mail(
     """Allocate the mail of calls with up to m rows of n columns; collective."""
     device, world = memory.device, memory.world_size
     mail = memory.allocate((2, world, min(m, MOST_ROWS), n // elements_of_word(dtype)), torch.int64)
-    table = memory.hold(addresses_of(mail))
+    table = memory.hold(mail.addresses())
     ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=device))
     lost = memory.hold(torch.zeros(1, dtype=torch.int32, device=device))
     return MailMemory(table, mail.local, ticket, lost, errors)

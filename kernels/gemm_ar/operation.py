@@ -52,7 +52,7 @@ from ..tensors import (
 )
 from . import low_latency, pull, sending
 from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS
-from .rows import MOST_COLUMNS_OF_NORM, Ends, RowsLaunch, addresses_of
+from .rows import MOST_COLUMNS_OF_NORM, Ends, RowsLaunch
 from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, OVERLAPPED_FROM, TWO_SHOT, WAYS, Ways
 
 EPS = 1e-6
@@ -146,7 +146,7 @@ class GemmAllReduce(Operation):
         words = memory.allocate((WORDS, world), torch.int64)
         ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=self.device))
         self._table_of_parts, self._table_of_sums, table_of_words = (
-            memory.hold(addresses_of(each)) for each in (self._parts, self._sums, words)
+            memory.hold(each.addresses()) for each in (self._parts, self._sums, words)
         )
         self._own_table = memory.hold(self._table_of_parts[self.rank :].clone())
         self._own_table.points_to = (self._parts.local,)  # type: ignore[attr-defined]

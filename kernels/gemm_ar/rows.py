@@ -19,7 +19,6 @@ import triton.language as tl
 from ..configs import INTERPRETED, not_too_large
 from ..gemm.configs import class_of_rows
 from ..launches.settled import SettledLaunches, ShapeLaunch
-from ..symm import SymmetricTensor
 
 WARPS_OF_NORM = (1, 2, 4, 8, 16, 32)
 MOST_COLUMNS_OF_NORM = 32768  # above half of it registers spill
@@ -175,11 +174,3 @@ class RowsLaunch:
         if residual is None or norm_weight is None or sums is None:  # the kernel knows which are none
             ends = tuple([out if each is None else each for each in ends])  # type: ignore[assignment]
         self._launch((), ends, (patience_ticks, eps))
-
-
-def addresses_of(tensor: SymmetricTensor) -> torch.Tensor:
-    """Return the int64 [W] table of where each rank's part lies; it keeps them mapped."""
-    pointers = [peer.data_ptr() for peer in tensor.peers]
-    table = torch.tensor(pointers, dtype=torch.int64, device=tensor.local.device)
-    table.points_to = tensor.peers  # type: ignore[attr-defined]
-    return table

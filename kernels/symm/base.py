@@ -20,6 +20,13 @@ class SymmetricTensor:
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]  # by rank; the own entry is `local`
 
+    def addresses(self) -> torch.Tensor:
+        """Return the int64 [W] table of where each rank's part lies; it keeps them mapped."""
+        pointers = [peer.data_ptr() for peer in self.peers]
+        table = torch.tensor(pointers, dtype=torch.int64, device=self.local.device)
+        table.points_to = self.peers  # type: ignore[attr-defined]
+        return table
+
 
 class SideStream(Protocol):
     """A queue of copies and signals that runs beside the caller's own work."""

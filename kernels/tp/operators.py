@@ -30,6 +30,7 @@ from ..exchange.operation import Operation
 from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
 from ..tensors import FP8
+from .ordering import keep_in_order
 from .registry import announce_none, opened, size_of
 
 library = torch.library.Library("dist_autotune", "FRAGMENT")
@@ -305,10 +306,9 @@ def register(
     `keep` sets up the context that `gradients` is given. meets_peers: ranks that call it wait for all others.
     """
     library.impl(name, compute, "CompositeExplicitAutograd")
+    if meets_peers:
+        shapes = keep_in_order(library, name, shapes)
     torch.library.register_fake(f"dist_autotune::{name}", shapes, lib=library)
-    if meets_peers:  # also where a rank reads no result, and its graph would drop the call
-        for operator in (getattr(_ops, name), getattr(_ops, name).default):
-            torch.fx.node.has_side_effect(operator)
     if gradients is not None:
         torch.library.register_autograd(f"dist_autotune::{name}", gradients, setup_context=keep, lib=library)
 

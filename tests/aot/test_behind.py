@@ -276,7 +276,7 @@ def test_ranks_try_a_candidate_when_the_slowest_has_it(device, compiler, tmp_pat
 def test_a_session_that_is_dropped_ends_the_compilers_of_all_ranks(device, compiler, tmp_path):
     def program(rank: int) -> list[int]:
         compiler.behaves({64: "wait"})
-        step = stepping(kernel(GOOD, 64), is_dist=True)
+        step = stepping(kernel(GOOD, 64), is_dist=True, timeout_s=10.0)
         begin(step, compiler)
         arrive(tmp_path, rank, 2)
         if rank == 1:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from triton.runtime.errors import OutOfResources
 
-from dist_autotune.compilation.child import Ending, run_in_child
+from dist_autotune.compilation.child import Ending, run_in_child, wait_for
 
 
 def ending(work: Callable[[], Any], limit_s: float = 60.0, **options: Any) -> Ending | None:
-    return run_in_child(work, limit_s, **options)
+    return wait_for(run_in_child(work, limit_s, **options))
 
 
 def raise_(error: BaseException) -> None:
@@ -77,6 +77,18 @@ def test_no_garbage_is_collected_in_a_child_even_when_it_is_due(monkeypatch):
         assert gc.isenabled()
     finally:
         gc.set_threshold(*thresholds)
+
+
+def test_a_fork_that_a_hook_refuses_for_a_moment_is_tried_again(monkeypatch):
+    fork, refusals = os.fork, [RuntimeError("os.fork is unsafe while another thread forks")] * 2
+
+    def refused_twice() -> int:
+        if refusals:
+            raise refusals.pop()
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refused_twice)
+    assert ending(list) == Ending()
 
 
 def test_the_telling_line_of_what_the_compiler_said_is_the_reason(capfd):

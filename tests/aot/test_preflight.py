@@ -10,6 +10,7 @@ import json
 import weakref
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import triton
@@ -30,7 +31,6 @@ from candidates import (
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dist_autotune import NoValidConfig
-from dist_autotune.codec import from_json
 from dist_autotune.compilation.preflight import plan
 from dist_autotune.logs.records import Preflighted
 from dist_autotune.logs.writer import LogLines
@@ -170,7 +170,7 @@ def test_log_and_report_say_where_the_binaries_came_from(device, tmp_path):
     tuned_kernel(kernel(GOOD, ASSERTED, 64, TOO_LARGE), log_dir=str(tmp_path / "logs"))()
     records = [json.loads(line) for line in Path("logs/rank-0.jsonl").read_text().splitlines()]
     (written,) = [record for record in records if record["event"] == "preflighted"]
-    record = from_json(Preflighted, written)
+    record = msgspec.convert(written, Preflighted)
     assert (record.compiled, record.from_peers, record.cached, record.failed) == (1, 0, 1, 1)
     assert record.seconds > 0
     assert "preflighted: compiled 1, from_peers 0, cached 1, failed 1" in LogLines().line(record)

@@ -89,3 +89,18 @@ def test_configs_with_a_hook_have_no_such_file(device, tmp_path):
         "Left out square[float16, float32]: stock Triton keeps no file of it: a config has a" in result.stderr
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_files_are_overwritten_if_asked_for_only(device, tmp_path):
+    kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in (SLOW, FAST)], [])(square)
+    chosen = {"clock": Clock(device), "n_warmup": 0, "n_repeat": 1, "log_dir": None, "progress": False}
+    contextual_autotune(lambda: kernel[(1,)](X, Y), **chosen)()
+    export = ["cache", "export", "--format", "triton", str(tmp_path / "out")]
+    assert CliRunner().invoke(app, export).exit_code == 0
+    (file,) = (tmp_path / "out").glob("*/*.autotune.json")
+    file.write_text("mine")
+    refused = CliRunner().invoke(app, export)
+    assert (refused.exit_code, file.read_text()) == (2, "mine")
+    assert refused.stderr == f"{file} is there already, 1 in all: --replace writes over them.\n"
+    assert CliRunner().invoke(app, [*export, "--replace"]).exit_code == 0
+    assert file.read_text() != "mine"

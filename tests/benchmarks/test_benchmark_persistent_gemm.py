@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from programs import torchrun
 
-PROGRAM, ADD = (f"benchmarks.{name}" for name in ("persistent_gemm", "elementwise_add"))
+PROGRAM, ADD = (f"benchmarks.{name}" for name in ("persistent_gemm", "operations.elementwise_add"))
 
 
 def arms_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -45,6 +45,17 @@ IN_STEP = {f"{pick}, step" for pick in PICKS} | {f"{pick}, GEMM" for pick in PIC
 ROUNDED, ONE_ROUNDING = ("--dtype", "fp16"), 1e-3
 OF_EXPERTS = ("--hidden", "16", "--ffn", "32", "--experts", "2", "--tokens", "12", "--zipf", "1.2", *ROUNDED)
 BENCHMARKS = {
+    "ep": Times(
+        {
+            f"{name}{part}"
+            for name in ("ours", "all-to-all")
+            for part in ("", ", dispatch", ", dispatch and combine")
+        }
+        | {"all-gather"},
+        ("--tokens", "6", "--experts", "4", *ROUNDED),
+        ONE_ROUNDING,
+        frozenset({"gather_rows", "return_rows", "send_tokens", "sum_rows"}),
+    ),
     "gemm_rs": Times(
         {"ours", "ours, fp8", "GEMM + gloo", "own GEMM + gloo", "GEMM", "gloo scatter"},
         ("--fp8",),
@@ -80,7 +91,7 @@ BENCHMARKS = {
         tuned=frozenset({"plain_gemm"}),
         ranks=1,
     ),
-    "elementwise_add": Times({"copy", "torch.add", "ours"}, most_error=0.0, ranks=1),
+    "operations.elementwise_add": Times({"copy", "torch.add", "ours"}, most_error=0.0, ranks=1),
 }
 
 

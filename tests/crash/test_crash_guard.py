@@ -224,7 +224,7 @@ def test_a_candidate_that_kills_the_process_as_it_is_loaded_is_the_one_to_blame(
         (lambda text: text.replace('"crashes"', '"crashes', 1), "damaged JSON"),
         (lambda text: text.replace('"schema":4', '"schema":99', 1), "schema 99, expected 4"),
         (lambda text: "{", "damaged JSON"),
-        (lambda text: "[]\n", "no schema version"),
+        (lambda text: "[]\n", "Expected `object`"),
         (
             lambda text: text.replace('"suspects":{', '"suspects":3,"others":{', 1),
             r"got `int` - at `\$\.crashes\[\.\.\.\]\.suspects",

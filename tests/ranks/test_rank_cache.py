@@ -14,10 +14,9 @@ from msgspec import structs
 from operation_runs import on_ranks
 from rank_programs import blocks_of, own_cache, statuses_of, tune, tune_on_disk
 
-from dist_autotune.regular_files import read_bounded
 from dist_autotune.storage import bundle
 from dist_autotune.storage import winners as cache_module
-from dist_autotune.storage.winners import LAUNCHED, EntryKey, Winners
+from dist_autotune.storage.winners import LAUNCHED, EntryKey, Winners, read_bounded
 from ranks import assert_all_ok, run_ranks
 
 

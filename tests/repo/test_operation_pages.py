@@ -77,8 +77,21 @@ def run_moe(rank: int) -> None:
         assert_close(y, summed_part(expected, rank))
 
 
-@pytest.mark.parametrize(
-    "run", [run_ag_gemm, run_gemm_rs, run_gemm_ar, run_moe], ids=lambda run: run.__name__
-)
+def run_ep(rank: int) -> None:
+    x, topk_weights = torch.randn(TOKENS, K), torch.rand(TOKENS, TOPK)
+    topk_ids = torch.stack([torch.randperm(EXPERTS)[:TOPK] for _ in range(TOKENS)])
+    torch.manual_seed(0)
+    weights = torch.randn(EXPERTS, K, K)
+    sizes = {"tokens_per_rank": TOKENS, "hidden": K, "experts": EXPERTS, "topk": TOPK, "dtype": torch.float32}
+    given = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "weight": weights.chunk(WORLD)[rank]}
+    multiply = lambda rows, weight, ends: torch.nn.functional.grouped_mm(rows, weight, offs=ends)  # noqa: E731
+    y = run_page("ep", sizes | given | {"multiply": multiply})["y"]
+    assert_close(y, torch.einsum("tk,tjkn,tj->tn", x, weights[topk_ids], topk_weights))
+
+
+OPERATIONS = [run_ag_gemm, run_gemm_rs, run_gemm_ar, run_moe, run_ep]
+
+
+@pytest.mark.parametrize("run", OPERATIONS, ids=lambda run: run.__name__)
 def test_the_program_of_a_page_computes_what_plain_torch_does(run: Any) -> None:
     assert_all_ok(run_ranks(run, WORLD))

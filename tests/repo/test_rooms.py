@@ -65,7 +65,6 @@ TUNER = Package(
         "errors",
         "formatting",
         "options",
-        "regular_files",
         "settings",
         "tables",
         "version",
@@ -77,7 +76,7 @@ KERNELS = Package(
     ROOT / "kernels",
     (
         ("tp",),
-        ("gemm_ar",),
+        ("ep", "gemm_ar"),
         ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
         ("gemm", "exchange"),
         ("launches", "symm"),

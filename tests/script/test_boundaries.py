@@ -4,41 +4,125 @@ import sys
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from dist_autotune.errors import InvalidOption
-from dist_autotune.script.boundaries import STEPS_OF_OTHERS, NamedCalls, OptimizerSteps
+from dist_autotune.script.boundaries import SERIES_OF_OTHERS, NamedCalls, OptimizerSteps
 
 
 class Optimizer:
     """A stand-in, of which a step is counted by hand."""
 
 
-def ends(boundary: OptimizerSteps, *optimizers: Optimizer) -> list[bool]:
-    return [boundary.count_step(optimizer) for optimizer in optimizers]
+def ends(boundary: OptimizerSteps, *series: str | list[Optimizer]) -> list[list[bool]]:
+    """Return for each step of each series whether a run ends with it."""
+    return [
+        [boundary.begin_series() or boundary.count_step(each) for each in steps[:1]]
+        + [boundary.count_step(each) for each in steps[1:]]
+        for steps in series
+    ]
 
 
 def test_a_run_ends_with_each_step_of_the_optimizer_that_steps_first():
-    first, second = Optimizer(), Optimizer()
-    assert ends(OptimizerSteps(), first, second, first, second, second, first) == [1, 0, 1, 0, 0, 1]
+    a, b = Optimizer(), Optimizer()
+    assert ends(OptimizerSteps(), [a], [b], [a, b], [b], [a]) == [[1], [0], [1, 0], [0], [1]]
+
+
+def test_several_steps_of_a_training_step_end_one_run_with_the_last_as_soon_as_it_is_known():
+    a, b = Optimizer(), Optimizer()
+    boundary = OptimizerSteps()
+    assert ends(boundary, [a] * 4, [a] * 4) == [[1, 0, 0, 0], [0, 0, 0, 1]]
+    assert ends(boundary, [a, b, a], [a, a]) == [[0, 0, 0], [0, 1]]  # fewer than before: one run for two
+    assert ends(boundary, [a] * 3, [a] * 2, [a] * 3) == [[0, 1, 0], [0, 1], [0, 1, 0]]
+
+
+def test_as_many_optimizers_as_there_are_parameters_end_one_run():
+    each = [Optimizer() for _ in range(50)]
+    assert [sum(ended) for ended in ends(OptimizerSteps(), *[each] * 40)] == [1] * 40
 
 
 def test_an_optimizer_that_steps_long_without_the_first_takes_its_place():
-    boundary, first, second = OptimizerSteps(), Optimizer(), Optimizer()
-    ends(boundary, first)
-    assert ends(boundary, *[second] * (STEPS_OF_OTHERS + 2)) == [0] * STEPS_OF_OTHERS + [1, 1]
-    assert ends(boundary, first, second) == [0, 1]
+    boundary, a, b = OptimizerSteps(), Optimizer(), Optimizer()
+    ends(boundary, [a])
+    found = ends(boundary, *[[b]] * (SERIES_OF_OTHERS + 2))
+    assert found == [[0]] * SERIES_OF_OTHERS + [[1], [1]]
+    assert ends(boundary, [a], [b]) == [[0], [1]]
+
+
+def test_an_optimizer_that_is_gone_leads_no_longer():
+    boundary, a, b = OptimizerSteps(), Optimizer(), Optimizer()
+    ends(boundary, [a])
+    del a
+    assert ends(boundary, [b], [b]) == [[1], [1]]
+
+
+@pytest.fixture
+def ended():
+    """What has happened, while steps of torch's optimizers are watched: names, and the ends of runs."""
+    events: list[str] = []
+    with OptimizerSteps().watched(lambda: events.append("end")):
+        yield events
+
+
+def parameter() -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    return weight
 
 
 def test_steps_of_torchs_optimizers_end_runs_while_they_are_watched():
-    ended: list[None] = []
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
+    events: list[str] = []
+    weight = parameter()
     optimizer = torch.optim.SGD([weight], lr=0.1)
-    with OptimizerSteps().watched(lambda: ended.append(None)):
-        optimizer.step()
-        optimizer.step()
+    with OptimizerSteps().watched(lambda: events.append("end")):
+        for _ in range(2):
+            weight.sum().backward()
+            optimizer.step()
     optimizer.step()
-    assert len(ended) == 2
+    assert events == ["end"] * 2
+
+
+def test_steps_without_a_forward_pass_between_them_are_one_end(ended):
+    weight, other = parameter(), parameter()
+    optimizer = torch.optim.SGD([{"params": [weight]}, {"params": [other]}], lr=0.1)
+    groups = optimizer.param_groups
+    for step in range(3):
+        ended.append(f"forward {step}")
+        (weight + other).sum().backward()
+        for group in groups:
+            optimizer.param_groups = [group]
+            optimizer.step()
+            with torch.no_grad():
+                (group["params"][0].grad * 2).norm()
+            optimizer.zero_grad()
+    assert ended == ["forward 0", "end", "forward 1", "end", "forward 2", "end"]
+
+
+def stepping_in_backward(weight: torch.nn.Parameter, events: list[str], name: str) -> None:
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(_: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        events.append(name)
+
+    weight.register_post_accumulate_grad_hook(step)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_steps_inside_a_backward_pass_end_one_run_behind_it(ended, use_reentrant):
+    first, inner, last = parameter(), parameter(), parameter()
+    for name, weight in {"first": first, "inner": inner, "last": last}.items():
+        stepping_in_backward(weight, ended, name)
+    for _ in range(20):
+        ended.clear()
+        x = checkpoint(lambda x: (x * inner).sin(), first * 2, use_reentrant=use_reentrant)
+        (x * last).sum().backward()
+        assert ended == ["last", "inner", "first", "end"]
+    ended.clear()
+    first.grad = torch.ones(2)
+    torch.optim.SGD([first], lr=0.1).step()  # another one, that does not lead
+    assert ended == []
 
 
 MODULE = """

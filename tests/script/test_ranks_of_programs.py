@@ -81,6 +81,41 @@ def test_a_rank_without_a_launch_has_a_part_in_all_runs():
     assert "1 context in 3 runs on 2 ranks" in results[0].stderr
 
 
+STEPS_OF_MANY_KINDS = """
+from torch.utils.checkpoint import checkpoint
+
+launched = []  # the config of each forward pass and of each recomputation
+model.second.register_forward_pre_hook(lambda *_: launched.append(scale_kernel.best_config.kwargs["BLOCK"]))
+parameters = list(model.parameters())
+if rank == 0:  # in the backward pass, an optimizer for each parameter
+    optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in parameters}
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+else:  # one that steps once for each group
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters], lr=0.01)
+for x, y in batches(rank, 14):
+    launched.clear()
+    out = checkpoint(model, x, use_reentrant=False)
+    torch.nn.functional.mse_loss(out, y).backward()
+    assert len(launched) == 2 and len(set(launched)) == 1, launched
+    if rank == 1:
+        groups = optimizer.param_groups
+        for group in groups:
+            optimizer.param_groups = [group]
+            optimizer.step()
+        optimizer.param_groups = groups
+        optimizer.zero_grad()
+"""
+
+
+def test_ranks_with_steps_in_backward_and_several_steps_a_step_make_the_same_runs():
+    assert_all_ok(start(STEPS_OF_MANY_KINDS))
+    assert_agreed()
+    runs = [len(records(RunStarted, rank=rank)) for rank in range(2)]
+    assert runs[0] == runs[1]
+    assert [len(records(SessionOpened, rank=rank)) for rank in range(2)] == [1, 1]
+
+
 def test_a_group_that_is_made_anew_is_tuned_anew_with_all_its_ranks():
     again = (
         "init_method=f'file://{os.getcwd()}/store', rank=rank, world_size=2"  # no key of the first group's

@@ -112,16 +112,6 @@ def test_an_export_overwrites_nothing_unless_asked_for(tmp_cache: Path) -> None:
     assert "away is no directory; make it first" in run("export", "away/all.json").stderr
 
 
-def test_files_of_other_tools_overwrite_nothing_unless_asked_for(bench: Any, kernel: Any) -> None:
-    bench.tune(lambda: launch(kernel, numbers()))()
-    assert "Wrote 1 file for 1 entry to out." in run("export", "out", "--format", "fla").stdout
-    Path("out/add.json").write_text("mine")
-    result = run("export", "out", "--format", "fla")
-    assert (result.exit_code, Path("out/add.json").read_text()) == (2, "mine")
-    assert result.stderr == "out/add.json is there already, 1 in all: --replace writes over them.\n"
-    assert run("export", "out", "--format", "fla", "--replace").exit_code == 0
-
-
 def test_from_a_bundle_the_next_machine_tries_nothing(bench: Any, tmp_path: Path, monkeypatch: Any) -> None:
     kernel = bench.kernel({16: 3.0, 32: 1.0})
     bench.tune(lambda: [launch(kernel, numbers(n)) for n in (64, 1024)])()

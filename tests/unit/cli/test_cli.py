@@ -1,11 +1,13 @@
 """The command line: what it prints, and that a mistake is one line with the next step and exit code 2."""
 
+import datetime
 import json
 import os
 from pathlib import Path
 
 import pytest
 from example_files import CONFIGS, KEY, entry, write_session
+from msgspec import structs
 from typer.testing import CliRunner, Result
 
 from dist_autotune.cli.commands import app
@@ -44,10 +46,6 @@ def test_report_lists_every_session_and_shows_the_newest_or_all(tmp_path: Path) 
 
 HOSTILE = {
     "nesting": b"[" * 5000 + b"\n",
-    "nesting in a record": b'{"schema":1,"event":"merged","session":"s1","rank":0,"run":0,"payload":{"kind":'
-    + b"[" * 400
-    + b"]" * 400
-    + b"}}\n",
     "a lone surrogate": b'{"schema":1,"event":"note","session":"s1","rank":0,"text":"a \\udcff b"}\n',
 }
 
@@ -68,10 +66,7 @@ def test_no_line_of_a_log_and_no_pipe_among_the_logs_stops_a_command(tmp_path, c
     shown = (tmp_path / "all.html").read_text() if "--html" in command else result.stdout
     assert "rank-2.jsonl" in shown
     assert "not a regular file" in shown
-    if line != HOSTILE["a lone surrogate"]:
-        assert "damaged" in shown
-    elif command[0] == "report":
-        assert "a \\udcff b" in shown
+    assert "1 x " in shown
 
 
 def test_report_as_json_holds_what_the_program_can_ask_for(tmp_path: Path) -> None:
@@ -110,7 +105,7 @@ def test_cache_list_tells_of_damaged_files_and_lists_the_rest(tmp_cache: Path) -
     result = run("cache", "list")
     assert result.exit_code == 0
     assert "matmul" in result.stdout
-    assert result.stderr == f"Ignored {damaged}: empty file. Tuning again.\n"
+    assert result.stderr == f"Ignored {damaged}: damaged JSON.\n"
 
 
 @pytest.mark.parametrize("name", ["matmul", KEY.digest[:6], KEY.file_name], ids=["kernel", "digest", "file"])
@@ -119,8 +114,25 @@ def test_cache_show_prints_an_entry_as_json(tmp_cache: Path, name: str) -> None:
     Winners(tmp_cache).put(entry(kernel="add"))
     result = run("cache", "show", name)
     shown = json.loads(result.stdout)
-    assert (shown["key"]["kernel"], shown["timings"]) == ("matmul", {"BLOCK=64": "inf", "BLOCK=128": 0.25})
+    assert list(shown)[:2] == ["config", "ms"]
+    assert (shown["key"]["kernel"], shown["timings"]) == ("matmul", {"BLOCK=64": 0.5, "BLOCK=128": 0.25})
     assert result.stderr == f"{tmp_cache / KEY.file_name}\n"
+
+
+def test_cache_clear_takes_kernel_key_and_age(tmp_cache: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    new = structs.replace(entry(kernel="add", key="64"), created_at=now)
+    Winners(tmp_cache).put(new, entry(kernel="add", key="4096"), entry(key="8192"))
+
+    def left(*arguments: str) -> set[str]:
+        assert run("cache", "clear", "--yes", *arguments).exit_code == 0
+        return {each.title for each in Winners(tmp_cache).entries()}
+
+    assert left("--kernel", "div") == {"add[64]", "add[4096]", "matmul[8192]"}
+    assert left("--kernel", "add", "--older-than", "30") == {"add[64]", "matmul[8192]"}
+    assert left("--key", "81") == {"add[64]"}
+    assert run("cache", "clear", "--kernel", "add", answer="n\n").exit_code == 1
+    assert left("--kernel", "add") == set()
 
 
 def test_cache_clear_asks_first(tmp_cache: Path) -> None:
@@ -142,7 +154,7 @@ MISTAKES = {
     "report logs --html away/all": ["No such file or directory: 'away/all'"],
     "report nowhere": ["There is no directory nowhere", "dist-autotune report DIR"],
     "report empty": ["holds no records", "dist-autotune report DIR"],
-    "report garbage": ["skipped 2 lines: 2 x damaged"],
+    "report garbage": ["skipped 2 lines: 2 x damaged JSON"],
     "report DIST_AUTOTUNE_LOGDIR=logs": ["DIST_AUTOTUNE_LOGDIR"],
     "cache show add": ["No entry of 'add'", "dist-autotune cache list"],
 }

@@ -1,16 +1,16 @@
 """Logs: what is in the files, that nothing in them is lost or torn, and what they cost."""
 
-import json
 import os
 import signal
 import typing
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from example_files import session_records, write_session
 
-from dist_autotune.codec import from_json, to_json
+from dist_autotune.codec import to_json
 from dist_autotune.logs import records
 from dist_autotune.logs.records import describe_skipped, read_records
 from dist_autotune.logs.writer import LogLines, SessionLog
@@ -56,7 +56,7 @@ def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Rec
     )
     record = known[kind]
     assert "\n" not in LogLines().line(record)
-    assert from_json(kind, json.loads(to_json(record))) == record
+    assert msgspec.json.decode(to_json(record), type=kind) == record
 
 
 def test_logs_stay_in_one_place_when_the_working_directory_changes(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """elementwise_add against torch.add and the bandwidth of a copy, on one GPU.
 
-    ./launch.sh --nproc 1 -m benchmarks.elementwise_add [--rows R] [--columns C]
+    ./launch.sh --nproc 1 -m benchmarks.operations.elementwise_add [--rows R] [--columns C]
                                                         [--dtype fp32|fp16|bf16]
 
 The rate of a sum counts two reads and one write, that of the copy one of each. The tensors are larger than

@@ -1,0 +1,78 @@
+"""That the kernels of ExpertParallel compile, spill nothing, and count behind their stores."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from compiled import CDNA3, HOPPER, check_fits, compile_for, order_of
+
+from dist_autotune.kernels.ep import kernels
+
+HALVES = ("x_ptr", "rows_ptr", "tokens_ptr", "choices_ptr", "grad_ptr", "out_ptr")
+OTHERS = {
+    **dict.fromkeys(("given_ids_ptr", "tables_ptr", "errors_ptr"), "*i64"),
+    **dict.fromkeys(("given_weights_ptr", "weights_ptr", "dots_ptr"), "*fp32"),
+    **dict.fromkeys(("ids_ptr", "counts_ptr", "flags_ptr", "state_ptr", "found_ptr"), "*i32"),
+    **dict.fromkeys(("sources_ptr", "places_ptr", "offsets_ptr"), "*i32"),
+}
+NUMBERS = ("size_class", "T", "most_tokens", "experts", "rank", "length", "capacity", "patience_ticks")
+STRIDES = ("stride_x", "stride_rows", "stride_grad")
+OF_ROW = {"H": 7168, "K": 8, "WORLD": 4, "BLOCK": 4096}
+OF_POSITIONS = {"K": 8, "WORLD": 4, "RANKS": 4, "BLOCK": 1024}
+MORE = {
+    "send_tokens": {**OF_ROW, "WEIGHTED": True, "CHOICES": 8},
+    "count_choices": OF_POSITIONS,
+    "place_choices": {**OF_POSITIONS, "SEGMENTS": 16, "EXPERTS": 64},
+    "collect_dots": {"K": 8, "WORLD": 4, "BLOCK": 1024},
+}
+NAMES = [name for name, each in vars(kernels).items() if hasattr(each, "configs") or name in MORE]
+
+
+def compiled(name, target=HOPPER, config=None):
+    kernel = getattr(kernels, name)
+    function = getattr(kernel, "fn", kernel) if hasattr(kernel, "configs") else kernel
+    constants = dict(MORE.get(name, OF_ROW))
+    if config is not None:
+        constants |= config.kwargs
+    types = {**dict.fromkeys(HALVES, "*bf16"), **OTHERS, **dict.fromkeys((*NUMBERS, *STRIDES), "i32")}
+    if name == "collect_dots":
+        types["out_ptr"] = "*fp32"
+    arguments = {each: types[each] for each in function.arg_names if each in types and each not in constants}
+    return compile_for(
+        target,
+        function,
+        arguments,
+        constants,
+        any_value=[each for each in NUMBERS if each in arguments],
+        num_warps=4 if config is None else config.num_warps,
+        num_stages=1 if config is None else config.num_stages,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("target", [HOPPER, CDNA3], ids=["hopper", "cdna3"])
+def test_kernels_compile_and_spill_nothing(name, target):
+    kernel = getattr(kernels, name)
+    for config in getattr(kernel, "configs", [None]):
+        check_fits(compiled(name, target, config), target, (name, config))
+        if target is not HOPPER:
+            return
+
+
+@pytest.mark.parametrize("name", ["send_tokens", "return_rows", "grade_rows"])
+def test_programs_count_behind_their_stores_and_the_last_raises_the_flags(name):
+    (config, *_) = getattr(kernels, name).configs
+    found = compiled(name, config=config)
+    patterns = {
+        "store": r"tt\.store .*tensor<\d+x!tt\.ptr<bf16>",
+        "barrier": r"gpu\.barrier|ttg\.barrier",
+        "count": r"atomic_rmw add, acq_rel, gpu",
+        "raise": r"atomic_rmw exch, release, sys",
+    }
+    order = [each for each in order_of(found.asm["ttgir"], patterns) if each != "store"]
+    stores = order_of(found.asm["ttgir"], patterns)
+    assert order[-4:] == ["barrier", "count", "barrier", "raise"]
+    assert stores.index("count") > max(at for at, each in enumerate(stores) if each == "store")
+    assert re.search(r"st\.global(\.\w+)*\.v4\.b32", found.asm["ptx"])
+    assert re.search(r"ld\.global(\.\w+)*\.v4\.b32", found.asm["ptx"])

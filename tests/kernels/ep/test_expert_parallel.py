@@ -1,0 +1,203 @@
+"""Tokens come to the ranks of their experts and their results come back, forward and backward."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from operation_runs import Cases, assert_cases, device, on_ranks, synchronize
+
+from dist_autotune.kernels.ep import ExpertParallel, ExpertParallelMoE, kernels
+
+HIDDEN, TOKENS = 32, 24
+TUNED = (kernels.send_tokens, kernels.gather_rows, kernels.return_rows, kernels.sum_rows, kernels.grade_rows)
+
+
+def opened(experts: int = 6, topk: int = 2, dtype=torch.float32, **options) -> ExpertParallel:
+    options = {"timeout_s": 20.0, **options}
+    return ExpertParallel(TOKENS, HIDDEN, experts, topk, dtype, **options)
+
+
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, tensor.detach().cpu())
+    return every
+
+
+def routing(kind: str, tokens: int, experts: int, topk: int) -> torch.Tensor:
+    if kind == "one":
+        return torch.full((tokens, topk), experts - 1)
+    if kind == "duplicates":
+        return torch.randint(0, experts, (tokens, 1)).expand(tokens, topk).clone()
+    ids = torch.randint(0, experts, (tokens, topk))
+    if kind == "dropped":
+        ids[::2, 0], ids[1::3, -1] = -1, experts + 5
+    if kind == "skewed":
+        ids[: tokens * 3 // 4] = 0
+    return ids
+
+
+def is_dispatched(op: ExpertParallel, x: torch.Tensor, ids: torch.Tensor, d) -> bool:
+    """Return whether rows and offsets are as if each expert had searched all tokens in their order."""
+    own = op.experts // op.world_size
+    tokens, chosen = torch.cat(gathered(x)), torch.cat(gathered(ids))
+    rows, ends = [], [0]
+    for expert in range(op.rank * own, (op.rank + 1) * own):
+        found = (chosen == expert).nonzero()[:, 0]
+        rows.append(tokens[found])
+        ends.append(ends[-1] + len(found))
+    assert d.offsets.tolist() == ends
+    return torch.equal(d.rows[: ends[-1]].cpu(), torch.cat(rows))
+
+
+def weighted_sums(x, ids, weights, experts: int, scale) -> torch.Tensor:
+    """Return what experts that multiply by `scale(expert)` give, in float32."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for choice in range(ids.shape[1]):
+        real = (ids[:, choice] >= 0) & (ids[:, choice] < experts)
+        factor = torch.where(real, weights[:, choice] * scale(ids[:, choice]), 0.0)
+        total += factor[:, None] * x.float()
+    return total
+
+
+def scaled(op: ExpertParallel, d) -> torch.Tensor:
+    """Return the rows, each times one more than its expert's number."""
+    own = op.experts // op.world_size
+    expert = torch.bucketize(torch.arange(len(d.rows), device=d.offsets.device), d.offsets[1:], right=True)
+    return (d.rows * (op.rank * own + expert + 1)[:, None]).to(d.rows.dtype)
+
+
+@pytest.mark.parametrize("world", [2, 3, pytest.param(2, marks=pytest.mark.gpu(devices=2), id="2 GPUs")])
+def test_tokens_come_to_their_experts_and_their_results_back(world: int) -> None:
+    assert_cases(_round_trips, world)
+
+
+def _round_trips(rank: int) -> Cases:
+    torch.manual_seed(rank)
+    world = dist.get_world_size()
+    dtype = torch.float32 if device() == "cpu" else torch.bfloat16
+
+    def case(kind: str, topk: int, counts: list[int], leave: bool):
+        def run() -> bool:
+            if leave:  # another candidate on each rank
+                for kernel in TUNED:
+                    kernel.configs = [kernels.CANDIDATES[rank % len(kernels.CANDIDATES)]]
+            with opened(2 * world, topk, dtype) as op:
+                for turn in range(3):  # with other inputs, back to back
+                    tokens = counts[(rank + turn) % len(counts)]
+                    x = torch.randn(tokens, HIDDEN).to(dtype)
+                    ids, weights = routing(kind, tokens, op.experts, topk), torch.rand(tokens, topk)
+                    if turn == 1 and rank == world - 1:
+                        time.sleep(0.05)
+                    given = (x.to(device()), ids.to(device()))
+                    d = op.dispatch(*given)
+                    y = op.combine(scaled(op, d), d, weights.to(device()))
+                    assert is_dispatched(op, x, ids, d)
+                    want = weighted_sums(x, ids, weights, op.experts, lambda ids: ids + 1)
+                    torch.testing.assert_close(
+                        y.float().cpu(),
+                        want,
+                        rtol=3e-2 if dtype != torch.float32 else 1e-5,
+                        atol=1e-2 if dtype != torch.float32 else 1e-5,
+                    )
+            return True
+
+        return run
+
+    return {
+        "any": case("any", 2, [TOKENS, 7], False),
+        "other candidates": case("any", 3, [TOKENS, 5, 11], True),
+        "a rank without tokens": case("any", 2, [0, TOKENS], False),
+        "one expert": case("one", 1, [9, TOKENS], False),
+        "duplicates": case("duplicates", 2, [TOKENS], False),
+        "dropped": case("dropped", 2, [TOKENS, 3], False),
+        "skewed": case("skewed", 2, [TOKENS, 8], False),
+    }
+
+
+@on_ranks(2)
+def test_gradients_are_those_of_the_same_computation_on_one_rank(rank):
+    torch.manual_seed(7)
+    experts, topk, counts = 4, 2, (TOKENS, 10)
+    w1, w3 = (torch.randn(experts, 16, HIDDEN, dtype=torch.float64) / 6 for _ in range(2))
+    w2 = torch.randn(experts, HIDDEN, 16, dtype=torch.float64) / 4
+    every = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in counts]
+    chosen = [routing("dropped", n, experts, topk) for n in counts]
+    weights = [torch.rand(n, topk, dtype=torch.float64) for n in counts]
+    up = [torch.randn(n, HIDDEN, dtype=torch.float64) for n in counts]
+    full = [each.clone().requires_grad_() for each in (w1, w3, w2)]
+    xs = [x.clone().requires_grad_() for x in every]
+    ws = [w.clone().requires_grad_() for w in weights]
+    total = 0.0
+    for x, ids, w, g in zip(xs, chosen, ws, up, strict=True):
+        for choice in range(topk):
+            real = (ids[:, choice] >= 0) & (ids[:, choice] < experts)
+            e = torch.where(real, ids[:, choice], 0)
+            hidden = torch.nn.functional.silu(
+                torch.einsum("efh,th->tef", full[0], x)[torch.arange(len(x)), e]
+            )
+            hidden = hidden * torch.einsum("efh,th->tef", full[1], x)[torch.arange(len(x)), e]
+            out = torch.einsum("thf,tf->th", full[2][e], hidden)
+            total = total + (g * torch.where(real, w[:, choice], 0.0)[:, None] * out).sum()
+    total.backward()
+
+    half = experts // 2
+    mine = slice(rank * half, (rank + 1) * half)
+    with opened(experts, topk) as op:
+        layer = ExpertParallelMoE(op, 16)
+        with torch.no_grad():
+            for own, of_all in zip((layer.w1, layer.w3, layer.w2), (w1, w3, w2), strict=True):
+                own.copy_(of_all[mine])
+        x, w = every[rank].float().requires_grad_(), weights[rank].float().requires_grad_()
+        layer(x, chosen[rank], w).backward(up[rank].float())
+        close = {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(x.grad, xs[rank].grad.float(), **close)
+        torch.testing.assert_close(w.grad, ws[rank].grad.float(), **close)
+        for own, of_all in zip((layer.w1, layer.w3, layer.w2), full, strict=True):
+            torch.testing.assert_close(own.grad, of_all.grad[mine].float(), **close)
+
+
+@on_ranks(2)
+def test_more_rows_than_the_capacity_are_an_error_by_name(rank):
+    op = opened(4, 2, capacity=10)
+    x, ids = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64)  # all to rank 0
+    with contextlib.suppress(ValueError):
+        op.dispatch(x, ids)
+    if rank == 0:
+        with pytest.raises(
+            ValueError, match=r"brought 96 rows to rank 0; capacity=10 are kept.*Raise capacity="
+        ):
+            op.check()
+    synchronize()
+    op.abandon()
+
+
+@on_ranks(2)
+def test_wrong_arguments_are_refused(rank):
+    with pytest.raises(ValueError, match="experts=5 must be a multiple of the number of ranks, 2"):
+        opened(5)
+    with pytest.raises(ValueError, match="topk=7 is more than experts=6"):
+        opened(6, 7)
+    with opened() as op:
+        x, ids = torch.randn(4, HIDDEN), torch.zeros(4, 2, dtype=torch.int64)
+        wrong = {
+            r"25 tokens; this operation takes up to tokens_per_rank=24": (torch.randn(25, HIDDEN), ids),
+            r"x has shape \[4, 8\]; \[T, hidden=32\]": (torch.randn(4, 8), ids),
+            r"topk_ids has shape \[4, 3\]; \[4, topk=2\]": (x, torch.zeros(4, 3, dtype=torch.int64)),
+            r"topk_ids is torch.float32": (x, ids.float()),
+        }
+        for message, given in wrong.items():
+            with pytest.raises(ValueError, match=message):
+                op.dispatch(*given)
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_rank_that_does_not_come_is_named(rank):
+    op = opened(timeout_s=0.3)
+    if rank == 1:
+        x, ids = torch.randn(4, HIDDEN), torch.zeros(4, 2, dtype=torch.int64)
+        with pytest.raises(TimeoutError, match="rank 0 did not dispatch its tokens in time"):
+            op.dispatch(x, ids)
+    synchronize()
+    op.abandon()
