@@ -65,7 +65,7 @@ class Options:
         filler_ms: the longest that a trial may begin later for its kernels to be timed without the host's
             part; None: 20, online 1.
         progress: None and True show on rank 0 how far tuning is: a bar where stderr is a terminal, else a
-            line every 5 s. False shows nothing.
+            line at each quarter. False shows nothing.
         bits: `same`: the winners' outputs equal those of the first configs, bit for bit, on all ranks, or the
             next best is verified; `check`: the report says of each winner whether they do (replay).
         outputs: what is compared beside the result and `preserve`: tensors or objects with state_dict().

@@ -1,4 +1,4 @@
-"""How far a session is, for people: a bar where stderr is a terminal, else a line every few seconds."""
+"""How far a session is, for people: a bar where stderr is a terminal, else a few lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..formatting import counted, format_ms
 from ..search.budget import Forecast, StepTimes
 
 BAR_EVERY_S = 0.1
-LINE_EVERY_S = 5.0
+LINES = 4  # of a session, about equally far apart, before the one that says how it ended
 LONGEST_TITLE = 18  # characters in the bar: at 80 columns the rest needs 62
 RECENT_RUNS = 32  # from whose time the time left is estimated: earlier ones compiled
 LEAST_RUNS = 4  # fewer say nothing of the time left
@@ -33,7 +33,7 @@ class Progress:
         self._shown_s = clock()
         self._recent: deque[tuple[int, float]] = deque(maxlen=RECENT_RUNS)  # runs made, and when
         self._done = 0.0  # of the bar, which never goes back
-        self._has_lines = False
+        self._lines = 0  # written
         is_terminal = _stderr_is_terminal()
         self._is_shown = is_first and wanted is not False and is_terminal is not None
         if self._is_shown and is_terminal:
@@ -45,13 +45,10 @@ class Progress:
         """Show the progress after a run. step: returns the times so far; called only to draw them."""
         now = self._clock()
         self._recent.append((forecast.runs, now))
-        every_s = LINE_EVERY_S if self._bar is None else BAR_EVERY_S
-        is_due = self._is_shown and now - self._shown_s >= every_s
-        if is_due:
-            self._shown_s = now
+        self._done = max(self._done, forecast.done)
         if self._bar is not None:
-            self._done = max(self._done, forecast.done)
-            if is_due:
+            if now - self._shown_s >= BAR_EVERY_S:
+                self._shown_s = now
                 best = "" if (times := step()) is None else f"{format_ms(times.after_ms)} ms"
                 gain = "" if times is None else f" ({round(-times.gain_percent):+d} %)"
                 compiling = f"{forecast.compiling} compiling" if forecast.compiling else ""
@@ -59,7 +56,8 @@ class Progress:
                 parts = left, best + gain, compiling or self._time_left(forecast, "-")
                 detail = "  ".join(filter(None, parts))
                 self._bar.update(self._task, completed=self._done, detail=detail, refresh=True)
-        elif is_due:
+        elif self._is_shown and self._done * LINES >= self._lines < LINES:
+            self._lines = int(self._done * LINES)
             self._write(self._line(forecast, step()))
 
     def close(self, outcome: str) -> None:
@@ -70,7 +68,7 @@ class Progress:
             self._bar.update(self._task, completed=done, detail=how, refresh=True)
             self._bar.stop()
             self._bar = None
-        elif self._has_lines:
+        elif self._lines:
             self._write(outcome)
         self._is_shown = False
 
@@ -103,7 +101,7 @@ class Progress:
     def _write(self, text: str) -> None:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or its reader is gone
             print(f"dist_autotune: tuning {self._title}: {text}", file=sys.stderr, flush=True)
-            self._has_lines = True
+            self._lines += 1
 
 
 def _bar() -> Any:

@@ -1,7 +1,8 @@
 """Writes a session's records as they come: `rank-N.log` for people, `rank-N.jsonl` with the same events.
 
-Files only grow, one `write` system call per line: other sessions and other processes of the same rank number
-append to them, and a crash leaves every event before it.
+One `write` system call per line: other sessions and other processes of the same rank number append to the
+files, and a crash leaves every event before it. A full file becomes `rank-N.older.*`, in place of the one
+before.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ FOR_USERS = (  # to follow: INFO, where all others are DEBUG
     *(records.Banned, records.Preflighted, records.ContextSettled),
     *(records.RunFailed, records.SessionClosed, records.Note),
 )
+MOST_BYTES = 16 << 20  # of a file: a rank has four
 WIDEST_SUBJECT = 60  # to which shorter ones are padded
 
 
@@ -81,14 +83,32 @@ class SessionLog(contextlib.AbstractContextManager["SessionLog"]):
     def _append(self, path: Path, text: str) -> None:
         """Append a line in one write, whole, or raise OSError."""
         data = text.encode("utf-8", "backslashreplace") + b"\n"
-        if (file := self._files.get(path)) is None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._files[path] = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-            size = os.fstat(file).st_size
-            if size and os.pread(file, 1, size - 1) != b"\n":  # a full disk has cut the last line
-                data = b"\n" + data
+        is_open = path in self._files
+        file = self._files[path] if is_open else self._open(path)
+        size = os.fstat(file).st_size
+        if size and size + len(data) > MOST_BYTES:
+            file = self._begin_next(path)
+        elif (
+            size and not is_open and os.pread(file, 1, size - 1) != b"\n"
+        ):  # a full disk has cut the last line
+            data = b"\n" + data
         if os.write(file, data) != len(data):
             raise OSError(errno.ENOSPC, "no space for a whole line", str(path))
+
+    def _open(self, path: Path) -> int:
+        if not path.parent.exists():  # a directory that is there already may be anything of the user's
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (path.parent / ".gitignore").write_text("*\n")
+        file = self._files[path] = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        return file
+
+    def _begin_next(self, path: Path) -> int:
+        """Put a full file aside, unless another process of this rank has done so; return the next one."""
+        full = self._files.pop(path)
+        if path.exists() and os.path.samestat(os.fstat(full), path.stat()):
+            os.replace(path, path.with_name(f"{path.stem}.older{path.suffix}"))
+        os.close(full)
+        return self._open(path)
 
 
 @dataclass

@@ -242,7 +242,7 @@ def load_history(directory: Path) -> History:
     """Return the sessions in the `rank-N.jsonl` files of `directory`."""
     records: dict[str, list[Record]] = {}
     skipped: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for path in sorted(directory.glob("rank-*.jsonl"), key=lambda path: (len(path.name), path.name)):
+    for path in sorted(directory.glob("rank-*.jsonl"), key=_in_order):
         for record in read_records(path, skipped[path.name]):
             if record.session:  # the exchange that names a session is logged before it has its name
                 records.setdefault(record.session, []).append(record)
@@ -256,6 +256,11 @@ def load_history(directory: Path) -> History:
                 skipped[f"rank-{record.rank}.jsonl"]["of a session whose opening is lost"] += 1
     unread = {name: describe_skipped(reasons) for name, reasons in skipped.items() if reasons}
     return History(directory, tuple(sessions), unread)
+
+
+def _in_order(path: Path) -> tuple[bool, int, str]:
+    """Return the key that sorts logs by rank, older ones first."""
+    return ".older." not in path.name, len(path.name), path.name
 
 
 def _session(opened: SessionOpened, records: Sequence[Record], known: dict[str, Contexts]) -> SessionHistory:

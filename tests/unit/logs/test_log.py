@@ -5,13 +5,14 @@ import signal
 import typing
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from example_files import session_records, write_session
 
 from dist_autotune.codec import to_json
-from dist_autotune.logs import records
+from dist_autotune.logs import records, writer
 from dist_autotune.logs.records import describe_skipped, read_records
 from dist_autotune.logs.writer import LogLines, SessionLog
 from ranks import assert_all_ok, assert_killed, run_ranks
@@ -81,8 +82,8 @@ def test_processes_with_the_same_rank_number_neither_truncate_nor_tear_lines(tmp
     writers, count = 4, 500
     assert_all_ok(run_ranks(append_notes, writers, init="none"))
     texts = [record.text for record in read(tmp_path / "rank-0.jsonl")]
-    for writer in range(writers):
-        own = [int(text.split()[0].split(":")[1]) for text in texts if text.startswith(f"{writer}:")]
+    for number in range(writers):
+        own = [int(text.split()[0].split(":")[1]) for text in texts if text.startswith(f"{number}:")]
         assert own == list(range(count))
     assert all(line.endswith("x" * 500) for line in lines(tmp_path / "rank-0.log"))
     assert len(lines(tmp_path / "rank-0.log")) == writers * count
@@ -155,3 +156,27 @@ def test_lines_that_cannot_be_used_are_left_out_and_counted(tmp_path: Path) -> N
     assert "schema 99, expected 1" in describe_skipped(skipped)
     assert "Expected `str`, got `int` - at `$.text`" in describe_skipped(skipped)
     assert describe_skipped(skipped).startswith("skipped 7 lines: 1 x damaged JSON")
+
+
+def test_a_rank_keeps_the_newest_records_in_files_of_a_bounded_size(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(writer, "MOST_BYTES", 2000)
+    with SessionLog(tmp_path / "logs", 0) as log, SessionLog(tmp_path / "logs", 0) as other:
+        for number in range(100):
+            (other if number % 3 else log).write(note(f"note {number}"))
+    files = sorted((tmp_path / "logs").glob("rank-0*"))
+    assert [path.name for path in files] == [
+        "rank-0.jsonl", "rank-0.log", "rank-0.older.jsonl", "rank-0.older.log"
+    ]  # fmt: skip
+    assert all(path.stat().st_size <= 2000 for path in files)
+    kept = [read_records(files[place], Counter()) for place in (2, 0)]
+    numbers = [int(each.text.split()[1]) for own in kept for each in own]
+    assert numbers == list(range(numbers[0], 100))
+
+
+def test_git_ignores_a_new_directory_of_logs_and_none_that_was_there(tmp_path: Path) -> None:
+    for name in ("new", "mine"):
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        with SessionLog(tmp_path / name, 0) as log:
+            log.write(note("text"))
+    assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
+    assert not (tmp_path / "mine" / ".gitignore").exists()

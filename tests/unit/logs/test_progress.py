@@ -60,14 +60,12 @@ def shown(wanted: bool | None, *, is_first: bool, stderr: io.StringIO) -> str:
 # ---- lines
 
 
-def test_without_a_terminal_it_writes_a_line_every_five_seconds_and_one_at_the_end():
+def test_without_a_terminal_it_writes_a_line_at_the_opening_at_each_quarter_and_at_the_end():
     assert shown(None, is_first=True, stderr=io.StringIO()).splitlines() == [
         f"dist_autotune: tuning train_step: {line}"
         for line in (
-            "5 of 28 contexts settled, step 5, 40 of 60 candidates left, 25 to 161 steps to go, "
-            "0:25 to 2:41 left, so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
-            "10 of 28 contexts settled, step 10, 40 of 60 candidates left, 20 to 116 steps to go, "
-            "0:20 to 1:56 left, so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
+            "1 of 28 contexts settled, step 1, 40 of 60 candidates left, 29 to 197 steps to go, "
+            "so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
             "15 of 28 contexts settled, step 15, 40 of 60 candidates left, 15 to 71 steps to go, "
             "0:15 to 1:11 left, so far: launches 5.200 -> 3.900 ms a step (-25.0 %)",
             "20 of 28 contexts settled, step 20, 40 of 60 candidates left, 10 to 26 steps to go, "
