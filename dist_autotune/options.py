@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import inspect
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,18 @@ class Options:
         # Of many candidates auto tries a few, racing all.
         search = "auto" if self.search == "auto" and self.search_name == "racing" else self.search_name
         return {**fields, "search": search, "bits": self.resolved_bits()}
+
+
+def made_by(owner: str, *by_position: Any, **by_name: Any) -> Options:
+    """Return the options given to `owner`; raises TypeError with the nearest name for an unknown one."""
+    known = [each.name for each in fields(Options)]
+    for name in by_name.keys() - set(known):
+        nearest = "".join(f" Did you mean {each}?" for each in difflib.get_close_matches(name, known, 1))
+        raise TypeError(f"{owner}() has no option {name}.{nearest} docs/options.md lists all")
+    try:
+        return Options(*by_position, **by_name)
+    except TypeError as error:  # whose arguments are the owner's
+        raise TypeError(str(error).replace("Options.__init__", owner)) from None
 
 
 def help_texts() -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +19,7 @@ BITS = "DIST_AUTOTUNE_BITS"
 COMPILE_TIMEOUT_S = "DIST_AUTOTUNE_COMPILE_TIMEOUT_S"
 COMPILE_JOBS = "DIST_AUTOTUNE_COMPILE_JOBS"
 
-# Read by launch.sh and the test suite; listed so that a typo is an error.
+# Read by launch.sh and the test suite; listed so that a typo is told.
 READ_ELSEWHERE = ("DIST_AUTOTUNE_TORCH_INDEX", "DIST_AUTOTUNE_TEST_GPU")
 KNOWN_VARIABLES = (
     *(MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, BITS, COMPILE_TIMEOUT_S, COMPILE_JOBS),
@@ -133,18 +135,20 @@ def variables() -> dict[str, str]:
     return {name: os.environ[name] for name in [*sorted(names), *OTHERS_VARIABLES] if os.environ.get(name)}
 
 
-def check_names() -> None:
-    """Raise InvalidOption for a DIST_AUTOTUNE_... variable that nothing here reads: a typo."""
-    ours = {name for name, value in os.environ.items() if value and name.startswith("DIST_AUTOTUNE_")}
-    if unknown := sorted(ours - set(KNOWN_VARIABLES)):
-        raise InvalidOption(
-            f"unknown environment variable {', '.join(unknown)}; known: {', '.join(KNOWN_VARIABLES)}"
-        )
+def unknown_variables() -> str:
+    """Return the DIST_AUTOTUNE_... variables that nothing reads, as of a typo, with the nearest name."""
+    found = []
+    for name in sorted(os.environ.keys() - set(KNOWN_VARIABLES)):
+        if name.startswith("DIST_AUTOTUNE_") and os.environ[name]:
+            nearest = difflib.get_close_matches(name, KNOWN_VARIABLES, 1)
+            found.append(name + "".join(f" (did you mean {each}?)" for each in nearest))
+    return ", ".join(found)
 
 
 def check_variables() -> None:
-    """Raise InvalidOption for a name or a value of a DIST_AUTOTUNE_... variable that cannot be used."""
-    check_names()
+    """Raise InvalidOption for a DIST_AUTOTUNE_... value that cannot be used; warn of unknown names."""
+    if unknown := unknown_variables():
+        warnings.warn(f"Nothing reads {unknown}: docs/environment.md lists all variables", stacklevel=2)
     run_mode()
     bits()
     compile_timeout_s()

@@ -13,7 +13,7 @@ import torch
 
 from .. import settings
 from ..errors import InvalidOption
-from ..options import Options
+from ..options import Options, made_by
 from ..repeats.arguments import refuse_iterators
 from ..repeats.snapshot import check_outputs, check_preserved
 from ..triton_api.interception import INTERCEPTION
@@ -119,11 +119,7 @@ def contextual_autotune(fn: Callable[..., Any] | None = None, *by_position: Any,
 
     Raises TuningError for an option that cannot be used; see `dist_autotune.errors` for what a call raises.
     """
-    try:
-        options = Options(*by_position, **by_name)
-    except TypeError as error:  # whose arguments are this function's
-        text = str(error).replace("Options.__init__", "contextual_autotune")
-        raise TypeError(f"{text}; all options: docs/options.md") from None
+    options = made_by("contextual_autotune", *by_position, **by_name)
     check_preserved(options.preserve)
     check_outputs(options.outputs)
     if fn is None:

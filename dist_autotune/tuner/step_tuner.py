@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import settings
 from ..errors import InvalidOption, TuningError
 from ..launch.step_checks import check_before_step
-from ..options import Options
+from ..options import made_by
 from ..triton_api.interception import INTERCEPTION
 from .base_tuner import BaseTuner
 
@@ -35,11 +35,14 @@ class StepTuner(BaseTuner):
     def __init__(self, **options: Any) -> None:
         if options.setdefault("mode", "online") != "online":
             raise InvalidOption(f"mode={options['mode']!r}: a step cannot be repeated; StepTuner is 'online'")
+        if "preserve" in options:
+            raise InvalidOption("preserve=: StepTuner makes each step once, so there is nothing to put back")
+        if options.get("objective") == "graph":
+            raise InvalidOption("objective='graph': StepTuner makes each step once, and a graph is replayed")
         try:
-            checked = Options(**options)
+            checked = made_by("StepTuner", **options)
         except TypeError as error:
-            text = str(error).replace("Options.__init__", "StepTuner")
-            raise InvalidOption(f"{text}; it takes the options of contextual_autotune") from None
+            raise InvalidOption(str(error)) from None
         super().__init__(None, checked, checked.name or _name_of_steps(sys._getframe(1), self))
 
     def __getstate__(self) -> dict[str, Any]:  # a copy tunes for itself
