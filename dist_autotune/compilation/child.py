@@ -31,6 +31,7 @@ from .config_failures import config_failure
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4  # prctl(2)
 POLL_S, ASK_S = 5e-3, 0.1  # between looks at a child; between questions whether it is needed
+GRACE_S = 0.5  # for a child to end that has made itself needless, on a busy machine
 REAP_S = 5.0  # a killed process that the kernel holds on to is left behind after this
 REASON_CHARACTERS = 1000  # of a failure's text
 STDERR_BYTES = 1 << 20  # of the compiler's own words: more is cut off
@@ -70,7 +71,7 @@ def run_in_child(
     try:
         parent = os.getpid()
         if (pid := fork()) == 0:
-            _be_child(work, limit_s, parent, report, stderr, is_cut_off=is_cut_off)
+            _be_child(work, limit_s, parent, report, stderr, is_cut_off=is_cut_off, yields=yields)
         try:
             is_over = yield from _wait(pid, limit_s * (WALL_FACTOR if yields else 1), is_needed)
         finally:
@@ -114,7 +115,7 @@ def _wait(pid: int, lasts_s: float, is_needed: Callable[[], bool]) -> Generator[
             return False if needed else None
         if needed and elapsed_s - asked_s > ASK_S:
             asked_s, needed = elapsed_s, is_needed()
-            lasts_s = lasts_s if needed else elapsed_s + ASK_S  # what made it needless may be its own work
+            lasts_s = lasts_s if needed else elapsed_s + GRACE_S
         yield
     return True
 
@@ -171,21 +172,20 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def end(pid: int) -> int | None:
-    """Kill a child and the process group that it leads; return its exit code, where known."""
+def end(pid: int, *signals: int) -> int | None:
+    """End a child and its process group by the first signal that does; return its exit code, where known."""
     with contextlib.suppress(ChildProcessError):  # a handler of the user's has reaped it
-        os.waitid(
-            os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
-        )  # raises where the pid may be another's
-        for kill in (os.killpg, os.kill):  # kill: a child that leads no group, or not yet
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + REAP_S
-        while time.monotonic() < deadline:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(1e-3)
+        for number in (*signals, signal.SIGKILL):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # else the pid may be another's
+            for kill in (os.killpg, os.kill):  # kill: a child that does not lead its group yet
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    kill(pid, number)
+            deadline = time.monotonic() + REAP_S
+            while time.monotonic() < deadline:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    return os.waitstatus_to_exitcode(status)
+                time.sleep(1e-3)
     return None
 
 
@@ -206,11 +206,12 @@ def _be_child(
     stderr: int,
     *,
     is_cut_off: bool,
+    yields: bool,
 ) -> NoReturn:
     try:
         reason, result = "", None
         try:
-            leave_job(parent, signal.SIGKILL, leads_group=is_cut_off)
+            leave_job(parent, signal.SIGKILL, yields=yields)
             _limit_computing(limit_s)  # of its helpers, too
             os.dup2(stderr, 2)
             if is_cut_off:
@@ -225,16 +226,19 @@ def _be_child(
         os._exit(1)
 
 
-def leave_job(parent: int, dies_by: signal.Signals, *, leads_group: bool) -> None:
+def leave_job(parent: int, dies_by: signal.Signals, *, yields: bool) -> None:
     """Detach this process from the one that it was forked from, whose end sends it `dies_by`.
 
-    leads_group: one signal ends it with its helpers, and Ctrl-C in the terminal does not reach it.
+    One signal ends it with its helpers, and Ctrl-C in the terminal does not reach it. yields: it stays in the
+    session of its rank, beside which its priority counts; else a busy machine gives it a session's share.
     """
     _LIBC.prctl(PR_SET_PDEATHSIG, dies_by, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    if leads_group:
+    if yields:
         os.setpgid(0, 0)
+    else:
+        os.setsid()
     _LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # the whole rank is not to be written to a core file
     signal.set_wakeup_fd(-1)  # of an event loop of the rank's
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections import deque
@@ -127,7 +128,7 @@ class Pool:
         """End the process and its children. Only the parent may: its forked children hold a copy of this."""
         if os.getpid() == self._parent:
             os.close(self._report)
-            child.end(self._pid)
+            child.end(self._pid, signal.SIGTERM)
 
 
 # ---- in the process
@@ -136,16 +137,14 @@ class Pool:
 def _serve(
     compilations: Sequence[Compilation], options: CompileOptions, parent: int, report: int
 ) -> NoReturn:
+    waiting, running = deque(enumerate(compilations)), dict[int, Generator[None, None, Ended]]()
     try:
-        # When the rank ends; set before that signal can come.
-        signal.signal(signal.SIGTERM, lambda number, frame: os.killpg(0, signal.SIGKILL))
-        child.leave_job(parent, signal.SIGTERM, leads_group=True)
+        signal.signal(signal.SIGTERM, _leave)  # before that signal can come
+        child.leave_job(parent, signal.SIGTERM, yields=options.in_background)
         child.close_files(report)
         os.write(report, b"\n")
         if options.in_background:
             os.setpriority(os.PRIO_PROCESS, 0, max(PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)))
-
-        waiting, running = deque(enumerate(compilations)), dict[int, Generator[None, None, Ended]]()
         while waiting or running:  # on one thread: none forks or locks beside another one's fork
             while waiting and len(running) < options.workers:
                 place, compilation = waiting.popleft()
@@ -160,8 +159,14 @@ def _serve(
     except Exception:
         traceback.print_exc()
     finally:
-        os.killpg(0, signal.SIGKILL)  # helpers of late children, too
+        for steps in running.values():
+            steps.close()  # which kills its child
         os._exit(0)
+
+
+def _leave(number: int, frame: Any) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit()
 
 
 def _compiled(compilation: Compilation, options: CompileOptions) -> Generator[None, None, Ended]:
@@ -173,7 +178,7 @@ def _compiled(compilation: Compilation, options: CompileOptions) -> Generator[No
             compilation.compile,
             options.limit_s,
             yields=options.in_background,
-            is_needed=lambda: not has_binary(compilation.key),
+            is_needed=lambda: options.local_ranks == 1 or not has_binary(compilation.key),
         )
     except OSError as error:
         return COMPILED, "", f"{BY_RANK}: no child ({error.strerror})"
