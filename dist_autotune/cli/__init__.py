@@ -1,1 +1,1 @@
-"""The command `dist-autotune`: run, report, replay, the cache and the doctor. May import every room."""
+"""The command `dist-autotune`: run, report, the cache and the doctor. May import every room."""

@@ -100,13 +100,13 @@ def report(
 
 @app.command("doctor")
 def examine_machine(as_json: AsJson = False) -> None:
-    """Look at versions, GPUs, links, symmetric memory, ranks and settings.
+    """Look at versions, GPUs, symmetric memory, ranks and settings.
 
     The exit code is 1 if something that is needed does not work.
     """
     from ..doctor import examination, findings  # they import torch, which serves this command alone
 
-    with Console(stderr=True).status("Trying ranks, GPUs and links ..."):
+    with Console(stderr=True).status("Trying ranks and GPUs ..."):
         seen = examination.examine()
     found = findings.judge(seen)
     if as_json:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +58,7 @@ class Examination:
     versions: dict[str, str | None]  # None: not known without a GPU
     variables: dict[str, str]
     setting_error: str
+    unknown_variables: str
     is_interpreted: bool  # TRITON_INTERPRET was set when Triton was imported
     host: ProbeResult
     ranks: ProbeResult
@@ -80,6 +82,7 @@ def examine() -> Examination:
         versions=versions() | {"driver": host.facts.get("driver") or None},
         variables=settings.variables(),
         setting_error=_setting_error(),
+        unknown_variables=settings.unknown_variables(),
         is_interpreted=interception.is_interpreted(),
         host=host,
         ranks=run_helpers("two CPU ranks", 2, RANKS_LIMIT_S, CPU_ONLY),
@@ -90,7 +93,8 @@ def examine() -> Examination:
 def _setting_error() -> str:
     """Return why a setting cannot be used; empty: all can."""
     try:
-        settings.check_variables()
+        with warnings.catch_warnings(action="ignore"):  # of unknown names, which are findings of their own
+            settings.check_variables()
     except InvalidOption as error:
         return str(error)
     return "" if settings.cache_directory() is not None else settings.NO_HOME

@@ -13,13 +13,13 @@ from ..formatting import counted
 from ..tables import table
 from .examination import STARTUP, Examination
 
-SCHEMA_VERSION = 5  # of the JSON form
+SCHEMA_VERSION = 6  # of the JSON form
 MEMORY_STEP = "pip install 'dist-autotune[nvidia]' 'cuda-bindings>=13.0.3,<14', or see the lines above"
+SETTINGS_STEP = "Correct or unset it; docs/environment.md lists every name"
 STEPS = {  # by the stage at which a probe failed
     STARTUP: "Run `python -c 'import dist_autotune'` and repair what it says",
     "devices": "See CUDA_VISIBLE_DEVICES, if torch is a CPU build, and if `nvidia-smi` shows as new a CUDA",
     "gloo": "Set GLOO_SOCKET_IFNAME=lo, or add this host's name to /etc/hosts",
-    "exchange": "Two processes of this host cannot talk over TCP: look for a firewall on localhost",
     "shm": "Give /dev/shm space (docker: --shm-size=1g or --ipc=host) and run all ranks in one container",
     "gloo and NCCL": MEMORY_STEP,
     "memory": MEMORY_STEP,
@@ -57,14 +57,10 @@ def _judge_gpus(seen: Examination) -> Iterator[Finding]:
             text = "nowhere as things are: no GPU, and TRITON_INTERPRET is not set"
             step = "Set TRITON_INTERPRET=1 before Python starts; ./launch.sh does so"
         yield Finding("remark" if step else "ok", check, text, step)
-    devices = seen.host.facts
-    if not seen.gpus and devices.get("device_files"):
+    if not seen.gpus and (listed := seen.host.facts.get("listed")):
         is_wanted = seen.versions["CUDA"] and "CUDA_VISIBLE_DEVICES" not in seen.variables
-        text = f"{counted(devices['device_files'], 'device')} in /dev, none for torch: {devices['why_none']}"
+        text = f"the driver lists {counted(len(listed), 'GPU')}, torch sees none"
         yield Finding("problem" if is_wanted else "remark", "GPUs", text, STEPS["devices"])
-    if without := devices.get("without_peer_access"):
-        step = "The workloads need it; `nvidia-smi topo -p2p r` says why"
-        yield Finding("remark", "peer access", f"not from GPU {', '.join(without)}", step)
 
 
 def _judge_versions(seen: Examination) -> Iterator[Finding]:
@@ -76,8 +72,9 @@ def _judge_versions(seen: Examination) -> Iterator[Finding]:
 
 def _judge_settings(seen: Examination) -> Iterator[Finding]:
     if seen.setting_error:
-        step = "Correct or unset it; docs/environment.md lists every name"
-        yield Finding("problem", "variables", seen.setting_error, step)
+        yield Finding("problem", "variables", seen.setting_error, SETTINGS_STEP)
+    if seen.unknown_variables:
+        yield Finding("remark", "variables", f"nothing reads {seen.unknown_variables}", SETTINGS_STEP)
 
 
 def _judge_results(seen: Examination) -> Iterator[Finding]:

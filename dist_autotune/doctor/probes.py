@@ -8,19 +8,16 @@ import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import collect_env
 
 from ..formatting import counted
-from ..ranks.group import ProcessGroup
-from ..search.messages import Opening, merge
-from ..storage.device import Device
 from .examination import REPORT
 
-EXCHANGE_LIMIT_S = 20.0
+MEMORY_LIMIT_S = 20.0
 WORDS = 1024  # int32, that each rank writes to each other in a trial of symmetric memory
 
 
@@ -57,28 +54,13 @@ def _join(helper: Helper) -> None:
     dist.init_process_group(backend, store, rank=helper.rank, world_size=helper.world_size)
 
 
-def _exchange(helper: Helper) -> None:
-    sent = Opening(helper.rank).encode()
-    ProcessGroup(dist.group.WORLD).exchange(
-        sent, lambda reports: merge(*reports.values()), EXCHANGE_LIMIT_S, "the doctor's exchange"
-    )
-
-
 def _describe_devices(helper: Helper) -> dict[str, Any]:
-    """Return the GPUs that torch sees, or why there are none, and their peer access."""
-    every, why_none = range(torch.cuda.device_count()), "torch counts no devices"
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # the latter: a build of torch for the CPU
-        every, why_none = range(0), str(error).strip().splitlines()[0]
-    access = torch.cuda.can_device_access_peer
-    links = [(a, b) for a in every for b in every if a != b]
+    """Return the GPUs that torch sees and those that the driver lists."""
+    listed = collect_env.get_gpu_info(collect_env.run) or ""
     return {
-        "names": [torch.cuda.get_device_name(device) for device in every],
-        "why_none": why_none,
-        "device_files": len(list(Path("/dev").glob("nvidia[0-9]*"))),
-        "driver": Device.current().driver,
-        "without_peer_access": [f"{a} to {b}" for a, b in links if not access(a, b)],
+        "names": [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())],
+        "listed": listed.splitlines(),
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run) or "",
     }
 
 
@@ -88,7 +70,7 @@ def _try_memory(helper: Helper) -> dict[str, Any]:
         from dist_autotune.kernels.symm import open_symmetric_memory
     except ImportError as error:
         return {"memory": f"not tried: {error}"}
-    with open_symmetric_memory(timeout_s=EXCHANGE_LIMIT_S) as opened:
+    with open_symmetric_memory(timeout_s=MEMORY_LIMIT_S) as opened:
         box = opened.allocate((helper.world_size, WORDS), torch.int32)
         mine = torch.full((WORDS,), helper.rank + 1, dtype=torch.int32, device=opened.device)
         stream = opened.side_stream()
@@ -105,6 +87,6 @@ def _try_memory(helper: Helper) -> dict[str, Any]:
 
 PROBES: dict[str, dict[str, Callable[[Helper], dict[str, Any] | None]]] = {
     "this host": {"devices": _describe_devices},
-    "two CPU ranks": {"gloo": _join, "exchange": _exchange, "shm": _try_memory},
+    "two CPU ranks": {"gloo": _join, "shm": _try_memory},
     "symmetric memory": {"gloo and NCCL": _join, "memory": _try_memory},
 }
