@@ -305,7 +305,7 @@ class KnownResults:
         else:
             old = self._old_entry(context)
             outdated = "" if old is None else f", and that of {old[0]} is from before an upgrade"
-            why = f"there is no result for it {self._places}{outdated}"
+            why = f"there is no result for it {self._places}{outdated or self._elsewhere(context)}"
         others = by_distance(context.key_text, self.winners(context, kernel_id))[:LISTED_KEYS]
         nearest = tuple(context_label("", named(key, other)) for other in others)
         return NotTuned(
@@ -317,6 +317,20 @@ class KnownResults:
             key,
             nearest,
         )
+
+    def _elsewhere(self, context: ContextIdentity) -> str:
+        """Return in what results for a kernel of that name and that key differ from what is asked for."""
+        key, asked, found = self.entry_key(context), context.source.full_name, set[str]()
+        for entry in self.disk.entries(context.source.short_name):
+            if entry.key.key == key.key and entry.key != key:
+                is_same_kernel = entry.key.kernel_digest == key.kernel_digest
+                made_of = entry.evidence.full_name
+                other = [] if is_same_kernel else [f"source and configs of {made_of}, not of {asked}"]
+                for name in ("device", "triton_version", "driver", "world_size", "scope", "constants"):
+                    there, here = getattr(entry.key, name), getattr(key, name)
+                    other += [f"{name} {there!r}, not {here!r}"] if there != here else []
+                found.add(" and ".join(other or ["other candidates"]))
+        return f", but for {'; for '.join(sorted(found)[:LISTED_KEYS])}" if found else ""
 
     @property
     def _places(self) -> str:

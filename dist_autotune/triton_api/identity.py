@@ -33,13 +33,15 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 class KernelIdentity:
     """Which kernel it is, for cache, crash guard and agreement alike.
 
-    Made of its source, that of all functions it reaches, captured constants, and heuristics with theirs.
+    Made of its source, that of all functions it reaches, captured constants, and heuristics with theirs. The
+    modules that these stand in are no part of it: a vendored copy, `__main__` and an import are one kernel.
     """
 
     short_name: str
     digest: str  # of all of it
     texts: tuple[tuple[str, str], ...] = ()  # (name, digest of its own text) of each function
     full_name: str = ""  # of the function, with its module; of a `tunable` empty
+    code: str = ""  # digest of the sources alone
 
 
 def family_of(kernel: str) -> str:
@@ -59,9 +61,10 @@ def kernel_source(function: Callable[..., Any]) -> KernelIdentity:
     parts: dict[Any, str] = {}
     constants: list[str] = []
     _collect(function, parts, constants)
-    made_of = _full_name(function) + "\n".join(sorted(parts.values())) + "\n".join(sorted(constants))
+    sources = "\n".join(sorted(parts.values()))
+    made_of = function.__qualname__ + sources + "\n".join(sorted(constants))
     texts = tuple(sorted((_full_name(part), digest(text)) for part, text in parts.items()))
-    source = KernelIdentity(function.__name__, digest(made_of), texts, _full_name(function))
+    source = KernelIdentity(function.__name__, digest(made_of), texts, _full_name(function), digest(sources))
     return _SOURCES.setdefault(function, source)
 
 
@@ -136,8 +139,7 @@ def _hook_text(hook: Any, *, captures: bool = False) -> str:
         values = _stable_text((*(function.__defaults__ or ()), *keywords, *captured))
     # Two lambdas of one line have one source text.
     body = (code.co_code.hex(), *code.co_names, *code.co_consts) if function.__name__ == "<lambda>" else ()
-    texts = digest(str(kernel_source(function).texts))  # not its captured constants
-    return f"{texts} {values} {_stable_text(body)}"
+    return f"{kernel_source(function).code} {values} {_stable_text(body)}"
 
 
 def _stable_text(value: Any) -> str:
@@ -191,7 +193,7 @@ def value_text(value: Any, *, strict: bool = True) -> str:
     if type(value).__name__ == "constexpr":
         return text_of(value.value)
     if functions := _callees(value):
-        return "+".join(f"{_full_name(function)}#{kernel_source(function).digest}" for function in functions)
+        return "+".join(f"{each.__qualname__}#{kernel_source(each).digest}" for each in functions)
     text = repr(value) if strict or not hasattr(value, "shape") else type(value).__name__
     if not (_ADDRESS.search(text) or hasattr(value, "data_ptr")):
         return text
@@ -229,7 +231,7 @@ def _collect(function: Callable[..., Any], parts: dict[Any, str], constants: lis
     """Add the sources of `function` and its callees to `parts`, captured values to `constants`."""
     if function in parts:
         return
-    name, source = _full_name(function), _source(function)
+    name, source = function.__qualname__, _source(function)
     parts[function] = f"{name}\n{source}"
     for reference, value in _references(function, source):
         callees = _callees(value)
