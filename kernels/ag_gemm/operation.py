@@ -204,6 +204,7 @@ class AllGatherGemm(Operation):
 
     def overwrites(self, gathered: torch.Tensor) -> bool:
         """Return whether the next call may overwrite what `with_gathered` returned."""
+        self._check_usable()
         return self._buffer.holds(gathered)
 
     @property

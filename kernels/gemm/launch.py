@@ -7,7 +7,6 @@ Nothing here keeps a caller's tensor.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +30,6 @@ tuned_gemm = triton.autotune(
 )(gemm)
 
 
-# An Autotuner keeps the arguments and the config of its launch under way: one thread at a time may call it.
-_TURN = threading.Lock()
 _SETTLED: SettledLaunches[GemmShape] = SettledLaunches(tuned_gemm, blocks_of)
 
 
@@ -50,7 +47,7 @@ def launch(a: Matrix, b: Matrix, c: Matrix, shape: GemmShape, epilogue: Epilogue
     any_block = Block(8, 64)  # the config's `pre_hook` sets the right ones
     descriptors = [describe(matrix, any_block) for matrix in (a, b, b, c)]
     sizes, constants = shape.sizes().values(), shape.constants()
-    with _TURN:
+    with _SETTLED.turn:
         compiled = tuned_gemm[shape.grid](*descriptors, *sizes, *vectors, **constants)
         _SETTLED.remember(shape, compiled, constants, vectors)
 

@@ -8,8 +8,11 @@ takes the first candidate and warns once.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import warnings
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
@@ -18,7 +21,7 @@ import triton
 
 from dist_autotune.triton_api.interception import settled_config
 
-from ..configs import take_first
+from ..configs import INTERPRETED, take_first
 from ..matrices import Block, Matrix, describe_at
 from ..tensors import remember
 from .loading import launch, load
@@ -85,6 +88,9 @@ class SettledLaunches(Generic[Shape]):
 
     def __init__(self, tuner: Any, blocks_of: BlocksOf | None = None, *, operation: str = "") -> None:
         self.tuner, self._blocks_of, self._operation = tuner, blocks_of, operation
+        # It keeps the arguments and config of its launch under way: one thread at a time may call it. An
+        # interpreted launch ends with its kernel, which may wait for a peer's other thread.
+        self.turn: AbstractContextManager[Any] = contextlib.nullcontext() if INTERPRETED else threading.Lock()
         self._told: set[tuple[Any, ...]] = set()
         self._of: dict[Shape, tuple[Settled, ...]] = {}  # one for each config
 
@@ -187,5 +193,6 @@ class ShapeLaunch(Generic[Shape]):
         constants = {**shape.constants(), **(self._constants or {})}
         given = (*self._held, *(tensor if tensor is None else tensor.detach() for tensor in tensors))
         arguments = (*describe_at(self._matrices, addresses), *given, *self._numbers, *scalars)
-        compiled = launch(launches.tuner[shape.grid], *arguments, **constants)
-        launches.remember(shape, compiled, constants, given)
+        with launches.turn:
+            compiled = launch(launches.tuner[shape.grid], *arguments, **constants)
+            launches.remember(shape, compiled, constants, given)

@@ -57,7 +57,8 @@ def gather_and_multiply(
 ) -> tuple[list[Tensor], Tensor | None]:
     """Return the products and, if they are to be saved, all ranks' rows; with fp8 there are none to save."""
     if not a_shard.shape[0]:
-        return _products_of_none(a_shard, weights, group_name), a_shard if save_gathered else None
+        gathered = a_shard.new_empty(a_shard.shape) if save_gathered else None  # no alias of an operand
+        return _products_of_none(a_shard, weights, group_name), gathered
     if fp8:
         return gather_and_multiply_fp8(a_shard, weights, group_name), None
     operation, products, gathered = _gather(a_shard, weights, group_name, needs_rows=save_gathered)

@@ -76,7 +76,7 @@ class MemoryOfAGroup(SymmetricMemory):
     def __init__(self, rank: int, world: int) -> None:
         ranks = SharingRanks()
         ranks.rank, ranks.world_size, ranks.members = rank, world, tuple(range(world))
-        ranks.exchange = lambda value: [value] * world  # type: ignore[method-assign]
+        ranks.exchange = lambda step, value: [value] * world  # type: ignore[method-assign]
         super().__init__(ranks, torch.device("cpu"), "for a test")
 
     def side_stream(self) -> Any:

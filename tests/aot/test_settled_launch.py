@@ -5,7 +5,9 @@ The tuner and Triton's IR are real, the device is pretended: what reaches the la
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -255,3 +257,32 @@ def test_it_is_tuned_in_context_and_then_settles(world, monkeypatch):
     for values in map(world.named, after):
         assert {name: values[name] for name in choice.kwargs} == choice.kwargs
     assert world.compared(after[0]) == world.compared(after[1])
+
+
+def test_threads_ask_a_tuner_one_at_a_time_as_it_keeps_the_arguments_of_its_launch():
+    both, inside, most = threading.Barrier(2), [], []
+
+    class Tuner:
+        def __getitem__(self, grid):
+            return self.launch
+
+        def launch(self, **constants):
+            inside.append(constants)
+            second.wait(0.2)  # a thread that need not wait comes meanwhile
+            if len(inside) > 1:
+                second.set()
+            most.append(len(inside))
+            inside.pop()
+
+    shape, second = mock.MagicMock(), threading.Event()
+    shape.constants.return_value = {}
+    launches = settled_launches.SettledLaunches(Tuner())
+    launches.remember = lambda *given: None
+
+    def ask(_):
+        both.wait(10.0)
+        settled_launches.ShapeLaunch(launches, shape)((), (), ())
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(ask, range(2)))
+    assert most == [1, 1]

@@ -72,6 +72,7 @@ def test_the_operators_pass_torchs_own_checks(rank):
     for operator, arguments in (
         (ops.all_gather_matmul, (x, [up, gate], name, True)),
         (ops.all_gather_matmul, (x, [up], name, False)),
+        (ops.all_gather_matmul, (tensor_of(rank, 0, 8), [up], name, True)),
         (ops.matmul_reduce_scatter, ([a], [down], name)),
         (ops.matmul_reduce_scatter, ([a, b], [down, gate_down], name)),
         (ops.matmul_reduce_scatter_backward, gradients),
