@@ -91,6 +91,7 @@ class _StepHooks:
 
         self._autograd, self._backward = torch._C, torch.autograd.Variable._execution_engine
         self._steps, self._end_run = steps, end_run
+        self._at_start = self._recorded()  # while it is that: no forward pass tells series apart
         self._forward = -1  # how far autograd had recorded operations behind the last step
         self._backwards: set[int] = (
             set()
@@ -102,7 +103,8 @@ class _StepHooks:
         if self._backwards and self._autograd._current_graph_task_id() == NO_BACKWARD:  # only inner ones
             self._forward, self._ends = -1, False
             self._backwards.clear()
-        if not self._backwards and self._forward != self._recorded():
+        recorded = self._recorded()
+        if not self._backwards and (recorded != self._forward or recorded == self._at_start):
             self._steps.begin_series()
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -125,6 +127,7 @@ class _StepHooks:
             self._end_run()
 
     def _recorded(self) -> int:
+        """Return how many operations autograd has recorded on this thread."""
         return int(self._autograd._autograd._get_sequence_nr())
 
 
