@@ -148,7 +148,7 @@ class AllGatherGemm(Operation):
         if failure.kind == OTHER_ROWS.value:
             return f"rank {peer} pushed {failure.seen} rows, not as many as this rank passed"
         if failure.kind == NOT_SENT.value:  # about this rank
-            return f"chunk {peer} was not copied to all peers in time"
+            return f"chunk {peer} was not copied to all peers, {self._peers()}, in time"
         return f"rank {peer}, or one that it waits for, did not push chunk {peer} in time"
 
     # ---- what the caller may use

@@ -99,6 +99,11 @@ class Operation(Shared):
         """Return with which rows ranks came to a call, where they differ and hosts can tell, or ""."""
         return ""
 
+    def _peers(self) -> str:
+        """Return all ranks but this one, in words."""
+        others = [str(rank) for rank in range(self.world_size) if rank != self.rank]
+        return ("rank " if len(others) == 1 else "ranks ") + ", ".join(others)
+
     def _failure(self) -> Exception | None:
         """Return the exception for the error records, None where there are none."""
         flags = enumerate(self._error_records)

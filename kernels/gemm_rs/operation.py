@@ -332,5 +332,5 @@ class GemmReduceScatter(Operation):
         if failure.kind == NO_PERMIT.value:
             return f"rank {peer}, or one that it waits for, did not come to the call in time"
         if failure.kind == NOT_SENT.value:  # about this rank
-            return f"the sums of rank {peer} were not copied to all peers in time"
+            return f"the sums of rank {peer} were not copied to all peers, {self._peers()}, in time"
         return f"rank {peer}, or one that it waits for, did not push its sums for chunk {self.rank} in time"

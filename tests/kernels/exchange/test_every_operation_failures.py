@@ -15,6 +15,7 @@ from every_operation import EVERY, EXPERTS, OF_ONE_WAY, each
 from operation_runs import TWO, die, end_of, hold_launch, message_of, on_ranks
 from rank_programs import wait_for
 
+from dist_autotune.kernels.exchange.chunks import NOT_SENT
 from dist_autotune.kernels.exchange.flags import ARRIVED
 from dist_autotune.kernels.exchange.operation import PeerTimeout
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, TWO_SHOT
@@ -24,14 +25,28 @@ from ranks import meet
 OF_KERNELS = {way: REDUCING[way] for way in (ONE_SHOT, TWO_SHOT, LOW_LATENCY)}
 
 
+@each({name: runs for name, runs in EVERY.items() if runs in (GATHERING_ROWS, SCATTERING_SUMS)})
+@on_ranks(3)
+def test_pushes_that_do_not_leave_are_told_with_the_ranks_that_they_are_for(rank, runs):
+    """Let the failure be as a kernel records it."""
+    with runs.opened(rank, 8, 16) as op:
+        op._errors[rank] = NOT_SENT.value << 60
+        told = message_of(op.check)
+        op.abandon()
+    peers = ("ranks 1, 2", "ranks 0, 2", "ranks 0, 1")[rank]
+    assert f"of rank {rank} were not" in told or f"chunk {rank} was not" in told
+    assert f"copied to all peers, {peers}, in time" in told
+
+
 # ---- ranks that differ
 
 
 @on_ranks(2)
 def test_operations_opened_differently_raise_on_every_rank(rank):
-    message = message_of(lambda: REDUCING[(ONE_SHOT, TWO_SHOT)[rank]].open(4, 4))
-    assert message.startswith("ValueError: the ranks pass different values of way: ")
-    assert "rank 0: 'one-shot'; rank 1: 'two-shot'" in message
+    for ways in ((ONE_SHOT, TWO_SHOT), (None, ONE_SHOT)):  # the latter allocate other memory
+        message = message_of(lambda way=ways[rank]: REDUCING[way].open(4, 4, timeout_s=20.0))
+        assert message.startswith("ValueError: the ranks pass different values of way: ")
+        assert f"rank 0: '{ways[0]}'; rank 1: '{ways[1]}'" in message
 
 
 def rows_of_reduce(rank, peer, rows):

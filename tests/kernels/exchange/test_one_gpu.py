@@ -312,7 +312,9 @@ def test_calls_behind_pushes_that_do_not_leave_end(rank: int, name: str) -> None
 
     def told(step: Callable[[], None]) -> None:
         began = time.monotonic()
-        assert message_of(step).startswith(f"PeerTimeout: {name}, rank 0: rank 1")
+        text = message_of(step)
+        assert text.startswith(f"PeerTimeout: {name}, rank 0: ")
+        assert "rank 1" in text  # of which either the own pushes or the peer's tell
         assert time.monotonic() - began < 20
 
     told(op.check)

@@ -75,13 +75,6 @@ def test_a_sum_may_take_the_place_of_what_is_added(rank):
 
 
 @on_ranks(2)
-def test_ranks_that_open_it_for_other_ways_are_told_both(rank):
-    told = "the ranks pass different values of way: rank 0: 'None'; rank 1: 'one-shot'. Pass the same on all"
-    text = message_of(lambda: GemmAllReduce(9, 40, HALF, way=(None, ONE_SHOT)[rank], timeout_s=20.0))
-    assert text == f"ValueError: {told}"
-
-
-@on_ranks(2)
 def test_patience_lasts_about_as_long_in_low_latency_calls_as_in_one_shot(rank):
     """Have rank 0 call alone, in the interpreter, whose patience is a number of polls; compare CPU time."""
     lasted_s = []
