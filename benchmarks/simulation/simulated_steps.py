@@ -1,7 +1,7 @@
 """Steps of many kernels in a simulation: what a plan takes, what the best one takes, what a session finds.
 
-A step's time is not the sum of what its kernels take alone: a config may slow down the kernels around it, or
-help only together with a config of another one. Launches are timed with a noise of 2 %, whole runs too.
+A step's time is not the sum of what its kernels take alone: a config may slow down the kernels around it.
+Launches are timed with a noise of 2 %, whole runs too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from benchmarks.simulation.protocol_simulation import Simulation
 
 NOISE = 0.02
 SLOWED, SLOWER = 5, 0.3  # so many kernels are slowed down by so much
-GAIN, LOSS = 0.10, 0.01  # of the step: of two configs together, of one without the other
 RUNS_AT_MOST = 10_000
 
 Plan = Mapping[str, str]
@@ -55,27 +54,8 @@ def a_bad_neighbour(random: Random, kernels: int = 28, candidates: int = 18) -> 
     return Step(launch_ms, beyond_ms, min(plans, key=Step(launch_ms, beyond_ms, fastest).ms))
 
 
-def a_pair(random: Random, kernels: int = 6, candidates: int = 8) -> Step:
-    """Return a step in which two configs, neither of use alone, gain a tenth of it together."""
-    launch_ms = {f"k{k}": dict(_times(random, f"k{k}", candidates)) for k in range(kernels)}
-    one, other = random.sample([*launch_ms], 2)
-    fastest = {kernel: min(times, key=times.__getitem__) for kernel, times in launch_ms.items()}
-    pair = {}
-    for kernel in (one, other):  # what it takes alone gives no reason to drop it
-        pair[kernel] = random.choice([c for c in launch_ms[kernel] if c != fastest[kernel]])
-        launch_ms[kernel][pair[kernel]] = 1.02 * launch_ms[kernel][fastest[kernel]]
-    step_ms = sum(launch_ms[kernel][candidate] for kernel, candidate in fastest.items())
-
-    def beyond_ms(plan: Plan) -> float:
-        has = sum(plan.get(kernel) == candidate for kernel, candidate in pair.items())
-        return {0: 0.0, 1: LOSS, 2: -GAIN}[has] * step_ms
-
-    return Step(launch_ms, beyond_ms, {**fastest, **pair})
-
-
 STEPS: dict[str, Callable[[Random], Step]] = {
     "28 x 18, a bad neighbour": a_bad_neighbour,
-    "6 x 8, a pair": a_pair,
 }
 
 

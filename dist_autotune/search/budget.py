@@ -121,7 +121,7 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
         in_turn = sum(rules.planned_runs(c.most_tried) for c in searched if c.is_alone)
         choices = {c.name: len(c.digests) for c in searched if c.is_choice and not c.is_alone}
         if choices or kernels:
-            in_turn += race_runs.runs_at_most(choices, kernels, keeps_kernels=rules.objective == "kernel")
+            in_turn += race_runs.runs_at_most(choices, kernels)
     if rules.objective != "kernel":  # a third plan needs a third candidate, or a second context
         plans = math.prod(len(context.digests) for context in searched)
         in_turn += DUEL_RUNS if plans <= 2 else MOST_RUNS

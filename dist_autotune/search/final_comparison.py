@@ -104,12 +104,14 @@ class FinalComparison(RunPhase):
                 if index not in context.banned and ms < context.times.ms.get(index, math.inf):
                     context.times.ms[index] = float(ms)
         winner = self._winner
-        if winner == TUNED:
-            return
         for name, index in self._sides.plans[winner].items():
             context = self._contexts[name]
             if index not in context.banned:
                 context.settle(Status.TUNED, index)
+                if winner in self._ms:
+                    context.times.ms[index] = float(self._time(winner))
+        if winner == TUNED:
+            return
         kept = "the default plan" if winner == DEFAULT else "the plan by launch times"
         took = [format_ms(self._time(side)) for side in (winner, TUNED)]
         self.remark = f"{kept} is kept: it took {took[0]} ms, the tuned one {took[1]} ms"

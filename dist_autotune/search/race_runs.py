@@ -20,10 +20,10 @@ EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses 
 HOST_SHARE = 0.95  # of the device's time of a run: a host that takes longer bounds it
 
 
-def runs_at_most(choices: Mapping[str, int], kernels: int, *, keeps_kernels: bool) -> int:
+def runs_at_most(choices: Mapping[str, int], kernels: int) -> int:
     """Return how many runs the phase takes at most, for so many options of each choice, and kernels."""
     explored = sum(options * (EXPLORED_RUNS + 1) for options in choices.values())
-    searched = plan_search.runs_at_most(kernels, [*choices.values()], keeps_kernels=keeps_kernels)
+    searched = plan_search.runs_at_most(kernels, [*choices.values()])
     return explored + (max(searched, predicted.MOST_RUNS) if kernels and choices else searched)
 
 
@@ -76,12 +76,13 @@ class RaceRuns(RunPhase):
 
     def _settle(self, plan: Plan, status: Status) -> None:
         raced = self._timed()
+        kept = [(ms, each) for each, ms in self._ms.values() if each == plan][-1:]
         self._note_host(raced)
         for context in self._contexts.values():
             if context.is_tuned_by_launches or context.provisional:
                 continue
             is_member = context.name in self._members and not (context.settled or context.is_alone)
-            timed = [(ms, plan[context.name]) for ms, plan in raced if context.name in plan]
+            timed = [(ms, p[context.name]) for ms, p in [*kept, *raced] if context.name in p]
             if context.name in plan:
                 context.settle(status, plan[context.name])
                 context.by_run = RunVerdict.DECIDED if status is Status.TUNED else RunVerdict.NOTHING

@@ -19,7 +19,6 @@ SLOWEST = 3.0  # times the fastest by launches: what is slower is not judged by 
 SHARE_STEP = 1 / 256  # of the device: shares nearer than that are equal
 FEWEST, NEAR = 4, 1.15  # of a context with a short front: the next fastest within so much of the fastest
 MOST_CANDIDATES = 16  # of a context
-MOST_LEVELS = 6  # of a context, beside many others
 MOST_ROOMS = 8  # that all kernels leave
 MOST_COST = 0.5  # of its time, that one kernel's launches may tell of leaving room
 PROMISED = 0.03  # of all launches, that leaving room must gain by their times for kernels to want it
@@ -73,15 +72,6 @@ class KernelLevels:
         full = round(self.share[self.fullest] / SHARE_STEP)
         with_room = (ms for index, ms in self.ms.items() if round(self.share[index] / SHARE_STEP) < full)
         return min(with_room) / self.ms[self.fullest] - 1
-
-    def kinds(self, index: int) -> list[int]:
-        """Return `index`, then what to compare it with."""
-        return list(dict.fromkeys([index, *self.thinned(MOST_LEVELS)]))[:MOST_LEVELS]
-
-    def with_and_without(self, room: float) -> list[int]:
-        """Return its candidate within the room, then one that leaves less: the incumbent, or the fullest."""
-        is_within = self.share[self.incumbent] <= room + SHARE_STEP / 2
-        return [self.within(room), self.fullest if is_within else self.incumbent]
 
     def within(self, share: float) -> int:
         """Return the candidate that takes most of the device, at most this share; else that with least."""
@@ -170,11 +160,6 @@ class PlanSpace:
         asked = self._asked(options)
         return {**asked, **{k.name: candidates.get(k.name, k.incumbent) for k in self.launched_by(asked)}}
 
-    def moved(self, plan: Plan, others: Plan) -> dict[str, int]:
-        """Return the plan with other candidates and options, and with what these options launch."""
-        options = {name: others.get(name, plan.get(name, each[0])) for name, each in self.choices.items()}
-        return self.with_kernels(options, {**plan, **others})
-
     def option_plans(self) -> Iterator[dict[str, int]]:
         """Yield the options of all choices together, the incumbents' first, each combination once."""
         known: list[Plan] = []
@@ -215,21 +200,28 @@ class PlanSpace:
         ]
         return [own, *alone, *(each for each in found[1:] if each not in alone)]
 
-    def wanting_room(self) -> list[KernelLevels]:
-        """Return the kernels that are faster by launches where they and their neighbours leave room.
+    def leaving_room(self) -> list[list[KernelLevels]]:
+        """Return kernels that may leave room: all that can, those that want it, and these with the next.
 
-        None if that promises little: a few samples of single kernels may be spikes.
+        Those want it that are faster by launches where they and their neighbours leave room; a kernel beside
+        them that leaves none delays what runs beside theirs. All alone where that promises little: a few
+        samples of single kernels may be spikes.
         """
         able = [kernel for kernel in self.kernels if kernel.leaves_room]
         costs = [min(max(kernel.room_costs, -MOST_COST), MOST_COST) for kernel in able]
         wanting = [
-            kernel
+            place
             for place, kernel in enumerate(able)
             if math.fsum(cost * 0.5 ** abs(place - other) for other, cost in enumerate(costs)) < 0
         ]
-        gain_ms = -math.fsum(k.launches * k.room_costs * k.ms[k.fullest] for k in wanting)
+        gain_ms = -math.fsum(
+            able[i].launches * able[i].room_costs * able[i].ms[able[i].fullest] for i in wanting
+        )
         all_ms = math.fsum(kernel.launches * kernel.ms[kernel.incumbent] for kernel in self.kernels)
-        return wanting if gain_ms > PROMISED * all_ms else []
+        if gain_ms <= PROMISED * all_ms:
+            return [able]
+        wide = [place for place in range(len(able)) if {place - 1, place, place + 1} & {*wanting}]
+        return [able, [able[place] for place in wanting], [able[place] for place in wide]]
 
     def rooms(self) -> list[float]:
         """Return the shares of the device that kernels may keep to, the largest first."""

@@ -46,7 +46,7 @@ def test_of_thousands_of_options_together_no_more_are_looked_at_than_are_raced(m
     space = PlanSpace([], choices, launched, {name: [f"{name}{i}" for i in range(20)] for name in "abc"})
     seen, genuine = [], PlanSpace.with_kernels
     monkeypatch.setattr(PlanSpace, "with_kernels", lambda *about: seen.append(about) or genuine(*about))
-    starts_of(space, [])
+    starts_of(space)
     assert len(seen) < 2 * MOST_PLANS
 
 
@@ -65,7 +65,7 @@ def test_a_kernel_of_an_option_that_is_not_asked_for_makes_no_other_plan():
     plans = list(space.all_plans(lambda kernel: [*kernel.ms]))
     assert [plan for plan in plans if plan["way"]] == [{"way": 1}]
     assert len(plans) == 7
-    assert space.moved(space.incumbents, {"way": 1, "consumer": 1, "of_other": 2}) == {"way": 1}
+    assert space.with_kernels({"way": 1, "consumer": 1}, {"of_other": 2}) == {"way": 1}
 
 
 def space_of(drawn):

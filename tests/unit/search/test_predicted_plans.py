@@ -137,7 +137,7 @@ def test_plans_of_which_nothing_is_known_race_in_no_more_runs_than_are_planned(m
     assert len(plans) == 320
     asked, winner = driven(predicted.predicted(space, plans), lambda _: ms)
     assert winner == {"c": 0, "k": 0}
-    assert len(asked) <= race_runs.runs_at_most({"c": 20}, 1, keeps_kernels=False)
+    assert len(asked) <= race_runs.runs_at_most({"c": 20}, 1)
 
 
 @pytest.mark.parametrize("late", [0, 1])

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 from fuzz import play, play_sessions
-from random_programs import BLOCKS, Choice, Event, Kernel, Pattern, Program, draw_program
+from random_programs import BLOCKS, Choice, Event, Kernel, Pattern, Program
 from triton.runtime.errors import OutOfResources
 from virtual_ranks import VirtualGroup
 from virtual_tuners import VirtualClock
@@ -102,13 +102,6 @@ def test_a_report_of_whole_runs_has_no_time_of_launches():
     (context,) = report.contexts
     assert context.judge == "run"
     assert sorted(context.timings.values()) == [104.0, 108.0, 116.0]  # the last of the final comparison
-
-
-def test_a_report_has_the_time_of_the_plan_that_is_kept_though_only_the_last_runs_timed_it():
-    program = draw_program(Random(5011))  # a screening that finds no gain: the plan by launches is kept
-    report = play(program, Random(5011), Counter())[0].endings[0].report
-    assert {context.ms for context in report.contexts if len(context.timings) > 1} == {report.step.after_ms}
-    assert all(context.gain_percent >= 0 for context in report.contexts if context.gain_percent is not None)
 
 
 @pytest.mark.parametrize("first_run", [1, 2, 5])
