@@ -20,7 +20,7 @@ from ..formatting import (
     format_percent,
     status_label,
 )
-from ..logs.records import Preflighted, SessionClosed
+from ..logs.records import SessionClosed
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..tables import stacked, table, text
 from ..tuner.report import missing_gains
@@ -137,7 +137,7 @@ def session_notes(session: SessionHistory) -> list[str]:
 
 def rank_tables(session: SessionHistory) -> list[Group]:
     """Return the tables about the ranks of a session."""
-    return [_time_table(session), _stragglers_table(session), _compiling_table(session)]
+    return [_time_table(session), _stragglers_table(session)]
 
 
 def context_tables(context: ContextHistory, most: int | None = None) -> list[Group]:
@@ -216,18 +216,6 @@ def _stragglers_table(session: SessionHistory) -> Group:
         for s in session.stragglers()
     )
     return table("Stragglers", names, rows, "Samples that at least two ranks took in the same run.")
-
-
-def _compiling_table(session: SessionHistory) -> Group:
-    names = ("rank", ">compiled here", ">by peers", ">in the cache", ">failed", ">seconds")
-    records = of_kind(session.records, Preflighted)
-    rows = []
-    for rank in sorted({record.rank for record in records}):
-        own = [(r.compiled, r.from_peers, r.cached, r.failed, r.seconds) for r in records if r.rank == rank]
-        *counts, seconds = map(sum, zip(*own, strict=True))
-        rows.append((str(rank), *map(str, counts), f"{seconds:.1f}"))
-    note = "Candidates compiled and loaded before trials. By peers: by another process of the same host."
-    return table("Compiling", names, rows, note)
 
 
 def shared_parts(context: ContextHistory) -> tuple[str, ...]:
