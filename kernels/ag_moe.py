@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .exchange.operation import PeerTimeout
+from .agreement.errors import PeerTimeout
 from .moe.ag_moe import AllGatherMoE
 
 __all__ = ["AllGatherMoE", "PeerTimeout"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .exchange.operation import PeerTimeout
+from .agreement.errors import PeerTimeout
 from .moe.moe_rs import MoEReduceScatter
 
 __all__ = ["MoEReduceScatter", "PeerTimeout"]

@@ -17,6 +17,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 from triton.runtime.errors import AutotunerError
 
+from ..combinations import drawn
 from ..errors import TuningError, WrongDevice
 from . import footprint, identity
 
@@ -78,7 +79,7 @@ class Launch:
         tuner.nargs = self._named()
         try:
             # Pruning may return a generator, as stock Triton reads its result once.
-            pruned = list(tuner.prune_configs(self.kwargs) if len(tuner.configs) > 1 else tuner.configs)
+            pruned = drawn(tuner.prune_configs(self.kwargs) if len(tuner.configs) > 1 else tuner.configs)
         except AutotunerError as error:
             raise AutotunerError(f"{self}: {error.error_message}") from None
         finally:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..agreement.errors import PeerTimeout
 from ..epilogues import interleave_gate_up, split_gate_up
-from ..exchange.operation import PeerTimeout
 from .operation import AllGatherGemm
 
 __all__ = ["AllGatherGemm", "PeerTimeout", "interleave_gate_up", "split_gate_up"]

@@ -60,8 +60,9 @@ class GatherLayout:
 
 
 class Product(NamedTuple):
-    """The weight, result and epilogue of a call. Made in each call: no dataclass."""
+    """The operands, result and epilogue of a call. Made in each call: no dataclass."""
 
+    a_shard: torch.Tensor
     weight: torch.Tensor
     out: torch.Tensor
     epilogue: Epilogue

@@ -36,6 +36,10 @@ class GatheredRows:
         self.push(-rows, is_capturing=is_capturing)
         return self._pusher.noting(-rows if is_capturing else 0) if self._are_noted else NOTHING
 
+    def forget(self) -> None:
+        """Tell of no rows: the last call has written some, and failed."""
+        self._of_call = self._of_eager = 0
+
     def of_call(self) -> torch.Tensor:
         """Return the rows of the last call that the host made, as they lie in memory."""
         return self._find(self._of_call)

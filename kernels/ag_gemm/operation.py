@@ -17,21 +17,23 @@ other's peers.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dist_autotune.launch.tunable import Standing
 
+from ..agreement.ballots import COLLECTIVE
+from ..agreement.collective import Collective
 from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind, result_columns
+from ..exchange.call import NumberedCalls
 from ..exchange.chunks import NOT_SENT, OTHER_ROWS
-from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS
-from ..exchange.operation import Operation
+from ..exchange.operation import Refusal
 from ..exchange.push import ChunkPusher, piece_counts
 from ..exchange.spoil import spoiling_chunks
 from ..gemm.configs import class_of_rows
@@ -51,11 +53,11 @@ from .call import Consumer, GatherCall, GatherLayout, Product
 from .choices import Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
 from .gathered import GatheredRows
-from .matmul import MatmulConsumer, multiply_into, wait_for_all
+from .matmul import MatmulConsumer, multiply_into
 from .plain import PlainConsumer
 
 
-class AllGatherGemm(Operation):
+class AllGatherGemm(NumberedCalls):
     """`op(a_shard [m, K], weight [N, K])` returns `all_gather(a) @ weight.T`, [W * m, N], on each of W ranks.
 
     With `bias` [N] and `activation` it returns activation(all_gather(a) @ weight.T + bias), see `__call__`.
@@ -88,6 +90,7 @@ class AllGatherGemm(Operation):
 
     _further_dtypes = (FP8,)
     _wrong_calls = (OTHER_ROWS.value,)
+    _refusal = Refusal(OTHER_ROWS.value, -1, -1)
 
     def __init__(
         self,
@@ -123,6 +126,7 @@ class AllGatherGemm(Operation):
         self._buffer = GatherBuffer(memory, self._format, self._capacity)
         self._gather = self._buffer.symmetric
         self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
+        self._pushes = self._pusher.pushes
         self._collective = self._open_collective(memory)
         self._gathered = GatheredRows(self._buffer, self._pusher)
 
@@ -168,18 +172,19 @@ class AllGatherGemm(Operation):
 
         `bias` [N], contiguous, in fp16, bf16 or fp32, is added to the float32 sums and `activation` ("relu",
         "gelu", "gelu_tanh" or "silu") applied before they are rounded, once. Both are this rank's own.
-        A gated one ("swiglu" or "geglu_tanh") makes [W * m, N / 2], the activation of the gate times up;
-        `interleave_gate_up` makes such a weight and bias.
+        A gated one ("swiglu", "geglu", "geglu_tanh", "reglu" or "glu") makes [W * m, N / 2], the activation
+        of the gate times up; `interleave_gate_up` makes such a weight and bias.
 
         In fp8 the sums are multiplied before by the scales of their rows, of which each rank passes `scale_a`
         [m] or [m, 1] for its own, and of their columns, `scale_weight` [N] or [N, 1]; all are float32 and
         contiguous, None is 1.
 
-        A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
-        at its end on the CPU, and on a GPU by a later call, `check` or `close`.
+        A wrong argument raises on all ranks, and the next call may be made; other failures break the
+        operation: see `exchange.call`. They are raised at the end of the call on the CPU, and on a GPU by a
+        later call, `check` or `close`.
         """
         if bias is scale_a is scale_weight is None and activation is None:
-            return self._call(a_shard, weight, out)
+            return self._call(a_shard, weight, out, ONLY_SUMS)
         return self._call(a_shard, weight, out, Epilogue(bias, activation, scale_a, scale_weight))
 
     def with_gathered(
@@ -189,7 +194,7 @@ class AllGatherGemm(Operation):
 
         It waits for nothing, whatever was replayed before.
         """
-        product = self._call(a_shard, weight, out)
+        product = self._call(a_shard, weight, out, ONLY_SUMS)
         return product, self._format.rows_in(self._gathered.of_call())
 
     @property
@@ -217,16 +222,16 @@ class AllGatherGemm(Operation):
         self._check_usable()
         return self._format.rows_in(self._gathered.of_replay(is_capturing=self._is_capturing()))
 
-    # ---- one call
+    # ---- one call, see `exchange.call`
 
-    def _call(
+    def _plan(
         self,
+        is_capturing: bool,
         a_shard: torch.Tensor,
         weight: torch.Tensor,
         out: torch.Tensor | None,
-        epilogue: Epilogue = ONLY_SUMS,
-    ) -> torch.Tensor:
-        self._check_usable()
+        epilogue: Epilogue,
+    ) -> GatherLayout:
         bias, _, scale_a, scale_weight = epilogue
         if torch.is_grad_enabled():
             scales = {"scale_a": scale_a, "scale_weight": scale_weight}
@@ -236,30 +241,15 @@ class AllGatherGemm(Operation):
         layout = self._layouts.get(key)
         if layout is None:
             self._buffer.check(a_shard, weight, out, epilogue)
-        if self._format.is_scaled:
-            epilogue = epilogue._replace(scale_a=self._buffer.scales)
-        if layout is None:
-            made = self._new_layout(weight, out, len(a_shard), epilogue.kind())
+            kind = epilogue._replace(scale_a=self._buffer.scales).kind()
+            made = self._new_layout(weight, out, len(a_shard), kind)
             if out is not None:
-                given = {"bias": bias, "scale_a": scale_a, "scale_weight": scale_weight}
-                made = replace(made, apart=Apart(out, a_shard=a_shard, weight=weight, **given))
+                others = {"bias": bias, "scale_a": scale_a, "scale_weight": scale_weight}
+                made = replace(made, apart=Apart(out, a_shard=a_shard, weight=weight, **others))
             layout = remember(self._layouts, key, made)
         if out is not None and layout.apart is not None:
             layout.apart.check(out, a_shard, weight, bias, scale_a, scale_weight)
-        is_capturing = self._follow()
-        if out is None:
-            out = weight.new_empty(layout.shape, dtype=self._format.product_dtype)
-        self._buffer.put(a_shard, scale_a)
-        product = Product(weight, out, epilogue, layout)
-        self._calls += 1
-        if not self._run_collective(product, is_capturing=is_capturing):
-            choice = self._choose(layout)
-            if choice.consumer not in layout.loaded:
-                self._load(product, choice)
-            self._run(product, choice, is_capturing=is_capturing)
-        if not self._on_gpu:
-            self._check_usable()
-        return out
+        return layout
 
     def _new_layout(
         self, weight: torch.Tensor, out: torch.Tensor | None, rows: int, epilogue: EpilogueKind = NO_EPILOGUE
@@ -278,56 +268,63 @@ class AllGatherGemm(Operation):
         spoil = spoiling_chunks(out, self._pusher.flags, self.rank, rows)
         return GatherLayout(rows, class_of_rows(shape[0]), shape, options, choose, spoil)
 
+    def _agree(self, layout: GatherLayout, is_capturing: bool) -> bool:
+        size_class = layout.size_class
+        wants = self._fixed.consumer is None and self._collective.wants(size_class, self._key)
+        return self._collective.agree(size_class, layout.rows, wants=wants, is_capturing=is_capturing)
+
+    def _allocate_results(
+        self,
+        layout: GatherLayout,
+        a_shard: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        epilogue: Epilogue,
+    ) -> Product:
+        if out is None:
+            out = weight.new_empty(layout.shape, dtype=self._format.product_dtype)
+        return Product(a_shard, weight, out, epilogue, layout)
+
+    def _put(self, layout: GatherLayout, product: Product) -> Product:
+        epilogue = product.epilogue
+        self._buffer.put(product.a_shard, epilogue.scale_a)
+        if self._format.is_scaled:
+            return product._replace(epilogue=epilogue._replace(scale_a=self._buffer.scales))
+        return product
+
+    def _exchange(
+        self, layout: GatherLayout, product: Product, by_collective: bool, is_capturing: bool
+    ) -> torch.Tensor:
+        if by_collective:
+            self._run_collective(product, is_capturing=is_capturing)
+            return product.out
+        choice = self._choose(layout)
+        call = self._call_of(product, choice)
+        if choice.consumer not in layout.loaded and not is_capturing:
+            self._load(product, choice, call)
+        self._gathered.push(layout.rows, is_capturing=is_capturing)
+        self._pusher.start(layout.rows, choice.pieces, is_capturing=is_capturing)
+        self._launch(product, choice, call)
+        self._pusher.finish(is_capturing=is_capturing)
+        return product.out
+
+    def _run_collective(self, product: Product, *, is_capturing: bool) -> None:
+        """See [Note: a collective needs no permit]."""
+        _, weight, out, epilogue, layout = product
+        gathered, own = self._buffer.room(layout.rows)
+        with self._gathered.by_collective(layout.rows, is_capturing=is_capturing):
+            self._collective.all_gather(gathered, own)
+            epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
+            multiply_into(out.detach(), self._format.rows_in(gathered), weight.detach().T, epilogue)
+
     def _choose(self, layout: GatherLayout) -> Choice:
         return layout.choose()
 
-    def _load(self, product: Product, choice: Choice) -> None:
+    def _load(self, product: Product, choice: Choice, call: GatherCall) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `launches.loading.load`."""
-        if self._is_capturing():
-            return
-        call = self._call_of(product, choice)
         self._consumer(choice, product).load(self._buffer.a, product.weight, product.out, call)
         product.layout.spoil(product.out, only_load=True)
-        wait_for_all(call, only_load=True)  # for a call that fails on the host
         product.layout.loaded.add(choice.consumer)
-
-    def _run(self, product: Product, choice: Choice, *, is_capturing: bool) -> None:
-        """Launch beside the pushes; if that fails, finish them too, so that peers get their signals."""
-        rows, call = product.layout.rows, self._call_of(product, choice)
-        self._gathered.push(rows, is_capturing=is_capturing)
-        try:
-            self._meet()
-            self._pusher.start(rows, choice.pieces, is_capturing=is_capturing)
-            self._launch(product, choice, call)
-            self._pusher.finish(is_capturing=is_capturing)
-        except BaseException as error:
-            self._fail(error)
-            if not is_capturing:
-                with contextlib.suppress(Exception):  # this is the way out of an error that says more
-                    wait_for_all(call)
-                    self._pusher.finish(is_capturing=False)
-            raise
-
-    def _run_collective(self, product: Product, *, is_capturing: bool) -> bool:
-        """Make the call by the collective if all ranks agree on that; return whether they do.
-
-        See [Note: a collective needs no permit].
-        """
-        weight, out, epilogue, layout = product
-        rows, size_class = layout.rows, layout.size_class
-        wants = self._fixed.consumer is None and self._collective.wants(size_class, self._key)
-        try:
-            if not self._collective.agree(size_class, rows, wants=wants, is_capturing=is_capturing):
-                return False
-            gathered, own = self._buffer.room(rows)
-            with self._gathered.by_collective(rows, is_capturing=is_capturing):
-                self._collective.all_gather(gathered, own)
-                epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
-                multiply_into(out.detach(), self._format.rows_in(gathered), weight.detach().T, epilogue)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        return True
 
     def _call_of(self, product: Product, choice: Choice) -> GatherCall:
         calls, epilogue, patience_ticks = product.layout.calls, product.epilogue, self._patience_ticks
@@ -349,3 +346,18 @@ class AllGatherGemm(Operation):
         if found is None:
             found = known[name] = self._consumers[name](self._buffer.a, product.weight, product.out)
         return found
+
+    # ---- calls that fail
+
+    def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
+        if went_ahead is not None and went_ahead[0] == COLLECTIVE:
+            self._take_part(went_ahead[1])
+        else:
+            self._stand_in_by_pushes(self._pusher.flags, counted=True)
+        self._gathered.forget()
+
+    def _collectives(self, layout: GatherLayout) -> list[Callable[[], None]]:
+        return [lambda: self._take_part(layout.rows)]
+
+    def _take_part(self, rows: int) -> None:
+        self._collective.all_gather(*self._buffer.room(rows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +163,6 @@ class ExpertParallel(Operation):
         check_no_gradient("ExpertParallel.dispatch", x=x)
         self._check_tokens("x", x, topk_ids)
         with self._carrying_out():
-            self._follow()
             ids = topk_ids.detach().contiguous()
             d = self._new_dispatch(x, ids)
             self._send(x, ids, None)
@@ -183,7 +184,6 @@ class ExpertParallel(Operation):
         tokens = len(d.topk_ids)
         check_out(out, [tokens, self.hidden], self.dtype, self.device)
         with self._carrying_out():
-            self._follow()
             weights = topk_weights.detach().to(torch.float32).contiguous()
             sums = rows.new_empty((tokens, self.hidden))
             self._return(rows, d)
@@ -201,13 +201,30 @@ class ExpertParallel(Operation):
         self._check_rows(rows, d)
         self._check_weights(topk_weights, d)
         with self._carrying_out():
-            self._follow()
             weights = topk_weights.detach().to(torch.float32).contiguous()
             of_rows, of_weights = torch.empty_like(d.rows), torch.empty_like(weights)
             self._send(grad, d.topk_ids, weights)
             self._grade(grad, rows, d, of_rows)
             self._collect(d.topk_ids, of_weights)
         return of_rows, of_weights.to(topk_weights.dtype)
+
+    @contextlib.contextmanager
+    def _carrying_out(self) -> Iterator[None]:
+        """Count a call and, if its block raises, break the operation and tell the peers."""
+        is_capturing = self._is_capturing()
+        self._calls += not is_capturing
+        try:
+            self._follow(is_capturing=is_capturing)
+            if not is_capturing:
+                self._meet()
+            yield
+        except BaseException as error:
+            if not is_capturing:
+                self._broken_by = f"call {self._calls} was not carried out: {error!r}"
+                self._bulletin.tell_broken(self._calls, repr(error))
+            raise
+        if not self._on_gpu or self._bulletin.bell[0] or self._bulletin.has_news:
+            self._check_call()
 
     # ---- checks
 

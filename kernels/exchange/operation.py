@@ -1,25 +1,26 @@
 """Base class of operations over symmetric memory: allocation, failures of peers, closing.
 
 Candidates may differ between ranks in one call: ranks tell each other about chunks, never about tiles. Every
-rank must make the same calls in the same order. A call on another stream than the last one waits for it, on
-the device; the host does not see replays of graphs.
+rank must make the same calls in the same order: see [Note: calls are numbered]. A call on another stream than
+the last one waits for it, on the device; the host does not see replays of graphs.
 """
 
 from __future__ import annotations
 
 import abc
+import math
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ..agreement.bulletin import Bulletin
+from ..agreement.errors import PeerTimeout
 from ..configs import INTERPRETED
 from ..signals import TICK_S, Failure, as_patience, read_failure
-from ..symm import SymmetricMemoryError, open_symmetric_memory
+from ..symm import open_symmetric_memory
 from ..symm.base import Shared
 from ..tensors import FP8, check_timeout
 from .calls import UnderWay, leave, wait_for_device, watch
@@ -28,8 +29,12 @@ from .streams import NOT_COME, Meeting, StreamOrder
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
 
-class PeerTimeout(TimeoutError):
-    """A peer did not do its part of a call in time; the message names rank, chunk and call."""
+class Refusal(NamedTuple):
+    """What stands for a rank that refuses a call."""
+
+    kind: int  # of the failure that kernels of its peers record
+    seen: int  # in that record
+    mark: int  # that it gives them in place of its rows or choices
 
 
 class Operation(Shared):
@@ -47,6 +52,7 @@ class Operation(Shared):
     is_captured = False  # some call was: a graph may replay in its memory
     _is_closed = True  # until it is open
     _mend_calls: ClassVar[str] = "Every rank must pass as many rows. "  # advice for those kinds
+    _refusal: ClassVar[Refusal] = Refusal(-1, 0, 0)  # of no kind
 
     def __init__(
         self, dtype: torch.dtype, group: dist.ProcessGroup | None, backend: str, timeout_s: float
@@ -61,7 +67,7 @@ class Operation(Shared):
         self.backend = f"{self._memory.name}: {self._memory.reason}"
         self._broken_by = ""
         self.explain: Callable[[], str] = str  # the owner's reason why peers did not make a call, or ""
-        self._calls = 0
+        self._calls = 0  # eager ones: the number of the last
         self._patience_ticks = as_patience(timeout_s)
         self._kept: frozenset[str] = frozenset({*vars(self), "_kept"})
         try:
@@ -73,6 +79,7 @@ class Operation(Shared):
                 self._errors = self._memory.hold(flags)
                 self._error_records = self._errors.numpy()
                 self._no_errors = self._error_records.tobytes()
+                self._bulletin = Bulletin.open(self._memory, group, timeout_s)
                 self._allocate()
         except BaseException:
             self._memory.abandon()
@@ -104,10 +111,21 @@ class Operation(Shared):
         others = [str(rank) for rank in range(self.world_size) if rank != self.rank]
         return ("rank " if len(others) == 1 else "ranks ") + ", ".join(others)
 
-    def _failure(self) -> Exception | None:
-        """Return the exception for the error records, None where there are none."""
+    def _failures(self) -> dict[int, Failure]:
+        """Return the failures that kernels have recorded, by peer; refused calls are no failures of them."""
         flags = enumerate(self._error_records)
         failures = {peer: found for peer, flag in flags if (found := read_failure(int(flag)))}
+        for peer, failure in [*failures.items()]:
+            if (failure.kind, failure.seen) == self._refusal[:2]:
+                del failures[peer]
+                self._error_records[peer] = 0
+                if not self._bulletin.is_shared:  # else the peer has told its reason there
+                    self._bulletin.note_refused(self._calls, peer, "or of one before it")
+        return failures
+
+    def _failure(self) -> Exception | None:
+        """Return the exception for the error records, None where there are none."""
+        failures = self._failures()
         if not failures:
             return None
         texts = [
@@ -150,11 +168,17 @@ class Operation(Shared):
 
     def check(self) -> None:
         """Wait for the device, see `calls.wait_for_device`, and raise the failures of the calls so far."""
+        self._check_all(self._calls)
+        self._raise_refused()
+
+    def _check_all(self, calls: float) -> None:
+        """Wait for the device and raise failures, save refused calls; of peers, those up to that call."""
         if not (self._is_closed or self._broken_by):
+            self._raise_of_peers(calls)
             self._check_peers()
         if self._on_gpu and not self._is_closed:
             wait_for_device(self)
-        self._check_usable()
+        self._check_usable(calls)
 
     def under_way(self) -> UnderWay:
         """Return what tells how far the calls so far are.
@@ -166,13 +190,16 @@ class Operation(Shared):
             return UnderWay(lambda: True, lambda: False, 0.0)
         records, none, is_broken = self._error_records, self._no_errors, self._broken_by != ""
         is_done = self._memory.mark() if self._on_gpu else lambda: True
-        longest_wait_s = 2 * self.world_size * self._patience_ticks * TICK_S
+        longest_wait_s = 2 * self.world_size * self._patience_s()
         return UnderWay(is_done, lambda: is_broken or records.tobytes() != none, longest_wait_s)
+
+    def _patience_s(self) -> float:
+        return self._patience_ticks * TICK_S
 
     def raise_known_failure(self) -> None:
         """Raise the failures that the host can see now; none if the operation is closed."""
         if not self._is_closed:
-            self._check_usable()
+            self._check_call()
 
     def _check_peers(self) -> None:
         """Raise if peers made other calls, as far as hosts can tell: the device may wait for such a peer."""
@@ -195,12 +222,14 @@ class Operation(Shared):
         if self._is_closed:
             return
         try:
-            self.check()
+            self._check_all(math.inf)
             self._memory.close()
         except BaseException:
             self.abandon()
             raise
+        bulletin = self._bulletin
         self._end()
+        self._raise_refused(bulletin)
 
     def abandon(self) -> None:
         """Close without meeting the peers: the way out of a rank that has failed."""
@@ -225,22 +254,53 @@ class Operation(Shared):
         for name in vars(self).keys() - self._kept:
             delattr(self, name)
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, calls: float | None = None) -> None:
+        """Raise what has failed, as far as the host can see; of peers, up to that call, None: the last one.
+
+        A call in which a peer has failed is made all the same: that peer may wait for its part.
+        """
         name = type(self).__name__
         if self._is_closed:
             raise RuntimeError(f"this {name} is closed; open another on all ranks")
+        if self._broken_by:
+            raise RuntimeError(self._text_of_broken())
+        if self._bulletin.bell[0] or self._bulletin.has_news:
+            self._raise_of_peers(self._calls if calls is None else calls)
         if self._error_records.tobytes() != self._no_errors:  # in every call: `any()` takes microseconds
             error = self._failure()
             if error is not None:
                 raise error
-        if self._broken_by:
-            raise RuntimeError(f"{name}, rank {self.rank}: {self._broken_by}; close it and open another")
 
-    def _follow(self) -> bool:
-        """Order the call behind the last one; return whether it is captured. Raises on another device."""
-        is_capturing = self._is_capturing()
-        if is_capturing:
-            self.is_captured = True
+    def _check_call(self) -> None:
+        """Raise what has failed in the calls so far, here or on a peer, as far as the host can see."""
+        self._check_usable(self._calls)
+        self._raise_refused()
+
+    def _text_of_broken(self) -> str:
+        name = type(self).__name__
+        return f"{name}, rank {self.rank}: {self._broken_by}; close it on all ranks and open another"
+
+    def _raise_of_peers(self, call: float) -> None:
+        """Raise why a peer has broken the operation in a call up to that number."""
+        if self._bulletin.bell[0]:
+            self._bulletin.hear()
+        if why := self._bulletin.broken_by(call):
+            self._broken_by = why
+            raise RuntimeError(self._text_of_broken())
+
+    def _raise_refused(self, bulletin: Bulletin | None = None) -> None:
+        """Raise, once, which calls peers have refused; bulletin: of an operation that is closed now."""
+        bulletin = bulletin or self._bulletin
+        if bulletin.bell[0]:
+            bulletin.hear()
+        if why := bulletin.take_refused(self._calls):
+            name = type(self).__name__
+            raise ValueError(
+                f"{name}, rank {self.rank}: {why}. It failed on all ranks; the next one may be made"
+            )
+
+    def _follow(self, *, is_capturing: bool) -> None:
+        """Order the call behind the last one. Raises on another device."""
         if self._on_gpu:
             here = torch._C._cuda_getDevice()  # what torch.cuda.current_device() asks behind three functions
             if here != self.device.index:
@@ -248,22 +308,10 @@ class Operation(Shared):
                     f"the current device is cuda:{here}, this operation is on {self.device}; set_device"
                 )
             self._streams.follow(self.device, is_capturing=is_capturing)
-        return is_capturing
 
     def _meet(self) -> None:
-        if self._meeting is not None and not self._is_capturing():
+        if self._meeting is not None:
             self._meeting.attend(self._patience_ticks)
-
-    def _carrying_out(self) -> AbstractContextManager[None]:
-        """Return a context that counts a call and, if its block raises, forbids later ones."""
-        return _CarryingOut(self)
-
-    def _fail(self, error: BaseException) -> None:
-        """Take no more calls after an eager one that has raised; a captured one has done nothing."""
-        if not self._is_capturing():
-            self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-        elif isinstance(error, SymmetricMemoryError):
-            raise RuntimeError(f"{type(self).__name__} cannot be captured here: {error}") from error
 
     def _is_capturing(self) -> bool:
         return self._on_gpu and torch.cuda.is_current_stream_capturing()
@@ -271,28 +319,3 @@ class Operation(Shared):
     def _in_steps(self, *, is_capturing: bool) -> bool:
         """Return whether a call that scatters launches its kernel chunk by chunk, as captured ones do."""
         return is_capturing
-
-
-class _CarryingOut(AbstractContextManager[None]):
-    """See `Operation._carrying_out`. No generator: that costs half a microsecond more in each call."""
-
-    __slots__ = ("_operation",)
-
-    def __init__(self, operation: Operation) -> None:
-        self._operation = operation
-
-    def __enter__(self) -> None:
-        self._operation._calls += 1
-        try:
-            self._operation._meet()
-        except BaseException as error:
-            self._operation._fail(error)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._operation._fail(error)
-        elif not self._operation._on_gpu:
-            self._operation._check_usable()

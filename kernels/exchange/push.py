@@ -139,12 +139,13 @@ class Pushes:
         self._following = flags.local[FOLLOWING]
         self.leave = Write(flags.local[ARRIVED.value, rank], 1)
         # They let the peers write here: see [Note: no slot is overwritten while it is read].
-        self._permits = [self.raising(peer, FREE.value, 1) for peer in self.before]
+        self._permits: list[Step] = [self.raising(peer, FREE.value, 1) for peer in self.before]
         own = self._here[rank][DONE.value]
         self._raise = memory.prepare_here([Lowered(own), Write(own, 1)])
         self._eager_permits: list[Step] = [Wait(own, 1), *self._permits]
         self._eager_end: list[Step] = [Write(own, 0)]
         self._prepared: dict[Hashable, Callable[[], None]] = {}
+        self.owes_parts = False  # permits of the peers are taken, and parts are not pushed yet
 
     def fork(self, *, at_once: bool) -> tuple[list[Step], list[Step]]:
         """Return the first steps of a call, behind the caller's work so far, the permits; and the last ones.
@@ -185,7 +186,11 @@ class Pushes:
         """Return copies to the peer's memory, and behind them the flag that announces them."""
         return [*(Copy(there, here) for there, here in copies), self.raising(peer, row, value)]
 
-    def raising(self, peer: int, row: int, value: int) -> Step:
+    def here(self, peer: int, row: int) -> torch.Tensor:
+        """Return this rank's flag about a peer."""
+        return self._here[peer][row]
+
+    def raising(self, peer: int, row: int, value: int) -> Write:
         """Return the setting of the peer's flag about this rank."""
         return Write(self._there[peer][row], value)
 
@@ -212,9 +217,9 @@ class ChunkPusher:
     """Pushes this rank's chunk to its peers, and notes on the device what replays of graphs gather."""
 
     def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, flags: SymmetricTensor) -> None:
-        self._pushes, rank = Pushes(memory, memory.side_stream(), flags), memory.rank
+        self.pushes, rank = Pushes(memory, memory.side_stream(), flags), memory.rank
         self._shard, self.flags = gather.local[rank], flags.local
-        self._slots = [(peer, gather.peers[peer][rank]) for peer in self._pushes.before]
+        self._slots = [(peer, gather.peers[peer][rank]) for peer in self.pushes.before]
         # Of the last call or replay, if it was captured; else 0. Only the device knows of replays.
         self._noted = memory.hold(flags.local.new_zeros(1))
         # A lone rank's kernel waits for nothing, on the CPU the host does, and a graph joins its branches.
@@ -222,19 +227,19 @@ class ChunkPusher:
 
     def start(self, rows: int, pieces: int, *, is_capturing: bool) -> None:
         """Enqueue the pushes of one call behind the caller's work so far: see [Note: a push ends]."""
-        first, last = self._pushes.fork(at_once=not is_capturing)
+        first, last = self.pushes.fork(at_once=not is_capturing)
         steps = self._steps(first, last, rows, pieces, noted=rows if is_capturing else 0)
-        self._pushes.run((rows, pieces), steps, at_once=not is_capturing)
+        self.pushes.run((rows, pieces), steps, at_once=not is_capturing)
 
     def finish(self, *, is_capturing: bool) -> None:
         """Order what follows behind the pushes, where no kernel does; on the CPU, raise their errors."""
         if is_capturing or self._joins:
-            self._pushes.stream.join()
+            self.pushes.stream.join()
 
     def _steps(
         self, first: list[Step], last: list[Step], rows: int, pieces: int, *, noted: int
     ) -> Iterator[Step]:
-        pushes = self._pushes
+        pushes = self.pushes
         yield from first
         for peer, slot in self._slots:
             yield from pushes.taking(peer, FREE.value)
@@ -248,10 +253,10 @@ class ChunkPusher:
     @contextlib.contextmanager
     def noting(self, rows: int) -> Iterator[None]:
         """Note `rows` beside the block, a call that pushes nothing."""
-        self._pushes.stream.fork()
-        self._pushes.run(("noted", rows), [Write(self._noted, rows)], at_once=False)
+        self.pushes.stream.fork()
+        self.pushes.run(("noted", rows), [Write(self._noted, rows)], at_once=False)
         yield
-        self._pushes.stream.join()
+        self.pushes.stream.join()
 
     def noted(self) -> int:
         """Return what the last call or replay has noted; wait for the device."""
@@ -270,7 +275,7 @@ class SumPusher:
     def __init__(
         self, pushes: Pushes, partial: torch.Tensor, staged: SymmetricTensor, *, with_permits: bool
     ) -> None:
-        self._pushes, self._partial = pushes, partial
+        self.pushes, self._partial = pushes, partial
         self._with_permits = with_permits and pushes.memory.world_size > 1
         self._sums = []  # by step: the peer, its memory for them, and where they are here
         for step, peer in enumerate(reversed(pushes.before), 1):
@@ -299,7 +304,7 @@ class SumPusher:
         push behind it, without a wait. Otherwise one `launch()`: see [Note: shared hardware queues].
         at_once: as in `Pushes.run`.
         """
-        pushes = self._pushes
+        pushes = self.pushes
         first, last = pushes.fork(at_once=at_once) if self._with_permits else ([], [])
         if in_steps:
             if first:  # a kernel of each rank waits for them
@@ -312,16 +317,18 @@ class SumPusher:
             launch(len(self._sums))
         elif pushes.memory.device.type == "cpu":
             self._push(first, last, rows, in_pieces)
+            pushes.owes_parts = True
             launch()
         else:
             launch()
             self._push(first, last, rows, in_pieces)
+        pushes.owes_parts = False
         # A capture has no part of a stream that it was not forked to, and ends only if it joins all it was.
         if self._with_permits and (not at_once or pushes.memory.device.type == "cpu"):
             pushes.stream.join()
 
     def _push(self, first: list[Step], last: list[Step], rows: tuple[int, ...], in_pieces: bool) -> None:
-        self._pushes.run(("sums", rows), self._steps(first, last, rows, in_pieces), at_once=True)
+        self.pushes.run(("sums", rows), self._steps(first, last, rows, in_pieces), at_once=True)
 
     def _steps(
         self, first: list[Step], last: list[Step], rows: tuple[int, ...], in_pieces: bool
@@ -329,8 +336,8 @@ class SumPusher:
         yield from first
         for peer, there, here in self._sums:
             if self._with_permits:
-                yield from self._pushes.taking(peer, FREE.value)
-            yield from self._pushes.taking(peer, DONE.value)
+                yield from self.pushes.taking(peer, FREE.value)
+            yield from self.pushes.taking(peer, DONE.value)
             yield from self._sending(last, peer, there, here, rows[peer], in_pieces)
 
     def _sending(
@@ -348,14 +355,14 @@ class SumPusher:
         """
         if not in_pieces:
             copies = [(there[:rows], here[:rows])] if rows else []
-            yield from self._pushes.sending(peer, copies, ARRIVED.value, 1)
+            yield from self.pushes.sending(peer, copies, ARRIVED.value, 1)
             return
         pieces = PIECES if rows * here.shape[1] * here.element_size() >= LEAST_BYTES else 1
         for begin, end in itertools.pairwise((0, *piece_ends(rows, pieces))):
             yield Copy(there[begin:end], here[begin:end])
             if begin == 0:
-                yield self._pushes.raising(peer, TOLD.value, rows)
-            yield self._pushes.raising(peer, ARRIVED.value, end)
+                yield self.pushes.raising(peer, TOLD.value, rows)
+            yield self.pushes.raising(peer, ARRIVED.value, end)
         if self._with_permits and peer == self._sums[-1][0]:
             yield from last
-            yield self._pushes.leave
+            yield self.pushes.leave

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..launches.loading import load
-from ..signals import as_epoch, wait_until
+from ..signals import GIVEN_UP, as_epoch, wait_until
 from ..symm import SymmetricMemory, Write
 
 NOT_COME = tl.constexpr(0)  # a kind of failure record; the others are the operation's own
@@ -72,6 +72,11 @@ class Meeting:
         self._there = [theirs[rank] for peer, theirs in enumerate(flags.peers) if peer != rank]
         self._grid = (world - 1, 1, 1)
         load(await_peers, self._grid, *self._arguments, 0, 0, **self._constants)
+
+    def leave(self) -> None:
+        """Let no peer wait for this rank: it comes to no further call."""
+        epoch = as_epoch(self._calls + GIVEN_UP.value)
+        self._memory.enqueue([Write(word, epoch) for word in self._there], self._stream)
 
     def attend(self, patience_ticks: int) -> None:
         """Enqueue that this rank has come, and a wait for its peers."""

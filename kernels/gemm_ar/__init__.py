@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..exchange.operation import PeerTimeout
+from ..agreement.errors import PeerTimeout
 from .operation import GemmAllReduce
 
 __all__ = ["GemmAllReduce", "PeerTimeout"]

@@ -7,7 +7,7 @@ rows gives the rank up: they passed different numbers. What a rank holds, W rank
 
     mail    int64 [2, W, R, words of a row], symmetric: mail[c % 2, p] is what rank p sends in call c
     ticket  int64 [1]: TICKETS for each call that has begun, and 1 for each ticket of this one
-    lost    int32 [1]: a bit for each peer that has been given up
+    lost    int32 [1], symmetric: a bit for each peer that has been given up
 
 A launch on rank r, by any number of programs:
 
@@ -49,7 +49,7 @@ from ..compat import compiled_for, leave_the_core
 from ..configs import capability, take_first
 from ..launches.settled import SettledLaunches
 from ..signals import SLEEP_CPU_S, after_round, polls_per_round, record_failure, rounds_of
-from ..symm import SymmetricMemory
+from ..symm import SymmetricMemory, SymmetricTensor
 from .pull import OTHER_ROWS
 from .rows import (
     Ends,
@@ -322,14 +322,21 @@ def can_take(rows: int, columns: int, dtype: torch.dtype) -> bool:
 
 def open_mail(
     memory: SymmetricMemory, m: int, n: int, dtype: torch.dtype, errors: torch.Tensor
-) -> MailMemory:
-    """Allocate the mail of calls with up to m rows of n columns; collective."""
+) -> tuple[MailMemory, SymmetricTensor]:
+    """Allocate the mail of calls with up to m rows of n columns, and `lost` of all ranks; collective."""
     device, world = memory.device, memory.world_size
     mail = memory.allocate((2, world, min(m, MOST_ROWS), n // elements_of_word(dtype)), torch.int64)
     table = memory.hold(mail.addresses())
     ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=device))
-    lost = memory.hold(torch.zeros(1, dtype=torch.int32, device=device))
-    return MailMemory(table, mail.local, ticket, lost, errors)
+    lost = memory.allocate((1,), torch.int32)
+    return MailMemory(table, mail.local, ticket, lost.local, errors), lost
+
+
+def leave(lost: SymmetricTensor, rank: int) -> None:
+    """Let each peer find this rank given up, but for words that it has sent before."""
+    for peer, theirs in enumerate(lost.peers):
+        if peer != rank:
+            theirs.bitwise_or_(1 << rank)
 
 
 def prepare(place: Place, part: torch.Tensor, memory: MailMemory, ends: Ends, *, sent: bool) -> RowsLaunch:

@@ -21,7 +21,8 @@ same way, in `ways`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+import math
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ import triton
 from dist_autotune import is_tuning, tunable
 from dist_autotune.launch.tunable import Standing
 
-from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
+from ..exchange.call import NumberedCalls
+from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..gemm.configs import class_of_rows
 from ..gemm.operation import persistent_matmul
 from ..gemm_rs import GemmReduceScatter
@@ -51,7 +53,7 @@ from ..tensors import (
     remember,
 )
 from . import low_latency, pull, sending
-from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, WORDS
+from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, REFUSED, WORDS
 from .rows import MOST_COLUMNS_OF_NORM, Ends, RowsLaunch
 from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, OVERLAPPED_FROM, TWO_SHOT, WAYS, Ways
 
@@ -77,7 +79,16 @@ class RowsLayout(NamedTuple):
     apart: Apart | None  # a result that was given, from what it is the sum of
 
 
-class GemmAllReduce(Operation):
+class SumOperands(NamedTuple):
+    """The tensors of a call. Made in each call: no dataclass."""
+
+    a: torch.Tensor
+    weight: torch.Tensor | None
+    ends: Ends
+    eps: float
+
+
+class GemmAllReduce(NumberedCalls):
     """`op(a [M, K], weight [N, K])` returns `sum over ranks a @ weight.T`, [M, N], the same on all ranks.
 
     Given `residual` [M, N] and `norm_weight` [N] it returns the pair (RMSNorm(s) * norm_weight, s) for
@@ -108,6 +119,7 @@ class GemmAllReduce(Operation):
     """
 
     _wrong_calls = (OTHER_ROWS.value,)
+    _refusal = Refusal(OTHER_ROWS.value, REFUSED.value, REFUSED.value)
 
     def __init__(
         self,
@@ -143,21 +155,22 @@ class GemmAllReduce(Operation):
         self._parts = memory.allocate((self._m, self._n), self._dtype)
         self._own = OwnBuffer(self._parts.local)
         self._sums = memory.allocate((triton.cdiv(self._m, world), self._n), self._dtype)
-        words = memory.allocate((WORDS, world), torch.int64)
+        self._words = memory.allocate((WORDS, world), torch.int64)
         ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=self.device))
         self._table_of_parts, self._table_of_sums, table_of_words = (
-            memory.hold(each.addresses()) for each in (self._parts, self._sums, words)
+            memory.hold(each.addresses()) for each in (self._parts, self._sums, self._words)
         )
         self._own_table = memory.hold(self._table_of_parts[self.rank :].clone())
         self._own_table.points_to = (self._parts.local,)  # type: ignore[attr-defined]
-        self._held = pull.PullMemory(table_of_words, words.local, ticket, self._errors)
+        self._held = pull.PullMemory(table_of_words, self._words.local, ticket, self._errors)
         self._mail: low_latency.MailMemory | None = None
         self._sending: sending.SendMemory | None = None
         if self._has_low_latency and world > 1:
-            self._mail = low_latency.open_mail(memory, self._m, self._n, self._dtype, self._errors)
+            of_mail = (memory, self._m, self._n, self._dtype, self._errors)
+            self._mail, self._lost = low_latency.open_mail(*of_mail)
             if sending.pays_on(self.device, self._dtype):
                 self._sending = sending.open_sums(memory, self._mail, self._m, self._n)
-        self._ways = self._open_ways(memory)
+        self._collective = self._ways = self._open_ways(memory)
         self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
         self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
 
@@ -170,10 +183,10 @@ class GemmAllReduce(Operation):
     def _other_rows(self) -> str:
         return self._ways.differing()
 
-    def _check_usable(self) -> None:
+    def _check_usable(self, calls: float | None = None) -> None:
         if not self._is_closed and self._scatter is not None:
             self._scatter.raise_known_failure()  # which says more than that the call was not carried out
-        super()._check_usable()
+        super()._check_usable(calls)
 
     def _end(self) -> None:
         if self._scatter is not None:
@@ -216,17 +229,18 @@ class GemmAllReduce(Operation):
 
         residual: [M, N], its rows contiguous. norm_weight: [N]. Both are of `dtype`, or both are None.
 
-        A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
-        at its end on the CPU, and on a GPU by a later call, `check` or `close`; its results are NaN.
+        A wrong argument raises on all ranks, and the next call may be made; other failures break the
+        operation: see `exchange.call`. They are raised at the end of the call on the CPU, and on a GPU by a
+        later call, `check` or `close`; results are NaN.
         """
-        return self._call(a, weight, out, residual, norm_weight, eps)
+        return self._call(a, weight, out, residual, norm_weight, eps, True)
 
     def all_reduce(self, part: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum over ranks of `part` [M, N], its rows contiguous; `out` as above, or `part` itself.
 
         Rows of `op.part` are not copied, and may be overwritten where nothing is being tuned.
         """
-        result = self._call(part, None, out, None, None, EPS, multiplies=False)
+        result = self._call(part, None, out, None, None, EPS, False)
         assert isinstance(result, torch.Tensor)
         return result
 
@@ -239,11 +253,11 @@ class GemmAllReduce(Operation):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pair for s = sum over ranks of `part` [M, N] + residual; `out` as in `all_reduce`."""
-        result = self._call(part, None, out, residual, norm_weight, eps, multiplies=False)
+        result = self._call(part, None, out, residual, norm_weight, eps, False)
         assert isinstance(result, tuple)
         return result
 
-    # ---- one call
+    # ---- one call, see `exchange.call`
 
     def _check_part(self, part: torch.Tensor) -> None:
         check_tensor("part", part, self._dtype, self.device)
@@ -296,22 +310,11 @@ class GemmAllReduce(Operation):
     def _choose(self, layout: RowsLayout) -> str:
         return layout.choose()
 
-    def _call(
-        self,
-        a: torch.Tensor,
-        weight: torch.Tensor | None,
-        out: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        norm_weight: torch.Tensor | None,
-        eps: float,
-        *,
-        multiplies: bool = True,
-    ) -> Result:
-        """Add up the ranks' a @ weight.T, or what they have as `a`."""
-        self._check_usable()
+    def _plan(self, is_capturing: bool, *given: Any) -> RowsLayout:
+        a, weight, out, residual, norm_weight, eps, multiplies = given
         if torch.is_grad_enabled():
-            given = {"a" if multiplies else "part": a, "weight": weight, "out": out}
-            check_no_gradient("GemmAllReduce", **given, residual=residual, norm_weight=norm_weight)
+            asked = {"a" if multiplies else "part": a, "weight": weight, "out": out}
+            check_no_gradient("GemmAllReduce", **asked, residual=residual, norm_weight=norm_weight)
         check_eps(eps)
         of_part = self._own.layout_of(a)
         of_ending = None
@@ -321,7 +324,7 @@ class GemmAllReduce(Operation):
         layout = self._layouts.get(lie)
         if layout is None:
             if multiplies:
-                check_factors(a, weight, self._m, self._n, self._dtype, self.device)  # type: ignore[arg-type]
+                check_factors(a, weight, self._m, self._n, self._dtype, self.device)
                 self._own.check_beside("a", a, "op.part", "this rank writes")
             else:
                 self._check_part(a)
@@ -336,50 +339,50 @@ class GemmAllReduce(Operation):
         if out is not None and layout.apart is not None:
             is_in_place = not multiplies and out.is_set_to(a)
             layout.apart.check(out, None if is_in_place else a, weight, residual, norm_weight)
-        is_capturing = self._follow()
+        return layout
+
+    def _agree(self, layout: RowsLayout, is_capturing: bool) -> str:
+        return self._ways.settle(layout.kind, self._choose(layout), layout.rows, is_capturing=is_capturing)
+
+    def _allocate_results(self, layout: RowsLayout, *given: Any) -> SumOperands:
+        a, weight, out, residual, norm_weight, eps, _ = given
         part = layout.part
         result = part.new_empty(part.shape) if out is None else out
         sums = None if residual is None else part.new_empty(part.shape)
-        ends = (residual, norm_weight, result, sums)
-        self._run(layout, a, weight, ends, float(eps), is_capturing=is_capturing)
-        return result if sums is None else (result, sums)
+        return SumOperands(a, weight, (residual, norm_weight, result, sums), float(eps))
 
-    def _run(
-        self,
-        layout: RowsLayout,
-        a: torch.Tensor,
-        weight: torch.Tensor | None,
-        ends: Ends,
-        eps: float,
-        *,
-        is_capturing: bool,
-    ) -> None:
-        wanted, rows = self._choose(layout), layout.rows
-        with self._carrying_out():
-            way = self._ways.settle(layout.kind, wanted, rows, is_capturing=is_capturing)
-            if way == OVERLAPPED and way in layout.ways:
-                assert self._scatter is not None
-                assert weight is not None
-                self._scatter(a, weight, self._sums.local[: rows // self.world_size])
-                self._launch(OVERLAPPED, layout, ends, eps)
-                return
-            _, _, out, sums = ends
+    def _exchange(self, layout: RowsLayout, operands: SumOperands, way: str, is_capturing: bool) -> Result:
+        a, weight, ends, eps = operands
+        _, _, out, sums = ends
+        if way == OVERLAPPED and way in layout.ways:
+            assert self._scatter is not None
+            assert weight is not None
+            self._scatter(a, weight, self._sums.local[: layout.rows // self.world_size])
+            self._launch(OVERLAPPED, layout, ends, eps)
+        else:
             part = out if way == COLLECTIVE and sums is None and out.is_contiguous() else layout.part
-            kept = None
-            if weight is None:
-                if part.data_ptr() != a.data_ptr():
-                    part.copy_(a)
-                elif part is layout.part and way == COLLECTIVE and is_tuning():  # another run may follow
-                    kept = a.clone()
-            elif way == LOW_LATENCY and layout.is_sent:
-                self._send(layout, a, weight)
-            elif layout.product is not None and layout.product() == "own":
-                persistent_matmul(a, weight.T, out=part)
-            else:
-                torch.mm(a, weight.T, out=part)
-            self._exchange(way, layout, part, ends, eps)
+            kept = self._multiply(way, layout, a, weight, part)
+            self._add_up(way, layout, part, ends, eps)
             if kept is not None:
                 a.copy_(kept)
+        return out if sums is None else (out, sums)
+
+    def _multiply(
+        self, way: str, layout: RowsLayout, a: torch.Tensor, weight: torch.Tensor | None, part: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Enqueue the product, to `part` or to the peers; return what `a` is to be again, if anything."""
+        if weight is None:
+            if part.data_ptr() != a.data_ptr():
+                part.copy_(a)
+            elif part is layout.part and way == COLLECTIVE and is_tuning():  # another run may follow
+                return a.clone()
+        elif way == LOW_LATENCY and layout.is_sent:
+            self._send(layout, a, weight)
+        elif layout.product is not None and layout.product() == "own":
+            persistent_matmul(a, weight.T, out=part)
+        else:
+            torch.mm(a, weight.T, out=part)
+        return None
 
     def _send(self, layout: RowsLayout, a: torch.Tensor, weight: torch.Tensor) -> None:
         launch = layout.launches.get(SEND)
@@ -390,7 +393,7 @@ class GemmAllReduce(Operation):
             launch = layout.launches[SEND] = sending.prepare(*place, self._sending, a, weight)
         launch((), (a, weight), ())
 
-    def _exchange(self, way: str, layout: RowsLayout, part: torch.Tensor, ends: Ends, eps: float) -> None:
+    def _add_up(self, way: str, layout: RowsLayout, part: torch.Tensor, ends: Ends, eps: float) -> None:
         """Enqueue what adds up the ranks' parts, and ends the sums."""
         residual, norm_weight, out, sums = ends
         if way in (LOW_LATENCY, ONE_SHOT):
@@ -428,6 +431,41 @@ class GemmAllReduce(Operation):
         if what == COLLECTIVE:  # as one rank of one, which waits for nobody
             return of_all((0, 1, sms), self._own_table, rows=rows)
         return of_all(place, self._table_of_parts, rows=rows)
+
+    # ---- calls that fail
+
+    def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
+        way, rows = self._ways.of_peers(went_ahead)
+        if way == COLLECTIVE:
+            self._take_part(rows)
+            return
+        if way == OVERLAPPED:
+            assert self._scatter is not None
+            self._scatter._calls += 1
+            self._scatter._stand_in(None)
+        row = self._parts.local.new_full((max(1, rows), self._n), math.nan)
+        place, ends = (self.rank, self.world_size, self._sms or INTERPRETED_PROGRAMS), (None, None, row, None)
+        if way == LOW_LATENCY:
+            assert self._mail is not None
+            launches = [low_latency.prepare(place, row, self._mail, ends, sent=False)]
+        else:
+            reads_none = pull.prepare(place, self._own_table, self._held, ends, rows=0, m=REFUSED.value)
+            launches = [reads_none] * (2 if way == TWO_SHOT else 1)
+        for launch in launches:
+            launch(ends, self._patience_ticks, EPS)
+
+    def _collectives(self, layout: RowsLayout) -> list[Callable[[], None]]:
+        return [lambda: self._take_part(layout.rows)]
+
+    def _take_part(self, rows: int) -> None:
+        self._ways.all_reduce(self._parts.local.new_full((rows, self._n), math.nan))
+
+    def _leave_peers(self) -> None:
+        if self._scatter is not None:
+            self._scatter._leave_peers()
+        pull.leave(self._words, self.rank)
+        if self._mail is not None:
+            low_latency.leave(self._lost, self.rank)
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:

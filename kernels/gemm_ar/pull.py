@@ -58,6 +58,7 @@ import triton.language as tl
 from ..configs import take_first
 from ..launches.settled import SettledLaunches
 from ..signals import notify, poll_until, record_failure
+from ..symm import SymmetricTensor
 from .rows import (
     MOST_PROGRAMS,
     Ends,
@@ -76,7 +77,9 @@ READY = tl.constexpr(0)
 READ = tl.constexpr(1)
 ROW_BITS = tl.constexpr(24)
 SHARE_BITS = tl.constexpr(12)
-MOST_ROWS = tl.constexpr((1 << 24) - 1)
+MOST_ROWS = tl.constexpr((1 << 24) - 2)
+ROWS_MASK = tl.constexpr((1 << 24) - 1)
+REFUSED = ROWS_MASK  # in place of the rows of a rank that refuses the call
 SHARES = tl.constexpr(MOST_PROGRAMS)
 FAR = tl.constexpr(1 << 30)  # calls ahead: of a peer that has been given up
 
@@ -215,11 +218,11 @@ def _wait_for_rows(peer, m, exchange, WORLD: tl.constexpr):
     word_ptr, call = exchange.words_ptr + READY * WORLD + peer, exchange.call
     word = poll_until(word_ptr, call << ROW_BITS, exchange.patience_ticks, False)
     seen = word >> ROW_BITS
-    rows = word & MOST_ROWS
+    rows = word & ROWS_MASK
     if seen < call:
         record_failure(exchange.errors_ptr + peer, NOT_READY, call, seen)
         tl.atomic_xchg(word_ptr, (call + FAR) << ROW_BITS, sem="release", scope="sys")
-    elif (seen == call) & (rows != m):
+    elif (seen == call) & (rows != m) & (m != REFUSED):
         record_failure(exchange.errors_ptr + peer, OTHER_ROWS, call, rows)
     return tl.where((seen != call) | (rows != m), 1, 0)
 
@@ -263,6 +266,17 @@ class PullMemory(NamedTuple):
 _SETTLED: SettledLaunches[RowsShape] = SettledLaunches(add_rows, operation="GemmAllReduce")
 
 
+def leave(words: SymmetricTensor, rank: int) -> None:
+    """Let each peer find this rank given up: its rows are of no call, and it reads none.
+
+    To be enqueued behind the last call, which has seen that no peer reads rows of it any more.
+    """
+    for peer, theirs in enumerate(words.peers):
+        if peer != rank:
+            theirs[READY.value, rank].fill_(FAR.value << ROW_BITS.value)
+            theirs[READ.value, rank].fill_(FAR.value << SHARE_BITS.value)
+
+
 def prepare(
     place: Place,
     table: torch.Tensor,
@@ -280,4 +294,5 @@ def prepare(
     """
     sizes = (first, rows, m, max(chunk, 1))
     held = (table, *memory)
-    return RowsLaunch(_SETTLED, place, held, sizes, ends, rows=rows, of_all=m, OWNER=chunk > 0)
+    of_all = 1 if m == REFUSED.value else m
+    return RowsLaunch(_SETTLED, place, held, sizes, ends, rows=rows, of_all=of_all, OWNER=chunk > 0)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dist_autotune import tunable
 
-from ..exchange.collective import Collective
+from ..agreement.collective import Collective
 from ..symm import SymmetricMemory
 
 ONE_SHOT, TWO_SHOT, COLLECTIVE = "one-shot", "two-shot", "collective"
@@ -89,4 +89,19 @@ class Ways(Collective):
             return way
         if is_capturing:
             return _ON_BALLOTS[self._ballots.standing(key)]
-        return _ON_BALLOTS[self._ballots.agree(key, _ON_BALLOTS.index(way), rows)]
+        self.made = None
+        way = _ON_BALLOTS[self._ballots.agree(key, _ON_BALLOTS.index(way), rows)]
+        if way == COLLECTIVE:
+            self.made = 0
+        return way
+
+    def of_peers(self, went_ahead: tuple[int, int] | None) -> tuple[str, int]:
+        """Return the way and the rows of peers that have gone ahead; 0 rows: any, as there are no ballots."""
+        if went_ahead is not None:
+            return _ON_BALLOTS[went_ahead[0]], went_ahead[1]
+        way = self._way or ONE_SHOT
+        if way not in (ONE_SHOT, TWO_SHOT):
+            raise RuntimeError(
+                f"hosts share no memory, by which a rank could tell how peers make a {way} call"
+            )
+        return way, 0

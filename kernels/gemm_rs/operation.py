@@ -61,7 +61,7 @@ that call.
 its count acquires the stores that the other programs released by theirs. The copy follows DONE on its stream,
 or in a captured call the kernel, and ARRIVED follows the copy.
 
-Where all ranks agree on it a call is cuBLAS and a collective instead, see `exchange.collective`.
+Where all ranks agree on it a call is cuBLAS and a collective instead, see `agreement.collective`.
 
 `exchange.push` says how permits, overwriting and patience work. A kernel of a captured call that waits for
 FREE in vain records the peer and gives it up, like one that waits for sums.
@@ -70,16 +70,20 @@ FREE in vain records the peer and gives it up, like one that waits for sums.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import triton
 
+from ..agreement.ballots import COLLECTIVE
+from ..agreement.collective import Collective
+from ..exchange.call import NumberedCalls
 from ..exchange.chunks import NOT_SENT, OTHER_ROWS
-from ..exchange.collective import Collective
 from ..exchange.flags import FLAGS
-from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
+from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes, SumPusher
 from ..exchange.spoil import spoiling_all
 from ..gemm.configs import class_of_rows
@@ -103,7 +107,7 @@ from .handover import NO_PERMIT
 from .plain import PlainBody
 
 
-class GemmReduceScatter(Operation):
+class GemmReduceScatter(NumberedCalls):
     """`op(a [M, K], weight [N, K])` returns this rank's rows of `sum over ranks a @ weight.T`, [M / W, N].
 
     M may change from call to call, up to `m`, is equal on all ranks and a multiple of their number W; N is
@@ -136,6 +140,7 @@ class GemmReduceScatter(Operation):
 
     _further_dtypes = (FP8,)
     _wrong_calls = (OTHER_ROWS.value,)
+    _refusal = Refusal(OTHER_ROWS.value, -1, -1)
 
     def __init__(
         self,
@@ -211,10 +216,16 @@ class GemmReduceScatter(Operation):
         its columns, `scale_weight` [N] or [N, 1], before it is rounded; all are float32 and contiguous, and
         this rank's own; None is 1.
 
-        A wrong argument raises before any peer hears of the call. A failure of the call itself is raised
-        at its end on the CPU, and on a GPU by a later call, `check` or `close`.
+        A wrong argument raises on all ranks, and the next call may be made; other failures break the
+        operation: see `exchange.call`. They are raised at the end of the call on the CPU, and on a GPU by a
+        later call, `check` or `close`.
         """
-        self._check_usable()
+        return self._call(a, weight, out, addend, scale_a, scale_weight)
+
+    # ---- one call, see `exchange.call`
+
+    def _plan(self, is_capturing: bool, *given: Any) -> ScatterLayout:
+        a, weight, out, addend, scale_a, scale_weight = given
         if torch.is_grad_enabled():
             scales = {"scale_a": scale_a, "scale_weight": scale_weight}
             check_no_gradient("GemmReduceScatter", a=a, weight=weight, out=out, addend=addend, **scales)
@@ -224,32 +235,11 @@ class GemmReduceScatter(Operation):
         lie = layout_of(a), layout_of(weight), of_out, of_addend, of_scales
         layout = self._layouts.get(lie)
         if layout is None:
-            given = (a, weight, out, addend, scale_a, scale_weight)
             self._check_arguments(*given)
             layout = remember(self._layouts, lie, self._new_layout(*given))
         if out is not None:
             layout.apart.check(out, a, weight, addend, scale_a, scale_weight)
-        is_capturing = self._follow()
-        if out is None:
-            out = a.new_empty(layout.shape, dtype=self._out_dtype)
-        operands = ScatterOperands(a, weight, out, addend, scale_a, scale_weight)
-        all_rows, size_class = layout.all_rows, layout.size_class
-        wants = self._collective.wants(size_class, self._key)
-        with self._carrying_out():
-            if self._collective.agree(size_class, all_rows, wants=wants, is_capturing=is_capturing):
-                self._run_collective(a, weight, out, addend)
-                return out
-            body = layout.body
-            in_steps = body.in_steps or self._in_steps(is_capturing=is_capturing)
-            launch = functools.partial(self._launch, body, operands)
-            self._pusher.run(launch, layout.rows, in_pieces=True, in_steps=in_steps, at_once=not is_capturing)
-            if isinstance(body, PlainBody):  # its kernel writes the NaN itself
-                self._pushes.put_back()
-            else:
-                layout.spoil(out)
-        return out
-
-    # ---- one call
+        return layout
 
     def _check_arguments(
         self,
@@ -277,19 +267,6 @@ class GemmReduceScatter(Operation):
                 raise ValueError(f"{given}; it must be contiguous and [{rows}, {self._n}]")
         check_scales(self._dtype, self.device, (scale_a, rows), (scale_weight, self._n))
 
-    def _run_collective(
-        self, a: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, addend: torch.Tensor | None
-    ) -> None:
-        a, right, out = a.detach(), weight.detach().T, out.detach()
-        sums, result = self._pusher.room(len(a)), out if out.is_contiguous() else out.new_empty(out.shape)
-        if addend is None:
-            torch.mm(a, right, out=sums)
-        else:
-            torch.addmm(addend.detach(), a, right, out=sums)
-        self._collective.reduce_scatter(result, sums)
-        if result is not out:
-            out.copy_(result)
-
     def _new_layout(
         self,
         a: torch.Tensor,
@@ -313,6 +290,50 @@ class GemmReduceScatter(Operation):
             return specialized.SpecializedBody(operands, self._held)
         return PlainBody(operands, self._held, has_tma=self._has_tma, upcasts=self._upcasts)
 
+    def _agree(self, layout: ScatterLayout, is_capturing: bool) -> bool:
+        size_class = layout.size_class
+        wants = self._collective.wants(size_class, self._key)
+        return self._collective.agree(size_class, layout.all_rows, wants=wants, is_capturing=is_capturing)
+
+    def _allocate_results(
+        self,
+        layout: ScatterLayout,
+        a: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        *others: torch.Tensor | None,
+    ) -> ScatterOperands:
+        if out is None:
+            out = a.new_empty(layout.shape, dtype=self._out_dtype)
+        return ScatterOperands(a, weight, out, *others)
+
+    def _exchange(
+        self, layout: ScatterLayout, operands: ScatterOperands, by_collective: bool, is_capturing: bool
+    ) -> torch.Tensor:
+        if by_collective:
+            self._run_collective(operands)
+            return operands.out
+        body = layout.body
+        in_steps = body.in_steps or self._in_steps(is_capturing=is_capturing)
+        launch = functools.partial(self._launch, body, operands)
+        self._pusher.run(launch, layout.rows, in_pieces=True, in_steps=in_steps, at_once=not is_capturing)
+        if isinstance(body, PlainBody):  # its kernel writes the NaN itself
+            self._pushes.put_back()
+        else:
+            layout.spoil(operands.out)
+        return operands.out
+
+    def _run_collective(self, operands: ScatterOperands) -> None:
+        a, weight, out = operands.a.detach(), operands.weight.detach(), operands.out.detach()
+        sums, result = self._pusher.room(len(a)), out if out.is_contiguous() else out.new_empty(out.shape)
+        if operands.addend is None:
+            torch.mm(a, weight.T, out=sums)
+        else:
+            torch.addmm(operands.addend.detach(), a, weight.T, out=sums)
+        self._collective.reduce_scatter(result, sums)
+        if result is not out:
+            out.copy_(result)
+
     def _launch(self, body: Body, operands: ScatterOperands, step: int | None = None) -> None:
         """Enqueue the product of one call on the current stream; of one chunk alone, that of rank + 1 + step.
 
@@ -325,6 +346,21 @@ class GemmReduceScatter(Operation):
             call = ScatterCall(self.rank, self.world_size, self._capacity, first, chunks, programs)
             self._launches[step] = call
         body.launch(operands, call, self._patience_ticks)
+
+    # ---- calls that fail
+
+    def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
+        if went_ahead is not None and went_ahead[0] == COLLECTIVE:
+            self._take_part(went_ahead[1])
+        else:
+            self._stand_in_by_pushes(self._flags.local, counted=True)
+
+    def _collectives(self, layout: ScatterLayout) -> list[Callable[[], None]]:
+        return [lambda: self._take_part(layout.all_rows)]
+
+    def _take_part(self, all_rows: int) -> None:
+        sums = self._pusher.room(all_rows).fill_(math.nan)
+        self._collective.reduce_scatter(sums.new_empty((all_rows // self.world_size, self._n)), sums)
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:

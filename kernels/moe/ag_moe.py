@@ -46,15 +46,16 @@ stream takes the permits and pushes the rows. Such a call has no other kernel th
 one lets the side stream through where a peer was given up earlier.
 
 Where all ranks agree on it a call is collectives and the kernel of a single rank instead, see
-`exchange.collective`. First the choices are gathered, one message a rank. They are sorted while the rows are
+`agreement.collective`. First the choices are gathered, one message a rank. They are sorted while the rows are
 gathered in place in `gather`: for each rank as many as the rank with most tokens has. Ranks that agree have
 equal `tokens`, so their parts of the collectives fit together, and a graph may repeat them.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,8 +78,13 @@ from ..tensors import (
 )
 from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, ExpertShape
-from .operation import ExpertOperation, check_apart, check_experts
+from .operation import ExpertOperands, ExpertOperation, ExpertPlan, check_apart, check_experts
 from .plan import Plan, Routing
+
+
+def _nothing() -> None:
+    return
+
 
 _SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(all_gather_moe, operation="AllGatherMoE")
 
@@ -144,30 +150,11 @@ class AllGatherMoE(ExpertOperation):
     ) -> torch.Tensor:
         """Return the products; `out`, if given, is where they are written.
 
-        A wrong argument raises before any peer hears of the call, save the number of rows of `out` without
-        `tokens=`. A failure of the call itself is raised at its end on the CPU, and on a GPU by a later call,
-        `check` or `close`.
+        A wrong argument raises on all ranks, and the next call may be made; other failures break the
+        operation: see `exchange.call`. They are raised at the end of the call on the CPU, and on a GPU by a
+        later call, `check` or `close`.
         """
-        self._check_usable()
-        check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight, out=out)
-        lie = self._own.layout_of(x_shard), layout_of(weight), layout_of(topk_ids), self._own.layout_of(out)
-        if lie not in self._checked:
-            self._check_arguments(x_shard, weight, topk_ids, out)
-            remember(self._checked, lie, None)
-        check_apart(out, x_shard=x_shard, weight=weight, topk_ids=topk_ids)
-        known = self._known_tokens(topk_ids.shape[0], tokens)
-        if known is not None:
-            self._check_rows(out, sum(known) * topk_ids.shape[1])
-        with self._carrying_out():
-            rows = sum(self._tokens_of_all(x_shard.shape[0], known)) * topk_ids.shape[1]
-            self._check_rows(out, rows)
-            if out is None:
-                out = x_shard.new_empty((rows, weight.shape[1]))
-            with self._exchanging("call", x_shard, weight, topk_ids.shape[1], topk_ids) as is_gathered:
-                plan = self._sort(topk_ids, weight.shape[0], first=self.rank, is_gathered=is_gathered)
-            self._launch(weight, out, plan, topk_ids.shape[1], is_gathered=is_gathered)
-            self._finish(out, is_gathered)
-        return out
+        return self._call("call", x_shard, weight, topk_ids, None, out, tokens, None)[0]
 
     def route(
         self,
@@ -183,39 +170,11 @@ class AllGatherMoE(ExpertOperation):
         Later calls with the same choices take it and sort nothing: `MoEReduceScatter.by_expert`, which finds
         the weights [T_r, topk] of all ranks in it, and `by_expert`. All ranks call `route`, or none.
         """
-        self._check_usable()
-        check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight)
-        self._check_arguments(x_shard, weight, topk_ids, None)
-        self._check_weights(topk_ids, topk_weights)
-        known = self._known_tokens(topk_ids.shape[0], tokens)
-        with self._carrying_out():
-            counts = self._tokens_of_all(x_shard.shape[0], known)
-            out = x_shard.new_empty((sum(counts) * topk_ids.shape[1], weight.shape[1]))
-            told = (topk_ids.shape[1], topk_ids, topk_weights)
-            with self._exchanging("route", x_shard, weight, *told) as is_gathered:
-                routing = self._route(topk_ids, weight.shape[0], is_gathered=is_gathered)
-            plan = routing.plan
-            self._launch(weight, out, plan, routing.topk, is_sorted=True, is_gathered=is_gathered)
-            self._finish(out, is_gathered)
-        return out, routing
+        return self._call("route", x_shard, weight, topk_ids, topk_weights, None, tokens, None)
 
     def by_expert(self, x_shard: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the products of tokens that `route` has sorted, in that order."""
-        self._check_usable()
-        check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight)
-        self._check_tokens(x_shard, weight)
-        self._check_routing(routing, weight)
-        if x_shard.shape[0] != routing.tokens[self.rank]:
-            given = f"x_shard {list(x_shard.shape)} and a routing of tokens {list(routing.tokens)}"
-            raise ValueError(f"{given}: rank {self.rank} must pass as many")
-        with self._carrying_out():
-            out = x_shard.new_empty((len(routing.rows), weight.shape[1]))
-            with self._exchanging("by_expert", x_shard, weight, routing.topk) as is_gathered:
-                sources = routing.sources(max(routing.tokens) if is_gathered else self._capacity)
-            planned = (routing.plan, routing.topk, sources)
-            self._launch(weight, out, *planned, is_sorted=True, is_gathered=is_gathered)
-            self._finish(out, is_gathered)
-        return out
+        return self._call("by_expert", x_shard, weight, None, None, None, None, routing)[0]
 
     @property
     def shard(self) -> torch.Tensor:
@@ -227,7 +186,78 @@ class AllGatherMoE(ExpertOperation):
         self._check_usable()
         return self._shard
 
-    # ---- one call
+    # ---- one call, see `exchange.call`
+
+    def _plan(
+        self,
+        is_capturing: bool,
+        kind: str,
+        x_shard: torch.Tensor,
+        weight: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        tokens: Sequence[int] | None,
+        routing: Routing | None,
+    ) -> ExpertPlan:
+        self._begin_plan(kind, tokens, is_capturing=is_capturing)
+        check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight, out=out)
+        if routing is not None:
+            self._check_tokens(x_shard, weight)
+            self._check_routing(routing, weight)
+            if x_shard.shape[0] != routing.tokens[self.rank]:
+                given = f"x_shard {list(x_shard.shape)} and a routing of tokens {list(routing.tokens)}"
+                raise ValueError(f"{given}: rank {self.rank} must pass as many")
+            return ExpertPlan(kind, weight.shape[0], routing.topk, has_weights=False)
+        lie = self._own.layout_of(x_shard), layout_of(weight), layout_of(topk_ids), self._own.layout_of(out)
+        if lie not in self._checked:
+            self._check_arguments(x_shard, weight, topk_ids, out)  # type: ignore[arg-type]
+            remember(self._checked, lie, None)
+        assert topk_ids is not None
+        if topk_weights is not None or kind == "route":
+            self._check_weights(topk_ids, topk_weights)  # type: ignore[arg-type]
+        check_apart(out, x_shard=x_shard, weight=weight, topk_ids=topk_ids)
+        own, topk = topk_ids.shape
+        check = functools.partial(self._check_rows, out, topk)
+        self._learn_tokens(own, tokens, check, is_capturing=is_capturing)
+        return ExpertPlan(kind, weight.shape[0], topk, topk_weights is not None)
+
+    def _allocate_results(self, plan: ExpertPlan, *given: Any) -> ExpertOperands:
+        _, x_shard, weight, topk_ids, topk_weights, out, _, routing = given
+        if out is None:
+            rows = sum(self._told) * plan.topk if routing is None else len(routing.rows)
+            out = x_shard.new_empty((rows, weight.shape[1]))
+        return ExpertOperands(x_shard, weight, topk_ids, topk_weights, out, routing)
+
+    def _put(self, plan: ExpertPlan, operands: ExpertOperands) -> ExpertOperands:
+        x_shard = operands.rows
+        if len(x_shard) and x_shard.data_ptr() != self._own.begin:
+            self._shard[: len(x_shard)].copy_(x_shard.detach())
+        return operands
+
+    def _exchange(
+        self, plan: ExpertPlan, operands: ExpertOperands, is_gathered: bool, is_capturing: bool
+    ) -> tuple[torch.Tensor, Routing | None]:
+        x_shard, weight, topk_ids, _, out, routing, _ = operands
+        self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
+        join = self._gather_rows() if is_gathered else self._push(x_shard.shape[0])
+        sorting: tuple[Plan, torch.Tensor | None]
+        if plan.kind == "call":
+            assert topk_ids is not None
+            sorting = self._sort(topk_ids, plan.experts, first=self.rank, is_gathered=is_gathered), None
+        elif plan.kind == "route":
+            assert topk_ids is not None
+            routing = self._route(topk_ids, plan.experts, is_gathered=is_gathered)
+            sorting = routing.plan, None
+        else:
+            assert routing is not None
+            sorting = routing.plan, routing.sources(max(self._told) if is_gathered else self._capacity)
+        join()
+        self._launch(weight, out, plan, *sorting, is_gathered=is_gathered)
+        if not is_gathered:  # no tile writes rows of choices that are missing
+            spoiling_all(out, self._flags.local, self.rank)(out)
+            self._pushes.stream.join()
+        return out, routing
 
     def _check_tokens(self, x_shard: torch.Tensor, weight: torch.Tensor) -> None:
         check_tensor("x_shard", x_shard, self._dtype, self.device)
@@ -253,60 +283,44 @@ class AllGatherMoE(ExpertOperation):
             check_distinct("out", out)
             self._own.check_beside("out", out, "op.shard", "peers read")
 
-    def _check_rows(self, out: torch.Tensor | None, rows: int) -> None:
+    def _check_rows(self, out: torch.Tensor | None, topk: int, told: tuple[int, ...]) -> None:
+        rows = sum(told) * topk
         if out is not None and out.shape[0] != rows:
             raise ValueError(f"out has shape {list(out.shape)}; the result has {rows} rows")
 
-    @contextlib.contextmanager
-    def _exchanging(
-        self,
-        kind: str,
-        x_shard: torch.Tensor,
-        weight: torch.Tensor,
-        topk: int,
-        topk_ids: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-    ) -> Iterator[bool]:
-        """Enqueue, beside the block, the exchange of tokens and choices; yield whether by collectives."""
-        if len(x_shard) and x_shard.data_ptr() != self._own.begin:
-            self._shard[: len(x_shard)].copy_(x_shard.detach())
-        if self._tell(kind, weight.shape[0], topk, topk_ids, topk_weights):
-            join = self._collective.start_all_gather(self._gathered(), self._shard[: max(self._told)])
-            yield True
-            join()
-        else:
-            self._push(x_shard.shape[0])
-            yield False
+    def _gather_rows(self) -> Callable[[], None]:
+        """Enqueue the collective of rows beside what follows; return what orders later work behind it."""
+        return self._collective.start_all_gather(self._gathered(), self._shard[: max(self._told)])
+
+    def _take_part(self) -> None:
+        self._gather_rows()()
 
     def _gathered(self) -> torch.Tensor:
         """Return where a collective gathers equally many rows of each rank; this rank's lie there already."""
         return room_in(self._gather.local, self.rank, self.world_size, max(self._told))
 
-    def _finish(self, out: torch.Tensor, is_gathered: bool) -> None:
-        if not is_gathered:  # no tile writes rows of choices that are missing
-            spoiling_all(out, self._flags.local, self.rank)(out)
-            self._pushes.stream.join()
-
-    def _push(self, tokens: int) -> None:
+    def _push(self, tokens: int) -> Callable[[], None]:
+        """Enqueue the pushes of rows; kernels wait for them by flags: there is nothing to join."""
         shard = self._shard[:tokens]
         for peer, slot in self._slots:
             copies = [(slot[:tokens], shard)] if tokens else []
             self._pushes.run(peer, self._pushes.sending(peer, copies, ARRIVED.value, 1), at_once=False)
+        self._pushes.owes_parts = False
+        return _nothing
 
     def _launch(
         self,
         weight: torch.Tensor,
         out: torch.Tensor,
+        of_call: ExpertPlan,
         plan: Plan,
-        topk: int,
-        sources: torch.Tensor | None = None,
+        sources: torch.Tensor | None,
         *,
-        is_sorted: bool = False,
-        is_gathered: bool = False,
+        is_gathered: bool,
     ) -> None:
         """Enqueue the kernel of a call; is_gathered: as of a single rank. sources: in place of the plan's."""
         tokens, flags, rank = self._gather.local, self._flags.local, self.rank
-        ends, tables = plan.ends, plan.tables
+        ends, tables, is_sorted = plan.ends, plan.tables, of_call.kind != "call"
         if is_gathered:
             tokens, flags, rank = self._gathered(), self._arrived, 0
             first = HEIGHTS if is_sorted else 0  # a shared sorting has stages: by expert is order 1
@@ -316,7 +330,7 @@ class AllGatherMoE(ExpertOperation):
         strides = (weight.stride(0), pitch_of(weight), out.stride(0))
         of_layout = (_SETTLED, out.shape[0], weight, strides, tensors)
         launch = self._launch_of(*of_layout, is_sorted=is_sorted, is_gathered=is_gathered, HEIGHTS=HEIGHTS)
-        launch((), tensors, (topk, plan.capacity, *strides, rank, self._patience_ticks))
+        launch((), tensors, (of_call.topk, plan.capacity, *strides, rank, self._patience_ticks))
 
     def _describe_wait(self, peer: int, failure: Failure) -> str:
         return f"rank {peer}, or one that it waits for, did not push its tokens in time"

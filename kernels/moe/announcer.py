@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..exchange.collective import Collective
+from ..agreement.collective import Collective
 from ..exchange.flags import FLAGS, FREE, GIVEN, TOLD
 from ..exchange.push import Pushes
 from ..symm import Step, SymmetricMemory, SymmetricTensor
@@ -32,6 +32,7 @@ class Announcer:
         first, last = pushes.fork(at_once=at_once)
         taking = (step for peer in pushes.before for step in pushes.taking(peer, FREE.value))
         pushes.run("no choices", itertools.chain(first, taking, last), at_once=at_once)
+        pushes.owes_parts = True
 
     def announce(
         self,
@@ -54,6 +55,7 @@ class Announcer:
         steps = self._steps(lists if tokens else (), part, told, given)
         key = "choices", tokens, topk, len(lists), given
         self._pushes.run(key, itertools.chain(first, steps, last), at_once=at_once)
+        self._pushes.owes_parts = True
 
     def _steps(
         self, lists: tuple[SymmetricTensor, ...], part: slice, told: int, given: int
@@ -92,14 +94,18 @@ class ChoiceGatherer:
         room: for the choices of the rank that has most. given: this rank's digest of the tokens of all ranks.
         """
         (tokens, topk), chosen = topk_ids.shape, topk_ids.numel()
-        words = 1 + room + (0 if topk_weights is None else (room + 1) // 2)
-        self._messages = self._ids.new_empty((self._world_size, words))
+        self._messages = self.messages(room, has_weights=topk_weights is not None)
         own = self._messages[self._rank]
         own[:1].fill_(given << 32 | tokens * TOPK_SPAN.value + topk)
         own[1 : 1 + chosen].copy_(topk_ids.reshape(-1))
         if topk_weights is not None:
             own[1 + room :].view(torch.float32)[:chosen].copy_(topk_weights.detach().reshape(-1))
         collective.all_gather(self._messages.view(-1), own)
+
+    def messages(self, room: int, *, has_weights: bool) -> torch.Tensor:
+        """Return memory for the messages of all ranks."""
+        words = 1 + room + (room + 1) // 2 * has_weights
+        return self._ids.new_empty((self._world_size, words))
 
     def deliver(self, room: int) -> None:
         """Enqueue copies of rank p's choices to their place, from `p * room` on, and of TOLD to `flags`."""

@@ -57,8 +57,10 @@ rows of the rank with most tokens.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +81,7 @@ from ..tensors import (
 from .flags import NOT_COMPUTED
 from .launch import HEIGHTS, ExpertShape
 from .moe_rs_kernel import moe_reduce_scatter
-from .operation import ExpertOperation, check_apart, check_experts
+from .operation import ExpertOperands, ExpertOperation, ExpertPlan, check_apart, check_experts
 from .plan import Plan, Routing
 
 _SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
@@ -164,33 +166,11 @@ class MoEReduceScatter(ExpertOperation):
     ) -> torch.Tensor:
         """Return this rank's sums; `out`, if given, is where they are written.
 
-        A wrong argument raises before any peer hears of the call, save the number of rows of `y` without
-        `tokens=`. A failure of the call itself is raised at its end on the CPU, and on a GPU by a later call,
-        `check` or `close`.
+        A wrong argument raises on all ranks, and the next call may be made; other failures break the
+        operation: see `exchange.call`. They are raised at the end of the call on the CPU, and on a GPU by a
+        later call, `check` or `close`.
         """
-        self._check_usable()
-        check_no_gradient("MoEReduceScatter", y=y, weight=weight, topk_weights=topk_weights, out=out)
-        given = (y, weight, topk_ids, topk_weights, out)
-        lie = tuple(map(layout_of, given))
-        if lie not in self._checked:
-            self._check_arguments(*given)
-            remember(self._checked, lie, None)
-        check_apart(out, y=y, weight=weight, topk_ids=topk_ids, topk_weights=topk_weights)
-        known = self._known_tokens(topk_ids.shape[0], tokens)
-        topk = topk_ids.shape[1]
-        if known is not None:
-            self._check_rows(y, known, topk)
-        with self._carrying_out():
-            counts = self._tokens_of_all(topk_ids.shape[0], known)
-            self._check_rows(y, counts, topk)
-            if out is None:
-                out = y.new_empty((topk_ids.shape[0], self._n))
-            is_gathered = self._tell("call", weight.shape[0], topk, topk_ids, topk_weights)
-            plan = self._sort(topk_ids, weight.shape[0], first=self.rank + 1, is_gathered=is_gathered)
-            listed = (plan.offsets_of_all, plan.ends_of_all) if is_gathered else (plan.offsets, plan.ends)
-            read = (plan, self._weights.local, *listed, plan.tables, plan.counters, counts, topk)
-            self._scatter(y, weight, out, _Choices(*read, is_gathered=is_gathered))
-        return out
+        return self._call("call", y, weight, topk_ids, topk_weights, out, tokens, None, None)
 
     def by_expert(
         self,
@@ -204,27 +184,81 @@ class MoEReduceScatter(ExpertOperation):
 
         weights: float32 [T * topk], of all ranks' choices, as sorted; None: those that were routed.
         """
-        self._check_usable()
-        check_no_gradient("MoEReduceScatter", y=y, weight=weight, weights=weights, out=out)
-        factors = routing.weights if weights is None else weights.detach()
+        return self._call("by_expert", y, weight, None, None, out, None, routing, weights)
+
+    # ---- one call, see `exchange.call`
+
+    def _plan(
+        self,
+        is_capturing: bool,
+        kind: str,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        out: torch.Tensor | None,
+        tokens: Sequence[int] | None,
+        routing: Routing | None,
+        weights: torch.Tensor | None,
+    ) -> ExpertPlan:
+        self._begin_plan(kind, tokens, is_capturing=is_capturing)
+        asked = {"topk_weights": topk_weights, "weights": weights}
+        check_no_gradient("MoEReduceScatter", y=y, weight=weight, out=out, **asked)
+        if routing is not None:
+            self._check_routed(y, weight, out, routing, weights)
+            return ExpertPlan(kind, weight.shape[0], routing.topk, has_weights=False)
+        given = (y, weight, topk_ids, topk_weights, out)
+        lie = tuple(map(layout_of, given))
+        if lie not in self._checked:
+            self._check_arguments(*given)  # type: ignore[arg-type]
+            remember(self._checked, lie, None)
+        check_apart(out, y=y, weight=weight, topk_ids=topk_ids, topk_weights=topk_weights)
+        assert topk_ids is not None
+        own, topk = topk_ids.shape
+        check = functools.partial(self._check_rows, y, topk)
+        self._learn_tokens(own, tokens, check, is_capturing=is_capturing)
+        return ExpertPlan(kind, weight.shape[0], topk, has_weights=True)
+
+    def _allocate_results(self, plan: ExpertPlan, *given: Any) -> ExpertOperands:
+        _, y, weight, topk_ids, topk_weights, out, _, routing, weights = given
+        if out is None:
+            out = y.new_empty((self._told[self.rank], self._n))
+        return ExpertOperands(y, weight, topk_ids, topk_weights, out, routing, weights)
+
+    def _exchange(
+        self, plan: ExpertPlan, operands: ExpertOperands, is_gathered: bool, is_capturing: bool
+    ) -> torch.Tensor:
+        y, weight, topk_ids, _, out, routing, factors = operands
+        if routing is not None:
+            self._counters.zero_()
+        self._tell(plan, operands, is_gathered=is_gathered, at_once=not is_capturing)
+        if routing is not None:
+            factors = routing.weights if factors is None else factors.detach()
+            choices = self._routed(routing, factors, is_gathered)
+        else:
+            assert topk_ids is not None
+            sorting = self._sort(topk_ids, plan.experts, first=self.rank + 1, is_gathered=is_gathered)
+            choices = self._sorted(sorting, plan.topk, is_gathered)
+        self._scatter(y, weight, out, choices, is_capturing=is_capturing)
+        return out
+
+    def _check_routed(
+        self,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        routing: Routing,
+        weights: torch.Tensor | None,
+    ) -> None:
+        factors = routing.weights if weights is None else weights
         self._check_operands(y, weight)
         self._check_routing(routing, weight)
-        self._check_rows(y, routing.tokens, routing.topk)
+        self._check_rows(y, routing.topk, routing.tokens)
         check_out(out, [routing.tokens[self.rank], self._n], self._dtype, self.device)
         check_apart(out, y=y, weight=weight, weights=weights, routing=routing.words)
         if factors.shape != (y.shape[0],) or factors.dtype != torch.float32 or not factors.is_contiguous():
             given = f"weights are {list(factors.shape)} in {factors.dtype}"
             raise ValueError(f"{given}; contiguous [{y.shape[0]}] in torch.float32 is needed")
-        with self._carrying_out():
-            if out is None:
-                out = y.new_empty((routing.tokens[self.rank], self._n))
-            self._counters.zero_()
-            is_gathered = self._tell("by_expert", weight.shape[0], routing.topk)
-            choices = self._routed(routing, factors, is_gathered)
-            self._scatter(y, weight, out, choices)
-        return out
-
-    # ---- one call
 
     def _check_arguments(
         self,
@@ -245,11 +279,17 @@ class MoEReduceScatter(ExpertOperation):
         if weight.shape[1] != self._n:
             raise ValueError(f"weight has shape {list(weight.shape)}; [E, n={self._n}, K] is needed")
 
-    def _check_rows(self, y: torch.Tensor, tokens: tuple[int, ...], topk: int) -> None:
+    def _check_rows(self, y: torch.Tensor, topk: int, tokens: tuple[int, ...]) -> None:
         rows = sum(tokens) * topk
         if y.shape[0] != rows:
             wanted = f"tokens {list(tokens)} of the ranks with topk={topk} are {rows} rows"
             raise ValueError(f"y has {y.shape[0]} rows; {wanted}")
+
+    def _sorted(self, plan: Plan, topk: int, is_gathered: bool) -> _Choices:
+        """Return the choices as this call has sorted them."""
+        listed = (plan.offsets_of_all, plan.ends_of_all) if is_gathered else (plan.offsets, plan.ends)
+        read = (plan, self._weights.local, *listed, plan.tables, plan.counters, self._told, topk)
+        return _Choices(*read, is_gathered=is_gathered)
 
     def _routed(self, routing: Routing, weights: torch.Tensor, is_gathered: bool) -> _Choices:
         """Return the choices in order 2, by stage; gathered: in order 1, by expert."""
@@ -265,6 +305,8 @@ class MoEReduceScatter(ExpertOperation):
         weight: torch.Tensor,
         out: torch.Tensor,
         choices: _Choices,
+        *,
+        is_capturing: bool,
     ) -> None:
         """Enqueue kernel and pushes of one call, behind its permits, and its end; or its collective."""
         products = y.new_empty((y.shape[0], self._n))
@@ -272,7 +314,6 @@ class MoEReduceScatter(ExpertOperation):
             self._reduce(functools.partial(self._launch, y, weight), out, products, choices)
             return
         launch = functools.partial(self._launch, y, weight, out, products, choices)
-        is_capturing = self._is_capturing()
         ways = {"in_steps": self._in_steps(is_capturing=is_capturing), "at_once": not is_capturing}
         self._pusher.run(launch, choices.tokens, in_pieces=False, **ways)
         self._pushes.finish()
@@ -295,6 +336,11 @@ class MoEReduceScatter(ExpertOperation):
         self._collective.reduce_scatter(result, padded)
         if not is_whole:
             out.detach().copy_(result[: len(out)])
+
+    def _take_part(self) -> None:
+        rows = max(self._told)
+        padded = self._pusher.room(self.world_size * rows).fill_(math.nan)
+        self._collective.reduce_scatter(padded.new_empty((rows, self._n)), padded)
 
     def _launch(
         self,

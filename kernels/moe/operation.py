@@ -5,16 +5,18 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from ..exchange.ballots import Ballots
-from ..exchange.collective import Collective
+from ..agreement.ballots import COLLECTIVE, REFUSED_TERMS, TERMS_BITS, Ballots
+from ..agreement.collective import Collective
+from ..agreement.errors import RefusedByPeer
+from ..exchange.call import NumberedCalls
 from ..exchange.flags import ARRIVED, FLAGS, TOLD
-from ..exchange.operation import INTERPRETED_PROGRAMS, Operation
+from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes
 from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..signals import Failure
@@ -29,6 +31,7 @@ from .flags import (
     NOT_TOLD,
     OTHER_TOKENS,
     OTHER_TOPK,
+    TOPK_SPAN,
 )
 from .launch import ExpertShape, counted, lies_for_tma, size_class
 from .plan import Plan, Routing, shared_plan
@@ -80,7 +83,28 @@ def check_apart(out: torch.Tensor | None, **operands: torch.Tensor | None) -> No
         Apart(out, **operands).check(out, *operands.values())
 
 
-class ExpertOperation(Operation):
+class ExpertPlan(NamedTuple):
+    """What a call's steps behind its arguments take; the tokens are `_told`."""
+
+    kind: str  # one of KINDS
+    experts: int
+    topk: int
+    has_weights: bool  # choices travel with them
+
+
+class ExpertOperands(NamedTuple):
+    """The tensors of a call."""
+
+    rows: torch.Tensor  # the tokens of this rank, or the products of all
+    weight: torch.Tensor
+    topk_ids: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    out: torch.Tensor
+    routing: Routing | None
+    factors: torch.Tensor | None = None  # in place of the weights of the routing
+
+
+class ExpertOperation(NumberedCalls):
     """An operation whose calls begin by telling all ranks which experts each token goes to."""
 
     _orders: int  # how many orders of tiles its tables have, see `routing`
@@ -88,6 +112,7 @@ class ExpertOperation(Operation):
     _way: ClassVar[str]  # the name of the `tunable` that chooses the collective
     _key: tuple[Hashable, ...]  # of that choice: columns and type of the operation
     _wrong_calls = (OTHER_TOKENS.value, OTHER_TOPK.value, NO_EXPERT.value, GIVEN_OTHERS.value)
+    _refusal = Refusal(OTHER_TOPK.value, 0, TOPK_SPAN.value)  # a token of no choices
     _mend_calls = ""
 
     def __init__(
@@ -109,6 +134,7 @@ class ExpertOperation(Operation):
         self._capacity, self._max_topk, self._dtype = tokens_per_rank, max_topk, dtype
         self._group, self._timeout_s = group, timeout_s
         self._told: tuple[int, ...] = ()  # of the last call
+        self._is_asking = False  # in this call the hosts exchange their tokens, and have not yet
         self._open_collective = functools.partial(
             Collective,
             type(self).__name__,
@@ -177,58 +203,70 @@ class ExpertOperation(Operation):
             given = f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)}"
             raise ValueError(f"{given} must be of one shape")
 
-    def _known_tokens(self, own: int, tokens: Sequence[int] | None) -> tuple[int, ...] | None:
-        """Return the tokens of all ranks if known; raise where no peer is needed to see an error."""
-        self._follow()
-        if tokens is not None:
-            return check_tokens(tokens, own, self.rank, self.world_size, self._capacity)
-        if self.world_size == 1:
-            return (own,)
-        if self._is_capturing():
-            name = type(self).__name__
-            raise RuntimeError(f"a captured call of {name} needs tokens=, the number of tokens of each rank")
-        if self._hosts is None:
-            raise RuntimeError(f"pass tokens=, the number of tokens of each rank: {self._no_hosts}")
-        return None
-
-    def _tokens_of_all(self, own: int, known: tuple[int, ...] | None) -> tuple[int, ...]:
-        """Return the tokens of each rank; if they are not known, wait for the hosts of all peers.
-
-        See [Note: what the host must know].
-        """
-        if known is None:
-            assert self._hosts is not None
-            known = tuple(self._hosts.exchange(own).values())
-        self._told = known
-        return known
-
-    def _tell(
+    def _learn_tokens(
         self,
-        kind: str,
-        experts: int,
-        topk: int,
-        topk_ids: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-    ) -> bool:
-        """Enqueue permits and choices, or the collective of choices; return whether it is the collective.
+        own: int,
+        tokens: Sequence[int] | None,
+        check: Callable[[tuple[int, ...]], None],
+        *,
+        is_capturing: bool,
+    ) -> None:
+        """Learn the tokens of all ranks; if they are not given, wait for the hosts of all peers.
 
-        Call it once in each call, with one of KINDS: see [Note: all ranks decide alike].
+        check: raises unless the arguments suit them. See [Note: what the host must know].
         """
-        most_tokens, is_shared = max(self._told), kind == "route"
+        if tokens is not None:
+            told = check_tokens(tokens, own, self.rank, self.world_size, self._capacity)
+        elif self.world_size == 1:
+            told = (own,)
+        else:
+            if is_capturing:
+                name = type(self).__name__
+                raise RuntimeError(
+                    f"a captured call of {name} needs tokens=, the number of tokens of each rank"
+                )
+            if self._hosts is None:
+                raise RuntimeError(f"pass tokens=, the number of tokens of each rank: {self._no_hosts}")
+            told = tuple(self._exchange_tokens(own).values())
+        self._told = told
+        check(told)
+
+    def _exchange_tokens(self, own: int) -> dict[int, int]:
+        """Return what each rank names; raise RefusedByPeer where one refuses the call."""
+        assert self._hosts is not None
+        self._is_asking = False
+        named = self._hosts.exchange(own)
+        if REFUSED_TERMS in named.values():
+            raise RefusedByPeer
+        return named
+
+    def _begin_plan(self, kind: str, tokens: Sequence[int] | None, *, is_capturing: bool) -> None:
+        self._is_asking = (
+            kind != "by_expert" and tokens is None and self._hosts is not None and not is_capturing
+        )
+
+    def _agree(self, plan: ExpertPlan, is_capturing: bool) -> bool:
+        kind, experts, topk, _ = plan
+        most_tokens = max(self._told)
         key, of_size = (kind, experts, topk, *self._key), size_class(self.world_size * most_tokens)
         wants = most_tokens > 0 and self._collective.wants(of_size, key)
-        terms = digest_of((KINDS.index(kind), experts, topk, *self._told))
-        key, is_capturing = (of_size, most_tokens > 0, *key), self._is_capturing()
-        if self._collective.agree(key, terms, wants=wants, is_capturing=is_capturing):
+        key = (of_size, most_tokens > 0, *key)
+        return self._collective.agree(key, self._terms(plan), wants=wants, is_capturing=is_capturing)
+
+    def _terms(self, plan: ExpertPlan) -> int:
+        return digest_of((KINDS.index(plan.kind), plan.experts, plan.topk, *self._told))
+
+    def _tell(self, plan: ExpertPlan, operands: ExpertOperands, *, is_gathered: bool, at_once: bool) -> None:
+        """Enqueue permits and choices, or the collective of choices."""
+        is_shared, topk_ids = plan.kind == "route", operands.topk_ids
+        if is_gathered:
             if topk_ids is not None:
-                of_call = (most_tokens * topk, self._digest(is_shared))
-                self._gatherer.gather(self._collective, topk_ids, topk_weights, *of_call)
-            return True
-        if topk_ids is None:
-            self._announcer.permit(at_once=not is_capturing)
+                of_call = (max(self._told) * plan.topk, self._digest(is_shared))
+                self._gatherer.gather(self._collective, topk_ids, operands.topk_weights, *of_call)
+        elif topk_ids is None:
+            self._announcer.permit(at_once=at_once)
         else:
-            self._announce(topk_ids, topk_weights, is_shared, at_once=not is_capturing)
-        return False
+            self._announce(topk_ids, operands.topk_weights, is_shared, at_once=at_once)
 
     def _announce(
         self, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None, is_shared: bool, *, at_once: bool
@@ -310,7 +348,6 @@ class ExpertOperation(Operation):
             raise ValueError(f"the routing is of tokens {list(tokens)}; this operation is open for {room}")
         if weight.shape[0] != experts:
             raise ValueError(f"weight has {weight.shape[0]} experts, the routing is of {experts}")
-        self._follow()
         self._told = tokens
 
     def _launch_of(
@@ -344,6 +381,65 @@ class ExpertOperation(Operation):
         numbers = tuple(shape.sizes().values())
         launch = ShapeLaunch(launches, shape, constants=constants, numbers=numbers)
         return remember(self._launches, key, launch)
+
+    # ---- calls that fail
+
+    def _ask_peers(self) -> tuple[int, int] | None:
+        if self._is_asking:
+            self._exchange_tokens(REFUSED_TERMS)  # it raises on all ranks
+        return super()._ask_peers()
+
+    def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
+        if went_ahead is None or went_ahead[0] != COLLECTIVE:
+            if given and given[0] == "by_expert" and not self._bulletin.is_shared:
+                raise RuntimeError("a kernel that sorts nothing cannot tell that a rank has refused the call")
+            self._stand_in_by_pushes(self._flags.local, counted=False)
+            return
+        plan = self._plan_of(*given) if given else None
+        if plan is None or self._terms(plan) % 2**TERMS_BITS != went_ahead[1]:
+            raise RuntimeError("peers make collectives, of sizes that this rank does not know")
+        for make in self._collectives(plan):
+            make()
+
+    def _plan_of(
+        self,
+        kind: str,
+        _: Any,
+        weight: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        __: Any,
+        tokens: Sequence[int] | None,
+        routing: Routing | None,
+        *___: Any,
+    ) -> ExpertPlan:
+        """Return the plan of a call that this rank has refused, as far as its arguments are those of all."""
+        if routing is not None:
+            self._told = routing.tokens
+            return ExpertPlan(kind, len(weight), routing.topk, has_weights=False)
+        assert topk_ids is not None
+        if tokens is not None:
+            self._told = tuple(tokens)
+        return ExpertPlan(kind, len(weight), topk_ids.shape[1], topk_weights is not None)
+
+    def _collectives(self, plan: ExpertPlan) -> list[Callable[[], None]]:
+        gather = functools.partial(self._gather_nothing, plan)
+        return [*([] if plan.kind == "by_expert" else [gather]), self._take_part]
+
+    def _gather_nothing(self, plan: ExpertPlan) -> None:
+        messages = self._gatherer.messages(max(self._told) * plan.topk, has_weights=plan.has_weights)
+        own = messages[self.rank].zero_()
+        own[:1].fill_(self._refusal.mark)  # in place of TOLD
+        self._collective.all_gather(messages.view(-1), own)
+
+    @abc.abstractmethod
+    def _take_part(self) -> None:
+        """Make the collective of rows, or of sums, with any data."""
+
+    def _leave_hosts(self) -> None:
+        super()._leave_hosts()
+        if self._hosts is not None:
+            self._hosts.leave()
 
     # ---- what went wrong
 

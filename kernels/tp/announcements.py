@@ -11,7 +11,7 @@ import zlib
 
 import torch.distributed as dist
 
-from ..exchange.ballots import Ballots
+from ..agreement.ballots import Ballots
 
 MOST_ROWS = 2**24 - 1  # that a ballot can tell apart
 

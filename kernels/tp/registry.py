@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ..ag_gemm import AllGatherGemm
-from ..exchange.operation import Operation, PeerTimeout
+from ..agreement.errors import PeerTimeout
+from ..exchange.operation import Operation
 from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
 from .announcements import Announcements, word_of

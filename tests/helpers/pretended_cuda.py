@@ -14,7 +14,8 @@ import torch
 from triton.runtime.interpreter import GridExecutor
 
 from dist_autotune.kernels.ag_gemm import specialized as of_gather
-from dist_autotune.kernels.exchange import ballots, calls, operation
+from dist_autotune.kernels.agreement import ballots
+from dist_autotune.kernels.exchange import calls, operation
 from dist_autotune.kernels.gemm_rs import specialized as of_scatter
 from dist_autotune.kernels.launches.settled import SettledLaunches, ShapeLaunch
 from dist_autotune.kernels.symm import SymmetricMemoryError, SymmetricTensor, cuda

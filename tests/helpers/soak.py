@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 
 from composed_runs import LARGE, PATIENCE_S, SMALL, by_turns
 
-from dist_autotune.kernels.exchange.operation import PeerTimeout
+from dist_autotune.kernels.agreement.errors import PeerTimeout
 from dist_autotune.kernels.symm import SymmetricMemoryError
 
 ON_GPU = torch.cuda.is_available()

@@ -61,6 +61,7 @@ TUNER = Package(
     ),
     {
         "codec",
+        "combinations",
         "errors",
         "formatting",
         "options",
@@ -78,6 +79,7 @@ KERNELS = Package(
         ("ep", "gemm_ar"),
         ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
         ("gemm", "exchange"),
+        ("agreement",),
         ("launches", "symm"),
     ),
     {"__init__", "compat", "configs", "epilogues", "matrices", "rings", "signals", "tensors", "tiles"},

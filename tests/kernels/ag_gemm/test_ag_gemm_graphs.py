@@ -45,7 +45,7 @@ def test_a_dead_peer_is_named_and_later_replays_do_not_wait_for_it(rank, world):
     op._patience_ticks = as_patience(600.0)
     for _ in range(2):  # what graphs that are enqueued already would do
         operands = operands_of(op, weight, out, 8)
-        op._run(Product(weight, out, ONLY_SUMS, operands), op._choose(operands), is_capturing=True)
+        op._exchange(operands, Product(a_shard, weight, out, ONLY_SUMS, operands), False, True)
     assert message_of(op.check) == message
     assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: ")
     assert f"did not push chunk {world - 1} in time" in message

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from operation_runs import message_of, on_ranks
 from operations import PATIENCE_S, SHORT_S
 
-from dist_autotune.kernels.exchange.ballots import NUMBERS, RING, Ballots
+from dist_autotune.kernels.agreement.ballots import NUMBERS, RING, Ballots
 from ranks import meet
 
 

@@ -14,7 +14,7 @@ from pretended_cuda import ISOLATED, UNJOINED, CapturingDriver, install_for_oper
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
 from dist_autotune.kernels.ag_moe import AllGatherMoE
-from dist_autotune.kernels.exchange.collective import Collective
+from dist_autotune.kernels.agreement.collective import Collective
 from dist_autotune.kernels.exchange.operation import Operation
 from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
@@ -122,7 +122,7 @@ def test_a_captured_call_joins_what_it_has_forked_and_nothing_else(monkeypatch, 
 
 def run_and_join(pusher: SumPusher, *args: Any, **options: Any) -> None:
     RUN(pusher, *args, **options)
-    pusher._pushes.stream.join()
+    pusher.pushes.stream.join()
 
 
 RUN = SumPusher.run

@@ -17,7 +17,7 @@ from operations import factors
 from pretended_cuda import CapturingDriver, install_for_operations
 
 from dist_autotune import StepTuner
-from dist_autotune.kernels.exchange.operation import PeerTimeout
+from dist_autotune.kernels.agreement.errors import PeerTimeout
 from dist_autotune.kernels.exchange.streams import StreamOrder
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.gemm_rs.handover import NO_PERMIT

@@ -15,9 +15,9 @@ from every_operation import EVERY, EXPERTS, OF_ONE_WAY, each
 from operation_runs import TWO, die, end_of, hold_launch, message_of, on_ranks
 from rank_programs import wait_for
 
+from dist_autotune.kernels.agreement.errors import PeerTimeout
 from dist_autotune.kernels.exchange.chunks import NOT_SENT
 from dist_autotune.kernels.exchange.flags import ARRIVED
-from dist_autotune.kernels.exchange.operation import PeerTimeout
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, TWO_SHOT
 from dist_autotune.kernels.signals import as_patience
 from ranks import meet
@@ -194,7 +194,7 @@ def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come(rank, n
             copy(dst, src, stream)
 
         op._memory.copy = copy_last_late
-        arrived = op._pusher._pushes._here[1][ARRIVED.value]
+        arrived = op._pusher.pushes._here[1][ARRIVED.value]
         hold_launch(op, lambda: int(arrived) >= 32)
         wanted = f"PeerTimeout: {runs.name}, rank 0: {told} to all peers in time."
     assert message_of(lambda: runs.fresh_call(op, [32, 32])).startswith(wanted)
@@ -232,7 +232,7 @@ def test_a_result_without_a_peer_is_nan_now_and_later(rank, runs):
     dist.barrier()
     if rank == 0:
         runs.forsake(op, 0.5)
-        check, op._check_usable = op._check_usable, lambda: None  # of replays, which ask no host
+        check, op._check_usable = op._check_usable, lambda *_: None  # of replays, which ask no host
         for _ in range(2):
             with contextlib.suppress(PeerTimeout):
                 runs.call(op, operands, out, rows)

@@ -53,7 +53,7 @@ class Peer(HostPeer):
     def push(self, op: AllGatherGemm, chunk: torch.Tensor, pieces: int) -> None:
         """Take part in the call that rank 0 has just made, which lasts until its own chunk has left, too."""
         pusher = op._pusher
-        here, there = pusher.flags, pusher._pushes._there[1][flags.FREE.value]
+        here, there = pusher.flags, pusher.pushes._there[1][flags.FREE.value]
         self.take(there)
         self.write(here[flags.TOLD.value, 1], len(chunk))
         begin = 0
@@ -293,7 +293,7 @@ def test_calls_behind_pushes_that_do_not_leave_end(rank: int, name: str) -> None
     if name == "AllGatherGemm":
         choose_candidate("specialized", "cooperative")
         op = opened(memory, AllGatherGemm, rows, k, consumer="specialized", pieces=1, programs=132)
-        pushes = op._pusher._pushes
+        pushes = op._pusher.pushes
     else:
         leave("specialized", 0)
         rows *= 2
@@ -305,7 +305,7 @@ def test_calls_behind_pushes_that_do_not_leave_end(rank: int, name: str) -> None
     op(a, weight)  # loads what the others launch, and gives the peer up
     torch.cuda.synchronize()
     memory.wait_signal(held, 1, pushes.stream)
-    op._check_usable = lambda: None  # of calls that are enqueued before the host can hear of the failure
+    op._check_usable = lambda *_: None  # of calls that are enqueued before the host can hear of the failure
     for _ in range(4):
         op(a, weight)
     del op._check_usable

@@ -303,7 +303,7 @@ class Gathering:
             self.call(is_capturing=False)
 
     def call(self, *, is_capturing: bool) -> None:
-        add, pushes = self.device.caller.add, self.pusher._pushes
+        add, pushes = self.device.caller.add, self.pusher.pushes
         add(self.put, runs_beside=True)
         self.pusher.start(1, 1, is_capturing=is_capturing)
         add(self.kernel, runs_beside=True)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from dense_runs import GATHERING_ROWS, REDUCING, SCATTERING_SUMS
 from expert_runs import GATHERING, SCATTERING
-from operation_runs import message_of, on_ranks
 from operations import HALF, Runs
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
@@ -20,7 +19,6 @@ from dist_autotune.kernels.exchange.operation import Operation
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.moe_rs import MoEReduceScatter
-from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.tensors import Apart
 
 Wrong = dict[str, Callable[[Any], Any]]  # what is told, and of which call
@@ -174,7 +172,7 @@ REDUCE = Refusing(
     | {
         "dtype torch.float64 is not supported on cpu; use one of": {"dtype": torch.float64},
         "dtype None is not supported on cpu; use one of": {"dtype": None},
-        "m=16777216 rows; it must be 16777215 or less": {"m": 2**24},
+        "m=16777215 rows; it must be 16777214 or less": {"m": 2**24 - 1},
         "way is 'three-shot'; it is one of one-shot, two-shot, collective, low-latency": {
             "way": "three-shot"
         },
@@ -274,7 +272,6 @@ def test_a_wrong_argument_raises_with_its_values_and_the_operation_stays_usable(
     with of.runs.begun(), of.open() as op:
         with pytest.raises((ValueError, TypeError, RuntimeError), match=told):
             of.wrong[told](op)
-        assert op._calls == 0  # no peer has heard of it
         assert of.runs.call_and_compare(op, [4], 5) < 1
 
 
@@ -322,10 +319,11 @@ OF_FP8 = {
 @pytest.mark.parametrize("told", OF_FP8)
 @pytest.mark.parametrize("runs", [GATHERING_ROWS, SCATTERING_SUMS], ids=lambda runs: runs.name)
 def test_what_cannot_be_scaled_is_told_with_its_values_before_the_call(runs, told):
-    with runs.alone(16, runs.sizes(32, 20)[0], FP8) as op:
-        with pytest.raises((ValueError, TypeError, RuntimeError), match=told):
-            op(ROWS, **{"weight": WEIGHT} | OF_FP8[told])
-        assert op._calls == 0
+    with (
+        runs.alone(16, runs.sizes(32, 20)[0], FP8) as op,
+        pytest.raises((ValueError, TypeError, RuntimeError), match=told),
+    ):
+        op(ROWS, **{"weight": WEIGHT} | OF_FP8[told])
 
 
 def test_scales_are_for_fp8_alone_whose_rows_are_whole_16_bytes_and_have_no_addend():
@@ -408,33 +406,6 @@ def in_one_memory(operand: torch.Tensor, shape: tuple[int, int]) -> tuple[torch.
     moved = memory[: operand.nbytes].view(operand.dtype).view(operand.shape)
     dtype = torch.bfloat16 if shape == (16, 20) else HALF
     return moved.copy_(operand), memory[begin : begin + size].view(dtype).view(shape)
-
-
-# ---- a launch that fails
-
-
-@EACH
-@on_ranks(2)
-def test_a_launch_that_fails_breaks_the_operation_and_nobody_hangs(rank, of):
-    """Break rank 1's launch after its peer has heard of the call."""
-    of.runs.begin(rank)
-    op = of.runs.open(8, 16)
-    call = functools.partial(of.runs.fresh_call, op, [4, 4])
-    if of.waits:
-        op._patience_ticks = as_patience(1.0)
-    if rank == 1:
-        for kernel, _ in of.runs.kernels:
-            kernel.configs = []
-    first = message_of(call)
-    op._patience_ticks = as_patience(1.0)
-    again = message_of(call)
-    assert message_of(op.close) == again
-    if rank == 1:
-        assert first.startswith("IndexError")
-        assert again.startswith(f"RuntimeError: {of.name}, rank 1: call 1 was not carried out: IndexError")
-    else:
-        assert first == (again if of.waits else "nothing was raised")
-        assert again.startswith(f"PeerTimeout: {of.name}, rank 0: rank 1")
 
 
 def test_columns_of_one_matrix_lie_apart_from_each_other():

@@ -11,6 +11,10 @@ have gone on. If all are for the same way and terms, it becomes the standing way
 new way is taken only where all ranks have read that all vote for it, and the standing way is given up only
 where all have read that none votes for it.
 
+[Note: a refused call] A rank whose arguments are wrong votes for no way, and reads all ballots. If no rank
+has gone ahead, by a vote for the standing way, all ranks have read that: nobody goes on, and what stands
+stays. Otherwise all go on: the ranks that read with those ahead, and the one that refuses in their way.
+
 [Note: ballots end] A rank writes its ballot before it waits for anything of that call. So where hosts make
 the same calls in the same order all ballots are written. Every wait has a bound.
 
@@ -35,14 +39,29 @@ import torch.distributed as dist
 
 from ..symm import open_symmetric_memory
 from ..tensors import remember
-from .operation import PeerTimeout
+from .errors import PeerLeft, PeerTimeout, RefusedByPeer
 
 RING = 1024  # divides NUMBERS
 NUMBERS = 2**31  # of calls, before they begin anew
 QUICK_POLLS = 1000  # without a sleep, about 0.1 ms: hosts that make the same calls are not far apart
 POLL_S = 5e-5  # between later polls
 COLLECTIVE = 1  # the way
-TERMS_BITS = 28  # of a ballot; the way has the four above
+TERMS_BITS = 28  # of a ballot; the way has the three above
+AHEAD = 1 << 31  # of a ballot for the standing way, whose rank reads no other
+REFUSES = 7  # the way of a rank that refuses the call
+REFUSED_TERMS = 2**32 - 1  # of such a rank where ranks only name their terms
+LEFT = -1  # in place of all further ballots of a rank whose operation is broken
+
+Pages = tuple[torch.Tensor, ...]  # by rank
+
+
+def host_words(group: dist.ProcessGroup | None, count: int, timeout_s: float) -> tuple[int, Pages]:
+    """Return this rank and int64 zeros of each rank, in memory that all hosts map; collective.
+
+    They are mapped as long as they live. Raises SymmetricMemoryError on all ranks where one cannot map them.
+    """
+    with open_symmetric_memory(group, "shm", "cpu", timeout_s=timeout_s) as memory:
+        return memory.rank, memory.allocate((count,), torch.int64).peers
 
 
 class Ballots:
@@ -59,10 +78,8 @@ class Ballots:
         timeout_s: float,
         advice: str = "Find out what that rank is doing",
     ) -> None:
-        with open_symmetric_memory(group, "shm", "cpu", timeout_s=timeout_s) as memory:
-            rings = memory.allocate((RING,), torch.int64)
-            self._rank = memory.rank
-        self._rings = [words.numpy().data for words in rings.peers]  # mapped as long as these live
+        self._rank, rings = host_words(group, RING, timeout_s)
+        self._rings = [words.numpy().data for words in rings]
         self._operation, self._timeout_s, self._advice = operation, timeout_s, advice
         self._call = 0
         self._standing: dict[Hashable, int] = {}
@@ -71,23 +88,45 @@ class Ballots:
     def agree(self, key: Hashable, way: int, terms: int) -> int:
         """Count a call; return the way that all ranks take in it.
 
-        key: calls of one key share a standing way; the same on all ranks. way: this rank's vote, 0 to 15.
+        key: calls of one key share a standing way; the same on all ranks. way: this rank's vote, 0 to 6.
         Waits for the peers unless it is the standing way, see [Note: all ranks decide alike]. Raises
-        PeerTimeout, and ValueError where a peer made an earlier collective on other terms.
+        PeerTimeout, PeerLeft, RefusedByPeer, and ValueError where a peer made an earlier collective on other
+        terms.
         """
         standing, word = self._standing.get(key, 0), way << TERMS_BITS | terms % 2**TERMS_BITS
         if self._unread:
             self._verify()
-        self.cast(word)
         if way == standing:
+            self.cast(AHEAD | word)
             return self._take(way, terms)
+        self.cast(word)
         named = set(self.read().values())
-        if standing and any(each >> TERMS_BITS == standing for each in named):
+        ahead = {_way_of(each) for each in named if each & AHEAD}
+        if not ahead and REFUSES in map(_way_of, named):
+            raise RefusedByPeer
+        if standing and standing in ahead:
             return self._take(standing, terms)
+        if REFUSES in map(_way_of, named):  # that rank knows nothing of the key: what stands goes on to stand
+            return 0
         self._standing.pop(key, None)
         if named != {word}:
             return 0
         return remember(self._standing, key, way)
+
+    def refuse(self) -> tuple[int, int] | None:
+        """Count a call that this rank refuses; return way and terms of the ranks that have gone ahead.
+
+        None: no rank goes on, see [Note: a refused call]. Waits for the peers' hosts; raises as `read` does.
+        """
+        self.cast(REFUSES << TERMS_BITS)
+        ahead = [each for each in self.read().values() if each & AHEAD]
+        return (_way_of(ahead[0]), ahead[0] % 2**TERMS_BITS) if ahead else None
+
+    def leave(self) -> None:
+        """Tell who waits for a ballot of a further call that there will be none."""
+        ring = self._rings[self._rank]
+        for call in range(self._call + 1, self._call + 1 + RING // 2):
+            ring[call % RING] = LEFT
 
     def _take(self, way: int, terms: int) -> int:
         if way == COLLECTIVE:
@@ -98,7 +137,11 @@ class Ballots:
         """Return the ranks' terms in the first of the last calls in which not all named the same; else {}."""
         for call in range(max(1, self._call - RING // 2 + 1), self._call + 1):
             ballots = [int(ring[call % RING]) for ring in self._rings]
-            named = {rank: each % 2**TERMS_BITS for rank, each in enumerate(ballots) if each >> 32 == call}
+            named = {
+                rank: each % 2**TERMS_BITS
+                for rank, each in enumerate(ballots)
+                if each >> 32 == call and _way_of(each) != REFUSES
+            }
             if len(set(named.values())) > 1:
                 return named
         return {}
@@ -106,6 +149,10 @@ class Ballots:
     def standing(self, key: Hashable) -> int:
         """Return the standing way of that key."""
         return self._standing.get(key, 0)
+
+    def has_standing(self, way: int) -> bool:
+        """Return whether it is the standing way of any key."""
+        return way in self._standing.values()
 
     def check(self) -> None:
         """Wait for all ballots of calls by a standing collective; raise what `agree` would."""
@@ -122,8 +169,8 @@ class Ballots:
                 if ballot >> 32 != call:
                     return
                 named = ballot & 0xFFFFFFFF
-                is_of_this_way = named >> TERMS_BITS == word >> TERMS_BITS
-                if peer != self._rank and is_of_this_way and named != word:
+                is_of_this_way = _way_of(named) == _way_of(word)
+                if peer != self._rank and is_of_this_way and named & ~AHEAD != word:
                     raise ValueError(
                         f"{self._operation}, rank {self._rank}: rank {peer} made eager call {call} with "
                         "other rows or tokens than this rank, and both by a collective, which then is "
@@ -162,6 +209,8 @@ class Ballots:
     def _read(self, peer: int, call: int) -> int:
         ring, polls, deadline = self._rings[peer], 0, 0.0
         while (ballot := int(ring[call % RING])) >> 32 != call:
+            if ballot == LEFT:
+                raise PeerLeft(f"{self._operation}, rank {self._rank}: rank {peer} has left call {call}")
             polls += 1
             if polls == QUICK_POLLS:
                 deadline = time.monotonic() + self._timeout_s
@@ -175,3 +224,7 @@ class Ballots:
                     )
                 time.sleep(POLL_S)
         return ballot & 0xFFFFFFFF
+
+
+def _way_of(ballot: int) -> int:
+    return ballot >> TERMS_BITS & REFUSES

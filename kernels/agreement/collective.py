@@ -37,8 +37,8 @@ from dist_autotune.launch.tunable import Standing
 
 from ..symm import SymmetricMemory, SymmetricMemoryError
 from ..tensors import remember
-from .ballots import Ballots
-from .operation import PeerTimeout
+from .ballots import COLLECTIVE, Ballots
+from .errors import PeerTimeout, RefusedByPeer
 
 WAYS = ("overlapped", "collective")  # the first unless a tuner knows better
 # Of all ranks together: up to so many it is tried. With twice as many, overlapping was faster at every
@@ -77,6 +77,8 @@ class Collective:
         self._operation, self._choice, self._group = operation, choice, group
         self._fixed, self._timeout_s, self._most_rows = fixed, timeout_s, most_rows
         self._world_size, self._is_on_cpu = memory.world_size, memory.device.type == "cpu"
+        # How many have been made in the last eager call, if ranks agreed on them; else None.
+        self.made: int | None = None
         self._wants: dict[Hashable, Standing[bool]] = {}
         self._ballots = None if fixed is False or memory.world_size == 1 else self._open_ballots(memory)
 
@@ -126,7 +128,34 @@ class Collective:
             return wants and self._world_size == 1
         if is_capturing:
             return bool(self._ballots.standing(key))
-        return bool(self._ballots.agree(key, int(wants), terms))
+        self.made = None
+        agreed = bool(self._ballots.agree(key, int(wants), terms))
+        if agreed:
+            self.made = 0
+        return agreed
+
+    def refuse(self) -> tuple[int, int] | None:
+        """Count a call that this rank refuses; return way and terms of the ranks that have gone ahead.
+
+        None: all go, as there are no ballots. Raises RefusedByPeer if no rank goes, and as `agree` does.
+        """
+        if self._ballots is None:
+            return None
+        went_ahead = self._ballots.refuse()
+        if went_ahead is None:
+            raise RefusedByPeer
+        return went_ahead
+
+    def ahead(self) -> tuple[int, int] | None:
+        """Return as `refuse` does, for a rank that has failed; None also where nobody makes a collective."""
+        is_waited_for = self._ballots is not None and self._ballots.has_standing(COLLECTIVE)
+        went_ahead = self._ballots.refuse() if is_waited_for and self._ballots is not None else None
+        return went_ahead if went_ahead is not None and went_ahead[0] == COLLECTIVE else None
+
+    def leave(self) -> None:
+        """Tell who waits for this rank in an agreement that it comes to no further call."""
+        if self._ballots is not None:
+            self._ballots.leave()
 
     def check(self) -> None:
         """Wait for the peers' hosts to come to the calls so far; raise if one did not, or on other terms."""
@@ -169,19 +198,26 @@ class Collective:
             self._make(all_gather, parts, sums)
             sums.copy_(parts.view(self._world_size, *sums.shape).sum(0, dtype=torch.float32))
         else:
+            self._count()
             dist.all_reduce(sums, group=self._group)
 
     def _make(self, collective: Callable[..., Any], to: torch.Tensor, given: torch.Tensor) -> None:
         if self._is_on_cpu:
             self._start(collective, to, given)()
         else:
+            self._count()
             collective(to, given, group=self._group)
 
     def _start(
         self, collective: Callable[..., Any], to: torch.Tensor, given: torch.Tensor
     ) -> Callable[[], None]:
+        self._count()
         work = collective(to, given, group=self._group, async_op=True)
         return functools.partial(self._wait_for, work) if self._is_on_cpu else work.wait
+
+    def _count(self) -> None:
+        if self.made is not None:
+            self.made += 1
 
     def _wait_for(self, work: dist.Work) -> None:
         try:

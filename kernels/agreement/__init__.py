@@ -1,0 +1,1 @@
+"""What the hosts of ranks tell each other: by which way a call is made, and which calls have failed."""

@@ -1,0 +1,112 @@
+"""What a rank does in place of its part of a call by pushes: stand in for it, or leave.
+
+[Note: a rank stands in] Its side stream does what it does in any call, without data: it gives the permits,
+takes the peers', and raises TOLD and ARRIVED with a mark that is no number of rows and no choices. Peers
+record it. `await_parts` waits as the operation's kernel would, for the peers' parts and for ARRIVED of this
+rank, and compares nothing. So all flags are as after any other call.
+
+[Note: a rank leaves] Its flags on a peer, and their values after a call, are set far ahead, as if the peer
+had given it up: no kernel there waits for it, results that need it are NaN, and each call lets the peer's
+side stream through. They may be set only once the peer has left the last call that this rank has pushed for.
+FREE of the peer says so: it is the permit for the next one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launches.prepared import PlainLaunches
+from ..signals import GIVEN_UP
+from ..symm import Wait, Write
+from .chunks import wait_for_own, wait_for_rows
+from .flags import AFTER, ARRIVED, DONE, FREE, TOLD
+from .peers import Peers, free_side_stream, told_by
+from .push import Pushes
+
+FAR = GIVEN_UP.value + 1  # of a flag whose rank is given up
+POLL_S = 1e-4
+
+
+@triton.jit(do_not_specialize=["rank", "patience_ticks"])
+def await_parts(flags_ptr, errors_ptr, rank, patience_ticks, WORLD: tl.constexpr, COUNTED: tl.constexpr):
+    """Return when all peers' parts are here and ours has left, or patience has ended; a program a rank.
+
+    COUNTED: ARRIVED counts the rows that TOLD announces.
+    """
+    part = (rank + 1 + tl.program_id(0)) % WORLD
+    peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
+    if part == rank:  # by the last program
+        wait_for_own(peers, WORLD)
+    else:
+        arrived = wait_for_rows(part, 1, peers, WORLD, False)
+        if COUNTED and arrived < GIVEN_UP:
+            arrived = wait_for_rows(part, told_by(part, peers, WORLD), peers, WORLD, False)
+        if arrived >= GIVEN_UP:
+            free_side_stream(part, flags_ptr, WORLD)
+
+
+_AWAIT = PlainLaunches(await_parts, num_warps=1)
+
+
+def stand_in(
+    pushes: Pushes,
+    flags: torch.Tensor,
+    errors: torch.Tensor,
+    mark: int,
+    patience_ticks: int,
+    *,
+    counted: bool,
+) -> None:
+    """Enqueue, in place of a call, what its peers and the next call need: see [Note: a rank stands in]."""
+    rank, world = pushes.memory.rank, pushes.memory.world_size
+    first, last = pushes.fork(at_once=True)
+    steps = [*first]
+    for peer in pushes.before:
+        steps += pushes.taking(peer, FREE.value)
+        steps += [pushes.raising(peer, TOLD.value, mark), pushes.raising(peer, ARRIVED.value, 1)]
+    pushes.run("stands in", [*steps, *last, pushes.leave], at_once=True)
+    kind = (world, flags.device, flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0, counted)
+    constants = {"WORLD": world, "COUNTED": counted}
+    _AWAIT.launch(kind, world, (flags, errors), (rank, patience_ticks), constants)
+    if pushes.memory.device.type == "cpu":
+        pushes.stream.join()
+    pushes.put_back()
+
+
+def leave(pushes: Pushes, timeout_s: float) -> None:
+    """Let each peer find this rank given up, once it comes to a call that this rank has not pushed for.
+
+    See [Note: a rank leaves].
+    """
+    words = (FREE.value, AFTER.value, AFTER.value + 1, TOLD.value, ARRIVED.value)
+    told = {
+        peer: (pushes.here(peer, FREE.value), [pushes.raising(peer, word, FAR) for word in words])
+        for peer in pushes.before
+    }
+    is_on_host = pushes.memory.device.type == "cpu"
+    if pushes.owes_parts:  # the peers' permits for this call are taken
+        if is_on_host:  # and the side stream waits for sums that no kernel computes
+            for peer in pushes.before:
+                pushes.here(peer, DONE.value).fill_(1)
+        pushes.memory.enqueue(itertools.chain(*(writes for _, writes in told.values())), pushes.stream)
+    elif is_on_host:
+        threading.Thread(target=_tell, args=(told, timeout_s), daemon=True).start()
+    else:
+        for permit, writes in told.values():
+            pushes.memory.enqueue([Wait(permit, 1), Write(permit, 0), *writes], pushes.stream)
+
+
+def _tell(told: dict[int, tuple[torch.Tensor, list[Write]]], timeout_s: float) -> None:
+    """Tell each peer as soon as it comes: none of them waits behind another."""
+    deadline = time.monotonic() + timeout_s
+    while told and time.monotonic() < deadline:
+        for peer in [peer for peer, (permit, _) in told.items() if int(permit) >= 1]:
+            for word, value in told.pop(peer)[1]:
+                word.fill_(value)
+        time.sleep(POLL_S)

@@ -1,0 +1,177 @@
+"""That call n of a rank meets call n of its peers or nothing, wherever a call of one rank fails.
+
+A rank's results are its own or an error that names the cause, on all ranks, without a wait for a time limit.
+"""
+
+from __future__ import annotations
+
+import time
+from unittest import mock
+
+import pytest
+from dense_runs import Reducing, reduce_error_ratio
+from every_operation import EVERY, EXPERTS, WITH_COLLECTIVES
+from operation_runs import message_of, on_ranks
+
+from dist_autotune.kernels.gemm_ar.ways import WAYS
+
+ROWS, K, N = 8, 16, 16
+PROMPT_S = 30.0  # far below the 300 s that a kernel, and 120 s that a test, waits
+
+
+class OneSum(Reducing):
+    """One call of a sum."""
+
+    def call(self, op, operands, out, rows, *, told=True):
+        a, weight, *_ = operands
+        op(a, weight, out[0])
+        return out
+
+    def error_ratio(self, out, a, weight, *others, group=None):
+        return reduce_error_ratio(out[0], a, weight, group)
+
+
+OPERATIONS = {name: (runs, {}) for name, runs in EVERY.items() if name != "GemmAllReduce"}
+OPERATIONS |= {
+    f"{name}, by a collective": (runs, {"collective": True}) for name, runs in WITH_COLLECTIVES.items()
+}
+OPERATIONS |= {f"GemmAllReduce, {way}": (OneSum(way), {}) for way in (None, *WAYS)}
+
+
+class Calls:
+    """Calls of one operation on this rank, and how each has ended."""
+
+    def __init__(self, rank, world, name):
+        self.runs, options = OPERATIONS[name]
+        self.rank, self.rows = rank, [ROWS] * world
+        self.runs.begin(rank)
+        of_operation, self.of_call = self.runs.sizes(K, N)
+        self.op = self.runs.open(ROWS, of_operation, **options)
+        self.inputs = [self.runs.operands(self.op, self.rows, self.of_call) for _ in range(6)]
+
+    def make(self, *, spoil=None, told=True):
+        """Make a call with fresh inputs; return what it raises, its output and its inputs."""
+        operands = self.inputs.pop()
+        out = self.runs.new_out(self.op, self.rows, operands)
+        given = operands if spoil is None else spoil(operands)
+        raised = message_of(lambda: self.runs.call(self.op, given, out, self.rows, told=told))
+        return raised, (out, *operands)
+
+    def error_of(self, made):
+        out, *operands = made
+        return self.runs.error_ratio(out, *operands)
+
+
+def with_wrong_weight(operands):
+    first, weight, *others = operands
+    return first, weight.double(), *others
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "asking"])
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks(timeout_s=30.0)
+def test_wrong_arguments_of_one_rank_fail_that_call_on_all_and_the_next_is_right(rank, world, name, told):
+    if not told and name.split(",")[0] not in EXPERTS:
+        return None
+    calls = Calls(rank, world, name)
+    began = time.monotonic()
+    with calls.op:
+        errors = []  # of right calls
+        for wrong in (None, 0, None, world - 1, None, None):
+            raised, made = calls.make(spoil=with_wrong_weight if rank == wrong else None, told=told)
+            if wrong is None:
+                assert raised == "nothing was raised"
+                errors.append(calls.error_of(made))
+            elif rank == wrong:
+                assert "weight is torch.float64 on cpu; this operation was opened for torch.float16" in raised
+            else:
+                assert raised.startswith(
+                    f"ValueError: {calls.runs.name}, rank {rank}: rank {wrong} refused its"
+                )
+                assert "weight is torch.float64 on cpu" in raised
+    assert time.monotonic() - began < PROMPT_S
+    return errors
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@on_ranks(2, timeout_s=30.0)
+def test_wrong_arguments_of_all_ranks_are_each_rank_s_own(rank, name):
+    calls = Calls(rank, 2, name)
+    with calls.op:
+        for _ in range(2):
+            raised, _ = calls.make(spoil=with_wrong_weight)
+            assert raised.startswith("ValueError: weight is torch.float64")
+            raised, made = calls.make()
+            assert raised == "nothing was raised"
+            assert calls.error_of(made) < 1
+
+
+class Fault(Exception):
+    """What is injected."""
+
+
+def fails(*_, **__):
+    raise Fault("out of memory")
+
+
+def fails_behind(method):
+    def called(*args, **options):
+        method(*args, **options)
+        fails()
+
+    return called
+
+
+STEPS = ["agree", "allocate", "put", "exchange", "launch", "behind the launch", "push"]
+
+
+def break_step(op, step):
+    """Return a context in which that step of a call fails."""
+    if step == "push":
+        return mock.patch.multiple(op._memory, prepare=fails, enqueue=fails, copy=fails)
+    if step in ("launch", "behind the launch"):
+        name = "_launch"
+        return mock.patch.object(op, name, fails if step == "launch" else fails_behind(op._launch))
+    return mock.patch.object(op, {"allocate": "_allocate_results"}.get(step, f"_{step}"), fails)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("step", STEPS)
+@on_ranks(2, timeout_s=30.0)
+def test_a_call_that_fails_on_one_rank_breaks_the_operation_on_all_with_its_cause(rank, step, name):
+    calls, ended = Calls(rank, 2, name), []
+    op = calls.op
+    began = time.monotonic()
+    raised, made = calls.make()
+    assert raised == "nothing was raised"
+    assert calls.error_of(made) < 1
+    for call in (2, 3, 4):
+        if rank == 0 and call == 2:
+            with break_step(op, step):
+                raised, made = calls.make()
+            if raised == "nothing was raised":  # this way has no such step
+                assert step in ("push", "launch", "behind the launch")
+        else:
+            raised, made = calls.make()
+        ended.append((raised, made))
+    told = [message_of(op.close)]
+    for raised, made in ended:
+        error = calls.error_of(made)  # collective
+        told.append(raised)
+        if raised == "nothing was raised":
+            assert error < 1
+    assert time.monotonic() - began < PROMPT_S
+    if ended[0][0] == "nothing was raised" and told[-1] == "nothing was raised":
+        return
+    if rank == 0:
+        assert ended[0][0].startswith("Fault: out of memory")
+        for raised in (*told[2:], told[0]):
+            assert raised.startswith(
+                f"RuntimeError: {calls.runs.name}, rank 0: call 2 was not carried out: Fault("
+            )
+    else:
+        for raised in (*told[2:], told[0]):
+            assert raised.startswith(
+                f"RuntimeError: {calls.runs.name}, rank 1: call 2 failed on rank 0: Fault("
+            )
