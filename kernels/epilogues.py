@@ -39,9 +39,6 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": torch.nn.functional.silu,
 }
 OF_GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "glu": torch.sigmoid,
-    "reglu": ACTIVATIONS["relu"],
-    "geglu": ACTIVATIONS["gelu"],
     "geglu_tanh": ACTIVATIONS["gelu_tanh"],
     "swiglu": ACTIVATIONS["silu"],
 }
@@ -245,16 +242,14 @@ def _gated(sums, ACTIVATION: tl.constexpr, GATES_ROWS: tl.constexpr):
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """Return the activation of float32 numbers, or of gates; NaN stays NaN."""
-    if ACTIVATION == "relu" or ACTIVATION == "reglu":
+    if ACTIVATION == "relu":
         x = tl.where(x < 0, 0.0, x)
-    elif ACTIVATION == "gelu" or ACTIVATION == "geglu":
+    elif ACTIVATION == "gelu":
         x = 0.5 * x * (1 + tl.erf(x * SQRT_HALF))
     elif ACTIVATION == "gelu_tanh" or ACTIVATION == "geglu_tanh":  # as (1 + tanh(y)) / 2 = sigmoid(2 y)
         x = x * _sigmoid((x + 0.044715 * x * x * x) * TWO_SQRT_2_OVER_PI)
     elif ACTIVATION == "silu" or ACTIVATION == "swiglu":
         x = x * _sigmoid(x)
-    elif ACTIVATION == "glu":
-        x = _sigmoid(x)
     return x
 
 

@@ -2,7 +2,7 @@
 
     ./launch.sh --nproc 1 -m benchmarks.tuner.many_configs [--shape M N K] [--others N] [--search NAME]
 
-The blocked product of `record_tables`, with 4,800 `Combinations` of values. A session without any result
+The blocked product of `record_tables`, with 4,800 combinations of values. A session without any result
 tunes it; a second one draws others; another times N of them at random, one after another (`exhaustive`). Then
 the picks meet in turns. Wanted: at most 150 compiled, and picks within 3 % of the best of 1,000. The exit
 code says whether it is so.
@@ -13,6 +13,7 @@ compiling. Without a GPU 640 tiny configs run in the interpreter: behaviour, not
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,6 @@ import triton  # isort: skip  after common
 from benchmarks.tuner.record_tables import matmul_calls  # isort: skip
 
 from dist_autotune import TunedContext, contextual_autotune
-from dist_autotune.combinations import Combinations
 
 LIMIT_S = 590.0
 MOST_COMPILED, MOST_LOSS = 150, 0.03
@@ -70,8 +70,8 @@ def main() -> None:
     def body(ranks: Ranks) -> int:
         with time_limit(LIMIT_S):
             spaces = [
-                Combinations(config, **VALUES),
-                Combinations(config, **{name: each[::-1] for name, each in VALUES.items()}),
+                [config(*values) for values in itertools.product(*VALUES.values())],
+                [config(*values) for values in itertools.product(*(each[::-1] for each in VALUES.values()))],
             ]
             found = [tuned(space, shape, search=options.search) for space in spaces]
             drawn = random.Random(2).sample(range(len(spaces[0])), options.others)

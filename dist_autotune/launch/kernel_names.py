@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from triton.runtime.autotuner import Autotuner
 
 from ..codec import digest
-from ..combinations import drawn
 from ..triton_api import identity
 from ..triton_api.identity import family_of
 
@@ -42,8 +41,8 @@ class KernelNames:
             kernel, ordinal = self._ordinals[tuner]
         else:
             family = digest(f"{identity.kernel_identity(tuner).digest}|{','.join(tuner.keys)}")
-            identity.tell_apart(configs := drawn(tuner.configs))
-            candidates = "\n".join(sorted(map(identity.config_digest, configs)))
+            identity.tell_apart(tuner.configs)
+            candidates = "\n".join(sorted(map(identity.config_digest, tuner.configs)))
             kernel = f"{family}.{digest(candidates)[:8]}"
             ordinal = next(n for n in itertools.count() if (kernel, n) not in self._taken)
             if launches:

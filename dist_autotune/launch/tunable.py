@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from ..codec import digest
-from ..combinations import Combinations, drawn
 from ..errors import InvalidOption
 from ..ranks.group import ranks_of
 from ..triton_api import identity
@@ -52,21 +51,7 @@ class KnownChoices:
 
 def _told_apart(options: Sequence[Any]) -> tuple[Any, ...]:
     """Return the options as a key, with their types: 1, 1.0 and True are equal, but different options."""
-    return (options,) if isinstance(options, Drawn) else (tuple(options), tuple(map(type, options)))
-
-
-class Drawn(tuple[Any, ...]):
-    """Options drawn from `Combinations`. Compared by identity, so that a look-up reads no option."""
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-@functools.lru_cache(maxsize=MOST_TEXTS)
-def _drawn(options: Combinations[Any]) -> Drawn:
-    return Drawn(drawn(options))
+    return tuple(options), tuple(map(type, options))
 
 
 @dataclass(frozen=True)
@@ -143,8 +128,6 @@ def tunable(name: str, options: Sequence[T], *, key: tuple[Any, ...] = (), among
         raise InvalidOption(f"tunable({name!r}): give its name, a string, before the options")
     if not isinstance(key, (tuple, list)):
         raise InvalidOption(f"tunable({name!r}): key={key!r}: give a tuple")
-    if isinstance(options, Combinations):
-        options = _drawn(options)
     call, ranks = INTERCEPTION.call_here(), () if among is None else ranks_of(among)
     asked = name, options, tuple(key), ranks
     option: T = CHOICES.recall(*asked) if call is None else call.launcher.choose(call, *asked)
@@ -181,7 +164,7 @@ def option_texts(name: str, options: Sequence[Any]) -> OptionTexts:
     """Return the options of a `tunable` as text, which is kept for equal ones; raises InvalidOption."""
     if isinstance(options, str) or not isinstance(options, Sequence) or not options:
         raise InvalidOption(f"tunable({name!r}): options={options!r}: give a list of at least one option")
-    if isinstance(options, Drawn) or PLAIN.issuperset(map(type, options)):
+    if PLAIN.issuperset(map(type, options)):
         return _known_texts(name, *_told_apart(options))
     return _texts_of(name, options)
 

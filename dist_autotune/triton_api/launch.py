@@ -17,7 +17,6 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.driver import driver
 from triton.runtime.errors import AutotunerError
 
-from ..combinations import drawn
 from ..errors import TuningError, WrongDevice
 from . import footprint, identity
 
@@ -79,7 +78,7 @@ class Launch:
         tuner.nargs = self._named()
         try:
             # Pruning may return a generator, as stock Triton reads its result once.
-            pruned = drawn(tuner.prune_configs(self.kwargs) if len(tuner.configs) > 1 else tuner.configs)
+            pruned = list(tuner.prune_configs(self.kwargs) if len(tuner.configs) > 1 else tuner.configs)
         except AutotunerError as error:
             raise AutotunerError(f"{self}: {error.error_message}") from None
         finally:

@@ -172,8 +172,8 @@ class AllGatherGemm(NumberedCalls):
 
         `bias` [N], contiguous, in fp16, bf16 or fp32, is added to the float32 sums and `activation` ("relu",
         "gelu", "gelu_tanh" or "silu") applied before they are rounded, once. Both are this rank's own.
-        A gated one ("swiglu", "geglu", "geglu_tanh", "reglu" or "glu") makes [W * m, N / 2], the activation
-        of the gate times up; `interleave_gate_up` makes such a weight and bias.
+        A gated one ("swiglu" or "geglu_tanh") makes [W * m, N / 2], the activation of the gate times up;
+        `interleave_gate_up` makes such a weight and bias.
 
         In fp8 the sums are multiplied before by the scales of their rows, of which each rank passes `scale_a`
         [m] or [m, 1] for its own, and of their columns, `scale_weight` [N] or [N, 1]; all are float32 and

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .operation import VARIANTS, elementwise_add
+from .operation import elementwise_add
 
-__all__ = ["VARIANTS", "elementwise_add"]
+__all__ = ["elementwise_add"]

@@ -17,14 +17,11 @@ from triton.runtime.autotuner import Autotuner
 from ..configs import INTERPRETED, do_bench
 from ..tensors import check_no_gradient
 
-VARIANTS = ("auto", "pipelined")  # the same: there is one kernel
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED_PROGRAMS = 3
 
 
-def elementwise_add(
-    a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, variant: str = "auto"
-) -> torch.Tensor:
+def elementwise_add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return a + b for contiguous tensors of one shape, type (fp16, bf16 or fp32) and device.
 
     `out` may be `a` or `b`; it does not begin within one of them.
@@ -34,7 +31,7 @@ def elementwise_add(
             raise TypeError(f"{name} is a {type(tensor).__name__}; a tensor is needed")
     check_no_gradient("elementwise_add", a=a, b=b, out=out)
     out = torch.empty_like(a) if out is None else out
-    _check(a, b, out, variant)
+    _check(a, b, out)
     if a.numel() == 0:
         return out
     is_in_place = out.data_ptr() in (a.data_ptr(), b.data_ptr())
@@ -47,9 +44,7 @@ def elementwise_add(
     return out
 
 
-def _check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, variant: str) -> None:
-    if variant not in VARIANTS:
-        raise ValueError(f"there is no variant {variant!r}; there are {', '.join(map(repr, VARIANTS))}")
+def _check(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     if a.dtype not in DTYPES:
         raise TypeError(f"a is {a.dtype}; elementwise_add takes {', '.join(map(str, DTYPES))}")
     for name, tensor in (("b", b), ("out", out)):

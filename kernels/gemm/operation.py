@@ -70,9 +70,9 @@ def persistent_matmul(
     "gelu_tanh" or "silu") applied in float32; then the result is rounded, once. Scales are contiguous and
     float32; the bias is contiguous, in fp16, bf16 or fp32.
 
-    A gated activation makes activation(gate) * up [M, N / 2] of gate and up: "swiglu" by silu, "geglu" by
-    gelu, "geglu_tanh" by gelu_tanh, "reglu" by relu, "glu" by a sigmoid. b is the `.T` of a weight of
-    `interleave_gate_up`, and scale_b and the bias are interleaved, too; N is a multiple of 16.
+    A gated activation makes activation(gate) * up [M, N / 2] of gate and up: "swiglu" by silu,
+    "geglu_tanh" by gelu_tanh. b is the `.T` of a weight of `interleave_gate_up`, and scale_b and the bias are
+    interleaved, too; N is a multiple of 16.
 
     Operands in fp8 are both contiguous along K, as a weight's `weight.T` is. Hopper's tensor cores add up
     their products with fewer bits than float32 has, as in `torch._scaled_mm(..., use_fast_accum=True)`.

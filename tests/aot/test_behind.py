@@ -214,19 +214,6 @@ def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(device, comp
     assert compiler.processes_left() == []
 
 
-def test_configs_that_make_one_binary_are_told_of_each(device, compiler):
-    tuner, x, y = kernel(64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    launch = Launch(tuner, (x, y), {"grid": (1,)})
-    (compilation,) = plan(launch, launch.candidates(), 0.0).compilations.values()
-    process, told = Pool([compilation] * 2, CompileOptions(in_background=True, jobs=2)), []
-    deadline = time.monotonic() + DEADLINE_S
-    while len(told) < 2:
-        assert time.monotonic() < deadline
-        told += process.read()
-    process.close()
-    assert sorted((each.place, each.reason) for each in told) == [(0, ""), (1, "")]
-
-
 def test_what_a_rank_closes_is_closed_though_others_compile(device, compiler):
     compiler.behaves({64: "wait"})
     step = stepping(kernel(GOOD, 64))

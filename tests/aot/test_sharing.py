@@ -64,18 +64,19 @@ def test_a_rank_begins_with_its_share(rank, ranks, turns):
     assert [options.turn(index) for index in range(4)] == turns
 
 
-def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
-    assert [CompileOptions(local_rank=rank, local_ranks=8).workers for rank in range(8)] == [2] * 8
-    assert [CompileOptions(local_rank=rank, local_ranks=3).workers for rank in range(3)] == [6, 5, 5]
-    assert CompileOptions(local_rank=63, local_ranks=64).workers == 1
-
-
-@pytest.mark.parametrize(("cores", "ranks", "jobs"), [(128, 8, 8), (16, 8, 1), (3, 1, 1), (1, 1, 1)])
-def test_while_runs_go_on_half_of_a_rank_s_cores_are_left_to_it(monkeypatch, cores, ranks, jobs):
+@pytest.mark.parametrize(
+    ("cores", "rank", "ranks", "behind", "jobs"),
+    [
+        (16, 7, 8, False, 2), (16, 0, 3, False, 6), (16, 2, 3, False, 5), (16, 63, 64, False, 1),
+        (128, 0, 8, True, 8), (16, 0, 8, True, 1), (1, 0, 1, True, 1),
+    ],
+)  # fmt: skip
+def test_a_rank_compiles_as_many_at_a_time_as_its_share_of_the_cores_behind_runs_half(
+    monkeypatch, cores, rank, ranks, behind, jobs
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert CompileOptions(local_ranks=ranks, in_background=True).workers == jobs
-    assert CompileOptions(local_ranks=ranks, in_background=True, jobs=5).workers == 5
+    assert CompileOptions(rank, ranks, in_background=behind).workers == jobs
+    assert CompileOptions(rank, ranks, in_background=behind, jobs=5).workers == 5
 
 
 def test_a_candidate_that_a_peer_is_slow_to_compile_is_taken_from_whoever_is_first(

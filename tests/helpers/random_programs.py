@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from dist_autotune.combinations import Combinations
 from dist_autotune.search.strategies import Warmup
 
 BLOCKS = (16, 32, 64, 128, 256)
@@ -91,7 +90,6 @@ class Pattern:
 
 Under = Mapping[str, tuple[int, ...]]  # choice -> its options, modulo SPREAD, that lead to a launch
 SPREAD = 4
-COLUMNS = 100
 
 
 @dataclass(frozen=True)
@@ -311,18 +309,14 @@ def draw_choice(
     random: Random, world_size: int, number: int, earlier: Sequence[Choice], *, is_steady: bool
 ) -> Choice:
     options: Sequence[int] = tuple(range(random.choice((1, 2, 2, 3, 3, 4, 6, 20))))
-    if random.random() < 0.05:  # too many for a race of plans; of 60,000, some are drawn
-        options = Combinations(_option, row=range(random.choice((3, 3, 600))), column=range(COLUMNS))
+    if random.random() < 0.05:  # too many for a race of plans
+        options = range(random.choice((300, 300, 2000)))
     ms = tuple(0.1 * random.randrange(1, 30) for _ in range(random.choice((2, 3, 7, 50))))
     kinds = ("always",) * 7 + (() if is_steady else ("every", "until", "from", "never"))
     is_alike = random.random() < 0.7
     patterns = [Pattern(random.choice(kinds), random.choice((2, 3, 7))) for _ in range(world_size)]
     launches = (patterns[0],) * world_size if is_alike else tuple(patterns)
     return Choice(number, options, ms, launches, draw_under(random, earlier, 0.4))
-
-
-def _option(row: int, column: int) -> int:
-    return COLUMNS * row + column
 
 
 def draw_under(random: Random, choices: Sequence[Choice], chance: float) -> Under:

@@ -61,7 +61,6 @@ TUNER = Package(
     ),
     {
         "codec",
-        "combinations",
         "errors",
         "formatting",
         "options",

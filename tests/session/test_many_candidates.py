@@ -1,5 +1,6 @@
-"""Thousands of candidates as a product of values: a few are compiled and tried, in kernels and in choices."""
+"""Thousands of candidates: a few are compiled and tried, in kernels and in choices."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,6 @@ from kernels_for_tests import Bench, launch, no_bench, numbers, only
 from rank_programs import blocks_of, tune
 
 from dist_autotune import tunable
-from dist_autotune.combinations import DRAWN, Combinations, drawn
 from dist_autotune.search.expectation.order import MOST_COMPILED
 from ranks import assert_all_ok, run_ranks
 
@@ -38,7 +38,7 @@ def takes_ms(block, group, warps, stages):
 def many(bench, **options):
     """Return a kernel with 2,000 configs."""
     kernel = bench.kernel(dict.fromkeys(VALUES["BLOCK"], lambda each: takes_ms(*shape(each))), **options)
-    kernel.configs = Combinations(config, **VALUES)
+    kernel.configs = [config(*values) for values in itertools.product(*VALUES.values())]
     return kernel
 
 
@@ -48,18 +48,6 @@ def shape(launch):
 
 def shapes(launches):
     return {shape(each) for each in launches}
-
-
-@pytest.mark.parametrize(
-    "many", [lambda: Combinations(lambda n: n, n=range(5000)), lambda: iter(range(5000))]
-)
-def test_of_more_than_a_context_holds_the_first_and_others_are_drawn_the_same_each_time(many):
-    found = drawn(many())
-    assert (found[0], len(found)) == (0, DRAWN)
-    assert found == drawn(many())
-    assert len({*found}) == DRAWN
-    assert 2300 < sum(found) / DRAWN < 2700
-    assert drawn([*range(5000)]) == [*range(5000)]
 
 
 @pytest.mark.parametrize(("objective", "mode"), [("thunk", "replay"), ("kernel", "online")])
@@ -97,7 +85,8 @@ def spends_ms(parts, way, depth):
 
 
 def test_a_choice_of_many_options_is_searched_before_the_plans(bench):
-    options = Combinations(dict, parts=PARTS, way=range(4), depth=range(20))
+    values = itertools.product(PARTS, range(4), range(20))
+    options = [dict(zip(("parts", "way", "depth"), each, strict=True)) for each in values]
     kernel, chosen = bench.kernel({16: 1.0, 32: 2.0}), []
 
     def thunk():
@@ -115,7 +104,7 @@ def test_a_choice_of_many_options_is_searched_before_the_plans(bench):
     assert len({tuple(each.values()) for each in chosen}) <= MOST_COMPILED
     assert tuned() == (best, order)
     assert tunable("split", options) == best
-    assert tunable("split", Combinations(dict, parts=PARTS, way=range(4), depth=range(20))) == best
+    assert tunable("split", [*options]) == best
 
 
 def test_ranks_try_the_same_few_of_many():

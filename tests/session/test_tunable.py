@@ -4,7 +4,6 @@ import pytest
 from kernels_for_tests import launch, numbers
 
 from dist_autotune import tunable
-from dist_autotune.combinations import Combinations
 from dist_autotune.launch import tunable as choices
 
 
@@ -94,19 +93,13 @@ def test_any_json_option_comes_back_as_it_was_given(bench, option):
     assert bench.tune(lambda: tunable("any", [option]))() is option
 
 
-COMBINATIONS = Combinations(dict, part=range(5))
-
-
-@pytest.mark.parametrize(
-    "options", [lambda: list(range(5)), lambda: COMBINATIONS], ids=["a list made anew", "combinations"]
-)
-def test_a_session_makes_text_of_equal_options_once(bench, monkeypatch, options):
+def test_a_session_makes_text_of_equal_options_once(bench, monkeypatch):
     made, texts_of = [], choices._texts_of
     monkeypatch.setattr(choices, "_texts_of", lambda *given: made.append(given) or texts_of(*given))
     runs = []
 
     def thunk():
-        runs.append(tunable("a name of this test", options()))
+        runs.append(tunable("a name of this test", list(range(5))))
         bench.spend(1.0 + len(runs) % 2)
 
     bench.tune(thunk)()

@@ -33,7 +33,7 @@ from dist_autotune.kernels.epilogues import GATED, ONLY_SUMS, Epilogue, result_c
 HALF, FP8 = torch.float16, torch.float8_e4m3fn
 ENDINGS = [
     *[(HALF, None), (None, "gelu"), (torch.float32, "silu"), (None, None), (torch.bfloat16, "relu")],
-    *[(None, "swiglu"), (HALF, "reglu")],
+    *[(None, "swiglu"), (HALF, "geglu_tanh")],
 ]
 
 

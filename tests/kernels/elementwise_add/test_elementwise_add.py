@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 import pytest
 import torch
 from operation_runs import DEVICE, message_of
 
 from dist_autotune import contextual_autotune
-from dist_autotune.kernels.elementwise_add import VARIANTS, elementwise_add
+from dist_autotune.kernels.elementwise_add import elementwise_add
 
 SHAPES = [(1000, 20), (40, 120), (7,), (), (1, 1), (3, 5, 7), (256, 3)]
 
 
-def check(shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> None:
+def check(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     a, b = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2))
     out = torch.full_like(a, math.nan)
-    assert elementwise_add(a, b, out, **options) is out
+    assert elementwise_add(a, b, out) is out
     assert torch.equal(out, a + b)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_sum_has_the_bits_of_torch(shape, variant):
-    check(shape, torch.float32, variant=variant)
-    check(shape, torch.float16, variant=variant)
+def test_the_sum_has_the_bits_of_torch(shape):
+    check(shape, torch.float32)
+    check(shape, torch.float16)
 
 
 def test_an_empty_sum_and_a_new_result():
@@ -59,7 +57,6 @@ WRONG = {  # what is told, and of which call
     r"ValueError: a has strides \(1, 4\)": lambda x: elementwise_add(x.T, x),
     "ValueError: out overlaps b": lambda x: elementwise_add(x[2], x[0], x.flatten()[1:5]),
     "ValueError: b is on meta": lambda x: elementwise_add(x, x.to("meta")),
-    "ValueError: .*no variant 'fast'": lambda x: elementwise_add(x, x, variant="fast"),
 }
 
 

@@ -122,7 +122,7 @@ def floats(*shape: int) -> torch.Tensor:
 
 WRONG: dict[type[Exception], dict[str, dict[str, Any]]] = {
     ValueError: {
-        "no activation 'swish'; there are 'relu', 'gelu', 'gelu_tanh', 'silu', 'glu', .*'swiglu', and None": {
+        "no activation 'swish'; there are 'relu', 'gelu', 'gelu_tanh', 'silu', 'geglu_tanh', 'swiglu', and": {
             "activation": "swish"
         },
         "'swiglu' takes 8 columns of gate, .* a multiple of 16, not 5; .* by interleave_gate_up": {
