@@ -1,4 +1,4 @@
-"""Copies matrices of a product on Hopper to scratch memory, where the estimate says that this pays.
+"""Copies matrices of a product that TMA cannot address to scratch memory on Hopper, where this pays.
 
 The rows of a copy begin at multiples of cache lines:
 
@@ -6,19 +6,15 @@ The rows of a copy begin at multiples of cache lines:
     scratch  |aaaaaaa.|bbbbbbb.|ccccccc.|        `.`: never written and never read
 
 A thread moves the largest power of two, up to 16 bytes, that divides addresses, pitches and row lengths. The
-second copy of a layout is launched without Triton's dispatch.
-
-A copy costs a kernel, and the time to read and write the matrix. It saves loads of rows that begin between
-cache lines, which the estimate knows to take up to 2.4 times as long; and for matrices that TMA cannot
-address at all it saves the slower body in plain Triton.
+second copy of a layout is launched without Triton's dispatch. A copy costs a kernel, and the time to read and
+write the matrix; it saves the slower body in plain Triton. Rejected, with figures in docs/tried.md: copies of
+what TMA can address, whose rows begin between cache lines.
 
 The constants are of one H200 (docs/benchmarks/persistent_gemm_copies_1xH200_2026-11-20.md).
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +25,7 @@ import triton.language as tl
 
 from ..epilogues import result_columns
 from ..launches.prepared import PreparedLaunch
-from ..matrices import LINE_BYTES, TMA_BYTES, Matrix, matrix_of_rows
+from ..matrices import LINE_BYTES, Matrix, matrix_of_rows
 from ..tensors import remember
 from .configs import GLUON_CANDIDATES, in_words
 from .pruning import MEMORY_BYTES_PER_CLOCK, GemmShape, estimated_clocks, prune
@@ -42,14 +38,12 @@ WIDEST_BLOCK = 256  # a block is as wide as rows are long, up to that
 
 _LAUNCHES: dict[tuple[Any, ...], PreparedLaunch] = {}
 CLOCKS_PER_US = 1980  # of an H200's SMs
-# 4 TB/s, read and written bytes together, where 16 bytes are moved at a time; else a little less.
-COPY_BYTES_PER_CLOCK, NARROW_COPY_BYTES_PER_CLOCK = 2020, 1600
+COPY_BYTES_PER_CLOCK = 1600  # about 3 TB/s, read and written bytes together
 KERNEL_CLOCKS = 2.5 * CLOCKS_PER_US  # of each kernel
 # About 130 TFLOP/s: 127 for 4001 x 2003 x 999 (126 us, one H200, 2026-11-20).
 PLAIN_FLOP_PER_CLOCK = 65_700
 # From which on copies are made: they take memory, and large products take up to 13 % longer than estimated.
 LEAST_GAIN = 0.1
-CHOICES_KEPT = 1024
 
 
 def pitch_of(columns: int, itemsize: int) -> int:
@@ -163,37 +157,15 @@ def copied(shape: GemmShape, copies: Copies) -> GemmShape:
     )
 
 
-@functools.lru_cache(maxsize=CHOICES_KEPT)
 def what_to_copy(shape: GemmShape, *, out: bool) -> Copies | None:
-    """Return the copies with the best estimate; None where the plain body has it.
+    """Return the copies of what TMA cannot address; None where the plain body is estimated as fast.
 
     The shape's alignments are those of the caller's operands, 0 where TMA cannot address one. out: TMA cannot
     write the caller's result, only scratch memory.
     """
-    (_, a_columns), (_, b_columns) = rows_in_memory(shape)
-    itemsize = shape.dtype.itemsize
-    a_ways = _ways(shape.a_alignment, a_columns * itemsize)
-    b_ways = _ways(shape.b_alignment, b_columns * itemsize)
-    ways = itertools.product(a_ways, b_ways, (out,))
-    clocks = {copies: estimated_total(shape, copies) for copies in itertools.starmap(Copies, ways)}
-    best = min(clocks, key=clocks.__getitem__)
-    if NOTHING not in clocks:  # there is something that TMA cannot address
-        return best if clocks[best] <= (1 - LEAST_GAIN) * plain_clocks(shape) else None
-    return best if clocks[best] <= (1 - LEAST_GAIN) * clocks[NOTHING] else NOTHING
-
-
-def _ways(alignment: int, row_bytes: int) -> tuple[bool, ...]:
-    """Return whether to copy an operand: both answers where the estimate decides."""
-    if alignment == 0:
-        return (True,)
-    # Few rows shorter than a line cross one, which the estimate does not know.
-    return (False,) if alignment == LINE_BYTES or row_bytes < LINE_BYTES else (False, True)
-
-
-def rows_in_memory(shape: GemmShape) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return how many rows A and B have in memory, and of how many elements."""
-    m, n, k = shape.m, shape.n, shape.k
-    return ((k, m) if shape.trans_a else (m, k)), ((n, k) if shape.trans_b else (k, n))
+    copies = Copies(shape.a_alignment == 0, shape.b_alignment == 0, out)
+    pays = estimated_total(shape, copies) <= (1 - LEAST_GAIN) * plain_clocks(shape)
+    return copies if pays else None
 
 
 def estimated_total(shape: GemmShape, copies: Copies) -> float:
@@ -206,23 +178,17 @@ def estimated_total(shape: GemmShape, copies: Copies) -> float:
 
 def copy_clocks(shape: GemmShape, copies: Copies) -> float:
     """Return about how many clocks the copies take."""
-    (a_rows, a_columns), (b_rows, b_columns) = rows_in_memory(shape)
-    clocks = 0.0
-    if copies.a:
-        clocks += _one_copy(a_rows, a_columns, shape.dtype.itemsize, shape.a_alignment)
-    if copies.b:
-        clocks += _one_copy(b_rows, b_columns, shape.dtype.itemsize, shape.b_alignment)
-    if copies.out:
-        columns = result_columns(shape.epilogue.activation, shape.n)
-        clocks += _one_copy(shape.m, columns, shape.out_dtype.itemsize, 0)
-    return clocks
-
-
-def _one_copy(rows: int, columns: int, itemsize: int, alignment: int) -> float:
-    moved_bytes = rows * (columns + pitch_of(columns, itemsize)) * itemsize
-    is_wide = alignment >= TMA_BYTES and columns * itemsize % TMA_BYTES == 0
-    speed = COPY_BYTES_PER_CLOCK if is_wide else NARROW_COPY_BYTES_PER_CLOCK
-    return KERNEL_CLOCKS + moved_bytes / speed
+    m, n, k, itemsize = shape.m, shape.n, shape.k, shape.dtype.itemsize
+    columns = result_columns(shape.epilogue.activation, n)
+    matrices = (
+        (copies.a, *((k, m) if shape.trans_a else (m, k)), itemsize),
+        (copies.b, *((n, k) if shape.trans_b else (k, n)), itemsize),
+        (copies.out, m, columns, shape.out_dtype.itemsize),
+    )
+    moved = [
+        rows * (row + pitch_of(row, size)) * size for is_copied, rows, row, size in matrices if is_copied
+    ]
+    return len(moved) * KERNEL_CLOCKS + sum(moved) / COPY_BYTES_PER_CLOCK
 
 
 def plain_clocks(shape: GemmShape) -> float:

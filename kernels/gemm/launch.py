@@ -14,7 +14,7 @@ import triton
 
 from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
 from ..launches.settled import SettledLaunches
-from ..matrices import LINE_BYTES, Block, Matrix, as_matrix, describe, matrix_of_rows
+from ..matrices import Block, Matrix, as_matrix, describe, matrix_of_rows
 from .body import gemm
 from .configs import GLUON_CANDIDATES, blocks_of
 from .copies import NOTHING, Copies, copied, copy, padded_copy, room_for, runs_along_columns, what_to_copy
@@ -116,9 +116,9 @@ def plan_launch(
         exchanged=exchanged,
         epilogue=epilogue,
     )
-    copies, copies_out = NOTHING, c is None
-    if not tensor_memory and (copies_out or min(shape.a_alignment, shape.b_alignment) < LINE_BYTES):
-        chosen = what_to_copy(shape, out=copies_out)
+    copies = NOTHING
+    if c is None or left is None or right is None:
+        chosen = what_to_copy(shape, out=c is None)
         if chosen is None:
             return None
         copies, shape = chosen, copied(shape, chosen)

@@ -93,9 +93,8 @@ def persistent_matmul(
     every variant is computed by the body in plain Triton: on other GPUs, with other strides, and on the CPU,
     in Triton's interpreter.
 
-    On Hopper, matrices that TMA cannot address, and operands with rows that do not begin at multiples of 128
-    bytes, pass through scratch memory where that should take less time (see `copies`). A call takes it from
-    torch: each matrix with its rows padded to multiples of 128 bytes.
+    On Hopper, matrices that TMA cannot address pass through scratch memory where that should take less time
+    (see `copies`). A call takes it from torch: each matrix with its rows padded to multiples of 128 bytes.
 
     Raises TypeError or ValueError for arguments that cannot be multiplied.
     """

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 from compiled import CDNA3, HOPPER, compile_for, resources
-from gemm_runs import multiply
+from gemm_runs import always_copied, multiply
 from launch_path import LaunchingDevice, matrix
 from launch_path import launching as launching_on
 
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES, blocks_of
-from dist_autotune.kernels.gemm.copies import Copies
-from dist_autotune.kernels.gemm.pruning import GemmShape
 
 # ---- the code
 
@@ -74,22 +72,17 @@ PIPELINED = next(
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchingDevice]:
     monkeypatch.setattr(copies, "_LAUNCHES", {})
     copies.copy_rows.device_caches.clear()
-    copies.what_to_copy.cache_clear()
     with launching_on(monkeypatch, launching, launching.tuned_gemm, [PIPELINED], blocks_of) as made:
         yield made
         copies._LAUNCHES.clear()
         copies.copy_rows.device_caches.clear()
-    copies.what_to_copy.cache_clear()
 
 
 @pytest.fixture
 def all_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have everything copied that may be."""
 
-    def plan(shape: GemmShape, *, out: bool) -> Copies:
-        return Copies(a=shape.a_alignment < 128, b=shape.b_alignment < 128, out=out)
-
-    monkeypatch.setattr(launching, "what_to_copy", plan)
+    monkeypatch.setattr(launching, "what_to_copy", always_copied)
 
 
 @pytest.fixture
@@ -133,14 +126,3 @@ def test_a_settled_call_copies_to_new_scratch_memory_and_asks_nobody(device, all
     for number in range(4):
         assert launches[number][2:] == launches[4 + number][2:] or number == 2
         assert device.launches[number].grid == device.launches[4 + number].grid
-
-
-def test_the_tuner_keeps_copied_and_other_operands_apart(device, all_copied, monkeypatch):
-    tuner = launching.tuned_gemm
-    a, b, out = operands(256, 192, 72)
-    multiply(a, b, out)
-    monkeypatch.setattr(launching, "what_to_copy", lambda shape, *, out: copies.NOTHING)
-    multiply(a, b, out)
-    places = [tuner.keys.index(name) for name in ("a_alignment", "b_alignment")]
-    keys = [settled.key for (settled,) in launching._SETTLED._of.values()]
-    assert [[key[place] for place in places] for key in keys] == [[128, 128], [16, 16]]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from gemm_runs import plan_of
+from gemm_runs import always_copied
 from launch_path import active, leave
 from settled_cases import STAMPED
 from triton import knobs
@@ -31,7 +31,6 @@ from dist_autotune.kernels.exchange import spoil
 from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import blocks_of
-from dist_autotune.kernels.gemm.copies import NOTHING, Copies
 from dist_autotune.kernels.launches import bare, loading
 from dist_autotune.kernels.launches import prepared as preparing
 from dist_autotune.kernels.launches.bare import bare_launch
@@ -169,22 +168,22 @@ def test_what_is_only_loaded_is_not_launched_though_it_is_prepared(device):
 
 # ---- whole calls
 
-PRODUCTS = {  # m, n and k, options of the call, what is copied
-    "descriptors": ((512, 512, 512), {}, NOTHING),
-    "a bias at an odd address": ((512, 512, 512), {"bias": torch.zeros(513)[1:]}, NOTHING),
-    "copies": ((250, 333, 67), {}, Copies(a=True, b=True)),
+PRODUCTS = {  # m, n and k, options of the call
+    "descriptors": ((512, 512, 512), {}),
+    "a bias at an odd address": ((512, 512, 512), {"bias": torch.zeros(513)[1:]}),
+    "copies": ((250, 333, 67), {}),
 }
 
 
 def product(monkeypatch: pytest.MonkeyPatch, name: str) -> Callable[[], Any]:
     """Return a call of `persistent_matmul`, which takes its tensors for a GPU's."""
-    (m, n, k), options, which = PRODUCTS[name]
+    (m, n, k), options = PRODUCTS[name]
     tuner, room_for = launching.tuned_gemm, functools.cache(copies.room_for)  # the same memory in each call
     cooperative = [config for config in tuner.configs if config.kwargs["VARIANT"] == "cooperative"]
     leave(monkeypatch, launching, tuner, cooperative[:1], blocks_of)
     on_gpu = {"_is_on_gpu": lambda tensor: True, "_on": lambda device: contextlib.nullcontext()}
     changes: dict[Any, dict[str, Any]] = {
-        launching: {"what_to_copy": plan_of(which), "room_for": room_for},
+        launching: {"what_to_copy": always_copied, "room_for": room_for},
         copies: {"_LAUNCHES": {}, "room_for": room_for},
         operation: {"_PLANS": {}, "_device": lambda device: (9, 132), **on_gpu},
     }

@@ -212,6 +212,7 @@ def test_two_threads_do_not_ask_the_tuner_at_once(monkeypatch):
                 were_both.append(False)
 
     monkeypatch.setattr(launching, "tuned_gemm", Tuner())
+    monkeypatch.setattr(launching._SETTLED, "turn", threading.Lock())  # the interpreter's turns are nobody's
     monkeypatch.setattr(launching._SETTLED, "find", lambda shape: None)
     monkeypatch.setattr(launching._SETTLED, "remember", lambda *args: steps.append("remember"))
     matrices = [as_matrix(torch.zeros(64, 64, dtype=torch.bfloat16)) for _ in range(3)]

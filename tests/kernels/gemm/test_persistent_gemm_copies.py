@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from gemm_runs import a_shape, multiply, plan_of
+from gemm_runs import a_shape, always_copied, multiply
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_autotune.kernels.gemm import copies
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm.configs import GLUON_CANDIDATES
 from dist_autotune.kernels.gemm.copies import Copies, what_to_copy
 from dist_autotune.kernels.gemm.pruning import GemmShape
 from dist_autotune.kernels.matrices import LINE_BYTES, Matrix, as_matrix
@@ -73,20 +71,6 @@ def test_a_copy_back_writes_the_result_s_own_places_only(size, dtype):
         assert surroundings.isnan().all()
 
 
-@pytest.fixture
-def any_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave only candidates that every version of Triton has."""
-    known = [config for config in GLUON_CANDIDATES if not config.kwargs["JOINED"]]
-    monkeypatch.setattr(copies, "GLUON_CANDIDATES", known)
-    copies.what_to_copy.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def no_choice_is_kept() -> Iterator[None]:
-    yield
-    copies.what_to_copy.cache_clear()
-
-
 # ---- the choice
 
 
@@ -103,37 +87,7 @@ def test_what_tma_cannot_address_is_copied_or_all_is_left_to_the_plain_body(
     m, n, k, a_alignment, b_alignment, out
 ):
     chosen = what_to_copy(a_shape(m, n, k, a_alignment=a_alignment, b_alignment=b_alignment), out=out)
-    if chosen is not None:
-        assert (a_alignment, chosen.a) != (0, False)
-        assert (b_alignment, chosen.b) != (0, False)
-        assert chosen.out == out
-        assert (a_alignment, chosen.a) != (128, True)
-        assert (b_alignment, chosen.b) != (128, True)
-    else:
-        assert out or 0 in (a_alignment, b_alignment)
-
-
-ONE_OPERAND = ({"a"}, {"b"})
-
-
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        pytest.param((4100, 4104, 4104), ONE_OPERAND, id="either: both are of one size"),
-        pytest.param((12345, 1032, 2056), ({"b"},), id="the small one"),
-        pytest.param((1032, 12345, 2056), ({"a"},), id="the small one, the other way round"),
-        pytest.param((8200, 8200, 520), (*ONE_OPERAND, {"a", "b"}), id="short rows"),
-        pytest.param((2040, 4104, 1368), ONE_OPERAND, id="half as many rows"),
-        pytest.param((4096, 4096, 4096), (set(),), id="whole lines"),
-        pytest.param((5000, 5000, 400), (set(),), id="rows begin between lines, stores take the time"),
-        pytest.param((16, 8200, 8200), (set(),), id="each element is used once a row of tiles"),
-        pytest.param((520, 264, 200), (set(),), id="so small that a kernel more costs as much"),
-        pytest.param((1_000_000, 64, 8), (set(),), id="rows shorter than a line"),
-    ],
-)
-def test_what_is_copied(sizes, expected, any_triton):
-    chosen = what_to_copy(a_shape(*sizes), out=False)
-    assert {name for name in ("a", "b", "out") if getattr(chosen, name)} in expected
+    assert chosen in (None, Copies(a_alignment == 0, b_alignment == 0, out))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +102,7 @@ def test_what_is_copied(sizes, expected, any_triton):
     ],
 )
 def test_what_becomes_of_odd_sizes(sizes, expected):
-    assert what_to_copy(a_shape(*sizes), out=True) == expected
+    assert what_to_copy(a_shape(*sizes, a_alignment=0, b_alignment=0), out=True) == expected
 
 
 # ---- the way to the launch, which here is done as TMA would
@@ -187,16 +141,15 @@ def launch_as_tma(patched: pytest.MonkeyPatch) -> list[GemmShape]:
     out_layout=st.sampled_from([name for name in LAYOUTS if "expanded" not in name]),
     dtype=st.sampled_from(TYPES[:2]),
     out_dtype=st.sampled_from(TYPES),
-    further=st.tuples(st.booleans(), st.booleans()),
 )
-def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout, dtype, out_dtype, further):
+def test_products_of_copies_are_right_for_all_strides(sizes, layouts, out_layout, dtype, out_dtype):
     m, n, k = sizes
     a, b = LAYOUTS[layouts[0]](m, k, dtype), LAYOUTS[layouts[1]](k, n, dtype)
     target = LAYOUTS[out_layout](m, n, out_dtype).fill_(math.nan)
 
     with pytest.MonkeyPatch.context() as patched:
         shapes = launch_as_tma(patched)
-        patched.setattr(launching, "what_to_copy", plan_of(Copies(*further)))
+        patched.setattr(launching, "what_to_copy", always_copied)
         assert multiply(a, b, target)
     assert torch.equal(target.double(), a.double() @ b.double())
     assert len(shapes) == 1

@@ -15,18 +15,17 @@ from gemm_runs import (
     HALVES,
     LAYOUTS,
     OUTS,
+    always_copied,
     check,
     fitting,
     layouts_and_types,
     matrix,
-    plan_of,
     poisoned,
 )
 from gpu_cases import covering
 
 from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
-from dist_autotune.kernels.gemm.copies import NOTHING, Copies
 from dist_autotune.kernels.gemm.pruning import is_wanted
 from dist_autotune.kernels.persistent_gemm import VARIANTS, persistent_matmul
 
@@ -38,9 +37,6 @@ def each_candidate(variant: str, out_dtype: torch.dtype) -> list[Any]:
     return fitting(out_dtype, lambda kwargs: is_wanted(kwargs, variant))
 
 
-MUST_BE = plan_of(NOTHING)  # what TMA cannot address
-
-
 @pytest.fixture
 def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that leaves the Gluon body one candidate; a call that falls back then fails.
@@ -48,7 +44,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     Copied is what must be, or what the given plan says.
     """
 
-    def choose(config: Any, plan: Callable[..., Any] = MUST_BE) -> None:
+    def choose(config: Any, plan: Callable[..., Any] = always_copied) -> None:
         monkeypatch.setattr(launching.tuned_gemm, "configs", [config])
         monkeypatch.setattr(operation, "_run_plain", lambda *args: pytest.fail("the plain body was used"))
         monkeypatch.setattr(launching, "what_to_copy", plan)
@@ -96,11 +92,7 @@ def test_each_variant_takes_all_layouts_types_and_programs_on_a_gpu(shape, optio
         check(*shape, variant=variant, **options)
 
 
-ROUTES = {  # shape, what is copied
-    "TMA": ((1024, 768, 512), NOTHING),
-    "copies": ((1000, 1304, 520), Copies(a=True, b=True)),
-    "copies, odd sizes": ((999, 333, 501), Copies(a=True, b=True)),
-}
+ROUTES = {"TMA": (1024, 768, 512), "copies": (999, 333, 501)}
 
 
 def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
@@ -108,17 +100,17 @@ def on_hopper(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
-        if fixtures.get("which") == NOTHING or torch.cuda.get_device_capability()[0] == 9:
+        if fixtures.get("shape") == ROUTES["TMA"] or torch.cuda.get_device_capability()[0] == 9:
             test(**fixtures)
 
     return pytest.mark.gpu(run)
 
 
 @on_hopper
-@pytest.mark.parametrize(("shape", "which"), ROUTES.values(), ids=ROUTES)
-def test_a_captured_call_follows_its_inputs(shape, which, only):
+@pytest.mark.parametrize("shape", ROUTES.values(), ids=ROUTES)
+def test_a_captured_call_follows_its_inputs(shape, only):
     m, n, k = shape
-    only(each_candidate("warp_specialized", torch.bfloat16)[0], plan_of(which))
+    only(each_candidate("warp_specialized", torch.bfloat16)[0])
     a, b = matrix(m, k, torch.bfloat16), matrix(n, k, torch.bfloat16).T
     outs = [poisoned(m, n, torch.bfloat16) for _ in range(3)]
     persistent_matmul(a, b, outs[0])
@@ -139,10 +131,10 @@ def test_a_captured_call_follows_its_inputs(shape, which, only):
 
 
 @on_hopper
-@pytest.mark.parametrize(("shape", "which"), ROUTES.values(), ids=ROUTES)
-def test_back_to_back_calls_on_two_streams_share_no_scratch_memory(shape, which, only):
+@pytest.mark.parametrize("shape", ROUTES.values(), ids=ROUTES)
+def test_back_to_back_calls_on_two_streams_share_no_scratch_memory(shape, only):
     m, n, k = shape
-    only(each_candidate("warp_specialized", torch.float16)[0], plan_of(which))
+    only(each_candidate("warp_specialized", torch.float16)[0])
     inputs = [(matrix(m, k, torch.float16), matrix(k, n, torch.float16)) for _ in range(2)]
     outs = [poisoned(m, n, torch.float16) for _ in range(20)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -158,25 +150,10 @@ def test_back_to_back_calls_on_two_streams_share_no_scratch_memory(shape, which,
 
 # ---- on a GPU, through scratch memory
 
-COPIED = [Copies(a, b) for a, b in itertools.product((False, True), repeat=2)]
 PAIRS = [(torch.float16, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
 ODD_SHAPES = [(1, 1, 1), (33, 45, 29), (999, 333, 501), (2001, 1003, 7), (257, 4099, 1030), (1030, 518, 66)]
 WITH_LAYOUTS = pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
 OF_EACH_LOOP = pytest.mark.parametrize("variant", ["pipelined", "warp_specialized"])
-
-
-@on_hopper
-@WITH_LAYOUTS
-@OF_EACH_LOOP
-@pytest.mark.parametrize("which", COPIED[1:], ids=str)
-def test_copied_operands_give_the_product_on_a_gpu(which, variant, layouts, only, poisoned_rooms):
-    for dtype, out_dtype in PAIRS:
-        only(each_candidate(variant, out_dtype)[0], plan_of(which))
-        for _ in range(2):  # the second by the short way, to other scratch memory
-            poisoned_rooms.clear()
-            check(1000, 1304, 520, dtype, layouts=layouts, out_dtype=out_dtype, variant=variant)
-            assert len(poisoned_rooms) == which.a + which.b
-            assert all(room[:, -1].isnan().all() for room in poisoned_rooms)  # their padding
 
 
 @on_hopper
@@ -207,7 +184,7 @@ def test_strides_of_all_kinds_go_through_scratch_memory_on_a_gpu(only, poisoned_
 
 
 BY_ITSELF = {  # how many rooms a call makes
-    "the small operand": ((520, 8200, 8200), 1),
+    "rows between lines of cache": ((520, 8200, 8200), 0),
     "whole lines of cache": ((4096, 4096, 4096), 0),
     "odd sizes": ((4001, 2003, 999), 3),
 }
