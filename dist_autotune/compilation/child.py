@@ -269,8 +269,13 @@ def _cut_off(report: int) -> None:
 
 
 def close_files(report: int) -> None:
-    """Close all files of this process except standard files and `report`."""
+    """Close all files of this process except standard files and `report`; their numbers stay taken.
+
+    Libraries close theirs by number in forked processes (libuv, of torch's store): it must not be another's.
+    """
+    null = os.open(os.devnull, os.O_RDONLY)
     for name in os.listdir("/proc/self/fd"):
-        if int(name) > 2 and int(name) != report:
+        if int(name) > 2 and int(name) not in (null, report):
             with contextlib.suppress(OSError):  # the one that listed them
-                os.close(int(name))
+                os.fstat(int(name))
+                os.dup2(null, int(name), inheritable=False)

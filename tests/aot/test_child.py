@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from triton.runtime.errors import OutOfResources
 
-from dist_autotune.compilation.child import Ending, run_in_child, wait_for
+from dist_autotune.compilation.child import Ending, close_files, run_in_child, wait_for
 
 
 def ending(work: Callable[[], Any], limit_s: float = 60.0, **options: Any) -> Ending | None:
@@ -122,6 +122,18 @@ def test_a_child_reaped_by_somebody_else_has_still_told_its_end():
         assert ending(os.abort).reason == "the compiler's process vanished"
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def test_the_numbers_of_files_that_it_has_closed_are_taken_by_no_other():
+    """A library may close its own by number in each forked process: libuv does, of torch's store."""
+
+    def work() -> None:
+        opened = {int(number) for number in os.listdir("/proc/self/fd")}
+        close_files(report=2)
+        os._exit(len(opened & {*os.pipe(), os.memfd_create("")}))
+
+    with open(os.devnull), open(os.devnull):
+        assert ending(work).reason == "the compiler ended its process with exit code 0"
 
 
 def test_nothing_of_a_child_stays_open():
