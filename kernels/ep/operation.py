@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +11,12 @@ import torch.distributed as dist
 import triton
 
 from ..configs import INTERPRETED
-from ..exchange.operation import Operation
+from ..exchange.call import NumberedCalls
 from ..moe.launch import size_class
 from ..moe.operation import check_choices
-from ..signals import Failure
+from ..signals import GIVEN_UP, Failure
 from ..symm import SymmetricTensor
-from ..tensors import check_no_gradient, check_out, check_sizes, check_tensor
+from ..tensors import Apart, check_no_gradient, check_out, check_sizes, check_tensor
 from .kernels import (
     NOT_DISPATCHED,
     NOT_RETURNED,
@@ -38,6 +37,8 @@ SEGMENTS = 4 if INTERPRETED else 16  # of all positions, counted and placed side
 BLOCK_POSITIONS = 64 if INTERPRETED else 1024
 BLOCK_COLUMNS = 64 if INTERPRETED else 4096
 INTERPRETED_SMS = 1
+LEFT = GIVEN_UP.value  # of the flags of a rank that comes to no further call
+DISPATCH, COMBINE, BACKWARD = "dispatch", "combine", "combine_backward"  # kinds of calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class Dispatched:
         return Dispatched(rows, self.offsets, self.sources, self.places, self.topk_ids)
 
 
-class ExpertParallel(Operation):
+class ExpertParallel(NumberedCalls):
     """Dispatch of tokens to experts on other ranks, and combine of their results; a context manager.
 
         d = op.dispatch(x [T, H], topk_ids [T, topk])         # d.rows [C, H], d.offsets [experts / W + 1]
@@ -157,74 +158,116 @@ class ExpertParallel(Operation):
     def dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
         """Send each token to the ranks of its experts; return the rows of this rank's experts.
 
-        x: [T, H]; topk_ids: int32 or int64 [T, topk].
+        x: [T, H]; topk_ids: int32 or int64 [T, topk]. A wrong argument fails the call on all ranks.
         """
-        self._check_usable()
         check_no_gradient("ExpertParallel.dispatch", x=x)
-        self._check_tokens("x", x, topk_ids)
-        with self._carrying_out():
-            ids = topk_ids.detach().contiguous()
-            d = self._new_dispatch(x, ids)
-            self._send(x, ids, None)
-            self._sort(d)
-            self._gather(x, d)
-        return d
+        found: Dispatched = self._call(DISPATCH, x, topk_ids)
+        return found
 
     def combine(
         self, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the sums [T, H] of this rank's tokens: of each choice, its weight times its expert's row.
 
-        rows: [C, H], as `d.rows` lies; topk_weights: [T, topk].
+        rows: [C, H], as `d.rows` lies; topk_weights: [T, topk]. A wrong argument fails the call on all ranks.
         """
-        self._check_usable()
         check_no_gradient("ExpertParallel.combine", rows=rows, topk_weights=topk_weights, out=out)
-        self._check_rows(rows, d)
-        self._check_weights(topk_weights, d)
-        tokens = len(d.topk_ids)
-        check_out(out, [tokens, self.hidden], self.dtype, self.device)
-        with self._carrying_out():
-            weights = topk_weights.detach().to(torch.float32).contiguous()
-            sums = rows.new_empty((tokens, self.hidden))
-            self._return(rows, d)
-            self._sum(rows, d, weights, sums)
-            if out is not None:
-                out.detach().copy_(sums)
-        return sums if out is None else out
+        sums: torch.Tensor = self._call(COMBINE, rows, d, topk_weights, out)
+        return sums
 
     def combine_backward(
         self, grad: torch.Tensor, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the gradients of `combine` for its rows and weights, from those of its sums."""
-        self._check_usable()
-        self._check_tokens("grad", grad, d.topk_ids)
-        self._check_rows(rows, d)
-        self._check_weights(topk_weights, d)
-        with self._carrying_out():
-            weights = topk_weights.detach().to(torch.float32).contiguous()
-            of_rows, of_weights = torch.empty_like(d.rows), torch.empty_like(weights)
-            self._send(grad, d.topk_ids, weights)
-            self._grade(grad, rows, d, of_rows)
-            self._collect(d.topk_ids, of_weights)
+        found: tuple[torch.Tensor, torch.Tensor] = self._call(BACKWARD, grad, rows, d, topk_weights)
+        return found
+
+    # ---- one call, see `exchange.call`
+
+    def _plan(self, is_capturing: bool, kind: str, *given: Any) -> None:
+        if kind == DISPATCH:
+            self._check_tokens("x", *given)
+        elif kind == COMBINE:
+            rows, d, topk_weights, out = given
+            self._check_rows(rows, d)
+            self._check_weights(topk_weights, d)
+            check_out(out, [len(d.topk_ids), self.hidden], self.dtype, self.device)
+            if out is not None and out.numel():
+                Apart(out, rows=rows, topk_weights=topk_weights).check(out, rows, topk_weights)
+        else:
+            grad, rows, d, topk_weights = given
+            self._check_tokens("grad", grad, d.topk_ids)
+            self._check_rows(rows, d)
+            self._check_weights(topk_weights, d)
+
+    def _agree(self, plan: None, is_capturing: bool) -> None:
+        """There is one way."""
+
+    def _allocate_results(self, plan: None, kind: str, *given: Any) -> tuple[Any, ...]:
+        return kind, *given
+
+    def _exchange(self, plan: None, operands: tuple[Any, ...], way: None, is_capturing: bool) -> Any:
+        kind, *given = operands
+        return {DISPATCH: self._dispatch, COMBINE: self._combine, BACKWARD: self._combine_backward}[kind](
+            *given
+        )
+
+    def _dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
+        ids = topk_ids.detach().contiguous()
+        d = self._new_dispatch(x, ids)
+        self._send(x, ids, None)
+        self._sort(d)
+        self._gather(x, d)
+        return d
+
+    def _combine(
+        self, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        weights = topk_weights.detach().to(torch.float32).contiguous()
+        sums = rows.new_empty((len(d.topk_ids), self.hidden))
+        self._return(rows, d)
+        self._sum(rows, d, weights, sums)
+        if out is None:
+            return sums
+        out.detach().copy_(sums)
+        return out
+
+    def _combine_backward(
+        self, grad: torch.Tensor, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = topk_weights.detach().to(torch.float32).contiguous()
+        of_rows, of_weights = torch.empty_like(d.rows), torch.empty_like(weights)
+        self._send(grad, d.topk_ids, weights)
+        self._grade(grad, rows, d, of_rows)
+        self._collect(d.topk_ids, of_weights)
         return of_rows, of_weights.to(topk_weights.dtype)
 
-    @contextlib.contextmanager
-    def _carrying_out(self) -> Iterator[None]:
-        """Count a call and, if its block raises, break the operation and tell the peers."""
-        is_capturing = self._is_capturing()
-        self._calls += not is_capturing
-        try:
-            self._follow(is_capturing=is_capturing)
-            if not is_capturing:
-                self._meet()
-            yield
-        except BaseException as error:
-            if not is_capturing:
-                self._broken_by = f"call {self._calls} was not carried out: {error!r}"
-                self._bulletin.tell_broken(self._calls, repr(error))
-            raise
-        if not self._on_gpu or self._bulletin.bell[0] or self._bulletin.has_news:
-            self._check_call()
+    def _stand_in(self, went_ahead: None, kind: str, *given: Any) -> None:
+        """Make the call without a token and without a row."""
+        x, ids = self._tokens.local.new_empty((0, self.hidden)), self._ids.local.new_empty((0, self._topk))
+        weights = self._weights.local.new_empty((0, self._topk))
+        d = self._new_dispatch(x, ids)
+        d.offsets.zero_()
+        nothing = {DISPATCH: (x, ids), COMBINE: (d.rows, d, weights, None), BACKWARD: (x, d.rows, d, weights)}
+        self._exchange(None, (kind, *nothing[kind]), None, False)
+
+    def _ask_peers(self) -> None:
+        """Hosts agree on nothing."""
+
+    def _leave_hosts(self) -> None:
+        if self._meeting is not None:
+            self._meeting.leave()
+
+    def _leave_peers(self) -> None:
+        for peer, flags in enumerate(self._flags.peers):
+            if peer != self.rank:
+                flags[:, self.rank].fill_(LEFT)
+
+    def _make_owed_collectives(self, given: tuple[Any, ...], agreed: Any) -> None:
+        """There is none."""
+
+    def _collectives(self, plan: None) -> list[Callable[[], None]]:
+        return []
 
     # ---- checks
 

@@ -193,6 +193,56 @@ def test_wrong_arguments_are_refused(rank):
 
 
 @on_ranks(2, timeout_s=60)
+@pytest.mark.parametrize("kind", ["dispatch", "combine", "combine_backward"])
+def test_a_wrong_argument_of_one_rank_fails_the_call_on_all_and_the_next_is_right(rank, kind):
+    torch.manual_seed(rank)
+    ids, weights = routing("any", TOKENS, 6, 2), torch.rand(TOKENS, 2)
+    with opened() as op:
+
+        def round_trip() -> None:
+            x = torch.randn(TOKENS, HIDDEN)
+            d = op.dispatch(x, ids)
+            y = op.combine(scaled(op, d), d, weights)
+            assert is_dispatched(op, x, ids, d)
+            torch.testing.assert_close(y, weighted_sums(x, ids, weights, 6, lambda ids: ids + 1))
+
+        round_trip()
+        x = torch.randn(TOKENS, HIDDEN)
+        d = op.dispatch(x, ids)
+        given = {
+            "dispatch": (x, ids),
+            "combine": (d.rows, d, weights),
+            "combine_backward": (x, d.rows, d, weights),
+        }
+        of_call = list(given[kind])
+        if rank == 1:
+            of_call[0] = of_call[0][:, :5]
+        told = r"has shape|have shape" if rank == 1 else r"rank 1 refused its arguments of call 4"
+        with pytest.raises(ValueError, match=told):
+            getattr(op, kind)(*of_call)
+        round_trip()
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_failure_behind_the_arguments_breaks_the_operation_on_all_ranks_by_its_cause(rank):
+    op = opened()
+    x, ids = torch.randn(TOKENS, HIDDEN), routing("any", TOKENS, 6, 2)
+    op.dispatch(x, ids)
+    if rank == 1:
+
+        def fails(*given):
+            raise torch.OutOfMemoryError("no memory is left")
+
+        op._new_dispatch = fails
+    told = "no memory is left" if rank == 1 else "call 2 failed on rank 1: .*no memory is left"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=told):
+            op.dispatch(x, ids)
+    synchronize()
+    op.abandon()
+
+
+@on_ranks(2, timeout_s=60)
 def test_a_rank_that_does_not_come_is_named(rank):
     op = opened(timeout_s=0.3)
     if rank == 1:
