@@ -242,8 +242,9 @@ class ExpertParallel(NumberedCalls):
         self._collect(d.topk_ids, of_weights)
         return of_rows, of_weights.to(topk_weights.dtype)
 
-    def _stand_in(self, went_ahead: None, kind: str, *given: Any) -> None:
+    def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
         """Make the call without a token and without a row."""
+        kind, *_ = given
         x, ids = self._tokens.local.new_empty((0, self.hidden)), self._ids.local.new_empty((0, self._topk))
         weights = self._weights.local.new_empty((0, self._topk))
         d = self._new_dispatch(x, ids)
