@@ -78,6 +78,11 @@ def world_size() -> int:
     return int(size) if size.isdecimal() else 1
 
 
+def agent_has_store() -> bool:
+    """Return whether torchrun's agent hosts the store of the default group, no rank."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def place_on_host(position: int, ranks: int) -> tuple[int, int]:
     """Return which of its host's ranks this process is, of how many; without torchrun, of the group's."""
     said = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import datetime
 import functools
-import os
 import queue
 import threading
 import time
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
+
+from .. import settings
 
 T = TypeVar("T")
 
@@ -181,7 +182,7 @@ def prefix_of(group: Any, ranks: Sequence[int]) -> str:
 
 def _hosts_of(store: Any) -> tuple[int, ...]:
     """Return the ranks whose end is the store's."""
-    return (0,) if _is_tcp(store) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" else ()
+    return (0,) if _is_tcp(store) and not settings.agent_has_store() else ()
 
 
 def _name_of(store: Any) -> str:
