@@ -91,6 +91,7 @@ class AllGatherGemm(NumberedCalls):
     _further_dtypes = (FP8,)
     _wrong_calls = (OTHER_ROWS.value,)
     _refusal = Refusal(OTHER_ROWS.value, -1, -1)
+    _puts = True
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ class Bulletin:
         self._broken: tuple[int, str] | None = None  # the first call of a peer that broke, and why
         self._refused: dict[int, dict[int, str]] = {}  # by call and rank
         self._settled: set[int] = set()  # refused calls that this rank has raised
+        self.has_news = False  # something was told that may concern this rank's calls
 
     @classmethod
     def open(cls, memory: SymmetricMemory, group: dist.ProcessGroup | None, timeout_s: float) -> Bulletin:
@@ -94,21 +95,21 @@ class Bulletin:
                 place = _place_of(refusal)
                 self.note_refused(int(page[place]), peer, _text(page, place + 1))
             self._read[peer] = int(page[REFUSED])
+        self._see_news()
 
     def note_refused(self, call: int, peer: int, reason: str) -> None:
         """Note that a peer has refused a call."""
         if call not in self._settled:
             self._refused.setdefault(call, {}).setdefault(peer, reason)
+            self._see_news()
+
+    def _see_news(self) -> None:
+        self.has_news = self._broken is not None or bool(self._refused)
 
     @property
     def is_shared(self) -> bool:
         """Return whether peers can be told, and tell, anything here."""
         return bool(self._pages)
-
-    @property
-    def has_news(self) -> bool:
-        """Return whether anything was told that may concern this rank's calls."""
-        return self._broken is not None or bool(self._refused)
 
     def broken_by(self, call: float) -> str:
         """Return why a peer carries out no call from that number on; "" if none has broken before."""
@@ -130,6 +131,7 @@ class Bulletin:
         """Raise a refused call no more: this rank has refused it, too, or raised it."""
         self._settled.add(call)
         self._refused.pop(call, None)
+        self._see_news()
 
 
 def _place_of(refusal: int) -> int:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,6 +39,7 @@ NOT_AGREED = object()
 class NumberedCalls(Operation):
     """An operation whose calls are made as this module says; it supplies the steps that are its own."""
 
+    _puts: ClassVar[bool] = False  # it has a step `_put`
     _collective: Collective  # by which hosts agree
     _pushes: Pushes
 
@@ -68,8 +69,9 @@ class NumberedCalls(Operation):
         try:
             way = self._agree(plan, is_capturing)
             operands = self._allocate_results(plan, *given)
-            operands = self._put(plan, operands)
-            if not is_capturing:
+            if self._puts:
+                operands = self._put(plan, operands)
+            if self._meeting is not None and not is_capturing:
                 self._meet()
             result = self._exchange(plan, operands, way, is_capturing)
         except RefusedByPeer:
@@ -81,7 +83,8 @@ class NumberedCalls(Operation):
             else:
                 self._break(error, given, None if way is NOT_AGREED else plan)
             raise
-        if not self._on_gpu or self._bulletin.bell[0] or self._bulletin.has_news:
+        bulletin = self._bulletin
+        if bulletin.bell[0] or bulletin.has_news or not (self._on_gpu or self._is_clean()):
             self._check_call()
         return result
 
@@ -100,8 +103,8 @@ class NumberedCalls(Operation):
         """Return the operands of the call, with the tensors that get its results."""
 
     def _put(self, plan: Any, operands: Any) -> Any:
-        """Write operands to where kernels and pushes read them; return the operands as kernels take them."""
-        return operands
+        """Write operands to where kernels and pushes read them; return them as kernels take them."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def _exchange(self, plan: Any, operands: Any, way: Any, is_capturing: bool) -> Any:
@@ -141,7 +144,8 @@ class NumberedCalls(Operation):
         try:
             with contextlib.suppress(RefusedByPeer):  # nobody has begun it
                 went_ahead = self._ask_peers()
-                self._meet()
+                if self._meeting is not None:
+                    self._meet()
                 self._stand_in(went_ahead, *given)
         except BaseException as failed:
             self._break(failed, given, None)

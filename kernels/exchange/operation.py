@@ -266,15 +266,20 @@ class Operation(Shared):
             raise RuntimeError(self._text_of_broken())
         if self._bulletin.bell[0] or self._bulletin.has_news:
             self._raise_of_peers(self._calls if calls is None else calls)
-        if self._error_records.tobytes() != self._no_errors:  # in every call: `any()` takes microseconds
+        if not self._is_clean():
             error = self._failure()
             if error is not None:
                 raise error
 
+    def _is_clean(self) -> bool:
+        """Return whether no kernel has recorded a failure; asked in every call: `any()` takes longer."""
+        return bool(self._error_records.tobytes() == self._no_errors)
+
     def _check_call(self) -> None:
         """Raise what has failed in the calls so far, here or on a peer, as far as the host can see."""
         self._check_usable(self._calls)
-        self._raise_refused()
+        if self._bulletin.has_news:
+            self._raise_refused()
 
     def _text_of_broken(self) -> str:
         name = type(self).__name__
@@ -310,8 +315,8 @@ class Operation(Shared):
             self._streams.follow(self.device, is_capturing=is_capturing)
 
     def _meet(self) -> None:
-        if self._meeting is not None:
-            self._meeting.attend(self._patience_ticks)
+        assert self._meeting is not None
+        self._meeting.attend(self._patience_ticks)
 
     def _is_capturing(self) -> bool:
         return self._on_gpu and torch.cuda.is_current_stream_capturing()

@@ -110,7 +110,7 @@ class AllGatherMoE(ExpertOperation):
     call of its class; a replay waits for its peers as any collective does.
     """
 
-    _orders, _by_first, _way = 2, False, "ag_moe way"
+    _orders, _by_first, _way, _puts = 2, False, "ag_moe way", True
 
     def __init__(
         self,

@@ -39,10 +39,10 @@ def noted(events, op, name, event):
     method = getattr(op, name)
 
     def called(*args, **kwargs):
-        if name != "_meet":
+        if name != "_allocate_results":
             events.append(event())
         result = method(*args, **kwargs)
-        if name == "_meet":
+        if name == "_allocate_results":
             events.append(event())
         return result
 
@@ -73,7 +73,7 @@ def late_peer(rank, runs, meets):
                 wait_for(Path("launched 0").exists)
             came.touch()
         elif not meets:
-            noted(events, op, "_meet", came.exists)
+            noted(events, op, "_allocate_results", came.exists)
         result = call()
         return events[:2], torch.equal(result, expected)
 
