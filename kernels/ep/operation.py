@@ -208,9 +208,9 @@ class ExpertParallel(NumberedCalls):
 
     def _exchange(self, plan: None, operands: tuple[Any, ...], way: None, is_capturing: bool) -> Any:
         kind, *given = operands
-        return {DISPATCH: self._dispatch, COMBINE: self._combine, BACKWARD: self._combine_backward}[kind](
-            *given
-        )
+        if kind == DISPATCH:
+            return self._dispatch(*given)
+        return self._combine(*given) if kind == COMBINE else self._combine_backward(*given)
 
     def _dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
         ids = topk_ids.detach().contiguous()
