@@ -55,19 +55,21 @@ def list_entries(
         listed = [{"digest": each.key.digest, **asdict(each)} for each in entries]
         typer.echo(to_json({"directory": str(cache.directory), "entries": listed}, indent=True))
     elif entries:
+        devices = {each.key.device for each in entries}
         names = ("digest", ">ms", "device", ">ranks", "created (UTC)", "kernel and winner")
         rows = [
             (
                 each.key.digest[:8],
                 format_ms(each.ms),
-                each.key.device,
+                each.key.device if len(devices) > 1 else "-",
                 str(each.key.world_size),
                 each.created_at[:16].replace("T", " "),
                 stacked(each.title, config_label(each.config)),
             )
             for each in entries
         ]
-        terminal.open_console().print(table(f"{_entries(len(entries))} in {cache.directory}", names, rows))
+        title = f"{_entries(len(entries))} for {', '.join(sorted(devices))} in {cache.directory}"
+        terminal.open_console().print(table(title, names, rows, optional=("device",)))
     elif kernels or device:
         terminal.echo(f"No such entries in {cache.directory}: `dist-autotune cache list` lists all.")
     else:

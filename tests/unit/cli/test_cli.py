@@ -91,11 +91,21 @@ def test_the_command_says_its_version() -> None:
 def test_cache_list_takes_kernel_device_and_json(tmp_cache: Path) -> None:
     Winners(tmp_cache).put(entry(), entry(kernel="add"), entry(kernel="add", device="NVIDIA H200"))
     everything = run("cache", "list").stdout
-    assert "3 entries in" in everything
+    assert "3 entries for NVIDIA H200, test device in" in everything
     data = json.loads(run("cache", "list", "--kernel", "ad", "--device", "H200", "--json").stdout)
     (found,) = data["entries"]
     assert (data["directory"], found["key"]["device"], found["ms"]) == (str(tmp_cache), "NVIDIA H200", 0.25)
     assert run("cache", "list", "--kernel", "div").stdout.startswith("No such entries in")
+
+
+@pytest.mark.parametrize("command", ["report logs", "cache list"])
+def test_no_line_into_a_pipe_is_wider_than_COLUMNS(tmp_path, tmp_cache, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "60")
+    write_session(tmp_path / "logs", thunk="a_function_of_a_long_name_" * 4)
+    Winners(tmp_cache).put(entry(kernel="a_kernel_of_a_long_name_" * 4, device="NVIDIA H100 80GB HBM3"))
+    shown = run(*command.split()).stdout.splitlines()
+    assert len(shown) > 3
+    assert max(map(len, shown)) <= 60
 
 
 def test_cache_list_tells_of_damaged_files_and_lists_the_rest(tmp_cache: Path) -> None:
