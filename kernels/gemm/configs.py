@@ -240,12 +240,10 @@ GLUON_CANDIDATES = [
     _candidate("persistent_pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
     _candidate("persistent_pipelined", (128, 128, 64), 5, warps=4, store=(64, 1)),
     _candidate("persistent_pipelined", (64, 128, 64), 6, warps=4, store=(64, 1)),
-    _candidate("persistent", (128, 256, 64), 4, warps=8, store=(128, 1)),
+    # Asked for by their names alone, see `pruning.NEVER_BEST`.
     _candidate("persistent", (128, 256, 64), 4, warps=8, store=(64, 1)),
     _candidate("persistent", (128, 128, 64), 5, warps=4, store=(64, 1)),
-    _candidate("pipelined", (128, 256, 64), 4, warps=8, store=(128, 1)),
     _candidate("pipelined", (128, 256, 64), 4, warps=8, store=(64, 1)),
-    # One wave: without another partition to start, and without waiting for a buffer of the store.
     _candidate("pipelined", (128, 128, 64), 5, warps=8, store=(32, 5), extra_n=32),
     _candidate("pipelined", (128, 128, 64), 3, warps=4, store=(64, 1)),  # two programs on an SM
     _candidate("pipelined", (64, 128, 64), 4, warps=4, store=(64, 1)),

@@ -1,22 +1,10 @@
 """Prunes the configs of the persistent GEMM to those that a call can use and that are worth a trial.
 
-An estimate tells how long a config takes on Hopper. A k block of a tile costs the longest of three times, in
-clocks of an SM:
-
-    multiply    an instruction of 64 rows and w columns takes w / 2 for each 16 of K, by data sheets. Products
-                of random numbers were seen to take 1.2 times as long, those of cuBLAS, too
-    share       shared memory passes 128 bytes a clock: loads write there, and each instruction reads its rows
-                of A and its columns of B. A tile of two accumulators reads its rows twice: shared memory
-                bounds 128 + 64 columns
-    load        60 bytes a clock come from L2, fewer where rows begin between its lines or sectors
-
-Tiles are computed in waves. The exposed parts of a tile's store and of its first loads are added, and no call
-is faster than memory, whose speed depends on the bytes in flight.
-
-The constants are an H200's at 1.98 GHz, its clock for products that take little power. They come from data
-sheets, or fit the medians in docs/benchmarks. With 2.5 us for the launch the estimate is within a tenth for
-half of the configs that `auto` chose below 0.2 ms for the ragged shapes, within a fifth for nearly all. Large
-products take longer, as the clock falls.
+An estimate tells how long a config takes on Hopper: the longest of three times for each k block of a tile
+(tensor cores, shared memory, loads from L2), in waves of tiles, and the exposed stores; or memory's time, if
+that is longer. The constants are an H200's at 1.98 GHz, by data sheets and the medians in docs/benchmarks.
+With 2.5 us for the launch it is within a tenth for half of the configs that `auto` chose below 0.2 ms for
+ragged shapes, within a fifth for nearly all. Large products take longer, as the clock falls.
 """
 
 from __future__ import annotations
@@ -56,9 +44,7 @@ START = 2500  # of a kernel with several partitions, over one without
 FILL = 1500  # from the first load of a tile to its first multiplication
 STORE_BYTES_PER_CLOCK, STORE_LATENCY = 32, 1000
 
-STORES_EXPOSED = {"pingpong": 0}
-FILLS_EXPOSED = {"pipelined": 1, "persistent": 1}
-STARTS = {"cooperative": 1, "pingpong": 1}
+NEVER_BEST = ("pipelined", "persistent")  # best in 0 of 64 contexts of `auto`
 MOST_WIDTHS = 4  # tried of tiles that differ in nothing else: the estimate puts winners first
 
 
@@ -70,10 +56,10 @@ def estimated_clocks(kwargs: dict[str, Any], args: dict[str, Any]) -> float:
     k_blocks = triton.cdiv(args["K"], kwargs["BLOCK_K"])
     k_block = max(multiply_clocks(kwargs), load_clocks(kwargs, args))
     store = kwargs["BLOCK_M"] * width * out_bytes(args) / STORE_BYTES_PER_CLOCK + STORE_LATENCY
-    exposed = STORES_EXPOSED.get(variant, 1) * store + FILLS_EXPOSED.get(variant, 0) * FILL
+    exposed = 0 if variant == "pingpong" else store
     work = triton.cdiv(tiles, programs) * (k_blocks * k_block + exposed)
     memory = memory_clocks(kwargs, args, min(tiles, programs))
-    return STARTS.get(variant, 0) * START + max(work, memory) + FILL + store
+    return START * (variant in PARTS) + max(work, memory) + FILL + store
 
 
 def out_bytes(args: dict[str, Any]) -> int:
@@ -199,6 +185,8 @@ def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: An
         and fits(config, out_bytes(args), limit, tensor_memory=args["TENSOR_MEMORY"])
         and suits(config.kwargs, args)
     ]
+    if wanted == "auto":
+        usable = [config for config in usable if config.kwargs["VARIANT"] not in NEVER_BEST] or usable
     usable = [config for config in usable if saves_tiles(config.kwargs, args)] or usable
     usable = no_wider_than_need_be(usable, args)
     usable = [config for swap_ab in (False, True) for config in _not_too_large(usable, args, swap_ab)]

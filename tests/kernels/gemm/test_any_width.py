@@ -22,6 +22,7 @@ from dist_autotune.kernels.gemm.configs import (
 )
 from dist_autotune.kernels.gemm.pruning import (
     MOST_TRIALS,
+    NEVER_BEST,
     estimated_clocks,
     fits,
     no_wider_than_need_be,
@@ -212,7 +213,9 @@ def recorded_winners() -> list[Any]:
                     if further[1] != "132":  # a record of when K could be split: by 1
                         splits, *further = further
                         further = further if splits == "1" else ["split"]
-                    if further[0] == "0" and is_among(context["config"], GLUON_CANDIDATES):
+                    variant = context["config"].split(", ")[0].removeprefix("VARIANT: ")
+                    known = variant not in NEVER_BEST and is_among(context["config"], GLUON_CANDIDATES)
+                    if further[0] == "0" and known:
                         alignments = further[2:4]  # not in records before operands were copied
                         known = all(text.isdigit() for text in alignments)
                         changed = dict(zip(ALIGNMENTS, map(int, alignments), strict=True)) if known else {}
