@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import pytest
 from crash_programs import EXHAUSTIVE, MS, alone, die, guards, program, scripted, summary, value_of
@@ -194,6 +195,21 @@ def test_a_forked_child_that_outlives_the_owner_does_not_keep_the_guard(tmp_path
     assert remove_abandoned(tmp_path) == 1  # while the child lives
     os.close(writing)
     os.close(reading)
+
+
+@pytest.mark.parametrize(("days", "left"), [(29, 1), (31, 0)])
+def test_a_guard_that_no_start_takes_over_for_a_month_goes(tmp_path, days, left):
+    def owner(rank):
+        written = CrashGuard(Winners(tmp_path), {}, "gone", 0)
+        written.begin_session("abc", {})
+        written.begin_run(0, {"c" * 16: "d"})
+        kill()
+
+    assert alone(owner).signal == signal.SIGKILL
+    (guard,) = tmp_path.glob("crash-guard/*")
+    os.utime(guard, (time.time() - days * 86400,) * 2)
+    open_guard(tmp_path).recover()
+    assert len([*tmp_path.glob("crash-guard/gone-*")]) == left
 
 
 def test_a_candidate_that_kills_the_process_as_it_is_loaded_is_the_one_to_blame(tmp_path):
