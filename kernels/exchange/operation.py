@@ -24,7 +24,7 @@ from ..symm import open_symmetric_memory
 from ..symm.base import Shared
 from ..tensors import FP8, check_timeout
 from .calls import UnderWay, leave, wait_for_device, watch
-from .streams import NOT_COME, Meeting, StreamOrder
+from .streams import NOT_COME, Meeting, StreamOrder, launches_block
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 
@@ -85,7 +85,7 @@ class Operation(Shared):
             self._memory.abandon()
             raise
         self._read_device(dtype)
-        self._streams = StreamOrder()
+        self._streams, self._launches_block = StreamOrder(), self._on_gpu and launches_block()
         self._meeting: Meeting | None = None
         self._is_closed = False
         watch(self)
@@ -322,5 +322,8 @@ class Operation(Shared):
         return self._on_gpu and torch.cuda.is_current_stream_capturing()
 
     def _in_steps(self, *, is_capturing: bool) -> bool:
-        """Return whether a call that scatters launches its kernel chunk by chunk, as captured ones do."""
-        return is_capturing
+        """Return whether a call that scatters launches its kernel chunk by chunk, as captured ones do.
+
+        Also where launches block: a kernel that ends behind its pushes would never let them be enqueued.
+        """
+        return is_capturing or self._launches_block

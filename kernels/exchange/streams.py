@@ -8,6 +8,8 @@ delays any more. The kernel that meets has one warp a peer.
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,12 @@ from ..signals import GIVEN_UP, as_epoch, wait_until
 from ..symm import SymmetricMemory, Write
 
 NOT_COME = tl.constexpr(0)  # a kind of failure record; the others are the operation's own
+
+
+def launches_block() -> bool:
+    """Return whether a launch returns when its kernel has ended: CUDA_LAUNCH_BLOCKING=1, or a sanitizer."""
+    injected = (os.environ.get(name, "") for name in ("CUDA_INJECTION64_PATH", "LD_PRELOAD"))
+    return os.environ.get("CUDA_LAUNCH_BLOCKING") == "1" or any("sanitizer" in each for each in injected)
 
 
 class StreamOrder:

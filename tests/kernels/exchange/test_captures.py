@@ -149,3 +149,18 @@ def test_so_are_faults_that_are_planted_found(monkeypatch, planted):
     monkeypatch.setattr(owner, method, instead)
     found = faults(monkeypatch, world)
     assert all(text in found[name] for name in names), found
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "in_steps"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1", True),
+        ("CUDA_LAUNCH_BLOCKING", "0", False),
+        ("LD_PRELOAD", "/usr/lib/libsanitizer-collection.so", True),
+    ],
+)
+def test_where_launches_block_no_kernel_waits_for_a_push_behind_it(monkeypatch, name, value, in_steps):
+    monkeypatch.setenv(name, value)
+    install_for_operations(monkeypatch, CapturingDriver(), 2)
+    with GemmReduceScatter(ROWS, SIZE, HALF, collective=False) as op:
+        assert op._in_steps(is_capturing=False) is in_steps  # each push is enqueued behind its chunk's launch
