@@ -59,6 +59,7 @@ class SearchState:
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
         self._has_launched = False  # some rank, in this session
+        self._sessions = 0
         self._elapsed_s: deque[float] = deque(maxlen=LAST_RUNS)  # at the ends of the last runs
         self._trials_made = self._waits = self._held = 0  # runs of the session
 
@@ -92,8 +93,11 @@ class SearchState:
 
     @property
     def has_work(self) -> bool:
-        """Whether runs go on in this session: something is unsettled, or nothing has been launched yet."""
-        may_wait = self.rules.tunes and not (self._has_launched or self.closing)
+        """Whether runs go on in this session: something is unsettled.
+
+        Or nothing is launched yet: behind the first one, a session is opened for a new key.
+        """
+        may_wait = self.rules.tunes and self._sessions > 1 and not (self._has_launched or self.closing)
         awaits_launch = may_wait and self.runs < STARVED_RUNS[self.rules.mode]
         return awaits_launch or self.run_phase is not None or any(self.unsettled)
 
@@ -202,6 +206,7 @@ class SearchState:
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
         before, self._has_launched = self.runs, False
+        self._sessions += 1
         self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
         self._elapsed_s.clear()
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
