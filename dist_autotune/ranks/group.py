@@ -7,6 +7,7 @@ has a limit.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import weakref
@@ -15,11 +16,12 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from .. import settings
-from ..errors import AgreementTimeout, InvalidOption, PeerFailed, PeerHasNoConfig, TuningError
+from ..errors import AgreementTimeout, InvalidOption, PeerFailed, PeerHasNoConfig, RankMismatch, TuningError
 from . import watchdog
-from .courier import connections, prefix_of
-from .exchange import Decide, Exchanges, Failure, failure_of
+from .courier import StoreLost, connections, prefix_of
+from .exchange import OPERATION_S, Decide, Exchanges, Failure, failure_of
 from .questions import CallCount, questions
+from .turns import LocalTurn, Turns
 from .watchdog import Watch, Watchdog
 
 Block: TypeAlias = contextlib.AbstractContextManager[None]
@@ -47,6 +49,17 @@ class RankGroup:
     def leave(self) -> None:
         """Delete what the last exchange has left in the store: to be called by all ranks behind a session."""
 
+    def new_turns(self, name: str) -> Turns | None:
+        """Return what asks for the turns of a function of this name; None: a rank alone asks nobody."""
+        return None
+
+    def take_turn(self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str) -> bool:
+        """Take the turn of sessions on all ranks; return False where all go on without a session.
+
+        Raises AgreementTimeout, PeerFailed, or RankMismatch where ranks ask for different functions.
+        """
+        raise NotImplementedError
+
     def call_count(self, session: str, watch: Watch) -> CallCount | None:
         """Return the count of a function's calls behind a session; None: nobody asks about them."""
         return None
@@ -67,8 +80,11 @@ class ProcessGroup(RankGroup):
         self.pid = os.getpid()
         self._group = weakref.ref(group)
         self.rank, self.ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(group))
-        self._connections, prefix = connections(), prefix_of(group, self.ranks)
-        self._exchanges = Exchanges(self._connections, prefix, self.ranks, self.rank, watchdog.HEARTBEAT_S)
+        self._connections, self._prefix = connections(), prefix_of(group, self.ranks)
+        self._exchanges = Exchanges(
+            self._connections, self._prefix, self.ranks, self.rank, watchdog.HEARTBEAT_S
+        )
+        self._asked: collections.Counter[str] = collections.Counter()  # functions that ask for turns, by name
         self._sequence = 0
         self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self._beat, self._exchanges.find_failure)
 
@@ -90,6 +106,40 @@ class ProcessGroup(RankGroup):
 
     def leave(self) -> None:
         self._exchanges.leave(self._sequence - 1, has_order=True)
+
+    def new_turns(self, name: str) -> Turns:
+        self._asked[name] += 1  # functions of one name: the n-th of all ranks belong together
+        prefix = f"{self._prefix}/turns/{name}/{self._asked[name]}"
+        own = Exchanges(self._connections, prefix, self.ranks, self.rank, watchdog.HEARTBEAT_S)
+        return Turns(own, self.rank, self.ranks[0], watchdog.HEARTBEAT_S, name, self.fail)
+
+    def take_turn(self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str) -> bool:
+        own = f"{self._prefix}/asks/{self.rank}"
+        self._connections.scout.start(lambda store: store.set(own, turns.name))
+        end = turns.take(turn, timeout_s, what)
+        if not isinstance(end, Failure):
+            self._connections.scout.start(lambda store: store.delete_key(own))
+            return end
+        if end.missing and (asked := self._asked_by(end.missing)):
+            asked = dict(sorted({**asked, self.rank: turns.name}.items()))
+            names = "; ".join(f"rank {rank}: {name}" for rank, name in asked.items())
+            raise RankMismatch(
+                f"ranks differ in the tuned function: {names}. All ranks must run the same code with the "
+                "same options, and call the same tuned functions."
+            )
+        raise self._error_of(end)
+
+    def _asked_by(self, ranks: tuple[int, ...]) -> dict[int, str]:
+        """Return the functions for whose turn other ranks have asked last, and not had it."""
+        keys = {rank: f"{self._prefix}/asks/{rank}" for rank in ranks if rank != self.rank}
+
+        def read(store: Any) -> dict[int, str]:
+            return {rank: bytes(store.get(key)).decode() for rank, key in keys.items() if store.check([key])}
+
+        try:
+            return self._connections.scout.do(read, OPERATION_S)
+        except StoreLost:
+            return {}
 
     def call_count(self, session: str, watch: Watch) -> CallCount | None:
         known = questions()

@@ -37,6 +37,7 @@ ANSWER_S = 2.0  # a rank waits so long for an answer
 LATEST_S = 10.0  # and so long where a peer was inside the call that is asked about, which may compile
 OPERATION_S = 5.0  # a store that does not answer for so long is lost
 BEAT_S = 0.25
+FAILURES = 20  # of operations, after which a store is lost
 EXIT_S = 2.0  # the process waits so long for its listener
 FORGOTTEN_S = 60.0  # then no rank reads a question any more
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.5e-3, 10e-3  # between looks at the store
@@ -255,17 +256,26 @@ class _Listener:
 
     def listen(self, store: Any) -> None:
         """Answer until closed, or until the store has gone."""
-        with contextlib.suppress(dist.DistError, RuntimeError):
-            while not self._is_closed():
-                if not self._open:
-                    await_values(store, [_bell(self._rank)])
-                pauses = _pauses()
+        for _ in range(FAILURES):
+            try:
                 while not self._is_closed():
-                    self._read_letters(store)
-                    self._open = [each for each in self._open if not each.is_answered(store)]
-                    if not self._open:
-                        break
-                    time.sleep(next(pauses))
+                    self._answer(store)
+                return
+            except dist.DistNetworkError:  # a trace on stderr for each operation on it
+                return
+            except (dist.DistError, RuntimeError):
+                time.sleep(LAST_PAUSE_S)
+
+    def _answer(self, store: Any) -> None:
+        """Wait for letters, and answer all that have come."""
+        await_values(store, [_bell(self._rank)])
+        pauses = _pauses()
+        while not self._is_closed():
+            self._read_letters(store)
+            self._open = [each for each in self._open if not each.is_answered(store)]
+            if not self._open:
+                return
+            time.sleep(next(pauses))
 
     def _read_letters(self, store: Any) -> None:
         if not store.check([_bell(self._rank)]):
@@ -287,6 +297,7 @@ class _Open:
         self._until = time.monotonic() + EARLY_S
         self._count: CallCount | None = None
         self._was_inside, self._beat_at = False, 0.0
+        self._followed = 0  # the latest call that is followed
 
     def is_answered(self, store: Any) -> bool:
         """Answer the question if this rank has gone far enough; return whether nothing is left to do."""
@@ -315,13 +326,13 @@ class _Open:
         return True
 
     def _is_followed(self, count: CallCount) -> bool:
-        """Report this rank once if it is in a call in which a peer has raised: it may wait for that peer."""
+        """Report this rank if it stays in the call in which a peer has raised, or in an earlier one."""
         letter, call = self._letter, count.begun
-        if count.is_in(call) and call <= letter.call:
+        if count.is_in(call) and self._followed < call <= letter.call:
+            self._followed = call
             reason = f"rank {letter.rank} has failed ({letter.error})"
             count.watchdog.follow(count.watch, reason, lambda: count.is_in(call))
-            return True
-        return count.ended >= letter.call or time.monotonic() > self._until
+        return max(self._followed, count.ended) >= letter.call or time.monotonic() > self._until
 
     def _take(self, store: Any, count: CallCount) -> None:
         letter, keys = self._letter, self._keys

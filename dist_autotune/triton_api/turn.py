@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
@@ -16,13 +16,14 @@ WAIT_S = 2.0  # for one run of another session to end: it may wait for the threa
 
 
 @contextlib.contextmanager
-def session_turn(bystander: Any) -> Iterator[bool]:
+def session_turn(bystander: Any, take: Callable[[ProcessTurn], bool] | None = None) -> Iterator[bool]:
     """Take the turn for a session in the block; yield False where the block goes on without a session.
 
     Without one, the block's launches are those of a thread without a call. So it ends, whatever the session
     that has the turn waits for.
 
-    bystander: launches for this thread until a run of the session begins, and between runs.
+    bystander: launches for this thread until a run of the session begins, and between runs. take: takes the
+    turn where ranks take theirs together.
     """
     turn, calls, thread, has_turn = INTERCEPTION.turn, INTERCEPTION.calls, get_ident(), False
     if turn.lock._is_owned():  # type: ignore[attr-defined]
@@ -30,7 +31,8 @@ def session_turn(bystander: Any) -> Iterator[bool]:
         return
     calls[thread] = bystander
     try:
-        has_turn = _acquire()
+        wanted = ProcessTurn()
+        has_turn = wanted.acquire() if take is None else take(wanted)
         if has_turn:
             INTERCEPTION.restore()
         else:
@@ -52,17 +54,35 @@ def session_turn(bystander: Any) -> Iterator[bool]:
                     turn.lock = threading.RLock()  # threads that wait look for it at each poll
 
 
-def _acquire() -> bool:
-    """Wait for the turn and take it; return False once a run of another session has lasted for `WAIT_S`.
+class ProcessTurn:
+    """The turn of sessions in this process, for one call that waits for it."""
 
-    A run that compiles is given more time.
-    """
-    turn, began = INTERCEPTION.turn, time.monotonic()
-    run: Any = None
-    while not turn.lock.acquire(timeout=POLL_S):
+    def __init__(self) -> None:
+        self._run: Any = None  # of another session, under way
+        self._since = time.monotonic()
+
+    def acquire(self, waiting: Callable[[], None] = lambda: None) -> bool:
+        """Wait for the turn and take it; return False where the wait is over without it.
+
+        waiting: called at each look.
+        """
+        while not INTERCEPTION.turn.lock.acquire(timeout=POLL_S):
+            if self.is_overdue():
+                return False
+            waiting()
+        return True
+
+    def try_acquire(self) -> bool:
+        return bool(INTERCEPTION.turn.lock.acquire(blocking=False))
+
+    def is_overdue(self) -> bool:
+        """Return whether a run of another session has lasted for `WAIT_S`, compiling apart."""
         under_way: Any = INTERCEPTION.calls.get(SESSION)
-        if under_way is None or under_way is not run or under_way.is_compiling:
-            run, began = under_way, time.monotonic()
-        elif time.monotonic() - began > WAIT_S:
-            return False
-    return True
+        if under_way is None or under_way is not self._run or under_way.is_compiling:
+            self._run, self._since = under_way, time.monotonic()
+        return time.monotonic() - self._since > WAIT_S
+
+    def release(self) -> None:
+        """Give the turn back, if this thread has it."""
+        if INTERCEPTION.turn.lock._is_owned():  # type: ignore[attr-defined]
+            INTERCEPTION.turn.lock.release()

@@ -19,6 +19,7 @@ from ..logs.records import Note
 from ..logs.writer import SessionLog
 from ..options import Options
 from ..ranks.group import GROUPS, RankGroup
+from ..ranks.turns import Turns
 from ..repeats.arguments import Arguments
 from ..repeats.repeated_call import RepeatedCall, saved_tensor_hooks
 from ..triton_api import identity, interception
@@ -64,6 +65,7 @@ class Calls:
         self._settled = SettledCalls(name, options, self._note)
         self._wants_session = True  # the next call opens one
         self._changes_arguments = False  # a run takes a container apart that it was given
+        self._turns: tuple[weakref.ref[RankGroup], Turns | None] | None = None  # of a group
         self._is_to_retune = False  # the next call that all ranks take up tunes anew
         self._is_retuning = False  # the session under way ignores results; so does the next one if it fails
         self._world: Callable[[], Any] = lambda: None  # the default group of the last call; see `_keep_world`
@@ -94,7 +96,7 @@ class Calls:
         asks_nobody = interception.is_capturing()
         state = self._steady_state(mode, asks_nobody)
         if state is None or self._takes_up(state, asks_nobody):
-            with self._turn() as is_own:
+            with self._turn(asks_nobody=asks_nobody) as is_own:
                 if not is_own:
                     return thunk()
                 state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=state is not None)
@@ -111,7 +113,7 @@ class Calls:
         asks_nobody = asks_nobody or interception.is_capturing()
         state = self._steady_state(mode, asks_nobody)
         if state is None or self._takes_up(state, asks_nobody):
-            with self._turn() as is_own:
+            with self._turn(asks_nobody=asks_nobody) as is_own:
                 if not is_own:
                     yield
                     return
@@ -253,10 +255,25 @@ class Calls:
         self._is_to_retune &= self._settled.is_heard
         return opens
 
-    def _turn(self) -> AbstractContextManager[bool]:
+    def _turn(self, *, asks_nobody: bool = False) -> AbstractContextManager[bool]:
+        """Take the turn of sessions, on all ranks; alone for later calls of a session of mode="online"."""
         if self._is_program:
             return contextlib.nullcontext(True)
-        return session_turn(INCUMBENTS)
+        goes_on = self._session is not None and self._options.mode == "online"
+        if asks_nobody or goes_on or not self._options.is_dist:
+            return session_turn(INCUMBENTS)
+        group = self._current_group()
+        if self._turns is None or self._turns[0]() is not group:
+            self._turns = weakref.ref(group), group.new_turns(self._name)
+        turns = self._turns[1]
+        if turns is None:
+            return session_turn(INCUMBENTS)
+        timeout_s = (
+            self._options.resolved_timeout_s() if self.state is None else self.state.function.timeout_s
+        )
+        return session_turn(
+            INCUMBENTS, lambda turn: group.take_turn(turns, turn, timeout_s, "the opening of a session")
+        )
 
     def _begin_call(self, mode: str, asks_nobody: bool, *, takes_up: bool) -> tuple[FunctionState, bool]:
         """Return the state for a call that has the turn, and whether the call is a part of a session.

@@ -101,7 +101,7 @@ class SettledCalls:
         if self._options.mode == "online":
             self._note_waiting(new)
         if count is None:
-            return True
+            return state.function.is_alone
         self._has_failing = any(each.tuned is not None for each in new)
         return bool(asking) and self._ask(state, count, asking)
 

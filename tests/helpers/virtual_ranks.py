@@ -78,6 +78,9 @@ class VirtualAgreement:
     def leave(self) -> None:
         pass
 
+    def new_turns(self, name: str) -> None:
+        """Everybody has the turn."""
+
     def call_count(self, session: str, watch: Any) -> None:
         """Nobody asks about settled calls."""
 

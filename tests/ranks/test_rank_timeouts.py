@@ -239,6 +239,7 @@ def test_a_stuck_peer_is_ended_when_asked_for(when, quick_heartbeats):
             if not end.startswith("returned"):
                 break
         store.set("raised", "")
+        assert end.startswith("Boom"), end
         wait_for(lambda: pid.exists() and pid.read_text() and has_ended(int(pid.read_text())))
         return end.partition(":")[0]
 

@@ -297,13 +297,13 @@ def test_a_key_that_is_new_to_a_settled_call_is_tuned_though_another_thread_retu
 
 def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_another_thread(bench, monkeypatch):
     kernel = bench.kernel({16: 3.0, 32: 1.0})
-    main, acquire = threading.get_ident(), turn._acquire
+    main, acquire = threading.get_ident(), turn.ProcessTurn.acquire
     has_launched, session_began, waits_for_turn = threading.Event(), threading.Event(), threading.Event()
 
-    def noted_acquire() -> bool:
+    def noted_acquire(*args: Any) -> bool:
         if threading.get_ident() != main:
             waits_for_turn.set()
-        return acquire()
+        return acquire(*args)
 
     def thunk(n):
         y = launch(kernel, numbers(n))
@@ -313,7 +313,7 @@ def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_anothe
             hand_over(session_began, waits_for_turn)
         return y
 
-    monkeypatch.setattr(turn, "_acquire", noted_acquire)
+    monkeypatch.setattr(turn.ProcessTurn, "acquire", noted_acquire)
     tuned = bench.tune(thunk)
     tuned(64)
     beside_a_settled_call(tuned, 8, has_launched, lambda: tuned(16))
