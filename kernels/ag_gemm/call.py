@@ -10,7 +10,7 @@ import torch
 from dist_autotune.launch.tunable import Standing
 
 from ..epilogues import ONLY_SUMS, Epilogue
-from ..exchange.spoil import Spoiling
+from ..exchange.fill_nan import NanFiller
 from ..tensors import Apart
 from .choices import CallOptions, Choice
 
@@ -52,7 +52,7 @@ class GatherLayout:
     shape: tuple[int, int]  # of the result
     options: CallOptions
     choose: Standing[Choice]  # one of the options
-    spoil: Spoiling  # of the result; the last kernel of a call
+    fill_nan: NanFiller  # of the result; the last kernel of a call
     apart: Apart | None = None  # of a result that was given and all operands
     loaded: set[str] = field(default_factory=set)  # consumers with loaded kernels
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen

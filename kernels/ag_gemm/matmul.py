@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..configs import capability
 from ..epilogues import NO_EPILOGUE, Epilogue
-from ..exchange.chunks import part_from, wait_for_own
+from ..exchange.chunks import wait_and_check_rows, wait_for_own
 from ..exchange.peers import Peers
 from ..launches.prepared import PlainLaunches
 from ..tensors import FP8
@@ -30,7 +30,7 @@ def await_chunks(flags_ptr, errors_ptr, rank, m, patience_ticks, WORLD: tl.const
     if chunk == rank:  # by the last program
         wait_for_own(peers, WORLD)
     else:
-        part_from(chunk, m, peers, WORLD)
+        wait_and_check_rows(chunk, m, peers, WORLD)
 
 
 _AWAIT = PlainLaunches(await_chunks, num_warps=1)

@@ -32,10 +32,10 @@ from ..agreement.collective import Collective
 from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind, result_columns
 from ..exchange.call import NumberedCalls
 from ..exchange.chunks import NOT_SENT, OTHER_ROWS
+from ..exchange.fill_nan import filler_of_chunks
 from ..exchange.flags import FLAGS
 from ..exchange.operation import Refusal
 from ..exchange.push import ChunkPusher, piece_counts
-from ..exchange.spoil import spoiling_chunks
 from ..gemm.configs import class_of_rows
 from ..signals import Failure
 from ..tensors import (
@@ -266,8 +266,8 @@ class AllGatherGemm(NumberedCalls):
             rows, self._sms, world_size=self.world_size, specialized=can_run, key=key, fixed=self._fixed
         )
         choose = Standing(options.choose)
-        spoil = spoiling_chunks(out, self._pusher.flags, self.rank, rows)
-        return GatherLayout(rows, class_of_rows(shape[0]), shape, options, choose, spoil)
+        fill_nan = filler_of_chunks(out, self._pusher.flags, self.rank, rows)
+        return GatherLayout(rows, class_of_rows(shape[0]), shape, options, choose, fill_nan)
 
     def _agree(self, layout: GatherLayout, is_capturing: bool) -> bool:
         size_class = layout.size_class
@@ -324,7 +324,7 @@ class AllGatherGemm(NumberedCalls):
     def _load(self, product: Product, choice: Choice, call: GatherCall) -> None:
         """Load the kernels of a call before any stream waits for a peer, see `launches.loading.load`."""
         self._consumer(choice, product).load(self._buffer.a, product.weight, product.out, call)
-        product.layout.spoil(product.out, only_load=True)
+        product.layout.fill_nan(product.out, only_load=True)
         product.layout.loaded.add(choice.consumer)
 
     def _call_of(self, product: Product, choice: Choice) -> GatherCall:
@@ -339,7 +339,7 @@ class AllGatherGemm(NumberedCalls):
 
     def _launch(self, product: Product, choice: Choice, call: GatherCall) -> None:
         self._consumer(choice, product).launch(self._buffer.a, product.weight, product.out, call)
-        product.layout.spoil(product.out)
+        product.layout.fill_nan(product.out)
 
     def _consumer(self, choice: Choice, product: Product) -> Consumer:
         name, known = choice.consumer, product.layout.consumers

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
-from ..exchange.chunks import part_from, wait_for_own, wait_for_rows
+from ..exchange.chunks import wait_and_check_rows, wait_for_own, wait_for_rows
 from ..exchange.peers import Peers
 from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile, store_rows
 from ..gemm.configs import class_of_rows
@@ -131,7 +131,7 @@ def all_gather_gemm(
 
     for peer in tl.range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != rank:
-            part_from(peer, m, peers, WORLD)
+            wait_and_check_rows(peer, m, peers, WORLD)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         wait_for_own(peers, WORLD)
 

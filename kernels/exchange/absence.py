@@ -1,14 +1,6 @@
 """What a rank does in place of its part of a call by pushes: stand in for it, or leave.
 
-[Note: a rank stands in] Its side stream does what it does in any call, without data: it gives the permits,
-takes the peers', and raises TOLD and ARRIVED with a mark that is no number of rows and no choices. Peers
-record it. `await_parts` waits as the operation's kernel would, for the peers' parts and for ARRIVED of this
-rank, and compares nothing. So all flags are as after any other call.
-
-[Note: a rank leaves] Its flags on a peer, and their values after a call, are set far ahead, as if the peer
-had given it up: no kernel there waits for it, results that need it are NaN, and each call lets the peer's
-side stream through. They may be set only once the peer has left the last call that this rank has pushed for.
-FREE of the peer says so: it is the permit for the next one.
+See docs/protocol.md, Ranks that take no part.
 """
 
 from __future__ import annotations
@@ -25,7 +17,7 @@ from ..launches.prepared import PlainLaunches
 from ..signals import GIVEN_UP
 from ..symm import Wait, Write
 from .chunks import wait_for_own, wait_for_rows
-from .flags import AFTER, ARRIVED, DONE, FREE, TOLD
+from .flags import AFTER, ARRIVED, DONE, FREE, ROWS_SENT
 from .peers import Peers, free_side_stream, told_by
 from .push import Pushes
 
@@ -37,7 +29,7 @@ POLL_S = 1e-4
 def await_parts(flags_ptr, errors_ptr, rank, patience_ticks, WORLD: tl.constexpr, COUNTED: tl.constexpr):
     """Return when all peers' parts are here and ours has left, or patience has ended; a program a rank.
 
-    COUNTED: ARRIVED counts the rows that TOLD announces.
+    COUNTED: ARRIVED counts the rows that ROWS_SENT announces.
     """
     part = (rank + 1 + tl.program_id(0)) % WORLD
     peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
@@ -69,7 +61,7 @@ def stand_in(
     steps = [*first]
     for peer in pushes.before:
         steps += pushes.taking(peer, FREE.value)
-        steps += [pushes.raising(peer, TOLD.value, mark), pushes.raising(peer, ARRIVED.value, 1)]
+        steps += [pushes.raising(peer, ROWS_SENT.value, mark), pushes.raising(peer, ARRIVED.value, 1)]
     pushes.run("stands in", [*steps, *last, pushes.leave], at_once=True)
     kind = (world, flags.device, flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0, counted)
     constants = {"WORLD": world, "COUNTED": counted}
@@ -84,7 +76,7 @@ def leave(pushes: Pushes, timeout_s: float) -> None:
 
     See [Note: a rank leaves].
     """
-    words = (FREE.value, AFTER.value, AFTER.value + 1, TOLD.value, ARRIVED.value)
+    words = (FREE.value, AFTER.value, AFTER.value + 1, ROWS_SENT.value, ARRIVED.value)
     told = {
         peer: (pushes.here(peer, FREE.value), [pushes.raising(peer, word, FAR) for word in words])
         for peer in pushes.before

@@ -47,7 +47,7 @@ def wait_for_rows(chunk, rows, peers, WORLD: tl.constexpr, FENCE: tl.constexpr):
 
 
 @triton.jit
-def part_from(peer, m, peers, WORLD: tl.constexpr):
+def wait_and_check_rows(peer, m, peers, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours and return once its chunk is here, or it is given up."""
     arrived = wait_for_rows(peer, 1, peers, WORLD, False)
     if arrived < GIVEN_UP:

@@ -10,13 +10,14 @@ import triton.language as tl
 
 # FREE to DONE go up and down once in a call.
 FREE = tl.constexpr(0)  # the permit: 1 while this rank may write its slot on p
-TOLD = tl.constexpr(1)  # above 0 once p has announced its push: its rows, or its choices of experts
+ROWS_SENT = tl.constexpr(1)  # above 0 once p has announced its push: its rows, or its choices of experts
 ARRIVED = tl.constexpr(2)  # above 0 once p's rows are here; of chunks and sums, how many of them are
 # ARRIVED of this rank itself: 1 once its chunk, or sums, are with all peers; its side stream writes it.
 DONE = tl.constexpr(3)  # 1 once this rank's sums for p are complete; this rank's kernel writes it
-# DONE of this rank itself: 1 from when the caller's stream comes to an eager call until its pushes have left.
-# 4 and 5: the values of TOLD and ARRIVED after a call: 0, or far ahead where p is given up. This rank's
+# Of this rank itself: 1 from when the caller's stream comes to an eager call until all its pushes have left.
+FORKED = DONE
+# 4 and 5: the values of ROWS_SENT and ARRIVED after a call: 0, or far ahead where p is given up. This rank's
 # kernel writes both.
 AFTER = tl.constexpr(4)
-GIVEN = tl.constexpr(6)  # with TOLD: digest of the tokens of all ranks as p's caller gave them
+GIVEN = tl.constexpr(6)  # with ROWS_SENT: digest of the tokens of all ranks as p's caller gave them
 FLAGS = 7

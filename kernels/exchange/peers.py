@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..signals import GIVEN_UP, give_up, poll_until, record_failure
-from .flags import AFTER, ARRIVED, FREE, TOLD
+from .flags import AFTER, ARRIVED, FREE, ROWS_SENT
 
 
 class Peers(NamedTuple):
@@ -37,11 +37,11 @@ def wait_for_flag(FLAG: tl.constexpr, KIND: tl.constexpr, peer, peers, WORLD: tl
 
 @triton.jit
 def told_by(peer, peers, WORLD: tl.constexpr):
-    """Return TOLD of a peer that has announced something: given up, if another program does so meanwhile.
+    """Return ROWS_SENT of a peer that has announced something; given up, if another program does so.
 
     So one thread reads it for all, as `poll_until` does: see `signals.in_any_thread`.
     """
-    return tl.atomic_add(peers.flags_ptr + TOLD * WORLD + peer, 0, sem="acquire", scope="sys")
+    return tl.atomic_add(peers.flags_ptr + ROWS_SENT * WORLD + peer, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def give_up_peer(peer, peers, WORLD: tl.constexpr):
     flags_ptr = peers.flags_ptr
     give_up(flags_ptr + AFTER * WORLD + peer, 1)
     give_up(flags_ptr + (AFTER + 1) * WORLD + peer, 1)
-    give_up(flags_ptr + TOLD * WORLD + peer, 1)
+    give_up(flags_ptr + ROWS_SENT * WORLD + peer, 1)
     give_up(flags_ptr + ARRIVED * WORLD + peer, 1)
     free_side_stream(peer, flags_ptr, WORLD)
 

@@ -1,90 +1,12 @@
 """Pushing to peers beside a kernel, with their permits; nothing depends on the number of a call.
 
-A CUDA graph repeats the values that were written during its capture, so there can be no epochs. Instead each
-flag goes up and down once in a call, raised by one side and lowered by the other: FREE[p], 1 while this rank
-may write its slot on p, and ARRIVED[p], above 0 once p's data is here.
-
     Pushes         permits, copies and flags of one side stream
     ChunkPusher    pushes this rank's chunk to all peers: `AllGatherGemm`
     SumPusher      pushes sums to their ranks: `GemmReduceScatter`, `MoEReduceScatter`
     peers          the device side; that of chunks is `chunks`
 
-The memory of a rank for chunks, W ranks:
-
-    gather   [W, m_per_rank, K], symmetric. Chunk p is rank p's shard; the own chunk is `op.shard`, read in
-             place by the own GEMM and copied to chunk r of the peers
-    flags    int32 [7, W], symmetric: see `flags`
-
-Call k on rank r, with m rows:
-
-    caller's stream                           side stream: copy engine and stream memory operations
-    a_shard to chunk r, if it is not there
-    fork: wait until DONE[r] = 0,
-        DONE[r] := 1                   -->    wait until DONE[r] >= 1
-    GEMM, one persistent kernel:              FREE[r] of every peer := 1
-        chunk r at once,                      for p = r - 1, r - 2, ... (mod W):
-        rows up to i of chunk p once              wait until FREE[p] >= 1, FREE[p] := 0
-        ARRIVED[p] >= i,                          TOLD[r] of rank p := m
-        at last all that p has announced          for each piece of chunk r, up to row i:
-        and ARRIVED[r]                                the piece to chunk r on rank p
-    TOLD, ARRIVED := AFTER                            ARRIVED[r] of rank p := i
-                                              DONE[r] := 0, ARRIVED[r] := 1
-
-Rank r uses chunk r + 1 first, and rank r + 1 pushes to rank r first.
-
-[Note: a fork is a flag, and nothing joins] The side stream of an eager call waits for DONE[r] of this rank
-itself, which the caller's stream raises. That orders as an event does, in one call of the driver, as the wait
-shares that of the permits. The host enqueues the raise first: no wait at the head of a hardware queue holds
-it up. A GEMM that has ended has seen in ARRIVED[r] that all has left: the side stream is empty, and what
-follows in the caller's stream may write what the pushes have read. Captured calls fork and join by events,
-the edges of their graphs; their GEMMs wait for ARRIVED[r], too. (A rank alone that gathers, and calls over
-experts, join; on the CPU all pushes do.)
-
-[Note: no raise is lost] The side stream lowers DONE[r] at its end of a call, which the next raise awaits.
-Behind a GEMM that has seen ARRIVED[r] that wait is over. Behind one that has given up its own pushes, eager
-calls that are enqueued already would else run ahead of the side stream; of two raises one would be lost, and
-it would wait for ever. (Two H100: the wait takes the device no time that shows. Replays behind such a call do
-not wait, which would take each eager call 2 to 6 us, and a peer that has given this rank up may give too few
-permits: a side stream may still be left waiting, so `calls.wait_for_device` has a bound.)
-
-[Note: a push ends] The pushes of call k wait for their fork and for the peers' FREE, which follows the peers'
-forks; none waits for a GEMM of call k, and none needs an SM. So if all GEMMs and pushes of call k - 1 end,
-then all forks of k happen, all FREE are set, all pieces are pushed, and all GEMMs of call k end. (CUDA does
-not promise that the branches of a graph run side by side: where they did not, the GEMM would report it.)
-
-[Note: pieces need no agreement] ARRIVED[p] counts rows, and p alone raises it. A program that has read it may
-read so many rows without another wait.
-
-[Note: ranks with other rows] A GEMM does not wait for rows that never come. It waits for the first row of a
-chunk, then reads TOLD[p]; if the rows it needs were not announced, it records that and asks no more in this
-call. At its end it waits for all rows that were announced, so the flags are as after any other call.
-
-The notes below hold for sums and choices of experts as well, with their kernels in place of the GEMM.
-
-[Note: one permit a push] p sets FREE[p] here for call k + 1 behind its GEMM of k. That GEMM has seen the last
-of our ARRIVED of k, which follows our FREE[p] := 0 of k.
-
-[Note: no stale pushes] GEMM k ends after it has seen all of ARRIVED[p], and push k writes nothing behind
-that. Then ARRIVED[p] becomes 0, then call k + 1 gives p its permit. So if GEMM k + 1 finds ARRIVED[p] above
-0, push k + 1 has written it, behind the data that it announces.
-
-[Note: no slot is overwritten while it is read] Push k + 1 of p writes here behind our fork of k + 1: behind
-GEMM k, cuBLAS, and the caller's reads of `op.gathered`. (A permit at the end of call k would let a fast peer
-write during those reads.) The sources of our pushes of k are written again behind GEMM k, which has seen
-ARRIVED[r], or over experts behind the join.
-
-[Note: a collective needs no permit] A collective in place of call k + 1 writes here behind our own part of
-it, so behind GEMM k, which has seen all that peers push here in k, and that our chunk has left. No peer
-pushes in k + 1, as all ranks make the collective; a push of k + 2 has our permit of k + 2, which follows.
-
-[Note: a push is given up] A stream's wait has no limit of its own; the GEMM's wait has. When its patience
-ends it records the peer and sets AFTER[p] and ARRIVED[p] far ahead, so that later replays do not wait again.
-(It waits W times as long for ARRIVED[r]: peers may hold up our side stream until they are given up, one after
-the other.) Each GEMM that finds p given up also sets FREE[p], so that the side stream runs through. (No other
-permit can be missing: a rank gives its permits of call k before it pushes its data of call k.) The host sees
-the record in `check`, `close` and the next eager call, and the operation can only be closed. Replays enqueued
-already end with wrong results, even if the peer comes back. With three ranks or more a live peer may be given
-up too: one whose push to us follows its push to the dead one.
+Why every push ends, and no memory is read too early or written too late: docs/protocol.md, whose notes are
+cited here.
 """
 
 from __future__ import annotations
@@ -99,10 +21,10 @@ import torch
 from ..configs import INTERPRETED
 from ..symm import Copy, Lowered, SideStream, Step, SymmetricMemory, SymmetricTensor, Wait, Write
 from ..tensors import remember
-from .flags import AFTER, ARRIVED, DONE, FREE, TOLD
+from .flags import AFTER, ARRIVED, DONE, FORKED, FREE, ROWS_SENT
 
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # to where, from where
-RISEN = slice(TOLD.value, ARRIVED.value + 1)  # rows of flags that peers raise
+RISEN = slice(ROWS_SENT.value, ARRIVED.value + 1)  # rows of flags that peers raise
 FOLLOWING = slice(AFTER.value, AFTER.value + 2)  # their values after a call
 BLOCK_ROWS = 16 if INTERPRETED else 128  # pieces of rows end at multiples of it: the height of most tiles
 PIECES, LEAST_BYTES = 4, 0 if INTERPRETED else 4 << 20  # of a peer's sums: fewer bytes take 15 us at most
@@ -140,7 +62,7 @@ class Pushes:
         self.leave = Write(flags.local[ARRIVED.value, rank], 1)
         # They let the peers write here: see [Note: no slot is overwritten while it is read].
         self._permits: list[Step] = [self.raising(peer, FREE.value, 1) for peer in self.before]
-        own = self._here[rank][DONE.value]
+        own = self._here[rank][FORKED.value]
         self._raise = memory.prepare_here([Lowered(own), Write(own, 1)])
         self._eager_permits: list[Step] = [Wait(own, 1), *self._permits]
         self._eager_end: list[Step] = [Write(own, 0)]
@@ -243,7 +165,7 @@ class ChunkPusher:
         yield from first
         for peer, slot in self._slots:
             yield from pushes.taking(peer, FREE.value)
-            yield pushes.raising(peer, TOLD.value, rows)
+            yield pushes.raising(peer, ROWS_SENT.value, rows)
             for a, b in itertools.pairwise((0, *piece_ends(rows, pieces))):
                 yield from pushes.sending(peer, [(slot[a:b], self._shard[a:b])], ARRIVED.value, b)
         yield Write(self._noted, noted)
@@ -299,9 +221,9 @@ class SumPusher:
     ) -> None:
         """Enqueue the launches of one call, and behind the caller's work so far the pushes of `rows[p]` to p.
 
-        in_pieces: TOLD[r] of p becomes the number of its rows, and ARRIVED[r] how many are there so far; else
-        ARRIVED[r] becomes 1. in_steps: `launch(step)` for each chunk, whose kernel takes the permit, and the
-        push behind it, without a wait. Otherwise one `launch()`: see [Note: shared hardware queues].
+        in_pieces: ROWS_SENT[r] of p becomes the number of its rows, and ARRIVED[r] how many are there so far;
+        else ARRIVED[r] becomes 1. in_steps: `launch(step)` for each chunk, whose kernel takes the permit, and
+        the push behind it, without a wait. Otherwise one `launch()`: see [Note: shared hardware queues].
         at_once: as in `Pushes.run`.
         """
         pushes = self.pushes
@@ -351,7 +273,7 @@ class SumPusher:
     ) -> Iterator[Step]:
         """Yield the copies of one peer's sums, and the flags that announce them.
 
-        TOLD comes behind the first piece, and before the flag that announces it: one batch of signals less.
+        ROWS_SENT comes behind the first piece, before the flag that announces it: a batch of signals less.
         """
         if not in_pieces:
             copies = [(there[:rows], here[:rows])] if rows else []
@@ -361,7 +283,7 @@ class SumPusher:
         for begin, end in itertools.pairwise((0, *piece_ends(rows, pieces))):
             yield Copy(there[begin:end], here[begin:end])
             if begin == 0:
-                yield self.pushes.raising(peer, TOLD.value, rows)
+                yield self.pushes.raising(peer, ROWS_SENT.value, rows)
             yield self.pushes.raising(peer, ARRIVED.value, end)
         if self._with_permits and peer == self._sums[-1][0]:
             yield from last

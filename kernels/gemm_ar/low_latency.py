@@ -9,32 +9,9 @@ rows gives the rank up: they passed different numbers. What a rank holds, W rank
     ticket  int64 [1]: TICKETS for each call that has begun, and 1 for each ticket of this one
     lost    int32 [1], symmetric: a bit for each peer that has been given up
 
-A launch on rank r, by any number of programs:
-
-    take tickets, which count the call, one by one; a ticket is a part of a row, as long as there are some:
-        store that part, stamped, to mail[c % 2, r] of every peer
-    when all parts have been taken, for each of some parts:
-        wait until the words of mail[c % 2, p] have the stamp c, for all peers p together
-        add what ranks 0, 1, ... sent, end and write it
-
-**The call is counted on the device**: eager calls and replayed graphs do the same. The program that takes the
-last ticket of a launch adds what is left of TICKETS, at its end.
-
-**It ends**, with room for one program on each rank: none waits before all parts have been taken by programs
-that have begun, and those send them without waiting.
-
-**The product may have sent the words** (`sending`), to this rank, too. Then nobody sends here, and a rank's
-own words are found as a peer's are. It ends as all programs of that kernel have begun when this one does, and
-wait for nobody. What a peer does makes no difference to this rank.
-
-**Nothing is overwritten too early**, as two buffers take turns. Rank r writes mail[c % 2, r] of rank p in
-call c. Before, r ended call c - 1, in which it waited for words that p sent in c - 1; so on p call c - 2 had
-ended, which read what is overwritten. This needs that each call waits for every peer: it has a row at least.
-
-**Nothing is read too early**: a word is there as a whole, and what a slot may hold of other calls, or of
-none, has a stamp of another call (for 2**25 calls).
-
-**Sums have the same bits on all ranks, and every wait has a bound**, as in `pull`.
+Who finds the stamp of its call in all words of a part adds it, ends the rows and writes them. Why it ends,
+and nothing is overwritten or read too early: docs/protocol.md, Mail. Sums have the same bits on all ranks,
+and every wait has a bound, as in `pull`.
 """
 
 from __future__ import annotations

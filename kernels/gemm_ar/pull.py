@@ -7,40 +7,9 @@ One launch is one call c of the exchange below. What a rank holds for it, W rank
             READ[p] += SHARES in a call, by the programs of rank p: they have read this rank's rows
     ticket  int64 [1]: SHARES for each call that has begun, and 1 for each program of this one that has
 
-A launch on rank r, by any number of programs up to SHARES:
-
-    take a ticket: the number of the call, and how many programs of it began before
-    the first to begin          READY[r] of every peer := c, rows
-    all                         wait until READY[p] is of call c, for every peer p
-                                read rows of all ranks, or of their owner; add, end and write them
-                                READ[r] of every peer += 1; the last to begin: what is left of SHARES
-    the last to begin           wait until READ[p] is SHARES * c, for every peer p
-
-**The call is counted on the device**, so it is the same for an eager call and for a replayed graph. Nothing
-is ever reset. The last program to begin adds what the others left of SHARES: no program of this launch takes
-a ticket behind that, and the next launch begins behind this one. 64 bits do not wrap around.
-
-**Nothing is read too early.** What is published was written by kernels that ended before this one began. Its
-READY is released, and acquired, at system scope.
-
-**Nothing is overwritten too early.** A launch ends behind the READ of all peers, which a program releases
-when it has read its last row. So the next kernel on the stream may write what this one published. One buffer
-is enough, and its address may be in a graph. Buffers that take turns would need to be chosen by a kernel, as
-each replay of a product writes where the one before it did.
-
-**It ends**, with room for one program on each rank. Whoever begins first publishes before it waits, so every
-READY comes as soon as one program of each rank has begun; then no program but the last to begin waits for
-anything. When that one waits all others of its launch have begun, and hold nothing that another needs.
-
-**Ranks may run different candidates**: the words count rows and SHARES, not programs and tiles.
-
-**The sum has the same bits on all ranks.** Each element is one sum in float32, in the order of the ranks, of
-parts that are rounded to the type; then the residual; then it is rounded once. The norm is that of the
-rounded sum. A program has a row of it whole, and the number of its warps, which decides the order in which
-squares are added, depends on N alone.
-
-Every wait has a bound. A peer that has been given up is on record; its word is set far ahead, so nobody waits
-for it again, and rows that needed it are NaN.
+Why it ends, and reads no row too early or too late: docs/protocol.md, A pull. The sum of an element has the
+same bits on all ranks: it is in float32, in the order of the ranks, of parts that are rounded to the type,
+then the residual; then it is rounded once.
 
 Measured (two H200, 2026-11-26, in graphs, product included): 256 x 8192 x 8192 takes 0.050 ms in one shot,
 0.058 in two, 0.070 by NCCL; 16384 x 8192 x 28672 5.752, 5.825 and 5.821. With two ranks one shot was ahead of

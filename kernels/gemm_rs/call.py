@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..exchange.spoil import Spoiling
+from ..exchange.fill_nan import NanFiller
 from ..tensors import Apart
 
 
@@ -66,4 +66,4 @@ class ScatterLayout(NamedTuple):
     shape: tuple[int, int]  # of the result
     body: Body
     apart: Apart  # of the result and all operands
-    spoil: Spoiling  # of the result
+    fill_nan: NanFiller  # of the result

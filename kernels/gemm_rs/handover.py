@@ -49,7 +49,7 @@ def _is_last(chunk, counts_ptr, tiles_per_chunk):
 def await_sums(rows, peers, WORLD: tl.constexpr):
     """Return how many rows of every peer's sums are here, at least `rows`.
 
-    It does not wait for a peer that is given up, or has announced fewer rows, which `part_from` records.
+    It does not wait for a peer that is given up, or has announced fewer rows, which is recorded at the end.
     """
     here = max(rows, GIVEN_UP)
     for peer in range(0, WORLD):
@@ -74,17 +74,17 @@ def _await_rows(rows, peer, peers, WORLD: tl.constexpr):
 
 
 @triton.jit
-def part_from_all(m, peers, WORLD: tl.constexpr):
+def wait_and_check_all(m, peers, WORLD: tl.constexpr):
     """Part from each peer in one program, and in the last one wait until our sums are with all of them."""
     for peer in range(tl.program_id(0), WORLD, tl.num_programs(0)):
         if peer != peers.rank:
-            _part_from(peer, m, peers, WORLD)
+            _wait_and_check_rows(peer, m, peers, WORLD)
     if tl.program_id(0) == tl.num_programs(0) - 1:
         wait_for_own(peers, WORLD)
 
 
 @triton.jit
-def _part_from(peer, m, peers, WORLD: tl.constexpr):
+def _wait_and_check_rows(peer, m, peers, WORLD: tl.constexpr):
     """Compare the peer's number of rows with ours and return once all are here, or it is given up."""
     arrived = wait_for_flag(ARRIVED, NOT_PUSHED, peer, peers, WORLD)
     if not is_given_up(arrived):

@@ -8,63 +8,9 @@ in float32. The memory of a rank, W ranks:
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
     flags    int32 [7, W], symmetric: see `exchange.flags`
 
-A call in one launch on rank r:
-
-    caller's stream                           side stream: copy engine and stream memory operations
-    fork: wait until DONE[r] = 0,
-        DONE[r] := 1                   -->    (enqueued behind the launch of the GEMM)
-    GEMM, one persistent kernel:              wait until DONE[r] >= 1
-        chunk p, its last tile sets DONE[p]   FREE[r] of every peer := 1
-        ...                                   for p = r + 1, r + 2, ... (mod W):
-        chunk r: a tile once all ARRIVED[p]       wait until FREE[p] >= 1, FREE[p] := 0
-        have come to its last row,                wait until DONE[p] >= 1, DONE[p] := 0
-        all of them before it ends,               our sums for p to their slot on rank p, in pieces, and
-        and ARRIVED[r]                                TOLD[r] of rank p := rows, behind the first,
-    TOLD, ARRIVED := AFTER                            ARRIVED[r] of rank p := the last row of each
-                                              DONE[r] := 0, ARRIVED[r] := 1
-
-A call in steps, a launch for each chunk; behind the fork its side stream waits for no flag. Captured calls
-are made so, with events as forks and a join:
-
-    fork                               -->    FREE[r] of every peer := 1
-    for p = r + 1, r + 2, ...:
-        GEMM of chunk p, whose last tile
-        waits for FREE[p] >= 1, FREE[p] := 0
-        fork, an event                 -->    our sums for p to rank p, as above
-    GEMM of chunk r, as above                 ARRIVED[r] := 1
-    TOLD, ARRIVED := AFTER
-
-[Note: a reduce-scatter ends] Programs claim tiles one by one from a counter, in the order of the chunks. A
-program that waits for its peers' sums is in the own chunk: all tiles for peers have been claimed, by programs
-that run and store them without waiting. The last program alone waits until our sums have left, and parts from
-its peers before. So as soon as one program of each rank's GEMM runs, all chunks for
-peers are computed. A push waits for the peer's fork and for our GEMM's DONE, and needs no SM. So if all GEMMs
-and pushes of one call end, then all forks of the next happen, all chunks for peers are pushed, and all GEMMs
-end.
-
-A kernel of another stream, an all-reduce for instance, may hold SMs until it has met its counterpart on
-another rank. That delays no one as long as it leaves an SM to one program of the GEMM. The work before a call
-in its stream must be the same on all ranks.
-
-[Note: shared hardware queues] Streams may share a hardware queue, and an operation that waits at its head
-holds up all behind it. So an eager call enqueues the waits for DONE behind the launch of the GEMM. (On the
-CPU before it: there a launch returns when the kernel has ended.) The permits go with them, in one call of the
-driver. On the device they wait for the fork alone, as they would before the launch. The host enqueues them
-late only where the launch returns late: for want of room in a queue, until earlier calls end, whose permits
-have all been enqueued. Kernels and streams of a peer that wait for them meanwhile hold nothing that our
-launch, or an earlier call, needs. A graph keeps no order but that of its
-edges, so in a captured call the side stream waits for no flag: a push depends on the kernel that computes its
-sums, and that kernel has taken the permit. Its wait for FREE ends, as the peer's fork precedes all kernels of
-that call.
-
-[Note: sums leave complete] The program that counts the last tile of chunk p sets DONE[p], at system scope;
-its count acquires the stores that the other programs released by theirs. The copy follows DONE on its stream,
-or in a captured call the kernel, and ARRIVED follows the copy.
-
-Where all ranks agree on it a call is cuBLAS and a collective instead, see `agreement.collective`.
-
-`exchange.push` says how permits, overwriting and patience work. A kernel of a captured call that waits for
-FREE in vain records the peer and gives it up, like one that waits for sums.
+Eager calls with few rows are one launch, other calls one for each chunk. Timelines of both, and why every
+wait ends: docs/protocol.md, A scatter. Where all ranks agree on it a call is cuBLAS and a collective
+instead, see `agreement.collective`.
 """
 
 from __future__ import annotations
@@ -82,10 +28,10 @@ from ..agreement.ballots import COLLECTIVE
 from ..agreement.collective import Collective
 from ..exchange.call import NumberedCalls
 from ..exchange.chunks import NOT_SENT, OTHER_ROWS
+from ..exchange.fill_nan import filler_of_all
 from ..exchange.flags import FLAGS
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes, SumPusher
-from ..exchange.spoil import spoiling_all
 from ..gemm.configs import class_of_rows
 from ..signals import Failure
 from ..tensors import (
@@ -179,7 +125,7 @@ class GemmReduceScatter(NumberedCalls):
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._pusher = SumPusher(self._pushes, self._partial, self._staged, with_permits=True)
         some = self._partial[0]
-        spoiling_all(some, self._flags.local, self.rank)(some, only_load=True)
+        filler_of_all(some, self._flags.local, self.rank)(some, only_load=True)
         self._collective = self._open_collective(self._memory)
 
     def _read_device(self, dtype: torch.dtype) -> None:
@@ -282,8 +228,8 @@ class GemmReduceScatter(NumberedCalls):
         body = self._make_body(ScatterOperands(a, weight, out, addend, scale_a, scale_weight))
         others = {"addend": addend, "scale_a": scale_a, "scale_weight": scale_weight}
         rows, apart = (shape[0],) * self.world_size, Apart(out, a=a, weight=weight, **others)
-        spoil = spoiling_all(out, self._flags.local, self.rank)
-        return ScatterLayout(all_rows, class_of_rows(all_rows), rows, shape, body, apart, spoil)
+        fill_nan = filler_of_all(out, self._flags.local, self.rank)
+        return ScatterLayout(all_rows, class_of_rows(all_rows), rows, shape, body, apart, fill_nan)
 
     def _make_body(self, operands: ScatterOperands) -> Body:
         if specialized.can_run(operands, self._held):
@@ -320,7 +266,7 @@ class GemmReduceScatter(NumberedCalls):
         if isinstance(body, PlainBody):  # its kernel writes the NaN itself
             self._pushes.put_back()
         else:
-            layout.spoil(operands.out)
+            layout.fill_nan(operands.out)
         return operands.out
 
     def _run_collective(self, operands: ScatterOperands) -> None:

@@ -24,7 +24,7 @@ from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..tensors import lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
 from .call import ScatterCall, ScatterMemory, ScatterOperands
-from .handover import await_sums, count_tile, part_from_all
+from .handover import await_sums, count_tile, wait_and_check_all
 
 
 @triton.autotune(
@@ -134,7 +134,7 @@ def gemm_reduce_scatter(
     reset_counter(claims_ptr, tl.num_programs(0))
 
     if first + chunks == WORLD:
-        part_from_all(m, peers, WORLD)
+        wait_and_check_all(m, peers, WORLD)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ from ..gemm.problem import end_steps_of, slots_of_visits
 from ..gemm.roles import run
 from ..rings import ring_phase, ring_slot
 from ..tiles import grouped_tile, rotated_chunk
-from .handover import await_sums, count_tile, part_from_all
+from .handover import await_sums, count_tile, wait_and_check_all
 
 PARTS = gl.constexpr(4)  # of the own rows; `notify` lets `work` into one after the other
 
@@ -216,7 +216,7 @@ class ScatteredChunks:
     def notified(self):
         """Part from the peers in the launch with the own chunk."""
         if self.first + self.chunks == self.WORLD:
-            part_from_all(self.m, self.peers, self.WORLD)
+            wait_and_check_all(self.m, self.peers, self.WORLD)
 
 
 UNSPECIALIZED = ["flags_ptr", "errors_ptr", "M", "K", "capacity", "first", "chunks", "rank"]

@@ -7,43 +7,9 @@ The memory of a rank, W ranks:
     weights  float32, symmetric, in the same places: those of `route`
     flags    int32 [7, W], symmetric: see `exchange.flags`
 
-A call on rank r:
-
-    caller's stream                           side stream: copy engine and stream memory operations
-    x_shard to chunk r, ids to their place
-    fork                               -->    FREE[r] of every peer := 1
-    count_choices, once all TOLD[p] >= 1      for p = r - 1, r - 2, ... (mod W):
-    place_choices: tokens by expert,              wait until FREE[p] >= 1, FREE[p] := 0
-        and within it r, r + 1, ...               ids, GIVEN[r], TOLD[r] to rank p
-    grouped GEMM, one persistent kernel:      for p = r - 1, r - 2, ...:
-        a tile once ARRIVED[p] >= 1 for all       chunk r to rank p
-        p up to its last row's                    ARRIVED[r] of rank p := 1
-        all ARRIVED before it ends
-    join                               <--
-    TOLD, ARRIVED := AFTER
-
-All ids travel before any chunk, so sorting them hides behind the chunks. Tiles come in the order of their
-last chunk (`routing`).
-
-[Note: a gather for experts ends] The side stream of a call waits only for the peers' FREE, which follow their
-forks; nothing on it needs an SM, and it is enqueued before the kernels that wait for it. The kernels wait
-only for the side streams of peers. So if all of call k - 1 ends, then all forks of k happen, all ids and
-chunks are pushed, and all kernels of k end.
-
-`exchange.push` says how permits, overwriting and patience work; here TOLD is used like ARRIVED. The acquire
-of a wait orders the ordinary loads of ids and of A behind it. It would not order TMA loads, so TMA loads the
-weight alone.
-
-[Note: what the host must know] The result has a row for each choice of all ranks, so its shape needs the
-number of tokens of each rank. The caller passes it (`tokens=`), or the hosts exchange it (`Ballots`), which
-waits for the slowest host and for no device. The device uses the numbers that the peers announced, never
-beyond the rows that the host allocated, and compares both: if they differ, all ranks raise an error that
-names the rank with the wrong ones.
-
-A sorting may be shared (`Routing`): `route` announces weights beside ids, and sorts for both operations of a
-layer. `by_expert`, here and in `MoEReduceScatter`, then announces no choices and sorts nothing: its side
-stream takes the permits and pushes the rows. Such a call has no other kernel than the grouped GEMM, so that
-one lets the side stream through where a peer was given up earlier.
+Each rank sends its ids to all, then its tokens; they are sorted by expert while tokens travel (`routing`).
+Tiles of the grouped GEMM come in the order of their last chunk. Timeline, and why every wait ends:
+docs/protocol.md, Experts.
 
 Where all ranks agree on it a call is collectives and the kernel of a single rank instead, see
 `agreement.collective`. First the choices are gathered, one message a rank. They are sorted while the rows are
@@ -60,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..exchange.fill_nan import filler_of_all
 from ..exchange.flags import ARRIVED
-from ..exchange.spoil import spoiling_all
 from ..launches.settled import SettledLaunches
 from ..signals import Failure
 from ..tensors import (
@@ -135,7 +101,7 @@ class AllGatherMoE(ExpertOperation):
         self._own = OwnBuffer(self._shard)
         self._slots = [(peer, self._gather.peers[peer][self.rank]) for peer in self._pushes.before]
         self._pushes.warm_up((slot, self._shard) for _, slot in self._slots)
-        spoiling_all(self._shard, self._flags.local, self.rank)(self._shard, only_load=True)
+        filler_of_all(self._shard, self._flags.local, self.rank)(self._shard, only_load=True)
 
     # ---- what the caller may use
 
@@ -255,7 +221,7 @@ class AllGatherMoE(ExpertOperation):
         join()
         self._launch(weight, out, plan, *sorting, is_gathered=is_gathered)
         if not is_gathered:  # no tile writes rows of choices that are missing
-            spoiling_all(out, self._flags.local, self.rank)(out)
+            filler_of_all(out, self._flags.local, self.rank)(out)
             self._pushes.stream.join()
         return out, routing
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import torch
 
 from ..agreement.collective import Collective
-from ..exchange.flags import FLAGS, FREE, GIVEN, TOLD
+from ..exchange.flags import FLAGS, FREE, GIVEN, ROWS_SENT
 from ..exchange.push import Pushes
 from ..symm import Step, SymmetricMemory, SymmetricTensor
 from .flags import TOPK_SPAN
 
-ROWS_TOLD = slice(TOLD.value, GIVEN.value + 1, GIVEN.value - TOLD.value)  # of flags
+ROWS_TOLD = slice(ROWS_SENT.value, GIVEN.value + 1, GIVEN.value - ROWS_SENT.value)  # of flags
 
 
 class Announcer:
@@ -65,13 +65,13 @@ class Announcer:
             copies = [(each.peers[peer][part], each.local[part]) for each in lists]
             yield from pushes.taking(peer, FREE.value)
             yield from pushes.sending(peer, copies, GIVEN.value, given)
-            yield pushes.raising(peer, TOLD.value, told)
+            yield pushes.raising(peer, ROWS_SENT.value, told)
 
 
 class ChoiceGatherer:
     """Gathers the choices of all ranks by a collective, and puts them where a push would.
 
-    ids, weights: that memory. A rank's message is its digest of all tokens, its TOLD, and its choices.
+    ids, weights: that memory. A rank's message is its digest of all tokens, its ROWS_SENT, and its choices.
     """
 
     def __init__(self, memory: SymmetricMemory, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ class ChoiceGatherer:
         return self._ids.new_empty((self._world_size, words))
 
     def deliver(self, room: int) -> None:
-        """Enqueue copies of rank p's choices to their place, from `p * room` on, and of TOLD to `flags`."""
+        """Enqueue copies of rank p's choices to their place, from `p * room` on, and of ROWS_SENT."""
         messages, shape = self._messages, (self._world_size, room)
         self._messages = self._ids.new_empty(0)
         self.flags[ROWS_TOLD].copy_(messages.view(torch.int32)[:, :2].T)

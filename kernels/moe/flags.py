@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import triton.language as tl
 
-# TOLD is a rank's tokens * TOPK_SPAN + topk.
+# ROWS_SENT is a rank's tokens * TOPK_SPAN + topk.
 TOPK_SPAN = tl.constexpr(64)
 MOST_CHOICES = 63  # of a token
-MOST_TOKENS = 2**24 - 1  # of a rank: TOLD stays below GIVEN_UP
+MOST_TOKENS = 2**24 - 1  # of a rank: ROWS_SENT stays below GIVEN_UP
 
 # The kinds of failure records.
 NOT_TOLD = tl.constexpr(1)

@@ -8,46 +8,11 @@ The memory of a rank, W ranks; `m` is tokens_per_rank:
     staged        [W - 1, m, N], symmetric, slot s - 1: the sums of rank r + s for this rank
     flags         int32 [7, W], symmetric: see `exchange.flags`
 
-A call on rank r:
-
-    caller's stream                           side stream: copy engine and stream memory operations
-    ids and weights to their place
-    fork                               -->    FREE[r] of every peer := 1
-    count_choices, once all TOLD[p] >= 1      for p = r - 1, r - 2, ... (mod W):
-    place_choices: by expert, and within          wait until FREE[p] >= 1, FREE[p] := 0
-        it tokens of r + 1, r + 2, ..., r         ids, weights, GIVEN[r], TOLD[r] to rank p
-    grouped GEMM, one persistent kernel:      for p = r + 1, r + 2, ...:
-        products of stage 0, 1, ...               wait until DONE[p] >= 1, DONE[p] := 0
-        a stage's tokens combined behind          our sums for p to their slot on rank p
-        a round of the next one's                 ARRIVED[r] of rank p := 1
-        tiles, its last block sets DONE[p];
-        the own chunk last, once all
-        ARRIVED[p] >= 1
-    join                               <--
-    TOLD, ARRIVED := AFTER
-
-[Note: how a sum is made] A product is weighted in float32 and rounded to `dtype` once. The topk products of a
-token are added in float32, in the order of its choices, and rounded before they travel to its rank. There the
-ranks' parts are added in float32, the own one first, then those of r + 1, r + 2, ... So the same call gives
-the same bits, with the same config.
-
-[Note: a scatter of experts ends] The announcement waits only for the peers' forks, and the sorting for the
-announcements, as in `AllGatherMoE`. A push waits for DONE of our own kernel. Programs claim the items of a
-list one by one. An item waits for items in front of it in this rank's list; running programs have claimed
-those. An item of the own chunk, which is the last one, also waits for peers' pushes. So as soon as one
-program of each rank's kernel runs, every chunk for a peer is computed, all are pushed, and all kernels end. A
-kernel of another stream that waits for its counterpart on a peer must leave an SM to one program, as beside
-`GemmReduceScatter`.
-
-Steps are enqueued in the order of `GemmReduceScatter`: see [Note: shared hardware queues]. A captured call
-launches the kernel once for each stage, with that stage's part of the list.
-
-[Note: stages are combined complete] A tile counts at the first stage of which it has rows, with a release
-behind its stores. A program that combines stage s has acquired the counts of stages 0 to s. Copies and flags
-follow DONE as in `GemmReduceScatter`.
-
-`exchange.push` says how permits, overwriting and patience work. The kernel of the next call rewrites the
-partial sums, behind the join.
+A stage is the tokens of one rank, the own ones last. The grouped GEMM's programs claim products of stage 0,
+1, ... and combine a stage's tokens behind a round of the next one's tiles; then its sums are pushed. Steps
+are enqueued in the order of `GemmReduceScatter`: see [Note: shared hardware queues]. A captured call
+launches the kernel once for each stage, with that stage's part of the list. Timeline, and why every wait
+ends: docs/protocol.md, Experts.
 
 Where all ranks agree on it a call is collectives instead, as in `AllGatherMoE`: choices are gathered, the
 kernel of a single rank combines the tokens of all, and a reduce-scatter adds the ranks' parts, padded to the

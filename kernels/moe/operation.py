@@ -15,7 +15,7 @@ from ..agreement.ballots import COLLECTIVE, REFUSED_TERMS, TERMS_BITS, Ballots
 from ..agreement.collective import Collective
 from ..agreement.errors import RefusedByPeer
 from ..exchange.call import NumberedCalls
-from ..exchange.flags import ARRIVED, FLAGS, TOLD
+from ..exchange.flags import ARRIVED, FLAGS, ROWS_SENT
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes
 from ..launches.settled import SettledLaunches, ShapeLaunch
@@ -160,7 +160,7 @@ class ExpertOperation(NumberedCalls):
         self._gatherer = ChoiceGatherer(self._memory, self._ids.local, self._weights.local)
         # Flags for a kernel of one rank: all is here.
         arrived = torch.zeros((FLAGS, 1), dtype=torch.int32, device=self.device)
-        arrived[[TOLD.value, ARRIVED.value]] = 1
+        arrived[[ROWS_SENT.value, ARRIVED.value]] = 1
         self._arrived = self._memory.hold(arrived)
         self._collective = self._open_collective(self._memory)
 
@@ -429,7 +429,7 @@ class ExpertOperation(NumberedCalls):
     def _gather_nothing(self, plan: ExpertPlan) -> None:
         messages = self._gatherer.messages(max(self._told) * plan.topk, has_weights=plan.has_weights)
         own = messages[self.rank].zero_()
-        own[:1].fill_(self._refusal.mark)  # in place of TOLD
+        own[:1].fill_(self._refusal.mark)  # in place of ROWS_SENT
         self._collective.all_gather(messages.view(-1), own)
 
     @abc.abstractmethod

@@ -25,9 +25,9 @@ block with rows of the own chunk and of others counts as one of theirs.
 
 Where all chunks are here before a kernel starts, there is one stage, as for a single rank.
 
-[Note: programs find other choices] A peer that is given up may come back: then TOLD changes while programs
-read it, in that call or, of a graph, in a later one. They count other choices, whose places would not fit
-together, and might lie outside of the memory. So nothing is sorted then: each table is empty.
+[Note: programs find other choices] A peer that is given up may come back: then ROWS_SENT changes while
+programs read it, in that call or, of a graph, in a later one. They count other choices, whose places would
+not fit together, and might lie outside of the memory. So nothing is sorted then: each table is empty.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..exchange.flags import GIVEN, TOLD
+from ..exchange.flags import GIVEN, ROWS_SENT
 from ..exchange.peers import Peers, free_side_stream, is_given_up, wait_for_flag
 from ..signals import count_up, record_failure
 from .flags import GIVEN_OTHERS, NO_EXPERT, NOT_TOLD, OTHER_TOKENS, OTHER_TOPK, TOPK_SPAN
@@ -105,7 +105,7 @@ def count_choices(
     for peer in range(0, WORLD):
         count = tokens
         if peer != rank:
-            value = wait_for_flag(TOLD, NOT_TOLD, peer, peers, WORLD)
+            value = wait_for_flag(ROWS_SENT, NOT_TOLD, peer, peers, WORLD)
             count = value // TOPK_SPAN
             if is_given_up(value):
                 count = 0
@@ -181,7 +181,7 @@ def _compare_tokens(tokens, digest, told, rank, flags_ptr, errors_ptr, WORLD: tl
         count = tokens
         given = digest
         if peer != rank:
-            count = tl.load(flags_ptr + TOLD * WORLD + peer) // TOPK_SPAN
+            count = tl.load(flags_ptr + ROWS_SENT * WORLD + peer) // TOPK_SPAN
             given = tl.load(flags_ptr + GIVEN * WORLD + peer).to(tl.int64)
         if digest != told:
             record_failure(errors_ptr + peer, OTHER_TOKENS, 0, count)

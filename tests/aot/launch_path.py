@@ -20,14 +20,17 @@ from triton.runtime import _allocation
 from triton.runtime.driver import driver
 
 from benchmarks.common.pretended_device import PretendedDevice
-from dist_autotune.kernels.exchange import spoil
+from dist_autotune.kernels.exchange import fill_nan
 from dist_autotune.kernels.launches import loading
 from dist_autotune.kernels.launches.settled import BlocksOf, SettledLaunches
 from dist_autotune.kernels.moe import plan, routing
 
 BEHIND_ARGUMENTS_OF_TRITON = 9  # grid, stream, function, metadata and hooks are in front of the kernel's own
 DESCRIPTOR_BYTES = 128
-SPOILERS = (spoil.spoil_lost_chunks, spoil.spoil_without_peers)  # which fill results without a peer
+SPOILERS = (
+    fill_nan.fill_nan_in_lost_chunks,
+    fill_nan.fill_nan_without_peers,
+)  # which fill results without a peer
 BESIDE = (
     *SPOILERS,
     routing.count_choices,
@@ -145,7 +148,7 @@ def active(
     """Make it this process's device, on which nothing has been compiled or launched."""
     monkeypatch.setattr(driver, "_active", device)
     leave_out_machine_code(monkeypatch)
-    for each in (spoil._LOST_CHUNKS, spoil._ALL, plan._COUNT, plan._PLACE, *untuned):
+    for each in (fill_nan._LOST_CHUNKS, fill_nan._ALL, plan._COUNT, plan._PLACE, *untuned):
         monkeypatch.setattr(each, "_of", {})
     of_kernels = (kernel.device_caches.clear for kernel in (*kernels, *BESIDE))
     caches = (triton.compiler.compiler.max_shared_mem.cache_clear, *of_kernels)

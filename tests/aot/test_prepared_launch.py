@@ -27,7 +27,7 @@ from dist_autotune.kernels.ag_gemm.call import Consumer, GatherCall
 from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
-from dist_autotune.kernels.exchange import spoil
+from dist_autotune.kernels.exchange import fill_nan
 from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import blocks_of
@@ -50,7 +50,7 @@ class Device(DeviceUnderTriton):
     def __init__(self) -> None:
         super().__init__(self._hand)
         self.handed: list[tuple[Any, ...]] = []
-        self.spoilers: list[tuple[Any, ...]] = []  # the same, of what fills results without a peer
+        self.fillers: list[tuple[Any, ...]] = []  # the same, of what fills results without a peer
         self.hooked: list[bool] = []  # whether hooks were handed over: the function in C calls them
         self.encoded: list[int] = []  # addresses
         self.allocated: list[tuple[int, int, int]] = []  # bytes, alignment, stream
@@ -70,8 +70,8 @@ class Device(DeviceUnderTriton):
         if not self.writes_down:
             return
         plain = tuple(map(plain_value, given))
-        if spoil.spoil_lost_chunks.__name__ in plain:
-            self.spoilers.append(plain)
+        if fill_nan.fill_nan_in_lost_chunks.__name__ in plain:
+            self.fillers.append(plain)
             return
         self.hooked.append(any(map(callable, given)))
         self.handed.append(plain)
@@ -127,14 +127,14 @@ class Caller:
         self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
         self.consumer = consumer(*self.tensors)
         self.flags = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
-        self.spoil = spoil.spoiling_chunks(self.tensors[2], self.flags[0], 1, ROWS)
+        self.fill_nan = fill_nan.filler_of_chunks(self.tensors[2], self.flags[0], 1, ROWS)
         self.patience_ticks = 0
 
     def call(self) -> None:
         self.patience_ticks += 1
         call = GatherCall(ROWS, 1, WORLD, CAPACITY, self.patience_ticks, 132, *self.flags)
         self.consumer.launch(*self.tensors, call)
-        self.spoil(self.tensors[2])
+        self.fill_nan(self.tensors[2])
 
 
 def calls(device: Device, caller: Caller, count: int) -> list[tuple[Any, ...]]:
@@ -154,16 +154,16 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
     caller.patience_ticks = 1
     assert prepared == calls(device, caller, 3)
     assert len(set(prepared)) == 3  # patiences
-    first, again = device.spoilers[1:4], device.spoilers[4:]
+    first, again = device.fillers[1:4], device.fillers[4:]
     assert first == again
 
 
 def test_what_is_only_loaded_is_not_launched_though_it_is_prepared(device):
     caller = Caller(CONSUMERS["matmul's wait"])
     calls(device, caller, 2)
-    launched = len(device.spoilers)
-    caller.spoil(caller.tensors[2], only_load=True)
-    assert len(device.spoilers) == launched > 0
+    launched = len(device.fillers)
+    caller.fill_nan(caller.tensors[2], only_load=True)
+    assert len(device.fillers) == launched > 0
 
 
 # ---- whole calls

@@ -99,7 +99,7 @@ def test_sums_are_loaded_behind_the_poll_and_handed_over_behind_the_stores(confi
     order = order_of(ttgir[ttgir.index("scf.while") :], OF_TILES)
     halves = 2 if config.kwargs["EPILOGUE_SUBTILE"] else 1
     polls = ["poll"] * 2  # one in front of its loop, one in it
-    # For the first row; TOLD; for the rows of the tile.
+    # For the first row; ROWS_SENT; for the rows of the tile.
     own_rows = [*polls, "poll", *polls, *["load", "store"] * halves]
     handed_over = [*["store"] * halves, "barrier", "count", "barrier", "signal"]
     assert order[: order.index("signal") + 1] == ["multiply", *own_rows, *handed_over]

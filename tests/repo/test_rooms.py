@@ -186,7 +186,9 @@ def test_a_breach_is_found(package: Package, room: str, source: str, breach: str
 
 def test_each_note_of_the_kernels_stands_once_and_is_cited() -> None:
     texts = [re.sub(r"\n\s*(# )?", "\n", path.read_text()) for path in KERNELS.root.rglob("*.py")]
+    proofs = (ROOT / "docs/protocol.md").read_text()
     notes = Counter(name for text in texts for name in re.findall(r"\n\[Note: ([^]]+)\]", text))
+    notes.update(re.findall(r"\n### \[Note: ([^]]+)\]", proofs))
     named = [name for text in texts for name in re.findall(r"[Ss]ee\s+\[Note:\s+([^]]+)\]", text)]
     cited = {" ".join(name.split()) for name in named}
     assert set(notes.values()) == {1}

@@ -81,7 +81,7 @@ class Scene(Call):
         def peer_task(peer: int) -> Callable[[], None]:
             def arrive() -> None:
                 rows = self.m if peer != self.dead else self.rows_of_dead
-                self.flag("TOLD", peer).set(self.m)
+                self.flag("ROWS_SENT", peer).set(self.m)
                 done = 0
                 while done < rows:
                     late()

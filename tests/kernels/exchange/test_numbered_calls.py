@@ -49,11 +49,11 @@ class Calls:
         self.op = self.runs.open(ROWS, of_operation, **options)
         self.inputs = [self.runs.operands(self.op, self.rows, self.of_call) for _ in range(6)]
 
-    def make(self, *, spoil=None, told=True):
+    def make(self, *, change=None, told=True):
         """Make a call with fresh inputs; return what it raises, its output and its inputs."""
         operands = self.inputs.pop()
         out = self.runs.new_out(self.op, self.rows, operands)
-        given = operands if spoil is None else spoil(operands)
+        given = operands if change is None else change(operands)
         raised = message_of(lambda: self.runs.call(self.op, given, out, self.rows, told=told))
         return raised, (out, *operands)
 
@@ -79,7 +79,7 @@ def test_wrong_arguments_of_one_rank_fail_that_call_on_all_and_the_next_is_right
     with calls.op:
         errors = []  # of right calls
         for wrong in (None, 0, None, world - 1, None, None):
-            raised, made = calls.make(spoil=with_wrong_weight if rank == wrong else None, told=told)
+            raised, made = calls.make(change=with_wrong_weight if rank == wrong else None, told=told)
             if wrong is None:
                 assert raised == "nothing was raised"
                 errors.append(calls.error_of(made))
@@ -100,7 +100,7 @@ def test_wrong_arguments_of_all_ranks_are_each_rank_s_own(rank, name):
     calls = Calls(rank, 2, name)
     with calls.op:
         for _ in range(2):
-            raised, _ = calls.make(spoil=with_wrong_weight)
+            raised, _ = calls.make(change=with_wrong_weight)
             assert raised.startswith("ValueError: weight is torch.float64")
             raised, made = calls.make()
             assert raised == "nothing was raised"

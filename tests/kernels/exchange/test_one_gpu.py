@@ -55,7 +55,7 @@ class Peer(HostPeer):
         pusher = op._pusher
         here, there = pusher.flags, pusher.pushes._there[1][flags.FREE.value]
         self.take(there)
-        self.write(here[flags.TOLD.value, 1], len(chunk))
+        self.write(here[flags.ROWS_SENT.value, 1], len(chunk))
         begin = 0
         for end in piece_ends(len(chunk), pieces):
             time.sleep(LATE_S)
@@ -233,8 +233,8 @@ def sums_of_a_candidate(body: str, captured: bool, calls: int) -> list[tuple[flo
             there = op._flags.peers[1][:, 0]
             peer.take(there[flags.FREE.value])
             peer.take(there[flags.ARRIVED.value])  # while the kernel still waits for the peer's sums
-            peer.take(there[flags.TOLD.value])
-            peer.write(here[flags.TOLD.value, 1], rows)
+            peer.take(there[flags.ROWS_SENT.value])
+            peer.write(here[flags.ROWS_SENT.value, 1], rows)
             begin = 0
             for end in (128, rows):
                 time.sleep(LATE_S)

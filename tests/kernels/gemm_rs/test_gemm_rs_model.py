@@ -88,7 +88,7 @@ class Scene(Call):
         clocks = machine().published.setdefault(id(self.staged), np.full(self.staged.shape, -1.0))
         self.staged[here], clocks[here] = self.theirs[slot].reshape(-1), np.inf
         rows = self.rows_of.get(peer, self.m)
-        self.raise_late("TOLD", peer, rows)
+        self.raise_late("ROWS_SENT", peer, rows)
         ends = [0, *sorted({self.random.randint(1, rows) for _ in range(2)} - {rows}), rows]
         for begin, end in itertools.pairwise(ends):
             self.wait_a_while(0, 4, 60)

@@ -10,7 +10,7 @@ from expert_runs import explained_error, products, random_choices, randoms, rela
 from host_as_peer import DEVICE, DTYPE, LATE_S, HostAsPeer, HostPeer, on_one_gpu, opened
 from operation_runs import message_of
 
-from dist_autotune.kernels.exchange.flags import ARRIVED, FREE, GIVEN, TOLD
+from dist_autotune.kernels.exchange.flags import ARRIVED, FREE, GIVEN, ROWS_SENT
 from dist_autotune.kernels.moe import ag_moe, ag_moe_kernel
 from dist_autotune.kernels.moe.ag_moe import AllGatherMoE
 from dist_autotune.kernels.moe.flags import TOPK_SPAN
@@ -46,7 +46,7 @@ class Peer(HostPeer):
         begin = op._capacity * topk
         self.memory.copy(op._ids.local[begin : begin + ids.numel()], ids.reshape(-1), self.stream)
         self.write(here[GIVEN.value, 1], op._digest(is_shared=False))
-        self.write(here[TOLD.value, 1], count * TOPK_SPAN.value + topk)
+        self.write(here[ROWS_SENT.value, 1], count * TOPK_SPAN.value + topk)
 
     def push(self, op: AllGatherMoE, tokens: torch.Tensor) -> None:
         self.memory.copy(op._gather.local[1, : len(tokens)], tokens, self.stream)
@@ -54,7 +54,7 @@ class Peer(HostPeer):
 
     def receive(self, op: AllGatherMoE) -> None:
         """Wait for what rank 0 pushes in a call."""
-        for flag in (FREE, TOLD, ARRIVED):
+        for flag in (FREE, ROWS_SENT, ARRIVED):
             self.take(op._flags.peers[1][flag.value, 0])
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from operation_runs import on_ranks
 from operations import HALF
 
-from dist_autotune.kernels.exchange.flags import FLAGS, GIVEN, TOLD
+from dist_autotune.kernels.exchange.flags import FLAGS, GIVEN, ROWS_SENT
 from dist_autotune.kernels.exchange.peers import wait_for_flag
 from dist_autotune.kernels.moe import plan as planning
 from dist_autotune.kernels.moe import routing
@@ -53,7 +53,7 @@ def route(
     for peer, part in enumerate(ids):
         everyone[peer * stride : peer * stride + part.numel()] = part.reshape(-1)
         if peer != rank:
-            flags[TOLD.value, peer] = tokens[peer] * TOPK_SPAN.value + topk
+            flags[ROWS_SENT.value, peer] = tokens[peer] * TOPK_SPAN.value + topk
             flags[GIVEN.value, peer] = digest_of(tokens if peers_told is None else peers_told) + is_shared
     plan = Plan(
         world_size=world,

@@ -13,7 +13,7 @@ from operation_runs import on_ranks
 from pretended_cuda import HIGHEST, NON_BLOCKING, MemoryOfGpus, PretendedDriver, PretendedMemory, install
 
 from dist_autotune.kernels.exchange import operation
-from dist_autotune.kernels.exchange.flags import DONE, FLAGS, TOLD
+from dist_autotune.kernels.exchange.flags import DONE, FLAGS, ROWS_SENT
 from dist_autotune.kernels.exchange.push import ChunkPusher, Pushes, SumPusher
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
 from dist_autotune.kernels.symm import Copy, Wait, Write, cuda, open_symmetric_memory
@@ -155,7 +155,7 @@ def test_sums_are_pushed_behind_a_fork_and_nothing_waits_for_the_side_stream(dri
         if in_steps:  # the kernel waits for permits, and the push for none
             pushed = ["cuStreamBatchMemOp", "launch", *FORK_OR_JOIN, *COPY_BETWEEN_SIGNALS[1:], "launch"]
         assert asked == [*FORK_BY_FLAG, *pushed, "cuMemcpyAsync"]
-    put_back = flags.local[TOLD.value :].data_ptr()
+    put_back = flags.local[ROWS_SENT.value :].data_ptr()
     assert driver.told[-1] == [("copy", put_back, 2 * 2 * 4)]
 
 

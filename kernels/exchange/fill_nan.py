@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ..launches.prepared import PlainLaunches, PreparedLaunch
-from .flags import AFTER, TOLD
+from .flags import AFTER, ROWS_SENT
 from .peers import Peers, is_any_lost
 
 COLUMNS = 1024  # at once
@@ -28,7 +28,7 @@ def _fill(out_ptr, first, end, step, N, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["out_ptr", "flags_ptr", "N", "stride", "rank", "m"])
-def spoil_lost_chunks(
+def fill_nan_in_lost_chunks(
     out_ptr,  # [WORLD * m, N], rows stride apart
     flags_ptr,  # int32 [FLAGS, WORLD] of `flags`
     N,
@@ -48,12 +48,12 @@ def spoil_lost_chunks(
 
 @triton.jit
 def _put_back(flag_ptr, WORLD: tl.constexpr):
-    """Give a flag its value after a call; flag_ptr: TOLD or ARRIVED, less the rows of flags before TOLD."""
-    tl.store(flag_ptr + TOLD * WORLD, tl.load(flag_ptr + AFTER * WORLD))
+    """Give a flag its value after a call; flag_ptr: ROWS_SENT or ARRIVED, less the rows of flags before."""
+    tl.store(flag_ptr + ROWS_SENT * WORLD, tl.load(flag_ptr + AFTER * WORLD))
 
 
 @triton.jit(do_not_specialize=["out_ptr", "flags_ptr", "N", "stride", "rank", "M"])
-def spoil_without_peers(
+def fill_nan_without_peers(
     out_ptr,  # [M, N], rows stride apart
     flags_ptr,  # int32 [FLAGS, WORLD] of `peers`
     N,
@@ -71,10 +71,10 @@ def spoil_without_peers(
         _fill(out_ptr, tl.program_id(0), M, tl.num_programs(0), N, stride, BLOCK)
 
 
-_LOST_CHUNKS, _ALL = PlainLaunches(spoil_lost_chunks), PlainLaunches(spoil_without_peers)
+_LOST_CHUNKS, _ALL = PlainLaunches(fill_nan_in_lost_chunks), PlainLaunches(fill_nan_without_peers)
 
 
-class Spoiling:
+class NanFiller:
     """Enqueues one of the kernels for results that lie alike; it keeps none. A rank alone needs none.
 
     flags: the operation's. It puts them back, too, in place of `Pushes.put_back`.
@@ -107,11 +107,11 @@ class Spoiling:
             self._prepared = self._launches.find(self._kind)
 
 
-def spoiling_chunks(out: torch.Tensor, flags: torch.Tensor, rank: int, rows: int) -> Spoiling:
+def filler_of_chunks(out: torch.Tensor, flags: torch.Tensor, rank: int, rows: int) -> NanFiller:
     """Return what fills chunks of such results, of so many rows, whose ranks a call has given up."""
-    return Spoiling(_LOST_CHUNKS, flags.shape[1], out, flags, rank, rows)
+    return NanFiller(_LOST_CHUNKS, flags.shape[1], out, flags, rank, rows)
 
 
-def spoiling_all(out: torch.Tensor, flags: torch.Tensor, rank: int) -> Spoiling:
+def filler_of_all(out: torch.Tensor, flags: torch.Tensor, rank: int) -> NanFiller:
     """Return what fills such results with NaN if a peer is given up."""
-    return Spoiling(_ALL, max(1, min(PROGRAMS, out.shape[0])), out, flags, rank, out.shape[0])
+    return NanFiller(_ALL, max(1, min(PROGRAMS, out.shape[0])), out, flags, rank, out.shape[0])
