@@ -9,7 +9,7 @@ no overlap is best. In place means that the caller has written `op.shard`.
 
     ours                 in place, eager
     ours, copied         the shard lies elsewhere and is copied first
-    ours, no overlap     in place, eager: our exchange, then torch.matmul
+    ours, no overlap     in place, eager: collective=True, a collective and cuBLAS
     ours, graph          in place, as a CUDA graph; and copied
     ours, by replays     the same, tuned with objective="graph" in a session of its own
     NCCL + GEMM          all_gather_into_tensor, then torch.matmul (gloo on CPU ranks)
@@ -144,7 +144,7 @@ class Ours(Tuned):
         backend: str,
         *,
         retune: bool,
-        consumer: str | None = None,
+        collective: bool | None = None,
     ) -> None:
         self.op = AllGatherGemm(
             problem.rows,
@@ -152,14 +152,14 @@ class Ours(Tuned):
             problem.a.dtype,
             backend=backend,
             timeout_s=PATIENCE_S,
-            consumer=consumer,
+            collective=collective,
         )
         problem.places.append(self.op.shard)
 
         def call(a_shard: torch.Tensor) -> torch.Tensor:
             return self.op(a_shard, problem.weight, problem.out)
 
-        name = f"ag_gemm benchmark, {consumer or 'any consumer'}"
+        name = "ag_gemm benchmark, " + ("a collective" if collective else "any way")
         super().__init__(call, check=self.op.check, name=name, retune=retune)
 
 
@@ -257,7 +257,7 @@ def run_shape(
     """Return the record of one shape."""
     problem = Problem(shape, DTYPES[options.dtype], ranks)
     ours = Ours(problem, engines.backend, retune=options.retune)
-    waiting = Ours(problem, engines.backend, retune=options.retune, consumer="matmul")
+    waiting = Ours(problem, engines.backend, retune=options.retune, collective=True)
     # Apart from the eager one, which a replay that fails would break too.
     captured = Ours(problem, engines.backend, retune=False) if ON_GPU else ours
     own = gather_then_own_matmul(problem, retune=options.retune)

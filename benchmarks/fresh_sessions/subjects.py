@@ -110,16 +110,13 @@ def _alternatives_of_ag_gemm(
     found = options_for(rows, sms, world_size=ranks.world_size, specialized=ON_GPU, key=())
     alternatives = {"collective": _collective("ag_gemm", lambda: opened(collective=True))}
     for consumer in found.consumers:
-        is_persistent = consumer != "matmul"
-        counts = found.programs if options.alternatives == "all" and is_persistent else found.programs[:1]
+        counts = found.programs if options.alternatives == "all" else found.programs[:1]
         for programs, pieces in itertools.product(counts, found.pieces):
             chosen = {"consumer": consumer, "pieces": pieces, "programs": programs}
-            of_programs = f", {counted(programs, 'program')}" if is_persistent else ""
-            name = f"{consumer}, {counted(pieces, 'piece')}{of_programs}"
+            name = f"{consumer}, {counted(pieces, 'piece')}, {counted(programs, 'program')}"
             alternatives[name] = Alternative(
                 open=lambda chosen=chosen: opened(**chosen),
                 choices=tuple(f"ag_gemm {what} {json.dumps(option)}" for what, option in chosen.items()),
-                has_kernel=is_persistent,
             )
     return alternatives
 

@@ -42,7 +42,7 @@ from dist_autotune.kernels.symm.cuda import CudaMemory, _Handles
 from dist_autotune.kernels.symm.ranks import SharingRanks
 
 ROWS, COLUMNS, K = (4096, 3584, 8192) if ON_GPU else (512, 256, 256)
-CONSUMERS = ("specialized", "plain", "matmul", "any")
+CONSUMERS = ("specialized", "plain", "any")
 PARTS, BURSTS, CALLS = 5, 4, 20  # a call is about ten commands; queues hold a thousand
 SLEEP_MS = 20.0
 LAYERS, APART = 2000, 128  # weights, and elements between their beginnings

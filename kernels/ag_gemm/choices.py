@@ -1,9 +1,8 @@
 """The choices of a call of `AllGatherGemm` that ranks make independently of each other.
 
-    consumer     the kernel that multiplies: "specialized" or "plain", which wait inside a persistent GEMM, or
-                 "matmul", which waits first and leaves the product to cuBLAS
+    consumer     the persistent GEMM that multiplies, and waits inside: "specialized" or "plain"
     pieces       in how many pieces this rank pushes its chunk
-    programs     how many programs a persistent GEMM has; fewer leave SMs to kernels beside it
+    programs     how many programs it has; fewer leave SMs to kernels beside it
 
 None of these needs agreement, and each is a `tunable`, tuned by the time of the whole run. A captured call
 takes the choices on which eager calls of its shape have settled.
@@ -21,7 +20,7 @@ from ..exchange.push import piece_counts
 
 INTERPRETED_PROGRAMS: tuple[int, ...] = (2, 1)  # the interpreter runs them one after the other
 SPARED_SMS = (4, 0, 16)  # the first as fast or faster at five of six published shapes, on two H200
-CONSUMERS = ("specialized", "plain", "matmul")
+CONSUMERS = ("specialized", "plain")
 
 T = TypeVar("T", int, str)
 
@@ -64,12 +63,10 @@ class CallOptions:
     key: tuple[Any, ...]  # of the `tunable`
 
     def choose(self) -> Choice:
-        """Return the choices of this call; one that makes no difference to its consumer is not tuned."""
+        """Return the choices of this call."""
         consumer = self._tuned("ag_gemm consumer", self.consumers)
         pieces = self._tuned("ag_gemm pieces", self.pieces)
-        is_persistent = consumer != "matmul"
-        programs = self._tuned("ag_gemm programs", self.programs) if is_persistent else self.programs[0]
-        return Choice(consumer, pieces, programs)
+        return Choice(consumer, pieces, self._tuned("ag_gemm programs", self.programs))
 
     def _tuned(self, name: str, options: tuple[T, ...]) -> T:
         return tunable(name, options, key=self.key) if len(options) > 1 else options[0]

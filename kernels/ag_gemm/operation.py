@@ -9,7 +9,7 @@ Read it in this order:
     collective   an all-gather before cuBLAS in its place, where all ranks agree on it
     gathered     which rows a call has gathered, and where they lie
     chunks       the device side of waiting
-    plain, specialized, matmul     the consumers: kernels that wait and multiply
+    plain, specialized     the consumers: kernels that wait and multiply
 
 Do not call two operations on two streams at once: their kernels could fill the chip and wait for each
 other's peers.
@@ -53,7 +53,7 @@ from .call import Consumer, GatherCall, GatherLayout, Product
 from .choices import Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
 from .gathered import GatheredRows
-from .matmul import MatmulConsumer, multiply_into
+from .matmul import multiply_into
 from .plain import PlainConsumer
 
 
@@ -139,7 +139,6 @@ class AllGatherGemm(NumberedCalls):
         self._consumers: dict[str, Callable[..., Consumer]] = {
             "specialized": specialized.SpecializedConsumer,
             "plain": plain,
-            "matmul": lambda *tensors: MatmulConsumer(),
         }
         self._layouts: dict[Hashable, GatherLayout] = {}  # by those of tensors that have been checked
 

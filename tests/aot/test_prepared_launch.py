@@ -24,7 +24,6 @@ from triton import knobs
 from benchmarks.common.pretended_device import DeviceUnderTriton
 from dist_autotune.kernels.ag_gemm import matmul, plain, specialized
 from dist_autotune.kernels.ag_gemm.call import Consumer, GatherCall
-from dist_autotune.kernels.ag_gemm.matmul import MatmulConsumer
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
 from dist_autotune.kernels.exchange import fill_nan
@@ -114,7 +113,6 @@ CONSUMERS = {
     "specialized, with descriptors": SpecializedConsumer,
     "plain, with scratch memory": plain_by(tma=True),
     "plain, with neither": plain_by(tma=False),
-    "matmul's wait": lambda *tensors: MatmulConsumer(),
 }
 consumers = pytest.mark.parametrize("consumer", CONSUMERS.values(), ids=CONSUMERS)
 

@@ -117,14 +117,11 @@ def force(op: AllGatherGemm, **chosen: Any) -> None:
 def choose_at_random(op: AllGatherGemm, seed: object) -> None:
     """Let each call of this rank take choices at random, whatever its peers take."""
     order = random.Random(str(seed))
-    op._choose = lambda *shape: Choice(
-        order.choice(("plain", "matmul")), order.choice((1, 2, 3, 4)), order.choice((1, 2, 3))
-    )
+    op._choose = lambda *shape: Choice("plain", order.choice((1, 2, 3, 4)), order.choice((1, 2, 3)))
 
 
 WAYS = {
     "plain": {"consumer": "plain"},
-    "matmul": {"consumer": "matmul"},
     "collective": {"collective": True},
 }
 WAYS_ON_GPUS = {"specialized": {"consumer": "specialized"}, **WAYS}

@@ -124,13 +124,12 @@ def test_ranks_may_copy_in_different_numbers_of_pieces_late_and_tiles_wait_for_t
     return cases | cases_of((first_tiles_first,), rank)
 
 
-@pytest.mark.parametrize("consumer", ["plain", "matmul"])
 @on_ranks(2, the_last_is_killed=True)
-def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(rank, consumer):
+def test_a_peer_that_dies_in_the_middle_of_a_chunk_is_named(rank):
     """Rank 1 dies when it has copied one of two pieces, on which rank 0 stops waiting."""
     begin(rank)
     op = AllGatherGemm(32, 16, HALF)
-    force(op, consumer=consumer, pieces=2)
+    force(op, pieces=2)
     call_and_compare(op, 32, 16)
     if rank == 1:
         copy, copies = op._memory.copy, []
@@ -185,8 +184,8 @@ def test_ranks_may_choose_differently_in_each_call(rank, world, seed):
 @on_ranks(2)
 def test_what_is_fixed_is_not_tuned_and_ranks_may_fix_differently(rank):
     """Fix other choices on each rank, in a tuned function: there is nothing left to tune but the kernel."""
-    chosen = ({"consumer": "matmul", "pieces": 3, "programs": 5}, {"consumer": "plain", "programs": 1})[rank]
-    with GATHERING_ROWS.opened(rank, 64, 16, HALF, timeout_s=PATIENCE_S, **chosen) as op:
+    chosen = ({"consumer": "plain", "pieces": 3, "programs": 5}, {"consumer": "plain", "programs": 1})[rank]
+    with GATHERING_ROWS.opened(rank, 64, 16, HALF, candidate=0, timeout_s=PATIENCE_S, **chosen) as op:
         step, errors = tuned_in_context(lambda: call_and_compare(op, 64, 24))
         step()
         weight = factors(64, 24, 16, HALF)[1]
@@ -200,24 +199,11 @@ def test_what_is_fixed_is_not_tuned_and_ranks_may_fix_differently(rank):
 def test_a_consumer_that_cannot_run_here_says_what_it_needs():
     with AllGatherGemm(8, 16, HALF, backend="shm", consumer="specialized") as op:
         a_shard, weight = factors(8, 24, 16, HALF)
-        with pytest.raises(
-            ValueError, match="cannot take this call, plain and matmul can: it needs a Hopper"
-        ):
+        with pytest.raises(ValueError, match="cannot take this call, plain can: it needs a Hopper"):
             op(a_shard, weight)
 
 
-# ---- shards in place, a weight by columns, what was gathered last
-
-
-def by_columns_of_torchs_product(rank):
-    errors = []
-    with GATHERING_ROWS.opened(rank, 37, 24, HALF, consumer="matmul", candidate=0) as op:
-        for m, n in ((37, 40), (20, 21), (37, 1)):
-            a_shard, weight = factors(m, n, 24, HALF)
-            errors.append(
-                error_ratio(op(a_shard, weight.T.contiguous().T), gathered_by_torch(a_shard), weight)
-            )
-    return errors
+# ---- shards in place, what was gathered last
 
 
 def copies_of_a_shard_in_place(rank):
@@ -244,8 +230,8 @@ def last_gathered(rank):
 
 
 @on_ranks(2)
-def test_weights_by_columns_shards_in_place_and_what_was_gathered_last_are_right(rank):
-    return cases_of((by_columns_of_torchs_product, copies_of_a_shard_in_place, last_gathered), rank)
+def test_shards_in_place_and_what_was_gathered_last_are_right(rank):
+    return cases_of((copies_of_a_shard_in_place, last_gathered), rank)
 
 
 # ---- on GPUs

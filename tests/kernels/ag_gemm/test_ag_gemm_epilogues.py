@@ -79,10 +79,10 @@ def every_ending(rank, way, lane, dtype):
 
 
 CALLS = {  # by the number of ranks
-    1: [("plain", "eager", HALF), ("matmul", "eager", torch.bfloat16)],
+    1: [("plain", "eager", HALF), ("collective", "eager", torch.bfloat16)],
     2: [
         *((way, lane, FP8) for way, lane in itertools.product(WAYS, LANES)),
-        *((way, "as captured", HALF) for way in ("plain", "matmul")),
+        ("plain", "as captured", HALF),
         ("plain", "eager", torch.bfloat16),
     ],
     3: [(way, "eager", HALF) for way in WAYS],

@@ -18,7 +18,7 @@ CAPACITY, K, N = 16, 32, 24
 @pytest.fixture
 def op() -> Iterator[AllGatherGemm]:
     """An operation of this process alone."""
-    with AllGatherGemm(CAPACITY, K, torch.float32, consumer="matmul") as opened:
+    with AllGatherGemm(CAPACITY, K, torch.float32, collective=True) as opened:
         yield opened
 
 

@@ -88,7 +88,7 @@ def test_one_rank_needs_no_process_group(runs, options):
 TUNED = {
     "AllGatherGemm": {
         "all_gather_gemm",
-        *(f"ag_gemm {choice}" for choice in ("way", "consumer", "pieces", "programs")),
+        *(f"ag_gemm {choice}" for choice in ("way", "pieces", "programs")),
     },
     "GemmReduceScatter": {"gemm_reduce_scatter", "gemm_rs way"},
     "GemmAllReduce": {"add_rows", "exchange_rows", "multiply_and_send", "gemm_ar way"},

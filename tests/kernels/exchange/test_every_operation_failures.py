@@ -72,7 +72,6 @@ class OneSum(Reducing):
 
 OTHER_ROWS = {
     "AllGatherGemm": (GATHERING_ROWS, {}, rows_of_gather),
-    "AllGatherGemm, cuBLAS": (GatheringRows(consumer="matmul", pieces=2), {}, rows_of_gather),
     "AllGatherGemm, by a collective": (GATHERING_ROWS, {"collective": True}, rows_of_gather),
     "GemmReduceScatter": (SCATTERING_SUMS, {}, rows_of_scatter),
     "GemmReduceScatter, by a collective": (SCATTERING_SUMS, {"collective": True}, rows_of_scatter),
@@ -171,7 +170,7 @@ def test_a_host_that_does_not_come_is_named_before_a_collective(rank):
 
 STUCK = {  # how many copies the last one is, what is told
     "AllGatherGemm": (GatheringRows(consumer="plain", pieces=1), 1, "chunk 0 was not copied"),
-    "AllGatherGemm, cuBLAS": (GatheringRows(consumer="matmul", pieces=2), 2, "chunk 0 was not copied"),
+    "AllGatherGemm, in pieces": (GatheringRows(consumer="plain", pieces=2), 2, "chunk 0 was not copied"),
     "GemmReduceScatter": (SCATTERING_SUMS, 1, "the sums of rank 0 were not copied"),
 }
 
@@ -196,7 +195,7 @@ def test_a_copy_that_does_not_end_is_told_from_a_peer_that_does_not_come(rank, n
         op._memory.copy = copy_last_late
         arrived = op._pusher.pushes._here[1][ARRIVED.value]
         hold_launch(op, lambda: int(arrived) >= 32)
-        wanted = f"PeerTimeout: {runs.name}, rank 0: {told} to all peers in time."
+        wanted = f"PeerTimeout: {runs.name}, rank 0: {told} to all peers, rank 1, in time."
     assert message_of(lambda: runs.fresh_call(op, [32, 32])).startswith(wanted)
 
 
@@ -210,7 +209,6 @@ class WithRelu(GatheringRows):
 
 SPOILED = {
     "gathered": WithRelu(consumer="plain"),
-    "gathered, cuBLAS": WithRelu(consumer="matmul"),
     "scattered": SCATTERING_SUMS,
     **OF_KERNELS,
     **EXPERTS,

@@ -40,7 +40,6 @@ pytestmark = pytest.mark.gpu(alone=True, seconds=7)  # beside another process no
 CONSUMERS = {  # with some of their candidates
     "specialized": {"cooperative": 0, "ping-pong": 6, "small tiles": 9},
     "plain": {"TMA": 8, "half a tile at a time": 0, "pointers": 12},
-    "matmul": {"any": 0},
 }
 # N is a multiple of what cuBLAS takes in fp8, or it is not.
 SHAPES_IN_FP8 = [(512, 1024, 512), (333, 520, 272), (128, 272, 1024)]

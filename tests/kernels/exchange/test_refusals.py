@@ -92,7 +92,7 @@ GATHER = Refusing(
         "m_per_rank=4 and k=0: must be at least 1": {"k": 0},
         "m_per_rank=4 and k=7.5: must be an int of at least 1": {"k": 7.5},
         "torch.float64 is not supported on cpu; use one of": {"dtype": torch.float64},
-        "consumer is 'fast'; it is one of specialized, plain, matmul, or None": {"consumer": "fast"},
+        "consumer is 'fast'; it is one of specialized, plain, or None": {"consumer": "fast"},
         "pieces is 0; it is at least 1, or None": {"pieces": 0},
         "programs is -1; it is at least 1, or None": {"programs": -1},
         "collective is 'auto'; it is True, False, or None, which tunes it": {"collective": "auto"},
