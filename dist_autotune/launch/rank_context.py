@@ -12,12 +12,12 @@ from triton.runtime.autotuner import Autotuner
 from ..compilation.compiler import CompileState
 from ..errors import NoValidConfig
 from ..formatting import config_label
-from ..search.context import Context
 from ..search.expectation.fields import UNKNOWN, Fills, TimesByKey
 from ..search.expectation.flow import order_of
 from ..search.expectation.keys import by_distance
 from ..search.expectation.order import best_start
 from ..search.messages import MIXED, Claim, Part, Upgrade
+from ..search.orders import ContextOrder
 from ..search.rules import BY_LAUNCH
 from ..storage.known_results import KnownOfKernel
 from ..storage.scope import ContextIdentity
@@ -34,8 +34,8 @@ class Stage(enum.Enum):
     NEW: launched here, unknown to the peers. `Registry` chooses its first candidate anew in each run.
     CLAIMED: it has a result from memory (`Registry` at its first launch) or from disk (`Registry.open`).
     SHARED: all ranks share its search (`Registry.apply_outcomes`, behind the run in which one announced it).
-    SETTLED: its search has a final result (`SearchState.step`). A provisional result leaves it SHARED in the
-        next session.
+    SETTLED: its search has a final result (`Search`, on the deciding rank). A provisional result leaves it
+        SHARED in the next session.
     """
 
     NEW = enum.auto()
@@ -79,7 +79,7 @@ class RunLaunches:
 
 @dataclass(eq=False)
 class RankContext:
-    """One context on this rank; `search` is the state that all ranks share. `stage` says how far it is."""
+    """One context on this rank; `order` is the record that all ranks have. `stage` says how far it is."""
 
     name: str
     identity: ContextIdentity
@@ -88,7 +88,7 @@ class RankContext:
     claim: Claim | None = None  # its result in memory or on disk, from before its search
     holds_claim_back: bool = False  # the claim is reported, not launched: peers may not have it
     beginning: Beginning = field(default_factory=Beginning)
-    search: Context | None = None  # None: no rank has announced it
+    order: ContextOrder | None = None  # None: no rank has announced it
     announced: bool = False  # by this rank
     bindings: list[Binding] = field(default_factory=list)
     bans: dict[str, str] = field(default_factory=dict)  # candidates that failed here, with reasons
@@ -104,9 +104,9 @@ class RankContext:
 
     @property
     def stage(self) -> Stage:
-        if self.search is None:
+        if self.order is None:
             return Stage.NEW if self.claim is None else Stage.CLAIMED
-        return Stage.SETTLED if self.search.is_lasting else Stage.SHARED
+        return Stage.SETTLED if self.order.result.is_lasting else Stage.SHARED
 
     @property
     def title(self) -> str:
@@ -121,27 +121,26 @@ class RankContext:
         """Return the winner of a search or of an earlier one, or the only candidate; None: not tuned."""
         if len(self.texts) == 1:
             return next(iter(self.texts))
-        if self.search is None:
+        if self.order is None:
             return None if self.claim is None else self.claim[1]
-        has_result = self.search.winner is not None and not self.search.provisional and self.search.settled
-        return self.search.digests[self.search.incumbent] if has_result else None
+        return self.order.winner
 
     @property
     def measures(self) -> bool:
         """Return whether launches of this run are samples."""
-        if self.search is None:
+        if self.order is None:
             return self.stage is Stage.NEW and not self.identity.is_choice
-        return self.search.judge == BY_LAUNCH and self.search.is_on_trial
+        return self.order.judge == BY_LAUNCH and self.order.is_on_trial
 
     @property
     def checks_form(self) -> bool:
         """Return whether a timed launch may take a form that is not compiled yet."""
-        return self.measures and (self.compile.is_varied or self.search is None)
+        return self.measures and (self.compile.is_varied or self.order is None)
 
     @property
     def needs_candidates(self) -> bool:
         """Return whether it is tuned by launches, now or in the next run."""
-        return self.stage is Stage.NEW if self.search is None else self.search.is_tuned_by_launches
+        return self.stage is Stage.NEW if self.order is None else self.order.is_tuned_by_launches
 
     @property
     def is_to_preflight(self) -> bool:
@@ -168,9 +167,9 @@ class RankContext:
         """Return whether a launch of this candidate, now, is a trial."""
         if len(self.texts) == 1 or candidate not in self.texts:
             return False
-        if self.search is None:
+        if self.order is None:
             return self.stage is Stage.NEW
-        return self.search.is_on_trial and self.search.digests[self.search.planned] == candidate
+        return self.order.is_on_trial and self.order.digests[self.order.planned] == candidate
 
     def begin_with(self, known: KnownOfKernel, *, tries_few: bool, is_alone: bool) -> None:
         """Choose the first candidate: the winner before an upgrade, or one that other keys suggest.
@@ -201,10 +200,6 @@ class RankContext:
         if has_new_times and tries_few:
             self.beginning = replace(self.beginning, unlikely=self._unlikely(known.told))
 
-    def follow(self, search: Context) -> None:
-        """Follow the agreed search. Candidates that it names and this rank has left out are compiled, too."""
-        self.search, self.announced = search, True
-
     def _unlikely(self, other_times: TimesByKey) -> set[str]:
         """Return the candidates that are slow by the times of other keys."""
         candidates = self.candidates
@@ -221,8 +216,8 @@ class RankContext:
     @property
     def outside_race(self) -> set[str]:
         """Return the candidates that are not compiled: by their times, or other keys', others are better."""
-        if self.search is not None:
-            return self.search.outside_race
+        if self.order is not None:
+            return self.order.outside_race
         upgrade, unlikely = self.beginning.upgrade, self.beginning.unlikely
         return {*unlikely} if upgrade is None else self.texts.keys() - set(upgrade[2])
 
@@ -232,7 +227,7 @@ class RankContext:
         waits: read the clock now.
         """
         # While a peer has not read its sample yet, this run's launches are no part of the trial.
-        is_waiting = self.search is not None and self.search.waiting
+        is_waiting = self.order is not None and self.order.next_launch.waiting
         if self.samples.report is not None or (self.run.ran and not is_waiting):
             is_mixed = len(self.run.ran) > 1
             ran = MIXED if is_mixed else next(iter(self.run.ran), None)
@@ -241,14 +236,14 @@ class RankContext:
 
     def _report_earlier_runs(self) -> Part | None:
         """Return the median of the candidate on trial where only earlier runs have launched it here."""
-        if self.search is None or self.search.trial is None or self.search.judge != BY_LAUNCH:
+        if self.order is None or self.order.next_launch.trial < 0 or self.order.judge != BY_LAUNCH:
             return None
-        earlier = self.samples.report_earlier_runs(self.search.digests[self.search.trial])
+        earlier = self.samples.report_earlier_runs(self.order.digests[self.order.next_launch.trial])
         return None if earlier is None else part_of(earlier)
 
     def footprint(self, ran: str | None) -> tuple[int, int]:
         """Return the share of the SMs and the number of this run's launches; (0, 1): not judged by them."""
-        judges = self.search is None or self.search.is_tuned_by_launches
+        judges = self.order is None or self.order.is_tuned_by_launches
         if ran is None or not judges or ran not in self.shares:
             return 0, 1
         return self.shares[ran], max(self.run.count, 1)
@@ -261,7 +256,7 @@ class RankContext:
     def chosen(self, binding: Binding, failed: Mapping[str, str] = NONE_FAILED) -> str:
         """Return the candidate of this run, or a stand-in where it has failed or the Autotuner pruned it."""
         if self.run.choice is None:
-            planned = "" if self.search is None else self.search.digests[self.search.planned]
+            planned = "" if self.order is None else self.order.digests[self.order.planned]
             is_usable = planned in self.texts and planned not in self.bans
             self.run.choice = planned if is_usable else self.stand_in()
         if self.run.choice in binding.configs and self.run.choice not in failed:
@@ -277,9 +272,9 @@ class RankContext:
         candidates = self.candidates
         usable = candidates if among is None else among
         banned = {*self.bans, *failed}
-        if self.search is not None:
-            incumbent = self.search.digests[self.search.incumbent]
-            banned |= {self.search.digests[index] for index in self.search.banned}
+        if self.order is not None:
+            incumbent = self.order.digests[self.order.incumbent]
+            banned |= {self.order.digests[index] for index in self.order.banned}
         elif self.claim is None or self.holds_claim_back:
             incumbent = next(iter(candidates))
         else:
@@ -295,9 +290,9 @@ class RankContext:
         for candidate, text in self.texts.items():
             if candidate in own:
                 yield f"Rank {self.rank}, {config_label(text)}: {own[candidate].rstrip('.')}."
-            elif self.search is not None and candidate in self.search.digests:
-                index = self.search.digests.index(candidate)
-                rank, reason = self.search.banned.get(index, (self.rank, "pruned away"))
+            elif self.order is not None and candidate in self.order.digests:
+                index = self.order.digests.index(candidate)
+                rank, reason = self.order.banned.get(index, (self.rank, "pruned away"))
                 yield f"Rank {rank}, {config_label(text)}: {reason.rstrip('.')}."
 
     def config_of(self, candidate: str) -> Any:

@@ -13,11 +13,12 @@ from triton.runtime.autotuner import Autotuner
 
 from ..compilation import preflight
 from ..formatting import config_label
-from ..search.context import Context, Outcome
+from ..search.context import Outcome
 from ..search.expectation.fields import Fills, filled
 from ..search.expectation.order import FEWEST
 from ..search.kernel_families import context_name
 from ..search.messages import Announcement, Part
+from ..search.orders import ContextOrder
 from ..search.rules import BY_LAUNCH
 from ..storage.known_results import KnownResults
 from ..storage.scope import ContextIdentity
@@ -123,11 +124,11 @@ class Registry:
         samples = Samples(self._clock, flags_gaps=tuner is not None)
         context = RankContext(self._free_name(about), about, samples, self._rank, claim)
         context.holds_claim_back = claim is not None and known.holds_back(about)
-        context.search = known.search.contexts.get(context.name)
+        context.order = known.orders.contexts.get(context.name)
         if launch is not None and len(configs) >= FEWEST and known.function.keys_teach:
             context.fills = _fills(launch, configs, about.texts)
         self._choose_first(context)
-        bans = {} if context.search is not None else known.search.crash_bans.get(context.name, {})
+        bans = {} if context.order is not None else known.orders.crash_bans.get(context.name, {})
         context.bans.update((each, reason) for each, (_, reason) in bans.items() if each in about.texts)
         return context
 
@@ -149,7 +150,7 @@ class Registry:
             context.begin_with(known, tries_few=self._tries_few(context), is_alone=is_alone)
 
     def _tries_few(self, context: RankContext) -> bool:
-        return self.known.search.rules.tries_few(len(context.texts))
+        return self.known.orders.rules.tries_few(len(context.texts))
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename contexts as the ranks have agreed, where kernels differ only in their candidates."""
@@ -180,7 +181,7 @@ class Registry:
     def drop_unshared(self, dropped: set[str]) -> None:
         """Drop `dropped`, contexts that no rank has announced, and bans that the peers do not know."""
         by_name = self.by_name
-        self.forget(dropped | {name for name, context in by_name.items() if context.search is None})
+        self.forget(dropped | {name for name, context in by_name.items() if context.order is None})
         for context in by_name.values():
             for candidate in context.unreported_bans:  # a launch finds it again
                 del context.bans[candidate]
@@ -210,7 +211,7 @@ class Registry:
                 text = config_label(context.texts.get(candidate, "several configs"))
                 chosen.append((context, f"{context.title} with {text}"))
         running = [text for context, text in chosen if context.samples.is_running]
-        trials = [text for context, text in chosen if context.search is None or context.search.is_on_trial]
+        trials = [text for context, text in chosen if context.order is None or context.order.is_on_trial]
         return running or trials or [text for _, text in chosen]
 
     def report_run(self, *, waits: bool) -> dict[str, Part]:
@@ -283,20 +284,20 @@ class Registry:
         return {name: " ".join(sorted(digests)) for name, digests in texts.items() if name in new}
 
     def apply_outcomes(
-        self, searches: Mapping[str, Context], outcomes: Mapping[str, Outcome], *, late_ms: float
+        self, orders: Mapping[str, ContextOrder], outcomes: Mapping[str, Outcome], *, late_ms: float
     ) -> None:
         """Keep or drop the samples of the reported run; `late_ms`: see `Samples.apply_outcome`."""
         self.has_news = True
         for context in self.by_name.values():
             if (report := context.run.report) is None:
                 # Met in a settled call and not launched since: peers may have announced it meanwhile.
-                context.search = context.search or searches.get(context.name)
+                context.order = context.order or orders.get(context.name)
                 continue
-            search, outcome = searches[context.name], outcomes[context.name]
-            context.follow(search)
+            order, outcome = orders[context.name], outcomes[context.name]
+            context.order, context.announced = order, True
             context.reported_bans.update(report.bans)
             counts = outcome.kind == "sample" and outcome.judge == BY_LAUNCH
-            context.samples.apply_outcome(waiting=search.waiting, counts=counts, late_ms=late_ms)
+            context.samples.apply_outcome(waiting=order.next_launch.waiting, counts=counts, late_ms=late_ms)
 
 
 def _fills(launch: Launch, configs: Mapping[str, Any], texts: Mapping[str, str]) -> Fills:

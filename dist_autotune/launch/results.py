@@ -10,7 +10,7 @@ import torch
 from triton.runtime.autotuner import Autotuner
 
 from ..ranks.group import RankGroup
-from ..search.context import Context
+from ..search.orders import ContextOrder
 from ..storage.known_results import KnownResults, Origin, holds_other_result, mark_origin
 from ..storage.winners import BEST, Entry, Evidence
 from ..triton_api import identity, stock_results
@@ -31,7 +31,7 @@ class Results:
     def __init__(self, known: KnownResults) -> None:
         self._known, self._function = known, known.function
 
-    def publish(self, context: Context, rank_context: RankContext, seconds: float) -> None:
+    def publish(self, context: ContextOrder, rank_context: RankContext, seconds: float) -> None:
         """Write a result to `Autotuner.cache` and, if a search found it, to disk. seconds: the session's."""
         rank_context.is_published = True
         known, function, about = self._known, self._function, rank_context.identity
@@ -54,17 +54,17 @@ class Results:
                 config=context.texts[index],
                 ms=times[index],
                 timings={context.texts[i]: ms for i, ms in times.items()},
-                fills=context.fills,
+                fills=context.about.fills,
                 created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 package_version=__version__,
                 evidence=_evidence(context, rank_context),
             )
-            if known.stores or context.ranks < len(function.group.ranks):
+            if known.stores or context.result.ranks < len(function.group.ranks):
                 known.disk.put(entry)
         if context.status in ("tuned", "cached") and not (context.provisional or function.is_alone):
             known.disk.record_launch(known.folder, key)
 
-    def _to_memory(self, context: Context, rank_context: RankContext, seconds: float) -> None:
+    def _to_memory(self, context: ContextOrder, rank_context: RankContext, seconds: float) -> None:
         known = {**context.times.ms, **dict.fromkeys(context.banned, math.inf)}
         by_digest = {context.digests[index]: ms for index, ms in known.items()}
         winner, is_cached = context.digests[context.incumbent], context.status == "cached"
@@ -87,7 +87,7 @@ class Results:
                 stock_results.announce(tuner, binding.key, cache_hit=is_cached)
 
 
-def _evidence(context: Context, rank_context: RankContext) -> Evidence:
+def _evidence(context: ContextOrder, rank_context: RankContext) -> Evidence:
     """Return the evidence for a context's winner."""
     winner, about = context.digests[context.incumbent], rank_context.identity
     arguments = tuple(zip(about.key_names, about.key, strict=False))

@@ -33,7 +33,7 @@ FAREWELL_S = 1.0  # how long the deciding rank waits for others to read a sessio
 LARGE_BYTES = 1 << 16  # of a message that is compressed: torch's store takes 8 MiB
 
 
-class Failure(Struct, frozen=True, omit_defaults=True):
+class FailedExchange(Struct, frozen=True, omit_defaults=True):
     """How an exchange ended without an order: a rank has failed, or ranks were missing."""
 
     rank: int  # that has failed, or whose time was up
@@ -45,8 +45,8 @@ class Failure(Struct, frozen=True, omit_defaults=True):
     is_lost: bool = False  # the store has gone; known to this rank alone
 
 
-End: TypeAlias = bytes | Failure
-_to_bytes, _read_failure = msgpack.Encoder().encode, msgpack.Decoder(Failure).decode
+End: TypeAlias = bytes | FailedExchange
+_to_bytes, _read_failure = msgpack.Encoder().encode, msgpack.Decoder(FailedExchange).decode
 
 
 class Exchanges:
@@ -75,8 +75,8 @@ class Exchanges:
         except StoreLost as error:
             waited_s = round(time.monotonic() - began, 1)
             self._left = number
-            return Failure(self._rank, str(error), waited_s=waited_s, what=what, is_lost=True)
-        if isinstance(end, Failure):
+            return FailedExchange(self._rank, str(error), waited_s=waited_s, what=what, is_lost=True)
+        if isinstance(end, FailedExchange):
             self.leave(number, has_order=False)
         return end
 
@@ -175,7 +175,7 @@ class Exchanges:
     def _give_up(self, number: int, timeout_s: float, what: str) -> bytes:
         def write(store: Any) -> bytes:
             missing = [rank for rank in self._ranks if not store.check([f"{number}/{rank}"])]
-            failure = Failure(
+            failure = FailedExchange(
                 self._rank, missing=tuple(missing or [self._leader]), waited_s=timeout_s, what=what
             )
             return bytes(store.compare_set(str(number), "", b"F" + _to_bytes(failure)))
@@ -195,7 +195,7 @@ class Exchanges:
 
         self._at_once(stand_in)
 
-    def fail(self, number: int, failure: Failure) -> bool:
+    def fail(self, number: int, failure: FailedExchange) -> bool:
         """Write that a rank has failed; return whether the others learn of it in this exchange."""
 
         def write(store: Any) -> bytes:
@@ -210,14 +210,14 @@ class Exchanges:
             self.leave(number, has_order=False)
         return is_told
 
-    def find_failure(self, number: int) -> Failure | None:
+    def find_failure(self, number: int) -> FailedExchange | None:
         """Return how an exchange that this rank has not come to has failed; raises StoreLost."""
 
         def read(store: Any) -> bytes:
             return bytes(store.get(str(number))) if store.check([str(number)]) else b""
 
         end = _read_end(self._done(read))
-        return end if isinstance(end, Failure) else None
+        return end if isinstance(end, FailedExchange) else None
 
     def beat(self, number: int) -> None:
         """Count on: this rank compiles, and who waits for it in an exchange waits longer."""
@@ -260,9 +260,9 @@ class Exchanges:
             self._courier = None
 
 
-def failure_of(rank: int, error: BaseException) -> Failure:
+def failure_of(rank: int, error: BaseException) -> FailedExchange:
     """Return the end of an exchange that a rank does not come to."""
-    return Failure(rank, described(error)[:2000], isinstance(error, NoValidConfig))
+    return FailedExchange(rank, described(error)[:2000], isinstance(error, NoValidConfig))
 
 
 def _packed(message: bytes) -> bytes:

@@ -19,7 +19,7 @@ from .. import settings
 from ..errors import AgreementTimeout, InvalidOption, PeerFailed, PeerHasNoConfig, RankMismatch, TuningError
 from . import watchdog
 from .courier import StoreLost, connections, prefix_of
-from .exchange import OPERATION_S, Decide, Exchanges, Failure, failure_of
+from .exchange import OPERATION_S, Decide, Exchanges, FailedExchange, failure_of
 from .questions import CallCount, questions
 from .turns import LocalTurn, Turns
 from .watchdog import Watch, Watchdog
@@ -95,7 +95,7 @@ class ProcessGroup(RankGroup):
         except BaseException as error:  # of the decision, or Ctrl-C: the peers must learn of it
             self._publish_failure(sequence, error)
             raise
-        if isinstance(end, Failure):
+        if isinstance(end, FailedExchange):
             raise self._error_of(end)
         return end
 
@@ -117,7 +117,7 @@ class ProcessGroup(RankGroup):
         own = f"{self._prefix}/asks/{self.rank}"
         self._connections.scout.start(lambda store: store.set(own, turns.name))
         end = turns.take(turn, timeout_s, what)
-        if not isinstance(end, Failure):
+        if not isinstance(end, FailedExchange):
             self._connections.scout.start(lambda store: store.delete_key(own))
             return end
         if end.missing and (asked := self._asked_by(end.missing)):
@@ -165,7 +165,7 @@ class ProcessGroup(RankGroup):
         if not self._exchanges.fail(sequence, failure_of(self.rank, error)):
             self.fail(error)  # the others have gone on: they meet the failure at their next exchange
 
-    def _error_of(self, end: Failure) -> TuningError:
+    def _error_of(self, end: FailedExchange) -> TuningError:
         if end.is_lost:
             store = self._connections
             text = f"Rank {self.rank} lost {store.name}, while agreeing on {end.what}: {end.error}"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from .exchange import Decide, Exchanges, Failure, failure_of
+from .exchange import Decide, Exchanges, FailedExchange, failure_of
 
 START, WITHOUT, LATER = b"start", b"without", b"later"
 PAUSES_S = 0.01, 0.05  # between two asks, drawn anew
@@ -45,8 +45,8 @@ class Turns:
         self._heartbeat_s, self._fail_session = heartbeat_s, fail_session
         self._number = 0  # of the next exchange
 
-    def take(self, turn: LocalTurn, timeout_s: float, what: str) -> Failure | bool:
-        """Take the turn on all ranks; False: all go on without a session; Failure: a rank has not asked."""
+    def take(self, turn: LocalTurn, timeout_s: float, what: str) -> FailedExchange | bool:
+        """Take the turn on all ranks; False: no session is opened; FailedExchange: a rank is missing."""
         while True:
             number = self._number
 
@@ -56,7 +56,7 @@ class Turns:
             order = self._exchange(b"", start, timeout_s, what, self._fail_next)
             if order == START:
                 order = self._exchange(self._word(turn), _agreed, timeout_s, what, self._fail_session)
-            if isinstance(order, Failure):
+            if isinstance(order, FailedExchange):
                 return order
             if order != LATER:
                 self._exchanges.leave(self._number - 1, has_order=True)
@@ -93,7 +93,7 @@ class Turns:
         timeout_s: float,
         what: str,
         fail_later: Callable[[BaseException], None],
-    ) -> bytes | Failure:
+    ) -> bytes | FailedExchange:
         number, self._number = self._number, self._number + 1
         try:
             return self._exchanges.take_part(number, report, decide, timeout_s, what)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .courier import StoreLost
-from .exchange import PATIENCE, Failure
+from .exchange import PATIENCE, FailedExchange
 
 logger = logging.getLogger("dist_autotune")
 
@@ -55,7 +55,7 @@ class Watchdog:
         rank: int,
         heartbeat_s: float,
         beat: Callable[[], None] = lambda: None,
-        find_failure: Callable[[int], Failure | None] = lambda sequence: None,
+        find_failure: Callable[[int], FailedExchange | None] = lambda sequence: None,
     ) -> None:
         self._rank, self._heartbeat_s = rank, heartbeat_s
         self._beat, self._find_failure = beat, find_failure

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..formatting import counted, format_ms, format_percent
-from . import race_runs, verify_bits
 from .context import Context
-from .final_comparison import DUEL_RUNS, MOST_RUNS
+from .phases import race_runs, verify_bits
+from .phases.final_comparison import DUEL_RUNS, MOST_RUNS
 from .rules import BY_LAUNCH, BY_RUN, Rules
 from .strategies import Asked
 

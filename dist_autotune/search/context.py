@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from msgspec import Struct
+
 from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
 from .agreed_times import AgreedTimes
 from .expectation.fields import LaunchMs
 from .expectation.flow import order_of
-from .expectation.order import Meanwhile, Order
+from .expectation.order import Meanwhile, TrialOrder
 from .messages import Announcement, Ban, Claim, Part
 from .plans.search import MOST_PLANS
 from .rules import BY_LAUNCH, Rules
@@ -69,8 +71,7 @@ class NextRun:
     is_compared: bool = False  # the run compares its bits
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(Struct, frozen=True, array_like=True):
     """What a run was for a context: the k-th of n warm-ups or samples of candidate `index`."""
 
     kind: str = "incumbent"  # "warm-up" | "sample" | "incumbent": no trial, or one that did not count
@@ -130,9 +131,9 @@ class Context:
         judges = rules.judges(is_choice=announcement.is_choice)
         self.judge, self.final_judge = judges[0], judges[-1]  # of its candidates now, and of its result
         self.flow: RunningFlow | None = None  # its own search; None: it has not begun, or is over
-        self._order: Order | None = None  # in which candidates are tried; None: all are
+        self._order: TrialOrder | None = None  # in which candidates are tried; None: all are
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
-        self._default = self.index_of(announcement.default) or 0
+        self.first_default: Final = self.index_of(announcement.default) or 0
         self.ban_missing(announcement)
 
     @property
@@ -214,12 +215,25 @@ class Context:
         return self.raced if self._order is None else self._order.most
 
     @property
-    def outside_race(self) -> set[str]:
-        """Return the digests of the candidates that are not to be compiled now: not tried, or before."""
+    def outside_indices(self) -> tuple[int, ...]:
+        """Return the candidates that are not to be compiled now: not tried, or before."""
         if self._order is None:
-            return {*self.digests[self.raced :]}
+            return tuple(range(self.raced, len(self.digests)))
         wanted = self._order.likely - self._ran
-        return {digest for index, digest in enumerate(self.digests) if index not in wanted}
+        return tuple(index for index in range(len(self.digests)) if index not in wanted)
+
+    @property
+    def is_left_out(self) -> bool:
+        """Return whether the best plan does not launch it, and so it may starve."""
+        return self.by_run is RunVerdict.LEFT_OUT
+
+    @property
+    def again(self) -> str:
+        """Return which candidates are raced after an upgrade; empty: there was none."""
+        if not self.upgrade or self.status is Status.CACHED:
+            return ""
+        raced = f"{self.raced} of {len(self.digests)} candidates, the best with {self.upgrade}"
+        return f"{raced}; raced again after an upgrade"
 
     def ms_by_text(self) -> dict[str, LaunchMs]:
         """Return the times by its launches, by the config's text: of its search, or so far."""
@@ -241,8 +255,8 @@ class Context:
     @property
     def default(self) -> int:
         """Return the candidate that is launched untuned; the first that works if that one is banned."""
-        order = (self._default, *range(len(self.digests)))
-        return next((index for index in order if index not in self.banned), self._default)
+        order = (self.first_default, *range(len(self.digests)))
+        return next((index for index in order if index not in self.banned), self.first_default)
 
     @property
     def default_ms(self) -> float | None:  # of samples: its warm-up may hold first-launch costs

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from .expectation.flow import expected
-from .expectation.order import MANY, Order
+from .expectation.order import MANY, TrialOrder
 from .strategies import RunningFlow, Strategy, racing_runs
 
 BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate
@@ -45,7 +45,7 @@ class Rules:
             return False
         return self.expects or (candidates > MANY and self.races)
 
-    def flow_of(self, candidates: int, order: Order | None = None) -> RunningFlow:
+    def flow_of(self, candidates: int, order: TrialOrder | None = None) -> RunningFlow:
         """Return a search among so many candidates, by the option's strategy; order: that tries a few."""
         strategy = self.strategy if order is None else functools.partial(expected, order=order)
         counts = {"n_warmup": self.n_warmup, "n_repeat": self.n_repeat}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from msgspec.structs import replace
 
@@ -20,13 +20,13 @@ from .budget import Forecast
 from .context import Context, NextRun, Outcome, RunVerdict, Status
 from .expectation.fields import TimesByKey
 from .expectation.order import Meanwhile
-from .final_comparison import FinalComparison
 from .kernel_families import KernelFamilies
-from .messages import Announcement, Ban, CrashBans, Part, RunReport
-from .phase import Phase, RaceLaunches, RunPhase, TakeTurns
-from .race_runs import RaceRuns
+from .messages import Announcement, Ban, Part, RunReport
+from .phases.final_comparison import FinalComparison
+from .phases.phase import Phase, RaceLaunches, RunPhase, TakeTurns
+from .phases.race_runs import RaceRuns
+from .phases.verify_bits import VerifyBits
 from .rules import BY_LAUNCH, BY_RUN, Rules
-from .verify_bits import VerifyBits
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
@@ -35,7 +35,7 @@ IDLE_RUNS = 3  # runs without a trial that end a session even if ranks still lau
 
 
 class SearchState:
-    """The state of one tuned function: `step` with the same merged reports gives all ranks the same plans."""
+    """The state of one tuned function's search: `step` makes the next plan from the reports of a run."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -47,8 +47,6 @@ class SearchState:
         self.closing = not rules.tunes
         self.has_counted_run = False  # the time of the last run as a whole was a sample
         self.remark = ""
-        self.session = ""  # the last one that used this state
-        self.crash_bans: CrashBans = {}
         verifies = rules.bits != "any" and rules.tunes
         self.verify_bits = VerifyBits(self.contexts, rules.bits) if verifies else None
         self._race_launches = RaceLaunches(self.contexts)
@@ -148,6 +146,11 @@ class SearchState:
             compiling=sum(context.compiling for context in searched),
         )
 
+    def is_undecided(self, context: Context) -> bool:
+        """Return whether a settled context is still compared."""
+        unverified = [] if self.verify_bits is None else self.verify_bits.unverified
+        return context in self._comparison.undecided or context in unverified
+
     def is_final(self, context: Context) -> bool:
         """Return whether the context's result is final: no whole run is still to judge it."""
         if not context.settled or context in self._comparison.undecided:
@@ -157,36 +160,22 @@ class SearchState:
         is_open = self.rules.races and context.began is not None and context.by_run is not RunVerdict.DECIDED
         return not (is_open and any(other.judge == BY_RUN for other in self.unsettled))
 
-    def tuned_keys(self, kernel_id: str) -> dict[str, str]:
-        """Return the tuned keys of a kernel, each with the digest of its winner."""
-        aliases = self.kernels.aliases
-        return {
-            context.key: context.digests[context.incumbent]
-            for context in tuple(self.contexts.values())  # any thread may ask
-            if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
-            and self.is_final(context)
-            and not (context.provisional or context.is_spent)
-        }
-
-    def times_by_key(self, kernel_id: str, *, so_far: bool = False) -> TimesByKey:
-        """Return the agreed times of a kernel's launches, by key and config, of searches that are over.
-
-        so_far: of those under way, too.
-        """
+    def _times_so_far(self, kernel_id: str) -> TimesByKey:
+        """Return the agreed times of a kernel's launches, by key and config, so far."""
         aliases = self.kernels.aliases
         kernel_id = aliases.get(kernel_id, kernel_id)
         return {
             context.key: context.ms_by_text()
-            for context in tuple(self.contexts.values())  # any thread may ask
+            for context in self.contexts.values()
             if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
-            and (context.by_launches.ms or (so_far and context.is_tuned_by_launches))
+            and (context.by_launches.ms or context.is_tuned_by_launches)
         }
 
     def _meanwhile(self, name: str) -> Meanwhile:
         """Return what the session knows by now, for the search of a context."""
         context, run_ms = self.contexts[name], self._run_ms
         part = context.launches * context.device_ms[0] / run_ms if run_ms else 1.0
-        return Meanwhile(self.times_by_key(context.kernel_id, so_far=True), min(part, 1.0))
+        return Meanwhile(self._times_so_far(context.kernel_id), min(part, 1.0))
 
     def newly_final(self) -> list[Context]:
         """Return the contexts whose result is final and new since this was last asked."""
@@ -197,11 +186,6 @@ class SearchState:
                 self._reported[context.name] = result
                 new.append(context)
         return new
-
-    def digest_text(self) -> str:
-        """Return the settled results as text, to compare between ranks."""
-        settled = [(name, c) for name, c in sorted(self.contexts.items()) if c.settled]
-        return ";".join(f"{name}={c.status}:{c.digests[c.incumbent]}" for name, c in settled)
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
@@ -238,19 +222,20 @@ class SearchState:
             if context.provisional:
                 context.settle(Status.STARVED)
 
-    def drop_unsettled(self) -> set[str]:
-        """Drop searches under way, and what nothing works for; return their names."""
-        spent = [context for context in self.contexts.values() if context.is_spent]
-        unverified = [] if self.verify_bits is None else self.verify_bits.unverified
-        searched = (*self.unsettled, *self._comparison.undecided, *unverified, *spent)
-        dropped = {context.name for context in searched}
-        for name in dropped:
+    def stays(self, name: str) -> bool:
+        """Return whether a context outlives a session that is dropped."""
+        context = self.contexts[name]
+        return context.settled and not (context.is_spent or self.is_undecided(context))
+
+    def drop(self, keeps: Container[str]) -> None:
+        """Drop searches under way, what nothing works for, and contexts that others do not keep."""
+        for name in [name for name in self.contexts if name not in keeps or not self.stays(name)]:
             del self.contexts[name]
             self._comparison.defaults.pop(name, None)
+            self._reported.pop(name, None)
         self._comparison.drop()
         self.race_runs = self._left_race = None
         self._apply_plan()
-        return dropped
 
     def _close_if_spent(self, elapsed_s: float) -> None:
         """Settle searches under way as partial when the next run must be the last."""

@@ -20,7 +20,7 @@ from ..ranks.group import RankGroup
 from ..search.expectation.fields import LaunchMs, TimesByKey
 from ..search.expectation.keys import by_distance, named
 from ..search.messages import Claim, Offer, Offers, Upgrade
-from ..search.state import SearchState
+from ..search.orders import Orders
 from ..triton_api import identity
 from ..triton_api.identity import family_of
 from ..triton_api.launch import Key
@@ -69,11 +69,11 @@ class KnownOfKernel:
 class KnownResults:
     """The results that contexts of one function begin with.
 
-    search: what this process has agreed on; a new one where all is forgotten.
+    orders: what the ranks have been told; a new one where all is forgotten.
     """
 
-    def __init__(self, function: FunctionScope, disk: Winners, search: SearchState) -> None:
-        self.function, self.disk, self.search = function, disk, search
+    def __init__(self, function: FunctionScope, disk: Winners, orders: Orders) -> None:
+        self.function, self.disk, self.orders = function, disk, orders
         self.ignores_known = False  # retune(): what memory and disk hold does not count
         self.looks_on_disk = False
         self.store = f"{socket.gethostname()}:{disk.directory}"  # what one rank of a host writes for all
@@ -232,12 +232,12 @@ class KnownResults:
         offers = (offer for offer in self._related(context) if offer.times)
         times = {each.key: {text: LaunchMs(ms, fill) for text, ms, fill in each.times} for each in offers}
         nearest = by_distance(context.key_text, times)[:TELLING]
-        return {**{key: times[key] for key in nearest}, **self.search.times_by_key(kernel_id)}
+        return {**{key: times[key] for key in nearest}, **self.orders.times_by_key(kernel_id)}
 
     def winners(self, context: ContextIdentity, kernel_id: str) -> dict[str, str]:
         """Return the winners, by key, of other keys of a context's kernel: only what all ranks know."""
         stored = {offer.key: offer.winner for offer in self._related(context)}
-        return {**stored, **self.search.tuned_keys(kernel_id)}
+        return {**stored, **self.orders.tuned_keys(kernel_id)}
 
     def _related(self, context: ContextIdentity) -> list[Offer]:
         """Return the entries of the kernel that all ranks have agreed to use; one alone reads them, once."""

@@ -53,7 +53,7 @@ class Diagnosis:
         is_ours, state = isinstance(error, LaunchFailed | LaunchTimeout), self._state
         if not (is_ours or is_reported(error)):
             return error
-        where = f"Rank {self._rank}: run {state.search.runs} of {state.function.name}"
+        where = f"Rank {self._rank}: run {state.orders.runs} of {state.function.name}"
         happened = str(error) if is_ours else f"raised {first_line(error)}"
         kind = LaunchTimeout if isinstance(error, LaunchTimeout) else LaunchFailed
         what = "Not ended" if kind is LaunchTimeout else "This run had launched"
@@ -70,7 +70,7 @@ class Diagnosis:
         text = described(error).replace("\n", " ")[:500]
         if isinstance(error, PeerFailed):
             text = f"rank {error.rank}: {error.error}"
-        self._recorder.write(RunFailed(run=self._state.search.runs, by_rank=by_rank, error=text))
+        self._recorder.write(RunFailed(run=self._state.orders.runs, by_rank=by_rank, error=text))
 
     def record_failed_exchange(self, error: BaseException) -> None:
         """Write to the log that an exchange has failed; a time-out names the logs of the missing ranks."""
@@ -82,14 +82,12 @@ class Diagnosis:
     def watch(self) -> Watch:
         """Return how the next run is watched, named after its first trial."""
         state, function = self._state, self._state.function
-        on_trial = ((context, context.trial) for context in state.search.unsettled)
+        on_trial = ((context, context.next_launch.trial) for context in state.orders.unsettled)
         trials = [
-            f"{context.title} with {config_label(context.texts[i])}"
-            for context, i in on_trial
-            if i is not None
+            f"{context.title} with {config_label(context.texts[i])}" for context, i in on_trial if i >= 0
         ]
         more = f" and {len(trials) - 1} more" if len(trials) > 1 else ""
-        what = f"run {state.search.runs} of {function.name}" + (f" ({trials[0]}{more})" if trials else "")
+        what = f"run {state.orders.runs} of {function.name}" + (f" ({trials[0]}{more})" if trials else "")
         return Watch(what, function.timeout_s, function.options.on_stuck, self.write_stuck, self._whereabouts)
 
     def _whereabouts(self) -> str:

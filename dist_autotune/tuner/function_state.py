@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 import torch
 import triton
@@ -21,10 +20,10 @@ from ..ranks.group import RankGroup
 from ..ranks.questions import CallCount
 from ..ranks.watchdog import Watch
 from ..search import strategies
-from ..search.context import Context
-from ..search.messages import Facts, Message, Opening, RunReport, bans_for_crashes, checked
+from ..search.messages import Facts, Opening
+from ..search.orders import ContextOrder, Order, Orders
 from ..search.rules import Rules
-from ..search.state import SearchState
+from ..search.search import SESSION_STATE, Search
 from ..storage.crash_guard import CrashGuard
 from ..storage.known_results import KnownResults
 from ..storage.scope import FunctionScope
@@ -35,10 +34,6 @@ from ..timing.time_spent import TimeSpent
 from ..triton_api import identity, interception
 from ..version import __version__
 
-SESSION_STATE = "the state of the session"  # the fact that names the session which a rank would go on with
-# Facts of an opening in which ranks may differ.
-MAY_DIFFER = ("device", "settled", "clock", "retune", "session", "cache", SESSION_STATE)
-SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 WAITS_AFTER_RUNS = 16  # without a launch: fewer are those of gradients that are accumulated, and the like
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
@@ -79,7 +74,8 @@ class FunctionSetup(FunctionScope):
 class FunctionState:
     """The state of a tuned function between and in its sessions.
 
-    `search` is the same on all ranks; `registry` and `dispatcher` are this rank's.
+    `orders` is the same on all ranks, `search` is on the deciding rank alone; `registry` and `dispatcher` are
+    this rank's.
 
     note: writes a line of the log.
     """
@@ -87,7 +83,10 @@ class FunctionState:
     def __init__(self, function: FunctionSetup, note: Callable[[str], None]) -> None:
         disk = Winners(function.options.resolved_cache_dir(), tunes=function.tunes)
         self.function, self._note = function, note
-        self.known = KnownResults(function, disk, self._new_search())
+        self.orders = Orders(self._rules())
+        is_deciding = function.group.rank == function.group.ranks[0]
+        self.search = Search(self.orders.rules, self.orders) if is_deciding else None
+        self.known = KnownResults(function, disk, self.orders)
         self.results = Results(self.known)
         self.guard = function.crash_guard(disk)
         self.written = WrittenTensors()  # by the launches of the call under way
@@ -95,19 +94,20 @@ class FunctionState:
         self.has_refused = False  # a settled call: the peers know
         self.watches: Callable[[], Watch] | None = None  # settled calls; None: nobody asks about them
         self._call_count: CallCount | None = None
-        self._sources: Facts = {}  # of kernels, as all ranks have reported them
         self._reset()
 
-    def _new_search(self) -> SearchState:
+    def _rules(self) -> Rules:
         options = self.function.options
         strategy = options.search if callable(options.search) else strategies.STRATEGIES[options.search_name]
-        return SearchState(Rules(strategy=strategy, tunes=self.function.tunes, **options.rules()))
+        return Rules(strategy=strategy, tunes=self.function.tunes, **options.rules())
 
     def _reset(self) -> None:
         """Start without any context."""
         function = self.function
-        self.known.search = self.search = self._new_search()
-        names, rank = KernelNames(self.search.kernels.aliases), function.group.rank
+        self.known.orders = self.orders = Orders(self.orders.rules)
+        if self.search is not None:
+            self.search.orders = self.orders
+        names, rank = KernelNames(self.orders.aliases), function.group.rank
         self.registry = Registry(names, function.clock, rank, self.known)
         self.dispatcher = Dispatcher(
             self.registry, function.clock, self.guard, self.compiling, self._note, self.written
@@ -116,7 +116,7 @@ class FunctionState:
     @property
     def call_count(self) -> CallCount | None:
         """The number of settled calls since the last session; None: nobody asks about them."""
-        count, session = self._call_count, self.search.session
+        count, session = self._call_count, self.orders.session
         if count is not None and count.session == session:
             return count
         if self.watches is None or not session:
@@ -143,7 +143,7 @@ class FunctionState:
             "device": function.device.text,
             "clock": clock_name(),
             "cache": self.known.store,
-            "settled": digest(self.search.digest_text()),
+            "settled": digest(self.orders.digest_text()),
             **{f"the option {name}": value for name, value in function.options.agreed_fields().items()},
         }
         return Opening(function.group.rank, function.facts(facts))
@@ -156,64 +156,38 @@ class FunctionState:
             return opening
         return replace(opening, crashes=left.crashes)
 
-    def open(self, session: str, merged: Opening) -> list[str]:
-        """Begin the session that all ranks have agreed on; return remarks for its log."""
-        remarks, facts = [], merged.facts
-        self.known.ignores_known = str(True) in facts["retune"]  # on some rank: then on all
-        differ = len(facts["settled"]) > 1
-        if differ:
-            remarks.append("ranks hold different earlier results: dropped on all ranks")
-        if differ or self.known.ignores_known:
+    def open(self, order: Order) -> list[str]:
+        """Begin the session that the order opens; return remarks for its log."""
+        opening = order.opening
+        assert opening is not None
+        self.known.ignores_known = opening.retunes
+        if opening.resets:
             self._reset()
-        devices = facts["device"]
-        if len(devices) > 1:
-            remarks.append(f"ranks run on different devices ({', '.join(devices)}): no disk entries are used")
-        is_first = facts["cache"][self.known.store] == self.function.group.rank
-        self.known.open(merged.offers, same_device=len(devices) == 1, stores=is_first)
-        self.search.open()
-        self.search.crash_bans = bans_for_crashes(merged)
-        self.guard.begin_session(session, merged.crashes)
+        is_first = opening.stores.get(self.known.store) == self.function.group.rank
+        self.known.open(opening.offers, same_device=opening.same_device, stores=is_first)
+        self.orders.apply(order)
+        self.orders.crash_bans = opening.crash_bans
+        self.guard.begin_session(opening.session, opening.crashes)
         self.registry.open()
-        return remarks
+        return list(opening.remarks)
 
-    def check_run(self, merged: Message) -> RunReport:
-        """Return the merged report and keep its offers; raises RankMismatch where ranks differ.
+    def drop_searches(self, named: Container[str] = ()) -> None:
+        """Forget the searches under way and the contexts that an order names, on all ranks alike."""
+        dropped = self.orders.drop(named)
+        if self.search is not None:
+            self.search.drop()
+        self.registry.drop_unshared(dropped)
 
-        A kernel's name may stand for several source texts (functions made by functions), of which ranks may
-        launch different ones: they differ only where they have none in common.
-        """
-        facts = {}
-        for name, values in merged.facts.items():
-            if name.startswith(SOURCE_OF):
-                values = self._sources[name] = {**values, **self._sources.get(name, {})}
-                texts = [set(value.split()) for value in values]
-                if all(one & other for one, other in itertools.combinations(texts, 2)):
-                    continue
-            facts[name] = values
-        report = checked(merged, RunReport, facts)
-        self.known.add_offers(report.offers)
-        return report
-
-    def drop_searches(self) -> None:
-        """Forget the searches under way, on all ranks alike."""
-        self.registry.drop_unshared(self.search.drop_unsettled())
-
-    def publish(self, seconds: float) -> list[Context]:
+    def publish(self, seconds: float) -> list[ContextOrder]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return the new contexts."""
-        new = self.search.newly_final()
+        new = [self.orders.contexts[name] for name in self.orders.run.results]
         for rank_context in self.registry.by_name.values():
-            if (context := rank_context.search) is None:
+            if (context := rank_context.order) is None:
                 continue
             # What is not new may have settled before it was launched here.
-            if context in new or (not rank_context.is_published and self.search.is_final(context)):
+            if context in new or (not rank_context.is_published and context.result.is_final):
                 self.results.publish(context, rank_context, seconds)
         return new
-
-
-def check_opening(merged: Message) -> Opening:
-    """Return the merged opening; raises RankMismatch where ranks differ."""
-    facts = {name: values for name, values in merged.facts.items() if name not in MAY_DIFFER}
-    return checked(merged, Opening, facts)
 
 
 def versions() -> dict[str, str]:

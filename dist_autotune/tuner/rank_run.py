@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -23,23 +23,24 @@ from ..launch.rank_context import part_of
 from ..logs import decisions
 from ..logs.records import Note, Preflighted, RunStarted
 from ..ranks.exchange import PATIENCE
-from ..search.context import Outcome
 from ..search.messages import Part, RunReport
+from ..search.orders import RunOrder
 from ..search.rules import BY_LAUNCH
+from ..search.search import SOURCE_OF
 from ..timing.device_errors import as_launch_failed
 from ..timing.graph_replays import GraphReplays
 from ..timing.samples import Samples
 from ..timing.stream_filler import LONGEST_MS, StreamFiller
 from ..timing.synchronized_start import SynchronizedStart
 from ..triton_api import interception
-from .function_state import SOURCE_OF, FunctionState
+from .function_state import FunctionState
 from .recorder import Recorder
 
 COMPILING_SHARE = 0.8  # of the time that peers wait; then the candidates left have failed
 
 
 class RankRun:
-    """This rank's runs: `begin`, `timed`, `report`, `apply_outcomes`, or `abandon`; at last `close`."""
+    """This rank's runs: `begin`, `timed`, `report`, `apply_order` and `apply_outcomes`, or `abandon`."""
 
     def __init__(self, state: FunctionState, log: Recorder) -> None:
         options, clock = state.function.options, state.function.clock
@@ -51,7 +52,7 @@ class RankRun:
         self.is_replayed = False  # replays judge the run under way
         self._state, self._log = state, log
         self._waits = options.mode == "replay"  # for the device, after each run
-        named, is_needed = (*options.preserve, *options.outputs), state.search.verify_bits is not None
+        named, is_needed = (*options.preserve, *options.outputs), state.orders.verifies
         self.outputs = OutputComparison(clock, named, state.function.group.rank) if is_needed else None
         self._start = SynchronizedStart()
         make_filler = getattr(clock, "filler", lambda longest_ms: None)  # of `EventClock`
@@ -64,27 +65,27 @@ class RankRun:
 
     def begin(self) -> CallUnderWay:
         """Begin the next run and write its plan to the log; return its launches."""
-        state, search = self._state, self._state.search
-        launches = state.dispatcher.begin_run(tunes=search.rules.tunes)
+        state, orders = self._state, self._state.orders
+        launches = state.dispatcher.begin_run(tunes=orders.rules.tunes)
         self._whole.begin_run()
-        plan = decisions.plan_of(search)
-        self._log.write(RunStarted(run=search.runs, plan=plan))
-        on_trial = {name: search.contexts[name].digests[index] for name, index in plan.items()}
-        state.guard.begin_run(search.runs, on_trial)
+        plan = decisions.plan_of(orders)
+        self._log.write(RunStarted(run=orders.runs, plan=plan))
+        on_trial = {name: orders.contexts[name].digests[index] for name, index in plan.items()}
+        state.guard.begin_run(orders.runs, on_trial)
         return launches
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
         """Fill the stream before the block where the run is a trial; time the block where runs are judged."""
-        search, time_spent = self._state.search, self._state.time_spent
-        is_timed = search.judged_run is not None and self._whole.report is None
+        order, time_spent = self._state.orders.run, self._state.time_spent
+        is_timed = order.judged_run is not None and self._whole.report is None
         self.is_replayed = is_timed and self._state.function.is_replayed
         is_timed = is_timed and not self.is_replayed
         self._late_ms = 0.0 if self.is_replayed else self._late_ms  # replays are queued ahead
-        is_filled = search.tries and not (self.is_replayed or interception.is_capturing())
+        is_filled = order.tries and not (self.is_replayed or interception.is_capturing())
         filler = self._filler if is_filled else None
         compiled_s = time_spent.seconds.compiling_s
-        start_of_run = functools.partial(self._start.lead_ms, follows_fit=search.follows_fit)
+        start_of_run = functools.partial(self._start.lead_ms, follows_fit=order.follows_fit)
         if filler is None:
             start_of_run(0.0)  # peers learn how late this rank comes in any case
         else:
@@ -99,7 +100,7 @@ class RankRun:
         if filler is not None:
             self._late_ms = filler.end(1e3 * (time_spent.seconds.compiling_s - compiled_s))
         if self.outputs is not None:
-            self.outputs.end_run(is_compared=search.compares_outputs)
+            self.outputs.end_run(is_compared=order.compares_outputs)
 
     def capture(self, function: Callable[[], Any]) -> None:
         """Capture the run, made once more; raises CaptureFailed."""
@@ -128,11 +129,11 @@ class RankRun:
         if state.dispatcher.to_preflight or self._compiler:
             with state.compiling(), state.guard.paused():
                 for context, counts in self._preflight():
-                    about, run = state.registry.by_name[context.name].identity, state.search.runs
+                    about, run = state.registry.by_name[context.name].identity, state.orders.runs
                     kernel, key = about.source.short_name, about.key_text
                     self._log.write(Preflighted(run=run, kernel=kernel, key=key, **asdict(counts)))
         parts = state.registry.report_run(waits=self._waits)
-        whole, judged = Part(), state.search.judged_run
+        whole, judged = Part(), state.orders.run.judged_run
         if judged is not None or self._whole.report is not None:
             whole = part_of(self._whole.report_run(judged or "", waits=self._waits))
         state.guard.end_run()
@@ -173,29 +174,31 @@ class RankRun:
         peers_wait_s = COMPILING_SHARE * PATIENCE * function.timeout_s if count > 1 else math.inf
         return compiler.advance(time.monotonic() + peers_wait_s)
 
-    def apply_reports(self, merged: RunReport, names: dict[str, str]) -> None:
-        """Take over the merged report's timing and the names that the ranks have agreed on."""
-        self._start.apply_exchange(merged.sent_ns, merged.lag_ns)
-        self._wanted_ms = merged.wanted_ms
-        self._state.registry.rename(names)
-        self.launched = {names.get(name, name) for name in self.launched}
+    def apply_order(self, order: RunOrder) -> None:
+        """Take over when the next run begins, and the names that the ranks have agreed on."""
+        self._start.apply_exchange(order.sent_ns, order.lag_ns)
+        self._wanted_ms = order.wanted_ms
+        self._state.registry.rename(order.names)
+        self.launched = {order.names.get(name, name) for name in self.launched}
 
-    def apply_outcomes(self, run: int, outcomes: Mapping[str, Outcome], merged: RunReport) -> None:
+    def apply_outcomes(self, run: int) -> None:
         """Record this rank's part in the run; keep the samples that count, and drop the others."""
-        search, registry, whole = self._state.search, self._state.registry, self._whole
-        counts, waiting = search.has_counted_run, bool(merged.run.pending)
+        orders, registry, whole = self._state.orders, self._state.registry, self._whole
+        order = orders.run
+        counts, waiting = order.counts, order.is_pending
         if whole.report is not None and not waiting:
             self._log.record_whole_run(run, whole, counts=counts)
             self.has_time |= counts and whole.sample is not None
         for rank_context in registry.reported():
-            context, outcome = search.contexts[rank_context.name], outcomes[rank_context.name]
+            context = orders.contexts[rank_context.name]
+            outcome = order.outcomes[rank_context.name]
             if rank_context.run.count or rank_context.samples.is_read:
                 self._log.record_trial(run, context, rank_context, outcome, whole)
             if outcome.kind == "sample":
                 self.has_sample = True
                 self.has_time |= outcome.judge == BY_LAUNCH and rank_context.samples.sample is not None
-        registry.apply_outcomes(search.contexts, outcomes, late_ms=merged.late_ms)
-        whole.apply_outcome(waiting=waiting, counts=counts, late_ms=merged.late_ms)
+        registry.apply_outcomes(orders.contexts, order.outcomes, late_ms=order.late_ms)
+        whole.apply_outcome(waiting=waiting, counts=counts, late_ms=order.late_ms)
 
     def abandon(self) -> None:
         """Drop samples and reports of the run under way: no rank counts it."""

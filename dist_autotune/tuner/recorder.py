@@ -6,7 +6,7 @@ import datetime
 import os
 import socket
 import time
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from typing import Any
 
 from msgspec import structs
@@ -16,10 +16,10 @@ from ..launch.registry import Registry
 from ..logs import decisions
 from ..logs.records import Exchanged, Note, Record, RunTimed, SessionOpened, Trial
 from ..logs.writer import SessionLog
-from ..search.context import Context, Outcome
-from ..search.messages import Part, RunReport
+from ..search.context import Outcome
+from ..search.messages import Part
+from ..search.orders import ContextOrder, Orders
 from ..search.rules import BY_LAUNCH
-from ..search.state import SearchState
 from ..timing.samples import Samples
 from .function_state import FunctionSetup, versions
 from .report import TunedContext, time_order
@@ -78,15 +78,15 @@ class Recorder:
             exchange = Exchanged(run=run, sent_bytes=sent_bytes, received_bytes=received_bytes, ms=ms)
             self._exchanges.append(exchange)
 
-    def record_contexts(self, run: int, search: SearchState, merged: RunReport, here: Container[str]) -> None:
+    def record_contexts(self, run: int, orders: Orders, here: Container[str]) -> None:
         """Write the new contexts of a run. here: the contexts that this rank launches."""
-        for name, context in search.contexts.items():
-            if name in merged.parts and name not in self._admitted:
+        for name in orders.run.outcomes:
+            if name in orders.contexts and name not in self._admitted:
                 self._admitted.add(name)
-                self.write(decisions.admission(run, context, local=name in here))
+                self.write(decisions.admission(run, orders.contexts[name], local=name in here))
 
     def record_trial(
-        self, run: int, context: Context, rank_context: RankContext, outcome: Outcome, whole: Samples
+        self, run: int, context: ContextOrder, rank_context: RankContext, outcome: Outcome, whole: Samples
     ) -> None:
         """Write the time of this rank's launches of one context in one run. whole: samples of whole runs."""
         by_launch, report = outcome.judge == BY_LAUNCH, rank_context.run.report
@@ -112,24 +112,19 @@ class Recorder:
         assert whole.report is not None
         self.write(RunTimed(run=run, judged=str(whole.report.ran), counts=counts, **_times(whole, None)))
 
-    def record_outcomes(
-        self, run: int, search: SearchState, merged: RunReport, outcomes: Mapping[str, Outcome]
-    ) -> None:
+    def record_outcomes(self, run: int, orders: Orders) -> None:
         """Write the bans of one run and, if there are several ranks, the times that they agreed on."""
-        for name, outcome in outcomes.items():
-            context = search.contexts[name]
-            for ban in decisions.bans(run, context, merged.parts[name]):
-                self.write(ban)
+        for name, index in orders.run.bans:
+            self.write(decisions.banned(run, orders.contexts[name], index))
+        for name, outcome in orders.run.outcomes.items():
             if outcome.index is not None and len(self._ranks) > 1:
-                self.write(decisions.agreed(run, context, outcome))
-        for context, index in search.verify_bits.new_bans if search.verify_bits is not None else ():
-            self.write(decisions.banned(run, context, index))
+                self.write(decisions.agreed(run, orders.contexts[name], outcome))
 
-    def record_forecast(self, search: SearchState) -> None:
+    def record_forecast(self, orders: Orders) -> None:
         """Write the trials left of an online session, after 50 runs and then after twice as many."""
-        if search.rules.mode == "online" and search.has_work and search.runs == self._next_forecast:
+        if orders.rules.mode == "online" and orders.run.has_work and orders.runs == self._next_forecast:
             self._next_forecast *= 2
-            self.write(Note(text=str(search.forecast), is_outlook=True))
+            self.write(Note(text=str(orders.forecast), is_outlook=True))
 
 
 def _times(samples: Samples, part: Part | None) -> dict[str, Any]:
@@ -140,11 +135,11 @@ def _times(samples: Samples, part: Part | None) -> dict[str, Any]:
     return {"ms": ms, "median_ms": None if samples.report is None else samples.report.ms}
 
 
-def tuned_contexts(search: SearchState, registry: Registry, names: Iterable[str]) -> tuple[TunedContext, ...]:
+def tuned_contexts(orders: Orders, registry: Registry, names: Iterable[str]) -> tuple[TunedContext, ...]:
     """Return the contexts among `names` that have several candidates, as they stand."""
     contexts = []
     for name in sorted(names):
-        context, rank_context = search.contexts.get(name), registry.by_name.get(name)
+        context, rank_context = orders.contexts.get(name), registry.by_name.get(name)
         if context is None or rank_context is None or len(context.digests) == 1:
             continue
         best = None if context.is_spent else context.incumbent

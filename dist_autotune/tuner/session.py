@@ -1,23 +1,21 @@
 """Drives one tuned function: plan -> run -> samples -> exchange -> plan, until every context is settled.
 
 [Note: ranks leave together] Every rank makes each exchange, or its peers hear why it does not. What only this
-rank knows, such as an exception of the function, is told before it is raised (`_fail`). What follows from
-merged messages all ranks raise alike, and nobody tells it (`_dropping_searches`).
+rank knows, such as an exception of the function, is told before it is raised (`_fail`). Errors derived
+from the order occur on every rank and are not sent again (`_dropping_searches`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import hashlib
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import FlowFailed, NoValidConfig, PeerFailed, TuningError
+from ..errors import FlowFailed, NoValidConfig, PeerFailed, RankMismatch, TuningError
 from ..formatting import counted, described
 from ..launch.fast_path import CallUnderWay
 from ..logs import decisions
@@ -27,14 +25,15 @@ from ..logs.writer import SessionLog
 from ..ranks.watchdog import Watch
 from ..repeats.repeated_call import RepeatedCall
 from ..repeats.snapshot import Snapshot
-from ..search.context import RunVerdict
-from ..search.messages import Message, Opening, RunReport, checked, decode, merge
+from ..search.messages import Message, Opening, RunReport
+from ..search.orders import Order, read_order
+from ..search.search import Reports, Search
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
 from ..triton_api.interception import INTERCEPTION
 from . import diagnosis
 from .diagnosis import Diagnosis
-from .function_state import SESSION_STATE, FunctionState, check_opening
+from .function_state import FunctionState
 from .rank_run import RankRun
 from .recorder import Recorder, tuned_contexts
 from .report import TunedContext, TuningReport, step_times
@@ -42,16 +41,12 @@ from .report import TunedContext, TuningReport, step_times
 T = TypeVar("T")
 
 
-def _merged(reports: dict[int, bytes]) -> bytes:
-    return merge(*reports.values())
-
-
 class SessionStage(enum.Enum):
     """Where a session is on this rank. `Session` alone changes it, on the thread that has the turn.
 
     BETWEEN_RUNS: nothing of a run is under way, or the session is not open yet.
     IN_FUNCTION: the user's function runs; what it raises is its caller's (`_one_run`).
-    APPLYING: the merged reports of a run are applied; an error leaves half a step (`_step`).
+    APPLYING: the order behind a run is applied; an error leaves half a step (`_apply`).
     INTERRUPTED: a run failed on some rank; the next call goes on if all ranks can (`_leave`, `resume`).
     CLOSED, FAILED: only the report is left (`close`); the next call opens another session where it FAILED.
     """
@@ -65,6 +60,7 @@ class SessionStage(enum.Enum):
 
 
 OVER = SessionStage.CLOSED, SessionStage.FAILED
+ORDERED_ERRORS = {kind.__name__: kind for kind in (NoValidConfig, RankMismatch, FlowFailed)}
 
 
 class Session:
@@ -84,10 +80,10 @@ class Session:
         is_first = function.group.rank == function.group.ranks[0]
         self._progress = Progress(function.name, function.options.progress, is_first=is_first)
         self._dropped: tuple[TunedContext, ...] | None = None  # what was known when the session was dropped
+        self._dropped_names: tuple[str, ...] = ()  # contexts that the last order drops
         self._interrupted_by = ""  # the failure of the run that left it INTERRUPTED
-        self._history = hashlib.blake2b(digest_size=8)  # of all merged reports, from which the state follows
         self._has_put_back = False  # something that a kernel has changed
-        self._may_resume = state.search.verify_bits is None  # another call has other inputs, and other bits
+        self._may_resume = not state.orders.verifies  # another call has other inputs, and other bits
 
     @property
     def is_over(self) -> bool:
@@ -104,10 +100,7 @@ class Session:
         Online it would be every call: there a context that is launched again opens one, see
         `Context.is_lasting`.
         """
-        search = self.state.search
-        may_go_on = search.closing and search.rules.tunes and search.rules.mode == "replay"
-        is_cut_short = may_go_on and any(c.status == "partial" for c in search.contexts.values())
-        return self.has_failed or is_cut_short
+        return self.has_failed or self.state.orders.run.wants_another
 
     @property
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
@@ -130,7 +123,7 @@ class Session:
                         result = call()
                         if self._run.outputs is not None:
                             self._run.outputs.take_result(result)
-                    is_done = self.state.search.done
+                    is_done = self.state.orders.run.done
                     if is_done and beside is None:
                         self.close()
                         call.end()
@@ -171,7 +164,7 @@ class Session:
         with self._reporting_failures():
             with self._one_run():
                 yield
-            if not self.state.search.has_work:
+            if not self.state.orders.run.has_work:
                 self.close()
 
     def open_once(self) -> None:
@@ -182,40 +175,39 @@ class Session:
         state.time_spent = TimeSpent()
         with self._reporting_failures():
             with self._dropping_searches():
-                opening = self._agree_on_opening()
-                (session,) = opening.facts["session"]
-                remarks = state.open(session, opening)
-            search = state.search  # the opening may have made a new one
-            self._run.shares_clock = len(opening.facts["clock"]) == 1
-            continues, search.session = search.session, session
+                order = self._ordered_opening()
+                remarks = state.open(order)
+            assert order.opening is not None
+            orders, session = state.orders, order.opening.session  # the opening may have made new ones
+            self._run.shares_clock = order.opening.shares_clock
+            continues, orders.session = orders.session, session
             self._recorder.record_opening(session, continues=continues)
             for remark in remarks:
                 self._recorder.write(Note(text=remark))
 
-    def _agree_on_opening(self) -> Opening:
-        """Return the merged opening of a session."""
-        group = self.function.group
+    def _ordered_opening(self) -> Order:
+        """Return the order that opens a session."""
+        state = self.state
         while True:
-            opening = self.state.opening_with_results()
-            if group.rank == group.ranks[0]:
-                opening.facts["session"] = {uuid.uuid4().hex[:12]: group.rank}
-            merged = check_opening(self._exchange(opening, Opening.sent_at))
-            if set(merged.facts[SESSION_STATE]) == {""}:
-                return merged
+            report = state.opening_with_results()
+            order = self._exchange(report, lambda search: search.open, Opening.sent_at)
+            assert order.opening is not None
+            if not order.opening.drops:
+                return order
             # Some ranks would have resumed a session that others have not: all drop it, and open anew.
-            self.state.drop_searches()
+            state.drop_searches()
 
     def resume(self) -> None:
         """Behind a run that failed on some rank: go on if all ranks have one state; else all drop theirs."""
         if self._stage is not SessionStage.INTERRUPTED:
             return
         failure, self._stage = self._interrupted_by, SessionStage.BETWEEN_RUNS
-        point = f"{self._recorder.session} {self.state.search.runs} {self._history.hexdigest()}"
-        with self._reporting_failures():
-            received = self._exchange(self.state.opening(point), Opening.sent_at)
-            with self._dropping_searches():
-                merged = check_opening(received)
-        if set(merged.facts[SESSION_STATE]) == {point}:
+        state = self.state
+        # The search may be ahead of the ranks, where a rank failed in the exchange of its last order.
+        point = f"{state.orders.session} {state.orders.runs}" if state.search is None else state.search.point
+        with self._reporting_failures(), self._dropping_searches():
+            order = self._exchange(state.opening(point), lambda search: search.open, Opening.sent_at)
+        if order.opening is not None and order.opening.resumes:
             self._recorder.write(Note(text=f"resumed after {failure}"))
         else:
             self._drop(TuningError(failure), outcome=failure.partition(":")[0])
@@ -240,7 +232,9 @@ class Session:
                 self._replay_graph(again, launches, watch)
             with as_launch_failed(if_reported=True):
                 report = self._run.report(self.elapsed_s)
-            self._step(self._exchange(report, watch.what, of_run=True))
+            with self._dropping_searches():
+                order = self._exchange(report, lambda search: search.step, watch.what, of_run=True)
+            self._apply(order)
         finally:  # until then settled calls of other threads leave its contexts alone
             state.dispatcher.run_under_way = None  # no function, before which a Ctrl-C might come
 
@@ -260,43 +254,59 @@ class Session:
             self._run.capture(function)
         # [Note: ranks leave together] A rank without a graph replays nothing: kernels of peers would wait.
         opening = Opening(self.function.group.rank, self.function.facts({}))
-        received = self._exchange(opening, f"the capture of {watch.what}", of_run=True)
         with self._dropping_searches():
-            checked(received, Opening)
+            what = f"the capture of {watch.what}"
+            self._exchange(opening, lambda search: search.meet, what, of_run=True)
         with self._under_way(launches, watch):
             self._run.replay()
 
-    def _step(self, received: Message) -> None:
-        """Apply the merged reports of the run, publish the results it settles, and record both."""
-        search = self.state.search
-        run = search.runs
+    def _apply(self, order: Order) -> None:
+        """Take over the order behind a run: publish the results that it settles, and record both."""
+        state, orders, run = self.state, self.state.orders, self.state.orders.runs
+        assert order.run is not None
         self._stage = SessionStage.APPLYING
-        with self._dropping_searches():
-            merged = self.state.check_run(received)
-            self._recorder.write(Merged(run=run, payload=merged.decisive()))
-            merged, names = search.kernels.unite(merged, search.contexts)
-            self._run.apply_reports(merged, names)
-            outcomes = search.step(merged)
-        self._recorder.record_contexts(run, search, merged, self.state.registry.by_name)
-        self._run.apply_outcomes(run, outcomes, merged)
-        self._recorder.record_outcomes(run, search, merged, outcomes)
-        if search.remark:
-            self._recorder.write(Note(text=search.remark))
-            self.warning, search.remark = search.remark, ""
-        for context in self.state.publish(self.elapsed_s):
-            here = self.state.registry.by_name.get(context.name)
+        if state.search is not None and state.search.last_report is not None:
+            self._recorder.write(Merged(run=run, payload=state.search.last_report.decisive()))
+        self._run.apply_order(order.run)
+        if order.run.unknown:
+            state.registry.forget(order.run.unknown)
+        state.known.add_offers(order.run.offers)
+        orders.apply(order)
+        self._recorder.record_contexts(run, orders, state.registry.by_name)
+        self._run.apply_outcomes(run)
+        self._recorder.record_outcomes(run, orders)
+        if order.run.remark:
+            self._recorder.write(Note(text=order.run.remark))
+            self.warning = order.run.remark
+        for context in state.publish(self.elapsed_s):
+            here = state.registry.by_name.get(context.name)
             launches = 0 if here is None else here.launches_per_run
             self._recorder.write(decisions.settled(run, context, launches=launches))
-        self._recorder.record_forecast(search)
-        self._progress.update(search.forecast, lambda: step_times(self._contexts()))
+        self._recorder.record_forecast(orders)
+        self._progress.update(orders.forecast, lambda: step_times(self._contexts()))
         self._stage = SessionStage.BETWEEN_RUNS
 
-    def _exchange(self, message: Message, what: str, *, of_run: bool = False) -> Message:
-        """Return the merged messages. of_run: where a peer's run has failed, the next call goes on."""
-        group = self.function.group
+    def _exchange(
+        self,
+        message: Message,
+        decision: Callable[[Search], Callable[[Reports], bytes]],
+        what: str,
+        *,
+        of_run: bool = False,
+    ) -> Order:
+        """Send this rank's report, return the order; raises what all ranks raise by order.
+
+        decision: of the deciding rank's search. of_run: where a peer's run has failed, the next call goes on.
+        """
+        group, state = self.function.group, self.state
         sent, began = message.encode(), time.perf_counter()
+
+        def decide(reports: Reports) -> bytes:
+            assert state.search is not None
+            return decision(state.search)(reports)
+
         try:
-            received = group.exchange(sent, _merged, self.function.timeout_s, what)
+            received = group.exchange(sent, decide, self.function.timeout_s, what)
         except BaseException as error:
             self._diagnosis.record_failed_exchange(error)
             self._run.abandon()
@@ -307,11 +317,15 @@ class Session:
             raise
         seconds, run = time.perf_counter() - began, -1
         if isinstance(message, RunReport):
-            self._history.update(received)
-            run = self.state.search.runs
-        self.state.time_spent.add("exchanges_s", seconds)
+            run = state.orders.runs
+        state.time_spent.add("exchanges_s", seconds)
         self._recorder.record_exchange(run, len(sent), len(received), seconds * 1e3)
-        return decode(received)
+        order = read_order(received)
+        if order.failure is not None:
+            kind, text = order.failure
+            self._dropped_names = order.dropped
+            raise ORDERED_ERRORS.get(kind, TuningError)(text)
+        return order
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:
@@ -351,19 +365,18 @@ class Session:
 
     @contextlib.contextmanager
     def _dropping_searches(self) -> Iterator[None]:
-        """Drop searches if the block raises a TuningError: all ranks do. The peers hear of a FlowFailed."""
+        """Drop searches if the block raises a TuningError: all ranks do."""
         try:
             yield
         except TuningError as error:
-            if isinstance(error, FlowFailed):
-                self.function.group.fail(error)
-            self._drop(error)
+            if self._stage not in (*OVER, SessionStage.INTERRUPTED):  # else its exchange has failed
+                self._drop(error)
             raise
 
     def _drop(self, error: BaseException, outcome: str = "") -> None:
         """Forget the searches under way, on all ranks alike, and end the session; its report keeps them."""
         self._dropped = tuple(each.unfinished() for each in self._contexts())
-        self.state.drop_searches()
+        self.state.drop_searches(self._dropped_names)
         self.close(error, outcome)
 
     def close(self, error: BaseException | None = None, outcome: str = "") -> None:
@@ -372,16 +385,12 @@ class Session:
             return
         self._ended = time.monotonic()
         self._stage = SessionStage.CLOSED if error is None else SessionStage.FAILED
-        state, search = self.state, self.state.search
+        state, orders = self.state, self.state.orders
         state.known.close()
         self._run.close()
         self.function.group.leave()
-        launched = [search.contexts[name] for name in sorted(self._run.launched & search.contexts.keys())]
-        left = [
-            context
-            for context in launched
-            if context.provisional and context.by_run is not RunVerdict.LEFT_OUT
-        ]
+        launched = [orders.contexts[name] for name in sorted(self._run.launched & orders.contexts.keys())]
+        left = [each for each in launched if each.provisional and not each.result.is_left_out]
         if error is not None:
             outcome = outcome or type(error).__name__
         elif not all(context.status for context in launched):
@@ -392,7 +401,7 @@ class Session:
         ending = diagnosis.warning_at_end(self.function, self._run, starved, has_failed=self.has_failed)
         self.warning = ending or self.warning
         if outcome == "settled" or isinstance(error, NoValidConfig):
-            search.crash_bans = {}
+            orders.crash_bans = {}
             state.guard.close()
         contexts, spent = self._contexts(), asdict(state.time_spent.seconds)
         counts = {"runs": self.executions, "contexts": len(contexts), "seconds": self.elapsed_s, **spent}
@@ -414,10 +423,10 @@ class Session:
             log_dir=self._log_dir,
             warning=self.warning,
             spent=self.state.time_spent.seconds,
-            outlook=None if self.is_over else self.state.search.forecast,
+            outlook=None if self.is_over else self.state.orders.forecast,
         )
 
     def _contexts(self) -> tuple[TunedContext, ...]:
         if self._dropped is not None:
             return self._dropped
-        return tuned_contexts(self.state.search, self.state.registry, self._run.launched)
+        return tuned_contexts(self.state.orders, self.state.registry, self._run.launched)

@@ -41,7 +41,9 @@ class OneRun(Simulation):
         for name, context in self.tuning.contexts.items():
             if context.waves != self._waves.get(name):
                 self._waves[name] = context.waves
-                self._left[name] = [each for each in context.digests[1:] if each not in context.outside_race]
+                self._left[name] = [
+                    d for i, d in enumerate(context.digests) if i and i not in context.outside_indices
+                ]
         for left in self._left.values():
             while left and self._room >= 1:
                 left.pop()

@@ -19,48 +19,30 @@ from virtual_tuners import FUNCTIONS, Boom, Ending, VirtualRank
 from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, RankMismatch, TuningError
 from dist_autotune.launch.rank_context import Binding
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
-from dist_autotune.search.context import NOT_SHARED, Context
-from dist_autotune.search.messages import Message, Opening, RunReport, decode, merge
+from dist_autotune.search.context import NOT_SHARED
+from dist_autotune.search.messages import Message, Opening, RunReport, decode
+from dist_autotune.search.orders import ContextOrder, Orders
 from dist_autotune.search.rules import BY_LAUNCH, BY_RUN
-from dist_autotune.search.state import ADMISSION_RUNS, SearchState
-from dist_autotune.tuner.function_state import SESSION_STATE
-
-SIZES_EVERY = 5  # exchanges
-MERGE_SLACK_BYTES = 200  # of one part: counts and sums get longer digits when ranks are merged
+from dist_autotune.search.search import SESSION_STATE
+from dist_autotune.search.state import ADMISSION_RUNS
 
 
-def state_of(tuning: SearchState) -> tuple[Any, ...]:
-    """Return everything that steers what follows; equal on all ranks."""
-    contexts = {name: _state_of_context(context) for name, context in tuning.contexts.items()}
+def state_of(orders: Orders) -> tuple[Any, ...]:
+    """Return everything that an order has told; equal on all ranks."""
+    contexts = {name: _state_of_context(context) for name, context in orders.contexts.items()}
+    return contexts, orders.run, orders.session, dict(orders.aliases)
+
+
+def _state_of_context(context: ContextOrder) -> tuple[Any, ...]:
+    times = context.times
     return (
-        list(contexts.items()),  # their order decides whose turn is next
-        tuning.runs,
-        tuning.done,
-        tuning.closing,
-        tuning.has_trial,
-        tuning.judged_run,
-        tuning.forecast,
-        tuning.digest_text(),
-        dict(tuning.kernels.aliases),
-    )
-
-
-def _state_of_context(context: Context) -> tuple[Any, ...]:
-    return (
-        context.digests,
-        context.status,
-        context.winner,
-        context.planned,
-        context.trial,
-        context.is_warmup,
-        context.waiting,
-        context.next_run,
-        context.by_launches,
-        context.by_run,
-        context.judge,
-        context.last_run,
+        context.about,
+        context.next_launch,
+        context.result,
         dict(context.banned),
-        dict(context.times.ms),
+        dict(times.ms),
+        dict(times.warmup_ms),
+        dict(context.launch_ms),
     )
 
 
@@ -102,19 +84,17 @@ class Witness:
             self._check_beginnings(told)
             self._check_runs()
             self._note_samples(functools.reduce(Message.merged, told))
-            if sequence % SIZES_EVERY == 1:  # the first run, the one that announces, among them
-                self._check_sizes(told, payloads)
         for rank in self.ranks:
             rank.attempts.clear()
 
     @staticmethod
     def _known_runs(rank: VirtualRank) -> int:
-        return 0 if rank.state is None else rank.state.search.runs
+        return 0 if rank.state is None else rank.state.orders.runs
 
     # -- the state -----------------------------------------------------------------------------------------
 
     def _check_states(self) -> None:
-        tunings = [rank.state.search for rank in self.ranks if rank.state is not None]
+        tunings = [rank.state.orders for rank in self.ranks if rank.state is not None]
         first, *others = (state_of(tuning) for tuning in tunings)
         for rank, other in enumerate(others, 1):
             assert other == first, f"rank {rank} holds another state than rank 0:\n{other}\n{first}"
@@ -122,12 +102,13 @@ class Witness:
             self._check_context(context)
         self._statuses = {name: context.status for name, context in tunings[0].contexts.items()}
 
-    def _check_context(self, context: Context) -> None:
+    def _check_context(self, context: ContextOrder) -> None:
         usable = set(range(len(context.digests))) - context.banned.keys()
         assert usable, "a context goes on without a candidate"
-        for what in ("winner", "planned", "incumbent"):
-            index = getattr(context, what)
-            assert index in usable or index is None, f"{what} of {context.title} is banned"
+        standing = context.result
+        for what, index in (("winner", standing.winner), ("planned", context.planned)):
+            assert index in usable or index < 0, f"{what} of {context.title} is banned"
+        assert context.incumbent in usable, f"the incumbent of {context.title} is banned"
         digest = context.digests[context.incumbent]
         if context.settled:
             for rank in self.ranks:
@@ -136,7 +117,7 @@ class Witness:
                     assert digest in known.texts, f"{context.title}: the winner is no candidate of all"
         if context.status and self._statuses.get(context.name) == "":
             self.counts[context.status] += 1
-            is_timed = context.judge == BY_LAUNCH and context.winner in context.times.ms
+            is_timed = context.judge == BY_LAUNCH and standing.winner in context.times.ms
             if context.status == "tuned" and is_timed:
                 assert not self._unmeasured.get((context.name, digest)), (
                     f"{context.title}: the winner has no sample on some rank that launched it"
@@ -145,7 +126,8 @@ class Witness:
     def _note_samples(self, merged: RunReport) -> None:
         """Note which candidates have no sample on a rank that launched them when they were on trial."""
         assert self.ranks[0].state is not None
-        for name, context in self.ranks[0].state.search.contexts.items():
+        assert self.ranks[0].state.search is not None
+        for name, context in self.ranks[0].state.search.state.contexts.items():
             part = merged.parts.get(name)
             if part is None or context.trial is None or context.is_warmup or part.pending:
                 continue
@@ -165,7 +147,8 @@ class Witness:
     def _check_runs(self) -> None:
         """A session ends within what its options and its contexts allow."""
         assert self.ranks[0].state is not None
-        tuning, options = self.ranks[0].state.search, self.program.options
+        assert self.ranks[0].state.search is not None
+        tuning, options = self.ranks[0].state.search.state, self.program.options
         made = tuning.runs + 1  # with the one that is being told
         since = {rank.runs - before for rank, before in zip(self.ranks, self._runs_at_open, strict=True)}
         raises = self.program.events_of("raise") or _stock_failures(self.program)
@@ -197,7 +180,7 @@ class Witness:
 
     def _check_attempts(self, rank: VirtualRank, name: str, worked: set[str], failed: set[str]) -> None:
         assert rank.state is not None
-        context = rank.state.search.contexts.get(name)
+        context = rank.state.orders.contexts.get(name)
         if context is None:
             return
         known = rank.state.registry.by_name[name]
@@ -214,25 +197,6 @@ class Witness:
         )  # no session launches it once more
         if planned in known.texts and planned not in known.bans.keys() | failed | replaced:
             assert worked == {planned}, f"rank {rank.agreement.rank} launches {worked}, planned is {planned}"
-
-    # -- payloads ------------------------------------------------------------------------------------------
-
-    def _check_sizes(self, told: list[RunReport], payloads: list[bytes]) -> None:
-        """Bytes grow with contexts, and with what is found wrong, but not with ranks."""
-        largest: dict[str, int] = defaultdict(int)
-        bans: dict[str, dict[str, int]] = defaultdict(dict)
-        rest = 0
-        for payload, data in zip(told, payloads, strict=True):
-            rest = max(rest, len(data))
-            for name, part in payload.parts.items():
-                largest[name] = max(largest[name], len(RunReport(parts={name: part}).encode()))
-                for candidate, (_, reason) in part.bans.items():
-                    bans[name][candidate] = len(candidate) + len(reason) + 20
-                    self.counts["bans"] += 1
-        allowed = rest + sum(
-            size + sum(bans[name].values()) + MERGE_SLACK_BYTES for name, size in largest.items()
-        )
-        assert len(merge(*payloads)) <= allowed + MERGE_SLACK_BYTES, "the merged payload grows with ranks"
 
 
 def _compiling(payload: Message) -> list[str]:

@@ -106,6 +106,7 @@ class VirtualGroup:
         self._random = random
         self._watch = watch
         self._posted: dict[int, dict[int, bytes]] = {}
+        self._decides: dict[int, Decide] = {}
         self.broken: BaseException | None = None
         self._all_ended = threading.Event()
 
@@ -187,12 +188,14 @@ class VirtualGroup:
     def take_part(self, agreement: VirtualAgreement, sequence: int, payload: bytes, decide: Decide) -> Any:
         posted = self._posted.setdefault(sequence, {})
         posted[agreement.rank] = payload
+        if agreement.rank == 0:
+            self._decides[sequence] = decide
         if len(posted) == self.world_size and sequence not in self.ends:
             payloads = [posted[rank] for rank in range(self.world_size)]
             try:
                 if self._watch is not None:
                     self._watch(sequence, payloads, self.agreements)
-                self.ends[sequence] = decide(dict(enumerate(payloads)))
+                self.ends[sequence] = self._decides[sequence](dict(enumerate(payloads)))
             except BaseException as error:  # of a check: not to be taken for a rank's own
                 self.broken = error
         agreement.waits_for = sequence

@@ -329,7 +329,7 @@ class Ending:
         self.winners: dict[tuple[int, int], int] = {}  # (function, n) -> BLOCK
         if error is None and rank.state is not None:
             for name, known in rank.state.registry.by_name.items():
-                context = rank.state.search.contexts.get(name)
+                context = rank.state.orders.contexts.get(name)
                 if (
                     context is not None
                     and context.settled

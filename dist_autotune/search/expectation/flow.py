@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ..strategies import PAIR_FACTOR, Flow, Pause, Warmup, Winner, faster_of_two, racing_runs, rounds, within
 from .fields import UNKNOWN, Fills, TimesByKey
 from .model import Expectation
-from .order import AT_LEAST, FEWEST, KEYS, Meanwhile, Order, Waves
+from .order import AT_LEAST, FEWEST, KEYS, Meanwhile, TrialOrder, Waves
 
 
 def order_of(
@@ -17,7 +17,7 @@ def order_of(
     told: TimesByKey,
     meanwhile: Callable[[], Meanwhile] = Meanwhile,
     fills: Fills = UNKNOWN,
-) -> Order | None:
+) -> TrialOrder | None:
     """Return the order of trials of a key's candidates, the first one first; None: all are to be tried.
 
     told: by other keys before the first trial. meanwhile: returns what the session knows later on. fills: how
@@ -26,11 +26,11 @@ def order_of(
     if len(texts) >= FEWEST and len(told) >= KEYS:
         expectation = Expectation(key, texts, told, fills)
         if expectation.keys >= KEYS:
-            return Order(expectation, first=0)
+            return TrialOrder(expectation, first=0)
     return Waves(key, texts, told, meanwhile, fills) if len(texts) > AT_LEAST else None
 
 
-def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: Order) -> Flow:
+def expected(candidates: Sequence[int], *, n_warmup: int, n_repeat: int, order: TrialOrder) -> Flow:
     """Try candidates in their order, until the untried ones cannot pay; race those near the best.
 
     One warm-up run and two samples each, then rounds as in `racing`, with the same budget of runs for those

@@ -55,7 +55,7 @@ class Meanwhile:
     part: float = 1.0  # of a run, that this key takes
 
 
-class Order:
+class TrialOrder:
     """Which candidate to try next, one after another; the first ones are given.
 
     first: the incumbent. After each trial call `tell`.
@@ -171,7 +171,7 @@ class Order:
                 yield index, normal_below(z)
 
 
-class Waves(Order):
+class Waves(TrialOrder):
     """The order of candidates of which other keys told too little before the first trial.
 
     The first wave is spread over all, or what the few told keys expect to be the fastest; its times, and

@@ -5,7 +5,7 @@ from unittest import mock
 from rank_programs import wait_for
 
 from dist_autotune.ranks import watchdog as watchdog_module
-from dist_autotune.ranks.exchange import Failure
+from dist_autotune.ranks.exchange import FailedExchange
 from dist_autotune.ranks.watchdog import Watch, Watchdog
 
 
@@ -27,7 +27,7 @@ def test_a_run_is_watched_while_another_one_ends():
     with watchdog.watching(5, watch):
         with watchdog.watching(5, watch):
             pass
-        failures[5] = Failure(1, "Boom")
+        failures[5] = FailedExchange(1, "Boom")
         wait_for(lambda: told)
     assert "is still in a call, but rank 1 has failed (Boom)" in told[0]
     watchdog.close()

@@ -21,7 +21,7 @@ import pytest
 from dist_autotune.search.expectation.fields import LaunchMs
 from dist_autotune.search.expectation.flow import expected, order_of
 from dist_autotune.search.expectation.keys import by_distance
-from dist_autotune.search.expectation.order import KEYS, MOST_COMPILED, Order, best_start
+from dist_autotune.search.expectation.order import KEYS, MOST_COMPILED, TrialOrder, best_start
 from dist_autotune.search.strategies import RunningFlow, Strategy, exhaustive, racing, racing_runs
 from dist_autotune.triton_api.footprint import fill
 from tests.helpers.kernels_of_one_run import Kernel, OneRun
@@ -163,7 +163,7 @@ class Raced:
     failed: int
 
 
-def race(texts: list[str], row: dict[str, float], order: Order | None) -> Raced:
+def race(texts: list[str], row: dict[str, float], order: TrialOrder | None) -> Raced:
     """Run the flow with samples of which each has a noise of 1 %."""
     strategy = partial(expected, order=order)
     winner, _ = run_flow(strategy, texts, row)

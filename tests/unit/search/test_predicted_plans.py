@@ -11,8 +11,8 @@ import pytest
 from flows import driven
 
 from benchmarks.simulation.protocol_simulation import Simulation
-from dist_autotune.search import race_runs
 from dist_autotune.search.expectation.gaussian import GaussianProcess
+from dist_autotune.search.phases import race_runs
 from dist_autotune.search.plans import predicted
 from dist_autotune.search.plans.search import MORE_RUNS
 from dist_autotune.search.plans.space import PlanSpace, levels_of

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation.protocol_simulation import Simulation
 from dist_autotune import TuningError
-from dist_autotune.search import verify_bits
+from dist_autotune.search.phases import verify_bits
 
 
 class Outputs:

@@ -7,12 +7,12 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ..formatting import format_ms
-from .context import Context, Status
+from ...formatting import format_ms
+from ..context import Context, Status
+from ..plans.search import AskedPlan, Search
+from ..plans.space import Plan
+from ..rules import Rules
 from .phase import RunPhase
-from .plans.search import AskedPlan, Search
-from .plans.space import Plan
-from .rules import Rules
 
 ROUNDS = 6  # of all sides; the first one warms up
 DUEL_RUNS = 2 * ROUNDS  # where two plans are compared

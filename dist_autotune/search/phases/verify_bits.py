@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from ..errors import TuningError
-from ..formatting import config_label
-from .context import Context, Status
-from .messages import Bits, RunReport
+from ...errors import TuningError
+from ...formatting import config_label
+from ..context import Context, Status
+from ..messages import Bits, RunReport
+from ..plans.space import Plan
 from .phase import Phase
-from .plans.space import Plan
 
 RUNS = 2  # of each plan: the second shows whether it repeats itself
 PATIENCE = 3  # runs that launch other candidates than planned

@@ -6,14 +6,14 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 
-from .context import Context, RunVerdict, Status
-from .messages import RunReport
+from ..context import Context, RunVerdict, Status
+from ..messages import RunReport
+from ..plans import predicted
+from ..plans import search as plan_search
+from ..plans.search import AskedPlan, Search
+from ..plans.space import SHARE_STEP, Plan, PlanSpace, levels_of
+from ..rules import BY_RUN, Rules
 from .phase import RunPhase
-from .plans import predicted
-from .plans import search as plan_search
-from .plans.search import AskedPlan, Search
-from .plans.space import SHARE_STEP, Plan, PlanSpace, levels_of
-from .rules import BY_RUN, Rules
 
 FAMILY, OWN_SAY = 3, 1.15  # contexts of a kernel that steady each other; how far one may differ from them
 EXPLORED_RUNS = 2  # of an option, behind the tuning of its kernels: first uses cost the host

@@ -9,12 +9,12 @@ import abc
 import math
 from collections.abc import Mapping
 
-from .context import Context, Outcome, RunVerdict, Status
-from .messages import Part, RunReport
-from .plans.search import AskedPlan, Search
-from .plans.space import Plan
-from .rules import BY_RUN, Rules
-from .strategies import interval
+from ..context import Context, Outcome, RunVerdict, Status
+from ..messages import Part, RunReport
+from ..plans.search import AskedPlan, Search
+from ..plans.space import Plan
+from ..rules import BY_RUN, Rules
+from ..strategies import interval
 
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end
 

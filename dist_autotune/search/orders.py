@@ -1,0 +1,406 @@
+"""What the deciding rank tells all ranks: one order an exchange, and the records of contexts that it changes.
+
+A rank holds an `Orders`: for each context the record that its launches, reports, log and results are made
+from. The search itself is on the deciding rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from typing import Final, TypeAlias
+
+from msgspec import Struct, msgpack
+
+from ..errors import NoValidConfig
+from ..formatting import config_label, context_label
+from .agreed_times import AgreedTimes
+from .budget import Forecast
+from .context import Context, Outcome, Status
+from .expectation.fields import LaunchMs, TimesByKey
+from .messages import Ban, Crash, CrashBans, Offers
+from .rules import BY_LAUNCH, Rules
+from .state import SearchState
+
+
+class About(Struct, frozen=True, array_like=True):
+    """What never changes of a context. Candidates are indices of `digests` and `texts`."""
+
+    kernel: str
+    key: str
+    kernel_id: str
+    digests: tuple[str, ...]
+    texts: tuple[str, ...]
+    is_choice: bool
+    nearest_key: str  # whose winner stands first
+    default: int  # the candidate that is launched untuned
+    final_judge: str  # of the result
+    fills: dict[str, float]  # by the config's text: how much of the SMs' time a launch fills
+
+
+class NextLaunch(Struct, frozen=True, array_like=True):
+    """What a rank launches of a context in the next run, and what it reports of it."""
+
+    planned: int = -1  # the candidate that every rank launches; -1: nothing works
+    trial: int = -1  # the candidate whose time the search waits for
+    is_on_trial: bool = False  # the next run is a trial of the context
+    waiting: bool = False  # online: the trial has run, some rank's sample is not read yet
+    judge: str = BY_LAUNCH  # of its candidates now
+    outside_race: tuple[int, ...] = ()  # candidates that are not to be compiled now
+
+
+class SearchResult(Struct, frozen=True, array_like=True):
+    """How far the search of a context is, and its result."""
+
+    status: str = ""
+    incumbent: int = -1  # launched where no candidate is on trial; -1: nothing works
+    winner: int = -1
+    is_final: bool = False  # no whole run is still to judge the result
+    is_lasting: bool = False  # the next call takes the result as it is
+    is_undecided: bool = False  # settled, and still compared
+    is_left_out: bool = False  # the best plan does not launch it, and so it may starve
+    ranks: int = 0  # that have launched it in one run, at least
+    again: str = ""  # which candidates are raced after an upgrade
+    untried: str = ""  # why candidates were not tried
+    same_bits: bool | None = None  # the winner's outputs equal the first config's
+
+
+# A candidate's agreed ms, that of its warm-up, the fastest rank's, and how much of it may be a host's.
+TimesRow: TypeAlias = tuple[float | None, float | None, float | None, float | None]
+
+
+class ContextChanges(Struct, frozen=True, omit_defaults=True):
+    """How a context differs from the record that all ranks have of it."""
+
+    about: About | None = None  # of a new context
+    next_launch: NextLaunch | None = None
+    result: SearchResult | None = None
+    banned: dict[int, Ban] = {}
+    times: dict[int, TimesRow] = {}
+    launch_ms: dict[int, float] | None = None
+
+
+class ContextOrder:
+    """What a rank must know of a context for its launches, reports and results."""
+
+    def __init__(self, name: str, about: About) -> None:
+        self.name, self.about = name, about
+        self.next_launch, self.result = NextLaunch(), SearchResult()
+        self.banned: dict[int, Ban] = {}
+        self.times = AgreedTimes()
+        self.launch_ms: dict[int, float] = {}  # of a search by launches that is over
+
+    @property
+    def kernel(self) -> str:
+        return self.about.kernel
+
+    @property
+    def key(self) -> str:
+        return self.about.key
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        return self.about.digests
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return self.about.texts
+
+    @property
+    def planned(self) -> int:
+        """Return the candidate that every rank launches in the next run; raises NoValidConfig."""
+        return self.incumbent if self.next_launch.planned < 0 else self.next_launch.planned
+
+    @property
+    def is_on_trial(self) -> bool:
+        return self.next_launch.is_on_trial
+
+    @property
+    def judge(self) -> str:
+        return self.next_launch.judge
+
+    @property
+    def status(self) -> Status:
+        return Status(self.result.status)
+
+    @property
+    def settled(self) -> bool:
+        return bool(self.result.status)
+
+    @property
+    def provisional(self) -> bool:
+        return self.status.is_provisional
+
+    @property
+    def title(self) -> str:
+        return context_label(self.kernel, self.key)
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether every candidate is banned."""
+        return len(self.banned) == len(self.digests)
+
+    @property
+    def is_tuned_by_launches(self) -> bool:
+        """Return whether its search by launches is under way."""
+        return self.judge == BY_LAUNCH and not self.settled
+
+    @property
+    def incumbent(self) -> int:
+        """Return the candidate that is launched where none is on trial; raises NoValidConfig."""
+        if self.result.incumbent < 0:
+            raise NoValidConfig(spent_text(self.title, self.texts, self.banned))
+        return self.result.incumbent
+
+    @property
+    def winner(self) -> str | None:
+        """Return the digest of the final result; None: there is none yet."""
+        has_result = self.result.winner >= 0 and self.settled and not self.provisional
+        return self.digests[self.incumbent] if has_result else None
+
+    @property
+    def outside_race(self) -> set[str]:
+        """Return the digests of the candidates that are not to be compiled now."""
+        return {self.digests[index] for index in self.next_launch.outside_race}
+
+    @property
+    def default(self) -> int:
+        """Return the candidate that is launched untuned; the first that works if that one is banned."""
+        order = (self.about.default, *range(len(self.digests)))
+        return next((index for index in order if index not in self.banned), self.about.default)
+
+    def ms_by_text(self) -> dict[str, LaunchMs]:
+        """Return the times by launches, by the config's text, of a search that is over."""
+        fills = self.about.fills
+        known = {self.texts[index]: ms for index, ms in self.launch_ms.items() if ms > 0}
+        return {text: LaunchMs(ms, fills.get(text, 1.0)) for text, ms in known.items()}
+
+    def apply(self, changes: ContextChanges) -> None:
+        """Take over how the context has changed."""
+        self.next_launch = changes.next_launch or self.next_launch
+        self.result = changes.result or self.result
+        self.banned.update(changes.banned)
+        for index, row in changes.times.items():
+            for times, ms in zip(_columns(self.times), row, strict=True):
+                if ms is None:
+                    times.pop(index, None)
+                else:
+                    times[index] = ms
+        if changes.launch_ms is not None:
+            self.launch_ms = changes.launch_ms
+
+
+def _columns(times: AgreedTimes) -> tuple[dict[int, float], ...]:
+    return times.ms, times.warmup_ms, times.fastest_ms, times.gap_ms
+
+
+def _rows(times: AgreedTimes) -> dict[int, TimesRow]:
+    columns = _columns(times)
+    ms, warmup_ms, fastest_ms, gap_ms = (column.get for column in columns)
+    rows = {}
+    for index in {index for column in columns for index in column}:
+        found = ms(index), warmup_ms(index), fastest_ms(index), gap_ms(index)
+        rows[index] = tuple(None if each is None else float(each) for each in found)
+    return rows  # type: ignore[return-value]
+
+
+def spent_text(title: str, texts: tuple[str, ...], banned: dict[int, Ban]) -> str:
+    """Return the message where every candidate is banned, with each one's reason."""
+    failed = ((rank, config_label(texts[index]), reason) for index, (rank, reason) in sorted(banned.items()))
+    reasons = " ".join(f"Rank {rank}, {config}: {reason}." for rank, config, reason in failed)
+    return f"{title}: all {len(texts)} configs failed on some rank. {reasons}"
+
+
+class OpeningOrder(Struct, frozen=True, omit_defaults=True):
+    """How a session opens, or goes on after a failed run."""
+
+    session: str = ""
+    resumes: bool = False  # the session that a failed run has left goes on
+    drops: bool = False  # some ranks would have resumed one that others have not: all drop it, and open anew
+    retunes: bool = False  # results in memory and on disk do not count
+    resets: bool = False  # no context is kept
+    same_device: bool = True
+    shares_clock: bool = False  # all ranks read one monotonic clock
+    stores: dict[str, int] = {}  # cache -> the lowest rank that has it, and writes for all
+    offers: Offers = {}
+    crashes: dict[str, Crash] = {}
+    crash_bans: CrashBans = {}
+    remarks: tuple[str, ...] = ()
+
+
+class RunOrder(Struct, frozen=True, omit_defaults=True):
+    """What a run was, and the next one as a whole."""
+
+    runs: int = 0  # so far
+    judged_run: str | None = None  # what the whole next run is a sample of; None: it is not timed
+    tries: bool = False  # something that the next run launches may be timed
+    follows_fit: bool = False  # choosing the next run took the host long: ranks come late to it
+    compares_outputs: bool = False
+    counts: bool = False  # the time of the last run as a whole was a sample
+    is_pending: bool = False  # online: a rank has not read that time yet
+    done: bool = False
+    has_work: bool = True
+    wants_another: bool = False  # the session is cut short: the next call opens one
+    remark: str = ""
+    outcomes: dict[str, Outcome] = {}
+    bans: tuple[tuple[str, int], ...] = ()  # of this run: context, candidate
+    results: tuple[str, ...] = ()  # contexts whose result is final and new
+    names: dict[str, str] = {}  # new names of contexts
+    unknown: tuple[str, ...] = ()  # reported contexts that the search does not know: announce them anew
+    aliases: dict[str, str] | None = None  # of kernels; None: as before
+    offers: Offers = {}
+    forecast: Forecast | None = None
+    sent_ns: int = 0
+    lag_ns: int = 0
+    wanted_ms: float = 0.0
+    late_ms: float = 0.0
+
+
+class Order(Struct, frozen=True, omit_defaults=True):
+    """What the deciding rank tells all ranks at the end of an exchange."""
+
+    failure: tuple[str, str] | None = None  # the error that all ranks raise: class, message
+    dropped: tuple[str, ...] = ()  # contexts that are dropped with it, beside those of searches under way
+    opening: OpeningOrder | None = None
+    run: RunOrder | None = None
+    contexts: dict[str, ContextChanges] = {}  # those that have changed, by name
+
+    def encode(self) -> bytes:
+        return msgpack.encode(self)
+
+
+read_order: Final = msgpack.Decoder(Order).decode
+
+
+class Orders:
+    """What this rank knows of the search of one function. Any thread may read."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.contexts: dict[str, ContextOrder] = {}
+        self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
+        self.run = RunOrder(tries=rules.tunes)
+        self.session = ""  # the last one that used this state
+        self.crash_bans: CrashBans = {}
+
+    @property
+    def runs(self) -> int:
+        return self.run.runs
+
+    @property
+    def verifies(self) -> bool:
+        """Return whether outputs are compared."""
+        return self.rules.bits != "any" and self.rules.tunes
+
+    @property
+    def unsettled(self) -> Iterator[ContextOrder]:
+        return (context for context in tuple(self.contexts.values()) if not context.settled)
+
+    @property
+    def forecast(self) -> Forecast:
+        """Return how far the session has come. Any thread may ask."""
+        return self.run.forecast or Forecast(0, 0, 0, self.runs)
+
+    def apply(self, order: Order) -> None:
+        """Take over what an order says of contexts and of the next run."""
+        for name, changes in order.contexts.items():
+            if changes.about is not None:
+                self.contexts[name] = ContextOrder(name, changes.about)
+            self.contexts[name].apply(changes)
+        if order.run is not None:
+            self.run = order.run
+            if order.run.aliases is not None:
+                self.aliases.update(order.run.aliases)
+            for name in order.run.unknown:
+                self.contexts.pop(name, None)
+
+    def drop(self, named: Container[str]) -> set[str]:
+        """Drop searches under way, what nothing works for, and contexts by name; return all their names."""
+        dropped = {name for name, context in self.contexts.items() if name in named or not _stays(context)}
+        for name in dropped:
+            del self.contexts[name]
+        return dropped
+
+    def digest_text(self) -> str:
+        """Return the settled results as text, to compare between ranks."""
+        settled = [(name, c) for name, c in sorted(self.contexts.items()) if c.settled]
+        return ";".join(f"{name}={c.status}:{c.result.incumbent}" for name, c in settled)
+
+    def tuned_keys(self, kernel_id: str) -> dict[str, str]:
+        """Return the tuned keys of a kernel, each with the digest of its winner."""
+        return {
+            context.key: context.digests[context.incumbent]
+            for context in self._of_kernel(kernel_id)
+            if context.result.is_final and not (context.provisional or context.is_spent)
+        }
+
+    def times_by_key(self, kernel_id: str) -> TimesByKey:
+        """Return the times of a kernel's launches, by key and config, of searches that are over."""
+        return {
+            context.key: context.ms_by_text()
+            for context in self._of_kernel(self.aliases.get(kernel_id, kernel_id))
+            if context.launch_ms
+        }
+
+    def _of_kernel(self, kernel_id: str) -> Iterator[ContextOrder]:
+        for context in tuple(self.contexts.values()):
+            own = context.about.kernel_id
+            if self.aliases.get(own, own) == kernel_id:
+                yield context
+
+
+def _stays(context: ContextOrder) -> bool:
+    """Return whether a context outlives a session that is dropped."""
+    return context.settled and not (context.result.is_undecided or context.is_spent)
+
+
+def changes_of(context: Context, search: SearchState, known: ContextOrder | None) -> ContextChanges:
+    """Return how a context differs from the record that all ranks have of it; None: they have none."""
+    before = ContextOrder(context.name, _about(context)) if known is None else known
+    spent, times = context.is_spent, _rows(context.times)
+    next_launch = NextLaunch(
+        planned=-1 if spent else context.planned,
+        trial=-1 if context.trial is None else context.trial,
+        is_on_trial=context.is_on_trial,
+        waiting=context.waiting,
+        judge=context.judge,
+        outside_race=context.outside_indices,
+    )
+    result = SearchResult(
+        status=context.status.value,
+        incumbent=-1 if spent else context.incumbent,
+        winner=-1 if context.winner is None else context.winner,
+        is_final=search.is_final(context),
+        is_lasting=context.is_lasting,
+        is_undecided=search.is_undecided(context),
+        is_left_out=context.is_left_out,
+        ranks=context.ranks,
+        again=context.again,
+        untried=context.untried,
+        same_bits=context.same_bits,
+    )
+    rows, launch_ms = _rows(before.times), dict(context.by_launches.ms)
+    changed = {index: row for index, row in times.items() if rows.get(index) != row}
+    gone: dict[int, TimesRow] = dict.fromkeys(rows.keys() - times.keys(), (None, None, None, None))
+    return ContextChanges(
+        about=before.about if known is None else None,
+        next_launch=None if next_launch == before.next_launch else next_launch,
+        result=None if result == before.result else result,
+        banned={index: ban for index, ban in context.banned.items() if index not in before.banned},
+        times={**changed, **gone},
+        launch_ms=None if launch_ms == before.launch_ms else launch_ms,
+    )
+
+
+def _about(context: Context) -> About:
+    return About(
+        kernel=context.kernel,
+        key=context.key,
+        kernel_id=context.kernel_id,
+        digests=context.digests,
+        texts=context.texts,
+        is_choice=context.is_choice,
+        nearest_key=context.nearest_key,
+        default=context.first_default,
+        final_judge=context.final_judge,
+        fills=dict(context.fills),
+    )
