@@ -84,15 +84,19 @@ class SettledCalls:
 
     def end(self, state: FunctionState, call: CallUnderWay, *, asks_nobody: bool) -> bool:
         """End a call; return whether a session is opened now for its new keys, by all ranks alike."""
-        new, may_tune = call.new or (), self._may_tune(state, asks_nobody=asks_nobody)
+        may_tune = self._may_tune(state, asks_nobody=asks_nobody)
         count = state.call_count if may_tune else None
+        if (new := call.new) is None:  # as in most calls
+            if count is not None:
+                count.ended = count.begun
+            return False
         unasked = (each for each in new if each.tuned is None and self._asked[each.name] < ATTEMPTS)
         asking = list(unasked) if self.is_heard else []
         if count is not None:
             if asking:
                 count.asks_behind = count.begun
             count.ended = count.begun
-        if not new or asks_nobody:
+        if asks_nobody:
             return False
         if not may_tune:
             why = "watch=False" if state.function.tunes else f"DIST_AUTOTUNE_MODE={state.function.mode}"
