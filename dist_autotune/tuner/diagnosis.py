@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .. import settings
 from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, PeerFailed
 from ..formatting import config_label, described
 from ..logs.records import RunFailed
@@ -123,6 +124,18 @@ def warn_of_missing_is_dist(name: str) -> None:
             f"{name} is tuned without is_dist=True in a group of {ranks} ranks: each makes its own number of "
             "runs and picks its own configs, so kernels that wait for peers hang. Pass is_dist=True; if each "
             "rank should tune alone, silence this with warnings.filterwarnings.",
+        )
+
+
+def warn_of_missing_group(name: str) -> None:
+    """Warn once that the ranks that were started tune each for itself, for want of a process group."""
+    if (ranks := settings.world_size()) > 1 and not (dist.is_available() and dist.is_initialized()):
+        _warn_once(
+            "group",
+            f"{name} has is_dist=True, and {ranks} ranks were started (WORLD_SIZE={ranks}), but there is no "
+            "process group: each rank tunes alone and picks its own configs, so kernels that wait for peers "
+            "hang. Call torch.distributed.init_process_group() before the first call; if each rank should "
+            "tune alone, leave out is_dist=True.",
         )
 
 

@@ -48,6 +48,24 @@ def test_several_ranks_without_is_dist_are_told_once_what_that_means(options, ex
         assert others == [[]] * 3
 
 
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [("2", 1), ("1", 0), ("", 0)], ids=["two", "one", "no torchrun"]
+)
+def test_ranks_without_a_process_group_are_told_once_that_each_tunes_alone(
+    bench, kernel, monkeypatch, ranks, expected
+):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    told = []
+    for name in ("one", "other"):
+        tuned = bench.tune(
+            lambda: launch(kernel, numbers()), name=name, cache=False, share=False, is_dist=True
+        )
+        told += [*said(tuned), *said(tuned)]
+    assert len(told) == expected
+    assert all("one has is_dist=True, and 2 ranks were started (WORLD_SIZE=2), but" in text for text in told)
+    assert all("init_process_group() before the first call" in text for text in told)
+
+
 def stepping(bench: Bench, **options: Any) -> Any:
     weight = torch.nn.Parameter(numbers())
     optimizer = torch.optim.SGD([weight], lr=0.1)
