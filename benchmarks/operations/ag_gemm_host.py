@@ -76,8 +76,8 @@ class _PretendedRanks(SharingRanks):
         self.group, self.timeout_s = None, 1.0
         self.rank, self.world_size, self.members = 0, 2, (0, 1)
 
-    def exchange(self, value: Any) -> list[Any]:
-        return [value, value]
+    def _meet(self, step: str, value: Any) -> list[tuple[str, Any]]:
+        return [(step, value)] * 2
 
 
 class _PretendedMemory(CudaMemory):
