@@ -150,7 +150,8 @@ class Registry:
             context.begin_with(known, tries_few=self._tries_few(context), is_alone=is_alone)
 
     def _tries_few(self, context: RankContext) -> bool:
-        return self.known.orders.rules.tries_few(len(context.texts))
+        about = context.identity
+        return self.known.orders.rules.tries_few(len(context.texts), is_choice=about.is_choice)
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename contexts as the ranks have agreed, where kernels differ only in their candidates."""

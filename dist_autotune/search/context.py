@@ -315,7 +315,7 @@ class Context:
                 self.raced, self.upgrade = len(self.digests), ""
             self._order = None
             races_all = self.raced == len(self.digests)  # else some, after an upgrade
-            if races_all and self._rules.tries_few(len(self.texts)):
+            if races_all and self._rules.tries_few(len(self.texts), is_choice=self.is_choice):
                 self._order = order_of(self.key, self.texts, self._told, self._meanwhile, self.fills)
             self.flow = self._rules.flow_of(self.raced, self._order)
             self._resume(None)

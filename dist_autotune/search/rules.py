@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from .expectation.flow import expected
-from .expectation.order import MANY, TrialOrder
+from .expectation.order import EXPECTED_FROM, MANY, TrialOrder
 from .strategies import RunningFlow, Strategy, racing_runs
 
 BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate
@@ -39,11 +39,12 @@ class Rules:
         """Return whether what other keys tell decides which candidates are tried."""
         return self.search == "expected" and self.objective == "kernel"
 
-    def tries_few(self, candidates: int) -> bool:
+    def tries_few(self, candidates: int, *, is_choice: bool = False) -> bool:
         """Return whether a search tries a few of so many candidates, if it can tell which."""
-        if self.tries_all:
+        if self.tries_all or not self.races:
             return False
-        return self.expects or (candidates > MANY and self.races)
+        by_launches = self.objective == "kernel" and not is_choice
+        return self.expects or candidates >= (EXPECTED_FROM if by_launches else MANY + 1)
 
     def flow_of(self, candidates: int, order: TrialOrder | None = None) -> RunningFlow:
         """Return a search among so many candidates, by the option's strategy; order: that tries a few."""

@@ -74,7 +74,7 @@ class FunctionScope:
         """Return whether its offers tell all times: of several ranks the first one's, where they decide."""
         options, is_first = self.options, self.group.rank == self.group.ranks[0]
         return options.objective == "kernel" and (
-            self.is_alone or (is_first and options.search == "expected")
+            self.is_alone or (is_first and options.search in ("auto", "expected"))
         )
 
     @property

@@ -34,7 +34,8 @@ class OneRun(Simulation):
         self._left: dict[str, list[str]] = {}
         self._waves: dict[str, int] = {}
         texts = {name: [*each.ms] for name, each in self.kernels.items()}
-        super().__init__(texts, {}, search="expected", compiling=self._compiling, **options)
+        options = {"search": "expected", **options}
+        super().__init__(texts, {}, compiling=self._compiling, **options)
 
     def run(self) -> None:
         self._room = min(self._room, 1.0) + self._rate

@@ -20,9 +20,10 @@ def order_of(
 ) -> TrialOrder | None:
     """Return the order of trials of a key's candidates, the first one first; None: all are to be tried.
 
-    told: by other keys before the first trial. meanwhile: returns what the session knows later on. fills: how
-    much of the SMs' time launches at this key fill.
+    told: by other keys before the session. meanwhile: returns what the session knows by now. fills: how much
+    of the SMs' time launches at this key fill.
     """
+    told = {**told, **{other: ms for other, ms in meanwhile().told.items() if other != key}}
     if len(texts) >= FEWEST and len(told) >= KEYS:
         expectation = Expectation(key, texts, told, fills)
         if expectation.keys >= KEYS:

@@ -18,16 +18,18 @@ GAIN = 0.01  # an untried candidate must win by more ...
 GAIN_OF_RUN = 0.003  # ... and by more of a run, where it is known what that takes
 OF_SMALL = 0.2  # what one must win by of a key's own time, for that: then at most a quarter is tried
 OWN_SHARE = 0.5  # of a time, that is the candidate's own for sure; of less, others learn nothing
-CHANCE = 0.05  # that any untried one does so, below which the search ends
+CHANCE, CHANCE_OF_MANY = 0.05, 0.01  # that any untried one does so, below which the search ends
 AT_LEAST = 3  # candidates: the incumbent and two more
 KEYS = 4  # other keys that have told times; with fewer, waves of candidates say what to expect
 FEWEST = 12  # candidates: fewer are all tried, but for what the host hides
 LIKELY = 3  # times as many as are tried may be tried: what is observed changes what is expected
-MANY = 256  # candidates: of more, a few are tried by search="auto" too
+EXPECTED_FROM = 24  # candidates: of so many, search="auto" tries a few by what launches let expect
+MANY = 256  # candidates: of more, a few are tried whatever judges them
 FIRST_WAVE, WAVE, MOST_COMPILED = 48, 24, 144  # of them: spread ones, then by what these let expect
 FAILED = 2.0  # times the slowest of them
 IDLE_WAVES = 3  # in a row that find nothing faster by more than GAIN: then no more are compiled
 _MANY, _SHARE, _SHARE_OF_MANY = 100, 0.25, 0.07
+_SHARE_UNTOLD, _SHARE_TOLD = 0.4, 0.15  # of 100 and more: of a kernel's first key, with one to three others
 
 
 def most_tried(candidates: int) -> int:
@@ -192,10 +194,11 @@ class Waves(TrialOrder):
         self._fills = fills
         of_own = [fills.get(text, 1.0) for text in texts]
         self._process = GaussianProcess(fields_of(texts), fills=of_own)
-        self._process.fit({}, kin_of(key, texts, told, fills=bool(fills)))
+        kin = kin_of(key, texts, told, fills=bool(fills))
+        self._process.fit({}, kin)
         super().__init__(self._process, first=0)
         self._best_of_waves: list[float] = []
-        self.most, first, self._wave_size = _sizes(len(texts))
+        self.most, first, self._wave_size = _sizes(len(texts), is_told=bool(kin))
         # Keys met in the same run try different ones, where nothing is told.
         means = [round(mean, 9) for mean in self.expectation.means]
         others = sorted(range(1, len(texts)), key=lambda index: (means[index], digest(key + texts[index])))
@@ -239,7 +242,7 @@ class Waves(TrialOrder):
             return self.is_hidden  # of so many, chances that follow from one key are too sure of themselves
         has_exact = any(ms == least(ms) for ms in self.ms.values())  # without a part of the host's
         tries_all = len(self._texts) < FEWEST and has_exact and self._gain == GAIN
-        return chance < CHANCE and not tries_all
+        return chance < (CHANCE if len(self._texts) < _MANY else CHANCE_OF_MANY) and not tries_all
 
     def _is_idle(self) -> bool:
         """Return whether the last waves of many candidates have found nothing faster."""
@@ -249,10 +252,13 @@ class Waves(TrialOrder):
         return is_many and bool(earlier) and earlier[-1] - self._best_of_waves[-1] < GAIN
 
 
-def _sizes(candidates: int) -> tuple[int, int, int]:
+def _sizes(candidates: int, *, is_told: bool) -> tuple[int, int, int]:
     """Return how many of so many candidates are tried at most, in the first wave, and in each further one."""
     if candidates > MANY:
         return MOST_COMPILED, FIRST_WAVE, WAVE
+    if candidates >= _MANY:
+        share, first = (_SHARE_TOLD, AT_LEAST) if is_told else (_SHARE_UNTOLD, candidates // 8)
+        return int(share * candidates), first, candidates // 16
     if candidates < FEWEST:
         return candidates, AT_LEAST, candidates
     return candidates, AT_LEAST, max(2, candidates // 8)

@@ -131,8 +131,8 @@ def together(space: PlanSpace) -> Search:
     near = [starts[plans.index(plan)] for plan in race.near if plan != base][:MOST_NEAR]
     best = starts[plans.index(again.fastest)]
     near += [*_beside(space, best), _start(space, _fastest_options(starts, race), best.room, best.kernels)]
-    near = [start.plan for start in _distinct(near)]
-    last = yield from raced("together, near", near, max(NEAR_RUNS, NEAR_RUNS_PER_PLAN * len(near)), 0)
+    plans = [start.plan for start in _distinct(near)]
+    last = yield from raced("together, near", plans, max(NEAR_RUNS, NEAR_RUNS_PER_PLAN * len(plans)), 0)
     return last.fastest
 
 
