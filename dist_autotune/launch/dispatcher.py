@@ -235,9 +235,9 @@ class Dispatcher:
             self._note_new(call, context)
 
     def _repeat(self, launch: Launch) -> Any:
-        """Launch the config that the run under way has launched, to be captured; its failure is raised."""
+        """Launch the config that the last run has launched; its failure is raised."""
         binding = self._known_binding(launch)
-        config = binding.configs[binding.rank_context.chosen(binding)]
+        config = binding.configs[binding.rank_context.chosen(binding, binding.rank_context.bans)]
         launch.run_pre_hook(config)
         return launch.run(config)
 

@@ -111,10 +111,9 @@ class CallUnderWay:
 
     def keep(self, launch: Launch) -> None:
         """Note that a launch changes tensors, and in a session copy them before it does."""
-        if written_arguments(launch.tuner):
-            self.changes = True
-            if self.written is not None:
-                self.written.keep(launch)
+        self.changes |= bool(written_arguments(launch.tuner))
+        if self.written is not None:
+            self.written.keep(launch)
 
     @property
     def is_of_session(self) -> bool:
@@ -139,7 +138,7 @@ def dispatcher(before: Run) -> Run:
     def launch_unknown(call: CallUnderWay, tuner: Autotuner, args: Any, kwargs: dict[str, Any]) -> Any:
         if len(tuner.configs) > 1 or not call.launcher.passes_single:
             return call.launcher.launch(call, Launch(tuner, args, kwargs))
-        changes = tuner.restore_value or tuner.reset_to_zero
+        changes = tuner.restore_value or tuner.reset_to_zero or call.is_of_session
         if changes and not (kwargs.get("warmup") or is_capturing()):
             call.keep(Launch(tuner, args, kwargs))
         if is_stock and not call.tunes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,8 +24,9 @@ from ..triton_api.live_objects import instances
 
 # What a tensor without a storage raises when it is asked for it: a sparse one, an uninitialised parameter.
 _NO_STORAGE = (RuntimeError, NotImplementedError, ValueError, TypeError)
+OF_OPERATIONS = "dist_autotune.kernels"  # their flags and symmetric memory count calls
 # A storage with offset, sizes, strides and type of what a launch was given of it.
-_Region: TypeAlias = tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...], torch.dtype]
+Region: TypeAlias = tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,28 @@ class WrittenTensors:
     """Copies of the tensors that launches of one call change, from before the call. Any thread may launch."""
 
     def __init__(self) -> None:
-        self._copies: dict[_Region, _Copy] = {}  # in the order of the first launches
+        self._copies: dict[Region, _Copy] = {}  # in the order of the first launches
         self._there_before: set[StorageWeakRef] | None = None  # None: nothing is copied
         self._names: dict[str, None] = {}  # `kernel.argument` of the copies, in order
+        self.given: dict[Region, str] | None = None  # what kernels are given, with names; None: not recorded
+        # The tensors from before the call, with their versions, and whether they had a gradient.
+        self._versions: list[tuple[weakref.ref[torch.Tensor], int, bool]] = []
         self._lock = fork_safe_lock()
 
-    def begin_runs(self, result: object = None) -> None:
-        """From now on copy what launches change, unless a run has allocated it; copy `result` at once."""
-        self._there_before = _storages()
+    def begin_runs(self, result: object = None, *, records: bool = False) -> None:
+        """From now on copy what launches change, unless a run has allocated it; copy `result` at once.
+
+        records: keep what kernels are given, for `changed`.
+        """
+        self._there_before, tensors = set(), _tensors()
+        with torch._C.DisableTorchFunctionSubclass():
+            for tensor in tensors:
+                with contextlib.suppress(*_NO_STORAGE):
+                    self._there_before.add(StorageWeakRef(tensor.untyped_storage()))
+                    if records and not tensor.is_inference():
+                        has_gradient = tensor.is_leaf and tensor.grad is not None
+                        self._versions.append((weakref.ref(tensor), tensor._version, has_gradient))
+        self.given = {} if records else None
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor):
                 self._keep("", tensor)
@@ -54,30 +70,38 @@ class WrittenTensors:
         self._there_before = None
         self._copies.clear()
         self._names.clear()
+        self._versions.clear()
+        self.given = None
 
     def keep(self, launch: Launch) -> None:
         """Copy what a launch changes, unless there is a copy; raises TuningError where no memory is left."""
+        names = written_arguments(launch.tuner)
+        if not names and self.given is None:
+            return
         arguments = {**dict(zip(launch.tuner.arg_names, launch.args, strict=False)), **launch.kwargs}
-        for name in written_arguments(launch.tuner):
-            value = arguments.get(name)
+        kernel = launch.tuner.base_fn
+        for name, value in arguments.items():
             if not isinstance(value, torch.Tensor):
                 value = getattr(value, "base", None)  # of a descriptor
             if isinstance(value, torch.Tensor):
-                self._keep(f"{launch.tuner.base_fn.__name__}.{name}", value)
+                if name in names:
+                    self._keep(f"{kernel.__name__}.{name}", value)
+                elif self.given is not None and not kernel.__module__.startswith(OF_OPERATIONS):
+                    self._record(f"argument {name} of {kernel.__name__}", value)
+
+    def _record(self, name: str, tensor: torch.Tensor) -> None:
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            region = region_of(tensor)
+            if self.given is not None and region is not None and self._was_there(region[0], tensor):
+                self.given.setdefault(region, name)
 
     def _keep(self, name: str, tensor: torch.Tensor) -> None:
         with self._lock, torch._C.DisableTorchFunctionSubclass():
-            try:
-                storage = StorageWeakRef(tensor.untyped_storage())
-                strides, offset = tuple(tensor.stride()), tensor.storage_offset()
-            except _NO_STORAGE:
-                return
-            region = storage, int(offset), tuple(tensor.shape), strides, tensor.dtype
-            if region in self._copies or not tensor.numel() or not self._was_there(storage, tensor):
+            region = region_of(tensor)
+            if region is None or region in self._copies or not self._was_there(region[0], tensor):
                 return
             try:
-                with torch.inference_mode(False), torch.no_grad():
-                    values = without_overlap(_as_stored(tensor.detach())).clone()
+                values = copy_of(tensor)
             except torch.OutOfMemoryError as error:
                 raise TuningError(
                     f"{name or 'the result'}: no memory for a copy of its {tensor.nbytes} bytes, to be put "
@@ -88,6 +112,27 @@ class WrittenTensors:
             if name:
                 self._names[name] = None
 
+    def changed(self) -> dict[Region, str]:
+        """Return, with names, what was there before the call and may have been changed since; record no more.
+
+        What launches were given, and what torch has changed; without what kernels say that they change.
+        """
+        found = dict(self.given or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            for reference, version, had_gradient in self._versions:
+                if (tensor := reference()) is None:
+                    continue
+                with contextlib.suppress(*_NO_STORAGE):
+                    if tensor._version != version and (region := region_of(tensor)) is not None:
+                        found.setdefault(region, "a tensor that torch changes")
+                    if tensor.is_leaf and tensor.requires_grad and not had_gradient:
+                        gradient = tensor.grad
+                        if gradient is not None and (region := region_of(gradient)) is not None:
+                            found.setdefault(region, "a gradient")
+        self.given = None
+        self._versions.clear()
+        return {region: name for region, name in found.items() if region not in self._copies}
+
     def _was_there(self, storage: StorageWeakRef, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is none that a run of this call has allocated."""
         return self._there_before is not None and (storage in self._there_before or _is_frozen(tensor))
@@ -97,16 +142,41 @@ class WrittenTensors:
 
         The last copy first: of overlapping parts of a storage, the first one holds what was there before.
         """
-        for (storage, offset, shape, strides, dtype), copy in reversed(self._copies.items()):
-            alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
-            last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            if alive is None or alive.nbytes() < (last + 1) * dtype.itemsize:  # it may have been made smaller
-                continue
+        for region, copy in reversed(self._copies.items()):
             with torch.inference_mode(False), torch.no_grad(), _ordered_with(copy.stream):
-                # A tensor of its own: the user's has a version that autograd compares.
-                there = torch.empty(0, dtype=dtype, device=alive.device)
-                without_overlap(there.set_(alive, offset, shape, strides)).copy_(copy.values)
+                if (there := tensor_of(region)) is not None:
+                    there.copy_(copy.values)
         return ", ".join(self._names)
+
+
+def region_of(tensor: torch.Tensor) -> Region | None:
+    """Return where a tensor lies; None: nowhere, or it is empty."""
+    try:
+        storage = StorageWeakRef(tensor.untyped_storage())
+        strides, offset = tuple(tensor.stride()), tensor.storage_offset()
+    except _NO_STORAGE:
+        return None
+    return (storage, int(offset), tuple(tensor.shape), strides, tensor.dtype) if tensor.numel() else None
+
+
+def tensor_of(region: Region) -> torch.Tensor | None:
+    """Return what lies there now, each element once; None: its memory is gone, or was made smaller.
+
+    A tensor of its own: the user's has a version that autograd compares.
+    """
+    storage, offset, shape, strides, dtype = region
+    alive = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if alive is None or alive.nbytes() < (last + 1) * dtype.itemsize:
+        return None
+    there = torch.empty(0, dtype=dtype, device=alive.device)
+    return without_overlap(there.set_(alive, offset, shape, strides))
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor as it lies in memory, each element once."""
+    with torch.inference_mode(False), torch.no_grad():
+        return without_overlap(_as_stored(tensor.detach())).clone()
 
 
 def written_arguments(tuner: Any) -> tuple[str, ...]:
@@ -114,16 +184,16 @@ def written_arguments(tuner: Any) -> tuple[str, ...]:
     return *getattr(tuner, "reset_to_zero", ()), *getattr(tuner, "restore_value", ())
 
 
-def _storages() -> set[StorageWeakRef]:
-    """Return the storages of all tensors that Python knows, and of their gradients."""
-    found: set[StorageWeakRef] = set()
+def _tensors() -> list[torch.Tensor]:
+    """Return all tensors that Python knows, and their gradients: Python may not have seen those."""
     with torch._C.DisableTorchFunctionSubclass():
-        for tensor in instances(_and_subclasses(torch.Tensor)):
+        found = instances(_and_subclasses(torch.Tensor))
+        gradients = []
+        for tensor in found:
             with contextlib.suppress(*_NO_STORAGE):
-                found.add(StorageWeakRef(tensor.untyped_storage()))
-                if tensor.is_leaf and tensor.grad is not None:  # autograd's: Python may not have seen it
-                    found.add(StorageWeakRef(tensor.grad.untyped_storage()))
-    return found
+                if tensor.is_leaf and tensor.grad is not None:
+                    gradients.append(tensor.grad)
+        return found + gradients
 
 
 def _and_subclasses(kind: type) -> set[type]:
@@ -131,7 +201,7 @@ def _and_subclasses(kind: type) -> set[type]:
 
 
 def _is_frozen(tensor: torch.Tensor) -> bool:
-    """Return whether `gc.freeze()` has hidden a tensor from `_storages`: then it is an old one."""
+    """Return whether `gc.freeze()` has hidden a tensor from `_tensors`: then it is an old one."""
     if not gc.get_freeze_count():
         return False
     base = tensor if tensor._base is None else tensor._base

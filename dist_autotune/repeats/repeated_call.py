@@ -52,9 +52,9 @@ class RepeatedCall(Generic[T]):
                 )
             raise
 
-    def end(self) -> None:
-        """End with the last run, whose result is returned: the caller's autograd hooks get what it saved."""
-        self._saved.pass_on()
+    def end(self, *, with_first: bool = False) -> None:
+        """End with the last run, or the first one: the caller's autograd hooks get what it has saved."""
+        self._saved.pass_on(0 if with_first else -1)
 
     def end_beside(self) -> None:
         """End with what the settled run has left."""
@@ -65,18 +65,18 @@ class RepeatedCall(Generic[T]):
 class SavedTensors:
     """In a `with` block, keeps what autograd saves from the hooks of the caller, as `checkpoint` has them.
 
-    They must see one execution: `pass_on` gives them what the last block has saved, in its order.
+    They must see one execution: `pass_on` gives them what the first or the last block has saved, in order.
     """
 
     def __init__(self) -> None:
         self._outer = saved_tensor_hooks()
-        self._saved: list[weakref.ref[_Saved]] = []
+        self._saved: list[list[weakref.ref[_Saved]]] = []  # by the first and the last block
         self._hooks: Any = None
 
     def __enter__(self) -> None:
         if self._outer is None:
             return
-        self._saved = []
+        self._saved = [*self._saved[:1], []]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, _unpack)
         self._hooks.__enter__()
 
@@ -87,14 +87,15 @@ class SavedTensors:
 
     def _keep(self, tensor: torch.Tensor) -> _Saved:
         saved = _Saved(tensor)
-        self._saved.append(weakref.ref(saved))
+        self._saved[-1].append(weakref.ref(saved))
         return saved
 
-    def pass_on(self) -> None:
+    def pass_on(self, run: int) -> None:
+        """Give the hooks what the first block (0) or the last one (-1) has saved."""
         if self._outer is None:
             return
         pack, unpack = self._outer
-        for each in self._saved:
+        for each in self._saved[run]:
             # What is gone counts: a checkpoint compares the number of tensors with that of its recomputation.
             if (saved := each()) is None:
                 pack(torch.empty(0))

@@ -329,6 +329,8 @@ class Calls:
             return
         self._report, self._session = session.report(), None
         self._wants_session = session.wants_another
+        if session.in_place:
+            self._settled.stop(session.left, session.in_place)
         has_retuned = session.state.known.ignores_known and not session.has_failed
         self._is_retuning &= not has_retuned
         if not session.has_failed:

@@ -15,7 +15,7 @@ from ..launch.kernel_names import KernelNames
 from ..launch.registry import Registry
 from ..launch.results import Results
 from ..launch.written_tensors import WrittenTensors
-from ..options import Options
+from ..options import DEFAULT_N_REPEAT, DEFAULT_N_WARMUP, Options
 from ..ranks.group import RankGroup
 from ..ranks.questions import CallCount
 from ..ranks.watchdog import Watch
@@ -48,6 +48,21 @@ class FunctionSetup(FunctionScope):
         self.timeout_s = options.resolved_timeout_s()
         interpreted = interception.is_interpreted()
         self.clock: Clock = options.clock or default_clock(self.timeout_s, interpreted=interpreted)
+
+    @property
+    def checks_in_place(self) -> bool:
+        """Whether work in place is looked for: where the number of runs is left to the search, or repeats."""
+        options = self.options
+        is_free = options.n_warmup is options.n_repeat is options.max_runs is None
+        return self.tunes and (self.repeats_first_plan or is_free)
+
+    @property
+    def repeats_first_plan(self) -> bool:
+        """Whether the search itself makes two runs with the first plan; else the first one is made again."""
+        options, runs = self.options, 0
+        for given, default in ((options.n_warmup, DEFAULT_N_WARMUP), (options.n_repeat, DEFAULT_N_REPEAT)):
+            runs += default if given is None else given
+        return options.search_name == "exhaustive" and runs > 1
 
     def facts(self, values: dict[str, str]) -> Facts:
         """Return facts as this rank reports them; each exchange holds the name of the function."""
@@ -91,6 +106,7 @@ class FunctionState:
         self.guard = function.crash_guard(disk)
         self.written = WrittenTensors()  # by the launches of the call under way
         self.time_spent = TimeSpent()  # of the session under way
+        self.is_checked = False  # its first two runs left the same values: see `InPlaceCheck`
         self.has_refused = False  # a settled call: the peers know
         self.watches: Callable[[], Watch] | None = None  # settled calls; None: nobody asks about them
         self._call_count: CallCount | None = None

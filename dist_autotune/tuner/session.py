@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +19,13 @@ from typing import Any, TypeVar
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, RankMismatch, TuningError
 from ..formatting import counted, described
 from ..launch.fast_path import CallUnderWay
+from ..launch.rank_context import RankContext
 from ..logs import decisions
 from ..logs.progress import Progress
 from ..logs.records import Merged, Note, SessionClosed
 from ..logs.writer import SessionLog
 from ..ranks.watchdog import Watch
+from ..repeats.in_place import InPlaceCheck
 from ..repeats.repeated_call import RepeatedCall
 from ..repeats.snapshot import Snapshot
 from ..search.messages import Message, Opening, RunReport
@@ -83,6 +86,9 @@ class Session:
         self._dropped_names: tuple[str, ...] = ()  # contexts that the last order drops
         self._interrupted_by = ""  # the failure of the run that left it INTERRUPTED
         self._has_put_back = False  # something that a kernel has changed
+        self._launches: CallUnderWay  # of the last run
+        self.in_place = ""  # what a further run changes though nobody declared it: nothing more is tried
+        self.left: tuple[RankContext, ...] = ()  # the keys that stay untuned then
         self._may_resume = not state.orders.verifies  # another call has other inputs, and other bits
 
     @property
@@ -100,7 +106,7 @@ class Session:
         Online it would be every call: there a context that is launched again opens one, see
         `Context.is_lasting`.
         """
-        return self.has_failed or self.state.orders.run.wants_another
+        return (self.has_failed and not self.in_place) or self.state.orders.run.wants_another
 
     @property
     def elapsed_s(self) -> float:  # since the session's first call: what `budget_s` limits
@@ -116,7 +122,10 @@ class Session:
         steps = diagnosis.optimizer_steps(INTERCEPTION.is_in_session)
         with self._reporting_failures(), steps as stepped:
             snapshot = Snapshot(preserve)
-            self.state.written.begin_runs(beside)
+            checks = self.function.checks_in_place and not self.state.is_checked
+            check = InPlaceCheck(self.state.written) if checks else None
+            first: list[T] = []  # the result of the first run, until the second one is compared with it
+            self.state.written.begin_runs(beside, records=check is not None)
             with contextlib.nullcontext() if beside is None else self._leaving_nothing(call, snapshot):
                 while True:
                     with self._one_run(call):
@@ -124,6 +133,11 @@ class Session:
                         if self._run.outputs is not None:
                             self._run.outputs.take_result(result)
                     is_done = self.state.orders.run.done
+                    if check is not None and first:
+                        if self._has_changed_in_place(check):
+                            return self._end_as_first(call, first[0], beside)
+                        check = None
+                        first.clear()
                     if is_done and beside is None:
                         self.close()
                         call.end()
@@ -131,13 +145,79 @@ class Session:
                     if not preserve:
                         online = self.function.bits == "any"
                         diagnosis.warn_of_repeated_steps(self.function.name, stepped, may_be_online=online)
+                    if check is not None and not is_done:
+                        check.copy()
+                        if self._first_of_ranks("a rank" if check.compares else "", "what to compare"):
+                            first.append(result)
                     del result  # a trial's outputs must not add to the memory of the next
                     self._put_back()
                     snapshot.restore()  # last: it is from before the call
+                    if check is not None and first and not self.function.repeats_first_plan:
+                        self._repeat_run(call)
+                        if self._has_changed_in_place(check):
+                            return self._end_as_first(call, first[0], beside)
+                        check = None
+                        first.clear()
+                        self._put_back()
+                        snapshot.restore()
                     if is_done and beside is not None:
                         self.close()
                         call.end_beside()
                         return beside[0]
+
+    def _repeat_run(self, call: RepeatedCall[Any]) -> None:
+        """Make the last run once more: its configs again, no samples."""
+        launches, dispatcher = self._launches, self.state.dispatcher
+        launches.repeats, dispatcher.run_under_way = True, launches
+        self.executions += 1
+        try:
+            with self._under_way(launches, self._diagnosis.watch()):
+                self._stage = SessionStage.IN_FUNCTION
+                call()
+                self._stage = SessionStage.BETWEEN_RUNS
+        finally:
+            dispatcher.run_under_way = None
+
+    def _has_changed_in_place(self, check: InPlaceCheck) -> bool:
+        """Compare the second run with the first; if they differ on some rank, end the session on all.
+
+        What the first run has left is put back, and the keys stay untuned.
+        """
+        with as_launch_failed(if_reported=True):
+            found = check.change()
+        found = self._first_of_ranks(found, "what a second run has changed in place")
+        if not found:
+            self.state.is_checked = True
+            return False
+        check.put_back()
+        self.in_place = f"a further run changes {found}"
+        known = self.state.registry.by_name.values()
+        self.left = tuple(each for each in known if each.tuned is None and len(each.texts) > 1)
+        text = (
+            f"{self.function.name} changes {found}, in place: a second run with the same configs left other "
+            "values. They were put back, the call ended with its first run, and its keys stay untuned until "
+            'retune(). Name the tensor in preserve=, or in restore_value of the kernel, or use mode="online".'
+        )
+        self._drop(TuningError(text), outcome="changes in place")
+        warnings.warn(text, stacklevel=2)
+        return True
+
+    def _first_of_ranks(self, found: str, what: str) -> str:
+        """Return what the lowest rank has found that has found something; all ranks ask together."""
+        if self.function.is_alone:
+            return found
+
+        def decide(reports: Mapping[int, bytes]) -> bytes:
+            return next((each for _, each in sorted(reports.items()) if each), b"")
+
+        return self.function.group.exchange(found.encode(), decide, self.function.timeout_s, what).decode()
+
+    def _end_as_first(self, call: RepeatedCall[T], result: T, beside: tuple[T] | None) -> T:
+        if beside is not None:
+            call.end_beside()
+            return beside[0]
+        call.end(with_first=True)
+        return result
 
     @contextlib.contextmanager
     def _leaving_nothing(self, call: RepeatedCall[Any], snapshot: Snapshot) -> Iterator[None]:
@@ -220,7 +300,7 @@ class Session:
         """
         state = self.state
         try:
-            launches = self._run.begin()
+            launches = self._launches = self._run.begin()
             self.executions += 1
             watch = self._diagnosis.watch()
             with self._under_way(launches, watch):

@@ -39,6 +39,7 @@ class SettledCalls:
         self._name, self._options, self._note = name, options, note
         self._untuned: dict[str, tuple[RankContext, str]] = {}  # by name, with reasons
         self._asked: collections.Counter[str] = collections.Counter()  # contexts: in how many calls
+        self._stopped = ""  # why no key asks for a session
         self._unanswered = 0  # questions in a row that some rank gave no answer to
         self._has_failing = False  # a settled config fails here: this rank asks before its next call
         self._told_of = ""  # the session behind which stderr has a line
@@ -50,8 +51,14 @@ class SettledCalls:
         left = [(context, reason) for context, reason in self._untuned.values() if context.tuned is None]
         return tuple((each.identity.source.short_name, each.identity.key, reason) for each, reason in left)
 
+    def stop(self, left: Iterable[RankContext], reason: str) -> None:
+        """Leave these keys and all new ones untuned until a session is opened: `retune()` does."""
+        self._stopped = reason
+        self._leave_untuned(left, reason)
+
     def begin_session(self) -> None:
         """Ask anew: a session is opened."""
+        self._stopped = ""
         self._untuned.clear()
         self._asked.clear()
         self._unanswered, self._has_failing = 0, False
@@ -91,16 +98,17 @@ class SettledCalls:
                 count.ended = count.begun
             return False
         unasked = (each for each in new if each.tuned is None and self._asked[each.name] < ATTEMPTS)
-        asking = list(unasked) if self.is_heard else []
+        asking = list(unasked) if self.is_heard and not self._stopped else []
         if count is not None:
             if asking:
                 count.asks_behind = count.begun
             count.ended = count.begun
         if asks_nobody:
             return False
-        if not may_tune:
-            why = "watch=False" if state.function.tunes else f"DIST_AUTOTUNE_MODE={state.function.mode}"
-            self._leave_untuned(new, why)
+        if self._stopped or not may_tune:
+            mode = state.function.mode
+            why = "watch=False" if state.function.tunes else f"DIST_AUTOTUNE_MODE={mode}"
+            self._leave_untuned(new, self._stopped or why)
             return False
         if self._options.mode == "online":
             self._note_waiting(new)

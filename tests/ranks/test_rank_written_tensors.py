@@ -71,3 +71,26 @@ def test_ranks_tune_a_new_key_together_when_one_of_them_cannot_put_its_call_back
         step(n)
     assert torch.equal(y, len(sizes) * numbers() if rank == 0 else torch.zeros(64))
     assert (step.settled, bench.blocks("add", n=16)[-1]) == (True, 32)
+
+
+def test_undeclared_work_in_place_on_one_rank_ends_the_call_with_its_first_run_on_all():
+    def program(rank):
+        bench, y = Bench(), torch.zeros(64)
+        kernel = bench.kernel(MS, accumulate)
+
+        def thunk():
+            if rank == 0:
+                y.zero_()
+            launch(kernel, numbers(), y)
+
+        step = tune(bench, thunk, n_warmup=None, n_repeat=None)
+        with pytest.warns(UserWarning, match="changes argument y_ptr of accumulate, of shape"):
+            step()
+        assert torch.equal(y, numbers())
+        assert step.settled
+        step()
+        return bench.blocks(), [reason for _, _, reason in step.untuned]
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    assert (zero[0], len(zero[1])) == ([16, 16, 16], 1)

@@ -1,0 +1,85 @@
+"""Finds work in place that nobody declared: the first run, made once more, leaves other values.
+
+What kernels were given and what torch changed, if it was there before the call, is copied behind the first
+run and compared behind the second one: by its bits, then by value, as sums of floats depend on the order of
+atomic additions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+from ..launch.written_tensors import Region, WrittenTensors, copy_of, tensor_of
+
+MEMORY_SHARE = 0.25  # of the free memory that the copies may take
+ROUNDING_STEPS = {2: 2, 4: 64, 8: 64}  # by bytes of a float: so many of the largest value may be rounding
+
+
+class InPlaceCheck:
+    """The check of one call. `written` has recorded the launches of its first run."""
+
+    def __init__(self, written: WrittenTensors) -> None:
+        self._written = written
+        self._copies: dict[Region, tuple[str, torch.Tensor]] = {}
+        self.remark = ""  # why nothing is compared
+
+    def copy(self) -> None:
+        """Copy what the first run may have changed."""
+        named = self._written.changed()
+        there = {region: tensor for region in named if (tensor := tensor_of(region)) is not None}
+        for device in {tensor.device for tensor in there.values()}:
+            needed = sum(tensor.nbytes for tensor in there.values() if tensor.device == device)
+            if needed > MEMORY_SHARE * _free_bytes(device):
+                self.remark = f"work in place is not looked for: {needed} bytes of {device} would be copied"
+                return
+        with contextlib.suppress(torch.OutOfMemoryError):
+            self._copies = {region: (named[region], copy_of(tensor)) for region, tensor in there.items()}
+
+    @property
+    def compares(self) -> bool:
+        return bool(self._copies)
+
+    def change(self) -> str:
+        """Return what the second run has left other than the first one; "": nothing."""
+        for region, (name, before) in self._copies.items():
+            after = tensor_of(region)
+            if after is not None and _differ(before, after):
+                return f"{name}, of shape {region[2]}"
+        return ""
+
+    def put_back(self) -> None:
+        """Put back what the first run left."""
+        for region, (_, values) in self._copies.items():
+            with torch.inference_mode(False), torch.no_grad():
+                if (there := tensor_of(region)) is not None:
+                    there.copy_(values)
+
+
+def _differ(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return whether two tensors differ by more than rounding."""
+    if before.is_floating_point() and before.itemsize == 1:
+        before, after = before.view(torch.uint8), after.view(torch.uint8)
+    is_other = ~((before == after) | ((before != before) & (after != after)))  # NaN equals NaN
+    if not is_other.any():
+        return False
+    steps = ROUNDING_STEPS.get(before.itemsize)
+    if not before.is_floating_point() or steps is None:
+        return True
+    one, other = before[is_other].double(), after[is_other].double()
+    largest = torch.cat([one.abs(), other.abs()]).max()
+    bound = steps * torch.finfo(before.dtype).eps * largest
+    return not bool(((one - other).abs() <= bound).all())
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

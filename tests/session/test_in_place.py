@@ -1,0 +1,138 @@
+"""Work in place that nobody declared: found at the first repeat, put back, and told."""
+
+import contextlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from kernels_for_tests import accumulate, double, launch, numbers, only, winner
+
+RACING = {"n_warmup": None, "n_repeat": None}  # run 2 has the plan of run 1
+MS = {16: 3.0, 32: 1.0, 64: 2.0}
+
+
+def in_place_by_kernel(bench: Any) -> tuple[Any, torch.Tensor]:
+    kernel, total = bench.kernel(MS, accumulate), torch.zeros(64)
+    return lambda: launch(kernel, torch.ones(64), total), total
+
+
+def in_place_by_torch(bench: Any) -> tuple[Any, torch.Tensor]:
+    kernel, total = bench.kernel(MS), torch.zeros(64)
+
+    def step():
+        total.add_(1)
+        return launch(kernel, numbers()) * 0 + total
+
+    return step, total
+
+
+def gradient(bench: Any) -> tuple[Any, torch.Tensor]:
+    kernel, weight = bench.kernel(MS), torch.ones(64, requires_grad=True)
+    total = torch.zeros(64)
+
+    def step():
+        launch(kernel, numbers())
+        weight.sum().backward()
+        with torch.no_grad():
+            total.copy_(weight.grad)
+        return weight.grad.clone()
+
+    return step, total
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (in_place_by_kernel, "argument y_ptr of accumulate"),
+        (in_place_by_torch, "a tensor that torch changes"),
+        (gradient, "a (gradient|tensor that torch changes)"),
+    ],
+)
+def test_it_is_put_back_told_once_and_the_keys_stay_untuned_until_retune(bench, make, names):
+    step, total = make(bench)
+    tuned = bench.tune(step, **RACING)
+    with pytest.warns(
+        UserWarning, match=rf"changes {names}, of shape \(64,\), in place: .*preserve="
+    ) as caught:
+        result = tuned()
+    assert len(caught) == 1
+    assert torch.equal(total, torch.ones(64))  # as behind one execution
+    assert torch.equal(result, torch.ones(64))
+    assert bench.blocks() == [16, 16]
+    ((_, _, reason),) = tuned.untuned
+    assert "in place" in reason or "changes" in reason
+    assert tuned.settled
+    for number in (2, 3):
+        assert torch.equal(tuned(), torch.full((64,), float(number)))
+    assert len(bench.blocks()) == 4
+    tuned.retune()
+    with pytest.warns(UserWarning, match="preserve="):
+        tuned()
+    assert total[0] == 4
+
+
+def test_a_new_key_of_such_a_function_asks_for_no_session(bench):
+    kernel, total = bench.kernel(MS, accumulate), torch.zeros(128)
+    tuned = bench.tune(lambda n: launch(kernel, torch.ones(n), total[:n]), **RACING)
+    with pytest.warns(UserWarning, match="in place"):
+        tuned(64)
+    tuned(128)
+    assert total.tolist() == [2.0] * 64 + [1.0] * 64
+    assert len(tuned.untuned) == 2
+
+
+@pytest.mark.parametrize(("n_warmup", "n_repeat", "is_found"), [(1, 1, True), (0, 2, True), (0, 1, False)])
+def test_runs_that_are_asked_for_are_compared_if_the_first_two_have_one_config(
+    bench, n_warmup, n_repeat, is_found
+):
+    step, total = in_place_by_kernel(bench)
+    tuned = bench.tune(step, n_warmup=n_warmup, n_repeat=n_repeat)
+    with pytest.warns(UserWarning, match="in place") if is_found else contextlib.nullcontext():
+        tuned()
+    assert (total[0] == 1) == is_found
+    assert bench.blocks() == [16, 16] if is_found else [16, 32, 64, 32]
+
+
+def test_what_is_declared_or_written_anew_in_each_run_is_no_work_in_place(bench):
+    kernel, other = bench.kernel(MS), bench.kernel(MS, double)
+    out, counted, noise = torch.zeros(64), torch.zeros(()), torch.zeros(64)
+    weight = torch.ones(64, requires_grad=True)
+
+    def step():
+        launch(kernel, numbers(), out)
+        launch(other, out)
+        counted.add_(1)
+        noise.copy_(torch.rand(64))
+        weight.grad = None
+        weight.sum().backward()
+        return out
+
+    tuned = bench.tune(step, preserve=[counted], **RACING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tuned()
+    assert [winner(each) for each in tuned.report.contexts] == [32, 32]
+    assert counted == 1
+
+
+def test_what_rounding_explains_is_no_work_in_place(bench):
+    kernel, out, runs = bench.kernel(MS), torch.zeros(64), []
+
+    def step():
+        runs.append(None)
+        out.copy_(numbers() * (1 + 1e-6 * (len(runs) % 2)))
+        launch(kernel, out)
+
+    tuned = bench.tune(step, **RACING)
+    tuned()
+    assert winner(only(tuned.report)) == 32
+
+
+def test_settled_calls_copy_nothing(bench, monkeypatch):
+    kernel, out = bench.kernel(MS), torch.zeros(64)
+    tuned = bench.tune(lambda: launch(kernel, numbers(), out), **RACING)
+    tuned()
+    monkeypatch.setattr("dist_autotune.repeats.in_place.copy_of", None)
+    for _ in range(3):
+        tuned()
