@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -319,17 +319,26 @@ class KnownResults:
         )
 
     def _elsewhere(self, context: ContextIdentity) -> str:
-        """Return in what results for a kernel of that name and that key differ from what is asked for."""
+        """Return in what results for a kernel of that name differ from what is asked for.
+
+        Those for that key; without any, those for other keys if all are of another number of ranks.
+        """
         key, asked, found = self.entry_key(context), context.source.full_name, set[str]()
+        numbers = set[int]()
         for entry in self.disk.entries(context.source.short_name):
+            numbers.add(entry.key.world_size)
             if entry.key.key == key.key and entry.key != key:
                 is_same_kernel = entry.key.kernel_digest == key.kernel_digest
                 made_of = entry.evidence.full_name
                 other = [] if is_same_kernel else [f"source and configs of {made_of}, not of {asked}"]
-                for name in ("device", "triton_version", "driver", "world_size", "scope", "constants"):
+                for name in ("device", "triton_version", "driver", "scope", "constants"):
                     there, here = getattr(entry.key, name), getattr(key, name)
                     other += [f"{name} {there!r}, not {here!r}"] if there != here else []
+                if entry.key.world_size != key.world_size:
+                    other.append(_of_ranks([entry.key.world_size], key.world_size))
                 found.add(" and ".join(other or ["other candidates"]))
+        if numbers and not found and key.world_size not in numbers:
+            found.add(f"other keys on {_of_ranks(sorted(numbers), key.world_size)}")
         return f", but for {'; for '.join(sorted(found)[:LISTED_KEYS])}" if found else ""
 
     @property
@@ -348,6 +357,11 @@ def _found_with(old: EntryKey, new: EntryKey, is_same_source: bool) -> str:
     parts = [f"Triton {old.triton_version}"] if old.triton_version != new.triton_version else []
     parts += [f"driver {old.driver or 'unknown'}"] if old.driver != new.driver else []
     return " and ".join(parts if is_same_source else [*parts, "an earlier source"])
+
+
+def _of_ranks(there: Sequence[int], here: int) -> str:
+    *_, most = there
+    return f"{' or '.join(map(str, there))} {'rank' if most == 1 else 'ranks'}, not {here}"
 
 
 def _likeness(entry: Entry, key: EntryKey) -> tuple[bool, str, str]:
