@@ -7,7 +7,6 @@ Read it in this order:
     push         the protocol: each rank pushes its chunk to its peers; the order of steps, and why every wait
                  ends
     collective   an all-gather before cuBLAS in its place, where all ranks agree on it
-    gathered     which rows a call has gathered, and where they lie
     chunks       the device side of waiting
     plain, specialized     the consumers: kernels that wait and multiply
 
@@ -52,7 +51,6 @@ from . import specialized
 from .call import Consumer, GatherCall, GatherLayout, Product
 from .choices import Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
-from .gathered import GatheredRows
 from .matmul import multiply_into
 from .plain import PlainConsumer
 
@@ -129,7 +127,7 @@ class AllGatherGemm(NumberedCalls):
         self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
         self._pushes = self._pusher.pushes
         self._collective = self._open_collective(memory)
-        self._gathered = GatheredRows(self._buffer, self._pusher)
+        self._gathered = 0  # rows of each rank in the last call; below 0: by the collective
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -190,12 +188,9 @@ class AllGatherGemm(NumberedCalls):
     def with_gathered(
         self, a_shard: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call, and return the product and `all_gather(a)` of this call, which the next one may overwrite.
-
-        It waits for nothing, whatever was replayed before.
-        """
+        """Call, and return the product and `all_gather(a)` of this call, which the next one may overwrite."""
         product = self._call(a_shard, weight, out, ONLY_SUMS)
-        return product, self._format.rows_in(self._gathered.of_call())
+        return product, self._rows_of_all()
 
     @property
     def shard(self) -> torch.Tensor:
@@ -214,13 +209,18 @@ class AllGatherGemm(NumberedCalls):
 
     @property
     def gathered(self) -> torch.Tensor:
-        """`all_gather(a)` of the last call or replay, [W * m, K], until the next one.
+        """`all_gather(a)` of the last call, [W * m, K], until the next call or replay.
 
-        A copy where m < m_per_rank. After a capture this waits for the device, as the host does not see
-        replays; read during a capture, it is a part of the graph.
+        A copy where m < m_per_rank; read during a capture, it is a part of the graph.
         """
         self._check_usable()
-        return self._format.rows_in(self._gathered.of_replay(is_capturing=self._is_capturing()))
+        if self._gathered == 0:
+            raise RuntimeError("nothing has been gathered yet; call the operation first")
+        return self._rows_of_all()
+
+    def _rows_of_all(self) -> torch.Tensor:
+        rows = self._gathered
+        return self._format.rows_in(self._buffer.chunks(rows) if rows > 0 else self._buffer.room(-rows)[0])
 
     # ---- one call, see `exchange.call`
 
@@ -296,26 +296,26 @@ class AllGatherGemm(NumberedCalls):
         self, layout: GatherLayout, product: Product, by_collective: bool, is_capturing: bool
     ) -> torch.Tensor:
         if by_collective:
-            self._run_collective(product, is_capturing=is_capturing)
+            self._run_collective(product)
             return product.out
         choice = self._choose(layout)
         call = self._call_of(product, choice)
         if choice.consumer not in layout.loaded and not is_capturing:
             self._load(product, choice, call)
-        self._gathered.push(layout.rows, is_capturing=is_capturing)
+        self._gathered = layout.rows
         self._pusher.start(layout.rows, choice.pieces, is_capturing=is_capturing)
         self._launch(product, choice, call)
         self._pusher.finish(is_capturing=is_capturing)
         return product.out
 
-    def _run_collective(self, product: Product, *, is_capturing: bool) -> None:
+    def _run_collective(self, product: Product) -> None:
         """See [Note: a collective needs no permit]."""
         _, weight, out, epilogue, layout = product
         gathered, own = self._buffer.room(layout.rows)
-        with self._gathered.by_collective(layout.rows, is_capturing=is_capturing):
-            self._collective.all_gather(gathered, own)
-            epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
-            multiply_into(out.detach(), self._format.rows_in(gathered), weight.detach().T, epilogue)
+        self._gathered = -layout.rows
+        self._collective.all_gather(gathered, own)
+        epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
+        multiply_into(out.detach(), self._format.rows_in(gathered), weight.detach().T, epilogue)
 
     def _choose(self, layout: GatherLayout) -> Choice:
         return layout.choose()
@@ -354,7 +354,7 @@ class AllGatherGemm(NumberedCalls):
             self._take_part(went_ahead[1])
         else:
             self._stand_in_by_pushes(self._pusher.flags, counted=True)
-        self._gathered.forget()
+        self._gathered = 0
 
     def _collectives(self, layout: GatherLayout) -> list[Callable[[], None]]:
         return [lambda: self._take_part(layout.rows)]

@@ -11,7 +11,6 @@ cited here.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -136,21 +135,19 @@ class Pushes:
 
 
 class ChunkPusher:
-    """Pushes this rank's chunk to its peers, and notes on the device what replays of graphs gather."""
+    """Pushes this rank's chunk to its peers."""
 
     def __init__(self, memory: SymmetricMemory, gather: SymmetricTensor, flags: SymmetricTensor) -> None:
         self.pushes, rank = Pushes(memory, memory.side_stream(), flags), memory.rank
         self._shard, self.flags = gather.local[rank], flags.local
         self._slots = [(peer, gather.peers[peer][rank]) for peer in self.pushes.before]
-        # Of the last call or replay, if it was captured; else 0. Only the device knows of replays.
-        self._noted = memory.hold(flags.local.new_zeros(1))
         # A lone rank's kernel waits for nothing, on the CPU the host does, and a graph joins its branches.
         self._joins = memory.world_size == 1 or memory.device.type == "cpu"
 
     def start(self, rows: int, pieces: int, *, is_capturing: bool) -> None:
         """Enqueue the pushes of one call behind the caller's work so far: see [Note: a push ends]."""
         first, last = self.pushes.fork(at_once=not is_capturing)
-        steps = self._steps(first, last, rows, pieces, noted=rows if is_capturing else 0)
+        steps = self._steps(first, last, rows, pieces)
         self.pushes.run((rows, pieces), steps, at_once=not is_capturing)
 
     def finish(self, *, is_capturing: bool) -> None:
@@ -158,9 +155,7 @@ class ChunkPusher:
         if is_capturing or self._joins:
             self.pushes.stream.join()
 
-    def _steps(
-        self, first: list[Step], last: list[Step], rows: int, pieces: int, *, noted: int
-    ) -> Iterator[Step]:
+    def _steps(self, first: list[Step], last: list[Step], rows: int, pieces: int) -> Iterator[Step]:
         pushes = self.pushes
         yield from first
         for peer, slot in self._slots:
@@ -168,21 +163,8 @@ class ChunkPusher:
             yield pushes.raising(peer, ROWS_SENT.value, rows)
             for a, b in itertools.pairwise((0, *piece_ends(rows, pieces))):
                 yield from pushes.sending(peer, [(slot[a:b], self._shard[a:b])], ARRIVED.value, b)
-        yield Write(self._noted, noted)
         yield from last
         yield pushes.leave
-
-    @contextlib.contextmanager
-    def noting(self, rows: int) -> Iterator[None]:
-        """Note `rows` beside the block, a call that pushes nothing."""
-        self.pushes.stream.fork()
-        self.pushes.run(("noted", rows), [Write(self._noted, rows)], at_once=False)
-        yield
-        self.pushes.stream.join()
-
-    def noted(self) -> int:
-        """Return what the last call or replay has noted; wait for the device."""
-        return int(self._noted.item())
 
 
 class SumPusher:

@@ -9,8 +9,8 @@ import functools
 
 import pytest
 import torch
-from dense_runs import begin, call_and_compare, call_as_captured, gathered_by_torch, operands_of
-from operation_runs import GPU_BACKENDS, die, hold_launch, message_of, on_ranks
+from dense_runs import call_and_compare, call_as_captured, operands_of
+from operation_runs import die, hold_launch, message_of, on_ranks
 from operations import HALF, factors
 
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
@@ -50,26 +50,3 @@ def test_a_dead_peer_is_named_and_later_replays_do_not_wait_for_it(rank, world):
     assert message.startswith(f"PeerTimeout: AllGatherGemm, rank {rank}: ")
     assert f"did not push chunk {world - 1} in time" in message
     assert message.count("did not push") == 1
-
-
-# ---- graphs
-
-
-@pytest.mark.gpu(devices=2, seconds=20)
-@pytest.mark.parametrize("backend", GPU_BACKENDS)
-@on_ranks(2, timeout_s=200)
-def test_what_was_gathered_is_of_the_last_call_or_replay(rank, backend):
-    begin(rank)
-    with AllGatherGemm(136, 64, HALF, backend=backend, timeout_s=PATIENCE_S) as op:
-        a_shard, weight = factors(130, 200, 64, HALF)
-        op(a_shard, weight)  # loads the kernel
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            op(a_shard, weight)
-        for replayed in (False, True, True, False, True):
-            a_shard.normal_()
-            if replayed:
-                graph.replay()
-            else:
-                op(a_shard, weight)
-            assert torch.equal(op.gathered, gathered_by_torch(a_shard))
