@@ -17,19 +17,9 @@ from ..moe.operation import check_choices
 from ..signals import GIVEN_UP, Failure
 from ..symm import SymmetricTensor
 from ..tensors import Apart, check_no_gradient, check_out, check_sizes, check_tensor
-from .kernels import (
-    NOT_DISPATCHED,
-    NOT_RETURNED,
-    OVER_CAPACITY,
-    collect_dots,
-    count_choices,
-    gather_rows,
-    grade_rows,
-    place_choices,
-    return_rows,
-    send_tokens,
-    sum_rows,
-)
+from .combine_kernels import collect_dots, grade_rows, return_rows, sum_rows
+from .dispatch_kernels import count_choices, gather_rows, place_choices, send_tokens
+from .slots import NOT_DISPATCHED, NOT_RETURNED, OVER_CAPACITY
 
 MOST_POSITIONS = 2**30  # choices of all ranks, in two slots of int32 positions
 MOST_RANKS = 32  # of which a kernel holds a bit each
@@ -51,7 +41,7 @@ class Dispatched:
 
     rows: torch.Tensor
     offsets: torch.Tensor
-    sources: torch.Tensor  # int32 [C]: the position of each row, see `kernels`
+    sources: torch.Tensor  # int32 [C]: the position of each row, see `slots`
     places: torch.Tensor  # int32 [tokens_per_rank * topk]: rows of own tokens at own experts
     topk_ids: torch.Tensor  # [T, topk], contiguous
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from compiled import CDNA3, HOPPER, check_fits, compile_for, order_of
 
-from dist_autotune.kernels.ep import kernels
+from dist_autotune.kernels.ep import combine_kernels, dispatch_kernels
 
 HALVES = ("x_ptr", "rows_ptr", "tokens_ptr", "choices_ptr", "grad_ptr", "out_ptr")
 OTHERS = {
@@ -26,11 +26,15 @@ MORE = {
     "place_choices": {**OF_POSITIONS, "SEGMENTS": 16, "EXPERTS": 64},
     "collect_dots": {"K": 8, "WORLD": 4, "BLOCK": 1024},
 }
-NAMES = [name for name, each in vars(kernels).items() if hasattr(each, "configs") or name in MORE]
+KERNELS = {
+    name: each
+    for name, each in {**vars(dispatch_kernels), **vars(combine_kernels)}.items()
+    if hasattr(each, "configs") or name in MORE
+}
 
 
 def compiled(name, target=HOPPER, config=None):
-    kernel = getattr(kernels, name)
+    kernel = KERNELS[name]
     function = getattr(kernel, "fn", kernel) if hasattr(kernel, "configs") else kernel
     constants = dict(MORE.get(name, OF_ROW))
     if config is not None:
@@ -50,10 +54,10 @@ def compiled(name, target=HOPPER, config=None):
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("target", [HOPPER, CDNA3], ids=["hopper", "cdna3"])
 def test_kernels_compile_and_spill_nothing(name, target):
-    kernel = getattr(kernels, name)
+    kernel = KERNELS[name]
     for config in getattr(kernel, "configs", [None]):
         check_fits(compiled(name, target, config), target, (name, config))
         if target is not HOPPER:
@@ -62,7 +66,7 @@ def test_kernels_compile_and_spill_nothing(name, target):
 
 @pytest.mark.parametrize("name", ["send_tokens", "return_rows", "grade_rows"])
 def test_programs_count_behind_their_stores_and_the_last_raises_the_flags(name):
-    (config, *_) = getattr(kernels, name).configs
+    (config, *_) = KERNELS[name].configs
     found = compiled(name, config=config)
     patterns = {
         "store": r"tt\.store .*tensor<\d+x!tt\.ptr<bf16>",

@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 from operation_runs import Cases, assert_cases, device, on_ranks, synchronize
 
-from dist_autotune.kernels.ep import ExpertParallel, ExpertParallelMoE, kernels
+from dist_autotune.kernels.ep import ExpertParallel, ExpertParallelMoE
+from dist_autotune.kernels.ep.combine_kernels import grade_rows, return_rows, sum_rows
+from dist_autotune.kernels.ep.dispatch_kernels import gather_rows, send_tokens
+from dist_autotune.kernels.ep.slots import CANDIDATES
 
 HIDDEN, TOKENS = 32, 24
-TUNED = (kernels.send_tokens, kernels.gather_rows, kernels.return_rows, kernels.sum_rows, kernels.grade_rows)
+TUNED = (send_tokens, gather_rows, return_rows, sum_rows, grade_rows)
 
 
 def opened(experts: int = 6, topk: int = 2, dtype=torch.float32, **options) -> ExpertParallel:
@@ -82,7 +85,7 @@ def _round_trips(rank: int) -> Cases:
         def run() -> bool:
             if leave:  # another candidate on each rank
                 for kernel in TUNED:
-                    kernel.configs = [kernels.CANDIDATES[rank % len(kernels.CANDIDATES)]]
+                    kernel.configs = [CANDIDATES[rank % len(CANDIDATES)]]
             with opened(2 * world, topk, dtype) as op:
                 for turn in range(3):  # with other inputs, back to back
                     tokens = counts[(rank + turn) % len(counts)]

@@ -1,0 +1,211 @@
+"""The kernels of a combine, which bring rows back and add them, and of its backward pass."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .slots import (
+    DISPATCHED,
+    DONE,
+    RETURNED,
+    address,
+    copy_row,
+    end_exchange,
+    exchange,
+    is_last_program,
+    raise_flags,
+    tuned,
+    wait_for_peer,
+)
+
+
+@tuned
+@triton.jit(do_not_specialize=["size_class", "most_tokens", "experts", "rank"])
+def return_rows(
+    rows_ptr,  # [capacity, H], rows stride_rows apart
+    choices_ptr,
+    flags_ptr,
+    tables_ptr,  # int64 [2, WORLD]: addresses of choices, flags
+    sources_ptr,
+    offsets_ptr,
+    state_ptr,
+    size_class,
+    most_tokens,
+    experts,
+    rank,
+    stride_rows,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_SM: tl.constexpr,
+):
+    """Store each row to the rank of its token, and raise the flag of the combine there."""
+    number = exchange(state_ptr, RETURNED)
+    of_rank = most_tokens * K
+    for row in range(tl.program_id(0), tl.load(offsets_ptr + experts), tl.num_programs(0)):
+        position = tl.load(sources_ptr + row)
+        peer = position // of_rank
+        if peer != rank:
+            place = tl.cast((number & 1) * of_rank + position % of_rank, tl.int64)
+            to_ptr = address(tables_ptr, peer, choices_ptr) + place * H
+            copy_row(to_ptr, rows_ptr + tl.cast(row, tl.int64) * stride_rows, H, BLOCK)
+    if is_last_program(state_ptr, RETURNED):
+        raise_flags(tables_ptr + WORLD, flags_ptr, number, rank, RETURNED, WORLD)
+
+
+@triton.jit
+def _wait_for_returns(number, flags_ptr, errors_ptr, patience_ticks, rank, WORLD: tl.constexpr):
+    """Wait for the combines of all peers; return a bit for each that is given up."""
+    lost = 0
+    for peer in range(0, WORLD):
+        if peer != rank:
+            has_come = wait_for_peer(peer, number, flags_ptr, errors_ptr, patience_ticks, RETURNED, WORLD)
+            lost |= (1 - has_come) << peer
+    return lost
+
+
+@tuned
+@triton.jit(
+    do_not_specialize=["size_class", "T", "most_tokens", "experts", "capacity", "rank", "patience_ticks"]
+)
+def sum_rows(
+    rows_ptr,  # [capacity, H], rows stride_rows apart
+    choices_ptr,
+    given_ids_ptr,  # int32 or int64 [T, K], contiguous
+    given_weights_ptr,  # float32 [T, K], contiguous
+    places_ptr,
+    out_ptr,  # [T, H], contiguous
+    flags_ptr,
+    errors_ptr,
+    state_ptr,
+    size_class,
+    T,
+    most_tokens,
+    experts,
+    capacity,
+    rank,
+    patience_ticks,
+    stride_rows,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_SM: tl.constexpr,
+):
+    """Add each token's rows, weighted, in float32 in the order of its choices; NaN where a rank is lost."""
+    number = exchange(state_ptr, RETURNED)
+    lost = _wait_for_returns(number, flags_ptr, errors_ptr, patience_ticks, rank, WORLD)
+    slot = tl.cast((number & 1) * most_tokens * K, tl.int64)
+    for token in range(tl.program_id(0), T, tl.num_programs(0)):
+        for begin in range(0, H, BLOCK):
+            columns = begin + tl.arange(0, BLOCK)
+            mask = columns < H
+            total = tl.zeros((BLOCK,), dtype=tl.float32)
+            for choice in range(0, K):
+                chosen = tl.load(given_ids_ptr + token * K + choice)
+                if (chosen >= 0) & (chosen < experts * WORLD):
+                    owner = (chosen // experts).to(tl.int32)
+                    weight = tl.load(given_weights_ptr + token * K + choice)
+                    from_ptr = choices_ptr + (slot + token * K + choice) * H
+                    if owner == rank:
+                        place = tl.minimum(tl.load(places_ptr + token * K + choice), capacity - 1)
+                        from_ptr = rows_ptr + tl.cast(place, tl.int64) * stride_rows
+                    value = tl.load(from_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+                    total += weight * tl.where((lost >> owner) & 1 != 0, float("nan"), value)
+            out_ptrs = out_ptr + tl.cast(token, tl.int64) * H + columns
+            tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+    end_exchange(state_ptr, RETURNED)
+
+
+@tuned
+@triton.jit(do_not_specialize=["size_class", "most_tokens", "experts", "rank", "patience_ticks"])
+def grade_rows(
+    grad_ptr,  # [T, H], rows stride_grad apart: gradients of the results of this rank's tokens
+    tokens_ptr,  # those of peers
+    rows_ptr,  # [capacity, H], rows stride_rows apart: what was combined
+    weights_ptr,
+    out_ptr,  # [capacity, H], contiguous: the gradients of `rows`
+    dots_ptr,
+    flags_ptr,
+    tables_ptr,  # int64 [2, WORLD]: addresses of dots, flags
+    sources_ptr,
+    offsets_ptr,
+    errors_ptr,
+    state_ptr,
+    size_class,
+    most_tokens,
+    experts,
+    rank,
+    patience_ticks,
+    stride_grad,
+    stride_rows,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_SM: tl.constexpr,
+):
+    """Write the gradients of combined rows; send those of their weights, <gradient, row>, to their ranks."""
+    number = exchange(state_ptr, DISPATCHED)
+    for peer in range(0, WORLD):
+        if peer != rank:
+            wait_for_peer(peer, number, flags_ptr, errors_ptr, patience_ticks, DISPATCHED, WORLD)
+    back = exchange(state_ptr, RETURNED)
+    of_rank = most_tokens * K
+    slot = (number & 1) * WORLD
+    for row in range(tl.program_id(0), tl.load(offsets_ptr + experts), tl.num_programs(0)):
+        position = tl.load(sources_ptr + row)
+        token = position // K
+        peer = token // most_tokens
+        if peer == rank:
+            from_ptr = grad_ptr + tl.cast(token % most_tokens, tl.int64) * stride_grad
+        else:
+            from_ptr = tokens_ptr + tl.cast(slot * most_tokens + token, tl.int64) * H
+        weight = tl.load(weights_ptr + tl.cast(slot * of_rank, tl.int64) + position, volatile=True)
+        dot = tl.zeros((BLOCK,), dtype=tl.float32)
+        for begin in range(0, H, BLOCK):
+            columns = begin + tl.arange(0, BLOCK)
+            mask = columns < H
+            grad = tl.load(from_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+            value_ptrs = rows_ptr + tl.cast(row, tl.int64) * stride_rows + columns
+            dot += grad * tl.load(value_ptrs, mask=mask, other=0.0).to(tl.float32)
+            out_ptrs = out_ptr + tl.cast(row, tl.int64) * H + columns
+            tl.store(out_ptrs, (weight * grad).to(out_ptr.dtype.element_ty), mask=mask)
+        to_ptr = address(tables_ptr, peer, dots_ptr)
+        tl.store(to_ptr + (back & 1) * of_rank + position % of_rank, tl.sum(dot, axis=0))
+    if is_last_program(state_ptr, RETURNED):
+        tl.store(state_ptr + DISPATCHED * 2 + DONE, number)  # nobody reads it before the next launch
+        raise_flags(tables_ptr + WORLD, flags_ptr, back, rank, RETURNED, WORLD)
+
+
+@triton.jit(do_not_specialize=["T", "most_tokens", "experts", "rank", "patience_ticks"])
+def collect_dots(
+    dots_ptr,
+    given_ids_ptr,
+    out_ptr,  # float32 [T, K], contiguous
+    flags_ptr,
+    errors_ptr,
+    state_ptr,
+    T,
+    most_tokens,
+    experts,
+    rank,
+    patience_ticks,
+    K: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Wait for the gradients of all weights, and write them: 0 of dropped choices, NaN of lost ranks."""
+    number = exchange(state_ptr, RETURNED)
+    lost = _wait_for_returns(number, flags_ptr, errors_ptr, patience_ticks, rank, WORLD)
+    for begin in range(tl.program_id(0) * BLOCK, T * K, tl.num_programs(0) * BLOCK):
+        places = begin + tl.arange(0, BLOCK)
+        inside = places < T * K
+        ids = tl.load(given_ids_ptr + places, mask=inside, other=-1)
+        real = (ids >= 0) & (ids < experts * WORLD)
+        dots = tl.load(dots_ptr + (number & 1) * most_tokens * K + places, mask=inside & real, other=0.0)
+        is_lost = (lost >> tl.where(real, ids // experts, 0).to(tl.int32)) & 1 != 0
+        tl.store(out_ptr + places, tl.where(real & is_lost, float("nan"), dots), mask=inside)
+    end_exchange(state_ptr, RETURNED)

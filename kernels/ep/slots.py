@@ -1,0 +1,132 @@
+"""What the kernels of `ExpertParallel` share: slots in the memory of peers, the flags over them, and waits.
+
+Shapes: W ranks; C rows of this rank's experts; T tokens of this rank, at most TOKENS of any; K choices of a
+token; E experts of a rank; H elements of a row. A *position* numbers the choices of all ranks:
+(p * TOKENS + t) * K + j for choice j of token t of rank p.
+
+What a rank holds, in symmetric memory, two of each, used in turns:
+
+    tokens  [2, W, TOKENS, H]    rows that rank p has sent in its dispatch
+    ids     [2, W, TOKENS * K]   int32: the choices of rank p's tokens; -1: dropped
+    counts  [2, W]               int32: how many tokens rank p has
+    choices [2, TOKENS, K, H]    rows that came back for this rank's tokens, unweighted
+    dots    [2, TOKENS, K]       float32: gradients of the weights that came back
+    flags   [2, W]               int32: the last dispatch, and the last combine, that rank p has completed
+
+A dispatch is four launches on the caller's stream:
+
+    send_tokens    each token to every rank that has one of its experts, once; ids and count to all.
+                   The last program raises the flag of this dispatch on every peer
+    count_choices  waits for the flags of all peers; counts the choices of each expert, by segments
+    place_choices  the place of each choice: by expert, then source rank and token; `sources`, `offsets`
+    gather_rows    copies each row to its place
+
+and a combine two: `return_rows` stores each row to the rank of its token, `sum_rows` waits for all peers and
+adds the rows of a token, weighted, in float32 in the order of its choices. The backward pass of a combine is
+`send_tokens` of the gradients, `grade_rows` and `collect_dots`.
+
+[Note: complete before it is counted] A program counts itself, with a release, behind its stores; the one that
+counts last has acquired the counts of all, and releases the flag at the scope of the system.
+
+[Note: two slots take turns] Rank r writes slot c % 2 of rank p in exchange c of a kind.
+Before, r waited in exchange c - 1 for p's flag of c - 1, which p raised behind its exchange c - 2, in the
+order of its stream: all reads of that slot had ended.
+
+[Note: an exchange ends] Kernels that store wait for nothing. Kernels that wait come behind the own stores, so
+that no peer waits for a program that finds no room. Every wait is bounded: see `signals`.
+
+The number of an exchange is counted on the device, by its last kernel: eager calls and replays do the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from ..configs import INTERPRETED, take_first
+from ..signals import GIVEN_UP, give_up, notify, poll_until, record_failure
+
+NOT_DISPATCHED, NOT_RETURNED = tl.constexpr(1), tl.constexpr(2)
+OVER_CAPACITY = tl.constexpr(3)
+
+DISPATCHED, RETURNED = tl.constexpr(0), tl.constexpr(1)  # kinds of exchanges: rows of `flags` and of `state`
+DONE, TICKET = tl.constexpr(0), tl.constexpr(1)  # columns of `state`: exchanges that ended, and programs
+
+
+def _candidates(*of_each: tuple[int, int]) -> list[triton.Config]:
+    """Return configs of kernels that copy rows: programs on each SM, and warps."""
+    if INTERPRETED:
+        return [triton.Config({"PER_SM": per_sm}, num_warps=4) for per_sm in (1, 2)]
+    return [triton.Config({"PER_SM": per_sm}, num_warps=warps) for per_sm, warps in of_each]
+
+
+# The fewest programs that saturate NVLink leave the most SMs to what runs beside them.
+CANDIDATES = _candidates((2, 8), (1, 8), (4, 4), (8, 4), (1, 16), (4, 8))
+
+
+def tuned(kernel: Any) -> Any:
+    """Return the kernel, tuned in context; its peers wait for one launch of it."""
+    return triton.autotune(CANDIDATES, key=["size_class", "H", "WORLD"], do_bench=take_first)(kernel)
+
+
+@triton.jit
+def address(table_ptr, peer, like_ptr):
+    """Return where a peer's part lies of the memory that the table is of."""
+    return tl.multiple_of(tl.load(table_ptr + peer).to(like_ptr.dtype), 16)
+
+
+@triton.jit
+def exchange(state_ptr, KIND: tl.constexpr):
+    """Return the number of the exchange under way."""
+    return tl.load(state_ptr + KIND * 2 + DONE) + 1
+
+
+@triton.jit
+def is_last_program(state_ptr, KIND: tl.constexpr):
+    """Count this program behind its stores; return whether all others have counted.
+
+    See [Note: complete before it is counted].
+    """
+    tl.debug_barrier()
+    ticket = tl.atomic_add(state_ptr + KIND * 2 + TICKET, 1, sem="acq_rel", scope="gpu")
+    is_last = ticket == tl.num_programs(0) - 1
+    if is_last:
+        tl.store(state_ptr + KIND * 2 + TICKET, 0)
+    return is_last
+
+
+@triton.jit
+def end_exchange(state_ptr, KIND: tl.constexpr):
+    """End the exchange in the last program of its last kernel."""
+    if is_last_program(state_ptr, KIND):
+        tl.store(state_ptr + KIND * 2 + DONE, exchange(state_ptr, KIND))
+
+
+@triton.jit
+def raise_flags(flags_table_ptr, flags_ptr, number, rank, KIND: tl.constexpr, WORLD: tl.constexpr):
+    for peer in range(0, WORLD):
+        if peer != rank:
+            notify(address(flags_table_ptr, peer, flags_ptr) + KIND * WORLD + rank, number)
+
+
+@triton.jit
+def wait_for_peer(
+    peer, number, flags_ptr, errors_ptr, patience_ticks, KIND: tl.constexpr, WORLD: tl.constexpr
+):
+    """Return 1 if a peer has completed this exchange, else 0: then it is given up for good."""
+    flag_ptr = flags_ptr + KIND * WORLD + peer
+    value = poll_until(flag_ptr, number, patience_ticks, False)
+    if value - number < 0:
+        record_failure(errors_ptr + peer, KIND + NOT_DISPATCHED, number, value)
+        give_up(flag_ptr, number)
+    return tl.where((value - number >= 0) & (value - number < GIVEN_UP // 2), 1, 0)
+
+
+@triton.jit
+def copy_row(to_ptr, from_ptr, H, BLOCK: tl.constexpr):
+    for begin in range(0, H, BLOCK):
+        columns = begin + tl.arange(0, BLOCK)
+        mask = columns < H
+        tl.store(to_ptr + columns, tl.load(from_ptr + columns, mask=mask), mask=mask)
