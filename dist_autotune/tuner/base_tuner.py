@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from .. import settings
-from ..errors import TuningError
+from ..errors import InvalidOption, TuningError
 from ..options import Options
-from ..triton_api.interception import INTERCEPTION, has_driver
+from ..triton_api.interception import INTERCEPTION, has_driver, is_interpreted
 from .report import TuningReport
 
 if TYPE_CHECKING:
@@ -26,9 +27,13 @@ class BaseTuner:
     """The calls of one function or loop, made when there is the first one, and their report.
 
     function: its source text names the results that are not shared; None: there is none.
+
+    Raises InvalidOption for what cannot be tuned so, if it is to be tuned.
     """
 
     def __init__(self, function: Callable[..., Any] | None, options: Options, name: str) -> None:
+        if settings.run_mode() == "tune":
+            _check_possible(options, has_function=function is not None)
         self.options = options
         self._function, self._name, self._log_dir = function, name, options.resolved_log_dir()
         self._calls: Calls | None = None
@@ -80,6 +85,17 @@ class BaseTuner:
             with _FIRST_CALL:
                 self._calls = self._calls or made
         return self._calls
+
+
+def _check_possible(options: Options, *, has_function: bool) -> None:
+    """Raise InvalidOption for options that would only fail, or do another thing, in the first call."""
+    if not isinstance(options.bits, settings.DefaultText):  # the environment's fails where a call tunes
+        options.check_bits(has_function=has_function)
+    if options.objective == "graph" and not (torch.cuda.is_available() or is_interpreted()):
+        raise InvalidOption(
+            "objective='graph': replays of a CUDA graph judge, and torch.cuda.is_available() is False here. "
+            "Leave it out on machines without a GPU; TRITON_INTERPRET=1 makes calls in place of replays."
+        )
 
 
 def _check_joins(name: str, inner: Options, outer_name: str, outer: Options) -> None:

@@ -55,13 +55,15 @@ class StepTuner(BaseTuner):
     def step(self) -> Iterator[None]:
         """Make the block one run. What it raises reaches the caller; a later step makes that run again.
 
-        A step inside a tuned function, or inside another step, is a part of that run. What kernels that wait
-        for peers report is raised before an optimizer of torch.optim steps.
+        A step inside a tuned function, or inside another tuner's step, is a part of that run. What kernels
+        that wait for peers report is raised before an optimizer of torch.optim steps.
 
-        Raises TuningError where the block ends on another thread than it began on; that run counts nowhere.
+        Raises TuningError for a step inside a step of the same tuner, and where the block ends on another
+        thread than it began on; that run counts nowhere.
         """
         mode = settings.run_mode()
         if mode == "off" or INTERCEPTION.is_within():
+            self._check_not_within_itself()
             self._join_or_leave(mode)
             yield
             return
@@ -73,6 +75,17 @@ class StepTuner(BaseTuner):
                 self._check_closed_by(opener)
             finally:
                 hook.remove()
+
+    def _check_not_within_itself(self) -> None:
+        around, calls = INTERCEPTION.call_around(), self._calls
+        if around is None or calls is None or calls.state is None:
+            return
+        if around.launcher.function is calls.state.function:
+            raise TuningError(
+                f"a step of {self._name} begins inside a step of {self._name}: a step is one run. "
+                "End the outer one first: where gradients are accumulated, one step holds all of a batch. "
+                "For another loop inside, such as an evaluation, make another StepTuner."
+            )
 
     def _check_closed_by(self, opener: threading.Thread) -> None:
         closer = threading.current_thread()

@@ -1,5 +1,6 @@
 """objective="graph": replays of a captured run judge; eager calls keep what they have found."""
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,10 +9,11 @@ import torch
 from kernels_for_tests import only
 from virtual_gpu import VirtualGpu, VirtualGpus, autotuned
 
-from dist_autotune import PeerFailed, TuningError, tunable
+from dist_autotune import PeerFailed, TuningError, contextual_autotune, tunable
 from dist_autotune.errors import CaptureFailed, InvalidOption
 from dist_autotune.timing import graph_replays
 from dist_autotune.timing.graph_replays import REPLAYS
+from dist_autotune.tuner import base_tuner
 
 EAGER_MS, CAPTURED_MS = {16: 0.060, 32: 0.064}, {16: 0.072, 32: 0.064}  # a push takes the place of pulls
 WAYS = {"pull": 16, "push": 32}
@@ -144,6 +146,17 @@ def test_a_capture_that_fails_on_one_rank_ends_the_session_on_all_and_is_named(m
             assert f"rank {fails} cannot capture" in str(error)
     assert [type(error) for error in ends[fails][:2]] == [CaptureFailed] * 2
     assert [(type(error), error.rank) for error in ends[1 - fails][:2]] == [(PeerFailed, fails)] * 2
+
+
+@pytest.mark.parametrize("mode", ["tune", "off"])
+def test_without_a_gpu_it_is_refused_where_the_function_is_decorated(monkeypatch, mode):
+    monkeypatch.setattr(base_tuner, "is_interpreted", lambda: False)
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    refused = pytest.raises(
+        InvalidOption, match=r"objective='graph'.*is_available\(\) is False.*Leave it out"
+    )
+    with refused if mode == "tune" else contextlib.nullcontext():
+        contextual_autotune(lambda: None, objective="graph")
 
 
 def test_steps_that_happen_once_are_not_judged_by_replays(gpus):

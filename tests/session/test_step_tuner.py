@@ -138,6 +138,20 @@ def test_steps_and_tuned_functions_join_the_run_that_they_lie_in(bench, kernel, 
     assert [record.thunk for record in records(SessionOpened)] == ["outer", "test_step_tuner.py"]
 
 
+@pytest.mark.parametrize("is_settled", [False, True], ids=["tuning", "settled"])
+def test_a_step_inside_a_step_of_the_same_tuner_is_refused(bench, kernel, step_tuner, is_settled):
+    for _ in range(3 * is_settled):
+        with step_tuner.step():
+            launch(kernel, numbers())
+    assert step_tuner.settled == is_settled
+    refused = pytest.raises(TuningError, match=r"a step of test_step_tuner\.py begins inside a step of")
+    with refused, step_tuner.step(), step_tuner.step():
+        pass
+    assert is_outside()
+    with step_tuner.step():
+        assert torch.equal(launch(kernel, numbers()), numbers() + 1)
+
+
 def on_thread(name, function):
     """Call it on a thread of this name; return what it raised."""
     raised = []
