@@ -182,8 +182,9 @@ class ExpertParallel(NumberedCalls):
             self._check_rows(rows, d)
             self._check_weights(topk_weights, d)
             check_out(out, [len(d.topk_ids), self.hidden], self.dtype, self.device)
-            if out is not None and out.numel():
-                Apart(out, rows=rows, topk_weights=topk_weights).check(out, rows, topk_weights)
+            if out is not None:
+                read = {"rows": rows, "topk_weights": topk_weights, "topk_ids": d.topk_ids}
+                Apart(out, **read).check(out, *read.values())
         else:
             grad, rows, d, topk_weights = given
             self._check_tokens("grad", grad, d.topk_ids)
