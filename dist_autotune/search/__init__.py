@@ -1,1 +1,1 @@
-"""What to try next, and what wins: pure state, equal on all ranks. Imports no torch, Triton or numpy."""
+"""What to try next, and what wins: state that the deciding rank holds. Imports no torch or Triton."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from .arithmetic import signed_log2
+import numpy as np
+
+from .keys import signed_log2
 
 TimesByKey: TypeAlias = Mapping[str, Mapping[str, float]]  # ms of a kernel: by key, by the config's text
 Fills: TypeAlias = Mapping[str, float]  # see `LaunchMs.fill`: by the config's text
 UNKNOWN: Fills = {}
-Value: TypeAlias = "float | str"
 
 _ADDITIVE = 0.5  # of the likeness: what the fields add up; the rest is of all fields together
 
@@ -49,49 +49,43 @@ _FIELD = re.compile(
 )  # of a config's text, or of JSON
 
 
-def fields_of(texts: Sequence[str]) -> list[list[Value]]:
-    """Return the values of the fields in which candidates differ; integers as doublings."""
-    return values_of([texts_by_field(text) for text in texts])
-
-
 def texts_by_field(text: str) -> dict[str, str]:
+    """Return the fields of a config's text; one without any is a field."""
     return dict(_FIELD.findall(text)) or {"": text}
 
 
-def values_of(found: Sequence[Mapping[str, str]]) -> list[list[Value]]:
-    """Return the values of the fields in which these differ; a field that one lacks is empty."""
-    names = sorted({name for fields in found for name in fields})
-    names = [name for name in names if len({fields.get(name) for fields in found}) > 1]
-    return [[_value(fields.get(name, "")) for name in names] for fields in found]
+class Likeness:
+    """How alike configs are by their fields: 1 for equal ones.
 
-
-def likenesses(fields: Sequence[Sequence[Value]], index: int) -> list[float]:
-    """Return how alike a candidate's fields are to those of each: 1 for equal ones, itself included.
-
-    Each field counts half for an integer that doubles and a text that differs.
+    Each field in which some differ counts half for an integer that doubles and a text that differs.
     """
-    own = fields[index]
-    if not own:
-        return [1.0] * len(fields)
-    totals, products = [0.0] * len(fields), [1.0] * len(fields)
-    for value, column in zip(own, zip(*fields, strict=True), strict=True):
-        of_value = {each: _of_field(value, each) for each in set(column)}
-        found = [of_value[each] for each in column]
-        totals = [*map(operator.add, totals, found)]
-        products = [*map(operator.mul, products, found)]
-    return [
-        _ADDITIVE * total / len(own) + (1 - _ADDITIVE) * product
-        for total, product in zip(totals, products, strict=True)
-    ]
+
+    def __init__(self, found: Sequence[Mapping[str, str]]) -> None:
+        self.count, self._columns = len(found), []
+        for name in sorted({name for fields in found for name in fields}):
+            texts = [fields.get(name, "") for fields in found]
+            if len(different := sorted({*texts})) > 1:
+                table = np.array([[_of_field(_value(a), _value(b)) for b in different] for a in different])
+                self._columns.append((np.array([*map(different.index, texts)]), table))
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[str]) -> Likeness:
+        return cls([*map(texts_by_field, texts)])
+
+    def rows(self, places: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return how alike the configs at these places are to each, in a row each."""
+        if not self._columns:
+            return np.ones((len(places), self.count))
+        fields = np.array([table[codes[places]][:, codes] for codes, table in self._columns])
+        return np.asarray(_ADDITIVE * fields.mean(0) + (1 - _ADDITIVE) * fields.prod(0))
 
 
-def _of_field(a: Value, b: Value) -> float:
+def _of_field(a: float | str, b: float | str) -> float:
     if a == b:
         return 1.0
     return 1 / (1 + abs(a - b)) if isinstance(a, float) and isinstance(b, float) else 0.5
 
 
-def _value(text: str) -> Value:
-    if not re.fullmatch(r"-?\d{1,18}", text):
-        return text
-    return signed_log2(int(text))
+def _value(text: str) -> float | str:
+    """Return an integer in doublings, other text as it is."""
+    return signed_log2(int(text)) if re.fullmatch(r"-?\d{1,18}", text) else text

@@ -11,8 +11,6 @@ import math
 import re
 from collections.abc import Iterable
 
-from .arithmetic import signed_log2
-
 _TOKEN = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[\w.+#-]+""")
 _INTEGER = re.compile(r"-?\d{1,999}")  # Python refuses to read thousands of digits
 
@@ -35,6 +33,12 @@ def doublings(one: str, other: str) -> list[float]:
     """Return by how many doublings each integer of `other` is above that of `one`, which can be compared."""
     pairs = zip(_split(one)[1], _split(other)[1], strict=True)
     return [signed_log2(integer) - signed_log2(own) for own, integer in pairs]
+
+
+def signed_log2(integer: int) -> float:
+    """Return log2(1 + |n|) of an integer of any size, with its sign."""
+    size = math.log2(1 + abs(integer))
+    return -size if integer < 0 else size
 
 
 def named(text: str, key: str) -> str:

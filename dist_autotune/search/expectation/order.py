@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from ...codec import digest
 from ..strategies import least
-from .arithmetic import log, normal_below
-from .fields import UNKNOWN, Fills, TimesByKey, fields_of
+from .fields import UNKNOWN, Fills, Likeness, TimesByKey
 from .gaussian import GaussianProcess, kin_of
 from .model import Expectation
 
@@ -28,6 +27,7 @@ MANY = 256  # candidates: of more, a few are tried whatever judges them
 FIRST_WAVE, WAVE, MOST_COMPILED = 48, 24, 144  # of them: spread ones, then by what these let expect
 FAILED = 2.0  # times the slowest of them
 IDLE_WAVES = 3  # in a row that find nothing faster by more than GAIN: then no more are compiled
+_NORMAL = statistics.NormalDist()
 _MANY, _SHARE, _SHARE_OF_MANY = 100, 0.25, 0.07
 _SHARE_UNTOLD, _SHARE_TOLD = 0.4, 0.15  # of 100 and more: of a kernel's first key, with one to three others
 
@@ -128,7 +128,7 @@ class TrialOrder:
     def _log_of_best(self) -> float:
         """Return the logarithm of the least ms that is known of any tried one; inf: of none."""
         known = [ms for ms in map(least, self.ms.values()) if ms > 0]
-        return log(min(known)) if known else math.inf
+        return math.log(min(known)) if known else math.inf
 
     @property
     def leaves_first(self) -> bool:
@@ -165,12 +165,12 @@ class TrialOrder:
         means, variances = self.expectation.means, self.expectation.variances
         for index in sorted({*among}.difference(self.tried, self._failed)):
             if bar_ms == math.inf:  # nothing is known yet
-                yield index, normal_below(-means[index])
+                yield index, _NORMAL.cdf(-means[index])
             elif bar_ms <= 0:
                 yield index, 0.0
             else:
-                z = (log(bar_ms) - means[index]) / math.sqrt(max(variances[index], 1e-8))
-                yield index, normal_below(z)
+                z = (math.log(bar_ms) - means[index]) / math.sqrt(max(variances[index], 1e-8))
+                yield index, _NORMAL.cdf(z)
 
 
 class Waves(TrialOrder):
@@ -193,7 +193,7 @@ class Waves(TrialOrder):
         self._told, self._key, self._texts, self._meanwhile = told, key, texts, meanwhile
         self._fills = fills
         of_own = [fills.get(text, 1.0) for text in texts]
-        self._process = GaussianProcess(fields_of(texts), fills=of_own)
+        self._process = GaussianProcess(Likeness.of_texts(texts), fills=of_own)
         kin = kin_of(key, texts, told, fills=bool(fills))
         self._process.fit({}, kin)
         super().__init__(self._process, first=0)

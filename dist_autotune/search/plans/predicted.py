@@ -16,8 +16,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ...codec import digest
-from ..expectation.arithmetic import log, normal_below
-from ..expectation.fields import Value, texts_by_field, values_of
+from ..expectation.fields import Likeness, texts_by_field
 from ..expectation.gaussian import GaussianProcess
 from ..strategies import faster_of_two, least
 from .search import MORE_RUNS, AskedPlan, Search, race_of, raced
@@ -35,6 +34,7 @@ SLOWER = 1.3  # times the usual: that a plan is slower than that counts no more
 NEAR, FINALISTS, NEAR_RUNS = 1.04, 8, 40  # of the best: plans that race with the first one ...
 EXPECTED = 2  # ... and with so many that are expected to be the fastest
 MOST_RUNS = 2 * (MOST_TRIED + WAVE - 1) + NEAR_RUNS + MORE_RUNS
+_NORMAL = statistics.NormalDist()
 _DEVIATION, _NOISE = 0.05, 0.05  # of what options add, expected; of a run, over the variance of that
 
 
@@ -71,7 +71,7 @@ def _holds_one_share(kernel: KernelLevels) -> bool:
 
 def predicted(space: PlanSpace, plans: Sequence[Plan]) -> Search:
     """Return the fastest of the plans, of which the first wins ties."""
-    process = GaussianProcess(_fields(space, plans), deviation=_DEVIATION, noise=_NOISE)
+    process = GaussianProcess(_likeness(space, plans), deviation=_DEVIATION, noise=_NOISE)
     slower_ms = [_slower_ms(space, plan) for plan in plans]
     asked = [AskedPlan(plan, f"predicted, plan {index}") for index, plan in enumerate(plans)]
     first_ms = yield replace(asked[0], follows_fit=True)
@@ -123,7 +123,7 @@ def _is_known(ms: float) -> bool:
     return 0 < least(ms) < math.inf
 
 
-def _fields(space: PlanSpace, plans: Sequence[Plan]) -> list[list[Value]]:
+def _likeness(space: PlanSpace, plans: Sequence[Plan]) -> Likeness:
     """Return of each plan the values of its options, and of the configs of its kernels in their order.
 
     So kernels of which an option launches one share the names of their fields, and tell of each other.
@@ -136,7 +136,7 @@ def _fields(space: PlanSpace, plans: Sequence[Plan]) -> list[list[Value]]:
             config = texts_by_field(space.texts[name][plan[name]])
             fields |= {f"{place} {field}": text for field, text in config.items()}
         found.append(fields)
-    return values_of(found)
+    return Likeness(found)
 
 
 def _slower_ms(space: PlanSpace, plan: Plan) -> float:
@@ -159,7 +159,7 @@ class _ExpectedTimes:
         fastest_ms = statistics.median(each - slower_ms[index] for index, each in known.items())
         fastest_ms = max(fastest_ms, min(known.values()) / 2)  # launches may be slower than what holds them
         self.by_launches = [fastest_ms + each for each in slower_ms]
-        self._logs = [log(each) for each in self.by_launches]
+        self._logs = [math.log(each) for each in self.by_launches]
         self._process = process
         self._expected = list[float]()  # log ms, as last fitted
 
@@ -170,12 +170,12 @@ class _ExpectedTimes:
         most = SLOWER * statistics.median(added.values())
         self._process.fit({index: min(each, most) for index, each in added.items()})
         self._expected = [mean + each for mean, each in zip(self._process.means, self._logs, strict=True)]
-        bar, none_wins = min(self._expected[index] for index in added) + log(1 - GAIN), 1.0
+        bar, none_wins = min(self._expected[index] for index in added) + math.log(1 - GAIN), 1.0
         chances = {}
         for index, expected in enumerate(self._expected):
             if index not in ms:
                 deviation = math.sqrt(self._process.variances[index])
-                chances[index] = normal_below((bar - expected) / deviation)
+                chances[index] = _NORMAL.cdf((bar - expected) / deviation)
                 none_wins *= 1 - chances[index]
         if 1 - none_wins < CHANCE or len(ms) >= MOST_TRIED:
             return []

@@ -1,15 +1,12 @@
 """What other keys tell of a new one: which of them are near, the model, how many candidates are tried."""
 
 import math
-import random
 import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_autotune.search.expectation.fields import fields_of
-from dist_autotune.search.expectation.gaussian import GaussianProcess
 from dist_autotune.search.expectation.keys import by_distance, distance
 from dist_autotune.search.expectation.model import Expectation
 from dist_autotune.search.expectation.order import most_tried
@@ -90,20 +87,6 @@ def test_candidates_that_nobody_has_told_of_are_the_least_sure():
     new = TEXTS.index("BLOCK: 64, SPLIT: 2, num_warps: 4, num_ctas: 1")
     assert new not in expectation.told
     assert expectation.variances[new] > max(expectation.variances[i] for i in expectation.told)
-
-
-def test_a_fit_that_keeps_a_part_of_the_last_one_has_the_bits_of_one_from_scratch():
-    rng, fields, own = random.Random(0), fields_of(TEXTS), dict[int, float]()
-    kept = GaussianProcess(fields)
-    for wave in range(8):
-        times = [(place, rng.uniform(0.5, 2)) for place in range(4 * wave, 4 * wave + 8)]
-        new, others = dict(times[:4]), dict(times[4:])  # the next wave's are other keys' before
-        own = {**new, **own} if wave == 4 else {} if wave == 6 else {**own, **new}  # in front; none; after
-        kin = [(0.9, others), (0.7, new)][: wave % 3]
-        kept.fit(own, kin)
-        anew = GaussianProcess(fields)
-        anew.fit(own, kin)
-        assert (kept.means, kept.variances) == (anew.means, anew.variances)
 
 
 @pytest.mark.parametrize(
