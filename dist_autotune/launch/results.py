@@ -53,7 +53,7 @@ class Results:
                 winner=winner,
                 config=context.texts[index],
                 ms=times[index],
-                timings={context.texts[i]: ms for i, ms in times.items()},
+                timings={context.texts[i]: ms for i, ms in times.items() if 0 < ms < math.inf},
                 fills=context.about.fills,
                 created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 package_version=__version__,

@@ -34,6 +34,7 @@ LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_BYTES = 256 << 20  # of a file that is read
 # In it a folder for each function, with an empty file for each entry that it uses, and for each lineage.
 LAUNCHED = "launched"
+OWN_FOLDERS = LAUNCHED, "waiting"  # the latter of earlier versions
 BEST = 3  # candidates of an entry that are raced again after an upgrade
 IMPORTED = "imported"  # the folder there of imported entries: every function looks at them
 _ENTRY_END = f"-{16 * '[0-9a-f]'}.json"  # of a file's name, as glob() takes it
@@ -109,6 +110,8 @@ class Entry(Struct, frozen=True):
             raise ValueError(f"winner: {self.winner!r} is none of its {len(self.key.candidates)} candidates")
         if not 0 < self.ms < math.inf:
             raise ValueError(f"ms: expected a positive number, found {self.ms}")
+        if wrong := [each for each in self.timings.values() if not 0 < each < math.inf]:
+            raise ValueError(f"timings: expected positive numbers, found {wrong[0]}")
         if wrong := [each for each in self.fills.values() if not 0 < each <= 1]:
             raise ValueError(f"fills: expected parts of 1, found {wrong[0]}")
 
@@ -173,7 +176,7 @@ class Winners:
         return filter(None, (self._read(self.directory / path.name) for path in names))
 
     def put(self, *entries: Entry, replaces: bool = True) -> None:
-        """Store each entry, unless there is one with the same winner; `replaces`: in place of another one."""
+        """Store each entry; `replaces`: in place of one that is there."""
         if self.directory is None:
             return
         try:
@@ -181,7 +184,7 @@ class Winners:
             with self._lock(self.directory):
                 for entry in entries:
                     stored = self.get(entry.key)
-                    if stored is None or (replaces and stored.winner != entry.winner):
+                    if stored is None or (replaces and stored != entry):
                         self._replace(self.directory / entry.key.file_name, entry)
                     if entry.evidence.full_name:
                         self.record_launch(entry.key.lineage(entry.evidence.full_name), entry.key)
@@ -204,13 +207,14 @@ class Winners:
                         folder.rmdir()
 
     def clear(self) -> int:
-        """Delete every entry, damaged ones too, and return how many there were."""
-        files = _entry_files(self.directory)
-        if files and self.directory is not None:
-            with self._lock(self.directory):
-                for path in files:
+        """Delete every entry, damaged ones too, and what belongs to them; return how many there were."""
+        files, directory = _entry_files(self.directory), self.directory
+        if directory is not None and directory.is_dir():
+            with self._lock(directory):
+                for path in [*files, *directory.glob("*.tmp")]:
                     path.unlink(missing_ok=True)
-                shutil.rmtree(self.directory / LAUNCHED, ignore_errors=True)
+                for folder in OWN_FOLDERS:
+                    shutil.rmtree(directory / folder, ignore_errors=True)
         return len(files)
 
     def _replace(self, path: Path, entry: Entry) -> None:

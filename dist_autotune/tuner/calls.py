@@ -63,6 +63,7 @@ class Calls:
         self._session: Session | None = None
         self._report: TuningReport | None = None
         self._settled = SettledCalls(name, options, self._note)
+        self._settled_states: dict[str, FunctionState] = {}  # of other modes, by DIST_AUTOTUNE_MODE
         self._wants_session = True  # the next call opens one
         self._changes_arguments = False  # a run takes a container apart that it was given
         self._turns: tuple[weakref.ref[RankGroup], Turns | None] | None = None  # of a group
@@ -354,6 +355,13 @@ class Calls:
             self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
         options, known, group = self._options, self.state, self._current_group()
         if known is None or known.function.group is not group or known.function.mode != mode:
+            if known is not None and known.function.is_alone and self.settled:
+                self._settled_states[known.function.mode] = known
+            earlier = self._settled_states.pop(mode, None)
+            if earlier is not None and earlier.function.group is group and not self._is_retuning:
+                self.close()
+                self.state, self._wants_session = earlier, False
+                return earlier
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
                 setup = FunctionSetup(options, self._name, source, group, mode=mode)

@@ -89,12 +89,41 @@ def test_a_damaged_file_is_a_warning_with_its_path_and_a_miss(tmp_path, content,
 
 @pytest.mark.parametrize("fill", [-0.5, 0.0, 1.5])
 def test_an_entry_with_a_fill_that_no_launch_has_is_ignored(tmp_path: Path, fill: float) -> None:
-    path, stored = tmp_path / KEY.file_name, structs.replace(entry(), fills={"BLOCK=128": 0.5})
+    path, stored = tmp_path / KEY.file_name, structs.replace(entry(), fills={"BLOCK=128": 0.625})
     Winners(tmp_path).put(stored)
     assert Winners(tmp_path).get(KEY) == stored
-    path.write_text(path.read_text().replace("0.5", str(fill)))
+    path.write_text(path.read_text().replace("0.625", str(fill)))
     with pytest.warns(CacheWarning, match=f"fills: expected parts of 1, found {fill}"):
         assert Winners(tmp_path).get(KEY) is None
+
+
+@pytest.mark.parametrize("ms", ["-1.0", "0.0", "NaN", "1e999", "null"])
+def test_an_entry_with_a_time_that_no_launch_takes_is_ignored(tmp_path: Path, ms: str) -> None:
+    path, stored = tmp_path / KEY.file_name, structs.replace(entry(), timings={"BLOCK=128": 0.375})
+    Winners(tmp_path).put(stored)
+    path.write_text(path.read_text().replace("0.375", ms))
+    with pytest.warns(CacheWarning, match=f"Ignored {path}"):
+        assert Winners(tmp_path).get(KEY) is None
+
+
+def test_a_result_that_was_found_anew_replaces_one_with_the_same_winner(tmp_path: Path) -> None:
+    cache, later = Winners(tmp_path), structs.replace(entry(), ms=7.0, created_at="2030-01-01T00:00:00+00:00")
+    cache.put(entry())
+    cache.put(later)
+    assert cache.get(KEY) == later
+    cache.put(entry(), replaces=False)
+    assert cache.get(KEY) == later
+
+
+def test_clearing_leaves_nothing_but_the_lock(tmp_path: Path) -> None:
+    cache = Winners(tmp_path)
+    cache.put(entry())
+    cache.record_launch("step", KEY)
+    (tmp_path / "waiting").mkdir()
+    assert cache.clear() == 1
+    cache.record_launch("step", KEY)  # without any entry
+    assert cache.clear() == 0
+    assert files(tmp_path) == []
 
 
 def test_a_pipe_in_place_of_an_entry_is_a_miss_and_nothing_waits_for_its_other_end(tmp_path: Path) -> None:
