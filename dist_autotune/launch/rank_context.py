@@ -75,6 +75,7 @@ class RunLaunches:
     ran: set[str] = field(default_factory=set)  # candidates; several where the choice has failed
     count: int = 0
     report: Part | None = None  # what this rank reports of them
+    wanted: set[str] | None = None  # candidates to compile behind the run; None: not asked yet
 
 
 @dataclass(eq=False)
@@ -150,9 +151,10 @@ class RankContext:
     @property
     def wanted_candidates(self) -> set[str]:
         """Return the candidates that may be tried next, and that the compiler was not asked for."""
-        return (
-            self.texts.keys() - self.compile.asked - self.bans.keys() - self.outside_race - {self.run.choice}
-        )
+        if self.run.wanted is None:  # in this run
+            left_out = self.outside_race | self.compile.asked
+            self.run.wanted = self.texts.keys() - left_out - self.bans.keys() - {self.run.choice}
+        return self.run.wanted
 
     @property
     def unreported_bans(self) -> dict[str, str]:

@@ -18,7 +18,7 @@ from dist_autotune.compilation.pool import (
     CompileOutcome,
 )
 from dist_autotune.compilation.preflight import Planned
-from dist_autotune.launch.rank_context import Beginning, RankContext
+from dist_autotune.launch.rank_context import Beginning, RankContext, RunLaunches
 from dist_autotune.storage.scope import ContextIdentity
 
 
@@ -162,10 +162,10 @@ def test_what_the_search_names_is_compiled_once_whatever_this_rank_thought_slow(
     context = RankContext("k[]", about, nothing, rank=0, beginning=Beginning(unlikely=of_this_rank))
     context.run.choice = "a"
     if of_search is not None:
-        search: Any = SimpleNamespace(is_tuned_by_launches=True, outside_race=of_search, is_lasting=False)
-        context.follow(search)
+        context.order: Any = SimpleNamespace(is_tuned_by_launches=True, outside_race=of_search)
     assert (context.wanted_candidates, context.is_to_preflight) == (wanted, bool(wanted))
     context.compile.asked |= wanted
+    context.run = RunLaunches(choice="a")
     assert not context.is_to_preflight
 
 
