@@ -33,6 +33,7 @@ AGREED = (  # what must be equal on all ranks
     *("n_repeat", "n_warmup", "mode", "search", "objective", "share", "watch"),
     *("max_runs", "budget_s", "filler_ms", "bits"),
 )
+OF_REPEATED_RUNS = ("preserve", "bits", "outputs")  # steps are made once
 OF_FUNCTIONS = ("mode", "group", "preserve", "clock", "bits", "outputs")  # `dist-autotune run` lacks them
 
 
@@ -203,14 +204,19 @@ class Options:
             return
         is_default = isinstance(self.bits, settings.DefaultText)
         given = f"{settings.BITS}={settings.bits()}" if is_default else f"bits={self.bits!r}"
-        advice = "Leave out mode='online'"
-        if not has_function:
-            advice = "Decorate a function that makes one step with @contextual_autotune"
+        why = (
+            f"{given} compares outputs by making a step again from the same inputs and state, and this is "
+            "made once. Decorate a function that makes one step with @contextual_autotune"
+        )
+        if has_function:
+            why = (
+                f"{given} belongs to mode='replay': outputs are compared by making a step again from equal "
+                "inputs and state, and online each is made once. Leave out mode='online'"
+            )
         raise InvalidOption(
-            f"{given} belongs to mode='replay': outputs are compared by making a step again from the same "
-            f"inputs and state, and online each is made once. {advice} and name all that it changes in "
-            "preserve=: the first call tunes, each later one is one step. Where a step cannot be made again, "
-            f"use another function's results with {settings.MODE}=cached, or bits='any'."
+            f"{why} and name all that it changes in preserve=: the first call tunes, each later one is one "
+            f"step. Where a step cannot be made again, use another function's results with {settings.MODE}="
+            "cached, or bits='any'."
         )
 
     def resolved_timeout_s(self) -> float:
@@ -241,11 +247,15 @@ class Options:
         return {**fields, "search": search, "bits": self.resolved_bits()}
 
 
-def made_by(owner: str, *by_position: Any, **by_name: Any) -> Options:
-    """Return the options given to `owner`; raises TypeError with the nearest name for an unknown one."""
-    known = [each.name for each in fields(Options)]
-    for name in by_name.keys() - set(known):
-        nearest = "".join(f" Did you mean {each}?" for each in difflib.get_close_matches(name, known, 1))
+def made_by(owner: str, lacking: Sequence[str] = (), /, *by_position: Any, **by_name: Any) -> Options:
+    """Return the options given to `owner`; raises TypeError with the nearest name for an unknown one.
+
+    lacking: the owner can do nothing with these, so they are no nearest name.
+    """
+    known = {each.name for each in fields(Options)}
+    for name in by_name.keys() - known:
+        close = difflib.get_close_matches(name, known.difference(lacking), 1)
+        nearest = "".join(f" Did you mean {each}?" for each in close)
         raise TypeError(f"{owner}() has no option {name}.{nearest} docs/options.md lists all")
     try:
         return Options(*by_position, **by_name)

@@ -101,10 +101,13 @@ def _check_possible(options: Options, *, has_function: bool) -> None:
 def _check_joins(name: str, inner: Options, outer_name: str, outer: Options) -> None:
     """Raise TuningError where an inner function asks for what the outer one does not do, with both values."""
     for option, asked, given in _unmet(inner, outer):
+        can = outer.mode == "replay" or option in ("is_dist", "group") or asked == "'thunk'"
+        advice = (
+            f"Give {outer_name} {option}={asked} too" if can else f"Call {name} between runs of {outer_name}"
+        )
         raise TuningError(
             f"{name} with {option}={asked} was called inside {outer_name} with {option}={given}, whose "
-            f"session it joins and which does not do that. Give {outer_name} {option}={asked} too, or leave "
-            f"it out of {name}."
+            f"session it joins and which does not do that. {advice}, or leave it out of {name}."
         )
 
 

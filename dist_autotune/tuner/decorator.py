@@ -119,7 +119,7 @@ def contextual_autotune(fn: Callable[..., Any] | None = None, *by_position: Any,
 
     Raises TuningError for an option that cannot be used; see `dist_autotune.errors` for what a call raises.
     """
-    options = made_by("contextual_autotune", *by_position, **by_name)
+    options = made_by("contextual_autotune", (), *by_position, **by_name)
     check_preserved(options.preserve)
     check_outputs(options.outputs)
     if fn is None:

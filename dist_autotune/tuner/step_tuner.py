@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import settings
 from ..errors import InvalidOption, TuningError
 from ..launch.step_checks import check_before_step
-from ..options import made_by
+from ..options import OF_REPEATED_RUNS, made_by
 from ..triton_api.interception import INTERCEPTION
 from .base_tuner import BaseTuner
 
@@ -40,7 +40,7 @@ class StepTuner(BaseTuner):
         if options.get("objective") == "graph":
             raise InvalidOption("objective='graph': StepTuner makes each step once, and a graph is replayed")
         try:
-            checked = made_by("StepTuner", **options)
+            checked = made_by("StepTuner", OF_REPEATED_RUNS, **options)
         except TypeError as error:
             raise InvalidOption(str(error)) from None
         super().__init__(None, checked, checked.name or _name_of_steps(sys._getframe(1), self))

@@ -212,6 +212,7 @@ def test_with_the_mode_off_a_step_is_nothing(bench, step_tuner, monkeypatch):
         ({"mode": "replay"}, "mode='replay': a step cannot be repeated"),
         ({"preserve": [torch.ones(1)]}, "preserve=: StepTuner makes each step once"),
         ({"objective": "worst"}, "objective='worst'"),
+        ({"preserved": []}, r"^StepTuner\(\) has no option preserved\. docs/options.md lists all"),
         ({"n_repeats": 3}, r"^StepTuner\(\) has no option n_repeats. Did you mean n_repeat\?"),
     ],
     ids=str,
