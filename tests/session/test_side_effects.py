@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kernels_for_tests import accumulate, launch, no_bench, numbers
+from process_defaults import odd_defaults
 
 import dist_autotune.tuner.session
 
@@ -43,6 +44,17 @@ def test_hooks_given_to_triton_autotune_are_not_called(bench):
     )
     bench.tune(lambda: launch(kernel, numbers()))()
     assert called == []
+
+
+def test_a_session_makes_no_tensor_of_the_default_type_or_device(bench):
+    """Put back, restore, hash and time, as a session does."""
+    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0}, restore_value=["y_ptr"])
+    x, y, seen = numbers(), torch.zeros(64), torch.zeros(1)
+    tuned = bench.tune(lambda: (seen.add_(1), launch(kernel, x, y))[1], bits="check", preserve=(seen,))
+    with odd_defaults():
+        result = tuned()
+    assert torch.equal(result, x + 1)
+    assert (seen.item(), tuned.settled) == (1.0, True)
 
 
 # ---- state that is put back between the runs of one call

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 import torch
 import torch.distributed as dist
 from every_operation import EVERY, OF_ONE_WAY, WITH_COLLECTIVES
 from operation_runs import on_ranks
+from process_defaults import odd_defaults
 from torch import nn
 from tp_runs import WIDTH, block, in_workspaces, tensor_of
 
@@ -22,18 +22,6 @@ MODES = (torch.inference_mode, torch.no_grad, torch.enable_grad)
 WAYS = {name: (runs, {}) for name, runs in (EVERY | OF_ONE_WAY).items()}
 WAYS |= {f"{name}, by collectives": (runs, {"collective": True}) for name, runs in WITH_COLLECTIVES.items()}
 EACH_WAY = pytest.mark.parametrize(("runs", "options"), WAYS.values(), ids=WAYS)
-
-
-@contextmanager
-def odd_defaults() -> Iterator[None]:
-    """Make unusable what is made without a type or a device."""
-    torch.set_default_dtype(torch.bfloat16)
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-        torch.set_default_device(None)
 
 
 @EACH_WAY
