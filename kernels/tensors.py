@@ -90,16 +90,18 @@ def _bytes_between(tensor: torch.Tensor) -> int:
 class Apart:
     """Refuses a result that overlaps an operand of any kind, which is read while it is written.
 
-    It is made once for a layout; a call then compares addresses only. Operands may be None.
+    It is made once for a layout; a call then compares addresses only. All may be None.
     """
 
-    def __init__(self, out: torch.Tensor, **operands: torch.Tensor | None) -> None:
+    def __init__(self, out: torch.Tensor | None, **operands: torch.Tensor | None) -> None:
         self._names = tuple(operands)
         self._before = -max([_bytes_between(each) for each in operands.values() if each is not None])
-        self._behind = _bytes_between(out)
+        self._behind = 0 if out is None else _bytes_between(out)
 
-    def check(self, out: torch.Tensor, *operands: torch.Tensor | None) -> None:
+    def check(self, out: torch.Tensor | None, *operands: torch.Tensor | None) -> None:
         """Raise ValueError where `out` overlaps an operand; they come in the order of their names."""
+        if out is None:
+            return
         begin, before, behind = out.data_ptr(), self._before, self._behind
         for each in operands:
             if each is not None and before < each.data_ptr() - begin < behind and _overlap(out, each):

@@ -31,6 +31,7 @@ from ..exchange.flags import ARRIVED
 from ..launches.settled import SettledLaunches
 from ..signals import Failure
 from ..tensors import (
+    Apart,
     OwnBuffer,
     check_distinct,
     check_no_gradient,
@@ -44,7 +45,7 @@ from ..tensors import (
 )
 from .ag_moe_kernel import all_gather_moe
 from .launch import HEIGHTS, ExpertShape
-from .operation import ExpertOperands, ExpertOperation, ExpertPlan, check_apart, check_experts
+from .operation import ExpertOperands, ExpertOperation, ExpertPlan, check_experts
 from .plan import Plan, Routing
 
 
@@ -176,13 +177,15 @@ class AllGatherMoE(ExpertOperation):
                 raise ValueError(f"{given}: rank {self.rank} must pass as many")
             return ExpertPlan(kind, weight.shape[0], routing.topk, has_weights=False)
         lie = self._own.layout_of(x_shard), layout_of(weight), layout_of(topk_ids), self._own.layout_of(out)
-        if lie not in self._checked:
+        apart = self._checked.get(lie)
+        if apart is None:
             self._check_arguments(x_shard, weight, topk_ids, out)  # type: ignore[arg-type]
-            remember(self._checked, lie, None)
+            made = Apart(out, x_shard=x_shard, weight=weight, topk_ids=topk_ids)
+            apart = remember(self._checked, lie, made)
         assert topk_ids is not None
         if topk_weights is not None or kind == "route":
             self._check_weights(topk_ids, topk_weights)  # type: ignore[arg-type]
-        check_apart(out, x_shard=x_shard, weight=weight, topk_ids=topk_ids)
+        apart.check(out, x_shard, weight, topk_ids)
         own, topk = topk_ids.shape
         check = functools.partial(self._check_rows, out, topk)
         self._learn_tokens(own, tokens, check, is_capturing=is_capturing)

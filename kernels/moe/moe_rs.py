@@ -34,6 +34,7 @@ from ..exchange.push import SumPusher
 from ..launches.settled import SettledLaunches
 from ..signals import Failure
 from ..tensors import (
+    Apart,
     begin_at_16_bytes,
     check_no_gradient,
     check_out,
@@ -46,7 +47,7 @@ from ..tensors import (
 from .flags import NOT_COMPUTED
 from .launch import HEIGHTS, ExpertShape
 from .moe_rs_kernel import moe_reduce_scatter
-from .operation import ExpertOperands, ExpertOperation, ExpertPlan, check_apart, check_experts
+from .operation import ExpertOperands, ExpertOperation, ExpertPlan, check_experts
 from .plan import Plan, Routing
 
 _SETTLED: SettledLaunches[ExpertShape] = SettledLaunches(moe_reduce_scatter, operation="MoEReduceScatter")
@@ -174,10 +175,12 @@ class MoEReduceScatter(ExpertOperation):
             return ExpertPlan(kind, weight.shape[0], routing.topk, has_weights=False)
         given = (y, weight, topk_ids, topk_weights, out)
         lie = tuple(map(layout_of, given))
-        if lie not in self._checked:
+        apart = self._checked.get(lie)
+        if apart is None:
             self._check_arguments(*given)  # type: ignore[arg-type]
-            remember(self._checked, lie, None)
-        check_apart(out, y=y, weight=weight, topk_ids=topk_ids, topk_weights=topk_weights)
+            read = {"y": y, "weight": weight, "topk_ids": topk_ids, "topk_weights": topk_weights}
+            apart = remember(self._checked, lie, Apart(out, **read))
+        apart.check(out, y, weight, topk_ids, topk_weights)
         assert topk_ids is not None
         own, topk = topk_ids.shape
         check = functools.partial(self._check_rows, y, topk)
@@ -220,7 +223,9 @@ class MoEReduceScatter(ExpertOperation):
         self._check_routing(routing, weight)
         self._check_rows(y, routing.topk, routing.tokens)
         check_out(out, [routing.tokens[self.rank], self._n], self._dtype, self.device)
-        check_apart(out, y=y, weight=weight, weights=weights, routing=routing.words)
+        if out is not None:
+            read = {"y": y, "weight": weight, "weights": weights, "routing": routing.words}
+            Apart(out, **read).check(out, *read.values())
         if factors.shape != (y.shape[0],) or factors.dtype != torch.float32 or not factors.is_contiguous():
             given = f"weights are {list(factors.shape)} in {factors.dtype}"
             raise ValueError(f"{given}; contiguous [{y.shape[0]}] in torch.float32 is needed")

@@ -77,12 +77,6 @@ def check_tokens(tokens: Sequence[int], own: int, rank: int, world_size: int, mo
     return counts
 
 
-def check_apart(out: torch.Tensor | None, **operands: torch.Tensor | None) -> None:
-    """Raise ValueError if a result that was given overlaps an operand."""
-    if out is not None:
-        Apart(out, **operands).check(out, *operands.values())
-
-
 class ExpertPlan(NamedTuple):
     """What a call's steps behind its arguments take; the tokens are `_told`."""
 
@@ -154,7 +148,7 @@ class ExpertOperation(NumberedCalls):
         self._pushes = Pushes(self._memory, self._memory.side_stream(), self._flags)
         self._hosts, self._no_hosts = self._open_hosts()
         self._plans: dict[tuple[int, int, int], Plan] = {}
-        self._checked: dict[Hashable, None] = {}  # layouts of the tensors of calls
+        self._checked: dict[Hashable, Apart] = {}  # by the layouts of tensors that have been checked
         self._launches: dict[Hashable, ShapeLaunch[ExpertShape]] = {}  # by all that they depend on
         self._announcer = Announcer(self._pushes)
         self._gatherer = ChoiceGatherer(self._memory, self._ids.local, self._weights.local)
