@@ -118,8 +118,8 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
             in_turn += runs
             kernels += not context.is_choice
     if rules.races and in_turn:
-        in_turn = sum(rules.planned_runs(c.most_tried) for c in searched if c.is_alone)
-        choices = {c.name: len(c.digests) for c in searched if c.is_choice and not c.is_alone}
+        in_turn = sum(rules.planned_runs(c.most_tried) for c in searched if c.is_tuned_separately)
+        choices = {c.name: len(c.digests) for c in searched if c.is_choice and not c.is_tuned_separately}
         if choices or kernels:
             in_turn += race_runs.runs_at_most(choices, kernels)
     if rules.objective != "kernel":  # a third plan needs a third candidate, or a second context

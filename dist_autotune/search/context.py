@@ -157,8 +157,8 @@ class Context:
         return self.judge == BY_LAUNCH and not self.settled
 
     @property
-    def is_alone(self) -> bool:
-        """Return whether it is a choice of too many options for a race of plans: it is judged by itself."""
+    def is_tuned_separately(self) -> bool:
+        """Return whether it is a choice of too many options for a race of plans."""
         return self.is_choice and self._rules.races and len(self.digests) > MOST_PLANS
 
     @property

@@ -211,7 +211,7 @@ class TakeTurns(RunPhase):
 
     def _waiting(self) -> list[Context]:
         waiting = (context for context in self._contexts.values() if not context.settled)
-        return [context for context in waiting if context.is_alone or not self._only_alone]
+        return [context for context in waiting if context.is_tuned_separately or not self._only_alone]
 
     def _finish(self, plan: Plan) -> None:
         """Each context is settled at the end of its turn."""

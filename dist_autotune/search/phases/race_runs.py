@@ -81,7 +81,7 @@ class RaceRuns(RunPhase):
         for context in self._contexts.values():
             if context.is_tuned_by_launches or context.provisional:
                 continue
-            is_member = context.name in self._members and not (context.settled or context.is_alone)
+            is_member = context.name in self._members and not (context.settled or context.is_tuned_separately)
             timed = [(ms, p[context.name]) for ms, p in [*kept, *raced] if context.name in p]
             if context.name in plan:
                 context.settle(status, plan[context.name])
@@ -145,7 +145,11 @@ class RaceRuns(RunPhase):
 
     def _choices(self) -> list[str]:
         """Return the choices of this search, in the order of their first launch."""
-        judged = (c for c in self._contexts.values() if c.judge == BY_RUN and not (c.settled or c.is_alone))
+        judged = (
+            c
+            for c in self._contexts.values()
+            if c.judge == BY_RUN and not (c.settled or c.is_tuned_separately)
+        )
         return [context.name for context in judged if context.is_choice and len(context.digests) > 1]
 
     def _unexplored(

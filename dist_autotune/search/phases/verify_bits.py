@@ -75,7 +75,7 @@ class VerifyBits(Phase):
         return self._asked or {}
 
     def is_final(self, context: Context) -> bool:
-        return self.is_over or context not in self._launched
+        return self.is_over or context.last_run <= 0 or context.is_spent  # not launched in this session
 
     def begin(self) -> None:
         """Begin when every context is settled, unless that was done."""

@@ -26,6 +26,7 @@ NEAR = 1.06  # of the best plan: plans that race again
 TOGETHER_RUNS, TOGETHER_RUNS_PER_PLAN = 30, 2.0
 CONFIRMED, CONFIRMING_RUNS = 3, 24  # of the fastest, with the incumbents' plan
 NEAR_RUNS, NEAR_RUNS_PER_PLAN = 45, 3.0  # of those near the best
+SPARED_RUNS, SPARED, MOST_SPARED = 16, 0.02, 4  # of a plan, beyond what launches let expect; candidates
 MOST_NEAR, MOST_BESIDE = 12, 6  # of them, and options of those beside the best
 
 
@@ -60,6 +61,13 @@ class Raced:
         fastest_ms = self.timed[0][0] if self.timed else 0.0
         return [plan for ms, plan in self.timed if ms <= max(NEAR * fastest_ms, fastest_ms)]
 
+    def gain_of(self, base: Plan, expected_ms: float) -> float:
+        """Return by what part of the base plan's time the other is faster than `expected_ms` beyond it."""
+        times = {plan == base: ms for ms, plan in self.timed}
+        if len(times) < 2:
+            return 0.0
+        return 1 - (times[False] - expected_ms) / times[True]
+
     def gain(self, base: Plan) -> float:
         """Return by what part of the base plan's time the fastest is faster."""
         base_ms = next((ms for ms, plan in self.timed if plan == base), math.inf)
@@ -84,7 +92,10 @@ def fastest_plan(space: PlanSpace, *, keeps_kernels: bool = False) -> Search:
     if plans := few_plans(space, keeps_kernels=keeps_kernels):
         race = yield from raced("all", plans, race_of(plans), MORE_RUNS)
         return race.winner
-    return (yield from together(space.with_incumbents() if keeps_kernels else space))
+    if keeps_kernels:
+        space = space.with_incumbents()
+    plan = yield from together(space)
+    return plan if space.rooms() else (yield from spared(space, plan))
 
 
 def race_of(plans: Sequence[object]) -> float:
@@ -134,6 +145,34 @@ def together(space: PlanSpace) -> Search:
     plans = [start.plan for start in _distinct(near)]
     last = yield from raced("together, near", plans, max(NEAR_RUNS, NEAR_RUNS_PER_PLAN * len(plans)), 0)
     return last.fastest
+
+
+def spared(space: PlanSpace, plan: Plan) -> Search:
+    """Return the plan with another candidate of the kernel whose own slows others down most, if one does.
+
+    Kernels take their next fastest candidates: all, then half of them, down to one. A half counts by how much
+    less its runs take than launches let expect.
+    """
+    kernels = {kernel.name: kernel for kernel in space.kernels if kernel.name in plan and len(kernel.ms) > 1}
+    names, gain = [*kernels], 0.0
+    while names:
+        half = names[: len(names) // 2] if gain else names
+        others = {name: kernels[name].next_fastest for name in half}
+        expected_ms = math.fsum(kernels[name].slower_ms(other) for name, other in others.items())
+        race = yield from raced(
+            f"spared, {half[0]} of {len(half)}", [plan, {**plan, **others}], SPARED_RUNS, 0
+        )
+        gained = race.gain_of(plan, expected_ms)
+        if not gain:
+            gain = gained
+            if gain < SPARED:
+                return plan
+        else:
+            names = half if gained >= gain / 2 else names[len(half) :]
+        if len(names) == 1:
+            near = [{**plan, names[0]: index} for index in kernels[names[0]].thinned(MOST_SPARED)]
+            return (yield from raced("spared, one", near, RUNS_PER_PLAN * len(near), MORE_RUNS)).winner
+    return plan
 
 
 def starts_of(space: PlanSpace) -> list[Start]:

@@ -73,6 +73,17 @@ class KernelLevels:
         with_room = (ms for index, ms in self.ms.items() if round(self.share[index] / SHARE_STEP) < full)
         return min(with_room) / self.ms[self.fullest] - 1
 
+    @property
+    def next_fastest(self) -> int:
+        """Return the fastest candidate beside the incumbent, if there is another one."""
+        return min(
+            (i for i in self.ms if i != self.incumbent), key=self.ms.__getitem__, default=self.incumbent
+        )
+
+    def slower_ms(self, index: int) -> float:
+        """Return what its launches take longer with a candidate than with the incumbent."""
+        return self.launches * (self.ms[index] - self.ms[self.incumbent])
+
     def within(self, share: float) -> int:
         """Return the candidate that takes most of the device, at most this share; else that with least."""
         fits = [index for index, each in self.share.items() if each <= share + SHARE_STEP / 2]
