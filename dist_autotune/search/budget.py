@@ -1,4 +1,4 @@
-"""How far a session has come, what it gains, and how long it may still take."""
+"""Progress, gain and remaining runs of a session."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plan
 
 @dataclass(frozen=True)
 class Forecast:
-    """How much of the search is done, and an estimate of the runs to come."""
+    """Progress of a session, and the runs that it may still take."""
 
     timed: int  # candidates with a time, or banned, in all contexts
     candidates: int
     planned_trials: int  # at most, as the search plans
-    runs: int  # so far; those that are neither trials, waits nor held had nothing to try
+    runs: int  # so far, also those without a trial
     trials: int = 0
     waits: int = 0  # online: until a trial's time was read on all ranks
     held: int = 0  # online: until candidates were compiled
@@ -36,20 +36,20 @@ class Forecast:
 
     @property
     def more_runs(self) -> int:
-        """About how many runs are still to come: as so far, and if the search takes all it plans."""
+        """Return the runs to come if the search takes all that it plans."""
         runs = self.runs - self.held
         return math.ceil(max(self.planned_trials - self.trials, 1) * runs / max(self.trials, 1))
 
     @property
     def runs_left(self) -> tuple[int, int]:
-        """The runs to come, at least and at most, if they are as those so far."""
+        """Return the runs to come, at least and at most, at the pace so far."""
         each = (self.runs - self.held) / max(self.trials, 1)
         most = self.most_trials or max(self.planned_trials - self.trials, 1)
         return math.ceil(min(self.least_trials, most) * each), math.ceil(most * each)
 
     @property
     def done(self) -> float:
-        """The part of the session's trials that is made, between 0 and 1."""
+        """Return the part of the trials that is made, between 0 and 1."""
         most = self.most_trials or max(self.planned_trials - self.trials, 0)
         expected = self.trials + (min(self.least_trials, most) + most) / 2
         return self.trials / expected if expected else 0.0
@@ -70,10 +70,10 @@ class Forecast:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What one run of the function takes, untuned and tuned, in measured milliseconds.
+    """Measured ms of one run of the function, untuned and tuned.
 
-    judge "launch": all launches of the contexts that have both times. "run": the whole run; `before_ms` is
-    then the slowest of the plans that keep an untuned candidate, `after_ms` the fastest plan.
+    judge "launch": of the launches of contexts with both times. "run": of the slowest plan that keeps an
+    untuned candidate, and of the fastest plan.
     """
 
     before_ms: float
@@ -93,7 +93,7 @@ class StepTimes:
 
 
 def runs_left(rules: Rules, context: Context) -> tuple[int, int, int]:
-    """Return how many candidates may still win, and the runs of its search to come: at least, at most."""
+    """Return the candidates that may still win, and the least and most runs of the search to come."""
     if context.settled:
         return 1, 0, 0
     usable = min(sum(index not in context.banned for index in range(context.raced)), context.most_tried)
@@ -108,7 +108,7 @@ def runs_left(rules: Rules, context: Context) -> tuple[int, int, int]:
 
 
 def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
-    """Return how many runs the session plans for these contexts, the final one included."""
+    """Return the runs that the session plans for these contexts, with the final one."""
     together, in_turn, kernels = 0, 0, 0
     for context in searched:
         runs, first_run = rules.planned_runs(context.most_tried), context.began or 0

@@ -1,4 +1,4 @@
-"""The options that steer decisions, and what follows from them alone. No torch, no I/O, no clock."""
+"""The options that steer the search, and what follows from them alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate
 
 @dataclass(frozen=True)
 class Rules:
-    """The options that steer decisions; equal on all ranks."""
+    """The options that steer the search; equal on all ranks."""
 
     strategy: Strategy
     search: str
@@ -31,35 +31,35 @@ class Rules:
 
     @property
     def races(self) -> bool:
-        """Return whether contexts judged by the whole run are searched as plans, not one after another."""
+        """Return whether contexts judged by whole runs are searched as plans; else they take turns."""
         return self.search in ("racing", "expected")
 
     @property
     def expects(self) -> bool:
-        """Return whether what other keys tell decides which candidates are tried."""
+        """Return whether expected times alone decide which candidates are tried."""
         return self.search == "expected" and self.objective == "kernel"
 
     def tries_few(self, candidates: int, *, is_choice: bool = False) -> bool:
-        """Return whether a search tries a few of so many candidates, if it can tell which."""
+        """Return whether a search of so many candidates tries a few, chosen by their expected times."""
         if self.tries_all or not self.races:
             return False
         by_launches = self.objective == "kernel" and not is_choice
         return self.expects or candidates >= (EXPECTED_FROM if by_launches else MANY + 1)
 
     def flow_of(self, candidates: int, order: TrialOrder | None = None) -> RunningFlow:
-        """Return a search among so many candidates, by the option's strategy; order: that tries a few."""
+        """Return a search by the option's strategy; with an `order` one that tries a few."""
         strategy = self.strategy if order is None else functools.partial(expected, order=order)
         counts = {"n_warmup": self.n_warmup, "n_repeat": self.n_repeat}
         return RunningFlow(strategy, candidates, name=self.search, **counts)
 
     def planned_runs(self, candidates: int) -> int:
-        """Return how many runs one search plans; of a strategy of the user's, as many as `exhaustive`."""
+        """Return the runs that one search plans; a strategy of the user's counts as `exhaustive`."""
         if self.races:
             return math.ceil(racing_runs(candidates))
         return candidates * (self.n_warmup + self.n_repeat)
 
     def planned_asks(self, *, is_warmup: bool) -> int:
-        """Return how many warm-ups or samples the search plans per candidate; 0: it does not say."""
+        """Return the planned warm-ups or samples of a candidate; 0: unknown."""
         if self.search != "exhaustive":
             return 0
         return self.n_warmup if is_warmup else self.n_repeat

@@ -1,9 +1,8 @@
-"""Search strategies: pure generators, equal on all ranks, that decide which candidate to try next.
+"""Search strategies: generators that decide which candidate to try next.
 
-A flow is `strategy(candidates, *, n_warmup, n_repeat)` over candidate indices. It yields an index (the next
-run measures that candidate) or `Warmup(index)` (that run is no sample), and is sent the candidate's agreed ms
-so far: `inf` when it was banned or cannot win, `nan` while it has no sample, but after a `Warmup` that run's
-time. It returns the winner's index, or a `Winner`.
+A flow is `strategy(candidates, *, n_warmup, n_repeat)` over candidate indices. It yields an index, or
+`Warmup(index)` for a run that is no sample, and is sent the candidate's agreed ms so far: `inf` where it is
+banned, `nan` without a sample; after a `Warmup` that run's time. It returns the winner's index.
 """
 
 from __future__ import annotations
@@ -28,14 +27,11 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Pause:
-    """Ask for a run that tries nothing: ranks compile in it what is tried next. It is answered by nan."""
+    """Ask for a run without a trial, in which ranks compile what is tried next; answered by nan."""
 
 
 class Asked(int):
-    """The candidate to measure next, and how far the race is.
-
-    left: candidates in the race. least, most: runs to its end, this one included.
-    """
+    """The candidate to measure next, the candidates left in the race, and the runs to its end."""
 
     left: int
     least: int
@@ -57,11 +53,9 @@ class Strategy(Protocol):
 
 
 class Winner(int):
-    """The winner's index, and those that tie with it. Of a tie, or if hosts may decide, the incumbent wins.
+    """The winner's index; the incumbent wins if it is among `tied`. A bare index is final.
 
-    ms: what is known of candidates' times; of two samples the faster one, as the other may be a spike.
-
-    A bare index instead is final, unless that candidate is banned, or was launched and has no sample.
+    ms: of candidates; of two samples the faster one, as the other may be a spike.
     """
 
     tied: frozenset[int]
@@ -74,7 +68,7 @@ class Winner(int):
 
 
 class AgreedMs(float):
-    """An agreed time that may hold the host's time: the candidate's own lies between `least_ms` and it."""
+    """An agreed time of which a part may be the host's: the candidate's own is at least `least_ms`."""
 
     least_ms: float
 
@@ -122,7 +116,7 @@ class RunningFlow:
         return max(self._times_asked.total() - 1, 0)
 
     def resume(self, ms: float | None, banned: Container[int]) -> int | None:
-        """Send the time of what was asked for (None: begin); return the winner, or None: it asks for more."""
+        """Send the time of the run asked for (None: begin); return the winner, None while there is none."""
         for _ in range(_ASKS_PER_CANDIDATE * self._candidates):
             try:
                 with self._named_errors():
@@ -199,9 +193,8 @@ def racing_runs(candidates: int) -> float:
 def racing(candidates: Sequence[int], *, n_warmup: int, n_repeat: int) -> Flow:
     """Try candidates in interleaved rounds of alternating order; drop each as soon as the samples allow.
 
-    One warm-up run each, then rounds until one is left or the budget is spent. A time that may hold the
-    host's (`AgreedMs`) counts as the least that it may be, and so drops nobody. What is left within 1 % of
-    the best is a tie; so is the first candidate within the measured noise. It uses no `n_warmup`, `n_repeat`.
+    One warm-up run each, then rounds until one is left or the budget is spent. An `AgreedMs` counts as its
+    least. Candidates within 1 % of the best tie; so does the first one within the measured noise.
     """
     agreed_ms: dict[int, float] = {}
     for index in candidates:

@@ -1,4 +1,4 @@
-"""The search that tries a few candidates: those from which other keys let expect something."""
+"""The search that tries a few candidates, chosen by their expected times."""
 
 from __future__ import annotations
 
