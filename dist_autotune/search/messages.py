@@ -276,8 +276,15 @@ class RunReport(Message, frozen=True, tag="run"):
         return data
 
 
+class InPlaceReport(Message, frozen=True, tag="in_place"):
+    """Behind each of a call's first two runs: what is to be compared, then what the second changed."""
+
+    sent_at: ClassVar[str] = "the comparison of a call's first two runs"
+    found: Annotated[dict[str, int], _by_key(min)] = {}  # text -> rank; {}: nothing
+
+
 M = TypeVar("M", bound=Message)
-AnyMessage: TypeAlias = Message | Opening | RunReport
+AnyMessage: TypeAlias = Message | Opening | RunReport | InPlaceReport
 
 
 def decode(data: bytes) -> AnyMessage:

@@ -260,6 +260,7 @@ class Order(Struct, frozen=True, omit_defaults=True):
 
     failure: tuple[str, str] | None = None  # the error that all ranks raise: class, message
     dropped: tuple[str, ...] = ()  # contexts that are dropped with it, beside those of searches under way
+    found: str = ""  # in place, by the lowest rank that has found something
     opening: OpeningOrder | None = None
     run: RunOrder | None = None
     contexts: dict[str, ContextChanges] = {}  # those that have changed, by name

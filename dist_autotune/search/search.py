@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 
 from ..errors import TuningError
 from .context import Context
-from .messages import Facts, Message, Opening, RunReport, bans_for_crashes, checked, decode
+from .messages import Facts, InPlaceReport, Message, Opening, RunReport, bans_for_crashes, checked, decode
 from .orders import ContextChanges, OpeningOrder, Order, Orders, RunOrder, changes_of
 from .rules import Rules
 from .state import SearchState
@@ -51,6 +51,15 @@ class Search:
             return Order()
 
         return self._order(meet)
+
+    def compare(self, reports: Reports) -> bytes:
+        """Return an order that says what some rank has found in place."""
+
+        def compare() -> Order:
+            found = _united(reports, InPlaceReport).found
+            return Order(found=min(found, key=found.__getitem__, default=""))
+
+        return self._order(compare)
 
     def step(self, reports: Reports) -> bytes:
         """Return the order that follows from a run."""

@@ -11,7 +11,7 @@ import contextlib
 import enum
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from ..ranks.watchdog import Watch
 from ..repeats.in_place import InPlaceCheck
 from ..repeats.repeated_call import RepeatedCall
 from ..repeats.snapshot import Snapshot
-from ..search.messages import Message, Opening, RunReport
+from ..search.messages import InPlaceReport, Message, Opening, RunReport
 from ..search.orders import Order, read_order
 from ..search.search import Reports, Search
 from ..timing.device_errors import as_launch_failed
@@ -147,7 +147,7 @@ class Session:
                         diagnosis.warn_of_repeated_steps(self.function.name, stepped, may_be_online=online)
                     if check is not None and not is_done:
                         check.copy()
-                        if self._first_of_ranks("a rank" if check.compares else "", "what to compare"):
+                        if self._found_in_place("tensors" if check.compares else ""):
                             first.append(result)
                     del result  # a trial's outputs must not add to the memory of the next
                     self._put_back()
@@ -185,7 +185,7 @@ class Session:
         """
         with as_launch_failed(if_reported=True):
             found = check.change()
-        found = self._first_of_ranks(found, "what a second run has changed in place")
+        found = self._found_in_place(found)
         if not found:
             self.state.is_checked = True
             return False
@@ -202,15 +202,15 @@ class Session:
         warnings.warn(text, stacklevel=2)
         return True
 
-    def _first_of_ranks(self, found: str, what: str) -> str:
+    def _found_in_place(self, found: str) -> str:
         """Return what the lowest rank has found that has found something; all ranks ask together."""
         if self.function.is_alone:
             return found
-
-        def decide(reports: Mapping[int, bytes]) -> bytes:
-            return next((each for _, each in sorted(reports.items()) if each), b"")
-
-        return self.function.group.exchange(found.encode(), decide, self.function.timeout_s, what).decode()
+        rank = self.function.group.rank
+        told = {found: rank} if found else {}
+        report = InPlaceReport(rank, self.function.facts({}), told)
+        with self._dropping_searches():
+            return self._exchange(report, lambda search: search.compare, InPlaceReport.sent_at).found
 
     def _end_as_first(self, call: RepeatedCall[T], result: T, beside: tuple[T] | None) -> T:
         if beside is not None:

@@ -20,7 +20,7 @@ from dist_autotune.errors import AgreementTimeout, NoValidConfig, PeerFailed, Ra
 from dist_autotune.launch.rank_context import Binding
 from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
 from dist_autotune.search.context import NOT_SHARED
-from dist_autotune.search.messages import Message, Opening, RunReport, decode
+from dist_autotune.search.messages import InPlaceReport, Message, Opening, RunReport, decode
 from dist_autotune.search.orders import ContextOrder, Orders
 from dist_autotune.search.rules import BY_LAUNCH, BY_RUN
 from dist_autotune.search.search import SESSION_STATE
@@ -68,6 +68,8 @@ class Witness:
         self.counts["runs"] += kinds == {RunReport}
         if all("True" not in payload.facts.get("retune", {}) for payload in told):  # or all start anew
             self._check_states()
+        if kinds == {InPlaceReport}:
+            return
         if kinds == {Opening} and SESSION_STATE not in told[0].facts:
             self.counts["captures"] += 1  # of a run that replays judge
             return
