@@ -205,11 +205,6 @@ class Context:
         return self.flow is not None and self.flow.is_warmup
 
     @property
-    def waves(self) -> int:
-        """Return how often its search has named more candidates to compile."""
-        return 0 if self.flow is None else self.flow.pauses
-
-    @property
     def most_tried(self) -> int:
         """Return how many candidates its search tries at most."""
         return self.raced if self._order is None else self._order.most

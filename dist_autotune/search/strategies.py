@@ -99,7 +99,6 @@ class RunningFlow:
     ) -> None:
         self.index: int | None = None  # of the candidate asked for; None: it has not begun, or pauses
         self.is_warmup = self.is_paused = False
-        self.pauses = 0
         self._name = name
         self._candidates = candidates
         self.asked: int = 0  # as the flow gave it: an `Asked` tells more
@@ -126,7 +125,7 @@ class RunningFlow:
                 return stop.value if isinstance(stop.value, Winner) else winner
             self.is_warmup, self.is_paused = isinstance(asked, Warmup), isinstance(asked, Pause)
             if isinstance(asked, Pause):
-                self.index, self.pauses = None, self.pauses + 1
+                self.index = None
                 return None
             self.asked = asked.index if isinstance(asked, Warmup) else asked
             self.index = self._checked(self.asked, "asked for")

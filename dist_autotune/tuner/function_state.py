@@ -34,7 +34,6 @@ from ..timing.time_spent import TimeSpent
 from ..triton_api import identity, interception
 from ..version import __version__
 
-WAITS_AFTER_RUNS = 16  # without a launch: fewer are those of gradients that are accumulated, and the like
 LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
 
 

@@ -32,7 +32,7 @@ class OneRun(Simulation):
         self.compiled, self._rate, self._room = 0, rate, 0.0
         self._random = random.Random(seed)
         self._left: dict[str, list[str]] = {}
-        self._waves: dict[str, int] = {}
+        self._asked: dict[str, set[str]] = {}  # candidates that were given to the compilers
         texts = {name: [*each.ms] for name, each in self.kernels.items()}
         options = {"search": "expected", **options}
         super().__init__(texts, {}, compiling=self._compiling, **options)
@@ -40,11 +40,9 @@ class OneRun(Simulation):
     def run(self) -> None:
         self._room = min(self._room, 1.0) + self._rate
         for name, context in self.tuning.contexts.items():
-            if context.waves != self._waves.get(name):
-                self._waves[name] = context.waves
-                self._left[name] = [
-                    d for i, d in enumerate(context.digests) if i and i not in context.outside_indices
-                ]
+            wanted = {d for i, d in enumerate(context.digests) if i and i not in context.outside_indices}
+            self._left.setdefault(name, []).extend(sorted(wanted - self._asked.setdefault(name, set())))
+            self._asked[name] |= wanted
         for left in self._left.values():
             while left and self._room >= 1:
                 left.pop()
