@@ -95,17 +95,18 @@ class Apart:
 
     def __init__(self, out: torch.Tensor | None, **operands: torch.Tensor | None) -> None:
         self._names = tuple(operands)
-        self._before = -max([_bytes_between(each) for each in operands.values() if each is not None])
+        self._before = [0 if each is None else -_bytes_between(each) for each in operands.values()]
         self._behind = 0 if out is None else _bytes_between(out)
 
     def check(self, out: torch.Tensor | None, *operands: torch.Tensor | None) -> None:
-        """Raise ValueError where `out` overlaps an operand; they come in the order of their names."""
+        """Raise ValueError where `out` overlaps an operand; they come in the order of names, or the first."""
         if out is None:
             return
-        begin, before, behind = out.data_ptr(), self._before, self._behind
+        begin, behind, before = out.data_ptr(), self._behind, iter(self._before)
         for each in operands:
-            if each is not None and before < each.data_ptr() - begin < behind and _overlap(out, each):
-                name = next(name for name, one in zip(self._names, operands, strict=True) if one is each)
+            least = next(before)
+            if each is not None and least < each.data_ptr() - begin < behind and _overlap(out, each):
+                name = next(name for name, one in zip(self._names, operands, strict=False) if one is each)
                 raise ValueError(f"out overlaps {name}, which the call reads meanwhile; pass another tensor")
 
 

@@ -224,14 +224,8 @@ class AllGatherGemm(NumberedCalls):
 
     # ---- one call, see `exchange.call`
 
-    def _plan(
-        self,
-        is_capturing: bool,
-        a_shard: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor | None,
-        epilogue: Epilogue,
-    ) -> GatherLayout:
+    def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> GatherLayout:
+        a_shard, weight, out, epilogue = given
         bias, _, scale_a, scale_weight = epilogue
         if torch.is_grad_enabled():
             scales = {"scale_a": scale_a, "scale_weight": scale_weight}
@@ -248,7 +242,8 @@ class AllGatherGemm(NumberedCalls):
                 made = replace(made, apart=Apart(out, a_shard=a_shard, weight=weight, **others))
             layout = remember(self._layouts, key, made)
         if out is not None and layout.apart is not None:
-            layout.apart.check(out, a_shard, weight, bias, scale_a, scale_weight)
+            rest = () if epilogue is ONLY_SUMS else (bias, scale_a, scale_weight)
+            layout.apart.check(out, a_shard, weight, *rest)
         return layout
 
     def _new_layout(
@@ -273,14 +268,8 @@ class AllGatherGemm(NumberedCalls):
         wants = self._fixed.consumer is None and self._collective.wants(size_class, self._key)
         return self._collective.agree(size_class, layout.rows, wants=wants, is_capturing=is_capturing)
 
-    def _allocate_results(
-        self,
-        layout: GatherLayout,
-        a_shard: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor | None,
-        epilogue: Epilogue,
-    ) -> Product:
+    def _allocate_results(self, layout: GatherLayout, given: tuple[Any, ...]) -> Product:
+        a_shard, weight, out, epilogue = given
         if out is None:
             out = weight.new_empty(layout.shape, dtype=self._format.product_dtype)
         return Product(a_shard, weight, out, epilogue, layout)

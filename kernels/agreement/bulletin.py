@@ -1,10 +1,12 @@
 """What ranks tell each other's hosts about calls that failed: a page of each rank, which its peers map.
 
-    BELL      1 once a peer has told something; the reader lowers it. A call asks for nothing else
+    BELL      1 once a peer has told something, as long as it may concern this rank's calls. A call asks for
+              nothing else
     BROKEN    the call in which the operation broke on this rank, 0: none; its cause follows
     REFUSED   how many calls this rank has refused. The last KEPT follow, each with its number and reason
 
-A rank writes its page before it rings; a reader lowers its bell before it reads. So nothing is missed.
+A rank writes its page before it rings; a reader lowers its bell before it reads, and rings it again if there
+is something left to raise. So nothing is missed.
 """
 
 from __future__ import annotations
@@ -29,13 +31,12 @@ class Bulletin:
 
     def __init__(self, rank: int, pages: Sequence[torch.Tensor]) -> None:
         self._rank, self._pages = rank, [page.numpy() for page in pages]
-        # Where hosts share no memory there is no bell, and the device tells what it can.
-        self.bell: Sequence[int] = self._pages[rank].data if pages else (0,)
+        # Where hosts share no memory nobody else rings, and the device tells what it can.
+        self.bell: memoryview[int] | list[int] = self._pages[rank].data if pages else [0]
         self._read = [0] * len(pages)  # refusals of each rank
         self._broken: tuple[int, str] | None = None  # the first call of a peer that broke, and why
         self._refused: dict[int, dict[int, str]] = {}  # by call and rank
         self._settled: set[int] = set()  # refused calls that this rank has raised
-        self.has_news = False  # something was told that may concern this rank's calls
 
     @classmethod
     def open(cls, memory: SymmetricMemory, group: dist.ProcessGroup | None, timeout_s: float) -> Bulletin:
@@ -84,7 +85,7 @@ class Bulletin:
 
     def hear(self) -> None:
         """Read what peers have told since the last time."""
-        self._pages[self._rank][BELL] = 0
+        self.bell[BELL] = 0
         for peer, page in enumerate(self._pages):
             if peer == self._rank:
                 continue
@@ -104,7 +105,8 @@ class Bulletin:
             self._see_news()
 
     def _see_news(self) -> None:
-        self.has_news = self._broken is not None or bool(self._refused)
+        if self._broken is not None or self._refused:
+            self.bell[BELL] = 1
 
     @property
     def is_shared(self) -> bool:
@@ -131,7 +133,6 @@ class Bulletin:
         """Raise a refused call no more: this rank has refused it, too, or raised it."""
         self._settled.add(call)
         self._refused.pop(call, None)
-        self._see_news()
 
 
 def _place_of(refusal: int) -> int:

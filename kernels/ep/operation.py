@@ -174,11 +174,12 @@ class ExpertParallel(NumberedCalls):
 
     # ---- one call, see `exchange.call`
 
-    def _plan(self, is_capturing: bool, kind: str, *given: Any) -> None:
+    def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> None:
+        kind, *given_to = given
         if kind == DISPATCH:
-            self._check_tokens("x", *given)
+            self._check_tokens("x", *given_to)
         elif kind == COMBINE:
-            rows, d, topk_weights, out = given
+            rows, d, topk_weights, out = given_to
             self._check_rows(rows, d)
             self._check_weights(topk_weights, d)
             check_out(out, [len(d.topk_ids), self.hidden], self.dtype, self.device)
@@ -186,7 +187,7 @@ class ExpertParallel(NumberedCalls):
                 read = {"rows": rows, "topk_weights": topk_weights, "topk_ids": d.topk_ids}
                 Apart(out, **read).check(out, *read.values())
         else:
-            grad, rows, d, topk_weights = given
+            grad, rows, d, topk_weights = given_to
             self._check_tokens("grad", grad, d.topk_ids)
             self._check_rows(rows, d)
             self._check_weights(topk_weights, d)
@@ -194,8 +195,8 @@ class ExpertParallel(NumberedCalls):
     def _agree(self, plan: None, is_capturing: bool) -> None:
         """There is one way."""
 
-    def _allocate_results(self, plan: None, kind: str, *given: Any) -> tuple[Any, ...]:
-        return kind, *given
+    def _allocate_results(self, plan: None, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return given
 
     def _exchange(self, plan: None, operands: tuple[Any, ...], way: None, is_capturing: bool) -> Any:
         kind, *given = operands

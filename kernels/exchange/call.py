@@ -52,7 +52,7 @@ class NumberedCalls(Operation):
         else:
             self._calls += 1
         try:
-            plan = self._plan(is_capturing, *given)
+            plan = self._plan(given, is_capturing)
             self._follow(is_capturing=is_capturing)
         except RefusedByPeer:  # all hosts know, and none has begun the call
             self._raise_refused()
@@ -68,7 +68,7 @@ class NumberedCalls(Operation):
         way: Any = NOT_AGREED
         try:
             way = self._agree(plan, is_capturing)
-            operands = self._allocate_results(plan, *given)
+            operands = self._allocate_results(plan, given)
             if self._puts:
                 operands = self._put(plan, operands)
             if self._meeting is not None and not is_capturing:
@@ -83,15 +83,14 @@ class NumberedCalls(Operation):
             else:
                 self._break(error, given, None if way is NOT_AGREED else plan)
             raise
-        bulletin = self._bulletin
-        if bulletin.bell[0] or bulletin.has_news or not (self._on_gpu or self._is_clean()):
+        if self._bell[0] or not (self._on_gpu or self._is_clean()):
             self._check_call()
         return result
 
     # ---- the steps, in their order
 
     @abc.abstractmethod
-    def _plan(self, is_capturing: bool, *given: Any) -> Any:
+    def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> Any:
         """Check the arguments; return what calls with tensors that lie alike share, which is cached."""
 
     @abc.abstractmethod
@@ -99,7 +98,7 @@ class NumberedCalls(Operation):
         """Return the way that all ranks take in this call."""
 
     @abc.abstractmethod
-    def _allocate_results(self, plan: Any, *given: Any) -> Any:
+    def _allocate_results(self, plan: Any, given: tuple[Any, ...]) -> Any:
         """Return the operands of the call, with the tensors that get its results."""
 
     def _put(self, plan: Any, operands: Any) -> Any:

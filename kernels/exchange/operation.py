@@ -80,6 +80,7 @@ class Operation(Shared):
                 self._error_records = self._errors.numpy()
                 self._no_errors = self._error_records.tobytes()
                 self._bulletin = Bulletin.open(self._memory, group, timeout_s)
+                self._bell = self._bulletin.bell
                 self._allocate()
         except BaseException:
             self._memory.abandon()
@@ -259,14 +260,13 @@ class Operation(Shared):
 
         A call in which a peer has failed is made all the same: that peer may wait for its part.
         """
-        name = type(self).__name__
         if self._is_closed:
-            raise RuntimeError(f"this {name} is closed; open another on all ranks")
+            raise RuntimeError(f"this {type(self).__name__} is closed; open another on all ranks")
         if self._broken_by:
             raise RuntimeError(self._text_of_broken())
-        if self._bulletin.bell[0] or self._bulletin.has_news:
+        if self._bell[0]:
             self._raise_of_peers(self._calls if calls is None else calls)
-        if not self._is_clean():
+        if self._error_records.tobytes() != self._no_errors:  # as `_is_clean`, without a call
             error = self._failure()
             if error is not None:
                 raise error
@@ -278,7 +278,7 @@ class Operation(Shared):
     def _check_call(self) -> None:
         """Raise what has failed in the calls so far, here or on a peer, as far as the host can see."""
         self._check_usable(self._calls)
-        if self._bulletin.has_news:
+        if self._bell[0]:
             self._raise_refused()
 
     def _text_of_broken(self) -> str:

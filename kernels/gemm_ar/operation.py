@@ -310,7 +310,7 @@ class GemmAllReduce(NumberedCalls):
     def _choose(self, layout: RowsLayout) -> str:
         return layout.choose()
 
-    def _plan(self, is_capturing: bool, *given: Any) -> RowsLayout:
+    def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> RowsLayout:
         a, weight, out, residual, norm_weight, eps, multiplies = given
         if torch.is_grad_enabled():
             asked = {"a" if multiplies else "part": a, "weight": weight, "out": out}
@@ -344,7 +344,7 @@ class GemmAllReduce(NumberedCalls):
     def _agree(self, layout: RowsLayout, is_capturing: bool) -> str:
         return self._ways.settle(layout.kind, self._choose(layout), layout.rows, is_capturing=is_capturing)
 
-    def _allocate_results(self, layout: RowsLayout, *given: Any) -> SumOperands:
+    def _allocate_results(self, layout: RowsLayout, given: tuple[Any, ...]) -> SumOperands:
         a, weight, out, residual, norm_weight, eps, _ = given
         part = layout.part
         result = part.new_empty(part.shape) if out is None else out

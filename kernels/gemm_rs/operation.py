@@ -170,7 +170,7 @@ class GemmReduceScatter(NumberedCalls):
 
     # ---- one call, see `exchange.call`
 
-    def _plan(self, is_capturing: bool, *given: Any) -> ScatterLayout:
+    def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> ScatterLayout:
         a, weight, out, addend, scale_a, scale_weight = given
         if torch.is_grad_enabled():
             scales = {"scale_a": scale_a, "scale_weight": scale_weight}
@@ -184,7 +184,8 @@ class GemmReduceScatter(NumberedCalls):
             self._check_arguments(*given)
             layout = remember(self._layouts, lie, self._new_layout(*given))
         if out is not None:
-            layout.apart.check(out, a, weight, addend, scale_a, scale_weight)
+            others = () if addend is of_scales is None else (addend, scale_a, scale_weight)
+            layout.apart.check(out, a, weight, *others)
         return layout
 
     def _check_arguments(
@@ -241,17 +242,11 @@ class GemmReduceScatter(NumberedCalls):
         wants = self._collective.wants(size_class, self._key)
         return self._collective.agree(size_class, layout.all_rows, wants=wants, is_capturing=is_capturing)
 
-    def _allocate_results(
-        self,
-        layout: ScatterLayout,
-        a: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor | None,
-        *others: torch.Tensor | None,
-    ) -> ScatterOperands:
+    def _allocate_results(self, layout: ScatterLayout, given: tuple[Any, ...]) -> ScatterOperands:
+        a, weight, out, addend, scale_a, scale_weight = given
         if out is None:
             out = a.new_empty(layout.shape, dtype=self._out_dtype)
-        return ScatterOperands(a, weight, out, *others)
+        return ScatterOperands(a, weight, out, addend, scale_a, scale_weight)
 
     def _exchange(
         self, layout: ScatterLayout, operands: ScatterOperands, by_collective: bool, is_capturing: bool

@@ -155,43 +155,33 @@ class AllGatherMoE(ExpertOperation):
 
     # ---- one call, see `exchange.call`
 
-    def _plan(
-        self,
-        is_capturing: bool,
-        kind: str,
-        x_shard: torch.Tensor,
-        weight: torch.Tensor,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-        tokens: Sequence[int] | None,
-        routing: Routing | None,
-    ) -> ExpertPlan:
+    def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> ExpertPlan:
+        kind, x_shard, weight, topk_ids, topk_weights, out, tokens, routing = given
         self._begin_plan(kind, tokens, is_capturing=is_capturing)
         check_no_gradient("AllGatherMoE", x_shard=x_shard, weight=weight, out=out)
         if routing is not None:
             self._check_tokens(x_shard, weight)
             self._check_routing(routing, weight)
             if x_shard.shape[0] != routing.tokens[self.rank]:
-                given = f"x_shard {list(x_shard.shape)} and a routing of tokens {list(routing.tokens)}"
-                raise ValueError(f"{given}: rank {self.rank} must pass as many")
+                shapes = f"x_shard {list(x_shard.shape)} and a routing of tokens {list(routing.tokens)}"
+                raise ValueError(f"{shapes}: rank {self.rank} must pass as many")
             return ExpertPlan(kind, weight.shape[0], routing.topk, has_weights=False)
         lie = self._own.layout_of(x_shard), layout_of(weight), layout_of(topk_ids), self._own.layout_of(out)
         apart = self._checked.get(lie)
         if apart is None:
-            self._check_arguments(x_shard, weight, topk_ids, out)  # type: ignore[arg-type]
+            self._check_arguments(x_shard, weight, topk_ids, out)
             made = Apart(out, x_shard=x_shard, weight=weight, topk_ids=topk_ids)
             apart = remember(self._checked, lie, made)
         assert topk_ids is not None
         if topk_weights is not None or kind == "route":
-            self._check_weights(topk_ids, topk_weights)  # type: ignore[arg-type]
+            self._check_weights(topk_ids, topk_weights)
         apart.check(out, x_shard, weight, topk_ids)
         own, topk = topk_ids.shape
         check = functools.partial(self._check_rows, out, topk)
         self._learn_tokens(own, tokens, check, is_capturing=is_capturing)
         return ExpertPlan(kind, weight.shape[0], topk, topk_weights is not None)
 
-    def _allocate_results(self, plan: ExpertPlan, *given: Any) -> ExpertOperands:
+    def _allocate_results(self, plan: ExpertPlan, given: tuple[Any, ...]) -> ExpertOperands:
         _, x_shard, weight, topk_ids, topk_weights, out, _, routing = given
         if out is None:
             rows = sum(self._told) * plan.topk if routing is None else len(routing.rows)

@@ -154,19 +154,8 @@ class MoEReduceScatter(ExpertOperation):
 
     # ---- one call, see `exchange.call`
 
-    def _plan(
-        self,
-        is_capturing: bool,
-        kind: str,
-        y: torch.Tensor,
-        weight: torch.Tensor,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        out: torch.Tensor | None,
-        tokens: Sequence[int] | None,
-        routing: Routing | None,
-        weights: torch.Tensor | None,
-    ) -> ExpertPlan:
+    def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> ExpertPlan:
+        kind, y, weight, topk_ids, topk_weights, out, tokens, routing, weights = given
         self._begin_plan(kind, tokens, is_capturing=is_capturing)
         asked = {"topk_weights": topk_weights, "weights": weights}
         check_no_gradient("MoEReduceScatter", y=y, weight=weight, out=out, **asked)
@@ -177,7 +166,7 @@ class MoEReduceScatter(ExpertOperation):
         lie = tuple(map(layout_of, given))
         apart = self._checked.get(lie)
         if apart is None:
-            self._check_arguments(*given)  # type: ignore[arg-type]
+            self._check_arguments(*given)
             read = {"y": y, "weight": weight, "topk_ids": topk_ids, "topk_weights": topk_weights}
             apart = remember(self._checked, lie, Apart(out, **read))
         apart.check(out, y, weight, topk_ids, topk_weights)
@@ -187,7 +176,7 @@ class MoEReduceScatter(ExpertOperation):
         self._learn_tokens(own, tokens, check, is_capturing=is_capturing)
         return ExpertPlan(kind, weight.shape[0], topk, has_weights=True)
 
-    def _allocate_results(self, plan: ExpertPlan, *given: Any) -> ExpertOperands:
+    def _allocate_results(self, plan: ExpertPlan, given: tuple[Any, ...]) -> ExpertOperands:
         _, y, weight, topk_ids, topk_weights, out, _, routing, weights = given
         if out is None:
             out = y.new_empty((self._told[self.rank], self._n))
