@@ -411,7 +411,7 @@ class SearchState:
     def _search_by_runs(self, launched: frozenset[str] | None) -> RaceRuns | TakeTurns:
         if self.rules.races:
             if any(context.is_tuned_separately for context in self.unsettled):
-                return TakeTurns(self.contexts, self.rules, None, only_alone=True)
+                return TakeTurns(self.contexts, self.rules, None, only_separate=True)
             return RaceRuns(self.contexts, self.rules, self._searches)
         return TakeTurns(self.contexts, self.rules, launched)
 

@@ -124,3 +124,26 @@ def test_values_that_are_one_key_of_a_dict_are_one_key_of_all_ranks(rank, values
         3,
         [32],
     )
+
+
+def test_of_24_configs_and_more_later_keys_try_a_quarter_at_most_of_those_that_the_first_told():
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel({16 * step: 1.0 + 0.05 * abs(step - 20) for step in range(1, 33)})
+        automatic = {"search": "auto", "n_repeat": None, "n_warmup": None}
+        step, found = tune(bench, lambda n: launch(kernel, numbers(n)), **automatic), []
+        for n in (64, 128, 256):
+            step(n)
+            found += [len(c.timings) for c in step.report.contexts if c.key[0] == n]
+        return found, set(blocks_of(step).values())
+
+    tried, winners = on_all(assert_all_ok(run_ranks(program, 2)))
+    assert winners == {320}
+    assert tried[0] < 32
+    assert max(tried[1:]) <= 8
+
+
+def on_all(results):
+    """Return what all ranks have found alike."""
+    assert results == results[:1] * len(results)
+    return results[0]

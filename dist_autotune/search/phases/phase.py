@@ -169,7 +169,7 @@ class TakeTurns(RunPhase):
     """One context after another: kernels, then choices of the host, each in the order of first launch.
 
     A context that the best plan so far does not launch waits for one that does, or starves.
-    launched: in the last run; None: not known. only_alone: of choices whose options are too many for plans.
+    launched: in the last run; None: not known. only_separate: choices of too many options for plans.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ class TakeTurns(RunPhase):
         rules: Rules,
         launched: frozenset[str] | None,
         *,
-        only_alone: bool = False,
+        only_separate: bool = False,
     ) -> None:
         super().__init__(contexts, rules)
-        self._only_alone = only_alone
+        self._only_separate = only_separate
         self._begin(self._turns(launched))
 
     def explains_absence(self, context: Context) -> bool:
@@ -211,7 +211,7 @@ class TakeTurns(RunPhase):
 
     def _waiting(self) -> list[Context]:
         waiting = (context for context in self._contexts.values() if not context.settled)
-        return [context for context in waiting if context.is_tuned_separately or not self._only_alone]
+        return [context for context in waiting if context.is_tuned_separately or not self._only_separate]
 
     def _finish(self, plan: Plan) -> None:
         """Each context is settled at the end of its turn."""
