@@ -312,7 +312,7 @@ class Context:
             races_all = self.raced == len(self.digests)  # else some, after an upgrade
             if races_all and self._rules.tries_few(len(self.texts), is_choice=self.is_choice):
                 self._order = order_of(self.key, self.texts, self._told, self._meanwhile, self.fills)
-            self.flow = self._rules.flow_of(self.raced, self._order)
+            self.flow = self._rules.flow_of(self.raced, self._order, self.default)
             self._resume(None)
             return
         self.trial = self.flow.index

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .expectation.flow import expected
 from .expectation.order import EXPECTED_FROM, MANY, TrialOrder
-from .strategies import RunningFlow, Strategy, racing_runs
+from .strategies import RunningFlow, Strategy, racing_runs, timing_default
 
 BY_LAUNCH, BY_RUN = "launch", "run"  # the judge of a candidate
 
@@ -46,9 +46,14 @@ class Rules:
         by_launches = self.objective == "kernel" and not is_choice
         return self.expects or candidates >= (EXPECTED_FROM if by_launches else MANY + 1)
 
-    def flow_of(self, candidates: int, order: TrialOrder | None = None) -> RunningFlow:
-        """Return a search by the option's strategy; with an `order` one that tries a few."""
+    def flow_of(self, candidates: int, order: TrialOrder | None = None, default: int = 0) -> RunningFlow:
+        """Return a search by the option's strategy; with an `order` one that tries a few.
+
+        default: is launched untuned, so it is what a winner's gain is told of.
+        """
         strategy = self.strategy if order is None else functools.partial(expected, order=order)
+        if self.races and self.objective == "kernel":
+            strategy = functools.partial(timing_default, strategy=strategy, default=default)
         counts = {"n_warmup": self.n_warmup, "n_repeat": self.n_repeat}
         return RunningFlow(strategy, candidates, name=self.search, **counts)
 

@@ -180,6 +180,7 @@ _RACING_RUNS_AT_LEAST = 69  # few candidates: near ties get more samples
 _TIE = 0.01  # candidates this near to the best are equals
 _TIE_ERRORS = 2.8  # so is the first one within so many standard errors
 _PRIOR_NOISE, _PRIOR_MOVES = 0.025, 4  # of one sample, agreed over the ranks; weighs as so many moves
+_OF_DEFAULT = 3  # samples of a default that the race has not timed
 _FEW_SAMPLES = 9  # of each candidate: after fewer a race knows little more of its noise than the prior
 _MOST_NOISE = 0.06  # that one move may speak for: a median that moves further has met spikes
 
@@ -311,6 +312,30 @@ class _Noise:
     def widest_tie(self, samples: int) -> float:
         """Return the factor of the best up to which the first candidate may be its equal."""
         return 1 + max(_TIE, _TIE_ERRORS * self.of_differences(samples))
+
+
+def timing_default(
+    candidates: Sequence[int], *, n_warmup: int, n_repeat: int, strategy: Strategy, default: int
+) -> Flow:
+    """Search by `strategy`; then time `default`, if it ran and has no sample: what is gained can be told."""
+    flow = strategy(candidates, n_warmup=n_warmup, n_repeat=n_repeat)
+    ran, timed = set[int](), set[int]()
+    ms: float | None = None
+    while True:
+        try:
+            asked = next(flow) if ms is None else flow.send(ms)
+        except StopIteration as stop:
+            winner: int = stop.value
+            break
+        ms = yield asked
+        if isinstance(asked, Warmup):
+            ran |= {asked.index} if ms != math.inf else set()
+        elif not isinstance(asked, Pause) and math.isfinite(ms):
+            timed.add(int(asked))
+    for left in range(_OF_DEFAULT, 0, -1):
+        if default in ran - timed and ms != math.inf:
+            ms = yield Asked(default, 1, left, left)
+    return winner
 
 
 def within(agreed_ms: dict[int, float], alive: list[int], factor: float) -> list[int]:

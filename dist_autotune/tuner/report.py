@@ -75,7 +75,7 @@ class TunedContext:
             return "no config has a time yet" if not self.timings else "the winner has no time on some rank"
         if self.again:
             return "the first config was not among the best before an upgrade"
-        return "the first config was dropped before it was measured"
+        return "the first config was not timed"
 
     @property
     def run_ms(self) -> float | None:

@@ -141,3 +141,9 @@ def test_any_thread_may_read_the_report_at_any_moment(bench):
             tuned()
             tuned.retune()
     assert errors == []
+
+
+def test_the_gain_over_a_first_config_that_is_ten_times_slower_is_told(bench):
+    tuned = bench.tuned({16: 30.0, 32: 1.0, 64: 2.0}, n_repeat=None, n_warmup=None)
+    tuned()
+    assert only(tuned.report).gain_percent == pytest.approx(100 * 29 / 30)

@@ -63,7 +63,7 @@ def test_a_report_reads_as_a_table() -> None:
         "context                 ms  spread  status   timed  banned  winner",
         "matmul[4096, fp16]  0.2500  25.0 %  tuned        2       1  BLOCK: 128",
         "add[7]                   -       -  starved      0       0  BLOCK: 8",
-        "No gain of matmul[4096, fp16]: the first config was dropped before it was measured.",
+        "No gain of matmul[4096, fp16]: the first config was not timed.",
         "No gain of add[7]: no config has a time yet.",
         "Logs: logs",
     ]

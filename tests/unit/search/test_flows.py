@@ -20,6 +20,7 @@ from dist_autotune.search.strategies import (
     exhaustive,
     racing,
     racing_runs,
+    timing_default,
 )
 
 
@@ -100,6 +101,18 @@ def test_candidates_are_the_indices_given_not_positions(strategy):
     asked, winner = drive(start(strategy, (7, 2, 5), 1, 2), ms.__getitem__)
     assert winner == 2
     assert {index_of(request) for request in asked} == {7, 2, 5}
+
+
+@pytest.mark.parametrize(("first_ms", "samples"), [(30.0, 3), (1.5, None), (math.inf, 0)], ids=str)
+def test_a_first_candidate_that_its_warm_up_drops_is_timed_at_the_end(first_ms, samples):
+    ms = [first_ms, 2.0, 1.0]
+    asked, winner = drive(
+        timing_default(range(3), n_warmup=0, n_repeat=1, strategy=racing, default=0), ms.__getitem__
+    )
+    raced, _ = drive(start("racing", range(3)), ms.__getitem__)
+    assert winner == 2
+    assert asked == [*raced, *[0] * (samples or 0)]
+    assert samples is not None or 0 in raced
 
 
 # ---- racing: judged by noisy samples of known medians
