@@ -31,6 +31,10 @@ class AgreementTimeout(TuningError, TimeoutError):
         self.missing_ranks = missing_ranks
 
 
+class PutAside(AgreementTimeout):
+    """Peers that live make no call of the function: this run counts for no rank, and the call returns."""
+
+
 class PeerFailed(TuningError):
     """Another rank raised inside the tuned function; `rank` and `error` say which and what."""
 

@@ -10,6 +10,7 @@ one.
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Callable
@@ -43,6 +44,7 @@ class FailedExchange(Struct, frozen=True, omit_defaults=True):
     waited_s: float = 0.0
     what: str = ""  # the ranks were to agree on
     is_lost: bool = False  # the store has gone; known to this rank alone
+    is_aside: bool = False  # those that were missing live, and are in no call
 
 
 End: TypeAlias = bytes | FailedExchange
@@ -62,10 +64,25 @@ class Exchanges:
         self._trash: list[str] = []  # keys to be deleted in the next exchange
         self._limit_s = OPERATION_S
         self._left = -1  # the exchange that this rank has left as the last of a session
+        self._patience_s = math.inf
+        self.idle_prefix = prefix  # of the group's ranks that tell that they are in no call
+        self._idle: dict[int, tuple[int, float]] = {}  # rank that is missing -> its count, since when
 
-    def take_part(self, number: int, report: bytes, decide: Decide, timeout_s: float, what: str) -> End:
-        """Return the order, or how the exchange ended without one: the same on all ranks."""
+    def take_part(
+        self,
+        number: int,
+        report: bytes,
+        decide: Decide,
+        timeout_s: float,
+        what: str,
+        patience_s: float = math.inf,
+    ) -> End:
+        """Return the order, or how the exchange ended without one: the same on all ranks.
+
+        patience_s: after so long it ends, where those that are missing are in no call (`tell_idle`).
+        """
         began, self._limit_s = time.monotonic(), min(OPERATION_S, timeout_s / 2)
+        self._patience_s, self._idle = patience_s, {}
         self._courier = self._courier or self._connections.take()
         try:
             if self._rank == self._leader:
@@ -153,8 +170,11 @@ class Exchanges:
         deadline, latest = began + timeout_s, began + PATIENCE * timeout_s
         look, beats, beats_key = None, 0, f"{number}/beats"
 
-        def look_around(store: Any) -> tuple[bool, int]:
+        def look_around(connection: Any) -> tuple[bool, int]:
+            store = dist.PrefixStore(self._prefix, connection)
             count = int(store.get(beats_key)) if store.check([beats_key]) else 0
+            if time.monotonic() - began > min(self._patience_s / 2, timeout_s):
+                self._look_for_idle(store, dist.PrefixStore(self.idle_prefix, connection), number)
             return store.check([str(number)]), count
 
         while not parcel.wait(min(LOOK_S, timeout_s / 8)):
@@ -167,16 +187,44 @@ class Exchanges:
                     beats = count
                     deadline = min(now + max(timeout_s, 3 * self._heartbeat_s), latest)
                 look = None
-            look = look or self._at_once(look_around)
-            if now >= deadline:
+            look = look or self._connections.scout.start(look_around)
+            if now >= deadline or (now > began + self._patience_s and self._is_aside(now)):
                 return None
         return parcel.result()
 
+    def _look_for_idle(self, store: Any, idle: Any, number: int) -> None:
+        """See which ranks are missing, and how often they have told that they are in no call."""
+        before, found = self._idle, {}
+        for rank in self._ranks:
+            if not store.check([f"{number}/{rank}"]):
+                count = int(idle.get(_idle_key(rank))) if idle.check([_idle_key(rank)]) else 0
+                known = before.get(rank, (count, -math.inf))
+                found[rank] = known if known[0] == count else (count, time.monotonic())
+        self._idle = found
+
+    def _is_aside(self, now: float) -> bool:
+        """Return whether all that are missing have told since a while ago that they are in no call."""
+        latest = [since for _, since in self._idle.values()]
+        return bool(latest) and min(latest) > now - 2 * self._heartbeat_s
+
+    def tell_idle(self) -> None:
+        """Count on: this rank lives, has a session open, and is in no call."""
+        self._at_once(lambda store: store.add(_idle_key(self._rank), 1))
+
+    def end_idle(self) -> None:
+        self._at_once(lambda store: store.delete_key(_idle_key(self._rank)))
+
     def _give_up(self, number: int, timeout_s: float, what: str) -> bytes:
+        is_aside, patience_s = self._is_aside(time.monotonic()), self._patience_s
+
         def write(store: Any) -> bytes:
             missing = [rank for rank in self._ranks if not store.check([f"{number}/{rank}"])]
             failure = FailedExchange(
-                self._rank, missing=tuple(missing or [self._leader]), waited_s=timeout_s, what=what
+                self._rank,
+                missing=tuple(missing or [self._leader]),
+                waited_s=min(timeout_s, patience_s) if is_aside else timeout_s,
+                what=what,
+                is_aside=is_aside,
             )
             return bytes(store.compare_set(str(number), "", b"F" + _to_bytes(failure)))
 
@@ -263,6 +311,10 @@ class Exchanges:
 def failure_of(rank: int, error: BaseException) -> FailedExchange:
     """Return the end of an exchange that a rank does not come to."""
     return FailedExchange(rank, described(error)[:2000], isinstance(error, NoValidConfig))
+
+
+def _idle_key(rank: int) -> str:
+    return f"idle/{rank}"
 
 
 def _packed(message: bytes) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import os
 import weakref
 from typing import Any, TypeAlias
@@ -16,7 +17,15 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 
 from .. import settings
-from ..errors import AgreementTimeout, InvalidOption, PeerFailed, PeerHasNoConfig, RankMismatch, TuningError
+from ..errors import (
+    AgreementTimeout,
+    InvalidOption,
+    PeerFailed,
+    PeerHasNoConfig,
+    PutAside,
+    RankMismatch,
+    TuningError,
+)
 from . import watchdog
 from .courier import StoreLost, connections, prefix_of
 from .exchange import OPERATION_S, Decide, Exchanges, FailedExchange, failure_of
@@ -35,16 +44,26 @@ class RankGroup:
         self.ranks: tuple[int, ...] = (rank,)  # of the group, global
         self._watchdog = Watchdog(rank, watchdog.HEARTBEAT_S)
 
-    def exchange(self, report: bytes, decide: Decide, timeout_s: float, what: str) -> bytes:
+    def exchange(
+        self,
+        report: bytes,
+        decide: Decide,
+        timeout_s: float,
+        what: str,
+        patience_s: float = math.inf,
+    ) -> bytes:
         """Send `report`, return the order that `decide` makes of all reports on the deciding rank.
 
         Raises AgreementTimeout or PeerFailed; on the deciding rank what `decide` raises, and PeerFailed on
-        the others.
+        the others; PutAside after `patience_s` where the peers that are missing are in no call.
         """
         return decide({self.rank: report})
 
     def fail(self, error: BaseException) -> None:
         """Tell the peers that this rank does not reach the exchange it is due at."""
+
+    def rest(self, *, between_calls: bool) -> None:
+        """Let the peers know while this rank has a session open and is in no call; False: no longer."""
 
     def leave(self) -> None:
         """Delete what the last exchange has left in the store: to be called by all ranks behind a session."""
@@ -53,10 +72,12 @@ class RankGroup:
         """Return what asks for the turns of a function of this name; None: a rank alone asks nobody."""
         return None
 
-    def take_turn(self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str) -> bool:
+    def take_turn(
+        self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str, patience_s: float = math.inf
+    ) -> bool:
         """Take the turn of sessions on all ranks; return False where all go on without a session.
 
-        Raises AgreementTimeout, PeerFailed, or RankMismatch where ranks ask for different functions.
+        Raises as `exchange`, and RankMismatch where ranks ask for different functions.
         """
         raise NotImplementedError
 
@@ -88,10 +109,17 @@ class ProcessGroup(RankGroup):
         self._sequence = 0
         self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self._beat, self._exchanges.find_failure)
 
-    def exchange(self, report: bytes, decide: Decide, timeout_s: float, what: str) -> bytes:
+    def exchange(
+        self,
+        report: bytes,
+        decide: Decide,
+        timeout_s: float,
+        what: str,
+        patience_s: float = math.inf,
+    ) -> bytes:
         sequence = self._next_sequence()
         try:
-            end = self._exchanges.take_part(sequence, report, decide, timeout_s, what)
+            end = self._exchanges.take_part(sequence, report, decide, timeout_s, what, patience_s)
         except BaseException as error:  # of the decision, or Ctrl-C: the peers must learn of it
             self._publish_failure(sequence, error)
             raise
@@ -104,23 +132,31 @@ class ProcessGroup(RankGroup):
         if self.pid == os.getpid() and group is not None and not _has_ended(group):
             self._publish_failure(self._next_sequence(), error)
 
+    def rest(self, *, between_calls: bool) -> None:
+        self._watchdog.idle(self._exchanges.tell_idle if between_calls else None)
+
     def leave(self) -> None:
+        self._watchdog.idle(None)
+        self._exchanges.end_idle()
         self._exchanges.leave(self._sequence - 1, has_order=True)
 
     def new_turns(self, name: str) -> Turns:
         self._asked[name] += 1  # functions of one name: the n-th of all ranks belong together
         prefix = f"{self._prefix}/turns/{name}/{self._asked[name]}"
         own = Exchanges(self._connections, prefix, self.ranks, self.rank, watchdog.HEARTBEAT_S)
+        own.idle_prefix = self._prefix
         return Turns(own, self.rank, self.ranks[0], watchdog.HEARTBEAT_S, name, self.fail)
 
-    def take_turn(self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str) -> bool:
+    def take_turn(
+        self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str, patience_s: float = math.inf
+    ) -> bool:
         own = f"{self._prefix}/asks/{self.rank}"
         self._connections.scout.start(lambda store: store.set(own, turns.name))
-        end = turns.take(turn, timeout_s, what)
+        end = turns.take(turn, timeout_s, what, patience_s)
         if not isinstance(end, FailedExchange):
             self._connections.scout.start(lambda store: store.delete_key(own))
             return end
-        if end.missing and (asked := self._asked_by(end.missing)):
+        if end.missing and not end.is_aside and (asked := self._asked_by(end.missing)):
             asked = dict(sorted({**asked, self.rank: turns.name}.items()))
             names = "; ".join(f"rank {rank}: {name}" for rank, name in asked.items())
             raise RankMismatch(
@@ -175,6 +211,9 @@ class ProcessGroup(RankGroup):
             text = f"rank {end.rank} failed, so this call ends on rank {self.rank} too: {end.error}"
             return kind(text, end.rank, end.error)
         names = f"rank {end.missing[0]}" if len(end.missing) == 1 else f"ranks {list(end.missing)}"
+        if end.is_aside:
+            text = f"{names} made no call of it within {end.waited_s:.3g} s, so {end.what} counts for no rank"
+            return PutAside(text, end.missing)
         text = f"Rank {end.rank} waited {end.waited_s:g} s for {names} to agree on {end.what}."
         return AgreementTimeout(text, end.missing)
 

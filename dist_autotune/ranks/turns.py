@@ -8,6 +8,7 @@ where ranks begin two functions in different order, nor where groups overlap.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
@@ -45,7 +46,9 @@ class Turns:
         self._heartbeat_s, self._fail_session = heartbeat_s, fail_session
         self._number = 0  # of the next exchange
 
-    def take(self, turn: LocalTurn, timeout_s: float, what: str) -> FailedExchange | bool:
+    def take(
+        self, turn: LocalTurn, timeout_s: float, what: str, patience_s: float = math.inf
+    ) -> FailedExchange | bool:
         """Take the turn on all ranks; False: no session is opened; FailedExchange: a rank is missing."""
         while True:
             number = self._number
@@ -53,7 +56,7 @@ class Turns:
             def start(reports: dict[int, bytes], number: int = number) -> bytes:
                 return START if turn.acquire(self._beats(number)) else WITHOUT
 
-            order = self._exchange(b"", start, timeout_s, what, self._fail_next)
+            order = self._exchange(b"", start, timeout_s, what, self._fail_next, patience_s)
             if order == START:
                 order = self._exchange(self._word(turn), _agreed, timeout_s, what, self._fail_session)
             if isinstance(order, FailedExchange):
@@ -93,10 +96,11 @@ class Turns:
         timeout_s: float,
         what: str,
         fail_later: Callable[[BaseException], None],
+        patience_s: float = math.inf,
     ) -> bytes | FailedExchange:
         number, self._number = self._number, self._number + 1
         try:
-            return self._exchanges.take_part(number, report, decide, timeout_s, what)
+            return self._exchanges.take_part(number, report, decide, timeout_s, what, patience_s)
         except BaseException as error:  # Ctrl-C: the peers must learn of it
             if not self._exchanges.fail(number, failure_of(self._rank, error)):
                 fail_later(error)  # the others have gone on

@@ -63,6 +63,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._is_closed = False
         # Of any number of threads:
+        self._tell_idle: Callable[[], None] | None = None  # while this rank is between calls of a session
         self._compiling: list[float] = []  # when blocks that compile have begun
         self._runs: list[_Run] = []
 
@@ -80,6 +81,12 @@ class Watchdog:
                 self._compiling.remove(began)
             for run in list(self._runs):
                 run.compiled_s += time.monotonic() - began
+
+    def idle(self, tell: Callable[[], None] | None) -> None:
+        """Call `tell` once a heartbeat from now on; None: no longer."""
+        self._tell_idle = tell
+        if tell is not None:
+            self._start()
 
     @contextlib.contextmanager
     def watching(self, sequence: int, watch: Watch) -> Iterator[None]:
@@ -125,6 +132,8 @@ class Watchdog:
             with self._beating:
                 if self._compiling and not self._is_closed:
                     self._beat()
+            if (tell := self._tell_idle) is not None and not self._is_closed:
+                tell()
             latest = time.monotonic() - self._heartbeat_s
             for run in [run for run in list(self._runs) if run.began <= latest]:
                 self._check_duration(run)

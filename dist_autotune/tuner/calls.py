@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..errors import PutAside
 from ..launch.fast_path import INCUMBENTS, CallUnderWay, dispatcher
 from ..logs.records import Note
 from ..logs.writer import SessionLog
@@ -24,7 +25,7 @@ from ..repeats.arguments import Arguments
 from ..repeats.repeated_call import RepeatedCall, saved_tensor_hooks
 from ..triton_api import identity, interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autograd
-from ..triton_api.turn import session_turn
+from ..triton_api.turn import ProcessTurn, session_turn
 from . import diagnosis
 from .function_state import FunctionSetup, FunctionState
 from .report import TuningReport
@@ -97,12 +98,15 @@ class Calls:
         asks_nobody = interception.is_capturing()
         state = self._steady_state(mode, asks_nobody)
         if state is None or self._takes_up(state, asks_nobody):
-            with self._turn(asks_nobody=asks_nobody) as is_own:
-                if not is_own:
-                    return thunk()
-                state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=state is not None)
-                if is_of_session:
-                    return self._call_of_session(state, thunk)
+            try:
+                with self._turn(asks_nobody=asks_nobody) as is_own:
+                    if not is_own:
+                        return thunk()
+                    state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=state is not None)
+                    if is_of_session:
+                        return self._call_of_session(state, thunk)
+            except PutAside:  # peers have not come to go on with the session
+                state, asks_nobody = self._current_state(mode), True
         return self._settled_call(state, thunk, asks_nobody)
 
     @contextlib.contextmanager
@@ -114,17 +118,24 @@ class Calls:
         asks_nobody = asks_nobody or interception.is_capturing()
         state = self._steady_state(mode, asks_nobody)
         if state is None or self._takes_up(state, asks_nobody):
-            with self._turn(asks_nobody=asks_nobody) as is_own:
-                if not is_own:
-                    yield
-                    return
-                state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=state is not None)
-                if is_of_session:
-                    pid = os.getpid()
-                    with contextlib.suppress(_InChild), self._trial(state):
+            has_run = False
+            try:
+                with self._turn(asks_nobody=asks_nobody) as is_own:
+                    if not is_own:
                         yield
-                        _leave_in_child(pid)
+                        return
+                    state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=state is not None)
+                    if is_of_session:
+                        pid = os.getpid()
+                        with contextlib.suppress(_InChild), self._trial(state):
+                            has_run = True
+                            yield
+                            _leave_in_child(pid)
+                        return
+            except PutAside:  # behind the run, or before any
+                if has_run:
                     return
+                state, asks_nobody = self._current_state(mode), True
         call, calls = self._begin_settled(state, asks_nobody), INTERCEPTION.calls
         place = PROGRAM if self._is_program else get_ident()
         calls[place] = call
@@ -196,6 +207,7 @@ class Calls:
         settled_run: the call has made one, which found these arguments.
         """
         pid, arguments = os.getpid(), settled_run
+        results: list[T] = []  # of the online run
 
         def run() -> T:
             result = thunk()
@@ -205,7 +217,8 @@ class Calls:
         try:
             if self._options.mode == "online":
                 with self._trial(state):
-                    return run()
+                    results.append(run())
+                return results[0]
             arguments = arguments or Arguments(thunk)
             left = None if beside is None else Arguments(thunk)
             call = RepeatedCall(self._name, run, arguments, left, has_run=settled_run is not None)
@@ -214,6 +227,8 @@ class Calls:
         except _InChild as left_run:
             result: T = left_run.result
             return result
+        except PutAside:  # behind the online run, or before any
+            return results[0] if results else self._settled_call(state, thunk, asks_nobody=True)
         finally:
             self._changes_arguments |= arguments is not None and arguments.have_changed
             state.written.end_call()
@@ -260,7 +275,8 @@ class Calls:
         """Take the turn of sessions, on all ranks; alone for later calls of a session of mode="online"."""
         if self._is_program:
             return contextlib.nullcontext(True)
-        goes_on = self._session is not None and self._options.mode == "online"
+        session, is_online = self._session, self._options.mode == "online"
+        goes_on = is_online and session is not None and not session.is_interrupted
         if asks_nobody or goes_on or not self._options.is_dist:
             return session_turn(INCUMBENTS)
         group = self._current_group()
@@ -269,12 +285,22 @@ class Calls:
         turns = self._turns[1]
         if turns is None:
             return session_turn(INCUMBENTS)
-        timeout_s = (
-            self._options.resolved_timeout_s() if self.state is None else self.state.function.timeout_s
-        )
-        return session_turn(
-            INCUMBENTS, lambda turn: group.take_turn(turns, turn, timeout_s, "the opening of a session")
-        )
+        return session_turn(INCUMBENTS, functools.partial(self._take_turn, group, turns))
+
+    def _take_turn(self, group: RankGroup, turns: Turns, turn: ProcessTurn) -> bool:
+        """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""
+        state, session, what = self.state, self._session, "the opening of a session"
+        timeout_s = self._options.resolved_timeout_s() if state is None else state.function.timeout_s
+        group.rest(between_calls=False)
+        if session is None:
+            return group.take_turn(turns, turn, timeout_s, what)
+        try:
+            return group.take_turn(turns, turn, timeout_s, what, session.patience_s)
+        except PutAside as error:
+            session.put_aside(error)
+            self._keep_if_over()
+            group.rest(between_calls=self._session is not None)
+            raise
 
     def _begin_call(self, mode: str, asks_nobody: bool, *, takes_up: bool) -> tuple[FunctionState, bool]:
         """Return the state for a call that has the turn, and whether the call is a part of a session.
@@ -298,9 +324,14 @@ class Calls:
     @contextlib.contextmanager
     def _session_under_way(self, state: FunctionState) -> Iterator[Session]:
         """Go on with the session in the block, or open one."""
+        group = state.function.group
+        group.rest(between_calls=False)
         try:
             if self._session is not None:
                 self._session.resume()
+        except BaseException:
+            group.rest(between_calls=self._session is not None and not self._session.is_over)
+            raise
         finally:
             self._keep_if_over()
         session = self._session = self._session or self._new_session(state)
@@ -311,6 +342,7 @@ class Calls:
             yield session
         finally:
             self._keep_if_over()
+            group.rest(between_calls=self._session is not None)
 
     def _new_session(self, state: FunctionState) -> Session:
         tunes = state.function.tunes
@@ -334,7 +366,7 @@ class Calls:
             self._settled.stop(session.left, session.in_place)
         has_retuned = session.state.known.ignores_known and not session.has_failed
         self._is_retuning &= not has_retuned
-        if not session.has_failed:
+        if not self._wants_session:
             _ = session.state.call_count  # from now on peers are answered
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import FlowFailed, NoValidConfig, PeerFailed, RankMismatch, TuningError
+from ..errors import FlowFailed, NoValidConfig, PeerFailed, PutAside, RankMismatch, TuningError
 from ..formatting import counted, described
 from ..launch.fast_path import CallUnderWay
 from ..launch.rank_context import RankContext
@@ -62,6 +63,8 @@ class SessionStage(enum.Enum):
     FAILED = enum.auto()
 
 
+PATIENCE_S, PATIENCE_RUNS = 2.0, 10  # a session waits so long, or so many runs, for peers that are in no call
+MOST_ASIDES = 3  # in a row; then its keys stay untuned
 OVER = SessionStage.CLOSED, SessionStage.FAILED
 ORDERED_ERRORS = {kind.__name__: kind for kind in (NoValidConfig, RankMismatch, FlowFailed)}
 
@@ -89,6 +92,7 @@ class Session:
         self._launches: CallUnderWay  # of the last run
         self.in_place = ""  # what a further run changes though nobody declared it: nothing more is tried
         self.left: tuple[RankContext, ...] = ()  # the keys that stay untuned then
+        self._longest_run_s, self._asides = 0.0, 0  # in a row, as peers made no call
         self._may_resume = not state.orders.verifies  # another call has other inputs, and other bits
 
     @property
@@ -106,6 +110,8 @@ class Session:
         Online it would be every call: there a context that is launched again opens one, see
         `Context.is_lasting`.
         """
+        if self._asides == MOST_ASIDES:
+            return False
         return (self.has_failed and not self.in_place) or self.state.orders.run.wants_another
 
     @property
@@ -128,10 +134,19 @@ class Session:
             self.state.written.begin_runs(beside, records=check is not None)
             with contextlib.nullcontext() if beside is None else self._leaving_nothing(call, snapshot):
                 while True:
-                    with self._one_run(call):
-                        result = call()
-                        if self._run.outputs is not None:
-                            self._run.outputs.take_result(result)
+                    try:
+                        with self._one_run(call):
+                            result = call()
+                            if self._run.outputs is not None:
+                                self._run.outputs.take_result(result)
+                    except PutAside:
+                        if beside is None:
+                            call.end()
+                            return result
+                        self._put_back()
+                        snapshot.restore()
+                        call.end_beside()
+                        return beside[0]
                     is_done = self.state.orders.run.done
                     if check is not None and first:
                         if self._has_changed_in_place(check):
@@ -303,11 +318,13 @@ class Session:
             launches = self._launches = self._run.begin()
             self.executions += 1
             watch = self._diagnosis.watch()
+            began = time.monotonic()
             with self._under_way(launches, watch):
                 self._stage = SessionStage.IN_FUNCTION
                 with self._run.timed():
                     yield
                 self._stage = SessionStage.BETWEEN_RUNS
+            self._longest_run_s = max(self._longest_run_s, time.monotonic() - began)
             if again is not None and self._run.is_replayed:
                 self._replay_graph(again, launches, watch)
             with as_launch_failed(if_reported=True):
@@ -386,15 +403,11 @@ class Session:
             return decision(state.search)(reports)
 
         try:
-            received = group.exchange(sent, decide, self.function.timeout_s, what)
+            received = group.exchange(sent, decide, self.function.timeout_s, what, self.patience_s)
         except BaseException as error:
-            self._diagnosis.record_failed_exchange(error)
-            self._run.abandon()
-            if of_run and type(error) is PeerFailed and self._may_resume:
-                self._leave(error)
-            else:
-                self._drop(error)
+            self._leave_exchange(error, of_run=of_run)
             raise
+        self._asides = 0
         seconds, run = time.perf_counter() - began, -1
         if isinstance(message, RunReport):
             run = state.orders.runs
@@ -406,6 +419,33 @@ class Session:
             self._dropped_names = order.dropped
             raise ORDERED_ERRORS.get(kind, TuningError)(text)
         return order
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self._stage is SessionStage.INTERRUPTED
+
+    def put_aside(self, error: PutAside) -> None:
+        """Leave the session to a later call: peers have not come to go on with it."""
+        self._leave_exchange(error, of_run=False)
+
+    @property
+    def patience_s(self) -> float:
+        """How long this rank waits for peers that are in no call, once it knows what a run takes."""
+        return max(PATIENCE_S, PATIENCE_RUNS * self._longest_run_s) if self._longest_run_s else math.inf
+
+    def _leave_exchange(self, error: BaseException, *, of_run: bool) -> None:
+        """Leave an exchange that has ended without an order; the next call goes on, or starts anew."""
+        self._diagnosis.record_failed_exchange(error)
+        self._run.abandon()
+        is_aside = type(error) is PutAside
+        self._asides = self._asides + 1 if is_aside else 0
+        if self._asides == 1:
+            self._diagnosis.write_stuck(f"{self.function.name}: {error}. The next call goes on.")
+        goes_on = self._asides < MOST_ASIDES if is_aside else of_run and type(error) is PeerFailed
+        if goes_on and self._may_resume:
+            self._leave(error)
+        else:
+            self._drop(error)
 
     @contextlib.contextmanager
     def _reporting_failures(self) -> Iterator[None]:

@@ -293,7 +293,9 @@ class TimedAgreement(VirtualAgreement):
 
     group: TimedGroup
 
-    def exchange(self, payload: bytes, decide: Decide, timeout_s: float, what: str) -> bytes:
+    def exchange(
+        self, payload: bytes, decide: Decide, timeout_s: float, what: str, *patience: float
+    ) -> bytes:
         gpu, posted_ms = self.gpu, self.group.posted_ms.setdefault(self.sequence, [])
         posted_ms.append(gpu.host_ms)
         merged = super().exchange(payload, decide, timeout_s, what)

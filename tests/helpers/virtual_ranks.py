@@ -54,7 +54,9 @@ class VirtualAgreement:
         self.turn = threading.Semaphore(0)
         self.has_ended = False
 
-    def exchange(self, payload: bytes, decide: Decide, timeout_s: float, what: str) -> bytes:
+    def exchange(
+        self, payload: bytes, decide: Decide, timeout_s: float, what: str, *patience: float
+    ) -> bytes:
         sequence, self.sequence = self.sequence, self.sequence + 1
         if sequence == self.leaves_at:
             self.is_gone = True
@@ -74,6 +76,9 @@ class VirtualAgreement:
         end = self.group.ends.setdefault(sequence, _failure(self.rank, error))
         if isinstance(end, bytes):
             self.fail(error)  # the others have gone on
+
+    def rest(self, *, between_calls: bool) -> None:
+        pass
 
     def leave(self) -> None:
         pass

@@ -1,0 +1,58 @@
+"""A session whose peers make no call any more is put aside: the call returns, and a later one goes on."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+from kernels_for_tests import Bench, launch, numbers
+from rank_programs import TIMEOUT_S, blocks_of, tune
+
+from dist_autotune.tuner import session
+from ranks import assert_all_ok, meet, run_ranks
+
+WAIT_S = session.PATIENCE_S + 2.0  # on a busy machine
+
+
+@pytest.mark.parametrize("mode", ["online", "replay"])
+def test_ranks_that_call_less_often_cost_the_others_short_waits_and_keys_are_tuned_or_told(mode):
+    def program(rank):
+        bench, sizes = Bench(), [64]
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 48: 2.0, 64: 4.0, 80: 5.0, 96: 6.0})
+        step = tune(bench, lambda: [launch(kernel, numbers(n)) for n in sizes], mode=mode)
+        took_s = []
+        for _ in range(6):
+            for _ in range((3, 2)[rank]):
+                began = time.monotonic()
+                step()
+                took_s.append(time.monotonic() - began)
+            dist.barrier()
+        untuned = [key[0] for _, key, _ in step.untuned]
+        return max(took_s), blocks_of(step) == {"add64": 32} or untuned == [64], step.settled
+
+    results = run_ranks(program, 2)
+    for took_s, *ended in assert_all_ok(results):
+        assert took_s < WAIT_S
+        assert ended == [True, True]
+    if mode == "online":
+        assert "rank 1 made no call of it within" in results[0].stderr
+
+
+def test_after_three_calls_in_a_row_the_keys_stay_untuned_until_all_meet_again():
+    def program(rank):
+        bench = Bench()
+        kernel = bench.kernel({16: 3.0, 32: 1.0, 48: 2.0, 64: 4.0})
+        step = tune(bench, lambda: launch(kernel, numbers()), mode="online")
+        step()
+        took_s = []
+        if rank == 0:
+            for _ in range(8):
+                began = time.monotonic()
+                step()
+                took_s.append(time.monotonic() - began)
+        meet()
+        return sum(took_s), step.settled, [key[0] for _, key, _ in step.untuned]
+
+    zero, one = assert_all_ok(run_ranks(program, 2, timeout_s=4 * TIMEOUT_S))
+    assert zero[0] < 8 * WAIT_S
+    assert zero[1:] == (True, [64])
+    assert one == (0, False, [])
