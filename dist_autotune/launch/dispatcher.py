@@ -113,7 +113,7 @@ class Dispatcher:
         return options[place]  # of this call: an earlier one may have given equal ones of other types
 
     def _is_beside_session(self, call: CallUnderWay) -> bool:
-        """Return whether another thread makes a run of a session: this call then admits no context."""
+        """Return whether another thread is tuning; then this call registers no new contexts."""
         return self.run_under_way is not None and self.run_under_way is not call
 
     def _takes_incumbents(self, call: CallUnderWay) -> bool:

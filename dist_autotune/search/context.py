@@ -82,7 +82,7 @@ class Outcome(Struct, frozen=True, array_like=True):
 
 
 class Context:
-    """The state of one context, the same on every rank. Candidates are indices of `digests` and `texts`.
+    """The state of one context. Candidates are indices of `digests` and `texts`.
 
     It writes its fields as it records runs and is settled. `SearchState` alone writes `last_run` and
     `compiling`, and `began`, which `FinalComparison` sets back; `VerifyBits` alone `same_bits`.

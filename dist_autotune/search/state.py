@@ -1,4 +1,4 @@
-"""How what all ranks said of a run becomes the next plan.
+"""Compute the next plan from the merged reports of a run.
 
 The phases: all kernels race together, each judged by its launches (`phase`); what the whole run judges is
 searched from these winners, as plans (`race_runs`) or one context after another (`TakeTurns`: without racing,
@@ -213,7 +213,7 @@ class SearchState:
         self._apply_plan()
 
     def _take_up(self) -> None:
-        """Begin the searches that earlier sessions left; others wait for a launch if some are launched."""
+        """Resume recently launched contexts; if there are none, resume all."""
         left = [context for context in self.contexts.values() if context.provisional]
         launched = [context for context in left if -context.last_run < STARVED_RUNS["replay"]]
         for context in launched if launched or self._searched else left:
