@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import torch
 import triton
 from kernels_for_tests import accumulate, add, double, out_of_resources
 from msgspec.structs import replace
@@ -27,6 +28,7 @@ from dist_autotune import options as options_module
 from dist_autotune.compilation import compiler
 from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, CompileOptions, CompileOutcome
 from dist_autotune.compilation.preflight import Planned
+from dist_autotune.errors import NotRepeatable
 from dist_autotune.launch.dispatcher import Dispatcher
 from dist_autotune.launch.rank_context import RankContext
 from dist_autotune.logs.writer import SessionLog
@@ -226,8 +228,8 @@ class VirtualRank:
             self._meet_events()
             before, self.exchanges = self.runs, self.agreement.sequence
             try:
-                value, error = self.tuned(), None
-                assert value == self.runs, "the call returned another run's result than the last"
+                self._call()
+                error = None
             except Gone:
                 self.endings.append(Ending(self, Gone(), before))
                 raise
@@ -238,6 +240,22 @@ class VirtualRank:
             self.attempts.clear()
             self.endings.append(Ending(self, error, before))
         return self.endings
+
+    def _call(self) -> None:
+        """Make a call with what a run could use up; every other one is looked at by hooks of autograd."""
+        batch, packed = {"labels": 1}, []
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: packed.append(1) or x, lambda x: x)
+        is_watched = zlib.crc32(f"{self.call} {self.program.seconds_a_run}".encode()) % 2 == 1
+        if self.program.options["mode"] == "replay" and self.mode == "tune":
+            before = self.runs
+            with contextlib.suppress(NotRepeatable):
+                self.tuned(iter(()))
+            assert self.runs == before, "a run was given an iterator"
+        with hooks if is_watched else contextlib.nullcontext():
+            value = self.tuned(batch)
+        assert batch == {}, "a call leaves its arguments as one run does"
+        assert len(packed) == is_watched, "hooks of autograd see one run of a call"
+        assert is_watched or value == self.runs, "the call returned another run's result than the last"
 
     def preflight(self, tuner: Any, configs: dict[str, Any]) -> dict[str, str]:
         kernel = self.program.kernels[self.tuners.index(tuner)]
@@ -279,7 +297,9 @@ class VirtualRank:
                         self.disk.entries[name] = replace(entry, winner=entry.key.candidates[-1])
                 self.start_process()
 
-    def _thunk(self) -> int:
+    def _thunk(self, batch: Any) -> int:
+        assert batch.pop("labels") == 1, "a run finds its arguments as they were given"
+        torch.ones(1, requires_grad=True).sin()  # saves a tensor
         program, rank = self.program, self.agreement.rank
         under_way = None if self.state is None else self.state.dispatcher.run_under_way
         is_repeated = under_way is not None and under_way.repeats
