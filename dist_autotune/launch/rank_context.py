@@ -161,6 +161,12 @@ class RankContext:
         return {c: reason for c, reason in self.bans.items() if c not in self.reported_bans}
 
     @property
+    def is_idle(self) -> bool:
+        """Return whether the next run has nothing to do with it unless it launches it."""
+        has_work = self.samples.report is not None or self.compile.left or self.unreported_bans
+        return self.stage is Stage.SETTLED and not has_work
+
+    @property
     def failing(self) -> dict[str, str]:
         """Return the candidates whose last settled launches have all failed, with reasons."""
         return {c: reason for c, (times, reason) in self.failures.items() if times >= SETTLED_FAILURES}

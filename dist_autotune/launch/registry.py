@@ -46,6 +46,9 @@ class Registry:
         self.has_news = False  # contexts have changed since a run began: a settled call has them choose anew
         self.names, self.known = names, known
         self._clock, self._rank = clock, rank
+        self._by_key: dict[tuple[str, str], RankContext] = {}  # by kernel and key
+        # Contexts that are launched in this run, or not settled: a run costs nothing for others.
+        self._active: dict[RankContext, None] = {}
         self._bindings: weakref.WeakKeyDictionary[Autotuner, dict[Key, Binding]] = weakref.WeakKeyDictionary()
 
     def find(self, launch: Launch) -> Binding | None:
@@ -53,14 +56,25 @@ class Registry:
         key = launch.key()  # raises for an Autotuner that was never seen, too
         binding = self._bindings.get(launch.tuner, {}).get(key)
         if binding is not None:
+            self._active[binding.rank_context] = None
             self._choose_first(binding.rank_context)
         return binding
+
+    def active(self) -> tuple[RankContext, ...]:
+        """Return the contexts that are launched in this run, or not settled."""
+        return tuple(self._active)
+
+    def _register(self, context: RankContext) -> None:
+        about = context.identity
+        self.by_name = {**self.by_name, context.name: context}
+        self._by_key[about.kernel, about.key_text] = context
+        self._active[context] = None
 
     def admit(self, launch: Launch) -> Binding:
         """Bind a launch that is new to its context, and register both; the caller has the lock."""
         binding = self.binding_of(launch, admits=True)
         context = binding.rank_context
-        self.by_name = {**self.by_name, context.name: context}
+        self._register(context)
         context.bindings = [binding, *(known for known in context.bindings if known.tuner() is not None)]
         self._bindings.setdefault(launch.tuner, {})[binding.key] = binding
         return binding
@@ -91,12 +105,12 @@ class Registry:
             configs = {each: options[place] for each, place in texts.places.items()}
             context = self._new(about, configs, None)
             context.bindings.append(Binding(lambda: None, key, configs, context))
-            self.by_name = {**self.by_name, context.name: context}
+            self._register(context)
+        self._active[context] = None
         return context
 
     def _find_context(self, about: ContextIdentity) -> RankContext | None:
-        of_kernel = (each for each in self.by_name.values() if each.identity.kernel == about.kernel)
-        found = next((each for each in of_kernel if each.identity.key_text == about.key_text), None)
+        found = self._by_key.get((about.kernel, about.key_text))
         if found is not None:
             self._choose_first(found)
         return found
@@ -155,6 +169,8 @@ class Registry:
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Rename contexts as the ranks have agreed, where kernels differ only in their candidates."""
+        if not names:
+            return
         with self.lock:
             for context in self.by_name.values():
                 context.name = names.get(context.name, context.name)
@@ -166,6 +182,9 @@ class Registry:
         with self.lock:
             self.has_news = True
             self.by_name = {name: context for name, context in self.by_name.items() if name not in gone}
+            self._active = {context: None for context in self._active if context.name not in gone}
+            found = self._by_key.items()
+            self._by_key = {key: context for key, context in found if context.name not in gone}
             for tuner, known in list(self._bindings.items()):
                 kept = {key: each for key, each in known.items() if each.rank_context.name not in gone}
                 self._bindings[tuner] = kept
@@ -174,7 +193,7 @@ class Registry:
 
     def open(self) -> None:
         """Give contexts that settled calls have met the results that the ranks have agreed to use."""
-        for context in self.by_name.values():
+        for context in self.active():
             if context.stage is Stage.NEW:
                 context.claim = self.known.claim_on_disk(context.identity)
                 context.holds_claim_back = self.known.holds_back(context.identity)
@@ -191,11 +210,13 @@ class Registry:
 
     def begin_run(self) -> None:
         self.has_news = False
-        for context in self.by_name.values():
+        for context in self.active():
             context.begin_run()
+            if context.is_idle:
+                del self._active[context]
 
     def abandon_run(self) -> None:
-        for context in self.by_name.values():
+        for context in self.active():
             context.samples.abandon_run()
             context.begin_run()
 
@@ -205,7 +226,7 @@ class Registry:
         Those that have not ended, if the clock knows them; else the trials; else all.
         """
         chosen = []
-        for context in self.by_name.values():
+        for context in self.active():
             report = context.samples.report  # of the run that is waited for, which may be an earlier one
             candidate = report.ran if report is not None and report.is_pending else context.run.choice
             if candidate is not None:
@@ -218,7 +239,7 @@ class Registry:
     def report_run(self, *, waits: bool) -> dict[str, Part]:
         """Return this rank's parts of the run's report, by context. waits: wait until every clock is read."""
         reports = {}
-        for place, context in enumerate(self.by_name.values()):
+        for place, context in enumerate(self.active()):
             run = context.run
             if run.count and context.stage is not Stage.SETTLED:
                 context.launches_per_run = run.count
@@ -268,17 +289,19 @@ class Registry:
 
     def reported(self) -> list[RankContext]:
         """Return the contexts in this run's report."""
-        return [context for context in self.by_name.values() if context.run.report is not None]
+        return [context for context in self._active if context.run.report is not None]
 
     def announced_now(self) -> list[RankContext]:
         """Return the contexts that this run announces to the peers."""
-        reports = ((context, context.run.report) for context in self.by_name.values())
+        reports = ((context, context.run.report) for context in self._active)
         return [context for context, report in reports if report is not None and report.announcement]
 
     def new_sources(self) -> dict[str, str]:
         """Return the source digests of the functions in the kernels that this run announces, by name."""
         new = {name for context in self.announced_now() for name, _ in context.identity.source.texts}
         texts: dict[str, set[str]] = {}
+        if not new:
+            return {}
         for context in self.by_name.values():
             for name, text in context.identity.source.texts:
                 texts.setdefault(name, set()).add(text)
@@ -289,7 +312,7 @@ class Registry:
     ) -> None:
         """Keep or drop the samples of the reported run; `late_ms`: see `Samples.apply_outcome`."""
         self.has_news = True
-        for context in self.by_name.values():
+        for context in self.active():
             if (report := context.run.report) is None:
                 # Met in a settled call and not launched since: peers may have announced it meanwhile.
                 context.order = context.order or orders.get(context.name)

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 
 from msgspec import Struct, msgpack
 
+from ..codec import digest
 from ..errors import NoValidConfig
 from ..formatting import config_label, context_label
 from .agreed_times import AgreedTimes
@@ -20,6 +21,8 @@ from .expectation.fields import LaunchMs, TimesByKey
 from .messages import Ban, Crash, CrashBans, Offers
 from .rules import BY_LAUNCH, Rules
 from .state import SearchState
+
+TOLD_KEYS = 64  # results of a kernel, the latest, that tell what to expect of a new key
 
 
 class About(Struct, frozen=True, array_like=True):
@@ -168,6 +171,12 @@ class ContextOrder:
         order = (self.about.default, *range(len(self.digests)))
         return next((index for index in order if index not in self.banned), self.about.default)
 
+    @property
+    def mark(self) -> int:
+        """Return a number for the result; 0: there is none."""
+        result = self.result
+        return int(digest(f"{self.name} {result.status} {result.incumbent}"), 16) if self.settled else 0
+
     def ms_by_text(self) -> dict[str, LaunchMs]:
         """Return the times by launches, by the config's text, of a search that is over."""
         fills = self.about.fills
@@ -278,6 +287,10 @@ class Orders:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.contexts: dict[str, ContextOrder] = {}
+        # A run costs what it touches, however many contexts there are:
+        self._unsettled: dict[str, ContextOrder] = {}
+        self._told: dict[str, dict[str, ContextOrder]] = {}  # by kernel: the latest results, by context
+        self._digest = 0  # of all results
         self.aliases: dict[str, str] = {}  # ids of kernels that go by another id
         self.run = RunOrder(tries=rules.tunes)
         self.session = ""  # the last one that used this state
@@ -294,7 +307,7 @@ class Orders:
 
     @property
     def unsettled(self) -> Iterator[ContextOrder]:
-        return (context for context in tuple(self.contexts.values()) if not context.settled)
+        return iter(tuple(self._unsettled.values()))
 
     @property
     def forecast(self) -> Forecast:
@@ -305,26 +318,50 @@ class Orders:
         """Take over what an order says of contexts and of the next run."""
         for name, changes in order.contexts.items():
             if changes.about is not None:
+                self._forget(name)
                 self.contexts[name] = ContextOrder(name, changes.about)
-            self.contexts[name].apply(changes)
+            context = self.contexts[name]
+            self._digest ^= context.mark
+            context.apply(changes)
+            self._digest ^= context.mark
+            self._sort_in(context)
         if order.run is not None:
             self.run = order.run
             if order.run.aliases is not None:
                 self.aliases.update(order.run.aliases)
             for name in order.run.unknown:
-                self.contexts.pop(name, None)
+                self._forget(name)
+
+    def _sort_in(self, context: ContextOrder) -> None:
+        name = context.name
+        if context.settled:
+            self._unsettled.pop(name, None)
+        else:
+            self._unsettled[name] = context
+        told = self._told.setdefault(context.about.kernel_id, {})
+        told.pop(name, None)
+        if context.settled or context.launch_ms:
+            told[name] = context
+            if len(told) > TOLD_KEYS:
+                del told[next(iter(told))]
+
+    def _forget(self, name: str) -> None:
+        if (context := self.contexts.pop(name, None)) is not None:
+            self._digest ^= context.mark
+            self._unsettled.pop(name, None)
+            self._told.get(context.about.kernel_id, {}).pop(name, None)
 
     def drop(self, named: Container[str]) -> set[str]:
         """Drop searches under way, what nothing works for, and contexts by name; return all their names."""
         dropped = {name for name, context in self.contexts.items() if name in named or not _stays(context)}
         for name in dropped:
-            del self.contexts[name]
+            self._forget(name)
         return dropped
 
+    @property
     def digest_text(self) -> str:
-        """Return the settled results as text, to compare between ranks."""
-        settled = [(name, c) for name, c in sorted(self.contexts.items()) if c.settled]
-        return ";".join(f"{name}={c.status}:{c.result.incumbent}" for name, c in settled)
+        """Return a text for the settled results, to compare between ranks."""
+        return f"{self._digest:016x}"
 
     def tuned_keys(self, kernel_id: str) -> dict[str, str]:
         """Return the tuned keys of a kernel, each with the digest of its winner."""
@@ -343,10 +380,9 @@ class Orders:
         }
 
     def _of_kernel(self, kernel_id: str) -> Iterator[ContextOrder]:
-        for context in tuple(self.contexts.values()):
-            own = context.about.kernel_id
+        for own, told in tuple(self._told.items()):
             if self.aliases.get(own, own) == kernel_id:
-                yield context
+                yield from tuple(told.values())
 
 
 def _stays(context: ContextOrder) -> bool:

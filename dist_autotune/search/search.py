@@ -113,7 +113,9 @@ class Search:
             remarks=tuple(remarks),
         )
         contexts = self._changes(self.state.contexts.values(), resets=resets)
-        return Order(opening=opening, run=self._run_order(RunReport()), contexts=contexts)
+        order = Order(opening=opening, run=self._run_order(RunReport()), contexts=contexts)
+        self.state.keep_settled()
+        return order
 
     # -- a run ---------------------------------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class Search:
     def _step(self, merged: RunReport) -> Order:
         state = self.state
         aliases = dict(state.kernels.aliases)
-        merged, names = state.kernels.unite(merged, state.contexts)
+        merged, names = state.kernels.unite(merged, state.known)
         self.last_report = merged
         outcomes = state.step(merged)
         bans = [
@@ -155,7 +157,7 @@ class Search:
             bans=tuple(bans),
             results=tuple(context.name for context in state.newly_final()),
             names=names,
-            unknown=tuple(name for name in merged.parts if name not in state.contexts),
+            unknown=tuple(name for name in merged.parts if name not in state.known),
             aliases=None if state.kernels.aliases == aliases else dict(state.kernels.aliases),
             remark=remark,
             offers=merged.offers,

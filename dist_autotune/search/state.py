@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
-from collections.abc import Container, Iterator
+from collections import ChainMap, deque
+from collections.abc import Container, Iterator, Mapping
 
 from msgspec.structs import replace
 
@@ -39,7 +39,8 @@ class SearchState:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.contexts: dict[str, Context] = {}  # by name, in the order in which they were admitted
+        self.contexts: dict[str, Context] = {}  # of this session, by name, in the order of their first run
+        self.kept: dict[str, Context] = {}  # settled in earlier sessions, and not launched in this one
         self.kernels = KernelFamilies()
         self.race_runs: RaceRuns | TakeTurns | None = None  # what the whole run judges, under way
         self.runs = 0
@@ -222,6 +223,19 @@ class SearchState:
             if context.provisional:
                 context.settle(Status.STARVED)
 
+    @property
+    def known(self) -> Mapping[str, Context]:
+        """Return all contexts by name."""
+        return ChainMap(self.contexts, self.kept)
+
+    def keep_settled(self) -> None:
+        """Set the results of earlier sessions aside until they are launched: they cost a run nothing."""
+        if self._left_race is not None or self.race_runs is not None or self.verify_bits is not None:
+            return  # which compare them
+        for name, context in list(self.contexts.items()):
+            if context.is_lasting and self.is_final(context) and not self._comparison.is_under_way_or_left:
+                self.kept[name] = self.contexts.pop(name)
+
     def stays(self, name: str) -> bool:
         """Return whether a context outlives a session that is dropped."""
         context = self.contexts[name]
@@ -229,6 +243,7 @@ class SearchState:
 
     def drop(self, keeps: Container[str]) -> None:
         """Drop searches under way, what nothing works for, and contexts that others do not keep."""
+        self.kept = {name: context for name, context in self.kept.items() if name in keeps}
         for name in [name for name in self.contexts if name not in keeps or not self.stays(name)]:
             del self.contexts[name]
             self._comparison.defaults.pop(name, None)
@@ -258,7 +273,7 @@ class SearchState:
         had_trial, was_closing, run_phase = self.has_trial, self.closing, self.run_phase
         self._count_run(merged)
         merged = _with_late_hosts(merged)
-        outcomes = {name: self._apply_part(name, merged) for name in merged.in_order(self.contexts)}
+        outcomes = {name: self._apply_part(name, merged) for name in merged.in_order(self.known)}
         had_trial |= self.has_trial  # a search that begins with this run, and may end with it
         for name, context in self.contexts.items():
             context.compiling = merged.parts[name].compiling if name in merged.parts else 0
@@ -324,7 +339,10 @@ class SearchState:
             self.remark = bits.remark or self.remark
 
     def _apply_part(self, name: str, merged: RunReport) -> Outcome:
-        part, context = merged.parts[name], self.contexts.get(name)
+        part = merged.parts[name]
+        if name in self.kept:
+            self.contexts[name] = self.kept.pop(name)
+        context = self.contexts.get(name)
         if context is None:
             if part.announcement is None:
                 return Outcome()

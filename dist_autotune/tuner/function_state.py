@@ -9,7 +9,6 @@ import torch
 import triton
 from msgspec.structs import replace
 
-from ..codec import digest
 from ..launch.dispatcher import Dispatcher
 from ..launch.kernel_names import KernelNames
 from ..launch.registry import Registry
@@ -158,7 +157,7 @@ class FunctionState:
             "device": function.device.text,
             "clock": clock_name(),
             "cache": self.known.store,
-            "settled": digest(self.orders.digest_text()),
+            "settled": self.orders.digest_text,
             **{f"the option {name}": value for name, value in function.options.agreed_fields().items()},
         }
         return Opening(function.group.rank, function.facts(facts))
@@ -196,7 +195,7 @@ class FunctionState:
     def publish(self, seconds: float) -> list[ContextOrder]:
         """Write every new result to `Autotuner.cache` and, when final, to disk; return the new contexts."""
         new = [self.orders.contexts[name] for name in self.orders.run.results]
-        for rank_context in self.registry.by_name.values():
+        for rank_context in self.registry.active():
             if (context := rank_context.order) is None:
                 continue
             # What is not new may have settled before it was launched here.

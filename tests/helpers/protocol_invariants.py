@@ -59,6 +59,8 @@ class Witness:
         self._unmeasured: dict[tuple[str, str], bool] = {}  # (context, candidate), of the last trial
 
     def look(self, sequence: int, payloads: list[bytes], agreements: list[VirtualAgreement]) -> None:
+        if not all(data.startswith(b"{") for data in payloads):
+            return  # no report: whether something was changed in place, or which call asks
         told = [decode(data) for data in payloads]
         of_one = sequence % len(payloads)  # each rank's in turn
         assert told[of_one].encode() == payloads[of_one], "a payload does not survive its journey"

@@ -49,6 +49,10 @@ class FinalComparison(RunPhase):
         return True
 
     @property
+    def is_under_way_or_left(self) -> bool:
+        return not self.is_over or self._sides.is_left
+
+    @property
     def undecided(self) -> list[Context]:
         """Return the contexts whose winners have yet to beat the default plan or the plan by launch times."""
         if not self.is_over:
