@@ -63,6 +63,7 @@ def result(context: ContextOrder) -> dict[str, Any]:
         "same_bits": context.result.same_bits,
         "again": context.result.again,
         "untried": context.result.untried,
+        "not_fastest": context.result.not_fastest,
     }
 
 

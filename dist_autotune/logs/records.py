@@ -158,6 +158,7 @@ class ContextSettled(ConfigRecord, frozen=True, kw_only=True, tag="context_settl
     same_bits: bool | None = None  # the winner leaves the first config's outputs; None: not verified
     again: str = ""  # which candidates were raced after an upgrade; "": there was none
     untried: str = ""  # what was not tried, and why
+    not_fastest: str = ""  # why the winner is not the fastest of those timed; "": it is
 
 
 class RunFailed(Record, frozen=True, kw_only=True, tag="run_failed"):

@@ -220,6 +220,7 @@ class LogLines:
                 if record.same_bits is not None:
                     counts += f", {bits_label(record.same_bits)} bits"
                 counts += f"; {record.untried}" if record.untried else ""
+                counts += f"; not the fastest: {record.not_fastest}" if record.not_fastest else ""
                 text = f"{self._time('winner', record.ms)}  {status}, {counts}"
             case _:
                 text = ""

@@ -26,7 +26,9 @@ from .history import (
 # Fields of the opening that a reader of the figures needs.
 ABOUT = ("started_at", "device", "versions", "mode", "search", "objective")
 # Fields that a result has alike in the log and in the program's report.
-AS_SETTLED = (*("status", "timings", "banned", "launch_bound", "same_bits", "again", "untried"),)
+AS_SETTLED = (
+    *("status", "timings", "banned", "launch_bound", "same_bits", "again", "untried", "not_fastest"),
+)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..formatting import (
 from ..logs.records import SessionClosed
 from ..search.rules import BY_LAUNCH, BY_RUN
 from ..tables import stacked, table, text
-from ..tuner.report import missing_gains
+from ..tuner.report import missing_gains, slower_winners
 from .history import CandidateHistory, ContextHistory, History, SessionHistory, of_kind, percent_over
 from .report import SessionReport, cost_alone_percent
 
@@ -190,7 +190,8 @@ def contexts_table(shown: SessionReport) -> Group:
     note = "".join(f"{said}. " for name, said in explained.items() if name not in left_out).rstrip()
     if any(context.judge == BY_RUN for context in report.contexts):
         note += " Without a share: judged by the time of the whole run, which is its ms."
-    note += "".join(f" {reason}" for reason in missing_gains(report.contexts))
+    reasons = *missing_gains(report.contexts), *slower_winners(report.contexts)
+    note += "".join(f" {reason}" for reason in reasons)
     if any(context.launch_bound for context in report.contexts):
         note += f" {LAUNCH_BOUND_NOTE}"
     if any(context.same_bits is not None for context in report.contexts):

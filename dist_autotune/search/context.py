@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec import Struct
 
 from ..errors import NoValidConfig
-from ..formatting import config_label, context_label
+from ..formatting import config_label, context_label, counted
 from .agreed_times import AgreedTimes
 from .expectation.fields import LaunchMs
 from .expectation.flow import order_of
 from .expectation.order import Meanwhile, TrialOrder
 from .messages import Announcement, Ban, Claim, Part
 from .plans.search import MOST_PLANS
-from .rules import BY_LAUNCH, Rules
-from .strategies import RunningFlow, Winner, least
+from .rules import BY_LAUNCH, BY_RUN, Rules
+from .strategies import TIE, RunningFlow, Winner, least
 
 NOT_SHARED = "not a candidate on every rank"  # why it is banned where ranks have others
 
@@ -132,6 +132,7 @@ class Context:
         self.judge, self.final_judge = judges[0], judges[-1]  # of its candidates now, and of its result
         self.flow: RunningFlow | None = None  # its own search; None: it has not begun, or is over
         self._order: TrialOrder | None = None  # in which candidates are tried; None: all are
+        self._chosen: tuple[int | None, str] = None, ""  # by its search; why it is not the fastest
         self._ran: set[int] = set()  # candidates that ran because the flow had asked for them
         self.first_default: Final = self.index_of(announcement.default) or 0
         self.ban_missing(announcement)
@@ -229,6 +230,22 @@ class Context:
             return ""
         raced = f"{self.raced} of {len(self.digests)} candidates, the best with {self.upgrade}"
         return f"{raced}; raced again after an upgrade"
+
+    @property
+    def not_fastest(self) -> str:
+        """Return why the winner is not the fastest of those that were timed; empty: it is."""
+        known = dict(self.times.known(self.banned))
+        winner = self.winner if self.settled and self.winner in known else None
+        if winner is None or known[winner] <= (fastest_ms := min(known.values())):
+            return ""
+        chosen, why = self._chosen
+        if fastest_ms not in self.times.ms.values():
+            return "only warm-up runs were faster"
+        if winner == chosen and why:
+            return why
+        if self.final_judge == BY_RUN:
+            return "the whole run decides"
+        return "faster ones change bits of the outputs" if self._rules.bits == "same" else ""
 
     def ms_by_text(self) -> dict[str, LaunchMs]:
         """Return the times by its launches, by the config's text: of its search, or so far."""
@@ -396,6 +413,7 @@ class Context:
             self.settle(Status.TUNED, incumbent)
         else:
             self.settle(Status.TUNED, winner)
+        self._chosen = self.winner, self._why_slower(tied)
         self.flow = None
         if self.judge == BY_LAUNCH:
             known = chosen.ms if isinstance(chosen, Winner) else {}
@@ -405,3 +423,19 @@ class Context:
             self.judge, self.status = self.final_judge, Status.UNDER_WAY
             self.times.drop_samples()  # candidates are judged by something else now
             self._ran.clear()
+
+    def _why_slower(self, tied: Container[int] | None) -> str:
+        """Return why its search chose not the fastest; empty: it has. tied: None, where it tells none."""
+        winner, fastest = self.winner, self.times.fastest(self.banned)
+        if winner is None or fastest in (winner, None) or winner not in self.times.ms:
+            return ""
+        assert fastest is not None
+        assert self.flow is not None
+        if tied is None:
+            return "its search returned it"
+        if fastest in tied and self.times.ratio(winner, fastest) <= 1 + TIE:
+            return "a tie within 1 %, to the first"
+        if self.times.are_equal(winner, fastest):
+            return "the host's part of the times may be all that they differ by"
+        few = min(self.flow.samples(each) for each in (winner, fastest))
+        return f"within the noise of {counted(few, 'sample')}"

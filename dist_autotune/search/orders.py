@@ -64,6 +64,7 @@ class SearchResult(Struct, frozen=True, array_like=True):
     ranks: int = 0  # that have launched it in one run, at least
     again: str = ""  # which candidates are raced after an upgrade
     untried: str = ""  # why candidates were not tried
+    not_fastest: str = ""  # why the winner is not the fastest of those timed
     same_bits: bool | None = None  # the winner's outputs equal the first config's
 
 
@@ -413,6 +414,7 @@ def changes_of(context: Context, search: SearchState, known: ContextOrder | None
         ranks=context.ranks,
         again=context.again,
         untried=context.untried,
+        not_fastest=context.not_fastest,
         same_bits=context.same_bits,
     )
     rows, launch_ms = _rows(before.times), dict(context.by_launches.ms)

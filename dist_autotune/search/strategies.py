@@ -114,6 +114,10 @@ class RunningFlow:
         """Runs that have been asked for, without the one that is asked for now."""
         return max(self._times_asked.total() - 1, 0)
 
+    def samples(self, index: int) -> int:
+        """Return how many samples of a candidate have been asked for."""
+        return self._times_asked[index, False]
+
     def resume(self, ms: float | None, banned: Container[int]) -> int | None:
         """Send the time of the run asked for (None: begin); return the winner, None while there is none."""
         for _ in range(_ASKS_PER_CANDIDATE * self._candidates):
@@ -177,7 +181,7 @@ _RACING_ROUNDS = 41
 _RACING_RUNS_PER_CANDIDATE = 4.3
 _RACING_RUNS_AT_LEAST = 69  # few candidates: near ties get more samples
 
-_TIE = 0.01  # candidates this near to the best are equals
+TIE = 0.01  # candidates this near to the best are equals
 _TIE_ERRORS = 2.8  # so is the first one within so many standard errors
 _PRIOR_NOISE, _PRIOR_MOVES = 0.025, 4  # of one sample, agreed over the ranks; weighs as so many moves
 _OF_DEFAULT = 3  # samples of a default that the race has not timed
@@ -237,11 +241,11 @@ def rounds(
             noise.learn(samples, {index: agreed_ms[index] for index in alive})
             error = noise.of_differences(samples)
             stay = set(within(agreed_ms, alive, 1 + _ERRORS * error))
-            stay |= {first} & set(within(agreed_ms, alive, 1 + max(_TIE, _FIRST_ERRORS * error)))
+            stay |= {first} & set(within(agreed_ms, alive, 1 + max(TIE, _FIRST_ERRORS * error)))
             alive = [index for index in alive if index in stay]
         if len(alive) == 1:
             break
-    tied = set(_timed_within(agreed_ms, alive, 1 + _TIE))
+    tied = set(_timed_within(agreed_ms, alive, 1 + TIE))
     best = min(tied, key=agreed_ms.__getitem__, default=first)
     if first in alive:
         made = yield from _duel(best, first, agreed_ms, noise, samples, more_runs)
@@ -260,7 +264,7 @@ def _duel(
     agreed_ms: is updated. samples: of each so far. runs: at most.
     """
     made = 0
-    while runs >= 2 * (made + 1) and agreed_ms[best] * (1 + _TIE) < agreed_ms[first] < math.inf:
+    while runs >= 2 * (made + 1) and agreed_ms[best] * (1 + TIE) < agreed_ms[first] < math.inf:
         if agreed_ms[first] > noise.widest_tie(samples + made) * agreed_ms[best]:
             break
         for index in (best, first) if (samples + made) % 2 else (first, best):
@@ -311,7 +315,7 @@ class _Noise:
 
     def widest_tie(self, samples: int) -> float:
         """Return the factor of the best up to which the first candidate may be its equal."""
-        return 1 + max(_TIE, _TIE_ERRORS * self.of_differences(samples))
+        return 1 + max(TIE, _TIE_ERRORS * self.of_differences(samples))
 
 
 def timing_default(

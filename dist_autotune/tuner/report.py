@@ -39,6 +39,7 @@ class TunedContext:
     same_bits: bool | None = None  # the winner leaves the first config's outputs; None: not verified
     again: str = ""  # which candidates were raced after an upgrade; empty: there was none
     untried: str = ""  # what was not tried, and why
+    not_fastest: str = ""  # why the winner is not the fastest in `timings`; empty: it is
 
     def __str__(self) -> str:
         label, ms, _, status, timed, banned, _, config = self._cells(world_size=1)
@@ -143,8 +144,8 @@ class TuningReport:
         trials, waits, held, compiling, runs, more_runs, left, least_trials, most_trials), step (None where
         unknown; before_ms, after_ms, gain_percent, judge, left_out), contexts (a list of kernel, key, config,
         ms, fastest_rank_ms, spread_percent, default_ms, gain_percent, judge, launches, run_ms, status,
-        launch_bound, timings, banned, same_bits, again, untried). Configs and keys are the texts of the log.
-        `report --json` of the command line has the same as "report".
+        launch_bound, timings, banned, same_bits, again, untried, not_fastest). Configs and keys are
+        the texts of the log. `report --json` of the command line has the same as "report".
         """
         step, outlook = self.step, self.outlook
         return {
@@ -184,6 +185,7 @@ class TuningReport:
         if self.step is not None:
             lines.append(f"Tuned: {self.step}")
         lines += missing_gains(each for each in self.contexts if each.status not in ("cached", "tuning"))
+        lines += slower_winners(self.contexts)
         if any(context.launch_bound for context in self.contexts):
             lines.append(formatting.LAUNCH_BOUND_NOTE.capitalize())
         lines += [f"{context.label}: {context.untried}" for context in self.contexts if context.untried]
@@ -199,13 +201,25 @@ class TuningReport:
 
 def missing_gains(contexts: Iterable[TunedContext]) -> Iterator[str]:
     """Yield a sentence for each reason why contexts have no gain; the time of a step leaves these out."""
+    for labels, reason in _by_reason((each, each.no_gain_reason) for each in contexts):
+        yield f"No gain of {labels}: {reason}."
+
+
+def slower_winners(contexts: Iterable[TunedContext]) -> Iterator[str]:
+    """Yield a sentence for each reason why winners are not the fastest in their tables."""
+    for labels, reason in _by_reason((each, each.not_fastest) for each in contexts):
+        yield f"The winner is not the fastest of {labels}: {reason}."
+
+
+def _by_reason(contexts: Iterable[tuple[TunedContext, str]]) -> Iterator[tuple[str, str]]:
+    """Yield each reason, with the labels of its contexts before it."""
     labels: dict[str, list[str]] = {}
-    for context in contexts:
-        if reason := context.no_gain_reason:
+    for context, reason in contexts:
+        if reason:
             labels.setdefault(reason, []).append(context.label)
     for reason, those in labels.items():
         more = f" and {len(those) - MOST_LABELS} more" if len(those) > MOST_LABELS else ""
-        yield f"No gain of {', '.join(those[:MOST_LABELS])}{more}: {reason}."
+        yield f"{', '.join(those[:MOST_LABELS])}{more}", reason
 
 
 def step_times(contexts: Iterable[TunedContext]) -> StepTimes | None:

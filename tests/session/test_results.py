@@ -1,5 +1,6 @@
 """Where results are found: Triton's own objects, its listeners, the report."""
 
+import random
 import threading
 
 import pytest
@@ -147,3 +148,26 @@ def test_the_gain_over_a_first_config_that_is_ten_times_slower_is_told(bench):
     tuned = bench.tuned({16: 30.0, 32: 1.0, 64: 2.0}, n_repeat=None, n_warmup=None)
     tuned()
     assert only(tuned.report).gain_percent == pytest.approx(100 * 29 / 30)
+
+
+def noisy(ms):
+    """Return samples of this median that spread by 30 %."""
+    numbers = random.Random(int(100 * ms))
+    return lambda made: ms * numbers.uniform(0.85, 1.15)
+
+
+@pytest.mark.parametrize(
+    ("ms", "why"),
+    [
+        ({16: 1.005, 32: 1.0}, "a tie within 1 %, to the first"),
+        ({16: noisy(1.02), 32: noisy(1.0)}, "within the noise of "),
+        ({16: 2.0, 32: 1.0}, ""),
+    ],
+    ids=str,
+)
+def test_a_winner_that_is_not_the_fastest_in_its_table_says_why(bench, ms, why):
+    tuned = bench.tuned(ms, n_repeat=None, n_warmup=None)
+    tuned()
+    context = only(tuned.report)
+    assert (context.not_fastest.startswith(why), bool(context.not_fastest)) == (True, bool(why))
+    assert (f"The winner is not the fastest of {context.label}: {why}" in str(tuned.report)) == bool(why)
