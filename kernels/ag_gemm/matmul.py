@@ -1,52 +1,14 @@
-"""Products by cuBLAS behind a gather by a collective, and the wait of a call that fails before its kernel.
-
-One small kernel does what the overlapping kernels do last: it waits for every peer's chunk and until ours is
-with all peers, and lets the side stream through where a peer does not come.
-"""
+"""Products by cuBLAS, behind a gather by a collective."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 
 from ..configs import capability
 from ..epilogues import NO_EPILOGUE, Epilogue
-from ..exchange.chunks import wait_and_check_rows, wait_for_own
-from ..exchange.peers import Peers
-from ..launches.prepared import PlainLaunches
 from ..tensors import FP8
-from .call import GatherCall
 
 FEWEST_COLUMNS_OF_FP8 = 16  # of which cuBLAS takes multiples
-
-
-@triton.jit(do_not_specialize=["rank", "m", "patience_ticks"])
-def await_chunks(flags_ptr, errors_ptr, rank, m, patience_ticks, WORLD: tl.constexpr):
-    """Return when all chunks are where they are read, or patience has ended; a program a chunk."""
-    chunk = (rank + 1 + tl.program_id(0)) % WORLD
-    peers = Peers(flags_ptr, errors_ptr, rank, patience_ticks)
-    if chunk == rank:  # by the last program
-        wait_for_own(peers, WORLD)
-    else:
-        wait_and_check_rows(chunk, m, peers, WORLD)
-
-
-_AWAIT = PlainLaunches(await_chunks, num_warps=1)
-
-
-def wait_for_all(call: GatherCall, *, only_load: bool = False) -> None:
-    """Enqueue the wait for all peers. Kernels behind it see the peers' chunks, also by TMA.
-
-    only_load: load the kernel that waits, and enqueue nothing.
-    """
-    if call.world_size == 1:
-        return
-    flags, errors = call.flags, call.errors
-    scalars = (call.rank, call.rows, call.patience_ticks)
-    kind = (call.world_size, flags.device, flags.data_ptr() % 16 == 0, errors.data_ptr() % 16 == 0)
-    constants = {"WORLD": call.world_size}
-    _AWAIT.launch(kind, call.world_size, (flags, errors), scalars, constants, only_load=only_load)
 
 
 def multiply_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, epilogue: Epilogue) -> None:

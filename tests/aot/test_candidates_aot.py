@@ -29,8 +29,8 @@ from plain_kernels import (
 )
 
 from dist_autotune.bits.tensor_hash import BLOCK, hash_kernel
-from dist_autotune.kernels.ag_gemm.matmul import await_chunks
 from dist_autotune.kernels.elementwise_add.operation import pipelined_add
+from dist_autotune.kernels.exchange.absence import await_parts
 from dist_autotune.kernels.exchange.streams import await_peers
 
 
@@ -111,10 +111,10 @@ def test_in_fp8_bytes_are_multiplied_and_scaled_behind_the_loop_without_spills(k
 # ---- kernels without candidates
 
 HERE = {"rank": "i32", "patience_ticks": "i32", "errors_ptr": "*i64"}
-CHUNKS = {"flags_ptr": "*i32", **HERE, "m": "i32"}
+PARTS = {"flags_ptr": "*i32", **HERE}
 ADD = {"a_ptr": "*fp32", "b_ptr": "*fp32", "out_ptr": "*fp32", "n": "i32"}
 SMALL = {  # a kernel, the types of its arguments, its constants, its warps
-    "wait before a product of cuBLAS": (await_chunks, CHUNKS, {"WORLD": 8}, 1),
+    "wait in place of a call": (await_parts, PARTS, {"WORLD": 8, "COUNTED": True}, 1),
     "meeting": (await_peers, {"flags_ptr": "*i32", "epoch": "i32", **HERE}, {"WORLD": 8}, 1),
     "elementwise add": (pipelined_add.fn, ADD, {"BLOCK": 2048, "STAGES": 4}, 4),
 } | {
@@ -136,7 +136,7 @@ def test_small_kernels_fit_and_spill_nothing(target, kernel, types, constants, w
     check_fits(compiled, target)
     assert compiled.metadata.num_warps == warps
     ttgir = compiled.asm["ttgir"]
-    if kernel is await_chunks:
+    if kernel is await_parts:
         assert "poll" in [name for _, name in events(ttgir)]
     if kernel is pipelined_add.fn and target is HOPPER:  # two loads, three blocks ahead and one in the loop
         assert ttgir.count("async_copy_global_to_local") == 2 * 4

@@ -99,9 +99,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         (plain, plain.all_gather_gemm, lambda constants: {}),
     ):
         leave(monkeypatch, owner, tuner, tuner.configs[:1], blocks)
-    kernels = [specialized.tuned.fn, plain.all_gather_gemm.fn, matmul.await_chunks]
+    kernels = [specialized.tuned.fn, plain.all_gather_gemm.fn]
     kernels += [launching.tuned_gemm.fn, copies.copy_rows, STAMPED.kernel.fn]
-    with active(monkeypatch, made, kernels, matmul._AWAIT, plans._SORT):
+    with active(monkeypatch, made, kernels, plans._SORT):
         yield made
 
 
@@ -157,7 +157,7 @@ def test_a_prepared_launch_hands_over_what_triton_s_own_way_does(device, consume
 
 
 def test_what_is_only_loaded_is_not_launched_though_it_is_prepared(device):
-    caller = Caller(CONSUMERS["matmul's wait"])
+    caller = Caller(CONSUMERS["plain, with neither"])
     calls(device, caller, 2)
     launched = len(device.fillers)
     caller.fill_nan(caller.tensors[2], only_load=True)
