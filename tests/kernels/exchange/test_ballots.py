@@ -28,7 +28,7 @@ def test_all_ranks_decide_alike_around_the_ring_and_where_numbers_begin_anew(ran
             asked = [8 * (asked[0] > 0)] * len(asked)
         if late.random() < 0.01:
             time.sleep(late.random() / 100)
-        standing = box.result(8)
+        standing = box.standing(8)
         if box.agree(8, int(asked[rank] > 0), 8) != (set(asked) == {8} or (standing and 8 in asked)):
             wrong.append(call)
     box.check()
@@ -64,7 +64,7 @@ def test_a_rank_that_goes_on_as_before_waits_for_nobody(rank):
     assert box.agree("key", 3 if rank == 0 else 0, 8) == 3
     assert box.agree("key", 0, 8) == 0
     box.check()
-    assert box.result("key") == 0
+    assert box.standing("key") == 0
 
 
 @on_ranks(2)
