@@ -8,8 +8,20 @@ import time
 
 import pytest
 import torch.distributed as dist
+from kernels_for_tests import Bench, launch, numbers
 from operation_runs import on_ranks
-from rank_programs import TIMEOUT_S, exchange, grid, join, wait_for
+from rank_programs import (
+    TIMEOUT_S,
+    Boom,
+    ending,
+    exchange,
+    failing_step,
+    grid,
+    join,
+    raise_,
+    tune,
+    wait_for,
+)
 
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
 from dist_autotune.ranks.watchdog import Watch
@@ -89,6 +101,27 @@ def test_hundreds_of_groups_made_and_ended_leave_no_thread_and_no_descriptor(mon
 
     for before, after in assert_all_ok(run_ranks(program, 2, init="tcp")):
         assert after <= before
+
+
+def test_the_store_holds_no_key_of_ours_behind_sessions_that_end_or_fail():
+    def program(rank):
+        step, _, _ = failing_step(rank, fails={1: lambda: raise_(Boom("boom"))}, at_run=3)
+        endings = [ending(step).partition(":")[0].partition("(")[0] for _ in range(2)]
+        bench = Bench()
+        kernel = bench.kernel({16: 1.0, 32: 2.0})
+        sweep = tune(bench, lambda n: launch(kernel, numbers(n)))
+        for n in (8, 16):  # the second one is asked about
+            sweep(n)
+        sweep.retune()
+        sweep(8)
+        dist.barrier()
+        left = [key for key in dist.distributed_c10d._get_default_store().list_keys() if "autotune" in key]
+        dist.barrier()
+        return endings, left
+
+    zero, one, two = assert_all_ok(run_ranks(program, 3, init="tcp"))
+    assert zero == two == (["PeerFailed", "returned tensor"], [])
+    assert one == (["Boom", "returned tensor"], [])
 
 
 # ---- which agreement a call uses

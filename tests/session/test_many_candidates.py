@@ -1,7 +1,8 @@
-"""Thousands of candidates: a few are compiled and tried, in kernels and in choices."""
+"""Thousands of candidates: a few are compiled and tried, in kernels and in choices. Many keys of a kernel."""
 
 import itertools
 import math
+import sys
 
 import pytest
 import triton
@@ -9,6 +10,7 @@ from kernels_for_tests import Bench, launch, no_bench, numbers, only
 from rank_programs import blocks_of, tune
 
 from dist_autotune import tunable
+from dist_autotune.launch import written_tensors
 from dist_autotune.search.expectation.order import MOST_COMPILED
 from ranks import assert_all_ok, run_ranks
 
@@ -118,3 +120,24 @@ def test_ranks_try_the_same_few_of_many():
     zero, one = assert_all_ok(run_ranks(program, 2))
     assert zero == one
     assert len(zero[0]) <= MOST_COMPILED
+
+
+def test_a_key_costs_the_same_however_many_the_kernel_has(monkeypatch):
+    monkeypatch.setattr(written_tensors, "instances", lambda *kinds: [])  # 20 ms, of all that Python holds
+    bench, calls = Bench(), 0
+    kernel = bench.kernel({16: 3.0, 32: 1.0})
+    step = bench.tune(lambda n: launch(kernel, numbers(n)), cache=False, log_dir=None)
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    counts = []
+    for n in range(1, 201):
+        calls = 0
+        sys.setprofile(count)
+        step(n)
+        sys.setprofile(None)
+        counts.append(calls)
+    # Of the first 64 keys each one more tells what to expect of the next.
+    assert sum(counts[180:]) < 1.1 * sum(counts[80:100])
