@@ -5,10 +5,13 @@
     python examples/config_tables.py tuned.json fla DIRECTORY
 
 vLLM reads them with VLLM_TUNED_CONFIG_FOLDER=DIRECTORY, FLA with FLA_CONFIG_DIR=DIRECTORY and
-FLA_CACHE_MODE=strict. A bundle is one JSON file: of each winner, `evidence` holds the config and the key
-in parts. The files know neither world size nor constants of a launch: of several winners for one place
-the newest is written. A winner that has no place is left out: vLLM's fused MoE needs E, N and M in its
-key (experts of a rank, intermediate size, tokens).
+FLA_CACHE_MODE=strict (by default it reads none). SGLang takes vLLM's files from
+$SGLANG_MOE_CONFIG_DIR/configs/triton_3_6_0, a root that replaces all that it ships.
+
+A bundle is one JSON file: of each winner, `evidence` holds the config and the key in parts. The files
+know neither world size nor constants of a launch: of several winners for one place the newest is written.
+A winner that has no place is left out: vLLM's fused MoE needs E, N and M in its key (experts of a rank,
+intermediate size, tokens).
 """
 
 from __future__ import annotations
