@@ -55,12 +55,14 @@ Cost = dict[str, float]
 def on_ranks(body: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
     """Return what `body(rank, *args)` returns on each of `world_size` processes of one gloo group."""
     context = multiprocessing.get_context("fork")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
         results: Any = context.Queue()
 
         def serve(rank: int) -> None:
             os.chdir(directory)
-            store = dist.FileStore("store", world_size)
+            store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
             results.put((rank, body(rank, *args)))
             dist.barrier()
