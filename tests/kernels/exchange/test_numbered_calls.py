@@ -107,6 +107,23 @@ def test_wrong_arguments_of_all_ranks_are_each_rank_s_own(rank, name):
             assert calls.error_of(made) < 1
 
 
+@pytest.mark.gpu(devices=2, seconds=20)
+@pytest.mark.parametrize("name", OPERATIONS)
+@on_ranks(2, timeout_s=100.0)
+def test_so_they_do_on_gpus_where_a_check_behind_the_call_tells(rank, name):
+    calls = Calls(rank, 2, name)
+    with calls.op:
+        assert calls.make()[0] == "nothing was raised"
+        told, _ = calls.make(change=with_wrong_weight if rank == 0 else None)
+        if told == "nothing was raised":
+            told = message_of(calls.op.check)
+        assert "weight is torch.float64" in told
+        raised, made = calls.make()
+        assert raised == "nothing was raised"
+        calls.op.check()
+        return [calls.error_of(made)]
+
+
 class Fault(Exception):
     """What is injected."""
 
