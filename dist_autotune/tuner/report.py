@@ -125,6 +125,7 @@ class TuningReport:
     outlook: Forecast | None = None  # what is still to be tried; None: the session is over
     function: str = ""
     session: str = ""  # its name, the same on all ranks and in the logs
+    earlier: tuple[TunedContext, ...] = ()  # of the function, settled by earlier sessions of this process
 
     def share_percent(self, context: TunedContext) -> float | None:
         """Return the share of `context` in the launches of one run that are timed; None: unknown."""
@@ -144,8 +145,9 @@ class TuningReport:
         trials, waits, held, compiling, runs, more_runs, left, least_trials, most_trials), step (None where
         unknown; before_ms, after_ms, gain_percent, judge, left_out), contexts (a list of kernel, key, config,
         ms, fastest_rank_ms, spread_percent, default_ms, gain_percent, judge, launches, run_ms, status,
-        launch_bound, timings, banned, same_bits, again, untried, not_fastest). Configs and keys are
-        the texts of the log. `report --json` of the command line has the same as "report".
+        launch_bound, timings, banned, same_bits, again, untried, not_fastest), earlier (a list of the
+        same). Configs and keys are the texts of the log. `report --json` of the command line has the same as
+        "report".
         """
         step, outlook = self.step, self.outlook
         return {
@@ -154,6 +156,7 @@ class TuningReport:
             "outlook": outlook and {**asdict(outlook), "more_runs": outlook.more_runs},
             "step": step and {**asdict(step), "gain_percent": step.gain_percent},
             "contexts": [context.to_dict() for context in self.contexts],
+            "earlier": [context.to_dict() for context in self.earlier],
         }
 
     def __str__(self) -> str:
@@ -175,8 +178,11 @@ class TuningReport:
         from .. import tables
 
         columns = ("context", ">ms", ">spread", "status", ">timed", ">banned", "bits", "winner")
-        rows = [context._cells(self.world_size) for context in self.contexts]
-        return tables.table("", columns, rows, optional=("bits",))
+        found = {"": self.contexts, "Of earlier sessions": self.earlier}
+        return tables.grouped(
+            tables.table(title, columns, [c._cells(self.world_size) for c in contexts], optional=("bits",))
+            for title, contexts in found.items()
+        )
 
     @property
     def remarks(self) -> list[str]:

@@ -171,3 +171,20 @@ def test_a_winner_that_is_not_the_fastest_in_its_table_says_why(bench, ms, why):
     context = only(tuned.report)
     assert (context.not_fastest.startswith(why), bool(context.not_fastest)) == (True, bool(why))
     assert (f"The winner is not the fastest of {context.label}: {why}" in str(tuned.report)) == bool(why)
+
+
+@pytest.mark.parametrize("mode", ["replay", "online"])
+def test_the_report_has_the_contexts_of_earlier_sessions_too(bench, kernel, mode):
+    tuned = bench.tune(lambda n: launch(kernel, numbers(n)), mode=mode)
+    for n in (8, 16, 24):
+        for _ in range(6):
+            tuned(n)
+    report = tuned.report
+    assert [context.label for context in report.contexts] == [only(report).label]
+    assert [context.label.partition(",")[0] for context in report.earlier] == ["add[16", "add[8"]
+    assert all(block_of(context.config) == 32 and context.timings for context in report.earlier)
+    text = str(report)
+    assert (
+        text.index("add[24") < text.index("Of earlier sessions") < text.index("add[16") < text.index("add[8")
+    )
+    assert [each["key"] for each in report.to_dict()["earlier"]] == [each.key_text for each in report.earlier]
