@@ -140,25 +140,20 @@ class Questions:
             self._listener = self._connections.take()
             listen = _Listener(self._counts, made.rank, lambda: self._is_closed).listen
             self._listener.start(listen)
-        else:
-            self._ring()  # a peer may have asked already
         return made
 
     def close(self) -> None:
         """End the listener. Takes no lock: a garbage collector may call it."""
         self._is_closed = True
         if self._listener is not None:
-            self._ring()
+            bell = _bell(self._rank)
+            self._connections.scout.start(lambda store: store.set(bell, b""))
 
     def close_at_exit(self) -> None:
         """End the listener before the interpreter ends: a thread in torch's code would abort the process."""
         self.close()
         if self._listener is not None:
             self._listener.start(lambda store: None).wait(EXIT_S)  # behind the listening
-
-    def _ring(self) -> None:
-        bell = _bell(self._rank)
-        self._connections.scout.start(lambda store: store.set(bell, b""))
 
     # -- asking --------------------------------------------------------------------------------------------
 
@@ -252,6 +247,7 @@ class _Listener:
 
     def __init__(self, counts: Mapping[str, CallCount], rank: int, is_closed: Callable[[], bool]) -> None:
         self._counts, self._rank, self._is_closed = counts, rank, is_closed
+        self._slots = [_slot(rank, peer) for peer in range(dist.get_world_size())]
         self._open: list[_Open] = []
 
     def listen(self, store: Any) -> None:
@@ -281,8 +277,7 @@ class _Listener:
         if not store.check([_bell(self._rank)]):
             return
         store.delete_key(_bell(self._rank))  # before the letters: a later one rings again
-        peers = {rank for count in list(self._counts.values()) for rank in count.ranks}
-        for slot in (_slot(self._rank, peer) for peer in sorted(peers)):
+        for slot in self._slots:
             if store.check([slot]):
                 letter = _read_letter(bytes(store.get(slot)))
                 store.delete_key(slot)
