@@ -102,10 +102,9 @@ class Apart:
         """Raise ValueError where `out` overlaps an operand; they come in the order of names, or the first."""
         if out is None:
             return
-        begin, behind, before = out.data_ptr(), self._behind, iter(self._before)
-        for each in operands:
-            least = next(before)
-            if each is not None and least < each.data_ptr() - begin < behind and _overlap(out, each):
+        begin, behind = out.data_ptr(), self._behind
+        for each, before in zip(operands, self._before, strict=False):
+            if each is not None and before < each.data_ptr() - begin < behind and _overlap(out, each):
                 name = next(name for name, one in zip(self._names, operands, strict=False) if one is each)
                 raise ValueError(f"out overlaps {name}, which the call reads meanwhile; pass another tensor")
 
