@@ -1,4 +1,4 @@
-"""What ranks tell each other: two messages that merge in any order, as JSON between processes."""
+"""What ranks report to the deciding rank, which merges the reports of all; JSON between processes."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class Message(Mergeable, frozen=True, tag_field="kind", tag=MIXED):
         return Mergeable.merged(Message(self.rank, self.facts), Message(other.rank, other.facts))
 
     def encode(self) -> bytes:
-        """Return the message as JSON: the same bytes in whatever order messages were merged."""
+        """Return the message as JSON."""
         return json.dumps(msgspec.to_builtins(self), separators=(",", ":"), sort_keys=True).encode()
 
 
@@ -293,7 +293,7 @@ def decode(data: bytes) -> AnyMessage:
 
 
 def merge(first: bytes, *others: bytes) -> bytes:
-    """Merge encoded messages: associative and commutative, so it can run as a tree."""
+    """Return encoded messages as one."""
     if not others:
         return first
     return functools.reduce(Message.merged, map(decode, (first, *others))).encode()
