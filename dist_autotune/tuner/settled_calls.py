@@ -43,6 +43,7 @@ class SettledCalls:
         self._unanswered = 0  # questions in a row that some rank gave no answer to
         self._has_failing = False  # a settled config fails here: this rank asks before its next call
         self._told_of = ""  # the session behind which stderr has a line
+        self._met: collections.Counter[str] = collections.Counter()  # online: in how many settled calls
         self._online: tuple[set[str], set[str]] = set(), set()  # contexts that have asked; that are logged
 
     @property
@@ -97,7 +98,8 @@ class SettledCalls:
             if count is not None:
                 count.ended = count.begun
             return False
-        unasked = (each for each in new if each.tuned is None and self._asked[each.name] < ATTEMPTS)
+        due = [each for each in new if not may_tune or self._is_due(each)]
+        unasked = (each for each in due if each.tuned is None and self._asked[each.name] < ATTEMPTS)
         asking = list(unasked) if self.is_heard and not self._stopped else []
         if count is not None:
             if asking:
@@ -113,7 +115,7 @@ class SettledCalls:
         if self._options.mode == "online":
             self._note_waiting(new)
         if count is None:
-            return state.function.is_alone
+            return state.function.is_alone and bool(due)
         self._has_failing = any(each.tuned is not None for each in new)
         return bool(asking) and self._ask(state, count, asking)
 
@@ -171,6 +173,13 @@ class SettledCalls:
             calls = ", ".join(f"rank {rank}: {calls}" for rank, calls in sorted(answer.calls.items()))
             text = f"rank {count.rank}: {self._name}: {text}. Calls since the last session: {calls}"
             diagnosis.write_stuck(self._note, text)
+
+    def _is_due(self, context: RankContext) -> bool:
+        """Return whether a key that is met here opens a session: online, one that waits does so ever less."""
+        if self._options.mode != "online" or context.claim is not None or context.tuned is not None:
+            return True
+        self._met[context.name] += 1
+        return self._met[context.name].bit_count() == 1  # 1, 2, 4, 8, ...: its sessions have not launched it
 
     def _note_waiting(self, new: Iterable[RankContext]) -> None:
         """Warn, once each, of keys that ask for a session again: the last one has not launched them."""

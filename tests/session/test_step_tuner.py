@@ -222,6 +222,20 @@ def test_an_option_that_cannot_be_used_is_an_error_with_its_value(options, text)
         StepTuner(**options)
 
 
+def test_a_key_that_is_launched_too_seldom_opens_a_session_ever_less_often(bench, kernel, step_tuner):
+    for step in range(1, 501):
+        with step_tuner.step():
+            launch(kernel, numbers())
+            if step % 10 == 0:
+                launch(kernel, numbers(96))
+    assert len(records(SessionOpened)) <= 1 + 6  # behind launches 1, 2, 4, 8, 16, 32 of 50
+    for _ in range(40):  # now it is launched often
+        with step_tuner.step():
+            launch(kernel, numbers(96))
+    assert step_tuner.settled
+    assert winner(only(step_tuner.report)) == 32
+
+
 def test_a_key_that_is_launched_too_seldom_is_named(bench, kernel, step_tuner, caplog):
     def train(*, evaluates: bool) -> None:
         with step_tuner.step():
