@@ -22,11 +22,11 @@ from settled_cases import STAMPED
 from triton import knobs
 
 from benchmarks.common.pretended_device import DeviceUnderTriton
-from dist_autotune.kernels.ag_gemm import matmul, plain, specialized
+from dist_autotune.kernels.ag_gemm import plain, specialized
 from dist_autotune.kernels.ag_gemm.call import Consumer, GatherCall
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
-from dist_autotune.kernels.exchange import fill_nan
+from dist_autotune.kernels.exchange import absence, fill_nan
 from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import blocks_of
@@ -345,7 +345,7 @@ def test_a_hook_with_calls_of_its_own_is_no_empty_chain(device, monkeypatch, nam
 @NEEDS_BARE
 def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monkeypatch):
     tensors = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
-    compiled = matmul.await_chunks[(1, 1, 1)](*tensors, *[0] * 3, WORLD=WORLD, num_warps=1)
+    compiled = absence.await_parts[(1, 1, 1)](*tensors, 0, 0, WORLD=WORLD, COUNTED=True, num_warps=1)
     assert bare_launch(compiled, (1, 1, 1), 0, ()) is not None
     changes = [
         {(bare.nvidia, "_BASE_ARGS_FORMAT"): "iiiKKppOOOOO", (bare, "IS_3_9"): False},  # another release
