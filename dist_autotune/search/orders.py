@@ -311,11 +311,6 @@ class Orders:
         return iter(tuple(self._unsettled.values()))
 
     @property
-    def results(self) -> list[str]:
-        """Return the names of the settled contexts. Any thread may ask."""
-        return [context.name for context in tuple(self.contexts.values()) if context.settled]
-
-    @property
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
         return self.run.forecast or Forecast(0, 0, 0, self.runs)

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autogr
 from ..triton_api.turn import ProcessTurn, session_turn
 from . import diagnosis
 from .function_state import FunctionSetup, FunctionState
-from .report import TuningReport
+from .report import TunedContext, TuningReport, time_order
 from .session import Session
 from .settled_calls import SettledCalls
 
@@ -63,6 +64,7 @@ class Calls:
         self.state: FunctionState | None = None
         self._session: Session | None = None
         self._report: TuningReport | None = None
+        self._earlier: dict[str, TunedContext] = {}  # settled by the sessions before that of the report
         self._settled = SettledCalls(name, options, self._note)
         self._settled_states: dict[str, FunctionState] = {}  # of other modes, by DIST_AUTOTUNE_MODE
         self._wants_session = True  # the next call opens one
@@ -76,7 +78,12 @@ class Calls:
     @property
     def report(self) -> TuningReport | None:
         session = self._session  # read once: another thread may ask
-        return self._report if session is None else session.report()
+        report = self._report if session is None else session.report()
+        if report is None or not self._earlier:
+            return report
+        now = {context.label for context in report.contexts}
+        before = [each for label, each in tuple(self._earlier.items()) if label not in now]
+        return replace(report, earlier=tuple(sorted(before, key=time_order)))
 
     @property
     def settled(self) -> bool:
@@ -360,7 +367,7 @@ class Calls:
         session = self._session
         if session is None or not session.is_over:
             return
-        self._report, self._session = session.report(), None
+        self._keep_report(session)
         self._wants_session = session.wants_another
         if session.in_place:
             self._settled.stop(session.left, session.in_place)
@@ -373,7 +380,15 @@ class Calls:
         """End the session under way, if there is one; its report stays."""
         if self._session is not None:
             self._session.close()
-            self._report, self._session = self._session.report(), None
+            self._keep_report(self._session)
+
+    def _keep_report(self, session: Session) -> None:
+        """Keep the report of a session that is over, and what the sessions before it have settled."""
+        before = () if self._report is None else self._report.contexts
+        if session.state.known.ignores_known:  # tuned anew
+            before, self._earlier = (), {}
+        self._earlier.update((each.label, each) for each in before if each.status != "unfinished")
+        self._report, self._session = session.report(), None
 
     # -- the function on its group -------------------------------------------------------------------------
 

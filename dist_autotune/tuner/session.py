@@ -532,20 +532,18 @@ class Session:
 
     def report(self) -> TuningReport:
         """Return the report of the session so far."""
-        orders = self.state.orders
         return TuningReport(
             runs=self.executions,
             function=self.function.name,
             session=self._recorder.session,
             contexts=self._contexts(),
-            earlier=tuned_contexts(orders, self.state.registry, {*orders.results} - self._run.launched),
             world_size=len(self.function.group.ranks),
             seconds=self.elapsed_s,
             clock=type(self.function.clock).__name__,
             log_dir=self._log_dir,
             warning=self.warning,
             spent=self.state.time_spent.seconds,
-            outlook=None if self.is_over else orders.forecast,
+            outlook=None if self.is_over else self.state.orders.forecast,
         )
 
     def _contexts(self) -> tuple[TunedContext, ...]:
