@@ -320,11 +320,13 @@ class Orders:
         for name, changes in order.contexts.items():
             if changes.about is not None:
                 self._forget(name)
-                self.contexts[name] = ContextOrder(name, changes.about)
-            context = self.contexts[name]
+                context = ContextOrder(name, changes.about)
+            else:
+                context = self.contexts[name]
             self._digest ^= context.mark
             context.apply(changes)
             self._digest ^= context.mark
+            self.contexts[name] = context  # a new one not before: other threads read it
             self._sort_in(context)
         if order.run is not None:
             self.run = order.run
