@@ -11,6 +11,7 @@
 #   add          elementwise add against torch.add
 # 2 ranks:
 #   ag_gemm gemm_rs ag_moe moe_rs      public shapes, against cuBLAS, NCCL + cuBLAS and torch's fused operation
+#   ep           experts on different ranks, against all-to-all and all-gather
 #   rows         allgather-GEMM and GEMM-reduce-scatter with 16 to 2048 rows
 #   overlap      a step with a GEMM beside an all-reduce
 #   tp           pairs of tensor-parallel layers, and a training step, forward and backward
@@ -28,10 +29,10 @@ set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 readonly one_rank=(check gemm ragged gemm_fp8 add)
-readonly two_ranks=(ag_gemm gemm_rs ag_moe moe_rs rows overlap tp agreement regret soak)
+readonly two_ranks=(ag_gemm gemm_rs ag_moe moe_rs ep rows overlap tp agreement regret soak)
 declare -rA part_limit_s=(
   [check]=80 [gemm]=200 [ragged]=400 [gemm_fp8]=200 [add]=60
-  [ag_gemm]=240 [gemm_rs]=180 [ag_moe]=110 [moe_rs]=110 [rows]=300 [overlap]=240 [tp]=480 [agreement]=90 [regret]=420 [soak]=400
+  [ag_gemm]=240 [gemm_rs]=180 [ag_moe]=110 [moe_rs]=110 [ep]=150 [rows]=300 [overlap]=240 [tp]=480 [agreement]=90 [regret]=420 [soak]=400
 )
 
 die() { echo "readme.sh: $*" >&2; exit 2; }
@@ -91,12 +92,13 @@ part_check() {
 part_gemm() { record_alone persistent_gemm "${table[@]}"; }
 part_ragged() { record_alone persistent_gemm "${ragged[@]}"; }
 part_gemm_fp8() { record_alone persistent_gemm "${table[@]}" --dtype fp8; }
-part_add() { record_alone elementwise_add; }
+part_add() { record_alone operations.elementwise_add; }
 part_overlap() { record overlap "${published[@]}"; }
 part_ag_gemm() { record ag_gemm "${public[@]}"; }
 part_gemm_rs() { record gemm_rs "${public[@]}"; }
 part_ag_moe() { record ag_moe "${public[@]}"; }
 part_moe_rs() { record moe_rs "${public[@]}"; }
+part_ep() { record ep "${public[@]}"; }
 part_tp() { name=parallel_layers record parallel_layers && name=training_step record training_step; }
 part_rows() {
   name=rows_ag_gemm record ag_gemm "${rows[@]}" ${rows:+--n 3584 --k 8192} &&

@@ -87,7 +87,7 @@ def test_every_command_of_every_part_is_one_that_its_program_takes(nproc, gpus, 
     ended = run(*options, root=root, scripts=scripts)
 
     assert "== failed: none; to be run: none" in ended.stdout, ended.stdout + ended.stderr
-    assert len(parts) == (5 if nproc == 1 else 15)
+    assert len(parts) == (5 if nproc == 1 else 16)
     commands = [shlex.split(line) for line in started.read_text().splitlines()]
     programs = [line[line.index("-m") + 1 :] for line in commands if "-m" in line]
     assert len(programs) > len(parts)

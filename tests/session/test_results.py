@@ -163,7 +163,7 @@ def noisy(ms):
         ({16: noisy(1.02), 32: noisy(1.0)}, "within the noise of "),
         ({16: 2.0, 32: 1.0}, ""),
     ],
-    ids=str,
+    ids=["tie", "noise", "much faster"],
 )
 def test_a_winner_that_is_not_the_fastest_in_its_table_says_why(bench, ms, why):
     tuned = bench.tuned(ms, n_repeat=None, n_warmup=None)
