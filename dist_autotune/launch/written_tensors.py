@@ -29,6 +29,15 @@ OF_OPERATIONS = "dist_autotune.kernels"  # their flags and symmetric memory coun
 Region: TypeAlias = tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
+_own_memory: list[weakref.ref[torch.Tensor]] = []  # of operations
+
+
+def leave_unchecked(*tensors: torch.Tensor) -> None:
+    """Leave this memory out of checks for work in place: operations count their calls in it."""
+    living = (each for each in _own_memory if each() is not None)
+    _own_memory[:] = [*living, *map(weakref.ref, tensors)]
+
+
 @dataclass(frozen=True)
 class _Copy:
     values: torch.Tensor
@@ -129,9 +138,13 @@ class WrittenTensors:
                         gradient = tensor.grad
                         if gradient is not None and (region := region_of(gradient)) is not None:
                             found.setdefault(region, "a gradient")
+            own = {
+                StorageWeakRef(t.untyped_storage()) for each in [*_own_memory] if (t := each()) is not None
+            }
         self.given = None
         self._versions.clear()
-        return {region: name for region, name in found.items() if region not in self._copies}
+        kept = self._copies
+        return {region: name for region, name in found.items() if region not in kept and region[0] not in own}
 
     def _was_there(self, storage: StorageWeakRef, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is none that a run of this call has allocated."""

@@ -15,6 +15,11 @@ where all have read that none votes for it.
 has gone ahead, by a vote for the standing way, all ranks have read that: nobody goes on, and what stands
 stays. Otherwise all go on: the ranks that read with those ahead, and the one that refuses in their way.
 
+[Note: a rank leaves its peers' collectives] A rank whose operation has broken marks its further ballots as
+LEAVING before it reads whether a peer has gone ahead in the next call by a collective. It takes part in such
+a call, else it marks it as LEFT. A rank that goes ahead casts its ballot before it reads that mark, and waits
+while it is LEAVING. So either both make the collective, or none does.
+
 [Note: ballots end] A rank writes its ballot before it waits for anything of that call. So where hosts make
 the same calls in the same order all ballots are written. Every wait has a bound.
 
@@ -51,6 +56,7 @@ AHEAD = 1 << 31  # of a ballot for the standing way, whose rank reads no other
 REFUSES = 7  # the way of a rank that refuses the call
 REFUSED_TERMS = 2**32 - 1  # of such a rank where ranks only name their terms
 LEFT = -1  # in place of all further ballots of a rank whose operation is broken
+LEAVING = -2  # the same, while that rank looks who has gone ahead
 
 Pages = tuple[torch.Tensor, ...]  # by rank
 
@@ -98,6 +104,8 @@ class Ballots:
             self._verify()
         if way == standing:
             self.cast(AHEAD | word)
+            if way == COLLECTIVE:
+                self._raise_of_leavers()
             return self._take(way, terms)
         self.cast(word)
         named = set(self.read().values())
@@ -127,6 +135,38 @@ class Ballots:
         ring = self._rings[self._rank]
         for call in range(self._call + 1, self._call + 1 + RING // 2):
             ring[call % RING] = LEFT
+
+    def leave_next(self) -> tuple[int, int] | None:
+        """Leave the next call; return way and terms of a peer that has gone ahead in it by a collective.
+
+        This rank then counts that call, and must take part: see [Note: a rank leaves its peers' collectives].
+        """
+        ring, call = self._rings[self._rank], (self._call + 1) % NUMBERS
+        ring[call % RING] = LEAVING
+        for peer, words in enumerate(self._rings):
+            ballot = int(words[call % RING])
+            if (
+                peer != self._rank
+                and ballot >> 32 == call
+                and ballot & AHEAD
+                and _way_of(ballot) == COLLECTIVE
+            ):
+                self._call = call
+                ring[call % RING] = call << 32 | REFUSES << TERMS_BITS
+                return COLLECTIVE, ballot % 2**TERMS_BITS
+        ring[call % RING] = LEFT
+        return None
+
+    def _raise_of_leavers(self) -> None:
+        """Raise PeerLeft if a peer takes no part in this call."""
+        deadline = time.monotonic() + self._timeout_s
+        for peer, ring in enumerate(self._rings):
+            while int(ring[self._call % RING]) == LEAVING and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+            if int(ring[self._call % RING]) == LEFT:
+                raise PeerLeft(
+                    f"{self._operation}, rank {self._rank}: rank {peer} has left call {self._call}"
+                )
 
     def _take(self, way: int, terms: int) -> int:
         if way == COLLECTIVE:

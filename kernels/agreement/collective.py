@@ -152,6 +152,10 @@ class Collective:
         went_ahead = self._ballots.refuse() if is_waited_for and self._ballots is not None else None
         return went_ahead if went_ahead is not None and went_ahead[0] == COLLECTIVE else None
 
+    def leave_next(self) -> tuple[int, int] | None:
+        """Leave the next call, as `Ballots.leave_next` does."""
+        return None if self._ballots is None else self._ballots.leave_next()
+
     def leave(self) -> None:
         """Tell who waits for this rank in an agreement that it comes to no further call."""
         if self._ballots is not None:

@@ -177,7 +177,10 @@ class NumberedCalls(Operation):
             raise RuntimeError(self._text_of_broken()) from error
 
     def _make_owed_collectives(self, given: tuple[Any, ...], agreed: Any) -> None:
-        """Make the collectives of a call that has failed, without its data: the group waits for this rank."""
+        """Make the collectives of a call that has failed, without its data: the group waits for this rank.
+
+        And those of later calls in which peers have gone ahead.
+        """
         if agreed is None:
             went_ahead = self._collective.ahead()
             if went_ahead is not None:
@@ -185,6 +188,8 @@ class NumberedCalls(Operation):
         elif self._collective.made is not None:
             for make in self._collectives(agreed)[self._collective.made :]:
                 make()
+        while (went_ahead := self._collective.leave_next()) is not None:
+            self._stand_in(went_ahead, *given)
 
     @abc.abstractmethod
     def _collectives(self, plan: Any) -> list[Callable[[], None]]:

@@ -10,6 +10,8 @@ from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 
+from dist_autotune.launch.written_tensors import leave_unchecked
+
 from .ranks import SharingRanks, SymmetricMemoryError
 
 
@@ -122,11 +124,13 @@ class SymmetricMemory(Shared):
         if min(shape, default=1) <= 0:
             raise ValueError(f"cannot allocate shape {list(shape)}: every dimension must be at least 1")
         tensor = self._map(tuple(shape), dtype)
+        leave_unchecked(tensor.local, *tensor.peers)
         self._allocations.append(tensor)
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> torch.Tensor:
         """Keep a tensor that kernels and streams write to, as long as this memory; return it."""
+        leave_unchecked(tensor)
         self._held.append(tensor)
         return tensor
 
