@@ -16,6 +16,7 @@ import triton.language as tl
 from ..launches.prepared import PlainLaunches
 from ..signals import GIVEN_UP
 from ..symm import Wait, Write
+from ..symm.shm import HostStream
 from .chunks import wait_for_own, wait_for_rows
 from .flags import AFTER, ARRIVED, DONE, FREE, ROWS_SENT
 from .peers import Peers, free_side_stream, told_by
@@ -82,16 +83,34 @@ def leave(pushes: Pushes, timeout_s: float) -> None:
         for peer in pushes.before
     }
     is_on_host = pushes.memory.device.type == "cpu"
-    if pushes.owes_parts:  # the peers' permits for this call are taken
-        if is_on_host:  # and the side stream waits for sums that no kernel computes
-            for peer in pushes.before:
-                pushes.here(peer, DONE.value).fill_(1)
+    if pushes.owes_parts and is_on_host:  # the side stream waits for sums that no kernel computes
+        assert isinstance(pushes.stream, HostStream)
+        for peer in pushes.before:
+            pushes.here(peer, DONE.value).fill_(1)
+        behind = (pushes.stream, pushes.stream.mark(), told, timeout_s)
+        threading.Thread(target=_tell_behind, args=behind, daemon=True).start()
+    elif pushes.owes_parts:  # the peers' permits for this call are taken
         pushes.memory.enqueue(itertools.chain(*(writes for _, writes in told.values())), pushes.stream)
     elif is_on_host:
         threading.Thread(target=_tell, args=(told, timeout_s), daemon=True).start()
     else:
         for permit, writes in told.values():
             pushes.memory.enqueue([Wait(permit, 1), Write(permit, 0), *writes], pushes.stream)
+
+
+def _tell_behind(
+    stream: HostStream,
+    pushed: threading.Event,
+    told: dict[int, tuple[torch.Tensor, list[Write]]],
+    timeout_s: float,
+) -> None:
+    """Tell the peers behind this call's pushes; where closing has ended those early, as each peer comes."""
+    if pushed.wait(timeout_s) and not stream.has_failed:
+        for _, writes in told.values():
+            for word, value in writes:
+                word.fill_(value)
+    else:
+        _tell(told, timeout_s)
 
 
 def _tell(told: dict[int, tuple[torch.Tensor, list[Write]]], timeout_s: float) -> None:

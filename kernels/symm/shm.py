@@ -109,6 +109,16 @@ class HostStream:
     def enqueue(self, task: Callable[[], object]) -> None:
         self._tasks.put(task)
 
+    def mark(self) -> threading.Event:
+        """Return what is set behind all tasks so far, also those that are dropped."""
+        done = threading.Event()
+        self._tasks.put(done)
+        return done
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
     def fork(self) -> None:
         """Nothing to do: the caller's earlier work on the CPU is done."""
 
