@@ -92,7 +92,7 @@ class _StepHooks:
         self._autograd, self._backward = torch._C, torch.autograd.Variable._execution_engine
         self._steps, self._end_run = steps, end_run
         self._at_start = self._recorded()  # while it is that: no forward pass tells series apart
-        self._forward = -1  # how far autograd had recorded operations behind the last step
+        self._forward = -1  # how far autograd had recorded operations before the last step
         self._backwards: set[int] = (
             set()
         )  # backward passes, the outer one and those in it, that have had steps
@@ -106,10 +106,10 @@ class _StepHooks:
         recorded = self._recorded()
         if not self._backwards and (recorded != self._forward or recorded == self._at_start):
             self._steps.begin_series()
+        self._forward = recorded  # a closure's forward pass inside the step is one between it and the next
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         ends, backward = self._steps.count_step(optimizer), self._autograd._current_graph_task_id()
-        self._forward = self._recorded()
         if backward != NO_BACKWARD:
             self._ends |= ends
             if backward not in self._backwards:
