@@ -381,6 +381,9 @@ SHARING: list[Sharing] = [  # how it is opened, the call, its operands, the shap
 ]
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*has not been tuned"
+)  # by the first test that calls it so in this process
 @pytest.mark.parametrize(
     ("opened", "method", "operands", "shape", "name"),
     [
