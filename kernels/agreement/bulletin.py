@@ -92,10 +92,11 @@ class Bulletin:
             if page[BROKEN] and (self._broken is None or page[BROKEN] < self._broken[0]):
                 call = int(page[BROKEN])
                 self._broken = call, f"call {call} failed on rank {peer}: {_text(page, CAUSE)}"
-            for refusal in range(self._read[peer], int(page[REFUSED])):
+            told = int(page[REFUSED])  # read once: the peer may tell more meanwhile, and rings again
+            for refusal in range(self._read[peer], told):
                 place = _place_of(refusal)
                 self.note_refused(int(page[place]), peer, _text(page, place + 1))
-            self._read[peer] = int(page[REFUSED])
+            self._read[peer] = told
         self._see_news()
 
     def note_refused(self, call: int, peer: int, reason: str) -> None:

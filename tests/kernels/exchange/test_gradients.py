@@ -37,7 +37,7 @@ def test_one_rank_that_asks_for_gradients_is_told_and_the_next_call_is_right(ran
                 given, factor = (given, asking) if rank == 0 else (left, weight)
                 text = message_of(functools.partial(op, given, factor, *rest))
                 refused = told(runs.name, *names, "weight")
-                assert text == refused if rank == 0 else refused in text
+                assert (text == refused) if rank == 0 else (refused in text), text
             out = runs.new_out(op, [4, 4], operands)
             with torch.no_grad():
                 runs.call(op, (left, torch.nn.Parameter(weight), *rest), out, [4, 4])
