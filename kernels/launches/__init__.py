@@ -3,6 +3,6 @@
 loading    by the tuner: Autotuner, the config's blocks in new descriptors, the kernel. The first calls of
            a shape
 settled    config, compiled kernel and grid as the tuning left them
-prepared   what layers share is made once, a descriptor once for its address
-bare       Triton's launcher in C, called without Triton's preparations
+prepared   what launches of a compiled kernel share is made once; where it is known, Triton's launcher in C
+           is called directly
 """

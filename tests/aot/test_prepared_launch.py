@@ -30,9 +30,9 @@ from dist_autotune.kernels.exchange import absence, fill_nan
 from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
 from dist_autotune.kernels.gemm.configs import blocks_of
-from dist_autotune.kernels.launches import bare, loading
+from dist_autotune.kernels.launches import loading
 from dist_autotune.kernels.launches import prepared as preparing
-from dist_autotune.kernels.launches.bare import bare_launch
+from dist_autotune.kernels.launches.prepared import bare_launch
 from dist_autotune.kernels.moe import plan as plans
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 
@@ -348,9 +348,12 @@ def test_the_way_below_is_known_of_this_triton_and_of_nothing_else(device, monke
     compiled = absence.await_parts[(1, 1, 1)](*tensors, 0, 0, WORLD=WORLD, COUNTED=True, num_warps=1)
     assert bare_launch(compiled, (1, 1, 1), 0, ()) is not None
     changes = [
-        {(bare.nvidia, "_BASE_ARGS_FORMAT"): "iiiKKppOOOOO", (bare, "IS_3_9"): False},  # another release
+        {
+            (preparing.nvidia, "_BASE_ARGS_FORMAT"): "iiiKKppOOOOO",
+            (preparing, "IS_3_9"): False,
+        },  # another release
         {(compiled.run, "profile_scratch_size"): 16},
-        {(bare, "nvidia"): None},
+        {(preparing, "nvidia"): None},
     ]
     if hasattr(compiled.run, "gsan_enabled"):  # it has arguments of its own
         changes.append({(compiled.run, "gsan_enabled"): True})
