@@ -14,9 +14,10 @@ from .slots import (
     end_exchange,
     exchange,
     is_last_program,
+    is_source,
     raise_flags,
     tuned,
-    wait_for_peer,
+    wait_for_all,
 )
 
 
@@ -47,23 +48,12 @@ def return_rows(
     for row in range(tl.program_id(0), tl.load(offsets_ptr + experts), tl.num_programs(0)):
         position = tl.load(sources_ptr + row)
         peer = position // of_rank
-        if peer != rank:
+        if (peer != rank) & is_source(position, 0, most_tokens, rank, K, WORLD):
             place = tl.cast((number & 1) * of_rank + position % of_rank, tl.int64)
             to_ptr = address(tables_ptr, peer, choices_ptr) + place * H
             copy_row(to_ptr, rows_ptr + tl.cast(row, tl.int64) * stride_rows, H, BLOCK)
     if is_last_program(state_ptr, RETURNED):
-        raise_flags(tables_ptr + WORLD, flags_ptr, number, rank, RETURNED, WORLD)
-
-
-@triton.jit
-def _wait_for_returns(number, flags_ptr, errors_ptr, patience_ticks, rank, WORLD: tl.constexpr):
-    """Wait for the combines of all peers; return a bit for each that is given up."""
-    lost = 0
-    for peer in range(0, WORLD):
-        if peer != rank:
-            has_come = wait_for_peer(peer, number, flags_ptr, errors_ptr, patience_ticks, RETURNED, WORLD)
-            lost |= (1 - has_come) << peer
-    return lost
+        raise_flags(tables_ptr + WORLD, flags_ptr, state_ptr, rank, RETURNED, WORLD)
 
 
 @tuned
@@ -96,7 +86,7 @@ def sum_rows(
 ):
     """Add each token's rows, weighted, in float32 in the order of its choices; NaN where a rank is lost."""
     number = exchange(state_ptr, RETURNED)
-    lost = _wait_for_returns(number, flags_ptr, errors_ptr, patience_ticks, rank, WORLD)
+    lost = wait_for_all(number, flags_ptr, errors_ptr, patience_ticks, rank, RETURNED, WORLD)
     slot = tl.cast((number & 1) * most_tokens * K, tl.int64)
     for token in range(tl.program_id(0), T, tl.num_programs(0)):
         for begin in range(0, H, BLOCK):
@@ -120,7 +110,7 @@ def sum_rows(
 
 
 @tuned
-@triton.jit(do_not_specialize=["size_class", "most_tokens", "experts", "rank", "patience_ticks"])
+@triton.jit(do_not_specialize=["size_class", "T", "most_tokens", "experts", "rank", "patience_ticks"])
 def grade_rows(
     grad_ptr,  # [T, H], rows stride_grad apart: gradients of the results of this rank's tokens
     tokens_ptr,  # those of peers
@@ -135,6 +125,7 @@ def grade_rows(
     errors_ptr,
     state_ptr,
     size_class,
+    T,
     most_tokens,
     experts,
     rank,
@@ -149,35 +140,35 @@ def grade_rows(
 ):
     """Write the gradients of combined rows; send those of their weights, <gradient, row>, to their ranks."""
     number = exchange(state_ptr, DISPATCHED)
-    for peer in range(0, WORLD):
-        if peer != rank:
-            wait_for_peer(peer, number, flags_ptr, errors_ptr, patience_ticks, DISPATCHED, WORLD)
+    lost = wait_for_all(number, flags_ptr, errors_ptr, patience_ticks, rank, DISPATCHED, WORLD)
     back = exchange(state_ptr, RETURNED)
     of_rank = most_tokens * K
     slot = (number & 1) * WORLD
     for row in range(tl.program_id(0), tl.load(offsets_ptr + experts), tl.num_programs(0)):
         position = tl.load(sources_ptr + row)
-        token = position // K
-        peer = token // most_tokens
-        if peer == rank:
-            from_ptr = grad_ptr + tl.cast(token % most_tokens, tl.int64) * stride_grad
-        else:
-            from_ptr = tokens_ptr + tl.cast(slot * most_tokens + token, tl.int64) * H
-        weight = tl.load(weights_ptr + tl.cast(slot * of_rank, tl.int64) + position, volatile=True)
-        dot = tl.zeros((BLOCK,), dtype=tl.float32)
-        for begin in range(0, H, BLOCK):
-            columns = begin + tl.arange(0, BLOCK)
-            mask = columns < H
-            grad = tl.load(from_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-            value_ptrs = rows_ptr + tl.cast(row, tl.int64) * stride_rows + columns
-            dot += grad * tl.load(value_ptrs, mask=mask, other=0.0).to(tl.float32)
-            out_ptrs = out_ptr + tl.cast(row, tl.int64) * H + columns
-            tl.store(out_ptrs, (weight * grad).to(out_ptr.dtype.element_ty), mask=mask)
-        to_ptr = address(tables_ptr, peer, dots_ptr)
-        tl.store(to_ptr + (back & 1) * of_rank + position % of_rank, tl.sum(dot, axis=0))
+        if is_source(position, T, most_tokens, rank, K, WORLD):
+            token = position // K
+            peer = token // most_tokens
+            if peer == rank:
+                from_ptr = grad_ptr + tl.cast(token % most_tokens, tl.int64) * stride_grad
+            else:
+                from_ptr = tokens_ptr + tl.cast(slot * most_tokens + token, tl.int64) * H
+            weight = tl.load(weights_ptr + tl.cast(slot * of_rank, tl.int64) + position, volatile=True)
+            weight = tl.where((lost >> peer) & 1 != 0, float("nan"), weight)
+            dot = tl.zeros((BLOCK,), dtype=tl.float32)
+            for begin in range(0, H, BLOCK):
+                columns = begin + tl.arange(0, BLOCK)
+                mask = columns < H
+                grad = tl.load(from_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+                value_ptrs = rows_ptr + tl.cast(row, tl.int64) * stride_rows + columns
+                dot += grad * tl.load(value_ptrs, mask=mask, other=0.0).to(tl.float32)
+                out_ptrs = out_ptr + tl.cast(row, tl.int64) * H + columns
+                tl.store(out_ptrs, (weight * grad).to(out_ptr.dtype.element_ty), mask=mask)
+            to_ptr = address(tables_ptr, peer, dots_ptr)
+            tl.store(to_ptr + (back & 1) * of_rank + position % of_rank, tl.sum(dot, axis=0))
     if is_last_program(state_ptr, RETURNED):
         tl.store(state_ptr + DISPATCHED * 2 + DONE, number)  # nobody reads it before the next launch
-        raise_flags(tables_ptr + WORLD, flags_ptr, back, rank, RETURNED, WORLD)
+        raise_flags(tables_ptr + WORLD, flags_ptr, state_ptr, rank, RETURNED, WORLD)
 
 
 @triton.jit(do_not_specialize=["T", "most_tokens", "experts", "rank", "patience_ticks"])
@@ -199,7 +190,7 @@ def collect_dots(
 ):
     """Wait for the gradients of all weights, and write them: 0 of dropped choices, NaN of lost ranks."""
     number = exchange(state_ptr, RETURNED)
-    lost = _wait_for_returns(number, flags_ptr, errors_ptr, patience_ticks, rank, WORLD)
+    lost = wait_for_all(number, flags_ptr, errors_ptr, patience_ticks, rank, RETURNED, WORLD)
     for begin in range(tl.program_id(0) * BLOCK, T * K, tl.num_programs(0) * BLOCK):
         places = begin + tl.arange(0, BLOCK)
         inside = places < T * K

@@ -14,6 +14,7 @@ from .slots import (
     end_exchange,
     exchange,
     is_last_program,
+    is_source,
     raise_flags,
     tuned,
     wait_for_peer,
@@ -70,7 +71,7 @@ def send_tokens(
     if is_last_program(state_ptr, DISPATCHED):
         for peer in range(0, WORLD):
             tl.store(address(tables_ptr + 3 * WORLD, peer, counts_ptr) + slot, T)
-        raise_flags(tables_ptr + 4 * WORLD, flags_ptr, number, rank, DISPATCHED, WORLD)
+        raise_flags(tables_ptr + 4 * WORLD, flags_ptr, state_ptr, rank, DISPATCHED, WORLD)
 
 
 @triton.jit
@@ -200,7 +201,7 @@ def place_choices(
 
 
 @tuned
-@triton.jit(do_not_specialize=["size_class", "most_tokens", "experts", "rank"])
+@triton.jit(do_not_specialize=["size_class", "T", "most_tokens", "experts", "rank"])
 def gather_rows(
     x_ptr,  # [T, H], rows stride_x apart
     tokens_ptr,
@@ -209,6 +210,7 @@ def gather_rows(
     offsets_ptr,
     state_ptr,
     size_class,
+    T,
     most_tokens,
     experts,
     rank,
@@ -222,10 +224,12 @@ def gather_rows(
     """Copy each row to its place, and end the dispatch."""
     slot = (exchange(state_ptr, DISPATCHED) & 1) * WORLD
     for row in range(tl.program_id(0), tl.load(offsets_ptr + experts), tl.num_programs(0)):
-        token = tl.load(sources_ptr + row) // K
-        if token // most_tokens == rank:
-            from_ptr = x_ptr + tl.cast(token % most_tokens, tl.int64) * stride_x
-        else:
-            from_ptr = tokens_ptr + tl.cast(slot * most_tokens + token, tl.int64) * H
-        copy_row(rows_ptr + tl.cast(row, tl.int64) * H, from_ptr, H, BLOCK)
+        position = tl.load(sources_ptr + row)
+        token = position // K
+        if is_source(position, T, most_tokens, rank, K, WORLD):
+            if token // most_tokens == rank:
+                from_ptr = x_ptr + tl.cast(token % most_tokens, tl.int64) * stride_x
+            else:
+                from_ptr = tokens_ptr + tl.cast(slot * most_tokens + token, tl.int64) * H
+            copy_row(rows_ptr + tl.cast(row, tl.int64) * H, from_ptr, H, BLOCK)
     end_exchange(state_ptr, DISPATCHED)

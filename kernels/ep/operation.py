@@ -19,7 +19,7 @@ from ..symm import SymmetricTensor
 from ..tensors import Apart, check_no_gradient, check_out, check_sizes, check_tensor
 from .combine_kernels import collect_dots, grade_rows, return_rows, sum_rows
 from .dispatch_kernels import count_choices, gather_rows, place_choices, send_tokens
-from .slots import NOT_DISPATCHED, NOT_RETURNED, OVER_CAPACITY
+from .slots import DONE, NOT_DISPATCHED, NOT_RETURNED, OVER_CAPACITY
 
 MOST_POSITIONS = 2**30  # choices of all ranks, in two slots of int32 positions
 MOST_RANKS = 32  # of which a kernel holds a bit each
@@ -27,7 +27,7 @@ SEGMENTS = 4 if INTERPRETED else 16  # of all positions, counted and placed side
 BLOCK_POSITIONS = 64 if INTERPRETED else 1024
 BLOCK_COLUMNS = 64 if INTERPRETED else 4096
 INTERPRETED_SMS = 1
-LEFT = GIVEN_UP.value  # of the flags of a rank that comes to no further call
+LEFT = GIVEN_UP.value  # added to the flags of a rank that comes to no further exchange
 DISPATCH, COMBINE, BACKWARD = "dispatch", "combine", "combine_backward"  # kinds of calls
 
 
@@ -252,9 +252,12 @@ class ExpertParallel(NumberedCalls):
             self._meeting.leave()
 
     def _leave_peers(self) -> None:
+        """Come to no exchange that has not been completed, see [Note: an exchange is lost once]."""
+        completed = self._state[:, DONE.value]
         for peer, flags in enumerate(self._flags.peers):
             if peer != self.rank:
-                flags[:, self.rank].fill_(LEFT)
+                raised = flags[:, self.rank]
+                raised += LEFT * (raised - completed <= 1)  # else this rank is given up there
 
     def _make_owed_collectives(self, given: tuple[Any, ...], agreed: Any) -> None:
         """There is none."""
@@ -337,7 +340,7 @@ class ExpertParallel(NumberedCalls):
         )
 
     def _gather(self, x: torch.Tensor, d: Dispatched) -> None:
-        sizes = (size_class(len(x)), self._most_tokens, self._own_experts, self.rank, x.stride(0))
+        sizes = (size_class(len(x)), len(x), self._most_tokens, self._own_experts, self.rank, x.stride(0))
         tensors = (x.detach(), self._tokens.local, d.rows, d.sources, d.offsets, self._state)
         gather_rows[self._grid(self.capacity)](*tensors, *sizes, **self._of_row)
 
@@ -367,9 +370,10 @@ class ExpertParallel(NumberedCalls):
             self._dots.local,
         )
         planned = (self._flags.local, self._graded_to, d.sources, d.offsets, self._errors, self._state)
-        sizes = (size_class(len(grad)), self._most_tokens, self._own_experts, self.rank, self._patience_ticks)
+        sizes = (size_class(len(grad)), len(grad), self._most_tokens, self._own_experts, self.rank)
         grade_rows[self._grid(self.capacity)](
-            *tensors, *planned, *sizes, grad.stride(0), rows.stride(0), **self._of_row
+            *(*tensors, *planned, *sizes, self._patience_ticks, grad.stride(0), rows.stride(0)),
+            **self._of_row,
         )
 
     def _collect(self, ids: torch.Tensor, out: torch.Tensor) -> None:

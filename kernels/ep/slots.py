@@ -35,6 +35,13 @@ order of its stream: all reads of that slot had ended.
 [Note: an exchange ends] Kernels that store wait for nothing. Kernels that wait come behind the own stores, so
 that no peer waits for a program that finds no room. Every wait is bounded: see `signals`.
 
+[Note: an exchange is lost once] All programs must find the same peers lost: one that counts the choices of
+a peer, and another that places none of them, would leave rows without a source. So the flag decides. A peer
+raises it from c - 1 to c by a compare-and-swap; a program that gives the peer up swaps what it has seen for
+c - 1 + GIVEN_UP. One of the two succeeds, and stands. A rank that leaves adds GIVEN_UP to its flags: what it
+has completed stays completed, for programs that have not looked yet. Behind a failure a slot may be written
+while it is read, so rows are copied from positions inside of the slots alone: see `is_source`.
+
 The number of an exchange is counted on the device, by its last kernel: eager calls and replays do the same.
 """
 
@@ -46,7 +53,7 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, take_first
-from ..signals import GIVEN_UP, give_up, notify, poll_until, record_failure
+from ..signals import GIVEN_UP, SYSTEM, poll_until, record_failure
 
 NOT_DISPATCHED, NOT_RETURNED = tl.constexpr(1), tl.constexpr(2)
 OVER_CAPACITY = tl.constexpr(3)
@@ -105,23 +112,56 @@ def end_exchange(state_ptr, KIND: tl.constexpr):
 
 
 @triton.jit
-def raise_flags(flags_table_ptr, flags_ptr, number, rank, KIND: tl.constexpr, WORLD: tl.constexpr):
+def raise_flags(flags_table_ptr, flags_ptr, state_ptr, rank, KIND: tl.constexpr, WORLD: tl.constexpr):
+    """Raise this rank's flag, behind all stores of this program, on all peers that have not given it up."""
+    number = exchange(state_ptr, KIND)
     for peer in range(0, WORLD):
         if peer != rank:
-            notify(address(flags_table_ptr, peer, flags_ptr) + KIND * WORLD + rank, number)
+            flag_ptr = address(flags_table_ptr, peer, flags_ptr) + KIND * WORLD + rank
+            tl.debug_barrier()
+            tl.atomic_cas(flag_ptr, number - 1, number, sem="release", scope=SYSTEM)
 
 
 @triton.jit
 def wait_for_peer(
     peer, number, flags_ptr, errors_ptr, patience_ticks, KIND: tl.constexpr, WORLD: tl.constexpr
 ):
-    """Return 1 if a peer has completed this exchange, else 0: then it is given up for good."""
+    """Return 1 if a peer has completed this exchange, else 0: then it is given up for good.
+
+    All programs return the same, see [Note: an exchange is lost once].
+    """
     flag_ptr = flags_ptr + KIND * WORLD + peer
     value = poll_until(flag_ptr, number, patience_ticks, False)
     if value - number < 0:
-        record_failure(errors_ptr + peer, KIND + NOT_DISPATCHED, number, value)
-        give_up(flag_ptr, number)
-    return tl.where((value - number >= 0) & (value - number < GIVEN_UP // 2), 1, 0)
+        seen = tl.atomic_cas(flag_ptr, value, number - 1 + GIVEN_UP, sem="acq_rel", scope=SYSTEM)
+        if seen == value:
+            record_failure(errors_ptr + peer, KIND + NOT_DISPATCHED, number, value)
+        else:
+            value = seen
+    ahead = value - number
+    ahead -= tl.where(ahead >= GIVEN_UP // 2, GIVEN_UP, 0)
+    return tl.where(ahead >= 0, 1, 0)
+
+
+@triton.jit
+def wait_for_all(
+    number, flags_ptr, errors_ptr, patience_ticks, rank, KIND: tl.constexpr, WORLD: tl.constexpr
+):
+    """Wait for all peers; return a bit for each that is given up."""
+    lost = 0
+    for peer in range(0, WORLD):
+        if peer != rank:
+            has_come = wait_for_peer(peer, number, flags_ptr, errors_ptr, patience_ticks, KIND, WORLD)
+            lost |= (1 - has_come) << peer
+    return lost
+
+
+@triton.jit
+def is_source(position, T, most_tokens, rank, K: tl.constexpr, WORLD: tl.constexpr):
+    """Return whether a row can have come from this position; T: tokens of this rank."""
+    token = position // K
+    is_inside = (position >= 0) & (position < WORLD * most_tokens * K)
+    return is_inside & ((token // most_tokens != rank) | (token % most_tokens < T))
 
 
 @triton.jit

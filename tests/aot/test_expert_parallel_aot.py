@@ -72,7 +72,7 @@ def test_programs_count_behind_their_stores_and_the_last_raises_the_flags(name):
         "store": r"tt\.store .*tensor<\d+x!tt\.ptr<bf16>",
         "barrier": r"gpu\.barrier|ttg\.barrier",
         "count": r"atomic_rmw add, acq_rel, gpu",
-        "raise": r"atomic_rmw exch, release, sys",
+        "raise": r"atomic_cas release, sys",
     }
     order = [each for each in order_of(found.asm["ttgir"], patterns) if each != "store"]
     stores = order_of(found.asm["ttgir"], patterns)

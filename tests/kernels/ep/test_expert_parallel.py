@@ -9,6 +9,7 @@ import torch.distributed as dist
 from operation_runs import Cases, assert_cases, device, on_ranks, synchronize
 
 from dist_autotune.kernels.ep import ExpertParallel, ExpertParallelMoE
+from dist_autotune.kernels.ep import operation as ep_operation
 from dist_autotune.kernels.ep.combine_kernels import grade_rows, return_rows, sum_rows
 from dist_autotune.kernels.ep.dispatch_kernels import gather_rows, send_tokens
 from dist_autotune.kernels.ep.slots import CANDIDATES
@@ -243,6 +244,65 @@ def test_a_failure_behind_the_arguments_breaks_the_operation_on_all_ranks_by_its
             op.dispatch(x, ids)
     synchronize()
     op.abandon()
+
+
+class HeldUp:
+    """A kernel whose next launch comes behind `until()`."""
+
+    def __init__(self, kernel, until):
+        self.kernel, self.until = kernel, until
+
+    def __getitem__(self, grid):
+        until, self.until = self.until, bool
+        until()
+        return self.kernel[grid]
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_call_that_a_peer_has_made_stays_right_when_that_peer_leaves_amid_it(rank, monkeypatch):
+    op = opened()
+    x, ids = torch.randn(TOKENS, HIDDEN), routing("any", TOKENS, 6, 2)
+    if rank == 0:  # between its counting and its placing
+        monkeypatch.setattr(ep_operation, "place_choices", HeldUp(ep_operation.place_choices, synchronize))
+    d = op.dispatch(x, ids)
+    if rank == 1:
+        op._leave_peers()
+        synchronize()
+    assert is_dispatched(op, x, ids, d)
+    op.abandon()
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_peer_that_comes_when_it_is_given_up_stays_given_up_in_that_call(rank, monkeypatch):
+    op = opened(timeout_s=0.3 if rank == 0 else 20.0)
+    x, ids = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64)  # all to rank 0
+    if rank == 0:
+        monkeypatch.setattr(ep_operation, "place_choices", HeldUp(ep_operation.place_choices, meet_twice))
+        with pytest.raises(TimeoutError, match="rank 1 did not dispatch its tokens in time"):
+            op.dispatch(x, ids)
+    else:
+        synchronize()
+        op.dispatch(x, ids)
+        synchronize()
+    synchronize()
+    op.abandon()
+
+
+def meet_twice() -> None:
+    synchronize()
+    synchronize()
+
+
+@on_ranks(1)
+def test_rows_whose_sources_never_came_are_not_followed(rank):
+    """A peer that has given this rank up may write choices while they are sorted."""
+    with opened() as op:
+        x, ids = torch.randn(TOKENS // 2, HIDDEN), routing("any", TOKENS // 2, 6, 2)
+        d = op.dispatch(x, ids)
+        d.sources[::2] = torch.tensor([-1, -(2**31), 2**31 - 1, TOKENS * 2, TOKENS * 2 - 1, -2]).repeat(4)
+        op._gather(x, d)
+        op._return(d.rows, d)
+        op._grade(x, d.rows, d, torch.empty_like(d.rows))
 
 
 @on_ranks(2, timeout_s=60)
