@@ -1,28 +1,76 @@
-"""Compiles candidates that contexts wait for in other processes, and loads them in this one, between runs.
+"""Compiles candidates in forked children, and loads them in this process, between runs.
 
-In replay mode the rank waits until all are loaded; online it loads a few after each run.
+In replay mode the rank waits until all are loaded; online it loads a few after each run. The ranks of a host
+send no messages: each compiles its share first, and then what it does not find in Triton's cache of the
+others' shares.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from .. import settings
 from ..triton_api.launch import Launch, load_kernel
 from . import preflight
 from .binaries import has_binary, why_not_shared
-from .child import POLL_S
-from .pool import BY_RANK, CACHED, COMPILED, FAILED, Compilation, CompileCounts, CompileOptions, Pool
-from .preflight import keeping_reason
+from .child import POLL_S, Child
+from .preflight import Compilation, keeping_reason
 
+# Of a rank's cores: with 15 of 16, steps of 36 ms took 62; with 8, 45 (H200, 2026-11-23).
+BACKGROUND_SHARE = 0.5
 FORMS = 8  # of a context: the candidates are compiled for so many; further ones by their launches
 LOADING_SHARE = 0.25  # that loading may add to the time from run to run; one candidate in any case
-MOST_FAILED_POOLS = 3  # that end and tell of no candidate; then this process compiles
+GRACE_S = 0.5  # for a child to end that has written its binary, on a busy machine
 TOO_LATE = "not compiled: the candidates together took longer than the peers wait"
+BY_RANK = "compiled in this process, without a limit"
+COMPILED, FROM_PEERS, CACHED, FAILED = "compiled", "from_peers", "cached", "failed"
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """How a rank compiles."""
+
+    local_rank: int = 0
+    local_ranks: int = 1  # of this host
+    limit_s: float = field(default_factory=settings.compile_timeout_s)  # for one candidate; 0: none, no child
+    jobs: int | None = None  # candidates compiled at a time; None: as many as `workers` says
+    in_background: bool = False  # runs go on meanwhile: children yield the cores
+
+    @property
+    def workers(self) -> int:
+        """Return how many candidates this rank compiles at a time: its share of the cores it may use."""
+        if self.jobs is not None:
+            return self.jobs
+        share, rest = divmod(len(os.sched_getaffinity(0)), self.local_ranks)
+        share += self.local_rank < rest
+        return max(1, int(share * BACKGROUND_SHARE) if self.in_background else share)
+
+    def turn(self, index: int) -> int:
+        """Return when a context's candidate at `index` is compiled: 0 with this rank's share, ..."""
+        return (index - self.local_rank) % self.local_ranks
+
+
+@dataclass(kw_only=True)
+class CompileCounts:
+    """Where the binaries of one context came from."""
+
+    compiled: int = 0  # by this rank
+    from_peers: int = 0  # compiled by another process meanwhile
+    cached: int = 0  # there at the start
+    failed: int = 0
+    seconds: float = 0.0
+    workers: int = 0
+    remark: str = ""
+
+    def add(self, ending: str) -> None:
+        """Add a binary: COMPILED, FROM_PEERS, CACHED or FAILED."""
+        setattr(self, ending, getattr(self, ending) + 1)
 
 
 @dataclass
@@ -67,6 +115,8 @@ class _Task:
     candidate: str
     compilation: Compilation
     turn: int  # among the candidates of a context: 0 is this rank's share
+    child: Child | None = None  # which compiles it
+    found: float = math.inf  # when its binary was first seen, while the child ran
     is_compiled: bool = False
 
 
@@ -91,9 +141,6 @@ class Compiler:
         self._options, self._loading = options, loading
         self._waiting: dict[CompiledContext, _Waiting] = {}
         self._tasks: dict[_Task, None] = {}  # in order
-        self._pool: Pool | None = None
-        self._asked: list[_Task] = []  # of the pool
-        self._failed_pools = 0  # in a row that told of no candidate
         # Why this process compiles; empty: children do.
         self._no_child_because = "no limit is set" if options.limit_s <= 0 else why_not_shared()
         self._advanced: float | None = None  # when `advance` has last ended
@@ -118,10 +165,9 @@ class Compiler:
                 load_kernel(kernel)
         for index, (candidate, compilation) in enumerate(planned.compilations.items()):
             task = _Task(context, candidate, compilation, self._options.turn(index))
-            if not self._no_child_because and has_binary(compilation.key):
-                counts.add(CACHED)
-                task.is_compiled = True
             self._tasks[task] = None
+            if not self._no_child_because and has_binary(compilation.key):
+                self._end(task, CACHED)
         self._ban(context, reasons)
         context.compile.asked.update(configs)
         context.compile.left = len(self._left(context))
@@ -139,7 +185,8 @@ class Compiler:
             while deadline is not None and self._waiting:
                 time.sleep(POLL_S)
                 if time.monotonic() > deadline:
-                    self._give_up()
+                    for task in self._to_compile():
+                        self._end(task, FAILED, TOO_LATE)
                 complete += self._advance(math.inf)
         except BaseException:
             self.close()
@@ -151,20 +198,17 @@ class Compiler:
         """Drop the contexts that need no candidates; their next launch is as their first."""
         for context in [each for each in self._waiting if not stays(each)]:
             del self._waiting[context]
-            self._tasks = {task: None for task in self._tasks if task.context is not context}
+            self._drop(task for task in self._tasks if task.context is context)
             context.compile.left = 0
             context.compile.asked.clear()
             context.compile.forms.clear()
-        if not self._waiting:
-            self._stop()
 
     def close(self) -> None:
-        """Drop all, and end the processes."""
+        """Drop all, and end the children."""
         self.keep_only(lambda context: False)
 
     def _advance(self, until: float) -> list[tuple[CompiledContext, CompileCounts]]:
-        self._read()
-        self._start()
+        self._compile()
         for task in [task for task in self._tasks if task.is_compiled]:
             if task in self._tasks:  # else it has failed in another form
                 self._load(task)
@@ -180,8 +224,6 @@ class Compiler:
                 counts.remark = "; ".join(filter(None, (counts.remark, context.compile.remark)))
                 context.compile.forms.clear()
                 complete.append((context, counts))
-        if not self._waiting:
-            self._stop()
         return complete
 
     def _load(self, task: _Task) -> None:
@@ -196,63 +238,68 @@ class Compiler:
 
     def _ban(self, context: CompiledContext, reasons: Mapping[str, str]) -> None:
         context.bans.update(reasons)
-        for task in [task for task in self._tasks if task.context is context and task.candidate in reasons]:
-            del self._tasks[task]
+        self._drop(task for task in self._tasks if task.context is context and task.candidate in reasons)
 
     def _left(self, context: CompiledContext) -> set[str]:
         return {task.candidate for task in self._tasks if task.context is context}
 
-    def _end(self, task: _Task, ending: str, reason: str = "", remark: str = "") -> None:
-        """Record how a compilation ended, unless its context or candidate was dropped."""
-        if task in self._tasks:
-            counts = self._waiting[task.context].counts
-            counts.add(ending)
-            counts.remark = counts.remark or remark
-            task.is_compiled = True
-            self._ban(task.context, {task.candidate: reason} if reason else {})
-
-    def _give_up(self) -> None:
-        """Let what is not compiled fail."""
-        self._read()
-        self._stop()
-        for task in self._to_compile():
-            self._end(task, FAILED, TOO_LATE)
-
-    # -- the pool ------------------------------------------------------------------------------------------
+    # -- children ------------------------------------------------------------------------------------------
 
     def _to_compile(self) -> list[_Task]:
         """Return what is not compiled, this rank's share of each context first."""
         return sorted((task for task in self._tasks if not task.is_compiled), key=lambda task: task.turn)
 
-    def _read(self) -> None:
-        """Apply the outcomes that the pool has told, and notice that it has ended."""
-        if self._pool is None:
-            return
-        has_ended = self._pool.has_ended  # asked first, so that nothing it has told is missed
-        for outcome in self._pool.read():
-            self._end(self._asked[outcome.place], outcome.ending, outcome.reason, outcome.remark)
-            self._failed_pools = 0
-        if has_ended:
-            self._failed_pools += any(task in self._tasks and not task.is_compiled for task in self._asked)
-            self._stop()
+    def _compile(self) -> None:
+        """Note which children have ended, and begin as many as there may be."""
+        for task in self._to_compile():
+            if task.child is not None:
+                self._look_at(task, task.child)
+        free = self._options.workers - sum(task.child is not None for task in self._tasks)
+        for task in self._to_compile():
+            if free > 0 and task.child is None:
+                self._begin(task)
+                free -= task.child is not None
 
-    def _start(self) -> None:
-        """Let a pool compile what is wanted, if none is under way."""
-        if self._pool is not None or not (tasks := self._to_compile()):
-            return
-        if self._failed_pools >= MOST_FAILED_POOLS:
-            self._no_child_because = "child processes do not start, or do not last"
+    def _look_at(self, task: _Task, child: Child) -> None:
+        if (ending := child.poll()) is not None:
+            task.child = None
+            self._end(task, FAILED if ending.reason else COMPILED, ending.reason)
+        elif self._options.local_ranks > 1 and has_binary(task.compilation.key):
+            task.found = min(task.found, time.monotonic())
+            if time.monotonic() - task.found > GRACE_S:
+                self._end(task, FROM_PEERS)
+
+    def _begin(self, task: _Task) -> None:
+        options = self._options
         if not self._no_child_because:
-            try:
-                self._pool = Pool([task.compilation for task in tasks], self._options)
-                self._asked = tasks
+            if has_binary(task.compilation.key):
+                self._end(task, FROM_PEERS)
                 return
-            except OSError as error:
-                self._no_child_because = f"no child ({error.strerror})"
-        for task in tasks:  # each is compiled where it is loaded
-            self._end(task, COMPILED, remark=f"{BY_RANK}: {self._no_child_because}")
+            try:
+                task.child = Child(task.compilation.compile, options.limit_s, yields=options.in_background)
+                return
+            except (OSError, RuntimeError) as error:  # RuntimeError: the interpreter ends
+                self._no_child_because = f"no child ({getattr(error, 'strerror', error)})"
+        self._end(task, COMPILED, remark=f"{BY_RANK}: {self._no_child_because}")  # where it is loaded
 
-    def _stop(self) -> None:
-        if self._pool is not None:
-            self._pool.close()
-            self._pool, self._asked = None, []
+    def _end(self, task: _Task, ending: str, reason: str = "", remark: str = "") -> None:
+        """Record how a compilation has ended."""
+        if task not in self._tasks:  # its candidate has failed in another form
+            return
+        counts = self._waiting[task.context].counts
+        counts.add(ending)
+        counts.remark = counts.remark or remark
+        task.is_compiled = True
+        _stop(task)
+        self._ban(task.context, {task.candidate: reason} if reason else {})
+
+    def _drop(self, tasks: Iterable[_Task]) -> None:
+        for task in list(tasks):
+            del self._tasks[task]
+            _stop(task)
+
+
+def _stop(task: _Task) -> None:
+    if task.child is not None:
+        task.child.kill()
+        task.child = None

@@ -18,7 +18,7 @@ import torch
 
 from ..formatting import described
 from ..triton_api.launch import Launch
-from .child import run_in_child, wait_for
+from .child import Child
 
 LIMIT_S = 20.0  # for all hooks of a context; they take milliseconds
 REASON_CHARACTERS = 200
@@ -39,10 +39,9 @@ def rehearse(launch: Launch, configs: Mapping[str, Any], limit_s: float) -> dict
         rehearsal = lambda: {  # noqa: E731
             each: rehearse_one(launch, pickled, kept, config) for each, config in configs.items()
         }
-        ending = wait_for(run_in_child(rehearsal, min(limit_s, LIMIT_S), is_cut_off=True))
+        ending = Child(rehearsal, min(limit_s, LIMIT_S), is_cut_off=True).wait()
     except Exception as error:  # of an argument that cannot be pickled, or of the fork
         return dict.fromkeys(configs, _text_of(error))
-    assert ending is not None  # it is needed until it ends
     outcomes: dict[str, bytes | str]
     outcomes = ending.result or dict.fromkeys(configs, ending.reason or "the hook told nothing")
     return {

@@ -21,8 +21,16 @@ from ..formatting import counted
 from ..triton_api import interception
 from ..triton_api.launch import Launch, keep, withdraw
 from .config_failures import config_failure
-from .pool import Compilation
 from .pre_hooks import rehearse
+
+
+@dataclass(frozen=True, eq=False)
+class Compilation:
+    """How Triton compiles one candidate for a launch; holds none of the launch's arguments."""
+
+    key: str  # names the binary in Triton's cache
+    compile: Callable[[], Any]  # finds the binary there, or compiles it; returns the kernel
+    keep: Callable[[Any], Any]  # puts the kernel where launches find it; returns the one they find
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from .. import settings
 from ..bits.outputs import OutputComparison
-from ..compilation.compiler import CompiledContext, Compiler
-from ..compilation.pool import CompileCounts, CompileOptions
+from ..compilation.compiler import CompileCounts, CompiledContext, CompileOptions, Compiler
 from ..errors import CaptureFailed, TuningError
 from ..formatting import described
 from ..launch.fast_path import CallUnderWay

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,13 +19,11 @@ from process_states import has_ended
 from triton.compiler.compiler import ASTSource
 
 from dist_autotune import ContextualAutotuner, contextual_autotune
+from dist_autotune.compilation.compiler import CompileCounts, CompileOptions, CompileState
 from dist_autotune.compilation.compiler import Compiler as RankCompiler
-from dist_autotune.compilation.compiler import CompileState
-from dist_autotune.compilation.pool import CompileCounts, CompileOptions
 from dist_autotune.triton_api.launch import Launch
 
 GOOD, ASSERTED, TOO_LARGE, ABORTS = 16, 32, 128, 256
-HELPED = 0  # what a helper of the compiler is noted as
 ENDLESS = 32  # where the compiler is told to spin: it does so before it meets the assertion
 
 
@@ -141,10 +138,7 @@ class Compiler:
         notes.touch()
 
     def behaves(self, manners: dict[int, str]) -> None:
-        """Set what happens by BLOCK: "spin", "sleep", "help", "exit", "raise", or "wait" until `let_go`.
-
-        To "help" starts a program, as `ptxas` is one, whose process is noted too.
-        """
+        """Set what happens by BLOCK: "spin", "sleep", "exit", "raise", or "wait" until `let_go`."""
         self.manners = manners
 
     def let_go(self) -> None:
@@ -167,9 +161,6 @@ class Compiler:
     def misbehave(self, manner: str) -> None:
         while manner == "wait" and not self.gate.exists():
             time.sleep(5e-3)
-        if manner == "help":
-            with subprocess.Popen(["sleep", "1000"]) as helper, self.notes.open("a") as file:
-                print(helper.pid, HELPED, file=file, flush=True)
         if manner == "spin":
             while True:
                 pass

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from candidates import ASSERTED, GOOD, HELPED, TOO_LARGE, Compiler, arrive, banned, kernel, tuned
+from candidates import ASSERTED, GOOD, TOO_LARGE, Compiler, arrive, banned, kernel, tuned
 from process_states import status_of
 
 from dist_autotune import AgreementTimeout
-from dist_autotune.compilation.pool import PRIORITY, CompileOptions, Pool
-from dist_autotune.compilation.preflight import plan
+from dist_autotune.compilation.child import PRIORITY, Child
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, assert_killed, run_ranks
 
@@ -89,20 +88,6 @@ def test_a_compiler_that_is_killed_costs_its_candidate(device, compiler):
             os.kill(pid, signal.SIGKILL)
     steps_until(lambda: step.settled, step)
     assert banned(step)[64] == "rank 0: the compiler was ended by SIGKILL"
-
-
-def test_a_process_that_compiles_and_is_killed_costs_no_candidate(device, compiler):
-    compiler.behaves({64: "wait"})
-    step = stepping(kernel(GOOD, 64))
-    begin(step, compiler)
-    (child,) = compiler.pids() - {os.getpid()}
-    os.kill(int(status_of(child)[1]), signal.SIGKILL)
-    steps_until(lambda: compiler.compilations().count(64) == 2, step)
-    compiler.let_go()
-    steps_until(lambda: step.settled, step)
-    assert banned(step) == {}
-    assert set(blocks(device)) == {GOOD, 64}
-    assert compiler.processes_left() == []
 
 
 def test_a_hook_is_rehearsed_and_what_it_makes_of_the_launch_is_compiled_elsewhere(device, compiler):
@@ -179,9 +164,9 @@ def test_the_end_of_a_session_ends_its_compilers(device, compiler, end):
 @pytest.mark.parametrize("how", ["returns", "is killed", "raises"])
 def test_the_end_of_a_rank_ends_its_compilers(device, compiler, how):
     def program(rank: int) -> None:
-        compiler.behaves({64: "help"})
+        compiler.behaves({64: "wait"})
         step = stepping(kernel(GOOD, 64))
-        begin(step, compiler, HELPED)
+        begin(step, compiler)
         if how == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raises":
@@ -195,23 +180,17 @@ def test_the_end_of_a_rank_ends_its_compilers(device, compiler, how):
     assert compiler.processes_left() == []
 
 
-def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(device, compiler):
-    compiler.behaves({64: "wait"})
-    tuner, x, y = kernel(GOOD, 64), torch.zeros(1, dtype=torch.float16), torch.zeros(1)
-    launch = Launch(tuner, (x, y), {"grid": (1,)})
-    planned = plan(launch, launch.candidates(), 0.0)
-    process = Pool([*planned.compilations.values()], CompileOptions(in_background=True))
-    compiler.wait_for(64)
+def test_a_forked_child_of_a_rank_leaves_the_rank_s_compilers_alone(compiler):
+    child = Child(signal.pause, 60.0)
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
-            process.close()
+            child.kill()
             os._exit(0)
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    assert not process.has_ended
-    process.close()
-    assert compiler.processes_left() == []
+    assert child.poll() is None
+    child.kill()
 
 
 def test_what_a_rank_closes_is_closed_though_others_compile(device, compiler):
@@ -227,7 +206,7 @@ def test_what_a_rank_closes_is_closed_though_others_compile(device, compiler):
 
 
 def test_each_thread_of_a_program_may_make_a_step(device, compiler):
-    step = stepping(kernel(GOOD, ASSERTED))  # the process that compiles ends with the thread that started it
+    step = stepping(kernel(GOOD, ASSERTED))  # children outlive the thread that made the step
 
     def one_step() -> None:
         thread = threading.Thread(target=step)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from triton.runtime.errors import OutOfResources
 
-from dist_autotune.compilation.child import Ending, close_files, run_in_child, wait_for
+from dist_autotune.compilation.child import Child, Ending, _close_files
 
 
-def ending(work: Callable[[], Any], limit_s: float = 60.0, **options: Any) -> Ending | None:
-    return wait_for(run_in_child(work, limit_s, **options))
+def ending(work: Callable[[], Any], limit_s: float = 60.0, **options: Any) -> Ending:
+    return Child(work, limit_s, **options).wait()
 
 
 def raise_(error: BaseException) -> None:
@@ -129,7 +129,7 @@ def test_the_numbers_of_files_that_it_has_closed_are_taken_by_no_other():
 
     def work() -> None:
         opened = {int(number) for number in os.listdir("/proc/self/fd")}
-        close_files(report=2)
+        _close_files(report=2)
         os._exit(len(opened & {*os.pipe(), os.memfd_create("")}))
 
     with open(os.devnull), open(os.devnull):
@@ -143,7 +143,7 @@ def test_nothing_of_a_child_stays_open():
     before = descriptors()
     ending(lambda: None)
     ending(os.abort)
-    assert ending(signal.pause, is_needed=lambda: False) is None
+    Child(signal.pause, 60.0).kill()
     assert descriptors() == before
 
 

@@ -13,7 +13,7 @@ from candidates import ENDLESS, GOOD, Compiler, Preflight, arrive, kernel
 from candidates import preflight as preflight_launch
 
 from dist_autotune import settings
-from dist_autotune.compilation.pool import CompileOptions
+from dist_autotune.compilation.compiler import CompileOptions
 from dist_autotune.triton_api.launch import Launch
 from ranks import assert_all_ok, run_ranks
 

@@ -8,10 +8,11 @@ would need a GPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -25,9 +26,8 @@ from virtual_ranks import EverybodysTurn, Gone, VirtualAgreement
 import dist_autotune.compilation.preflight
 from dist_autotune import contextual_autotune, settings, tunable
 from dist_autotune import options as options_module
-from dist_autotune.compilation import compiler
-from dist_autotune.compilation.pool import COMPILED, FAILED, Compilation, CompileOptions, CompileOutcome
-from dist_autotune.compilation.preflight import Planned
+from dist_autotune.compilation import child, compiler
+from dist_autotune.compilation.preflight import Compilation, Planned
 from dist_autotune.errors import NotRepeatable
 from dist_autotune.launch.dispatcher import Dispatcher
 from dist_autotune.launch.rank_context import RankContext
@@ -40,7 +40,7 @@ from dist_autotune.triton_api.launch import Launch
 from dist_autotune.tuner.function_state import FunctionState
 from dist_autotune.tuner.session import Session
 
-COMPILED_AT_A_LOOK = 3  # online: candidates at most, on one rank
+LOOKS_AT_MOST = 4  # at a child, until it has ended
 FUNCTIONS = (add, double, accumulate)
 HERE = threading.local()  # .rank: the VirtualRank whose thread this is
 
@@ -106,34 +106,27 @@ class VirtualDisk:
             del self.entries[name]
 
 
-class VirtualPool:
-    """Stands in for the process that compiles behind the runs: how far it is at a look is scripted."""
+class VirtualChild:
+    """Stands in for a child that compiles: whether it has ended at a look is scripted."""
 
-    def __init__(self, compilations: Sequence[Compilation], options: CompileOptions) -> None:
-        self._left = dict(enumerate(compilations))
-        self._looks = 0
+    def __init__(self, work: Callable[[], str], limit_s: float, *, yields: bool) -> None:
+        self._reason = work()
+        self._looks, self._number = 0, len(HERE.rank.compilers)
         HERE.rank.compilers.append(self)
 
-    @property
-    def has_ended(self) -> bool:
-        """Return whether it has ended, or was killed."""
-        return not self._left or self._drawn("killed") % 20 == 0
-
-    def read(self) -> list[CompileOutcome]:
+    def poll(self) -> child.Ending | None:
         self._looks += 1
-        count = self._drawn("compiled") % (COMPILED_AT_A_LOOK + 1)
-        told = [(place, self._left.pop(place)) for place in [*self._left][:count]]
-        return [
-            CompileOutcome(place, FAILED if compilation.key else COMPILED, compilation.key)
-            for place, compilation in told
-        ]
+        if self._drawn("compiled") % (LOOKS_AT_MOST - self._looks + 1):
+            return None
+        self.kill()
+        return child.Ending(self._reason)
 
-    def close(self) -> None:
+    def kill(self) -> None:
         HERE.rank.compilers.remove(self)
 
     def _drawn(self, what: str) -> int:
         rank = HERE.rank.agreement.rank
-        return zlib.crc32(f"{rank} {self._looks} {len(self._left)} {what}".encode())
+        return zlib.crc32(f"{rank} {self._looks} {self._number} {what}".encode())
 
 
 class VirtualKernel:
@@ -186,7 +179,7 @@ class VirtualRank:
 
     def start_process(self) -> None:
         """Forget what memory holds, as a new process does."""
-        self.compilers: list[VirtualPool] = []  # under way
+        self.compilers: list[VirtualChild] = []  # under way
         program, rank = self.program, self.agreement.rank
         self.tuners = [self._tuner(kernel, rank) for kernel in program.kernels]
         options = {name: value for name, value in program.options.items() if value is not None}
@@ -371,7 +364,8 @@ def virtual_world() -> Iterator[None]:
 
     def plan(launch: Launch, configs: dict[str, Any], hooks_s: float) -> Planned:
         reasons = HERE.rank.preflight(launch.tuner, configs)
-        return Planned({digest: Compilation(reasons.get(digest, ""), lambda: None, id) for digest in configs})
+        tell = {digest: functools.partial(reasons.get, digest, "") for digest in configs}
+        return Planned({digest: Compilation("", tell[digest], id) for digest in configs})
 
     def keep_share(context: RankContext, candidate: str, *about: Any) -> None:
         context.shares[candidate] = HERE.rank.launched_share
@@ -397,7 +391,7 @@ def virtual_world() -> Iterator[None]:
             (interception, "is_interpreted", lambda: False),
             (dist_autotune.compilation.preflight, "current_device", lambda: -1),
             (dist_autotune.compilation.preflight, "plan", plan),
-            (compiler, "Pool", VirtualPool),
+            (compiler, "Child", VirtualChild),
             (compiler, "POLL_S", 0.0),
             (Session, "elapsed_s", property(lambda self: HERE.rank.elapsed_s(self))),
         ):

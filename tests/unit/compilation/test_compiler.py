@@ -9,36 +9,24 @@ from typing import Any
 import pytest
 
 from dist_autotune.compilation import compiler, preflight
-from dist_autotune.compilation.compiler import Compiler, CompileState
-from dist_autotune.compilation.pool import (
-    COMPILED,
-    FAILED,
-    Compilation,
-    CompileOptions,
-    CompileOutcome,
-)
-from dist_autotune.compilation.preflight import Planned
+from dist_autotune.compilation.child import Ending
+from dist_autotune.compilation.compiler import CompileOptions, Compiler, CompileState
+from dist_autotune.compilation.preflight import Compilation, Planned
 from dist_autotune.launch.rank_context import Beginning, RankContext, RunLaunches
 from dist_autotune.storage.scope import ContextIdentity
 
 
-class FakePool:
-    """Compiles nothing; a test says what it tells."""
+class FakeChild:
+    """Compiles nothing; a test says how it ends."""
 
-    def __init__(self, compilations: list[Compilation], options: CompileOptions) -> None:
-        self.keys = [compilation.key for compilation in compilations]
-        self.has_ended = self.is_closed = False
-        self.told: list[CompileOutcome] = []
+    def __init__(self, ending: Ending | None, killed: list[str], key: str) -> None:
+        self.ending, self._killed, self._key = ending, killed, key
 
-    def tell(self, key: str, ending: str = COMPILED, reason: str = "") -> None:
-        self.told.append(CompileOutcome(self.keys.index(key), ending, reason))
+    def poll(self) -> Ending | None:
+        return self.ending
 
-    def read(self) -> list[CompileOutcome]:
-        told, self.told = self.told, []
-        return told
-
-    def close(self) -> None:
-        self.is_closed = True
+    def kill(self) -> None:
+        self._killed.append(self._key)
 
 
 @dataclass(eq=False)
@@ -49,24 +37,19 @@ class FakeContext:
 
 
 class World:
-    """A compiler, the pools that it has made, and what it has loaded."""
+    """A compiler, the children that it has made, and what it has loaded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.pools: list[FakePool] = []
+        self.children: dict[str, FakeChild] = {}  # by the key of what they compile
+        self.killed: list[str] = []
         self.loaded: list[str] = []
         self.seconds = 0.0
         self.compiler = Compiler(CompileOptions(in_background=True, jobs=2), self._loading)
-        monkeypatch.setattr(compiler, "Pool", self._make)
+        monkeypatch.setattr(compiler, "Child", self._make)
         clock = SimpleNamespace(monotonic=lambda: self.seconds)
         monkeypatch.setattr(compiler, "time", clock)
         monkeypatch.setattr(preflight, "current_device", lambda: 0)
         monkeypatch.setattr(preflight, "plan", lambda launch, configs, hooks_s: Planned(configs))
-
-    @property
-    def pool(self) -> FakePool:
-        """Return the only pool that is under way."""
-        (pool,) = (each for each in self.pools if not each.is_closed)
-        return pool
 
     def want(self, name: str, *candidates: str, load_s: float = 0.0) -> FakeContext:
         """Let a new context wait; loading each candidate takes `load_s`."""
@@ -80,19 +63,32 @@ class World:
         self.compiler.want(context, None, configs)
 
     def _compilation(self, key: str, load_s: float) -> Compilation:
-        def compile_() -> None:
-            self.seconds += load_s
-            self.loaded.append(key)
+        def compile_() -> str:
+            if not self.is_in_child:
+                self.seconds += load_s
+                self.loaded.append(key)
+            return key
 
         return Compilation(key, compile_, lambda kernel: None)
+
+    def end(self, *keys: str, reason: str = "") -> None:
+        """Let the children of these end."""
+        for key in keys:
+            self.children[key].ending = Ending(reason)
 
     def advance(self) -> list[tuple[str, Any]]:
         """Return the contexts that are complete, with their counts."""
         return [(context.name, counts) for context, counts in self.compiler.advance()]
 
-    def _make(self, *about: Any) -> FakePool:
-        self.pools.append(FakePool(*about))
-        return self.pools[-1]
+    is_in_child = False
+
+    def _make(self, work: Any, limit_s: float, *, yields: bool) -> FakeChild:
+        self.is_in_child = True
+        key = work()
+        self.is_in_child = False
+        assert yields
+        self.children[key] = FakeChild(None, self.killed, key)
+        return self.children[key]
 
     @contextlib.contextmanager
     def _loading(self, context: str, candidate: str) -> Iterator[None]:
@@ -107,16 +103,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_a_context_waits_for_its_candidates_in_all_forms_of_launch(world):
     context = world.want("a", "a1", "a2")
     world.advance()
-    world.pool.tell("a1")
+    world.end("a1")
     world.advance()
     assert (context.compile.left, world.loaded) == (1, ["a1"])
     world.want_form(context, a1="a1 too", a2="a2 too")
-    world.pool.tell("a2")
-    world.pool.has_ended = True
+    world.end("a2")
     world.advance()
-    assert (context.compile.left, world.pool.keys) == (2, ["a1 too", "a2 too"])
-    for key in world.pool.keys:
-        world.pool.tell(key)
+    assert (context.compile.left, [*world.children]) == (2, ["a1", "a2", "a1 too", "a2 too"])
+    world.end("a1 too", "a2 too")
     world.seconds += 10.0
     ((_, counts),) = world.advance()
     assert (counts.compiled, context.compile.left, context.bans) == (4, 0, {})
@@ -127,27 +121,24 @@ def test_a_candidate_that_fails_in_one_form_is_not_waited_for_in_another(world):
     context = world.want("a", "a1", "a2")
     world.want_form(context, a1="a1 too", a2="a2 too")
     world.advance()
-    world.pool.tell("a1")
-    world.pool.tell("a1 too", FAILED, "too large")
+    world.end("a1", reason="too large")
     world.advance()
     assert (context.compile.left, context.bans, world.loaded) == (1, {"a1": "too large"}, [])
-    world.pool.tell("a2", FAILED, "too large, too")
-    world.pool.tell("a2 too")
+    assert [*world.children] == ["a1", "a2", "a2 too"]  # two at a time
+    world.end("a2", reason="too large, too")
     ((_, counts),) = world.advance()
-    assert (counts.compiled, counts.failed, world.loaded) == (1, 2, [])
+    assert (counts.failed, world.loaded, world.killed) == (2, [], ["a2 too"])
     assert context.bans == {"a1": "too large", "a2": "too large, too"}
-    assert world.pools[0].is_closed
 
 
 def test_a_context_that_is_tuned_no_more_waits_no_longer(world):
     starved, other = world.want("a", "a1", "a2"), world.want("b", "b1")
     world.advance()
     world.compiler.keep_only(lambda context: context is other)
-    world.pool.tell("a1")
     world.advance()
-    assert (starved.compile, other.compile.left, world.loaded) == (CompileState(), 1, [])
+    assert (starved.compile, other.compile.left, world.killed) == (CompileState(), 1, ["a1", "a2"])
     world.compiler.keep_only(lambda context: False)
-    assert [each.is_closed for each in world.pools] == [True]
+    assert world.killed == ["a1", "a2", "b1"]
 
 
 @pytest.mark.parametrize(
@@ -170,10 +161,10 @@ def test_what_the_search_names_is_compiled_once_whatever_this_rank_thought_slow(
 
 
 def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in_any_case(world):
+    world.compiler._options = CompileOptions(in_background=True, jobs=8)
     context = world.want("a", *"abcdefgh", load_s=0.01)
     world.advance()
-    for key in "abcdefgh":
-        world.pool.tell(key)
+    world.end(*"abcdefgh")
     world.advance()
     assert context.compile.left == 7  # no time has passed
     world.seconds += 0.1
@@ -186,27 +177,14 @@ def test_loading_adds_a_quarter_of_the_time_from_run_to_run_and_one_candidate_in
     assert context.compile.left == 0
 
 
-def test_after_pools_that_come_to_nothing_this_process_compiles_a_candidate_a_run(world):
-    world.want("a", "a1", "a2", "a3")
-    for _ in range(compiler.MOST_FAILED_POOLS):
-        world.advance()
-        world.pool.has_ended = True
-    world.compiler._advanced = None
-    world.advance()
-    assert all(each.is_closed for each in world.pools)
-    assert world.loaded == ["a1"]
-    world.advance()
-    ((_, counts),) = world.advance()
-    assert (world.loaded, counts.compiled) == (["a1", "a2", "a3"], 3)
-    assert counts.remark.startswith("compiled in this process, without a limit: child processes do not start")
-
-
-def test_where_nothing_can_be_forked_this_process_compiles(world, monkeypatch):
-    def no_fork(*args: Any) -> None:
+def test_where_nothing_can_be_forked_this_process_compiles_a_candidate_a_run(world, monkeypatch):
+    def no_fork(*args: Any, **options: Any) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(compiler, "Pool", no_fork)
-    world.want("a", "a1")
+    monkeypatch.setattr(compiler, "Child", no_fork)
+    world.want("a", "a1", "a2")
+    world.advance()
+    assert world.loaded == ["a1"]
     ((_, counts),) = world.advance()
-    assert (world.loaded, counts.compiled) == (["a1"], 1)
+    assert (world.loaded, counts.compiled) == (["a1", "a2"], 2)
     assert "no child (Resource temporarily unavailable)" in counts.remark
