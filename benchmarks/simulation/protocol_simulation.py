@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,10 +14,8 @@ from dist_autotune.search.messages import (
     Bits,
     Part,
     RunReport,
-    checked,
-    decode,
-    merge,
 )
+from dist_autotune.search.reports import agreed_run
 from dist_autotune.search.rules import BY_LAUNCH, Rules
 from dist_autotune.search.state import SearchState
 from dist_autotune.search.strategies import STRATEGIES, exhaustive
@@ -81,10 +78,9 @@ class Simulation:
     def run(self) -> None:
         run = len(self.plans) - self._began
         judged = self.tuning.judged_run
-        reports = [self._report(run, rank, judged) for rank in range(self.ranks)]
+        reports = {rank: self._report(run, rank, judged) for rank in range(self.ranks)}
         self.plans.append(self._planned(run))
-        merged = functools.reduce(merge, (report.encode() for report in reports))
-        self.tuning.step(checked(decode(merged), RunReport))
+        self.tuning.step(agreed_run(reports, {}, self.tuning.known))
 
     def winners(self) -> dict[str, str]:
         return {name: c.digests[c.incumbent] for name, c in self.tuning.contexts.items()}
@@ -118,7 +114,7 @@ class Simulation:
         if self.tuning.compares_outputs:
             text = hashlib.blake2b(f"{rank} {self.outputs(plan, rank)}".encode(), digest_size=16).hexdigest()
             bits = Bits(text, tensors=1)
-        return RunReport(rank, parts=parts, run=whole, bits=bits, elapsed_s=elapsed_s)
+        return RunReport(parts=parts, run=whole, bits=bits, elapsed_s=elapsed_s)
 
     def _part(self, run: int, rank: int, name: str, candidate: str) -> Part:
         announcement = None
@@ -142,19 +138,14 @@ class Simulation:
         if on_trial and name not in self.choices and not (context is not None and context.is_warmup):
             ms = self._launch_ms(name, candidate, rank)
             times = self._times(ms, (name, rank, candidate))
-        bans = {c: (rank, reason) for c, reason in self.bans(run, rank, name).items()}
+        bans = self.bans(run, rank, name)
         share = self._share(name, candidate)
         return Part(candidate, bans=bans, announcement=announcement, share=share, **times)
 
     def _times(self, ms: float, where: Any) -> dict[str, Any]:
         samples = self._samples.setdefault(where, [])
         samples.append(ms)
-        so_far = statistics.median(samples)
-        return {
-            "worst_ms": so_far,
-            "best_ms": so_far,
-            "measured": 1,
-        }
+        return {"ms": statistics.median(samples)}
 
     def _whole_ms(self, plan: dict[str, str], rank: int) -> float:
         took = sum(self._launch_ms(n, c, rank) for n, c in plan.items() if n not in self.choices)

@@ -38,10 +38,12 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from msgspec import msgpack
 
 from dist_autotune import contextual_autotune
 from dist_autotune.ranks.group import GROUPS, ProcessGroup
-from dist_autotune.search.messages import merge
+from dist_autotune.search.messages import RunReport
+from dist_autotune.search.reports import agreed_run, read_reports
 
 TIMEOUT_S = 120.0
 LIMIT_S = 600  # of one set of ranks
@@ -142,7 +144,7 @@ def exchange_ms(rank: int, payloads: dict[int, bytes], calls: int) -> dict[str, 
 
     def exchanging(payload: bytes) -> Callable[[], Any]:
         def decide(reports: dict[int, bytes]) -> bytes:
-            return merge(*reports.values())
+            return msgpack.encode(agreed_run(read_reports(reports, RunReport), {}, {}))
 
         return lambda: agreement.exchange(payload, decide, TIMEOUT_S, "a timing")
 

@@ -311,8 +311,6 @@ class RankContext:
 
 def part_of(reading: Reading) -> Part:
     """Return a reading as this rank's part of a run's report."""
-    ms = reading.ms
-    if ms is None:
-        pending, unmeasured = int(reading.is_pending), int(reading.is_timed)
-        return Part(reading.ran, pending=pending, unmeasured=unmeasured)
-    return Part(reading.ran, ms, ms, gap_ms=reading.gap_ms, measured=1)
+    if reading.ms is None:
+        return Part(reading.ran, is_pending=reading.is_pending, is_unmeasured=reading.is_timed)
+    return Part(reading.ran, reading.ms, reading.gap_ms)

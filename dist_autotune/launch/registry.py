@@ -244,7 +244,7 @@ class Registry:
             if run.count and context.stage is not Stage.SETTLED:
                 context.launches_per_run = run.count
             part = context.report_run(waits=waits)
-            bans = {each: (context.rank, reason) for each, reason in context.unreported_bans.items()}
+            bans = context.unreported_bans
             if part is None and not (bans or context.compile.left):
                 continue
             announcement = None if context.announced else self._announcement(context, place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 
-from .messages import Part
+from .reports import AgreedPart
 from .strategies import interval
 
 HOST_SHARE = 0.03  # of an agreed time: a larger part of the host's counts
@@ -20,9 +20,9 @@ class AgreedTimes:
         self.fastest_ms: dict[int, float] = {}  # the fastest rank's
         self.gap_ms: dict[int, float] = {}  # how much of the agreed ms may be a host's
 
-    def record_sample(self, index: int, judged: Part) -> float:
+    def record_sample(self, index: int, judged: AgreedPart) -> float:
         """Return the agreed time so far; nan unless each rank that launched the candidate has a sample."""
-        ms = judged.agreed_ms
+        ms = judged.ms
         if ms is None:
             self.ms.pop(index, None)
         else:
@@ -30,9 +30,9 @@ class AgreedTimes:
             self.gap_ms[index] = judged.gap_ms
         return self._so_far(index)
 
-    def record_warmup(self, index: int, judged: Part) -> float:
+    def record_warmup(self, index: int, judged: AgreedPart) -> float:
         """Return the agreed time so far; without samples that of the warm-up."""
-        ms = judged.agreed_ms
+        ms = judged.ms
         if ms is not None:
             self.warmup_ms[index] = interval(ms, judged.gap_ms)
         return self._so_far(index) if ms is None or index in self.ms else self.warmup_ms[index]

@@ -16,8 +16,9 @@ from .agreed_times import AgreedTimes
 from .expectation.fields import LaunchMs
 from .expectation.flow import order_of
 from .expectation.order import Meanwhile, TrialOrder
-from .messages import Announcement, Ban, Claim, Part
+from .messages import Announcement, Ban, Claim
 from .plans.search import MOST_PLANS
+from .reports import AgreedPart
 from .rules import BY_LAUNCH, BY_RUN, Rules
 from .strategies import TIE, RunningFlow, Winner, least
 
@@ -278,10 +279,10 @@ class Context:
         """Return the index of a candidate's digest; None: not a candidate of this context."""
         return self.digests.index(digest) if digest in self.digests else None
 
-    def apply(self, part: Part) -> None:
+    def apply(self, part: AgreedPart) -> None:
         """Apply what ranks say of a run, whatever it was for: failures, launches, share of the device."""
         self.apply_bans(part.bans)
-        self.ranks = max(self.ranks, part.measured + part.unmeasured)
+        self.ranks = max(self.ranks, part.ranks)
         index = self.index_of(part.ran)
         self.launches = max(self.launches, part.launches)
         if index is not None and part.share:
@@ -336,10 +337,10 @@ class Context:
         if self.trial in self.banned:  # since then
             self._resume(math.inf)
 
-    def advance(self, part: Part) -> Outcome:
+    def advance(self, part: AgreedPart) -> Outcome:
         """Record one run of all ranks, in which its launches are judged if it is on trial."""
         was_held = self.compiling and not self.waiting  # else the report is of a trial before
-        self.waiting = bool(part.pending) and self.trial is not None
+        self.waiting = part.is_pending and self.trial is not None
         index = self.trial
         if index is None and self.flow is not None and self.flow.is_paused:
             if part.ran is not None and not (part.compiling or self.settled):  # in its last run, as partial
@@ -366,7 +367,7 @@ class Context:
         """Go on without the candidate on trial, which is banned."""
         self._resume(math.inf)
 
-    def record(self, judged: Part) -> Outcome:
+    def record(self, judged: AgreedPart) -> Outcome:
         """Record a run of the trial, in which `judged` tells its time; the flow asks for the next."""
         index = self.trial
         assert index is not None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-
-from msgspec.structs import replace
+from collections.abc import Container, Mapping
 
 from ..codec import digest
-from .messages import Part, RunReport
+from .messages import Announcement
 
 
 def context_name(kernel_id: str, key: str) -> str:
@@ -23,14 +21,13 @@ class KernelFamilies:
         self._kernels: dict[str, list[str]] = {}  # by family: ids, that of the lowest rank first
         self._siblings: dict[str, int] = {}  # by family: on one rank, at most
 
-    def unite(self, merged: RunReport, known: Container[str]) -> tuple[RunReport, dict[str, str]]:
-        """Return the report with one name for each context, and the new names by the old.
+    def unite(self, announced: Mapping[str, Announcement], known: Container[str]) -> dict[str, str]:
+        """Return new names for announced contexts, by the old: one name for what is one context.
 
         Where no rank has several Autotuners of a function, those of all ranks are one kernel, though their
         configs may differ. `known`: contexts whose names stand.
         """
-        new = ((name, part.announcement) for name, part in sorted(merged.parts.items()))
-        announced = {name: each for name, each in new if each is not None and each.family}
+        announced = {name: each for name, each in announced.items() if each.family}
         for name, each in sorted(announced.items(), key=lambda item: (item[1].rank, item[1].kernel_id)):
             kernels = self._kernels.setdefault(each.family, [])
             if name in known and each.kernel_id in kernels:
@@ -41,14 +38,9 @@ class KernelFamilies:
         for family, kernels in self._kernels.items():
             if self._siblings[family] == 1:
                 self.aliases.update(dict.fromkeys(kernels[1:], kernels[0]))
-        names = {
+        return {
             name: context_name(self.aliases[each.kernel_id], each.key)
             for name, each in announced.items()
             # On a rank that has both they are two kernels, though they were taken for one before.
             if name not in known and each.kernel_id in self.aliases and each.siblings == 1
         }
-        parts: dict[str, Part] = {}
-        for name, part in sorted(merged.parts.items()):
-            name = names.get(name, name)
-            parts[name] = parts[name].merged(part) if name in parts else part
-        return replace(merged, parts=parts), names

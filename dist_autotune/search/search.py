@@ -5,26 +5,31 @@ No other rank has one. What it raises as a TuningError becomes an order, too: al
 
 from __future__ import annotations
 
-import functools
-import itertools
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeAlias, TypeVar
 
 from ..errors import TuningError
 from .context import Context
-from .messages import Facts, InPlaceReport, Message, Opening, RunReport, bans_for_crashes, checked, decode
+from .messages import InPlaceReport, Opening, RunReport
 from .orders import ContextChanges, OpeningOrder, Order, Orders, RunOrder, changes_of
+from .reports import (
+    AgreedRun,
+    Reports,
+    Sources,
+    agreed_run,
+    announced_in,
+    bans_for_crashes,
+    crashes_of,
+    offered,
+    read_reports,
+    values_of,
+)
 from .rules import Rules
 from .state import SearchState
-
-M = TypeVar("M", bound=Message)
-Reports: TypeAlias = Mapping[int, bytes]  # by rank
 
 SESSION_STATE = "the state of the session"  # the fact that names the session which a rank would go on with
 # Facts of an opening in which ranks may differ.
 MAY_DIFFER = ("device", "settled", "clock", "retune", "cache", SESSION_STATE)
-SOURCE_OF = "the source of kernel "  # and its name: a fact that runs report
 
 
 class Search:
@@ -36,34 +41,34 @@ class Search:
     def __init__(self, rules: Rules, orders: Orders) -> None:
         self.rules, self.orders = rules, orders
         self.state = SearchState(rules)
-        self.last_report: RunReport | None = None  # of all ranks, of the last run
-        self._sources: Facts = {}  # of kernels, as ranks have reported them
+        self.last_run: AgreedRun | None = None  # what all ranks said of it
+        self._sources = Sources()
 
     def open(self, reports: Reports) -> bytes:
         """Return the order that opens a session, or lets one go on behind a failed run."""
-        return self._order(lambda: self._open(_united(reports, Opening, MAY_DIFFER)))
+        return self._order(lambda: self._open(read_reports(reports, Opening, may_differ=MAY_DIFFER)))
 
     def meet(self, reports: Reports) -> bytes:
         """Return an order without a plan: all ranks have come."""
 
         def meet() -> Order:
-            _united(reports, Opening)
+            read_reports(reports, Opening)
             return Order()
 
         return self._order(meet)
 
     def compare(self, reports: Reports) -> bytes:
-        """Return an order that says what some rank has found in place."""
+        """Return an order that says what the lowest rank that has found something has found in place."""
 
         def compare() -> Order:
-            found = _united(reports, InPlaceReport).found
-            return Order(found=min(found, key=found.__getitem__, default=""))
+            read = read_reports(reports, InPlaceReport)
+            return Order(found=next((report.found for report in read.values() if report.found), ""))
 
         return self._order(compare)
 
     def step(self, reports: Reports) -> bytes:
         """Return the order that follows from a run."""
-        return self._order(lambda: self._step(self._checked_run(reports)))
+        return self._order(lambda: self._step(read_reports(reports, RunReport, sources=self._sources)))
 
     def drop(self) -> None:
         """Drop searches under way, as all ranks do with their records."""
@@ -85,65 +90,50 @@ class Search:
 
     # -- a session -----------------------------------------------------------------------------------------
 
-    def _open(self, merged: Opening) -> Order:
-        facts, remarks = merged.facts, []
-        points = set(facts[SESSION_STATE])
+    def _open(self, reports: Mapping[int, Opening]) -> Order:
+        remarks = []
+        points = set(values_of(reports, SESSION_STATE))
         if points != {""}:
             resumes = points == {self.point}
             return Order(opening=OpeningOrder(resumes=resumes, drops=not resumes))
-        retunes, differ = str(True) in facts["retune"], len(facts["settled"]) > 1
-        if differ:
+        retunes = str(True) in values_of(reports, "retune")
+        if differ := len(values_of(reports, "settled")) > 1:
             remarks.append("ranks hold different earlier results: dropped on all ranks")
         if resets := differ or retunes:
             self.state = SearchState(self.rules)
-        devices = facts["device"]
+        devices = values_of(reports, "device")
         if len(devices) > 1:
             remarks.append(f"ranks run on different devices ({', '.join(devices)}): no disk entries are used")
         self.state.open()
+        crashes = crashes_of(reports)
         opening = OpeningOrder(
             session=uuid.uuid4().hex[:12],
             retunes=retunes,
             resets=resets,
             same_device=len(devices) == 1,
-            shares_clock=len(facts["clock"]) == 1,
-            stores=facts["cache"],
-            offers=merged.offers,
-            crashes=merged.crashes,
-            crash_bans=bans_for_crashes(merged),
+            shares_clock=len(values_of(reports, "clock")) == 1,
+            stores=values_of(reports, "cache"),
+            offers=offered(reports),
+            crashes=crashes,
+            crash_bans=bans_for_crashes(crashes),
             remarks=tuple(remarks),
         )
         contexts = self._changes(self.state.contexts.values(), resets=resets)
-        order = Order(opening=opening, run=self._run_order(RunReport()), contexts=contexts)
+        order = Order(opening=opening, run=self._run_order(AgreedRun()), contexts=contexts)
         self.state.keep_settled()
         return order
 
     # -- a run ---------------------------------------------------------------------------------------------
 
-    def _checked_run(self, reports: Reports) -> RunReport:
-        """Return the merged report; raises RankMismatch where ranks differ.
-
-        A kernel's name may stand for several source texts (functions made by functions), of which ranks may
-        launch different ones: they differ only where they have none in common.
-        """
-        merged, facts = _merged(reports), {}
-        for name, values in merged.facts.items():
-            if name.startswith(SOURCE_OF):
-                values = self._sources[name] = {**values, **self._sources.get(name, {})}
-                texts = [set(value.split()) for value in values]
-                if all(one & other for one, other in itertools.combinations(texts, 2)):
-                    continue
-            facts[name] = values
-        return checked(merged, RunReport, facts)
-
-    def _step(self, merged: RunReport) -> Order:
+    def _step(self, reports: Mapping[int, RunReport]) -> Order:
         state = self.state
         aliases = dict(state.kernels.aliases)
-        merged, names = state.kernels.unite(merged, state.known)
-        self.last_report = merged
-        outcomes = state.step(merged)
+        names = state.kernels.unite(announced_in(reports), state.known)
+        self.last_run = run = agreed_run(reports, names, state.known)
+        outcomes = state.step(run)
         bans = [
             (name, context.digests.index(digest))
-            for name, part in merged.parts.items()
+            for name, part in run.parts.items()
             if (context := state.contexts.get(name)) is not None
             for digest in part.bans
             if digest in context.digests
@@ -152,19 +142,19 @@ class Search:
         bans += [(context.name, index) for context, index in verified]
         remark, state.remark = state.remark, ""
         order = self._run_order(
-            merged,
+            run,
             outcomes=outcomes,
             bans=tuple(bans),
             results=tuple(context.name for context in state.newly_final()),
             names=names,
-            unknown=tuple(name for name in merged.parts if name not in state.known),
+            unknown=tuple(name for name in run.parts if name not in state.known),
             aliases=None if state.kernels.aliases == aliases else dict(state.kernels.aliases),
             remark=remark,
-            offers=merged.offers,
+            offers=offered(reports),
         )
         return Order(run=order, contexts=self._changes(state.contexts.values()))
 
-    def _run_order(self, merged: RunReport, **values: object) -> RunOrder:
+    def _run_order(self, run: AgreedRun, **values: object) -> RunOrder:
         state, rules = self.state, self.rules
         is_cut_short = state.closing and rules.tunes and rules.mode == "replay"
         return RunOrder(
@@ -174,15 +164,15 @@ class Search:
             follows_fit=state.follows_fit,
             compares_outputs=state.compares_outputs,
             counts=state.has_counted_run,
-            is_pending=bool(merged.run.pending),
+            is_pending=run.run.is_pending,
             done=state.done,
             has_work=state.has_work,
             wants_another=is_cut_short and any(c.status == "partial" for c in state.contexts.values()),
             forecast=state.forecast,
-            sent_ns=merged.sent_ns,
-            lag_ns=merged.lag_ns,
-            wanted_ms=merged.wanted_ms,
-            late_ms=merged.late_ms,
+            sent_ns=run.sent_ns,
+            lag_ns=run.lag_ns,
+            wanted_ms=run.wanted_ms,
+            late_ms=run.late_ms,
             **values,  # type: ignore[arg-type]
         )
 
@@ -190,13 +180,3 @@ class Search:
         known = {} if resets else self.orders.contexts
         found = {each.name: changes_of(each, self.state, known.get(each.name)) for each in contexts}
         return {name: changes for name, changes in found.items() if changes != ContextChanges()}
-
-
-def _merged(reports: Reports) -> Message:
-    return functools.reduce(Message.merged, map(decode, reports.values()))
-
-
-def _united(reports: Reports, kind: type[M], may_differ: Iterable[str] = ()) -> M:
-    """Return all ranks' messages as one; raises RankMismatch where they differ in a fact that may not."""
-    merged = _merged(reports)
-    return checked(merged, kind, {n: v for n, v in merged.facts.items() if n not in set(may_differ)})

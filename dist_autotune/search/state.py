@@ -1,4 +1,4 @@
-"""Compute the next plan from the merged reports of a run.
+"""Compute the next plan from the reports of a run.
 
 The phases: all kernels race together, each judged by its launches (`phase`); what the whole run judges is
 searched from these winners, as plans (`race_runs`) or one context after another (`TakeTurns`: without racing,
@@ -13,19 +13,18 @@ import itertools
 from collections import ChainMap, deque
 from collections.abc import Container, Iterator, Mapping
 
-from msgspec.structs import replace
-
 from . import budget
 from .budget import Forecast
 from .context import Context, NextRun, Outcome, RunVerdict, Status
 from .expectation.fields import TimesByKey
 from .expectation.order import Meanwhile
 from .kernel_families import KernelFamilies
-from .messages import Announcement, Ban, Part, RunReport
+from .messages import Announcement, Ban
 from .phases.final_comparison import FinalComparison
 from .phases.phase import Phase, RaceLaunches, RunPhase, TakeTurns
 from .phases.race_runs import RaceRuns
 from .phases.verify_bits import VerifyBits
+from .reports import AgreedRun
 from .rules import BY_LAUNCH, BY_RUN, Rules
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
@@ -268,30 +267,29 @@ class SearchState:
         if self.verify_bits is not None:
             self.verify_bits.leave()
 
-    def step(self, merged: RunReport) -> dict[str, Outcome]:
+    def step(self, report: AgreedRun) -> dict[str, Outcome]:
         """Apply one run of all ranks; return what it was for each context."""
         had_trial, was_closing, run_phase = self.has_trial, self.closing, self.run_phase
-        self._count_run(merged)
-        merged = _with_late_hosts(merged)
-        outcomes = {name: self._apply_part(name, merged) for name in merged.in_order(self.known)}
+        self._count_run(report)
+        outcomes = {name: self._apply_part(name, report) for name in report.parts}
         had_trial |= self.has_trial  # a search that begins with this run, and may end with it
         for name, context in self.contexts.items():
-            context.compiling = merged.parts[name].compiling if name in merged.parts else 0
+            context.compiling = report.parts[name].compiling if name in report.parts else 0
         patience = STARVED_RUNS[self.rules.mode]
         self.has_counted_run = False
         if run_phase is not None:
-            run_phase.record(merged, patience=patience)
+            run_phase.record(report, patience=patience)
             self.has_counted_run = run_phase.has_counted
             outcomes |= run_phase.outcomes
             self.remark = run_phase.remark or self.remark
         self._starve(patience)
         if self.verify_bits is not None:
-            self.verify_bits.record(merged, closing=self.closing)
+            self.verify_bits.record(report, closing=self.closing)
             self.remark = self.verify_bits.remark or self.remark
-        self._close_if_spent(merged.elapsed_s)
-        self._begin_next(merged.launched)
+        self._close_if_spent(report.elapsed_s)
+        self._begin_next(report.launched)
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
-        self._end_if_idle(merged, is_idle=is_idle, was_closing=was_closing)
+        self._end_if_idle(report, is_idle=is_idle, was_closing=was_closing)
         self._apply_plan()
         return outcomes
 
@@ -313,12 +311,12 @@ class SearchState:
         lasted = (1e3 * (after - before) for before, after in itertools.pairwise(self._elapsed_s))
         return min(lasted, default=0.0)
 
-    def _count_run(self, merged: RunReport) -> None:
+    def _count_run(self, report: AgreedRun) -> None:
         """Count a run as a trial, as a wait for a trial's time, or as held until candidates are compiled."""
         self.runs += 1
-        self._has_launched |= bool(merged.launched)
-        self._elapsed_s.append(merged.elapsed_s)
-        is_new = any(part.announcement for part in merged.parts.values())
+        self._has_launched |= bool(report.launched)
+        self._elapsed_s.append(report.elapsed_s)
+        is_new = any(part.announcement for part in report.parts.values())
         if is_new or any(each.is_on_trial for each in self._trials):
             self._trials_made += 1
         elif any(each.waiting for each in self._trials):
@@ -326,20 +324,20 @@ class SearchState:
         elif any(context.compiling for context in self.contexts.values()):
             self._held += 1
 
-    def _end_if_idle(self, merged: RunReport, *, is_idle: bool, was_closing: bool) -> None:
+    def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""
         bits = self.verify_bits
         self._idle_runs = self._idle_runs + 1 if is_idle else 0
         if is_idle:
-            launched = [context for name, context in self.contexts.items() if name in merged.launched]
-            as_settled = all(merged.ran(c.name) == c.digests[c.incumbent] for c in launched)
+            launched = [context for name, context in self.contexts.items() if name in report.launched]
+            as_settled = all(report.ran(c.name) == c.digests[c.incumbent] for c in launched)
             self.done = as_settled or was_closing or self._idle_runs == IDLE_RUNS
         if bits is not None:
-            self.done = self.done and bits.accepts(merged, closing=self.closing)
+            self.done = self.done and bits.accepts(report, closing=self.closing)
             self.remark = bits.remark or self.remark
 
-    def _apply_part(self, name: str, merged: RunReport) -> Outcome:
-        part = merged.parts[name]
+    def _apply_part(self, name: str, report: AgreedRun) -> Outcome:
+        part = report.parts[name]
         if name in self.kept:
             self.contexts[name] = self.kept.pop(name)
         context = self.contexts.get(name)
@@ -432,15 +430,3 @@ class SearchState:
                 return TakeTurns(self.contexts, self.rules, None, only_separate=True)
             return RaceRuns(self.contexts, self.rules, self._searches)
         return TakeTurns(self.contexts, self.rules, launched)
-
-
-def _with_late_hosts(merged: RunReport) -> RunReport:
-    """Return the report with a late host's time in every sample: peers may have waited for its data."""
-    if not (late_ms := merged.late_ms):
-        return merged
-
-    def widened(part: Part) -> Part:
-        return replace(part, gap_ms=max(part.gap_ms, min(late_ms, max(part.worst_ms, 0.0))))
-
-    parts = {name: widened(part) for name, part in merged.parts.items()}
-    return replace(merged, parts=parts, run=widened(merged.run))

@@ -65,7 +65,7 @@ class CrashGuard:
             except ValueError as error:
                 text = f"Ignored {self._path}: {error}. Nothing is banned for an earlier crash."
                 warnings.warn(text, CacheWarning, stacklevel=2)
-        return Opening(self._rank, crashes=self._crashes)
+        return Opening(crashes=self._crashes)
 
     def begin_session(self, session: str, crashes: Mapping[str, Crash]) -> None:
         """Begin a session with the crashes that all ranks have agreed on."""
@@ -137,7 +137,7 @@ class CrashGuard:
         crashes = {session: crash for session, crash in self._crashes.items() if crash.suspects}
         if suspects or kind == EXPLAINED:
             crashes[self._session] = Crash(self._rank, self._run, now, kind, suspects)
-        opening = Opening(self._rank, crashes=crashes)
+        opening = Opening(crashes=crashes)
         data = to_json({"schema": SCHEMA_VERSION, **msgspec.to_builtins(opening)}).encode() + b"\n"
         try:
             if self._file is None:

@@ -64,8 +64,7 @@ class FunctionSetup(FunctionScope):
 
     def facts(self, values: dict[str, str]) -> Facts:
         """Return facts as this rank reports them; each exchange holds the name of the function."""
-        values = {"the tuned function": self.name, **values}
-        return {name: {value: self.group.rank} for name, value in values.items()}
+        return {"the tuned function": self.name, **values}
 
     def crash_guard(self, disk: Winners) -> CrashGuard:
         """Return the crash guard, named after all that a crash may depend on, without kernels and keys."""
@@ -160,7 +159,7 @@ class FunctionState:
             "settled": self.orders.digest_text,
             **{f"the option {name}": value for name, value in function.options.agreed_fields().items()},
         }
-        return Opening(function.group.rank, function.facts(facts))
+        return Opening(function.facts(facts))
 
     def opening_with_results(self) -> Opening:
         """Return this rank's message when a session opens, with the results on its disk."""

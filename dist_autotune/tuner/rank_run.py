@@ -24,8 +24,8 @@ from ..logs.records import Note, Preflighted, RunStarted
 from ..ranks.exchange import PATIENCE
 from ..search.messages import Part, RunReport
 from ..search.orders import RunOrder
+from ..search.reports import SOURCE_OF
 from ..search.rules import BY_LAUNCH
-from ..search.search import SOURCE_OF
 from ..timing.device_errors import as_launch_failed
 from ..timing.graph_replays import GraphReplays
 from ..timing.samples import Samples
@@ -138,9 +138,9 @@ class RankRun:
         state.guard.end_run()
         self.launched.update(parts)
         sources = {SOURCE_OF + name: texts for name, texts in state.registry.new_sources().items()}
-        rank, facts = function.group.rank, function.facts(sources)
+        facts = function.facts(sources)
         offers = state.known.offered_after(each.identity for each in state.registry.announced_now())
-        report = RunReport(rank, facts, offers=offers, parts=parts, run=whole, elapsed_s=elapsed_s)
+        report = RunReport(facts, offers=offers, parts=parts, run=whole, elapsed_s=elapsed_s)
         if self.shares_clock and not function.is_alone:
             report = replace(report, **self._start.stamp())
         if self._filler is not None:

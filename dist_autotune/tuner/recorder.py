@@ -131,7 +131,7 @@ def _times(samples: Samples, part: Part | None) -> dict[str, Any]:
     """Return the time of the run that is reported, and the median so far: of a part, or of whole runs."""
     ms = None if samples.sample is None else samples.sample.ms
     if part is not None:
-        return {"ms": ms, "median_ms": part.worst_ms if part.measured else None}
+        return {"ms": ms, "median_ms": part.ms}
     return {"ms": ms, "median_ms": None if samples.report is None else samples.report.ms}
 
 

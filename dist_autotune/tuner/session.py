@@ -31,7 +31,8 @@ from ..repeats.repeated_call import RepeatedCall
 from ..repeats.snapshot import Snapshot
 from ..search.messages import InPlaceReport, Message, Opening, RunReport
 from ..search.orders import Order, read_order
-from ..search.search import Reports, Search
+from ..search.reports import Reports
+from ..search.search import Search
 from ..timing.device_errors import as_launch_failed
 from ..timing.time_spent import TimeSpent
 from ..triton_api.interception import INTERCEPTION
@@ -221,9 +222,7 @@ class Session:
         """Return what the lowest rank has found that has found something; all ranks ask together."""
         if self.function.is_alone:
             return found
-        rank = self.function.group.rank
-        told = {found: rank} if found else {}
-        report = InPlaceReport(rank, self.function.facts({}), told)
+        report = InPlaceReport(self.function.facts({}), found)
         with self._dropping_searches():
             return self._exchange(report, lambda search: search.compare, InPlaceReport.sent_at).found
 
@@ -350,7 +349,7 @@ class Session:
         with self._under_way(launches, watch):
             self._run.capture(function)
         # [Note: ranks leave together] A rank without a graph replays nothing: kernels of peers would wait.
-        opening = Opening(self.function.group.rank, self.function.facts({}))
+        opening = Opening(self.function.facts({}))
         with self._dropping_searches():
             what = f"the capture of {watch.what}"
             self._exchange(opening, lambda search: search.meet, what, of_run=True)
@@ -362,8 +361,8 @@ class Session:
         state, orders, run = self.state, self.state.orders, self.state.orders.runs
         assert order.run is not None
         self._stage = SessionStage.APPLYING
-        if state.search is not None and state.search.last_report is not None:
-            self._recorder.write(Merged(run=run, payload=state.search.last_report.decisive()))
+        if state.search is not None and state.search.last_run is not None:
+            self._recorder.write(Merged(run=run, payload=state.search.last_run.as_data()))
         self._run.apply_order(order.run)
         if order.run.unknown:
             state.registry.forget(order.run.unknown)

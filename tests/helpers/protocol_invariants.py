@@ -6,7 +6,6 @@ compares how the calls ended.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter, defaultdict
 from typing import Any
@@ -22,6 +21,7 @@ from dist_autotune.search.budget import RUNS_ALLOWED, planned_runs
 from dist_autotune.search.context import NOT_SHARED
 from dist_autotune.search.messages import InPlaceReport, Message, Opening, RunReport, decode
 from dist_autotune.search.orders import ContextOrder, Orders
+from dist_autotune.search.reports import AgreedRun, agreed_run, values_of
 from dist_autotune.search.rules import BY_LAUNCH, BY_RUN
 from dist_autotune.search.search import SESSION_STATE
 from dist_autotune.search.state import ADMISSION_RUNS
@@ -59,7 +59,7 @@ class Witness:
         self._unmeasured: dict[tuple[str, str], bool] = {}  # (context, candidate), of the last trial
 
     def look(self, sequence: int, payloads: list[bytes], agreements: list[VirtualAgreement]) -> None:
-        if not all(data.startswith(b"{") for data in payloads):
+        if not all(data[:1] > b"\x80" for data in payloads):
             return  # no report: whether something was changed in place, or which call asks
         told = [decode(data) for data in payloads]
         of_one = sequence % len(payloads)  # each rank's in turn
@@ -68,7 +68,7 @@ class Witness:
         self.counts["exchanges"] += 1
         self.counts["sessions"] += kinds == {Opening}
         self.counts["runs"] += kinds == {RunReport}
-        if all("True" not in payload.facts.get("retune", {}) for payload in told):  # or all start anew
+        if all(payload.facts.get("retune") != "True" for payload in told):  # or all start anew
             self._check_states()
         if kinds == {InPlaceReport}:
             return
@@ -76,7 +76,7 @@ class Witness:
             self.counts["captures"] += 1  # of a run that replays judge
             return
         if kinds == {Opening}:
-            states = {state for payload in told for state in payload.facts[SESSION_STATE]}
+            states = set(values_of(dict(enumerate(told)), SESSION_STATE))
             goes_on = len(states) == 1 and states != {""}  # with the session that a failed run has left
             self._runs_at_open = [rank.runs - self._known_runs(rank) * goes_on for rank in self.ranks]
             if not goes_on:
@@ -87,7 +87,7 @@ class Witness:
         if kinds == {RunReport}:
             self._check_beginnings(told)
             self._check_runs()
-            self._note_samples(functools.reduce(Message.merged, told))
+            self._note_samples(agreed_run(dict(enumerate(told)), {}, {}))
         for rank in self.ranks:
             rank.attempts.clear()
 
@@ -127,17 +127,17 @@ class Witness:
                     f"{context.title}: the winner has no sample on some rank that launched it"
                 )
 
-    def _note_samples(self, merged: RunReport) -> None:
+    def _note_samples(self, agreed: AgreedRun) -> None:
         """Note which candidates have no sample on a rank that launched them when they were on trial."""
         assert self.ranks[0].state is not None
         assert self.ranks[0].state.search is not None
         for name, context in self.ranks[0].state.search.state.contexts.items():
-            part = merged.parts.get(name)
-            if part is None or context.trial is None or context.is_warmup or part.pending:
+            part = agreed.parts.get(name)
+            if part is None or context.trial is None or context.is_warmup or part.is_pending:
                 continue
             digest = context.digests[context.trial]
             if part.ran == digest:
-                self._unmeasured[name, digest] = part.unmeasured > 0
+                self._unmeasured[name, digest] = part.ms is None
 
     def _check_beginnings(self, told: list[Any]) -> None:
         """Ranks that announce a context together begin with the winner of the same key."""

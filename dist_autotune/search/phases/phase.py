@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 
 from ..context import Context, Outcome, RunVerdict, Status
-from ..messages import Part, RunReport
 from ..plans.search import AskedPlan, Search
 from ..plans.space import Plan
+from ..reports import AgreedPart, AgreedRun
 from ..rules import BY_RUN, Rules
 from ..strategies import interval
 
@@ -20,7 +20,7 @@ NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in ev
 
 
 class Phase:
-    """`plan()` of the next run, `record(merged)` of the last one."""
+    """`plan()` of the next run, `record(report)` of the last one."""
 
     def __init__(self, contexts: Mapping[str, Context]) -> None:
         self._contexts = contexts
@@ -56,7 +56,7 @@ class RunPhase(Phase, abc.ABC):
         self._ms: dict[str, tuple[Plan, float]] = {}  # by label: plans and their agreed times
         self._search: Search = iter(())  # type: ignore[assignment]  # none yet
         self._asked = AskedPlan({}, "")
-        self._run = Part()  # the last run as a whole, of all ranks
+        self._run = AgreedPart()  # the last run as a whole, of all ranks
         self._launched: frozenset[str] = frozenset()  # in it
         self._was_held = False  # it had a kernel on trial
         self._was_launched = True  # the timed run launched a context of the plan
@@ -98,17 +98,17 @@ class RunPhase(Phase, abc.ABC):
         kept = {name: i for name, i in plan.items() if not self._contexts[name].is_tuned_by_launches}
         return {**kept, **super().plan()}
 
-    def record(self, merged: RunReport, *, patience: int) -> None:
+    def record(self, report: AgreedRun, *, patience: int) -> None:
         """Record one run of all ranks; of runs without a launch of the plan, only each `patience`-th."""
         self.has_counted, self.outcomes = False, {}
-        self._run, self._launched = merged.run, merged.launched
+        self._run, self._launched = report.run, report.launched
         self._asked_runs += 1
         was_held, self._was_held = self._was_held, self.holds
-        if self._was_held or was_held or not self._ran_as_planned(merged):
+        if self._was_held or was_held or not self._ran_as_planned(report):
             return
         if not self.waiting:  # else the report is of an earlier run
-            self._was_launched = any(merged.ran(name) is not None for name in self._asked.plan)
-        self.waiting = bool(merged.run.pending)
+            self._was_launched = any(report.ran(name) is not None for name in self._asked.plan)
+        self.waiting = report.run.is_pending
         if self.waiting:
             return
         if not self._was_launched:
@@ -117,15 +117,15 @@ class RunPhase(Phase, abc.ABC):
                 return
         self._idle_runs = 0
         self.has_counted = not self._asked.is_warmup
-        ms = merged.run.agreed_ms
-        self._resume(math.nan if ms is None else interval(ms, merged.run.gap_ms))
+        ms = report.run.ms
+        self._resume(math.nan if ms is None else interval(ms, report.run.gap_ms))
 
-    def _ran_as_planned(self, merged: RunReport) -> bool:
+    def _ran_as_planned(self, report: AgreedRun) -> bool:
         if self.waiting:
             return True  # the report is of an earlier run
         for name, index in self._asked.plan.items():
             context = self._contexts[name]
-            if merged.ran(name) not in (None, context.digests[index]):
+            if report.ran(name) not in (None, context.digests[index]):
                 return index in context.banned
         return True
 

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from ..context import Context, RunVerdict, Status
-from ..messages import RunReport
 from ..plans import predicted
 from ..plans import search as plan_search
 from ..plans.search import AskedPlan, Search
 from ..plans.space import SHARE_STEP, Plan, PlanSpace, levels_of
+from ..reports import AgreedRun
 from ..rules import BY_RUN, Rules
 from .phase import RunPhase
 
@@ -45,9 +45,9 @@ class RaceRuns(RunPhase):
     def explains_absence(self, context: Context) -> bool:
         return super().explains_absence(context) and bool(self._choices())
 
-    def record(self, merged: RunReport, *, patience: int) -> None:
-        self._host_ms = merged.host_ms
-        super().record(merged, patience=patience)
+    def record(self, report: AgreedRun, *, patience: int) -> None:
+        self._host_ms = report.host_ms
+        super().record(report, patience=patience)
 
     def _finish(self, plan: Plan) -> None:
         self._settle(self._best_so_far() if self._is_banned(plan) else plan, Status.TUNED)

@@ -12,8 +12,9 @@ from typing import TypeAlias
 from ...errors import TuningError
 from ...formatting import config_label
 from ..context import Context, Status
-from ..messages import Bits, RunReport
+from ..messages import Bits
 from ..plans.space import Plan
+from ..reports import AgreedRun
 from .phase import Phase
 
 RUNS = 2  # of each plan: the second shows whether it repeats itself
@@ -95,20 +96,20 @@ class VerifyBits(Phase):
     def _launched(self) -> list[Context]:  # in this session
         return [c for c in self._contexts.values() if c.last_run > 0 and not c.is_spent]
 
-    def record(self, merged: RunReport, *, closing: bool) -> None:
+    def record(self, report: AgreedRun, *, closing: bool) -> None:
         """Compare the outputs of a run of all ranks. Raises TuningError where `same` cannot be kept."""
         self.remark, self.new_bans = "", []
-        if self._has_given_up or closing or merged.bits is None:
+        if self._has_given_up or closing or report.bits is None:
             return
-        if not merged.bits.tensors:
+        if not report.bits.tensors:
             self._give_up(NO_TENSOR)
-        elif not merged.launched <= self._agreed.keys() or any(not c.settled for c in self._launched):
+        elif not report.launched <= self._agreed.keys() or any(not c.settled for c in self._launched):
             self._asked, self.is_over = None, False  # it begins anew behind their searches
         elif self._asked is not None:
-            self._advance(self._asked, merged, merged.bits)
+            self._advance(self._asked, report, report.bits)
 
-    def _advance(self, asked: Plan, merged: RunReport, bits: Bits) -> None:
-        ran = {name: self._contexts[name].index_of(merged.ran(name)) for name in merged.launched}
+    def _advance(self, asked: Plan, report: AgreedRun, bits: Bits) -> None:
+        ran = {name: self._contexts[name].index_of(report.ran(name)) for name in report.launched}
         plans = (asked, self._agreed, self._base)
         if any(index in self._contexts[name].banned for plan in plans for name, index in plan.items()):
             self._asked = None  # it failed; the first configs may be others now
@@ -184,18 +185,18 @@ class VerifyBits(Phase):
 
     # -- the end -------------------------------------------------------------------------------------------
 
-    def accepts(self, merged: RunReport, *, closing: bool) -> bool:
+    def accepts(self, report: AgreedRun, *, closing: bool) -> bool:
         """Return whether a run of the winners may be the last: with `same` it has the first configs' bits."""
-        if self._rule != "same" or merged.bits is None:
+        if self._rule != "same" or report.bits is None:
             return True
         if self._has_put_back:
             self._has_put_back = False
             return False
-        if merged.bits.digest == self._reference or not self._reference:
+        if report.bits.digest == self._reference or not self._reference:
             return True
         if all(context.incumbent == _first(context) for context in self._launched):
-            self._give_up(self._unsteady(merged.bits))
-        self.remark = f"the winners change {_where(merged.bits)}, which they did not before: verified again"
+            self._give_up(self._unsteady(report.bits))
+        self.remark = f"the winners change {_where(report.bits)}, which they did not before: verified again"
         self._agreed, self.is_over = {}, False
         if closing:
             self.leave()

@@ -53,7 +53,7 @@ def test_every_kind_of_record_has_one_line_and_reads_back(kind: type[records.Rec
     )
     known[records.RunTimed] = records.RunTimed(run=3, judged="c0ffee|c1", counts=True, ms=2.5, median_ms=2.5)
     known[records.Merged] = records.Merged(
-        run=3, payload={"kind": "run", "parts": {"c0ffee": {"ran": "c1", "measured": 2, "worst_ms": 2.5}}}
+        run=3, payload={"kind": "run", "parts": {"c0ffee": {"ran": "c1", "ranks": 2, "ms": 2.5}}}
     )
     record = known[kind]
     assert "\n" not in LogLines().line(record)

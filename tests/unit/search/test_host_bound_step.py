@@ -87,9 +87,9 @@ class HostBoundStep(OneRun):
 
     def _part(self, run: int, rank: int, name: str, candidate: str) -> Part:
         part = super()._part(run, rank, name, candidate)
-        if part.measured:
+        if part.ms is not None:
             ms, gap_ms = self._timed_launches(name, candidate)
-            part = replace(part, worst_ms=ms, best_ms=ms, gap_ms=gap_ms)
+            part = replace(part, ms=ms, gap_ms=gap_ms)
         return replace(part, launches=self.launched[name].launches)
 
     def _timed_launches(self, name: str, candidate: str) -> tuple[float, float]:

@@ -191,7 +191,7 @@ class Late(Simulation):
             return told
         due = self._awaited.setdefault(rank, (run + self.RUNS_LATER, told.run))
         if run < due[0]:
-            return replace(told, run=Part(ran=due[1].ran, pending=1))
+            return replace(told, run=Part(ran=due[1].ran, is_pending=True))
         return replace(told, run=self._awaited.pop(rank)[1])
 
 
