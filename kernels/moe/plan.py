@@ -69,7 +69,8 @@ class Plan:
         counted = stages * (experts + 1)
         self._zeroed = parts["zeroed"]
         self._counts, self.counters = self._zeroed[: counted + 2], self._zeroed[counted + 2 :]
-        self._starts, self.offsets, self._within = parts["starts"], parts["offsets"], parts["within"]
+        self._starts, self.offsets = parts["starts"], parts["offsets"]
+        self._chosen, self._within = parts["chosen"], parts["within"]
         self.starts = self._starts[: experts + 1]
         self.rows, self.sources = parts["rows"], parts["sources"]
         self._groups, self.ends, self.tables = parts["groups"], parts["ends"], parts["tables"]
@@ -115,7 +116,7 @@ class Plan:
         # Of the numbers, only ticks may need 64 bits. Parts of `words` are aligned like `words`.
         aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in given])
         kind = (self._kind, ids.device, aligned, patience_ticks.bit_length() > 31)
-        counts = (self._counts, self._starts, self.offsets)
+        counts = (self._counts, self._starts, self.offsets, self._chosen)
         numbers = (pairs, self.experts, topk, stride, tokens, told, rank, first, patience_ticks)
         constants = {**self._of_counts, "SHARED": is_shared}
         _COUNT.launch(kind, PROGRAMS, (*given[:3], *counts, self._within), numbers, constants)
@@ -124,10 +125,10 @@ class Plan:
         programs = len(self.ends) + PROGRAMS
         if weights is None:
             placed = (*counts, self._within, self.rows, self.sources)
-            _PLACE.launch(kind, programs, (ids, *placed, *tables), sizes, self._of_places)
+            _PLACE.launch(kind, programs, (*placed, *tables), sizes, self._of_places)
         else:
             placed = (*counts, self.rows, self.sources, self.weights)
-            _SORT.launch(kind, programs, (ids, weights, *placed, *tables), sizes, self._of_tables)
+            _SORT.launch(kind, programs, (weights, *placed, *tables), sizes, self._of_tables)
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def _shapes(world_size: int, experts: int, most: int, orders: int, stages: int) 
         "zeroed": (counted + 2 + 3 * stages,),
         "starts": (counted,),
         "offsets": (world_size + 1,),
-        **dict.fromkeys(("within", "rows", "sources"), (most,)),
+        **dict.fromkeys(("chosen", "within", "rows", "sources"), (most,)),
         "groups": (tables, 2, stages * padded),
         "ends": (tables, stages),
         "tables": (tables, _blocks(most, experts), ENTRY.value),

@@ -27,7 +27,8 @@ Where all chunks are here before a kernel starts, there is one stage, as for a s
 
 [Note: programs find other choices] A peer that is given up may come back: then ROWS_SENT changes while
 programs read it, in that call or, of a graph, in a later one. They count other choices, whose places would
-not fit together, and might lie outside of the memory. So nothing is sorted then: each table is empty.
+not fit together, and might lie outside of the memory. So nothing is sorted then: each table is empty. Nor is
+a choice read twice, which a peer may overwrite that has given this rank up: its expert is written down.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ def count_choices(
     # below 0 if nothing is sorted, and a bit for each rank that some program finds given up
     starts_ptr,  # int32 [STAGES, experts + 1]: where they start when sorted
     offsets_ptr,  # int32 [WORLD + 1]: choices of all ranks before p
+    chosen_ptr,  # int32 [pairs]: the expert of each choice, `experts` for one that is dropped
     within_ptr,  # int32 [pairs]: the place of each choice among those of its stage and expert
     pairs,  # choices of all ranks, as the host was told
     experts,
@@ -132,7 +134,9 @@ def count_choices(
             if tl.max(invalid.to(tl.int32), axis=0) > 0:
                 largest = tl.max(tl.where(invalid, ids, -FAR), axis=0)
                 record_failure(errors_ptr + peer, NO_EXPERT, 0, tl.maximum(tl.minimum(largest, FAR), -FAR))
-            group = stage * groups + tl.where(invalid | (ids < 0), experts, ids).to(tl.int32)
+            chosen = tl.where(invalid | (ids < 0), experts, ids).to(tl.int32)
+            tl.store(chosen_ptr + offset + local, chosen, mask=inside)
+            group = stage * groups + chosen
             place = tl.atomic_add(counts_ptr + group, 1, mask=inside, sem="relaxed", scope="gpu")
             if not SHARED:
                 tl.store(within_ptr + offset + local, place, mask=inside)
@@ -208,13 +212,13 @@ def _start_groups(counts_ptr, starts_ptr, groups, STAGES: tl.constexpr, BLOCK: t
 
 @triton.jit(do_not_specialize=["experts", "stride", "first", "capacity"])
 def place_choices(
-    ids_ptr,
     counts_ptr,
     starts_ptr,
     offsets_ptr,
+    chosen_ptr,
     within_ptr,
     rows_ptr,  # int32 [pairs]: the sorted choices, as numbers among those of all ranks
-    sources_ptr,  # int32 [pairs]: the same, as numbers in the layout of `ids_ptr`
+    sources_ptr,  # int32 [pairs]: the same, as numbers in a layout where those of rank p begin at p * stride
     groups_ptr,  # int32 [tables, 2, STAGES * EXPERTS]: scratch of the tables
     ends_ptr,  # int32 [tables, STAGES]: blocks of each table up to a stage's end; in order 1: all of them
     tables_ptr,  # int32 [tables, capacity, 4]
@@ -259,9 +263,7 @@ def place_choices(
             for block in tl.range(program - tables, tl.cdiv(number, BLOCK), tl.num_programs(0) - tables):
                 local = block * BLOCK + tl.arange(0, BLOCK)
                 inside = local < number
-                ids = tl.load(ids_ptr + tl.cast(peer * stride, tl.int64) + local, mask=inside, other=-1)
-                dropped = (ids < 0) | (ids >= experts)
-                group = stage * (experts + 1) + tl.where(dropped, experts, ids).to(tl.int32)
+                group = stage * (experts + 1) + tl.load(chosen_ptr + offset + local, mask=inside, other=0)
                 start = tl.load(starts_ptr + group, mask=inside, other=0)
                 place = start + tl.load(within_ptr + offset + local, mask=inside, other=0)
                 tl.store(rows_ptr + place, offset + local, mask=inside)
@@ -270,11 +272,11 @@ def place_choices(
 
 @triton.jit(do_not_specialize=["experts", "stride", "first", "capacity"])
 def sort_choices(
-    ids_ptr,
-    weights_ptr,  # float32, where `ids_ptr` has the choices
+    weights_ptr,  # float32: those of rank p begin at p * stride
     counts_ptr,
     starts_ptr,
     offsets_ptr,
+    chosen_ptr,
     rows_ptr,
     sources_ptr,
     sorted_weights_ptr,  # float32 [pairs]: the sorted choices' weights; 0 of those that are dropped
@@ -311,14 +313,12 @@ def sort_choices(
                 for begin in range(0, number, BLOCK):
                     local = begin + tl.arange(0, BLOCK)
                     inside = local < number
-                    index = tl.cast(peer * stride, tl.int64) + local
-                    ids = tl.load(ids_ptr + index, mask=inside, other=-1)
-                    dropped = (ids < 0) | (ids >= experts)
-                    mine = inside & (tl.where(dropped, experts, ids) == expert)
+                    mine = tl.load(chosen_ptr + offset + local, mask=inside, other=-1) == expert
                     places = place + tl.cumsum(mine.to(tl.int32), axis=0) - 1
                     tl.store(rows_ptr + places, offset + local, mask=mine)
                     tl.store(sources_ptr + places, peer * stride + local, mask=mine)
-                    weights = tl.load(weights_ptr + index, mask=mine & (dropped == 0), other=0.0)
+                    given_ptrs = weights_ptr + tl.cast(peer * stride, tl.int64) + local
+                    weights = tl.load(given_ptrs, mask=mine & (expert < experts), other=0.0)
                     tl.store(sorted_weights_ptr + places, weights, mask=mine)
                     place += tl.sum(mine.to(tl.int32), axis=0)
 

@@ -188,7 +188,8 @@ def test_rows_of_a_are_copied_16_bytes_at_a_time_and_those_of_the_weight_by_tma(
 
 @ON_EACH
 def test_the_sorting_compiles_for_every_target(target):
-    common = dict.fromkeys(("counts_ptr", "starts_ptr", "offsets_ptr", "within_ptr"), "*i32")
+    words = ("counts_ptr", "starts_ptr", "offsets_ptr", "chosen_ptr", "within_ptr")
+    common = dict.fromkeys(words, "*i32")
     numbers = ("pairs", "experts", "topk", "stride", "tokens", "told", "rank", "first", "patience_ticks")
     types = {"ids_ptr": "*i64", "flags_ptr": "*i32", "errors_ptr": "*i64", **common}
     types |= dict.fromkeys(numbers, "i32")
@@ -203,7 +204,7 @@ def test_the_sorting_compiles_for_every_target(target):
     assert resources(counting, target)["spilled"] <= 8  # bytes; it runs once in a call
     for experts, by_first in ((64, False), (512, True))[: 2 if target is HOPPER else 1]:
         names = ("rows_ptr", "sources_ptr", "groups_ptr", "ends_ptr", "tables_ptr")
-        types = {"ids_ptr": "*i64", **common, **dict.fromkeys(names, "*i32")}
+        types = {**common, **dict.fromkeys(names, "*i32")}
         numbers = ("experts", "stride", "first", "capacity")
         types |= dict.fromkeys(numbers, "i32")
         constexprs = {"ORDERS": 2 - by_first, "HEIGHTS": 4, "BY_FIRST": by_first, "WORLD": 8, "BLOCK": 1024}

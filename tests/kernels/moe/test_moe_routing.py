@@ -162,6 +162,20 @@ def test_programs_that_find_other_choices_sort_nothing(monkeypatch, is_shared):
     assert plan.counters.unique().tolist() == [0]
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["one operation's", "shared"])
+def test_choices_that_a_peer_overwrites_while_they_are_sorted_have_a_place_each(monkeypatch, is_shared):
+    """A peer may that has given this rank up."""
+    count = planning._COUNT.launch
+
+    def count_then_overwrite(kind, programs, tensors, *given):
+        count(kind, programs, tensors, *given)
+        tensors[0].fill_(1)
+
+    monkeypatch.setattr(planning._COUNT, "launch", count_then_overwrite)
+    ids = [torch.arange(2 * CAPACITY).view(CAPACITY, 2) % 6 - 1] * 3
+    check(route(ids, 5, is_shared=is_shared), ids, 5, first=0, by_first=False)
+
+
 @on_ranks(2)
 def test_sums_of_choices_that_were_not_sorted_are_nan_on_every_rank(rank, monkeypatch):
     SCATTERING.begin(rank)
