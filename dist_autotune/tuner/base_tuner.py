@@ -89,8 +89,7 @@ class BaseTuner:
 
 def _check_possible(options: Options, *, has_function: bool) -> None:
     """Raise InvalidOption for options that would only fail, or do another thing, in the first call."""
-    if not isinstance(options.bits, settings.DefaultText):  # the environment's fails where a call tunes
-        options.check_bits(has_function=has_function)
+    options.check_bits(has_function=has_function)
     if options.objective == "graph" and not (torch.cuda.is_available() or is_interpreted()):
         raise InvalidOption(
             "objective='graph': replays of a CUDA graph judge, and torch.cuda.is_available() is False here. "

@@ -180,7 +180,9 @@ def test_bits_belong_to_replay(bench, monkeypatch):
         bench.tune(lambda: None, bits="same", mode="online")
     monkeypatch.setenv("DIST_AUTOTUNE_BITS", "check")
     with pytest.raises(InvalidOption, match="DIST_AUTOTUNE_BITS=check belongs to mode='replay'"):
-        bench.tune(lambda: None, mode="online")()
+        bench.tune(lambda: None, mode="online")  # where it is decorated, as with `bits=`
+    with pytest.raises(InvalidOption, match="DIST_AUTOTUNE_BITS=check compares outputs by making a step"):
+        StepTuner()
     bench.tune(Function(bench), mode="online", bits="any")()
     with pytest.raises(InvalidOption, match="bits='same' compares outputs by making a step again") as refused:
         StepTuner(bits="same")
