@@ -65,7 +65,7 @@ def execute(program: Program, options: Options, boundary: Any) -> None:
     finally:
         if tuned.rank == 0 and os.getpid() == pid:  # a forked child may come here too
             with contextlib.suppress(OSError, ValueError):  # the program may have closed stderr
-                terminal.print_ending(program.name, tuned.report, tuned.remark)
+                terminal.print_ending(tuned.findings, tuned.remark)
 
 
 def _with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import typer
@@ -15,8 +17,9 @@ from typer.core import TyperGroup
 
 from ..errors import CacheWarning, TuningError
 from ..formatting import one_line
-from ..tables import text
-from ..tuner.report import TuningReport
+from ..reports.totals import total_lines
+from ..tables import UNWRAPPED, text
+from ..tuner.tuners import Findings
 
 
 def open_console(*, stderr: bool = False) -> Console:
@@ -38,15 +41,20 @@ class OneLineErrors(TyperGroup):
                     echo(str(warning.message), err=True)
 
 
-def print_ending(program: str, report: TuningReport | None, remark: str) -> None:
-    """Print the report of a program on stderr."""
+def print_ending(found: Sequence[Findings], remark: str) -> None:
+    """Print on stderr what the functions of a program have found, then totals; a pipe gets whole lines."""
     console = open_console(stderr=True)
-    if report is not None and console.is_terminal:
-        console.print(text(f"\n{program}: {report.heading}"), report.table, text("\n".join(report.remarks)))
-    elif report is not None:
-        console.print(text(f"\n{program}: {report}"), soft_wrap=True)
+    if not console.is_terminal:
+        console.width = UNWRAPPED
+    show = functools.partial(console.print, sep="\n", soft_wrap=True)
+    for report in (replace(each.report, log_dir=None) for each in found):
+        show(text(f"\n{report.function}: {report.heading}"))
+        console.print(report.table)
+        show(*map(text, report.remarks))
+    if found:
+        show("", *map(text, total_lines(found)))
     if remark:
-        console.print(text(f"dist_autotune: {remark}", "yellow"), soft_wrap=True)
+        show(text(f"dist_autotune: {remark}", "yellow"))
 
 
 @contextlib.contextmanager

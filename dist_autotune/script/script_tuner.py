@@ -16,6 +16,7 @@ from ..triton_api import interception
 from ..triton_api.interception import INTERCEPTION, PROGRAM
 from ..tuner.base_tuner import BaseTuner
 from ..tuner.calls import Calls
+from ..tuner.tuners import TUNERS
 
 
 class RunAbandoned(Exception):
@@ -41,6 +42,7 @@ class ScriptTuner(BaseTuner):
         # Before the group is known. One rank's disk may hold what the others' do not.
         cache = options.cache if self._is_alone() else False
         self._own = Calls(None, replace(options, is_dist=False, cache=cache), name, None, is_program=True)
+        TUNERS.add(self)
 
     @property
     def rank(self) -> int:

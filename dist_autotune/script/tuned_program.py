@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..options import Options
+from ..tuner.tuners import TUNERS, Findings
 from .boundaries import Boundary
 from .import_hooks import ImportHooks
 from .program import Program
 
 if TYPE_CHECKING:
-    from ..tuner.report import TuningReport
     from .script_tuner import ScriptTuner
 
 
@@ -31,9 +31,13 @@ class TunedProgram:
         self._remove_gate: Callable[[], None] = lambda: None
 
     @property
-    def report(self) -> TuningReport | None:
-        """What the last session found; None: nothing was tried."""
-        return None if self._tuner is None else self._tuner.report
+    def findings(self) -> list[Findings]:
+        """What was found: by the program first, then by the functions and loops that it tunes itself."""
+        return sorted(TUNERS.findings(), key=lambda each: (each.name != self._name, each.name))
+
+    @property
+    def _name(self) -> str:
+        return self._options.name or self._program.name
 
     @property
     def rank(self) -> int:
@@ -55,6 +59,7 @@ class TunedProgram:
 
     def run(self) -> None:
         """Run the program to its end. What it raises, SystemExit too, is the caller's."""
+        TUNERS.watch()
         try:
             with (
                 ImportHooks({"triton.runtime.autotuner": self._set_gate}),
@@ -107,5 +112,5 @@ class TunedProgram:
         from .script_tuner import ScriptTuner
 
         self._remove_gate()  # set by that import, if not before
-        self._tuner = ScriptTuner(self._options, self._options.name or self._program.name)
+        self._tuner = ScriptTuner(self._options, self._name)
         return self._tuner

@@ -14,6 +14,7 @@ from ..errors import InvalidOption, TuningError
 from ..options import Options
 from ..triton_api.interception import INTERCEPTION, has_driver, is_interpreted
 from .report import TuningReport
+from .tuners import TUNERS
 
 if TYPE_CHECKING:
     from ..storage.scope import FunctionScope
@@ -31,14 +32,18 @@ class BaseTuner:
     Raises InvalidOption for what cannot be tuned so, if it is to be tuned.
     """
 
+    _calls: Calls | None = None
+
     def __init__(self, function: Callable[..., Any] | None, options: Options, name: str) -> None:
         if settings.run_mode() == "tune":
             _check_possible(options, has_function=function is not None)
         self.options = options
         self._function, self._name, self._log_dir = function, name, options.resolved_log_dir()
-        self._calls: Calls | None = None
         self._joined: FunctionScope | None = None  # the function around it that does what this one asks for
         self._has_left = False  # with the mode off: launches outside have what they need
+
+    def __del__(self) -> None:
+        TUNERS.leave(self)
 
     @property
     def report(self) -> TuningReport | None:
@@ -84,6 +89,7 @@ class BaseTuner:
             made = Calls(self._function, self.options, self._name, self._log_dir)
             with _FIRST_CALL:
                 self._calls = self._calls or made
+            TUNERS.add(self)
         return self._calls
 
 

@@ -207,22 +207,22 @@ class TuningReport:
 
 def missing_gains(contexts: Iterable[TunedContext]) -> Iterator[str]:
     """Yield a sentence for each reason why contexts have no gain; the time of a step leaves these out."""
-    for labels, reason in _by_reason((each, each.no_gain_reason) for each in contexts):
+    for labels, reason in labels_by_reason((each.label, each.no_gain_reason) for each in contexts):
         yield f"No gain of {labels}: {reason}."
 
 
 def slower_winners(contexts: Iterable[TunedContext]) -> Iterator[str]:
     """Yield a sentence for each reason why winners are not the fastest in their tables."""
-    for labels, reason in _by_reason((each, each.not_fastest) for each in contexts):
+    for labels, reason in labels_by_reason((each.label, each.not_fastest) for each in contexts):
         yield f"The winner is not the fastest of {labels}: {reason}."
 
 
-def _by_reason(contexts: Iterable[tuple[TunedContext, str]]) -> Iterator[tuple[str, str]]:
-    """Yield each reason, with the labels of its contexts before it."""
+def labels_by_reason(contexts: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield each reason that is not empty, with the labels of its contexts before it."""
     labels: dict[str, list[str]] = {}
-    for context, reason in contexts:
+    for label, reason in contexts:
         if reason:
-            labels.setdefault(reason, []).append(context.label)
+            labels.setdefault(reason, []).append(label)
     for reason, those in labels.items():
         more = f" and {len(those) - MOST_LABELS} more" if len(those) > MOST_LABELS else ""
         yield f"{', '.join(those[:MOST_LABELS])}{more}", reason

@@ -166,11 +166,23 @@ def test_functions_that_the_program_tunes_itself_are_tuned_as_without_the_comman
         "assert torch.equal(own(torch.ones(100)), torch.full((100,), 3.0))\n"
         "assert own.settled and own.report.runs == 4\n"
         "train(8)\nassert torch.equal(own(torch.ones(100)), torch.full((100,), 3.0))\n"
+        "def alone():\n"
+        "    from dist_autotune import contextual_autotune\n"
+        "    contextual_autotune(is_dist=True, name='alone')(lambda: scale(torch.ones(50), 3.0))()\n"
+        "alone()\n"
     )
-    assert_all_ok(start(text))
+    results = start(text)
+    assert_all_ok(results)
     assert_agreed()
     opened = [record.thunk for record in records(SessionOpened)]
-    assert opened == ["program.py", "own"]
+    assert opened == ["program.py", "own", "alone"]
+    said, *others = (re.sub(r"\s+", " ", each.stderr) for each in results)
+    assert "In all: 3 contexts of 3 functions, 3 settled, 3 tuned" in said
+    for name in opened:  # also of the function that is gone
+        assert f"{name}: 1 context in " in said
+        assert f"Gain of {name}: launches " in said
+    assert f"Report: dist-autotune report {Path('.autotune_logs').absolute()}" in said.replace("/ ", "/")
+    assert "In all" not in "".join(others)
 
 
 def test_an_optimizer_step_inside_a_tuned_function_ends_no_run():
@@ -264,6 +276,6 @@ def test_when_the_program_has_ended_all_is_as_it_was(ending, step):
         with contextlib.suppress(ValueError, SystemExit):
             tuned.run()
         assert state() == before
-        return tuned.report.runs
+        return tuned.findings[0].report.runs
 
     assert assert_all_ok(run_ranks(run, 1, init="none")) == [3]

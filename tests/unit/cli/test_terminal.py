@@ -19,6 +19,7 @@ from dist_autotune.reports.history import load_history
 from dist_autotune.reports.report import reports_of
 from dist_autotune.reports.tables import history_parts, write_html
 from dist_autotune.tuner.report import TunedContext, TuningReport
+from dist_autotune.tuner.tuners import Findings
 
 LONG = ", ".join(f"BLOCK_{name}: {64 + place}" for place, name in enumerate("MNKABCDEFGH"))
 OPTIONS = "num_warps: 4, num_ctas: 1, num_stages: 3, maxnreg: None, ir_override: None"
@@ -142,18 +143,25 @@ ENDED = TuningReport(
         for n in (1, 2)
     ),
     log_dir="logs",
+    function="step",
 )
 
 
 def test_and_on_a_terminal_it_fits_80_columns(capfd, monkeypatch):
     for name, text in (("FORCE_COLOR", "1"), ("NO_COLOR", "1"), ("COLUMNS", "80")):
         monkeypatch.setenv(name, text)
-    terminal.print_ending("train.py", ENDED, "a remark")
+    terminal.print_ending([Findings(ENDED, (("k", (7,), "too seldom"),))], "a remark")
 
     text = re.sub(r"\x1b\[[0-9;]*m", "", capfd.readouterr().err)
     assert max(cell_len(line.rstrip()) for line in text.splitlines()) <= 80
     assert text.count("x" * 10) >= 2
-    assert "a remark" in text
+    assert text.splitlines()[-5:] == [
+        "In all: 2 contexts, 2 settled, 2 tuned",
+        "Untuned: k[7]: too seldom",
+        "Tuning took 0.0 s of compiling and 0.0 s of exchanges between ranks",
+        "Report: dist-autotune report logs",
+        "dist_autotune: a remark",
+    ]
 
 
 def write_many_candidates(directory: Path, *, settled: bool = True, **settling: object) -> None:

@@ -1,0 +1,38 @@
+"""The totals of a job: what all its functions and loops have found together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from ..formatting import context_label, counted
+from ..tuner.report import labels_by_reason
+from ..tuner.tuners import Findings
+
+UNSETTLED = ("tuning", "unfinished")  # statuses
+
+
+def total_lines(found: Sequence[Findings]) -> Iterator[str]:
+    """Yield lines: contexts by status, what stays untuned and why, gains, costs, where the report is."""
+    contexts = [context for each in found for context in each.contexts]
+    settled = sum(context.status not in UNSETTLED for context in contexts)
+    statuses = Counter(context.status for context in contexts)
+    listed = "".join(f", {count} {status}" for status, count in sorted(statuses.items()))
+    of = f" of {counted(len(found), 'function')}" if len(found) > 1 else ""
+    yield f"In all: {counted(len(contexts), 'context')}{of}, {settled} settled{listed}"
+    untuned = ((_label(*names), reason) for each in found for *names, reason in each.untuned)
+    for labels, reason in labels_by_reason(untuned):
+        yield f"Untuned: {labels}: {reason}"
+    for each in found if len(found) > 1 else ():  # of one alone its own report says so
+        gain = "not known" if each.report.step is None else str(each.report.step)
+        yield f"Gain of {each.name}: {gain}"
+    compiling_s = sum(each.report.spent.compiling_s for each in found)
+    exchanges_s = sum(each.report.spent.exchanges_s for each in found)
+    yield f"Tuning took {compiling_s:.1f} s of compiling and {exchanges_s:.1f} s of exchanges between ranks"
+    for directory in sorted({each.report.log_dir for each in found if each.report.log_dir}):
+        yield f"Report: dist-autotune report {directory}"
+
+
+def _label(kernel: str, key: object) -> str:
+    keys = key if isinstance(key, tuple) else (key,)
+    return context_label(kernel, ", ".join(map(str, keys)))
