@@ -20,23 +20,9 @@ from torch import Tensor
 from ..moe.ag_moe import AllGatherMoE
 from ..moe.moe_rs import MoEReduceScatter
 from ..moe.plan import Routing, words_of_shared
-from .operators import by_rows, check_first_order, library, register, start_gather, wait
+from .operator import Operator
+from .operators import by_rows, start_gather, wait
 from .registry import opened, size_of
-
-library.define(
-    "all_gather_moe(Tensor x_shard, Tensor weight, Tensor topk_ids, Tensor topk_weights, str group_name)"
-    " -> (Tensor, Tensor)"
-)
-library.define(
-    "all_gather_routed(Tensor x_shard, Tensor weight, Tensor routing, int topk, str group_name) -> Tensor"
-)
-library.define(
-    "moe_reduce_scatter(Tensor y, Tensor weight, Tensor routing, Tensor? topk_weights, int topk, "
-    "str group_name) -> Tensor"
-)
-library.define("outer_products(Tensor left, Tensor right, Tensor ends) -> Tensor")
-_ops = torch.ops.dist_autotune
-
 
 # ---- what they compute, and their shapes
 
@@ -122,20 +108,20 @@ def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Te
     ctx.save_for_backward(x_shard, weight, output[1])
 
 
-def _gradients_of_gather(ctx: Any, grad: Tensor | None, _of_routing: None) -> tuple[Tensor | None, ...]:
-    check_first_order()
+def _gradients_of_gather(
+    ctx: Any, needed: tuple[bool, ...], grad: Tensor | None, _of_routing: None
+) -> tuple[Tensor | None, ...]:
     x_shard, weight, words = ctx.saved_tensors
     of_x = of_weight = None
-    if grad is None:
-        return None, None, None, None, None
-    gathering = start_gather(x_shard, ctx.group_name) if _asked(ctx, 1) else None
-    if _asked(ctx, 0):
-        of_x = _ops.moe_reduce_scatter(grad, weight.mT, words, None, ctx.topk, ctx.group_name)
+    for_x, for_weight, *_ = needed
+    gathering = start_gather(x_shard, ctx.group_name) if for_weight and grad is not None else None
+    if for_x and grad is not None:
+        of_x = moe_reduce_scatter(grad, weight.mT, words, None, ctx.topk, ctx.group_name)
     if gathering is not None:
         routing = _routing(words, x_shard.shape[0], ctx.topk, weight, ctx.group_name)
         rows = wait(gathering)[routing.rows // ctx.topk]
-        of_weight = _ops.outer_products(grad, rows, routing.ends)
-    return of_x, of_weight, None, None, None
+        of_weight = outer_products(grad, rows, routing.ends)
+    return of_x, of_weight
 
 
 def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -143,24 +129,24 @@ def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
     ctx.save_for_backward(*tensors)
 
 
-def _gradients_of_scatter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    check_first_order()
+def _gradients_of_scatter(ctx: Any, needed: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    for_y, for_weight, _, for_weights, *_ = needed
     y, weight, words, weights = ctx.saved_tensors
     topk, of_y, of_weight, of_weights = ctx.topk, None, None, None
-    gathering = start_gather(grad, ctx.group_name) if _asked(ctx, 1) else None
+    gathering = start_gather(grad, ctx.group_name) if for_weight else None
     routing = _routing(words, grad.shape[0], topk, weight, ctx.group_name)
     factors = routing.weights[:, None].to(y.dtype)
-    if _asked(ctx, 0) or _asked(ctx, 3):
-        unweighted = _ops.all_gather_routed(grad, weight.mT, words, topk, ctx.group_name)
-    if _asked(ctx, 0):
+    if for_y or for_weights:
+        unweighted = all_gather_routed(grad, weight.mT, words, topk, ctx.group_name)
+    if for_y:
         of_y = unweighted * factors
-    if _asked(ctx, 3):
+    if for_weights:
         of_weights = _gradient_of_weights((unweighted.float() * y.float()).sum(1), routing, ctx.group_name)
         of_weights = of_weights.to(weights.dtype)
     if gathering is not None:
         of_rows = wait(gathering)[routing.rows // topk] * factors
-        of_weight = _ops.outer_products(of_rows, y, routing.ends)
-    return of_y, of_weight, None, of_weights, None, None
+        of_weight = outer_products(of_rows, y, routing.ends)
+    return of_y, of_weight, None, of_weights
 
 
 def _gradient_of_weights(dots: Tensor, routing: Routing, group_name: str) -> Tensor:
@@ -171,13 +157,9 @@ def _gradient_of_weights(dots: Tensor, routing: Routing, group_name: str) -> Ten
     return wait(torch.ops._c10d_functional.reduce_scatter_tensor(by_token, "sum", ranks, group_name))
 
 
-def _asked(ctx: Any, index: int) -> bool:
-    return bool(ctx.needs_input_grad[index])
-
-
-register("all_gather_moe", _all_gather_moe, _shapes_of_gather, _gradients_of_gather, _keep_for_gather)
-register("all_gather_routed", _all_gather_routed, _shape_of_routed)
-register(
-    "moe_reduce_scatter", _moe_reduce_scatter, _shape_of_scatter, _gradients_of_scatter, _keep_for_scatter
+all_gather_moe = Operator(_all_gather_moe, _shapes_of_gather, _gradients_of_gather, _keep_for_gather)
+all_gather_routed = Operator(_all_gather_routed, _shape_of_routed)
+moe_reduce_scatter = Operator(
+    _moe_reduce_scatter, _shape_of_scatter, _gradients_of_scatter, _keep_for_scatter
 )
-register("outer_products", _outer_products, _shape_of_products, meets_peers=False)
+outer_products = Operator(_outer_products, _shape_of_products, meets_peers=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..tensors import check_no_gradient
 from . import operators
+from .operator import wants_gradient
 from .registry import Group, name_of, size_of
 
 
@@ -66,7 +67,9 @@ def all_gather_matmul(
         raise ValueError(f"{len(given)} weights and {len(biases)} biases; as many of each, at least one")
     rows, sizes = _as_rows("gather_dim", gather_dim, a_shard)
     group_name = name_of(group)
-    products = _gathered_products(rows, given, group_name, save_gathered, fp8)
+    keeps = save_gathered and not fp8 and wants_gradient(given)
+    products: list[Tensor]
+    products, _ = operators.all_gather_matmul(rows, given, group_name, keeps, fp8)
     if bias is not None:
         pairs = zip(products, biases, strict=True)
         products = [product if each is None else product + each for product, each in pairs]
@@ -100,7 +103,7 @@ def matmul_reduce_scatter(
         raise ValueError(
             f"dimension {scatter_dim} of a has {size} entries; pad it to {padded} for {ranks} ranks"
         )
-    sums = _scattered_sums(rows, weight, group_name, fp8)
+    sums: Tensor = operators.matmul_reduce_scatter([rows], [weight], group_name, fp8)
     if bias is not None:
         sums = sums + sum_gradient(bias, group_name)
     if len(sizes) == 1:
@@ -120,10 +123,7 @@ def matmul_all_reduce(
     check_no_gradient("matmul_all_reduce", a=a, weight=weight, bias=bias)
     group_name = name_of(group)
     rows = a.reshape(-1, a.shape[-1])
-    if _is_traced(rows, weight):
-        sums: Tensor = torch.ops.dist_autotune.matmul_all_reduce(rows, weight, group_name)
-    else:
-        sums = operators.multiply_and_all_reduce(rows, weight, group_name)
+    sums: Tensor = operators.matmul_all_reduce(rows, weight, group_name)
     if bias is not None:
         sums += bias
     return sums.view(*a.shape[:-1], sums.shape[1])
@@ -136,96 +136,6 @@ def sum_gradient(tensor: Tensor, group: Group = None) -> Tensor:
     """
     result: Tensor = _SumGradient.apply(tensor, name_of(group))
     return result
-
-
-# ---- one product, eager or traced
-
-
-def _gathered_products(
-    rows: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool, fp8: bool
-) -> Sequence[Tensor]:
-    if _is_traced(rows, *weights):
-        keeps = save_gathered and not fp8 and _wants_gradient(*weights)
-        traced: list[Tensor]
-        traced, _ = torch.ops.dist_autotune.all_gather_matmul(rows, weights, group_name, keeps, fp8)
-        return traced
-    if _wants_gradient(rows, *weights):
-        call = group_name, save_gathered and not fp8, fp8
-        products: tuple[Tensor, ...] = _apply(_GatheredProducts, call, rows, *weights)
-        return products
-    return operators.gather_and_multiply(rows, weights, group_name, False, fp8)[0]
-
-
-def _scattered_sums(rows: Tensor, weight: Tensor, group_name: str, fp8: bool) -> Tensor:
-    if _is_traced(rows, weight):
-        sums: Tensor = torch.ops.dist_autotune.matmul_reduce_scatter([rows], [weight], group_name, fp8)
-    elif _wants_gradient(rows, weight):
-        sums = _apply(_ScatteredSums, (group_name, fp8), rows, weight)
-    else:
-        sums = operators.multiply_and_scatter([rows], [weight], group_name, fp8)
-    return sums
-
-
-def _is_traced(*tensors: Tensor) -> bool:
-    """Return whether somebody must see an operator: a compiler, a dispatch mode, a subclass of tensors."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    return not _PLAIN.issuperset(map(type, tensors))
-
-
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
-
-
-def _wants_gradient(*tensors: Tensor) -> bool:
-    if torch.is_grad_enabled():
-        for tensor in tensors:  # no generator: microseconds in each call
-            if tensor.requires_grad:
-                return True
-    return False
-
-
-def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Return `function.apply(*args)`; beside torch.func alone it need look at each argument."""
-    if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]  # it is made in C
-
-
-class _GatheredProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: tuple[str, bool, bool], rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        ctx.group_name, may_keep, fp8 = call
-        ctx.is_gathered = may_keep and any(ctx.needs_input_grad[2:])
-        found = operators.gather_and_multiply(rows, weights, ctx.group_name, ctx.is_gathered, fp8)
-        products, gathered = found
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(rows if gathered is None else gathered, *weights)
-        return tuple(products)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        _, for_rows, *for_weights = ctx.needs_input_grad
-        scatter = operators.multiply_and_scatter
-        of_rows, of_weights = operators.gradients_of_gather(ctx, grads, for_rows, for_weights, scatter)
-        return None, of_rows, *of_weights
-
-
-class _ScatteredSums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, call: tuple[str, bool], rows: Tensor, weight: Tensor) -> Tensor:
-        ctx.group_name, fp8 = call
-        ctx.save_for_backward(rows, weight)
-        return operators.multiply_and_scatter([rows], [weight], ctx.group_name, fp8)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        operators.check_first_order()
-        rows, weight = ctx.saved_tensors
-        _, for_rows, for_weight = ctx.needs_input_grad
-        of_rows, of_weight = operators.gather_and_multiply_backward(
-            grads[0], [rows], [weight], ctx.group_name, [for_rows], [for_weight]
-        )
-        return None, of_rows[0] if for_rows else None, of_weight[0] if for_weight else None
 
 
 class _SumGradient(torch.autograd.Function):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import expert_operators as _registered  # noqa: F401
+from . import expert_operators
 from .experts import Experts
 from .layers import local, sequence_parallel
 from .registry import name_of
@@ -67,11 +66,11 @@ class MoE(nn.Module):
         weights, ids = route(router(tokens.to(router.weight.dtype)))
         self._check_routed(len(tokens), weights, ids)
         gate_up, down = (local(each) for each in (self.experts.gate_up, self.experts.down))
-        hidden, routing = torch.ops.dist_autotune.all_gather_moe(
+        hidden, routing = expert_operators.all_gather_moe(
             tokens, gate_up.flatten(1, 2), ids, weights, self.group_name
         )
         gate, up = hidden.chunk(2, -1)
-        result = torch.ops.dist_autotune.moe_reduce_scatter(
+        result = expert_operators.moe_reduce_scatter(
             nn.functional.silu(gate) * up, down, routing, weights, self.topk, self.group_name
         )
         return result.view(x.shape)

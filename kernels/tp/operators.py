@@ -1,6 +1,4 @@
-"""The registered operators, `torch.ops.dist_autotune`: what they compute, their shapes, their gradients.
-
-Traced code calls them. Eager code does not (`functions`): dispatching an operator takes longer than a call.
+"""The products of tensor parallelism: what they compute, their shapes, their gradients.
 
     all_gather_matmul                every rank's rows times each weight.T, behind one gather
     matmul_reduce_scatter            this rank's rows of the sum of all products, over pairs and ranks
@@ -17,7 +15,7 @@ the product of the rows as they were given, in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,41 +28,25 @@ from ..exchange.operation import Operation
 from ..gemm_ar import GemmAllReduce
 from ..gemm_rs import GemmReduceScatter
 from ..tensors import FP8
-from .ordering import keep_in_order
+from .operator import Operator
 from .registry import announce_none, opened, size_of
 
-library = torch.library.Library("dist_autotune", "FRAGMENT")
-library.define(
-    "all_gather_matmul(Tensor a_shard, Tensor[] weights, str group_name, bool save_gathered, bool fp8=False)"
-    " -> (Tensor[], Tensor)"
-)
-library.define(
-    "matmul_reduce_scatter(Tensor[] a, Tensor[] weights, str group_name, bool fp8=False) -> Tensor"
-)
-library.define(
-    "matmul_reduce_scatter_backward(Tensor grad, Tensor[] a, Tensor[] weights, str group_name, "
-    "bool[] for_a, bool[] for_weights) -> (Tensor[], Tensor[])"
-)
-library.define("matmul_all_reduce(Tensor a, Tensor weight, str group_name) -> Tensor")
-_ops = torch.ops.dist_autotune
+# ---- every rank's rows times each weight.T
 
 
-# ---- what they compute
-
-
-def gather_and_multiply(
-    a_shard: Tensor, weights: Sequence[Tensor], group_name: str, save_gathered: bool, fp8: bool = False
-) -> tuple[list[Tensor], Tensor | None]:
-    """Return the products and, if they are to be saved, all ranks' rows; with fp8 there are none to save."""
+def _all_gather_matmul(
+    a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool, fp8: bool = False
+) -> tuple[list[Tensor], Tensor]:
+    """Return the products and, to be saved, all ranks' rows; else, and with fp8, there are none of them."""
+    gathered = a_shard.new_empty((0, a_shard.shape[1]))  # no alias of an operand
     if not a_shard.shape[0]:
-        gathered = a_shard.new_empty(a_shard.shape) if save_gathered else None  # no alias of an operand
         return _products_of_none(a_shard, weights, group_name), gathered
     if fp8:
-        return gather_and_multiply_fp8(a_shard, weights, group_name), None
-    operation, products, gathered = _gather(a_shard, weights, group_name, needs_rows=save_gathered)
-    if gathered is None or not save_gathered:
-        return products, None
-    return products, gathered.clone() if operation.overwrites(gathered) else gathered
+        return _products_in_fp8(a_shard, weights, group_name), gathered
+    operation, products, rows = _gather(a_shard, weights, group_name, needs_rows=save_gathered)
+    if rows is not None and save_gathered:
+        gathered = rows.clone() if operation.overwrites(rows) else rows
+    return products, gathered
 
 
 def _products_of_none(a_shard: Tensor, weights: Sequence[Tensor], group_name: str) -> list[Tensor]:
@@ -73,7 +55,7 @@ def _products_of_none(a_shard: Tensor, weights: Sequence[Tensor], group_name: st
     return [a_shard.new_empty((0, weight.shape[0])) for weight in weights]
 
 
-def gather_and_multiply_fp8(a_shard: Tensor, weights: Sequence[Tensor], group_name: str) -> list[Tensor]:
+def _products_in_fp8(a_shard: Tensor, weights: Sequence[Tensor], group_name: str) -> list[Tensor]:
     """Return the products of rows in fp8: one, of all weights together, behind which each is copied out."""
     rows, scale_a = rows_in_fp8(a_shard)
     weight, scale_weight = rows_in_fp8(torch.cat([*weights]) if len(weights) > 1 else weights[0])
@@ -110,8 +92,45 @@ def _gather(
     return operation, products, gathered
 
 
-def multiply_and_scatter(
-    a: Sequence[Tensor], weights: Sequence[Tensor], group_name: str, fp8: bool = False
+def _shapes_of_gather(
+    a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool, fp8: bool = False
+) -> tuple[list[Tensor], Tensor]:
+    rows = size_of(group_name) * a_shard.shape[0]
+    gathered = a_shard.new_empty((rows if save_gathered and not fp8 else 0, a_shard.shape[1]))
+    return [a_shard.new_empty((rows, weight.shape[0])) for weight in weights], gathered
+
+
+def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
+    a_shard, weights, ctx.group_name, save_gathered, fp8 = inputs
+    ctx.is_gathered = save_gathered and not fp8
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1] if ctx.is_gathered else a_shard, *weights)
+
+
+def _gradients_of_gather(
+    ctx: Any, needed: tuple[Any, ...], grads: list[Tensor | None], _of_gathered: None
+) -> tuple[Any, ...]:
+    for_a, for_weights, *_ = needed
+    rows, *weights = ctx.saved_tensors
+    wanted = [grad if asked else None for grad, asked in zip(grads, for_weights, strict=True)]
+    gathers = not ctx.is_gathered and any(grad is not None for grad in wanted)
+    if gathers:
+        rows = start_gather(rows, ctx.group_name)
+    of_a, left = None, [grad for grad in grads if grad is not None]
+    if for_a and left:
+        right = [weight.t() for grad, weight in zip(grads, weights, strict=True) if grad is not None]
+        of_a = matmul_reduce_scatter(left, right, ctx.group_name, False)
+    if gathers:
+        rows = wait(rows)
+    return of_a, [None if grad is None else torch.mm(grad.t(), rows) for grad in wanted]
+
+
+# ---- this rank's rows of the sum of all products
+
+
+def _matmul_reduce_scatter(
+    a: list[Tensor], weights: list[Tensor], group_name: str, fp8: bool = False
 ) -> Tensor:
     """Return this rank's rows of the sum of all products; fp8: of one.
 
@@ -141,25 +160,41 @@ def _sum_of_none(kind: type[Operation], a: Tensor, weight: Tensor, group_name: s
     return a.new_empty((0, weight.shape[0]))
 
 
-def multiply_and_all_reduce(a: Tensor, weight: Tensor, group_name: str) -> Tensor:
-    """Return the sum of all ranks' products, all of its rows."""
-    if not a.shape[0]:
-        return _sum_of_none(GemmAllReduce, a, weight, group_name)
-    operation = opened(GemmAllReduce, a, a.shape[0], weight.shape[0], group_name)
-    result = operation(by_rows(a), weight)
-    assert isinstance(result, Tensor)
-    return result
+def _shape_of_scatter(a: list[Tensor], weights: list[Tensor], group_name: str, fp8: bool = False) -> Tensor:
+    return a[0].new_empty((a[0].shape[0] // size_of(group_name), weights[0].shape[0]))
 
 
-def gather_and_multiply_backward(
+def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, weights, ctx.group_name, _ = inputs
+    ctx.pairs = len(a)
+    ctx.save_for_backward(*a, *weights)
+
+
+def _gradients_of_scatter(ctx: Any, needed: tuple[Any, ...], grad: Tensor) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors  # once: a checkpoint computes them anew at each access
+    a, weights = list(saved[: ctx.pairs]), list(saved[ctx.pairs :])
+    for_a, for_weights, *_ = needed
+    of_a, of_weights = matmul_reduce_scatter_backward(
+        grad, a, weights, ctx.group_name, list(for_a), list(for_weights)
+    )
+    return _spread(of_a, for_a), _spread(of_weights, for_weights)
+
+
+def _spread(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Return the gradients at the places for which they were computed."""
+    left = iter(gradients)
+    return [next(left) if is_needed else None for is_needed in needed]
+
+
+def _matmul_reduce_scatter_backward(
     grad: Tensor,
-    a: Sequence[Tensor],
-    weights: Sequence[Tensor],
+    a: list[Tensor],
+    weights: list[Tensor],
     group_name: str,
-    for_a: Sequence[bool],
-    for_weights: Sequence[bool],
+    for_a: list[bool],
+    for_weights: list[bool],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of `multiply_and_scatter` for those operands that need one."""
+    """Return the gradients of a scatter for those operands that need one."""
     across = [weight.t() for weight, is_needed in zip(weights, for_a, strict=True) if is_needed]
     multiplied = [rows for rows, is_needed in zip(a, for_weights, strict=True) if is_needed]
     of_a: list[Tensor] = []
@@ -171,6 +206,40 @@ def gather_and_multiply_backward(
     elif multiplied:
         gathered = wait(start_gather(grad, group_name))
     return of_a, [] if gathered is None else [torch.mm(gathered.t(), rows) for rows in multiplied]
+
+
+def _shapes_of_backward(
+    grad: Tensor,
+    a: list[Tensor],
+    weights: list[Tensor],
+    group_name: str,
+    for_a: list[bool],
+    for_weights: list[bool],
+) -> tuple[list[Tensor], list[Tensor]]:
+    of_a, of_weights = (
+        [each.new_empty(each.shape) for each, is_needed in zip(operands, needed, strict=True) if is_needed]
+        for operands, needed in ((a, for_a), (weights, for_weights))
+    )
+    return of_a, of_weights
+
+
+# ---- the sum of all ranks' products
+
+
+def _matmul_all_reduce(a: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    if not a.shape[0]:
+        return _sum_of_none(GemmAllReduce, a, weight, group_name)
+    operation = opened(GemmAllReduce, a, a.shape[0], weight.shape[0], group_name)
+    result = operation(by_rows(a), weight)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def _shape_of_all_reduce(a: Tensor, weight: Tensor, group_name: str) -> Tensor:
+    return a.new_empty((a.shape[0], weight.shape[0]))
+
+
+# ---- parts of several
 
 
 def by_rows(matrix: Tensor) -> Tensor:
@@ -190,141 +259,9 @@ def wait(gathered: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(gathered)
 
 
-def _gather_and_multiply(
-    a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool, fp8: bool = False
-) -> tuple[list[Tensor], Tensor]:
-    """Return the same as the operator does: an empty tensor where no rows are saved."""
-    products, gathered = gather_and_multiply(a_shard, weights, group_name, save_gathered, fp8)
-    return products, a_shard.new_empty((0, a_shard.shape[1])) if gathered is None else gathered
-
-
-# ---- their shapes
-
-
-def _shapes_of_gather(
-    a_shard: Tensor, weights: list[Tensor], group_name: str, save_gathered: bool, fp8: bool = False
-) -> tuple[list[Tensor], Tensor]:
-    rows = size_of(group_name) * a_shard.shape[0]
-    gathered = a_shard.new_empty((rows if save_gathered and not fp8 else 0, a_shard.shape[1]))
-    return [a_shard.new_empty((rows, weight.shape[0])) for weight in weights], gathered
-
-
-def _shape_of_scatter(a: list[Tensor], weights: list[Tensor], group_name: str, fp8: bool = False) -> Tensor:
-    return a[0].new_empty((a[0].shape[0] // size_of(group_name), weights[0].shape[0]))
-
-
-def _shapes_of_backward(
-    grad: Tensor,
-    a: list[Tensor],
-    weights: list[Tensor],
-    group_name: str,
-    for_a: list[bool],
-    for_weights: list[bool],
-) -> tuple[list[Tensor], list[Tensor]]:
-    of_a = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in a]
-    of_weights = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in weights]
-    return (
-        [each for each, is_needed in zip(of_a, for_a, strict=True) if is_needed],
-        [each for each, is_needed in zip(of_weights, for_weights, strict=True) if is_needed],
-    )
-
-
-# ---- their gradients
-
-
-def _keep_for_gather(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
-    a_shard, weights, ctx.group_name, save_gathered, fp8 = inputs
-    ctx.is_gathered = save_gathered and not fp8
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1] if ctx.is_gathered else a_shard, *weights)
-
-
-def _gradients_of_gather(ctx: Any, grads: list[Tensor | None], _of_gathered: None) -> tuple[Any, ...]:
-    for_a, for_weights, *others = ctx.needs_input_grad  # fp8 only where it is not its default
-    of_tensors = gradients_of_gather(ctx, grads, for_a, for_weights, _ops.matmul_reduce_scatter)
-    return *of_tensors, *(None for _ in others)
-
-
-def gradients_of_gather(
-    ctx: Any,
-    grads: Sequence[Tensor | None],
-    for_a: bool,
-    for_weights: Sequence[bool],
-    scatter: Callable[[list[Tensor], list[Tensor], str], Tensor],
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return the gradients of a gather's operands; ctx saves rows and weights, and whether rows are all's."""
-    check_first_order()
-    rows, *weights = ctx.saved_tensors
-    wanted = [grad if asked else None for grad, asked in zip(grads, for_weights, strict=True)]
-    gathers = not ctx.is_gathered and any(grad is not None for grad in wanted)
-    if gathers:
-        rows = start_gather(rows, ctx.group_name)
-    of_a, left = None, [grad for grad in grads if grad is not None]
-    if for_a and left:
-        right = [weight.t() for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-        of_a = scatter(left, right, ctx.group_name)
-    if gathers:
-        rows = wait(rows)
-    return of_a, [None if grad is None else torch.mm(grad.t(), rows) for grad in wanted]
-
-
-def _keep_for_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, weights, ctx.group_name, _ = inputs
-    ctx.pairs = len(a)
-    ctx.save_for_backward(*a, *weights)
-
-
-def _gradients_of_scatter(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    check_first_order()
-    saved = ctx.saved_tensors  # once: a checkpoint computes them anew at each access
-    a, weights = list(saved[: ctx.pairs]), list(saved[ctx.pairs :])
-    for_a, for_weights, *others = ctx.needs_input_grad
-    of_a, of_weights = _ops.matmul_reduce_scatter_backward(
-        grad, a, weights, ctx.group_name, list(for_a), list(for_weights)
-    )
-    return _spread(of_a, for_a), _spread(of_weights, for_weights), *(None for _ in others)
-
-
-def _spread(gradients: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
-    """Return the gradients at the places for which they were computed."""
-    left = iter(gradients)
-    return [next(left) if is_needed else None for is_needed in needed]
-
-
-def check_first_order() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "these products have no second derivative: call backward without create_graph=True"
-        )
-
-
-def register(
-    name: str, compute: Any, shapes: Any, gradients: Any = None, keep: Any = None, *, meets_peers: bool = True
-) -> None:
-    """Register what an operator of the library computes, its shapes and, if it has any, its gradients.
-
-    `keep` sets up the context that `gradients` is given. meets_peers: ranks that call it wait for all others.
-    """
-    library.impl(name, compute, "CompositeExplicitAutograd")
-    if meets_peers:
-        shapes = keep_in_order(library, name, shapes)
-    torch.library.register_fake(f"dist_autotune::{name}", shapes, lib=library)
-    if gradients is not None:
-        torch.library.register_autograd(f"dist_autotune::{name}", gradients, setup_context=keep, lib=library)
-
-
-register("all_gather_matmul", _gather_and_multiply, _shapes_of_gather, _gradients_of_gather, _keep_for_gather)
-register(
-    "matmul_reduce_scatter",
-    multiply_and_scatter,
-    _shape_of_scatter,
-    _gradients_of_scatter,
-    _keep_for_scatter,
+all_gather_matmul = Operator(_all_gather_matmul, _shapes_of_gather, _gradients_of_gather, _keep_for_gather)
+matmul_reduce_scatter = Operator(
+    _matmul_reduce_scatter, _shape_of_scatter, _gradients_of_scatter, _keep_for_scatter
 )
-register("matmul_reduce_scatter_backward", gather_and_multiply_backward, _shapes_of_backward)
-register(
-    "matmul_all_reduce",
-    multiply_and_all_reduce,
-    lambda a, weight, group_name: a.new_empty((a.shape[0], weight.shape[0])),
-)
+matmul_reduce_scatter_backward = Operator(_matmul_reduce_scatter_backward, _shapes_of_backward)
+matmul_all_reduce = Operator(_matmul_all_reduce, _shape_of_all_reduce)

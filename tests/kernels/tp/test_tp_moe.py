@@ -57,8 +57,9 @@ def test_a_mixture_of_experts_trains_as_plain_torch(rank, world, how):
     assert_close(layer.gate.weight.grad.full_tensor(), router.weight.grad)
     assert_close(layer.experts.gate_up.grad.full_tensor(), torch.stack([of_gates, of_ups], 1))
     assert_close(layer.experts.down.grad.full_tensor(), of_downs)
-    with torch.no_grad():
+    with torch.no_grad(), torch.profiler.profile() as profile:
         assert layer(x.view(2, 3, FEATURES)).shape == (2, 3, FEATURES)
+    assert not any(event.name.startswith("dist_autotune::") for event in profile.events())
 
 
 @in_workspaces(2)
