@@ -10,6 +10,7 @@ no overlap is best. In place means that the caller has written `op.shard`.
     ours                 in place, eager
     ours, copied         the shard lies elsewhere and is copied first
     ours, no overlap     in place, eager: collective=True, a collective and cuBLAS
+    ours, low latency    in place: low_latency=True, up to 64 rows of each rank; as a graph, too
     ours, graph          in place, as a CUDA graph; and copied
     ours, by replays     the same, tuned with objective="graph" in a session of its own
     NCCL + GEMM          all_gather_into_tensor, then torch.matmul (gloo on CPU ranks)
@@ -48,6 +49,7 @@ from benchmarks.operations.products import (
     relative_error_of_blocks,
 )
 from dist_autotune.kernels.ag_gemm import AllGatherGemm
+from dist_autotune.kernels.exchange.mail import MOST_ROWS
 from dist_autotune.kernels.persistent_gemm import persistent_matmul
 from dist_autotune.kernels.symm import SymmetricMemory, open_symmetric_memory
 
@@ -144,7 +146,7 @@ class Ours(Tuned):
         backend: str,
         *,
         retune: bool,
-        collective: bool | None = None,
+        **way: bool,
     ) -> None:
         self.op = AllGatherGemm(
             problem.rows,
@@ -152,15 +154,27 @@ class Ours(Tuned):
             problem.a.dtype,
             backend=backend,
             timeout_s=PATIENCE_S,
-            collective=collective,
+            **way,
         )
         problem.places.append(self.op.shard)
 
         def call(a_shard: torch.Tensor) -> torch.Tensor:
             return self.op(a_shard, problem.weight, problem.out)
 
-        name = "ag_gemm benchmark, " + ("a collective" if collective else "any way")
+        name = f"ag_gemm benchmark, {' '.join(way) or 'any way'}"
         super().__init__(call, check=self.op.check, name=name, retune=retune)
+
+
+def is_few(problem: Problem) -> bool:
+    """Return whether calls can go by mail."""
+    return problem.rows <= MOST_ROWS
+
+
+def low_latency_arms(problem: Problem, few: Ours | None) -> list[Arm]:
+    if few is None:
+        return []
+    ways = in_both_ways("ours, low latency", lambda: few.eager(few.op.shard))
+    return [problem.product(*way) for way in ways]
 
 
 # ---- baselines
@@ -260,11 +274,13 @@ def run_shape(
     waiting = Ours(problem, engines.backend, retune=options.retune, collective=True)
     # Apart from the eager one, which a replay that fails would break too.
     captured = Ours(problem, engines.backend, retune=False) if ON_GPU else ours
+    few = Ours(problem, engines.backend, retune=options.retune, low_latency=True) if is_few(problem) else None
     own = gather_then_own_matmul(problem, retune=options.retune)
     arms = [
         problem.product(OURS, lambda: ours.eager(ours.op.shard)),
         problem.product("ours, copied", lambda: ours.eager(problem.a)),
         problem.product("ours, no overlap", lambda: waiting.eager(waiting.op.shard)),
+        *low_latency_arms(problem, few),
         problem.product("ours, graph", lambda: captured.graph(captured.op.shard)),
         problem.product(f"ours, {BY_REPLAYS}", lambda: captured.by_replays(captured.op.shard)),
         problem.product("ours, copied, graph", lambda: captured.graph(problem.a)),
@@ -282,7 +298,7 @@ def run_shape(
         arms,
         refresh=problem.refresh,
         tuned={"tuned": ours, "tuned_own_gemm": own},
-        operations=[each.op for each in (captured, waiting, ours)],
+        operations=[each.op for each in (captured, few, waiting, ours) if each is not None],
         dtype=options.dtype,
         rows_per_rank=problem.rows,
     )

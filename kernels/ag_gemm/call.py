@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -57,6 +58,7 @@ class GatherLayout:
     loaded: set[str] = field(default_factory=set)  # consumers with loaded kernels
     consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
     calls: dict[Choice, GatherCall] = field(default_factory=dict)  # without an epilogue
+    mail: Callable[[int], None] | None = None  # enqueues the gather by mail, where calls may take that way
 
 
 class Product(NamedTuple):

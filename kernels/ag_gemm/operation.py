@@ -7,6 +7,7 @@ Read it in this order:
     push         the protocol: each rank pushes its chunk to its peers; the order of steps, and why every wait
                  ends
     collective   an all-gather before cuBLAS in its place, where all ranks agree on it
+    by_mail      a gather of few rows in one launch before cuBLAS, the same
     chunks       the device side of waiting
     plain, specialized     the consumers: kernels that wait and multiply
 
@@ -17,6 +18,7 @@ other's peers.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
@@ -29,11 +31,12 @@ from dist_autotune.launch.tunable import Standing
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.collective import Collective
 from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind, result_columns
+from ..exchange import mail
 from ..exchange.call import NumberedCalls
 from ..exchange.chunks import NOT_SENT, OTHER_ROWS
 from ..exchange.fill_nan import filler_of_chunks
 from ..exchange.flags import FLAGS
-from ..exchange.operation import Refusal
+from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import ChunkPusher, piece_counts
 from ..gemm.configs import class_of_rows
 from ..signals import Failure
@@ -47,12 +50,15 @@ from ..tensors import (
     lies_by_columns,
     remember,
 )
-from . import specialized
+from . import by_mail, specialized
 from .call import Consumer, GatherCall, GatherLayout, Product
 from .choices import Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
 from .matmul import multiply_into
 from .plain import PlainConsumer
+
+LOW_LATENCY = "low-latency"  # the way by mail, in a `tunable`
+BY_MAIL = 2  # the same on ballots
 
 
 class AllGatherGemm(NumberedCalls):
@@ -79,6 +85,10 @@ class AllGatherGemm(NumberedCalls):
     waits, on the host, for its peers to come to the call; they make it if all would. A captured call repeats
     the way of the last eager call of its class; a replay waits for its peers as any collective does.
 
+    `low_latency=True` makes calls of up to 64 rows of each rank gather in one launch (see `by_mail`) and
+    multiply by cuBLAS, if a row's bytes are a multiple of 4; None tunes that beside the other ways. All ranks
+    pass the same. Each rank then holds 4 * W * min(m_per_rank, 64) * K elements more.
+
     With dtype float8_e4m3fn rows of a and of the weight have float32 scales, the arguments `scale_a` and
     `scale_weight` of a call, and products are bf16. K is then a multiple of 16, and the weight's rows are
     contiguous.
@@ -104,16 +114,28 @@ class AllGatherGemm(NumberedCalls):
         pieces: int | None = None,
         programs: int | None = None,
         collective: bool | None = None,
+        low_latency: bool | None = False,
     ) -> None:
         check_sizes(m_per_rank=m_per_rank, k=k)
+        if low_latency and (collective or consumer is not None):
+            raise ValueError(
+                "low_latency=True fixes the way of calls; pass neither consumer nor collective=True"
+            )
         if collective and consumer is not None:
             raise ValueError(f"consumer is {consumer!r}, but collective=True leaves the product to cuBLAS")
         self._fixed = Fixed(consumer, pieces, programs)
         self._capacity, self._k, self._dtype = m_per_rank, k, dtype
         self._format = RowFormat(k, dtype)
         self._key = k, str(dtype)  # of the choice: equal on all ranks, unlike N
+        self._low_latency = low_latency
         self._open_collective = functools.partial(
-            Collective, "AllGatherGemm", "ag_gemm way", group, fixed=collective, timeout_s=timeout_s
+            Collective,
+            "AllGatherGemm",
+            "ag_gemm way",
+            group,
+            fixed=collective,
+            timeout_s=timeout_s,
+            has_further=low_latency is not False,
         )
         super().__init__(dtype, group, backend, timeout_s)
 
@@ -127,7 +149,14 @@ class AllGatherGemm(NumberedCalls):
         self._pusher = ChunkPusher(memory, self._gather, memory.allocate((FLAGS, world), torch.int32))
         self._pushes = self._pusher.pushes
         self._collective = self._open_collective(memory)
-        self._gathered = 0  # rows of each rank in the last call; below 0: by the collective
+        self._mail: mail.MailMemory | None = None
+        memory.require_equal("low_latency", str(self._low_latency))
+        width, of_row = self._format.memory
+        if self._low_latency is not False and world > 1 and mail.can_take(1, width, of_row):
+            self._mail, self._lost = mail.open_mail(memory, self._capacity, width, of_row, self._errors)
+        self._gathered = (
+            0  # rows of each rank in the last call; below 0: in one piece, see `GatherBuffer.room`
+        )
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
@@ -149,6 +178,8 @@ class AllGatherGemm(NumberedCalls):
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:
             return f"rank {peer} pushed {failure.seen} rows, not as many as this rank passed"
+        if failure.kind == mail.NO_MAIL.value:
+            return f"rank {peer}, or one that it waits for, did not send its rows in time"
         if failure.kind == NOT_SENT.value:  # about this rank
             return f"chunk {peer} was not copied to all peers, {self._peers()}, in time"
         return f"rank {peer}, or one that it waits for, did not push chunk {peer} in time"
@@ -261,12 +292,27 @@ class AllGatherGemm(NumberedCalls):
         )
         choose = Standing(options.choose)
         fill_nan = filler_of_chunks(out, self._pusher.flags, self.rank, rows)
-        return GatherLayout(rows, class_of_rows(shape[0]), shape, options, choose, fill_nan)
+        made = GatherLayout(rows, class_of_rows(shape[0]), shape, options, choose, fill_nan)
+        if self._mail is not None and made.size_class <= self.world_size * mail.MOST_ROWS:
+            made = replace(made, mail=self._prepare_mail(*self._buffer.room(rows)))
+        return made
 
-    def _agree(self, layout: GatherLayout, is_capturing: bool) -> bool:
-        size_class = layout.size_class
-        wants = self._fixed.consumer is None and self._collective.wants(size_class, self._key)
-        return self._collective.agree(size_class, layout.rows, wants=wants, is_capturing=is_capturing)
+    def _prepare_mail(self, gathered: torch.Tensor, own: torch.Tensor) -> Callable[[int], None]:
+        assert self._mail is not None
+        return by_mail.prepare(self.rank, self._sms or INTERPRETED_PROGRAMS, self._mail, own, gathered)
+
+    def _agree(self, layout: GatherLayout, is_capturing: bool) -> int:
+        key = layout.size_class
+        return self._collective.agree(key, layout.rows, vote=self._vote(layout), is_capturing=is_capturing)
+
+    def _vote(self, layout: GatherLayout) -> int:
+        if self._fixed.consumer is not None:
+            return 0
+        if layout.mail is None:
+            return self._collective.vote(layout.size_class, self._key)
+        return (
+            BY_MAIL if self._low_latency else self._collective.vote(layout.size_class, self._key, LOW_LATENCY)
+        )
 
     def _allocate_results(self, layout: GatherLayout, given: tuple[Any, ...]) -> Product:
         a_shard, weight, out, epilogue = given
@@ -281,11 +327,9 @@ class AllGatherGemm(NumberedCalls):
             return product._replace(epilogue=epilogue._replace(scale_a=self._buffer.scales))
         return product
 
-    def _exchange(
-        self, layout: GatherLayout, product: Product, by_collective: bool, is_capturing: bool
-    ) -> torch.Tensor:
-        if by_collective:
-            self._run_collective(product)
+    def _exchange(self, layout: GatherLayout, product: Product, way: int, is_capturing: bool) -> torch.Tensor:
+        if way:
+            self._gather_and_multiply(way, product)
             return product.out
         choice = self._choose(layout)
         call = self._call_of(product, choice)
@@ -297,12 +341,16 @@ class AllGatherGemm(NumberedCalls):
         self._pusher.finish(is_capturing=is_capturing)
         return product.out
 
-    def _run_collective(self, product: Product) -> None:
-        """See [Note: a collective needs no permit]."""
+    def _gather_and_multiply(self, way: int, product: Product) -> None:
+        """Gather by a collective or by mail: for both see [Note: a collective needs no permit]."""
         _, weight, out, epilogue, layout = product
         gathered, own = self._buffer.room(layout.rows)
         self._gathered = -layout.rows
-        self._collective.all_gather(gathered, own)
+        if way == COLLECTIVE:
+            self._collective.all_gather(gathered, own)
+        else:
+            assert layout.mail is not None
+            layout.mail(self._patience_ticks)
         epilogue = epilogue._replace(scale_a=self._format.scales_in(gathered))
         multiply_into(out.detach(), self._format.rows_in(gathered), weight.detach().T, epilogue)
 
@@ -339,8 +387,14 @@ class AllGatherGemm(NumberedCalls):
     # ---- calls that fail
 
     def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
-        if went_ahead is not None and went_ahead[0] == COLLECTIVE:
-            self._take_part(went_ahead[1])
+        way, rows = went_ahead or (0, 0)
+        if way == COLLECTIVE:
+            self._take_part(rows)
+        elif way == BY_MAIL:
+            width, of_row = self._format.memory
+            nan = by_mail.NAN_OF_FP8 % 256 if self._format.is_scaled else math.nan
+            gathered = torch.full((self.world_size, rows, width), nan, dtype=of_row, device=self.device)
+            self._prepare_mail(gathered.flatten(0, 1), gathered[self.rank])(self._patience_ticks)
         else:
             self._stand_in_by_pushes(self._pusher.flags, counted=True)
         self._gathered = 0
@@ -350,3 +404,8 @@ class AllGatherGemm(NumberedCalls):
 
     def _take_part(self, rows: int) -> None:
         self._collective.all_gather(*self._buffer.room(rows))
+
+    def _leave_peers(self) -> None:
+        super()._leave_peers()
+        if self._mail is not None:
+            mail.leave(self._lost, self.rank)

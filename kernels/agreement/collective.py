@@ -56,8 +56,8 @@ class Collective:
     """The collective of one operation, and the agreement on making it; opening is collective.
 
     operation, choice: names in errors and of the `tunable`. fixed: always or never; None: tuned, for up to
-    `most_rows` of all ranks. Raises ValueError on all ranks if they pass different values, or if their
-    process group cannot make it.
+    `most_rows` of all ranks. has_further: calls may take ways beside WAYS, so ranks agree in any case. Raises
+    ValueError on all ranks if they pass different values, or if their process group cannot make it.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class Collective:
         fixed: bool | None,
         timeout_s: float,
         most_rows: float = MOST_ROWS,
+        has_further: bool = False,
     ) -> None:
         memory.require_equal("collective", str(fixed))
         if fixed not in (None, True, False):
@@ -79,18 +80,13 @@ class Collective:
         self._world_size, self._is_on_cpu = memory.world_size, memory.device.type == "cpu"
         # How many have been made in the last eager call, if ranks agreed on them; else None.
         self.made: int | None = None
-        self._wants: dict[Hashable, Standing[bool]] = {}
-        self._ballots = None if fixed is False or memory.world_size == 1 else self._open_ballots(memory)
+        self._votes: dict[Hashable, Standing[str]] = {}
+        is_open = memory.world_size > 1 and (fixed is not False or has_further)
+        self._ballots = self._open_ballots(memory) if is_open else None
 
     def _open_ballots(self, memory: SymmetricMemory) -> Ballots | None:
         """Return the ranks' ballots; None if the collective cannot be made, and need not."""
-        device, backends = memory.device.type, str(dist.get_backend_config(self._group))
-        memory.require_equal("the process group's backends", backends)
-        backend = dict(pair.split(":") for pair in backends.split(",")).get(device)
-        if backend is None or (device == "cuda" and backend != "nccl"):
-            if self._fixed:
-                needed = "NCCL" if device == "cuda" else "a backend"
-                raise ValueError(f"collective=True needs {needed} on {device}; the group has {backends}")
+        if self._fixed is not False and not self._has_backend(memory):
             return None
         try:
             return Ballots(self._operation, self._group, self._timeout_s)
@@ -100,39 +96,57 @@ class Collective:
             _log.info("%s makes no collectives: %s", self._operation, error)
             return None
 
-    def wants(self, rows: int, key: tuple[Hashable, ...]) -> bool:
-        """Return whether this rank votes for the collective; `rows` are those of all ranks.
-
-        key: of the `tunable`, beside rows and ranks; equal on all ranks.
-        """
-        if self._fixed is not None or self._ballots is None:
-            return bool(self._fixed)
-        if rows > self._most_rows:
+    def _has_backend(self, memory: SymmetricMemory) -> bool:
+        device, backends = memory.device.type, str(dist.get_backend_config(self._group))
+        memory.require_equal("the process group's backends", backends)
+        backend = dict(pair.split(":") for pair in backends.split(",")).get(device)
+        if backend is None or (device == "cuda" and backend != "nccl"):
+            if self._fixed:
+                needed = "NCCL" if device == "cuda" else "a backend"
+                raise ValueError(f"collective=True needs {needed} on {device}; the group has {backends}")
             return False
-        wants = self._wants.get((rows, key))
-        if wants is None:
-            ask = functools.partial(self._ask, (rows, self._world_size, *key))
-            wants = remember(self._wants, (rows, key), Standing(ask))
-        return wants()
+        return True
 
-    def _ask(self, key: tuple[Hashable, ...]) -> bool:
-        return tunable(self._choice, WAYS, key=key, among=self._group or dist.group.WORLD) == WAYS[1]
+    def vote(self, rows: int, key: tuple[Hashable, ...], *further: str) -> int:
+        """Return the way that this rank votes for, by its number in WAYS; `rows` are those of all ranks.
 
-    def agree(self, key: Hashable, terms: int, *, wants: bool, is_capturing: bool) -> bool:
-        """Return whether a call is made by the collective: the same on all ranks. Call it once in each.
+        key: of the `tunable`, beside rows and ranks; equal on all ranks. further: ways beside WAYS, which
+        such calls may take; they are numbered on.
+        """
+        ways = (*WAYS, *further)
+        if self._fixed or self._ballots is None:
+            return int(bool(self._fixed))
+        if self._fixed is False or rows > self._most_rows:
+            ways = (WAYS[0], *further)
+        if len(ways) == 1:
+            return 0
+        vote = self._votes.get((rows, key))
+        if vote is None:
+            ask = functools.partial(self.choose, ways, (rows, self._world_size, *key))
+            vote = remember(self._votes, (rows, key), Standing(ask))
+        return (*WAYS, *further).index(vote())
+
+    def choose(self, ways: tuple[str, ...], key: tuple[Hashable, ...]) -> str:
+        """Return the way of these that this rank would take; key: what it depends on, equal on all ranks."""
+        if len(ways) == 1:
+            return ways[0]
+        return tunable(self._choice, ways, key=key, among=self._group or dist.group.WORLD)
+
+    def agree(self, key: Hashable, terms: int, *, vote: int, is_capturing: bool) -> int:
+        """Return the way of a call, by number: the same on all ranks. Call it once in each.
 
         It waits for the peers' hosts if this rank votes for another way than the last call of that key took,
         and raises as `Ballots.agree` does.
         """
         if self._ballots is None:
-            return wants and self._world_size == 1
+            return vote
         if is_capturing:
-            return bool(self._ballots.standing(key))
+            return self._ballots.standing(key)
         self.made = None
-        agreed = bool(self._ballots.agree(key, int(wants), terms))
-        if agreed:
+        way = self._ballots.agree(key, vote, terms)
+        if way == COLLECTIVE:
             self.made = 0
-        return agreed
+        return way
 
     def refuse(self) -> tuple[int, int] | None:
         """Count a call that this rank refuses; return way and terms of the ranks that have gone ahead.

@@ -32,6 +32,7 @@ import triton
 from dist_autotune import is_tuning, tunable
 from dist_autotune.launch.tunable import Standing
 
+from ..exchange import mail
 from ..exchange.call import NumberedCalls
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..gemm.configs import class_of_rows
@@ -151,7 +152,7 @@ class GemmAllReduce(NumberedCalls):
     def _allocate(self) -> None:
         memory, world = self._memory, self.world_size
         memory.require_equal("way", str(self._fixed))  # what is allocated depends on it
-        self._has_low_latency = self._wants_low_latency and low_latency.can_take(1, self._n, self._dtype)
+        self._has_low_latency = self._wants_low_latency and mail.can_take(1, self._n, self._dtype)
         self._parts = memory.allocate((self._m, self._n), self._dtype)
         self._own = OwnBuffer(self._parts.local)
         self._sums = memory.allocate((triton.cdiv(self._m, world), self._n), self._dtype)
@@ -163,11 +164,11 @@ class GemmAllReduce(NumberedCalls):
         self._own_table = memory.hold(self._table_of_parts[self.rank :].clone())
         self._own_table.points_to = (self._parts.local,)  # type: ignore[attr-defined]
         self._held = pull.PullMemory(table_of_words, self._words.local, ticket, self._errors)
-        self._mail: low_latency.MailMemory | None = None
+        self._mail: mail.MailMemory | None = None
         self._sending: sending.SendMemory | None = None
         if self._has_low_latency and world > 1:
             of_mail = (memory, self._m, self._n, self._dtype, self._errors)
-            self._mail, self._lost = low_latency.open_mail(*of_mail)
+            self._mail, self._lost = mail.open_mail(*of_mail)
             if sending.pays_on(self.device, self._dtype):
                 self._sending = sending.open_sums(memory, self._mail, self._m, self._n)
         self._collective = self._ways = self._open_ways(memory)
@@ -175,7 +176,7 @@ class GemmAllReduce(NumberedCalls):
         self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
 
     def _takes_low_latency(self, rows: int) -> bool:
-        return self._has_low_latency and rows <= low_latency.MOST_ROWS
+        return self._has_low_latency and rows <= mail.MOST_ROWS
 
     def _check_peers(self) -> None:
         self._ways.check()
@@ -465,12 +466,12 @@ class GemmAllReduce(NumberedCalls):
             self._scatter._leave_peers()
         pull.leave(self._words, self.rank)
         if self._mail is not None:
-            low_latency.leave(self._lost, self.rank)
+            mail.leave(self._lost, self.rank)
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:
             return f"rank {peer} has {failure.seen} rows, not as many as this rank"
         if failure.kind == NOT_READ.value:
             return f"rank {peer}, or one that it waits for, did not read the rows of rank {self.rank} in time"
-        verb = "send" if failure.kind == low_latency.NOT_SENT.value else "offer"
+        verb = "send" if failure.kind == mail.NO_MAIL.value else "offer"
         return f"rank {peer}, or one that it waits for, did not {verb} its rows in time"

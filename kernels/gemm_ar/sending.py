@@ -4,7 +4,7 @@ Reading the weight is what takes time. A program multiplies BLOCK_N rows of the 
 columns, by all rows of `a`; as many stages as fit shared memory are on their way. Of a weight with few rows
 SPLIT programs share a tile: each leaves its float32 sums, and the last to come adds them up, in their order;
 it waits for nobody. The result is rounded, stamped and stored to the mail of all ranks, this one's too (see
-`low_latency`). `exchange_rows` behind it sends nothing, and finds a rank's own words as it does a peer's.
+`exchange.mail`). `exchange_rows` behind it sends nothing, and finds a rank's own words as it does a peer's.
 
     sums     float32 [tiles, SPLIT, BLOCK_N, BLOCK_M]: what programs that share a tile have found
     arrived  int32 [tiles]: how many of them have come; the last one resets it
@@ -30,11 +30,11 @@ import triton.language as tl
 
 from ..compat import compiled_for
 from ..configs import INTERPRETED, capability, fitting, take_first
+from ..exchange.mail import MOST_ROWS, TICKET_BITS, MailMemory, stamp_of, word_of
 from ..gemm.configs import class_of_rows
 from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..signals import count_up
 from ..symm import SymmetricMemory
-from .low_latency import MOST_ROWS, TICKET_BITS, MailMemory, stamp_of, word_of
 
 LARGEST_STEP = 256  # of the candidates' along K
 QUANTUM = 16  # of K, and of bytes: what rows are loaded by

@@ -19,8 +19,6 @@ from collections.abc import Callable, Hashable
 
 import torch.distributed as dist
 
-from dist_autotune import tunable
-
 from ..agreement.collective import Collective
 from ..symm import SymmetricMemory
 
@@ -73,27 +71,13 @@ class Ways(Collective):
             ways.append(OVERLAPPED)
         return tuple(ways)
 
-    def choose(self, options: tuple[str, ...], key: tuple[Hashable, ...]) -> str:
-        """Return the way of these that this rank would take; key: what it depends on, equal on all ranks."""
-        if len(options) == 1:
-            return options[0]
-        return tunable(self._choice, options, key=key, among=self._group or dist.group.WORLD)
-
     def settle(self, key: Hashable, way: str, rows: int, *, is_capturing: bool) -> str:
         """Return the way of this call, the same on all ranks. To be asked once in each.
 
         It waits for the peers' hosts if this rank would take another way than the last call with that key
         did. Raises PeerTimeout, and ValueError as `Ballots.agree` does.
         """
-        if self._ballots is None:
-            return way
-        if is_capturing:
-            return _ON_BALLOTS[self._ballots.standing(key)]
-        self.made = None
-        way = _ON_BALLOTS[self._ballots.agree(key, _ON_BALLOTS.index(way), rows)]
-        if way == COLLECTIVE:
-            self.made = 0
-        return way
+        return _ON_BALLOTS[self.agree(key, rows, vote=_ON_BALLOTS.index(way), is_capturing=is_capturing)]
 
     def of_peers(self, went_ahead: tuple[int, int] | None) -> tuple[str, int]:
         """Return the way and the rows of peers that have gone ahead; 0 rows: any, as there are no ballots."""

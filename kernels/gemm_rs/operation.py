@@ -237,10 +237,10 @@ class GemmReduceScatter(NumberedCalls):
             return specialized.SpecializedBody(operands, self._held)
         return PlainBody(operands, self._held, has_tma=self._has_tma, upcasts=self._upcasts)
 
-    def _agree(self, layout: ScatterLayout, is_capturing: bool) -> bool:
+    def _agree(self, layout: ScatterLayout, is_capturing: bool) -> int:
         size_class = layout.size_class
-        wants = self._collective.wants(size_class, self._key)
-        return self._collective.agree(size_class, layout.all_rows, wants=wants, is_capturing=is_capturing)
+        vote = self._collective.vote(size_class, self._key)
+        return self._collective.agree(size_class, layout.all_rows, vote=vote, is_capturing=is_capturing)
 
     def _allocate_results(self, layout: ScatterLayout, given: tuple[Any, ...]) -> ScatterOperands:
         a, weight, out, addend, scale_a, scale_weight = given
@@ -249,9 +249,9 @@ class GemmReduceScatter(NumberedCalls):
         return ScatterOperands(a, weight, out, addend, scale_a, scale_weight)
 
     def _exchange(
-        self, layout: ScatterLayout, operands: ScatterOperands, by_collective: bool, is_capturing: bool
+        self, layout: ScatterLayout, operands: ScatterOperands, way: int, is_capturing: bool
     ) -> torch.Tensor:
-        if by_collective:
+        if way == COLLECTIVE:
             self._run_collective(operands)
             return operands.out
         body = layout.body

@@ -243,9 +243,9 @@ class ExpertOperation(NumberedCalls):
         kind, experts, topk, _ = plan
         most_tokens = max(self._told)
         key, of_size = (kind, experts, topk, *self._key), size_class(self.world_size * most_tokens)
-        wants = most_tokens > 0 and self._collective.wants(of_size, key)
+        vote = self._collective.vote(of_size, key) if most_tokens > 0 else 0
         key = (of_size, most_tokens > 0, *key)
-        return self._collective.agree(key, self._terms(plan), wants=wants, is_capturing=is_capturing)
+        return bool(self._collective.agree(key, self._terms(plan), vote=vote, is_capturing=is_capturing))
 
     def _terms(self, plan: ExpertPlan) -> int:
         return digest_of((KINDS.index(plan.kind), plan.experts, plan.topk, *self._told))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from operation_runs import device, seed_and_leave_one
 from operations import HALF, DenseRuns, factors, sums_of_ranks
 
-from dist_autotune.kernels.ag_gemm import AllGatherGemm, specialized
+from dist_autotune.kernels.ag_gemm import AllGatherGemm, by_mail, specialized
 from dist_autotune.kernels.ag_gemm.call import GatherLayout
 from dist_autotune.kernels.ag_gemm.choices import Choice
 from dist_autotune.kernels.ag_gemm.plain import CANDIDATES, all_gather_gemm
@@ -93,13 +93,17 @@ def call_and_compare(
     return error_ratio(out, full, weight)
 
 
-def begin(rank: int, candidate: int | None = None) -> None:
-    """Seed this rank and leave its kernel one candidate: by default another one on each rank.
+OF_GATHERING = ((all_gather_gemm, CANDIDATES), (by_mail.exchange_shards, by_mail.CANDIDATES))
 
-    The kernel is that in plain Triton: the other one, which a Hopper GPU would take, has tests of its own.
+
+def begin(rank: int, candidate: int | None = None) -> None:
+    """Seed this rank and leave its kernels one candidate: by default another one on each rank.
+
+    The GEMM is that in plain Triton: the other one, which a Hopper GPU would take, has tests of its own.
     """
     specialized.can_run = lambda *args: False
-    seed_and_leave_one(rank, all_gather_gemm, CANDIDATES, candidate)
+    for kernel, candidates in OF_GATHERING:
+        seed_and_leave_one(rank, kernel, candidates, candidate)
     take_first.configs_not_timed()  # nothing is told of a job before this one, whose launch failed
 
 
@@ -123,6 +127,7 @@ def choose_at_random(op: AllGatherGemm, seed: object) -> None:
 WAYS = {
     "plain": {"consumer": "plain"},
     "collective": {"collective": True},
+    "low-latency": {"low_latency": True},
 }
 WAYS_ON_GPUS = {"specialized": {"consumer": "specialized"}, **WAYS}
 LANES = ("eager", "as captured")
@@ -162,6 +167,10 @@ class GatheringRows(DenseRuns):
         with mock.patch.object(specialized, "can_run", specialized.can_run), super().begun():
             yield
 
+    @property
+    def kernels(self):
+        return [*super().kernels, (by_mail.exchange_shards, by_mail.CANDIDATES)]
+
     def sizes(self, k, n):
         return k, n
 
@@ -194,6 +203,18 @@ class GatheringRows(DenseRuns):
 
 
 GATHERING_ROWS = GatheringRows()
+
+
+class GatheringByMail(GatheringRows):
+    """Calls of few rows, which one launch gathers before cuBLAS."""
+
+    def poison(self, op):
+        if op._mail is not None:  # NaN in each type, stamped by no call that is near
+            op._mail.mail.fill_((1 << 60) - 1)
+        super().poison(op)
+
+
+GATHERING_BY_MAIL = GatheringByMail(low_latency=True)
 
 
 class OfSpecializedKernel(GatheringRows):

@@ -62,7 +62,7 @@ def launches_of(op):
 
 def prefer(op, choose):
     """Have this rank want a collective where `choose()` says so, whatever its peers want."""
-    op._collective.wants = lambda rows, key: choose()
+    op._collective.vote = lambda rows, key: int(choose())
 
 
 def note_agreements(op, made):
@@ -222,7 +222,7 @@ def test_where_one_rank_tunes_or_knows_a_result_alone_nobody_makes_it(rank):
         if rank == 0:
             name, key = op._collective._choice, (32, 2, *op._key)
             CHOICES.remember(name, key_text(key), digest('"collective"'), (0, 1))
-            assert op._collective.wants(32, op._key)
+            assert op._collective.vote(32, op._key)
         errors += [step() for _ in range(3)]
         assert len(launched) == 33
     return errors
@@ -235,10 +235,10 @@ def test_it_is_tried_up_to_a_number_of_rows(monkeypatch):
     )
     with GemmReduceScatter(8, 8, HALF, backend="shm") as op:
         made = op._collective
-        assert not made.wants(8, ())  # there is one rank
+        assert not made.vote(8, ())  # there is one rank
         made._ballots = types.SimpleNamespace(check=lambda: None)
-        assert made.wants(collective.MOST_ROWS, ("k",))
-        assert not made.wants(collective.MOST_ROWS + 1, ("k",))
+        assert made.vote(collective.MOST_ROWS, ("k",))
+        assert not made.vote(collective.MOST_ROWS + 1, ("k",))
     assert asked == [(collective.MOST_ROWS, 1, "k")]
 
 
@@ -251,7 +251,7 @@ def test_a_group_that_cannot_make_it_is_refused_where_it_is_fixed(rank):
     told = "ValueError: collective=True needs a backend on cpu; the group has cuda:nccl,xcpu:gloo"
     assert message_of(lambda: GemmReduceScatter(8, 16, HALF, collective=True, timeout_s=PATIENCE_S)) == told
     with GemmReduceScatter(8, 16, HALF, timeout_s=PATIENCE_S) as op:
-        assert not op._collective.wants(8, ())
+        assert not op._collective.vote(8, ())
         return [SCATTERING_SUMS.call_and_compare(op, [4], 16)]
 
 

@@ -10,7 +10,7 @@ import functools
 
 import pytest
 import torch.distributed as dist
-from dense_runs import GATHERING_ROWS, REDUCING, SCATTERING_SUMS, GatheringRows, Reducing
+from dense_runs import GATHERING_BY_MAIL, GATHERING_ROWS, REDUCING, SCATTERING_SUMS, GatheringRows, Reducing
 from every_operation import EVERY, EXPERTS, OF_ONE_WAY, each
 from operation_runs import TWO, die, end_of, hold_launch, message_of, on_ranks
 from rank_programs import wait_for
@@ -73,6 +73,7 @@ class OneSum(Reducing):
 OTHER_ROWS = {
     "AllGatherGemm": (GATHERING_ROWS, {}, rows_of_gather),
     "AllGatherGemm, by a collective": (GATHERING_ROWS, {"collective": True}, rows_of_gather),
+    "AllGatherGemm, low-latency": (GATHERING_BY_MAIL, {}, rows_of_gather),
     "GemmReduceScatter": (SCATTERING_SUMS, {}, rows_of_scatter),
     "GemmReduceScatter, by a collective": (SCATTERING_SUMS, {"collective": True}, rows_of_scatter),
     "GemmAllReduce": (OneSum(), {}, rows_of_reduce),
@@ -131,6 +132,7 @@ def test_so_do_rows_of_another_class_that_has_no_way_yet(rank, runs):
 
 OR_ANOTHER = "rank {0}, or one that it waits for, did not "
 LOST = {"AllGatherGemm": OR_ANOTHER + "push chunk {0} in time"}
+LOST |= {"AllGatherGemm, low-latency": OR_ANOTHER + "send its rows in time"}
 LOST |= {"GemmReduceScatter": OR_ANOTHER + "push its sums"}
 LOST |= {f"GemmAllReduce, {way}": OR_ANOTHER + "offer its rows in time" for way in OF_KERNELS}
 LOST |= {f"GemmAllReduce, {LOW_LATENCY}": OR_ANOTHER + "send its rows in time"}

@@ -9,7 +9,7 @@ import time
 from unittest import mock
 
 import pytest
-from dense_runs import Reducing, reduce_error_ratio
+from dense_runs import GATHERING_BY_MAIL, Reducing, reduce_error_ratio
 from every_operation import EVERY, EXPERTS, WITH_COLLECTIVES
 from operation_runs import message_of, on_ranks
 
@@ -35,6 +35,7 @@ OPERATIONS = {name: (runs, {}) for name, runs in EVERY.items() if name != "GemmA
 OPERATIONS |= {
     f"{name}, by a collective": (runs, {"collective": True}) for name, runs in WITH_COLLECTIVES.items()
 }
+OPERATIONS |= {"AllGatherGemm, low-latency": (GATHERING_BY_MAIL, {})}
 OPERATIONS |= {f"GemmAllReduce, {way}": (OneSum(way), {}) for way in (None, *WAYS)}
 
 

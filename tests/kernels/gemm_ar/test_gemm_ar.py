@@ -20,8 +20,8 @@ from operation_runs import device, message_of, on_ranks
 from operations import HALF, factors
 
 from dist_autotune import contextual_autotune
+from dist_autotune.kernels.exchange.mail import TICKET_BITS
 from dist_autotune.kernels.gemm_ar import GemmAllReduce
-from dist_autotune.kernels.gemm_ar.low_latency import TICKET_BITS
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, TWO_SHOT, WAYS
 from ranks import meet
 

@@ -1,0 +1,145 @@
+"""The gather of few rows by mail: one launch sends this rank's rows to its peers, and keeps what they send.
+
+A copy engine needs a launch, a permit and some driver calls for each chunk, about 15 us whatever its size. Up
+to 64 rows of a rank go in stamped words, as those of `GemmAllReduce` do: see `exchange.mail`. cuBLAS then
+multiplies the gathered rows. What a rank's row is made of does not matter here: its words are moved as int32.
+
+A program sends parts of own rows as long as there are some, then takes parts of the peers' rows, the next
+rank's first. Who receives nothing within `patience_ticks` records the peer and writes NaN in its place.
+
+No GPU has run it yet (docs/not-yet-run.md), so calls take this way only where the caller asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..configs import INTERPRETED, not_too_large, take_first
+from ..exchange.mail import TICKET_BITS, TICKETS, Mail, MailMemory, receive_part, send_part, stamp_of
+from ..gemm.configs import class_of_rows
+from ..launches.settled import SettledLaunches, ShapeLaunch
+from ..tensors import FP8
+
+# Each element of a word is NaN, in fp8 or in a wider type; a scale in fp8 is finite then.
+NAN_OF_FP8, NAN = 0x7F7F7F7F, 0x7FFF7FFF
+
+
+def candidate(block: int, per_sm: int, warps: int) -> triton.Config:
+    """Return the config of parts of so many words, and so many programs on an SM."""
+    return triton.Config({"BLOCK": block, "PER_SM": per_sm}, num_warps=warps, num_stages=1)
+
+
+GPU_CANDIDATES = [
+    candidate(512, 1, 4),
+    candidate(1024, 1, 4),
+    candidate(256, 2, 2),
+    candidate(2048, 1, 8),
+    candidate(512, 2, 4),
+]
+CANDIDATES = [candidate(16, 1, 4), candidate(8, 2, 4)] if INTERPRETED else GPU_CANDIDATES
+
+
+def prune(configs: list[triton.Config], named_args: dict[str, Any], **kwargs: Any) -> list[triton.Config]:
+    """Return the candidates whose parts are no longer than a row needs; never none."""
+    return not_too_large(configs, BLOCK={**named_args, **kwargs}["length"])
+
+
+@triton.autotune(
+    configs=CANDIDATES,
+    key=["size_class", "length", "WORLD"],
+    prune_configs_by={"early_config_prune": prune},
+    do_bench=take_first,
+)
+@triton.jit(do_not_specialize=["rows", "capacity", "size_class", "rank", "lost_word", "patience_ticks"])
+def exchange_shards(
+    table_ptr,  # int64 [WORLD]: where the mail of each rank lies
+    mail_ptr,  # int64 [2, WORLD, capacity, length]
+    ticket_ptr,  # int64 [1]
+    lost_ptr,  # int32 [1]
+    errors_ptr,  # int64 [WORLD], in memory that the host reads without waiting
+    shard_ptr,  # int32 [rows, length]: the words of this rank's rows
+    gathered_ptr,  # int32 [WORLD, rows, length], of which the own rows are in place
+    rows,
+    capacity,  # rows of a slot
+    size_class,  # of rows
+    length,  # words of a row
+    rank,
+    lost_word,  # written in place of words that do not come
+    patience_ticks,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,  # words of a part
+    PER_SM: tl.constexpr,  # the grid's: programs on an SM, at most
+):
+    """Send this rank's rows to its peers, and write theirs to `gathered_ptr`."""
+    blocks = tl.cdiv(length, BLOCK)
+    parts = rows * blocks
+    programs = tl.num_programs(0)
+    ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
+    call = (ticket >> TICKET_BITS) + 1
+    part = tl.cast(ticket & (TICKETS - 1), tl.int32)
+    stamp = stamp_of(call, rows)
+    mail = Mail(table_ptr, mail_ptr, capacity, length, lost_ptr, errors_ptr, rank, stamp, patience_ticks)
+    while part < parts:
+        send_part(shard_ptr, part // blocks, part % blocks, mail, WORLD, BLOCK)
+        part = tl.cast(tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu") & (TICKETS - 1), tl.int32)
+    order = part - parts  # how many programs came here before
+    for item in range(order, parts * (WORLD - 1), programs):
+        sender = (rank + 1 + item // parts) % WORLD
+        row = item % parts // blocks
+        first = item % blocks * BLOCK
+        words, is_lost = receive_part(
+            shard_ptr, row, first, mail, shard_ptr, sender, sender + 1, WORLD, BLOCK, True
+        )
+        places = first + tl.arange(0, BLOCK)
+        to_ptr = gathered_ptr + (tl.cast(sender, tl.int64) * rows + row) * length
+        tl.store(to_ptr + places, tl.where(is_lost != 0, lost_word, words), mask=places < length)
+    if order == programs - 1:
+        tl.atomic_add(ticket_ptr, -parts - programs + TICKETS, sem="relaxed", scope="gpu")
+
+
+class ShardsShape(NamedTuple):
+    """Key of the settled launches: config, compiled kernel and grid depend on it."""
+
+    size_class: int
+    length: int
+    rows: int
+    world_size: int
+    sms: int
+    device: torch.device
+    aligned: tuple[bool, ...]  # to 16 bytes: of each tensor
+
+    def sizes(self) -> dict[str, int]:
+        return {"size_class": self.size_class, "length": self.length}
+
+    def constants(self) -> dict[str, Any]:
+        return {"WORLD": self.world_size}
+
+    def grid(self, meta: dict[str, Any]) -> tuple[int, int, int]:
+        """Return how many programs run: at most the parts that a rank receives."""
+        parts = self.rows * triton.cdiv(self.length, meta["BLOCK"]) * max(1, self.world_size - 1)
+        return min(parts, meta["PER_SM"] * self.sms), 1, 1
+
+
+_SETTLED: SettledLaunches[ShardsShape] = SettledLaunches(exchange_shards, operation="AllGatherGemm")
+
+
+def prepare(
+    rank: int, sms: int, memory: MailMemory, shard: torch.Tensor, gathered: torch.Tensor
+) -> Callable[[int], None]:
+    """Return what enqueues the exchange, given the patience, on the current stream.
+
+    shard [rows, row of memory], a part of gathered [W * rows, row of memory], which is contiguous.
+    """
+    tensors = (*memory, shard.view(torch.int32), gathered.view(torch.int32))
+    (rows, length), world_size = tensors[-2].shape, len(memory.table)
+    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    shape = ShardsShape(class_of_rows(rows), length, rows, world_size, sms, shard.device, aligned)
+    lost_word = NAN_OF_FP8 if shard.dtype in (torch.uint8, FP8) else NAN
+    numbers = (rows, memory.mail.shape[2], shape.size_class, length, rank, lost_word)
+    launch = ShapeLaunch(_SETTLED, shape, held=tensors, numbers=numbers)
+    return lambda patience_ticks: launch((), (), (patience_ticks,))
