@@ -18,6 +18,7 @@ from ..triton_api import footprint, identity, interception
 from ..triton_api.footprint import RecordedGrid
 from ..triton_api.launch import Key, Launch, kernel_of, load_kernel
 from .fast_path import CallUnderWay
+from .incumbents import launch_first_working
 from .rank_context import NONE_FAILED, Binding, RankContext, Stage
 from .registry import Registry
 from .tunable import CHOICES, KnownChoices, Ranks, option_texts
@@ -72,7 +73,6 @@ class Dispatcher:
             return self._launch_incumbent(call, launch, failed)
         binding = self._binding(call, launch)
         call.keep(launch)
-        failed = {**failed, **({} if call.tunes else binding.rank_context.failing)}
         candidate = self._candidate(call, binding, failed)
         while True:
             self._check_tuned(binding.rank_context, candidate)
@@ -80,14 +80,13 @@ class Dispatcher:
             try:
                 result = self._launch(call, launch, binding, candidate)
                 self._keep_form(call, launch, binding, result)
-                binding.rank_context.failures.pop(candidate, None)
                 if self._is_settled(call, binding.rank_context) and not failed:
                     call.add(launch.tuner, binding.key, config)
                 return result
             except Exception as error:
                 if not (found := self.failure(call, launch, config, error)):
                     raise
-                failed |= found
+                failed = {**failed, **found}
             candidate = binding.rank_context.chosen(binding, failed)
 
     def choose(self, call: CallUnderWay, name: str, options: Sequence[Any], key: Key, among: Ranks) -> Any:
@@ -211,28 +210,14 @@ class Dispatcher:
         call.settled.clear()
         with self._lock:  # threads may launch it at once; its replacement has not failed
             if not call.tunes or (context.stage is Stage.SETTLED and is_out_of_memory(error)):
-                self._excuse(call, context, candidate, reason, counts=not is_out_of_memory(error))
-                return {candidate: reason}
-            context.bans.setdefault(candidate, reason)
-            if context.run.choice in (candidate, None):
-                context.run.choice = context.stand_in()
+                if context.failures.setdefault(candidate, reason) is reason:  # the first one
+                    what = f"{context.title}: {config_label(context.texts[candidate])}"
+                    self._note(f"{what} failed in a settled launch, another stands in: {reason}")
+            else:
+                context.bans.setdefault(candidate, reason)
+                if context.run.choice in (candidate, None):
+                    context.run.choice = context.stand_in()
         return {candidate: reason}
-
-    def _excuse(
-        self, call: CallUnderWay, context: RankContext, candidate: str, reason: str, *, counts: bool
-    ) -> None:
-        """Record the failure of a candidate that is not banned.
-
-        counts: memory had not run out, so it may fail again. After SETTLED_FAILURES in a row a session
-        launches it once more, and all ranks ban it if it fails.
-        """
-        if candidate not in context.failures:
-            config = config_label(context.texts[candidate])
-            self._note(f"{context.title}: {config} failed in a settled launch, another stands in: {reason}")
-        failures = context.failures.get(candidate, (0, ""))[0] + counts
-        context.failures[candidate] = failures, reason
-        if candidate in context.failing and not call.tunes:
-            self._note_new(call, context)
 
     def _repeat(self, launch: Launch) -> Any:
         """Launch the config that the last run has launched; its failure is raised."""
@@ -246,18 +231,13 @@ class Dispatcher:
         binding = self._known_binding(launch)
         if not interception.is_capturing():
             call.keep(launch)
-        while True:
+
+        def choose(failed: Mapping[str, str]) -> Any:
             candidate = binding.rank_context.stand_in(binding.configs, failed)
             self._check_tuned(binding.rank_context, candidate)
-            config = binding.configs[candidate]
-            try:
-                launch.run_pre_hook(config)
-                return launch.run(config)
-            except Exception as error:
-                reason = config_failure(error, launch.kwargs.get("grid"), config.pre_hook)
-                if reason is None:
-                    raise
-                failed = {**failed, candidate: reason}
+            return binding.configs[candidate]
+
+        return launch_first_working(launch, choose, failed)
 
     def _known_binding(self, launch: Launch) -> Binding:
         """Return the binding of a launch; a new one is not admitted."""
@@ -270,8 +250,7 @@ class Dispatcher:
         """Raise NotTuned in the strict mode for a launch that would not be with a search's result."""
         if self.function.is_strict and candidate != (winner := context.tuned):
             about, kernel_id = context.identity, self._registry.names.alias(context.identity.kernel)
-            _, failure = context.failures.get(winner or "", (0, NO_CONFIG_OF_LAUNCH))
-            failure = context.bans.get(winner or "", failure)
+            failure = {**context.failures, **context.bans}.get(winner or "", NO_CONFIG_OF_LAUNCH)
             raise self._registry.known.not_tuned(about, kernel_id, winner or "", failure)
 
     def _binding(self, call: CallUnderWay, launch: Launch) -> Binding:

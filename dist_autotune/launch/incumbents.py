@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import settings
@@ -19,6 +19,25 @@ if TYPE_CHECKING:
     from .fast_path import CallUnderWay
 
 
+def launch_first_working(
+    launch: Launch, choose: Callable[[Mapping[str, str]], Any], failed: Mapping[str, str] = NONE_FAILED
+) -> Any:
+    """Launch the kernel once, with the first config that does not fail.
+
+    choose: returns the config to launch, given those that have failed in this launch, with reasons.
+    """
+    while True:
+        config = choose(failed)
+        try:
+            launch.run_pre_hook(config)
+            return launch.run(config)
+        except Exception as error:
+            reason = config_failure(error, launch.kwargs.get("grid"), config.pre_hook)
+            if reason is None:
+                raise
+            failed = {**failed, identity.config_digest(config): reason}
+
+
 class IncumbentLauncher:
     """Launches on threads without a call, between runs of a session, and where there is no GPU driver."""
 
@@ -26,17 +45,16 @@ class IncumbentLauncher:
 
     def launch(self, call: CallUnderWay, launch: Launch, failed: Mapping[str, str] = NONE_FAILED) -> Any:
         """Launch the kernel once; raises NotTuned in the strict mode for a key without a result."""
-        reasons: dict[str, str] = {}
-        for config in self._configs(launch):
-            try:
-                launch.run_pre_hook(config)
-                return launch.run(config)
-            except Exception as error:
-                reason = config_failure(error, launch.kwargs.get("grid"), config.pre_hook)
-                if reason is None:
-                    raise
-                reasons[identity.config_digest(config)] = f"{config_label(str(config))}: {reason}"
-        raise NoValidConfig(f"{launch}: all {len(reasons)} configs failed. {'. '.join(reasons.values())}")
+
+        def choose(failed: Mapping[str, str]) -> Any:
+            for config in self._configs(launch):
+                if identity.config_digest(config) not in failed:
+                    return config
+            texts = {digest: config_label(str(config)) for digest, config in launch.candidates().items()}
+            reasons = ". ".join(f"{texts.get(digest, digest)}: {why}" for digest, why in failed.items())
+            raise NoValidConfig(f"{launch}: all {len(failed)} configs failed. {reasons}")
+
+        return launch_first_working(launch, choose)
 
     def choose(self, call: CallUnderWay, name: str, options: Sequence[Any], key: Key, among: Ranks) -> Any:
         """Return the settled option of a `tunable`, or the first."""
@@ -47,7 +65,7 @@ class IncumbentLauncher:
 
     @staticmethod
     def _configs(launch: Launch) -> Iterator[Any]:
-        """Yield the configs in the order to launch them; the later ones where those before have failed."""
+        """Yield the configs in the order to try them: those of searches first."""
         key, tuner = launch.key(), launch.tuner
         known = [tuner.cache[key]] if key in tuner.cache else []
         for call in list(INTERCEPTION.calls.values()):
@@ -59,5 +77,4 @@ class IncumbentLauncher:
             raise NotTuned(
                 f"{text}. Tune it once with DIST_AUTOTUNE_MODE=tune.", tuner.base_fn.__name__, str(key)
             )
-        tried = {identity.config_digest(config) for config in known}
-        yield from (config for digest, config in launch.candidates().items() if digest not in tried)
+        yield from launch.candidates().values()

@@ -24,7 +24,6 @@ from ..storage.scope import ContextIdentity
 from ..timing.samples import Reading, Samples
 from ..triton_api.launch import Key
 
-SETTLED_FAILURES = 3  # in a row, of a settled config: then others replace it until a session has banned it
 NONE_FAILED: Mapping[str, str] = {}
 
 
@@ -94,8 +93,7 @@ class RankContext:
     bindings: list[Binding] = field(default_factory=list)
     bans: dict[str, str] = field(default_factory=dict)  # candidates that failed here, with reasons
     reported_bans: set[str] = field(default_factory=set)  # candidates whose ban the peers know
-    # Candidate -> how often in a row its settled launches have failed here, and the last reason.
-    failures: dict[str, tuple[int, str]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)  # candidates whose settled launch failed once
     run: RunLaunches = field(default_factory=RunLaunches)
     shares: dict[str, int] = field(default_factory=dict)  # candidate -> thousandths of the SMs that it holds
     fills: Fills = field(default_factory=dict)  # config's text -> the part of the SMs' time it fills
@@ -165,11 +163,6 @@ class RankContext:
         """Return whether the next run has nothing to do with it unless it launches it."""
         has_work = self.samples.report is not None or self.compile.left or self.unreported_bans
         return self.stage is Stage.SETTLED and not has_work
-
-    @property
-    def failing(self) -> dict[str, str]:
-        """Return the candidates whose last settled launches have all failed, with reasons."""
-        return {c: reason for c, (times, reason) in self.failures.items() if times >= SETTLED_FAILURES}
 
     def tries(self, candidate: str) -> bool:
         """Return whether a launch of this candidate, now, is a trial."""

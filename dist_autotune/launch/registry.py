@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from threading import get_ident
 from typing import Any
 
 from msgspec.structs import replace
@@ -329,19 +328,12 @@ def _fills(launch: Launch, configs: Mapping[str, Any], texts: Mapping[str, str])
     index = preflight.current_device()
     if index < 0 or (device := footprint.device_properties(index)) is None:
         return {}
-    calls, thread, fills = INTERCEPTION.calls, get_ident(), {}
-    call = calls.get(thread)
-    calls[thread] = _ASKING
-    try:
+    fills = {}
+    with INTERCEPTION.standing_by(_ASKING):
         for each, config in configs.items():
             if (programs := launch.programs(config)) <= 0:
                 return {}
             fills[texts[each]] = footprint.fill(programs, device.multi_processor_count)
-    finally:
-        if call is None:
-            del calls[thread]
-        else:
-            calls[thread] = call
     return fills
 
 

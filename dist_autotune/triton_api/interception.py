@@ -93,11 +93,6 @@ class Interception:
         """Return the call that this thread is in, or that autograd runs on it for; None: it is in none."""
         return (self.calls and (self.calls.get(get_ident()) or self._call_of_caller())) or None
 
-    def is_in_session(self) -> bool:
-        """Return whether this thread launches for the run of the session under way."""
-        run = self.calls.get(SESSION)
-        return run is not None and self.call_here() is run
-
     def is_within(self) -> bool:
         """Return whether this thread is in a call, or autograd runs on it for one."""
         return self.call_around() is not None

@@ -6,11 +6,9 @@ import contextlib
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .. import settings
 from ..errors import AgreementTimeout, LaunchFailed, LaunchTimeout, PeerFailed
@@ -136,33 +134,6 @@ def warn_of_missing_group(name: str) -> None:
             "process group: each rank tunes alone and picks its own configs, so kernels that wait for peers "
             "hang. Call torch.distributed.init_process_group() before the first call; if each rank should "
             "tune alone, leave out is_dist=True.",
-        )
-
-
-@contextlib.contextmanager
-def optimizer_steps(is_in_session: Callable[[], bool]) -> Iterator[list[str]]:
-    """Return a list of the optimizers' classes that step in the block, in runs of the session."""
-    stepped: list[str] = []
-
-    def note(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if is_in_session():
-            stepped.append(type(optimizer).__name__)
-
-    handle = register_optimizer_step_post_hook(note)
-    try:
-        yield stepped
-    finally:
-        handle.remove()
-
-
-def warn_of_repeated_steps(name: str, stepped: list[str], *, may_be_online: bool) -> None:
-    """Warn once that a function is run again, though it steps an optimizer and nothing is put back."""
-    online = 'mode="online", which makes one run a call, or ' if may_be_online else ""
-    if stepped:
-        _warn_once(
-            f"steps of {name}",
-            f"{name} steps an optimizer ({stepped[0]}) and is tuned by running it again and again: every run "
-            f"is a step. Use {online}preserve=[model, optimizer].",
         )
 
 

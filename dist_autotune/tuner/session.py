@@ -125,10 +125,8 @@ class Session:
         beside: the result of a settled run that the call has made before. Then that is returned, and the runs
         here leave no effects, nor does one that raises.
         """
-        preserve = self.function.options.preserve
-        steps = diagnosis.optimizer_steps(INTERCEPTION.is_in_session)
-        with self._reporting_failures(), steps as stepped:
-            snapshot = Snapshot(preserve)
+        with self._reporting_failures():
+            snapshot = Snapshot(self.function.options.preserve)
             checks = self.function.checks_in_place and not self.state.is_checked
             check = InPlaceCheck(self.state.written) if checks else None
             first: list[T] = []  # the result of the first run, until the second one is compared with it
@@ -158,9 +156,6 @@ class Session:
                         self.close()
                         call.end()
                         return result
-                    if not preserve:
-                        online = self.function.bits == "any"
-                        diagnosis.warn_of_repeated_steps(self.function.name, stepped, may_be_online=online)
                     if check is not None and not is_done:
                         check.copy()
                         if self._found_in_place("tensors" if check.compares else ""):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import triton
-from kernels_for_tests import Bench, add, double, launch, numbers, only, out_of_resources, records
+from kernels_for_tests import Bench, add, double, launch, numbers, only, records
 from msgspec import structs
 from operation_runs import on_ranks
 from rank_programs import blocks_of, own_cache, statuses_of, tune, tune_on_disk
@@ -193,26 +193,6 @@ def test_a_result_that_one_rank_has_lost_is_given_to_it(without):
     for runs, *others in assert_all_ok(run_ranks(program, 2)):
         assert runs == 2  # in the first, the rank without it launched its first config
         assert tuple(others) == expected
-
-
-@on_ranks(2)
-def test_a_config_that_fails_after_all_is_settled_is_banned_on_all_ranks(rank):
-    bench, x = Bench(), numbers()
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    step = tune(bench, lambda: launch(kernel, x))
-    step()
-    if rank == 1:
-        kernel.fn.failures[32] = out_of_resources
-    bench.forget()
-    outputs = []
-    for _ in range(500):  # three failures ask for a session, which all ranks open in one later call
-        outputs.append(step())
-        ended = torch.tensor(float(blocks_of(step) == {"add64": 64} and step.settled))
-        dist.all_reduce(ended, op=dist.ReduceOp.MIN)
-        if ended:
-            break
-    assert all(torch.equal(y, x + 1) for y in outputs)
-    assert (blocks_of(step), bench.blocks()[-1], step.settled) == ({"add64": 64}, 64, True)
 
 
 @pytest.mark.parametrize("watch", [True, False], ids=["watched", "unwatched"])

@@ -195,15 +195,3 @@ def test_memory_that_runs_out_again_and_again_bans_nothing(bench, kernel):
     bench.forget()
     tuned()
     assert bench.blocks() == [32]
-
-
-def test_where_nothing_can_be_agreed_a_config_that_always_fails_is_tried_three_times(bench, monkeypatch):
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    tuned()
-    monkeypatch.setenv("DIST_AUTOTUNE_MODE", "cached")
-    attempts = []
-    kernel.fn.failures[32] = lambda: attempts.append(None) or out_of_resources()
-    for _ in range(6):
-        assert torch.equal(tuned(), numbers() + 1)
-    assert len(attempts) == 3

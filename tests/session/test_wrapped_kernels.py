@@ -96,16 +96,17 @@ class Fixed(Autotuner):
         return self.fn.run(*args, **kwargs, **self.best_config.all_kwargs())
 
 
-@pytest.mark.parametrize("kind", [Library, Fixed])
-def test_a_subclass_that_launches_past_autotuner_run_is_let_be_and_named_once(bench, kind):
-    kernel, before = made_by(kind, bench, {16: 3.0, 32: 1.0}), kind.run
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    text = rf"test_wrapped_kernels\.{kind.__name__} overrides Autotuner\.run .* super"
-    with pytest.warns(UserWarning, match=text):
+def test_subclasses_that_launch_past_autotuner_run_are_let_be_and_named_once(bench):
+    kinds = {Library: 16, Fixed: 32}  # with what each launches
+    kernels, before = [made_by(kind, bench, {16: 3.0, 32: 1.0}) for kind in kinds], Fixed.run
+    tuned = bench.tune(lambda: [launch(kernel, numbers()) for kernel in kernels])
+    with pytest.warns(UserWarning, match="overrides Autotuner.run .* super") as caught:
         tuned()
-    bench.tune(lambda: launch(kernel, numbers()), name="another")()
-    assert bench.blocks() == [{Library: 16, Fixed: 32}[kind]] * 2
-    assert kind.run is before
+    named = [str(each.message).partition(" ")[0] for each in caught]
+    assert named == [f"test_wrapped_kernels.{kind.__name__}" for kind in kinds]
+    bench.tune(lambda: launch(kernels[0], numbers()), name="another")()
+    assert bench.blocks() == [*kinds.values(), 16]
+    assert Fixed.run is before
 
 
 @pytest.mark.parametrize("max_runs", [None, 2], ids=["settled", "interrupted"])

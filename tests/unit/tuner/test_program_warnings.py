@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 from kernels_for_tests import Bench, is_outside, launch, numbers, only, records
 
 from dist_autotune import WallClock
@@ -64,30 +63,6 @@ def test_ranks_without_a_process_group_are_told_once_that_each_tunes_alone(
     assert len(told) == expected
     assert all("one has is_dist=True, and 2 ranks were started (WORLD_SIZE=2), but" in text for text in told)
     assert all("init_process_group() before the first call" in text for text in told)
-
-
-def stepping(bench: Bench, **options: Any) -> Any:
-    weight = torch.nn.Parameter(numbers())
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    kernel = bench.kernel({16: 3.0, 32: 1.0})
-
-    def step() -> None:
-        launch(kernel, numbers())
-        weight.grad = torch.ones(64)
-        optimizer.step()
-
-    chosen = {"preserve": [optimizer, weight]} if options.pop("preserves", False) else {}
-    return bench.tune(step, name="step", **chosen, **options)
-
-
-def test_a_replayed_function_that_steps_an_optimizer_and_preserves_nothing_is_told_once(bench):
-    tuned = stepping(bench)
-    (text,) = said(tuned)
-    assert text.startswith("step steps an optimizer (SGD) and is tuned by running it again and again")
-    assert 'mode="online"' in text
-    assert "preserve=[model, optimizer]" in text
-    tuned.retune()
-    assert said(tuned) == []
 
 
 @pytest.mark.parametrize("mode", ["replay", "online"])
