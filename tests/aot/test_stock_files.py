@@ -1,10 +1,13 @@
-"""Stock Triton reads what `cache export --format triton` writes, and benchmarks nothing.
+"""Stock Triton reads what `cache export --format triton` writes, or its cache manager, and times nothing.
 
 The device is pretended, and raises when stock Triton asks it for a benchmark.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import triton
 from candidates import GOOD, square
 from typer.testing import CliRunner
 
+from benchmarks.common.processes import with_benchmarks
 from dist_autotune import contextual_autotune
 from dist_autotune.cli.commands import app
 
@@ -76,6 +80,39 @@ def test_stock_triton_takes_the_exported_winner(device, tmp_path, monkeypatch, f
     assert device.launched[-1]["BLOCK"] == FAST
     assert stock.best_config.kwargs == {"BLOCK": FAST}
     assert stock.configs_timings == {stock.best_config: [1.0, 1.0, 1.0]}
+
+
+STOCK = """
+import candidates, torch, triton
+from benchmarks.common.pretended_device import PretendedDevice
+device = PretendedDevice(shared_bytes=20 * 1024)
+device.install()
+kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in (%d, %d)], [])(candidates.square)
+kernel[(1,)](torch.zeros(1, dtype=torch.float16), torch.zeros(1))
+print(device.launched[-1]["BLOCK"])
+"""
+
+
+def test_a_program_that_names_the_cache_manager_runs_tuned(device, tmp_path):
+    kernel = triton.autotune([triton.Config({"BLOCK": block}) for block in (SLOW, FAST)], [])(square)
+    chosen = {"clock": Clock(device), "n_warmup": 0, "n_repeat": 1, "log_dir": None, "progress": False}
+    contextual_autotune(lambda: kernel[(1,)](X, Y), **chosen)()
+
+    def run(**environment: str) -> subprocess.CompletedProcess[str]:
+        environment = with_benchmarks(os.environ | {"TRITON_CACHE_AUTOTUNING": "1"} | environment)
+        environment["PYTHONPATH"] += os.pathsep + os.pathsep.join(sys.path)
+        command = [sys.executable, "-c", STOCK % (SLOW, FAST)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    manager = {"TRITON_CACHE_MANAGER": "dist_autotune.stock_triton:TunedCache"}
+    assert "nothing is benchmarked by stock Triton" in run().stderr
+    assert "nothing is benchmarked by stock Triton" in run(WORLD_SIZE="2", **manager).stderr  # tuned on one
+    assert run(**manager).stdout == f"{FAST}\n"
+    (file,) = (tmp_path / "triton").glob("*/*.autotune.json")
+    benchmarked = file.read_text().replace(f'"BLOCK": {FAST}', f'"BLOCK": {SLOW}')
+    file.write_text(benchmarked)
+    assert (run().stdout, run(**manager).stdout) == (f"{SLOW}\n", f"{FAST}\n")
+    assert file.read_text() != benchmarked
 
 
 def test_configs_with_a_hook_have_no_such_file(device, tmp_path):

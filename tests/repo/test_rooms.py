@@ -68,7 +68,7 @@ TUNER = Package(
         "tables",
         "version",
     },
-    {"__init__", "__main__"},
+    {"__init__", "__main__", "stock_triton"},
 )
 KERNELS = Package(
     "dist_autotune.kernels",
