@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from dist_autotune.launch.tunable import Standing
+
 from ..exchange.fill_nan import NanFiller
 from ..tensors import Apart
 
@@ -51,7 +53,7 @@ class Body(Protocol):
     A body is made for the operation's memory and for operands that lie alike, of which it keeps no address.
     """
 
-    in_steps: bool  # whether an eager call launches it once for each chunk, as a captured call does
+    in_steps: bool  # an eager call may launch it once for each chunk, as a captured call does
 
     def launch(self, operands: ScatterOperands, call: ScatterCall, patience_ticks: int) -> None:
         """Enqueue the kernel on the current stream; patience_ticks: how long it waits for a peer."""
@@ -65,5 +67,6 @@ class ScatterLayout(NamedTuple):
     rows: tuple[int, ...]  # of each rank
     shape: tuple[int, int]  # of the result
     body: Body
+    launches: Standing[str]  # of an eager call, see `operation.LAUNCHES`
     apart: Apart  # of the result and all operands
     fill_nan: NanFiller  # of the result

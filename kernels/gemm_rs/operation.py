@@ -8,9 +8,9 @@ in float32. The memory of a rank, W ranks:
     staged   [W - 1, m / W, N], symmetric, slot s - 1: the sums of rank r + s for this rank
     flags    int32 [7, W], symmetric: see `exchange.flags`
 
-Eager calls with few rows are one launch, other calls one for each chunk. Timelines of both, and why every
-wait ends: docs/protocol.md, A scatter. Where all ranks agree on it a call is cuBLAS and a collective
-instead, see `agreement.collective`.
+Eager calls with few rows are one launch, other calls one for each chunk, or as tuned. Timelines of both,
+and why every wait ends: docs/protocol.md, A scatter. Where all ranks agree on it a call is cuBLAS and a
+collective instead, see `agreement.collective`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import triton
+
+from dist_autotune import tunable
+from dist_autotune.launch.tunable import Standing
 
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.collective import Collective
@@ -52,6 +55,13 @@ from .call import Body, ScatterCall, ScatterLayout, ScatterMemory, ScatterOperan
 from .handover import NO_PERMIT
 from .plain import PlainBody
 
+# Of an eager call that may be made in steps; each rank chooses for itself. With two ranks a launch for each
+# chunk is faster (docs/benchmarks/gemm_rs_steps_2xH200_2026-11-27.md). With more, chunks have fewer tiles and
+# the last wave of each counts for more: on four, 336 tiles take three waves of 132, and four launches twelve
+# where 10.2 would do.
+ONE_LAUNCH = "one"
+LAUNCHES = ("each chunk", ONE_LAUNCH)
+
 
 class GemmReduceScatter(NumberedCalls):
     """`op(a [M, K], weight [N, K])` returns this rank's rows of `sum over ranks a @ weight.T`, [M / W, N].
@@ -69,7 +79,7 @@ class GemmReduceScatter(NumberedCalls):
 
     A warp-specialised kernel multiplies where it can: on Hopper and Blackwell, with rows that TMA can address
     and at least as many of them for each rank as its lowest tile has. With many rows it is launched once for
-    each chunk. Ranks may differ in that.
+    each chunk; on more than two ranks that is tuned. Ranks may differ in that.
 
     `collective=True` makes calls multiply by cuBLAS and add the parts by a reduce-scatter of the group, in
     its own order, False never; None tunes that for each class of M (see `gemm.configs`) up to 4096. All ranks
@@ -230,7 +240,16 @@ class GemmReduceScatter(NumberedCalls):
         others = {"addend": addend, "scale_a": scale_a, "scale_weight": scale_weight}
         rows, apart = (shape[0],) * self.world_size, Apart(out, a=a, weight=weight, **others)
         fill_nan = filler_of_all(out, self._flags.local, self.rank)
-        return ScatterLayout(all_rows, class_of_rows(all_rows), rows, shape, body, apart, fill_nan)
+        key = (class_of_rows(all_rows), self.world_size, self._n, a.shape[1], str(self._dtype))
+        launches = Standing(functools.partial(self._choose_launches, body, key))
+        return ScatterLayout(all_rows, key[0], rows, shape, body, launches, apart, fill_nan)
+
+    def _choose_launches(self, body: Body, key: tuple[Any, ...]) -> str:
+        if not body.in_steps:
+            return ONE_LAUNCH
+        if self.world_size <= 2:
+            return LAUNCHES[0]
+        return tunable("gemm_rs launches", LAUNCHES, key=key)
 
     def _make_body(self, operands: ScatterOperands) -> Body:
         if specialized.can_run(operands, self._held):
@@ -255,7 +274,7 @@ class GemmReduceScatter(NumberedCalls):
             self._run_collective(operands)
             return operands.out
         body = layout.body
-        in_steps = body.in_steps or self._in_steps(is_capturing=is_capturing)
+        in_steps = self._in_steps(is_capturing=is_capturing) or layout.launches() != ONE_LAUNCH
         launch = functools.partial(self._launch, body, operands)
         self._pusher.run(launch, layout.rows, in_pieces=True, in_steps=in_steps, at_once=not is_capturing)
         if isinstance(body, PlainBody):  # its kernel writes the NaN itself

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from dense_runs import SCATTERING_SUMS
 from epilogue_runs import quantized
 from operation_runs import GPU_BACKENDS, device, message_of, on_ranks
-from operations import HALF, factors
+from operations import HALF, factors, tuned_with_other_row_counts
 
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, gemm_reduce_scatter
+from dist_autotune.kernels.gemm_rs.operation import LAUNCHES
+from dist_autotune.kernels.gemm_rs.plain import CANDIDATES, PlainBody, gemm_reduce_scatter
 
 
 def by_columns_with_addend(rank, index, n, k, collective):
@@ -67,6 +68,21 @@ def test_outside_a_tuned_function_a_call_is_one_launch_of_the_first_candidate(ra
         SCATTERING_SUMS.poison(op)
         errors = [SCATTERING_SUMS.call_and_compare(op, [rows], 32) for rows in (64, 48, 64)]
     assert len(runs) == 3
+    return errors
+
+
+@on_ranks(3)
+def test_with_more_than_two_ranks_a_launch_for_each_chunk_or_one_is_tuned_and_ranks_may_differ(rank):
+    """The kernel in plain Triton stands for the one that may be launched in steps."""
+    with mock.patch.object(PlainBody, "in_steps", True):
+        errors, winners, *_ = tuned_with_other_row_counts(rank, SCATTERING_SUMS)
+        assert winners["gemm_rs launches"] in LAUNCHES
+        SCATTERING_SUMS.begin(rank)
+        with GemmReduceScatter(96, 24, HALF) as op:
+            for call in range(4):
+                op._choose_launches = lambda *_, call=call: LAUNCHES[(rank + call) % 2]
+                op._layouts.clear()
+                errors.append(SCATTERING_SUMS.call_and_compare(op, [32], 16))
     return errors
 
 
