@@ -13,6 +13,7 @@ from dist_autotune.kernels.ep import operation as ep_operation
 from dist_autotune.kernels.ep.combine_kernels import grade_rows, return_rows, sum_rows
 from dist_autotune.kernels.ep.dispatch_kernels import gather_rows, send_tokens
 from dist_autotune.kernels.ep.slots import CANDIDATES
+from dist_autotune.kernels.signals import as_patience
 
 HIDDEN, TOKENS = 32, 24
 TUNED = (send_tokens, gather_rows, return_rows, sum_rows, grade_rows)
@@ -274,7 +275,9 @@ def test_a_call_that_a_peer_has_made_stays_right_when_that_peer_leaves_amid_it(r
 
 @on_ranks(2, timeout_s=60)
 def test_a_peer_that_comes_when_it_is_given_up_stays_given_up_in_that_call(rank, monkeypatch):
-    op = opened(timeout_s=0.3 if rank == 0 else 20.0)
+    op = opened()
+    if rank == 0:
+        op._patience_ticks = as_patience(0.3)
     x, ids = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64)  # all to rank 0
     if rank == 0:
         monkeypatch.setattr(ep_operation, "place_choices", HeldUp(ep_operation.place_choices, meet_twice))
@@ -307,7 +310,8 @@ def test_rows_whose_sources_never_came_are_not_followed(rank):
 
 @on_ranks(2, timeout_s=60)
 def test_a_rank_that_does_not_come_is_named(rank):
-    op = opened(timeout_s=0.3)
+    op = opened()
+    op._patience_ticks = as_patience(0.3)
     if rank == 1:
         x, ids = torch.randn(4, HIDDEN), torch.zeros(4, 2, dtype=torch.int64)
         with pytest.raises(TimeoutError, match="rank 0 did not dispatch its tokens in time"):
