@@ -1,7 +1,8 @@
 """Expert parallelism on one host: tokens travel to the ranks of their experts, and results back."""
 
 from .functions import combine, dispatch
+from .launches import Dispatched
 from .layer import ExpertParallelMoE
-from .operation import Dispatched, ExpertParallel
+from .operation import ExpertParallel
 
 __all__ = ["Dispatched", "ExpertParallel", "ExpertParallelMoE", "combine", "dispatch"]

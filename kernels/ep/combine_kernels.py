@@ -14,8 +14,8 @@ from .slots import (
     end_exchange,
     exchange,
     is_last_program,
-    is_source,
     raise_flags,
+    rank_of,
     tuned,
     wait_for_all,
 )
@@ -47,8 +47,8 @@ def return_rows(
     of_rank = most_tokens * K
     for row in range(tl.program_id(0), tl.load(offsets_ptr + experts), tl.num_programs(0)):
         position = tl.load(sources_ptr + row)
-        peer = position // of_rank
-        if (peer != rank) & is_source(position, 0, most_tokens, rank, K, WORLD):
+        peer = rank_of(position, most_tokens, K, WORLD)
+        if (peer >= 0) & (peer != rank):
             place = tl.cast((number & 1) * of_rank + position % of_rank, tl.int64)
             to_ptr = address(tables_ptr, peer, choices_ptr) + place * H
             copy_row(to_ptr, rows_ptr + tl.cast(row, tl.int64) * stride_rows, H, BLOCK)
@@ -81,6 +81,7 @@ def sum_rows(
     H: tl.constexpr,
     K: tl.constexpr,
     WORLD: tl.constexpr,
+    ALL_RETURNED: tl.constexpr,  # also the rows of this rank's own experts are among `choices`
     BLOCK: tl.constexpr,
     PER_SM: tl.constexpr,
 ):
@@ -99,7 +100,7 @@ def sum_rows(
                     owner = (chosen // experts).to(tl.int32)
                     weight = tl.load(given_weights_ptr + token * K + choice)
                     from_ptr = choices_ptr + (slot + token * K + choice) * H
-                    if owner == rank:
+                    if not ALL_RETURNED and owner == rank:
                         place = tl.minimum(tl.load(places_ptr + token * K + choice), capacity - 1)
                         from_ptr = rows_ptr + tl.cast(place, tl.int64) * stride_rows
                     value = tl.load(from_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -146,14 +147,14 @@ def grade_rows(
     slot = (number & 1) * WORLD
     for row in range(tl.program_id(0), tl.load(offsets_ptr + experts), tl.num_programs(0)):
         position = tl.load(sources_ptr + row)
-        if is_source(position, T, most_tokens, rank, K, WORLD):
-            token = position // K
-            peer = token // most_tokens
+        peer, choice = rank_of(position, most_tokens, K, WORLD), position % of_rank
+        if (peer >= 0) & ((peer != rank) | (choice < T * K)):
             if peer == rank:
-                from_ptr = grad_ptr + tl.cast(token % most_tokens, tl.int64) * stride_grad
+                from_ptr = grad_ptr + tl.cast(choice // K, tl.int64) * stride_grad
             else:
-                from_ptr = tokens_ptr + tl.cast(slot * most_tokens + token, tl.int64) * H
-            weight = tl.load(weights_ptr + tl.cast(slot * of_rank, tl.int64) + position, volatile=True)
+                token = (slot + peer) * most_tokens + choice // K
+                from_ptr = tokens_ptr + tl.cast(token, tl.int64) * H
+            weight = tl.load(weights_ptr + (slot + peer) * of_rank + choice, volatile=True)
             weight = tl.where((lost >> peer) & 1 != 0, float("nan"), weight)
             dot = tl.zeros((BLOCK,), dtype=tl.float32)
             for begin in range(0, H, BLOCK):
@@ -165,7 +166,7 @@ def grade_rows(
                 out_ptrs = out_ptr + tl.cast(row, tl.int64) * H + columns
                 tl.store(out_ptrs, (weight * grad).to(out_ptr.dtype.element_ty), mask=mask)
             to_ptr = address(tables_ptr, peer, dots_ptr)
-            tl.store(to_ptr + (back & 1) * of_rank + position % of_rank, tl.sum(dot, axis=0))
+            tl.store(to_ptr + (back & 1) * of_rank + choice, tl.sum(dot, axis=0))
     if is_last_program(state_ptr, RETURNED):
         tl.store(state_ptr + DISPATCHED * 2 + DONE, number)  # nobody reads it before the next launch
         raise_flags(tables_ptr + WORLD, flags_ptr, state_ptr, rank, RETURNED, WORLD)

@@ -14,8 +14,8 @@ from .slots import (
     end_exchange,
     exchange,
     is_last_program,
-    is_source,
     raise_flags,
+    rank_of,
     tuned,
     wait_for_peer,
 )
@@ -44,6 +44,7 @@ def send_tokens(
     K: tl.constexpr,
     WORLD: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    TO_ALL: tl.constexpr,  # this rank's own slot gets the tokens of its experts, too
     BLOCK: tl.constexpr,
     CHOICES: tl.constexpr,  # a power of two, at least K
     PER_SM: tl.constexpr,  # the grid's
@@ -66,7 +67,7 @@ def send_tokens(
                 weights = tl.load(given_weights_ptr + token * K + choices, mask=real, other=0.0)
                 their_weights_ptr = address(tables_ptr + 2 * WORLD, peer, weights_ptr)
                 tl.store(their_weights_ptr + place * K + choices, weights, mask=real)
-            if peer != rank and tl.max((owners == peer).to(tl.int32), axis=0) > 0:
+            if (TO_ALL or peer != rank) and tl.max((owners == peer).to(tl.int32), axis=0) > 0:
                 copy_row(address(tables_ptr, peer, tokens_ptr) + place * H, row_ptr, H, BLOCK)
     if is_last_program(state_ptr, DISPATCHED):
         for peer in range(0, WORLD):
@@ -193,7 +194,8 @@ def place_choices(
         )
         chosen = ids == rank * experts + expert
         places = place + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        tl.store(sources_ptr + places, positions, mask=chosen & (places < capacity))
+        in_slots = (number & 1) * WORLD * most_tokens * K + positions
+        tl.store(sources_ptr + places, in_slots, mask=chosen & (places < capacity))
         own = positions - rank * most_tokens * K
         is_own = chosen & (own >= 0) & (own < most_tokens * K)
         tl.store(places_ptr + own, places, mask=is_own)
@@ -222,14 +224,13 @@ def gather_rows(
     PER_SM: tl.constexpr,
 ):
     """Copy each row to its place, and end the dispatch."""
-    slot = (exchange(state_ptr, DISPATCHED) & 1) * WORLD
     for row in range(tl.program_id(0), tl.load(offsets_ptr + experts), tl.num_programs(0)):
         position = tl.load(sources_ptr + row)
-        token = position // K
-        if is_source(position, T, most_tokens, rank, K, WORLD):
-            if token // most_tokens == rank:
+        source, token = rank_of(position, most_tokens, K, WORLD), position // K
+        if (source >= 0) & ((source != rank) | (token % most_tokens < T)):
+            if source == rank:
                 from_ptr = x_ptr + tl.cast(token % most_tokens, tl.int64) * stride_x
             else:
-                from_ptr = tokens_ptr + tl.cast(slot * most_tokens + token, tl.int64) * H
+                from_ptr = tokens_ptr + tl.cast(token, tl.int64) * H
             copy_row(rows_ptr + tl.cast(row, tl.int64) * H, from_ptr, H, BLOCK)
     end_exchange(state_ptr, DISPATCHED)

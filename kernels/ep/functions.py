@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from .operation import Dispatched, ExpertParallel
+from .launches import Dispatched
+from .operation import ExpertParallel
 
 
 class _Dispatch(torch.autograd.Function):

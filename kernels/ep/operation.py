@@ -3,50 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 
-from ..configs import INTERPRETED
 from ..exchange.call import NumberedCalls
-from ..moe.launch import size_class
-from ..moe.operation import check_choices
-from ..signals import GIVEN_UP, Failure
-from ..symm import SymmetricTensor
+from ..moe.operation import check_choices, check_experts
+from ..signals import Failure
 from ..tensors import Apart, check_no_gradient, check_out, check_sizes, check_tensor
-from .combine_kernels import collect_dots, grade_rows, return_rows, sum_rows
-from .dispatch_kernels import count_choices, gather_rows, place_choices, send_tokens
-from .slots import DONE, NOT_DISPATCHED, NOT_RETURNED, OVER_CAPACITY
+from .launches import Dispatched, Launches, Sizes
+from .slots import NOT_DISPATCHED, NOT_RETURNED, OVER_CAPACITY
 
 MOST_POSITIONS = 2**30  # choices of all ranks, in two slots of int32 positions
 MOST_RANKS = 32  # of which a kernel holds a bit each
-SEGMENTS = 4 if INTERPRETED else 16  # of all positions, counted and placed side by side
-BLOCK_POSITIONS = 64 if INTERPRETED else 1024
-BLOCK_COLUMNS = 64 if INTERPRETED else 4096
-INTERPRETED_SMS = 1
-LEFT = GIVEN_UP.value  # added to the flags of a rank that comes to no further exchange
-DISPATCH, COMBINE, BACKWARD = "dispatch", "combine", "combine_backward"  # kinds of calls
-
-
-@dataclass(frozen=True, eq=False)
-class Dispatched:
-    """What a dispatch has brought: the rows of this rank's experts, and where they came from.
-
-    rows: [C, H], by expert, within an expert by source rank and token; behind `offsets[-1]` undefined.
-    offsets: int32 [experts / W + 1], on the device: where the rows of each expert begin.
-    """
-
-    rows: torch.Tensor
-    offsets: torch.Tensor
-    sources: torch.Tensor  # int32 [C]: the position of each row, see `slots`
-    places: torch.Tensor  # int32 [tokens_per_rank * topk]: rows of own tokens at own experts
-    topk_ids: torch.Tensor  # [T, topk], contiguous
-
-    def with_rows(self, rows: torch.Tensor) -> Dispatched:
-        return Dispatched(rows, self.offsets, self.sources, self.places, self.topk_ids)
+DISPATCH, COMBINE = "dispatch", "combine"  # the exchanges that kinds of calls are
+DISPATCH_MATMUL, MATMUL_COMBINE, BACKWARD = "dispatch_matmul", "matmul_combine", "combine_backward"
 
 
 class ExpertParallel(NumberedCalls):
@@ -54,6 +26,9 @@ class ExpertParallel(NumberedCalls):
 
         d = op.dispatch(x [T, H], topk_ids [T, topk])         # d.rows [C, H], d.offsets [experts / W + 1]
         y = op.combine(rows [C, H], d, topk_weights [T, topk])  # [T, H]
+
+        d = op.dispatch_matmul(x, weight [experts / W, N, H], topk_ids)    # d.rows [C, N]: products
+        y = op.matmul_combine(rows [C, F], weight [experts / W, H, F], d, topk_weights)
 
     Expert e lives on rank e // (experts / W). T is 0 to `tokens_per_rank`, may differ from rank to rank and
     change from call to call; the host waits for no count. C is W * tokens_per_rank * min(topk, experts / W),
@@ -104,44 +79,11 @@ class ExpertParallel(NumberedCalls):
         given = self._asked_capacity or 0
         for name, value in (("hidden", self.hidden), ("experts", self.experts), ("topk", self._topk)):
             memory.require_equal(name, value)
-        self._own_experts = self.experts // world
-        most = world * self._most_tokens * min(self._topk, self._own_experts)
+        own_experts = self.experts // world
+        most = world * self._most_tokens * min(self._topk, own_experts)
         self.capacity = min(given or most, most)
-        tokens = (2, world, self._most_tokens)  # see [Note: two slots take turns]
-        self._tokens = memory.allocate((*tokens, self.hidden), self.dtype)
-        self._ids = memory.allocate((*tokens, self._topk), torch.int32)
-        self._weights = memory.allocate((*tokens, self._topk), torch.float32)
-        self._counts = memory.allocate((2, world), torch.int32)
-        self._choices = memory.allocate((2, self._most_tokens, self._topk, self.hidden), self.dtype)
-        self._dots = memory.allocate((2, self._most_tokens, self._topk), torch.float32)
-        self._flags = memory.allocate((2, world), torch.int32)
-        self._state = memory.hold(torch.zeros((2, 2), dtype=torch.int32, device=self.device))
-        self._found = memory.hold(
-            torch.zeros((self._own_experts, SEGMENTS), dtype=torch.int32, device=self.device)
-        )
-        self._sent_to = self._table(self._tokens, self._ids, self._weights, self._counts, self._flags)
-        self._returned_to = self._table(self._choices, self._flags)
-        self._graded_to = self._table(self._dots, self._flags)
-        self._length = -(-positions // (SEGMENTS * BLOCK_POSITIONS)) * BLOCK_POSITIONS
-        self._of_row = {
-            "H": self.hidden,
-            "K": self._topk,
-            "WORLD": world,
-            "BLOCK": min(triton.next_power_of_2(self.hidden), BLOCK_COLUMNS),
-        }
-        self._of_positions = {
-            "K": self._topk,
-            "WORLD": world,
-            "RANKS": triton.next_power_of_2(world),
-            "BLOCK": BLOCK_POSITIONS,
-        }
-
-    def _table(self, *tensors: SymmetricTensor) -> torch.Tensor:
-        """Return the int64 [tensors, W] table of where each rank's parts lie; it keeps them mapped."""
-        tables = [each.addresses() for each in tensors]
-        table = self._memory.hold(torch.stack(tables))
-        table.points_to = tuple(peer for each in tensors for peer in each.peers)  # type: ignore[attr-defined]
-        return table
+        sizes = Sizes(self._most_tokens, self.hidden, own_experts, self._topk, self.capacity)
+        self._launches = Launches(memory, self._errors, sizes, self.dtype)
 
     # ---- what the caller may use
 
@@ -172,25 +114,74 @@ class ExpertParallel(NumberedCalls):
         found: tuple[torch.Tensor, torch.Tensor] = self._call(BACKWARD, grad, rows, d, topk_weights)
         return found
 
+    def dispatch_matmul(self, x: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
+        """Dispatch tokens, and return each times its expert's matrix: `d.rows` [C, N].
+
+        weight: [experts / W, N, hidden], by rows or by columns. Tokens are read where they have arrived, so
+        no matrix of them is made.
+        """
+        check_no_gradient("ExpertParallel.dispatch_matmul", x=x, weight=weight)
+        found: Dispatched = self._call(DISPATCH_MATMUL, x, weight, topk_ids)
+        return found
+
+    def matmul_combine(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        d: Dispatched,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the sums [T, hidden] of each row times its expert's matrix, combined.
+
+        rows: [C, F]; weight: [experts / W, hidden, F], by rows or by columns. Products leave for the ranks of
+        their tokens, tile by tile, while others are computed.
+        """
+        check_no_gradient(
+            "ExpertParallel.matmul_combine", rows=rows, weight=weight, topk_weights=topk_weights, out=out
+        )
+        sums: torch.Tensor = self._call(MATMUL_COMBINE, rows, weight, d, topk_weights, out)
+        return sums
+
+    def matmul(self, rows: torch.Tensor, weight: torch.Tensor, d: Dispatched) -> torch.Tensor:
+        """Return each row [C, F] times its expert's matrix, [C, N]; it meets no peer, and takes no number.
+
+        weight: [experts / W, N, F], by rows or by columns.
+        """
+        check_no_gradient("ExpertParallel.matmul", rows=rows, weight=weight)
+        self._check_usable()
+        self._check_product(rows, weight, d, None)
+        products = self._launches.new_rows(weight.shape[1])
+        self._launches.multiply(rows, weight, d, products)
+        return products
+
     # ---- one call, see `exchange.call`
 
     def _plan(self, given: tuple[Any, ...], is_capturing: bool) -> None:
         kind, *given_to = given
         if kind == DISPATCH:
             self._check_tokens("x", *given_to)
-        elif kind == COMBINE:
-            rows, d, topk_weights, out = given_to
-            self._check_rows(rows, d)
-            self._check_weights(topk_weights, d)
-            check_out(out, [len(d.topk_ids), self.hidden], self.dtype, self.device)
-            if out is not None:
-                read = {"rows": rows, "topk_weights": topk_weights, "topk_ids": d.topk_ids}
-                Apart(out, **read).check(out, *read.values())
-        else:
+        elif kind == DISPATCH_MATMUL:
+            x, weight, topk_ids = given_to
+            self._check_tokens("x", x, topk_ids)
+            self._check_experts(weight, self.hidden)
+        elif kind == BACKWARD:
             grad, rows, d, topk_weights = given_to
             self._check_tokens("grad", grad, d.topk_ids)
             self._check_rows(rows, d)
             self._check_weights(topk_weights, d)
+        else:
+            *rest, d, topk_weights, out = given_to
+            if kind == COMBINE:
+                self._check_rows(*rest, d)
+            else:
+                self._check_product(*rest, d, self.hidden)
+            self._check_weights(topk_weights, d)
+            check_out(out, [len(d.topk_ids), self.hidden], self.dtype, self.device)
+            if out is not None:
+                read = {"topk_weights": topk_weights, "topk_ids": d.topk_ids}
+                read |= dict(zip(("rows", "weight"), rest, strict=False))
+                Apart(out, **read).check(out, *read.values())
 
     def _agree(self, plan: None, is_capturing: bool) -> None:
         """There is one way."""
@@ -200,25 +191,56 @@ class ExpertParallel(NumberedCalls):
 
     def _exchange(self, plan: None, operands: tuple[Any, ...], way: None, is_capturing: bool) -> Any:
         kind, *given = operands
-        if kind == DISPATCH:
-            return self._dispatch(*given)
-        return self._combine(*given) if kind == COMBINE else self._combine_backward(*given)
+        calls: dict[str, Callable[..., Any]] = {
+            DISPATCH: self._dispatch,
+            DISPATCH_MATMUL: self._dispatch_matmul,
+            COMBINE: self._combine,
+            MATMUL_COMBINE: self._matmul_combine,
+            BACKWARD: self._combine_backward,
+        }
+        return calls[kind](*given)
 
     def _dispatch(self, x: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
         ids = topk_ids.detach().contiguous()
-        d = self._new_dispatch(x, ids)
-        self._send(x, ids, None)
-        self._sort(d)
-        self._gather(x, d)
+        d = self._new_dispatch(ids, self.hidden)
+        self._launches.send(x, ids, None)
+        self._launches.sort(d, self._patience_ticks)
+        self._launches.gather(x, d)
         return d
+
+    def _dispatch_matmul(self, x: torch.Tensor, weight: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
+        ids = topk_ids.detach().contiguous()
+        d = self._new_dispatch(ids, weight.shape[1])
+        self._launches.send(x, ids, None, to_all=True)
+        self._launches.sort(d, self._patience_ticks)
+        self._launches.multiply(None, weight, d, d.rows)
+        return d
+
+    def _new_dispatch(self, ids: torch.Tensor, columns: int) -> Dispatched:
+        return self._launches.new_dispatch(ids).with_rows(self._launches.new_rows(columns))
 
     def _combine(
         self, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor, out: torch.Tensor | None
     ) -> torch.Tensor:
-        weights = topk_weights.detach().to(torch.float32).contiguous()
-        sums = rows.new_empty((len(d.topk_ids), self.hidden))
-        self._return(rows, d)
-        self._sum(rows, d, weights, sums)
+        self._launches.give_back(rows, d)
+        return self._add(rows, d, topk_weights, out)
+
+    def _matmul_combine(
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        d: Dispatched,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        self._launches.multiply(rows, weight, d, None)
+        return self._add(None, d, topk_weights, out)
+
+    def _add(
+        self, rows: torch.Tensor | None, d: Dispatched, topk_weights: torch.Tensor, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        sums = self._launches.new_rows(0).new_empty((len(d.topk_ids), self.hidden))
+        self._launches.add(rows, d, _in_float32(topk_weights), sums, self._patience_ticks)
         if out is None:
             return sums
         out.detach().copy_(sums)
@@ -227,22 +249,27 @@ class ExpertParallel(NumberedCalls):
     def _combine_backward(
         self, grad: torch.Tensor, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = topk_weights.detach().to(torch.float32).contiguous()
-        of_rows, of_weights = torch.empty_like(d.rows), torch.empty_like(weights)
-        self._send(grad, d.topk_ids, weights)
-        self._grade(grad, rows, d, of_rows)
-        self._collect(d.topk_ids, of_weights)
+        weights = _in_float32(topk_weights)
+        of_rows, of_weights = self._launches.new_rows(self.hidden), torch.empty_like(weights)
+        self._launches.send(grad, d.topk_ids, weights)
+        self._launches.grade(grad, rows, d, of_rows, self._patience_ticks)
+        self._launches.collect(d.topk_ids, of_weights, self._patience_ticks)
         return of_rows, of_weights.to(topk_weights.dtype)
 
     def _stand_in(self, went_ahead: tuple[int, int] | None, *given: Any) -> None:
-        """Make the call without a token and without a row."""
+        """Make the exchange of the call without a token and without a row."""
         kind, *_ = given
-        x, ids = self._tokens.local.new_empty((0, self.hidden)), self._ids.local.new_empty((0, self._topk))
-        weights = self._weights.local.new_empty((0, self._topk))
-        d = self._new_dispatch(x, ids)
+        x = self._launches.new_rows(self.hidden)[:0]
+        ids = torch.empty((0, self._topk), dtype=torch.int32, device=self.device)
+        weights = torch.empty((0, self._topk), device=self.device)
+        d = self._new_dispatch(ids, self.hidden)
         d.offsets.zero_()
-        nothing = {DISPATCH: (x, ids), COMBINE: (d.rows, d, weights, None), BACKWARD: (x, d.rows, d, weights)}
-        self._exchange(None, (kind, *nothing[kind]), None, False)
+        if kind in (DISPATCH, DISPATCH_MATMUL):
+            self._dispatch(x, ids)
+        elif kind == BACKWARD:
+            self._combine_backward(x, d.rows, d, weights)
+        else:
+            self._combine(d.rows, d, weights, None)
 
     def _ask_peers(self) -> None:
         """Hosts agree on nothing."""
@@ -252,12 +279,7 @@ class ExpertParallel(NumberedCalls):
             self._meeting.leave()
 
     def _leave_peers(self) -> None:
-        """Come to no exchange that has not been completed, see [Note: an exchange is lost once]."""
-        completed = self._state[:, DONE.value]
-        for peer, flags in enumerate(self._flags.peers):
-            if peer != self.rank:
-                raised = flags[:, self.rank]
-                raised += LEFT * (raised - completed <= 1)  # else this rank is given up there
+        self._launches.leave()
 
     def _make_owed_collectives(self, given: tuple[Any, ...], agreed: Any) -> None:
         """There is none."""
@@ -282,109 +304,31 @@ class ExpertParallel(NumberedCalls):
 
     def _check_rows(self, rows: torch.Tensor, d: Dispatched) -> None:
         check_tensor("rows", rows, self.dtype, self.device)
-        if rows.shape != d.rows.shape or len(rows) != self.capacity:
+        if rows.shape != (len(d.sources), self.hidden) or len(rows) != self.capacity:
             raise ValueError(
                 f"rows have shape {list(rows.shape)}; [C={self.capacity}, hidden={self.hidden}] is needed"
             )
+
+    def _check_experts(self, weight: torch.Tensor, inner: int, columns: int | None = None) -> None:
+        check_experts(weight, inner, self.dtype, self.device)
+        own = self.experts // self.world_size
+        if len(weight) != own or columns not in (None, weight.shape[1]):
+            needed = f"[experts / W={own}, {'N' if columns is None else columns}, {inner}]"
+            raise ValueError(f"weight has shape {list(weight.shape)}; {needed} is needed")
+
+    def _check_product(
+        self, rows: torch.Tensor, weight: torch.Tensor, d: Dispatched, columns: int | None
+    ) -> None:
+        check_tensor("rows", rows, self.dtype, self.device)
+        if len(rows) != self.capacity or len(d.sources) != self.capacity:
+            raise ValueError(f"rows have shape {list(rows.shape)}; [C={self.capacity}, F] is needed")
+        self._check_experts(weight, rows.shape[1], columns)
 
     def _check_weights(self, topk_weights: torch.Tensor, d: Dispatched) -> None:
         check_choices("topk_weights", topk_weights, self.device, integers=False)
         if topk_weights.shape != d.topk_ids.shape:
             shapes = f"topk_weights {list(topk_weights.shape)}, topk_ids {list(d.topk_ids.shape)}"
             raise ValueError(f"{shapes}: they must be of one shape")
-
-    # ---- the launches
-
-    def _new_dispatch(self, x: torch.Tensor, ids: torch.Tensor) -> Dispatched:
-        offsets, sources, places = (
-            torch.empty(length, dtype=torch.int32, device=self.device)
-            for length in (self._own_experts + 1, self.capacity, self._most_tokens * self._topk)
-        )
-        return Dispatched(x.new_empty((self.capacity, self.hidden)), offsets, sources, places, ids)
-
-    def _grid(self, items: int) -> Any:
-        sms = self._sms or INTERPRETED_SMS
-        return lambda meta: (max(1, min(items, meta["PER_SM"] * sms)),)
-
-    def _send(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None) -> None:
-        held = (self._tokens, self._ids, self._weights, self._counts, self._flags)
-        given = (x.detach(), ids, self._weights.local if weights is None else weights)
-        sizes = (size_class(len(x)), len(x), self._most_tokens, self._own_experts, self.rank, x.stride(0))
-        send_tokens[self._grid(len(x))](
-            *given,
-            *(each.local for each in held),
-            *(self._sent_to, self._state, *sizes),
-            **self._of_row,
-            WEIGHTED=weights is not None,
-            CHOICES=triton.next_power_of_2(self._topk),
-        )
-
-    def _sort(self, d: Dispatched) -> None:
-        held = (
-            self._ids.local,
-            self._counts.local,
-            self._flags.local,
-            self._errors,
-            self._state,
-            self._found,
-        )
-        sizes = (self._most_tokens, self._own_experts, self.rank, self._length)
-        grid = (self._own_experts, SEGMENTS)
-        count_choices[grid](*held, *sizes, self._patience_ticks, **self._of_positions)
-        place_choices[grid](
-            *held,
-            *(d.sources, d.places, d.offsets, *sizes, self.capacity, self._patience_ticks),
-            **self._of_positions,
-            SEGMENTS=SEGMENTS,
-            EXPERTS=triton.next_power_of_2(self._own_experts),
-        )
-
-    def _gather(self, x: torch.Tensor, d: Dispatched) -> None:
-        sizes = (size_class(len(x)), len(x), self._most_tokens, self._own_experts, self.rank, x.stride(0))
-        tensors = (x.detach(), self._tokens.local, d.rows, d.sources, d.offsets, self._state)
-        gather_rows[self._grid(self.capacity)](*tensors, *sizes, **self._of_row)
-
-    def _return(self, rows: torch.Tensor, d: Dispatched) -> None:
-        tensors = (rows.detach(), self._choices.local, self._flags.local, self._returned_to)
-        sizes = (size_class(len(d.topk_ids)), self._most_tokens, self._own_experts, self.rank, rows.stride(0))
-        planned = (d.sources, d.offsets, self._state)
-        return_rows[self._grid(self.capacity)](*tensors, *planned, *sizes, **self._of_row)
-
-    def _sum(self, rows: torch.Tensor, d: Dispatched, weights: torch.Tensor, out: torch.Tensor) -> None:
-        tokens = len(d.topk_ids)
-        tensors = (rows.detach(), self._choices.local, d.topk_ids, weights, d.places, out)
-        sizes = (size_class(tokens), tokens, self._most_tokens, self._own_experts, self.capacity, self.rank)
-        sum_rows[self._grid(tokens)](
-            *tensors,
-            *(self._flags.local, self._errors, self._state, *sizes, self._patience_ticks, rows.stride(0)),
-            **self._of_row,
-        )
-
-    def _grade(self, grad: torch.Tensor, rows: torch.Tensor, d: Dispatched, out: torch.Tensor) -> None:
-        tensors = (
-            grad.detach(),
-            self._tokens.local,
-            rows.detach(),
-            self._weights.local,
-            out,
-            self._dots.local,
-        )
-        planned = (self._flags.local, self._graded_to, d.sources, d.offsets, self._errors, self._state)
-        sizes = (size_class(len(grad)), len(grad), self._most_tokens, self._own_experts, self.rank)
-        grade_rows[self._grid(self.capacity)](
-            *(*tensors, *planned, *sizes, self._patience_ticks, grad.stride(0), rows.stride(0)),
-            **self._of_row,
-        )
-
-    def _collect(self, ids: torch.Tensor, out: torch.Tensor) -> None:
-        sizes = (len(ids), self._most_tokens, self._own_experts, self.rank, self._patience_ticks)
-        programs = max(1, min(-(-out.numel() // BLOCK_POSITIONS), self._sms or INTERPRETED_SMS))
-        collect_dots[(programs,)](
-            *(self._dots.local, ids, out, self._flags.local, self._errors, self._state, *sizes),
-            K=self._topk,
-            WORLD=self.world_size,
-            BLOCK=BLOCK_POSITIONS,
-        )
 
     # ---- failures
 
@@ -393,3 +337,7 @@ class ExpertParallel(NumberedCalls):
             return f"a dispatch brought {failure.seen} rows to rank {peer}; capacity={self.capacity} are kept"
         what = {NOT_DISPATCHED.value: "dispatch its tokens", NOT_RETURNED.value: "return its rows"}
         return f"rank {peer} did not {what[failure.kind]} in time"
+
+
+def _in_float32(weights: torch.Tensor) -> torch.Tensor:
+    return weights.detach().to(torch.float32).contiguous()

@@ -1,8 +1,8 @@
 """What the kernels of `ExpertParallel` share: slots in the memory of peers, the flags over them, and waits.
 
 Shapes: W ranks; C rows of this rank's experts; T tokens of this rank, at most TOKENS of any; K choices of a
-token; E experts of a rank; H elements of a row. A *position* numbers the choices of all ranks:
-(p * TOKENS + t) * K + j for choice j of token t of rank p.
+token; E experts of a rank; H elements of a row. A *position* numbers the choices of all ranks in both slots:
+((s * W + p) * TOKENS + t) * K + j for choice j of token t of rank p in slot s.
 
 What a rank holds, in symmetric memory, two of each, used in turns:
 
@@ -19,11 +19,11 @@ A dispatch is four launches on the caller's stream:
                    The last program raises the flag of this dispatch on every peer
     count_choices  waits for the flags of all peers; counts the choices of each expert, by segments
     place_choices  the place of each choice: by expert, then source rank and token; `sources`, `offsets`
-    gather_rows    copies each row to its place
+    gather_rows    copies each row to its place; or `multiply_rows` multiplies the rows where they lie
 
-and a combine two: `return_rows` stores each row to the rank of its token, `sum_rows` waits for all peers and
-adds the rows of a token, weighted, in float32 in the order of its choices. The backward pass of a combine is
-`send_tokens` of the gradients, `grade_rows` and `collect_dots`.
+and a combine two: `return_rows` stores each row to the rank of its token, or `multiply_rows` each product;
+`sum_rows` waits for all peers and adds the rows of a token, weighted, in float32 in the order of its choices.
+The backward pass of a combine is `send_tokens` of the gradients, `grade_rows` and `collect_dots`.
 
 [Note: complete before it is counted] A program counts itself, with a release, behind its stores; the one that
 counts last has acquired the counts of all, and releases the flag at the scope of the system.
@@ -40,7 +40,7 @@ a peer, and another that places none of them, would leave rows without a source.
 raises it from c - 1 to c by a compare-and-swap; a program that gives the peer up swaps what it has seen for
 c - 1 + GIVEN_UP. One of the two succeeds, and stands. A rank that leaves adds GIVEN_UP to its flags: what it
 has completed stays completed, for programs that have not looked yet. Behind a failure a slot may be written
-while it is read, so rows are copied from positions inside of the slots alone: see `is_source`.
+while it is read, so no position outside of the slots is followed: see `rank_of`.
 
 The number of an exchange is counted on the device, by its last kernel: eager calls and replays do the same.
 """
@@ -157,11 +157,10 @@ def wait_for_all(
 
 
 @triton.jit
-def is_source(position, T, most_tokens, rank, K: tl.constexpr, WORLD: tl.constexpr):
-    """Return whether a row can have come from this position; T: tokens of this rank."""
-    token = position // K
-    is_inside = (position >= 0) & (position < WORLD * most_tokens * K)
-    return is_inside & ((token // most_tokens != rank) | (token % most_tokens < T))
+def rank_of(position, most_tokens, K: tl.constexpr, WORLD: tl.constexpr):
+    """Return the rank whose choice is at a position; -1 if it is outside of the slots."""
+    is_inside = (position >= 0) & (position < 2 * WORLD * most_tokens * K)
+    return tl.where(is_inside, position // (most_tokens * K) % WORLD, -1)
 
 
 @triton.jit

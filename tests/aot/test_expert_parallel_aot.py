@@ -7,9 +7,12 @@ import re
 import pytest
 from compiled import CDNA3, HOPPER, check_fits, compile_for, order_of
 
-from dist_autotune.kernels.ep import combine_kernels, dispatch_kernels
+from dist_autotune.kernels.ep import combine_kernels, dispatch_kernels, product_kernel
 
-HALVES = ("x_ptr", "rows_ptr", "tokens_ptr", "choices_ptr", "grad_ptr", "out_ptr")
+HALVES = (
+    *("x_ptr", "rows_ptr", "tokens_ptr", "choices_ptr", "grad_ptr", "out_ptr"),
+    *("a_ptr", "b_ptr", "c_ptr"),
+)
 OTHERS = {
     **dict.fromkeys(("given_ids_ptr", "tables_ptr", "errors_ptr"), "*i64"),
     **dict.fromkeys(("given_weights_ptr", "weights_ptr", "dots_ptr"), "*fp32"),
@@ -17,11 +20,12 @@ OTHERS = {
     **dict.fromkeys(("sources_ptr", "places_ptr", "offsets_ptr"), "*i32"),
 }
 NUMBERS = ("size_class", "T", "most_tokens", "experts", "rank", "length", "capacity", "patience_ticks")
-STRIDES = ("stride_x", "stride_rows", "stride_grad")
+STRIDES = ("stride_x", "stride_rows", "stride_grad", "stride_am", "stride_be", "stride_b", "N", "K")
 OF_ROW = {"H": 7168, "K": 8, "WORLD": 4, "BLOCK": 4096}
 OF_POSITIONS = {"K": 8, "WORLD": 4, "RANKS": 4, "BLOCK": 1024}
 MORE = {
-    "send_tokens": {**OF_ROW, "WEIGHTED": True, "CHOICES": 8},
+    "send_tokens": {**OF_ROW, "WEIGHTED": True, "TO_ALL": True, "CHOICES": 8},
+    "sum_rows": {**OF_ROW, "ALL_RETURNED": False},
     "count_choices": OF_POSITIONS,
     "place_choices": {**OF_POSITIONS, "SEGMENTS": 16, "EXPERTS": 64},
     "collect_dots": {"K": 8, "WORLD": 4, "BLOCK": 1024},
@@ -31,12 +35,17 @@ KERNELS = {
     for name, each in {**vars(dispatch_kernels), **vars(combine_kernels)}.items()
     if hasattr(each, "configs") or name in MORE
 }
+OF_PRODUCT = {"TOPK": 8, "WORLD": 4, "EXPERTS": 64, "TMA_LEGAL": True, "BY_COLUMNS": False, "UPCAST": False}
+FORMS = {
+    "from slots": {"FROM_SLOTS": True, "TO_PEERS": False},
+    "to peers": {"FROM_SLOTS": False, "TO_PEERS": True},
+}
 
 
-def compiled(name, target=HOPPER, config=None):
-    kernel = KERNELS[name]
+def compiled(name, target=HOPPER, config=None, form=None):
+    kernel = KERNELS[name] if form is None else product_kernel.multiply_rows
     function = getattr(kernel, "fn", kernel) if hasattr(kernel, "configs") else kernel
-    constants = dict(MORE.get(name, OF_ROW))
+    constants = dict(MORE.get(name, OF_ROW)) if form is None else OF_PRODUCT | FORMS[form]
     if config is not None:
         constants |= config.kwargs
     types = {**dict.fromkeys(HALVES, "*bf16"), **OTHERS, **dict.fromkeys((*NUMBERS, *STRIDES), "i32")}
@@ -52,6 +61,27 @@ def compiled(name, target=HOPPER, config=None):
         num_warps=4 if config is None else config.num_warps,
         num_stages=1 if config is None else config.num_stages,
     )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_fit_and_their_rows_are_stored_16_bytes_at_a_time_before_the_flags_rise(form):
+    for config in product_kernel.CANDIDATES:
+        found = compiled("multiply_rows", config=config, form=form)
+        check_fits(found, HOPPER, config)
+    (first, *_) = product_kernel.CANDIDATES
+    found = compiled("multiply_rows", config=first, form=form)
+    ptx = found.asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    assert re.search(r"st\.global(\.\w+)*\.v4\.b32", ptx)
+    patterns = {
+        "store": r"tt\.store .*tensor<\d+x\d+x!tt\.ptr<bf16>",
+        "barrier": r"gpu\.barrier|ttg\.barrier",
+        "count": r"atomic_rmw add, acq_rel, gpu",
+        "raise": r"atomic_cas release, sys",
+    }
+    order = order_of(found.asm["ttgir"], patterns)
+    behind = order[max(at for at, each in enumerate(order) if each == "store") + 1 :]
+    assert behind == ["barrier", "count", *(["barrier", "raise"] if form == "to peers" else [])]
 
 
 @pytest.mark.parametrize("name", KERNELS)

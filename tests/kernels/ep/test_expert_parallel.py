@@ -9,9 +9,11 @@ import torch.distributed as dist
 from operation_runs import Cases, assert_cases, device, on_ranks, synchronize
 
 from dist_autotune.kernels.ep import ExpertParallel, ExpertParallelMoE
-from dist_autotune.kernels.ep import operation as ep_operation
+from dist_autotune.kernels.ep import launches as ep_launches
 from dist_autotune.kernels.ep.combine_kernels import grade_rows, return_rows, sum_rows
 from dist_autotune.kernels.ep.dispatch_kernels import gather_rows, send_tokens
+from dist_autotune.kernels.ep.product_kernel import CANDIDATES as PRODUCTS
+from dist_autotune.kernels.ep.product_kernel import multiply_rows
 from dist_autotune.kernels.ep.slots import CANDIDATES
 from dist_autotune.kernels.signals import as_patience
 
@@ -66,6 +68,28 @@ def weighted_sums(x, ids, weights, experts: int, scale) -> torch.Tensor:
     return total
 
 
+def matrices(experts: int, rows: int, columns: int, dtype=torch.float32) -> torch.Tensor:
+    """Return the same random matrices on every rank."""
+    same = torch.Generator().manual_seed(rows)
+    return (torch.randn(experts, rows, columns, generator=same) * columns**-0.5).to(dtype)
+
+
+def products(x, ids, weights, first, second) -> torch.Tensor:
+    """Return the weighted sums of each token's products with both matrices of its experts, in float32."""
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    for choice in range(ids.shape[1]):
+        real = (ids[:, choice] >= 0) & (ids[:, choice] < len(first))
+        expert = torch.where(real, ids[:, choice], 0)
+        hidden = torch.einsum("th,tnh->tn", x.float(), first.float()[expert])
+        both = torch.einsum("tn,thn->th", hidden, second.float()[expert])
+        total += torch.where(real, weights[:, choice], 0.0)[:, None] * both
+    return total
+
+
+def own_part(op: ExpertParallel, of_all: torch.Tensor) -> torch.Tensor:
+    return of_all.chunk(op.world_size)[op.rank].contiguous().to(device())
+
+
 def scaled(op: ExpertParallel, d) -> torch.Tensor:
     """Return the rows, each times one more than its expert's number."""
     own = op.experts // op.world_size
@@ -73,7 +97,10 @@ def scaled(op: ExpertParallel, d) -> torch.Tensor:
     return (d.rows * (op.rank * own + expert + 1)[:, None]).to(d.rows.dtype)
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(2, marks=pytest.mark.gpu(devices=2), id="2 GPUs")])
+WORLDS = [2, 3, 4, pytest.param(2, marks=pytest.mark.gpu(devices=2), id="2 GPUs")]
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_tokens_come_to_their_experts_and_their_results_back(world: int) -> None:
     assert_cases(_round_trips, world)
 
@@ -82,12 +109,14 @@ def _round_trips(rank: int) -> Cases:
     torch.manual_seed(rank)
     world = dist.get_world_size()
     dtype = torch.float32 if device() == "cpu" else torch.bfloat16
+    near = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 2e-2}
 
     def case(kind: str, topk: int, counts: list[int], leave: bool):
         def run() -> bool:
             if leave:  # another candidate on each rank
                 for kernel in TUNED:
                     kernel.configs = [CANDIDATES[rank % len(CANDIDATES)]]
+                multiply_rows.configs = [PRODUCTS[rank % len(PRODUCTS)]]
             with opened(2 * world, topk, dtype) as op:
                 for turn in range(3):  # with other inputs, back to back
                     tokens = counts[(rank + turn) % len(counts)]
@@ -100,11 +129,15 @@ def _round_trips(rank: int) -> Cases:
                     y = op.combine(scaled(op, d), d, weights.to(device()))
                     assert is_dispatched(op, x, ids, d)
                     want = weighted_sums(x, ids, weights, op.experts, lambda ids: ids + 1)
+                    torch.testing.assert_close(y.float().cpu(), want, **near)
+                    first, second = (
+                        matrices(op.experts, *size, dtype) for size in ((20, HIDDEN), (HIDDEN, 20))
+                    )
+                    by_columns = own_part(op, second).mT.contiguous().mT
+                    d = op.dispatch_matmul(given[0], own_part(op, first), given[1])
+                    y = op.matmul_combine(d.rows, by_columns, d, weights.to(device()))
                     torch.testing.assert_close(
-                        y.float().cpu(),
-                        want,
-                        rtol=3e-2 if dtype != torch.float32 else 1e-5,
-                        atol=1e-2 if dtype != torch.float32 else 1e-5,
+                        y.float().cpu(), products(x, ids, weights, first, second), **near
                     )
             return True
 
@@ -195,10 +228,19 @@ def test_wrong_arguments_are_refused(rank):
         for message, given in wrong.items():
             with pytest.raises(ValueError, match=message):
                 op.dispatch(*given)
+        few, d = torch.randn(2, HIDDEN, HIDDEN), op.dispatch(x, ids)
+        with pytest.raises(ValueError, match=r"weight has shape \[2, 32, 32\]; \[experts / W=3, N, 32\]"):
+            op.dispatch_matmul(x, few, ids)
+        with pytest.raises(ValueError, match=r"weight has shape \[3, 5, 32\]; \[experts / W=3, 32, 32\]"):
+            op.matmul_combine(d.rows, torch.randn(3, 5, HIDDEN), d, torch.ones(4, 2))
+        with pytest.raises(ValueError, match=r"rows have shape \[3, 32\]; \[C=96, F\]"):
+            op.matmul_combine(d.rows[:3], torch.randn(3, HIDDEN, HIDDEN), d, torch.ones(4, 2))
 
 
 @on_ranks(2, timeout_s=60)
-@pytest.mark.parametrize("kind", ["dispatch", "combine", "combine_backward"])
+@pytest.mark.parametrize(
+    "kind", ["dispatch", "dispatch_matmul", "combine", "matmul_combine", "combine_backward"]
+)
 def test_a_wrong_argument_of_one_rank_fails_the_call_on_all_and_the_next_is_right(rank, kind):
     torch.manual_seed(rank)
     ids, weights = routing("any", TOKENS, 6, 2), torch.rand(TOKENS, 2)
@@ -214,9 +256,12 @@ def test_a_wrong_argument_of_one_rank_fails_the_call_on_all_and_the_next_is_righ
         round_trip()
         x = torch.randn(TOKENS, HIDDEN)
         d = op.dispatch(x, ids)
+        square = own_part(op, matrices(6, HIDDEN, HIDDEN))
         given = {
             "dispatch": (x, ids),
+            "dispatch_matmul": (x, square, ids),
             "combine": (d.rows, d, weights),
+            "matmul_combine": (d.rows, square, d, weights),
             "combine_backward": (x, d.rows, d, weights),
         }
         of_call = list(given[kind])
@@ -264,7 +309,7 @@ def test_a_call_that_a_peer_has_made_stays_right_when_that_peer_leaves_amid_it(r
     op = opened()
     x, ids = torch.randn(TOKENS, HIDDEN), routing("any", TOKENS, 6, 2)
     if rank == 0:  # between its counting and its placing
-        monkeypatch.setattr(ep_operation, "place_choices", HeldUp(ep_operation.place_choices, synchronize))
+        monkeypatch.setattr(ep_launches, "place_choices", HeldUp(ep_launches.place_choices, synchronize))
     d = op.dispatch(x, ids)
     if rank == 1:
         op._leave_peers()
@@ -280,7 +325,7 @@ def test_a_peer_that_comes_when_it_is_given_up_stays_given_up_in_that_call(rank,
         op._patience_ticks = as_patience(0.3)
     x, ids = torch.randn(TOKENS, HIDDEN), torch.zeros(TOKENS, 2, dtype=torch.int64)  # all to rank 0
     if rank == 0:
-        monkeypatch.setattr(ep_operation, "place_choices", HeldUp(ep_operation.place_choices, meet_twice))
+        monkeypatch.setattr(ep_launches, "place_choices", HeldUp(ep_launches.place_choices, meet_twice))
         with pytest.raises(TimeoutError, match="rank 1 did not dispatch its tokens in time"):
             op.dispatch(x, ids)
     else:
@@ -303,9 +348,13 @@ def test_rows_whose_sources_never_came_are_not_followed(rank):
         x, ids = torch.randn(TOKENS // 2, HIDDEN), routing("any", TOKENS // 2, 6, 2)
         d = op.dispatch(x, ids)
         d.sources[::2] = torch.tensor([-1, -(2**31), 2**31 - 1, TOKENS * 2, TOKENS * 2 - 1, -2]).repeat(4)
-        op._gather(x, d)
-        op._return(d.rows, d)
-        op._grade(x, d.rows, d, torch.empty_like(d.rows))
+        launches, patience_ticks = op._launches, as_patience(1.0)
+        launches.gather(x, d)
+        launches.give_back(d.rows, d)
+        launches.grade(x, d.rows, d, torch.empty_like(d.rows), patience_ticks)
+        weight = torch.randn(6, HIDDEN, HIDDEN)
+        launches.multiply(None, weight, d, torch.empty_like(d.rows))
+        launches.multiply(d.rows, weight, d, None)
 
 
 @on_ranks(2, timeout_s=60)

@@ -1,0 +1,246 @@
+"""The memory of an `ExpertParallel`, and the launches of its kernels: see `slots`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from ..configs import INTERPRETED, capability
+from ..launches.loading import launch
+from ..moe.launch import lies_for_tma, size_class
+from ..signals import GIVEN_UP
+from ..symm import SymmetricMemory, SymmetricTensor
+from ..tensors import lies_by_columns, pitch_of
+from .combine_kernels import collect_dots, grade_rows, return_rows, sum_rows
+from .dispatch_kernels import count_choices, gather_rows, place_choices, send_tokens
+from .product_kernel import multiply_rows
+from .slots import DONE
+
+SEGMENTS = 4 if INTERPRETED else 16  # of all positions, counted and placed side by side
+BLOCK_POSITIONS = 64 if INTERPRETED else 1024
+BLOCK_COLUMNS = 64 if INTERPRETED else 4096
+INTERPRETED_SMS = 1
+INTERPRETED_PROGRAMS = 2  # of a product
+TMA_CAPABILITY = 9
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatched:
+    """What a dispatch has brought: the rows of this rank's experts, and where they came from.
+
+    rows: [C, H], or of `dispatch_matmul` [C, N], by expert, within an expert by source rank and token; behind
+    `offsets[-1]` undefined.
+    offsets: int32 [experts / W + 1], on the device: where the rows of each expert begin.
+    """
+
+    rows: torch.Tensor
+    offsets: torch.Tensor
+    sources: torch.Tensor  # int32 [C]: the position of each row, see `slots`
+    places: torch.Tensor  # int32 [tokens_per_rank * topk]: rows of own tokens at own experts
+    topk_ids: torch.Tensor  # [T, topk], contiguous
+
+    def with_rows(self, rows: torch.Tensor) -> Dispatched:
+        return Dispatched(rows, self.offsets, self.sources, self.places, self.topk_ids)
+
+
+class Sizes(NamedTuple):
+    tokens: int  # of a rank, at most
+    hidden: int
+    experts: int  # of a rank
+    topk: int
+    capacity: int  # rows of a rank
+
+
+class Launches:
+    """Enqueues the kernels of exchanges on the current stream. What is held is allocated here; collective."""
+
+    def __init__(
+        self, memory: SymmetricMemory, errors: torch.Tensor, sizes: Sizes, dtype: torch.dtype
+    ) -> None:
+        world, device = memory.world_size, memory.device
+        self.rank, self.sizes, self._errors, self._memory = memory.rank, sizes, errors, memory
+        tokens = (2, world, sizes.tokens)  # see [Note: two slots take turns]
+        self.tokens = memory.allocate((*tokens, sizes.hidden), dtype)
+        self._ids = memory.allocate((*tokens, sizes.topk), torch.int32)
+        self._weights = memory.allocate((*tokens, sizes.topk), torch.float32)
+        self._counts = memory.allocate((2, world), torch.int32)
+        self._choices = memory.allocate((2, sizes.tokens, sizes.topk, sizes.hidden), dtype)
+        self._dots = memory.allocate((2, sizes.tokens, sizes.topk), torch.float32)
+        self.flags = memory.allocate((2, world), torch.int32)
+        self._state = memory.hold(torch.zeros((2, 2), dtype=torch.int32, device=device))
+        found = torch.zeros((sizes.experts, SEGMENTS), dtype=torch.int32, device=device)
+        self._found = memory.hold(found)
+        self._sent_to = self._table(self.tokens, self._ids, self._weights, self._counts, self.flags)
+        self._returned_to = self._table(self._choices, self.flags)
+        self._graded_to = self._table(self._dots, self.flags)
+        self._sms = 0
+        if device.type == "cuda":
+            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def _table(self, *tensors: SymmetricTensor) -> torch.Tensor:
+        """Return the int64 [tensors, W] table of where each rank's parts lie; it keeps them mapped."""
+        tables = [each.addresses() for each in tensors]
+        table = self._memory.hold(torch.stack(tables))
+        table.points_to = tuple(peer for each in tensors for peer in each.peers)  # type: ignore[attr-defined]
+        return table
+
+    def new_dispatch(self, ids: torch.Tensor) -> Dispatched:
+        """Return a dispatch to be filled, without rows."""
+        sizes, device = self.sizes, ids.device
+        offsets, places = (
+            torch.empty(length, dtype=torch.int32, device=device)
+            for length in (sizes.experts + 1, sizes.tokens * sizes.topk)
+        )
+        sources = torch.empty(sizes.capacity, dtype=torch.int32, device=device)
+        return Dispatched(self.new_rows(0), offsets, sources, places, ids)
+
+    def new_rows(self, columns: int) -> torch.Tensor:
+        return self.tokens.local.new_empty((self.sizes.capacity, columns))
+
+    def leave(self) -> None:
+        """Come to no exchange that has not been completed, see [Note: an exchange is lost once]."""
+        completed = self._state[:, DONE.value]
+        for peer, flags in enumerate(self.flags.peers):
+            if peer != self.rank:
+                raised = flags[:, self.rank]
+                raised += GIVEN_UP.value * (raised - completed <= 1)  # else this rank is given up there
+
+    # ---- the launches
+
+    @property
+    def _of_row(self) -> dict[str, int]:
+        block = min(triton.next_power_of_2(self.sizes.hidden), BLOCK_COLUMNS)
+        shape = {"H": self.sizes.hidden, "K": self.sizes.topk}
+        return {**shape, "WORLD": self._memory.world_size, "BLOCK": block}
+
+    def _grid(self, items: int) -> Any:
+        sms = self._sms or INTERPRETED_SMS
+        return lambda meta: (max(1, min(items, meta["PER_SM"] * sms)),)
+
+    def send(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, *, to_all: bool = False
+    ) -> None:
+        sizes, held = self.sizes, (self.tokens, self._ids, self._weights, self._counts, self.flags)
+        send_tokens[self._grid(len(x))](
+            *(x.detach(), ids, self._weights.local if weights is None else weights),
+            *(each.local for each in held),
+            *(self._sent_to, self._state, size_class(len(x)), len(x)),
+            *(sizes.tokens, sizes.experts, self.rank, x.stride(0)),
+            **self._of_row,
+            WEIGHTED=weights is not None,
+            TO_ALL=to_all,
+            CHOICES=triton.next_power_of_2(sizes.topk),
+        )
+
+    def sort(self, d: Dispatched, patience_ticks: int) -> None:
+        sizes, world = self.sizes, self._memory.world_size
+        held = (self._ids.local, self._counts.local, self.flags.local, self._errors, self._state, self._found)
+        positions = world * sizes.tokens * sizes.topk
+        length = -(-positions // (SEGMENTS * BLOCK_POSITIONS)) * BLOCK_POSITIONS
+        of_all = (sizes.tokens, sizes.experts, self.rank, length)
+        constants = {"K": sizes.topk, "WORLD": world, "RANKS": triton.next_power_of_2(world)}
+        grid = (sizes.experts, SEGMENTS)
+        count_choices[grid](*held, *of_all, patience_ticks, **constants, BLOCK=BLOCK_POSITIONS)
+        place_choices[grid](
+            *held,
+            *(d.sources, d.places, d.offsets, *of_all, sizes.capacity, patience_ticks),
+            **constants,
+            SEGMENTS=SEGMENTS,
+            EXPERTS=triton.next_power_of_2(sizes.experts),
+            BLOCK=BLOCK_POSITIONS,
+        )
+
+    def gather(self, x: torch.Tensor, d: Dispatched) -> None:
+        sizes = self.sizes
+        gather_rows[self._grid(sizes.capacity)](
+            *(x.detach(), self.tokens.local, d.rows, d.sources, d.offsets, self._state),
+            *(size_class(len(x)), len(x), sizes.tokens, sizes.experts, self.rank, x.stride(0)),
+            **self._of_row,
+        )
+
+    def give_back(self, rows: torch.Tensor, d: Dispatched) -> None:
+        sizes = self.sizes
+        return_rows[self._grid(sizes.capacity)](
+            *(rows.detach(), self._choices.local, self.flags.local, self._returned_to),
+            *(d.sources, d.offsets, self._state),
+            *(size_class(len(d.topk_ids)), sizes.tokens, sizes.experts, self.rank, rows.stride(0)),
+            **self._of_row,
+        )
+
+    def add(
+        self,
+        rows: torch.Tensor | None,
+        d: Dispatched,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        patience_ticks: int,
+    ) -> None:
+        """Enqueue the sums; rows: of this rank's experts, None if they are where those of peers are."""
+        sizes, tokens = self.sizes, len(d.topk_ids)
+        given = self._choices.local if rows is None else rows.detach()
+        sum_rows[self._grid(tokens)](
+            *(given, self._choices.local, d.topk_ids, weights, d.places, out),
+            *(self.flags.local, self._errors, self._state, size_class(tokens), tokens),
+            *(sizes.tokens, sizes.experts, sizes.capacity, self.rank, patience_ticks),
+            0 if rows is None else rows.stride(0),
+            **self._of_row,
+            ALL_RETURNED=rows is None,
+        )
+
+    def grade(
+        self, grad: torch.Tensor, rows: torch.Tensor, d: Dispatched, out: torch.Tensor, patience_ticks: int
+    ) -> None:
+        sizes = self.sizes
+        grade_rows[self._grid(sizes.capacity)](
+            *(grad.detach(), self.tokens.local, rows.detach(), self._weights.local, out, self._dots.local),
+            *(self.flags.local, self._graded_to, d.sources, d.offsets, self._errors, self._state),
+            *(size_class(len(grad)), len(grad), sizes.tokens, sizes.experts, self.rank, patience_ticks),
+            *(grad.stride(0), rows.stride(0)),
+            **self._of_row,
+        )
+
+    def collect(self, ids: torch.Tensor, out: torch.Tensor, patience_ticks: int) -> None:
+        programs = max(1, min(-(-out.numel() // BLOCK_POSITIONS), self._sms or INTERPRETED_SMS))
+        collect_dots[(programs,)](
+            *(self._dots.local, ids, out, self.flags.local, self._errors, self._state, len(ids)),
+            *(self.sizes.tokens, self.sizes.experts, self.rank, patience_ticks),
+            K=self.sizes.topk,
+            WORLD=self._memory.world_size,
+            BLOCK=BLOCK_POSITIONS,
+        )
+
+    def multiply(
+        self, rows: torch.Tensor | None, weight: torch.Tensor, d: Dispatched, out: torch.Tensor | None
+    ) -> None:
+        """Enqueue the product of rows by expert.
+
+        rows: None for those of the dispatch under way, where they have arrived. out: None if the products go
+        back to the ranks of their tokens.
+        """
+        sizes, (experts, columns, inner) = self.sizes, weight.shape
+        given = self.tokens.local if rows is None else rows.detach()
+        programs, choices = self._sms or INTERPRETED_PROGRAMS, len(d.topk_ids) * sizes.topk
+        has_tma = INTERPRETED or capability(weight.device) >= TMA_CAPABILITY
+
+        def grid(meta: dict[str, Any]) -> tuple[int]:
+            blocks = min(sizes.capacity, triton.cdiv(sizes.capacity, meta["BLOCK_M"]) + experts)
+            return (max(1, min(programs, blocks * triton.cdiv(columns, meta["BLOCK_N"]))),)
+
+        launch(
+            multiply_rows[grid],
+            *(given, weight.detach(), self._choices.local if out is None else out),
+            *(d.sources, d.offsets, self.flags.local, self._returned_to, self._state),
+            *(size_class(choices), columns, inner, experts, sizes.tokens, self.rank),
+            *(inner if rows is None else rows.stride(0), weight.stride(0), pitch_of(weight)),
+            TOPK=sizes.topk,
+            WORLD=self._memory.world_size,
+            EXPERTS=triton.next_power_of_2(experts),
+            FROM_SLOTS=rows is None,
+            TO_PEERS=out is None,
+            TMA_LEGAL=has_tma and lies_for_tma(weight),
+            BY_COLUMNS=lies_by_columns(weight),
+            UPCAST=INTERPRETED and weight.dtype == torch.bfloat16,
+        )
