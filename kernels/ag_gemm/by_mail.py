@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, not_too_large, take_first
-from ..exchange.mail import TICKET_BITS, TICKETS, Mail, MailMemory, receive_part, send_part, stamp_of
+from ..exchange.mail import TICKETS, Mail, MailMemory, receive_part, send_parts, stamp_of, take_ticket
 from ..gemm.configs import class_of_rows
 from ..launches.settled import SettledLaunches, ShapeLaunch
 from ..tensors import FP8
@@ -79,15 +79,10 @@ def exchange_shards(
     blocks = tl.cdiv(length, BLOCK)
     parts = rows * blocks
     programs = tl.num_programs(0)
-    ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
-    call = (ticket >> TICKET_BITS) + 1
-    part = tl.cast(ticket & (TICKETS - 1), tl.int32)
+    call, part = take_ticket(ticket_ptr)
     stamp = stamp_of(call, rows)
     mail = Mail(table_ptr, mail_ptr, capacity, length, lost_ptr, errors_ptr, rank, stamp, patience_ticks)
-    while part < parts:
-        send_part(shard_ptr, part // blocks, part % blocks, mail, WORLD, BLOCK)
-        part = tl.cast(tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu") & (TICKETS - 1), tl.int32)
-    order = part - parts  # how many programs came here before
+    order = send_parts(shard_ptr, part, parts, blocks, ticket_ptr, mail, WORLD, BLOCK)
     for item in range(order, parts * (WORLD - 1), programs):
         sender = (rank + 1 + item // parts) % WORLD
         row = item % parts // blocks

@@ -83,6 +83,25 @@ def send_part(part_ptr, row, block, mail, WORLD: tl.constexpr, WORDS: tl.constex
 
 
 @triton.jit
+def take_ticket(ticket_ptr):
+    """Return the number of the call under way, and which of its tickets this program has."""
+    ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
+    return (ticket >> TICKET_BITS) + 1, tl.cast(ticket & (TICKETS - 1), tl.int32)
+
+
+@triton.jit
+def send_parts(part_ptr, part, parts, blocks, ticket_ptr, mail, WORLD: tl.constexpr, WORDS: tl.constexpr):
+    """Store own parts to all peers, one for each ticket; return how many programs have ended that before.
+
+    part: the program's first ticket.
+    """
+    while part < parts:
+        send_part(part_ptr, part // blocks, part % blocks, mail, WORLD, WORDS)
+        _, part = take_ticket(ticket_ptr)
+    return part - parts
+
+
+@triton.jit
 def receive_part(
     part_ptr, row, first, mail, like_ptr, senders, end, WORLD: tl.constexpr, WORDS: tl.constexpr,
     SENT: tl.constexpr,

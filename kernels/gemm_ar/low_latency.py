@@ -13,14 +13,14 @@ import triton.language as tl
 from ..compat import compiled_for
 from ..configs import capability, take_first
 from ..exchange.mail import (
-    TICKET_BITS,
     TICKETS,
     Mail,
     MailMemory,
     elements_of_word,
     receive_part,
-    send_part,
+    send_parts,
     stamp_of,
+    take_ticket,
 )
 from ..launches.settled import SettledLaunches
 from .rows import (
@@ -90,18 +90,14 @@ def exchange_rows(
     blocks = tl.cdiv(N, WIDTH)
     parts = rows * blocks
     programs = tl.num_programs(0)
-    ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu")
-    call = (ticket >> TICKET_BITS) + 1
-    part = tl.cast(ticket & (TICKETS - 1), tl.int32)
+    call, part = take_ticket(ticket_ptr)
     stamp = stamp_of(call, rows)
     mail = Mail(table_ptr, mail_ptr, capacity, length, lost_ptr, errors_ptr, rank, stamp, patience_ticks)
     to_send = 0
+    order = part  # how many programs came here before
     if not SENT:
         to_send = parts
-        while part < parts:
-            send_part(part_ptr, part // blocks, part % blocks, mail, WORLD, WIDTH // PACK)
-            part = tl.cast(tl.atomic_add(ticket_ptr, 1, sem="relaxed", scope="gpu") & (TICKETS - 1), tl.int32)
-    order = part - to_send  # how many programs came here before
+        order = send_parts(part_ptr, part, parts, blocks, ticket_ptr, mail, WORLD, WIDTH // PACK)
     tail = Tail(residual_ptr, stride_residual, weight_ptr, sum_ptr, out_ptr, stride_out, eps)
     for part in range(order, parts, programs):
         row = part // blocks
