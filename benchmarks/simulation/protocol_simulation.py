@@ -135,7 +135,7 @@ class Simulation:
         context = self.tuning.contexts.get(name)
         times: dict[str, Any] = {}
         on_trial = context is None or (context.judge == BY_LAUNCH and context.trial is not None)
-        if on_trial and name not in self.choices and not (context is not None and context.is_warmup):
+        if on_trial and name not in self.choices and not (context is not None and context.search.is_warmup):
             ms = self._launch_ms(name, candidate, rank)
             times = self._times(ms, (name, rank, candidate))
         bans = self.bans(run, rank, name)

@@ -12,7 +12,7 @@ from triton.runtime.autotuner import Autotuner
 
 from ..compilation import preflight
 from ..formatting import config_label
-from ..search.context import Outcome
+from ..search.context_record import Outcome
 from ..search.expectation.fields import Fills, filled
 from ..search.expectation.order import FEWEST
 from ..search.kernel_families import context_name

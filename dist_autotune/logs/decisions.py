@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..search.context import Outcome
+from ..search.context_record import Outcome
 from ..search.orders import ContextOrder, Orders
 from .records import Agreed, Banned, ContextAdmitted, ContextSettled
 

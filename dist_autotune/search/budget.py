@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..formatting import counted, format_ms, format_percent
 from .context import Context
@@ -13,6 +15,7 @@ from .phases.final_comparison import DUEL_RUNS, MOST_RUNS
 from .rules import BY_LAUNCH, BY_RUN, Rules
 from .strategies import Asked
 
+LAST_RUNS = 9  # of which the fastest tells what a run takes
 RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plans
 
 
@@ -68,6 +71,42 @@ class Forecast:
         return f"{made}, {trials} {runs}"
 
 
+@dataclass
+class Pace:
+    """The runs of a session so far."""
+
+    trials: int = 0
+    waits: int = 0  # online: for a trial's time
+    held: int = 0  # online: until candidates were compiled
+    elapsed_s: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_RUNS))  # at the ends of runs
+
+    @property
+    def run_ms(self) -> float:
+        """Return what a run takes with all that is between runs; 0.0: not known."""
+        lasted = (1e3 * (after - before) for before, after in itertools.pairwise(self.elapsed_s))
+        return min(lasted, default=0.0)
+
+    def forecast(self, rules: Rules, searched: Sequence[Context], runs: int, *, knows_most: bool) -> Forecast:
+        """Return the progress of a session that searches these contexts."""
+        progress = [runs_left(rules, context) for context in searched]
+        knows_most &= all(context.about.final_judge == BY_LAUNCH for context in searched)
+        return Forecast(
+            left=sum(left for left, _, _ in progress),
+            least_trials=max((least for _, least, _ in progress), default=0),
+            most_trials=max((most for _, _, most in progress), default=0) if knows_most else 0,
+            timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
+            candidates=sum(context.search.most_tried for context in searched),
+            contexts=len(searched),
+            settled=sum(context.settled for context in searched),
+            planned_trials=planned_runs(rules, searched) - 1,
+            runs=runs,
+            trials=self.trials,
+            waits=self.waits,
+            held=self.held,
+            compiling=sum(context.compiling for context in searched),
+        )
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Measured ms of one run of the function, untuned and tuned.
@@ -96,14 +135,15 @@ def runs_left(rules: Rules, context: Context) -> tuple[int, int, int]:
     """Return the candidates that may still win, and the least and most runs of the search to come."""
     if context.settled:
         return 1, 0, 0
-    usable = min(sum(index not in context.banned for index in range(context.raced)), context.most_tried)
-    planned = rules.planned_runs(context.most_tried)
-    if (flow := context.flow) is None:
+    search = context.search
+    usable = min(sum(index not in context.banned for index in range(search.raced)), search.most_tried)
+    planned = rules.planned_runs(search.most_tried)
+    if (flow := search.flow) is None:
         return usable, 1, planned
     if isinstance(asked := flow.asked, Asked):
         return asked.left, asked.least, asked.most
     most = max(planned - flow.made, 1)
-    least = context.most_tried - flow.made if rules.races else most
+    least = search.most_tried - flow.made if rules.races else most
     return usable, max(min(least, most), 1), most
 
 
@@ -111,14 +151,14 @@ def planned_runs(rules: Rules, searched: Sequence[Context]) -> int:
     """Return the runs that the session plans for these contexts, with the final one."""
     together, in_turn, kernels = 0, 0, 0
     for context in searched:
-        runs, first_run = rules.planned_runs(context.most_tried), context.began or 0
+        runs, first_run = rules.planned_runs(context.search.most_tried), context.began or 0
         judges = rules.judges(is_choice=context.is_choice)
         together = max(together, first_run + (runs if BY_LAUNCH in judges else 1))
         if BY_RUN in judges:
             in_turn += runs
             kernels += not context.is_choice
     if rules.races and in_turn:
-        in_turn = sum(rules.planned_runs(c.most_tried) for c in searched if c.is_tuned_separately)
+        in_turn = sum(rules.planned_runs(c.search.most_tried) for c in searched if c.is_tuned_separately)
         choices = {c.name: len(c.digests) for c in searched if c.is_choice and not c.is_tuned_separately}
         if choices or kernels:
             in_turn += race_runs.runs_at_most(choices, kernels)

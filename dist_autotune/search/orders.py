@@ -1,7 +1,6 @@
-"""What the deciding rank tells all ranks: one order an exchange, and the records of contexts that it changes.
+"""What the deciding rank tells all ranks: one order an exchange, and records of contexts.
 
-A rank holds an `Orders`: for each context the record that its launches, reports, log and results are made
-from. The search itself is on the deciding rank alone.
+The search itself is on the deciding rank alone.
 """
 
 from __future__ import annotations
@@ -12,32 +11,13 @@ from typing import Final, TypeAlias
 from msgspec import Struct, msgpack
 
 from ..codec import digest
-from ..errors import NoValidConfig
-from ..formatting import config_label, context_label
-from .agreed_times import AgreedTimes
 from .budget import Forecast
-from .context import Context, Outcome, Status
-from .expectation.fields import LaunchMs, TimesByKey
+from .context_record import About, AgreedTimes, ContextRecord, Outcome, Status
+from .expectation.fields import TimesByKey
 from .messages import Ban, Crash, CrashBans, Offers
 from .rules import BY_LAUNCH, Rules
-from .state import SearchState
 
 TOLD_KEYS = 64  # results of a kernel, the latest, that tell what to expect of a new key
-
-
-class About(Struct, frozen=True, array_like=True):
-    """What never changes of a context. Candidates are indices of `digests` and `texts`."""
-
-    kernel: str
-    key: str
-    kernel_id: str
-    digests: tuple[str, ...]
-    texts: tuple[str, ...]
-    is_choice: bool
-    nearest_key: str  # whose winner stands first
-    default: int  # the candidate that is launched untuned
-    final_judge: str  # of the result
-    fills: dict[str, float]  # by the config's text: how much of the SMs' time a launch fills
 
 
 class NextLaunch(Struct, frozen=True, array_like=True):
@@ -83,31 +63,12 @@ class ContextChanges(Struct, frozen=True, omit_defaults=True):
     launch_ms: dict[int, float] | None = None
 
 
-class ContextOrder:
+class ContextOrder(ContextRecord):
     """What a rank must know of a context for its launches, reports and results."""
 
     def __init__(self, name: str, about: About) -> None:
-        self.name, self.about = name, about
+        super().__init__(name, about)
         self.next_launch, self.result = NextLaunch(), SearchResult()
-        self.banned: dict[int, Ban] = {}
-        self.times = AgreedTimes()
-        self.launch_ms: dict[int, float] = {}  # of a search by launches that is over
-
-    @property
-    def kernel(self) -> str:
-        return self.about.kernel
-
-    @property
-    def key(self) -> str:
-        return self.about.key
-
-    @property
-    def digests(self) -> tuple[str, ...]:
-        return self.about.digests
-
-    @property
-    def texts(self) -> tuple[str, ...]:
-        return self.about.texts
 
     @property
     def planned(self) -> int:
@@ -119,40 +80,18 @@ class ContextOrder:
         return self.next_launch.is_on_trial
 
     @property
-    def judge(self) -> str:
+    def judge(self) -> str:  # type: ignore[override]
         return self.next_launch.judge
 
     @property
-    def status(self) -> Status:
+    def status(self) -> Status:  # type: ignore[override]
         return Status(self.result.status)
-
-    @property
-    def settled(self) -> bool:
-        return bool(self.result.status)
-
-    @property
-    def provisional(self) -> bool:
-        return self.status.is_provisional
-
-    @property
-    def title(self) -> str:
-        return context_label(self.kernel, self.key)
-
-    @property
-    def is_spent(self) -> bool:
-        """Return whether every candidate is banned."""
-        return len(self.banned) == len(self.digests)
-
-    @property
-    def is_tuned_by_launches(self) -> bool:
-        """Return whether its search by launches is under way."""
-        return self.judge == BY_LAUNCH and not self.settled
 
     @property
     def incumbent(self) -> int:
         """Return the candidate that is launched where none is on trial; raises NoValidConfig."""
         if self.result.incumbent < 0:
-            raise NoValidConfig(spent_text(self.title, self.texts, self.banned))
+            raise self.nothing_works()
         return self.result.incumbent
 
     @property
@@ -167,22 +106,15 @@ class ContextOrder:
         return {self.digests[index] for index in self.next_launch.outside_race}
 
     @property
-    def default(self) -> int:
-        """Return the candidate that is launched untuned; the first that works if that one is banned."""
-        order = (self.about.default, *range(len(self.digests)))
-        return next((index for index in order if index not in self.banned), self.about.default)
+    def stays(self) -> bool:
+        """Return whether it outlives a session that is dropped."""
+        return self.settled and not (self.result.is_undecided or self.is_spent)
 
     @property
     def mark(self) -> int:
         """Return a number for the result; 0: there is none."""
         result = self.result
         return int(digest(f"{self.name} {result.status} {result.incumbent}"), 16) if self.settled else 0
-
-    def ms_by_text(self) -> dict[str, LaunchMs]:
-        """Return the times by launches, by the config's text, of a search that is over."""
-        fills = self.about.fills
-        known = {self.texts[index]: ms for index, ms in self.launch_ms.items() if ms > 0}
-        return {text: LaunchMs(ms, fills.get(text, 1.0)) for text, ms in known.items()}
 
     def apply(self, changes: ContextChanges) -> None:
         """Take over how the context has changed."""
@@ -198,6 +130,21 @@ class ContextOrder:
         if changes.launch_ms is not None:
             self.launch_ms = changes.launch_ms
 
+    def changes_to(
+        self, context: ContextRecord, next_launch: NextLaunch, result: SearchResult
+    ) -> ContextChanges:
+        """Return how the deciding rank's context differs from this record."""
+        rows, before = _rows(context.times), _rows(self.times)
+        gone: dict[int, TimesRow] = dict.fromkeys(before.keys() - rows.keys(), (None, None, None, None))
+        launch_ms = dict(context.launch_ms)
+        return ContextChanges(
+            next_launch=None if next_launch == self.next_launch else next_launch,
+            result=None if result == self.result else result,
+            banned={index: ban for index, ban in context.banned.items() if index not in self.banned},
+            times={**{index: row for index, row in rows.items() if before.get(index) != row}, **gone},
+            launch_ms=None if launch_ms == self.launch_ms else launch_ms,
+        )
+
 
 def _columns(times: AgreedTimes) -> tuple[dict[int, float], ...]:
     return times.ms, times.warmup_ms, times.fastest_ms, times.gap_ms
@@ -211,13 +158,6 @@ def _rows(times: AgreedTimes) -> dict[int, TimesRow]:
         found = ms(index), warmup_ms(index), fastest_ms(index), gap_ms(index)
         rows[index] = tuple(None if each is None else float(each) for each in found)
     return rows  # type: ignore[return-value]
-
-
-def spent_text(title: str, texts: tuple[str, ...], banned: dict[int, Ban]) -> str:
-    """Return the message where every candidate is banned, with each one's reason."""
-    failed = ((rank, config_label(texts[index]), reason) for index, (rank, reason) in sorted(banned.items()))
-    reasons = " ".join(f"Rank {rank}, {config}: {reason}." for rank, config, reason in failed)
-    return f"{title}: all {len(texts)} configs failed on some rank. {reasons}"
 
 
 class OpeningOrder(Struct, frozen=True, omit_defaults=True):
@@ -356,7 +296,7 @@ class Orders:
 
     def drop(self, named: Container[str]) -> set[str]:
         """Drop searches under way, what nothing works for, and contexts by name; return all their names."""
-        dropped = {name for name, context in self.contexts.items() if name in named or not _stays(context)}
+        dropped = {name for name, context in self.contexts.items() if name in named or not context.stays}
         for name in dropped:
             self._forget(name)
         return dropped
@@ -386,62 +326,3 @@ class Orders:
         for own, told in tuple(self._told.items()):
             if self.aliases.get(own, own) == kernel_id:
                 yield from tuple(told.values())
-
-
-def _stays(context: ContextOrder) -> bool:
-    """Return whether a context outlives a session that is dropped."""
-    return context.settled and not (context.result.is_undecided or context.is_spent)
-
-
-def changes_of(context: Context, search: SearchState, known: ContextOrder | None) -> ContextChanges:
-    """Return how a context differs from the record that all ranks have of it; None: they have none."""
-    before = ContextOrder(context.name, _about(context)) if known is None else known
-    spent, times = context.is_spent, _rows(context.times)
-    next_launch = NextLaunch(
-        planned=-1 if spent else context.planned,
-        trial=-1 if context.trial is None else context.trial,
-        is_on_trial=context.is_on_trial,
-        waiting=context.waiting,
-        judge=context.judge,
-        outside_race=context.outside_indices,
-    )
-    result = SearchResult(
-        status=context.status.value,
-        incumbent=-1 if spent else context.incumbent,
-        winner=-1 if context.winner is None else context.winner,
-        is_final=search.is_final(context),
-        is_lasting=context.is_lasting,
-        is_undecided=search.is_undecided(context),
-        is_left_out=context.is_left_out,
-        ranks=context.ranks,
-        again=context.again,
-        untried=context.untried,
-        not_fastest=context.not_fastest,
-        same_bits=context.same_bits,
-    )
-    rows, launch_ms = _rows(before.times), dict(context.by_launches.ms)
-    changed = {index: row for index, row in times.items() if rows.get(index) != row}
-    gone: dict[int, TimesRow] = dict.fromkeys(rows.keys() - times.keys(), (None, None, None, None))
-    return ContextChanges(
-        about=before.about if known is None else None,
-        next_launch=None if next_launch == before.next_launch else next_launch,
-        result=None if result == before.result else result,
-        banned={index: ban for index, ban in context.banned.items() if index not in before.banned},
-        times={**changed, **gone},
-        launch_ms=None if launch_ms == before.launch_ms else launch_ms,
-    )
-
-
-def _about(context: Context) -> About:
-    return About(
-        kernel=context.kernel,
-        key=context.key,
-        kernel_id=context.kernel_id,
-        digests=context.digests,
-        texts=context.texts,
-        is_choice=context.is_choice,
-        nearest_key=context.nearest_key,
-        default=context.first_default,
-        final_judge=context.final_judge,
-        fills=dict(context.fills),
-    )

@@ -8,10 +8,21 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 
+from msgspec.structs import replace
+
 from ..errors import TuningError
 from .context import Context
 from .messages import InPlaceReport, Opening, RunReport
-from .orders import ContextChanges, OpeningOrder, Order, Orders, RunOrder, changes_of
+from .orders import (
+    ContextChanges,
+    ContextOrder,
+    NextLaunch,
+    OpeningOrder,
+    Order,
+    Orders,
+    RunOrder,
+    SearchResult,
+)
 from .reports import (
     AgreedRun,
     Reports,
@@ -178,5 +189,34 @@ class Search:
 
     def _changes(self, contexts: Iterable[Context], *, resets: bool = False) -> dict[str, ContextChanges]:
         known = {} if resets else self.orders.contexts
-        found = {each.name: changes_of(each, self.state, known.get(each.name)) for each in contexts}
+        found = {each.name: self._changes_of(each, known.get(each.name)) for each in contexts}
         return {name: changes for name, changes in found.items() if changes != ContextChanges()}
+
+    def _changes_of(self, context: Context, known: ContextOrder | None) -> ContextChanges:
+        """Return how a context differs from the record that all ranks have of it; None: they have none."""
+        search, spent = context.search, context.is_spent
+        next_launch = NextLaunch(
+            planned=-1 if spent else context.planned,
+            trial=-1 if context.trial is None else context.trial,
+            is_on_trial=context.is_on_trial,
+            waiting=context.waiting,
+            judge=context.judge,
+            outside_race=search.outside_indices,
+        )
+        result = SearchResult(
+            status=context.status.value,
+            incumbent=-1 if spent else context.incumbent,
+            winner=-1 if context.winner is None else context.winner,
+            is_final=self.state.is_final(context),
+            is_lasting=context.is_lasting,
+            is_undecided=self.state.is_undecided(context),
+            is_left_out=context.is_left_out,
+            ranks=context.ranks,
+            again=search.again,
+            untried=search.untried,
+            not_fastest=search.not_fastest,
+            same_bits=context.same_bits,
+        )
+        before = ContextOrder(context.name, context.about) if known is None else known
+        changes = before.changes_to(context, next_launch, result)
+        return replace(changes, about=context.about) if known is None else changes

@@ -1,21 +1,19 @@
 """Compute the next plan from the reports of a run.
 
-The phases: all kernels race together, each judged by its launches (`phase`); what the whole run judges is
-searched from these winners, as plans (`race_runs`) or one context after another (`TakeTurns`: without racing,
-and choices of many options); with `objective="thunk"`, the plan must beat the default one, and that by
-launches (`final_comparison`); where bits matter, the winners' outputs are verified (`verify_bits`).
+Phases: all kernels race, judged by their launches (`RaceLaunches`); what the run judges follows, as plans
+(`RaceRuns`) or in turns (`TakeTurns`); then `FinalComparison` with `objective="thunk"`, and `VerifyBits`.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections import ChainMap, deque
+from collections import ChainMap
 from collections.abc import Container, Iterator, Mapping
 
 from . import budget
-from .budget import Forecast
-from .context import Context, NextRun, Outcome, RunVerdict, Status
+from .budget import Forecast, Pace
+from .context import Context, NextRun, RunVerdict
+from .context_record import Outcome, Status
 from .expectation.fields import TimesByKey
 from .expectation.order import Meanwhile
 from .kernel_families import KernelFamilies
@@ -29,7 +27,6 @@ from .rules import BY_LAUNCH, BY_RUN, Rules
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}
-LAST_RUNS = 9  # of which the fastest tells what a run takes
 IDLE_RUNS = 3  # runs without a trial that end a session even if ranks still launch different configs
 
 
@@ -56,10 +53,8 @@ class SearchState:
         self._reported: dict[str, tuple[str, int | None]] = {}  # results that `newly_final` has returned
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
-        self._has_launched = False  # some rank, in this session
         self._sessions = 0
-        self._elapsed_s: deque[float] = deque(maxlen=LAST_RUNS)  # at the ends of the last runs
-        self._trials_made = self._waits = self._held = 0  # runs of the session
+        self._pace = Pace()
 
     @property
     def unsettled(self) -> Iterator[Context]:
@@ -95,9 +90,11 @@ class SearchState:
 
         Or nothing is launched yet: behind the first one, a session is opened for a new key.
         """
-        may_wait = self.rules.tunes and self._sessions > 1 and not (self._has_launched or self.closing)
-        awaits_launch = may_wait and self.runs < STARVED_RUNS[self.rules.mode]
-        return awaits_launch or self.run_phase is not None or any(self.unsettled)
+        if self.run_phase is not None or any(self.unsettled):
+            return True
+        may_wait = self.rules.tunes and self._sessions > 1 and not self.closing
+        has_launched = any(context.last_run > 0 for context in self.contexts.values())
+        return may_wait and self.runs < STARVED_RUNS[self.rules.mode] and not has_launched
 
     @property
     def tries(self) -> bool:
@@ -127,24 +124,8 @@ class SearchState:
     def forecast(self) -> Forecast:
         """Return how far the session has come. Any thread may ask."""
         searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
-        progress = [budget.runs_left(self.rules, context) for context in searched]
         knows_most = self.run_phase is None and self.verify_bits is None
-        knows_most &= all(context.final_judge == BY_LAUNCH for context in searched)
-        return Forecast(
-            left=sum(left for left, _, _ in progress),
-            least_trials=max((least for _, least, _ in progress), default=0),
-            most_trials=max((most for _, _, most in progress), default=0) if knows_most else 0,
-            timed=sum(len(context.times.ms.keys() | context.banned.keys()) for context in searched),
-            candidates=sum(context.most_tried for context in searched),
-            contexts=len(searched),
-            settled=sum(context.settled for context in searched),
-            planned_trials=budget.planned_runs(self.rules, searched) - 1,
-            runs=self.runs,
-            trials=self._trials_made,
-            waits=self._waits,
-            held=self._held,
-            compiling=sum(context.compiling for context in searched),
-        )
+        return self._pace.forecast(self.rules, searched, self.runs, knows_most=knows_most)
 
     def is_undecided(self, context: Context) -> bool:
         """Return whether a settled context is still compared."""
@@ -168,12 +149,12 @@ class SearchState:
             context.key: context.ms_by_text()
             for context in self.contexts.values()
             if aliases.get(context.kernel_id, context.kernel_id) == kernel_id
-            and (context.by_launches.ms or context.is_tuned_by_launches)
+            and (context.launch_ms or context.is_tuned_by_launches)
         }
 
     def _meanwhile(self, name: str) -> Meanwhile:
         """Return what the session knows by now, for the search of a context."""
-        context, run_ms = self.contexts[name], self._run_ms
+        context, run_ms = self.contexts[name], self._pace.run_ms if self.rules.mode == "online" else 0.0
         part = context.launches * context.device_ms[0] / run_ms if run_ms else 1.0
         return Meanwhile(self._times_so_far(context.kernel_id), min(part, 1.0))
 
@@ -189,10 +170,9 @@ class SearchState:
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
-        before, self._has_launched = self.runs, False
+        before, self._pace = self.runs, Pace()
         self._sessions += 1
-        self.runs = self._trials_made = self._waits = self._held = self._idle_runs = 0
-        self._elapsed_s.clear()
+        self.runs = self._idle_runs = 0
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
         self._comparison.is_over, self.race_runs, self._left_race = True, self._left_race, None
         for context in self.contexts.values():
@@ -300,29 +280,17 @@ class SearchState:
         for name, context in self.contexts.items():
             context.next_run = NextRun(plan.get(name), is_compared and name in plan)
 
-    @property
-    def _run_ms(self) -> float:
-        """Return what a run takes, with all that is between runs; 0.0: not known.
-
-        In replay mode compilers and the exchange are between them.
-        """
-        if self.rules.mode != "online":
-            return 0.0
-        lasted = (1e3 * (after - before) for before, after in itertools.pairwise(self._elapsed_s))
-        return min(lasted, default=0.0)
-
     def _count_run(self, report: AgreedRun) -> None:
         """Count a run as a trial, as a wait for a trial's time, or as held until candidates are compiled."""
         self.runs += 1
-        self._has_launched |= bool(report.launched)
-        self._elapsed_s.append(report.elapsed_s)
+        self._pace.elapsed_s.append(report.elapsed_s)
         is_new = any(part.announcement for part in report.parts.values())
         if is_new or any(each.is_on_trial for each in self._trials):
-            self._trials_made += 1
+            self._pace.trials += 1
         elif any(each.waiting for each in self._trials):
-            self._waits += 1
+            self._pace.waits += 1
         elif any(context.compiling for context in self.contexts.values()):
-            self._held += 1
+            self._pace.held += 1
 
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""
@@ -349,13 +317,13 @@ class SearchState:
             context.ban_missing(part.announcement)
         if part.ran is not None:
             context.last_run = self.runs
-            is_left = self.rules.mode == "online" or context.began is None
-            if context.status is Status.STARVED and is_left and not self.closing:
+            may_begin = not self.closing and (self.rules.mode == "online" or context.began is None)
+            if context.status is Status.STARVED and may_begin:
                 context.apply_bans(part.bans)
                 self._begin(context, max(self.runs - 1, 0))  # launched again, but this run was no trial
                 return Outcome()
         context.apply(part)
-        outcome = context.advance(part) if context.judge == BY_LAUNCH else Outcome()
+        outcome = context.search.advance(part) if context.judge == BY_LAUNCH else Outcome()
         context.incumbent  # noqa: B018  raises NoValidConfig, settled or not, when nothing works any more
         if context.status is Status.CACHED and context.winner is None:  # it does not work on some rank
             self._search_or_leave(context)
@@ -405,7 +373,7 @@ class SearchState:
             return
         context.status, context.by_run = Status.UNDER_WAY, RunVerdict.NOTHING
         if context.judge == BY_LAUNCH:
-            context.start()
+            context.search.start()
 
     def _begin_next(self, launched: frozenset[str] | None) -> None:
         """Let the next search by the whole run begin, when kernels are done; last comes the comparison."""

@@ -16,7 +16,7 @@ from ..launch.registry import Registry
 from ..logs import decisions
 from ..logs.records import Exchanged, Note, Record, RunTimed, SessionOpened, Trial
 from ..logs.writer import SessionLog
-from ..search.context import Outcome
+from ..search.context_record import Outcome
 from ..search.messages import Part
 from ..search.orders import ContextOrder, Orders
 from ..search.rules import BY_LAUNCH

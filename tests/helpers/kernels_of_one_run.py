@@ -40,7 +40,8 @@ class OneRun(Simulation):
     def run(self) -> None:
         self._room = min(self._room, 1.0) + self._rate
         for name, context in self.tuning.contexts.items():
-            wanted = {d for i, d in enumerate(context.digests) if i and i not in context.outside_indices}
+            outside = context.search.outside_indices
+            wanted = {d for i, d in enumerate(context.digests) if i and i not in outside}
             self._left.setdefault(name, []).extend(sorted(wanted - self._asked.setdefault(name, set())))
             self._asked[name] |= wanted
         for left in self._left.values():

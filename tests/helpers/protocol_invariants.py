@@ -133,7 +133,7 @@ class Witness:
         assert self.ranks[0].state.search is not None
         for name, context in self.ranks[0].state.search.state.contexts.items():
             part = agreed.parts.get(name)
-            if part is None or context.trial is None or context.is_warmup or part.is_pending:
+            if part is None or context.trial is None or context.search.is_warmup or part.is_pending:
                 continue
             digest = context.digests[context.trial]
             if part.ran == digest:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ...formatting import format_ms
-from ..context import Context, Status
+from ..context import Context
+from ..context_record import Status
 from ..plans.search import AskedPlan, Search
 from ..plans.space import Plan
 from ..rules import Rules
@@ -60,7 +61,7 @@ class FinalComparison(RunPhase):
         if self._rules.objective == "kernel":
             return []
         tuned = [c for c in self._contexts.values() if c.began is not None and c.status is Status.TUNED]
-        rivals = {c.name: {self.defaults.get(c.name), c.by_launches.winner} - {None, c.winner} for c in tuned}
+        rivals = {c.name: {self.defaults.get(c.name), c.launch_winner} - {None, c.winner} for c in tuned}
         return [c for c in tuned if not rivals[c.name] <= c.banned.keys()]
 
     def begin(self) -> None:
@@ -76,7 +77,7 @@ class FinalComparison(RunPhase):
         """Set the plans; go on where a comparison of the same plans was left."""
         undecided = self.undecided
         tuned = {context.name: context.incumbent for context in undecided}
-        winners = {context.name: context.by_launches.winner for context in undecided}
+        winners = {context.name: context.launch_winner for context in undecided}
         default = {name: self.defaults.get(name, index) for name, index in tuned.items()}
         by_launches = {name: tuned[name] if index is None else index for name, index in winners.items()}
         plans: dict[str, Plan] = {TUNED: tuned}

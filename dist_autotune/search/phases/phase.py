@@ -9,7 +9,8 @@ import abc
 import math
 from collections.abc import Mapping
 
-from ..context import Context, Outcome, RunVerdict, Status
+from ..context import Context, RunVerdict
+from ..context_record import Outcome, Status
 from ..plans.search import AskedPlan, Search
 from ..plans.space import Plan
 from ..reports import AgreedPart, AgreedRun
@@ -191,16 +192,17 @@ class TakeTurns(RunPhase):
         seen: set[str] = set()  # launched in some turn
         while able := [c for c in self._waiting() if of_plan is None or c.name in of_plan]:
             context, launched = min(able, key=lambda c: c.is_choice), {}
-            context.start()
-            while not context.settled and (index := context.next_trial()) is not None:
-                label, is_warmup = f"{context.name}|{context.digests[index]}", context.is_warmup
+            search = context.search
+            search.start()
+            while not context.settled and (index := search.next_trial()) is not None:
+                label, is_warmup = f"{context.name}|{context.digests[index]}", search.is_warmup
                 yield AskedPlan({context.name: index}, label, is_warmup, may_bring=context.is_choice)
                 if index in context.banned:
-                    context.drop_trial()
+                    search.drop_trial()
                 elif context.name in self._launched:
                     launched[index] = self._launched
                     seen |= self._launched
-                    self.outcomes = {context.name: context.record(self._run)}
+                    self.outcomes = {context.name: search.record(self._run)}
                 else:
                     context.settle(Status.STARVED)
             of_plan = launched.get(context.incumbent) if context.status is Status.TUNED else self._launched

@@ -6,7 +6,8 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 
-from ..context import Context, RunVerdict, Status
+from ..context import Context, RunVerdict
+from ..context_record import Status
 from ..plans import predicted
 from ..plans import search as plan_search
 from ..plans.search import AskedPlan, Search
@@ -129,7 +130,7 @@ class RaceRuns(RunPhase):
         judged = [
             c
             for c in self._contexts.values()
-            if c.name in seen and not c.is_choice and c.by_launches.ms and c.by_run is not RunVerdict.DECIDED
+            if c.name in seen and not c.is_choice and c.launch_ms and c.by_run is not RunVerdict.DECIDED
         ]
         ratios = _family_ratios(judged)
         kernels = [
@@ -182,16 +183,16 @@ def _family_ratios(contexts: Iterable[Context]) -> dict[tuple[str, str, str], fl
     found: dict[tuple[str, str, str], list[float]] = {}
     for context in contexts:
         alike_ms = _fastest_of_share(context)
-        for index, ms in context.by_launches.ms.items():
+        for index, ms in context.launch_ms.items():
             found.setdefault(_config_of(context, index), []).append(ms / alike_ms[index])
     return {config: statistics.median(each) for config, each in found.items() if len(each) >= FAMILY}
 
 
 def _fastest_of_share(context: Context) -> dict[int, float]:
     """Return of each candidate the time of the fastest one with the same share of the device."""
-    share = {i: round(context.shares.get(i, -1.0 - i) / SHARE_STEP) for i in context.by_launches.ms}
+    share = {i: round(context.shares.get(i, -1.0 - i) / SHARE_STEP) for i in context.launch_ms}
     fastest: dict[int, float] = {}
-    for index, ms in context.by_launches.ms.items():
+    for index, ms in context.launch_ms.items():
         fastest[share[index]] = min(ms, fastest.get(share[index], ms))
     return {index: fastest[each] for index, each in share.items()}
 
@@ -203,7 +204,7 @@ def _steadied_ms(context: Context, ratios: Mapping[tuple[str, str, str], float])
     differ by more than OWN_SAY, and count for nothing.
     """
     alike_ms, times = _fastest_of_share(context), {}
-    for index, ms in context.by_launches.ms.items():
+    for index, ms in context.launch_ms.items():
         if index not in context.banned:
             usual_ms = alike_ms[index] * ratios.get(_config_of(context, index), ms / alike_ms[index])
             differs = ms / usual_ms

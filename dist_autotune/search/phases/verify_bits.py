@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 from ...errors import TuningError
 from ...formatting import config_label
-from ..context import Context, Status
+from ..context import Context
+from ..context_record import Status
 from ..messages import Bits
 from ..plans.space import Plan
 from ..reports import AgreedRun

@@ -93,7 +93,7 @@ def settle(step: DeviceStep, random: Random) -> Settled:
     runs = len(session.session(RUNS_AT_MOST))
     found, (_, best_ms) = session.winners(), best_plan(step)
     contexts = session.tuning.contexts.values()
-    moved = any(c.incumbent not in (0, c.by_launches.winner) for c in contexts)
+    moved = any(c.incumbent not in (0, c.launch_winner) for c in contexts)
     alone_ms = step.ms(step.fastest_alone())
     return Settled(runs, step.ms(found) / best_ms - 1, alone_ms / best_ms - 1, moved)
 

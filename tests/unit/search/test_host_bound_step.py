@@ -123,7 +123,7 @@ def test_a_host_bound_step_of_many_kernels_is_settled_in_300_runs(seldom, seed):
     best = {name: min(each.ms, key=each.ms.__getitem__) for name, each in session.kernels.items()}
     gained_ms = session.device_ms(first) - session.device_ms(session.winners())
     assert gained_ms >= 0.85 * (session.device_ms(first) - session.device_ms(best))
-    texts = [contexts[name].untried for name in session.kernels]
+    texts = [contexts[name].search.untried for name in session.kernels]
     assert sum("of a run" in text or "the host's part" in text for text in texts) >= 20
 
 
