@@ -51,6 +51,7 @@ class Dispatcher:
         self._model = CallUnderWay(self, tunes=False)  # settled calls are copies of it
         # By context and form, a launch to compile candidates for; dropped at the end of the run.
         self.to_preflight: dict[RankContext, dict[Any, tuple[Binding, Launch]]] = {}
+        self.announced: dict[str, None] = {}  # lines about operations of the runs, each once
         self._known_choices = KnownChoices()
         self._registry, self._clock, self._guard = registry, clock, guard
         self._compiling, self._note, self._written = compiling, note, written
@@ -287,6 +288,7 @@ class Dispatcher:
             self._begin_anew()
             self._registry.has_news = True  # to the settled call after it
             self.run_under_way = call = CallUnderWay(self, tunes=tunes, written=self._written)
+            call.announced = self.announced
         if tunes and hasattr(self._clock, "prepare"):  # of `EventClock`: before a kernel may wait for a peer
             self._clock.prepare()
         return call

@@ -73,6 +73,8 @@ class CallUnderWay:
     launches change; None: not in a session.
     """
 
+    announced: dict[str, None] | None = None  # lines about operations of the runs, each once; None: no run
+
     def __init__(self, launcher: Launcher, *, tunes: bool, written: WrittenTensors | None = None) -> None:
         self.launcher, self.tunes, self.written = launcher, tunes, written
         self.is_compiling = False  # in a launch of a session's run

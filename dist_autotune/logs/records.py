@@ -176,6 +176,7 @@ class SessionClosed(Record, frozen=True, kw_only=True, tag="session_closed"):
     compiling_s: float = 0.0
     runs_s: float = 0.0
     exchanges_s: float = 0.0
+    operations: tuple[str, ...] = ()  # how those of its runs send data between ranks, a line each
 
 
 class Note(Record, frozen=True, kw_only=True, tag="note"):

@@ -92,6 +92,7 @@ def _report_of(session: SessionHistory, log_dir: str, kernel: str) -> SessionRep
         spent=SecondsSpent(closed.compiling_s, closed.runs_s, closed.exchanges_s),
         function=session.opened.thunk,
         session=session.opened.session,
+        operations=closed.operations,
     )
     return SessionReport(session, report, tuple(context for _, context in pairs))
 

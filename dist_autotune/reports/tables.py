@@ -132,7 +132,7 @@ def session_notes(session: SessionHistory) -> list[str]:
         notes.append(f"No records of ranks {missing}: the figures leave them out.")
     if session.closed.warning:
         notes.append(f"Warning: {session.closed.warning}")
-    return notes + session.remarks()
+    return [*notes, *session.closed.operations, *session.remarks()]
 
 
 def rank_tables(session: SessionHistory) -> list[Group]:

@@ -125,6 +125,7 @@ class TuningReport:
     outlook: Forecast | None = None  # what is still to be tried; None: the session is over
     function: str = ""
     session: str = ""  # its name, the same on all ranks and in the logs
+    operations: tuple[str, ...] = ()  # how those of its runs send data between ranks, and why so, a line each
     earlier: tuple[TunedContext, ...] = ()  # of the function, settled by earlier sessions of this process
 
     def share_percent(self, context: TunedContext) -> float | None:
@@ -146,8 +147,7 @@ class TuningReport:
         unknown; before_ms, after_ms, gain_percent, judge, left_out), contexts (a list of kernel, key, config,
         ms, fastest_rank_ms, spread_percent, default_ms, gain_percent, judge, launches, run_ms, status,
         launch_bound, timings, banned, same_bits, again, untried, not_fastest), earlier (a list of the
-        same). Configs and keys are the texts of the log. `report --json` of the command line has the same as
-        "report".
+        same), operations. Configs and keys are the texts of the log. `report --json` has it as "report".
         """
         step, outlook = self.step, self.outlook
         return {
@@ -157,6 +157,7 @@ class TuningReport:
             "step": step and {**asdict(step), "gain_percent": step.gain_percent},
             "contexts": [context.to_dict() for context in self.contexts],
             "earlier": [context.to_dict() for context in self.earlier],
+            "operations": list(self.operations),
         }
 
     def __str__(self) -> str:
@@ -198,6 +199,7 @@ class TuningReport:
         if self.outlook is not None:
             lines.append(f"Under way: {self.outlook}")
         lines += [f"{context.label}: {context.again}" for context in self.contexts if context.again]
+        lines += self.operations
         if self.warning:
             lines.append(f"Warning: {self.warning}")
         if self.log_dir is not None:

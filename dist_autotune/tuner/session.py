@@ -521,7 +521,9 @@ class Session:
         counts = {"runs": self.executions, "contexts": len(contexts), "seconds": self.elapsed_s, **spent}
         ended, step = f"{outcome} after {counted(self.executions, 'run')}", step_times(contexts)
         self._progress.close(ended if step is None else f"{ended}: {step}")
-        self._recorder.write(SessionClosed(outcome=outcome, warning=self.warning, **counts))
+        operations = tuple(self.state.dispatcher.announced)
+        closed = SessionClosed(outcome=outcome, warning=self.warning, operations=operations, **counts)
+        self._recorder.write(closed)
         self._recorder.close()
 
     def report(self) -> TuningReport:
@@ -538,6 +540,7 @@ class Session:
             warning=self.warning,
             spent=self.state.time_spent.seconds,
             outlook=None if self.is_over else self.state.orders.forecast,
+            operations=tuple(self.state.dispatcher.announced),
         )
 
     def _contexts(self) -> tuple[TunedContext, ...]:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dist_autotune.launch.tunable import Standing
+from dist_autotune.for_operations import Standing
 
 from ..epilogues import ONLY_SUMS, Epilogue
 from ..exchange.fill_nan import NanFiller

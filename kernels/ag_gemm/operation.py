@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_autotune.launch.tunable import Standing
+from dist_autotune.for_operations import Standing
 
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.collective import Collective

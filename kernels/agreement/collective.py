@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from dist_autotune import tunable
-from dist_autotune.launch.tunable import Standing
+from dist_autotune.for_operations import Standing
 
 from ..symm import SymmetricMemory, SymmetricMemoryError
 from ..tensors import remember

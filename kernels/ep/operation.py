@@ -41,6 +41,7 @@ class ExpertParallel(NumberedCalls):
     `contextual_autotune`.
     """
 
+    _travels = "kernels write rows to the peers"
     _wrong_calls = (OVER_CAPACITY.value,)
     _mend_calls = "Raise capacity=, or pass none. "
 

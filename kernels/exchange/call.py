@@ -26,6 +26,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from dist_autotune.for_operations import announce
+
 from ..agreement.collective import Collective
 from ..agreement.errors import PeerTimeout, RefusedByPeer
 from ..symm import SymmetricMemoryError
@@ -46,6 +48,7 @@ class NumberedCalls(Operation):
     def _call(self, *given: Any) -> Any:
         """Make one call; `given` is what its steps take. Raises what they raise, and what peers have told."""
         self._check_usable()
+        announce(self.transport)
         is_capturing = self._is_capturing()
         if is_capturing:
             self.is_captured = True

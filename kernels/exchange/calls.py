@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dist_autotune.launch.step_checks import register_step_check
+from dist_autotune.for_operations import register_step_check
 
 POLL_S = 1e-4  # of the host that waits for the device
 

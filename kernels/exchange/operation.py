@@ -51,6 +51,7 @@ class Operation(Shared):
     _further_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # beside halves
     is_captured = False  # some call was: a graph may replay in its memory
     _is_closed = True  # until it is open
+    _travels: ClassVar[str] = "copy engines move rows beside the kernels"  # on GPUs
     _mend_calls: ClassVar[str] = "Every rank must pass as many rows. "  # advice for those kinds
     _refusal: ClassVar[Refusal] = Refusal(-1, 0, 0)  # of no kind
 
@@ -65,6 +66,9 @@ class Operation(Shared):
         self.device = self._memory.device
         self._on_gpu = self.device.type == "cuda"  # each call asks, and torch makes a string for each
         self.backend = f"{self._memory.name}: {self._memory.reason}"
+        travels = self._travels if self._on_gpu else "the host moves rows"
+        # What a report says of it: users elsewhere found their overlap off for months.
+        self.transport = f"{type(self).__name__}: memory by {self.backend}; {travels}; no multicast is used"
         self._broken_by = ""
         self.explain: Callable[[], str] = str  # the owner's reason why peers did not make a call, or ""
         self._calls = 0  # eager ones: the number of the last

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import triton
 
 from dist_autotune import is_tuning, tunable
-from dist_autotune.launch.tunable import Standing
+from dist_autotune.for_operations import Standing
 
 from ..exchange import mail
 from ..exchange.call import NumberedCalls
@@ -119,6 +119,7 @@ class GemmAllReduce(NumberedCalls):
     `GemmReduceScatter` holds.
     """
 
+    _travels = "kernels read and write the rows of peers"
     _wrong_calls = (OTHER_ROWS.value,)
     _refusal = Refusal(OTHER_ROWS.value, REFUSED.value, REFUSED.value)
 

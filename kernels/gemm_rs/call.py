@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from dist_autotune.launch.tunable import Standing
+from dist_autotune.for_operations import Standing
 
 from ..exchange.fill_nan import NanFiller
 from ..tensors import Apart

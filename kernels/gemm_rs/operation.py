@@ -25,7 +25,7 @@ import torch.distributed as dist
 import triton
 
 from dist_autotune import tunable
-from dist_autotune.launch.tunable import Standing
+from dist_autotune.for_operations import Standing
 
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.collective import Collective

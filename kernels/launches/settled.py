@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 import torch
 import triton
 
-from dist_autotune.triton_api.interception import settled_config
+from dist_autotune.for_operations import mark_provisional, settled_config
 
 from ..configs import INTERPRETED, take_first
 from ..matrices import Block, Matrix, describe_at
@@ -135,8 +135,6 @@ class SettledLaunches(Generic[Shape]):
 
     def _tell_untuned(self, key: tuple[Any, ...], sizes: dict[str, Any]) -> None:
         """Warn, once for all sizes of a layer, that its first candidate runs; sessions still tune it."""
-        from dist_autotune.launch.results import mark_provisional  # it loads what only sessions need
-
         mark_provisional(self.tuner, key)
         layer = tuple(size for name, size in sizes.items() if name not in OF_MANY_SIZES)
         if layer in self._told or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

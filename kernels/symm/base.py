@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 
-from dist_autotune.launch.written_tensors import leave_unchecked
+from dist_autotune.for_operations import leave_unchecked
 
 from .ranks import SharingRanks, SymmetricMemoryError
 

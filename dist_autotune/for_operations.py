@@ -1,0 +1,33 @@
+"""For operations that launch tuned kernels, beside the public names: those of `dist_autotune.kernels`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .launch.step_checks import register_step_check
+from .launch.tunable import Standing
+from .launch.written_tensors import leave_unchecked
+from .triton_api.interception import INTERCEPTION, settled_config
+
+__all__ = [
+    "Standing",
+    "announce",
+    "leave_unchecked",
+    "mark_provisional",
+    "register_step_check",
+    "settled_config",
+]
+
+
+def announce(line: str) -> None:
+    """Let the report of the session whose run this is have a line about an operation in it."""
+    call = INTERCEPTION.call_here() if INTERCEPTION.calls else None
+    if call is not None and call.announced is not None:
+        call.announced[line] = None
+
+
+def mark_provisional(tuner: Any, key: Any) -> None:
+    """Mark a config in `Autotuner.cache` that nobody has timed: sessions tune its key."""
+    from .launch import results  # it loads what only sessions need
+
+    results.mark_provisional(tuner, key)
