@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -40,8 +41,6 @@ _IS_DISTRIBUTED = dist.is_available()
 class _InChild(BaseException):
     """The function has returned in a child that was forked in it: the child leaves the session."""
 
-    result: Any = None
-
 
 class Calls:
     """Makes the calls of one tuned function; keeps its session, its state and its last report.
@@ -66,7 +65,6 @@ class Calls:
         self._report: TuningReport | None = None
         self._earlier: dict[str, TunedContext] = {}  # settled by the sessions before that of the report
         self._settled = SettledCalls(name, options, self._note)
-        self._settled_states: dict[str, FunctionState] = {}  # of other modes, by DIST_AUTOTUNE_MODE
         self._wants_session = True  # the next call opens one
         self._changes_arguments = False  # a run takes a container apart that it was given
         self._turns: tuple[weakref.ref[RankGroup], Turns | None] | None = None  # of a group
@@ -104,45 +102,53 @@ class Calls:
         """Make one call. `mode`: "tune", "cached" or "strict", as DIST_AUTOTUNE_MODE says now."""
         asks_nobody = interception.is_capturing()
         state = self._steady_state(mode, asks_nobody)
-        if state is None or self._takes_up(state, asks_nobody):
-            try:
-                with self._turn(asks_nobody=asks_nobody) as is_own:
-                    if not is_own:
-                        return thunk()
-                    state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=state is not None)
-                    if is_of_session:
-                        return self._call_of_session(state, thunk)
-            except PutAside:  # peers have not come to go on with the session
-                state, asks_nobody = self._current_state(mode), True
+        if state is not None and not self._takes_up(state, asks_nobody):
+            return self._settled_call(state, thunk, asks_nobody)
+        if self._options.mode == "online":
+            with self._unsettled_step(mode, asks_nobody, takes_up=state is not None):
+                return thunk()
+        try:
+            with self._turn(asks_nobody=asks_nobody) as is_own:
+                if not is_own:
+                    return thunk()
+                state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=state is not None)
+                if is_of_session:
+                    return self._replay(state, thunk, Arguments(thunk))
+        except PutAside:  # before any run: peers have not come to go on with the session
+            state, asks_nobody = self._current_state(mode), True
         return self._settled_call(state, thunk, asks_nobody)
 
-    @contextlib.contextmanager
-    def step(self, mode: str, *, asks_nobody: bool = False) -> Iterator[None]:
-        """Make the block one call of mode="online": a trial, or a run with settled configs.
+    def step(self, mode: str, *, asks_nobody: bool = False) -> AbstractContextManager[None]:
+        """Begin a call of mode="online", a trial or a run with settled configs, that is the returned block.
 
         asks_nobody: run with known configs, and exchange nothing, whatever is new.
         """
         asks_nobody = asks_nobody or interception.is_capturing()
         state = self._steady_state(mode, asks_nobody)
-        if state is None or self._takes_up(state, asks_nobody):
-            has_run = False
-            try:
-                with self._turn(asks_nobody=asks_nobody) as is_own:
-                    if not is_own:
-                        yield
-                        return
-                    state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=state is not None)
-                    if is_of_session:
-                        pid = os.getpid()
-                        with contextlib.suppress(_InChild), self._trial(state):
-                            has_run = True
-                            yield
-                            _leave_in_child(pid)
-                        return
-            except PutAside:  # behind the run, or before any
-                if has_run:
+        if state is not None and not self._takes_up(state, asks_nobody):
+            return self._settled_step(state, asks_nobody)
+        return self._unsettled_step(mode, asks_nobody, takes_up=state is not None)
+
+    @contextlib.contextmanager
+    def _unsettled_step(self, mode: str, asks_nobody: bool, *, takes_up: bool) -> Iterator[None]:
+        """Make the block a trial, if it gets the turn and something is left to try."""
+        try:
+            with self._turn(asks_nobody=asks_nobody) as is_own:
+                if not is_own:
+                    yield
                     return
-                state, asks_nobody = self._current_state(mode), True
+                state, is_of_session = self._begin_call(mode, asks_nobody, takes_up=takes_up)
+                if is_of_session:
+                    with self._trial(state):
+                        yield
+                    return
+        except PutAside:  # before the block
+            state, asks_nobody = self._current_state(mode), True
+        with self._settled_step(state, asks_nobody):
+            yield
+
+    @contextlib.contextmanager
+    def _settled_step(self, state: FunctionState, asks_nobody: bool) -> Iterator[None]:
         call, calls = self._begin_settled(state, asks_nobody), INTERCEPTION.calls
         place = PROGRAM if self._is_program else get_ident()
         calls[place] = call
@@ -189,7 +195,7 @@ class Calls:
             beside = (result,) if is_kept else None
             del result  # the function's outputs must not add to the memory of the next run
             state = self._current_state(state.function.mode)
-            return self._call_of_session(state, thunk, beside, arguments or Arguments(thunk))
+            return self._replay(state, thunk, arguments or Arguments(thunk), beside, has_run=True)
 
     def _end_settled(self, state: FunctionState, call: CallUnderWay, asks_nobody: bool) -> bool:
         """Return whether a session is opened for new keys of a settled call, by all ranks alike."""
@@ -202,49 +208,52 @@ class Calls:
                 self._wants_session |= state.call_count is not None and state.call_count.has_opened
                 raise
 
-    def _call_of_session(
+    def _replay(
         self,
         state: FunctionState,
         thunk: Callable[[], T],
+        arguments: Arguments,
         beside: tuple[T] | None = None,
-        settled_run: Arguments | None = None,
+        *,
+        has_run: bool = False,
     ) -> T:
-        """Make a call that begins or goes on with a session; `beside`: see `Session.replay`.
+        """Make a call of mode="replay" that begins a session or goes on with it.
 
-        settled_run: the call has made one, which found these arguments.
+        beside: see `Session.replay`. has_run: the call has made a settled run, which found these arguments.
         """
-        pid, arguments = os.getpid(), settled_run
-        results: list[T] = []  # of the online run
+        pid, results = os.getpid(), list[T]()  # of a child
 
         def run() -> T:
             result = thunk()
-            _leave_in_child(pid, result)
+            if os.getpid() != pid:
+                results.append(result)
+                raise _InChild
             return result
 
+        left = None if beside is None else Arguments(thunk)
+        call = RepeatedCall(self._name, run, arguments, left, has_run=has_run)
         try:
-            if self._options.mode == "online":
-                with self._trial(state):
-                    results.append(run())
-                return results[0]
-            arguments = arguments or Arguments(thunk)
-            left = None if beside is None else Arguments(thunk)
-            call = RepeatedCall(self._name, run, arguments, left, has_run=settled_run is not None)
             with self._session_under_way(state) as session:
                 return session.replay(call, beside=beside)
-        except _InChild as left_run:
-            result: T = left_run.result
-            return result
-        except PutAside:  # behind the online run, or before any
-            return results[0] if results else self._settled_call(state, thunk, asks_nobody=True)
+        except _InChild:
+            return results[0]
         finally:
-            self._changes_arguments |= arguments is not None and arguments.have_changed
+            self._changes_arguments |= arguments.have_changed
             state.written.end_call()
 
     @contextlib.contextmanager
     def _trial(self, state: FunctionState) -> Iterator[None]:
-        """Let the block be one run of the session."""
-        with self._session_under_way(state) as session, session.online():
-            yield
+        """Make the block one run of the session; it stays what it was where the session is put aside."""
+        has_run, pid = False, os.getpid()
+        try:
+            with contextlib.suppress(_InChild), self._session_under_way(state) as session, session.online():
+                yield
+                has_run = True
+                if os.getpid() != pid:
+                    raise _InChild
+        except PutAside:
+            if not has_run:
+                raise
 
     # -- which kind of call it is --------------------------------------------------------------------------
 
@@ -298,12 +307,12 @@ class Calls:
         """Take the turn on all ranks; raises PutAside where peers do not go on with a session."""
         state, session, what = self.state, self._session, "the opening of a session"
         timeout_s = self._options.resolved_timeout_s() if state is None else state.function.timeout_s
+        patience_s = math.inf if session is None else session.patience_s
         group.rest(between_calls=False)
-        if session is None:
-            return group.take_turn(turns, turn, timeout_s, what)
         try:
-            return group.take_turn(turns, turn, timeout_s, what, session.patience_s)
+            return group.take_turn(turns, turn, timeout_s, what, patience_s)
         except PutAside as error:
+            assert session is not None
             session.put_aside(error)
             self._keep_if_over()
             group.rest(between_calls=self._session is not None)
@@ -336,13 +345,8 @@ class Calls:
         try:
             if self._session is not None:
                 self._session.resume()
-        except BaseException:
-            group.rest(between_calls=self._session is not None and not self._session.is_over)
-            raise
-        finally:
-            self._keep_if_over()
-        session = self._session = self._session or self._new_session(state)
-        try:
+                self._keep_if_over()
+            session = self._session = self._session or self._new_session(state)
             INTERCEPTION.install(dispatcher)
             propagate_to_autograd()
             session.open_once()
@@ -402,13 +406,6 @@ class Calls:
             self._wants_session, self._is_retuning, self._is_to_retune = True, True, False
         options, known, group = self._options, self.state, self._current_group()
         if known is None or known.function.group is not group or known.function.mode != mode:
-            if known is not None and known.function.is_alone and self.settled:
-                self._settled_states[known.function.mode] = known
-            earlier = self._settled_states.pop(mode, None)
-            if earlier is not None and earlier.function.group is group and not self._is_retuning:
-                self.close()
-                self.state, self._wants_session = earlier, False
-                return earlier
             try:
                 source = "" if self._function is None else identity.function_digest(self._function)
                 setup = FunctionSetup(options, self._name, source, group, mode=mode)
@@ -434,14 +431,6 @@ class Calls:
         rank = 0 if self.state is None else self.state.function.group.rank
         with SessionLog(self._log_dir, rank) as log:
             log.write(Note(rank=rank, text=text))
-
-
-def _leave_in_child(pid: int, result: Any = None) -> None:
-    """Raise _InChild where the process `pid` has forked this one."""
-    if os.getpid() != pid:
-        left = _InChild()
-        left.result = result
-        raise left
 
 
 def _lacks_results(state: FunctionState, call: CallUnderWay) -> bool:

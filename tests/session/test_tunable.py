@@ -159,14 +159,3 @@ def test_functions_that_share_nothing_keep_their_own(bench):
     assert [first(), second()] == [2, 4]
     for _ in range(3):
         assert [first(), second(), standing()] == [2, 4, tunable("apart", [1, 2, 4])]
-
-
-def test_a_mode_that_is_set_back_goes_on_with_what_was_tuned(bench, monkeypatch):
-    tuned = bench.tune(bench.choosing("way", {"a": 3.0, "b": 1.0}), cache=False)
-    tuned()
-    chosen = []
-    for mode in ("cached", "tune", "strict", "tune"):
-        monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
-        chosen += [tuned(), tuned()]
-        assert tuned.settled
-    assert chosen == ["b"] * 8
