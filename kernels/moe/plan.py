@@ -11,18 +11,17 @@ import triton
 from ..configs import INTERPRETED
 from ..launches.prepared import PlainLaunches
 from .launch import HEIGHTS
-from .routing import ENTRY, LOWEST_HEIGHT_BITS, count_choices, place_choices, sort_choices
+from .routing import ENTRY, LOWEST_HEIGHT_BITS, count_choices, place_choices
 
 LOWEST = 2**LOWEST_HEIGHT_BITS.value  # rows of a block of the first table
 PROGRAMS = 1 if INTERPRETED else 64  # that count, and that place
 BLOCK = 256 if INTERPRETED else 1024
 WARPS = 8
 SHARED_ORDERS = 3  # of the tables of a sorting that both operations of a layer use
+SHARED_PARTS = 16 if INTERPRETED else 64  # of the choices of all ranks in such a sorting, at most
 ALIGNED_WORDS = 4  # each part of the memory begins at 16 bytes
 
-_COUNT, _PLACE, _SORT = (
-    PlainLaunches(kernel, num_warps=WARPS) for kernel in (count_choices, place_choices, sort_choices)
-)
+_COUNT, _PLACE = (PlainLaunches(kernel, num_warps=WARPS) for kernel in (count_choices, place_choices))
 
 
 class Plan:
@@ -51,11 +50,12 @@ class Plan:
         stages = stages or world_size
         self.capacity = _blocks(most, experts)
         padded = triton.next_power_of_2(experts + 1)
-        of_all = {"WORLD": world_size, "BLOCK": BLOCK}
-        self._of_counts = {**of_all, "STAGES": stages}
-        search = search_bits(stages, padded)
-        self._of_tables = {**of_all, "HEIGHTS": HEIGHTS, "EXPERTS": padded, "SEARCH_BITS": search}
-        self._of_places = {**self._of_tables, "ORDERS": orders, "BY_FIRST": by_first, "STAGES": stages}
+        shared, parts_of_chunk = orders == SHARED_ORDERS, _parts(world_size, orders)
+        self._of_counts = {"WORLD": world_size, "STAGES": stages, "PARTS": parts_of_chunk, "BLOCK": BLOCK}
+        self._of_counts["SHARED"] = shared
+        of_tables = {"ORDERS": orders, "HEIGHTS": HEIGHTS, "BY_FIRST": by_first}
+        of_tables |= {"EXPERTS": padded, "SEARCH_BITS": search_bits(stages, padded)}
+        self._of_places = self._of_counts | of_tables
         self._kind = world_size, padded, orders, by_first, stages
         shapes = _shapes(world_size, experts, most, orders, stages)
         if words is None:
@@ -66,19 +66,16 @@ class Plan:
         for name, shape in shapes.items():
             parts[name] = words[begin : begin + math.prod(shape)].view(shape)
             begin += _aligned(math.prod(shape))
-        counted = stages * (experts + 1)
+        counted = math.prod(shapes["starts"])
         self._zeroed = parts["zeroed"]
         self._counts, self.counters = self._zeroed[: counted + 2], self._zeroed[counted + 2 :]
         self._starts, self.offsets = parts["starts"], parts["offsets"]
         self._chosen, self._within = parts["chosen"], parts["within"]
         self.starts = self._starts[: experts + 1]
         self.rows, self.sources = parts["rows"], parts["sources"]
+        # Of a shared sorting: the weight of each sorted choice; 0 for a dropped one.
+        self.weights = parts["weights"].view(torch.float32)
         self._groups, self.ends, self.tables = parts["groups"], parts["ends"], parts["tables"]
-
-    @property
-    def weights(self) -> torch.Tensor:
-        """float32, of a shared sorting: the weight of each sorted choice; 0 for a dropped choice."""
-        return self._within.view(torch.float32)  # a shared sorting leaves `_within` free
 
     @property
     def ends_of_all(self) -> torch.Tensor:
@@ -111,24 +108,18 @@ class Plan:
         weights: of the choices, in the places of `ids`; then both operations of a layer share the sorting.
         """
         (self._zeroed if weights is None else self.words).zero_()  # a routing has no undefined word
-        is_shared = weights is not None
-        given = (ids, flags, errors, self.words, *([] if weights is None else [weights]))
+        given = (ids, flags, errors)
+        unsorted = self.weights if weights is None else weights
         # Of the numbers, only ticks may need 64 bits. Parts of `words` are aligned like `words`.
-        aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in given])
+        aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in (*given, self.words, unsorted)])
         kind = (self._kind, ids.device, aligned, patience_ticks.bit_length() > 31)
-        counts = (self._counts, self._starts, self.offsets, self._chosen)
+        counts = (self._counts, self._starts, self.offsets, self._chosen, self._within)
         numbers = (pairs, self.experts, topk, stride, tokens, told, rank, first, patience_ticks)
-        constants = {**self._of_counts, "SHARED": is_shared}
-        _COUNT.launch(kind, PROGRAMS, (*given[:3], *counts, self._within), numbers, constants)
+        _COUNT.launch(kind, PROGRAMS, (*given, *counts), numbers, self._of_counts)
+        placed = (self.rows, self.sources, self._groups, self.ends, self.tables)
+        tensors = (unsorted, self.weights, *counts, *placed)
         sizes = (self.experts, stride, first, self.capacity)
-        tables = (self._groups, self.ends, self.tables)
-        programs = len(self.ends) + PROGRAMS
-        if weights is None:
-            placed = (*counts, self._within, self.rows, self.sources)
-            _PLACE.launch(kind, programs, (*placed, *tables), sizes, self._of_places)
-        else:
-            placed = (*counts, self.rows, self.sources, self.weights)
-            _SORT.launch(kind, programs, (weights, *placed, *tables), sizes, self._of_tables)
+        _PLACE.launch(kind, len(self.ends) + PROGRAMS, tensors, sizes, self._of_places)
 
 
 @dataclass(frozen=True)
@@ -192,17 +183,24 @@ def words_of_shared(world_size: int, experts: int, most: int) -> int:
 
 
 def _shapes(world_size: int, experts: int, most: int, orders: int, stages: int) -> dict[str, tuple[int, ...]]:
-    counted, tables = stages * (experts + 1), orders * HEIGHTS
+    counted, tables = stages * _parts(world_size, orders) * (experts + 1), orders * HEIGHTS
     padded = triton.next_power_of_2(experts + 1)
     return {
         "zeroed": (counted + 2 + 3 * stages,),
         "starts": (counted,),
         "offsets": (world_size + 1,),
         **dict.fromkeys(("chosen", "within", "rows", "sources"), (most,)),
+        "weights": (most if orders == SHARED_ORDERS else 0,),
         "groups": (tables, 2, stages * padded),
         "ends": (tables, stages),
         "tables": (tables, _blocks(most, experts), ENTRY.value),
     }
+
+
+def _parts(world_size: int, orders: int) -> int:
+    """Return how many parts of a chunk are counted apart: a power of two."""
+    most = SHARED_PARTS // world_size if orders == SHARED_ORDERS else 1
+    return 1 << max(most.bit_length() - 1, 0)
 
 
 def _blocks(most: int, experts: int) -> int:

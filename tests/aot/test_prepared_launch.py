@@ -101,7 +101,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         leave(monkeypatch, owner, tuner, tuner.configs[:1], blocks)
     kernels = [specialized.tuned.fn, plain.all_gather_gemm.fn]
     kernels += [launching.tuned_gemm.fn, copies.copy_rows, STAMPED.kernel.fn]
-    with active(monkeypatch, made, kernels, plans._SORT):
+    with active(monkeypatch, made, kernels):
         yield made
 
 
@@ -262,7 +262,7 @@ def test_prepared_launches_of_a_sorting_hand_over_what_triton_s_own_do(device, i
     cases = list(itertools.product((ids, odd_ids), (1, 16, 33), (99, 2**40)))
     prepared = [[sort(*case) for case in cases] for _ in range(2)][1]
     monkeypatch.setattr(preparing, "remember", lambda known, kind, made: made)
-    for untuned in (plans._COUNT, plans._PLACE, plans._SORT):
+    for untuned in (plans._COUNT, plans._PLACE):
         untuned._of.clear()
     assert prepared == [sort(*case) for case in cases]
     assert all(len(handed) == 2 for handed in prepared)

@@ -11,7 +11,7 @@ from compiled import BLACKWELL, CDNA3, HOPPER, compile_for, early_load, events, 
 from plain_kernels import COMBINE, DISPATCH, EACH, GATHER, ON_EACH, SCATTER
 
 from dist_autotune.kernels.moe.plan import search_bits
-from dist_autotune.kernels.moe.routing import count_choices, place_choices, sort_choices
+from dist_autotune.kernels.moe.routing import count_choices, place_choices
 from dist_autotune.kernels.signals import wait_until
 
 
@@ -193,28 +193,21 @@ def test_the_sorting_compiles_for_every_target(target):
     numbers = ("pairs", "experts", "topk", "stride", "tokens", "told", "rank", "first", "patience_ticks")
     types = {"ids_ptr": "*i64", "flags_ptr": "*i32", "errors_ptr": "*i64", **common}
     types |= dict.fromkeys(numbers, "i32")
-    counting = compile_for(
-        target,
-        count_choices,
-        types,
-        {"WORLD": 8, "STAGES": 8, "BLOCK": 1024, "SHARED": True},
-        any_value=numbers,
-        num_warps=8,
-    )
-    assert resources(counting, target)["spilled"] <= 8  # bytes; it runs once in a call
-    for experts, by_first in ((64, False), (512, True))[: 2 if target is HOPPER else 1]:
-        names = ("rows_ptr", "sources_ptr", "groups_ptr", "ends_ptr", "tables_ptr")
-        types = {**common, **dict.fromkeys(names, "*i32")}
-        numbers = ("experts", "stride", "first", "capacity")
-        types |= dict.fromkeys(numbers, "i32")
-        constexprs = {"ORDERS": 2 - by_first, "HEIGHTS": 4, "BY_FIRST": by_first, "WORLD": 8, "BLOCK": 1024}
-        constexprs |= {"STAGES": 8, "EXPERTS": experts, "SEARCH_BITS": search_bits(8, experts)}
+    for shared in (False, True):
+        constexprs = {"WORLD": 8, "STAGES": 8, "PARTS": 8 if shared else 1, "BLOCK": 1024, "SHARED": shared}
+        counting = compile_for(target, count_choices, types, constexprs, any_value=numbers, num_warps=8)
+        assert resources(counting, target)["spilled"] <= 8  # bytes; it runs once in a call
+    names = ("rows_ptr", "sources_ptr", "groups_ptr", "ends_ptr", "tables_ptr")
+    types = {**common, **dict.fromkeys(names, "*i32"), "weights_ptr": "*fp32", "sorted_weights_ptr": "*fp32"}
+    numbers = ("experts", "stride", "first", "capacity")
+    types |= dict.fromkeys(numbers, "i32")
+    for experts, orders in ((64, 2), (64, 3), (512, 1))[: 3 if target is HOPPER else 2]:
+        shared = orders == 3
+        constexprs = {"ORDERS": orders, "HEIGHTS": 4, "BY_FIRST": orders == 1, "WORLD": 8, "BLOCK": 1024}
+        constexprs |= {"STAGES": 8, "PARTS": 8 if shared else 1, "SHARED": shared}
+        constexprs |= {"EXPERTS": experts, "SEARCH_BITS": search_bits(8, experts)}
         placing = compile_for(target, place_choices, types, constexprs, any_value=numbers, num_warps=8)
         assert resources(placing, target)["spilled"] <= 8
-        del constexprs["ORDERS"], constexprs["BY_FIRST"], constexprs["STAGES"], types["within_ptr"]
-        types |= {"weights_ptr": "*fp32", "sorted_weights_ptr": "*fp32"}
-        sorting = compile_for(target, sort_choices, types, constexprs, any_value=numbers, num_warps=8)
-        assert resources(sorting, target)["spilled"] <= 8
 
 
 # ---- AllGatherGemm polls and fences in front of its loads, whatever the pipeliner does

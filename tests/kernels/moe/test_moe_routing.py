@@ -230,10 +230,11 @@ def test_a_shared_sorting_keeps_the_order_of_choices_and_has_tables_for_both_ope
     assert torch.equal(plan.weights[: routed.pairs], wanted)
 
 
-def test_as_many_experts_as_a_program_counts_at_once_and_more_are_sorted():
+@pytest.mark.parametrize("is_shared", [False, True], ids=["one operation's", "shared"])
+def test_as_many_experts_as_a_program_counts_at_once_and_more_are_sorted(is_shared):
     torch.manual_seed(0)
     ids = [torch.randint(-1, 300, (CAPACITY, 3)) for _ in range(2)]
-    check(route(ids, 300, first=0), ids, 300, first=0, by_first=False)
+    check(route(ids, 300, first=0, is_shared=is_shared), ids, 300, first=0, by_first=False)
 
 
 def test_an_invalid_choice_is_recorded_with_its_rank_and_dropped():
