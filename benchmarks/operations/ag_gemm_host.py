@@ -122,6 +122,7 @@ def pretend() -> None:
     """Make this process see a Hopper GPU on which nothing runs."""
     from dist_autotune.kernels.ag_gemm import matmul
     from dist_autotune.kernels.exchange import operation
+    from dist_autotune.kernels.gemm import launch as gemm_launch
     from dist_autotune.kernels.launches import loading
     from dist_autotune.kernels.symm import cuda
 
@@ -131,7 +132,7 @@ def pretend() -> None:
     loading.allocate_scratch = lambda size, *_: torch.empty(size, dtype=torch.int8)  # type: ignore[assignment]
     operation.open_symmetric_memory = lambda *args, **kwargs: _PretendedMemory()  # type: ignore[assignment]
     cuda._handle = lambda stream: stream.handle  # type: ignore[attr-defined]
-    specialized.capability = lambda device: 9  # type: ignore[assignment]
+    gemm_launch.capability = lambda device: 9  # type: ignore[assignment]
     matmul.torch = types.SimpleNamespace(mm=lambda *args, **kwargs: None)  # type: ignore[attr-defined]
     plain.all_gather_gemm.configs = plain.all_gather_gemm.configs[:1]  # untuned, as there is no time to find
     specialized.tuned.configs = specialized.tuned.configs[:1]

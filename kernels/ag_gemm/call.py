@@ -4,44 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from dist_autotune.for_operations import Standing
 
-from ..epilogues import ONLY_SUMS, Epilogue
+from ..epilogues import Epilogue
 from ..exchange.fill_nan import NanFiller
+from ..gemm.launch import ChunkBody
 from ..tensors import Apart
 from .choices import CallOptions, Choice
 
 
-class GatherCall(NamedTuple):
-    """One call on one rank, as all consumers launch it. Made in many calls: no dataclass."""
+class GatherMemory(NamedTuple):
+    """What no call of an operation changes."""
 
-    rows: int  # of each rank's chunk
-    rank: int
-    world_size: int
-    capacity: int  # rows for which the gather buffer has room in each chunk
-    patience_ticks: int  # how long the GEMM waits for a peer
-    programs: int  # the most that run at once
+    gather: torch.Tensor  # [world_size, capacity, K]
     flags: torch.Tensor  # int32
     errors: torch.Tensor  # int64 [world_size], which the host reads without waiting
-    epilogue: Epilogue = ONLY_SUMS
+    rank: int
+    world_size: int
 
 
-class Consumer(Protocol):
-    """Multiplies gather [world_size, capacity, K] with weight [N, K] into out [world_size * rows, N].
+class Product(NamedTuple):
+    """The operands, result and epilogue of a call. Made in each call: no dataclass."""
 
-    The call's epilogue takes the float32 sums before they are rounded. A consumer is made for tensors that
-    lie alike, and keeps no address of theirs.
-    """
+    a_shard: torch.Tensor
+    weight: torch.Tensor
+    out: torch.Tensor
+    epilogue: Epilogue
+    layout: GatherLayout  # of these tensors
 
-    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        """Load the kernels that `launch` would run, and write nothing."""
 
-    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        """Write the product of all chunks, behind its epilogue, to `out`, on the current stream."""
+# It multiplies the gathered rows with weight [N, K] into out [world_size * rows, N]; the epilogue takes the
+# float32 sums before they are rounded. A call is the number of programs: the most that run at once.
+Consumer = ChunkBody[Product, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,17 +53,5 @@ class GatherLayout:
     choose: Standing[Choice]  # one of the options
     fill_nan: NanFiller  # of the result; the last kernel of a call
     apart: Apart | None = None  # of a result that was given and all operands
-    loaded: set[str] = field(default_factory=set)  # consumers with loaded kernels
-    consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen
-    calls: dict[Choice, GatherCall] = field(default_factory=dict)  # without an epilogue
+    consumers: dict[str, Consumer] = field(default_factory=dict)  # those that have been chosen; loaded
     mail: Callable[[int], None] | None = None  # enqueues the gather by mail, where calls may take that way
-
-
-class Product(NamedTuple):
-    """The operands, result and epilogue of a call. Made in each call: no dataclass."""
-
-    a_shard: torch.Tensor
-    weight: torch.Tensor
-    out: torch.Tensor
-    epilogue: Epilogue
-    layout: GatherLayout  # of these tensors

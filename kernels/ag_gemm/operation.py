@@ -51,7 +51,7 @@ from ..tensors import (
     remember,
 )
 from . import by_mail, specialized
-from .call import Consumer, GatherCall, GatherLayout, Product
+from .call import Consumer, GatherLayout, GatherMemory, Product
 from .choices import Choice, Fixed, options_for
 from .gather_buffer import GatherBuffer, RowFormat
 from .matmul import multiply_into
@@ -160,13 +160,8 @@ class AllGatherGemm(NumberedCalls):
 
     def _read_device(self, dtype: torch.dtype) -> None:
         super()._read_device(dtype)
-        plain = functools.partial(
-            PlainConsumer, has_tma=self._has_tma, needs_fence=self._needs_fence, upcasts=self._upcasts
-        )
-        self._consumers: dict[str, Callable[..., Consumer]] = {
-            "specialized": specialized.SpecializedConsumer,
-            "plain": plain,
-        }
+        memory = (self._buffer.a, self._pusher.flags, self._errors, self.rank, self.world_size)
+        self._held = GatherMemory(*memory)
         self._layouts: dict[Hashable, GatherLayout] = {}  # by those of tensors that have been checked
 
     def _check_peers(self) -> None:
@@ -332,12 +327,12 @@ class AllGatherGemm(NumberedCalls):
             self._gather_and_multiply(way, product)
             return product.out
         choice = self._choose(layout)
-        call = self._call_of(product, choice)
-        if choice.consumer not in layout.loaded and not is_capturing:
-            self._load(product, choice, call)
+        consumer = layout.consumers.get(choice.consumer)
+        if consumer is None:
+            consumer = self._new_consumer(product, choice, is_capturing=is_capturing)
         self._gathered = layout.rows
         self._pusher.start(layout.rows, choice.pieces, is_capturing=is_capturing)
-        self._launch(product, choice, call)
+        self._launch(product, consumer, choice.programs)
         self._pusher.finish(is_capturing=is_capturing)
         return product.out
 
@@ -357,32 +352,23 @@ class AllGatherGemm(NumberedCalls):
     def _choose(self, layout: GatherLayout) -> Choice:
         return layout.choose()
 
-    def _load(self, product: Product, choice: Choice, call: GatherCall) -> None:
-        """Load the kernels of a call before any stream waits for a peer, see `launches.loading.load`."""
-        self._consumer(choice, product).load(self._buffer.a, product.weight, product.out, call)
-        product.layout.fill_nan(product.out, only_load=True)
-        product.layout.loaded.add(choice.consumer)
+    def _new_consumer(self, product: Product, choice: Choice, *, is_capturing: bool) -> Consumer:
+        """Make it and load its kernels before any stream waits for a peer, see `launches.loading.load`."""
+        made: Consumer
+        if choice.consumer == "specialized":
+            made = specialized.SpecializedConsumer(product, self._held)
+        else:
+            of_device = {"has_tma": self._has_tma, "needs_fence": self._needs_fence}
+            made = PlainConsumer(product, self._held, upcasts=self._upcasts, **of_device)
+        if not is_capturing:
+            made.load(product, choice.programs, self._patience_ticks)
+            product.layout.fill_nan(product.out, only_load=True)
+        product.layout.consumers[choice.consumer] = made
+        return made
 
-    def _call_of(self, product: Product, choice: Choice) -> GatherCall:
-        calls, epilogue, patience_ticks = product.layout.calls, product.epilogue, self._patience_ticks
-        known = calls.get(choice) if epilogue is ONLY_SUMS else None
-        if known is not None and known.patience_ticks == patience_ticks:
-            return known
-        sizes = (product.layout.rows, self.rank, self.world_size, self._capacity)
-        words = (self._pusher.flags, self._errors)
-        call = GatherCall(*sizes, patience_ticks, choice.programs, *words, epilogue)
-        return remember(calls, choice, call) if epilogue is ONLY_SUMS else call
-
-    def _launch(self, product: Product, choice: Choice, call: GatherCall) -> None:
-        self._consumer(choice, product).launch(self._buffer.a, product.weight, product.out, call)
+    def _launch(self, product: Product, consumer: Consumer, programs: int) -> None:
+        consumer.launch(product, programs, self._patience_ticks)
         product.layout.fill_nan(product.out)
-
-    def _consumer(self, choice: Choice, product: Product) -> Consumer:
-        name, known = choice.consumer, product.layout.consumers
-        found = known.get(name)
-        if found is None:
-            found = known[name] = self._consumers[name](self._buffer.a, product.weight, product.out)
-        return found
 
     # ---- calls that fail
 

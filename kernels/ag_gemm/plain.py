@@ -11,7 +11,6 @@ alone. They picked the specialised kernel at four.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -19,13 +18,13 @@ from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_epilogue, apply_scales, sums_of_a_result
 from ..exchange.chunks import wait_and_check_rows, wait_for_own, wait_for_rows
 from ..exchange.peers import Peers
-from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile, store_rows
 from ..gemm.configs import class_of_rows
 from ..gemm.pruning import ChunkShape
-from ..launches.settled import SettledLaunches, ShapeLaunch, Tensors
-from ..tensors import lies_by_columns, pitch_of
+from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
+from ..products import factors_of, halves, multiply_tile, store_rows
+from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from ..tiles import grouped_tile, rotated_chunk
-from .call import GatherCall
+from .call import Consumer, GatherMemory, Product
 from .gather_buffer import scaled_pitch
 
 
@@ -85,16 +84,15 @@ def all_gather_gemm(
     a_pitch = K
     if row_scale_ptr is not None:
         a_pitch = scaled_pitch(K)
-    factors = Factors(a_ptr, a_pitch, b_ptr, stride_b, N, K)
-    a_desc = a_ptr
-    b_desc = b_ptr
+    factors = factors_of(
+        *(a_ptr, a_pitch, WORLD * capacity, b_ptr, stride_b, N, K),
+        *(BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, BY_COLUMNS),
+    )
     c_desc = c_ptr
     SUMS: tl.constexpr = sums_of_a_result(ACTIVATION)
     SUBTILE: tl.constexpr = EPILOGUE_SUBTILE and SUMS == 1  # gated tiles are half as wide as it is
     if USE_TMA:
         STORE_N: tl.constexpr = BLOCK_N // 2 if SUBTILE else BLOCK_N // SUMS
-        a_desc = describe_rows(factors, WORLD * capacity, BLOCK_M, BLOCK_K)
-        b_desc = describe_columns(factors, BLOCK_N, BLOCK_K, BY_COLUMNS)
         # Three dimensions, so that the hardware cuts a chunk's last tile off at row m instead of writing
         # into the next chunk.
         chunk_stride = tl.cast(m, tl.int64) * stride_cm
@@ -114,7 +112,7 @@ def all_gather_gemm(
             arrived = wait_for_rows(chunk, needed, peers, WORLD, FENCE and USE_TMA)
             here = chunk
         acc = multiply_tile(
-            *(factors, a_desc, b_desc, chunk * capacity, row, m, col),
+            *(factors, chunk * capacity, row, m, col),
             *(tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32), BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
         )
         rows = row + tl.arange(0, BLOCK_M)
@@ -152,56 +150,35 @@ CONSTANTS = ("TMA_LEGAL", "BY_COLUMNS", "FENCE", "UPCAST", "ACTIVATION")
 _SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(all_gather_gemm, operation="AllGatherGemm")
 
 
-class PlainConsumer:
+class PlainConsumer(Consumer):
     """Multiplies in one kernel, which waits.
 
     has_tma, needs_fence, upcasts: facts of the device.
     """
 
     def __init__(
-        self,
-        gather: torch.Tensor,
-        weight: torch.Tensor,
-        out: torch.Tensor,
-        *,
-        has_tma: bool,
-        needs_fence: bool,
-        upcasts: bool,
+        self, product: Product, held: GatherMemory, *, has_tma: bool, needs_fence: bool, upcasts: bool
     ) -> None:
-        strides = (pitch_of(weight), out.stride(0))
-        aligned = (weight.data_ptr() % 16 == 0, out.data_ptr() % 16 == 0)
+        super().__init__()
+        _, weight, out, epilogue, _ = product
+        gather, world, kind = held.gather, held.world_size, epilogue.kind()
+        strides, addresses = (pitch_of(weight), out.stride(0)), (weight.data_ptr(), out.data_ptr())
         steps = (gather.stride(1) | strides[0]) * weight.element_size() | strides[1] * out.element_size()
-        tma_legal = has_tma and steps % 16 == 0 and all(aligned)
-        self._sizes = (out.shape[0], weight.shape[0], gather.shape[2])
-        self._further = (gather.shape[1], *strides)
-        self._compiled_for = (weight.dtype, weight.device, CONSTANTS)
-        self._constants = (tma_legal, lies_by_columns(weight), needs_fence, upcasts)
-        self._compiled_in = (*self._further, *aligned)
-        self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of programs
+        self._held, self._rows = held, class_of_rows(len(out) // world)
+        self._numbers = (len(out), len(weight), gather.shape[2], gather.shape[1], *strides, held.rank)
+        tma_legal = has_tma and begin_at_16_bytes(1, addresses, (steps,))
+        constants = (tma_legal, lies_by_columns(weight), needs_fence, upcasts, kind.activation)
+        aligned = (address % 16 == 0 for address in addresses)
+        compiled_in = (gather.shape[1], *strides, *aligned, kind)
+        self._compiled_for = (weight.dtype, weight.device, CONSTANTS, constants, compiled_in)
 
-    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        tensors, scalars = self._arguments_of(gather, weight, out, call)
-        _SETTLED.load(self._shape_of(call), (*tensors, *scalars))
+    def _prepare(self, call: int) -> ShapeLaunch[ChunkShape]:
+        world, sizes = self._held.world_size, self._numbers[:3]
+        shape = ChunkShape._make((*sizes, world, world, call, self._rows, *self._compiled_for))
+        return ShapeLaunch(_SETTLED, shape, numbers=self._numbers)
 
-    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        launch = self._launches.get(call.programs)
-        if launch is None:
-            launch = self._launches[call.programs] = ShapeLaunch(_SETTLED, self._shape_of(call))
-        launch((), *self._arguments_of(gather, weight, out, call))
-
-    def _shape_of(self, call: GatherCall) -> ChunkShape:
-        kind, world = call.epilogue.kind(), call.world_size
-        of_launch = (world, world, call.programs, class_of_rows(call.rows))
-        constants = (*self._constants, kind.activation)
-        return ChunkShape(
-            *self._sizes, *of_launch, *self._compiled_for, constants, (*self._compiled_in, kind)
-        )
-
-    def _arguments_of(
-        self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall
-    ) -> tuple[Tensors, tuple[int, ...]]:
-        """Return the kernel's arguments before the constants: tensors and scalars."""
-        ending = call.epilogue
-        tensors = (gather, weight, out, call.flags, call.errors, ending.scale_a, ending.scale_b, ending.bias)
-        scalars = (*self._sizes, *self._further, call.rank, call.patience_ticks, class_of_rows(call.rows))
-        return tensors, scalars
+    def _arguments(self, operands: Product, patience_ticks: int) -> Arguments:
+        _, weight, out, ending, _ = operands
+        gather, flags, errors, _, _ = self._held
+        tensors = (gather, weight, out, flags, errors, ending.scale_a, ending.scale_b, ending.bias)
+        return (), tensors, (patience_ticks, self._rows)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 
 from ..compat import HAS_INLINE_PTX
-from ..configs import capability, take_first
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
-from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
-from ..launches.settled import SettledLaunches, ShapeLaunch
-from ..matrices import Matrix, describe_at, matrix_of_rows
-from ..tensors import FP8, lies_by_columns
-from .call import GatherCall
+from ..gemm.launch import can_take_chunks, matrix_of_weight, shape_of_chunks, tuned_over_chunks
+from ..gemm.pruning import ChunkShape
+from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
+from ..matrices import Matrix, matrix_of_rows
+from ..tensors import FP8
+from .call import Consumer, GatherMemory, Product
 from .specialized_kernel import specialized_all_gather_gemm
 
 # Picked by sessions in 22 contexts; tiles of further shapes; and 256 x 192, not yet timed in this kernel: for
@@ -43,12 +42,9 @@ if HAS_INLINE_PTX:
 
 OPERAND_TYPES = (torch.float16, torch.bfloat16, FP8)
 
-tuned = triton.autotune(
-    configs=CANDIDATES,
-    key=["size_class", "N", "K", "DTYPE", "TRANS_B", "ACTIVATION"],  # and the type of a bias, if any
-    prune_configs_by={"early_config_prune": prune_chunks},
-    do_bench=take_first,  # outside a tuned function: a launch waits for peers, who would pick another config
-)(specialized_all_gather_gemm)
+tuned = tuned_over_chunks(specialized_all_gather_gemm, CANDIDATES, "ACTIVATION")
+
+_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(tuned, blocks_of, operation="AllGatherGemm")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,62 +52,39 @@ def _size_class(rows: int) -> int:
     return class_of_chunk(rows, CANDIDATES)
 
 
-CONSTANTS = ("TENSOR_MEMORY", "DTYPE", "TRANS_B", "ACTIVATION")
-
-_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(tuned, blocks_of, operation="AllGatherGemm")
-
-
 def can_run(gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, rows: int) -> bool:
-    """Return whether `SpecializedConsumer` takes these: a GPU with a body, TMA's alignment, a tile's rows.
-
-    The answer depends on addresses and on N: it is this rank's own.
-    """
-    major = capability(gather.device)
-    if major not in (9, 10) or gather.dtype not in OPERAND_TYPES:
-        return False
-    if major == 10 and gather.dtype == FP8:
-        return False  # between the flag of a row and whoever reads its scale are the tensor cores alone
-    if rows < fewest_rows(CANDIDATES, tensor_memory=major == 10) or weight.shape[0] == 1:
-        return False
-    return all(matrix.is_addressable() for matrix in _matrices(gather, weight, out))
+    """Return whether `SpecializedConsumer` takes these: this rank's own answer, by addresses and N."""
+    matrices = _matrices(gather, weight, out)
+    has_columns = weight.shape[0] > 1
+    return has_columns and can_take_chunks(matrices, rows, gather.device, CANDIDATES, OPERAND_TYPES)
 
 
-class SpecializedConsumer:
+class SpecializedConsumer(Consumer):
     """Multiplies in one kernel, whose load warp waits; only where `can_run`."""
 
-    def __init__(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def __init__(self, product: Product, held: GatherMemory) -> None:
+        super().__init__()
+        _, weight, out, epilogue, _ = product
+        gather, self._kind = held.gather, epilogue.kind()
         self._matrices = _matrices(gather, weight, out)  # as they lie: their addresses are of the first call
-        a, b, _, c = self._matrices
-        self._sizes = (c.rows, weight.shape[0], a.columns)
-        self._compiled_for = (a.dtype, weight.device, CONSTANTS)
-        self._constants = (capability(weight.device) == 10, TYPE_NAMES[a.dtype], not b.transposed)
-        self._launches: dict[int, ShapeLaunch[ChunkShape]] = {}  # by the number of programs
+        self._held, self._gather_at = held, gather.data_ptr()
+        self._sizes = (len(out), len(weight), gather.shape[2])
+        self._rows = _size_class(len(out) // held.world_size)
 
-    def load(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        shape = self._shape_of(call)
-        ending = call.epilogue
-        tensors = (call.flags, call.errors, ending.scale_a, ending.scale_b, ending.bias)
-        scalars = (*self._sizes, call.capacity, call.rank, call.patience_ticks, _size_class(call.rows))
+    def _prepare(self, call: int) -> ShapeLaunch[ChunkShape]:
+        gather, flags, errors, rank, world = self._held
+        shape = shape_of_chunks(
+            *(self._sizes, (world, world, call, self._rows), self._matrices, gather.device, self._kind),
+            ACTIVATION=self._kind.activation,
+        )
+        numbers = (*self._sizes, gather.shape[1], rank)
+        return ShapeLaunch(_SETTLED, shape, self._matrices, held=(flags, errors), numbers=numbers)
+
+    def _arguments(self, operands: Product, patience_ticks: int) -> Arguments:
+        _, weight, out, ending, _ = operands
         b = weight.data_ptr()
-        descriptors = describe_at(self._matrices, (gather.data_ptr(), b, b, out.data_ptr()))
-        _SETTLED.load(shape, (*descriptors, *tensors, *scalars))
-
-    def launch(self, gather: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, call: GatherCall) -> None:
-        launch = self._launches.get(call.programs)
-        if launch is None:
-            held, numbers = (call.flags, call.errors), (*self._sizes, call.capacity, call.rank)
-            launch = ShapeLaunch(_SETTLED, self._shape_of(call), self._matrices, held=held, numbers=numbers)
-            self._launches[call.programs] = launch
-        b, ending = weight.data_ptr(), call.epilogue
-        tensors = (ending.scale_a, ending.scale_b, ending.bias)
-        scalars = (call.patience_ticks, _size_class(call.rows))
-        launch((gather.data_ptr(), b, b, out.data_ptr()), tensors, scalars)
-
-    def _shape_of(self, call: GatherCall) -> ChunkShape:
-        world, kind = call.world_size, call.epilogue.kind()
-        of_launch = (world, world, call.programs, _size_class(call.rows))
-        constants = (*self._constants, kind.activation)
-        return ChunkShape(*self._sizes, *of_launch, *self._compiled_for, constants, (kind,))
+        addresses = (self._gather_at, b, b, out.data_ptr())
+        return addresses, (ending.scale_a, ending.scale_b, ending.bias), (patience_ticks, self._rows)
 
 
 def _matrices(
@@ -120,6 +93,5 @@ def _matrices(
     """Return A, B, B again for its further columns, and C."""
     world_size, capacity, k = gather.shape
     a = Matrix(gather.data_ptr(), world_size * capacity, k, gather.stride(1), gather.dtype, transposed=False)
-    by_columns = lies_by_columns(weight)
-    b = matrix_of_rows(weight.mT if by_columns else weight, transposed=by_columns)
+    b = matrix_of_weight(weight)
     return a, b, b, matrix_of_rows(out)

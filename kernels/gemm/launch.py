@@ -1,24 +1,34 @@
-"""Plans and launches the Gluon body for one product: TMA descriptors, scratch memory, the tuned kernel.
+"""The host side of Gluon kernels: TMA descriptors, scratch memory, the tuned kernel.
 
-A `LaunchPlan` depends on the layout of tensors: it is made once, and later calls with tensors that lie alike
-execute it. The first launch of a shape tunes it; later ones take its config and its compiled kernel directly.
-Nothing here keeps a caller's tensor.
+A `LaunchPlan` is that of one product, and depends on the layout of tensors: it is made once, and later calls
+with tensors that lie alike execute it. The first launch of a shape tunes it; later ones take its config and
+its compiled kernel directly. Nothing here keeps a caller's tensor.
+
+At the end stands what kernels over chunks of rows share, those of `AllGatherGemm` and `GemmReduceScatter`.
 """
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 import triton
 
+from ..configs import capability, take_first
 from ..epilogues import GATED, NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind
-from ..launches.settled import SettledLaunches
+from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
 from ..matrices import Block, Matrix, as_matrix, describe, matrix_of_rows
+from ..tensors import FP8, lies_by_columns
 from .body import gemm
 from .configs import GLUON_CANDIDATES, blocks_of
 from .copies import NOTHING, Copies, copied, copy, padded_copy, room_for, runs_along_columns, what_to_copy
-from .pruning import GemmShape, prune
+from .pruning import TYPE_NAMES, ChunkShape, GemmShape, fewest_rows, prune, prune_chunks
+
+Operands = TypeVar("Operands")
+Call = TypeVar("Call", bound=Hashable)
 
 tuned_gemm = triton.autotune(
     configs=GLUON_CANDIDATES,
@@ -158,3 +168,91 @@ def execute(
 def _at(matrix: Matrix | None, tensor: torch.Tensor) -> Matrix | None:
     """Return the matrix where this tensor, which lies alike, is."""
     return matrix and matrix._replace(address=tensor.data_ptr())
+
+
+# ---- kernels over chunks of rows
+
+
+class ChunkBody(abc.ABC, Generic[Operands, Call]):
+    """A kernel over chunks, for operands that lie alike, of which it keeps no address.
+
+    Operands: the tensors of a call. Call: numbers of a launch, by which compiled form and grid differ.
+    """
+
+    in_steps = False  # an eager call may launch it once for each chunk, as a captured call does
+
+    def __init__(self) -> None:
+        self._launches: dict[Call, ShapeLaunch[ChunkShape]] = {}
+
+    def load(self, operands: Operands, call: Call, patience_ticks: int) -> None:
+        """Load what `launch` would run, and write nothing."""
+        self._prepare(call).load(*self._arguments(operands, patience_ticks))
+
+    def launch(self, operands: Operands, call: Call, patience_ticks: int) -> None:
+        """Enqueue the kernel on the current stream; patience_ticks: how long it waits for a peer."""
+        launch = self._launches.get(call)
+        if launch is None:
+            launch = self._launches[call] = self._prepare(call)
+        launch(*self._arguments(operands, patience_ticks))
+
+    @abc.abstractmethod
+    def _prepare(self, call: Call) -> ShapeLaunch[ChunkShape]:
+        """Return the launches of such calls."""
+
+    @abc.abstractmethod
+    def _arguments(self, operands: Operands, patience_ticks: int) -> Arguments:
+        """Return what a launch takes."""
+
+
+def tuned_over_chunks(kernel: Any, candidates: list[triton.Config], *further: str) -> Any:
+    """Return the tuner of a Gluon kernel; further: names in its key, beside types of tensors or None."""
+    return triton.autotune(
+        configs=candidates,
+        key=["size_class", "N", "K", "DTYPE", "TRANS_B", *further],
+        prune_configs_by={"early_config_prune": prune_chunks},
+        do_bench=take_first,  # outside a tuned function: a launch ends when the peers push, behind theirs
+    )(kernel)
+
+
+def matrix_of_weight(weight: torch.Tensor) -> Matrix:
+    """Return a weight's rows, or its columns, whichever are contiguous."""
+    by_columns = lies_by_columns(weight)
+    return matrix_of_rows(weight.mT if by_columns else weight, transposed=by_columns)
+
+
+def can_take_chunks(
+    matrices: Sequence[Matrix],
+    rows: int,
+    device: torch.device,
+    candidates: list[triton.Config],
+    dtypes: tuple[torch.dtype, ...],
+) -> bool:
+    """Return whether a GPU has a Gluon kernel for chunks of so many rows: TMA can address all matrices."""
+    major, dtype = capability(device), matrices[0].dtype
+    return (
+        # In fp8, on Blackwell, the tensor cores alone are between a row's flag and who reads its scale.
+        (major == 9 or (major == 10 and dtype != FP8))
+        and dtype in dtypes
+        and rows >= fewest_rows(candidates, tensor_memory=major == 10)
+        and all(matrix.is_addressable() for matrix in matrices)
+    )
+
+
+def shape_of_chunks(
+    sizes: tuple[int, int, int],
+    of_launch: tuple[int, int, int, int],
+    matrices: Sequence[Matrix],
+    device: torch.device,
+    compiled_in: Hashable,
+    **further: Any,
+) -> ChunkShape:
+    """Return what the config and the compiled form of a Gluon kernel depend on.
+
+    sizes: M, N and K. of_launch: ranks, chunks and programs of a launch, class of a chunk's rows. matrices: A
+    and B first. further: the constants that only this kernel has.
+    """
+    a, b, *_ = matrices
+    constants = {"TENSOR_MEMORY": capability(device) == 10, "DTYPE": TYPE_NAMES[a.dtype]}
+    constants |= {"TRANS_B": not b.transposed, **further}
+    names, values = tuple(constants), tuple(constants.values())
+    return ChunkShape(*sizes, *of_launch, a.dtype, device, names, values, (compiled_in,))

@@ -24,6 +24,7 @@ import triton.language as tl
 from ..configs import INTERPRETED, do_bench
 from ..epilogues import Epilogue, apply_epilogue, apply_scales, result_columns, sums_of_a_result
 from ..matrices import LINE_BYTES
+from ..products import multiply
 from ..tensors import (
     FP8,
     Apart,
@@ -336,20 +337,16 @@ def plain_gemm(
         # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
         a_rows = tl.cast(tl.where(rows < M, rows, 0), tl.int64)
         b_cols = tl.cast(tl.where(cols < N, cols, 0), tl.int64)
-        offs_k = tl.arange(0, BLOCK_K)
-        a_ptrs = a_ptr + a_rows[:, None] * stride_am + tl.cast(offs_k, tl.int64)[None, :] * stride_ak
-        b_ptrs = b_ptr + tl.cast(offs_k, tl.int64)[:, None] * stride_bk + b_cols[None, :] * stride_bn
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, tl.cdiv(K, BLOCK_K)):
-            inside = offs_k < K - k * BLOCK_K
-            a = tl.load(a_ptrs, mask=inside[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=inside[:, None], other=0.0)
-            if UPCAST:
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            acc = tl.dot(a, b, acc)
-            a_ptrs += BLOCK_K * tl.cast(stride_ak, tl.int64)
-            b_ptrs += BLOCK_K * tl.cast(stride_bk, tl.int64)
+        acc = multiply(
+            a_ptr + a_rows * stride_am,
+            b_ptr + b_cols * stride_bn,
+            tl.cast(stride_ak, tl.int64),
+            tl.cast(stride_bk, tl.int64),
+            K,
+            tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32),
+            BLOCK_K,
+            UPCAST,
+        )
         acc = apply_scales(acc, rows, cols, row_scale_ptr, column_scale_ptr, M, N)
         acc = apply_epilogue(acc, rows, cols, None, bias_ptr, M, N, ACTIVATION)
         SUMS: tl.constexpr = sums_of_a_result(ACTIVATION)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from dist_autotune.for_operations import Standing
 
 from ..exchange.fill_nan import NanFiller
+from ..gemm.launch import ChunkBody
 from ..tensors import Apart
 
 
@@ -47,16 +48,8 @@ class ScatterOperands(NamedTuple):
     scale_weight: torch.Tensor | None = None
 
 
-class Body(Protocol):
-    """Multiplies, hands over chunks and adds the peers' sums.
-
-    A body is made for the operation's memory and for operands that lie alike, of which it keeps no address.
-    """
-
-    in_steps: bool  # an eager call may launch it once for each chunk, as a captured call does
-
-    def launch(self, operands: ScatterOperands, call: ScatterCall, patience_ticks: int) -> None:
-        """Enqueue the kernel on the current stream; patience_ticks: how long it waits for a peer."""
+# It multiplies, hands over chunks and adds the peers' sums.
+Body = ChunkBody[ScatterOperands, ScatterCall]
 
 
 class ScatterLayout(NamedTuple):

@@ -17,13 +17,13 @@ import triton.language as tl
 from ..configs import CANDIDATES, prune_overlapped, take_first
 from ..epilogues import apply_scales
 from ..exchange.peers import Peers, is_any_lost
-from ..exchange.products import Factors, describe_columns, describe_rows, halves, multiply_tile
 from ..gemm.configs import class_of_rows
 from ..gemm.pruning import ChunkShape
-from ..launches.settled import SettledLaunches, ShapeLaunch
-from ..tensors import lies_by_columns, pitch_of
+from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
+from ..products import factors_of, halves, multiply_tile
+from ..tensors import begin_at_16_bytes, lies_by_columns, pitch_of
 from ..tiles import claim_number, grouped_tile, reset_counter, rotated_chunk
-from .call import ScatterCall, ScatterMemory, ScatterOperands
+from .call import Body, ScatterCall, ScatterMemory, ScatterOperands
 from .handover import await_sums, count_tile, wait_and_check_all
 
 
@@ -86,12 +86,10 @@ def gemm_reduce_scatter(
     tiles_n = tl.cdiv(N, BLOCK_N)
     tiles_per_chunk = tiles_m * tiles_n
     USE_TMA: tl.constexpr = TMA and TMA_LEGAL
-    factors = Factors(a_ptr, stride_am, b_ptr, stride_b, N, K)
-    a_desc = a_ptr
-    b_desc = b_ptr
-    if USE_TMA:
-        a_desc = describe_rows(factors, M, BLOCK_M, BLOCK_K)
-        b_desc = describe_columns(factors, BLOCK_N, BLOCK_K, BY_COLUMNS)
+    factors = factors_of(
+        *(a_ptr, stride_am, M, b_ptr, stride_b, N, K),
+        *(BLOCK_M, BLOCK_N, BLOCK_K, USE_TMA, BY_COLUMNS),
+    )
 
     here = 0  # rows of the own chunk of which this program knows that the peers' sums are here
     lost = 0  # 1 once a peer is given up
@@ -108,7 +106,7 @@ def gemm_reduce_scatter(
         if HAS_ADDEND:  # before the loop, where it takes no registers beside the accumulator
             acc = _load_addend(acc, addend_ptr, chunk * m, row, m, col, N)
         acc = multiply_tile(
-            *(factors, a_desc, b_desc, chunk * m, row, m, col),
+            *(factors, chunk * m, row, m, col),
             *(acc, BLOCK_K, USE_TMA, BY_COLUMNS, UPCAST),
         )
         acc = apply_scales(
@@ -187,38 +185,33 @@ CONSTANTS = ("TMA_LEGAL", "BY_COLUMNS", "HAS_ADDEND", "UPCAST")
 _SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(gemm_reduce_scatter, operation="GemmReduceScatter")
 
 
-class PlainBody:
+class PlainBody(Body):
     """Multiplies by the kernel in plain Triton. has_tma, upcasts: facts of the device."""
-
-    in_steps = False
 
     def __init__(
         self, operands: ScatterOperands, held: ScatterMemory, *, has_tma: bool, upcasts: bool
     ) -> None:
+        super().__init__()
         a, weight, out, addend, *scales = operands
-        stride_am, stride_b = a.stride(0), pitch_of(weight)
+        strides = (a.stride(0), pitch_of(weight))
         tensors = (a, weight, out, held.partial if addend is None else addend, *held)
-        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        addressable = (stride_am | stride_b) * a.element_size() % 16 == 0
+        addresses = (a.data_ptr(), weight.data_ptr())
+        tma_legal = has_tma and begin_at_16_bytes(a.element_size(), addresses, strides)
         self._sizes = (len(a), weight.shape[0], a.shape[1])
-        self._further = (held.partial.shape[1], stride_am, stride_b, out.stride(0))
-        tma_legal = has_tma and addressable and aligned[0] and aligned[1]
+        self._further = (held.partial.shape[1], *strides, out.stride(0))
         constants = (tma_legal, lies_by_columns(weight), addend is not None, upcasts)
+        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
         scaled = tuple(scale is not None for scale in scales)
         self._compiled_for = (a.dtype, a.device, CONSTANTS, constants, (*self._further, aligned, scaled))
         self._rows, self._held = class_of_rows(out.shape[0]), held
-        self._launches: dict[ScatterCall, ShapeLaunch[ChunkShape]] = {}
-
-    def launch(self, operands: ScatterOperands, call: ScatterCall, patience_ticks: int) -> None:
-        launch = self._launches.get(call)
-        if launch is None:
-            launch = self._launches[call] = self._prepare(call)
-        a, weight, out, addend, *scales = operands
-        added = self._held.partial if addend is None else addend
-        launch((), (a, weight, out, *self._held, added, *scales), (patience_ticks, self._rows))
 
     def _prepare(self, call: ScatterCall) -> ShapeLaunch[ChunkShape]:
         of_launch = (call.world_size, call.chunks, call.programs, self._rows)
         shape = ChunkShape._make((*self._sizes, *of_launch, *self._compiled_for))
         numbers = (*self._sizes, *self._further, call.first, call.chunks, call.rank)
         return ShapeLaunch(_SETTLED, shape, numbers=numbers)
+
+    def _arguments(self, operands: ScatterOperands, patience_ticks: int) -> Arguments:
+        a, weight, out, addend, *scales = operands
+        added = self._held.partial if addend is None else addend
+        return (), (a, weight, out, *self._held, added, *scales), (patience_ticks, self._rows)

@@ -9,13 +9,12 @@ import torch
 import triton
 
 from ..compat import HAS_INLINE_PTX
-from ..configs import capability, take_first
 from ..gemm.configs import any_width, blocks_of, class_of_chunk, gluon_candidate
-from ..gemm.pruning import TYPE_NAMES, ChunkShape, fewest_rows, prune_chunks
-from ..launches.settled import SettledLaunches, ShapeLaunch
+from ..gemm.launch import can_take_chunks, matrix_of_weight, shape_of_chunks, tuned_over_chunks
+from ..gemm.pruning import ChunkShape
+from ..launches.settled import Arguments, SettledLaunches, ShapeLaunch
 from ..matrices import Block, Matrix, matrix_of_rows, set_block
-from ..tensors import lies_by_columns
-from .call import ScatterCall, ScatterMemory, ScatterOperands
+from .call import Body, ScatterCall, ScatterMemory, ScatterOperands
 from .specialized_kernel import specialized_gemm_reduce_scatter
 
 
@@ -66,12 +65,9 @@ OPERAND_TYPES = (torch.float16, torch.bfloat16)
 # and 768 rows take 12 to 23 % less, of 256 rows 9 % less to 4 % more (two ranks, docs/gemm_rs.md).
 STEP_ROWS = 384
 
-tuned = triton.autotune(
-    configs=CANDIDATES,
-    key=["size_class", "N", "K", "DTYPE", "TRANS_B"],  # and the type of an addend, if any
-    prune_configs_by={"early_config_prune": prune_chunks},
-    do_bench=take_first,  # outside a tuned function: a launch ends when the peers have pushed, behind theirs
-)(specialized_gemm_reduce_scatter)
+tuned = tuned_over_chunks(specialized_gemm_reduce_scatter, CANDIDATES)
+
+_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(tuned, blocks_of_all, operation="GemmReduceScatter")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -79,60 +75,41 @@ def _size_class(rows: int) -> int:
     return class_of_chunk(rows, CANDIDATES)
 
 
-CONSTANTS = ("TENSOR_MEMORY", "DTYPE", "TRANS_B")
-
-_SETTLED: SettledLaunches[ChunkShape] = SettledLaunches(tuned, blocks_of_all, operation="GemmReduceScatter")
-
-
 def can_run(operands: ScatterOperands, held: ScatterMemory) -> bool:
-    """Return whether `SpecializedBody` takes these: a GPU with a body, TMA's alignment, a tile's rows.
-
-    The answer depends on addresses and on K: it is this rank's own.
-    """
+    """Return whether `SpecializedBody` takes these: this rank's own answer, by addresses and K."""
     a, out, addend = operands.a, operands.out, operands.addend
-    major = capability(a.device)
-    if major not in (9, 10) or a.dtype not in OPERAND_TYPES:
-        return False
-    if out.shape[0] < fewest_rows(CANDIDATES, tensor_memory=major == 10):
-        return False
     by_pointers = held.staged.data_ptr() | (0 if addend is None else addend.data_ptr())
-    return by_pointers % 16 == 0 and all(matrix.is_addressable() for matrix in _matrices(operands, held))
+    matrices = _matrices(operands, held)
+    can_take = can_take_chunks(matrices, len(out), a.device, CANDIDATES, OPERAND_TYPES)
+    return can_take and by_pointers % 16 == 0
 
 
-class SpecializedBody:
+class SpecializedBody(Body):
     """Multiplies by the warp-specialised kernel; only where `can_run`."""
 
     def __init__(self, operands: ScatterOperands, held: ScatterMemory) -> None:
+        super().__init__()
         self._matrices = _matrices(operands, held)  # as they lie: their addresses are of the first call
-        a, b, *_ = self._matrices
-        self._sizes, device = (a.rows, operands.out.shape[1], a.columns), operands.a.device
-        self.in_steps = operands.out.shape[0] >= STEP_ROWS
-        self._size_class = _size_class(operands.out.shape[0])
-        constants = (capability(device) == 10, TYPE_NAMES[a.dtype], not b.transposed)
-        self._compiled_for = (a.dtype, device, CONSTANTS, constants, (operands.addend is not None,))
+        a, rows = self._matrices[0], operands.out.shape[0]
+        self._sizes, self._device = (a.rows, operands.out.shape[1], a.columns), operands.a.device
+        self.in_steps, self._size_class = rows >= STEP_ROWS, _size_class(rows)
+        self._has_addend = operands.addend is not None
         self._partial_at, self._held = held.partial.data_ptr(), held[1:]
-        self._launches: dict[ScatterCall, ShapeLaunch[ChunkShape]] = {}
-
-    def launch(self, operands: ScatterOperands, call: ScatterCall, patience_ticks: int) -> None:
-        launch = self._launches.get(call)
-        if launch is None:
-            launch = self._launches[call] = self._prepare(call)
-        a, b, out = operands.a.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr()
-        launch((a, b, b, out, self._partial_at), (operands.addend,), (patience_ticks, self._size_class))
 
     def _prepare(self, call: ScatterCall) -> ShapeLaunch[ChunkShape]:
         of_launch = (call.world_size, call.chunks, call.programs, self._size_class)
-        shape = ChunkShape._make((*self._sizes, *of_launch, *self._compiled_for))
+        shape = shape_of_chunks(self._sizes, of_launch, self._matrices, self._device, self._has_addend)
         numbers = (*self._sizes, call.capacity, call.first, call.chunks, call.rank)
         return ShapeLaunch(_SETTLED, shape, self._matrices, held=self._held, numbers=numbers)
+
+    def _arguments(self, operands: ScatterOperands, patience_ticks: int) -> Arguments:
+        a, b, out = operands.a.data_ptr(), operands.weight.data_ptr(), operands.out.data_ptr()
+        return (a, b, b, out, self._partial_at), (operands.addend,), (patience_ticks, self._size_class)
 
 
 def _matrices(
     operands: ScatterOperands, held: ScatterMemory
 ) -> tuple[Matrix, Matrix, Matrix, Matrix, Matrix]:
     """Return A, B, B again for its further columns, C and the partial sums of all peers."""
-    by_columns = lies_by_columns(operands.weight)
-    weight = operands.weight.mT if by_columns else operands.weight
-    b = matrix_of_rows(weight, transposed=by_columns)
-    partial = matrix_of_rows(held.partial.flatten(0, -2))
+    b, partial = matrix_of_weight(operands.weight), matrix_of_rows(held.partial.flatten(0, -2))
     return matrix_of_rows(operands.a), b, b, matrix_of_rows(operands.out), partial

@@ -28,6 +28,7 @@ from .loading import launch, load
 from .prepared import PreparedLaunch
 
 Tensors = tuple[torch.Tensor | None, ...]
+Arguments = tuple[tuple[int, ...], Tensors, tuple[float, ...]]  # addresses of matrices, tensors, numbers
 OF_MANY_SIZES = ("M", "size_class")  # what changes from call to call of one layer
 BlocksOf = Callable[[dict[str, Any]], dict[str, Block]]  # descriptors' blocks under all constants
 
@@ -105,11 +106,6 @@ class SettledLaunches(Generic[Shape]):
         """Return whether it still is how its shape is to be launched."""
         return settled is not None and settled_config(self.tuner, settled.key) is settled.config
 
-    def load(self, shape: Shape, arguments: tuple[Any, ...]) -> None:
-        """Load what a launch with these arguments would run, unless it is known: see `load`."""
-        if self.find(shape) is None:
-            load(self.tuner, shape.grid, *arguments, **shape.constants())
-
     def remember(self, shape: Shape, compiled: Any, constants: dict[str, Any], tensors: Tensors) -> None:
         """Keep the short way to what the tuner has just launched, if that is what it has settled on.
 
@@ -185,12 +181,25 @@ class ShapeLaunch(Generic[Shape]):
         given_at = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         self._prepared.at(addresses, [*self._held_at, *given_at, *self._numbers, *scalars])
 
+    def load(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
+        """Load what a launch with these arguments would run, unless it is known: see `loading.load`."""
+        launches, shape = self._launches, self._shape
+        if launches.find(shape) is None:
+            arguments, _, constants = self._all(addresses, tensors, scalars)
+            load(launches.tuner, shape.grid, *arguments, **constants)
+
     def _ask(self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]) -> None:
         """Enqueue the kernel as the tuner has it, and remember what it has settled on."""
         launches, shape = self._launches, self._shape
-        constants = {**shape.constants(), **(self._constants or {})}
-        given = (*self._held, *(tensor if tensor is None else tensor.detach() for tensor in tensors))
-        arguments = (*describe_at(self._matrices, addresses), *given, *self._numbers, *scalars)
+        arguments, given, constants = self._all(addresses, tensors, scalars)
         with launches.turn:
             compiled = launch(launches.tuner[shape.grid], *arguments, **constants)
             launches.remember(shape, compiled, constants, given)
+
+    def _all(
+        self, addresses: tuple[int, ...], tensors: Tensors, scalars: tuple[float, ...]
+    ) -> tuple[tuple[Any, ...], Tensors, dict[str, Any]]:
+        """Return all arguments, the tensors among them, and the constants that no config sets."""
+        given = (*self._held, *(tensor if tensor is None else tensor.detach() for tensor in tensors))
+        arguments = (*describe_at(self._matrices, addresses), *given, *self._numbers, *scalars)
+        return arguments, given, {**self._shape.constants(), **(self._constants or {})}

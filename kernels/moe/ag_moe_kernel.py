@@ -15,7 +15,7 @@ import triton.language as tl
 from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..exchange.flags import ARRIVED
 from ..exchange.peers import Peers, release_if_given_up, wait_for_flag
-from ..exchange.products import store_rows
+from ..products import store_rows
 from ..tiles import grouped_tile
 from .flags import NOT_PUSHED
 from .launch import CPU_TILES, GPU_TILES, with_fields

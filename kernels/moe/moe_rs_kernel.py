@@ -19,7 +19,7 @@ import triton.language as tl
 from ..configs import INTERPRETED, prune_overlapped, take_first
 from ..exchange.flags import ARRIVED, DONE
 from ..exchange.peers import Peers, is_any_lost, release_if_given_up, wait_for_all, wait_for_flag
-from ..exchange.products import store_rows
+from ..products import store_rows
 from ..signals import count_up, notify, poll_until, record_failure
 from ..tiles import claim_number, grouped_tile
 from .flags import NOT_COMPUTED, NOT_PUSHED

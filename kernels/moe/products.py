@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..exchange.products import add_product, multiply
+from ..products import add_product, multiply
 
 
 class Weight(NamedTuple):
@@ -73,7 +73,7 @@ def multiply_rows(
         b_rows = tl.cast(tl.where(cols < N, cols, 0), tl.int64) * (1 if BY_COLUMNS else weight.pitch)
         b_rows_ptr = weight.ptr + tl.cast(expert, tl.int64) * weight.expert_stride + b_rows
         k_step = weight.pitch if BY_COLUMNS else 1
-        acc = multiply(a_rows_ptr, b_rows_ptr, k_step, inner, acc, BLOCK_K, UPCAST)
+        acc = multiply(a_rows_ptr, b_rows_ptr, 1, k_step, inner, acc, BLOCK_K, UPCAST)
     return acc
 
 

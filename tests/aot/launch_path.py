@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 
 from benchmarks.common.pretended_device import PretendedDevice
 from dist_autotune.kernels.exchange import fill_nan
+from dist_autotune.kernels.gemm import launch as gemm_launch
 from dist_autotune.kernels.launches import loading
 from dist_autotune.kernels.launches.settled import BlocksOf, SettledLaunches
 from dist_autotune.kernels.moe import plan, routing
@@ -180,7 +181,7 @@ def launching(
     made = LaunchingDevice()
     leave(monkeypatch, owner, tuner, *configs_and_blocks_of)
     if hasattr(owner, "can_run"):  # a kernel for some devices alone
-        monkeypatch.setattr(owner, "capability", lambda device: 9)
+        monkeypatch.setattr(gemm_launch, "capability", lambda device: 9)
     monkeypatch.setattr(loading, "allocate_scratch", lambda *asked: made.allocated.append(asked))
     with active(monkeypatch, made, [tuner.fn]):
         yield made

@@ -23,9 +23,10 @@ from triton import knobs
 
 from benchmarks.common.pretended_device import DeviceUnderTriton
 from dist_autotune.kernels.ag_gemm import plain, specialized
-from dist_autotune.kernels.ag_gemm.call import Consumer, GatherCall
+from dist_autotune.kernels.ag_gemm.call import Consumer, GatherMemory, Product
 from dist_autotune.kernels.ag_gemm.plain import PlainConsumer
 from dist_autotune.kernels.ag_gemm.specialized import SpecializedConsumer
+from dist_autotune.kernels.epilogues import ONLY_SUMS
 from dist_autotune.kernels.exchange import absence, fill_nan
 from dist_autotune.kernels.gemm import copies, operation
 from dist_autotune.kernels.gemm import launch as launching
@@ -106,7 +107,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
 
 def plain_by(tma: bool) -> Callable[..., Consumer]:
-    return lambda *tensors: PlainConsumer(*tensors, has_tma=tma, needs_fence=True, upcasts=False)
+    return lambda *given: PlainConsumer(*given, has_tma=tma, needs_fence=True, upcasts=False)
 
 
 CONSUMERS = {
@@ -123,15 +124,18 @@ class Caller:
     def __init__(self, consumer: Callable[..., Consumer]) -> None:
         shapes = ((WORLD, CAPACITY, K), (N, K), (WORLD * ROWS, N))
         self.tensors = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
-        self.consumer = consumer(*self.tensors)
-        self.flags = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
-        self.fill_nan = fill_nan.filler_of_chunks(self.tensors[2], self.flags[0], 1, ROWS)
+        flags = torch.zeros(6, WORLD, dtype=torch.int32), torch.zeros(WORLD, dtype=torch.int64)
+        self.consumer = consumer(self.product(), GatherMemory(self.tensors[0], *flags, 1, WORLD))
+        self.fill_nan = fill_nan.filler_of_chunks(self.tensors[2], flags[0], 1, ROWS)
         self.patience_ticks = 0
+
+    def product(self) -> Product:
+        gather, weight, out = self.tensors
+        return Product(gather[1], weight, out, ONLY_SUMS, None)
 
     def call(self) -> None:
         self.patience_ticks += 1
-        call = GatherCall(ROWS, 1, WORLD, CAPACITY, self.patience_ticks, 132, *self.flags)
-        self.consumer.launch(*self.tensors, call)
+        self.consumer.launch(self.product(), 132, self.patience_ticks)
         self.fill_nan(self.tensors[2])
 
 

@@ -18,7 +18,7 @@ from dist_autotune.kernels.ag_gemm import specialized as gathering
 from dist_autotune.kernels.ag_gemm.specialized_kernel import specialized_all_gather_gemm
 from dist_autotune.kernels.compat import HAS_INLINE_PTX
 from dist_autotune.kernels.epilogues import NO_ACTIVATION
-from dist_autotune.kernels.gemm import pruning
+from dist_autotune.kernels.gemm import launch, pruning
 from dist_autotune.kernels.gemm.configs import blocks_of, box_of, shared_bytes
 from dist_autotune.kernels.gemm.pruning import fewest_rows, prune_chunks
 from dist_autotune.kernels.gemm.roles import LOADER_REGISTERS
@@ -351,7 +351,7 @@ def test_a_gather_takes_calls_on_its_devices_whose_rows_tma_can_address(
     major, rows, change, expected, monkeypatch
 ):
     if major:
-        monkeypatch.setattr(gathering, "capability", lambda device: major)
+        monkeypatch.setattr(launch, "capability", lambda device: major)
     assert gathering.can_run(*change(*tensors_of_gather()), rows) is expected
 
 
@@ -365,7 +365,7 @@ def test_a_gather_takes_calls_on_its_devices_whose_rows_tma_can_address(
 def test_a_scatter_takes_calls_on_its_devices_whose_rows_tma_can_address(
     major, rows, n, shift, expected, monkeypatch
 ):
-    monkeypatch.setattr(scattering, "capability", lambda device: major)
+    monkeypatch.setattr(launch, "capability", lambda device: major)
     addend = zeros(2 * rows * n + shift)[shift:].view(2 * rows, n)
     sums = zeros(1, rows, n)
     held = ScatterMemory(sums, sums, *(zeros(4, dtype=torch.int32) for _ in range(3)))

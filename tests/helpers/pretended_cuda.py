@@ -13,11 +13,10 @@ import pytest
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-from dist_autotune.kernels.ag_gemm import specialized as of_gather
 from dist_autotune.kernels.agreement import ballots
 from dist_autotune.kernels.exchange import calls, operation
-from dist_autotune.kernels.gemm_rs import specialized as of_scatter
-from dist_autotune.kernels.launches.settled import SettledLaunches, ShapeLaunch
+from dist_autotune.kernels.gemm import launch as gemm_launch
+from dist_autotune.kernels.launches.settled import ShapeLaunch
 from dist_autotune.kernels.symm import SymmetricMemoryError, SymmetricTensor, cuda
 from dist_autotune.kernels.symm.ranks import SharingRanks
 
@@ -231,10 +230,8 @@ def install_for_operations(monkeypatch: pytest.MonkeyPatch, driver: CapturingDri
             "is_current_stream_capturing": lambda: driver.is_capturing,
             "synchronize": nothing,
         },
-        of_gather: {"capability": lambda device: 9},
-        of_scatter: {"capability": lambda device: 9},
-        ShapeLaunch: {"__call__": nothing},
-        SettledLaunches: {"load": nothing},
+        gemm_launch: {"capability": lambda device: 9},
+        ShapeLaunch: {"__call__": nothing, "load": nothing},
         GridExecutor: {"__call__": nothing},
     }
     for owner, values in changes.items():

@@ -82,7 +82,18 @@ KERNELS = Package(
         ("agreement",),
         ("launches", "symm"),
     ),
-    {"__init__", "compat", "configs", "epilogues", "matrices", "rings", "signals", "tensors", "tiles"},
+    {
+        "__init__",
+        "compat",
+        "configs",
+        "epilogues",
+        "matrices",
+        "products",
+        "rings",
+        "signals",
+        "tensors",
+        "tiles",
+    },
     {"ag_moe", "moe_rs", "persistent_gemm"},  # import paths of operations that share a room
 )
 PACKAGES = (TUNER, KERNELS)

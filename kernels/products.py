@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 class Factors(NamedTuple):
-    """The arguments of a kernel about A and B [N, K] of a product A @ B.T."""
+    """A and B [N, K] of a product A @ B.T, as a kernel has them; `factors_of` describes them for TMA."""
 
     a_ptr: Any
     a_pitch: Any  # between the rows of A
@@ -17,31 +17,40 @@ class Factors(NamedTuple):
     b_pitch: Any  # between the rows of B, or BY_COLUMNS its columns
     N: Any
     K: Any
+    a_desc: Any  # of A, in blocks of [BLOCK_M, BLOCK_K], if USE_TMA
+    b_desc: Any  # of B, in blocks of [BLOCK_N, BLOCK_K], or BY_COLUMNS of B.T, [BLOCK_K, BLOCK_N]
 
 
 @triton.jit
-def describe_rows(factors, rows, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return a descriptor of the first rows of A."""
-    return tl.make_tensor_descriptor(
-        factors.a_ptr, [rows, factors.K], [factors.a_pitch, 1], [BLOCK_M, BLOCK_K]
-    )
-
-
-@triton.jit
-def describe_columns(factors, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BY_COLUMNS: tl.constexpr):
-    """Return a descriptor of B, or BY_COLUMNS of B.T."""
-    N, K, pitch = factors.N, factors.K, factors.b_pitch
-    if BY_COLUMNS:
-        return tl.make_tensor_descriptor(factors.b_ptr, [K, N], [pitch, 1], [BLOCK_K, BLOCK_N])
-    else:  # noqa: RET505  the compiler returns from both
-        return tl.make_tensor_descriptor(factors.b_ptr, [N, K], [pitch, 1], [BLOCK_N, BLOCK_K])
+def factors_of(
+    a_ptr,
+    a_pitch,
+    a_rows,  # of which the first ones are described
+    b_ptr,
+    b_pitch,
+    N,
+    K,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+):
+    """Return `Factors`."""
+    a_desc = a_ptr
+    b_desc = b_ptr
+    if USE_TMA:
+        a_desc = tl.make_tensor_descriptor(a_ptr, [a_rows, K], [a_pitch, 1], [BLOCK_M, BLOCK_K])
+        if BY_COLUMNS:
+            b_desc = tl.make_tensor_descriptor(b_ptr, [K, N], [b_pitch, 1], [BLOCK_K, BLOCK_N])
+        else:
+            b_desc = tl.make_tensor_descriptor(b_ptr, [N, K], [b_pitch, 1], [BLOCK_N, BLOCK_K])
+    return Factors(a_ptr, a_pitch, b_ptr, b_pitch, N, K, a_desc, b_desc)
 
 
 @triton.jit
 def multiply_tile(
     factors,
-    a_desc,  # these two as above, if USE_TMA
-    b_desc,
     origin,  # of the chunk's rows in A
     row,  # of the tile in the chunk
     rows,  # of the chunk
@@ -53,9 +62,11 @@ def multiply_tile(
     UPCAST: tl.constexpr,
 ):
     """Return acc + A @ B.T of the tile; its elements beyond the chunk's or B's rows mean nothing."""
-    if USE_TMA:
-        # A chunk's last tile also multiplies rows of the next one.
-        acc = multiply_tma(a_desc, b_desc, origin + row, col, factors.K, acc, BLOCK_K, BY_COLUMNS, UPCAST)
+    if USE_TMA:  # which reads zeros beyond the edges, but of a chunk's last tile rows of the next one
+        for k in range(0, tl.cdiv(factors.K, BLOCK_K)):
+            inner = k * BLOCK_K
+            b = factors.b_desc.load([inner, col]) if BY_COLUMNS else factors.b_desc.load([col, inner]).T
+            acc = add_product(factors.a_desc.load([origin + row, inner]), b, acc, UPCAST)
     else:
         # Rows and columns beyond the edge read the first one: in bounds, and no mask in the K loop.
         offs_m = row + tl.arange(0, acc.shape[0])
@@ -65,6 +76,7 @@ def multiply_tile(
         acc = multiply(
             factors.a_ptr + a_rows * factors.a_pitch,
             factors.b_ptr + b_rows * (1 if BY_COLUMNS else factors.b_pitch),
+            1,
             factors.b_pitch if BY_COLUMNS else 1,
             factors.K,
             acc,
@@ -102,29 +114,11 @@ def store_rows(
 
 
 @triton.jit
-def multiply_tma(
-    a_desc,  # of A [.., K], blocks of [BLOCK_M, BLOCK_K]
-    b_desc,  # of B [N, K], blocks of [BLOCK_N, BLOCK_K]; BY_COLUMNS: of B.T [K, N], [BLOCK_K, BLOCK_N]
-    row,
-    col,
-    K,
-    acc,  # float32 [BLOCK_M, BLOCK_N], to which the product is added
-    BLOCK_K: tl.constexpr,
-    BY_COLUMNS: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Return acc + A[row:, :] @ B[col:, :].T of a tile, loaded by TMA, which reads zeros beyond the edges."""
-    for k in range(0, tl.cdiv(K, BLOCK_K)):
-        b = b_desc.load([k * BLOCK_K, col]) if BY_COLUMNS else b_desc.load([col, k * BLOCK_K]).T
-        acc = add_product(a_desc.load([row, k * BLOCK_K]), b, acc, UPCAST)
-    return acc
-
-
-@triton.jit
 def multiply(
     a_rows_ptr,  # [BLOCK_M]: where each row of A begins
     b_rows_ptr,  # [BLOCK_N]: where each row of B begins
-    stride_bk,  # between the elements of a row of B
+    stride_ak,  # between the elements of a row of A
+    stride_bk,  # and of B
     K,
     acc,  # float32 [BLOCK_M, BLOCK_N], to which the product is added
     BLOCK_K: tl.constexpr,
@@ -132,14 +126,14 @@ def multiply(
 ):
     """Return acc + A @ B.T of one tile, loaded through pointers to rows that must all be in bounds."""
     offs_k = tl.arange(0, BLOCK_K)
-    a_ptrs = a_rows_ptr[:, None] + offs_k[None, :]
+    a_ptrs = a_rows_ptr[:, None] + offs_k[None, :] * stride_ak
     b_ptrs = b_rows_ptr[None, :] + offs_k[:, None] * stride_bk
     for k in range(0, tl.cdiv(K, BLOCK_K)):
         inside = offs_k < K - k * BLOCK_K
         a = tl.load(a_ptrs, mask=inside[None, :], other=0.0)
         b = tl.load(b_ptrs, mask=inside[:, None], other=0.0)
         acc = add_product(a, b, acc, UPCAST)
-        a_ptrs += BLOCK_K
+        a_ptrs += BLOCK_K * stride_ak
         b_ptrs += BLOCK_K * stride_bk
     return acc
 
