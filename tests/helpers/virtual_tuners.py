@@ -40,7 +40,7 @@ from dist_autotune.triton_api.launch import Launch
 from dist_autotune.tuner.function_state import FunctionState
 from dist_autotune.tuner.session import Session
 
-LOOKS_AT_MOST = 4  # at a child, until it has ended
+LOOKS_AT_MOST = 2  # at a child, until it has ended
 FUNCTIONS = (add, double, accumulate)
 HERE = threading.local()  # .rank: the VirtualRank whose thread this is
 
