@@ -79,7 +79,7 @@ class KnownResults:
         self.store = f"{socket.gethostname()}:{disk.directory}"  # what one rank of a host writes for all
         self.stores = True  # this rank does
         self._offers: Offers = {}  # disk entries that all ranks use
-        self._of_kernels: dict[str, Offers] = {}  # alone: all entries on disk, by kernel
+        self._of_kernels: dict[str, tuple[list[Entry], Offers]] = {}  # all entries on disk, by kernel
         self._old: dict[str, tuple[str, Entry] | None] = {}  # from before an upgrade, see `_old_entry`
         device = function.device
         self._conditions: dict[str, Any] = {  # of an entry's key: the same for all results of the function
@@ -245,14 +245,19 @@ class KnownResults:
             return []
         kernel, offers = context.source.short_name, self._offers
         if self.function.is_alone and self.looks_on_disk:
-            if kernel not in self._of_kernels:
-                self._of_kernels[kernel] = self._offers_of(self.disk.entries(kernel))
-            offers = self._of_kernels[kernel]
+            _, offers = self._on_disk(kernel)
         keys, function = [self.entry_key(context)], self.function
         if function.is_replayed:  # last, its own
             keys.insert(0, replace(keys[0], scope=function.eager_scope))
         known = offers.values()
         return [offer for key in keys for offer in known if offer.relatives == key.relatives]
+
+    def _on_disk(self, kernel: str) -> tuple[list[Entry], Offers]:
+        """Return all entries of a kernel, which are read once, and as offers those that may be used."""
+        if kernel not in self._of_kernels:
+            entries = [*self.disk.entries(kernel)]
+            self._of_kernels[kernel] = entries, self._offers_of(entries)
+        return self._of_kernels[kernel]
 
     def _find_upgrade(self, context: ContextIdentity) -> Upgrade | None:
         """Return the candidates to race again after an upgrade: the best of an old entry, and new ones.
@@ -282,11 +287,12 @@ class KnownResults:
             return None
         key = self.entry_key(context)
         if key.digest not in self._old:
-            is_made = "<locals>" in full_name
-            found = []
-            for entry in self.disk.lineage(key, full_name):
+            is_made, found = "<locals>" in full_name, list[tuple[str, Entry]]()
+            for entry in self._on_disk(context.source.short_name)[0]:
                 is_same = family_of(entry.key.kernel_digest) == family_of(key.kernel_digest)
-                if (found_with := _found_with(entry.key, key, is_same)) and (is_same or not is_made):
+                found_with = _found_with(entry.key, key, is_same) if is_same or not is_made else ""
+                is_of_kernel = entry.evidence.full_name == full_name and entry.key.lineage == key.lineage
+                if found_with and is_of_kernel:
                     found.append((found_with, entry))
             self._old[key.digest] = max(found, key=lambda each: _likeness(each[1], key), default=None)
         return self._old[key.digest]

@@ -32,7 +32,7 @@ from ..formatting import context_label
 SCHEMA_VERSION = 2  # raise it when the fields of EntryKey or their meaning change
 LOCK_S = 10.0  # the longest wait for the directory's lock
 MAX_BYTES = 256 << 20  # of a file that is read
-# In it a folder for each function, with an empty file for each entry that it uses, and for each lineage.
+# In it a folder for each function, with an empty file for each entry that it uses.
 LAUNCHED = "launched"
 OWN_FOLDERS = LAUNCHED, "waiting"  # the latter of earlier versions
 BEST = 3  # candidates of an entry that are raced again after an upgrade
@@ -65,10 +65,10 @@ class EntryKey(Struct, frozen=True):
         """Return a digest of all fields but `key` and `candidates`."""
         return replace(self, key="", candidates=()).digest
 
-    def lineage(self, full_name: str) -> str:
-        """Return a name that an upgrade of Triton, driver or source does not change."""
-        kept = replace(self, kernel_digest=full_name, candidates=(), triton_version="", driver="")
-        return f"{safe_name(self.kernel)}@{kept.digest}"
+    @property
+    def lineage(self) -> EntryKey:
+        """Return what an upgrade of Triton, driver or source leaves as it is."""
+        return replace(self, kernel_digest="", candidates=(), triton_version="", driver="")
 
     @property
     def file_name(self) -> str:
@@ -168,13 +168,6 @@ class Winners:
         files = _entry_files(None if self.directory is None else self.directory / LAUNCHED / function)
         return filter(None, (self._read(path.parents[2] / path.name) for path in files))
 
-    def lineage(self, key: EntryKey, full_name: str) -> Iterator[Entry]:
-        """Return the usable entries from before and after upgrades that `key` is one of."""
-        if self.directory is None:
-            return iter(())
-        names = sorted((self.directory / LAUNCHED / key.lineage(full_name)).glob("*" + _ENTRY_END))
-        return filter(None, (self._read(self.directory / path.name) for path in names))
-
     def put(self, *entries: Entry, replaces: bool = True) -> None:
         """Store each entry; `replaces`: in place of one that is there."""
         if self.directory is None:
@@ -186,8 +179,6 @@ class Winners:
                     stored = self.get(entry.key)
                     if stored is None or (replaces and stored != entry):
                         self._replace(self.directory / entry.key.file_name, entry)
-                    if entry.evidence.full_name:
-                        self.record_launch(entry.key.lineage(entry.evidence.full_name), entry.key)
         except OSError as error:
             self.warn_unwritable(self.directory, error.strerror or str(error))
         else:
