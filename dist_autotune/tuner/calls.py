@@ -30,6 +30,7 @@ from ..triton_api.interception import INTERCEPTION, PROGRAM, propagate_to_autogr
 from ..triton_api.turn import ProcessTurn, session_turn
 from . import diagnosis
 from .function_state import FunctionSetup, FunctionState
+from .recorder import contexts_from_cache
 from .report import TunedContext, TuningReport, time_order
 from .session import Session
 from .settled_calls import SettledCalls
@@ -77,6 +78,9 @@ class Calls:
     def report(self) -> TuningReport | None:
         session = self._session  # read once: another thread may ask
         report = self._report if session is None else session.report()
+        if report is not None and self.state is not None and not self.state.function.tunes:
+            later = contexts_from_cache(self.state.registry)
+            report = replace(report, contexts=(*report.contexts, *later))
         if report is None or not self._earlier:
             return report
         now = {context.label for context in report.contexts}

@@ -155,3 +155,22 @@ def tuned_contexts(orders: Orders, registry: Registry, names: Iterable[str]) -> 
             )
         )
     return tuple(sorted(contexts, key=time_order))
+
+
+def contexts_from_cache(registry: Registry) -> tuple[TunedContext, ...]:
+    """Return the contexts that settled calls launch with a result from memory or disk, without a session."""
+    claimed = [each for each in registry.by_name.values() if each.order is None and each.claim is not None]
+    return tuple(
+        TunedContext(
+            kernel=context.identity.source.short_name,
+            key=context.identity.key,
+            config=context.config_of(winner),
+            ms=ms,
+            status="cached",
+            key_text=context.identity.key_text,
+            config_text=context.texts[winner],
+        )
+        for context in claimed
+        for _, winner, ms in [context.claim or (0, "", None)]
+        if len(context.texts) > 1
+    )

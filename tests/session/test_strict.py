@@ -52,6 +52,14 @@ def test_a_key_that_is_not_tuned_is_an_error_that_names_it_and_its_neighbours(
     assert torch.equal(shipped(64), numbers() + 1)
 
 
+@pytest.mark.parametrize("mode", ["strict", "cached"])
+def test_the_report_has_the_keys_of_later_calls_too(shipped, monkeypatch, mode):
+    monkeypatch.setenv("DIST_AUTOTUNE_MODE", mode)
+    shipped(64), shipped(1024), shipped(1024)
+    found = [(each.key[0], each.status, each.config.kwargs["BLOCK"]) for each in shipped.report.contexts]
+    assert found == [(64, "cached", 32), (1024, "cached", 32)]
+
+
 KERNEL = """
 import triton, triton.language as tl
 
