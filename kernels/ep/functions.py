@@ -1,64 +1,52 @@
-"""`dispatch` and `combine` of an `ExpertParallel` with gradients."""
+"""The calls of an `ExpertParallel` with gradients; all ranks run their backward passes, which are exchanges.
+
+They may be compiled, in one graph, and checkpointed. There is no second derivative.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
-import torch
+from torch import Tensor
 
 from .launches import Dispatched
 from .operation import ExpertParallel
+from .operators import ep_combine, ep_dispatch, ep_dispatch_matmul, ep_matmul, ep_matmul_combine
 
 
-class _Dispatch(torch.autograd.Function):
-    """The gradient of a token is the sum of those of its rows: a combine with weights of 1."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, op: ExpertParallel, topk_ids: torch.Tensor, kept: list
-    ) -> torch.Tensor:
-        d = op.dispatch(x.detach(), topk_ids)
-        kept.append(d)
-        ctx.op, ctx.d = op, dataclasses.replace(d, rows=d.rows.new_empty(0).expand(d.rows.shape[0], 0))
-        ctx.hidden = x.shape[1]
-        return d.rows
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        grad = grad.contiguous()
-        d = ctx.d.with_rows(grad)
-        ones = torch.ones(d.topk_ids.shape, dtype=torch.float32, device=grad.device)
-        return ctx.op.combine(grad, d, ones), None, None, None
+def dispatch(op: ExpertParallel, x: Tensor, topk_ids: Tensor) -> Dispatched:
+    """Return `op.dispatch(x, topk_ids)`, whose rows have a gradient."""
+    topk_ids = topk_ids.contiguous()
+    return Dispatched(*ep_dispatch(x, topk_ids, op.name), topk_ids)
 
 
-class _Combine(torch.autograd.Function):
-    """The gradient of a row is its weight times that of its token's sum; of a weight, its row times that."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, topk_weights: torch.Tensor, op: ExpertParallel, d: Dispatched
-    ) -> torch.Tensor:
-        ctx.save_for_backward(rows, topk_weights)
-        ctx.op, ctx.d = op, d
-        return op.combine(rows.detach(), d, topk_weights.detach())
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        rows, topk_weights = ctx.saved_tensors
-        of_rows, of_weights = ctx.op.combine_backward(grad.contiguous(), rows, ctx.d, topk_weights)
-        return of_rows, of_weights, None, None
+def combine(op: ExpertParallel, rows: Tensor, d: Dispatched, topk_weights: Tensor) -> Tensor:
+    """Return `op.combine(rows, d, topk_weights)`, with gradients for rows and weights."""
+    where = (d.offsets, d.sources, d.places, d.topk_ids)
+    sums: Tensor = ep_combine(rows, topk_weights, *where, op.name)
+    return sums
 
 
-def dispatch(op: ExpertParallel, x: torch.Tensor, topk_ids: torch.Tensor) -> Dispatched:
-    """Return `op.dispatch(x, topk_ids)`, whose rows have a gradient. All ranks run its backward pass."""
-    kept: list[Dispatched] = []
-    rows = _Dispatch.apply(x, op, topk_ids, kept)
-    return kept[0].with_rows(rows)
+def dispatch_matmul(op: ExpertParallel, x: Tensor, weight: Tensor, topk_ids: Tensor) -> Dispatched:
+    """Return `op.dispatch_matmul(x, weight, topk_ids)`, with gradients for tokens and matrices.
+
+    The backward pass dispatches the tokens once more: none are kept.
+    """
+    topk_ids = topk_ids.contiguous()
+    return Dispatched(*ep_dispatch_matmul(x, weight, topk_ids, op.name), topk_ids)
 
 
-def combine(
-    op: ExpertParallel, rows: torch.Tensor, d: Dispatched, topk_weights: torch.Tensor
-) -> torch.Tensor:
-    """Return `op.combine(rows, d, topk_weights)` with its gradients. All ranks run its backward pass."""
-    return _Combine.apply(rows, topk_weights, op, d)
+def matmul_combine(
+    op: ExpertParallel, rows: Tensor, weight: Tensor, d: Dispatched, topk_weights: Tensor
+) -> Tensor:
+    """Return `op.matmul_combine(rows, weight, d, topk_weights)`, with gradients for all three.
+
+    The backward pass computes the products once more: none are kept.
+    """
+    where = (d.offsets, d.sources, d.places, d.topk_ids)
+    sums: Tensor = ep_matmul_combine(rows, weight, topk_weights, *where, op.name)
+    return sums
+
+
+def matmul(op: ExpertParallel, rows: Tensor, weight: Tensor, d: Dispatched) -> Tensor:
+    """Return `op.matmul(rows, weight, d)`, with gradients for both; it meets no peer."""
+    products: Tensor = ep_matmul(rows, weight, d.offsets, d.sources, op.name)
+    return products

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .functions import combine, dispatch
+from .functions import combine, dispatch, matmul
+from .launches import Dispatched
 from .operation import ExpertParallel
 
 
@@ -34,7 +35,10 @@ class ExpertParallelMoE(nn.Module):
     def forward(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """Return [T, hidden] for x [T, hidden], topk_ids and topk_weights [T, topk]."""
         d = dispatch(self.op, x, topk_ids)
-        ends = d.offsets[1:]
-        gate, up = (F.grouped_mm(d.rows, weight.transpose(1, 2), offs=ends) for weight in (self.w1, self.w3))
-        rows = F.grouped_mm(F.silu(gate) * up, self.w2.transpose(1, 2), offs=ends)
-        return combine(self.op, rows, d, topk_weights)
+        gate, up = (self._multiply(d.rows, weight, d) for weight in (self.w1, self.w3))
+        return combine(self.op, self._multiply(F.silu(gate) * up, self.w2, d), d, topk_weights)
+
+    def _multiply(self, rows: torch.Tensor, weight: torch.Tensor, d: Dispatched) -> torch.Tensor:
+        if rows.dtype == torch.bfloat16:  # of other types torch's host waits for the counts
+            return F.grouped_mm(rows, weight.mT, offs=d.offsets[1:])
+        return matmul(self.op, rows, weight, d)

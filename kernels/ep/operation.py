@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,9 @@ MOST_POSITIONS = 2**30  # choices of all ranks, in two slots of int32 positions
 MOST_RANKS = 32  # of which a kernel holds a bit each
 DISPATCH, COMBINE = "dispatch", "combine"  # the exchanges that kinds of calls are
 DISPATCH_MATMUL, MATMUL_COMBINE, BACKWARD = "dispatch_matmul", "matmul_combine", "combine_backward"
+
+_NUMBERS = itertools.count()
+OPEN: weakref.WeakValueDictionary[str, ExpertParallel] = weakref.WeakValueDictionary()  # by name
 
 
 class ExpertParallel(NumberedCalls):
@@ -63,27 +68,29 @@ class ExpertParallel(NumberedCalls):
             check_sizes(capacity=capacity)
         if topk > experts:
             raise ValueError(f"topk={topk} is more than experts={experts}: a token chooses an expert once")
-        self._most_tokens, self._topk, self._asked_capacity = tokens_per_rank, topk, capacity
+        self.name = f"ExpertParallel {next(_NUMBERS)}"  # among those of this process
+        self.tokens_per_rank, self.topk, self._asked_capacity = tokens_per_rank, topk, capacity
         self.hidden, self.experts, self.dtype = hidden, experts, dtype
         super().__init__(dtype, group, backend, timeout_s)
+        OPEN[self.name] = self
 
     def _allocate(self) -> None:
         memory, world = self._memory, self.world_size
         if self.experts % world:
             raise ValueError(f"experts={self.experts} must be a multiple of the number of ranks, {world}")
-        positions = world * self._most_tokens * self._topk
+        positions = world * self.tokens_per_rank * self.topk
         if 2 * positions >= MOST_POSITIONS or world > MOST_RANKS:
             raise ValueError(
-                f"{world} ranks x tokens_per_rank={self._most_tokens} x topk={self._topk} are more than "
+                f"{world} ranks x tokens_per_rank={self.tokens_per_rank} x topk={self.topk} are more than "
                 f"{MOST_POSITIONS // 2} choices, or than {MOST_RANKS} ranks"
             )
         given = self._asked_capacity or 0
-        for name, value in (("hidden", self.hidden), ("experts", self.experts), ("topk", self._topk)):
+        for name, value in (("hidden", self.hidden), ("experts", self.experts), ("topk", self.topk)):
             memory.require_equal(name, value)
         own_experts = self.experts // world
-        most = world * self._most_tokens * min(self._topk, own_experts)
+        most = world * self.tokens_per_rank * min(self.topk, own_experts)
         self.capacity = min(given or most, most)
-        sizes = Sizes(self._most_tokens, self.hidden, own_experts, self._topk, self.capacity)
+        sizes = Sizes(self.tokens_per_rank, self.hidden, own_experts, self.topk, self.capacity)
         self._launches = Launches(memory, self._errors, sizes, self.dtype)
 
     # ---- what the caller may use
@@ -261,8 +268,8 @@ class ExpertParallel(NumberedCalls):
         """Make the exchange of the call without a token and without a row."""
         kind, *_ = given
         x = self._launches.new_rows(self.hidden)[:0]
-        ids = torch.empty((0, self._topk), dtype=torch.int32, device=self.device)
-        weights = torch.empty((0, self._topk), device=self.device)
+        ids = torch.empty((0, self.topk), dtype=torch.int32, device=self.device)
+        weights = torch.empty((0, self.topk), device=self.device)
         d = self._new_dispatch(ids, self.hidden)
         d.offsets.zero_()
         if kind in (DISPATCH, DISPATCH_MATMUL):
@@ -295,12 +302,12 @@ class ExpertParallel(NumberedCalls):
         check_choices("topk_ids", topk_ids, self.device, integers=True)
         if x.shape[1] != self.hidden:
             raise ValueError(f"{name} has shape {list(x.shape)}; [T, hidden={self.hidden}] is needed")
-        if len(x) > self._most_tokens:
+        if len(x) > self.tokens_per_rank:
             raise ValueError(
-                f"{len(x)} tokens; this operation takes up to tokens_per_rank={self._most_tokens}"
+                f"{len(x)} tokens; this operation takes up to tokens_per_rank={self.tokens_per_rank}"
             )
-        if topk_ids.shape != (len(x), self._topk):
-            needed = f"[{len(x)}, topk={self._topk}]"
+        if topk_ids.shape != (len(x), self.topk):
+            needed = f"[{len(x)}, topk={self.topk}]"
             raise ValueError(f"topk_ids has shape {list(topk_ids.shape)}; {needed} is needed")
 
     def _check_rows(self, rows: torch.Tensor, d: Dispatched) -> None:

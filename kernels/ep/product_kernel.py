@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from ..configs import INTERPRETED, prune_overlapped, take_first
-from ..exchange.products import store_rows
 from ..moe import products
 from ..moe.launch import CPU_TILES, GPU_TILES
 from ..moe.products import Weight, describe_weight
+from ..products import store_rows
 from ..tiles import grouped_tile
 from .slots import DISPATCHED, RETURNED, end_exchange, exchange, is_last_program, raise_flags, rank_of
 

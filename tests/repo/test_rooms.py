@@ -75,8 +75,9 @@ KERNELS = Package(
     "dist_autotune.kernels",
     ROOT / "kernels",
     (
+        ("ep",),
         ("tp",),
-        ("ep", "gemm_ar"),
+        ("gemm_ar",),
         ("ag_gemm", "gemm_rs", "moe", "elementwise_add"),
         ("gemm", "exchange"),
         ("agreement",),
