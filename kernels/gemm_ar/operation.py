@@ -1,10 +1,6 @@
 """`sum over ranks a @ weight.T` on all ranks, and what follows it in a transformer: residual and RMSNorm.
 
-A call is a product, by torch or `persistent_matmul`, and an exchange of rows. What a rank holds, W ranks:
-
-    parts    [m, N], symmetric: this rank's product, which its peers read
-    sums     [m / W, N], symmetric: the sums of the rows that this rank owns, in two-shot calls
-    words, ticket: see `pull`
+A call is a product, by torch or `persistent_matmul`, and an exchange of rows, in memory of `memory`:
 
     low-latency  multiply, send what comes out | add what comes, end it; or, of an operand that does not suit,
                  product to parts | send rows, add what comes, end them
@@ -27,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import triton
 
 from dist_autotune import is_tuning, tunable
 from dist_autotune.for_operations import Standing
@@ -39,29 +34,16 @@ from ..gemm.configs import class_of_rows
 from ..gemm.operation import persistent_matmul
 from ..gemm_rs import GemmReduceScatter
 from ..signals import Failure
-from ..tensors import (
-    Apart,
-    OwnBuffer,
-    check_eps,
-    check_factors,
-    check_no_gradient,
-    check_out,
-    check_overlap,
-    check_rows,
-    check_sizes,
-    check_tensor,
-    layout_of,
-    remember,
-)
-from . import low_latency, pull, sending
-from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, REFUSED, WORDS
-from .rows import MOST_COLUMNS_OF_NORM, Ends, RowsLaunch
+from ..tensors import Apart, check_eps, check_no_gradient, check_sizes, layout_of, remember
+from . import sending
+from .memory import GATHER, RowsMemory
+from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, REFUSED
+from .rows import Ends
 from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, OVERLAPPED_FROM, TWO_SHOT, WAYS, Ways
 
 EPS = 1e-6
 PRODUCTS = ("torch", "own")
 OWN_FROM = 257  # rows, as a choice: below, reading the weight bounds a product, and cuBLAS reads as fast
-GATHER = "gather"  # the second launch of two shots
 SEND = "send"  # the first launch of a low-latency call
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -154,24 +136,9 @@ class GemmAllReduce(NumberedCalls):
         memory, world = self._memory, self.world_size
         memory.require_equal("way", str(self._fixed))  # what is allocated depends on it
         self._has_low_latency = self._wants_low_latency and mail.can_take(1, self._n, self._dtype)
-        self._parts = memory.allocate((self._m, self._n), self._dtype)
-        self._own = OwnBuffer(self._parts.local)
-        self._sums = memory.allocate((triton.cdiv(self._m, world), self._n), self._dtype)
-        self._words = memory.allocate((WORDS, world), torch.int64)
-        ticket = memory.hold(torch.zeros(1, dtype=torch.int64, device=self.device))
-        self._table_of_parts, self._table_of_sums, table_of_words = (
-            memory.hold(each.addresses()) for each in (self._parts, self._sums, self._words)
-        )
-        self._own_table = memory.hold(self._table_of_parts[self.rank :].clone())
-        self._own_table.points_to = (self._parts.local,)  # type: ignore[attr-defined]
-        self._held = pull.PullMemory(table_of_words, self._words.local, ticket, self._errors)
-        self._mail: mail.MailMemory | None = None
-        self._sending: sending.SendMemory | None = None
-        if self._has_low_latency and world > 1:
-            of_mail = (memory, self._m, self._n, self._dtype, self._errors)
-            self._mail, self._lost = mail.open_mail(*of_mail)
-            if sending.pays_on(self.device, self._dtype):
-                self._sending = sending.open_sums(memory, self._mail, self._m, self._n)
+        has_low_latency, sizes = self._has_low_latency, (self._m, self._n, self._dtype, self._errors)
+        self._rows = RowsMemory(memory, *sizes, has_low_latency=has_low_latency)
+        self._parts, self._sums = self._rows.parts.local, self._rows.sums.local
         self._collective = self._ways = self._open_ways(memory)
         self._scatter = self._open_scatter() if self._overlaps and world > 1 else None
         self._layouts: dict[Hashable, RowsLayout] = {}  # by those of tensors that have been checked
@@ -216,7 +183,7 @@ class GemmAllReduce(NumberedCalls):
     def part(self) -> torch.Tensor:
         """The buffer [m, N] of what this rank adds: to `all_reduce` its first rows pass without a copy."""
         self._check_usable()
-        return self._parts.local
+        return self._parts
 
     def __call__(
         self,
@@ -261,39 +228,6 @@ class GemmAllReduce(NumberedCalls):
 
     # ---- one call, see `exchange.call`
 
-    def _check_part(self, part: torch.Tensor) -> None:
-        check_tensor("part", part, self._dtype, self.device)
-        if part.shape[1] != self._n:
-            raise ValueError(f"part has shape {list(part.shape)}; it must be [M, n={self._n}]")
-        check_rows("part", part.shape[0], "m", self._m)
-        check_overlap("part", part, self._parts.local, "M", "op.part")
-
-    def _check_ending(
-        self,
-        rows: int,
-        out: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        norm_weight: torch.Tensor | None,
-    ) -> None:
-        check_out(out, [rows, self._n], self._dtype, self.device)
-        self._own.check_beside("out", out, "op.part", "peers read")
-        self._own.check_beside("residual", residual, "op.part", "this rank writes")
-        if residual is None and norm_weight is None:
-            return
-        if residual is None or norm_weight is None:
-            here, missing = (
-                ("residual", "norm_weight") if norm_weight is None else ("norm_weight", "residual")
-            )
-            raise ValueError(f"{here} is given and {missing} is not; pass both, or neither")
-        check_tensor("residual", residual, self._dtype, self.device)
-        if list(residual.shape) != [rows, self._n]:
-            raise ValueError(f"residual has shape {list(residual.shape)}; it must be [{rows}, {self._n}]")
-        check_tensor("norm_weight", norm_weight, self._dtype, self.device, 1, "one dimension is needed")
-        if list(norm_weight.shape) != [self._n]:
-            raise ValueError(f"norm_weight has shape {list(norm_weight.shape)}; it must be [{self._n}]")
-        if self._n > MOST_COLUMNS_OF_NORM:
-            raise ValueError(f"n={self._n}: the norm takes up to {MOST_COLUMNS_OF_NORM} columns")
-
     def _new_layout(self, rows: int, k: int, *, multiplies: bool, has_norm: bool) -> RowsLayout:
         dtype = str(self._dtype)
         can_overlap = self._scatter is not None and multiplies and rows % self.world_size == 0
@@ -307,7 +241,7 @@ class GemmAllReduce(NumberedCalls):
             key_of_product = (size_class, self._n, k, dtype)
             ask = functools.partial(tunable, "gemm_ar product", PRODUCTS, key=key_of_product)
             product = Standing(ask)
-        return RowsLayout(rows, kind, ways, choose, product, self._parts.local[:rows], {}, False, None)
+        return RowsLayout(rows, kind, ways, choose, product, self._parts[:rows], {}, False, None)
 
     def _choose(self, layout: RowsLayout) -> str:
         return layout.choose()
@@ -318,21 +252,16 @@ class GemmAllReduce(NumberedCalls):
             asked = {"a" if multiplies else "part": a, "weight": weight, "out": out}
             check_no_gradient("GemmAllReduce", **asked, residual=residual, norm_weight=norm_weight)
         check_eps(eps)
-        of_part = self._own.layout_of(a)
-        of_ending = None
+        own, of_ending = self._rows.own, None
+        of_part = own.layout_of(a)
         if not (out is residual is norm_weight is None):
-            of_ending = self._own.layout_of(out), self._own.layout_of(residual), layout_of(norm_weight)
+            of_ending = own.layout_of(out), own.layout_of(residual), layout_of(norm_weight)
         lie = multiplies, of_part, layout_of(weight), of_ending
         layout = self._layouts.get(lie)
         if layout is None:
-            if multiplies:
-                check_factors(a, weight, self._m, self._n, self._dtype, self.device)
-                self._own.check_beside("a", a, "op.part", "this rank writes")
-            else:
-                self._check_part(a)
-            self._check_ending(a.shape[0], out, residual, norm_weight)
+            self._rows.check(a, weight, out, residual, norm_weight, multiplies=multiplies)
             made = self._new_layout(*a.shape, multiplies=multiplies, has_norm=residual is not None)
-            if weight is not None and self._sending is not None and sending.can_send(a, weight):
+            if weight is not None and self._rows.sending is not None and sending.can_send(a, weight):
                 made = made._replace(is_sent=True)
             if out is not None:
                 rest = {"weight": weight, "residual": residual, "norm_weight": norm_weight}
@@ -359,7 +288,7 @@ class GemmAllReduce(NumberedCalls):
         if way == OVERLAPPED and way in layout.ways:
             assert self._scatter is not None
             assert weight is not None
-            self._scatter(a, weight, self._sums.local[: layout.rows // self.world_size])
+            self._scatter(a, weight, self._sums[: layout.rows // self.world_size])
             self._launch(OVERLAPPED, layout, ends, eps)
         else:
             part = out if way == COLLECTIVE and sums is None and out.is_contiguous() else layout.part
@@ -379,21 +308,15 @@ class GemmAllReduce(NumberedCalls):
             elif part is layout.part and way == COLLECTIVE and is_tuning():  # another run may follow
                 return a.clone()
         elif way == LOW_LATENCY and layout.is_sent:
-            self._send(layout, a, weight)
+            send = layout.launches.get(SEND)
+            if send is None:
+                send = layout.launches[SEND] = self._rows.prepare_send(a, weight)
+            send((), (a, weight), ())
         elif layout.product is not None and layout.product() == "own":
             persistent_matmul(a, weight.T, out=part)
         else:
             torch.mm(a, weight.T, out=part)
         return None
-
-    def _send(self, layout: RowsLayout, a: torch.Tensor, weight: torch.Tensor) -> None:
-        launch = layout.launches.get(SEND)
-        if launch is None:
-            assert self._mail is not None
-            assert self._sending is not None
-            place = self.rank, self.world_size, self._mail.mail.shape[2]
-            launch = layout.launches[SEND] = sending.prepare(*place, self._sending, a, weight)
-        launch((), (a, weight), ())
 
     def _add_up(self, way: str, layout: RowsLayout, part: torch.Tensor, ends: Ends, eps: float) -> None:
         """Enqueue what adds up the ranks' parts, and ends the sums."""
@@ -401,7 +324,7 @@ class GemmAllReduce(NumberedCalls):
         if way in (LOW_LATENCY, ONE_SHOT):
             self._launch(way, layout, ends, eps)
         elif way in (TWO_SHOT, OVERLAPPED):  # as the last eager call was, which had a product
-            self._launch(TWO_SHOT, layout, (residual, None, self._sums.local, None), eps)
+            self._launch(TWO_SHOT, layout, (residual, None, self._sums, None), eps)
             self._launch(GATHER, layout, (None, norm_weight, out, sums), eps)
         else:
             self._ways.all_reduce(part)
@@ -413,26 +336,10 @@ class GemmAllReduce(NumberedCalls):
     def _launch(self, what: str, layout: RowsLayout, ends: Ends, eps: float) -> None:
         launch = layout.launches.get(what)
         if launch is None:
-            launch = layout.launches[what] = self._prepare(what, layout, ends)
+            is_sent, programs = layout.is_sent, self._sms or INTERPRETED_PROGRAMS
+            launch = self._rows.prepare(what, layout.part, ends, programs, sent=is_sent)
+            layout.launches[what] = launch
         launch(ends, self._patience_ticks, eps)
-
-    def _prepare(self, what: str, layout: RowsLayout, ends: Ends) -> RowsLaunch:
-        """Return the launch of a way, or the last one of it; of a collective, what ends its sums."""
-        rows, chunk = layout.rows, triton.cdiv(layout.rows, self.world_size)
-        sms = self._sms or INTERPRETED_PROGRAMS
-        place = (self.rank, self.world_size, sms)
-        if what == LOW_LATENCY:
-            assert self._mail is not None
-            return low_latency.prepare(place, layout.part, self._mail, ends, sent=layout.is_sent)
-        of_all = functools.partial(pull.prepare, memory=self._held, ends=ends, m=rows)
-        if what == TWO_SHOT:  # the sums of the own rows
-            first = min(self.rank * chunk, rows)
-            return of_all(place, self._table_of_parts, first=first, rows=min(chunk, rows - first))
-        if what in (GATHER, OVERLAPPED):  # what reads the sums of all ranks, and ends them
-            return of_all(place, self._table_of_sums, rows=rows, chunk=chunk)
-        if what == COLLECTIVE:  # as one rank of one, which waits for nobody
-            return of_all((0, 1, sms), self._own_table, rows=rows)
-        return of_all(place, self._table_of_parts, rows=rows)
 
     # ---- calls that fail
 
@@ -445,29 +352,18 @@ class GemmAllReduce(NumberedCalls):
             assert self._scatter is not None
             self._scatter._calls += 1
             self._scatter._stand_in(None)
-        row = self._parts.local.new_full((max(1, rows), self._n), math.nan)
-        place, ends = (self.rank, self.world_size, self._sms or INTERPRETED_PROGRAMS), (None, None, row, None)
-        if way == LOW_LATENCY:
-            assert self._mail is not None
-            launches = [low_latency.prepare(place, row, self._mail, ends, sent=False)]
-        else:
-            reads_none = pull.prepare(place, self._own_table, self._held, ends, rows=0, m=REFUSED.value)
-            launches = [reads_none] * (2 if way == TWO_SHOT else 1)
-        for launch in launches:
-            launch(ends, self._patience_ticks, EPS)
+        self._rows.stand_in(way, rows, self._sms or INTERPRETED_PROGRAMS, self._patience_ticks, EPS)
 
     def _collectives(self, layout: RowsLayout) -> list[Callable[[], None]]:
         return [lambda: self._take_part(layout.rows)]
 
     def _take_part(self, rows: int) -> None:
-        self._ways.all_reduce(self._parts.local.new_full((rows, self._n), math.nan))
+        self._ways.all_reduce(self._parts.new_full((rows, self._n), math.nan))
 
     def _leave_peers(self) -> None:
         if self._scatter is not None:
             self._scatter._leave_peers()
-        pull.leave(self._words, self.rank)
-        if self._mail is not None:
-            mail.leave(self._lost, self.rank)
+        self._rows.leave()
 
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:

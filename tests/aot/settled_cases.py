@@ -352,10 +352,10 @@ class RowsCaller:
         )
         with in_a_group(case), mock.patch.object(of_rows, "Ways", return_value=ways):
             op = self.operation = GemmAllReduce(16, case.n, case.dtype, way=way)
-        own = {"table": op._table_of_parts, **op._held._asdict()}
+        own = {"table": op._rows.table_of_parts, **op._rows.held._asdict()}
         if way == LOW_LATENCY:
-            assert op._mail is not None
-            own = {"part": op._parts.local, **op._mail._asdict()}
+            assert op._rows.mail is not None
+            own = {"part": op._parts, **op._rows.mail._asdict()}
         self.tensors = own | {
             "residual": matrix(case.m, case.n, case.dtype, case.pads[0], int("residual" in case.shifted)),
             "weight": matrix(1, case.n, case.dtype, shift=int("weight" in case.shifted))[0],
@@ -420,8 +420,8 @@ class ProductCaller:
             matrix(case.n, case.k, case.dtype, pad_weight),
         )
         assert sending.can_send(a, weight)
-        self.launch = sending.prepare(case.rank, case.world, 16, op._sending, a, weight)
-        self.tensors = {**op._sending._asdict(), "a": a, "weight": weight}
+        self.launch = sending.prepare(case.rank, case.world, 16, op._rows.sending, a, weight)
+        self.tensors = {**op._rows.sending._asdict(), "a": a, "weight": weight}
 
     def call(self) -> None:
         self.launch((), (self.tensors["a"], self.tensors["weight"]), ())

@@ -363,8 +363,8 @@ class Reducing(DenseRuns):
             kernel.configs = [kind[place % len(kind)] for kind in kinds.values()]
 
     def poison(self, op):
-        if op._mail is not None:  # NaN in each type, stamped by no call that is near
-            op._mail.mail.fill_((1 << 60) - 1)
+        if op._rows.mail is not None:  # NaN in each type, stamped by no call that is near
+            op._rows.mail.mail.fill_((1 << 60) - 1)
         super().poison(op)
 
     def __init__(self, way=None):
@@ -382,7 +382,7 @@ class Reducing(DenseRuns):
         return GemmAllReduce(rows, size, dtype, group, way=self.way, **named)
 
     def buffers(self, op):
-        return op._parts.local, op._sums.local
+        return op._parts, op._sums
 
     def operands(self, op, rows, size, experts=3, topk=2, kind="any", group=None):
         m = self.rows_of(rows)

@@ -102,7 +102,7 @@ def test_a_word_that_nobody_has_sent_is_of_no_call_when_their_numbers_begin_anew
     with REDUCING[LOW_LATENCY].open(8, 16) as op:
         a, weight = factors(3, 16, 16 if is_sent else 24, HALF)
         op(a, weight)  # from now on no host waits for another
-        op._mail.ticket.fill_((2**25 - 1) << TICKET_BITS.value)
+        op._rows.mail.ticket.fill_((2**25 - 1) << TICKET_BITS.value)
         meet()
         if rank == 1:
             time.sleep(0.3)
@@ -141,7 +141,7 @@ def test_products_of_few_rows_are_sent_by_their_kernel_whatever_its_candidates_a
 def test_an_operation_whose_products_are_never_sent_holds_nothing_for_that(rank):
     REDUCING[None].begin(rank)
     with GemmAllReduce(20, 40, torch.float32, way=LOW_LATENCY) as op:
-        assert op._sending is None
+        assert op._rows.sending is None
         return [REDUCING[None].call_and_compare(op, [3], 80)]
 
 
