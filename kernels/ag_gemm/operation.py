@@ -33,9 +33,8 @@ from ..agreement.collective import Collective
 from ..epilogues import NO_EPILOGUE, ONLY_SUMS, Epilogue, EpilogueKind, result_columns
 from ..exchange import mail
 from ..exchange.call import NumberedCalls
-from ..exchange.chunks import NOT_SENT, OTHER_ROWS
 from ..exchange.fill_nan import filler_of_chunks
-from ..exchange.flags import FLAGS
+from ..exchange.flags import FLAGS, NO_MAIL, NOT_SENT, OTHER_ROWS
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import ChunkPusher, piece_counts
 from ..gemm.configs import class_of_rows
@@ -173,7 +172,7 @@ class AllGatherGemm(NumberedCalls):
     def _describe(self, peer: int, failure: Failure) -> str:
         if failure.kind == OTHER_ROWS.value:
             return f"rank {peer} pushed {failure.seen} rows, not as many as this rank passed"
-        if failure.kind == mail.NO_MAIL.value:
+        if failure.kind == NO_MAIL.value:
             return f"rank {peer}, or one that it waits for, did not send its rows in time"
         if failure.kind == NOT_SENT.value:  # about this rank
             return f"chunk {peer} was not copied to all peers, {self._peers()}, in time"

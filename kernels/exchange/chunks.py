@@ -11,13 +11,8 @@ import triton
 import triton.language as tl
 
 from ..signals import GIVEN_UP, MOST_PATIENCE_TICKS, give_up, poll_until, record_failure, wait_until
-from .flags import AFTER, ARRIVED
+from .flags import AFTER, ARRIVED, NOT_PUSHED, NOT_SENT, OTHER_ROWS
 from .peers import free_side_stream, give_up_peer, told_by
-
-# The kinds of failure records.
-NOT_PUSHED = tl.constexpr(1)
-OTHER_ROWS = tl.constexpr(2)
-NOT_SENT = tl.constexpr(3)  # about this rank's own chunk, or sums
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The flags by which ranks tell each other how far they are, see `push`.
+"""The flags by which ranks tell each other how far they are, see `push`, and the kinds of failure records.
 
 A rank has int32 [FLAGS, WORLD] of them in symmetric memory. Column p is about rank p, which writes it unless
 noted.
@@ -21,3 +21,12 @@ FORKED = DONE
 AFTER = tl.constexpr(4)
 GIVEN = tl.constexpr(6)  # with ROWS_SENT: digest of the tokens of all ranks as p's caller gave them
 FLAGS = 7
+
+# What a failure record says about a peer; over experts there are others.
+NOT_COME = tl.constexpr(0)  # to the call
+NOT_PUSHED = tl.constexpr(1)  # its rows, or its sums; where they are read from its memory: not offered
+OTHER_ROWS = tl.constexpr(2)  # than this rank
+NOT_SENT = tl.constexpr(3)  # about this rank itself: its chunk, or sums, are not with all peers
+NO_PERMIT = tl.constexpr(4)  # to write its memory
+NO_MAIL = tl.constexpr(5)
+NOT_READ = tl.constexpr(6)  # the rows of this rank

@@ -23,14 +23,13 @@ import triton.language as tl
 from ..compat import compiled_for, leave_the_core
 from ..signals import SLEEP_CPU_S, after_round, polls_per_round, record_failure, rounds_of
 from ..symm import SymmetricMemory, SymmetricTensor
-from .chunks import OTHER_ROWS
+from .flags import NO_MAIL, OTHER_ROWS
 
 MOST_ROWS = 64  # more are many words
 MOST_COLUMNS = 2**18
 TICKET_BITS = tl.constexpr(24)
 TICKETS = tl.constexpr(1 << 24)  # above those of any call: a ticket for each part, and one for each program
 
-NO_MAIL = tl.constexpr(4)  # what a failure record says about a peer, beside OTHER_ROWS
 ROWS_BITS = tl.constexpr(7)  # of a stamp, the lowest: as many as MOST_ROWS needs
 ROWS_MASK = tl.constexpr(127)
 

@@ -24,7 +24,8 @@ from ..symm import open_symmetric_memory
 from ..symm.base import Shared
 from ..tensors import FP8, check_timeout
 from .calls import UnderWay, leave, wait_for_device, watch
-from .streams import NOT_COME, Meeting, StreamOrder, launches_block
+from .flags import NOT_COME
+from .streams import Meeting, StreamOrder, launches_block
 
 INTERPRETED_PROGRAMS = 2  # the interpreter runs them one after the other
 

@@ -17,8 +17,7 @@ import triton.language as tl
 from ..launches.loading import load
 from ..signals import GIVEN_UP, as_epoch, wait_until
 from ..symm import SymmetricMemory, Write
-
-NOT_COME = tl.constexpr(0)  # a kind of failure record; the others are the operation's own
+from .flags import NOT_COME
 
 
 def launches_block() -> bool:

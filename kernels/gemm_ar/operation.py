@@ -29,6 +29,7 @@ from dist_autotune.for_operations import Standing
 
 from ..exchange import mail
 from ..exchange.call import NumberedCalls
+from ..exchange.flags import NO_MAIL, NOT_READ, OTHER_ROWS
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..gemm.configs import class_of_rows
 from ..gemm.operation import persistent_matmul
@@ -37,7 +38,7 @@ from ..signals import Failure
 from ..tensors import Apart, check_eps, check_no_gradient, check_sizes, layout_of, remember
 from . import sending
 from .memory import GATHER, RowsMemory
-from .pull import MOST_ROWS, NOT_READ, OTHER_ROWS, REFUSED
+from .pull import MOST_ROWS, REFUSED
 from .rows import Ends
 from .ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, OVERLAPPED_FROM, TWO_SHOT, WAYS, Ways
 
@@ -370,5 +371,5 @@ class GemmAllReduce(NumberedCalls):
             return f"rank {peer} has {failure.seen} rows, not as many as this rank"
         if failure.kind == NOT_READ.value:
             return f"rank {peer}, or one that it waits for, did not read the rows of rank {self.rank} in time"
-        verb = "send" if failure.kind == mail.NO_MAIL.value else "offer"
+        verb = "send" if failure.kind == NO_MAIL.value else "offer"
         return f"rank {peer}, or one that it waits for, did not {verb} its rows in time"

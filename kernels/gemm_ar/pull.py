@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from ..configs import take_first
+from ..exchange.flags import NOT_PUSHED, NOT_READ, OTHER_ROWS
 from ..launches.settled import SettledLaunches
 from ..signals import notify, poll_until, record_failure
 from ..symm import SymmetricTensor
@@ -51,11 +52,6 @@ ROWS_MASK = tl.constexpr((1 << 24) - 1)
 REFUSED = ROWS_MASK  # in place of the rows of a rank that refuses the call
 SHARES = tl.constexpr(MOST_PROGRAMS)
 FAR = tl.constexpr(1 << 30)  # calls ahead: of a peer that has been given up
-
-# What a failure record says about a peer.
-NOT_READY = tl.constexpr(1)
-OTHER_ROWS = tl.constexpr(2)
-NOT_READ = tl.constexpr(3)
 
 CANDIDATES = with_norms(
     [
@@ -189,7 +185,7 @@ def _wait_for_rows(peer, m, exchange, WORLD: tl.constexpr):
     seen = word >> ROW_BITS
     rows = word & ROWS_MASK
     if seen < call:
-        record_failure(exchange.errors_ptr + peer, NOT_READY, call, seen)
+        record_failure(exchange.errors_ptr + peer, NOT_PUSHED, call, seen)
         tl.atomic_xchg(word_ptr, (call + FAR) << ROW_BITS, sem="release", scope="sys")
     elif (seen == call) & (rows != m) & (m != REFUSED):
         record_failure(exchange.errors_ptr + peer, OTHER_ROWS, call, rows)

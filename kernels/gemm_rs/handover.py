@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..exchange.chunks import NOT_PUSHED, OTHER_ROWS, wait_for_own
-from ..exchange.flags import ARRIVED, DONE
+from ..exchange.chunks import wait_for_own
+from ..exchange.flags import ARRIVED, DONE, NO_PERMIT, NOT_PUSHED, OTHER_ROWS
 from ..exchange.peers import (
     free_side_stream,
     give_up_peer,
@@ -16,8 +16,6 @@ from ..exchange.peers import (
     wait_for_flag,
 )
 from ..signals import GIVEN_UP, count_up, notify, poll_until, record_failure
-
-NO_PERMIT = tl.constexpr(4)  # a kind of failure record, beside those of chunks
 
 
 @triton.jit

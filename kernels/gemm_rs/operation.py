@@ -30,9 +30,8 @@ from dist_autotune.for_operations import Standing
 from ..agreement.ballots import COLLECTIVE
 from ..agreement.collective import Collective
 from ..exchange.call import NumberedCalls
-from ..exchange.chunks import NOT_SENT, OTHER_ROWS
 from ..exchange.fill_nan import filler_of_all
-from ..exchange.flags import FLAGS
+from ..exchange.flags import FLAGS, NO_PERMIT, NOT_SENT, OTHER_ROWS
 from ..exchange.operation import INTERPRETED_PROGRAMS, Refusal
 from ..exchange.push import Pushes, SumPusher
 from ..gemm.configs import class_of_rows
@@ -52,7 +51,6 @@ from ..tensors import (
 )
 from . import specialized
 from .call import Body, ScatterCall, ScatterLayout, ScatterMemory, ScatterOperands
-from .handover import NO_PERMIT
 from .plain import PlainBody
 
 # Of an eager call that may be made in steps; each rank chooses for itself. With two ranks a launch for each

@@ -18,9 +18,9 @@ from pretended_cuda import CapturingDriver, install_for_operations
 
 from dist_autotune import StepTuner
 from dist_autotune.kernels.agreement.errors import PeerTimeout
+from dist_autotune.kernels.exchange.flags import NO_PERMIT
 from dist_autotune.kernels.exchange.streams import StreamOrder
 from dist_autotune.kernels.gemm_rs import GemmReduceScatter
-from dist_autotune.kernels.gemm_rs.handover import NO_PERMIT
 from dist_autotune.kernels.signals import as_patience
 from dist_autotune.kernels.symm import cuda
 from dist_autotune.kernels.tp import check_calls

@@ -16,8 +16,7 @@ from operation_runs import TWO, die, end_of, hold_launch, message_of, on_ranks
 from rank_programs import wait_for
 
 from dist_autotune.kernels.agreement.errors import PeerTimeout
-from dist_autotune.kernels.exchange.chunks import NOT_SENT
-from dist_autotune.kernels.exchange.flags import ARRIVED
+from dist_autotune.kernels.exchange.flags import ARRIVED, NOT_SENT
 from dist_autotune.kernels.gemm_ar.ways import COLLECTIVE, LOW_LATENCY, ONE_SHOT, OVERLAPPED, TWO_SHOT
 from dist_autotune.kernels.signals import as_patience
 from ranks import meet
