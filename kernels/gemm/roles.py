@@ -31,28 +31,7 @@ and with `notify`, which needs a dynamic schedule:
                                   `await_rows`
     notified()                    `notify` has seen all tiles
 
-[Note: roles end] All partitions visit tiles in the same order and count steps (k blocks) alike: the steps of
-a visit follow those of the visit before. Every wait is for an arrival that does not depend on the waiter:
-
-    full[s]         TMA arrives, for a load that was started: `load` starts each step of each visit once
-    empty[s]        the readers of step s - NUM_BUFFERS arrive; they need earlier steps only, and nothing of
-                    each other. `work` that loads for itself starts step s + NUM_BUFFERS - 1 after it has
-                    given back step s - 1
-    turn            see `work`
-    accumulator     Blackwell: the multiplier arrives at `ready`, once for each visit; the storer of visit
-                    v - 2 at `empty` for visit v
-    number          dynamic only: the loader arrives at `full`, and publishes until every taker has seen the
-                    end; the takers at `empty`, who take every visit once, before they need anything of it
-    await_rows      the problem's own: waits for nothing in this launch
-    notify          `notify` waits for the storing partition of a visit v, which arrives at its next visit,
-                    v + 2 at most. The loader publishes that, as `notify` has taken v and the ring has more
-                    slots. Its other waits are the problem's own
-
-No tile (more programs than tiles) means no step: `load` publishes the end and all roles stop. So does K = 0:
-no tile has a k block, and nothing is visited or written; the caller writes the zeros.
-
-[Note: at the end of a partition] Its stores have been read out of shared memory, and no load is still on its
-way: each step that is loaded is multiplied.
+Why every wait inside a launch ends: docs/protocol.md, [Note: roles end].
 
 No `from __future__ import annotations`: Triton 3.6 compares the fields of an aggregate with the annotations.
 """

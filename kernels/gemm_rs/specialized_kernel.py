@@ -8,18 +8,7 @@
     ragged    as in `ag_gemm`: a last row or column of tiles is moved back to end with its chunk. Where two
               tiles overlap both compute the same sums, to the bit
 
-[Note: counted is what is in memory] A thread goes on while its TMA stores are on their way. Before `work`
-stores its next tile, each of its threads waits until its stores are complete; by then they long are.
-(`cp.async.bulk.wait_group` without `.read`, which would only say that shared memory has been read. A thread
-that has waited sees its stores without a fence between the proxies: PTX ISA, "async proxy".) A barrier
-gathers the threads, and an arrival tells `notify`. Its count, at GPU scope, tells the program that counts the
-chunk's last tile, which sets DONE, at system scope. The copy engine reads behind DONE.
-
-[Note: notify waits alone] Numbers rise with visits, so a program has all its tiles for peers before those of
-the own chunk. `work` waits for the peers' sums at own tiles only, after it has announced all tiles before. So
-`notify` counts all tiles for peers without waiting for another program; then it waits for the peers, with
-its patience for each part of each. No other role waits for anything outside the program. `notify` visits
-tiles in the order of `work`, and waits for no more than the rows of the tile that it visits.
+Why `notify` may count a tile, and waits for no other program: docs/protocol.md, Inside a Gluon kernel.
 
 `stored` is a ring with a slot for each visit that may be published. A storing partition is not ahead of the
 loader, which is at most that many visits ahead of `notify`: so `notify` sees each phase before the next.
