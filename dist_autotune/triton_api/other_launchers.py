@@ -10,17 +10,16 @@ from typing import Any
 
 from triton.runtime.autotuner import Autotuner
 
+from .live_objects import instances
+
 _WARNED: set[str] = set()
 
 
 def warn_of_bypasses() -> None:
-    """Warn once of each such class."""
-    for owner in _subclasses(Autotuner):
-        run: Any = inspect.unwrap(vars(owner).get("run", Autotuner))
+    """Warn once of each such class that has kernels with several configs. Walks through all objects."""
+    for owner in filter(_bypasses, _subclasses(Autotuner)):
         name = f"{owner.__module__}.{owner.__qualname__}"
-        if not isinstance(run, types.FunctionType) or name in _WARNED:
-            continue
-        if not {"super", *(base.__name__ for base in owner.__mro__[1:])}.intersection(run.__code__.co_names):
+        if name not in _WARNED and any(len(kernel.configs) > 1 for kernel in instances([owner])):
             _WARNED.add(name)
             warnings.warn(
                 f"{name} overrides Autotuner.run without super().run(): its kernels are not tuned inside "
@@ -36,3 +35,10 @@ def _subclasses(owner: type) -> Iterator[type]:
     for subclass in type.__subclasses__(owner):
         yield subclass
         yield from _subclasses(subclass)
+
+
+def _bypasses(owner: type) -> bool:
+    """Return whether a class has a `run` that names no base class, nor `super`."""
+    run: Any = inspect.unwrap(vars(owner).get("run", Autotuner))
+    names = {"super", *(base.__name__ for base in owner.__mro__[1:])}
+    return isinstance(run, types.FunctionType) and names.isdisjoint(run.__code__.co_names)
