@@ -20,6 +20,7 @@ from .errors import CacheWarning, InvalidOption
 DEFAULT_N_REPEAT = 5
 DEFAULT_N_WARMUP = 3
 LONGEST_FILLER_MS = 1000.0
+DEFAULT_OVERHEAD, FREE_S = 0.15, 0.5  # online; a job does not feel so many seconds
 
 
 VALUES = {  # the texts that an option takes; what is not here takes something else
@@ -31,7 +32,7 @@ VALUES = {  # the texts that an option takes; what is not here takes something e
 }
 AGREED = (  # what must be equal on all ranks
     *("n_repeat", "n_warmup", "mode", "search", "objective", "share", "watch"),
-    *("max_runs", "budget_s", "filler_ms", "bits"),
+    *("max_runs", "budget_s", "overhead", "filler_ms", "bits"),
 )
 OF_REPEATED_RUNS = ("preserve", "bits", "outputs")  # steps are made once
 OF_FUNCTIONS = ("mode", "group", "preserve", "clock", "bits", "outputs")  # `dist-autotune run` lacks them
@@ -62,6 +63,8 @@ class Options:
         on_stuck: `abort` ends the process `timeout_s` after it was reported as stuck (in a collective).
         max_runs: runs of a session, the final one included; None: 4 x what the search plans.
         budget_s: seconds since the session's first call, all included, after which the best so far wins.
+        overhead: the share of the time that tuning may take, online: trials are spread over as many steps as
+            that needs. None: 0.15, beyond a session's first 0.5 s. A replayed call makes trials only.
         compile_jobs: candidates that a rank compiles at a time; None: one on each core of its share of the
             host, online on half of them.
         filler_ms: the longest that a trial may begin later for its kernels to be timed without the host's
@@ -91,6 +94,7 @@ class Options:
     on_stuck: str = "raise"
     max_runs: int | None = None
     budget_s: float | None = None
+    overhead: float | None = None
     compile_jobs: int | None = None
     filler_ms: float | None = None
     progress: bool | None = None
@@ -126,6 +130,8 @@ class Options:
         _positive("timeout_s", self.timeout_s)
         if self.budget_s is not None:
             _positive("budget_s", self.budget_s)
+        if self.overhead is not None:
+            self._check_overhead()
         if self.filler_ms is not None:
             _milliseconds("filler_ms", self.filler_ms, most=LONGEST_FILLER_MS)
         for name in ("is_dist", "share", "watch"):
@@ -139,6 +145,11 @@ class Options:
                 raise InvalidOption(f"{name}='': give a directory; '.' is the current one")
         if self.name == "":
             raise InvalidOption("name='': give a name, or None for that of the function")
+
+    def _check_overhead(self) -> None:
+        if not isinstance(self.overhead, int | float):
+            raise InvalidOption(f"overhead={self.overhead!r}: expected a number, such as 0.15")
+        settings.check_overhead("overhead", self.overhead)
 
     def _check_objects(self) -> None:
         """Raise InvalidOption for an object that is not what its option takes."""
@@ -167,6 +178,7 @@ class Options:
         n_warmup = DEFAULT_N_WARMUP if self.n_warmup is None else self.n_warmup
         given = {name: getattr(self, name) for name in names}
         given |= {"n_repeat": n_repeat, "n_warmup": n_warmup, "bits": self.resolved_bits()}
+        given |= self.resolved_overhead()
         given["tries_all"] = self.search == "racing"
         return {**given, "search": self.search_name}
 
@@ -197,6 +209,13 @@ class Options:
 
     def resolved_bits(self) -> str:
         return settings.bits() if isinstance(self.bits, settings.DefaultText) else self.bits
+
+    def resolved_overhead(self) -> dict[str, float | None]:
+        """Return the share of the time that tuning may take, None: no limit, and the seconds before it."""
+        share = settings.overhead() if self.overhead is None else self.overhead
+        if share is None and self.mode == "online":
+            return {"overhead": DEFAULT_OVERHEAD, "free_s": FREE_S}
+        return {"overhead": share, "free_s": 0.0}
 
     def check_bits(self, *, has_function: bool = True) -> None:
         """Raise InvalidOption if tuning cannot keep to `bits`; has_function: of one, not of steps."""
@@ -244,7 +263,8 @@ class Options:
         fields = {name: repr(getattr(self, name)) for name in AGREED}
         # Of many candidates auto tries a few, racing all.
         search = "auto" if self.search == "auto" and self.search_name == "racing" else self.search_name
-        return {**fields, "search": search, "bits": self.resolved_bits()}
+        overhead = str(self.resolved_overhead()["overhead"])
+        return {**fields, "search": search, "bits": self.resolved_bits(), "overhead": overhead}
 
 
 def made_by(owner: str, lacking: Sequence[str] = (), /, *by_position: Any, **by_name: Any) -> Options:

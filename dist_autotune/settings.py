@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import os
@@ -18,11 +19,12 @@ TIMEOUT_S = "DIST_AUTOTUNE_TIMEOUT_S"
 BITS = "DIST_AUTOTUNE_BITS"
 COMPILE_TIMEOUT_S = "DIST_AUTOTUNE_COMPILE_TIMEOUT_S"
 COMPILE_JOBS = "DIST_AUTOTUNE_COMPILE_JOBS"
+OVERHEAD = "DIST_AUTOTUNE_OVERHEAD"
 
 # Read by launch.sh and the test suite; listed so that a typo is told.
 READ_ELSEWHERE = ("DIST_AUTOTUNE_TORCH_INDEX", "DIST_AUTOTUNE_TEST_GPU")
 KNOWN_VARIABLES = (
-    *(MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, BITS, COMPILE_TIMEOUT_S, COMPILE_JOBS),
+    *(MODE, CACHE_DIR, LOG_DIR, TIMEOUT_S, BITS, COMPILE_TIMEOUT_S, COMPILE_JOBS, OVERHEAD),
     *READ_ELSEWHERE,
 )
 # Of other projects: they change what runs here, so `dist-autotune doctor` shows them.
@@ -51,6 +53,7 @@ DEFAULT_LOG_DIR = DefaultText(".autotune_logs")
 DEFAULT_BITS = DefaultText("any")
 DEFAULT_TIMEOUT_S = DefaultSeconds(300.0)
 DEFAULT_COMPILE_TIMEOUT_S = 120.0
+MOST_OVERHEAD = 1.0
 
 
 _ENVIRONMENT = getattr(os.environ, "_data", None)
@@ -121,6 +124,26 @@ def compile_jobs() -> int | None:
     return int(text) if text else None
 
 
+def overhead() -> float | None:
+    """Return DIST_AUTOTUNE_OVERHEAD, the share of the time that tuning may take; None: not given."""
+    text = os.environ.get(OVERHEAD)
+    return check_overhead(OVERHEAD, text) if text else None
+
+
+def check_overhead(name: str, value: object) -> float:
+    """Return the share as a number; raises InvalidOption for what is none above 0, up to MOST_OVERHEAD."""
+    share = math.nan
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            share = float(value)
+    if not 0 < share <= MOST_OVERHEAD:
+        raise InvalidOption(
+            f"{name}={value!r}: expected the share of the time that tuning may take, above 0 and at most "
+            f"{MOST_OVERHEAD:g}; 0.15 lets a step take 1.15 times as long on average"
+        )
+    return share
+
+
 def cache_directory(working_directory: str = "") -> Path | None:
     """Return DIST_AUTOTUNE_CACHE_DIR, or this user's, such as `~/.cache/dist_autotune`; None: no home."""
     if chosen := os.environ.get(CACHE_DIR):
@@ -158,6 +181,7 @@ def check_variables() -> None:
     bits()
     compile_timeout_s()
     compile_jobs()
+    overhead()
     timeout_s()
 
 

@@ -114,7 +114,7 @@ class Simulation:
         if self.tuning.compares_outputs:
             text = hashlib.blake2b(f"{rank} {self.outputs(plan, rank)}".encode(), digest_size=16).hexdigest()
             bits = Bits(text, tensors=1)
-        return RunReport(parts=parts, run=whole, bits=bits, elapsed_s=elapsed_s)
+        return RunReport(parts=parts, run=whole, bits=bits, elapsed_s=elapsed_s, step_s=self.second)
 
     def _part(self, run: int, rank: int, name: str, candidate: str) -> Part:
         announcement = None

@@ -47,6 +47,8 @@ class SessionOpened(Record, frozen=True, kw_only=True, tag="session_opened"):
     continues: str = ""  # the session whose contexts it takes up; empty: it begins with none
     max_runs: int | None = None
     budget_s: float | None = None
+    overhead: float | None = None
+    free_s: float = 0.0
     bits: str = "any"  # | "same" | "check": see `dist_autotune.contextual_autotune`
     tries_all: bool = False  # search="racing", where auto would try a few of many candidates
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..formatting import counted, format_ms, format_percent
 from .context import Context
@@ -15,7 +13,6 @@ from .phases.final_comparison import DUEL_RUNS, MOST_RUNS
 from .rules import BY_LAUNCH, BY_RUN, Rules
 from .strategies import Asked
 
-LAST_RUNS = 9  # of which the fastest tells what a run takes
 RUNS_ALLOWED = 4  # max_runs=None: this many times the runs that the search plans
 
 
@@ -72,19 +69,12 @@ class Forecast:
 
 
 @dataclass
-class Pace:
+class RunsMade:
     """The runs of a session so far."""
 
     trials: int = 0
     waits: int = 0  # online: for a trial's time
     held: int = 0  # online: until candidates were compiled
-    elapsed_s: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_RUNS))  # at the ends of runs
-
-    @property
-    def run_ms(self) -> float:
-        """Return what a run takes with all that is between runs; 0.0: not known."""
-        lasted = (1e3 * (after - before) for before, after in itertools.pairwise(self.elapsed_s))
-        return min(lasted, default=0.0)
 
     def forecast(self, rules: Rules, searched: Sequence[Context], runs: int, *, knows_most: bool) -> Forecast:
         """Return the progress of a session that searches these contexts."""

@@ -14,7 +14,7 @@ from .messages import Announcement, Ban, Claim
 from .plans.search import MOST_PLANS
 from .reports import AgreedPart
 from .rules import Rules
-from .strategies import least
+from .strategies import TIE, least
 
 NOT_SHARED = "not a candidate on every rank"  # why it is banned where ranks have others
 
@@ -79,6 +79,7 @@ class Context(ContextRecord):
         self.compiling = 0  # online: candidates that some rank has still to compile; then none is tried
         self.waiting = False  # online: the trial has run, some rank's sample is not read yet
         self.trial: int | None = None  # the candidate that its search waits for
+        self.is_held = False  # the next run tries nothing: see `Pace`
         self.next_run = NextRun()
         self.launch_winner: int | None = None  # of its launches, where whole runs are still to judge
         self.by_run = RunVerdict.NOTHING
@@ -112,17 +113,27 @@ class Context(ContextRecord):
         return next(index for index in range(len(self.digests)) if index not in self.banned)
 
     @property
+    def best_so_far(self) -> int:
+        """Return what runs without a trial launch: online the fastest that is known, else the incumbent."""
+        incumbent, known = self.incumbent, dict(self.times.known(self.banned))
+        if self.search.rules.mode != "online" or not self.is_tuned_by_launches or not known:
+            return incumbent
+        fastest = min(known, key=known.__getitem__)
+        is_faster = known[fastest] * (1 + TIE) < least(self.times.agreed_ms(incumbent))
+        return fastest if is_faster else incumbent
+
+    @property
     def planned(self) -> int:
         """Return the candidate that every rank launches in the next run."""
         planned = self.next_run.candidate
         if planned is not None and planned not in self.banned:
             return planned
-        return self.trial if self.trial is not None and self.is_racing else self.incumbent
+        return self.trial if self.trial is not None and self.is_racing else self.best_so_far
 
     @property
     def is_racing(self) -> bool:
         """Return whether the next run is a trial of its own search."""
-        return self.trial is not None and not (self.waiting or self.compiling)
+        return self.trial is not None and not (self.waiting or self.compiling or self.is_held)
 
     @property
     def is_on_trial(self) -> bool:

@@ -70,7 +70,8 @@ class ContextSearch:
     def advance(self, part: AgreedPart) -> Outcome:
         """Record one run of all ranks, in which its launches are judged if it is on trial."""
         context = self._context
-        was_held = context.compiling and not context.waiting  # else the report is of a trial before
+        is_held = context.compiling or context.is_held
+        was_held = is_held and not context.waiting  # else the report is of a trial before
         context.waiting = part.is_pending and context.trial is not None
         index = context.trial
         if index is None and self.flow is not None and self.flow.is_paused:

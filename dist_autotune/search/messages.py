@@ -158,6 +158,10 @@ class RunReport(Message, frozen=True, tag="run"):
     wanted_ms: float = 0.0  # the filler that the host wants before the next run
     host_ms: float = 0.0  # what the host takes to enqueue a run; 0.0: not known
     late_ms: float = 0.0  # how much longer than usual the host took for the trial
+    step_s: float = 0.0  # since the end of the run before, with the exchange behind that
+    apart: int = 0  # runs since the last exchange, before this one
+    apart_s: float = 0.0  # of one of them
+    exchange_s: float = 0.0  # of the last exchange
 
 
 class InPlaceReport(Message, frozen=True, tag="in_place"):

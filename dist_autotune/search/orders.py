@@ -15,6 +15,7 @@ from .budget import Forecast
 from .context_record import About, AgreedTimes, ContextRecord, Outcome, Status
 from .expectation.fields import TimesByKey
 from .messages import Ban, Crash, CrashBans, Offers
+from .phases.pace import Cost
 from .rules import BY_LAUNCH, Rules
 
 TOLD_KEYS = 64  # results of a kernel, the latest, that tell what to expect of a new key
@@ -187,6 +188,7 @@ class RunOrder(Struct, frozen=True, omit_defaults=True):
     compares_outputs: bool = False
     counts: bool = False  # the time of the last run as a whole was a sample
     is_pending: bool = False  # online: a rank has not read that time yet
+    apart: int = 0  # so many runs without a trial come before the next exchange
     done: bool = False
     has_work: bool = True
     wants_another: bool = False  # the session is cut short: the next call opens one
@@ -199,6 +201,7 @@ class RunOrder(Struct, frozen=True, omit_defaults=True):
     aliases: dict[str, str] | None = None  # of kernels; None: as before
     offers: Offers = {}
     forecast: Forecast | None = None
+    cost: Cost = Cost()
     sent_ns: int = 0
     lag_ns: int = 0
     wanted_ms: float = 0.0

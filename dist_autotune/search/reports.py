@@ -64,6 +64,10 @@ class AgreedRun(Struct, frozen=True, omit_defaults=True):
     wanted_ms: float = 0.0
     host_ms: float = 0.0
     late_ms: float = 0.0
+    step_s: float = 0.0
+    apart: int = 0
+    apart_s: float = 0.0
+    exchange_s: float = 0.0  # on the rank that waited least
 
     def ran(self, name: str) -> str | None:
         """Return the candidate launched in a context, see `AgreedPart.ran`."""
@@ -105,6 +109,10 @@ def agreed_run(
         wanted_ms=max(report.wanted_ms for report in each),
         host_ms=max(report.host_ms for report in each),
         late_ms=late_ms,
+        step_s=max(report.step_s for report in each),
+        apart=max(report.apart for report in each),
+        apart_s=max(report.apart_s for report in each),
+        exchange_s=min(report.exchange_s for report in each),
     )
 
 

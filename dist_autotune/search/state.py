@@ -7,11 +7,12 @@ Phases: all kernels race, judged by their launches (`RaceLaunches`); what the ru
 from __future__ import annotations
 
 import functools
+import math
 from collections import ChainMap
 from collections.abc import Container, Iterator, Mapping
 
 from . import budget
-from .budget import Forecast, Pace
+from .budget import Forecast, RunsMade
 from .context import Context, NextRun, RunVerdict
 from .context_record import Outcome, Status
 from .expectation.fields import TimesByKey
@@ -19,6 +20,7 @@ from .expectation.order import Meanwhile
 from .kernel_families import KernelFamilies
 from .messages import Announcement, Ban
 from .phases.final_comparison import FinalComparison
+from .phases.pace import Pace, StepKind
 from .phases.phase import Phase, RaceLaunches, RunPhase, TakeTurns
 from .phases.race_runs import RaceRuns
 from .phases.verify_bits import VerifyBits
@@ -54,7 +56,9 @@ class SearchState:
         self._admitting: set[int] = set()  # the runs of the session in which searches have begun
         self._idle_runs = 0
         self._sessions = 0
-        self._pace = Pace()
+        self._made = RunsMade()
+        self.pace = Pace(rules.overhead if rules.mode == "online" else None, rules.free_s)
+        self._pays_back = False  # the next run, behind the last trial
 
     @property
     def unsettled(self) -> Iterator[Context]:
@@ -90,7 +94,7 @@ class SearchState:
 
         Or nothing is launched yet: behind the first one, a session is opened for a new key.
         """
-        if self.run_phase is not None or any(self.unsettled):
+        if self.run_phase is not None or self._pays_back or any(self.unsettled):
             return True
         may_wait = self.rules.tunes and self._sessions > 1 and not self.closing
         has_launched = any(context.last_run > 0 for context in self.contexts.values())
@@ -125,7 +129,7 @@ class SearchState:
         """Return how far the session has come. Any thread may ask."""
         searched = self._searched or self._comparison.undecided  # the last runs compare the searched contexts
         knows_most = self.run_phase is None and self.verify_bits is None
-        return self._pace.forecast(self.rules, searched, self.runs, knows_most=knows_most)
+        return self._made.forecast(self.rules, searched, self.runs, knows_most=knows_most)
 
     def is_undecided(self, context: Context) -> bool:
         """Return whether a settled context is still compared."""
@@ -154,7 +158,7 @@ class SearchState:
 
     def _meanwhile(self, name: str) -> Meanwhile:
         """Return what the session knows by now, for the search of a context."""
-        context, run_ms = self.contexts[name], self._pace.run_ms if self.rules.mode == "online" else 0.0
+        context, run_ms = self.contexts[name], 1e3 * self.pace.step_s if self.rules.mode == "online" else 0.0
         part = context.launches * context.device_ms[0] / run_ms if run_ms else 1.0
         return Meanwhile(self._times_so_far(context.kernel_id), min(part, 1.0))
 
@@ -170,9 +174,11 @@ class SearchState:
 
     def open(self) -> None:
         """Begin a session: take up what earlier ones left unfinished."""
-        before, self._pace = self.runs, Pace()
+        before, self._made = self.runs, RunsMade()
         self._sessions += 1
         self.runs = self._idle_runs = 0
+        self.pace.open()
+        self._pays_back = False
         self.done, self.closing, self.remark, self._admitting = False, not self.rules.tunes, "", set()
         self._comparison.is_over, self.race_runs, self._left_race = True, self._left_race, None
         for context in self.contexts.values():
@@ -269,28 +275,51 @@ class SearchState:
         self._close_if_spent(report.elapsed_s)
         self._begin_next(report.launched)
         is_idle = not (had_trial or self.has_trial or any(self.unsettled))
+        may_end = not (self.closing or self.run_phase is not None or any(self.unsettled))
+        self._pays_back = may_end and self.rules.mode == "online" and self.pace.pays_back()
         self._end_if_idle(report, is_idle=is_idle, was_closing=was_closing)
         self._apply_plan()
         return outcomes
 
     def _apply_plan(self) -> None:
         """Let each context launch what the phase under way plans, else its incumbent."""
-        phase = self.phase
+        phase, holds = self.phase, self.pace.holds
+        for context in self.contexts.values():
+            context.is_held = holds
+        if self.run_phase is not None:
+            self.run_phase.is_held = holds
         plan, is_compared = phase.plan(), phase is self.verify_bits
         for name, context in self.contexts.items():
             context.next_run = NextRun(plan.get(name), is_compared and name in plan)
 
+    @property
+    def runs_apart(self) -> int:
+        """Return how many runs without a trial come before the next exchange: none while news is awaited."""
+        awaits = any(context.waiting or context.compiling for context in self.contexts.values())
+        awaits |= self.run_phase is not None and self.run_phase.waiting
+        if awaits or not (self.pace.holds or self._pays_back):
+            return 0
+        left = math.inf if self.rules.max_runs is None else self.rules.max_runs - self.runs - 2
+        return int(max(min(self.pace.steps_apart, left), 0))
+
     def _count_run(self, report: AgreedRun) -> None:
         """Count a run as a trial, as a wait for a trial's time, or as held until candidates are compiled."""
-        self.runs += 1
-        self._pace.elapsed_s.append(report.elapsed_s)
+        self.runs += 1 + report.apart
+        for context in self.contexts.values():  # runs apart launch what the others do
+            context.last_run += report.apart * (context.last_run > 0)
         is_new = any(part.announcement for part in report.parts.values())
-        if is_new or any(each.is_on_trial for each in self._trials):
-            self._pace.trials += 1
+        is_trial = any(each.is_on_trial for each in self._trials)
+        is_compiling = any(context.compiling for context in self.contexts.values())
+        if is_new or is_trial:
+            self._made.trials += 1
         elif any(each.waiting for each in self._trials):
-            self._pace.waits += 1
-        elif any(context.compiling for context in self.contexts.values()):
-            self._pace.held += 1
+            self._made.waits += 1
+        elif is_compiling:
+            self._made.held += 1
+        kind = StepKind.NEW if is_new else StepKind.COMPILING if is_compiling else StepKind.QUIET
+        kind = StepKind.TRIAL if is_trial and not is_new else kind
+        self.pace.record_apart(report.apart, report.apart_s)
+        self.pace.record(kind, report.step_s, report.exchange_s)
 
     def _end_if_idle(self, report: AgreedRun, *, is_idle: bool, was_closing: bool) -> None:
         """End the session after a run without a trial, once all ranks launch the settled configs."""

@@ -33,7 +33,7 @@ from ..timing.time_spent import TimeSpent
 from ..triton_api import identity, interception
 from ..version import __version__
 
-LIMITS = ("watch", "max_runs", "budget_s")  # options that no sample depends on
+LIMITS = ("watch", "max_runs", "budget_s", "overhead")  # options that no sample depends on
 
 
 class FunctionSetup(FunctionScope):

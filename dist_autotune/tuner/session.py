@@ -10,12 +10,15 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from ..errors import FlowFailed, NoValidConfig, PeerFailed, PutAside, RankMismatch, TuningError
 from ..formatting import counted, described
@@ -93,6 +96,10 @@ class Session:
         self._launches: CallUnderWay  # of the last run
         self.in_place = ""  # what a further run changes though nobody declared it: nothing more is tried
         self.left: tuple[RankContext, ...] = ()  # the keys that stay untuned then
+        self._exchange_s = 0.0  # of the last run
+        self._step_ended = self._began
+        self._has_left = False  # a run, since the last order
+        self._apart_s: list[float] = []  # that runs took since the last order
         self._longest_run_s, self._asides = 0.0, 0  # in a row, as peers made no call
         self._may_resume = not state.orders.verifies  # another call has other inputs, and other bits
 
@@ -251,6 +258,10 @@ class Session:
     def online(self) -> Iterator[None]:
         """Make the block one run, a trial of the session."""
         with self._reporting_failures():
+            if self._wants_apart:
+                with self._run_apart():
+                    yield
+                return
             with self._one_run():
                 yield
             if not self.state.orders.run.has_work:
@@ -322,12 +333,42 @@ class Session:
             if again is not None and self._run.is_replayed:
                 self._replay_graph(again, launches, watch)
             with as_launch_failed(if_reported=True):
-                report = self._run.report(self.elapsed_s)
+                report = replace(
+                    self._run.report(self.elapsed_s),
+                    step_s=self._end_step(),
+                    apart=len(self._apart_s),
+                    apart_s=statistics.median(self._apart_s or [0.0]),
+                    exchange_s=self._exchange_s,
+                )
             with self._dropping_searches():
                 order = self._exchange(report, lambda search: search.step, watch.what, of_run=True)
             self._apply(order)
         finally:  # until then settled calls of other threads leave its contexts alone
             state.dispatcher.run_under_way = None  # no function, before which a Ctrl-C might come
+
+    @property
+    def _wants_apart(self) -> bool:
+        """Whether the next run is one without a trial and an exchange: not behind one that has failed."""
+        return not self._has_left and len(self._apart_s) < self.state.orders.run.apart
+
+    def _end_step(self) -> float:
+        """Return the seconds since the run before has ended."""
+        began, self._step_ended = self._step_ended, time.monotonic()
+        return self._step_ended - began
+
+    @contextlib.contextmanager
+    def _run_apart(self) -> Iterator[None]:
+        """Make the block one run without a trial, as the last order says: nothing is read or exchanged."""
+        dispatcher = self.state.dispatcher
+        try:
+            with self._under_way(dispatcher.begin_run(tunes=False), self._diagnosis.watch()):
+                self.executions += 1
+                self._stage = SessionStage.IN_FUNCTION
+                yield
+                self._stage = SessionStage.BETWEEN_RUNS
+            self._apart_s.append(self._end_step())
+        finally:
+            dispatcher.run_under_way = None
 
     @contextlib.contextmanager
     def _under_way(self, launches: CallUnderWay, watch: Watch) -> Iterator[None]:
@@ -375,6 +416,8 @@ class Session:
             self._recorder.write(decisions.settled(run, context, launches=launches))
         self._recorder.record_forecast(orders)
         self._progress.update(orders.forecast, lambda: step_times(self._contexts()))
+        self._apart_s.clear()
+        self._has_left = False
         self._stage = SessionStage.BETWEEN_RUNS
 
     def _exchange(
@@ -404,7 +447,7 @@ class Session:
         self._asides = 0
         seconds, run = time.perf_counter() - began, -1
         if isinstance(message, RunReport):
-            run = state.orders.runs
+            run, self._exchange_s = state.orders.runs, seconds
         state.time_spent.add("exchanges_s", seconds)
         self._recorder.record_exchange(run, len(sent), len(received), seconds * 1e3)
         order = read_order(received)
@@ -472,7 +515,7 @@ class Session:
 
     def _leave(self, error: BaseException) -> None:
         """Leave a run that failed on some rank: no rank counts it, and the next call may make it again."""
-        registry = self.state.registry
+        registry, self._has_left = self.state.registry, True
         registry.forget([name for name, context in registry.by_name.items() if not context.announced])
         self._stage = SessionStage.INTERRUPTED
         self._interrupted_by = described(error)  # not the error: it holds the function's variables

@@ -23,6 +23,7 @@ MS = {16: 1.0, 32: 3.0, 64: 2.0}
     ("name", "options", "values"),
     [
         ("n_repeat", ({}, {"n_repeat": 2}), ("1", "2")),
+        ("overhead", ({}, {"overhead": 0.3}), ("None", "0.3")),
         ("search", ({"n_repeat": None, "n_warmup": None}, {"search": "racing"}), ("auto", "racing")),
     ],
 )

@@ -11,6 +11,7 @@ from rank_programs import (
     tune,
 )
 
+import dist_autotune.tuner.session
 from dist_autotune.logs.records import Note
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from ranks import assert_all_ok, run_ranks
@@ -155,6 +156,73 @@ def test_training_is_bit_equal_to_the_same_configs_without_the_tuner():
     assert zero[1] == one[1] == [16, 32, 64, *[32] * 5]
     assert zero == zero_bare
     assert one == one_bare
+
+
+class PretendedTime:
+    """Time that passes in steps alone."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+    perf_counter = monotonic
+
+
+def test_training_costs_no_more_than_the_overhead_while_it_is_tuned_and_is_bit_equal(monkeypatch):
+    ms = {16: 24.0, **{16 + 16 * n: 5.0 + (37 * n) % 30 for n in range(1, 16)}}
+
+    def train(rank, wrap, steps):
+        time, bench, weight, losses, ended_s = PretendedTime(), Bench(), torch.ones(64), [], [100.0]
+        monkeypatch.setattr(dist_autotune.tuner.session, "time", time)
+        kernel = bench.kernel(ms)
+
+        def thunk(n):
+            gradient = launch(kernel, weight) * (1 + rank)
+            time.now_s += 0.02 + 1e-3 * ms[kernel.best_config.kwargs["BLOCK"]]
+            dist.all_reduce(gradient)
+            weight.sub_(1e-3 * gradient)
+            losses.append(weight.square().sum().item())
+            ended_s.append(time.now_s)
+
+        step = wrap(bench, thunk, kernel)
+        while len(losses) < steps(step, len(losses)):
+            step(len(losses))
+        return losses, bench.blocks(), ended_s
+
+    def program(rank):
+        settled_at = []
+
+        def steps(step, made):
+            if step.settled and not settled_at:
+                settled_at.append(made)
+            return settled_at[0] + 1 if settled_at else made + 1
+
+        options = {"mode": "online", "overhead": 0.15, "n_repeat": None, "n_warmup": None}
+        losses, blocks, ended_s = train(
+            rank, lambda bench, thunk, kernel: tune(bench, thunk, **options), steps
+        )
+
+        def pinned(bench, thunk, kernel):
+            def step(n):
+                config = next(each for each in kernel.configs if each.kwargs["BLOCK"] == blocks[n])
+                kernel.cache[(64, "torch.float32", "torch.float32")] = config
+                thunk(n)
+
+            return step
+
+        bare, _, _ = train(rank, pinned, lambda step, made: len(losses))
+        (made,) = settled_at
+        mean_s, settled_s = (ended_s[made] - ended_s[0]) / made, ended_s[-1] - ended_s[-2]
+        return losses == bare, blocks, mean_s / settled_s
+
+    zero, one = assert_all_ok(run_ranks(program, 2))
+    assert zero == one
+    is_equal, blocks, cost = zero
+    assert (is_equal, blocks[-1]) == (True, min(ms, key=ms.__getitem__))
+    assert cost <= 1.15
+    assert len(blocks) < 400
 
 
 @on_ranks(2)

@@ -50,6 +50,7 @@ class RunPhase(Phase, abc.ABC):
         super().__init__(contexts)
         self.is_over = False
         self.waiting = False  # online: some rank has not read the last run's time
+        self.is_held = False  # the next run tries nothing: see `Pace`
         self.has_counted = False  # the last run was a sample
         self.outcomes: dict[str, Outcome] = {}  # what it was for contexts, where one is judged at a time
         self.remark = ""  # for the log
@@ -59,7 +60,7 @@ class RunPhase(Phase, abc.ABC):
         self._asked = AskedPlan({}, "")
         self._run = AgreedPart()  # the last run as a whole, of all ranks
         self._launched: frozenset[str] = frozenset()  # in it
-        self._was_held = False  # it had a kernel on trial
+        self._tuned_kernels = False  # it had a kernel on trial
         self._was_launched = True  # the timed run launched a context of the plan
         self._idle_runs = 0  # in a row that launched none of them
         self._asked_runs = 0  # since the plan was asked for
@@ -77,11 +78,15 @@ class RunPhase(Phase, abc.ABC):
     @property
     def is_on_trial(self) -> bool:
         """Return whether the next run is a trial."""
-        return not self.waiting
+        return not (self.waiting or self.is_held)
 
     @property
     def holds(self) -> bool:
-        """Return whether the next run judges nothing: kernels are tuned by their launches first."""
+        """Return whether the next run judges nothing."""
+        return self.is_held or self._tunes_kernels
+
+    @property
+    def _tunes_kernels(self) -> bool:  # by their launches first
         return any(context.is_tuned_by_launches for context in self._contexts.values())
 
     @property
@@ -95,7 +100,7 @@ class RunPhase(Phase, abc.ABC):
 
     def plan(self) -> Mapping[str, int]:
         """Return its plan, none while a time is due; kernels that launches still judge go on with that."""
-        plan = {} if self.is_over or self.waiting else self._asked.plan
+        plan = self._asked.plan if self.is_on_trial and not self.is_over else {}
         kept = {name: i for name, i in plan.items() if not self._contexts[name].is_tuned_by_launches}
         return {**kept, **super().plan()}
 
@@ -104,8 +109,9 @@ class RunPhase(Phase, abc.ABC):
         self.has_counted, self.outcomes = False, {}
         self._run, self._launched = report.run, report.launched
         self._asked_runs += 1
-        was_held, self._was_held = self._was_held, self.holds
-        if self._was_held or was_held or not self._ran_as_planned(report):
+        tuned_kernels, self._tuned_kernels = self._tuned_kernels, self._tunes_kernels
+        is_held = self.is_held and not self.waiting  # else the report is of an earlier run
+        if is_held or self._tuned_kernels or tuned_kernels or not self._ran_as_planned(report):
             return
         if not self.waiting:  # else the report is of an earlier run
             self._was_launched = any(report.ran(name) is not None for name in self._asked.plan)

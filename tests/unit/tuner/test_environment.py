@@ -111,6 +111,7 @@ def test_without_a_home_directory_there_is_a_warning_and_no_cache(no_home, tmp_p
         ("DIST_AUTOTUNE_TIMEOUT_S", ["soon", "-1", "0", "nan"]),
         ("DIST_AUTOTUNE_COMPILE_TIMEOUT_S", ["soon", "-1", "inf", "nan"]),
         ("DIST_AUTOTUNE_COMPILE_JOBS", ["many", "0", "-1", "1.5"]),
+        ("DIST_AUTOTUNE_OVERHEAD", ["much", "0", "-0.1", "nan", "15"]),
         ("DIST_AUTOTUNE_BITS", ["equal"]),
     ],
 )

@@ -52,6 +52,10 @@ def thunk() -> str:
         ({"filler_ms": -1}, "filler_ms=-1: expected milliseconds, from 0 to 1000"),
         ({"filler_ms": True}, "filler_ms=True"),
         ({"filler_ms": float("nan")}, "filler_ms=nan"),
+        *(
+            ({"overhead": share, "mode": "online"}, f"overhead={share!r}: expected ")
+            for share in (0, -0.1, 1.5, True, "0.15", float("nan"), float("inf"))
+        ),
         ({"progress": "yes"}, "progress='yes'"),
         ({"share": "no"}, "share='no'"),
         ({"watch": 1}, "watch=1"),

@@ -1,0 +1,106 @@
+"""A session's steps: what tuning may take of them, in pretended seconds."""
+
+import random
+import statistics
+from itertools import pairwise
+
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.simulation.protocol_simulation import Simulation
+
+STEP_S = 0.1  # without the launches that are tuned
+CANDIDATES, KEYS, LAUNCHES = 36, 6, 16
+
+
+class Training(Simulation):
+    """Online steps in which each candidate takes its ms `LAUNCHES` times."""
+
+    def __init__(self, seed=0, spread=2.0, pause_s=0.0, **options):
+        draws = random.Random(seed)
+        contexts = {f"k{key}": [f"k{key}c{c}" for c in range(CANDIDATES)] for key in range(KEYS)}
+        own_ms = {
+            each: draws.uniform(0.3, 0.8) * (1 + spread * draws.gammavariate(1.2, 0.5) * (place > 0 or 0.3))
+            for candidates in contexts.values()
+            for place, each in enumerate(candidates)
+        }
+        super().__init__(
+            contexts,
+            lambda candidate, rank: own_ms[candidate] * draws.gauss(1, 0.01),
+            **{"mode": "online", "search": "racing", "tries_all": True, **options},
+        )
+        self.own_ms, self.ended_s, self.pause_s = own_ms, [0.0], pause_s
+        self.apart = 0  # runs before the one that is reported
+        self.tried = []  # whether a step held a trial
+
+    def step_s(self, plan):
+        return STEP_S + 1e-3 * LAUNCHES * sum(self.own_ms[candidate] for candidate in plan.values())
+
+    def run(self):
+        self.apart = self.tuning.runs_apart if self.plans else 0
+        plan = {name: self._candidate(name) for name in self.contexts}
+        self.plans += [plan] * self.apart
+        for _ in range(self.apart + 1):
+            pause_s = self.pause_s * (len(self.tried) == 40)
+            self.ended_s.append(self.ended_s[-1] + self.step_s(plan) + pause_s)
+            self.tried.append(self.tuning.tries)
+        super().run()
+
+    def _report(self, run, rank, judged):
+        report = super()._report(run, rank, judged)
+        took_s = [end - begin for begin, end in pairwise(self.ended_s[-2 - self.apart :])]
+        apart_s = statistics.median(took_s[:-1] or [0.0])
+        return replace(report, step_s=took_s[-1], exchange_s=1e-4, apart=self.apart, apart_s=apart_s)
+
+    def session(self, runs_at_most=5000):
+        self.tuning.open()
+        self.run()
+        while self.tuning.has_work:
+            self.run()
+            assert len(self.plans) < runs_at_most, "the session does not end"
+        return self.plans
+
+
+@pytest.mark.parametrize(("overhead", "seed"), [(0.15, 0), (0.15, 1), (0.5, 2)])
+def test_the_mean_step_of_a_session_costs_no_more_than_its_overhead_and_nine_tenths_of_the_gain(
+    overhead, seed
+):
+    session = Training(seed, overhead=overhead)
+    steps = len(session.session())
+    settled_s, first_s = session.step_s(session.winners()), session.step_s(session.plans[0])
+    best = {name: min(each, key=session.own_ms.__getitem__) for name, each in session.contexts.items()}
+    assert session.ended_s[-1] / steps <= (1 + overhead) * settled_s
+    assert first_s - settled_s >= 0.9 * (first_s - session.step_s(best))
+    cost, spent_s = session.tuning.pace.cost, session.ended_s[-1] - steps * settled_s
+    assert cost.steps == steps
+    assert 0.4 * spent_s < cost.total_s <= 1.05 * spent_s  # the rest: steps before a fast config was known
+
+
+def test_between_trials_a_step_runs_the_fastest_that_is_known():
+    session = Training(overhead=0.15)
+    session.session()
+    quiet = [plan for plan, tries in zip(session.plans, session.tried, strict=True) if not tries]
+    took_s = [session.step_s(plan) for plan in quiet]
+    assert len(took_s) > 100
+    assert statistics.median(took_s) <= 1.02 * session.step_s(session.winners()) < session.step_s(quiet[0])
+
+
+def test_without_a_limit_every_step_is_a_trial():
+    session = Training()
+    session.session()
+    assert all(session.tried)
+
+
+@pytest.mark.parametrize(("seconds", "is_held"), [(0.25, True), (60.0, False)])
+def test_what_a_session_may_spend_freely_holds_no_step_back(seconds, is_held):
+    session = Training(overhead=0.15, free_s=seconds)
+    session.session()
+    assert all(session.tried) != is_held
+
+
+def test_a_pause_of_the_program_is_not_paid_back():
+    steps = []
+    for pause_s in (0.0, 60.0):
+        session = Training(overhead=0.15, pause_s=pause_s)
+        steps.append(len(session.session()))
+    assert steps[1] <= 1.3 * steps[0]  # 60 s are 400 steps
