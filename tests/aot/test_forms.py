@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,22 +107,6 @@ def test_a_run_whose_timed_launch_has_compiled_is_made_again(device, compiler, l
     function()
     assert function.report.runs == (4 if late else 3)
     assert compiler.compiled_here()[:2] == ([GOOD, 64] if late else [GOOD])
-
-
-@pytest.mark.parametrize("mode", ["online", "replay"])
-def test_no_argument_of_any_form_outlives_its_call(device, mode):
-    tuner, kept = kernel_of_forms(GOOD, 64), []
-
-    def launch() -> None:
-        for form in ("first", "second"):
-            x = torch.zeros(1)
-            tuner[(1,)](x, x, None, form)
-            kept.append(weakref.ref(x))
-
-    function = tuned(launch, mode=mode)
-    for _ in range(3):
-        function()
-        assert [reference() for reference in kept] == [None] * len(kept)
 
 
 def test_a_form_that_one_rank_alone_launches_and_that_fails_there_bans_on_all(device):

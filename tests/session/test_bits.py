@@ -317,13 +317,3 @@ def test_a_new_key_begins_with_the_first_config_and_not_with_the_nearest_winner(
     bench.forget()
     tuned(128)
     assert bench.blocks(n=128)[0] == BASE
-
-
-def test_same_does_not_take_what_autotuner_cache_holds(bench):
-    function = Function(bench)
-    free = bench.tune(function, bits="any", cache=False)
-    free()
-    assert winner(only(free.report)) == FAST
-    tuned = bench.tune(function, bits="same", cache=False)
-    tuned()
-    assert (only(tuned.report).status, winner(only(tuned.report))) == ("tuned", SLOW)

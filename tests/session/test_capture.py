@@ -1,8 +1,6 @@
 """Under CUDA-graph capture: no mark, no wait, no trial, only the incumbent. The capture is pretended."""
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -70,33 +68,6 @@ def test_a_config_that_fails_under_capture_is_replaced_in_that_launch(bench, ker
         with pytest.raises(NoValidConfig, match=r"BLOCK: 16.*OutOfResources.*BLOCK: 32.*OutOfResources"):
             tuned()
     assert bench.blocks() == [32]
-
-
-def test_captures_on_two_threads_prune_one_after_another_and_leave_the_kernel_no_arguments(bench, capture):
-    def prune(configs, named, **kwargs):
-        if not first_prunes.is_set():
-            first_prunes.set()
-            second_prunes.wait(0.3)  # it may not, until this ends
-        else:
-            second_prunes.set()
-            assert first_has_launched.wait(LONG_S)
-        return configs
-
-    def first():
-        tuned(8)
-        first_has_launched.set()
-
-    first_prunes, second_prunes, first_has_launched = (threading.Event() for _ in range(3))
-    other = bench.kernel({16: 3.0, 32: 1.0})
-    kernel = bench.kernel({16: 3.0, 32: 1.0}, prune_configs_by={"early_config_prune": prune})
-    tuned = bench.tune(lambda n: launch(kernel if n == 8 else other, numbers(n)))
-    with capture, ThreadPoolExecutor(1) as pool:
-        tuned(64)
-        ended = pool.submit(first)
-        assert first_prunes.wait(LONG_S)
-        tuned(8)
-        ended.result(LONG_S)
-    assert getattr(kernel, "nargs", None) is None
 
 
 def test_a_captured_call_takes_the_winner_that_is_on_disk_or_in_memory(bench, kernel, capture):

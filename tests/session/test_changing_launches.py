@@ -12,7 +12,6 @@ from kernels_for_tests import (
     F32,
     Launch,
     block_of,
-    double,
     entries,
     launch,
     no_bench,
@@ -39,21 +38,6 @@ def test_a_kernel_launched_only_in_the_first_run_starves_and_that_is_said(bench)
     (closed,) = records(SessionClosed)
     assert "no longer launched" in closed.warning
     assert "add" in closed.warning
-
-
-def test_a_kernel_that_starves_before_the_whole_run_judges_it_reports_a_time_by_its_launches(bench):
-    kernel, other = bench.kernel({16: 1.0, 32: 2.0}), bench.kernel({8: 4.0}, function=double)
-    runs = itertools.count()
-
-    def thunk():
-        launch(other, numbers())
-        if next(runs) == 0:
-            launch(kernel, numbers())
-
-    tuned = bench.tune(thunk, n_repeat=3, objective="thunk")
-    tuned()
-    context = only(tuned.report)
-    assert (context.status, context.ms, context.judge) == ("starved", 1.0, "launch")
 
 
 def test_a_caller_that_keeps_the_config_and_bypasses_the_autotuner_does_not_hang(bench):

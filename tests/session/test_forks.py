@@ -122,27 +122,6 @@ def test_a_child_writes_no_logs_of_the_session(bench, kernel):
     assert [record.outcome for record in records(SessionClosed)] == ["settled"]
 
 
-def test_a_fork_while_another_thread_is_in_a_call_leaves_the_child_free(bench):
-    kernel, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 2.0}, double)
-    second = bench.tune(lambda: launch(other, numbers()), name="second")
-    inside, forked = threading.Event(), threading.Event()
-
-    def thunk():
-        inside.set()
-        assert forked.wait(LONG_S)
-        return launch(kernel, numbers())
-
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(bench.tune(thunk, name="first"))
-        assert inside.wait(LONG_S)
-        try:
-            free = in_child(lambda: (is_outside(), torch.equal(second(), numbers() * 2)))
-        finally:
-            forked.set()
-        assert torch.equal(first.result(LONG_S), numbers() + 1)
-    assert free == (True, True)
-
-
 def test_a_fork_while_another_thread_admits_a_key_leaves_the_child_free(bench):
     def prune(configs, named, **kwargs):
         if named["n"] == 8 and not forked.is_set():

@@ -138,9 +138,6 @@ def test_a_kernel_launched_again_by_backward_has_one_config_in_the_run(bench, ke
     assert bench.blocks() == [16, 16, 32, 32, 32, 32]
 
 
-# ---- anew, or not at all
-
-
 # ---- anew
 
 
@@ -292,19 +289,6 @@ def test_a_key_that_comes_no_more_does_not_keep_short_sessions_from_tuning_anoth
     while not tuned.settled:
         tuned()
     assert bench.blocks(n=128)[-1] == 32
-
-
-def test_a_key_that_comes_back_is_tuned_by_a_session_that_goes_on_with_another(bench):
-    kernel, sizes = bench.kernel({16 << i: 9.0 - i for i in range(8)}), [64, 128]
-    tuned = bench.tune(lambda: [launch(kernel, numbers(n)) for n in sizes], max_runs=3)
-    tuned()
-    sizes.remove(128)
-    tuned()
-    assert not tuned.settled
-    sizes.append(128)
-    while not tuned.settled:
-        tuned()
-    assert (bench.blocks(n=64)[-1], bench.blocks(n=128)[-1]) == (2048, 2048)
 
 
 @pytest.mark.parametrize("objective", ["kernel", "thunk"])

@@ -1,6 +1,5 @@
 """The active call belongs to the whole process, one at a time; settled calls run on any thread."""
 
-import concurrent.futures
 import queue
 import sys
 import threading
@@ -100,17 +99,7 @@ def by_queue(function: Callable[[], Any]) -> None:
     done.get(timeout=LONG_S)
 
 
-def by_thread_of_thread(function: Callable[[], Any]) -> None:
-    by_queue(lambda: by_queue(function))
-
-
-def by_earlier_thread(function: Callable[[], Any]) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
-        assert not concurrent.futures.wait([pool.submit(function)], LONG_S).not_done
-
-
-@pytest.mark.parametrize("waits", [by_join, on_thread, by_queue, by_thread_of_thread, by_earlier_thread])
+@pytest.mark.parametrize("waits", [by_join, by_queue])
 @pytest.mark.parametrize("mode", ["replay", "online"])
 def test_a_tuned_function_on_a_thread_that_the_call_waits_for_goes_on_and_launches_for_its_session(
     bench, waits, mode, monkeypatch
@@ -234,33 +223,6 @@ def test_settled_calls_run_on_any_number_of_threads_at_once(bench, kernel):
     assert set(bench.blocks()[3:]) == {32}
 
 
-def test_two_settled_functions_on_two_threads_that_feed_each_other_do_not_wait(bench):
-    one, other = bench.kernel({16: 3.0, 32: 1.0}), bench.kernel({16: 1.0, 32: 3.0}, double)
-    asked, answered = queue.SimpleQueue(), queue.SimpleQueue()
-
-    def serve():
-        y = launch(one, numbers())
-        if server.settled:
-            answered.put(asked.get(timeout=LONG_S) + y)
-
-    def ask():
-        if client.settled:
-            asked.put(launch(other, numbers()))
-            return answered.get(timeout=LONG_S)
-        return launch(other, numbers())
-
-    server, client = (
-        bench.tune(serve, name="server", timeout_s=1),
-        bench.tune(ask, name="client", timeout_s=1),
-    )
-    server(), client()
-    with ThreadPoolExecutor(1) as pool:
-        for _ in range(20):
-            served = pool.submit(server)
-            assert torch.equal(client(), numbers() * 3 + 1)
-            served.result(LONG_S)
-
-
 def test_a_call_whose_function_is_tuned_on_another_thread_goes_on_with_what_is_settled(bench, kernel):
     inside, in_session = threading.Event(), threading.Event()
 
@@ -277,22 +239,6 @@ def test_a_call_whose_function_is_tuned_on_another_thread_goes_on_with_what_is_s
     beside_a_settled_call(tuned, 64, inside, lambda: tuned(8))
     assert bench.blocks(n=64) == [32]
     assert sorted(bench.blocks(n=8)) == [16, 32, 32, 32]
-
-
-def test_a_key_that_is_new_to_a_settled_call_is_tuned_though_another_thread_retunes_meanwhile(bench, kernel):
-    has_launched, is_retuned = threading.Event(), threading.Event()
-
-    def thunk(n):
-        y = launch(kernel, numbers(n))
-        if n == 8:
-            hand_over(has_launched, is_retuned)
-        return y
-
-    tuned = bench.tune(thunk)
-    tuned(64)
-    beside_a_settled_call(tuned, 8, has_launched, lambda: (tuned.retune(), tuned(64), is_retuned.set()))
-    assert tuned.settled
-    assert bench.blocks(n=8) == [32, 32, 16, 32]  # it begins with the winner of the nearest key
 
 
 def test_a_key_that_is_new_to_a_settled_call_is_tuned_behind_a_session_of_another_thread(bench, monkeypatch):

@@ -127,17 +127,6 @@ def test_other_errors_propagate_unchanged_and_nothing_stays_patched(bench, where
     assert len(records(RunFailed)) == 1
 
 
-def test_after_an_error_of_the_users_the_next_call_goes_on(bench):
-    kernel = bench.kernel({16: 3.0, 32: 1.0, 64: 2.0})
-    kernel.fn.failures[64] = lambda: KeyError("once")
-    tuned = bench.tune(lambda: launch(kernel, numbers()))
-    with pytest.raises(KeyError):
-        tuned()
-    kernel.fn.failures.clear()
-    assert torch.equal(tuned(), numbers() + 1)
-    assert bench.blocks() == [16, 32, 64, 32]
-
-
 # ---- from the grid
 
 

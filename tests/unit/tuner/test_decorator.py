@@ -163,17 +163,6 @@ def test_a_copied_tuned_method_is_that_of_the_model_that_it_calls():
     assert step.fn.__self__.step is step
 
 
-class Shared:
-    @classmethod
-    def of_class(cls):
-        return cls
-
-
-def test_a_deep_copy_of_a_method_of_what_is_not_copied_is_itself():
-    held = contextual_autotune(Shared.of_class)
-    assert copy.deepcopy(held) is held
-
-
 def test_a_deep_copy_of_a_step_tuner_has_its_clock():
     class Locked(WallClock):
         def __init__(self):
