@@ -15,7 +15,8 @@ from .operators import ep_combine, ep_dispatch, ep_dispatch_matmul, ep_matmul, e
 def dispatch(op: ExpertParallel, x: Tensor, topk_ids: Tensor) -> Dispatched:
     """Return `op.dispatch(x, topk_ids)`, whose rows have a gradient."""
     topk_ids = topk_ids.contiguous()
-    return Dispatched(*ep_dispatch(x, topk_ids, op.name), topk_ids)
+    rows, offsets, sources, places = ep_dispatch(x, topk_ids, op.name)
+    return Dispatched(rows, offsets, sources, places, topk_ids)
 
 
 def combine(op: ExpertParallel, rows: Tensor, d: Dispatched, topk_weights: Tensor) -> Tensor:
@@ -31,7 +32,8 @@ def dispatch_matmul(op: ExpertParallel, x: Tensor, weight: Tensor, topk_ids: Ten
     The backward pass dispatches the tokens once more: none are kept.
     """
     topk_ids = topk_ids.contiguous()
-    return Dispatched(*ep_dispatch_matmul(x, weight, topk_ids, op.name), topk_ids)
+    rows, offsets, sources, places = ep_dispatch_matmul(x, weight, topk_ids, op.name)
+    return Dispatched(rows, offsets, sources, places, topk_ids)
 
 
 def matmul_combine(
@@ -48,5 +50,5 @@ def matmul_combine(
 
 def matmul(op: ExpertParallel, rows: Tensor, weight: Tensor, d: Dispatched) -> Tensor:
     """Return `op.matmul(rows, weight, d)`, with gradients for both; it meets no peer."""
-    products: Tensor = ep_matmul(rows, weight, d.offsets, d.sources, op.name)
+    products: Tensor = ep_matmul(rows, weight, d.offsets, d.sources, d.topk_ids, op.name)
     return products

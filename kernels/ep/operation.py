@@ -179,16 +179,16 @@ class ExpertParallel(NumberedCalls):
             self._check_rows(rows, d)
             self._check_weights(topk_weights, d)
         else:
-            *rest, d, topk_weights, out = given_to
+            rows, *weight, d, topk_weights, out = given_to
             if kind == COMBINE:
-                self._check_rows(*rest, d)
+                self._check_rows(rows, d)
             else:
-                self._check_product(*rest, d, self.hidden)
+                self._check_product(rows, weight[0], d, self.hidden)
             self._check_weights(topk_weights, d)
             check_out(out, [len(d.topk_ids), self.hidden], self.dtype, self.device)
             if out is not None:
                 read = {"topk_weights": topk_weights, "topk_ids": d.topk_ids}
-                read |= dict(zip(("rows", "weight"), rest, strict=False))
+                read |= dict(zip(("rows", "weight"), (rows, *weight), strict=False))
                 Apart(out, **read).check(out, *read.values())
 
     def _agree(self, plan: None, is_capturing: bool) -> None:

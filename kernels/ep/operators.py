@@ -84,8 +84,10 @@ def _ep_matmul_combine(
     return OPEN[name].matmul_combine(by_rows(rows.detach()), weight.detach(), d, topk_weights.detach())
 
 
-def _ep_matmul(rows: Tensor, weight: Tensor, offsets: Tensor, sources: Tensor, name: str) -> Tensor:
-    d = Dispatched(rows, offsets, sources, sources, sources)
+def _ep_matmul(
+    rows: Tensor, weight: Tensor, offsets: Tensor, sources: Tensor, topk_ids: Tensor, name: str
+) -> Tensor:
+    d = Dispatched(rows, offsets, sources, sources, topk_ids)
     return OPEN[name].matmul(by_rows(rows.detach()), weight.detach(), d)
 
 
@@ -177,17 +179,19 @@ def _gradients_of_combine(ctx: Any, needed: tuple[Any, ...], grad: Tensor) -> tu
 
 
 def _gradients_of_matmul_combine(ctx: Any, needed: tuple[Any, ...], grad: Tensor) -> tuple[Any, ...]:
-    rows, weight, topk_weights, offsets, *rest = ctx.saved_tensors
-    products = ep_matmul(rows, weight, offsets, rest[0], ctx.name)
-    of_products, of_weights = ep_combine_backward(grad, products, topk_weights, offsets, *rest, ctx.name)
-    of_rows = ep_matmul(of_products, weight.mT, offsets, rest[0], ctx.name) if needed[0] else None
+    rows, weight, topk_weights, *where = ctx.saved_tensors
+    offsets, sources, _, topk_ids = where
+    of_matmul = (offsets, sources, topk_ids, ctx.name)
+    products = ep_matmul(rows, weight, *of_matmul)
+    of_products, of_weights = ep_combine_backward(grad, products, topk_weights, *where, ctx.name)
+    of_rows = ep_matmul(of_products, weight.mT, *of_matmul) if needed[0] else None
     of_weight = ep_outer_products(of_products, rows, offsets) if needed[1] else None
     return of_rows, of_weight, of_weights
 
 
 def _gradients_of_matmul(ctx: Any, needed: tuple[Any, ...], grad: Tensor) -> tuple[Any, ...]:
-    rows, weight, offsets, sources = ctx.saved_tensors
-    of_rows = ep_matmul(grad, weight.mT, offsets, sources, ctx.name) if needed[0] else None
+    rows, weight, offsets, *where = ctx.saved_tensors
+    of_rows = ep_matmul(grad, weight.mT, offsets, *where, ctx.name) if needed[0] else None
     return of_rows, ep_outer_products(grad, rows, offsets) if needed[1] else None
 
 
