@@ -297,9 +297,9 @@ def quick_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the thread that acts for a busy rank act often; peers wait for it three times as long."""
     from rank_programs import SHORT_S
 
-    from dist_autotune.ranks import watchdog
+    from dist_autotune.ranks import exchange
 
-    monkeypatch.setattr(watchdog, "HEARTBEAT_S", SHORT_S / 3)
+    monkeypatch.setattr(exchange, "HEARTBEAT_S", SHORT_S / 3)
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from triton.runtime.autotuner import Autotuner
 
 from ..compilation import preflight
 from ..formatting import config_label
-from ..search.context_record import Outcome
 from ..search.expectation.fields import Fills, filled
 from ..search.expectation.order import FEWEST
 from ..search.kernel_families import context_name
 from ..search.messages import Announcement, Part
 from ..search.orders import ContextOrder
 from ..search.rules import BY_LAUNCH
+from ..search.shared_context import Outcome
 from ..storage.known_results import KnownResults
 from ..storage.scope import ContextIdentity
 from ..timing.clock import Clock

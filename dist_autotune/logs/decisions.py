@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..search.context_record import Outcome
 from ..search.orders import ContextOrder, Orders
+from ..search.shared_context import Outcome
 from .records import Agreed, Banned, ContextAdmitted, ContextSettled
 
 

@@ -1,11 +1,13 @@
-"""Operations of torch's store, made by a thread with a connection of its own.
+"""Operations of torch's store, made by threads with connections of their own.
 
 An operation of torch's stores can be neither interrupted nor bounded in time: Ctrl-C waits for its end, and a
-stopped host blocks it for ever. It also locks its connection, and one that times out prints on stderr.
+stopped host blocks it for ever. It also locks its connection, and one that times out prints on stderr. A
+thread that returns from one while the interpreter ends aborts the process: all threads are ended before.
 """
 
 from __future__ import annotations
 
+import atexit
 import collections
 import datetime
 import functools
@@ -13,7 +15,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from .. import settings
 T = TypeVar("T")
 
 CONNECT_S = 30.0  # the longest wait for a connection
+OPERATION_S = 5.0  # a store that does not answer for so long is lost
+EXIT_S = 2.0  # the process waits so long for its threads
 FIRST_PAUSE_S, LAST_PAUSE_S = 50e-6, 10e-3  # between looks at a store that is polled
 
 
@@ -37,26 +41,37 @@ class Parcel(Generic[T]):
         self.operation = operation
         self.value: Any = None
         self.error: Exception | None = None
-        self.is_done = threading.Event()
+        self.under_way = threading.Lock()  # cheaper than an Event
+        self.under_way.acquire()
 
     def wait(self, limit_s: float) -> bool:
         """Return whether the operation has ended in time. Ctrl-C ends the wait at once."""
-        return self.is_done.wait(limit_s)
+        if has_ended := self.under_way.acquire(timeout=max(limit_s, 0)):
+            self.under_way.release()
+        return has_ended
 
-    def result(self) -> T:
-        """Return what the ended operation has returned; raises StoreLost."""
+    def result(self, limit_s: float = OPERATION_S) -> T:
+        """Return what the operation returns; raises StoreLost, also where it does not end in time."""
+        if not self.wait(limit_s):
+            raise StoreLost(f"no answer in {limit_s:.3g} s")
         if self.error is not None:
             raise StoreLost(str(self.error)) from self.error
         return self.value  # type: ignore[no-any-return]
 
 
 class Courier:
-    """Makes operations on a connection of its own, one after the other, on a thread of its own."""
+    """Makes operations on a connection of its own, one after the other, on a thread of its own.
+
+    release: ends an operation that waits for peers.
+    """
 
     def __init__(self, connect: Callable[[], Any], name: str) -> None:
+        self.release: Callable[[], None] = lambda: None
         self._parcels: queue.SimpleQueue[Parcel[Any] | None] = queue.SimpleQueue()
         self._connection: Any = None
-        threading.Thread(target=self._serve, args=(connect,), daemon=True, name=name).start()
+        self.thread = threading.Thread(target=self._serve, args=(connect,), daemon=True, name=name)
+        _couriers.add(self)
+        self.thread.start()
         self.start(lambda connection: None)  # connect now: later the host may have gone
 
     def start(self, operation: Callable[[Any], T]) -> Parcel[T]:
@@ -65,14 +80,11 @@ class Courier:
         self._parcels.put(parcel)
         return parcel
 
-    def do(self, operation: Callable[[Any], T], limit_s: float) -> T:
+    def do(self, operation: Callable[[Any], T], limit_s: float = OPERATION_S) -> T:
         """Return what the operation returns; raises StoreLost where it does not end in time."""
         if self._connection is None:  # the store's host may ask a name server who it is that connects
             limit_s = max(limit_s, CONNECT_S)
-        parcel = self.start(operation)
-        if not parcel.wait(limit_s):
-            raise StoreLost(f"no answer in {limit_s:.3g} s")
-        return parcel.result()
+        return self.start(operation).result(limit_s)
 
     def close(self) -> None:
         """End the thread behind its last operation. Takes no lock: a garbage collector may call it."""
@@ -88,9 +100,29 @@ class Courier:
                 parcel.value = parcel.operation(self._connection)
             except Exception as error:
                 parcel.error = error
-            parcel.is_done.set()
+            parcel.under_way.release()
             del parcel  # and what it carries
         self._connection = None
+        _couriers.discard(self)
+
+
+_couriers: set[Courier] = set()  # whose threads have not ended
+
+
+def _close(couriers: Iterable[Courier]) -> None:
+    for courier in couriers:
+        courier.release()  # by an operation of another one
+    for courier in couriers:
+        courier.close()
+
+
+def _end_all() -> None:
+    """End all threads before the interpreter ends."""
+    alive = [courier for courier in tuple(_couriers) if courier.thread.is_alive()]  # in a forked child: none
+    _close(alive)
+    until = time.monotonic() + EXIT_S
+    for courier in alive:
+        courier.thread.join(max(until - time.monotonic(), 0))
 
 
 class Connections:
@@ -110,10 +142,7 @@ class Connections:
         try:
             return self._free.pop()
         except IndexError:
-            courier = Courier(
-                lambda: self.scout.do(lambda connection: _cloned(connection), CONNECT_S),
-                "dist_autotune courier",
-            )
+            courier = Courier(lambda: self.scout.do(_cloned, CONNECT_S), "dist_autotune courier")
             self._all.append(courier)
             return courier
 
@@ -122,8 +151,7 @@ class Connections:
 
     def close(self) -> None:
         """End all threads. Takes no lock: a garbage collector may call it."""
-        for courier in list(self._all):
-            courier.close()
+        _close(tuple(self._all))
 
 
 _connections: weakref.WeakKeyDictionary[Any, Connections] = weakref.WeakKeyDictionary()
@@ -137,6 +165,8 @@ def connections() -> Connections:
         known = _connections.setdefault(world, made)  # another thread may have made them meanwhile
         if known is made:
             weakref.finalize(world, known.close).atexit = False
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)
         else:
             made.close()
     return known
@@ -158,12 +188,20 @@ def _cloned(store: Any) -> Any:
 def await_values(store: Any, keys: Sequence[str]) -> list[bytes]:
     """Return the values of keys as soon as all of them stand in the store."""
     if not _is_tcp(store):  # others poll in steps of 10 ms, or fail in place of a time-out
-        pauses = _pauses()
-        while not store.check(list(keys)):
-            time.sleep(next(pauses))
+        for pause_s in pauses():
+            if store.check(list(keys)):
+                break
+            time.sleep(pause_s)
     elif len(keys) > 1:
         return [bytes(value) for value in store.multi_get(list(keys))]
     return [bytes(store.get(key)) for key in keys]
+
+
+def pauses(first_s: float = FIRST_PAUSE_S) -> Iterator[float]:
+    """Yield pauses between looks at the store, which grow."""
+    while True:
+        yield first_s
+        first_s = min(1.2 * first_s, LAST_PAUSE_S)
 
 
 _made: collections.Counter[str] = collections.Counter()
@@ -201,10 +239,3 @@ def _base_of(store: Any) -> Any:
 
 def _is_tcp(store: Any) -> bool:
     return isinstance(_base_of(store), dist.TCPStore)
-
-
-def _pauses() -> Iterator[float]:
-    pause_s = FIRST_PAUSE_S
-    while True:
-        yield pause_s
-        pause_s = min(1.2 * pause_s, LAST_PAUSE_S)

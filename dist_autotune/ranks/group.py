@@ -1,8 +1,6 @@
 """The ranks of a session: those of a process group, or one rank alone. The lowest rank decides.
 
-Every rank sends a report, and all get the same end: the order of the deciding rank, the failure of a rank,
-or the ranks that were missing when somebody's time was up. No collective of the user's is touched; every wait
-has a limit.
+No collective of the user's is touched; every wait has a limit.
 """
 
 from __future__ import annotations
@@ -26,9 +24,8 @@ from ..errors import (
     RankMismatch,
     TuningError,
 )
-from . import watchdog
 from .courier import StoreLost, connections, prefix_of
-from .exchange import OPERATION_S, Decide, Exchanges, FailedExchange, failure_of
+from .exchange import Decide, Exchanges, FailedExchange
 from .questions import CallCount, questions
 from .turns import LocalTurn, Turns
 from .watchdog import Watch, Watchdog
@@ -42,15 +39,10 @@ class RankGroup:
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank  # global, for names of logs and in messages
         self.ranks: tuple[int, ...] = (rank,)  # of the group, global
-        self._watchdog = Watchdog(rank, watchdog.HEARTBEAT_S)
+        self._watchdog = Watchdog(rank)
 
     def exchange(
-        self,
-        report: bytes,
-        decide: Decide,
-        timeout_s: float,
-        what: str,
-        patience_s: float = math.inf,
+        self, report: bytes, decide: Decide, timeout_s: float, what: str, patience_s: float = math.inf
     ) -> bytes:
         """Send `report`, return the order that `decide` makes of all reports on the deciding rank.
 
@@ -102,27 +94,17 @@ class ProcessGroup(RankGroup):
         self._group = weakref.ref(group)
         self.rank, self.ranks = dist.get_rank(), tuple(dist.get_process_group_ranks(group))
         self._connections, self._prefix = connections(), prefix_of(group, self.ranks)
-        self._exchanges = Exchanges(
-            self._connections, self._prefix, self.ranks, self.rank, watchdog.HEARTBEAT_S
-        )
+        self._exchanges = self._new_exchanges(self._prefix)
         self._asked: collections.Counter[str] = collections.Counter()  # functions that ask for turns, by name
-        self._sequence = 0
-        self._watchdog = Watchdog(self.rank, watchdog.HEARTBEAT_S, self._beat, self._exchanges.find_failure)
+        self._watchdog = Watchdog(self.rank, self._exchanges.beat, self._exchanges.find_failure)
+
+    def _new_exchanges(self, prefix: str) -> Exchanges:
+        return Exchanges(self._connections, prefix, self.ranks, self.rank, idle_prefix=self._prefix)
 
     def exchange(
-        self,
-        report: bytes,
-        decide: Decide,
-        timeout_s: float,
-        what: str,
-        patience_s: float = math.inf,
+        self, report: bytes, decide: Decide, timeout_s: float, what: str, patience_s: float = math.inf
     ) -> bytes:
-        sequence = self._next_sequence()
-        try:
-            end = self._exchanges.take_part(sequence, report, decide, timeout_s, what, patience_s)
-        except BaseException as error:  # of the decision, or Ctrl-C: the peers must learn of it
-            self._publish_failure(sequence, error)
-            raise
+        end = self._exchanges.exchange(report, decide, timeout_s, what, patience_s)
         if isinstance(end, FailedExchange):
             raise self._error_of(end)
         return end
@@ -130,31 +112,28 @@ class ProcessGroup(RankGroup):
     def fail(self, error: BaseException) -> None:
         group = self._group()
         if self.pid == os.getpid() and group is not None and not _has_ended(group):
-            self._publish_failure(self._next_sequence(), error)
+            self._exchanges.fail(error)
 
     def rest(self, *, between_calls: bool) -> None:
         self._watchdog.idle(self._exchanges.tell_idle if between_calls else None)
 
     def leave(self) -> None:
         self._watchdog.idle(None)
-        self._exchanges.end_idle()
-        self._exchanges.leave(self._sequence - 1, has_order=True)
+        self._exchanges.leave()
 
     def new_turns(self, name: str) -> Turns:
         self._asked[name] += 1  # functions of one name: the n-th of all ranks belong together
-        prefix = f"{self._prefix}/turns/{name}/{self._asked[name]}"
-        own = Exchanges(self._connections, prefix, self.ranks, self.rank, watchdog.HEARTBEAT_S)
-        own.idle_prefix = self._prefix
-        return Turns(own, self.rank, self.ranks[0], watchdog.HEARTBEAT_S, name, self.fail)
+        own = self._new_exchanges(f"{self._prefix}/turns/{name}/{self._asked[name]}")
+        return Turns(name, own, leads=self.rank == self.ranks[0], fail_session=self.fail)
 
     def take_turn(
         self, turns: Turns, turn: LocalTurn, timeout_s: float, what: str, patience_s: float = math.inf
     ) -> bool:
-        own = f"{self._prefix}/asks/{self.rank}"
-        self._connections.scout.start(lambda store: store.set(own, turns.name))
+        scout, own = self._connections.scout, f"{self._prefix}/asks/{self.rank}"
+        scout.start(lambda store: store.set(own, turns.name))
         end = turns.take(turn, timeout_s, what, patience_s)
         if not isinstance(end, FailedExchange):
-            self._connections.scout.start(lambda store: store.delete_key(own))
+            scout.start(lambda store: store.delete_key(own))
             return end
         if end.missing and not end.is_aside and (asked := self._asked_by(end.missing)):
             asked = dict(sorted({**asked, self.rank: turns.name}.items()))
@@ -173,7 +152,7 @@ class ProcessGroup(RankGroup):
             return {rank: bytes(store.get(key)).decode() for rank, key in keys.items() if store.check([key])}
 
         try:
-            return self._connections.scout.do(read, OPERATION_S)
+            return self._connections.scout.do(read)
         except StoreLost:
             return {}
 
@@ -182,24 +161,12 @@ class ProcessGroup(RankGroup):
         return known.count(CallCount(known, session, self.ranks, self.rank, watch, self._watchdog))
 
     def running(self, watch: Watch) -> Block:
-        return self._watchdog.watching(self._sequence, watch)
+        return self._watchdog.watching(self._exchanges.number, watch)
 
     def close(self) -> None:
         """End all that was started for the group: it has ended. Takes no lock: a collector may call it."""
         self._watchdog.close()
         self._exchanges.close()
-
-    def _beat(self) -> None:
-        self._exchanges.beat(self._sequence)
-
-    def _next_sequence(self) -> int:
-        """Return the number of this rank's next exchange."""
-        self._sequence += 1
-        return self._sequence - 1
-
-    def _publish_failure(self, sequence: int, error: BaseException) -> None:
-        if not self._exchanges.fail(sequence, failure_of(self.rank, error)):
-            self.fail(error)  # the others have gone on: they meet the failure at their next exchange
 
     def _error_of(self, end: FailedExchange) -> TuningError:
         if end.is_lost:

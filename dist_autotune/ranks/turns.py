@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from .exchange import Decide, Exchanges, FailedExchange, failure_of
+from . import exchange
+from .exchange import Exchanges, FailedExchange
 
 START, WITHOUT, LATER = b"start", b"without", b"later"
 PAUSES_S = 0.01, 0.05  # between two asks, drawn anew
@@ -30,39 +31,36 @@ class LocalTurn(Protocol):
 
 
 class Turns:
-    """Asks for the turn of one function on one rank of a group."""
+    """Asks for the turn of one function on one rank of a group.
+
+    name: of the function. fail_session: tells peers that have a session open of an exception here.
+    """
 
     def __init__(
-        self,
-        exchanges: Exchanges,
-        rank: int,
-        leader: int,
-        heartbeat_s: float,
-        name: str,
-        fail_session: Callable[[BaseException], None],
+        self, name: str, exchanges: Exchanges, *, leads: bool, fail_session: Callable[[BaseException], None]
     ) -> None:
-        self.name = name  # of the function
-        self._exchanges, self._rank, self._leads = exchanges, rank, rank == leader
-        self._heartbeat_s, self._fail_session = heartbeat_s, fail_session
-        self._number = 0  # of the next exchange
+        self.name = name
+        self._exchanges, self._leads, self._fail_session = exchanges, leads, fail_session
 
     def take(
         self, turn: LocalTurn, timeout_s: float, what: str, patience_s: float = math.inf
     ) -> FailedExchange | bool:
         """Take the turn on all ranks; False: no session is opened; FailedExchange: a rank is missing."""
+        take_part = self._exchanges.exchange
         while True:
-            number = self._number
+            beat = self._beats(self._exchanges.number)
 
-            def start(reports: dict[int, bytes], number: int = number) -> bytes:
-                return START if turn.acquire(self._beats(number)) else WITHOUT
+            def start(reports: dict[int, bytes], beat: Callable[[], None] = beat) -> bytes:
+                return START if turn.acquire(beat) else WITHOUT
 
-            order = self._exchange(b"", start, timeout_s, what, self._fail_next, patience_s)
+            order = take_part(b"", start, timeout_s, what, patience_s)
             if order == START:
-                order = self._exchange(self._word(turn), _agreed, timeout_s, what, self._fail_session)
+                word = self._word(turn)
+                order = take_part(word, _agreed, timeout_s, what, fail_later=self._fail_session)
             if isinstance(order, FailedExchange):
                 return order
             if order != LATER:
-                self._exchanges.leave(self._number - 1, has_order=True)
+                self._exchanges.leave()
                 return order == START
             turn.release()
             time.sleep(random.uniform(*PAUSES_S))
@@ -79,32 +77,11 @@ class Turns:
 
         def beat() -> None:
             nonlocal latest
-            if time.monotonic() - latest > self._heartbeat_s:
+            if time.monotonic() - latest > exchange.HEARTBEAT_S:
                 latest = time.monotonic()
-                self._exchanges.beat(number)
+                self._exchanges.beat_in(number)
 
         return beat
-
-    def _fail_next(self, error: BaseException) -> None:
-        number, self._number = self._number, self._number + 1
-        self._exchanges.fail(number, failure_of(self._rank, error))
-
-    def _exchange(
-        self,
-        report: bytes,
-        decide: Decide,
-        timeout_s: float,
-        what: str,
-        fail_later: Callable[[BaseException], None],
-        patience_s: float = math.inf,
-    ) -> bytes | FailedExchange:
-        number, self._number = self._number, self._number + 1
-        try:
-            return self._exchanges.take_part(number, report, decide, timeout_s, what, patience_s)
-        except BaseException as error:  # Ctrl-C: the peers must learn of it
-            if not self._exchanges.fail(number, failure_of(self._rank, error)):
-                fail_later(error)  # the others have gone on
-            raise
 
 
 def _agreed(words: dict[int, bytes]) -> bytes:

@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from . import exchange
 from .courier import StoreLost
 from .exchange import PATIENCE, FailedExchange
 
 logger = logging.getLogger("dist_autotune")
-
-HEARTBEAT_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,10 @@ class Watchdog:
     def __init__(
         self,
         rank: int,
-        heartbeat_s: float,
         beat: Callable[[], None] = lambda: None,
         find_failure: Callable[[int], FailedExchange | None] = lambda sequence: None,
     ) -> None:
-        self._rank, self._heartbeat_s = rank, heartbeat_s
-        self._beat, self._find_failure = beat, find_failure
+        self._rank, self._beat, self._find_failure = rank, beat, find_failure
         self._beating = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -103,7 +100,7 @@ class Watchdog:
         """Report once that this rank stays in a run that peers have left; later, if asked, end it."""
 
         def serve() -> None:
-            time.sleep(self._heartbeat_s)
+            time.sleep(exchange.HEARTBEAT_S)
             if not is_stuck():
                 return
             finding = f"is still in {watch.what}, but {reason}"
@@ -113,7 +110,7 @@ class Watchdog:
                 if time.monotonic() > until:
                     self._abort(watch, is_stuck)
                     return
-                time.sleep(self._heartbeat_s)
+                time.sleep(exchange.HEARTBEAT_S)
 
         threading.Thread(target=serve, name="dist_autotune stuck", daemon=True).start()
 
@@ -128,13 +125,13 @@ class Watchdog:
 
     def _serve(self) -> None:
         while not self._is_closed:
-            time.sleep(self._heartbeat_s)
+            time.sleep(exchange.HEARTBEAT_S)
             with self._beating:
                 if self._compiling and not self._is_closed:
                     self._beat()
             if (tell := self._tell_idle) is not None and not self._is_closed:
                 tell()
-            latest = time.monotonic() - self._heartbeat_s
+            latest = time.monotonic() - exchange.HEARTBEAT_S
             for run in [run for run in list(self._runs) if run.began <= latest]:
                 self._check_duration(run)
                 if not (run.is_abandoned or self._is_closed):

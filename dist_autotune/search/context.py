@@ -6,7 +6,6 @@ import enum
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .context_record import About, ContextRecord, Status
 from .context_search import ContextSearch
 from .expectation.fields import LaunchMs
 from .expectation.order import Meanwhile
@@ -14,6 +13,7 @@ from .messages import Announcement, Ban, Claim
 from .plans.search import MOST_PLANS
 from .reports import AgreedPart
 from .rules import Rules
+from .shared_context import About, SharedContext, Status
 from .strategies import TIE, least
 
 NOT_SHARED = "not a candidate on every rank"  # why it is banned where ranks have others
@@ -38,7 +38,7 @@ class NextRun(NamedTuple):
     is_compared: bool = False  # the run compares its bits
 
 
-class Context(ContextRecord):
+class Context(SharedContext):
     """The state of one context. `search` is its own; phases that judge by whole runs settle it, too.
 
     `SearchState` alone writes `last_run`, `compiling` and `next_run`, and `began`, which `FinalComparison`

@@ -7,12 +7,12 @@ from collections.abc import Callable, Container
 from typing import TYPE_CHECKING
 
 from ..formatting import counted
-from .context_record import Outcome, Status
 from .expectation.flow import order_of
 from .expectation.order import Meanwhile, TrialOrder
 from .messages import Announcement
 from .reports import AgreedPart
 from .rules import BY_LAUNCH, BY_RUN, Rules
+from .shared_context import Outcome, Status
 from .strategies import TIE, RunningFlow, Winner
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from msgspec import Struct, msgpack
 
 from ..codec import digest
 from .budget import Forecast
-from .context_record import About, AgreedTimes, ContextRecord, Outcome, Status
 from .expectation.fields import TimesByKey
 from .messages import Ban, Crash, CrashBans, Offers
 from .phases.pace import Cost
 from .rules import BY_LAUNCH, Rules
+from .shared_context import About, AgreedTimes, Outcome, SharedContext, Status
 
 TOLD_KEYS = 64  # results of a kernel, the latest, that tell what to expect of a new key
 
@@ -64,7 +64,7 @@ class ContextChanges(Struct, frozen=True, omit_defaults=True):
     launch_ms: dict[int, float] | None = None
 
 
-class ContextOrder(ContextRecord):
+class ContextOrder(SharedContext):
     """What a rank must know of a context for its launches, reports and results."""
 
     def __init__(self, name: str, about: About) -> None:
@@ -132,7 +132,7 @@ class ContextOrder(ContextRecord):
             self.launch_ms = changes.launch_ms
 
     def changes_to(
-        self, context: ContextRecord, next_launch: NextLaunch, result: SearchResult
+        self, context: SharedContext, next_launch: NextLaunch, result: SearchResult
     ) -> ContextChanges:
         """Return how the deciding rank's context differs from this record."""
         rows, before = _rows(context.times), _rows(self.times)

@@ -14,7 +14,6 @@ from collections.abc import Container, Iterator, Mapping
 from . import budget
 from .budget import Forecast, RunsMade
 from .context import Context, NextRun, RunVerdict
-from .context_record import Outcome, Status
 from .expectation.fields import TimesByKey
 from .expectation.order import Meanwhile
 from .kernel_families import KernelFamilies
@@ -26,6 +25,7 @@ from .phases.race_runs import RaceRuns
 from .phases.verify_bits import VerifyBits
 from .reports import AgreedRun
 from .rules import BY_LAUNCH, BY_RUN, Rules
+from .shared_context import Outcome, Status
 
 ADMISSION_RUNS = 16  # contexts first seen later are partial, so that new keys at every run end
 STARVED_RUNS = {"replay": 3, "online": 64}

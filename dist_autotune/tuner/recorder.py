@@ -16,10 +16,10 @@ from ..launch.registry import Registry
 from ..logs import decisions
 from ..logs.records import Exchanged, Note, Record, RunTimed, SessionOpened, Trial
 from ..logs.writer import SessionLog
-from ..search.context_record import Outcome
 from ..search.messages import Part
 from ..search.orders import ContextOrder, Orders
 from ..search.rules import BY_LAUNCH
+from ..search.shared_context import Outcome
 from ..timing.samples import Samples
 from .function_state import FunctionSetup, versions
 from .report import TunedContext, time_order

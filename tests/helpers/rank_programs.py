@@ -89,16 +89,16 @@ def set_patience(tuned: Any, timeout_s: float) -> None:
 def has_posted(rank: int) -> bool:
     """Return whether a rank has come to the exchange that this rank of the default group makes next."""
     group = GROUPS.of(None)
-    return group._exchanges._done(lambda store: store.check([f"{group._sequence}/{rank}"]))
+    return group._exchanges._do(lambda store: store.check([f"{group._exchanges.number}/{rank}"]))
 
 
 def interrupt_when_waiting() -> None:
     """Send this process a Ctrl-C once it waits for its peers; returns at once."""
     group = GROUPS.of(None)
-    key = f"{group._sequence}/{group.rank}"
+    key = f"{group._exchanges.number}/{group.rank}"
 
     def interrupt() -> None:
-        wait_for(lambda: group._exchanges._done(lambda store: store.check([key])))
+        wait_for(lambda: group._exchanges._do(lambda store: store.check([key])))
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()

@@ -13,7 +13,7 @@ from rank_programs import TIMEOUT_S, ending, run_until_settled, set_patience, tu
 from dist_autotune import EventClock, PeerFailed, TuningError, is_tuning
 from dist_autotune.errors import LaunchFailed, LaunchTimeout
 from dist_autotune.logs.records import Note, RunFailed, SessionClosed
-from dist_autotune.ranks import group, watchdog
+from dist_autotune.ranks import exchange, group
 from dist_autotune.ranks.watchdog import Watch, Watchdog
 from dist_autotune.timing.samples import READ_WITHIN_RUNS
 from dist_autotune.tuner import calls
@@ -26,7 +26,7 @@ NEVER_MS = 1e9
 @pytest.fixture
 def quick_heartbeats(monkeypatch):
     """Let the thread that watches a run look twenty times a second."""
-    monkeypatch.setattr(watchdog, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(exchange, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(calls, "GROUPS", group.Groups())
 
 
@@ -109,7 +109,7 @@ def test_ranks_that_are_all_stuck_are_all_ended_when_that_is_asked_for(quick_hea
 
 def test_a_device_that_cannot_be_asked_does_not_silence_the_diagnosis():
     told: list[str] = []
-    watchdog = Watchdog(0, 0.02, lambda: None)
+    watchdog = Watchdog(0, lambda: None)
 
     def whereabouts() -> str:
         raise RuntimeError(ILLEGAL)

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from ...formatting import format_ms
 from ..context import Context
-from ..context_record import Status
 from ..plans.search import AskedPlan, Search
 from ..plans.space import Plan
 from ..rules import Rules
+from ..shared_context import Status
 from .phase import RunPhase
 
 ROUNDS = 6  # of all sides; the first one warms up

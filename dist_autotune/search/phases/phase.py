@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 
 from ..context import Context, RunVerdict
-from ..context_record import Outcome, Status
 from ..plans.search import AskedPlan, Search
 from ..plans.space import Plan
 from ..reports import AgreedPart, AgreedRun
 from ..rules import BY_RUN, Rules
+from ..shared_context import Outcome, Status
 from ..strategies import interval
 
 NEW_KEYS_RUNS = 16  # of an option in which it may bring kernels; new keys in every run must end

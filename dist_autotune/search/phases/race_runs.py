@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Iterable, Mapping
 
 from ..context import Context, RunVerdict
-from ..context_record import Status
 from ..plans import predicted
 from ..plans import search as plan_search
 from ..plans.search import AskedPlan, Search
 from ..plans.space import SHARE_STEP, Plan, PlanSpace, levels_of
 from ..reports import AgreedRun
 from ..rules import BY_RUN, Rules
+from ..shared_context import Status
 from .phase import RunPhase
 
 FAMILY, OWN_SAY = 3, 1.15  # contexts of a kernel that steady each other; how far one may differ from them

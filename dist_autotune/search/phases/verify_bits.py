@@ -12,10 +12,10 @@ from typing import TypeAlias
 from ...errors import TuningError
 from ...formatting import config_label
 from ..context import Context
-from ..context_record import Status
 from ..messages import Bits
 from ..plans.space import Plan
 from ..reports import AgreedRun
+from ..shared_context import Status
 from .phase import Phase
 
 RUNS = 2  # of each plan: the second shows whether it repeats itself

@@ -2,16 +2,23 @@
 
 from unittest import mock
 
+import pytest
 from rank_programs import wait_for
 
+from dist_autotune.ranks import exchange
 from dist_autotune.ranks import watchdog as watchdog_module
 from dist_autotune.ranks.exchange import FailedExchange
 from dist_autotune.ranks.watchdog import Watch, Watchdog
 
 
+@pytest.fixture(autouse=True)
+def often(monkeypatch):
+    monkeypatch.setattr(exchange, "HEARTBEAT_S", 0.01)
+
+
 def test_a_rank_beats_until_the_last_of_its_threads_has_compiled():
     beats = []
-    watchdog = Watchdog(0, 0.01, lambda: beats.append(None))
+    watchdog = Watchdog(0, lambda: beats.append(None))
     with watchdog.beating():
         with watchdog.beating():
             pass
@@ -22,7 +29,7 @@ def test_a_rank_beats_until_the_last_of_its_threads_has_compiled():
 
 def test_a_run_is_watched_while_another_one_ends():
     failures, told = {}, []
-    watchdog = Watchdog(0, 0.01, find_failure=failures.get)
+    watchdog = Watchdog(0, find_failure=failures.get)
     watch = Watch("a call", 60.0, "raise", told.append)
     with watchdog.watching(5, watch):
         with watchdog.watching(5, watch):
@@ -41,7 +48,7 @@ def test_a_report_that_fails_ends_neither_the_heartbeats_nor_the_abort(monkeypat
 
     monkeypatch.setattr(watchdog_module, "os", mock.Mock(_exit=ended.append))
     monkeypatch.setattr(watchdog_module, "faulthandler", mock.Mock())
-    watchdog = Watchdog(0, 0.01, lambda: beats.append(None))
+    watchdog = Watchdog(0, lambda: beats.append(None))
     with watchdog.watching(5, Watch("a call", 0.01, "abort", report, lambda: "")):
         wait_for(lambda: ended)
         with watchdog.beating():

@@ -130,7 +130,7 @@ class AgreedTimes:
         return more - self.host_ms(slower) <= less
 
 
-class ContextRecord:
+class SharedContext:
     """The base of a context on the deciding rank and on all ranks. Candidates are indices of `digests`."""
 
     def __init__(self, name: str, about: About) -> None:
